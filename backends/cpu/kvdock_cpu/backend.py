@@ -1,0 +1,43 @@
+"""The backend object: devices and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import kvdock
+import torch
+
+from kvdock_cpu.copy_blocks import CopyBlocks
+from kvdock_cpu.gather_paged import GatherPaged
+from kvdock_cpu.paged_caching import PagedCaching
+from kvdock_cpu.static_update import StaticUpdate
+
+__all__ = ["CpuBackend"]
+
+
+class CpuBackend(kvdock.Backend):
+    """Serves tensors in host memory. Out-of-range slots raise before anything is written, so none is ever skipped."""
+
+    name = "cpu"
+    device_type = "cpu"
+
+    def probe(self) -> kvdock.Probe:
+        """Report ready: torch always has a CPU."""
+        return kvdock.Probe.ready("host memory")
+
+    def claims(self, device: torch.device) -> bool:
+        """Claim the one CPU device."""
+        return device.type == "cpu"
+
+    def devices(self) -> Sequence[torch.device]:
+        """List the one CPU device."""
+        return [torch.device("cpu")]
+
+    def kernels(self) -> Mapping[str, kvdock.Kernel]:
+        """Hand over one kernel per op."""
+        return {
+            "paged_caching_": PagedCaching(),
+            "static_update_": StaticUpdate(),
+            "gather_paged": GatherPaged(),
+            "copy_blocks_": CopyBlocks(),
+        }

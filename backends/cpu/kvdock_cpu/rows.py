@@ -1,0 +1,64 @@
+"""What the CPU kernels share: moving rows of bytes in as wide elements as their addresses allow.
+
+torch's indexed copies cost one step per element, so a row of 2 KB goes about five times as fast as 128 elements of 16
+bytes than as 1,024 of 2 bytes. The elements are never computed with: bits arrive as they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import kvdock
+import torch
+
+__all__ = ["as_bits", "quantised_reasons", "spans", "wide_dtype", "widen"]
+
+_WIDE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def quantised_reasons(request: kvdock.Request) -> Sequence[str]:
+    """Return the reason against a quantised cache, if it is one."""
+    cache = request.tensor("k_cache")
+    return [f"quantised caches ({cache.dtype}) are not there yet"] if cache.dtype in kvdock.QUANTISED_DTYPES else []
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """View elements as integers of their size."""
+    return tensor.view(_WIDE[tensor.element_size()])
+
+
+def wide_dtype(pool: kvdock.TensorMeta, *others: kvdock.TensorMeta) -> torch.dtype:
+    """Return the widest element that divides every address and step of a pool and of what is copied to or from it.
+
+    Args:
+        pool: a pool: shape and strides known.
+        others: tensors whose rows move; their alignment covers their rows and steps.
+    """
+    size = pool.dtype.itemsize
+    bits = pool.alignment | int(pool.shape[-1] or 1) * size
+    for stride in (pool.strides or ())[:-1]:
+        bits |= stride * size
+    for other in others:
+        bits |= other.alignment
+    return _WIDE[min(bits & -bits, 16)]
+
+
+def widen(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """View a tensor's rows as elements of ``dtype``, which divides its rows, addresses and steps.
+
+    torch also asks that the strides of size-1 dims, which say nothing, and the offset in the storage be divisible.
+    """
+    wide, size = dtype.itemsize, tensor.element_size()
+    if 1 in tensor.shape[:-1]:
+        steps = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+        tensor = tensor.as_strided(tensor.shape, [wide if length == 1 else stride for length, stride in steps] + [1])
+    if tensor.storage_offset() * size % wide:
+        return as_bits(tensor)
+    return tensor.view(dtype)
+
+
+def spans(keep: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Yield ``(start, stop)`` of each run of True in a ``[n]`` bool tensor."""
+    edges = torch.diff(keep.to(torch.int8), prepend=keep.new_zeros(1, dtype=torch.int8), append=keep.new_zeros(1, dtype=torch.int8))
+    places = edges.nonzero().flatten().tolist()
+    yield from zip(places[::2], places[1::2], strict=True)

@@ -1,0 +1,17 @@
+"""kvdock's CUDA backend: the module that the entry point names. Light: nothing here touches a device."""
+
+from __future__ import annotations
+
+import kvdock
+
+__all__ = ["KVDOCK_API", "kvdock_backends"]
+
+KVDOCK_API = (1, 0)
+
+
+@kvdock.hookimpl
+def kvdock_backends() -> list[kvdock.Backend]:
+    """Hand over the backend."""
+    from kvdock_cuda.backend import CudaBackend
+
+    return [CudaBackend()]

@@ -1,0 +1,1 @@
+"""The caches: tensors that hold keys and values. `interface` has the contract, `factory` makes them."""

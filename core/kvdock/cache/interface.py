@@ -1,0 +1,109 @@
+"""What every cache and every configuration promises."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Self
+
+import torch
+
+from kvdock.errors import ArgumentTypeError, IndexRangeError
+from kvdock.ops.modes import MODE
+from kvdock.ops.selection import Choice
+
+__all__ = ["Cache", "CacheConfig", "OpSource", "active_name", "check_layer", "require_backend"]
+
+OpSource = Any
+"""Where a cache gets its ops: an `OpDispatcher`. Caches use ops through what they are handed."""
+
+
+def active_name() -> str | None:
+    """Return the backend that `use_backend` names right now: a cache made in its block keeps it for good."""
+    mode = MODE.get()
+    return None if mode is None else mode.named
+
+
+class CacheConfig(ABC):
+    """What the user chooses about a cache. A frozen value: threads may share it, and equal ones are interchangeable."""
+
+    @abstractmethod
+    def unique_copy(self) -> Self:
+        """Return an equal configuration that is a distinct object. To change a field, use `attrs.evolve`."""
+
+    @abstractmethod
+    def build(self, spec: Any, rank: Any, ops: OpSource) -> Cache:
+        """Make the cache that this configures; called by `create_cache`, which describes the arguments and errors."""
+
+
+class Cache(ABC):
+    """Keys and values of every layer that one rank runs, on one device.
+
+    The memory is allocated, and zeroed, when the cache is made, and belongs to it until it is garbage: a masked read of a
+    place that was never written yields zeros, never NaN. Keys and values lie in separate storages.
+
+    Threads may share a cache as they may share torch tensors: calls that write different places may run at once, calls
+    that write the same places need a lock of the caller's. Nothing here is differentiable; gradients are not recorded.
+    """
+
+    @property
+    @abstractmethod
+    def num_layers(self) -> int:
+        """Number of layers."""
+
+    @abstractmethod
+    def k_cache(self, layer: int) -> torch.Tensor:
+        """Return the keys of a layer: a view of the cache's memory, always the same.
+
+        Args:
+            layer: 0 to ``num_layers - 1``.
+
+        Raises:
+            IndexRangeError: there is no such layer; negative numbers do not count from the end.
+        """
+
+    @abstractmethod
+    def v_cache(self, layer: int) -> torch.Tensor:
+        """Return the values of a layer. See `k_cache`."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the whole cache: all layers, keys and values."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Device that holds it."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Dtype of its elements."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Zero the memory, as when the cache was made. Views handed out before remain valid."""
+
+
+def check_layer(owner: str, layer: object, num_layers: int) -> int:
+    """Return a layer index in range.
+
+    Raises:
+        ArgumentTypeError: it is no int.
+        IndexRangeError: it is out of range.
+    """
+    if isinstance(layer, bool) or not isinstance(layer, int):
+        raise ArgumentTypeError(f"{owner}: layer", expected=f"an int from 0 to {num_layers - 1}", got=repr(layer))
+    if not 0 <= layer < num_layers:
+        raise IndexRangeError(f"{owner}: layer", expected=f"0 to {num_layers - 1}", got=layer, fix="count layers from 0; this cache has as many as its KVSpec")
+    return layer
+
+
+def require_backend(ops: OpSource, op: str, device: torch.device, named: str | None) -> Choice:
+    """Return the backend that will serve a cache, so that a device nobody claims fails before memory is taken.
+
+    Raises:
+        BackendError: no backend can be chosen for the device.
+    """
+    choice: Choice = ops.choose(op, device, named)
+    return choice

@@ -1,0 +1,238 @@
+"""A cache in blocks: any token may go into any slot, so sequences of any length share one pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import attrs
+import torch
+
+from kvdock.cache.interface import Cache, CacheConfig, OpSource, active_name, check_layer, require_backend
+from kvdock.cache.pool import PagedPool, RankLayer, block_bytes, group_layers, rank_layers
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, CapacityError, UnsupportedError
+from kvdock.layout import HeadLayout, KVCacheLayout
+from kvdock.ops.api import BlockPairs, outputs_for, pairs_tensor
+from kvdock.rank import RankInfo
+from kvdock.spec import KVSpec, check_cache_dtype, check_int
+
+__all__ = ["PagedKVCache", "PagedKVCacheConfig"]
+
+
+@attrs.frozen
+class PagedKVCacheConfig(CacheConfig):
+    """What the user chooses about a paged cache. Give a budget, a number of blocks, or both.
+
+    Args:
+        max_kv_memory_bytes: bound on the bytes of the whole pool: all layers, keys and values. Without ``num_blocks`` the
+            pool has as many blocks as fit.
+        block_size: tokens in a block.
+        num_blocks: blocks of the pool. With a budget too, they must fit into it.
+        cache_dtype: dtype of the elements; default is that of the KVSpec.
+        layout: which of layer and block is outermost.
+        head_layout: which of token and head is outermost in a block.
+    """
+
+    max_kv_memory_bytes: int | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    cache_dtype: torch.dtype | None = None
+    layout: KVCacheLayout = KVCacheLayout.LAYER_FIRST
+    head_layout: HeadLayout = HeadLayout.NHD
+
+    def __attrs_post_init__(self) -> None:
+        check_int("PagedKVCacheConfig: block_size", self.block_size, 1)
+        for name in ("max_kv_memory_bytes", "num_blocks"):
+            if getattr(self, name) is not None:
+                check_int(f"PagedKVCacheConfig: {name}", getattr(self, name), 1)
+        if self.max_kv_memory_bytes is None and self.num_blocks is None:
+            raise ArgumentValueError(
+                "PagedKVCacheConfig", expected="max_kv_memory_bytes or num_blocks", got="neither", fix="say how large the pool may be"
+            )
+        if self.cache_dtype is not None:
+            check_cache_dtype("PagedKVCacheConfig: cache_dtype", self.cache_dtype)
+        for name, kind in (("layout", KVCacheLayout), ("head_layout", HeadLayout)):
+            if not isinstance(getattr(self, name), kind):
+                raise ArgumentTypeError(f"PagedKVCacheConfig: {name}", expected=f"one of {list(kind)}", got=repr(getattr(self, name)))
+
+    def unique_copy(self) -> Self:
+        """Return an equal configuration that is a distinct object."""
+        return attrs.evolve(self)
+
+    def build(self, spec: KVSpec, rank: RankInfo, ops: OpSource) -> PagedKVCache:
+        """Make a `PagedKVCache`."""
+        return PagedKVCache(spec, self, rank, ops)
+
+    def blocks_for(self, layers: Sequence[RankLayer], dtype: torch.dtype) -> int:
+        """Return how many blocks the pool has.
+
+        Raises:
+            CapacityError: the budget holds no block, or fewer than ``num_blocks``; says how many bytes are needed.
+        """
+        per_block = block_bytes(layers, self.block_size, dtype)
+        needed = (self.num_blocks or 1) * per_block
+        if self.max_kv_memory_bytes is not None and needed > self.max_kv_memory_bytes:
+            raise CapacityError(
+                "PagedKVCacheConfig: max_kv_memory_bytes",
+                expected=f"at least {needed} bytes for {self.num_blocks or 1} block(s) of {self.block_size} tokens over {len(layers)} layers",
+                got=self.max_kv_memory_bytes,
+                fix="raise the budget, or choose a smaller block_size or fewer num_blocks",
+            )
+        return self.num_blocks or int(self.max_kv_memory_bytes or 0) // per_block
+
+
+class PagedKVCache(Cache):
+    """A pool of blocks per layer. Which token goes to which slot is the caller's to say.
+
+    A slot is ``block_id * block_size + offset``, the same in every layer, for keys and for values.
+
+    Args:
+        spec: what the layers need.
+        config: what the user chose.
+        rank: device, and which share of the heads.
+        ops: where its ops come from.
+
+    Raises:
+        ArgumentValueError: heads and ranks do not divide.
+        CapacityError: the budget is too small.
+        UnsupportedError: a kind of layer that this cache does not hold.
+        BackendError: no backend can be chosen for the device.
+    """
+
+    def __init__(self, spec: KVSpec, config: PagedKVCacheConfig, rank: RankInfo, ops: OpSource) -> None:
+        self.spec, self.config, self.rank = spec, config, rank
+        layers = rank_layers(spec, rank)
+        self._dtype = config.cache_dtype or spec.dtype
+        if self._dtype != spec.dtype:
+            raise UnsupportedError(
+                "PagedKVCacheConfig: cache_dtype", expected=f"{spec.dtype}, the model's own", got=f"{self._dtype}: only a quantised cache may differ, and those are not there yet"
+            )
+        self._num_blocks = config.blocks_for(layers, self._dtype)
+        self._named = active_name()
+        require_backend(ops, "paged_caching_", rank.device, self._named)
+        self._allocate(layers)
+        self._bind(ops)
+
+    def _allocate(self, layers: Sequence[RankLayer]) -> None:
+        """Take the memory: one storage for keys and one for values, for each group of equal layers."""
+        config = self.config
+        self._groups: list[tuple[PagedPool, PagedPool]] = []
+        views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for layer, members in group_layers(layers).items():
+            k_pool, v_pool = (
+                PagedPool.allocate(
+                    len(members), self._num_blocks, config.block_size, heads, dim, self._dtype, self.rank.device, config.layout, config.head_layout
+                )
+                for heads, dim in ((layer.num_k_heads, layer.k_dim), (layer.num_v_heads, layer.v_dim))
+            )
+            self._groups.append((k_pool, v_pool))
+            views.update(zip(members, zip(k_pool.layers, v_pool.layers, strict=True), strict=True))
+        self._views = [views[index] for index in range(len(layers))]
+
+    def _bind(self, ops: OpSource) -> None:
+        """Fix each layer's pools in the ops, so that a call no longer reads them."""
+        self._write = [ops.op("paged_caching_").bind(*pair, named=self._named) for pair in self._views]
+        self._read = [ops.op("gather_paged").bind(*pair, named=self._named) for pair in self._views]
+        self._copy = [ops.op("copy_blocks_").bind(k.whole, v.whole, named=self._named) for k, v in self._groups]
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self._views)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool, the same for every layer."""
+        return self._num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self.config.block_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole pool: all layers, keys and values."""
+        return sum(pool.memory.nbytes for pair in self._groups for pool in pair)
+
+    @property
+    def device(self) -> torch.device:
+        """Device that holds it."""
+        return self._views[0][0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of its elements."""
+        return self._dtype
+
+    def k_cache(self, layer: int) -> torch.Tensor:
+        """Return a layer's keys, ``[num_blocks, block_size, Hk, Dk]``; a permuted view for other memory orders."""
+        return self._views[check_layer("PagedKVCache", layer, len(self._views))][0]
+
+    def v_cache(self, layer: int) -> torch.Tensor:
+        """Return a layer's values, ``[num_blocks, block_size, Hv, Dv]``."""
+        return self._views[check_layer("PagedKVCache", layer, len(self._views))][1]
+
+    def update(self, layer: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the keys and values of new tokens.
+
+        Args:
+            layer: 0 to ``num_layers - 1``.
+            k: ``[T, Hk, Dk]`` or ``[B, S, Hk, Dk]``, this rank's heads, any strides but an innermost of 1.
+            v: ``[T, Hv, Dv]`` or ``[B, S, Hv, Dv]``.
+            slot_mapping: ``[T]`` or ``[B, S]`` int32 or int64; negative means padding.
+
+        Returns:
+            This layer's ``(k_cache, v_cache)``, ``[num_blocks, block_size, heads, dim]``.
+
+        Raises:
+            IndexRangeError: no such layer; or, on host memory, a slot out of range.
+            KVDockError: as `kvdock.ops.paged_caching_`; nothing was written.
+        """
+        if layer.__class__ is not int or layer < 0 or layer >= len(self._views):
+            check_layer("PagedKVCache", layer, len(self._views))
+        self._write[layer](k, v, slot_mapping, None, None)
+        return self._views[layer]
+
+    def gather(self, layer: int, slot_mapping: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read keys and values at given slots.
+
+        Args:
+            layer: 0 to ``num_layers - 1``.
+            slot_mapping: ``[T]`` or ``[B, S]`` int32 or int64; a negative slot reads as zeros.
+            out: where to put ``[..., Hk, Dk]`` and ``[..., Hv, Dv]``; by default new tensors.
+
+        Returns:
+            ``(k, v)``.
+
+        Raises:
+            KVDockError: as `kvdock.ops.gather_paged`.
+        """
+        k_cache, v_cache = self._views[check_layer("PagedKVCache", layer, len(self._views))]
+        k_out, v_out = outputs_for(k_cache, v_cache, slot_mapping, out)
+        self._read[layer](slot_mapping, None, None, k_out, v_out)
+        return k_out, v_out
+
+    def copy_blocks(self, block_pairs: BlockPairs) -> None:
+        """Copy whole blocks in every layer, keys and values: one launch for each group of equal layers.
+
+        Args:
+            block_pairs: ``[N, 2]`` (src, dst) block ids: a tensor, a numpy array or a list.
+
+        Raises:
+            KVDockError: as `kvdock.ops.copy_blocks_`; nothing was written.
+        """
+        pairs = pairs_tensor(block_pairs)
+        for copy in self._copy:
+            copy(pairs)
+
+    def reset(self) -> None:
+        """Zero the memory."""
+        for pair in self._groups:
+            for pool in pair:
+                pool.memory.zero_()
+
+    def __repr__(self) -> str:
+        shape = f"{self.num_layers} layers, {self.num_blocks} blocks of {self.block_size}"
+        return f"PagedKVCache({shape}, {self.dtype}, {self.nbytes} bytes on {self.device})"
+

@@ -1,0 +1,105 @@
+"""The memory of a paged cache: pools for groups of equal layers, in any layout, and views of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from kvdock.errors import UnsupportedError
+from kvdock.layout import HeadLayout, KVCacheLayout
+from kvdock.rank import RankInfo
+from kvdock.spec import KVSpec, LayerSpec, MLALayerSpec
+
+__all__ = ["PagedPool", "RankLayer", "block_bytes", "group_layers", "rank_layers"]
+
+
+@attrs.frozen
+class RankLayer:
+    """One layer as a rank holds it: its share of the heads."""
+
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+
+    @property
+    def elements(self) -> int:
+        """Elements that one token takes, keys and values."""
+        return self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
+
+
+def rank_layers(spec: KVSpec, rank: RankInfo) -> list[RankLayer]:
+    """Return what a rank holds of each layer.
+
+    Raises:
+        ArgumentValueError: heads and ranks do not divide.
+        UnsupportedError: a layer has no separate keys and values.
+    """
+    return [_rank_layer(layer, index, rank) for index, layer in enumerate(spec.layers)]
+
+
+def _rank_layer(layer: LayerSpec | MLALayerSpec, index: int, rank: RankInfo) -> RankLayer:
+    """Return what a rank holds of one layer."""
+    if not isinstance(layer, LayerSpec):
+        raise UnsupportedError(
+            f"KVSpec: layers[{index}]", expected="a LayerSpec", got=f"{layer!r}: latent caches are not there yet", fix="cache the expanded keys and values"
+        )
+    k_heads = rank.head_range(layer.num_k_heads, "num_k_heads")
+    v_heads = rank.head_range(layer.num_v_heads, "num_v_heads")
+    return RankLayer(len(k_heads), len(v_heads), layer.k_dim, layer.v_dim)
+
+
+def block_bytes(layers: Sequence[RankLayer], block_size: int, dtype: torch.dtype) -> int:
+    """Return the bytes of one block of ``block_size`` tokens over all layers, keys and values."""
+    return sum(layer.elements for layer in layers) * block_size * dtype.itemsize
+
+
+def group_layers(layers: Sequence[RankLayer]) -> dict[RankLayer, list[int]]:
+    """Return the indices of equal layers: each group shares a pool."""
+    groups: dict[RankLayer, list[int]] = {}
+    for index, layer in enumerate(layers):
+        groups.setdefault(layer, []).append(index)
+    return groups
+
+
+@attrs.frozen(eq=False)
+class PagedPool:
+    """One storage with the keys, or the values, of a group of equal layers.
+
+    Args:
+        memory: the storage in its memory order.
+        layers: one view per layer, ``[num_blocks, block_size, heads, dim]``.
+        whole: all layers as one cache whose blocks hold every layer's block, ``[num_blocks, layers, 1, rest]`` or with
+            dims swapped; copying a block of it copies that block of every layer.
+    """
+
+    memory: torch.Tensor
+    layers: tuple[torch.Tensor, ...]
+    whole: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        heads: int,
+        dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        layout: KVCacheLayout,
+        head_layout: HeadLayout,
+    ) -> PagedPool:
+        """Allocate zeroed memory and the views of it."""
+        inner = (block_size, heads, dim) if head_layout is HeadLayout.NHD else (heads, block_size, dim)
+        outer = (num_layers, num_blocks) if layout is KVCacheLayout.LAYER_FIRST else (num_blocks, num_layers)
+        with torch.inference_mode(False):  # a cache made while inferring must be writable afterwards too
+            memory = torch.zeros((*outer, *inner), dtype=dtype, device=device)
+        by_layer = memory if layout is KVCacheLayout.LAYER_FIRST else memory.transpose(0, 1)
+        if head_layout is HeadLayout.HND:
+            by_layer = by_layer.transpose(2, 3)
+        blocks = memory.flatten(2).unsqueeze(2)
+        whole = blocks.transpose(0, 1) if layout is KVCacheLayout.LAYER_FIRST else blocks
+        return cls(memory, tuple(by_layer.unbind(0)), whole)

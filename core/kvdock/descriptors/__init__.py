@@ -1,0 +1,1 @@
+"""Where prepared descriptors are kept."""

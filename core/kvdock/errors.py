@@ -1,0 +1,130 @@
+"""Every error kvdock raises.
+
+Each derives from `KVDockError` and from the built-in that fits, so that `except ValueError` keeps working::
+
+    KVDockError
+    ├── ArgumentTypeError      (TypeError)            not a tensor, wrong dtype
+    ├── ArgumentValueError     (ValueError)           device, rank, shape, stride, overlap, configuration
+    ├── IndexRangeError        (IndexError)           slot, block, position or layer out of range
+    ├── CapacityError          (MemoryError)          a budget that holds not even one block
+    │   └── OutOfBlocksError                          a pool without enough free blocks
+    ├── UnsupportedError       (NotImplementedError)  a request that no kernel serves (yet)
+    ├── DroppedCacheError      (RuntimeError)         a cache used after `drop()`
+    └── BackendError           (RuntimeError)
+        ├── NoBackendError                            no backend claims the device
+        ├── BackendUnavailableError                   asked for by name, and not usable
+        ├── AmbiguousBackendError                     several claim the device and none is preferred
+        └── PluginError                               a plugin that broke the contract while it loaded
+            └── DiscoveryReentryError                 backends asked for while they are being loaded
+
+The text of an error says which argument, what was expected, what came, and how to fix it; the parts are attributes too.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AmbiguousBackendError",
+    "ArgumentTypeError",
+    "ArgumentValueError",
+    "BackendError",
+    "BackendUnavailableError",
+    "CapacityError",
+    "DiscoveryReentryError",
+    "DroppedCacheError",
+    "IndexRangeError",
+    "KVDockError",
+    "KVDockWarning",
+    "NoBackendError",
+    "OutOfBlocksError",
+    "PluginError",
+    "UnsupportedError",
+]
+
+
+class KVDockError(Exception):
+    """Base of all errors.
+
+    Args:
+        subject: what is wrong, such as ``"paged_caching_: k"``; or the whole text when no part follows.
+        expected: what was expected there.
+        got: what came.
+        fix: what to do about it.
+    """
+
+    def __init__(
+        self,
+        subject: str = "",
+        *,
+        expected: object = None,
+        got: object = None,
+        fix: str | None = None,
+    ) -> None:
+        self.subject = subject
+        self.expected = expected
+        self.got = got
+        self.fix = fix
+        super().__init__(_compose(subject, expected, got, fix))
+
+
+def _compose(subject: str, expected: object, got: object, fix: str | None) -> str:
+    """Join the parts of an error into one sentence."""
+    found = [f"expected {expected}"] if expected is not None else []
+    found += [f"got {got}"] if got is not None else []
+    text = f"{subject}: {', '.join(found)}" if found else subject
+    return f"{text}. Fix: {fix}" if fix else text
+
+
+class KVDockWarning(UserWarning):
+    """Something that is allowed and rarely meant: equal slots in one call, an environment that changed too late."""
+
+
+class ArgumentTypeError(KVDockError, TypeError):
+    """An argument of the wrong type, or a tensor of the wrong dtype."""
+
+
+class ArgumentValueError(KVDockError, ValueError):
+    """A wrong device, rank, shape, stride or setting, or a source that overlaps its destination."""
+
+
+class IndexRangeError(KVDockError, IndexError):
+    """A slot, block, position or layer outside its range. Nothing was written."""
+
+
+class CapacityError(KVDockError, MemoryError):
+    """A memory budget too small for what is asked."""
+
+
+class OutOfBlocksError(CapacityError):
+    """A pool has fewer free blocks than asked for. Nothing was allocated."""
+
+
+class UnsupportedError(KVDockError, NotImplementedError):
+    """No kernel serves this request; the text lists why each did not."""
+
+
+class DroppedCacheError(KVDockError, RuntimeError):
+    """A cache was used after `drop()` gave its memory back."""
+
+
+class BackendError(KVDockError, RuntimeError):
+    """Base of what goes wrong in choosing a backend."""
+
+
+class NoBackendError(BackendError):
+    """No backend that is ready claims the device; the text lists who is registered, and why each is not usable."""
+
+
+class BackendUnavailableError(BackendError):
+    """A backend that was asked for by name does not exist or is not ready."""
+
+
+class AmbiguousBackendError(BackendError):
+    """Several ready backends claim one device with equal priority; the text names the variable that decides."""
+
+
+class PluginError(BackendError):
+    """A plugin broke the contract of the group it registered in."""
+
+
+class DiscoveryReentryError(PluginError):
+    """Backends were asked for while they were being loaded, as by a plugin that calls an op when it is imported."""

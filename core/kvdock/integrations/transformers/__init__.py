@@ -1,0 +1,14 @@
+"""kvdock as the cache of Hugging Face Transformers, 5.14 and newer::
+
+    from kvdock.integrations.transformers import PagedCacheForTransformers
+
+    cache = PagedCacheForTransformers.for_model(model, kvdock.PagedKVCacheConfig(num_blocks=512, block_size=16))
+    out = model.generate(**cache.bind(**inputs))
+
+In the order of a call: `cache` is what ``generate`` sees, `layer` what each attention layer sees, `state` the table and the
+pool that all layers share, `measure` how a model is asked what it caches, `compat` what differs between versions.
+"""
+
+from kvdock.integrations.transformers.cache import CacheUsage, PagedCacheForTransformers
+
+__all__ = ["CacheUsage", "PagedCacheForTransformers"]

@@ -1,0 +1,136 @@
+"""What one attention layer sees of the cache."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from kvdock.errors import UnsupportedError
+from kvdock.integrations.transformers.state import PagedState, refuse_backward
+
+__all__ = ["PagedLayer"]
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer of a `PagedCacheForTransformers`.
+
+    It writes into the pool and returns the tokens that Transformers' own layer would return: all of them, or with a
+    sliding window those that the window reaches. The pool keeps all either way, so that `crop` works on every model.
+
+    Args:
+        state: the pool and the table, shared with the other layers.
+        index: which of the pool's layers this is.
+        window: sliding window in tokens, or None.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, state: PagedState, index: int, window: int | None) -> None:  # not the base's: it assigns what are properties here
+        self.state = state
+        self.index = index
+        self.window = window
+        self.is_sliding = window is not None
+
+    def __repr__(self) -> str:
+        return f"PagedLayer(index={self.index}, window={self.window}, length={self.get_seq_length()})"
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]  # the base assigns it
+        """Whether the layer holds any token."""
+        return self.get_seq_length() > 0
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]  # the base assigns it
+        """All keys, gathered anew as ``[batch, heads, tokens, dim]``; None without tokens."""
+        return self._content()[0]
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]  # the base assigns it
+        """All values, gathered anew as ``[batch, heads, tokens, dim]``; None without tokens."""
+        return self._content()[1]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Do nothing: the pool is there from the start."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new tokens, and return them behind those that are visible from the first of them.
+
+        Args:
+            key_states: ``[batch, heads, tokens, dim]``.
+            value_states: the same, with heads and dim of the values.
+            args: what else this version of Transformers passes; not used.
+            kwargs: the same.
+
+        Raises:
+            OutOfBlocksError: the pool has too few free blocks. Nothing was changed, in no layer.
+        """
+        start = self.state.update(self.index, key_states, value_states)
+        if start == 0:
+            return key_states, value_states
+        length, offset = self._visible(start, key_states.shape[2])
+        keys, values = self.state.read(self.index, offset, offset + length)
+        return refuse_backward(key_states, keys), refuse_backward(value_states, values)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many tokens the next `update` returns for so many new ones, and which is the first."""
+        return self._visible(self.get_seq_length(), query_length)
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens that this layer holds."""
+        return self.state.lengths[self.index]
+
+    def get_max_length(self) -> int:
+        """Return the window as Transformers' own layers do, or -1: no length but the pool's."""
+        return -1 if self.window is None else self.window
+
+    def reset(self) -> NoReturn:
+        """Refuse, as all methods do that change the table of all layers: they are the cache's."""
+        raise self._not_alone("reset")
+
+    def crop(self, *args: Any) -> NoReturn:
+        """Refuse; see `reset`."""
+        raise self._not_alone("crop")
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> NoReturn:
+        """Refuse; see `reset`."""
+        raise self._not_alone("reorder_cache")
+
+    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
+        """Refuse; see `reset`."""
+        raise self._not_alone("batch_repeat_interleave")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> NoReturn:
+        """Refuse; see `reset`."""
+        raise self._not_alone("batch_select_indices")
+
+    def offload(self) -> NoReturn:
+        """Refuse: the pool stays where it is."""
+        raise self._not_alone("offload")
+
+    def prefetch(self) -> NoReturn:
+        """Refuse: the pool stays where it is."""
+        raise self._not_alone("prefetch")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise self._not_alone("__deepcopy__")
+
+    def _visible(self, start: int, tokens: int) -> tuple[int, int]:
+        """Return number and first of the tokens that ``tokens`` new ones behind ``start`` see, themselves included."""
+        offset = 0 if self.window is None else max(start - self.window + 1, 0)
+        return start + tokens - offset, offset
+
+    def _content(self) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """Gather all tokens."""
+        length = self.get_seq_length()
+        return self.state.read(self.index, 0, length) if length else (None, None)
+
+    def _not_alone(self, method: str) -> UnsupportedError:
+        """Make the error for a change of one layer only."""
+        return UnsupportedError(
+            f"PagedLayer.{method}", expected="a call on the whole cache", got=f"one on layer {self.index}", fix=f"call cache.{method}: all layers share one table"
+        )

@@ -1,0 +1,116 @@
+"""What a model hands to its cache: measured by running one token through it.
+
+A configuration does not tell. Models with latent attention cache every head's keys and values in one version of
+Transformers and the latent in the next; under tensor parallelism each rank has its share of the heads; layers may share
+another layer's keys and values, or differ in heads and dims.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from kvdock.errors import UnsupportedError
+from kvdock.integrations.transformers.compat import CACHE_KEYWORD, DUMMY_LAYER
+from kvdock.spec import KVSpec, LayerSpec
+
+__all__ = ["Measurement", "measure"]
+
+_STORED: tuple[type, ...] = (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+@attrs.frozen
+class Measurement:
+    """What one token left in Transformers' own cache.
+
+    Args:
+        spec: the layers that store keys and values, in order.
+        stored: for each layer of the model, whether it is one of those. The others store nothing.
+        device: where the keys and values are.
+    """
+
+    spec: KVSpec
+    stored: tuple[bool, ...]
+    device: torch.device
+
+
+def measure(model: Any) -> Measurement:
+    """Run one token through a model, and return what it caches.
+
+    Args:
+        model: a ``PreTrainedModel`` that generates; its forward hooks see the call.
+
+    Raises:
+        UnsupportedError: it keeps more than keys and values of one dtype on one device; the text says what.
+    """
+    filled = _run_one_token(model, _empty_cache(model))
+    stored = tuple(type(layer) in _STORED for layer in filled.layers)
+    layers = [layer for layer in filled.layers if type(layer) in _STORED]
+    for index, layer in enumerate(filled.layers):
+        if type(layer) in _STORED and not (layer.is_initialized and layer.keys is not None and layer.keys.shape[2] == 1):
+            raise _refusal(model, "every layer to cache one position for one token", f"another state in layer {index}")
+    spec = KVSpec([_layer_spec(layer) for layer in layers], _max_positions(model), _only(model, layers, "dtype"))
+    return Measurement(spec, stored, _only(model, layers, "device"))
+
+
+def _empty_cache(model: Any) -> DynamicCache:
+    """Return Transformers' own cache for a model, refusing what is more than keys and values."""
+    text = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder or getattr(text, "add_cross_attention", False):
+        raise _refusal(model, "a decoder-only model", "one with cross-attention, whose cache has a second part")
+    if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
+        raise _refusal(model, "a model that takes Transformers' DynamicCache", "one that brings its own kind of cache")
+    try:
+        cache = DynamicCache(config=model.config)
+    except KeyError as error:
+        raise _refusal(model, "layers with keys and values", f"a layer of type {error.args[0]!r}") from error
+    strange = {type(layer).__name__ for layer in cache.layers if type(layer) not in (*_STORED, DUMMY_LAYER)}
+    if strange:
+        raise _refusal(model, "layers that keep keys and values only", f"layers that keep more: {', '.join(sorted(strange))}")
+    return cache
+
+
+def _run_one_token(model: Any, cache: DynamicCache) -> DynamicCache:
+    """Fill a cache with one token."""
+    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    try:
+        with torch.no_grad():
+            model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=True, **{CACHE_KEYWORD: cache})
+    except Exception as error:
+        error.add_note(f"kvdock ran one token through {type(model).__name__} to measure what it caches, as model(input_ids, attention_mask, {CACHE_KEYWORD})")
+        raise
+    return cache
+
+
+def _layer_spec(layer: Any) -> LayerSpec:
+    """Describe a layer by what it stored, ``[1, heads, 1, dim]`` each."""
+    (_, k_heads, _, k_dim), (_, v_heads, _, v_dim) = layer.keys.shape, layer.values.shape
+    return LayerSpec(k_heads, v_heads, k_dim, v_dim, getattr(layer, "sliding_window", None))
+
+
+def _max_positions(model: Any) -> int:
+    """Return the longest sequence that a model was made for; models without position embeddings name none."""
+    value = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return value if isinstance(value, int) and value > 0 else sys.maxsize
+
+
+def _only(model: Any, layers: Sequence[Any], what: str) -> Any:
+    """Return the dtype or device that all keys and values have."""
+    found = {getattr(tensor, what) for layer in layers for tensor in (layer.keys, layer.values)}
+    if len(found) != 1:
+        names = ", ".join(sorted(map(str, found))) or "no layer that stores any"
+        raise _refusal(model, f"keys and values of one {what}", names)
+    return found.pop()
+
+
+def _refusal(model: Any, expected: str, got: str) -> UnsupportedError:
+    """Make the error for a model that this cache would get wrong."""
+    return UnsupportedError(
+        f"PagedCacheForTransformers: {type(model).__name__}", expected=expected, got=got, fix="use Transformers' own cache for this model"
+    )

@@ -1,0 +1,229 @@
+"""What a backend brings, and what it is handed. The whole contract between core and plugins.
+
+This module is a leaf: a plugin that imports it imports nothing else of kvdock but the errors.
+
+A backend says which devices it serves and hands over one `Kernel` per op, as data, once. A kernel says whether it
+supports a `Request` and prepares a `Descriptor` for it; the descriptor is called for every later call of the same static
+signature. Core has validated whatever the schema can express by then (see `kvdock.ops.schema`), so that a kernel only
+does what its device needs.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import attrs
+import torch
+
+__all__ = [
+    "HOST",
+    "HOST_INT",
+    "KVDOCK_API",
+    "Backend",
+    "Capabilities",
+    "Descriptor",
+    "Kernel",
+    "Priority",
+    "Probe",
+    "ProbeState",
+    "Request",
+    "TensorMeta",
+]
+
+KVDOCK_API = (1, 0)
+"""Version of this contract. A plugin's module states the version it was made for under the same name."""
+
+HOST = torch.device("cpu")
+"""The device whose memory the host reads without a synchronisation."""
+
+HOST_INT = "host int"
+"""Stands in a `Request` for an argument that came as a host integer; its value is a run-time value."""
+
+
+class ProbeState(enum.Enum):
+    """What a backend found when it looked for its hardware."""
+
+    READY = "ready"
+    ABSENT = "absent"
+    UNUSABLE = "unusable"
+
+
+@attrs.frozen
+class Probe:
+    """Outcome of `Backend.probe`: ``Probe.ready()``, ``Probe.absent(reason)`` or ``Probe.unusable(reason)``."""
+
+    state: ProbeState
+    reason: str = ""
+
+    @classmethod
+    def ready(cls, detail: str = "") -> Probe:
+        """The device is there and works. ``detail`` may say what was found."""
+        return cls(ProbeState.READY, detail)
+
+    @classmethod
+    def absent(cls, reason: str) -> Probe:
+        """There is no such hardware here. Normal, and quiet."""
+        return cls(ProbeState.ABSENT, reason)
+
+    @classmethod
+    def unusable(cls, reason: str) -> Probe:
+        """The hardware may be there, and something is broken. Loud: ``reason`` says what, and how to mend it."""
+        return cls(ProbeState.UNUSABLE, reason)
+
+
+class Priority(enum.IntEnum):
+    """Who is taken when several ready backends claim one device and nobody was named. Equal priorities are an error."""
+
+    FALLBACK = 0
+    NORMAL = 10
+    SPECIALISED = 20
+
+
+@attrs.frozen
+class Capabilities:
+    """What a backend can do, beyond which ops it has.
+
+    Args:
+        dtypes: cache dtypes its kernels store; None when each kernel decides in `Kernel.supports`. An op on another
+            dtype is served by the portable kernels.
+        priority: see `Priority`.
+        graph_capture: whether its launches may be recorded into a graph and replayed.
+    """
+
+    dtypes: tuple[torch.dtype, ...] | None = None
+    priority: Priority = Priority.NORMAL
+    graph_capture: bool = False
+
+
+@attrs.frozen
+class TensorMeta:
+    """The static part of one tensor argument: all that a kernel may rely on from call to call.
+
+    Args:
+        dtype: dtype of the elements.
+        shape: sizes; None where a size is a run-time value.
+        strides: strides in elements, with 0 where a size is 1; None when all but the innermost are run-time values. The
+            innermost stride is always 1, or its size is 1.
+        alignment: largest power of two up to 16, in bytes, that divides the pointer and all run-time strides. A later
+            call of the same descriptor never has less.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int | None, ...]
+    strides: tuple[int, ...] | None
+    alignment: int
+
+
+@attrs.frozen
+class Request:
+    """The static signature of a call: what `Kernel.supports` and `Kernel.prepare` decide on.
+
+    Args:
+        op: name of the op.
+        device: device of its tensors, with its index.
+        args: by argument name: a `TensorMeta`, `HOST_INT`, the value of a static argument, or None where absent.
+    """
+
+    op: str
+    device: torch.device
+    args: Mapping[str, Any]
+
+    def tensor(self, name: str) -> TensorMeta:
+        """Return the metadata of a tensor argument that is present.
+
+        Raises:
+            TypeError: the argument is no tensor in this request.
+        """
+        meta = self.args[name]
+        if not isinstance(meta, TensorMeta):
+            raise TypeError(f"{self.op}: {name}: expected a tensor in this request, got {meta!r}")
+        return meta
+
+
+class Descriptor(ABC):
+    """A prepared and validated plan for one op and one static signature.
+
+    It belongs to the thread and the device it was made for, and may be called any number of times.
+    """
+
+    workspace_bytes: int = 0
+    """Bytes of scratch memory a call takes from torch's caching allocator."""
+
+    @abstractmethod
+    def __call__(self, *args: Any) -> None:
+        """Run the op.
+
+        Args:
+            args: the arguments in the order of the op's schema, None where absent. Their leading shapes agree, and
+                sources do not overlap destinations: core has checked both. Outputs are arguments too, always there.
+
+        Raises:
+            IndexRangeError: on host memory, a value in an index tensor is out of range; nothing was written.
+        """
+
+    def destroy(self) -> None:  # noqa: B027 - most descriptors hold nothing that needs it
+        """Give back what the descriptor holds. Called once, under `Backend.device_guard`; never called again after."""
+
+
+class Kernel(ABC):
+    """One op of one backend. Stateless as seen from outside, shared by all threads."""
+
+    @abstractmethod
+    def supports(self, request: Request) -> Sequence[str]:
+        """Return the reasons against serving this request; empty means yes. Changes nothing, and is cheap."""
+
+    @abstractmethod
+    def prepare(self, request: Request) -> Descriptor:
+        """Make the plan for a request that `supports` had nothing against: choose tiles, compile, precompute."""
+
+
+class Backend(ABC):
+    """A plugin's door: which devices it serves, and its kernels. All methods may be called from any thread."""
+
+    name: str
+    """Name to ask for it by, unique among the installed backends: ``"acme"``."""
+
+    device_type: str
+    """Kind of device it is for, in lower case: ``"npu"``. Forms the name of the variable KVDOCK_BACKEND_<DEVICE_TYPE>."""
+
+    @abstractmethod
+    def probe(self) -> Probe:
+        """Look for the hardware, without opening a context on any device (a forked child could not use it then)."""
+
+    @abstractmethod
+    def claims(self, device: torch.device) -> bool:
+        """Whether this backend serves tensors on ``device``. Asked only when it is ready."""
+
+    @abstractmethod
+    def devices(self) -> Sequence[torch.device]:
+        """Return the devices it runs on, with index where the type has one. Asked only when it is ready.
+
+        A backend chosen by name may run on a device that it does not claim, as long as it is listed here.
+        """
+
+    @abstractmethod
+    def kernels(self) -> Mapping[str, Kernel]:
+        """Return its kernels by op name. Asked once. An op it lacks is served by the portable kernels."""
+
+    def device_guard(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return a context in which ``device`` is the current device."""
+        return nullcontext()
+
+    def capabilities(self) -> Capabilities:
+        """Return what it can do. Asked once."""
+        return Capabilities()
+
+    def skipped_writes(self, device: torch.device) -> int:
+        """Return how many writes its kernels skipped on ``device`` because a slot or position was out of range.
+
+        May synchronise. Padding (negative slots) does not count.
+        """
+        return 0
+
+    def is_capturing(self, device: torch.device) -> bool:
+        """Whether the current stream of ``device`` records a graph right now."""
+        return False

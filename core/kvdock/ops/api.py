@@ -1,0 +1,189 @@
+"""The ops as functions. Arguments and errors are described here; what they mean is in `kvdock_conformance.reference`.
+
+All may be called from any thread, on tensors of any device that a backend claims. None records gradients, synchronises
+with a device, or changes an input. Sizes: NB blocks of ``block`` places; Hk, Hv heads and Dk, Dv elements of keys and of
+values; T tokens, or B rows of S tokens.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from kvdock.ops.active import active_op
+
+__all__ = ["copy_blocks_", "gather_paged", "mla_caching_", "mla_gather", "paged_attention", "paged_caching_", "static_update_", "swap_blocks_"]
+
+BlockPairs = torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[tuple[int, int]]
+"""``[N, 2]`` (src, dst) block ids: a tensor, a numpy array or a list of pairs."""
+
+
+def paged_caching_(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """Write the keys and values of new tokens into their slots of a paged cache.
+
+    Args:
+        k_cache: ``[NB, block, Hk, Dk]``, any strides but an innermost of 1; written.
+        v_cache: ``[NB, block, Hv, Dv]``, with strides of its own; written.
+        k: ``[T, Hk, Dk]`` or ``[B, S, Hk, Dk]`` in the cache's dtype, any strides but an innermost of 1.
+        v: ``[T, Hv, Dv]`` or ``[B, S, Hv, Dv]``.
+        slot_mapping: ``[T]`` or ``[B, S]`` int32 or int64: ``block_id * block + offset`` for each token; negative means
+            padding, which is skipped. Which of two equal slots wins is unspecified.
+        k_scale: scale of a quantised ``k_cache``; an error for any other.
+        v_scale: scale of a quantised ``v_cache``; an error for any other.
+
+    Raises:
+        ArgumentTypeError: an argument is no tensor or has the wrong dtype.
+        ArgumentValueError: a wrong device, rank, shape or stride, or a source that overlaps a cache.
+        IndexRangeError: on host memory, a slot is not below ``NB * block``. On a device it is skipped and counted; see
+            `Backend.skipped_writes` and `kvdock.debug`.
+        UnsupportedError: no kernel serves these dtypes.
+
+    Nothing is written when it raises. Zero tokens is a no-op.
+    """
+    active_op("paged_caching_")(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
+
+
+def static_update_(k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache_lengths: int | torch.Tensor) -> None:
+    """Write new positions behind what each row of a static cache holds.
+
+    Args:
+        k_cache: ``[B, Hk, S, Dk]``, any strides but an innermost of 1; written.
+        v_cache: ``[B, Hv, S, Dv]``; written.
+        k: ``[b, Hk, s, Dk]`` in the cache's dtype, for the first ``b <= B`` rows.
+        v: ``[b, Hv, s, Dv]``.
+        cache_lengths: positions already taken: an int, or an int32 or int64 tensor ``[]``, ``[1]`` (all rows alike) or
+            ``[b]`` (one length for each row) on the caches' device.
+
+    Raises:
+        ArgumentTypeError: an argument is no tensor or has the wrong dtype.
+        ArgumentValueError: a wrong device, rank, shape or stride, or a source that overlaps a cache.
+        IndexRangeError: lengths that the host can read are negative, or ``length + s > S``. In a tensor on a device such
+            a row is skipped whole and counted.
+    """
+    if not isinstance(cache_lengths, (int, torch.Tensor)):
+        cache_lengths = _index(cache_lengths)
+    active_op("static_update_")(k_cache, v_cache, k, v, cache_lengths)
+
+
+def _index(value: Any) -> Any:
+    """Turn any integer, such as numpy's, into an int; leave the rest for the op to refuse."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
+
+
+def gather_paged(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read the keys and values at given slots of a paged cache.
+
+    Args:
+        k_cache: ``[NB, block, Hk, Dk]``, any strides but an innermost of 1.
+        v_cache: ``[NB, block, Hv, Dv]``.
+        slot_mapping: ``[T]`` or ``[B, S]`` int32 or int64; a negative slot reads as zeros. Slots may repeat.
+        k_scale: scale of a quantised ``k_cache``; an error for any other.
+        v_scale: scale of a quantised ``v_cache``; an error for any other.
+        out: where to put the result: ``[..., Hk, Dk]`` and ``[..., Hv, Dv]`` in the caches' dtype, any strides but an
+            innermost of 1. Must not overlap the caches. By default new tensors.
+
+    Returns:
+        ``(k, v)``; the tensors of ``out`` themselves where given.
+
+    Raises:
+        ArgumentTypeError: an argument is no tensor or has the wrong dtype.
+        ArgumentValueError: a wrong device, rank, shape or stride, or an output that overlaps a cache.
+        IndexRangeError: on host memory, a slot is not below ``NB * block``; on a device it reads as zeros.
+    """
+    k_out, v_out = outputs_for(k_cache, v_cache, slot_mapping, out)
+    active_op("gather_paged")(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
+    return k_out, v_out
+
+
+def outputs_for(k_cache: Any, v_cache: Any, slot_mapping: Any, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tensors that a gather fills: those given, or new ones. Wrong arguments are left for the op to refuse."""
+    if out is not None:
+        if not isinstance(out, (tuple, list)) or len(out) != 2:
+            raise ArgumentTypeError("gather_paged: out", expected="a pair (k, v) of tensors", got=type(out).__name__, fix="pass both, or None")
+        return out[0], out[1]
+    if not all(isinstance(x, torch.Tensor) for x in (k_cache, v_cache, slot_mapping)):
+        return k_cache, v_cache
+    lead = tuple(slot_mapping.shape)
+    return k_cache.new_empty((*lead, *k_cache.shape[2:])), v_cache.new_empty((*lead, *v_cache.shape[2:]))
+
+
+def copy_blocks_(k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: BlockPairs) -> None:
+    """Copy whole blocks inside one paged cache, as copy-on-write needs.
+
+    Args:
+        k_cache: ``[NB, block, Hk, Dk]``, any strides but an innermost of 1; written.
+        v_cache: ``[NB, block, Hv, Dv]``; written.
+        block_pairs: ``[N, 2]`` (src, dst), int32 or int64, in host memory or on the caches' device. A pair with a
+            negative id is padding, and skipped.
+
+    Raises:
+        ArgumentTypeError: an argument is no tensor or has the wrong dtype.
+        ArgumentValueError: a wrong device, rank, shape or stride; or, where the host can read the pairs, two pairs with
+            one destination, or a destination that is also a source.
+        IndexRangeError: a block id that the host can read is not below NB; on a device such a pair is skipped and counted.
+    """
+    active_op("copy_blocks_")(k_cache, v_cache, pairs_tensor(block_pairs))
+
+
+def pairs_tensor(block_pairs: BlockPairs) -> torch.Tensor:
+    """Return block pairs as a tensor ``[N, 2]``, in host memory unless they are a tensor already."""
+    if isinstance(block_pairs, torch.Tensor):
+        return block_pairs
+    try:
+        pairs = np.array(block_pairs)  # a copy: torch shares memory, and would ask for a writable array
+        return torch.from_numpy(pairs) if pairs.size else torch.zeros((0, 2), dtype=torch.int64)
+    except (TypeError, ValueError) as error:
+        raise ArgumentValueError(
+            "copy_blocks_: block_pairs", expected="[N, 2] integers (src, dst)", got=repr(block_pairs)[:80], fix=str(error)
+        ) from error
+
+
+def _later(op: str) -> UnsupportedError:
+    """Return the error of an op whose name is settled and whose kernels are not there yet."""
+    return UnsupportedError(op, expected="an op of this release", got="one of a later release", fix="see CHANGELOG.md for what there is")
+
+
+def swap_blocks_(src_cache: torch.Tensor, dst_cache: torch.Tensor, block_pairs: BlockPairs) -> None:
+    """Copy whole blocks between pools. Not there yet: raises `UnsupportedError`."""
+    raise _later("swap_blocks_")
+
+
+def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Attend to a paged cache. Not there yet: raises `UnsupportedError`."""
+    raise _later("paged_attention")
+
+
+def mla_caching_(kv_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor, *, scale: torch.Tensor | None = None) -> None:
+    """Write latents into a paged cache. Not there yet: raises `UnsupportedError`."""
+    raise _later("mla_caching_")
+
+
+def mla_gather(kv_cache: torch.Tensor, slot_mapping: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read latents from a paged cache. Not there yet: raises `UnsupportedError`."""
+    raise _later("mla_gather")

@@ -1,0 +1,120 @@
+"""The ops kvdock knows, as data. Adding one is adding an `OpSchema` here; nothing else in core branches on an op.
+
+Sizes: NB blocks of ``block`` places each; Hk, Hv heads and Dk, Dv elements of keys and values; B rows of S positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from kvdock.ops.hostcheck import check_lengths, check_pairs, check_slots
+from kvdock.ops.schema import Arg, OpSchema, Relation, Role
+from kvdock.spec import COPY_DTYPES, QUANTISED_DTYPES
+
+__all__ = ["CATALOG", "COPY_BLOCKS", "GATHER_PAGED", "INDEX_DTYPES", "PAGED_CACHING", "STATIC_UPDATE"]
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+_CACHE_DTYPES = (*COPY_DTYPES, *QUANTISED_DTYPES)
+_SCALE_DTYPES = (torch.float32,)
+
+
+def _paged(role: Role) -> tuple[Arg, Arg]:
+    """Return the two caches of a paged op."""
+    return (
+        Arg("k_cache", role, ("NB block Hk Dk",), _CACHE_DTYPES),
+        Arg("v_cache", role, ("NB block Hv Dv",), _CACHE_DTYPES, same_dtype="k_cache"),
+    )
+
+
+def _scales() -> tuple[Arg, Arg]:
+    """Return the scales of quantised caches: per tensor, per head, or per token and head."""
+    return (
+        Arg("k_scale", Role.TENSOR, ("", "Hk", "... Hk"), _SCALE_DTYPES, optional=True, host=True, scale_of="k_cache"),
+        Arg("v_scale", Role.TENSOR, ("", "Hv", "... Hv"), _SCALE_DTYPES, optional=True, host=True, scale_of="v_cache"),
+    )
+
+
+_SLOTS = Arg("slot_mapping", Role.TENSOR, ("...",), INDEX_DTYPES)
+
+
+def _capacity(args: Mapping[str, Any]) -> int:
+    """Return how many slots a paged cache has."""
+    num_blocks, block_size = args["k_cache"].shape[:2]
+    return int(num_blocks * block_size)
+
+
+def _check_paged_caching(args: Mapping[str, Any]) -> list[str]:
+    return check_slots("paged_caching_", args["slot_mapping"], _capacity(args))
+
+
+def _check_gather_paged(args: Mapping[str, Any]) -> list[str]:
+    check_slots("gather_paged", args["slot_mapping"], _capacity(args))
+    return []  # reading a slot twice is fine
+
+
+def _check_static_update(args: Mapping[str, Any]) -> list[str]:
+    lengths = args["cache_lengths"]
+    values = [lengths] if isinstance(lengths, int) else lengths.flatten().tolist()
+    return check_lengths("static_update_", values, args["k"].shape[2], args["k_cache"].shape[2])
+
+
+def _check_copy_blocks(args: Mapping[str, Any]) -> list[str]:
+    return check_pairs("copy_blocks_", args["block_pairs"], args["k_cache"].shape[0])
+
+
+PAGED_CACHING = OpSchema(
+    "paged_caching_",
+    (
+        *_paged(Role.MUTATED),
+        Arg("k", Role.TENSOR, ("... Hk Dk",), COPY_DTYPES, same_dtype="k_cache"),
+        Arg("v", Role.TENSOR, ("... Hv Dv",), COPY_DTYPES, same_dtype="v_cache"),
+        _SLOTS,
+        *_scales(),
+    ),
+    check_values=_check_paged_caching,
+)
+
+STATIC_UPDATE = OpSchema(
+    "static_update_",
+    (
+        Arg("k_cache", Role.MUTATED, ("B Hk S Dk",), _CACHE_DTYPES),
+        Arg("v_cache", Role.MUTATED, ("B Hv S Dv",), _CACHE_DTYPES, same_dtype="k_cache"),
+        Arg("k", Role.TENSOR, ("*b Hk *s Dk",), COPY_DTYPES, same_dtype="k_cache"),
+        Arg("v", Role.TENSOR, ("*b Hv *s Dv",), COPY_DTYPES, same_dtype="v_cache"),
+        Arg("cache_lengths", Role.RUNTIME_INT, ("", "*n"), INDEX_DTYPES),
+    ),
+    (
+        Relation("b <= B", "k", "at most the {B} rows of k_cache", "create the cache with a larger max_batch_size"),
+        Relation("n == 1 or n == b", "cache_lengths", "one length for all rows or one for each of the {b} rows of k", "pass a tensor of shape [] or [{b}]"),
+    ),
+    check_values=_check_static_update,
+)
+
+GATHER_PAGED = OpSchema(
+    "gather_paged",
+    (
+        *_paged(Role.TENSOR),
+        _SLOTS,
+        *_scales(),
+        Arg("k_out", Role.MUTATED, ("... Hk Dk",), COPY_DTYPES, same_dtype="k_cache"),
+        Arg("v_out", Role.MUTATED, ("... Hv Dv",), COPY_DTYPES, same_dtype="v_cache"),
+    ),
+    check_values=_check_gather_paged,
+)
+
+COPY_BLOCKS = OpSchema(
+    "copy_blocks_",
+    (
+        Arg("k_cache", Role.MUTATED, ("NB block Hk Dk",), _CACHE_DTYPES),
+        Arg("v_cache", Role.MUTATED, ("NB vblock Hv Dv",), _CACHE_DTYPES, same_dtype="k_cache"),
+        Arg("block_pairs", Role.TENSOR, ("*N 2",), INDEX_DTYPES, host=True),
+    ),
+    check_values=_check_copy_blocks,
+)
+
+CATALOG: Mapping[str, OpSchema] = MappingProxyType({op.name: op for op in (PAGED_CACHING, STATIC_UPDATE, GATHER_PAGED, COPY_BLOCKS)})
+"""Every op by name."""

@@ -1,0 +1,133 @@
+"""Checks on the values in index tensors. They read host memory: kernels on the host call them before they write, and
+debug mode calls them on copies of what lies elsewhere.
+
+Each raises before anything is written and names the first bad position, and returns doubtful findings as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvdock.errors import ArgumentValueError, IndexRangeError
+
+__all__ = ["check_lengths", "check_pairs", "check_slots", "equal_slots", "slots_in_range"]
+
+_FEW = 8
+"""Up to so many values a Python loop is quicker than two reductions."""
+
+
+def slots_in_range(op: str, slots: torch.Tensor, capacity: int) -> bool:
+    """Raise unless every slot is below ``capacity``, and return whether none is padding.
+
+    Args:
+        op: name of the op, for the error.
+        slots: slots of any shape, int32 or int64, in host memory, at least one.
+        capacity: slots of the pool, ``num_blocks * block_size``.
+
+    Raises:
+        IndexRangeError: a slot is not below ``capacity``; names the first such position.
+    """
+    if slots.numel() <= _FEW:
+        values = slots.flatten().tolist()
+        low, high = min(values), max(values)
+    else:
+        pair = torch.aminmax(slots)
+        low, high = int(pair.min), int(pair.max)
+    if high >= capacity:
+        raise _slot_error(op, slots, capacity)
+    return low >= 0
+
+
+def _slot_error(op: str, slots: torch.Tensor, capacity: int) -> IndexRangeError:
+    """Say which slot is the first outside the pool."""
+    place = (slots >= capacity).nonzero()[0].tolist()
+    return IndexRangeError(
+        f"{op}: slot_mapping{place}",
+        expected=f"a slot below {capacity} (num_blocks * block_size), or a negative one for padding",
+        got=int(slots[tuple(place)]),
+        fix="build slots as block_id * block_size + offset with block ids of this pool and its own block_size",
+    )
+
+
+def equal_slots(slots: torch.Tensor) -> list[str]:
+    """Return a line about slots that occur twice in one call, if any: which of them wins is unspecified."""
+    values, counts = slots[slots >= 0].unique(return_counts=True)
+    twice = values[counts > 1].tolist()
+    return [f"{len(twice)} slots occur more than once, first {twice[0]}: which token wins is unspecified"] if twice else []
+
+
+def check_slots(op: str, slots: torch.Tensor, capacity: int) -> list[str]:
+    """Raise on a slot outside the pool; return a line about equal ones. See `slots_in_range`."""
+    if slots.numel() == 0:
+        return []
+    slots_in_range(op, slots, capacity)
+    return equal_slots(slots)
+
+
+def check_lengths(op: str, lengths: Sequence[int], new: int, capacity: int) -> list[str]:
+    """Raise unless ``new`` more positions fit behind each length.
+
+    Args:
+        op: name of the op, for the error.
+        lengths: positions already taken, one per row, or one for all.
+        new: positions to write in each row.
+        capacity: positions a row has.
+
+    Raises:
+        IndexRangeError: a length is negative, or ``length + new > capacity``; names the first such row.
+    """
+    for row, length in enumerate(lengths):
+        if length < 0 or length + new > capacity:
+            raise IndexRangeError(
+                f"{op}: cache_lengths[{row}]" if len(lengths) > 1 else f"{op}: cache_lengths",
+                expected=f"between 0 and {capacity - new}: {new} new positions must fit into {capacity}",
+                got=length,
+                fix="make the cache longer (max_cache_len), or pass fewer new positions",
+            )
+    return []
+
+
+def check_pairs(op: str, pairs: torch.Tensor, num_blocks: int) -> list[str]:
+    """Raise unless ``pairs`` copies blocks of one pool whose order does not matter.
+
+    Args:
+        op: name of the op, for the error.
+        pairs: ``[N, 2]`` (src, dst) block ids in host memory. A pair with a negative id is padding.
+        num_blocks: blocks of the pool.
+
+    Raises:
+        IndexRangeError: a block id is not below ``num_blocks``; names the first such position.
+        ArgumentValueError: two pairs have one destination, or a destination is also a source.
+    """
+    wrong = ((pairs >= num_blocks) & (pairs >= 0).all(1, keepdim=True)).nonzero()
+    if len(wrong):
+        place = wrong[0].tolist()
+        raise IndexRangeError(
+            f"{op}: block_pairs{place}", expected=f"a block id below {num_blocks}, or a negative one for padding", got=int(pairs[tuple(place)])
+        )
+    sources, seen = _live_sources(pairs), set[Any]()
+    for row, (src, dst) in enumerate(pairs.tolist()):
+        if src < 0 or dst < 0:
+            continue
+        if dst in seen or dst in sources:
+            raise _pair_error(op, row, dst, twice=dst in seen)
+        seen.add(dst)
+    return []
+
+
+def _live_sources(pairs: torch.Tensor) -> set[int]:
+    """Return the sources of the pairs that are no padding."""
+    return {src for src, dst in pairs.tolist() if src >= 0 and dst >= 0}
+
+
+def _pair_error(op: str, row: int, dst: int, *, twice: bool) -> ArgumentValueError:
+    """Say which pair depends on the order of copies."""
+    return ArgumentValueError(
+        f"{op}: block_pairs[{row}]",
+        expected="destinations that occur once and are no source, so that the order of copies does not matter",
+        got=f"destination {dst} {'twice' if twice else 'also as a source'}",
+        fix="drop the doubled pair" if twice else "split chained copies into two calls",
+    )

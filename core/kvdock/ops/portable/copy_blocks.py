@@ -1,0 +1,57 @@
+"""`copy_blocks_` in portable torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvdock.interface import HOST, Descriptor, Kernel, Request
+from kvdock.ops.hostcheck import check_pairs
+from kvdock.ops.portable.rows import SKIPPED, as_bits, quantised_reasons, redirect
+
+__all__ = ["CopyBlocks", "CopyBlocksDescriptor"]
+
+
+class CopyBlocksDescriptor(Descriptor):
+    """Copies whole blocks within each cache.
+
+    Args:
+        op: name of the op, for errors.
+        skipped: count of pairs out of range on the device, int64 ``[]``.
+    """
+
+    def __init__(self, op: str, skipped: torch.Tensor) -> None:
+        self._op = op
+        self._skipped = skipped
+
+    def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torch.Tensor) -> None:
+        """Copy block ``src`` to block ``dst`` for each pair."""
+        num_blocks = k_cache.shape[0]
+        if block_pairs.device == HOST:
+            check_pairs(self._op, block_pairs, num_blocks)
+        pairs = block_pairs.to(k_cache.device, torch.int64, non_blocking=True)
+        padding, beyond = (pairs < 0).any(1), (pairs >= num_blocks).any(1)
+        self._skipped.add_((beyond & ~padding).sum())
+        if num_blocks == 0:
+            return
+        valid = ~(padding | beyond)
+        source, dst = redirect(pairs[:, 1], valid)
+        src = pairs[:, 0].index_select(0, source)
+        # With nothing valid, block 0 is copied onto itself.
+        src, dst = (torch.where(valid.any(), ids, 0) for ids in (src, dst))
+        for cache in (k_cache, v_cache):
+            bits = as_bits(cache)
+            bits.index_put_((dst,), bits.index_select(0, src))
+
+
+class CopyBlocks(Kernel):
+    """Prepares `CopyBlocksDescriptor`."""
+
+    def supports(self, request: Request) -> Sequence[str]:
+        """Serve every cache that stores bits as they come."""
+        return quantised_reasons(request)
+
+    def prepare(self, request: Request) -> Descriptor:
+        """Make sure that the device has a count."""
+        return CopyBlocksDescriptor(request.op, SKIPPED.prepare(request.device))

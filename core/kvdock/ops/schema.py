@@ -1,0 +1,177 @@
+"""The schema of an op: what each argument is, as data.
+
+Everything that can be said about an op without its kernel stands in its `OpSchema`: which arguments it has, which of them
+it writes, which sizes must agree, and which of those are known once (static) or change with every call (run-time). From
+that `signature` builds the descriptor key and the checks of a call, and `validate` the errors. A new op is a new entry
+in `catalog`, never a new branch here.
+
+Sizes are written as words, one per dimension::
+
+    "NB block Hk Dk"    four static sizes; all strides are static too
+    "*b Hk *s Dk"       a star marks a run-time size. A tensor with one has run-time strides in all but the innermost dim
+    "... Hk Dk"         leading run-time sizes: [T] or [B, S], the same for every argument that has them
+    "*N 2"              a number is that size
+    ""                  a tensor without dimensions
+
+One word means one size, across all arguments.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+
+from kvdock.errors import ArgumentValueError
+
+__all__ = ["LEAD_RANKS", "Arg", "Dim", "OpSchema", "Relation", "Role"]
+
+LEAD_RANKS = (1, 2)
+"""How many dimensions ``...`` may stand for: tokens in a row, or a batch of equally long rows."""
+
+
+class Role(enum.Enum):
+    """What an op does with an argument."""
+
+    TENSOR = "tensor"
+    """Read. May not overlap a mutated argument."""
+
+    MUTATED = "mutated"
+    """Written at the addressed places, and nowhere else."""
+
+    RUNTIME_INT = "runtime int"
+    """A host integer, or a tensor in its place, whose value never enters a key."""
+
+    STATIC = "static"
+    """A hashable value that selects the plan: part of the key."""
+
+
+@attrs.frozen
+class Dim:
+    """One dimension of an argument: the word that names its size, and whether that is a run-time value."""
+
+    name: str
+    runtime: bool
+
+    @property
+    def literal(self) -> int | None:
+        """The size itself where the schema fixes it."""
+        return int(self.name) if self.name.isdigit() else None
+
+
+def _parse(dims: str, lead: int) -> tuple[Dim, ...]:
+    """Read one line of sizes, with ``...`` standing for ``lead`` dimensions."""
+    words = dims.split()
+    if words[:1] == ["..."]:
+        words = [f"*lead{i}" for i in range(lead)] + words[1:]
+    return tuple(Dim(word.lstrip("*"), word.startswith("*")) for word in words)
+
+
+@attrs.frozen
+class Arg:
+    """One argument.
+
+    Args:
+        name: its name in the public function.
+        role: what the op does with it.
+        dims: its sizes in the language of this module; several lines when its rank may vary.
+        dtypes: dtypes it may have.
+        same_dtype: name of the argument whose dtype it must have, unless that is quantised and has its scale.
+        optional: whether it may be None.
+        host: whether it may lie in host memory, whatever the op's device.
+        scale_of: name of the quantised cache that it is the scale of. An error for a cache that is not quantised.
+    """
+
+    name: str
+    role: Role
+    dims: tuple[str, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()
+    same_dtype: str | None = None
+    optional: bool = False
+    host: bool = False
+    scale_of: str | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor in most calls (a run-time int may be one)."""
+        return self.role is not Role.STATIC
+
+    def shapes(self) -> tuple[tuple[Dim, ...], ...]:
+        """Return every list of dimensions it may have."""
+        ranks = LEAD_RANKS if any(line.startswith("...") for line in self.dims) else (0,)
+        return tuple(_parse(line, lead) for line in self.dims for lead in ranks)
+
+    def dims_of_rank(self, rank: int) -> tuple[Dim, ...] | None:
+        """Return its dimensions when it has ``rank`` of them, or None when it may not."""
+        return next((dims for dims in self.shapes() if len(dims) == rank), None)
+
+
+@attrs.frozen
+class Relation:
+    """A condition on run-time sizes, checked at every call.
+
+    Args:
+        expression: Python over the words of the schema: ``"b <= B"``.
+        arg: the argument to name when it does not hold.
+        expected: what to say then, with sizes in braces: ``"at most {B} rows"``.
+        fix: what to do about it.
+    """
+
+    expression: str
+    arg: str
+    expected: str
+    fix: str
+
+
+@attrs.frozen
+class OpSchema:
+    """An op as data.
+
+    Args:
+        name: its public name; a trailing underscore says that it writes into an argument.
+        args: its arguments, in the order descriptors take them.
+        relations: further conditions on sizes.
+        check_values: given the arguments as host values, raises if a value is out of range and returns what is doubtful
+            (equal slots), as text. Host kernels call it before they write, debug mode on every device.
+    """
+
+    name: str
+    args: tuple[Arg, ...]
+    relations: tuple[Relation, ...] = ()
+    check_values: Callable[..., list[str]] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        names = self.arg_names
+        if len(set(names)) != len(names):
+            raise ArgumentValueError(f"OpSchema {self.name}: args", expected="distinct names", got=", ".join(names))
+
+    @property
+    def arg_names(self) -> tuple[str, ...]:
+        """Names of the arguments, in order."""
+        return tuple(arg.name for arg in self.args)
+
+    def arg(self, name: str) -> Arg:
+        """Return an argument by name."""
+        return next(arg for arg in self.args if arg.name == name)
+
+    @property
+    def static_args(self) -> tuple[Arg, ...]:
+        """Tensor arguments without any run-time size: pools. Their whole geometry is in the key."""
+        return tuple(a for a in self.args if a.is_tensor and not a.optional and _all_static(a))
+
+    @property
+    def mutated(self) -> tuple[Arg, ...]:
+        """Arguments that are written."""
+        return tuple(a for a in self.args if a.role is Role.MUTATED)
+
+    def bind(self, values: tuple[Any, ...]) -> dict[str, Any]:
+        """Pair values in the schema's order with their names."""
+        return dict(zip(self.arg_names, values, strict=True))
+
+
+def _all_static(arg: Arg) -> bool:
+    """Whether no size of the argument is a run-time value."""
+    return not any(dim.runtime for dims in arg.shapes() for dim in dims)

@@ -1,0 +1,52 @@
+"""The seam between ops and whoever knows the backends: `ops` asks a `Chooser`, and never sees a plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import attrs
+import torch
+
+from kvdock.interface import Backend, Capabilities, Kernel
+
+__all__ = ["Choice", "Chooser"]
+
+
+@attrs.frozen
+class Choice:
+    """The backend chosen for one op on one device.
+
+    Args:
+        backend: the backend, which is ready.
+        kernels: its kernels by op name, with what was registered over them.
+        capabilities: what it said it can do.
+        reason: why it was chosen, for people: ``"only ready backend that claims cpu"``.
+    """
+
+    backend: Backend
+    kernels: Mapping[str, Kernel]
+    capabilities: Capabilities
+    reason: str
+
+
+class Chooser(Protocol):
+    """Chooses the backend for an op on a device. `kvdock.plugins.registry.Registry` is one."""
+
+    epoch: int
+    """Counts changes to what is registered. It is part of every key, so that no plan outlives what it was chosen from."""
+
+    def choose(self, op: str, device: torch.device, named: str | None = None) -> Choice:
+        """Return the backend for ``op`` on ``device``.
+
+        Args:
+            op: name of the op.
+            device: device of the tensors, with its index.
+            named: backend that the caller asked for by name, before anything else that is configured.
+
+        Raises:
+            NoBackendError: no ready backend claims the device.
+            BackendUnavailableError: the named or configured backend does not exist, is not ready, or does not run there.
+            AmbiguousBackendError: several are ready and none is preferred.
+        """
+        ...

@@ -1,0 +1,268 @@
+"""From a schema to the quick path of a call: its key, its checks, and the launch.
+
+A call must not cost more than the kernel it launches, and what costs in Python is every attribute read and every
+function call. So the reading of a schema that `validate` does by looping is written out here once per op as straight-line
+source, as attrs and dataclasses do for ``__init__``. For `paged_caching_` on ``[T]`` slots it comes to::
+
+    def body(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale, named):
+        try:
+            k_cache_shape = k_cache.shape                       # a pool: its geometry is static, and in the key
+            ...
+            lead0, k_2, k_3 = k.shape                           # lead0 is a run-time size: not in the key
+            k_t0, k_t1, k_t2 = k.stride()                       # nor are these; only the alignment they leave
+            ...
+            key = (chooser.epoch, named, 0, (device, k_cache.dtype, k_cache_shape, ...), k_dtype, k_2, k_3, k_a & -k_a, ...)
+        except Exception: return slow(values, named)            # no tensor, wrong rank: let `validate` say why
+        if <sizes, devices, inner strides disagree>: return slow(values, named)
+        if not lead0: return                                    # zero tokens: nothing to do, but checked all the same
+        plan = local.plans.get(key) or prepare(values, key, named)
+        if <a source overlaps a destination>: return slow(values, named)
+        plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
+
+What this module calls *slow* decides: a quick check that fails may be wrong, one that passes may not.
+
+For a cache that knows its pool (`OpEntry.bind`) the lines about static arguments run once, when it is bound.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+
+from kvdock.ops.geometry import MAX_ALIGNMENT, normalised
+from kvdock.ops.schema import LEAD_RANKS, Arg, Dim, OpSchema, Role
+from kvdock.spec import COPY_DTYPES
+
+__all__ = ["Variant", "compile_bodies", "compile_binders", "pivot_of", "variants_of"]
+
+HOST_INT_RANK = -1
+"""Stands for the rank of an argument that came as a host int."""
+
+
+@attrs.frozen
+class Variant:
+    """One combination of ranks that a schema allows.
+
+    Args:
+        number: its place among the op's variants, part of the key.
+        pivot_rank: rank of the pivot argument that selects it.
+        dims: the dimensions of each argument that is always a tensor in it.
+    """
+
+    number: int
+    pivot_rank: int
+    dims: dict[str, tuple[Dim, ...]]
+
+
+def pivot_of(schema: OpSchema) -> int:
+    """Return the index of the argument whose rank tells the variants apart (0 when there is but one)."""
+    for index, arg in enumerate(schema.args):
+        if not arg.optional and arg.is_tensor and len(arg.shapes()) > 1:
+            return index
+    return 0
+
+
+def variants_of(schema: OpSchema) -> list[Variant]:
+    """Return every combination of ranks, told apart by the rank of the pivot argument."""
+    pivot = schema.args[pivot_of(schema)]
+    ranks: list[tuple[int, int]] = [(len(dims), lead) for lead in LEAD_RANKS for dims in [_shape(line, lead, pivot) for line in pivot.dims]]
+    if pivot.role is Role.RUNTIME_INT:
+        ranks.insert(0, (HOST_INT_RANK, LEAD_RANKS[0]))
+    unique = dict(reversed(ranks))
+    return [Variant(i, rank, _dims(schema, pivot, rank, unique[rank])) for i, rank in enumerate(sorted(unique))]
+
+
+def _shape(line: str, lead: int, arg: Arg) -> tuple[Dim, ...]:
+    """Read one line of an argument's sizes for a number of leading dimensions."""
+    width = len(line.split()) + (lead - 1 if line.startswith("...") else 0)
+    return next(dims for dims in arg.shapes() if len(dims) == width)
+
+
+def _dims(schema: OpSchema, pivot: Arg, rank: int, lead: int) -> dict[str, tuple[Dim, ...]]:
+    """Return the dimensions of each required tensor when the pivot has ``rank``."""
+    dims = {arg.name: _shape(arg.dims[0], lead, arg) for arg in schema.args if arg.is_tensor and not arg.optional}
+    if rank == HOST_INT_RANK:
+        del dims[pivot.name]
+    else:
+        dims[pivot.name] = next(d for d in pivot.shapes() if len(d) == rank)
+    return dims
+
+
+class _Source:
+    """Writes the source of one variant."""
+
+    def __init__(self, schema: OpSchema, variant: Variant) -> None:
+        self.schema = schema
+        self.variant = variant
+        self.static = [arg.name for arg in schema.static_args]
+        self.sized: set[str] = set()  # run-time words that a line above has bound
+        self.key: list[str] = ["chooser.epoch", "named", str(variant.number), "static_key"]
+        self.checks: list[str] = []  # conditions under which the quick path gives up
+
+    def static_lines(self) -> Iterator[str]:
+        """Read the pools: everything about them is static."""
+        for index, name in enumerate(self.static):
+            yield f"{name}_shape = {name}.shape"
+            yield f"{name}_strides = {name}.stride()"
+            yield f"if 1 in {name}_shape: {name}_strides = normalised({name}_shape, {name}_strides)"
+            yield f"{name}_ptr = {name}.data_ptr()"
+            yield f"{name}_a = {name}_ptr | {MAX_ALIGNMENT}"
+            yield f"device = {name}.device" if index == 0 else f"if {name}.device != device: raise ValueError"
+        parts = ", ".join(f"{name}.dtype, {name}_shape, {name}_strides, {name}_a & -{name}_a" for name in self.static)
+        yield f"static_key = (device, {parts})"
+
+    def runtime_lines(self) -> Iterator[str]:
+        """Read the other arguments: sizes and strides are run-time values, and only classes of them are in the key."""
+        for arg in self.schema.args:
+            if arg.name in self.static:
+                continue
+            if arg.optional:
+                self.key.append(f"None if {arg.name} is None else ({arg.name}.dtype, {arg.name}.shape, {arg.name}.device)")
+            elif arg.name in self.variant.dims:
+                yield from self._tensor_lines(arg, self.variant.dims[arg.name])
+            elif arg.role is Role.STATIC:
+                self.key.append(arg.name)
+            else:
+                self.checks.append(f"type({arg.name}) is not int")
+
+    def _tensor_lines(self, arg: Arg, dims: tuple[Dim, ...]) -> Iterator[str]:
+        """Read one tensor with run-time sizes."""
+        name = arg.name
+        if dims:
+            yield f"{', '.join(self._size_name(name, i, dim) for i, dim in enumerate(dims))}, = {name}.shape"
+            yield f"{', '.join(f'{name}_t{i}' for i in range(len(dims)))}, = {name}.stride()"
+        else:
+            self.checks.append(f"{name}.ndim != 0")
+        yield f"{name}_dtype = {name}.dtype"
+        yield f"{name}_size = {name}_dtype.itemsize"
+        yield f"{name}_ptr = {name}.data_ptr()"
+        yield from self._alignment_lines(name, dims)
+        static_sizes = [f"{name}_{i}" for i, dim in enumerate(dims) if not dim.runtime]
+        self.key += [f"{name}_dtype", *static_sizes, f"{name}_a & -{name}_a"]
+        if arg.host:
+            self.key.append(f"{name}.device")
+        else:
+            self.checks.append(f"{name}.device != device")
+
+    def _size_name(self, name: str, index: int, dim: Dim) -> str:
+        """Name the variable for one size, noting a check when its word is bound already."""
+        variable = f"{name}_{index}"
+        if dim.runtime and dim.name not in self.sized:
+            self.sized.add(dim.name)
+            return dim.name
+        if dim.runtime:
+            self.checks.append(f"{variable} != {dim.name}")
+        return variable
+
+    def _alignment_lines(self, name: str, dims: tuple[Dim, ...]) -> Iterator[str]:
+        """Collect what the alignment class must divide; see `validate._runtime_alignment`."""
+        last = len(dims) - 1
+        if not dims or dims[last].runtime:
+            yield f"{name}_a = {name}_ptr | {name}_size"
+            return
+        self.checks.append(f"{name}_t{last} != 1 and {name}_{last} != 1")
+        yield f"{name}_a = {name}_ptr | {MAX_ALIGNMENT} | {name}_{last} * {name}_size"
+        for i, dim in enumerate(dims[:last]):
+            size = dim.name if dim.runtime else f"{name}_{i}"
+            yield f"if {size} > 1: {name}_a |= {name}_t{i} * {name}_size"
+
+    def relation_checks(self) -> list[str]:
+        """Return the relations whose words this variant has, turned into reasons to give up."""
+        pools = {dim.name: f"{name}_shape[{i}]" for name in self.static for i, dim in enumerate(self.schema.arg(name).shapes()[0])}
+        found = []
+        for relation in self.schema.relations:
+            code = compile(relation.expression, "<relation>", "eval")
+            if all(word in self.sized or word in pools for word in code.co_names):
+                words = {word: pools[word] for word in code.co_names if word not in self.sized}
+                found.append(f"not ({_substitute(relation.expression, words)})")
+        return found
+
+    def overlap_checks(self) -> list[str]:
+        """Return the conditions under which a source may share memory with a destination."""
+        mutated = [arg.name for arg in self.schema.mutated]
+        sources = [name for name in self.variant.dims if name not in mutated]
+        found = [f"{a}_ptr == {b}_ptr" for a, b in itertools.combinations(mutated, 2)]
+        for target, source in itertools.product(mutated, sources):
+            found.append(
+                f"{source}_ptr < {target}_ptr + {self._extent(target)} and {target}_ptr < {source}_ptr + {self._extent(source)}"
+            )
+        return found
+
+    def _extent(self, name: str) -> str:
+        """Write the bytes that a tensor spans; of a pool the plan knows them."""
+        if name in self.static:
+            return f"plan.extents[{self.static.index(name)}]"
+        dims = self.variant.dims[name]
+        sizes = [dim.name if dim.runtime else f"{name}_{i}" for i, dim in enumerate(dims)]
+        steps = [f"({size} - 1) * {name}_t{i}" for i, size in enumerate(sizes)]
+        return f"(1 + {' + '.join(steps) or '0'}) * {name}_size"
+
+    def grad_check(self) -> str:
+        """Write whether a source asks for gradients: a cache records none, and must not be drawn into a graph."""
+        floats = [a.name for a in self.schema.args if a.name in self.variant.dims and a.role is Role.TENSOR and set(a.dtypes) & set(COPY_DTYPES)]
+        return " or ".join(f"{name}.requires_grad" for name in floats) or "False"
+
+    def launch_lines(self) -> Iterator[str]:
+        """Write what comes once the key is known."""
+        names = ", ".join(self.schema.arg_names)
+        give_up = [*self.checks, *self.relation_checks()]
+        if give_up:
+            yield f"if {' or '.join(f'({check})' for check in give_up)}: return slow(({names},), named)"
+        if self.sized:
+            yield f"if not ({' and '.join(sorted(self.sized))}): return None"
+        yield "plan = local.plans.get(key)"
+        yield f"if plan is None: plan = prepare(({names},), key, named)"
+        for check in self.overlap_checks():
+            yield f"if {check}: return slow(({names},), named)"
+        yield f"if {self.grad_check()}: return without_grad(plan.run, ({names},))"
+        yield f"plan.run({names})"
+
+    def _guarded(self, lines: Sequence[str]) -> list[str]:
+        """Wrap lines so that whatever fails in them is explained by the slow path."""
+        names = ", ".join(self.schema.arg_names)
+        return ["try:", *(f"    {line}" for line in lines), f"except Exception: return slow(({names},), named)"]
+
+    def direct(self) -> str:
+        """Return the source of a call that brings every argument."""
+        lines = [*self.static_lines(), *self.runtime_lines()]
+        body = [*self._guarded([*lines, f"key = ({', '.join(self.key)},)"]), *self.launch_lines()]
+        return "\n".join([f"def body({', '.join(self.schema.arg_names)}, named):", *(f"    {line}" for line in body)])
+
+    def bound(self) -> str:
+        """Return the source of a function that takes the pools and returns a call that brings the rest."""
+        static = list(self.static_lines())
+        runtime = [*self._guarded([*self.runtime_lines(), f"key = ({', '.join(self.key)},)"]), *self.launch_lines()]
+        rest = ", ".join(name for name in self.schema.arg_names if name not in self.static)
+        inner = [f"def body({rest}, named):", *(f"    {line}" for line in runtime), "return body"]
+        return "\n".join([f"def bind({', '.join(self.static)}):", *(f"    {line}" for line in [*static, *inner])])
+
+
+def _substitute(expression: str, words: dict[str, str]) -> str:
+    """Replace whole words in an expression of the schema."""
+    tokens = expression.replace("(", " ( ").replace(")", " ) ").split()
+    return " ".join(words.get(token, token) for token in tokens)
+
+
+def _compile(source: str, what: str, scope: dict[str, Any]) -> dict[str, Any]:
+    """Execute generated source. It is made from schemas only, never from what a user passes."""
+    namespace = {"normalised": normalised, **scope}
+    exec(compile(source, f"<kvdock {what}>", "exec"), namespace)  # noqa: S102
+    return namespace
+
+
+def compile_bodies(schema: OpSchema, scope: dict[str, Any]) -> dict[int, Callable[..., Any]]:
+    """Return the quick path of each variant, by the rank of the pivot argument.
+
+    Args:
+        schema: the op.
+        scope: what the source refers to: ``slow``, ``prepare``, ``without_grad``, ``chooser`` and ``local``.
+    """
+    return {v.pivot_rank: _compile(_Source(schema, v).direct(), schema.name, scope)["body"] for v in variants_of(schema)}
+
+
+def compile_binders(schema: OpSchema, scope: dict[str, Any]) -> dict[int, Callable[..., Callable[..., Any]]]:
+    """Return, by the rank of the pivot argument, functions that take the pools and return the quick path for the rest."""
+    return {v.pivot_rank: _compile(_Source(schema, v).bound(), schema.name, scope)["bind"] for v in variants_of(schema)}

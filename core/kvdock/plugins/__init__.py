@@ -1,0 +1,1 @@
+"""How backends are found, loaded and chosen: `hookspecs`, then `discovery`, then `registry`."""

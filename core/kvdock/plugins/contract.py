@@ -1,0 +1,191 @@
+"""Whether a plugin keeps to the contract: version, hooks, and what the hooks return. Every refusal says expected and got.
+
+The version comes first, because nothing else about a plugin made for another contract can be judged. Hooks are verified
+by pluggy in a manager that is thrown away: pluggy 1.6 leaves a plugin with a bad hook half registered.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import pluggy
+
+from kvdock.errors import PluginError
+from kvdock.interface import KVDOCK_API, Backend, Capabilities, Kernel, Probe
+from kvdock.plugins import hookspecs
+
+__all__ = ["BrokenContractError", "Hooks", "check_api", "check_backends", "check_caches", "check_kernels", "check_result", "find_hooks"]
+
+Hooks = Mapping[str, Sequence[Callable[[], Any]]]
+"""Implementations by name of the hook."""
+
+_T = TypeVar("_T")
+_SPECS = tuple(name for name in hookspecs.__all__ if name.startswith("kvdock_"))
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_RESERVED = "portable"  # what `use_backend` takes for kvdock's own kernels
+_DEVICE_TYPE = re.compile(r"[a-z][a-z0-9_]*")
+
+
+class BrokenContractError(PluginError):
+    """A plugin does not keep to the contract; becomes the reason of an INCOMPATIBLE record."""
+
+
+def check_api(plugin: object) -> None:
+    """Compare the version that a plugin was made for with ours.
+
+    Raises:
+        BrokenContractError: missing, not two integers, another major version, or newer than ours.
+    """
+    made_for = getattr(plugin, "KVDOCK_API", None)
+    if made_for is None:
+        module = sys.modules.get(getattr(plugin, "__module__", None) or "")
+        made_for = getattr(module, "KVDOCK_API", None)
+    if _is_version(made_for) and made_for[0] == KVDOCK_API[0] and made_for[1] <= KVDOCK_API[1]:
+        return
+    major, minor = KVDOCK_API
+    raise BrokenContractError(
+        "KVDOCK_API",
+        expected=f"({major}, 0) to ({major}, {minor}) as a module constant beside the hook",
+        got="nothing" if made_for is None else repr(made_for),
+        fix="install versions of kvdock and of the plugin that fit each other" if _is_version(made_for) else "add it to the module",
+    )
+
+
+def _is_version(value: object) -> bool:
+    """Whether a value is a pair of integers."""
+    return isinstance(value, tuple) and len(value) == 2 and all(type(part) is int for part in value)
+
+
+def find_hooks(plugin: object, name: str) -> Hooks:
+    """Return the hooks that a plugin implements, verified.
+
+    Raises:
+        BrokenContractError: wrong arguments, an unknown name, or no hook at all.
+    """
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    try:
+        manager.register(plugin, name)
+    except pluggy.PluginValidationError as error:
+        raise BrokenContractError("hook", expected=_signatures(), got=" ".join(str(error).splitlines()[1:])) from error
+    callers = manager.get_hookcallers(plugin) or []
+    _refuse_unknown(manager, callers)
+    hooks = {caller.name: [impl.function for impl in caller.get_hookimpls()] for caller in callers if caller.name in _SPECS}
+    if not hooks:
+        raise BrokenContractError("hooks", expected=f"at least one of {_signatures()}", got="none", fix=_unmarked(plugin))
+    return hooks
+
+
+def _signatures() -> str:
+    """Return how the hooks are declared: ``kvdock_backends(), kvdock_prefix_caches()``."""
+    signatures = {name: inspect.signature(getattr(hookspecs, name)) for name in _SPECS}
+    return ", ".join(f"{name}{signature.replace(return_annotation=inspect.Signature.empty)}" for name, signature in signatures.items())
+
+
+def _refuse_unknown(manager: pluggy.PluginManager, callers: Sequence[pluggy.HookCaller]) -> None:
+    """Refuse a hook that kvdock does not have, which would never be called."""
+    try:
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        unknown = [caller.name for caller in callers if not caller.has_spec()]
+        close = difflib.get_close_matches(unknown[0], _SPECS, n=1)
+        fix = f"rename it to {close[0]}" if close else "remove it, or mark it @hookimpl(optionalhook=True)"
+        raise BrokenContractError("hook", expected=_signatures(), got=", ".join(unknown), fix=fix) from error
+
+
+def _unmarked(plugin: object) -> str:
+    """Guess why a plugin has no hook."""
+    forgotten = [name for name in _SPECS if callable(getattr(plugin, name, None))]
+    return f"mark {', '.join(forgotten)} with @kvdock.hookimpl" if forgotten else "define it in the module that the entry point names"
+
+
+def check_result(value: object, kind: type[_T], where: str) -> _T:
+    """Return ``value`` if it is a ``kind``.
+
+    Raises:
+        BrokenContractError: it is something else.
+    """
+    if not isinstance(value, kind):
+        raise BrokenContractError(where, expected=f"a {kind.__name__}", got=_show(value))
+    return value
+
+
+def check_backends(value: object) -> list[Backend]:
+    """Return what `kvdock_backends` returned, verified to be backends with well-formed names.
+
+    Raises:
+        BrokenContractError: not a list or tuple, an item that is no `Backend`, a bad name or device type.
+    """
+    where = "kvdock_backends()"
+    if not isinstance(value, list | tuple):
+        raise BrokenContractError(where, expected="a list of Backend objects", got=_show(value))
+    backends = [check_result(item, Backend, f"{where}[{index}]") for index, item in enumerate(value)]
+    for backend in backends:
+        kind = type(backend).__name__
+        _check_text(getattr(backend, "name", None), _NAME, f"{kind}.name", "letters, digits, '.', '_' and '-', such as 'acme'")
+        if backend.name == _RESERVED:
+            raise BrokenContractError(
+                f"{kind}.name", expected=f"another name than {_RESERVED!r}, which means kvdock's own kernels", got=repr(_RESERVED)
+            )
+        _check_text(getattr(backend, "device_type", None), _DEVICE_TYPE, f"{kind}.device_type", "lower-case, such as 'npu'")
+    return backends
+
+
+def _check_text(value: object, pattern: re.Pattern[str], where: str, expected: str) -> None:
+    """Refuse a name that could not be asked for, or that would make no environment variable."""
+    if not (isinstance(value, str) and pattern.fullmatch(value)):
+        raise BrokenContractError(where, expected=f"a str of {expected}", got=_show(value))
+
+
+def check_kernels(value: object, name: str) -> dict[str, Kernel]:
+    """Return what `Backend.kernels` returned, verified to be kernels by op name.
+
+    Raises:
+        BrokenContractError: not a mapping, a key that is no str, or a value that is no `Kernel`.
+    """
+    where = f"kernels() of backend {name!r}"
+    if not isinstance(value, Mapping):
+        raise BrokenContractError(where, expected="a mapping of op name to Kernel", got=_show(value))
+    for op, kernel in value.items():
+        if not isinstance(op, str):
+            raise BrokenContractError(where, expected="op names (str) as keys", got=_show(op))
+        check_result(kernel, Kernel, f"{where}[{op!r}]")
+    return dict(value)
+
+
+def check_caches(value: object) -> dict[str, Any]:
+    """Return what `kvdock_prefix_caches` returned, verified to be classes by name.
+
+    Raises:
+        BrokenContractError: not a mapping of str to something that can be called.
+    """
+    where = "kvdock_prefix_caches()"
+    if not isinstance(value, Mapping):
+        raise BrokenContractError(where, expected="a mapping of name to class", got=_show(value))
+    for name, factory in value.items():
+        if not (isinstance(name, str) and callable(factory)):
+            raise BrokenContractError(where, expected="a mapping of name to class", got=f"{_show(name)}: {_show(factory)}")
+    return dict(value)
+
+
+def check_capabilities(value: object, name: str) -> Capabilities:
+    """Return what `Backend.capabilities` returned, verified. Raises BrokenContractError."""
+    return check_result(value, Capabilities, f"capabilities() of backend {name!r}")
+
+
+def check_probe(value: object, name: str) -> Probe:
+    """Return what `Backend.probe` returned, verified. Raises BrokenContractError."""
+    return check_result(value, Probe, f"probe() of backend {name!r}")
+
+
+def _show(value: object) -> str:
+    """Name a value and its type, without its whole content."""
+    if inspect.isclass(value):
+        return f"the class {value.__name__} (not an object of it)"
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"

@@ -1,0 +1,79 @@
+"""All plugins: which are installed, which may be loaded, what became of each. Our own loop, not pluggy's bulk loader, which
+stops at the first broken plugin and silently skips the second one of a name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from kvdock.plugins.entry_points import collect, plan
+from kvdock.plugins.loading import Contribution, LoadedBackend, Watch, load, unwatched
+from kvdock.plugins.records import PluginRecord, PluginState, mark_name_conflicts
+from kvdock.plugins.settings import Settings
+
+__all__ = ["Discovery", "discover"]
+
+
+@attrs.frozen
+class Discovery:
+    """Everything known about plugins.
+
+    Args:
+        settings: what the environment said when they were loaded.
+        records: one per plugin, sorted by name and distribution; those registered in this process follow.
+        loaded: backends that are ready, by name.
+        prefix_caches: for each plugin that brings any, its prefix caches by name.
+        notes: what the user should be told beside the records.
+    """
+
+    settings: Settings
+    records: tuple[PluginRecord, ...] = ()
+    loaded: Mapping[str, LoadedBackend] = attrs.field(factory=dict)
+    prefix_caches: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def plus(self, contribution: Contribution) -> Discovery:
+        """Return this and one more plugin, whose names nobody else uses."""
+        return attrs.evolve(
+            self,
+            records=(*self.records, contribution.record),
+            loaded={**self.loaded, **{item.backend.name: item for item in contribution.backends}},
+            prefix_caches={**self.prefix_caches, **_caches([contribution])},
+        )
+
+    def with_backend(self, loaded: LoadedBackend) -> Discovery:
+        """Return this with one backend replaced."""
+        return attrs.evolve(self, loaded={**self.loaded, loaded.backend.name: loaded})
+
+
+def discover(settings: Settings, watch: Watch = unwatched) -> Discovery:
+    """Load every plugin that ``settings`` allow, each under its own guard.
+
+    Args:
+        settings: which plugins may be loaded.
+        watch: called before each step of each plugin.
+
+    Raises:
+        DiscoveryReentryError: a plugin is being imported right now, further up in this thread.
+    """
+    found, unreadable = collect()
+    todo = plan(found, settings)
+    contributions = [load(item, watch) for item in todo.load]
+    records = [*todo.refused, *(contribution.record for contribution in contributions)]
+    records = mark_name_conflicts(sorted(records, key=lambda record: (record.name, record.distribution or "")))
+    usable = {backend.name for record in records for backend in record.backends if backend.state is PluginState.READY}
+    loaded = {item.backend.name: item for contribution in contributions for item in contribution.backends}
+    return Discovery(
+        settings=settings,
+        records=tuple(records),
+        loaded={name: item for name, item in loaded.items() if name in usable},
+        prefix_caches=_caches(contributions),
+        notes=(*unreadable, *todo.notes),
+    )
+
+
+def _caches(contributions: list[Contribution]) -> dict[str, Mapping[str, Any]]:
+    """Return the prefix caches by plugin."""
+    return {item.record.name: item.prefix_caches for item in contributions if item.prefix_caches}

@@ -1,0 +1,133 @@
+"""Which plugins are installed, and which of them may be loaded. Nothing here imports a plugin.
+
+The metadata is read distribution by distribution, so that one with unreadable metadata does not hide the others.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+from kvdock.plugins.records import PluginRecord, PluginState
+from kvdock.plugins.settings import ALLOW, DENY, DISABLE, Selector, Settings
+
+__all__ = ["GROUP", "Found", "Plan", "collect", "plan"]
+
+GROUP = "kvdock.backends"
+"""The entry-point group that every plugin registers in, kvdock's own backends included."""
+
+
+@attrs.frozen(order=True)
+class Found:
+    """One entry point: its name, what it names, and the distribution that declares it."""
+
+    name: str
+    distribution: str
+    version: str
+    value: str
+
+    def record(self, state: PluginState, reason: str, traceback: str = "") -> PluginRecord:
+        """Return the record of a plugin that stopped here."""
+        return PluginRecord(self.name, self.value, self.distribution, self.version, state, reason, traceback)
+
+
+@attrs.frozen
+class Plan:
+    """What discovery is going to do.
+
+    Args:
+        load: entry points to load, in order.
+        refused: records of those that are not loaded.
+        notes: what the user should be told beside the records.
+    """
+
+    load: tuple[Found, ...]
+    refused: tuple[PluginRecord, ...]
+    notes: tuple[str, ...]
+
+
+def collect() -> tuple[list[Found], list[str]]:
+    """Return the entry points that are installed, sorted, and a note for each distribution that cannot be read."""
+    found: list[Found] = []
+    notes: list[str] = []
+    names: set[str] = set()
+    for distribution in importlib.metadata.distributions():
+        try:
+            if GROUP in (distribution.read_text("entry_points.txt") or "") and distribution.name not in names:
+                names.add(distribution.name)
+                # The first of that name on the path, as an import would find it: this one may be shadowed by another version.
+                found += _declared(importlib.metadata.distribution(distribution.name))
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with one distribution's files, the others count
+            place = getattr(distribution, "_path", "a distribution")
+            notes.append(f"{place}: its metadata cannot be read ({type(error).__name__}: {error}). Fix: reinstall or remove it")
+    return sorted(found), notes
+
+
+def _declared(distribution: importlib.metadata.Distribution) -> list[Found]:
+    """Return what one distribution declares in the group."""
+    points = distribution.entry_points.select(group=GROUP)
+    return [Found(point.name, distribution.name, distribution.version, point.value) for point in points]
+
+
+def plan(found: Sequence[Found], settings: Settings) -> Plan:
+    """Apply the lists, then look for names that several distributions use."""
+    refused: list[PluginRecord] = []
+    allowed: list[Found] = []
+    for item in found:
+        reason = _blocked(item, settings)
+        if reason:
+            refused.append(item.record(PluginState.BLOCKED, reason))
+        else:
+            allowed.append(item)
+    load: list[Found] = []
+    for _, same_name in itertools.groupby(allowed, key=lambda item: item.name):
+        rivals = _distinct(same_name)
+        if len(rivals) == 1:
+            load += rivals
+        else:
+            refused += [item.record(PluginState.CONFLICT, _conflict(rivals)) for item in rivals]
+    return Plan(tuple(load), tuple(refused), tuple(_missing(found, settings)))
+
+
+def _blocked(item: Found, settings: Settings) -> str:
+    """Return why an entry point may not be loaded, naming the variable; empty when it may."""
+    if not settings.autoload:
+        return f"{DISABLE}=1 turns every plugin off"
+    denied = [str(selector) for selector in settings.deny if selector.matches(item.name, item.distribution)]
+    if denied:
+        return f"{DENY} names {denied[0]!r}"
+    if settings.allow is not None and not any(selector.matches(item.name, item.distribution) for selector in settings.allow):
+        return f"{ALLOW} does not name it; it names {', '.join(map(str, settings.allow))}"
+    return ""
+
+
+def _distinct(same_name: Iterable[Found]) -> list[Found]:
+    """Drop what is the same plugin seen twice, such as installed and in editable mode under another distribution name."""
+    first: dict[str, Found] = {}
+    for item in same_name:
+        first.setdefault(item.value, item)
+    return list(first.values())
+
+
+def _conflict(rivals: Sequence[Found]) -> str:
+    """Name all that use one name, and how to pick one."""
+    name = rivals[0].name
+    places = " and ".join(f"{item.distribution} {item.version} ({item.value})" for item in rivals)
+    first, second = (Selector(name, item.distribution) for item in rivals[:2])
+    return (
+        f"entry point {name!r} is declared by {places}; none of them is loaded. "
+        f"Fix: pick one in the list of all you want, {ALLOW}={first}, or refuse the other, {DENY}={second}"
+    )
+
+
+def _missing(found: Sequence[Found], settings: Settings) -> list[str]:
+    """Return a note for each allowed name that is not installed."""
+    installed = ", ".join(f"{item.name}@{item.distribution}" for item in found) or "none"
+    return [
+        f"{ALLOW} names {str(selector)!r}, which is not installed. Installed: {installed}"
+        for selector in settings.allow or ()
+        if not any(selector.matches(item.name, item.distribution) for item in found)
+    ]

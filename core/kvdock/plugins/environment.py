@@ -1,0 +1,69 @@
+"""Notices an environment that changed after plugins were loaded: too late in this process, or on the way to a child.
+
+A forked child has its parent's plugins, whatever it puts into its environment. A spawned child loads its own; so that it
+can compare, the parent leaves a line in the environment, which is read only in children of `multiprocessing`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import warnings
+from collections.abc import Mapping
+
+from kvdock.errors import KVDockError, KVDockWarning
+from kvdock.plugins.settings import Settings
+
+__all__ = ["MARKER", "EnvironmentWatch"]
+
+MARKER = "KVDOCK_DISCOVERED_WITH"
+"""Variable in which a process leaves, for its children, what it loaded plugins with."""
+
+
+class EnvironmentWatch:
+    """Reads settings from an environment, and warns once for each that came too late.
+
+    Args:
+        environ: the environment; None is the process's own, the only one that children inherit.
+    """
+
+    def __init__(self, environ: Mapping[str, str] | None) -> None:
+        self._inherited = environ is None
+        self._environ: Mapping[str, str] = os.environ if environ is None else environ
+        self._warned: Settings | None = None
+
+    def settings(self) -> Settings:
+        """Read the settings. Raises ArgumentValueError when a variable cannot be read."""
+        return Settings.from_environ(self._environ)
+
+    def loaded_with(self, settings: Settings) -> None:
+        """Compare with what the parent loaded, and leave a line for the children."""
+        if not self._inherited:
+            return
+        parents = os.environ.get(MARKER)
+        os.environ[MARKER] = settings.lists()
+        if multiprocessing.parent_process() is not None and parents not in (None, settings.lists()):
+            _warn(f"this child process loads other plugins than its parent: {settings.lists()} here, {parents} there")
+
+    def check(self, settings: Settings) -> None:
+        """Warn if the environment no longer says what plugins were loaded with."""
+        try:
+            now = self.settings()
+        except KVDockError as error:
+            _warn(f"plugins are loaded already, and keep what they were loaded with: {error}")
+            return
+        if now in (settings, self._warned):
+            return
+        self._warned = now
+        _warn(f"plugins were loaded with {_show(settings)}; {_show(now)} came too late and changes nothing in this process")
+
+
+def _show(settings: Settings) -> str:
+    """Describe settings in one line."""
+    devices = "".join(f"; {kind}: {name}" for kind, name in settings.device_backends.items())
+    return f"[{settings.lists()}{devices}]"
+
+
+def _warn(text: str) -> None:
+    """Warn the user."""
+    warnings.warn(f"{text}. Fix: set KVDOCK_* variables before the first process uses kvdock", KVDockWarning, stacklevel=3)

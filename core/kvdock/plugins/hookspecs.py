@@ -1,0 +1,30 @@
+"""The hooks that a plugin may implement. pluggy is touched at start-up only; kernels are handed over as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pluggy
+
+from kvdock.interface import Backend
+
+__all__ = ["PROJECT", "hookimpl", "hookspec", "kvdock_backends", "kvdock_prefix_caches"]
+
+PROJECT = "kvdock"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a plugin's functions: ``@kvdock.hookimpl``."""
+
+
+@hookspec
+def kvdock_backends() -> Sequence[Backend]:
+    """Return the plugin's backends, one object each. Called once a process; must not touch a device."""
+    raise NotImplementedError
+
+
+@hookspec
+def kvdock_prefix_caches() -> Mapping[str, Any]:
+    """Return the plugin's prefix caches: classes by the name that `create_prefix_cache` takes."""
+    raise NotImplementedError

@@ -1,0 +1,241 @@
+"""The plugins of a process: found on first use, remembered, and asked for the backend of every op."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, BackendUnavailableError, DiscoveryReentryError, KVDockWarning, PluginError
+from kvdock.interface import Backend, Kernel
+from kvdock.ops.selection import Choice
+from kvdock.plugins.discovery import Discovery, discover
+from kvdock.plugins.environment import EnvironmentWatch
+from kvdock.plugins.gate import Gate
+from kvdock.plugins.loading import LoadedBackend, Watch, admit, is_half_imported, unwatched
+from kvdock.plugins.precedence import Candidate, Configured, candidates, decide, why_unavailable
+from kvdock.plugins.records import PluginRecord, PluginState
+
+__all__ = ["Registry"]
+
+
+class Registry:
+    """Finds plugins and chooses backends. Threads may share it; it survives fork, and children of spawn make their own.
+
+    Nothing is loaded before the first question. What was found and what was chosen is kept; `epoch` counts the changes.
+
+    Args:
+        environ: environment to read settings from; None is the process's own.
+        op_backends: name of the backend to use for an op, by op name.
+        device_backends: name of the backend to use for a device type, by type; before the environment's.
+        wait_s: how long a thread waits while another one loads plugins, in seconds.
+        watch: called before each step of each plugin, as `kvdock.plugins.loading.Watch` describes.
+    """
+
+    epoch: int
+    """Counts what was registered. Part of every descriptor's key, so that no plan outlives what it was chosen from."""
+
+    def __init__(
+        self,
+        environ: Mapping[str, str] | None = None,
+        *,
+        op_backends: Mapping[str, str] | None = None,
+        device_backends: Mapping[str, str] | None = None,
+        wait_s: float = 300.0,
+        watch: Watch = unwatched,
+    ) -> None:
+        self.epoch = 0
+        self._configured = Configured(dict(op_backends or {}), dict(device_backends or {}))
+        self._environment = EnvironmentWatch(environ)
+        self._gate = Gate(wait_s, self._after_fork)
+        self._watch = watch
+        self._known: Discovery | None = None
+        self._choices: dict[tuple[str, torch.device, str | None], Choice] = {}
+
+    def choose(self, op: str, device: torch.device, named: str | None = None) -> Choice:
+        """Return the backend for ``op`` on ``device``. See `kvdock.plugins.precedence` for the order.
+
+        Args:
+            op: name of the op.
+            device: device of the tensors, with its index.
+            named: backend that the caller asked for by name. It need not claim the device, but must run on it.
+
+        Raises:
+            NoBackendError: no ready backend claims the device; lists every plugin with its state and reason.
+            BackendUnavailableError: the named or configured backend does not exist, is not ready, or does not run there.
+            AmbiguousBackendError: several are ready and none is preferred.
+            DiscoveryReentryError: called by a plugin while plugins are being loaded.
+        """
+        choice = self._choices.get((op, device, named))
+        return choice if choice is not None else self._decide(op, device, named)
+
+    def _decide(self, op: str, device: torch.device, named: str | None) -> Choice:
+        """Choose, and remember it."""
+        known = self._discovery()
+        self._environment.check(known.settings)
+        with self._gate.held():
+            known = self._discovery()  # under the lock, so that what is remembered is not older than what is registered
+            choice = decide(known, self._configured, op, device, named)
+            self._choices[op, device, named] = choice
+        return choice
+
+    def _discovery(self) -> Discovery:
+        """Return what is known, loading plugins the first time."""
+        if self._known is not None:
+            return self._known
+        with self._gate.held():
+            if self._known is not None:
+                return self._known
+            _refuse_half_imported_host()
+            settings = self._environment.settings()
+            with self._gate.loading():
+                known = self._known = discover(settings, self._step)
+        self._environment.loaded_with(settings)
+        _report(known)
+        return known
+
+    def _step(self, step: str, subject: str) -> None:
+        """Pass on which step is being taken."""
+        self._gate.watch(step, subject)
+        self._watch(step, subject)
+
+    def records(self) -> tuple[PluginRecord, ...]:
+        """Return what became of each plugin, sorted by name; those registered in this process come last."""
+        known = self._discovery()
+        self._environment.check(known.settings)
+        return known.records
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what there is to tell beside the records, such as an allowed name that is not installed."""
+        return self._discovery().notes
+
+    def candidates(self, device: torch.device) -> list[Candidate]:
+        """Return every backend, and every plugin without one, with why it does or does not come into question for a device."""
+        return candidates(self._discovery(), device)
+
+    def loaded(self) -> Mapping[str, LoadedBackend]:
+        """Return the backends that are ready, by name, with their kernels and capabilities."""
+        return self._discovery().loaded
+
+    def prefix_caches(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the prefix caches that plugins bring: classes by name, by plugin."""
+        return self._discovery().prefix_caches
+
+    def backend(self, name: str) -> Backend:
+        """Return a backend that is ready.
+
+        Raises:
+            BackendUnavailableError: it does not exist or is not ready; says its state and reason.
+        """
+        return self._ready(name).backend
+
+    def _ready(self, name: str) -> LoadedBackend:
+        """Return a backend that is ready, with what belongs to it."""
+        known = self._discovery()
+        try:
+            return known.loaded[name]
+        except KeyError:
+            raise BackendUnavailableError(f"backend {name!r}: {why_unavailable(known, name)}") from None
+
+    def register(self, plugin: object, name: str) -> PluginRecord:
+        """Register a plugin of this process: the same door as an entry point's, without the entry point.
+
+        The lists in the environment do not apply: they decide what is loaded unasked.
+
+        Args:
+            plugin: module or object with the hooks and KVDOCK_API.
+            name: name of the plugin.
+
+        Raises:
+            ArgumentValueError: the name, or the name of one of its backends, is taken.
+            PluginError: the plugin does not keep to the contract, or raised; nothing of it stays.
+        """
+        self._discovery()
+        value = getattr(plugin, "__name__", None) or type(plugin).__name__
+        with self._gate.held():
+            contribution = admit(plugin, PluginRecord(name, value, None, None, PluginState.READY), self._watch)
+            known = self._discovery()
+            _refuse_broken(contribution.record)
+            _refuse_taken(contribution.record, known)
+            self._change(known.plus(contribution))
+        return contribution.record
+
+    def register_kernel(self, backend: str, op: str, kernel: Kernel, *, override: bool = False) -> None:
+        """Give a backend a kernel for an op, or replace the one it has.
+
+        Args:
+            backend: name of a backend that is ready.
+            op: name of the op.
+            kernel: the kernel.
+            override: allow it to replace a kernel; `explain` then says so.
+
+        Raises:
+            BackendUnavailableError: the backend does not exist or is not ready.
+            ArgumentTypeError: ``kernel`` is no `Kernel`.
+            ArgumentValueError: there is a kernel already, and ``override`` is False.
+        """
+        if not isinstance(kernel, Kernel):
+            raise ArgumentTypeError("register_kernel: kernel", expected="a kvdock.Kernel object", got=repr(kernel))
+        self._discovery()
+        with self._gate.held():
+            old = self._ready(backend)
+            if op in old.kernels and not override:
+                raise ArgumentValueError(
+                    f"register_kernel: op {op!r} of backend {backend!r}",
+                    expected="an op without a kernel",
+                    got=f"one served by {type(old.kernels[op]).__name__}",
+                    fix="pass override=True to replace it",
+                )
+            overridden = old.overridden | ({op} if op in old.kernels else set())
+            new = attrs.evolve(old, kernels={**old.kernels, op: kernel}, overridden=overridden)
+            self._change(self._discovery().with_backend(new))
+
+    def _change(self, known: Discovery) -> None:
+        """Take over a change, and forget what was chosen before it."""
+        self._known = known
+        self._choices.clear()
+        self.epoch += 1
+
+    def _after_fork(self) -> None:
+        """Choose anew in a forked child, so that an environment that its parent did not have is noticed."""
+        self._choices = {}
+
+
+def _refuse_half_imported_host() -> None:
+    """Refuse to load plugins, which import kvdock, while kvdock itself is being imported."""
+    host = sys.modules.get("kvdock")
+    if host is not None and is_half_imported(host):
+        raise DiscoveryReentryError(
+            "backends were asked for while kvdock itself is being imported",
+            fix="ask after `import kvdock` has returned; an import hook or a module that kvdock imports must not call it",
+        )
+
+
+def _refuse_broken(record: PluginRecord) -> None:
+    """Refuse to register a plugin that is no good in any environment."""
+    if record.state in (PluginState.INCOMPATIBLE, PluginState.LOAD_FAILED):
+        raise PluginError(f"register: {record.label} is {record.verdict}\n{record.traceback}".rstrip())
+
+
+def _refuse_taken(record: PluginRecord, known: Discovery) -> None:
+    """Refuse to register names that are in use."""
+    own = [backend.name for backend in record.backends]
+    taken = {backend.name: other for other in known.records for backend in other.backends}
+    taken.update({name: record for name in own if own.count(name) > 1})
+    clashes = [("plugin", record.name, other) for other in known.records if other.name == record.name]
+    clashes += [("backend", name, taken[name]) for name in own if name in taken]
+    for kind, name, owner in clashes:
+        raise ArgumentValueError(
+            f"register: {kind} name {name!r}", expected="a name that nobody uses", got=f"that of {owner.label}", fix="choose another name"
+        )
+
+
+def _report(known: Discovery) -> None:
+    """Warn of what is broken. What is merely not here, or switched off, is quiet."""
+    broken = [f"{record.label} is {record.verdict}" for record in known.records if not record.state.fine]
+    for text in (*broken, *known.notes):
+        warnings.warn(f"{text}. `kvdock doctor` shows details", KVDockWarning, stacklevel=4)

@@ -1,0 +1,58 @@
+"""The composition root: where registry and dispatcher are put together.
+
+A process has one default runtime, made at the first use; `kvdock.ops.*` and `create_cache` go through it. Tests and
+embedders can make their own and pass its dispatcher.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+import torch
+
+from kvdock.ops.active import set_provider
+from kvdock.ops.dispatcher import OpDispatcher
+from kvdock.ops.portable import SKIPPED
+from kvdock.plugins.registry import Registry
+
+__all__ = ["Runtime", "default"]
+
+
+class Runtime:
+    """A registry of backends and the ops that go through it. Threads may share it.
+
+    Args:
+        registry: the backends; by default those that entry points name, found at first use.
+        environ: variables to configure a default registry from; by default the process's.
+    """
+
+    def __init__(self, registry: Registry | None = None, environ: Mapping[str, str] | None = None) -> None:
+        self.registry = registry if registry is not None else Registry(environ=environ)
+        self.dispatcher = OpDispatcher(self.registry)
+
+    def skipped_writes(self, device: torch.device | str) -> int:
+        """Return how many writes were skipped on a device because a slot or position was out of range.
+
+        Counts tokens, by the device's backend and by the portable kernels. May synchronise; padding does not count.
+        """
+        device = torch.device(device)
+        backend = self.dispatcher.choose("paged_caching_", device, None).backend
+        return backend.skipped_writes(device) + SKIPPED.read(device)
+
+
+_lock = threading.Lock()
+_default: Runtime | None = None
+
+
+def default() -> Runtime:
+    """Return the process's runtime, made at the first call."""
+    global _default  # noqa: PLW0603 - the one piece of process-wide state
+    if _default is None:
+        with _lock:
+            if _default is None:
+                _default = Runtime()
+    return _default
+
+
+set_provider(lambda: default().dispatcher)
