@@ -26,7 +26,19 @@ from kvdock.errors import (
     PluginError,
     UnsupportedError,
 )
-from kvdock.interface import HOST_INT, KVDOCK_API, Backend, Capabilities, Descriptor, Kernel, Priority, Probe, ProbeState, Request, TensorMeta
+from kvdock.interface import (
+    HOST_INT,
+    KVDOCK_API,
+    Backend,
+    Capabilities,
+    Descriptor,
+    Kernel,
+    Priority,
+    Probe,
+    ProbeState,
+    Request,
+    TensorMeta,
+)
 from kvdock.layout import HeadLayout, KVCacheLayout
 from kvdock.ops.dispatcher import OpDispatcher
 from kvdock.ops.modes import debug, use_backend

@@ -153,6 +153,10 @@ class Descriptor(ABC):
     workspace_bytes: int = 0
     """Bytes of scratch memory a call takes from torch's caching allocator."""
 
+    uses_autograd: bool = True
+    """Whether a call uses torch operations that autograd would record. Core then takes care that it does not. A descriptor
+    that moves memory by address, or takes care itself, says False and saves the check."""
+
     @abstractmethod
     def __call__(self, *args: Any) -> None:
         """Run the op.

@@ -47,7 +47,7 @@ _default: Runtime | None = None
 
 def default() -> Runtime:
     """Return the process's runtime, made at the first call."""
-    global _default  # noqa: PLW0603 - the one piece of process-wide state
+    global _default  # the one piece of process-wide state
     if _default is None:
         with _lock:
             if _default is None:

@@ -40,7 +40,9 @@ def check_cache_dtype(subject: str, dtype: object) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ArgumentTypeError(subject, expected=f"one of {names}", got=repr(dtype))
     if dtype in QUANTISED_DTYPES:
-        raise UnsupportedError(subject, expected=f"one of {names}", got=f"{dtype}: quantised caches are not there yet", fix="store the model's own dtype")
+        raise UnsupportedError(
+            subject, expected=f"one of {names}", got=f"{dtype}: quantised caches are not there yet", fix="store the model's own dtype"
+        )
     if dtype not in COPY_DTYPES:
         raise ArgumentTypeError(subject, expected=f"one of {names}", got=dtype)
     return dtype
@@ -157,7 +159,10 @@ def _number(config: Any, name: str) -> int:
     value = getattr(config, name, None)
     if not isinstance(value, int):
         raise ArgumentValueError(
-            f"KVSpec.from_hf_config: {type(config).__name__}.{name}", expected="an int", got=repr(value), fix="build KVSpec(layers=...) by hand"
+            f"KVSpec.from_hf_config: {type(config).__name__}.{name}",
+            expected="an int",
+            got=repr(value),
+            fix="build KVSpec(layers=...) by hand",
         )
     return value
 
@@ -167,7 +172,9 @@ def _dtype(config: Any) -> torch.dtype:
     dtype = getattr(config, "dtype", None)
     if isinstance(dtype, torch.dtype):
         return dtype
-    raise ArgumentValueError(f"KVSpec.from_hf_config: {type(config).__name__}.dtype", expected="a torch.dtype", got=repr(dtype), fix="pass dtype=model.dtype")
+    raise ArgumentValueError(
+        f"KVSpec.from_hf_config: {type(config).__name__}.dtype", expected="a torch.dtype", got=repr(dtype), fix="pass dtype=model.dtype"
+    )
 
 
 def _head_dims(config: Any, heads: int) -> tuple[int, int]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import kvdock
 import torch
 
+import kvdock
 from kvdock_cpu.copy_blocks import CopyBlocks
 from kvdock_cpu.gather_paged import GatherPaged
 from kvdock_cpu.paged_caching import PagedCaching

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import kvdock
 import torch
-from kvdock.ops.hostcheck import check_pairs
 
+import kvdock
+from kvdock.ops.hostcheck import check_pairs
 from kvdock_cpu.rows import as_bits, quantised_reasons
 
 __all__ = ["CopyBlocks", "CopyBlocksDescriptor"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import kvdock
 import torch
-from kvdock.ops.hostcheck import slots_in_range
 
+import kvdock
+from kvdock.ops.hostcheck import slots_in_range
 from kvdock_cpu.rows import as_bits, quantised_reasons, wide_dtype, widen
 
 __all__ = ["GatherPaged", "GatherPagedDescriptor"]

@@ -1,26 +1,29 @@
-"""`paged_caching_` on the CPU.
+"""`paged_caching_` on the CPU: bytes are moved, in the largest pieces that lie together on both sides.
 
-A few tokens, as in decoding, are moved row by row with `memmove`: one torch call costs as much as a whole row there. Many
-tokens go through one vectorised indexed copy per cache, in wide elements. Neither makes a copy of keys or values: what is
-allocated are indices.
+* Few tokens, as in decoding: one `memmove` per row. A single torch call costs as much as such a row.
+* Up to a few thousand dense rows: one `memmove` per run of consecutive slots, such as a block.
+* All else: one indexed copy per cache, in elements of up to 16 bytes.
+
+None makes a copy of keys or values; what is allocated are indices. Where each way takes over was measured with
+`benchmarks/cpu_ops.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from ctypes import memmove
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import kvdock
 import torch
-from kvdock.ops.hostcheck import slots_in_range
 
-from kvdock_cpu.rows import as_bits, quantised_reasons, spans, wide_dtype, widen
+import kvdock
+from kvdock.ops.hostcheck import slots_in_range
+from kvdock_cpu.rows import as_bits, memmove, quantised_reasons, runs_of, spans, wide_dtype, widen
 
 __all__ = ["PagedCaching", "PagedCachingDescriptor", "RowWriter"]
 
 FEW = 4
-"""Up to so many tokens `memmove` is quicker than an indexed copy (measured on 2 KB rows)."""
+MANY = 2048
+LONG_RUN = 4
 
 
 class RowWriter:
@@ -29,53 +32,63 @@ class RowWriter:
     Args:
         pool: the pool, ``[num_blocks, block_size, heads, dim]``.
         rows: what is written, ``[..., heads, dim]``.
+
+    Attributes:
+        row_bytes: bytes of a row.
+        slot_bytes: step in bytes from slot to slot, where rows are dense and the step is always the same; else None.
     """
 
     def __init__(self, pool: kvdock.TensorMeta, rows: kvdock.TensorMeta) -> None:
         num_blocks, self._block_size, self._heads, self._dim = (int(size or 0) for size in pool.shape)
         block_step, slot_step, head_step, _ = pool.strides or (0, 0, 0, 0)
-        self._size = pool.dtype.itemsize
-        self._block_bytes, self._slot_bytes = block_step * self._size, slot_step * self._size
-        self._row_bytes = self._heads * self._dim * self._size
-        self._is_dense = self._heads == 1 or head_step == self._dim
-        self._is_flat = num_blocks == 1 or self._block_size == 1 or block_step == self._block_size * slot_step
+        size = pool.dtype.itemsize
+        self.row_bytes = self._heads * self._dim * size
+        self._block_bytes, self._slot_bytes = block_step * size, slot_step * size
         self._capacity = num_blocks * self._block_size
+        self._is_dense = self._heads == 1 or head_step == self._dim
+        # Flat: a slot's address is a multiple of one step. Strides of size-1 dims are 0 here.
+        self._is_flat = num_blocks == 1 or self._block_size == 1 or block_step == self._block_size * slot_step
+        self._step = self._block_bytes if self._block_size == 1 else self._slot_bytes
+        self.slot_bytes = self._step or self.row_bytes if self._is_dense and self._is_flat else None
+        self._is_packed = self.slot_bytes == self.row_bytes
         self._dtype = wide_dtype(pool, rows)
 
-    def write_few(self, pool: torch.Tensor, rows: torch.Tensor, slots: list[int]) -> None:
-        """Write one row per slot with `memmove`; slots are in range, negative ones are skipped."""
-        steps = rows.stride()
-        if not self._is_dense or (steps[-2] != self._dim and self._heads != 1):
-            return self.write_many(pool, rows, torch.tensor(slots).view(rows.shape[:-2]), min(slots) >= 0)
-        size, width = self._size, rows.shape[-3]
-        outer = steps[0] if len(steps) == 4 else 0
-        to, start = pool.data_ptr(), rows.data_ptr()
-        for index, slot in enumerate(slots):
-            if slot >= 0:
-                block, offset = divmod(slot, self._block_size)
-                row, column = divmod(index, width)
-                memmove(
-                    to + block * self._block_bytes + offset * self._slot_bytes,
-                    start + (row * outer + column * steps[-3]) * size,
-                    self._row_bytes,
-                )
-        return None
+    def is_dense(self, rows: torch.Tensor) -> bool:
+        """Whether each row lies in one piece, here and in ``rows``."""
+        return self._is_dense and (self._heads == 1 or rows.stride(-2) == self._dim)
 
-    def write_many(self, pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, without_padding: bool) -> None:
-        """Write rows through one indexed copy for each run of slots that are no padding; slots are in range."""
+    def is_packed(self, rows: torch.Tensor) -> bool:
+        """Whether consecutive slots, and consecutive rows, lie in one piece."""
+        return self._is_packed and rows.is_contiguous()
+
+    def write_one(self, pool: torch.Tensor, row: torch.Tensor, slot: int) -> None:
+        """Write one dense row to a slot that is in range."""
+        if self._is_flat:
+            memmove(pool.data_ptr() + slot * self._step, row.data_ptr(), self.row_bytes)
+        else:
+            block, offset = divmod(slot, self._block_size)
+            memmove(pool.data_ptr() + block * self._block_bytes + offset * self._slot_bytes, row.data_ptr(), self.row_bytes)
+
+    def write_runs(self, pool: torch.Tensor, rows: torch.Tensor, runs: Iterable[tuple[int, int, int]]) -> None:
+        """Write runs ``(first row, first slot, length)`` of packed rows to packed slots that are in range."""
+        size, to, start = self.row_bytes, pool.data_ptr(), rows.data_ptr()
+        for row, slot, length in runs:
+            memmove(to + slot * size, start + row * size, length * size)
+
+    def write_indexed(self, pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, without_padding: bool) -> None:
+        """Write rows in one indexed copy for each stretch without padding; slots are in range."""
         if without_padding:
-            return self._put(pool, rows, slots)
-        if slots.dim() == 2:
+            self._put(pool, rows, slots)
+        elif slots.dim() == 2:
             for row, row_slots in zip(rows, slots, strict=True):
-                self.write_many(pool, row, row_slots, False)
-            return None
-        for start, stop in spans(slots >= 0):
-            self._put(pool, rows[start:stop], slots[start:stop])
-        return None
+                self.write_indexed(pool, row, row_slots, False)
+        else:
+            for start, stop in spans(slots >= 0):
+                self._put(pool, rows[start:stop], slots[start:stop])
 
     def _put(self, pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Write rows to slots, all of them valid."""
-        to, source = widen(pool, self._dtype), widen(rows, self._dtype)
+        to, source = widen(pool, self._dtype), widen(rows.detach(), self._dtype)
         if to.dtype != source.dtype:  # an odd offset in one storage: see `widen`
             to, source = as_bits(pool), as_bits(rows)
         slots = slots.to(torch.int64)
@@ -95,24 +108,51 @@ class PagedCachingDescriptor(kvdock.Descriptor):
         v: writes values.
     """
 
+    uses_autograd = False  # `memmove` is not recorded, and `RowWriter` detaches what an indexed copy reads
+
     def __init__(self, op: str, capacity: int, k: RowWriter, v: RowWriter) -> None:
         self._op = op
         self._capacity = capacity
         self._k = k
         self._v = v
+        self._k_step, self._v_step = k.slot_bytes or 0, v.slot_bytes or 0
+        self._is_plain = bool(k.slot_bytes and v.slot_bytes)
 
-    def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, *scales: Any) -> None:
+    def __call__(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, *scales: Any
+    ) -> None:
         """Check all slots, then write."""
-        if slot_mapping.numel() > FEW:
-            without_padding = slots_in_range(self._op, slot_mapping, self._capacity)
-            self._k.write_many(k_cache, k, slot_mapping, without_padding)
-            self._v.write_many(v_cache, v, slot_mapping, without_padding)
-            return
-        slots = slot_mapping.tolist() if slot_mapping.ndim == 1 else slot_mapping.flatten().tolist()
-        if max(slots) >= self._capacity:
-            slots_in_range(self._op, slot_mapping, self._capacity)
-        self._k.write_few(k_cache, k, slots)
-        self._v.write_few(v_cache, v, slots)
+        count = slot_mapping.numel()
+        if count == 1 and self._is_plain and k.is_contiguous() and v.is_contiguous():  # decoding one sequence: no call more than needed
+            slot = slot_mapping.item()
+            if 0 <= slot < self._capacity:
+                memmove(k_cache.data_ptr() + slot * self._k_step, k.data_ptr(), self._k.row_bytes)
+                memmove(v_cache.data_ptr() + slot * self._v_step, v.data_ptr(), self._v.row_bytes)
+            elif slot >= 0:
+                slots_in_range(self._op, slot_mapping, self._capacity)
+            return None
+        if count <= FEW and self._k.is_dense(k) and self._v.is_dense(v):
+            return self._write_few(k_cache, v_cache, k, v, slot_mapping)
+        if count < MANY and self._k.is_packed(k) and self._v.is_packed(v):
+            runs = runs_of(slot_mapping, self._capacity)
+            if runs is not None and len(runs) * LONG_RUN <= count:
+                self._k.write_runs(k_cache, k, runs)
+                return self._v.write_runs(v_cache, v, runs)
+        without_padding = slots_in_range(self._op, slot_mapping, self._capacity)
+        self._k.write_indexed(k_cache, k, slot_mapping, without_padding)
+        self._v.write_indexed(v_cache, v, slot_mapping, without_padding)
+        return None
+
+    def _write_few(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Write up to `FEW` dense rows."""
+        slots_in_range(self._op, slot_mapping, self._capacity)
+        for index, slot in enumerate(slot_mapping.flatten().tolist()):
+            if slot >= 0:
+                place = divmod(index, k.shape[1]) if k.ndim == 4 else (index,)
+                self._k.write_one(k_cache, k[place], slot)
+                self._v.write_one(v_cache, v[place], slot)
 
 
 class PagedCaching(kvdock.Kernel):

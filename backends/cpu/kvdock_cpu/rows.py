@@ -6,12 +6,20 @@ bytes than as 1,024 of 2 bytes. The elements are never computed with: bits arriv
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 
-import kvdock
 import torch
 
-__all__ = ["as_bits", "quantised_reasons", "spans", "wide_dtype", "widen"]
+import kvdock
+
+__all__ = ["as_bits", "memmove", "quantised_reasons", "runs_of", "spans", "wide_dtype", "widen"]
+
+memmove = ctypes.PyDLL(None).memmove
+"""``memmove(to, start, count)``: addresses and bytes. A sixth quicker than `ctypes.memmove`, which gives up the GIL for
+each row and makes an object of its result."""
+memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+memmove.restype = None
 
 _WIDE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -62,3 +70,25 @@ def spans(keep: torch.Tensor) -> Iterator[tuple[int, int]]:
     edges = torch.diff(keep.to(torch.int8), prepend=keep.new_zeros(1, dtype=torch.int8), append=keep.new_zeros(1, dtype=torch.int8))
     places = edges.nonzero().flatten().tolist()
     yield from zip(places[::2], places[1::2], strict=True)
+
+
+def runs_of(slots: torch.Tensor, capacity: int) -> list[tuple[int, int, int]] | None:
+    """Return the runs of consecutive slots, as ``(first position, first slot, length)``.
+
+    numpy, since its calls cost a third of torch's on arrays of this size.
+
+    Args:
+        slots: at least one slot, any shape, in host memory.
+        capacity: slots of the pool.
+
+    Returns:
+        The runs, or None when one holds padding or leaves the pool: for the caller to look at closely.
+    """
+    flat = slots.numpy().reshape(-1)
+    cut = (flat[1:] - flat[:-1] != 1).nonzero()[0] + 1
+    starts = [0, *cut.tolist()]
+    firsts = [int(flat[0]), *flat[cut].tolist()]
+    lengths = [stop - start for start, stop in zip(starts, [*starts[1:], len(flat)], strict=True)]
+    if min(firsts) < 0 or max(map(int.__add__, firsts, lengths)) > capacity:
+        return None
+    return list(zip(starts, firsts, lengths, strict=True))

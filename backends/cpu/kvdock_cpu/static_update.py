@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import kvdock
 import torch
-from kvdock.ops.hostcheck import check_lengths
 
+import kvdock
+from kvdock.ops.hostcheck import check_lengths
 from kvdock_cpu.rows import as_bits, quantised_reasons, wide_dtype, widen
 
 __all__ = ["StaticUpdate", "StaticUpdateDescriptor"]
@@ -29,7 +29,9 @@ class StaticUpdateDescriptor(kvdock.Descriptor):
         self._op = op
         self._dtypes = (k_dtype, v_dtype)
 
-    def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache_lengths: int | torch.Tensor) -> None:
+    def __call__(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache_lengths: int | torch.Tensor
+    ) -> None:
         """Check all lengths, then write."""
         lengths = [cache_lengths] if isinstance(cache_lengths, int) else cache_lengths.flatten().tolist()
         check_lengths(self._op, lengths, k.shape[2], k_cache.shape[2])

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import kvdock
 import torch
+
+import kvdock
 
 __all__ = ["CudaBackend"]
 

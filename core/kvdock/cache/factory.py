@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 from kvdock.cache.interface import Cache, CacheConfig, OpSource
 from kvdock.cache.paged import PagedKVCache, PagedKVCacheConfig
 from kvdock.cache.static import StaticKVCache, StaticKVCacheConfig
@@ -9,7 +11,6 @@ from kvdock.errors import ArgumentTypeError
 from kvdock.ops.active import active_dispatcher
 from kvdock.rank import RankInfo
 from kvdock.spec import KVSpec
-from typing import overload
 
 __all__ = ["create_cache"]
 

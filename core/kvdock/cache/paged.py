@@ -105,7 +105,9 @@ class PagedKVCache(Cache):
         self._dtype = config.cache_dtype or spec.dtype
         if self._dtype != spec.dtype:
             raise UnsupportedError(
-                "PagedKVCacheConfig: cache_dtype", expected=f"{spec.dtype}, the model's own", got=f"{self._dtype}: only a quantised cache may differ, and those are not there yet"
+                "PagedKVCacheConfig: cache_dtype",
+                expected=f"{spec.dtype}, the model's own",
+                got=f"{self._dtype}: only a quantised cache may differ, and those are not there yet",
             )
         self._num_blocks = config.blocks_for(layers, self._dtype)
         self._named = active_name()
@@ -121,7 +123,15 @@ class PagedKVCache(Cache):
         for layer, members in group_layers(layers).items():
             k_pool, v_pool = (
                 PagedPool.allocate(
-                    len(members), self._num_blocks, config.block_size, heads, dim, self._dtype, self.rank.device, config.layout, config.head_layout
+                    len(members),
+                    self._num_blocks,
+                    config.block_size,
+                    heads,
+                    dim,
+                    self._dtype,
+                    self.rank.device,
+                    config.layout,
+                    config.head_layout,
                 )
                 for heads, dim in ((layer.num_k_heads, layer.k_dim), (layer.num_v_heads, layer.v_dim))
             )
@@ -194,7 +204,9 @@ class PagedKVCache(Cache):
         self._write[layer](k, v, slot_mapping, None, None)
         return self._views[layer]
 
-    def gather(self, layer: int, slot_mapping: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(
+        self, layer: int, slot_mapping: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Read keys and values at given slots.
 
         Args:
@@ -235,4 +247,3 @@ class PagedKVCache(Cache):
     def __repr__(self) -> str:
         shape = f"{self.num_layers} layers, {self.num_blocks} blocks of {self.block_size}"
         return f"PagedKVCache({shape}, {self.dtype}, {self.nbytes} bytes on {self.device})"
-

@@ -44,7 +44,10 @@ def _rank_layer(layer: LayerSpec | MLALayerSpec, index: int, rank: RankInfo) -> 
     """Return what a rank holds of one layer."""
     if not isinstance(layer, LayerSpec):
         raise UnsupportedError(
-            f"KVSpec: layers[{index}]", expected="a LayerSpec", got=f"{layer!r}: latent caches are not there yet", fix="cache the expanded keys and values"
+            f"KVSpec: layers[{index}]",
+            expected="a LayerSpec",
+            got=f"{layer!r}: latent caches are not there yet",
+            fix="cache the expanded keys and values",
         )
     k_heads = rank.head_range(layer.num_k_heads, "num_k_heads")
     v_heads = rank.head_range(layer.num_v_heads, "num_v_heads")

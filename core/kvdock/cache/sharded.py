@@ -47,9 +47,13 @@ class ShardedKVCache:
         """
         check_int("ShardedKVCache.create: max_len", max_len, 1)
         if max_len > spec.max_positions:
-            raise ArgumentValueError("ShardedKVCache.create: max_len", expected=f"at most {spec.max_positions}, the model's max_positions", got=max_len)
+            raise ArgumentValueError(
+                "ShardedKVCache.create: max_len", expected=f"at most {spec.max_positions}, the model's max_positions", got=max_len
+            )
         if isinstance(devices, (str, torch.device)) or not devices:
-            raise ArgumentValueError("ShardedKVCache.create: devices", expected='a list of devices, such as ["cpu", "cpu"]', got=repr(devices))
+            raise ArgumentValueError(
+                "ShardedKVCache.create: devices", expected='a list of devices, such as ["cpu", "cpu"]', got=repr(devices)
+            )
         source = ops if ops is not None else active_dispatcher()
         config = StaticKVCacheConfig(max_batch_size=1, max_cache_len=max_len)
         ranks = [RankInfo(device, tp_size=len(devices), tp_rank=i) for i, device in enumerate(devices)]
@@ -63,7 +67,12 @@ class ShardedKVCache:
             DroppedCacheError: the cache was dropped.
         """
         if self._shards is None:
-            raise DroppedCacheError("ShardedKVCache", expected="a live cache", got="one whose memory was given back by drop()", fix="create or duplicate another one")
+            raise DroppedCacheError(
+                "ShardedKVCache",
+                expected="a live cache",
+                got="one whose memory was given back by drop()",
+                fix="create or duplicate another one",
+            )
         return self._shards
 
     @property
@@ -94,7 +103,9 @@ class ShardedKVCache:
         """Return a shard's values of a layer, ``[1, Hv / shards, max_len, Dv]``."""
         return self._shard(shard).v_cache(layer)
 
-    def update(self, shard: int, layer: int, k: torch.Tensor, v: torch.Tensor, cache_lengths: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, shard: int, layer: int, k: torch.Tensor, v: torch.Tensor, cache_lengths: int | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write new positions of one shard. See `StaticKVCache.update`."""
         return self._shard(shard).update(layer, k, v, cache_lengths)
 
@@ -116,7 +127,9 @@ class ShardedKVCache:
             DroppedCacheError: the cache was dropped.
         """
         if check_int("ShardedKVCache.duplicate: seq_len", seq_len, 0) > self.max_len:
-            raise IndexRangeError("ShardedKVCache.duplicate: seq_len", expected=f"0 to {self.max_len}, the length of the cache", got=seq_len)
+            raise IndexRangeError(
+                "ShardedKVCache.duplicate: seq_len", expected=f"0 to {self.max_len}, the length of the cache", got=seq_len
+            )
         twin = type(self).create(self._spec, self.max_len, self.devices, ops=self._ops)
         for mine, its in zip(self.shards, twin.shards, strict=True):
             for layer in range(self.num_layers):
@@ -138,4 +151,3 @@ class ShardedKVCache:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.drop()
-

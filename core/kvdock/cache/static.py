@@ -151,4 +151,3 @@ class StaticKVCache(Cache):
     def __repr__(self) -> str:
         shape = f"{self.num_layers} layers, {self.max_batch_size} rows of {self.max_cache_len}"
         return f"StaticKVCache({shape}, {self.dtype}, {self.nbytes} bytes on {self.device})"
-

@@ -7,19 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvdock.ops.dispatcher import OpDispatcher, OpEntry
+from kvdock.ops.dispatcher import OpDispatcher
 
-__all__ = ["active_dispatcher", "active_op", "set_provider"]
+__all__ = ["ACTIVE_OPS", "active_dispatcher", "set_provider"]
 
 _provider: Callable[[], OpDispatcher] | None = None
-_ops: dict[str, OpEntry] = {}
-
-
-def set_provider(provider: Callable[[], OpDispatcher]) -> None:
-    """Say where the dispatcher comes from, and forget the one in use."""
-    global _provider  # noqa: PLW0603 - the one seam between ops and the runtime
-    _provider = provider
-    _ops.clear()
 
 
 def active_dispatcher() -> OpDispatcher:
@@ -28,9 +20,20 @@ def active_dispatcher() -> OpDispatcher:
     return _provider()
 
 
-def active_op(name: str) -> OpEntry:
-    """Return an op of the process's runtime."""
-    entry = _ops.get(name)
-    if entry is None:
-        entry = _ops[name] = active_dispatcher().op(name)
-    return entry
+class _ActiveOps(dict[str, Callable[..., None]]):
+    """The ops of the process's runtime, resolved once each: a look-up costs less than a function call."""
+
+    def __missing__(self, name: str) -> Callable[..., None]:
+        call = self[name] = active_dispatcher().op(name).call
+        return call
+
+
+ACTIVE_OPS = _ActiveOps()
+"""``ACTIVE_OPS[name]`` is an op of the process's runtime, as a function of its arguments in the schema's order."""
+
+
+def set_provider(provider: Callable[[], OpDispatcher]) -> None:
+    """Say where the dispatcher comes from, and forget the one in use."""
+    global _provider
+    _provider = provider
+    ACTIVE_OPS.clear()

@@ -16,9 +16,18 @@ import numpy.typing as npt
 import torch
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from kvdock.ops.active import active_op
+from kvdock.ops.active import ACTIVE_OPS
 
-__all__ = ["copy_blocks_", "gather_paged", "mla_caching_", "mla_gather", "paged_attention", "paged_caching_", "static_update_", "swap_blocks_"]
+__all__ = [
+    "copy_blocks_",
+    "gather_paged",
+    "mla_caching_",
+    "mla_gather",
+    "paged_attention",
+    "paged_caching_",
+    "static_update_",
+    "swap_blocks_",
+]
 
 BlockPairs = torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[tuple[int, int]]
 """``[N, 2]`` (src, dst) block ids: a tensor, a numpy array or a list of pairs."""
@@ -55,10 +64,12 @@ def paged_caching_(
 
     Nothing is written when it raises. Zero tokens is a no-op.
     """
-    active_op("paged_caching_")(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
+    ACTIVE_OPS["paged_caching_"](k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
 
 
-def static_update_(k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache_lengths: int | torch.Tensor) -> None:
+def static_update_(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache_lengths: int | torch.Tensor
+) -> None:
     """Write new positions behind what each row of a static cache holds.
 
     Args:
@@ -77,7 +88,7 @@ def static_update_(k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor
     """
     if not isinstance(cache_lengths, (int, torch.Tensor)):
         cache_lengths = _index(cache_lengths)
-    active_op("static_update_")(k_cache, v_cache, k, v, cache_lengths)
+    ACTIVE_OPS["static_update_"](k_cache, v_cache, k, v, cache_lengths)
 
 
 def _index(value: Any) -> Any:
@@ -117,7 +128,7 @@ def gather_paged(
         IndexRangeError: on host memory, a slot is not below ``NB * block``; on a device it reads as zeros.
     """
     k_out, v_out = outputs_for(k_cache, v_cache, slot_mapping, out)
-    active_op("gather_paged")(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
+    ACTIVE_OPS["gather_paged"](k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
     return k_out, v_out
 
 
@@ -125,7 +136,9 @@ def outputs_for(k_cache: Any, v_cache: Any, slot_mapping: Any, out: Any) -> tupl
     """Return the tensors that a gather fills: those given, or new ones. Wrong arguments are left for the op to refuse."""
     if out is not None:
         if not isinstance(out, (tuple, list)) or len(out) != 2:
-            raise ArgumentTypeError("gather_paged: out", expected="a pair (k, v) of tensors", got=type(out).__name__, fix="pass both, or None")
+            raise ArgumentTypeError(
+                "gather_paged: out", expected="a pair (k, v) of tensors", got=type(out).__name__, fix="pass both, or None"
+            )
         return out[0], out[1]
     if not all(isinstance(x, torch.Tensor) for x in (k_cache, v_cache, slot_mapping)):
         return k_cache, v_cache
@@ -148,7 +161,7 @@ def copy_blocks_(k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: Bloc
             one destination, or a destination that is also a source.
         IndexRangeError: a block id that the host can read is not below NB; on a device such a pair is skipped and counted.
     """
-    active_op("copy_blocks_")(k_cache, v_cache, pairs_tensor(block_pairs))
+    ACTIVE_OPS["copy_blocks_"](k_cache, v_cache, pairs_tensor(block_pairs))
 
 
 def pairs_tensor(block_pairs: BlockPairs) -> torch.Tensor:
@@ -174,12 +187,16 @@ def swap_blocks_(src_cache: torch.Tensor, dst_cache: torch.Tensor, block_pairs: 
     raise _later("swap_blocks_")
 
 
-def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, **options: Any) -> torch.Tensor:
+def paged_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, **options: Any
+) -> torch.Tensor:
     """Attend to a paged cache. Not there yet: raises `UnsupportedError`."""
     raise _later("paged_attention")
 
 
-def mla_caching_(kv_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor, *, scale: torch.Tensor | None = None) -> None:
+def mla_caching_(
+    kv_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor, *, scale: torch.Tensor | None = None
+) -> None:
     """Write latents into a paged cache. Not there yet: raises `UnsupportedError`."""
     raise _later("mla_caching_")
 

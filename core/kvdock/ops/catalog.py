@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from kvdock.errors import ArgumentValueError
 from kvdock.ops.hostcheck import check_lengths, check_pairs, check_slots
 from kvdock.ops.schema import Arg, OpSchema, Relation, Role
 from kvdock.spec import COPY_DTYPES, QUANTISED_DTYPES
 
-__all__ = ["CATALOG", "COPY_BLOCKS", "GATHER_PAGED", "INDEX_DTYPES", "PAGED_CACHING", "STATIC_UPDATE"]
+__all__ = ["CATALOG", "COPY_BLOCKS", "GATHER_PAGED", "INDEX_DTYPES", "PAGED_CACHING", "STATIC_UPDATE", "example"]
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 _CACHE_DTYPES = (*COPY_DTYPES, *QUANTISED_DTYPES)
@@ -89,7 +90,12 @@ STATIC_UPDATE = OpSchema(
     ),
     (
         Relation("b <= B", "k", "at most the {B} rows of k_cache", "create the cache with a larger max_batch_size"),
-        Relation("n == 1 or n == b", "cache_lengths", "one length for all rows or one for each of the {b} rows of k", "pass a tensor of shape [] or [{b}]"),
+        Relation(
+            "n == 1 or n == b",
+            "cache_lengths",
+            "one length for all rows or one for each of the {b} rows of k",
+            "pass a tensor of shape [] or [{b}]",
+        ),
     ),
     check_values=_check_static_update,
 )
@@ -118,3 +124,22 @@ COPY_BLOCKS = OpSchema(
 
 CATALOG: Mapping[str, OpSchema] = MappingProxyType({op.name: op for op in (PAGED_CACHING, STATIC_UPDATE, GATHER_PAGED, COPY_BLOCKS)})
 """Every op by name."""
+
+
+def example(op: str, *, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int, block_size: int) -> tuple[Any, ...]:
+    """Return small arguments for an op, in its schema's order: what `kvdock explain` asks about. All zeros.
+
+    Raises:
+        ArgumentValueError: there is no such op; lists those there are.
+    """
+    if op not in CATALOG:
+        raise ArgumentValueError("op", expected=f"one of {', '.join(sorted(CATALOG))}", got=repr(op))
+    sizes = {"NB": 2, "block": block_size, "vblock": block_size, "Hk": heads, "Hv": heads, "Dk": head_dim, "Dv": head_dim, "S": block_size}
+
+    def build(arg: Arg) -> torch.Tensor | None:
+        if arg.optional:
+            return None
+        shape = [sizes.get(dim.name, dim.literal or 1) for dim in arg.shapes()[0]]
+        return torch.zeros(shape, dtype=dtype if arg.dtypes != INDEX_DTYPES else torch.int64, device=device)
+
+    return tuple(build(arg) for arg in CATALOG[op].args)

@@ -19,10 +19,10 @@ from kvdock.ops.modes import MODE, Mode
 from kvdock.ops.portable import PORTABLE_KERNELS
 from kvdock.ops.schema import OpSchema
 from kvdock.ops.selection import Choice, Chooser
-from kvdock.ops.signature import HOST_INT_RANK, compile_binders, compile_bodies, pivot_of
+from kvdock.ops.signature import compile_binder, compile_call
 from kvdock.ops.validate import validate
 
-__all__ = ["PORTABLE", "BoundOp", "Explanation", "OpDispatcher", "OpEntry"]
+__all__ = ["PORTABLE", "Explanation", "OpDispatcher", "OpEntry"]
 
 PORTABLE = "portable"
 """What serves an op that a backend lacks: vectorised torch on the tensors' own device. `use_backend` takes it as a name."""
@@ -34,7 +34,7 @@ class Plan:
     __slots__ = ("descriptor", "extents", "run", "selection")
 
     def __init__(self, descriptor: Descriptor, extents: tuple[int, ...], selection: Selection) -> None:
-        self.run: Callable[..., None] = descriptor
+        self.run = _runner(descriptor)
         self.descriptor = descriptor
         self.extents = extents
         self.selection = selection
@@ -80,28 +80,21 @@ class OpEntry:
     def __init__(self, schema: OpSchema, dispatcher: OpDispatcher) -> None:
         self.schema = schema
         self._dispatcher = dispatcher
-        self._pivot = pivot_of(schema)
         self._table = DescriptorTable(_destroy)
         scope = {
             "slow": self.run_slowly,
             "prepare": self._prepare,
-            "without_grad": _without_grad,
+            "enter": self.enter,
+            "get_mode": MODE.get,
             "local": self._table,
             "chooser": dispatcher.chooser,
         }
-        self._bodies = compile_bodies(schema, scope)
-        self._binders = compile_binders(schema, scope)
+        self.call = compile_call(schema, scope)
+        self._bind = compile_binder(schema, scope)
 
     def __call__(self, *values: Any) -> None:
         """Run the op. See its public function in `kvdock.ops` for arguments and errors."""
-        mode = MODE.get()
-        named = None if mode is None else self.enter(mode, values)
-        pivot = values[self._pivot]
-        body = self._bodies.get(HOST_INT_RANK if type(pivot) is int else getattr(pivot, "ndim", None))
-        if body is None:
-            return self.run_slowly(values, named)
-        body(*values, named)
-        return None
+        self.call(*values)
 
     def enter(self, mode: Mode, values: tuple[Any, ...]) -> str | None:
         """Do what `debug` asks for, and return the backend that `use_backend` names."""
@@ -120,13 +113,17 @@ class OpEntry:
 
     def run_slowly(self, values: tuple[Any, ...], named: str | None) -> None:
         """Say why the quick path gave up; run the op all the same when it had no reason to."""
+        if torch.compiler.is_compiling():
+            raise UnsupportedError(
+                f"{self.schema.name} under torch.compile",
+                got="a call that is being traced",
+                fix="call it outside the compiled function; support comes later",
+            )
         request = validate(self.schema, values)
         if _is_noop(self.schema, values):
             return
         selection = self._dispatcher.select(request, named)
-        descriptor = self._dispatcher.prepare(request, selection)
-        with torch.no_grad():
-            descriptor(*values)
+        _runner(self._dispatcher.prepare(request, selection))(*values)
 
     def _prepare(self, values: tuple[Any, ...], key: Any, named: str | None) -> Plan:
         """Validate a new signature and prepare its plan."""
@@ -138,44 +135,22 @@ class OpEntry:
         self._table.put(key, plan, epoch=self._dispatcher.chooser.epoch)
         return plan
 
-    def bind(self, *pools: torch.Tensor, named: str | None = None) -> BoundOp:
+    def bind(self, *pools: torch.Tensor, named: str | None = None) -> Callable[..., None]:
         """Fix the pool arguments, so that calls no longer read them.
 
         Args:
             pools: the op's static tensor arguments, in the schema's order. The result holds them.
             named: backend to use for good, or None for the usual choice at each call.
+
+        Returns:
+            The op as a function of its other arguments, in the schema's order.
         """
-        return BoundOp(self, pools, {rank: binder(*pools) for rank, binder in self._binders.items()}, named)
+        return self._bind(*pools, named)
 
     @property
     def prepared(self) -> int:
         """How many plans the calling thread holds."""
         return len(self._table.plans)
-
-
-class BoundOp:
-    """An op whose pools are fixed: called with its other arguments, in the schema's order. Threads may share it."""
-
-    __slots__ = ("_bodies", "_entry", "_named", "_pivot", "_pools")
-
-    def __init__(self, entry: OpEntry, pools: tuple[torch.Tensor, ...], bodies: Mapping[int, Callable[..., Any]], named: str | None) -> None:
-        self._entry = entry
-        self._pools = pools
-        self._bodies = bodies
-        self._named = named
-        self._pivot = pivot_of(entry.schema) - len(pools) if pivot_of(entry.schema) else None
-
-    def __call__(self, *values: Any) -> None:
-        """Run the op on the fixed pools. See its public function in `kvdock.ops` for arguments and errors."""
-        mode, named = MODE.get(), self._named
-        if mode is not None:
-            named = named or self._entry.enter(mode, (*self._pools, *values))
-        pivot = self._pools[0] if self._pivot is None else values[self._pivot]
-        body = self._bodies.get(HOST_INT_RANK if type(pivot) is int else getattr(pivot, "ndim", None))
-        if body is None:
-            return self._entry.run_slowly((*self._pools, *values), named)
-        body(*values, named)
-        return None
 
 
 class OpDispatcher:
@@ -242,7 +217,9 @@ class OpDispatcher:
         backend = selection.choice.backend
         if backend.is_capturing(request.device):
             raise BackendError(
-                f"{request.op} on {request.device}", got="a new signature while a graph is captured", fix="warm up first: call it once with tensors like these"
+                f"{request.op} on {request.device}",
+                got="a new signature while a graph is captured",
+                fix="warm up first: call it once with tensors like these",
             )
         if selection.served_by == PORTABLE:
             self.fallbacks[request.op, backend.name] += 1
@@ -284,10 +261,19 @@ def _destroy(plan: Plan) -> None:
         plan.descriptor.destroy()
 
 
-def _without_grad(run: Callable[..., None], values: tuple[Any, ...]) -> None:
-    """Run a plan outside autograd: a cache records no gradients."""
-    with torch.no_grad():
-        run(*values)
+def _runner(descriptor: Descriptor) -> Callable[..., None]:
+    """Return what to call at each call of a plan. A cache records no gradients, and must not be drawn into a graph."""
+    run = descriptor.__call__  # a bound method is called quicker than an instance
+    if not descriptor.uses_autograd:
+        return run
+
+    def run_outside_autograd(*values: Any) -> None:
+        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in values):
+            with torch.no_grad():
+                return run(*values)
+        return run(*values)
+
+    return run_outside_autograd
 
 
 def _is_noop(schema: OpSchema, values: tuple[Any, ...]) -> bool:

@@ -38,7 +38,7 @@ def slots_in_range(op: str, slots: torch.Tensor, capacity: int) -> bool:
         low, high = int(pair.min), int(pair.max)
     if high >= capacity:
         raise _slot_error(op, slots, capacity)
-    return low >= 0
+    return bool(low >= 0)
 
 
 def _slot_error(op: str, slots: torch.Tensor, capacity: int) -> IndexRangeError:
@@ -54,7 +54,7 @@ def _slot_error(op: str, slots: torch.Tensor, capacity: int) -> IndexRangeError:
 
 def equal_slots(slots: torch.Tensor) -> list[str]:
     """Return a line about slots that occur twice in one call, if any: which of them wins is unspecified."""
-    values, counts = slots[slots >= 0].unique(return_counts=True)
+    values, counts = torch.unique(slots[slots >= 0], return_counts=True)
     twice = values[counts > 1].tolist()
     return [f"{len(twice)} slots occur more than once, first {twice[0]}: which token wins is unspecified"] if twice else []
 
@@ -106,7 +106,9 @@ def check_pairs(op: str, pairs: torch.Tensor, num_blocks: int) -> list[str]:
     if len(wrong):
         place = wrong[0].tolist()
         raise IndexRangeError(
-            f"{op}: block_pairs{place}", expected=f"a block id below {num_blocks}, or a negative one for padding", got=int(pairs[tuple(place)])
+            f"{op}: block_pairs{place}",
+            expected=f"a block id below {num_blocks}, or a negative one for padding",
+            got=int(pairs[tuple(place)]),
         )
     sources, seen = _live_sources(pairs), set[Any]()
     for row, (src, dst) in enumerate(pairs.tolist()):

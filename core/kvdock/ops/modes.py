@@ -6,7 +6,7 @@ Both are context variables: they follow a thread or an asyncio task, and never l
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 import attrs
@@ -34,9 +34,9 @@ MODE: ContextVar[Mode | None] = ContextVar("kvdock_mode", default=None)
 
 
 @contextlib.contextmanager
-def _changed(**changes: object) -> Iterator[None]:
-    """Change the mode for a block."""
-    token = MODE.set(attrs.evolve(MODE.get() or Mode(), **changes))
+def _changed(change: Callable[[Mode], Mode]) -> Iterator[None]:
+    """Change the mode for a block, from what it is when the block is entered."""
+    token = MODE.set(change(MODE.get() or Mode()))
     try:
         yield
     finally:
@@ -56,7 +56,7 @@ def use_backend(name: str) -> contextlib.AbstractContextManager[None]:
     """
     if not isinstance(name, str):
         raise ArgumentTypeError("use_backend: name", expected='the name of a backend, such as "cpu"', got=repr(name))
-    return _changed(named=name)
+    return _changed(lambda mode: attrs.evolve(mode, named=name))
 
 
 def debug(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
@@ -66,4 +66,4 @@ def debug(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
     a `KVDockWarning`. This reads index tensors back, so it synchronises; while a graph is captured it does nothing, since
     nothing can be read then, and the kernel's own counting remains.
     """
-    return _changed(debug=bool(enabled))
+    return _changed(lambda mode: attrs.evolve(mode, debug=bool(enabled)))

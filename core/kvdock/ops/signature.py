@@ -4,7 +4,7 @@ A call must not cost more than the kernel it launches, and what costs in Python 
 function call. So the reading of a schema that `validate` does by looping is written out here once per op as straight-line
 source, as attrs and dataclasses do for ``__init__``. For `paged_caching_` on ``[T]`` slots it comes to::
 
-    def body(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale, named):
+    def body0(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale, named):
         try:
             k_cache_shape = k_cache.shape                       # a pool: its geometry is static, and in the key
             ...
@@ -15,7 +15,8 @@ source, as attrs and dataclasses do for ``__init__``. For `paged_caching_` on ``
         except Exception: return slow(values, named)            # no tensor, wrong rank: let `validate` say why
         if <sizes, devices, inner strides disagree>: return slow(values, named)
         if not lead0: return                                    # zero tokens: nothing to do, but checked all the same
-        plan = local.plans.get(key) or prepare(values, key, named)
+        plan = local.plans.get(key)
+        if plan is None: plan = prepare(values, key, named)
         if <a source overlaps a destination>: return slow(values, named)
         plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
 
@@ -31,12 +32,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
+import torch
 
 from kvdock.ops.geometry import MAX_ALIGNMENT, normalised
 from kvdock.ops.schema import LEAD_RANKS, Arg, Dim, OpSchema, Role
-from kvdock.spec import COPY_DTYPES
 
-__all__ = ["Variant", "compile_bodies", "compile_binders", "pivot_of", "variants_of"]
+__all__ = ["Variant", "binder_source", "compile_binder", "compile_call", "direct_source", "pivot_of", "variants_of"]
 
 HOST_INT_RANK = -1
 """Stands for the rank of an argument that came as a host int."""
@@ -100,6 +101,7 @@ class _Source:
         self.static = [arg.name for arg in schema.static_args]
         self.sized: set[str] = set()  # run-time words that a line above has bound
         self.key: list[str] = ["chooser.epoch", "named", str(variant.number), "static_key"]
+        self.twin: str | None = None  # the argument read last
         self.checks: list[str] = []  # conditions under which the quick path gives up
 
     def static_lines(self) -> Iterator[str]:
@@ -110,7 +112,11 @@ class _Source:
             yield f"if 1 in {name}_shape: {name}_strides = normalised({name}_shape, {name}_strides)"
             yield f"{name}_ptr = {name}.data_ptr()"
             yield f"{name}_a = {name}_ptr | {MAX_ALIGNMENT}"
-            yield f"device = {name}.device" if index == 0 else f"if {name}.device != device: raise ValueError"
+            if index == 0:
+                yield f"host = {name}.is_cpu"
+                yield f"device = None if host else {name}.device"  # None stands for the host: it is quicker to hash
+            else:
+                yield f"if {_elsewhere(name)}: raise ValueError"
         parts = ", ".join(f"{name}.dtype, {name}_shape, {name}_strides, {name}_a & -{name}_a" for name in self.static)
         yield f"static_key = (device, {parts})"
 
@@ -137,7 +143,7 @@ class _Source:
         else:
             self.checks.append(f"{name}.ndim != 0")
         yield f"{name}_dtype = {name}.dtype"
-        yield f"{name}_size = {name}_dtype.itemsize"
+        yield f"{name}_size = {self._itemsize(name)}"
         yield f"{name}_ptr = {name}.data_ptr()"
         yield from self._alignment_lines(name, dims)
         static_sizes = [f"{name}_{i}" for i, dim in enumerate(dims) if not dim.runtime]
@@ -145,7 +151,13 @@ class _Source:
         if arg.host:
             self.key.append(f"{name}.device")
         else:
-            self.checks.append(f"{name}.device != device")
+            self.checks.append(_elsewhere(name))
+
+    def _itemsize(self, name: str) -> str:
+        """Write the bytes of an element: those of an earlier argument, where that has the same dtype."""
+        like = self.twin
+        self.twin = name
+        return f"{name}_dtype.itemsize" if like is None else f"{like}_size if {name}_dtype is {like}_dtype else {name}_dtype.itemsize"
 
     def _size_name(self, name: str, index: int, dim: Dim) -> str:
         """Name the variable for one size, noting a check when its word is bound already."""
@@ -180,16 +192,32 @@ class _Source:
                 found.append(f"not ({_substitute(relation.expression, words)})")
         return found
 
-    def overlap_checks(self) -> list[str]:
-        """Return the conditions under which a source may share memory with a destination."""
+    def overlap_lines(self) -> Iterator[str]:
+        """Refuse a source that may share memory with a destination.
+
+        Most sources lie below or above all destinations, which one comparison with their common range shows.
+        """
         mutated = [arg.name for arg in self.schema.mutated]
         sources = [name for name in self.variant.dims if name not in mutated]
-        found = [f"{a}_ptr == {b}_ptr" for a, b in itertools.combinations(mutated, 2)]
-        for target, source in itertools.product(mutated, sources):
-            found.append(
-                f"{source}_ptr < {target}_ptr + {self._extent(target)} and {target}_ptr < {source}_ptr + {self._extent(source)}"
-            )
-        return found
+        pairs = [
+            f"{source}_ptr < {target}_ptr + {self._extent(target)} and {target}_ptr < {source}_end"
+            for target, source in itertools.product(mutated, sources)
+        ]
+        low, high = self._range(mutated)
+        yield from low
+        yield from high
+        for source in sources:
+            yield f"{source}_end = {source}_ptr + {self._extent(source)}"
+        near = " or ".join(f"{source}_ptr < high and low < {source}_end" for source in sources)
+        yield f"if ({near}) and ({' or '.join(pairs)}): {self._give_up}"
+
+    def _range(self, names: list[str]) -> tuple[list[str], list[str]]:
+        """Write the common address range of some tensors as ``low`` and ``high``."""
+        low, high = [f"low = {names[0]}_ptr"], [f"high = {names[0]}_ptr + {self._extent(names[0])}"]
+        for name in names[1:]:
+            low.append(f"if {name}_ptr < low: low = {name}_ptr")
+            high.append(f"if {name}_ptr + {self._extent(name)} > high: high = {name}_ptr + {self._extent(name)}")
+        return low, high
 
     def _extent(self, name: str) -> str:
         """Write the bytes that a tensor spans; of a pool the plan knows them."""
@@ -200,44 +228,90 @@ class _Source:
         steps = [f"({size} - 1) * {name}_t{i}" for i, size in enumerate(sizes)]
         return f"(1 + {' + '.join(steps) or '0'}) * {name}_size"
 
-    def grad_check(self) -> str:
-        """Write whether a source asks for gradients: a cache records none, and must not be drawn into a graph."""
-        floats = [a.name for a in self.schema.args if a.name in self.variant.dims and a.role is Role.TENSOR and set(a.dtypes) & set(COPY_DTYPES)]
-        return " or ".join(f"{name}.requires_grad" for name in floats) or "False"
+    @property
+    def _give_up(self) -> str:
+        """Write the return that lets the slow path decide."""
+        return f"return slow(({', '.join(self.schema.arg_names)},), named)"
 
     def launch_lines(self) -> Iterator[str]:
         """Write what comes once the key is known."""
         names = ", ".join(self.schema.arg_names)
-        give_up = [*self.checks, *self.relation_checks()]
-        if give_up:
-            yield f"if {' or '.join(f'({check})' for check in give_up)}: return slow(({names},), named)"
+        doubled = [f"{a.name}_ptr == {b.name}_ptr" for a, b in itertools.combinations(self.schema.mutated, 2)]
+        doubts = [*self.checks, *self.relation_checks(), *doubled]
+        if doubts:
+            yield f"if {' or '.join(f'({check})' for check in doubts)}: {self._give_up}"
         if self.sized:
             yield f"if not ({' and '.join(sorted(self.sized))}): return None"
         yield "plan = local.plans.get(key)"
         yield f"if plan is None: plan = prepare(({names},), key, named)"
-        for check in self.overlap_checks():
-            yield f"if {check}: return slow(({names},), named)"
-        yield f"if {self.grad_check()}: return without_grad(plan.run, ({names},))"
+        yield from self.overlap_lines()
         yield f"plan.run({names})"
 
     def _guarded(self, lines: Sequence[str]) -> list[str]:
         """Wrap lines so that whatever fails in them is explained by the slow path."""
-        names = ", ".join(self.schema.arg_names)
-        return ["try:", *(f"    {line}" for line in lines), f"except Exception: return slow(({names},), named)"]
+        return ["try:", *(f"    {line}" for line in lines), f"except Exception: {self._give_up}"]
 
-    def direct(self) -> str:
-        """Return the source of a call that brings every argument."""
+    def body(self) -> str:
+        """Return the source of a function that takes every argument."""
         lines = [*self.static_lines(), *self.runtime_lines()]
         body = [*self._guarded([*lines, f"key = ({', '.join(self.key)},)"]), *self.launch_lines()]
-        return "\n".join([f"def body({', '.join(self.schema.arg_names)}, named):", *(f"    {line}" for line in body)])
+        return _function(f"body{self.variant.number}", [*self.schema.arg_names, "named"], body)
 
-    def bound(self) -> str:
-        """Return the source of a function that takes the pools and returns a call that brings the rest."""
-        static = list(self.static_lines())
-        runtime = [*self._guarded([*self.runtime_lines(), f"key = ({', '.join(self.key)},)"]), *self.launch_lines()]
-        rest = ", ".join(name for name in self.schema.arg_names if name not in self.static)
-        inner = [f"def body({rest}, named):", *(f"    {line}" for line in runtime), "return body"]
-        return "\n".join([f"def bind({', '.join(self.static)}):", *(f"    {line}" for line in [*static, *inner])])
+    def bound_body(self) -> str:
+        """Return the same for pools that `static_lines` has read already."""
+        body = [*self._guarded([*self.runtime_lines(), f"key = ({', '.join(self.key)},)"]), *self.launch_lines()]
+        return _function(f"body{self.variant.number}", [*(n for n in self.schema.arg_names if n not in self.static), "named"], body)
+
+
+def _function(name: str, args: Sequence[str], lines: Sequence[str]) -> str:
+    """Write a function."""
+    return "\n".join([f"def {name}({', '.join(args)}):", *("    " + line for text in lines for line in text.splitlines())])
+
+
+def _entry(schema: OpSchema, variants: Sequence[Variant], args: Sequence[str]) -> str:
+    """Write the function that reads the mode, and picks a body by the rank of the pivot argument."""
+    pivot, every = schema.args[pivot_of(schema)].name, ", ".join(schema.arg_names)
+    lines = [
+        f"if is_compiling(): return slow(({every},), None)",
+        "mode = get_mode()",
+        f"named = own_name if mode is None else (own_name or enter(mode, ({every},)))",
+        f"rank = {_rank_source(schema.args[pivot_of(schema)])}",
+        *(f"if rank == {variant.pivot_rank}: return body{variant.number}({', '.join(args)}, named)" for variant in variants),
+        f"return slow(({every},), named)",
+    ]
+    return _function("call", args, lines)
+
+
+def _rank_source(pivot: Arg) -> str:
+    """Write the rank of the pivot argument, whatever was passed in its place."""
+    tensor = f"getattr({pivot.name}, 'ndim', None)"
+    return f"{HOST_INT_RANK} if type({pivot.name}) is int else {tensor}" if pivot.role is Role.RUNTIME_INT else tensor
+
+
+def direct_source(schema: OpSchema) -> str:
+    """Return the source of ``call``, which takes every argument of an op."""
+    variants = variants_of(schema)
+    bodies = [_Source(schema, variant).body() for variant in variants]
+    return "\n".join([*bodies, _entry(schema, variants, schema.arg_names)])
+
+
+def binder_source(schema: OpSchema) -> str:
+    """Return the source of ``bind``, which takes the pools and returns a ``call`` for the other arguments."""
+    variants = variants_of(schema)
+    static = [arg.name for arg in schema.static_args]
+    rest = [name for name in schema.arg_names if name not in static]
+    lines = [
+        *_Source(schema, variants[0]).static_lines(),
+        *(_Source(schema, variant).bound_body() for variant in variants),
+        _entry(schema, variants, rest),
+        "return call",
+    ]
+    return _function("bind", [*static, "own_name"], lines)
+
+
+def _elsewhere(name: str) -> str:
+    """Write whether a tensor is on another device than the pools. Asking for host memory is half the price of comparing."""
+    return f"not {name}.is_cpu if host else {name}.device != device"
 
 
 def _substitute(expression: str, words: dict[str, str]) -> str:
@@ -248,21 +322,23 @@ def _substitute(expression: str, words: dict[str, str]) -> str:
 
 def _compile(source: str, what: str, scope: dict[str, Any]) -> dict[str, Any]:
     """Execute generated source. It is made from schemas only, never from what a user passes."""
-    namespace = {"normalised": normalised, **scope}
+    namespace = {"normalised": normalised, "is_compiling": torch.compiler.is_compiling, **scope}
     exec(compile(source, f"<kvdock {what}>", "exec"), namespace)  # noqa: S102
     return namespace
 
 
-def compile_bodies(schema: OpSchema, scope: dict[str, Any]) -> dict[int, Callable[..., Any]]:
-    """Return the quick path of each variant, by the rank of the pivot argument.
+def compile_call(schema: OpSchema, scope: dict[str, Any]) -> Callable[..., None]:
+    """Return the quick path of an op: a function of its arguments in the schema's order, None where absent.
 
     Args:
         schema: the op.
-        scope: what the source refers to: ``slow``, ``prepare``, ``without_grad``, ``chooser`` and ``local``.
+        scope: what the source refers to: ``slow``, ``prepare``, ``enter``, ``get_mode``, ``chooser`` and ``local``.
     """
-    return {v.pivot_rank: _compile(_Source(schema, v).direct(), schema.name, scope)["body"] for v in variants_of(schema)}
+    call: Callable[..., None] = _compile(direct_source(schema), schema.name, {**scope, "own_name": None})["call"]
+    return call
 
 
-def compile_binders(schema: OpSchema, scope: dict[str, Any]) -> dict[int, Callable[..., Callable[..., Any]]]:
-    """Return, by the rank of the pivot argument, functions that take the pools and return the quick path for the rest."""
-    return {v.pivot_rank: _compile(_Source(schema, v).bound(), schema.name, scope)["bind"] for v in variants_of(schema)}
+def compile_binder(schema: OpSchema, scope: dict[str, Any]) -> Callable[..., Callable[..., None]]:
+    """Return a function that takes the pools and a backend's name or None, and returns the quick path for the rest."""
+    bind: Callable[..., Callable[..., None]] = _compile(binder_source(schema), f"{schema.name} bound", scope)["bind"]
+    return bind

@@ -60,7 +60,9 @@ def _check_kind(schema: OpSchema, arg: Arg, value: Any) -> None:
     subject = _subject(schema, arg.name)
     kind = "an int or a torch.Tensor" if arg.role is Role.RUNTIME_INT else "a torch.Tensor"
     if not isinstance(value, torch.Tensor):
-        raise ArgumentTypeError(subject, expected=kind, got=f"{type(value).__name__} {value!r}"[:120], fix="convert it with torch.as_tensor")
+        raise ArgumentTypeError(
+            subject, expected=kind, got=f"{type(value).__name__} {value!r}"[:120], fix="convert it with torch.as_tensor"
+        )
     if value.layout != torch.strided:
         raise ArgumentTypeError(subject, expected="a dense tensor with strides", got=value.layout, fix=f"{arg.name}.to_dense()")
 
@@ -82,7 +84,10 @@ def _check_dtype(schema: OpSchema, arg: Arg, args: dict[str, Any]) -> None:
     dtype, subject = args[arg.name].dtype, _subject(schema, arg.name)
     if dtype not in arg.dtypes:
         raise ArgumentTypeError(
-            subject, expected="one of " + ", ".join(map(str, arg.dtypes)), got=dtype, fix=f"{arg.name}.to({arg.dtypes[-1]}), if that keeps its meaning"
+            subject,
+            expected="one of " + ", ".join(map(str, arg.dtypes)),
+            got=dtype,
+            fix=f"{arg.name}.to({arg.dtypes[-1]}), if that keeps its meaning",
         )
     if arg.same_dtype is None or dtype == args[arg.same_dtype].dtype or _is_scaled(schema, arg.same_dtype, args):
         return
@@ -181,7 +186,10 @@ def _check_strides(schema: OpSchema, arg: Arg, tensor: torch.Tensor) -> None:
     subject, strides = _subject(schema, arg.name), list(tensor.stride())
     if dims and not dims[-1].runtime and tensor.shape[-1] != 1 and strides[-1] != 1:
         raise ArgumentValueError(
-            subject, expected="an innermost stride of 1", got=f"strides {strides} for shape {list(tensor.shape)}", fix=f"{arg.name}.contiguous()"
+            subject,
+            expected="an innermost stride of 1",
+            got=f"strides {strides} for shape {list(tensor.shape)}",
+            fix=f"{arg.name}.contiguous()",
         )
     if arg.role is Role.MUTATED and has_internal_overlap(tensor):
         raise ArgumentValueError(

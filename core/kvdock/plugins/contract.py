@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import pluggy
 
@@ -19,12 +19,21 @@ from kvdock.errors import PluginError
 from kvdock.interface import KVDOCK_API, Backend, Capabilities, Kernel, Probe
 from kvdock.plugins import hookspecs
 
-__all__ = ["BrokenContractError", "Hooks", "check_api", "check_backends", "check_caches", "check_kernels", "check_result", "find_hooks"]
+__all__ = [
+    "BrokenContractError",
+    "Hooks",
+    "check_api",
+    "check_backends",
+    "check_caches",
+    "check_capabilities",
+    "check_kernels",
+    "check_probe",
+    "find_hooks",
+]
 
 Hooks = Mapping[str, Sequence[Callable[[], Any]]]
 """Implementations by name of the hook."""
 
-_T = TypeVar("_T")
 _SPECS = tuple(name for name in hookspecs.__all__ if name.startswith("kvdock_"))
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _RESERVED = "portable"  # what `use_backend` takes for kvdock's own kernels
@@ -45,14 +54,15 @@ def check_api(plugin: object) -> None:
     if made_for is None:
         module = sys.modules.get(getattr(plugin, "__module__", None) or "")
         made_for = getattr(module, "KVDOCK_API", None)
-    if _is_version(made_for) and made_for[0] == KVDOCK_API[0] and made_for[1] <= KVDOCK_API[1]:
+    known = _is_version(made_for)
+    if made_for is not None and known and made_for[0] == KVDOCK_API[0] and made_for[1] <= KVDOCK_API[1]:
         return
     major, minor = KVDOCK_API
     raise BrokenContractError(
         "KVDOCK_API",
-        expected=f"({major}, 0) to ({major}, {minor}) as a module constant beside the hook",
+        expected=f"({major}, 0){f' to ({major}, {minor})' if minor else ''}, as a module constant beside the hook",
         got="nothing" if made_for is None else repr(made_for),
-        fix="install versions of kvdock and of the plugin that fit each other" if _is_version(made_for) else "add it to the module",
+        fix="install versions of kvdock and of the plugin that fit each other" if known else "add it to the module",
     )
 
 
@@ -72,7 +82,8 @@ def find_hooks(plugin: object, name: str) -> Hooks:
     try:
         manager.register(plugin, name)
     except pluggy.PluginValidationError as error:
-        raise BrokenContractError("hook", expected=_signatures(), got=" ".join(str(error).splitlines()[1:])) from error
+        got = "; ".join(str(error).splitlines()[1:]).removeprefix("hookimpl definition: ")
+        raise BrokenContractError("hook", expected=_signatures(), got=got) from error
     callers = manager.get_hookcallers(plugin) or []
     _refuse_unknown(manager, callers)
     hooks = {caller.name: [impl.function for impl in caller.get_hookimpls()] for caller in callers if caller.name in _SPECS}
@@ -104,15 +115,10 @@ def _unmarked(plugin: object) -> str:
     return f"mark {', '.join(forgotten)} with @kvdock.hookimpl" if forgotten else "define it in the module that the entry point names"
 
 
-def check_result(value: object, kind: type[_T], where: str) -> _T:
-    """Return ``value`` if it is a ``kind``.
-
-    Raises:
-        BrokenContractError: it is something else.
-    """
+def _check_kind(value: object, kind: type[Any], where: str) -> None:
+    """Refuse an object of another kind."""
     if not isinstance(value, kind):
         raise BrokenContractError(where, expected=f"a {kind.__name__}", got=_show(value))
-    return value
 
 
 def check_backends(value: object) -> list[Backend]:
@@ -124,8 +130,9 @@ def check_backends(value: object) -> list[Backend]:
     where = "kvdock_backends()"
     if not isinstance(value, list | tuple):
         raise BrokenContractError(where, expected="a list of Backend objects", got=_show(value))
-    backends = [check_result(item, Backend, f"{where}[{index}]") for index, item in enumerate(value)]
-    for backend in backends:
+    backends: list[Backend] = list(value)
+    for index, backend in enumerate(backends):
+        _check_kind(backend, Backend, f"{where}[{index}]")
         kind = type(backend).__name__
         _check_text(getattr(backend, "name", None), _NAME, f"{kind}.name", "letters, digits, '.', '_' and '-', such as 'acme'")
         if backend.name == _RESERVED:
@@ -154,7 +161,7 @@ def check_kernels(value: object, name: str) -> dict[str, Kernel]:
     for op, kernel in value.items():
         if not isinstance(op, str):
             raise BrokenContractError(where, expected="op names (str) as keys", got=_show(op))
-        check_result(kernel, Kernel, f"{where}[{op!r}]")
+        _check_kind(kernel, Kernel, f"{where}[{op!r}]")
     return dict(value)
 
 
@@ -173,14 +180,18 @@ def check_caches(value: object) -> dict[str, Any]:
     return dict(value)
 
 
-def check_capabilities(value: object, name: str) -> Capabilities:
+def check_capabilities(value: Any, name: str) -> Capabilities:
     """Return what `Backend.capabilities` returned, verified. Raises BrokenContractError."""
-    return check_result(value, Capabilities, f"capabilities() of backend {name!r}")
+    _check_kind(value, Capabilities, f"capabilities() of backend {name!r}")
+    able: Capabilities = value
+    return able
 
 
-def check_probe(value: object, name: str) -> Probe:
+def check_probe(value: Any, name: str) -> Probe:
     """Return what `Backend.probe` returned, verified. Raises BrokenContractError."""
-    return check_result(value, Probe, f"probe() of backend {name!r}")
+    _check_kind(value, Probe, f"probe() of backend {name!r}")
+    probe: Probe = value
+    return probe
 
 
 def _show(value: object) -> str:

@@ -1,5 +1,7 @@
-"""All plugins: which are installed, which may be loaded, what became of each. Our own loop, not pluggy's bulk loader, which
-stops at the first broken plugin and silently skips the second one of a name."""
+"""All plugins: which are installed, which may be loaded, what became of each.
+
+Our own loop, not pluggy's bulk loader, which stops at the first broken plugin and silently skips the second one of a name.
+"""
 
 from __future__ import annotations
 

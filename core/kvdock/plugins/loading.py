@@ -101,7 +101,7 @@ def _attempt(state: PluginState, doing: str, call: Callable[[], _T]) -> _T:
         raise
     except contract.BrokenContractError as error:
         raise _RefusedError(PluginState.INCOMPATIBLE, str(error)) from error
-    except BaseException as error:  # noqa: BLE001 - a plugin may raise anything, and sys.exit() must not end the process
+    except BaseException as error:  # a plugin may raise anything, and its sys.exit() must not end the process
         text = "".join(traceback.format_exception(error))
         raise _RefusedError(state, f"{doing} raised {type(error).__name__}: {error}", text) from error
 

@@ -133,7 +133,9 @@ def mark_name_conflicts(records: Sequence[PluginRecord]) -> list[PluginRecord]:
 def _clash(name: str, owners: Sequence[PluginRecord]) -> str:
     """Say who brings the backends of one name."""
     labels = " and ".join(owner.label for owner in owners)
-    return f"backend name {name!r} is used by {labels}; none of them is used. Fix: KVDOCK_BACKENDS_DENY=<the plugin you do not want>"
+    last = owners[-1]
+    fix = f"refuse one, such as KVDOCK_BACKENDS_DENY={last.name}@{last.distribution}" if owners[0] != last else "the plugin must rename one"
+    return f"backend name {name!r} is brought by {labels}; none of them is used. Fix: {fix}"
 
 
 def _with_clashes(record: PluginRecord, clashes: Mapping[str, str]) -> PluginRecord:

@@ -125,7 +125,9 @@ class BlockAllocator:
             ids = self._checked("share", blocks)
             free = ids[self._counts[ids] == 0]
             if free.size:
-                raise ArgumentValueError("BlockAllocator.share: blocks", expected="blocks in use", got=f"free blocks {_some(free)}", fix="allocate them first")
+                raise ArgumentValueError(
+                    "BlockAllocator.share: blocks", expected="blocks in use", got=f"free blocks {_some(free)}", fix="allocate them first"
+                )
             np.add.at(self._counts, ids, _ONE)
 
     def release(self, blocks: npt.ArrayLike) -> None:
@@ -179,7 +181,7 @@ class BlockAllocator:
         expected = {"blocks": self.num_blocks, "on the free stack": self._top, "distinct there": self._top, "with no holder": self._top}
         if any(count != expected.get(what, 0) for what, count in numbers.items()):
             got = ", ".join(f"{count} {what}" for what, count in numbers.items())
-            raise IntegrityError("BlockAllocator", expected="every block to be either free or held", got=got, fix="report it with the calls that led here")
+            raise IntegrityError("BlockAllocator", expected="every block free or held", got=got, fix="report it with the calls before")
 
     def _claim(self) -> None:
         """Make the calling thread the owner, or raise."""
@@ -220,7 +222,8 @@ class BlockAllocator:
         """Drop repeated ids without sorting: of equal ones, the last to write its place stays."""
         places = np.arange(ids.size)
         self._place[ids] = places
-        return ids[self._place[ids] == places]
+        distinct: BlockIds = ids[self._place[ids] == places]
+        return distinct
 
     def _checked(self, method: str, blocks: npt.ArrayLike) -> BlockIds:
         """Return ids as a flat int64 array, all of them inside the pool."""

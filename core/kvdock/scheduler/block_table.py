@@ -31,6 +31,7 @@ class _Rows:
 
     @property
     def ids(self) -> BlockIds:
+        """The part in use, ``[batch_size, used]``; a view."""
         return self.room[:, : self.used]
 
 
@@ -73,7 +74,7 @@ class BlockTable:
     @property
     def batch_size(self) -> int:
         """Number of rows."""
-        return self._rows.room.shape[0]
+        return len(self._rows.room)
 
     @property
     def length(self) -> int:
@@ -165,7 +166,9 @@ class BlockTable:
             IndexRangeError: not ``0 <= start <= stop <= length``.
         """
         if not 0 <= start <= stop <= self._length:
-            raise IndexRangeError("BlockTable.slot_mapping", expected=f"0 <= start <= stop <= {self._length}", got=f"start={start}, stop={stop}")
+            raise IndexRangeError(
+                "BlockTable.slot_mapping", expected=f"0 <= start <= stop <= {self._length}", got=f"start={start}, stop={stop}"
+            )
         blocks, offsets = np.divmod(np.arange(start, stop), self._block_size)
         slots: npt.NDArray[np.int64] = self._rows.ids[:, blocks] * self._block_size + offsets
         return slots

@@ -1,4 +1,6 @@
-"""kvdock as the cache of Hugging Face Transformers, 5.14 and newer::
+"""kvdock as the cache of Hugging Face Transformers, 5.14 and newer.
+
+For example::
 
     from kvdock.integrations.transformers import PagedCacheForTransformers
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from typing import Any, SupportsIndex
 
 import attrs
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from transformers.cache_utils import Cache
 
 import kvdock
-from kvdock.cache import PagedKVCacheConfig
+from kvdock.cache.paged import PagedKVCacheConfig
 from kvdock.errors import ArgumentValueError, UnsupportedError
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, CROPS_TO_LENGTH, DUMMY_LAYER
 from kvdock.integrations.transformers.layer import PagedLayer
@@ -55,15 +56,16 @@ class PagedCacheForTransformers(Cache):
     go on; a forward pass in another thread at the same time is refused with `WrongThreadError`.
     """
 
-    def __init__(self, state: PagedState, windows: list[int | None], stored: tuple[bool, ...]) -> None:
+    def __init__(self, state: PagedState, windows: tuple[int | None, ...], stored: tuple[bool, ...]) -> None:
         self.state = state
         self._windows = windows
         self._stored = stored
         paged = iter(PagedLayer(state, index, window) for index, window in enumerate(windows))
-        super().__init__(layers=[next(paged) if real else _dummy_layer() for real in stored])
+        super().__init__(layers=[next(paged) if real else DUMMY_LAYER() for real in stored])
 
     def __repr__(self) -> str:
-        return f"PagedCacheForTransformers(layers={len(self)}, rows={self.state.table.batch_size}, length={self.get_seq_length()}, pool={self.state.allocator})"
+        table, pool = self.state.table, self.state.allocator
+        return f"PagedCacheForTransformers(layers={len(self)}, batch_size={table.batch_size}, length={table.length}, pool={pool})"
 
     @classmethod
     def for_model(cls, model: Any, conf: PagedKVCacheConfig, prefix: str | None = None) -> PagedCacheForTransformers:
@@ -92,7 +94,7 @@ class PagedCacheForTransformers(Cache):
         with torch.inference_mode(mode=False):
             pool = kvdock.create_cache(found.spec, conf, RankInfo(found.device))
         state = PagedState(pool, BlockAllocator(pool.num_blocks))
-        return cls(state, [layer.window for layer in found.spec.layers], found.stored)
+        return cls(state, found.windows, found.stored)
 
     def bind(self, **inputs: Any) -> dict[str, Any]:
         """Return the arguments of a ``generate`` or ``forward`` call together with this cache.
@@ -141,7 +143,7 @@ class PagedCacheForTransformers(Cache):
         """
         self.state.truncate(length)
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: SupportsIndex) -> None:
         """Remove the last ``-tokens_to_remove`` tokens, as the installed version of Transformers means it.
 
         Args:
@@ -150,17 +152,17 @@ class PagedCacheForTransformers(Cache):
         Raises:
             ArgumentValueError: it is positive, from Transformers 5.16 on. Nothing was changed.
         """
-        length = self.state.table.length
-        if tokens_to_remove <= 0:
-            self.truncate(max(length + tokens_to_remove, 0))
+        length, change = self.state.table.length, operator.index(tokens_to_remove)  # some versions pass a tensor
+        if change <= 0:
+            self.truncate(max(length + change, 0))
         elif CROPS_TO_LENGTH:
-            self.truncate(min(length, tokens_to_remove))
+            self.truncate(min(length, change))
         else:
             raise ArgumentValueError(
                 "PagedCacheForTransformers.crop: tokens_to_remove",
                 expected="zero or a negative number of tokens",
-                got=tokens_to_remove,
-                fix=f"crop({-tokens_to_remove}) to remove so many, truncate({tokens_to_remove}) to keep so many",
+                got=change,
+                fix=f"crop({-change}) to remove so many, truncate({change}) to keep so many",
             )
 
     def reset(self) -> None:
@@ -195,10 +197,3 @@ class PagedCacheForTransformers(Cache):
         copied = type(self)(self.state.fork(), self._windows, self._stored)
         memo[id(self)] = copied
         return copied
-
-
-def _dummy_layer() -> Any:
-    """Make Transformers' own layer that stores nothing."""
-    if DUMMY_LAYER is None:
-        raise UnsupportedError("PagedCacheForTransformers", expected="a version of Transformers with DummyLayer", got="one without", fix="update transformers")
-    return DUMMY_LAYER()

@@ -12,10 +12,10 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import transformers
-from transformers import cache_utils
-from transformers.generation import GenerationMixin
+from transformers import GenerationMixin, cache_utils
 
 from kvdock.errors import UnsupportedError
 
@@ -29,11 +29,12 @@ if not hasattr(cache_utils.CacheLayerMixin, "get_max_length"):
         fix="pip install 'kvdock[transformers]'",
     )
 
-CACHE_KEYWORD: str = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
+_PREPARE = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
+CACHE_KEYWORD: str = "cache" if "cache" in _PREPARE.parameters else "past_key_values"
 """Argument of ``generate`` and ``forward`` that takes a cache."""
 
 CROPS_TO_LENGTH: bool = "max_length" in inspect.signature(cache_utils.DynamicLayer.crop).parameters
 """Whether a positive argument of ``crop`` is the length to keep; newer versions refuse it."""
 
-DUMMY_LAYER: type | None = getattr(cache_utils, "DummyLayer", None)
+DUMMY_LAYER: Any = getattr(cache_utils, "DummyLayer", None)
 """What stands for a layer that stores nothing, where the version has one."""

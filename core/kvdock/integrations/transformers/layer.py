@@ -8,12 +8,13 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvdock.errors import UnsupportedError
-from kvdock.integrations.transformers.state import PagedState, refuse_backward
+from kvdock.integrations.transformers.gradient import refuse_backward
+from kvdock.integrations.transformers.state import PagedState
 
 __all__ = ["PagedLayer"]
 
 
-class PagedLayer(CacheLayerMixin):
+class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base does not annotate its __init_subclass__
     """One layer of a `PagedCacheForTransformers`.
 
     It writes into the pool and returns the tokens that Transformers' own layer would return: all of them, or with a
@@ -27,7 +28,7 @@ class PagedLayer(CacheLayerMixin):
 
     is_compileable = False
     is_croppable = True
-    supports_early_init = False
+    supports_early_init = True
 
     def __init__(self, state: PagedState, index: int, window: int | None) -> None:  # not the base's: it assigns what are properties here
         self.state = state
@@ -132,5 +133,8 @@ class PagedLayer(CacheLayerMixin):
     def _not_alone(self, method: str) -> UnsupportedError:
         """Make the error for a change of one layer only."""
         return UnsupportedError(
-            f"PagedLayer.{method}", expected="a call on the whole cache", got=f"one on layer {self.index}", fix=f"call cache.{method}: all layers share one table"
+            f"PagedLayer.{method}",
+            expected="a call on the whole cache",
+            got=f"one on layer {self.index}",
+            fix=f"call cache.{method}: all layers share one table",
         )

@@ -31,11 +31,13 @@ class Measurement:
 
     Args:
         spec: the layers that store keys and values, in order.
+        windows: their sliding windows in tokens; None for full attention.
         stored: for each layer of the model, whether it is one of those. The others store nothing.
         device: where the keys and values are.
     """
 
     spec: KVSpec
+    windows: tuple[int | None, ...]
     stored: tuple[bool, ...]
     device: torch.device
 
@@ -49,14 +51,15 @@ def measure(model: Any) -> Measurement:
     Raises:
         UnsupportedError: it keeps more than keys and values of one dtype on one device; the text says what.
     """
-    filled = _run_one_token(model, _empty_cache(model))
-    stored = tuple(type(layer) in _STORED for layer in filled.layers)
-    layers = [layer for layer in filled.layers if type(layer) in _STORED]
-    for index, layer in enumerate(filled.layers):
-        if type(layer) in _STORED and not (layer.is_initialized and layer.keys is not None and layer.keys.shape[2] == 1):
-            raise _refusal(model, "every layer to cache one position for one token", f"another state in layer {index}")
-    spec = KVSpec([_layer_spec(layer) for layer in layers], _max_positions(model), _only(model, layers, "dtype"))
-    return Measurement(spec, stored, _only(model, layers, "device"))
+    every: list[Any] = _run_one_token(model, _empty_cache(model)).layers
+    stored = tuple(type(layer) in _STORED for layer in every)
+    layers = [layer for layer, real in zip(every, stored, strict=True) if real]
+    for index, layer in enumerate(layers):
+        if not (layer.is_initialized and layer.keys is not None and layer.keys.shape[2] == 1):
+            raise _refusal(model, "every layer to cache one position for one token", f"a layer that does not: {index}")
+    specs = [_layer_spec(layer) for layer in layers]
+    spec = KVSpec(specs, _max_positions(model), _only(model, layers, "dtype"))
+    return Measurement(spec, tuple(layer.window for layer in specs), stored, _only(model, layers, "device"))
 
 
 def _empty_cache(model: Any) -> DynamicCache:
@@ -83,7 +86,7 @@ def _run_one_token(model: Any, cache: DynamicCache) -> DynamicCache:
         with torch.no_grad():
             model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=True, **{CACHE_KEYWORD: cache})
     except Exception as error:
-        error.add_note(f"kvdock ran one token through {type(model).__name__} to measure what it caches, as model(input_ids, attention_mask, {CACHE_KEYWORD})")
+        error.add_note(f"kvdock ran one token through {type(model).__name__} to measure what it caches, with {CACHE_KEYWORD}={cache}")
         raise
     return cache
 

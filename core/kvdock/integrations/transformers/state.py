@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy.typing as npt
 import torch
 
-from kvdock.cache import PagedKVCache
-from kvdock.errors import ArgumentValueError, IndexRangeError, UnsupportedError
-from kvdock.scheduler import BlockAllocator, BlockTable
+from kvdock.cache.paged import PagedKVCache
+from kvdock.errors import ArgumentValueError, IndexRangeError
+from kvdock.integrations.transformers.slots import SlotTensor
+from kvdock.scheduler import BlockAllocator, BlockIds, BlockTable
 
 __all__ = ["PagedState"]
 
@@ -38,7 +38,7 @@ class PagedState:
         self.allocator = allocator
         self.table = BlockTable(allocator, pool.block_size)
         self.lengths = [0] * pool.num_layers
-        self._slots = _Slots(pool.device)
+        self._slots = SlotTensor(pool.device)
         self._start = 0  # of the current step
         self._behind = 0  # layers that have not written in it
 
@@ -61,10 +61,12 @@ class PagedState:
             OutOfBlocksError: the pool has too few free blocks. Nothing was changed.
             ArgumentValueError: another batch size than that of the tokens already there. Nothing was changed.
         """
-        start = self.lengths[layer]
-        stop = start + keys.shape[2]
+        start, tokens = self.lengths[layer], keys.shape[2]
+        stop = start + tokens
+        if not tokens:
+            return start
         if stop > self.table.length:
-            self._begin(keys.shape[0], keys.shape[2])
+            self._begin(keys.shape[0], tokens)
         try:
             slots = self._slots.upto(self.table, stop)[:, start:]
             with torch.no_grad():
@@ -93,7 +95,9 @@ class PagedState:
             IndexRangeError: a layer has fewer. Nothing was changed.
         """
         if length > min(self.lengths):
-            raise IndexRangeError("PagedCacheForTransformers: length", expected=f"at most the {min(self.lengths)} tokens that every layer has", got=length)
+            raise IndexRangeError(
+                "PagedCacheForTransformers: length", expected=f"at most the {min(self.lengths)} tokens that every layer has", got=length
+            )
         with self._change():
             self.table.truncate(length)
         self._slots.forget(length)
@@ -118,7 +122,16 @@ class PagedState:
             self._behind = len(self.lengths)
             if len(pairs):
                 self._slots.forget(self._start - self._start % self.table.block_size)
-                self.pool.copy_blocks(torch.from_numpy(pairs).to(self.pool.device))
+                self._copy_blocks(pairs)
+
+    def _copy_blocks(self, pairs: BlockIds) -> None:
+        """Copy blocks in all layers. If that fails the table names blocks without content, so it is emptied."""
+        try:
+            self.pool.copy_blocks(torch.from_numpy(pairs).to(self.pool.device))
+        except BaseException:
+            self.lengths = [0] * len(self.lengths)
+            self.truncate(0)
+            raise
 
     def _rebatch(self, batch: int) -> None:
         """Change the number of rows of an empty table."""
@@ -159,54 +172,6 @@ class PagedState:
             raise
         if not keep:
             self.allocator.hand_over()
-
-
-class _Slots:
-    """The slots of a table's tokens on the device, built once and extended step by step."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._buffer = torch.empty((0, 0), dtype=torch.int64, device=device)
-        self._valid = 0
-
-    def upto(self, table: BlockTable, stop: int) -> torch.Tensor:
-        """Return the slots of the first ``stop`` tokens, int64 ``[batch, stop]``; a view that later steps leave as it is."""
-        if stop > self._valid:
-            self._extend(table, stop)
-        return self._buffer[:, :stop]
-
-    def forget(self, start: int) -> None:
-        """Tokens from ``start`` on may have moved."""
-        self._valid = min(self._valid, start)
-
-    def _extend(self, table: BlockTable, stop: int) -> None:
-        if self._buffer.shape[0] != table.batch_size or stop > self._buffer.shape[1]:
-            with torch.inference_mode(mode=False):
-                self._buffer = torch.empty((table.batch_size, 2 * stop), dtype=torch.int64, device=self._buffer.device)
-            self._valid = 0
-        self._buffer[:, self._valid : stop] = torch.from_numpy(table.slot_mapping(self._valid, stop))
-        self._valid = stop
-
-
-class _Detached(torch.autograd.Function):
-    """Keys and values out of a pool: the forward pass works, and a backward pass is refused instead of being wrong."""
-
-    @staticmethod
-    def forward(ctx: Any, new: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
-        return read.view_as(read)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None]:
-        raise UnsupportedError(
-            "PagedCacheForTransformers", expected="no backward pass", got="one through cached keys and values", fix="train with use_cache=False"
-        )
-
-
-def refuse_backward(new: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
-    """Return ``read``, such that a backward pass from it raises if one to ``new`` was asked for."""
-    if not (torch.is_grad_enabled() and new.requires_grad):
-        return read
-    result: torch.Tensor = _Detached.apply(new, read)
-    return result
 
 
 def _token_major(states: torch.Tensor) -> torch.Tensor:

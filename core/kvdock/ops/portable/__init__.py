@@ -13,8 +13,8 @@ from kvdock.interface import Kernel
 from kvdock.ops.portable.copy_blocks import CopyBlocks
 from kvdock.ops.portable.gather_paged import GatherPaged
 from kvdock.ops.portable.paged_caching import PagedCaching
-from kvdock.ops.portable.static_update import StaticUpdate
 from kvdock.ops.portable.rows import SKIPPED
+from kvdock.ops.portable.static_update import StaticUpdate
 
 __all__ = ["PORTABLE_KERNELS", "SKIPPED"]
 

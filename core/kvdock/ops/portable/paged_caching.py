@@ -28,7 +28,9 @@ class PagedCachingDescriptor(Descriptor):
         self._skipped = skipped
         self._on_host = on_host
 
-    def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, *scales: Any) -> None:
+    def __call__(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, *scales: Any
+    ) -> None:
         """Write ``k`` and ``v``."""
         capacity = k_cache.shape[0] * k_cache.shape[1]
         if self._on_host:

@@ -92,5 +92,3 @@ def write_rows(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, val
     # With nothing valid, the place is written with what it holds.
     values = torch.where(valid.any(), take_rows(as_bits(rows), source), bits[index])
     bits.index_put_(index, values)
-
-

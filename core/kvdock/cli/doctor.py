@@ -1,0 +1,106 @@
+"""``kvdock doctor``: versions, environment, and what becomes of every plugin, each tried in a process of its own."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any
+
+import attrs
+import typer
+
+from kvdock.cli.isolated import examine
+from kvdock.cli.output import JsonFlag, errors_shown, show_json, show_lines, show_table
+from kvdock.cli.versions import versions
+from kvdock.plugins.entry_points import collect, plan
+from kvdock.plugins.environment import MARKER
+from kvdock.plugins.records import PluginRecord, mark_name_conflicts
+from kvdock.plugins.settings import Settings
+
+__all__ = ["Diagnosis", "command", "diagnose"]
+
+_AT_ONCE = 2  # children at a time: each imports torch
+
+
+@attrs.frozen
+class Diagnosis:
+    """What doctor found.
+
+    Args:
+        versions: versions by name.
+        environment: kvdock's environment variables that are set.
+        plugins: one record per plugin.
+        notes: what the user should be told beside the records.
+    """
+
+    versions: dict[str, str]
+    environment: dict[str, str]
+    plugins: tuple[PluginRecord, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing needs attention: every plugin is READY, ABSENT or BLOCKED."""
+        return all(record.state.fine for record in self.plugins)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as what JSON can hold."""
+        return {
+            "ok": self.ok,
+            "versions": self.versions,
+            "environment": self.environment,
+            "plugins": [record.as_dict() for record in self.plugins],
+            "notes": list(self.notes),
+        }
+
+
+def diagnose(timeout_s: float) -> Diagnosis:
+    """Examine every installed plugin that the environment allows. Nothing is loaded into this process.
+
+    Args:
+        timeout_s: how long each plugin may take, in seconds.
+
+    Raises:
+        ArgumentValueError: an environment variable cannot be read.
+    """
+    found, unreadable = collect()
+    todo = plan(found, Settings.from_environ(os.environ))
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        examined = list(pool.map(lambda item: examine(item, timeout_s), todo.load))
+    records = sorted([*todo.refused, *(item.record for item in examined)], key=lambda record: (record.name, record.distribution or ""))
+    notes = (*unreadable, *todo.notes, *(note for item in examined for note in item.notes))
+    environment = {key: value for key, value in sorted(os.environ.items()) if key.startswith("KVDOCK_") and key != MARKER}
+    return Diagnosis(versions(), environment, tuple(mark_name_conflicts(records)), notes)
+
+
+def command(
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that each plugin may take to load and probe.")] = 60.0,
+    json_output: JsonFlag = False,
+) -> None:
+    """Check versions, environment and plugins. Exits with 1 if a plugin is broken."""
+    with errors_shown("doctor", json_output):
+        diagnosis = diagnose(timeout)
+    if json_output:
+        show_json("doctor", diagnosis.as_dict())
+    else:
+        _show(diagnosis)
+    raise typer.Exit(0 if diagnosis.ok else 1)
+
+
+def _show(diagnosis: Diagnosis) -> None:
+    """Print a diagnosis for people."""
+    show_lines(" · ".join(f"{name} {version}" for name, version in diagnosis.versions.items()))
+    show_lines(*(f"{name}={value}" for name, value in diagnosis.environment.items()))
+    show_table(("plugin", "from", "state", "backends", "reason"), [_row(record) for record in diagnosis.plugins])
+    show_lines(*(f"note: {note}" for note in diagnosis.notes))
+    for record in diagnosis.plugins:
+        if record.traceback:
+            show_lines(f"--- {record.label}", record.traceback.rstrip())
+    broken = [record.name for record in diagnosis.plugins if not record.state.fine]
+    show_lines(f"needs attention: {', '.join(broken)}" if broken else "everything is fine")
+
+
+def _row(record: PluginRecord) -> tuple[str, ...]:
+    """Return a plugin's row."""
+    backends = "\n".join(f"{backend.name}: {backend.state.name}" for backend in record.backends)
+    return record.name, f"{record.distribution} {record.version}", record.state.name, backends, record.reason

@@ -1,0 +1,105 @@
+"""Loads and probes one plugin in a child process with a time limit: a hang or a crash becomes a verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+import attrs
+
+from kvdock.plugins.entry_points import Found
+from kvdock.plugins.records import PluginRecord, PluginState
+from kvdock.plugins.settings import ALLOW, DENY, DISABLE
+
+__all__ = ["Examination", "examine"]
+
+_PHASES = {
+    "start": "starting Python and importing kvdock",
+    "import": "importing {subject}",
+    "hooks": "calling the hooks of plugin {subject!r}",
+    "probe": "probe() of backend {subject!r}",
+    "kernels": "kernels() of backend {subject!r}",
+}
+_PROBING = ("probe", "kernels")
+_TRACEBACK_S = 1.0  # how long a child that hangs gets to write where it hangs
+_LONGEST = 20_000  # characters of its stderr to keep
+
+
+@attrs.frozen
+class Examination:
+    """What came out of examining one plugin.
+
+    Args:
+        record: its record.
+        notes: what the user should be told beside it.
+    """
+
+    record: PluginRecord
+    notes: tuple[str, ...] = ()
+
+
+def examine(found: Found, timeout_s: float) -> Examination:
+    """Load and probe one plugin in a child process.
+
+    Args:
+        found: the entry point. Nothing else is loaded in the child.
+        timeout_s: how long the child may take in seconds, the start of Python and torch included.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvdock-doctor-") as name:
+        folder = Path(name)
+        # Files and not pipes: a process that the plugin left behind could hold a pipe open for ever.
+        with (folder / "output").open("w+b") as output:
+            end = _run(found, folder / "result", output, timeout_s)
+            output.seek(0)
+            text = output.read().decode(errors="replace")
+        return _verdict(found, _lines(folder / "result"), end, text)
+
+
+def _run(found: Found, result: Path, output: IO[bytes], timeout_s: float) -> str:
+    """Run the child to its end, its time limit or its crash; return how it ended, empty when by itself."""
+    environ = {key: value for key, value in os.environ.items() if key not in (ALLOW, DENY, DISABLE)}
+    environ[ALLOW] = f"{found.name}@{found.distribution}"
+    command = [sys.executable, "-P", "-m", "kvdock.cli.isolated_child", found.name, str(result)]
+    child = subprocess.Popen(  # noqa: S603 - our own module, with the name of an installed entry point
+        command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+    )
+    try:
+        code = child.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        child.send_signal(signal.SIGUSR1)  # the child answers with the traceback of every thread
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_TRACEBACK_S)
+        return f"did not end within {timeout_s:g} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # with whatever it started
+        child.wait()
+    if code < 0:
+        return f"crashed the process with {signal.Signals(-code).name}"
+    return f"ended the process with exit code {code}"
+
+
+def _lines(result: Path) -> list[dict[str, Any]]:
+    """Read what the child wrote, up to a line that it did not finish."""
+    lines: list[dict[str, Any]] = []
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+        for line in result.read_text(encoding="utf-8").splitlines():
+            lines.append(json.loads(line))
+    return lines
+
+
+def _verdict(found: Found, lines: list[dict[str, Any]], end: str, output: str) -> Examination:
+    """Take the child's own record, or make one of where and how it ended."""
+    last: dict[str, Any] = lines[-1] if lines else {"step": "start", "subject": ""}
+    if "record" in last:
+        return Examination(PluginRecord.from_dict(last["record"]), tuple(last["notes"]))
+    state = PluginState.UNUSABLE if last["step"] in _PROBING else PluginState.LOAD_FAILED
+    reason = f"{_PHASES[last['step']].format(subject=last['subject'])} {end}"
+    return Examination(found.record(state, reason, output[-_LONGEST:].strip()))

@@ -1,0 +1,59 @@
+"""The child process of `isolated`: ``python -m kvdock.cli.isolated_child NAME RESULT``.
+
+The environment allows the one plugin. Each step, and at last the record, goes to the file RESULT as a line of JSON, so
+that the parent knows how far a child came that hung or crashed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvdock.interface import HOST
+from kvdock.plugins.records import PluginState
+from kvdock.plugins.registry import Registry
+
+__all__ = ["main"]
+
+
+def main(name: str, result: str) -> None:
+    """Load and probe the plugin ``name``, write what happens to the file ``result``, and end the process."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    with Path(result).open("w", encoding="utf-8", buffering=1) as out:
+
+        def write(**line: Any) -> None:
+            out.write(json.dumps(line) + "\n")
+
+        warnings.simplefilter("ignore")  # the record says it all
+        registry = Registry(watch=lambda step, subject: write(step=step, subject=subject))
+        record = next(record for record in registry.records() if record.name == name and record.state is not PluginState.BLOCKED)
+        write(record=record.as_dict(), notes=[_opened(name, kind) for kind in _initialised(registry)])
+    os._exit(0)  # the verdict is in; what the plugin does at exit must not delay it
+
+
+def _initialised(registry: Registry) -> list[str]:
+    """Return the kinds of torch device on which there is a context now, among those of the plugin."""
+    devices = [device for loaded in registry.loaded().values() for device in loaded.backend.devices()]
+    kinds = {device.type for device in devices} - {HOST.type}
+    modules = {kind: getattr(torch, kind, None) for kind in kinds}  # not every kind of device has one
+    return sorted(kind for kind, module in modules.items() if getattr(module, "is_initialized", bool)())
+
+
+def _opened(name: str, kind: str) -> str:
+    """Say what a plugin must not do."""
+    return (
+        f"plugin {name!r} opened a context on {kind!r} when it was loaded or probed: a process that forks after that cannot use the device"
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

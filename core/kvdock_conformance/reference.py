@@ -1,0 +1,189 @@
+"""The slow reference: what each op means, in plain loops over tokens, heads and rows of a head.
+
+It is what every backend is compared with, and used by tests only. Each function takes the arguments of the op of its name
+in `kvdock.ops`, in host memory, valid as far as shapes, strides and dtypes go, and checks none of that. Values are moved
+as the integers that their bits spell, so that NaN payloads and the sign of zero arrive as they were.
+
+What is out of range is never written. It is returned instead, in the order of the loops, so that one reference tells
+both behaviours of the contract:
+
+* on host memory the op raises `kvdock.IndexRangeError` for the first of these places, and writes nothing at all;
+* on a device it writes what the reference writes, and counts ``len(result)`` skipped writes.
+
+Negative slots and negative block ids are padding: skipped, and not returned. A negative length of a static cache is no
+padding: nothing says which positions it means, so it counts as out of range.
+
+Where the contract leaves the result open (equal slots, doubled or chained block pairs) the last one wins here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+    Bits = npt.NDArray[np.integer[Any]]
+
+__all__ = ["Place", "copy_blocks_", "gather_paged", "paged_caching_", "static_update_"]
+
+Place = tuple[int, ...]
+"""Position in an index argument: ``slot_mapping[place]``, ``block_pairs[place]``; for a static cache (row, position)."""
+
+
+def paged_caching_(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> list[Place]:
+    """Write the keys and values of each token into its slot.
+
+    Args:
+        k_cache: ``[NB, block, Hk, Dk]``; written.
+        v_cache: ``[NB, block, Hv, Dv]``; written.
+        k: ``[T, Hk, Dk]`` or ``[B, S, Hk, Dk]``.
+        v: ``[T, Hv, Dv]`` or ``[B, S, Hv, Dv]``.
+        slot_mapping: ``[T]`` or ``[B, S]``: ``block_id * block + offset``, negative for padding.
+
+    Returns:
+        The tokens whose slot is not below ``NB * block``, which were not written.
+    """
+    skipped = []
+    for place in _places(slot_mapping.shape):
+        slot = int(slot_mapping[place])
+        if slot < 0:
+            continue
+        if slot >= _capacity(k_cache):
+            skipped.append(place)
+            continue
+        for cache, source in ((_bits(k_cache), _bits(k)), (_bits(v_cache), _bits(v))):
+            block, offset = divmod(slot, cache.shape[1])
+            for head in range(cache.shape[2]):
+                cache[block, offset, head] = source[place][head]
+    return skipped
+
+
+def static_update_(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache_lengths: int | torch.Tensor,
+) -> list[Place]:
+    """Write new positions behind what each row of a static cache holds.
+
+    Args:
+        k_cache: ``[B, Hk, S, Dk]``; written.
+        v_cache: ``[B, Hv, S, Dv]``; written.
+        k: ``[b, Hk, s, Dk]``, ``b <= B``.
+        v: ``[b, Hv, s, Dv]``.
+        cache_lengths: positions already taken: an int, or a tensor ``[]``, ``[1]`` (all rows alike) or ``[b]``.
+
+    Returns:
+        ``(row, position in k)`` of every position of the rows that would start below 0 or end beyond S: these rows were
+        skipped whole.
+    """
+    skipped = []
+    rows, new = k.shape[0], k.shape[2]
+    for row, start in enumerate(_lengths(cache_lengths, rows)):
+        fits = 0 <= start <= k_cache.shape[2] - new
+        for position in range(new):
+            if not fits:
+                skipped.append((row, position))
+                continue
+            for cache, source in ((_bits(k_cache), _bits(k)), (_bits(v_cache), _bits(v))):
+                for head in range(cache.shape[1]):
+                    cache[row, head, start + position] = source[row, head, position]
+    return skipped
+
+
+def gather_paged(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_out: torch.Tensor,
+    v_out: torch.Tensor,
+) -> list[Place]:
+    """Read the keys and values at given slots; what no slot of the pool stands for reads as zeros.
+
+    Args:
+        k_cache: ``[NB, block, Hk, Dk]``.
+        v_cache: ``[NB, block, Hv, Dv]``.
+        slot_mapping: ``[T]`` or ``[B, S]``, negative for padding.
+        k_out: ``[..., Hk, Dk]``; written whole.
+        v_out: ``[..., Hv, Dv]``; written whole.
+
+    Returns:
+        The tokens whose slot is not below ``NB * block``. On a device they are zeros, and no skipped writes.
+    """
+    beyond = []
+    for place in _places(slot_mapping.shape):
+        slot = int(slot_mapping[place])
+        is_inside = 0 <= slot < _capacity(k_cache)
+        if slot >= 0 and not is_inside:
+            beyond.append(place)
+        for cache, out in ((_bits(k_cache), _bits(k_out)), (_bits(v_cache), _bits(v_out))):
+            block, offset = divmod(slot, cache.shape[1])
+            for head in range(cache.shape[2]):
+                out[place][head] = cache[block, offset, head] if is_inside else 0
+    return beyond
+
+
+def copy_blocks_(k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torch.Tensor | Sequence[tuple[int, int]]) -> list[Place]:
+    """Copy whole blocks inside one pool.
+
+    Args:
+        k_cache: ``[NB, block, Hk, Dk]``; written.
+        v_cache: ``[NB, block, Hv, Dv]``, with a block size of its own; written.
+        block_pairs: ``[N, 2]`` (src, dst). A pair with a negative id is padding.
+
+    Returns:
+        The pairs, ``(index,)``, with an id that is not below NB and none that is negative: these were skipped whole.
+    """
+    skipped = []
+    num_blocks = k_cache.shape[0]
+    for index, pair in enumerate(block_pairs):
+        src, dst = (int(block) for block in pair)
+        if src < 0 or dst < 0:
+            continue
+        if src >= num_blocks or dst >= num_blocks:
+            skipped.append((index,))
+            continue
+        for cache in (_bits(k_cache), _bits(v_cache)):
+            for offset in range(cache.shape[1]):
+                for head in range(cache.shape[2]):
+                    cache[dst, offset, head] = cache[src, offset, head]
+    return skipped
+
+
+def _places(shape: Sequence[int]) -> Iterable[Place]:
+    """Yield every position of a tensor, the last dimension running fastest."""
+    return itertools.product(*(range(size) for size in shape))
+
+
+def _capacity(cache: torch.Tensor) -> int:
+    """Return how many slots a paged cache has."""
+    return cache.shape[0] * cache.shape[1]
+
+
+def _lengths(cache_lengths: int | torch.Tensor, rows: int) -> list[int]:
+    """Return one length for each row."""
+    if isinstance(cache_lengths, int):
+        return [cache_lengths] * rows
+    lengths = [int(length) for length in cache_lengths.reshape(-1)]
+    return lengths * rows if len(lengths) == 1 else lengths
+
+
+def _bits(tensor: torch.Tensor) -> Bits:
+    """Return a tensor's own memory as integers of its elements' size: writing to them writes to the tensor."""
+    import torch
+
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits: Bits = tensor.detach().view(integers[tensor.element_size()]).numpy()
+    return bits

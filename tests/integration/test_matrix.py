@@ -1,0 +1,98 @@
+"""The same tokens and the same logits, bit for bit, as with DynamicCache: models x attention x block sizes x ways to generate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from integration import zoo
+
+HEADS = ("llama-mha", "llama-gqa", "llama-mqa")
+OTHERS = tuple(name for name in zoo.MODELS if name not in HEADS)
+CROPS_WINDOWS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 16)
+"""From this version on DynamicCache can take back tokens behind a window, as prompt lookup needs; the paged cache always can."""
+
+
+def attentions(name: str) -> tuple[str, ...]:
+    return ("eager",) if name in zoo.EAGER_ONLY else ("sdpa", "eager")
+
+
+def reference(made: Any, name: str, scenario: str) -> Any:
+    """Generate without the paged cache."""
+    if scenario == "prompt-lookup" and name in zoo.WINDOWED and not CROPS_WINDOWS:
+        pytest.skip("DynamicCache of this version cannot do it")
+    return zoo.generate(made, zoo.dynamic(made), scenario)
+
+
+def assert_identical(expected: Any, got: Any) -> None:
+    assert torch.equal(expected.sequences, got.sequences)
+    assert len(expected.logits) == len(got.logits) > 0
+    for step, (left, right) in enumerate(zip(expected.logits, got.logits, strict=True)):
+        assert torch.equal(left, right), f"step {step}: logits differ by up to {(left - right).abs().max()}"
+
+
+@pytest.mark.parametrize("scenario", zoo.SCENARIOS)
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_and_blocks(name: str, attention: str, block_size: int, scenario: str) -> None:
+    made = zoo.model(name, attention)
+    cache = zoo.paged(made, block_size=block_size, num_blocks=512 // block_size)
+    assert_identical(reference(made, name, scenario), zoo.generate(made, cache, scenario))
+    assert cache.usage.tokens > 0
+    cache.reset()
+    assert cache.state.allocator.num_used == 0
+
+
+@pytest.mark.parametrize("scenario", zoo.SCENARIOS)
+@pytest.mark.parametrize(("name", "attention"), [(name, kind) for name in OTHERS for kind in attentions(name)])
+def test_models(name: str, attention: str, scenario: str) -> None:
+    made = zoo.model(name, attention)
+    assert_identical(reference(made, name, scenario), zoo.generate(made, zoo.paged(made), scenario))
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "deepseek-v3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    family, changes = zoo.MODELS[name]
+    made = zoo.build(family, changes).to(dtype)
+    cache = zoo.paged(made)
+    assert cache.state.pool.dtype == dtype
+    assert_identical(zoo.generate(made, zoo.dynamic(made), "beams"), zoo.generate(made, cache, "beams"))
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gemma3"])
+def test_an_assistant_model_drafts(name: str) -> None:
+    """Drafts are taken back when the model disagrees."""
+    made, assistant = zoo.model(name), zoo.model("llama-mqa")
+    if name in zoo.WINDOWED and not CROPS_WINDOWS:
+        pytest.skip("DynamicCache of this version cannot do it")
+    expected, got = (
+        made.generate(**zoo.prompt(11), **{zoo.CACHE_KEYWORD: cache}, **zoo.GREEDY, assistant_model=assistant)
+        for cache in (zoo.dynamic(made), zoo.paged(made))
+    )
+    assert torch.equal(expected, got)
+
+
+@pytest.mark.parametrize("name", zoo.WINDOWED)
+def test_windows_are_really_left_behind(name: str) -> None:
+    """The models with windows are worth their tests: what is behind the window does change the output of others."""
+    cache = zoo.paged(zoo.model(name, "eager"))
+    zoo.generate(zoo.model(name, "eager"), cache, "greedy")
+    length = cache.get_seq_length()
+    seen = [cache.get_mask_sizes(1, index) for index, stored in enumerate(cache._stored) if stored]
+    assert length >= 20
+    assert (8, length - 7) in seen
+
+
+def test_the_matrix_would_notice_a_wrong_key() -> None:
+    made = zoo.model("llama-gqa")
+    cache = zoo.paged(made)
+    expected = made.generate(**zoo.prompt(9), **zoo.GREEDY)
+    made.generate(**cache.bind(**zoo.prompt(9)), **{**zoo.GREEDY, "max_new_tokens": 2, "min_new_tokens": 1})
+    cache.state.pool.k_cache(1)[1].neg_()
+    got = made.generate(**cache.bind(input_ids=expected[:, :11], attention_mask=torch.ones(1, 11)), **{**zoo.GREEDY, "max_new_tokens": 12})
+    assert not torch.equal(expected, got)

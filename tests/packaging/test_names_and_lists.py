@@ -1,0 +1,100 @@
+"""Names that several distributions use, and the lists that decide what is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support_distributions import ACME, Environments, Report, report, reports
+from support_projects import Environment, _pip
+
+BOTH = (
+    "entry point 'acme' is declared by kvdock-acme 1.0 (kvdock_acme) and kvdock-rival 2.0 (kvdock_rival); none of them is loaded. "
+    "Fix: pick one in the list of all you want, KVDOCK_BACKENDS=acme@kvdock-acme, or refuse the other, "
+    "KVDOCK_BACKENDS_DENY=acme@kvdock-rival"
+)
+
+
+@pytest.fixture(scope="module")
+def rivals(environments: Environments) -> Environment:
+    """Two distributions that use one entry-point name for different plugins."""
+    return environments.with_projects("kvdock-acme", "kvdock-rival")
+
+
+def test_two_distributions_with_one_name_are_both_named_and_neither_is_loaded(rivals: Environment) -> None:
+    found = report(rivals, ("meta", "acme"))
+    assert found.states == {"acme@kvdock-acme": "CONFLICT", "acme@kvdock-rival": "CONFLICT"}
+    assert {record.reason for record in found.records if record.name == "acme"} == {BOTH}
+    assert not {"acme", "rival"} & set(found.loaded)
+    assert found.answers[0]["error"] == "BackendUnavailableError"
+    assert found.answers[0]["text"].count("is CONFLICT: ") == 2
+
+
+@pytest.mark.parametrize(("variable", "value"), [("KVDOCK_BACKENDS", "acme@kvdock-rival"), ("KVDOCK_BACKENDS_DENY", "acme@Kvdock_Acme")])
+def test_user_picks_one_of_two_distributions(rivals: Environment, variable: str, value: str) -> None:
+    found = Report.of_dict(reports(rivals, [{variable: value}], ("meta", None))[0])
+    assert found.states == {"acme@kvdock-acme": "BLOCKED", "acme@kvdock-rival": "READY"}
+    assert found.answers[0]["backend"] == "rival"
+
+
+def test_same_name_and_value_in_two_distributions_is_one_plugin(environments: Environments) -> None:
+    found = report(environments.with_projects("kvdock-acme", "kvdock-twin"))
+    assert found.states == {"acme@kvdock-acme": "READY"}
+
+
+def test_editable_and_installed_is_one_plugin(environments: Environments, wheels: dict[str, Path], tmp_path: Path) -> None:
+    environment = Environment.create(tmp_path / "env")
+    environment.install("-e", ACME.write(tmp_path))
+    _pip("install", "--no-deps", "--no-index", "--target", str(tmp_path / "installed"), str(wheels["kvdock-acme"]))
+    found = report(environment, PYTHONPATH=str(tmp_path / "installed"))
+    assert found.states == {"acme@kvdock-acme": "READY"}
+
+
+def test_two_backends_of_one_name_name_both_plugins(environments: Environments) -> None:
+    found = report(environments.with_projects("kvdock-first", "kvdock-same"), ("meta", "first"))
+    assert found.states == {"first@kvdock-first": "CONFLICT", "same@kvdock-same": "CONFLICT"}
+    assert found.of("first").reason == (
+        "backend name 'first' is brought by plugin 'first' (kvdock-first 1.0) and plugin 'same' (kvdock-same 4.0); "
+        "none of them is used. Fix: refuse one, such as KVDOCK_BACKENDS_DENY=same@kvdock-same"
+    )
+    assert found.answers[0]["error"] == "BackendUnavailableError"
+    assert "CONFLICT: backend name 'first' is brought by" in found.answers[0]["text"]
+
+
+LISTS = [
+    ({"KVDOCK_DISABLE_AUTOLOAD": "1", "KVDOCK_BACKENDS": "first"}, [], "KVDOCK_DISABLE_AUTOLOAD=1 turns every plugin off"),
+    ({"KVDOCK_BACKENDS": "first", "KVDOCK_BACKENDS_DENY": "first"}, [], "KVDOCK_BACKENDS_DENY names 'first'"),
+    ({"KVDOCK_BACKENDS": "second"}, ["kvdock_second"], "KVDOCK_BACKENDS does not name it; it names second"),
+    ({"KVDOCK_BACKENDS_DENY": "other, first@kvdock-first"}, ["kvdock_second"], "KVDOCK_BACKENDS_DENY names 'first@kvdock-first'"),
+    ({"KVDOCK_BACKENDS": " first "}, ["kvdock_first", "kvdock_second"], ""),
+]
+"""One process tries these in turn: what it imported grows from list to list, and `first` is imported by the last only."""
+
+
+@pytest.mark.parametrize("index", range(len(LISTS)))
+def test_lists_act_before_a_plugin_is_imported(environments: Environments, index: int) -> None:
+    environment = environments.with_projects("kvdock-first", "kvdock-second")
+    found = environments.once("lists", lambda: reports(environment, [environ for environ, _, _ in LISTS]))
+    outcome, (_, imported, reason) = Report.of_dict(found[index]), LISTS[index]
+    assert [name for name in outcome.imported if name in ("kvdock_first", "kvdock_second")] == imported
+    assert (outcome.of("first").state.name, outcome.of("first").reason) == ("BLOCKED" if reason else "READY", reason)
+
+
+def test_allowed_name_that_is_not_installed_is_reported(environments: Environments) -> None:
+    found = report(environments.with_projects("kvdock-first"), KVDOCK_BACKENDS="first,frist")
+    text = "KVDOCK_BACKENDS names 'frist', which is not installed. Installed: "
+    assert [note for note in found.notes if note.startswith(text) and "first@kvdock-first" in note]
+    assert [warning for kind, warning in found.warnings if kind == "KVDockWarning" and warning.startswith(text)]
+    assert found.of("first").state.name == "READY"
+
+
+def test_unreadable_metadata_of_one_distribution_hides_no_other(
+    environments: Environments, wheels: dict[str, Path], tmp_path: Path
+) -> None:
+    environment = Environment.create(tmp_path / "env")
+    environment.install(wheels["kvdock-first"], wheels["kvdock-second"])
+    (environment.site_packages / "kvdock_second-1.0.dist-info" / "METADATA").unlink()
+    found = report(environment)
+    assert found.states == {"first@kvdock-first": "READY"}
+    assert [note for note in found.notes if "kvdock_second-1.0.dist-info: its metadata cannot be read" in note], found.notes
