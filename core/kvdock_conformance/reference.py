@@ -19,7 +19,7 @@ Where the contract leaves the result open (equal slots, doubled or chained block
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -54,15 +54,15 @@ def paged_caching_(
     Returns:
         The tokens whose slot is not below ``NB * block``, which were not written.
     """
-    skipped = []
-    for place in _places(slot_mapping.shape):
-        slot = int(slot_mapping[place])
+    skipped: list[Place] = []
+    moves = [(_bits(k_cache), _bits(k)), (_bits(v_cache), _bits(v))]
+    for place, slot in _values(slot_mapping):
         if slot < 0:
             continue
         if slot >= _capacity(k_cache):
             skipped.append(place)
             continue
-        for cache, source in ((_bits(k_cache), _bits(k)), (_bits(v_cache), _bits(v))):
+        for cache, source in moves:
             block, offset = divmod(slot, cache.shape[1])
             for head in range(cache.shape[2]):
                 cache[block, offset, head] = source[place][head]
@@ -89,7 +89,8 @@ def static_update_(
         ``(row, position in k)`` of every position of the rows that would start below 0 or end beyond S: these rows were
         skipped whole.
     """
-    skipped = []
+    skipped: list[Place] = []
+    moves = [(_bits(k_cache), _bits(k)), (_bits(v_cache), _bits(v))]
     rows, new = k.shape[0], k.shape[2]
     for row, start in enumerate(_lengths(cache_lengths, rows)):
         fits = 0 <= start <= k_cache.shape[2] - new
@@ -97,7 +98,7 @@ def static_update_(
             if not fits:
                 skipped.append((row, position))
                 continue
-            for cache, source in ((_bits(k_cache), _bits(k)), (_bits(v_cache), _bits(v))):
+            for cache, source in moves:
                 for head in range(cache.shape[1]):
                     cache[row, head, start + position] = source[row, head, position]
     return skipped
@@ -122,13 +123,13 @@ def gather_paged(
     Returns:
         The tokens whose slot is not below ``NB * block``. On a device they are zeros, and no skipped writes.
     """
-    beyond = []
-    for place in _places(slot_mapping.shape):
-        slot = int(slot_mapping[place])
+    beyond: list[Place] = []
+    moves = [(_bits(k_cache), _bits(k_out)), (_bits(v_cache), _bits(v_out))]
+    for place, slot in _values(slot_mapping):
         is_inside = 0 <= slot < _capacity(k_cache)
         if slot >= 0 and not is_inside:
             beyond.append(place)
-        for cache, out in ((_bits(k_cache), _bits(k_out)), (_bits(v_cache), _bits(v_out))):
+        for cache, out in moves:
             block, offset = divmod(slot, cache.shape[1])
             for head in range(cache.shape[2]):
                 out[place][head] = cache[block, offset, head] if is_inside else 0
@@ -146,7 +147,8 @@ def copy_blocks_(k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torc
     Returns:
         The pairs, ``(index,)``, with an id that is not below NB and none that is negative: these were skipped whole.
     """
-    skipped = []
+    skipped: list[Place] = []
+    caches = [_bits(k_cache), _bits(v_cache)]
     num_blocks = k_cache.shape[0]
     for index, pair in enumerate(block_pairs):
         src, dst = (int(block) for block in pair)
@@ -155,16 +157,17 @@ def copy_blocks_(k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torc
         if src >= num_blocks or dst >= num_blocks:
             skipped.append((index,))
             continue
-        for cache in (_bits(k_cache), _bits(v_cache)):
+        for cache in caches:
             for offset in range(cache.shape[1]):
                 for head in range(cache.shape[2]):
                     cache[dst, offset, head] = cache[src, offset, head]
     return skipped
 
 
-def _places(shape: Sequence[int]) -> Iterable[Place]:
-    """Yield every position of a tensor, the last dimension running fastest."""
-    return itertools.product(*(range(size) for size in shape))
+def _values(index: torch.Tensor) -> Iterator[tuple[Place, int]]:
+    """Yield every position of an index tensor with its value, the last dimension running fastest."""
+    for place in itertools.product(*(range(size) for size in index.shape)):
+        yield place, int(index[place])
 
 
 def _capacity(cache: torch.Tensor) -> int:

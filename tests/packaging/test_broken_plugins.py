@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from kvdock.plugins.records import PluginState
@@ -180,12 +178,3 @@ def test_doctor_shows_the_tracebacks(faulty: Environment) -> None:
     for line in ("libacme.so.7: cannot open shared object file", "def broken(:", "sys.exit('no licence found')"):
         assert line in done.stdout
     assert "needs attention: import_error, syntax_error, sys_exit" in done.stdout
-
-
-def test_doctor_is_content_with_healthy_and_absent(faulty: Environment) -> None:
-    done = faulty.kvdock("doctor", "--json", environ={"KVDOCK_BACKENDS": "healthy,absent"})
-    answer = json.loads(done.stdout)
-    assert (done.returncode, answer["ok"]) == (0, True)
-    states = {plugin["name"]: plugin["state"] for plugin in answer["plugins"]}
-    assert (states["healthy"], states["absent"], states["sys_exit"]) == ("ready", "absent", "blocked")
-    assert answer["environment"] == {"KVDOCK_BACKENDS": "healthy,absent"}

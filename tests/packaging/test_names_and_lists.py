@@ -22,20 +22,31 @@ def rivals(environments: Environments) -> Environment:
     return environments.with_projects("kvdock-acme", "kvdock-rival")
 
 
-def test_two_distributions_with_one_name_are_both_named_and_neither_is_loaded(rivals: Environment) -> None:
-    found = report(rivals, ("meta", "acme"))
+PICKS = [{"KVDOCK_BACKENDS": "acme@kvdock-rival"}, {"KVDOCK_BACKENDS_DENY": "acme@Kvdock_Acme"}]
+
+
+@pytest.fixture(scope="module")
+def picked(rivals: Environment, environments: Environments) -> list[Report]:
+    """What becomes of both, first without a list, then with each pick."""
+    found = environments.once("picked", lambda: reports(rivals, [{}, *PICKS], ("meta", "acme"), ("meta", None)))
+    return [Report.of_dict(item) for item in found]
+
+
+def test_two_distributions_with_one_name_are_both_named_and_neither_is_loaded(picked: list[Report]) -> None:
+    found = picked[0]
     assert found.states == {"acme@kvdock-acme": "CONFLICT", "acme@kvdock-rival": "CONFLICT"}
     assert {record.reason for record in found.records if record.name == "acme"} == {BOTH}
     assert not {"acme", "rival"} & set(found.loaded)
+    assert not {"kvdock_acme", "kvdock_rival"} & set(found.imported)
     assert found.answers[0]["error"] == "BackendUnavailableError"
     assert found.answers[0]["text"].count("is CONFLICT: ") == 2
 
 
-@pytest.mark.parametrize(("variable", "value"), [("KVDOCK_BACKENDS", "acme@kvdock-rival"), ("KVDOCK_BACKENDS_DENY", "acme@Kvdock_Acme")])
-def test_user_picks_one_of_two_distributions(rivals: Environment, variable: str, value: str) -> None:
-    found = Report.of_dict(reports(rivals, [{variable: value}], ("meta", None))[0])
+@pytest.mark.parametrize("index", range(len(PICKS)))
+def test_user_picks_one_of_two_distributions(picked: list[Report], index: int) -> None:
+    found = picked[index + 1]
     assert found.states == {"acme@kvdock-acme": "BLOCKED", "acme@kvdock-rival": "READY"}
-    assert found.answers[0]["backend"] == "rival"
+    assert found.answers[1]["backend"] == "rival"
 
 
 def test_same_name_and_value_in_two_distributions_is_one_plugin(environments: Environments) -> None:
@@ -67,22 +78,28 @@ LISTS = [
     ({"KVDOCK_BACKENDS": "first", "KVDOCK_BACKENDS_DENY": "first"}, [], "KVDOCK_BACKENDS_DENY names 'first'"),
     ({"KVDOCK_BACKENDS": "second"}, ["kvdock_second"], "KVDOCK_BACKENDS does not name it; it names second"),
     ({"KVDOCK_BACKENDS_DENY": "other, first@kvdock-first"}, ["kvdock_second"], "KVDOCK_BACKENDS_DENY names 'first@kvdock-first'"),
-    ({"KVDOCK_BACKENDS": " first "}, ["kvdock_first", "kvdock_second"], ""),
+    ({"KVDOCK_BACKENDS": " first , frist"}, ["kvdock_first", "kvdock_second"], ""),
 ]
 """One process tries these in turn: what it imported grows from list to list, and `first` is imported by the last only."""
 
 
-@pytest.mark.parametrize("index", range(len(LISTS)))
-def test_lists_act_before_a_plugin_is_imported(environments: Environments, index: int) -> None:
+@pytest.fixture(scope="module")
+def listed(environments: Environments) -> list[Report]:
+    """What becomes of two plugins with each of the lists."""
     environment = environments.with_projects("kvdock-first", "kvdock-second")
     found = environments.once("lists", lambda: reports(environment, [environ for environ, _, _ in LISTS]))
-    outcome, (_, imported, reason) = Report.of_dict(found[index]), LISTS[index]
+    return [Report.of_dict(item) for item in found]
+
+
+@pytest.mark.parametrize("index", range(len(LISTS)))
+def test_lists_act_before_a_plugin_is_imported(listed: list[Report], index: int) -> None:
+    outcome, (_, imported, reason) = listed[index], LISTS[index]
     assert [name for name in outcome.imported if name in ("kvdock_first", "kvdock_second")] == imported
     assert (outcome.of("first").state.name, outcome.of("first").reason) == ("BLOCKED" if reason else "READY", reason)
 
 
-def test_allowed_name_that_is_not_installed_is_reported(environments: Environments) -> None:
-    found = report(environments.with_projects("kvdock-first"), KVDOCK_BACKENDS="first,frist")
+def test_allowed_name_that_is_not_installed_is_reported(listed: list[Report]) -> None:
+    found = listed[-1]
     text = "KVDOCK_BACKENDS names 'frist', which is not installed. Installed: "
     assert [note for note in found.notes if note.startswith(text) and "first@kvdock-first" in note]
     assert [warning for kind, warning in found.warnings if kind == "KVDockWarning" and warning.startswith(text)]

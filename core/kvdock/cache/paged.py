@@ -74,7 +74,7 @@ class PagedKVCacheConfig(CacheConfig):
         if self.max_kv_memory_bytes is not None and needed > self.max_kv_memory_bytes:
             raise CapacityError(
                 "PagedKVCacheConfig: max_kv_memory_bytes",
-                expected=f"at least {needed} bytes for {self.num_blocks or 1} block(s) of {self.block_size} tokens over {len(layers)} layers",
+                expected=f"at least {needed} bytes: {self.num_blocks or 1} block(s) of {self.block_size} tokens in {len(layers)} layers",
                 got=self.max_kv_memory_bytes,
                 fix="raise the budget, or choose a smaller block_size or fewer num_blocks",
             )

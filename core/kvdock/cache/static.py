@@ -10,6 +10,7 @@ import torch
 from kvdock.cache.interface import Cache, CacheConfig, OpSource, active_name, check_layer, require_backend
 from kvdock.cache.pool import RankLayer, rank_layers
 from kvdock.interface import HOST
+from kvdock.ops.api import host_int
 from kvdock.rank import RankInfo
 from kvdock.spec import KVSpec, check_int
 
@@ -128,8 +129,7 @@ class StaticKVCache(Cache):
             KVDockError: as `kvdock.ops.static_update_`; nothing was written.
         """
         k_cache, v_cache = self._views[check_layer("StaticKVCache", layer, len(self._views))]
-        if not isinstance(cache_lengths, torch.Tensor):
-            cache_lengths = int(cache_lengths)
+        cache_lengths = host_int(cache_lengths)
         self._write[layer](k, v, cache_lengths)
         longest = self._longest(cache_lengths, k.shape[2])
         return k_cache[: k.shape[0], :, :longest], v_cache[: k.shape[0], :, :longest]

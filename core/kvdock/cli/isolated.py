@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +29,8 @@ _PHASES = {
     "kernels": "kernels() of backend {subject!r}",
 }
 _PROBING = ("probe", "kernels")
+_START_S = 120.0  # how long Python and torch may take to start, which is not the plugin's fault
+_POLL_S = 0.05
 _TRACEBACK_S = 1.0  # how long a child that hangs gets to write where it hangs
 _LONGEST = 20_000  # characters of its stderr to keep
 
@@ -50,7 +53,7 @@ def examine(found: Found, timeout_s: float) -> Examination:
 
     Args:
         found: the entry point. Nothing else is loaded in the child.
-        timeout_s: how long the child may take in seconds, the start of Python and torch included.
+        timeout_s: how long the plugin may take in seconds, from when the child is ready to load it.
     """
     with tempfile.TemporaryDirectory(prefix="kvdock-doctor-") as name:
         folder = Path(name)
@@ -71,12 +74,12 @@ def _run(found: Found, result: Path, output: IO[bytes], timeout_s: float) -> str
         command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
     )
     try:
-        code = child.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        child.send_signal(signal.SIGUSR1)  # the child answers with the traceback of every thread
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(_TRACEBACK_S)
-        return f"did not end within {timeout_s:g} s"
+        code = _wait(child, result, timeout_s)
+        if code is None:
+            child.send_signal(signal.SIGUSR1)  # the child answers with the traceback of every thread
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_TRACEBACK_S)
+            return f"did not end within {timeout_s:g} s"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)  # with whatever it started
@@ -84,6 +87,18 @@ def _run(found: Found, result: Path, output: IO[bytes], timeout_s: float) -> str
     if code < 0:
         return f"crashed the process with {signal.Signals(-code).name}"
     return f"ended the process with exit code {code}"
+
+
+def _wait(child: subprocess.Popen[bytes], result: Path, timeout_s: float) -> int | None:
+    """Wait for the child's exit code; None when it takes too long to start, or after its first line."""
+    deadline, started = time.monotonic() + _START_S, False
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return child.wait(_POLL_S)
+        if not started and result.exists() and result.stat().st_size > 0:
+            deadline, started = time.monotonic() + timeout_s, True
+        if time.monotonic() > deadline:
+            return None
 
 
 def _lines(result: Path) -> list[dict[str, Any]]:

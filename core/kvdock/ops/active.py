@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from kvdock.ops.dispatcher import OpDispatcher
+from kvdock.ops.entry import compiling_error
 
 __all__ = ["ACTIVE_OPS", "active_dispatcher", "set_provider"]
 
@@ -24,6 +27,8 @@ class _ActiveOps(dict[str, Callable[..., None]]):
     """The ops of the process's runtime, resolved once each: a look-up costs less than a function call."""
 
     def __missing__(self, name: str) -> Callable[..., None]:
+        if torch.compiler.is_compiling():
+            raise compiling_error(name)
         call = self[name] = active_dispatcher().op(name).call
         return call
 

@@ -86,13 +86,13 @@ def static_update_(
         IndexRangeError: lengths that the host can read are negative, or ``length + s > S``. In a tensor on a device such
             a row is skipped whole and counted.
     """
-    if not isinstance(cache_lengths, (int, torch.Tensor)):
-        cache_lengths = _index(cache_lengths)
-    ACTIVE_OPS["static_update_"](k_cache, v_cache, k, v, cache_lengths)
+    ACTIVE_OPS["static_update_"](k_cache, v_cache, k, v, host_int(cache_lengths))
 
 
-def _index(value: Any) -> Any:
-    """Turn any integer, such as numpy's, into an int; leave the rest for the op to refuse."""
+def host_int(value: Any) -> Any:
+    """Turn any integer, such as numpy's, into an int; leave tensors, and what the op must refuse, as they are."""
+    if isinstance(value, (int, torch.Tensor)):
+        return value
     try:
         return operator.index(value)
     except TypeError:

@@ -1,7 +1,7 @@
-"""Checks on the values in index tensors. They read host memory: kernels on the host call them before they write, and
-debug mode calls them on copies of what lies elsewhere.
+"""Checks on the values in index tensors, which must lie in host memory.
 
-Each raises before anything is written and names the first bad position, and returns doubtful findings as text.
+Kernels on the host call them before they write; debug mode calls them on copies of what lies elsewhere. Each raises before
+anything is written and names the first bad position, and returns doubtful findings as text.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 
 from kvdock.interface import Backend, Capabilities, Kernel
 
-__all__ = ["Choice", "Chooser"]
+__all__ = ["Choice", "Chooser", "Selection"]
 
 
 @attrs.frozen
@@ -50,3 +50,14 @@ class Chooser(Protocol):
             AmbiguousBackendError: several are ready and none is preferred.
         """
         ...
+
+
+@attrs.frozen
+class Selection:
+    """Which kernel serves a request, and why each other candidate does not."""
+
+    kernel: Kernel
+    served_by: str
+    choice: Choice
+    device: torch.device
+    rejected: tuple[tuple[str, tuple[str, ...]], ...]

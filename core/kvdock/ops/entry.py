@@ -1,0 +1,171 @@
+"""One op, ready to be called: its quick path, its plans, and what happens when it gives up."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from kvdock.descriptors.table import DescriptorTable
+from kvdock.errors import KVDockWarning, UnsupportedError
+from kvdock.interface import Descriptor, Request
+from kvdock.ops.geometry import extent
+from kvdock.ops.modes import MODE, Mode
+from kvdock.ops.schema import OpSchema
+from kvdock.ops.selection import Choice, Chooser, Selection
+from kvdock.ops.signature import compile_binder, compile_call
+from kvdock.ops.validate import validate
+
+__all__ = ["OpEntry", "Preparer", "compiling_error"]
+
+
+class Preparer(Protocol):
+    """Chooses kernels and prepares descriptors for entries. `kvdock.ops.dispatcher.OpDispatcher` is one."""
+
+    chooser: Chooser
+
+    def choose(self, op: str, device: torch.device, named: str | None) -> Choice:
+        """Return the backend for an op on a device."""
+        ...
+
+    def select(self, request: Request, named: str | None = None) -> Selection:
+        """Return the kernel that serves a request."""
+        ...
+
+    def prepare(self, request: Request, selection: Selection) -> Descriptor:
+        """Return a descriptor made by that kernel."""
+        ...
+
+
+class Plan:
+    """A descriptor with what the quick checks need: ``run`` is its call, ``extents`` the bytes each pool spans."""
+
+    __slots__ = ("descriptor", "extents", "run", "selection")
+
+    def __init__(self, descriptor: Descriptor, extents: tuple[int, ...], selection: Selection) -> None:
+        self.run = _runner(descriptor)
+        self.descriptor = descriptor
+        self.extents = extents
+        self.selection = selection
+
+
+class OpEntry:
+    """One op, called with its arguments in the schema's order, None where absent. Threads may share it."""
+
+    def __init__(self, schema: OpSchema, dispatcher: Preparer) -> None:
+        self.schema = schema
+        self._dispatcher = dispatcher
+        self._table = DescriptorTable(_destroy)
+        scope = {
+            "slow": self.run_slowly,
+            "prepare": self._prepare,
+            "enter": self.enter,
+            "get_mode": MODE.get,
+            "local": self._table,
+            "chooser": dispatcher.chooser,
+        }
+        self.call = compile_call(schema, scope)
+        self._bind = compile_binder(schema, scope)
+
+    def __call__(self, *values: Any) -> None:
+        """Run the op. See its public function in `kvdock.ops` for arguments and errors."""
+        self.call(*values)
+
+    def enter(self, mode: Mode, values: tuple[Any, ...], own_name: str | None) -> str | None:
+        """Do what `debug` asks for, and return the backend to use: that of a bound call, else what `use_backend` names."""
+        named = own_name or mode.named
+        if mode.debug:
+            self._check_values(values, named)
+        return named
+
+    def _check_values(self, values: tuple[Any, ...], named: str | None) -> None:
+        """Read index values back and check them, unless a graph is being captured."""
+        request = validate(self.schema, values)
+        choice = self._dispatcher.choose(self.schema.name, request.device, named)
+        if self.schema.check_values is None or choice.backend.is_capturing(request.device):
+            return
+        for finding in self.schema.check_values(_index_values_on_host(self.schema, values)):
+            warnings.warn(f"{self.schema.name}: {finding}", KVDockWarning, stacklevel=5)
+
+    def run_slowly(self, values: tuple[Any, ...], named: str | None) -> None:
+        """Say why the quick path gave up; run the op all the same when it had no reason to."""
+        if torch.compiler.is_compiling():
+            raise compiling_error(self.schema.name)
+        request = validate(self.schema, values)
+        if _is_noop(self.schema, values):
+            return
+        selection = self._dispatcher.select(request, named)
+        _runner(self._dispatcher.prepare(request, selection))(*values)
+
+    def _prepare(self, values: tuple[Any, ...], key: Any, named: str | None) -> Plan:
+        """Validate a new signature and prepare its plan."""
+        request = validate(self.schema, values)
+        selection = self._dispatcher.select(request, named)
+        args = self.schema.bind(values)
+        extents = tuple(extent(args[arg.name]) for arg in self.schema.static_args)
+        plan = Plan(self._dispatcher.prepare(request, selection), extents, selection)
+        self._table.put(key, plan, epoch=self._dispatcher.chooser.epoch)
+        return plan
+
+    def bind(self, *pools: torch.Tensor, named: str | None = None) -> Callable[..., None]:
+        """Fix the pool arguments, so that calls no longer read them.
+
+        Args:
+            pools: the op's static tensor arguments, in the schema's order. The result holds them.
+            named: backend to use for good, or None for the usual choice at each call.
+
+        Returns:
+            The op as a function of its other arguments, in the schema's order.
+        """
+        return self._bind(*pools, named)
+
+    @property
+    def prepared(self) -> int:
+        """How many plans the calling thread holds."""
+        return len(self._table.plans)
+
+
+def compiling_error(op: str) -> UnsupportedError:
+    """Return the error of a call that torch.compile traces: it would read addresses of tensors that do not exist."""
+    advice = "call it outside the compiled function; support comes later"
+    torch._dynamo.graph_break(msg=f"kvdock: {op} cannot be traced. Fix: {advice}")  # what fullgraph=True shows
+    return UnsupportedError(f"{op} under torch.compile", got="a call that is being traced", fix=advice)
+
+
+def _destroy(plan: Plan) -> None:
+    """Let a plan's descriptor go, under its device."""
+    with plan.selection.choice.backend.device_guard(plan.selection.device):
+        plan.descriptor.destroy()
+
+
+def _runner(descriptor: Descriptor) -> Callable[..., None]:
+    """Return what to call at each call of a plan. A cache records no gradients, and must not be drawn into a graph."""
+    run = descriptor.__call__  # a bound method is called quicker than an instance
+    if not descriptor.uses_autograd:
+        return run
+
+    def run_outside_autograd(*values: Any) -> None:
+        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in values):
+            with torch.no_grad():
+                return run(*values)
+        return run(*values)
+
+    return run_outside_autograd
+
+
+def _is_noop(schema: OpSchema, values: tuple[Any, ...]) -> bool:
+    """Whether a valid call has nothing to do: a run-time size is 0."""
+    pools = {arg.name for arg in schema.static_args}
+    args = schema.bind(values)
+    return any(isinstance(value, torch.Tensor) and name not in pools and value.numel() == 0 for name, value in args.items())
+
+
+def _index_values_on_host(schema: OpSchema, values: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the arguments with index tensors copied to the host."""
+    args = schema.bind(values)
+    for name, value in args.items():
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            args[name] = value.cpu()
+    return args
