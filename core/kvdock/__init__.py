@@ -10,6 +10,7 @@ from kvdock.cache.interface import Cache, CacheConfig
 from kvdock.cache.paged import PagedKVCache, PagedKVCacheConfig
 from kvdock.cache.sharded import ShardedKVCache
 from kvdock.cache.static import StaticKVCache, StaticKVCacheConfig
+from kvdock.descriptors.lru import LRUDescriptorCache
 from kvdock.errors import (
     AmbiguousBackendError,
     ArgumentTypeError,
@@ -71,6 +72,7 @@ __all__ = [
     "KVDockWarning",
     "KVSpec",
     "Kernel",
+    "LRUDescriptorCache",
     "LayerSpec",
     "MLALayerSpec",
     "NoBackendError",

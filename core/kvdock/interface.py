@@ -157,6 +157,12 @@ class Descriptor(ABC):
     """Whether a call uses torch operations that autograd would record. Core then takes care that it does not. A descriptor
     that moves memory by address, or takes care itself, says False and saves the check."""
 
+    notes_capture: bool = False
+    """Whether a call itself sets `pinned` while a graph is captured. Otherwise core asks the backend at each call."""
+
+    pinned: bool = False
+    """Whether it must stay for the life of the process, since a captured graph may launch it again."""
+
     @abstractmethod
     def __call__(self, *args: Any) -> None:
         """Run the op.

@@ -1,54 +1,38 @@
-"""The backend object: devices. Its kernels come with the next release; until then portable kernels serve its devices."""
+"""The backend object: which devices, and their tiles. Kernels and all else are `kvdock_triton`'s."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
-
 import torch
+from kvdock_triton import TritonBackend, Tuning
 
-import kvdock
+from kvdock_cuda.driver import driver_version
+from kvdock_cuda.tuning import TABLE
 
 __all__ = ["CudaBackend"]
 
 
-class CudaBackend(kvdock.Backend):
+class CudaBackend(TritonBackend):
     """Serves NVIDIA GPUs. PyTorch calls ROCm devices "cuda" too; those are `kvdock_rocm`'s."""
 
     name = "cuda"
     device_type = "cuda"
+    torch_type = "cuda"
 
-    def probe(self) -> kvdock.Probe:
-        """Count devices without opening a context."""
-        if torch.version.cuda is None:
-            return kvdock.Probe.absent(f"torch {torch.__version__} is built without CUDA")
-        count = torch.cuda.device_count()
-        if count == 0:
-            return kvdock.Probe.absent("no CUDA device is visible (torch.cuda.device_count() is 0)")
-        return kvdock.Probe.ready(f"{count} device(s), CUDA {torch.version.cuda}")
+    def missing(self) -> str:
+        """Return why there is no such hardware here."""
+        return "" if torch.version.cuda is not None else f"torch {torch.__version__} is built without CUDA"
 
-    def claims(self, device: torch.device) -> bool:
-        """Claim what torch calls cuda, in a CUDA build."""
-        return device.type == "cuda" and torch.version.cuda is not None
+    def broken(self) -> str:
+        """Compare the driver with the toolkit that torch was built with: a driver runs no newer major version."""
+        driver, built = driver_version(), str(torch.version.cuda)
+        if driver is None or driver[0] >= int(built.split(".")[0]):
+            return ""
+        return (
+            f"the driver supports CUDA {driver[0]}.{driver[1]}, and torch {torch.__version__} is built for CUDA {built}. "
+            f"Fix: update the driver, or install a torch built for CUDA {driver[0]}"
+        )
 
-    def devices(self) -> Sequence[torch.device]:
-        """List the visible devices."""
-        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-
-    def kernels(self) -> Mapping[str, kvdock.Kernel]:
-        """Hand over none yet."""
-        return {}
-
-    def device_guard(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Make ``device`` current."""
-        return torch.cuda.device(device)
-
-    def capabilities(self) -> kvdock.Capabilities:
-        """Say that launches may be captured."""
-        return kvdock.Capabilities(graph_capture=True)
-
-    def is_capturing(self, device: torch.device) -> bool:
-        """Whether the current stream of ``device`` is being captured."""
-        with torch.cuda.device(device):
-            return bool(torch.cuda.is_current_stream_capturing())
+    def tuning(self, device: torch.device) -> Tuning:
+        """Return the tiles for a device, by compute capability."""
+        major, _ = torch.cuda.get_device_capability(device)
+        return TABLE.get(major, Tuning())

@@ -1,54 +1,27 @@
-"""The backend object: devices. Its kernels come with the next release; until then portable kernels serve its devices."""
+"""The backend object: which devices, and their tiles. Kernels and all else are `kvdock_triton`'s."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
-
 import torch
+from kvdock_triton import TritonBackend, Tuning
 
-import kvdock
+from kvdock_rocm.tuning import TABLE
 
 __all__ = ["RocmBackend"]
 
 
-class RocmBackend(kvdock.Backend):
-    """Serves AMD GPUs, which PyTorch calls "cuda". Nothing of it has run on one yet."""
+class RocmBackend(TritonBackend):
+    """Serves AMD GPUs, which PyTorch calls "cuda". Its kernels compile for them; none has run on one yet."""
 
     name = "rocm"
     device_type = "rocm"
+    torch_type = "cuda"
 
-    def probe(self) -> kvdock.Probe:
-        """Count devices without opening a context."""
-        if torch.version.hip is None:
-            return kvdock.Probe.absent(f"torch {torch.__version__} is built without ROCm")
-        count = torch.cuda.device_count()
-        if count == 0:
-            return kvdock.Probe.absent("no ROCm device is visible (torch.cuda.device_count() is 0)")
-        return kvdock.Probe.ready(f"{count} device(s), HIP {torch.version.hip}")
+    def missing(self) -> str:
+        """Return why there is no such hardware here."""
+        return "" if torch.version.hip is not None else f"torch {torch.__version__} is built without ROCm"
 
-    def claims(self, device: torch.device) -> bool:
-        """Claim what torch calls cuda, in a ROCm build."""
-        return device.type == "cuda" and torch.version.hip is not None
-
-    def devices(self) -> Sequence[torch.device]:
-        """List the visible devices."""
-        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-
-    def kernels(self) -> Mapping[str, kvdock.Kernel]:
-        """Hand over none yet."""
-        return {}
-
-    def device_guard(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Make ``device`` current."""
-        return torch.cuda.device(device)
-
-    def capabilities(self) -> kvdock.Capabilities:
-        """Say that launches may be captured."""
-        return kvdock.Capabilities(graph_capture=True)
-
-    def is_capturing(self, device: torch.device) -> bool:
-        """Whether the current stream of ``device`` is being captured."""
-        with torch.cuda.device(device):
-            return bool(torch.cuda.is_current_stream_capturing())
+    def tuning(self, device: torch.device) -> Tuning:
+        """Return the tiles for a device, by architecture."""
+        name = torch.cuda.get_device_properties(device).gcnArchName
+        return TABLE.get(name.split(":")[0], Tuning())

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import torch
 
+from kvdock.descriptors.manager import DescriptorCacheManager
 from kvdock.errors import ArgumentValueError, BackendError, UnsupportedError
 from kvdock.interface import Descriptor, Kernel, Request, TensorMeta
 from kvdock.ops.catalog import CATALOG
@@ -53,10 +54,14 @@ class OpDispatcher:
     Args:
         chooser: knows the backends.
         schemas: the ops.
+        descriptors: where prepared descriptors are kept; by default caches of the usual capacity.
     """
 
-    def __init__(self, chooser: Chooser, schemas: Mapping[str, OpSchema] = CATALOG) -> None:
+    def __init__(
+        self, chooser: Chooser, schemas: Mapping[str, OpSchema] = CATALOG, descriptors: DescriptorCacheManager | None = None
+    ) -> None:
         self.chooser = chooser
+        self.descriptors = descriptors if descriptors is not None else DescriptorCacheManager()
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         """How many plans were prepared on portable kernels, by op and by the backend that could not serve them."""
         self._ops = {name: OpEntry(schema, self) for name, schema in schemas.items()}

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
-from kvdock.descriptors.table import DescriptorTable
+from kvdock.descriptors.manager import DescriptorCacheManager
 from kvdock.errors import KVDockWarning, UnsupportedError
 from kvdock.interface import Descriptor, Request
 from kvdock.ops.geometry import extent
 from kvdock.ops.modes import MODE, Mode
 from kvdock.ops.schema import OpSchema
 from kvdock.ops.selection import Choice, Chooser, Selection
-from kvdock.ops.signature import compile_binder, compile_call
+from kvdock.ops.signature import GENERATED, compile_binder, compile_call
 from kvdock.ops.validate import validate
 
 __all__ = ["OpEntry", "Preparer", "compiling_error"]
@@ -25,6 +27,7 @@ class Preparer(Protocol):
     """Chooses kernels and prepares descriptors for entries. `kvdock.ops.dispatcher.OpDispatcher` is one."""
 
     chooser: Chooser
+    descriptors: DescriptorCacheManager
 
     def choose(self, op: str, device: torch.device, named: str | None) -> Choice:
         """Return the backend for an op on a device."""
@@ -42,13 +45,24 @@ class Preparer(Protocol):
 class Plan:
     """A descriptor with what the quick checks need: ``run`` is its call, ``extents`` the bytes each pool spans."""
 
-    __slots__ = ("descriptor", "extents", "run", "selection")
+    __slots__ = ("captured", "descriptor", "extents", "run", "selection")
 
     def __init__(self, descriptor: Descriptor, extents: tuple[int, ...], selection: Selection) -> None:
-        self.run = _runner(descriptor)
+        self.captured = False
         self.descriptor = descriptor
         self.extents = extents
         self.selection = selection
+        self.run = _runner(self)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a graph recorded a call of it, and may launch it again for as long as the process lives."""
+        return self.captured or self.descriptor.pinned
+
+    def destroy(self) -> None:
+        """Let the descriptor go, under its device."""
+        with self.selection.choice.backend.device_guard(self.selection.device):
+            self.descriptor.destroy()
 
 
 class OpEntry:
@@ -57,13 +71,15 @@ class OpEntry:
     def __init__(self, schema: OpSchema, dispatcher: Preparer) -> None:
         self.schema = schema
         self._dispatcher = dispatcher
-        self._table = DescriptorTable(_destroy)
+        self._settings, self._local = dispatcher.descriptors.declare(schema.name, Plan.destroy, _is_running)
+        self._epoch = dispatcher.chooser.epoch
         scope = {
             "slow": self.run_slowly,
             "prepare": self._prepare,
             "enter": self.enter,
             "get_mode": MODE.get,
-            "local": self._table,
+            "local": self._local,
+            "settings": self._settings,
             "chooser": dispatcher.chooser,
         }
         self.call = compile_call(schema, scope)
@@ -96,17 +112,27 @@ class OpEntry:
         request = validate(self.schema, values)
         if _is_noop(self.schema, values):
             return
-        selection = self._dispatcher.select(request, named)
-        _runner(self._dispatcher.prepare(request, selection))(*values)
+        self._make_plan(request, values, named).run(*values)
 
-    def _prepare(self, values: tuple[Any, ...], key: Any, named: str | None) -> Plan:
-        """Validate a new signature and prepare its plan."""
-        request = validate(self.schema, values)
+    def _make_plan(self, request: Request, values: tuple[Any, ...], named: str | None) -> Plan:
+        """Prepare a plan for a request."""
         selection = self._dispatcher.select(request, named)
         args = self.schema.bind(values)
         extents = tuple(extent(args[arg.name]) for arg in self.schema.static_args)
-        plan = Plan(self._dispatcher.prepare(request, selection), extents, selection)
-        self._table.put(key, plan, epoch=self._dispatcher.chooser.epoch)
+        return Plan(self._dispatcher.prepare(request, selection), extents, selection)
+
+    def _prepare(self, values: tuple[Any, ...], key: Any, named: str | None, device: torch.device | None) -> Plan:
+        """Validate a new signature, prepare its plan, and keep it in this thread's cache."""
+        request = validate(self.schema, values)
+        if self._epoch != self._dispatcher.chooser.epoch:  # what is registered has changed: no older plan will be found
+            self._epoch = self._dispatcher.chooser.epoch
+            self._settings.generation += 1
+        start = time.perf_counter()
+        plan = self._make_plan(request, values, named)
+        cache = self._local.open(device)
+        cache.count_miss()
+        epoch, _, *rest = key
+        cache.put((epoch, self._settings.generation, *rest), plan, prepare_s=time.perf_counter() - start)
         return plan
 
     def bind(self, *pools: torch.Tensor, named: str | None = None) -> Callable[..., None]:
@@ -124,7 +150,7 @@ class OpEntry:
     @property
     def prepared(self) -> int:
         """How many plans the calling thread holds."""
-        return len(self._table.plans)
+        return sum(len(cache) for cache in self._local.caches.values())
 
 
 def compiling_error(op: str) -> UnsupportedError:
@@ -134,17 +160,31 @@ def compiling_error(op: str) -> UnsupportedError:
     return UnsupportedError(f"{op} under torch.compile", got="a call that is being traced", fix=advice)
 
 
-def _destroy(plan: Plan) -> None:
-    """Let a plan's descriptor go, under its device."""
-    with plan.selection.choice.backend.device_guard(plan.selection.device):
-        plan.descriptor.destroy()
+def _is_running(plan: Plan) -> bool:
+    """Whether a call of a plan is on this thread's stack, as when a kernel calls an op itself.
+
+    Asked only when a plan is to be destroyed, so that calls need not keep count.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(GENERATED) and frame.f_locals.get("plan") is plan:
+            return True
+        frame = frame.f_back
+    return False
 
 
-def _runner(descriptor: Descriptor) -> Callable[..., None]:
-    """Return what to call at each call of a plan. A cache records no gradients, and must not be drawn into a graph."""
-    run = descriptor.__call__  # a bound method is called quicker than an instance
-    if not descriptor.uses_autograd:
-        return run
+def _runner(plan: Plan) -> Callable[..., None]:
+    """Return what to call at each call of a plan: its descriptor, behind what that does not do itself."""
+    run: Callable[..., None] = plan.descriptor.__call__  # a bound method is called quicker than an instance
+    if plan.descriptor.uses_autograd:
+        run = _outside_autograd(run)
+    if plan.selection.choice.capabilities.graph_capture and not plan.descriptor.notes_capture:
+        run = _noting_capture(run, plan)
+    return run
+
+
+def _outside_autograd(run: Callable[..., None]) -> Callable[..., None]:
+    """Keep autograd away from a call: a cache records no gradients, and must not be drawn into a graph."""
 
     def run_outside_autograd(*values: Any) -> None:
         if any(isinstance(value, torch.Tensor) and value.requires_grad for value in values):
@@ -153,6 +193,18 @@ def _runner(descriptor: Descriptor) -> Callable[..., None]:
         return run(*values)
 
     return run_outside_autograd
+
+
+def _noting_capture(run: Callable[..., None], plan: Plan) -> Callable[..., None]:
+    """Note when a call is recorded into a graph, so that its plan stays."""
+    is_capturing, device = plan.selection.choice.backend.is_capturing, plan.selection.device
+
+    def run_noting_capture(*values: Any) -> None:
+        if not plan.captured and is_capturing(device):
+            plan.captured = True
+        run(*values)
+
+    return run_noting_capture
 
 
 def _is_noop(schema: OpSchema, values: tuple[Any, ...]) -> bool:

@@ -11,12 +11,14 @@ source, as attrs and dataclasses do for ``__init__``. For `paged_caching_` on ``
             lead0, k_2, k_3 = k.shape                           # lead0 is a run-time size: not in the key
             k_t0, k_t1, k_t2 = k.stride()                       # nor are these; only the alignment they leave
             ...
-            key = (chooser.epoch, named, 0, (device, k_cache.dtype, k_cache_shape, ...), k_dtype, k_2, k_3, k_a & -k_a, ...)
+            key = (chooser.epoch, settings.generation, named, 0, (k_cache.dtype, k_cache_shape, ...), k_dtype, k_2, k_3, k_a & -k_a, ...)
         except Exception: return slow(values, named)            # no tensor, wrong rank: let `validate` say why
         if <sizes, devices, inner strides disagree>: return slow(values, named)
         if not lead0: return                                    # zero tokens: nothing to do, but checked all the same
-        plan = local.plans.get(key)
-        if plan is None: plan = prepare(values, key, named)
+        cache = local.caches.get(device)                        # this thread's, for this device
+        entry = None if cache is None else cache.entries.get(key)
+        if entry is None: plan = prepare(values, key, named, device)
+        else: plan = entry.value; entry.used = cache.clock = cache.clock + 1
         if <a source overlaps a destination>: return slow(values, named)
         plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
 
@@ -37,7 +39,10 @@ from kvdock.ops.geometry import MAX_ALIGNMENT, normalised
 from kvdock.ops.schema import Arg, Dim, OpSchema, Role
 from kvdock.ops.variants import HOST_INT_RANK, Variant, pivot_of, variants_of
 
-__all__ = ["binder_source", "compile_binder", "compile_call", "direct_source"]
+GENERATED = "<kvdock "
+"""How the file names of generated source begin."""
+
+__all__ = ["GENERATED", "binder_source", "compile_binder", "compile_call", "direct_source"]
 
 
 class _Source:
@@ -48,7 +53,7 @@ class _Source:
         self.variant = variant
         self.static = [arg.name for arg in schema.static_args]
         self.sized: set[str] = set()  # run-time words that a line above has bound
-        self.key: list[str] = ["chooser.epoch", "named", str(variant.number), "static_key"]
+        self.key: list[str] = ["chooser.epoch", "settings.generation", "named", str(variant.number), "static_key"]
         self.twin: str | None = None  # the argument read last
         self.checks: list[str] = []  # conditions under which the quick path gives up
 
@@ -66,7 +71,7 @@ class _Source:
             else:
                 yield f"if {_elsewhere(name)}: raise ValueError"
         parts = ", ".join(f"{name}.dtype, {name}_shape, {name}_strides, {name}_a & -{name}_a" for name in self.static)
-        yield f"static_key = (device, {parts})"
+        yield f"static_key = ({parts},)"
 
     def runtime_lines(self) -> Iterator[str]:
         """Read the other arguments: sizes and strides are run-time values, and only classes of them are in the key."""
@@ -190,8 +195,12 @@ class _Source:
             yield f"if {' or '.join(f'({check})' for check in doubts)}: {self._give_up}"
         if self.sized:
             yield f"if not ({' and '.join(sorted(self.sized))}): return None"
-        yield "plan = local.plans.get(key)"
-        yield f"if plan is None: plan = prepare(({names},), key, named)"
+        yield "cache = local.caches.get(device)"
+        yield "entry = None if cache is None else cache.entries.get(key)"
+        yield f"if entry is None: plan = prepare(({names},), key, named, device)"
+        yield "else:"
+        yield "    plan = entry.value"
+        yield "    entry.used = cache.clock = cache.clock + 1"
         yield from self.overlap_lines()
         yield f"plan.run({names})"
 
@@ -271,7 +280,7 @@ def _substitute(expression: str, words: dict[str, str]) -> str:
 def _compile(source: str, what: str, scope: dict[str, Any]) -> dict[str, Any]:
     """Execute generated source. It is made from schemas only, never from what a user passes."""
     namespace = {"normalised": normalised, "is_compiling": torch.compiler.is_compiling, **scope}
-    exec(compile(source, f"<kvdock {what}>", "exec"), namespace)  # noqa: S102
+    exec(compile(source, f"{GENERATED}{what}>", "exec"), namespace)  # noqa: S102
     return namespace
 
 
@@ -280,7 +289,7 @@ def compile_call(schema: OpSchema, scope: dict[str, Any]) -> Callable[..., None]
 
     Args:
         schema: the op.
-        scope: what the source refers to: ``slow``, ``prepare``, ``enter``, ``get_mode``, ``chooser`` and ``local``.
+        scope: what the source refers to: ``slow``, ``prepare``, ``enter``, ``get_mode``, ``chooser``, ``settings`` and ``local``.
     """
     call: Callable[..., None] = _compile(direct_source(schema), schema.name, {**scope, "own_name": None})["call"]
     return call

@@ -1,0 +1,116 @@
+"""The backend that Triton-capable devices share: a subclass says who it is and which devices it claims.
+
+A third party's whole backend::
+
+    class AcmeBackend(TritonBackend):
+        name = "acme"
+        device_type = "acme"
+        torch_type = "acme"
+
+        def missing(self) -> str:
+            return "" if acme_is_installed() else "libacme is not installed"
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import kvdock
+import torch
+
+from kvdock_triton.tuning import DEFAULT, Tuning
+
+__all__ = ["TritonBackend"]
+
+
+class TritonBackend(kvdock.Backend):
+    """Devices that run Triton kernels. Light to make: Triton itself is imported when kernels are asked for."""
+
+    torch_type: str
+    """What torch calls its devices: the type of their `torch.device`."""
+
+    def __init__(self) -> None:
+        self._counters: dict[torch.device, torch.Tensor] = {}
+        self._lock = threading.Lock()
+
+    def missing(self) -> str:
+        """Return why there is no such hardware here; empty if there may be some. Must not open a context."""
+        return ""
+
+    def broken(self) -> str:
+        """Return why the hardware that is here cannot be used; empty if it can. Must not open a context."""
+        return ""
+
+    def tuning(self, device: torch.device) -> Tuning:
+        """Return the tiles for a device."""
+        return DEFAULT
+
+    @property
+    def module(self) -> Any:
+        """torch's module for these devices, such as `torch.cuda`."""
+        return torch.get_device_module(self.torch_type)
+
+    def probe(self) -> kvdock.Probe:
+        """Look for devices, then for Triton."""
+        reason = self.missing()
+        if reason:
+            return kvdock.Probe.absent(reason)
+        count = self.module.device_count()
+        if count == 0:
+            return kvdock.Probe.absent(f"no {self.device_type} device is visible (device_count() is 0)")
+        reason = self.broken() or _without_triton()
+        return kvdock.Probe.unusable(reason) if reason else kvdock.Probe.ready(f"{count} device(s)")
+
+    def claims(self, device: torch.device) -> bool:
+        """Claim every device of torch's type, if there is such hardware."""
+        return device.type == self.torch_type and not self.missing()
+
+    def devices(self) -> Sequence[torch.device]:
+        """List the visible devices."""
+        return [torch.device(self.torch_type, index) for index in range(self.module.device_count())]
+
+    def device_guard(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Make ``device`` current."""
+        guard: AbstractContextManager[Any] = self.module.device(device)
+        return guard
+
+    def capabilities(self) -> kvdock.Capabilities:
+        """Say that launches may be captured, where torch can tell."""
+        return kvdock.Capabilities(graph_capture=hasattr(self.module, "is_current_stream_capturing"))
+
+    def kernels(self) -> Mapping[str, kvdock.Kernel]:
+        """Hand over the Triton kernels."""
+        from kvdock_triton.kernels import kernels_for
+
+        return kernels_for(self)
+
+    def skip_counter(self, device: torch.device) -> torch.Tensor:
+        """Return a device's count of skipped writes, int64 ``[]`` in its memory, which kernels add to."""
+        with self._lock:
+            if device not in self._counters:
+                with torch.inference_mode(False):
+                    self._counters[device] = torch.zeros((), dtype=torch.int64, device=device)
+            return self._counters[device]
+
+    def skipped_writes(self, device: torch.device) -> int:
+        """Return how many writes were skipped on ``device``. Synchronises."""
+        count = self._counters.get(device)
+        return 0 if count is None else int(count)
+
+    def is_capturing(self, device: torch.device) -> bool:
+        """Whether the current stream of ``device`` is being captured."""
+        if not hasattr(self.module, "is_current_stream_capturing"):
+            return False
+        with self.device_guard(device):
+            return bool(self.module.is_current_stream_capturing())
+
+
+def _without_triton() -> str:
+    """Say how to get Triton where it is missing."""
+    if importlib.util.find_spec("triton") is not None:
+        return ""
+    return "Triton is not installed. Fix: pip install 'kvdock[triton]'"

@@ -1,0 +1,179 @@
+"""`copy_blocks_` in Triton: the kernel, and the descriptor that launches it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import kvdock
+import torch
+import triton
+import triton.language as tl
+from kvdock.ops.hostcheck import check_pairs
+
+from kvdock_triton.elements import Element, chunk_for, element_for, index_type
+from kvdock_triton.launch import KernelSpec, Launch
+from kvdock_triton.rows import count_skipped
+from kvdock_triton.support import TritonKernel, ceil_div, quantised_reasons
+from kvdock_triton.tuning import Tile
+
+__all__ = ["CopyBlocks", "CopyBlocksDescriptor", "copy_blocks_kernel", "spec_for"]
+
+PIECE = 4096
+"""Elements of a block that one program copies."""
+
+
+@triton.jit
+def copy_piece(
+    cache,
+    source,
+    to,
+    live,
+    piece,
+    BLOCK: tl.constexpr,
+    OUTER: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    INNER: tl.constexpr,
+    OUTER_STEP: tl.constexpr,
+    MIDDLE_STEP: tl.constexpr,
+    UNIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Copy ``CHUNK`` of the ``OUTER x MIDDLE x INNER`` elements of one block to another."""
+    element = piece * CHUNK + tl.arange(0, CHUNK)
+    inner = element % INNER
+    middle = (element // INNER) % MIDDLE
+    outer = element // (INNER * MIDDLE)
+    at = (outer.to(tl.int64) * OUTER_STEP + middle.to(tl.int64) * MIDDLE_STEP) * UNIT + inner
+    mask = live & (element < OUTER * MIDDLE * INNER)
+    bits = tl.load(cache + source * BLOCK * UNIT + at, mask=mask)
+    tl.store(cache + to * BLOCK * UNIT + at, bits, mask=mask)
+
+
+@triton.jit
+def copy_blocks_kernel(
+    k_cache,
+    v_cache,
+    pairs,
+    skipped,
+    num_blocks,
+    pair_step,
+    K_BLOCK: tl.constexpr,
+    K_OUTER: tl.constexpr,
+    K_MIDDLE: tl.constexpr,
+    K_INNER: tl.constexpr,
+    K_OUTER_STEP: tl.constexpr,
+    K_MIDDLE_STEP: tl.constexpr,
+    K_UNIT: tl.constexpr,
+    K_CHUNK: tl.constexpr,
+    K_PIECES: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    V_OUTER: tl.constexpr,
+    V_MIDDLE: tl.constexpr,
+    V_INNER: tl.constexpr,
+    V_OUTER_STEP: tl.constexpr,
+    V_MIDDLE_STEP: tl.constexpr,
+    V_UNIT: tl.constexpr,
+    V_CHUNK: tl.constexpr,
+    V_PIECES: tl.constexpr,
+):
+    """Copy one piece of one pair: ``program_id(0)`` runs over pairs and, within each, over pieces of keys, then of values."""
+    pair = tl.program_id(0) // (K_PIECES + V_PIECES)
+    piece = tl.program_id(0) % (K_PIECES + V_PIECES)
+    at = pairs + pair.to(tl.int64) * pair_step
+    source = tl.load(at).to(tl.int64)
+    to = tl.load(at + 1).to(tl.int64)
+    padding = (source < 0) | (to < 0)
+    beyond = (source >= num_blocks) | (to >= num_blocks)
+    live = (padding | beyond) == 0
+    if piece == 0:
+        if beyond & (padding == 0):
+            tl.atomic_add(skipped, 1, sem="relaxed")
+    if piece < K_PIECES:
+        copy_piece(k_cache, source, to, live, piece, K_BLOCK, K_OUTER, K_MIDDLE, K_INNER, K_OUTER_STEP, K_MIDDLE_STEP, K_UNIT, K_CHUNK)
+    else:
+        copy_piece(v_cache, source, to, live, piece - K_PIECES, V_BLOCK, V_OUTER, V_MIDDLE, V_INNER, V_OUTER_STEP, V_MIDDLE_STEP, V_UNIT, V_CHUNK)
+
+
+def _collapsed(pool: kvdock.TensorMeta) -> tuple[tuple[int, int], tuple[int, int], int]:
+    """Merge what lies together in a block, from inside out: outer and middle ``(size, stride)``, and the inner run."""
+    (_, *sizes), (_, *strides) = pool.shape, pool.strides or (0, 0, 0, 0)
+    inner, steps = int(sizes[2] or 0), list[tuple[int, int]]()
+    for size, stride in ((int(sizes[1] or 0), strides[1]), (int(sizes[0] or 0), strides[0])):
+        if size == 1:
+            continue
+        if not steps and stride == inner:
+            inner *= size
+        elif steps and stride == steps[-1][0] * steps[-1][1]:
+            steps[-1] = (steps[-1][0] * size, steps[-1][1])
+        else:
+            steps.append((size, stride))
+    middle, outer = [*steps, (1, 0), (1, 0)][:2]
+    return outer, middle, inner
+
+
+def _pool_constants(pool: kvdock.TensorMeta, element: Element) -> dict[str, int]:
+    """Return what is constant about one cache."""
+    size = pool.dtype.itemsize
+    (outer, outer_step), (middle, middle_step), run = _collapsed(pool)
+    inner = element.count(run, size)
+    chunk = chunk_for(outer * middle * inner, PIECE)
+    return {
+        "BLOCK": element.units((pool.strides or (0,))[0], size),
+        "OUTER": outer,
+        "MIDDLE": middle,
+        "INNER": inner,
+        "OUTER_STEP": element.units(outer_step, size),
+        "MIDDLE_STEP": element.units(middle_step, size),
+        "UNIT": element.unit,
+        "CHUNK": chunk,
+        "PIECES": ceil_div(outer * middle * inner, chunk),
+    }
+
+
+def spec_for(request: kvdock.Request, tile: Tile) -> KernelSpec:
+    """Return what to compile for a request."""
+    types = {"pairs": index_type(request.tensor("block_pairs")), "skipped": "*i64", "num_blocks": "i64", "pair_step": "i64"}
+    constants: dict[str, Any] = {}
+    aligned: tuple[str, ...] = ()
+    for name in ("k", "v"):
+        pool = request.tensor(f"{name}_cache")
+        element = element_for(pool)
+        types[f"{name}_cache"] = element.pointer
+        aligned += (f"{name}_cache",) if element.is_aligned else ()
+        constants |= {f"{name.upper()}_{key}": value for key, value in _pool_constants(pool, element).items()}
+    return KernelSpec.build(copy_blocks_kernel, types, constants, aligned, tile.warps)
+
+
+class CopyBlocksDescriptor(kvdock.Descriptor):
+    """Launches the kernel; pairs that the host can read are checked before, and brought to the device."""
+
+    uses_autograd = False  # memory is moved by address
+    notes_capture = True  # a graph needs the compiled kernel alone, which the process keeps
+
+    def __init__(self, request: kvdock.Request, spec: KernelSpec, launch: Launch, skipped: int) -> None:
+        constants = dict(spec.constants)
+        self._op, self._launch, self._skipped = request.op, launch, skipped
+        self._num_blocks = int(request.tensor("k_cache").shape[0] or 0)
+        self._pieces = constants["K_PIECES"] + constants["V_PIECES"]
+
+    def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torch.Tensor) -> None:
+        """Launch on the current stream of the caches' device."""
+        if block_pairs.is_cpu:
+            check_pairs(self._op, block_pairs, self._num_blocks)
+            block_pairs = block_pairs.to(k_cache.device, non_blocking=True)
+        pointers = (k_cache.data_ptr(), v_cache.data_ptr(), block_pairs.data_ptr(), self._skipped)
+        self._launch(block_pairs.shape[0] * self._pieces, 1, *pointers, self._num_blocks, block_pairs.stride(0))
+
+
+class CopyBlocks(TritonKernel):
+    """Prepares `CopyBlocksDescriptor`."""
+
+    def supports(self, request: kvdock.Request) -> Sequence[str]:
+        """Serve every cache that stores bits as they come."""
+        return quantised_reasons(request)
+
+    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+        """Compile the kernel."""
+        spec = spec_for(request, self.tuning(request.device).copy)
+        return CopyBlocksDescriptor(request, spec, self.launch(spec, request.device), self.skipped(request.device))

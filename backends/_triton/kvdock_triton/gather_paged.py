@@ -1,0 +1,148 @@
+"""`gather_paged` in Triton: the kernel, and the descriptor that launches it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import kvdock
+import torch
+import triton
+import triton.language as tl
+
+from kvdock_triton.elements import chunk_for, element_for, index_type
+from kvdock_triton.launch import KernelSpec, Launch
+from kvdock_triton.rows import move_rows
+from kvdock_triton.support import TritonKernel, ceil_div, quantised_reasons
+from kvdock_triton.tuning import Tile
+
+__all__ = ["GatherPaged", "GatherPagedDescriptor", "gather_paged_kernel", "spec_for"]
+
+
+@triton.jit
+def gather_paged_kernel(
+    k_cache,
+    v_cache,
+    slots,
+    k_out,
+    v_out,
+    tokens,
+    capacity,
+    slot_token,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    width,
+    slot_row,
+    k_row,
+    v_row,
+    BLOCK_SIZE: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    K_SLOT: tl.constexpr,
+    K_HEAD: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    V_SLOT: tl.constexpr,
+    V_HEAD: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_HEADS: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_UNIT: tl.constexpr,
+    V_UNIT: tl.constexpr,
+    K_CHUNK: tl.constexpr,
+    V_CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    STORE: tl.constexpr,
+):
+    """Read a tile of tokens, keys where ``program_id(1)`` is 0 and values where it is 1; zeros for a slot out of range."""
+    token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = token < tokens
+    if ROWS:
+        row = token // width
+        column = token % width
+        slot_at = row * slot_row + column * slot_token
+        k_at = row * k_row + column * k_token
+        v_at = row * v_row + column * v_token
+    else:
+        slot_at = token * slot_token
+        k_at = token * k_token
+        v_at = token * v_token
+    slot = tl.load(slots + slot_at, mask=inside, other=-1).to(tl.int64)
+    live = (slot >= 0) & (slot < capacity)
+    block = slot // BLOCK_SIZE
+    offset = slot % BLOCK_SIZE
+    if tl.program_id(1) == 0:
+        k_from = k_cache + (block * K_BLOCK + offset * K_SLOT) * K_UNIT
+        move_rows(k_from, K_HEAD, k_out + k_at * K_UNIT, k_head, live, inside, K_HEADS, K_DIM, K_UNIT, K_CHUNK, STORE)
+    else:
+        v_from = v_cache + (block * V_BLOCK + offset * V_SLOT) * V_UNIT
+        move_rows(v_from, V_HEAD, v_out + v_at * V_UNIT, v_head, live, inside, V_HEADS, V_DIM, V_UNIT, V_CHUNK, STORE)
+
+
+_TOKEN_ARGS = ("k_cache", "v_cache", "slots", "k_out", "v_out", "tokens", "capacity", "slot_token", "k_token", "k_head", "v_token", "v_head")
+_ROW_ARGS = ("width", "slot_row", "k_row", "v_row")
+
+
+def spec_for(request: kvdock.Request, tile: Tile) -> KernelSpec:
+    """Return what to compile for a request."""
+    slots = request.tensor("slot_mapping")
+    rows = len(slots.shape) == 2
+    types = dict.fromkeys(_TOKEN_ARGS + (_ROW_ARGS if rows else ()), "i64") | {"slots": index_type(slots)}
+    constants: dict[str, Any] = {"ROWS": rows, "TILE": tile.tokens, "STORE": tile.store} | ({} if rows else dict.fromkeys(_ROW_ARGS, 0))
+    aligned: tuple[str, ...] = ()
+    for name in ("k", "v"):
+        pool, out = request.tensor(f"{name}_cache"), request.tensor(f"{name}_out")
+        element, size = element_for(pool, [out]), pool.dtype.itemsize
+        block, slot, head, _ = (element.units(stride, size) for stride in pool.strides or (0, 0, 0, 0))
+        heads, dim = int(pool.shape[2] or 0), element.count(int(pool.shape[3] or 0), size)
+        types |= {f"{name}_cache": element.pointer, f"{name}_out": element.pointer}
+        aligned += (f"{name}_cache", f"{name}_out") if element.is_aligned else ()
+        values = {"BLOCK": block, "SLOT": slot, "HEAD": head, "HEADS": heads, "DIM": dim, "UNIT": element.unit, "CHUNK": chunk_for(heads * dim)}
+        constants |= {f"{name.upper()}_{key}": value for key, value in values.items()}
+    constants["BLOCK_SIZE"] = request.tensor("k_cache").shape[1]
+    return KernelSpec.build(gather_paged_kernel, types, constants, aligned, tile.warps)
+
+
+class GatherPagedDescriptor(kvdock.Descriptor):
+    """Launches the kernel."""
+
+    uses_autograd = False  # memory is moved by address
+    notes_capture = True  # a graph needs the compiled kernel alone, which the process keeps
+
+    def __init__(self, request: kvdock.Request, tile: Tile, launch: Launch) -> None:
+        k_cache = request.tensor("k_cache")
+        self._launch, self._tile = launch, tile.tokens
+        self._capacity = int(k_cache.shape[0] or 0) * int(k_cache.shape[1] or 0)
+        self._rows = len(request.tensor("slot_mapping").shape) == 2
+        self._items = []
+        for name in ("k", "v"):
+            pool = request.tensor(f"{name}_cache")
+            element = element_for(pool, [request.tensor(f"{name}_out")])
+            self._items.append(element.size * element.unit // pool.dtype.itemsize)
+
+    def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, *rest: torch.Tensor) -> None:
+        """Fill the outputs, which are the last two arguments, on the current stream of the tensors' device."""
+        k_out, v_out = rest[-2:]
+        tokens, (k_items, v_items) = slot_mapping.numel(), self._items
+        *k_row, k_token, k_head, _ = k_out.stride()
+        *v_row, v_token, v_head, _ = v_out.stride()
+        *slot_row, slot_token = slot_mapping.stride()
+        pointers = (k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr(), k_out.data_ptr(), v_out.data_ptr())
+        steps = (slot_token, k_token // k_items, k_head // k_items, v_token // v_items, v_head // v_items)
+        rows = (slot_mapping.shape[1], slot_row[0], k_row[0] // k_items, v_row[0] // v_items) if self._rows else ()
+        self._launch(ceil_div(tokens, self._tile), 2, *pointers, tokens, self._capacity, *steps, *rows)
+
+
+class GatherPaged(TritonKernel):
+    """Prepares `GatherPagedDescriptor`."""
+
+    def supports(self, request: kvdock.Request) -> Sequence[str]:
+        """Serve every cache that stores bits as they come."""
+        return quantised_reasons(request)
+
+    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+        """Compile the kernel."""
+        tile = self.tuning(request.device).gather
+        return GatherPagedDescriptor(request, tile, self.launch(spec_for(request, tile), request.device))

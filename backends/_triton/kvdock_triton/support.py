@@ -1,0 +1,51 @@
+"""What the kernels need from the backend that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import kvdock
+import torch
+
+from kvdock_triton.launch import KernelSpec, Launch, launcher_for
+from kvdock_triton.tuning import Tuning
+
+if TYPE_CHECKING:
+    from kvdock_triton.base import TritonBackend
+
+__all__ = ["TritonKernel", "ceil_div", "quantised_reasons"]
+
+
+class TritonKernel(kvdock.Kernel):
+    """Base of the kernels.
+
+    Args:
+        backend: whose devices it runs on.
+    """
+
+    def __init__(self, backend: TritonBackend) -> None:
+        self._backend = backend
+
+    def tuning(self, device: torch.device) -> Tuning:
+        """Return the tiles for a device."""
+        return self._backend.tuning(device)
+
+    def skipped(self, device: torch.device) -> int:
+        """Return the address of a device's count of skipped writes."""
+        return self._backend.skip_counter(device).data_ptr()
+
+    def launch(self, spec: KernelSpec, device: torch.device) -> Launch:
+        """Return the launch of a kernel, compiled now."""
+        return launcher_for(spec, device)
+
+
+def ceil_div(number: int, by: int) -> int:
+    """Divide, rounding up."""
+    return -(-number // by)
+
+
+def quantised_reasons(request: kvdock.Request) -> Sequence[str]:
+    """Return the reason against a quantised cache, if it is one."""
+    cache = request.tensor("k_cache")
+    return [f"quantised caches ({cache.dtype}) are not there yet"] if cache.dtype in kvdock.QUANTISED_DTYPES else []
