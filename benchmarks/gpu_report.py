@@ -1,0 +1,77 @@
+"""Turning the figures of `gpu_ops` into a page."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import triton
+
+import kvdock
+
+__all__ = ["card_name", "machine", "markdown"]
+
+
+def card_name() -> str:
+    """Return the card's short name: ``h100``."""
+    words = torch.cuda.get_device_name(0).lower().replace("-", " ").split()
+    return next((word for word in words if any(c.isdigit() for c in word)), words[0])
+
+
+def machine() -> dict[str, str]:
+    """Describe what the figures were taken on."""
+    return {
+        "card": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "CUDA": str(torch.version.cuda),
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "kvdock": kvdock.__version__,
+    }
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Write a table; floats with two or three digits."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    """Write one value."""
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) and value < 2 else f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """Return the page."""
+    parts = [
+        f"# {report['machine']['card']}\n",
+        ", ".join(f"{k} {v}" for k, v in report["machine"].items()) + ". Made by `make gpu-bench`.\n",
+    ]
+    if "host" in report:
+        head = ["call", "us", "quartiles", "to the C++ op", "to Triton's launch"]
+        rows = [
+            [r["call"], round(r["us"], 2), f"{r['low_us']:.2f} .. {r['high_us']:.2f}", r["to_cpp"], r["to_jit"]] for r in report["host"]
+        ]
+        parts += ["## Host time of a call, 8 tokens, bf16, 8 x 128\n", table(head, rows)]
+    if "write" in report:
+        names = ["kvdock", "C++, one block per token", "2 index_copy_", "2 strided copy_"]
+        rows = [[r["geometry"], r["tokens"], r["case"], *(r.get(n) for n in names), r["copy_us"]] for r in report["write"]]
+        parts += [
+            "## `paged_caching_`: speed relative to `copy_` of the same bytes\n",
+            table(["geometry", "tokens", "case", *names, "copy_, us"], rows),
+        ]
+    if "sizes" in report:
+        rows = [[r["tokens"], r["kvdock_us"], r["cpp_us"], r["ratio"]] for r in report["sizes"]]
+        parts += [
+            "## Every size: sliced, random slots, device time in a graph\n",
+            table(["tokens", "kvdock, us", "C++, us", "speed to C++"], rows),
+        ]
+    if "other" in report:
+        rows = [[r["case"], r["tokens"], r["ratio"], r["copy_us"]] for r in report["other"]]
+        parts += ["## The other ops: speed relative to `copy_` of the same bytes\n", table(["case", "tokens", "ratio", "copy_, us"], rows)]
+    return "\n".join(parts)
