@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -174,6 +174,19 @@ class Descriptor(ABC):
         Raises:
             IndexRangeError: on host memory, a value in an index tensor is out of range; nothing was written.
         """
+
+    def fix(self, *args: Any) -> Callable[..., None] | None:
+        """Return a function that repeats this very call on other addresses, or None to be called as usual.
+
+        Args:
+            args: as for a call.
+
+        Returns:
+            A function of the addresses of the tensors among the arguments, in the schema's order. It is called in place of
+            the descriptor when shapes, strides, dtypes and devices are those of ``args``, and row tensors lie at multiples
+            of 16 bytes; core has checked the rest as for any call.
+        """
+        return None
 
     def destroy(self) -> None:  # noqa: B027 - most descriptors hold nothing that needs it
         """Give back what the descriptor holds. Called once, under `Backend.device_guard`; never called again after."""

@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import kvdock
 import torch
 
+import kvdock
 from kvdock_triton.tuning import DEFAULT, Tuning
 
 __all__ = ["TritonBackend"]
@@ -51,7 +51,7 @@ class TritonBackend(kvdock.Backend):
 
     @property
     def module(self) -> Any:
-        """torch's module for these devices, such as `torch.cuda`."""
+        """Torch's module for these devices, such as `torch.cuda`."""
         return torch.get_device_module(self.torch_type)
 
     def probe(self) -> kvdock.Probe:

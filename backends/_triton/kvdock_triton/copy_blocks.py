@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import kvdock
 import torch
 import triton
 import triton.language as tl
-from kvdock.ops.hostcheck import check_pairs
 
+import kvdock
+from kvdock.ops.hostcheck import check_pairs
 from kvdock_triton.elements import Element, chunk_for, element_for, index_type
 from kvdock_triton.launch import KernelSpec, Launch
-from kvdock_triton.rows import count_skipped
 from kvdock_triton.support import TritonKernel, ceil_div, quantised_reasons
 from kvdock_triton.tuning import Tile
 
@@ -92,7 +91,9 @@ def copy_blocks_kernel(
     if piece < K_PIECES:
         copy_piece(k_cache, source, to, live, piece, K_BLOCK, K_OUTER, K_MIDDLE, K_INNER, K_OUTER_STEP, K_MIDDLE_STEP, K_UNIT, K_CHUNK)
     else:
-        copy_piece(v_cache, source, to, live, piece - K_PIECES, V_BLOCK, V_OUTER, V_MIDDLE, V_INNER, V_OUTER_STEP, V_MIDDLE_STEP, V_UNIT, V_CHUNK)
+        copy_piece(
+            v_cache, source, to, live, piece - K_PIECES, V_BLOCK, V_OUTER, V_MIDDLE, V_INNER, V_OUTER_STEP, V_MIDDLE_STEP, V_UNIT, V_CHUNK
+        )
 
 
 def _collapsed(pool: kvdock.TensorMeta) -> tuple[tuple[int, int], tuple[int, int], int]:
@@ -163,7 +164,7 @@ class CopyBlocksDescriptor(kvdock.Descriptor):
             check_pairs(self._op, block_pairs, self._num_blocks)
             block_pairs = block_pairs.to(k_cache.device, non_blocking=True)
         pointers = (k_cache.data_ptr(), v_cache.data_ptr(), block_pairs.data_ptr(), self._skipped)
-        self._launch(block_pairs.shape[0] * self._pieces, 1, *pointers, self._num_blocks, block_pairs.stride(0))
+        self._launch.run(block_pairs.shape[0] * self._pieces, 1, *pointers, self._num_blocks, block_pairs.stride(0))
 
 
 class CopyBlocks(TritonKernel):

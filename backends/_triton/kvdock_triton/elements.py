@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import attrs
+
 import kvdock
 
 __all__ = ["Element", "chunk_for", "element_for", "index_type"]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import kvdock
 import torch
 import triton
 import triton.language as tl
 
+import kvdock
 from kvdock_triton.elements import chunk_for, element_for, index_type
 from kvdock_triton.launch import KernelSpec, Launch
 from kvdock_triton.rows import move_rows
-from kvdock_triton.support import TritonKernel, ceil_div, quantised_reasons
+from kvdock_triton.support import TritonKernel, ceil_div, quantised_reasons, row_bytes
 from kvdock_triton.tuning import Tile
 
 __all__ = ["GatherPaged", "GatherPagedDescriptor", "gather_paged_kernel", "spec_for"]
@@ -81,7 +81,20 @@ def gather_paged_kernel(
         move_rows(v_from, V_HEAD, v_out + v_at * V_UNIT, v_head, live, inside, V_HEADS, V_DIM, V_UNIT, V_CHUNK, STORE)
 
 
-_TOKEN_ARGS = ("k_cache", "v_cache", "slots", "k_out", "v_out", "tokens", "capacity", "slot_token", "k_token", "k_head", "v_token", "v_head")
+_TOKEN_ARGS = (
+    "k_cache",
+    "v_cache",
+    "slots",
+    "k_out",
+    "v_out",
+    "tokens",
+    "capacity",
+    "slot_token",
+    "k_token",
+    "k_head",
+    "v_token",
+    "v_head",
+)
 _ROW_ARGS = ("width", "slot_row", "k_row", "v_row")
 
 
@@ -99,7 +112,15 @@ def spec_for(request: kvdock.Request, tile: Tile) -> KernelSpec:
         heads, dim = int(pool.shape[2] or 0), element.count(int(pool.shape[3] or 0), size)
         types |= {f"{name}_cache": element.pointer, f"{name}_out": element.pointer}
         aligned += (f"{name}_cache", f"{name}_out") if element.is_aligned else ()
-        values = {"BLOCK": block, "SLOT": slot, "HEAD": head, "HEADS": heads, "DIM": dim, "UNIT": element.unit, "CHUNK": chunk_for(heads * dim)}
+        values = {
+            "BLOCK": block,
+            "SLOT": slot,
+            "HEAD": head,
+            "HEADS": heads,
+            "DIM": dim,
+            "UNIT": element.unit,
+            "CHUNK": chunk_for(heads * dim),
+        }
         constants |= {f"{name.upper()}_{key}": value for key, value in values.items()}
     constants["BLOCK_SIZE"] = request.tensor("k_cache").shape[1]
     return KernelSpec.build(gather_paged_kernel, types, constants, aligned, tile.warps)
@@ -125,14 +146,23 @@ class GatherPagedDescriptor(kvdock.Descriptor):
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, *rest: torch.Tensor) -> None:
         """Fill the outputs, which are the last two arguments, on the current stream of the tensors' device."""
         k_out, v_out = rest[-2:]
+        grid, tail = self._plan(slot_mapping, k_out, v_out)
+        self._launch.run(*grid, k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr(), k_out.data_ptr(), v_out.data_ptr(), *tail)
+
+    def fix(self, *args: Any) -> Callable[..., None]:
+        """Settle grid and strides; what is left are the five addresses."""
+        grid, tail = self._plan(args[2], *args[-2:])
+        return self._launch.fix(*grid, 5, tail)
+
+    def _plan(self, slot_mapping: torch.Tensor, k_out: torch.Tensor, v_out: torch.Tensor) -> tuple[tuple[int, int], tuple[int, ...]]:
+        """Return the grid, and the arguments behind the addresses."""
         tokens, (k_items, v_items) = slot_mapping.numel(), self._items
         *k_row, k_token, k_head, _ = k_out.stride()
         *v_row, v_token, v_head, _ = v_out.stride()
         *slot_row, slot_token = slot_mapping.stride()
-        pointers = (k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr(), k_out.data_ptr(), v_out.data_ptr())
         steps = (slot_token, k_token // k_items, k_head // k_items, v_token // v_items, v_head // v_items)
         rows = (slot_mapping.shape[1], slot_row[0], k_row[0] // k_items, v_row[0] // v_items) if self._rows else ()
-        self._launch(ceil_div(tokens, self._tile), 2, *pointers, tokens, self._capacity, *steps, *rows)
+        return (ceil_div(tokens, self._tile), 2), (tokens, self._capacity, *steps, *rows)
 
 
 class GatherPaged(TritonKernel):
@@ -144,5 +174,5 @@ class GatherPaged(TritonKernel):
 
     def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
         """Compile the kernel."""
-        tile = self.tuning(request.device).gather
+        tile = self.tuning(request.device).gather.for_rows(row_bytes(request))
         return GatherPagedDescriptor(request, tile, self.launch(spec_for(request, tile), request.device))

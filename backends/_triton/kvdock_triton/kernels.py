@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import kvdock
-
 from kvdock_triton.copy_blocks import CopyBlocks
 from kvdock_triton.gather_paged import GatherPaged
 from kvdock_triton.paged_caching import PagedCaching

@@ -24,13 +24,33 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-__all__ = ["DIRECT_LAUNCH", "COMPILED", "KernelSpec", "Launch", "compile_for", "describe_launch", "is_interpreting", "launcher_for"]
+__all__ = ["COMPILED", "DIRECT_LAUNCH", "KernelSpec", "Launch", "compile_for", "describe_launch", "is_interpreting", "launcher_for"]
 
 DIRECT_LAUNCH = ("3.6",)
 """Releases of Triton whose C launcher is called directly."""
 
-Launch = Callable[..., None]
-"""``launch(grid_x, grid_y, *run-time arguments)``: pointers as addresses, on the current stream of the kernel's device."""
+
+@attrs.frozen
+class Launch:
+    """A compiled kernel, ready to be launched on the current stream of its device.
+
+    Args:
+        run: ``run(grid_x, grid_y, *run-time arguments)``, pointers as addresses.
+        fix: ``fix(grid_x, grid_y, pointers, tail)`` returns a function of the first ``pointers`` arguments alone, which
+            launches with this grid and these remaining arguments: what can be settled beforehand is.
+    """
+
+    run: Callable[..., None]
+    fix: Callable[[int, int, int, tuple[int, ...]], Callable[..., None]]
+
+
+def _plain(run: Callable[..., None]) -> Launch:
+    """Return a launch whose fixed form does nothing beforehand."""
+
+    def fix(grid_x: int, grid_y: int, pointers: int, tail: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *addresses: run(grid_x, grid_y, *addresses, *tail)
+
+    return Launch(run, fix)
 
 
 @attrs.frozen
@@ -52,7 +72,9 @@ class KernelSpec:
     num_warps: int
 
     @classmethod
-    def build(cls, kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], aligned: tuple[str, ...], num_warps: int) -> KernelSpec:
+    def build(
+        cls, kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], aligned: tuple[str, ...], num_warps: int
+    ) -> KernelSpec:
         """Put a spec together, checking that every parameter has a type or a value."""
         missing = [name for name in kernel.arg_names if name not in types and name not in constants]
         unknown = [name for name in (*types, *constants) if name not in kernel.arg_names]
@@ -60,6 +82,10 @@ class KernelSpec:
             raise TypeError(f"{kernel.__name__}: parameters without type or value: {missing}; unknown: {unknown}")
         ordered = tuple((name, types[name]) for name in kernel.arg_names if name in types)
         return cls(kernel, ordered, tuple(sorted(constants.items())), aligned, num_warps)
+
+    def constant(self, name: str) -> Any:
+        """Return the value of a constant."""
+        return dict(self.constants)[name]
 
     def source(self) -> ASTSource:
         """Return what `triton.compile` takes."""
@@ -131,7 +157,7 @@ def _public(kernel: Any, spec: KernelSpec, device: torch.device) -> Launch:
             stream = driver.get_current_stream(index)
             kernel[(grid_x, grid_y, 1)](*(args[place] if place >= 0 else value for place, value in order), stream=stream)
 
-    return launch
+    return _plain(launch)
 
 
 def _direct(kernel: Any, spec: KernelSpec, index: int) -> Launch:
@@ -144,17 +170,36 @@ def _direct(kernel: Any, spec: KernelSpec, index: int) -> Launch:
 
     kernel._init_handles()
     source = SimpleNamespace(constants={}, signature=dict(enumerate(ty for _, ty in spec.types)), fn=spec.kernel)
-    run = CudaLauncher(source, kernel.metadata).launch
-    function, packed = kernel.function, kernel.packed_metadata
-    stream_of, current_device, guard = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice, torch.cuda.device
+    scope = {
+        "run": CudaLauncher(source, kernel.metadata).launch,
+        "function": kernel.function,
+        "packed": kernel.packed_metadata,
+        "index": index,
+        "stream_of": torch._C._cuda_getCurrentRawStream,
+        "current_device": torch._C._cuda_getDevice,
+        "guard": torch.cuda.device,
+    }
+    names = [name for name, _ in spec.types]
 
-    def launch(grid_x: int, grid_y: int, *args: Any) -> None:
-        if current_device() == index:
-            run(grid_x, grid_y, 1, stream_of(index), function, False, False, None, None, packed, None, None, None, *args)
-        else:  # the legacy default stream, 0, means that of the current device
-            with guard(index):
-                run(grid_x, grid_y, 1, stream_of(index), function, False, False, None, None, packed, None, None, None, *args)
+    def fix(grid_x: int, grid_y: int, pointers: int, tail: tuple[int, ...]) -> Callable[..., None]:
+        fixed = dict(zip(names[pointers:], tail, strict=True))
+        return _function(names[:pointers], names, {**scope, "grid_x": grid_x, "grid_y": grid_y, **fixed})
 
+    return Launch(_function(["grid_x", "grid_y", *names], names, scope), fix)
+
+
+def _function(parameters: list[str], arguments: list[str], scope: dict[str, Any]) -> Callable[..., None]:
+    """Write out a launch: the arguments that are no parameters come from ``scope``.
+
+    Written out, since collecting arguments in tuples costs as much as half of what is left to save. The legacy default
+    stream, 0, is that of the current device: with several devices, the kernel's must be current.
+    """
+    call = f"run(grid_x, grid_y, 1, stream_of(index), function, False, False, None, None, packed, None, None, None, {', '.join(arguments)})"
+    lines = [call] if torch.cuda.device_count() == 1 else [f"if current_device() == index: return {call}", f"with guard(index): {call}"]
+    source = "\n".join([f"def launch({', '.join(parameters)}):", *(f"    {line}" for line in lines)])
+    namespace = dict(scope)
+    exec(compile(source, "<kvdock_triton launch>", "exec"), namespace)  # noqa: S102 - made from parameter names alone
+    launch: Callable[..., None] = namespace["launch"]
     return launch
 
 
@@ -174,7 +219,7 @@ def _interpreted(spec: KernelSpec) -> Launch:
         named = {name: argument(name, value) for name, value in zip(types, args, strict=True)}
         spec.kernel[(grid_x, grid_y, 1)](**named, **constants)
 
-    return launch
+    return _plain(launch)
 
 
 def describe_launch() -> str:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import kvdock
 import torch
 import triton
 import triton.language as tl
 
+import kvdock
 from kvdock_triton.elements import Element, chunk_for, element_for, index_type
 from kvdock_triton.launch import KernelSpec, Launch
 from kvdock_triton.rows import count_skipped, move_rows
-from kvdock_triton.support import TritonKernel, ceil_div, quantised_reasons
+from kvdock_triton.support import TritonKernel, ceil_div, quantised_reasons, row_bytes
 from kvdock_triton.tuning import Tile, Tuning
 
 __all__ = ["PagedCaching", "PagedCachingDescriptor", "paged_caching_kernel", "specs_for"]
@@ -86,7 +86,21 @@ def paged_caching_kernel(
         move_rows(v + v_at * V_UNIT, v_head, v_to, V_HEAD, live, live, V_HEADS, V_DIM, V_UNIT, V_CHUNK, STORE)
 
 
-_TOKEN_ARGS = ("k_cache", "v_cache", "k", "v", "slots", "skipped", "tokens", "capacity", "k_token", "k_head", "v_token", "v_head", "slot_token")
+_TOKEN_ARGS = (
+    "k_cache",
+    "v_cache",
+    "k",
+    "v",
+    "slots",
+    "skipped",
+    "tokens",
+    "capacity",
+    "k_token",
+    "k_head",
+    "v_token",
+    "v_head",
+    "slot_token",
+)
 _ROW_ARGS = ("width", "k_row", "v_row", "slot_row")
 
 
@@ -121,9 +135,11 @@ def specs_for(request: kvdock.Request, tuning: Tuning) -> tuple[KernelSpec, Kern
 
     def spec(tile: Tile, both: bool) -> KernelSpec:
         choice = {"BOTH": both, "TILE": tile.tokens, "STORE": tile.store}
-        return KernelSpec.build(paged_caching_kernel, {name: pointers.get(name, "i64") for name in args}, constants | choice, aligned, tile.warps)
+        return KernelSpec.build(
+            paged_caching_kernel, {name: pointers.get(name, "i64") for name in args}, constants | choice, aligned, tile.warps
+        )
 
-    return spec(tuning.fused, True), spec(tuning.separate, False)
+    return spec(tuning.fused.for_rows(row_bytes(request)), True), spec(tuning.separate.for_rows(row_bytes(request)), False)
 
 
 class PagedCachingDescriptor(kvdock.Descriptor):
@@ -132,12 +148,12 @@ class PagedCachingDescriptor(kvdock.Descriptor):
     uses_autograd = False  # memory is moved by address
     notes_capture = True  # a graph needs the compiled kernel alone, which the process keeps
 
-    def __init__(self, request: kvdock.Request, tuning: Tuning, launches: tuple[Launch, Launch], skipped: int) -> None:
+    def __init__(self, request: kvdock.Request, tiles: tuple[int, int], launches: tuple[Launch, Launch], skipped: int) -> None:
         k_cache, v_cache = request.tensor("k_cache"), request.tensor("v_cache")
         k_element = element_for(k_cache, [request.tensor("k")])
         v_element = element_for(v_cache, [request.tensor("v")])
         self._fused, self._separate = launches
-        self._fused_tile, self._separate_tile = tuning.fused.tokens, tuning.separate.tokens
+        self._fused_tile, self._separate_tile = tiles
         self._skipped = skipped
         self._capacity = int(k_cache.shape[0] or 0) * int(k_cache.shape[1] or 0)
         self._dense = int(k_cache.shape[2] or 0) * int(k_cache.shape[3] or 0)
@@ -150,17 +166,26 @@ class PagedCachingDescriptor(kvdock.Descriptor):
         self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, *scales: Any
     ) -> None:
         """Launch on the current stream of the tensors' device."""
+        launch, grid, tail = self._plan(k, v, slot_mapping)
+        launch.run(*grid, k_cache.data_ptr(), v_cache.data_ptr(), k.data_ptr(), v.data_ptr(), slot_mapping.data_ptr(), *tail)
+
+    def fix(self, *args: Any) -> Callable[..., None]:
+        """Settle grid and strides; what is left are the five addresses."""
+        launch, grid, tail = self._plan(*args[2:5])
+        return launch.fix(*grid, 5, tail)
+
+    def _plan(self, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> tuple[Launch, tuple[int, int], tuple[int, ...]]:
+        """Return the kernel, its grid, and its arguments behind the addresses."""
         tokens, k_items, v_items = slot_mapping.numel(), self._k_items, self._v_items
         *k_row, k_token, k_head, _ = k.stride()
         *v_row, v_token, v_head, _ = v.stride()
         *slot_row, slot_token = slot_mapping.stride()
-        pointers = (k_cache.data_ptr(), v_cache.data_ptr(), k.data_ptr(), v.data_ptr(), slot_mapping.data_ptr(), self._skipped)
-        steps = (k_token // k_items, k_head // k_items, v_token // v_items, v_head // v_items, slot_token)
         rows = (slot_mapping.shape[1], k_row[0] // k_items, v_row[0] // v_items, slot_row[0]) if self._rows else ()
+        steps = (k_token // k_items, k_head // k_items, v_token // v_items, v_head // v_items, slot_token)
+        tail = (self._skipped, tokens, self._capacity, *steps, *rows)
         if k_token == self._dense:
-            self._separate(ceil_div(tokens, self._separate_tile), 2, *pointers, tokens, self._capacity, *steps, *rows)
-        else:
-            self._fused(ceil_div(tokens, self._fused_tile), 1, *pointers, tokens, self._capacity, *steps, *rows)
+            return self._separate, (ceil_div(tokens, self._separate_tile), 2), tail
+        return self._fused, (ceil_div(tokens, self._fused_tile), 1), tail
 
 
 class PagedCaching(TritonKernel):
@@ -172,5 +197,7 @@ class PagedCaching(TritonKernel):
 
     def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
         """Compile both kernels."""
-        fused, separate = (self.launch(spec, request.device) for spec in specs_for(request, self.tuning(request.device)))
-        return PagedCachingDescriptor(request, self.tuning(request.device), (fused, separate), self.skipped(request.device))
+        specs = specs_for(request, self.tuning(request.device))
+        fused, separate = (self.launch(spec, request.device) for spec in specs)
+        tiles = (specs[0].constant("TILE"), specs[1].constant("TILE"))
+        return PagedCachingDescriptor(request, tiles, (fused, separate), self.skipped(request.device))

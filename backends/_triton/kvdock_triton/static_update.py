@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import kvdock
 import torch
 import triton
 import triton.language as tl
-from kvdock.ops.hostcheck import check_lengths
 
+import kvdock
+from kvdock.ops.hostcheck import check_lengths
 from kvdock_triton.elements import chunk_for, element_for, index_type
 from kvdock_triton.launch import KernelSpec, Launch
 from kvdock_triton.rows import count_skipped, move_rows
-from kvdock_triton.support import TritonKernel, ceil_div, quantised_reasons
+from kvdock_triton.support import TritonKernel, ceil_div, quantised_reasons, row_bytes
 from kvdock_triton.tuning import Tile
 
 __all__ = ["StaticUpdate", "StaticUpdateDescriptor", "spec_for", "static_update_kernel"]
@@ -96,7 +96,15 @@ def spec_for(request: kvdock.Request, tile: Tile) -> KernelSpec:
         heads, dim = int(pool.shape[1] or 0), element.count(int(pool.shape[3] or 0), size)
         types |= {name: element.pointer, f"{name}_cache": element.pointer}
         aligned += (name, f"{name}_cache") if element.is_aligned else ()
-        values = {"ROW": row, "HEAD": head, "POSITION": position, "HEADS": heads, "DIM": dim, "UNIT": element.unit, "CHUNK": chunk_for(heads * dim)}
+        values = {
+            "ROW": row,
+            "HEAD": head,
+            "POSITION": position,
+            "HEADS": heads,
+            "DIM": dim,
+            "UNIT": element.unit,
+            "CHUNK": chunk_for(heads * dim),
+        }
         constants |= {f"{name.upper()}_{key}": value for key, value in values.items()}
     return KernelSpec.build(static_update_kernel, types, constants, aligned, tile.warps)
 
@@ -116,7 +124,9 @@ class StaticUpdateDescriptor(kvdock.Descriptor):
             element = element_for(pool, [request.tensor(name)])
             self._items.append(element.size * element.unit // pool.dtype.itemsize)
 
-    def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache_lengths: int | torch.Tensor) -> None:
+    def __call__(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache_lengths: int | torch.Tensor
+    ) -> None:
         """Launch on the current stream of the tensors' device."""
         rows, _, new, _ = k.shape
         if isinstance(cache_lengths, int):
@@ -126,7 +136,7 @@ class StaticUpdateDescriptor(kvdock.Descriptor):
             tail = (cache_lengths.data_ptr(), cache_lengths.stride(0) if cache_lengths.numel() > 1 else 0)
         pointers = (k_cache.data_ptr(), v_cache.data_ptr(), k.data_ptr(), v.data_ptr(), self._skipped)
         steps = [stride // items for tensor, items in zip((k, v), self._items, strict=True) for stride in tensor.stride()[:3]]
-        self._launch(ceil_div(rows * new, self._tile), 1, *pointers, rows, new, self._capacity, *steps, *tail)
+        self._launch.run(ceil_div(rows * new, self._tile), 1, *pointers, rows, new, self._capacity, *steps, *tail)
 
 
 class StaticUpdate(TritonKernel):
@@ -138,6 +148,6 @@ class StaticUpdate(TritonKernel):
 
     def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
         """Compile the kernel."""
-        tile = self.tuning(request.device).static
+        tile = self.tuning(request.device).static.for_rows(row_bytes(request, heads_at=1))
         launch = self.launch(spec_for(request, tile), request.device)
         return StaticUpdateDescriptor(request, tile, launch, self.skipped(request.device))

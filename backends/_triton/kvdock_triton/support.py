@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import kvdock
 import torch
 
+import kvdock
 from kvdock_triton.launch import KernelSpec, Launch, launcher_for
 from kvdock_triton.tuning import Tuning
 
 if TYPE_CHECKING:
     from kvdock_triton.base import TritonBackend
 
-__all__ = ["TritonKernel", "ceil_div", "quantised_reasons"]
+__all__ = ["TritonKernel", "ceil_div", "quantised_reasons", "row_bytes"]
 
 
 class TritonKernel(kvdock.Kernel):
@@ -49,3 +49,14 @@ def quantised_reasons(request: kvdock.Request) -> Sequence[str]:
     """Return the reason against a quantised cache, if it is one."""
     cache = request.tensor("k_cache")
     return [f"quantised caches ({cache.dtype}) are not there yet"] if cache.dtype in kvdock.QUANTISED_DTYPES else []
+
+
+def row_bytes(request: kvdock.Request, heads_at: int = 2) -> int:
+    """Return the bytes of a row of keys, or of values if that is longer: what one token takes in one cache.
+
+    Args:
+        request: what is prepared.
+        heads_at: which dimension of a cache counts its heads; its last is their length.
+    """
+    pools = [request.tensor(name) for name in ("k_cache", "v_cache")]
+    return max(int(pool.shape[heads_at] or 1) * int(pool.shape[-1] or 1) * pool.dtype.itemsize for pool in pools)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import attrs
 
-__all__ = ["DEFAULT", "Tile", "Tuning"]
+__all__ = ["DEFAULT", "MOST_TOKENS", "TUNED_ROW_BYTES", "Tile", "Tuning"]
+
+TUNED_ROW_BYTES = 2048
+"""Bytes of a row of keys on which tiles are tuned: 8 heads of 128 elements of 2 bytes."""
+
+MOST_TOKENS = 32
+"""Tokens of a program at most, however short the rows."""
 
 
 @attrs.frozen
@@ -20,6 +26,11 @@ class Tile:
     tokens: int
     warps: int
     store: str = ""
+
+    def for_rows(self, row_bytes: int) -> Tile:
+        """Return the tile for rows of so many bytes: about as many bytes per program as for the rows it was tuned on."""
+        tokens = max(self.tokens * TUNED_ROW_BYTES // row_bytes, 1)
+        return attrs.evolve(self, tokens=min(1 << (tokens.bit_length() - 1), MOST_TOKENS))
 
 
 @attrs.frozen

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from kvdock_triton import TritonBackend, Tuning
 
 from kvdock_cuda.driver import driver_version
 from kvdock_cuda.tuning import TABLE
+from kvdock_triton import TritonBackend, Tuning
 
 __all__ = ["CudaBackend"]
 

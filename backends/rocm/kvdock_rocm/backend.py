@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from kvdock_triton import TritonBackend, Tuning
 
 from kvdock_rocm.tuning import TABLE
+from kvdock_triton import TritonBackend, Tuning
 
 __all__ = ["RocmBackend"]
 

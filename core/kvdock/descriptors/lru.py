@@ -85,6 +85,8 @@ class LRUDescriptorCache(Generic[V]):
         """The entries by key: read by the quick path of a call, which stamps what it finds (see `touch`)."""
         self.clock = 0
         """Uses so far: hits and puts. An entry is stamped with it."""
+        self.removals = 0
+        """Descriptors that have left so far, for whatever reason. Who kept one must look it up again when this changes."""
         self._destroyer = destroyer
         self._in_use = in_use
         self._owner = threading.get_ident()
@@ -143,6 +145,7 @@ class LRUDescriptorCache(Generic[V]):
 
     def _leave(self, value: V) -> None:
         """Destroy a descriptor, or remember to if it is running."""
+        self.removals += 1
         if self._in_use is not None and self._in_use(value):
             self._limbo.append(value)
         else:
@@ -194,6 +197,7 @@ class LRUDescriptorCache(Generic[V]):
         """Destroy everything that is left, pinned or not: the thread or the process ends."""
         values = [*self._limbo, *(entry.value for entry in self.entries.values())]
         self._limbo.clear()
+        self.removals += 1
         self.entries.clear()
         self._destroy(values)
 
@@ -201,6 +205,7 @@ class LRUDescriptorCache(Generic[V]):
         """Forget everything without destroying it, and return it: a forked child must not touch its parent's descriptors."""
         values = [*self._limbo, *(entry.value for entry in self.entries.values())]
         self._limbo.clear()
+        self.removals += 1
         self.entries.clear()
         return values
 

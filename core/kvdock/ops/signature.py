@@ -36,6 +36,7 @@ from typing import Any
 import torch
 
 from kvdock.ops.geometry import MAX_ALIGNMENT, normalised
+from kvdock.ops.memo import Memory, remember
 from kvdock.ops.schema import Arg, Dim, OpSchema, Role
 from kvdock.ops.variants import HOST_INT_RANK, Variant, pivot_of, variants_of
 
@@ -48,8 +49,9 @@ __all__ = ["GENERATED", "binder_source", "compile_binder", "compile_call", "dire
 class _Source:
     """Writes the source of one variant."""
 
-    def __init__(self, schema: OpSchema, variant: Variant) -> None:
+    def __init__(self, schema: OpSchema, variant: Variant, *, is_bound: bool = False) -> None:
         self.schema = schema
+        self.is_bound = is_bound
         self.variant = variant
         self.static = [arg.name for arg in schema.static_args]
         self.sized: set[str] = set()  # run-time words that a line above has bound
@@ -202,6 +204,13 @@ class _Source:
         yield "    plan = entry.value"
         yield "    entry.used = cache.clock = cache.clock + 1"
         yield from self.overlap_lines()
+        if memorable(self.schema):
+            size, tensors = sorted(self.sized)[0], ", ".join(_tensors(self.schema))
+            yield "state = memory.state"
+            yield f"if state.size != {size}: state.size = {size}"
+            yield f"elif entry is not None and not ({_row_addresses(self.schema)}) & {MAX_ALIGNMENT - 1}:"
+            arguments = f"({names},), ({tensors},), {len(self.static) if self.is_bound else 0}"
+            yield f"    remember(state, plan, entry, cache, chooser.epoch, settings.generation, {arguments})"
         yield f"plan.run({names})"
 
     def _guarded(self, lines: Sequence[str]) -> list[str]:
@@ -225,12 +234,55 @@ def _function(name: str, args: Sequence[str], lines: Sequence[str]) -> str:
     return "\n".join([f"def {name}({', '.join(args)}):", *("    " + line for text in lines for line in text.splitlines())])
 
 
+def memorable(schema: OpSchema) -> bool:
+    """Whether calls of an op are remembered: where every argument but the optional ones is a tensor."""
+    return all(arg.optional or arg.role in (Role.TENSOR, Role.MUTATED) for arg in schema.args)
+
+
+def _tensors(schema: OpSchema) -> list[str]:
+    """Return the arguments that are tensors in every call."""
+    return [arg.name for arg in schema.args if not arg.optional]
+
+
+def _row_addresses(schema: OpSchema) -> str:
+    """Write the bits of the addresses of all tensors that hold rows: indices are read one by one, wherever they lie."""
+    rows = [name for name in _tensors(schema) if not schema.arg(name).shapes()[0][-1].runtime]
+    return " | ".join(f"{name}_ptr" for name in rows)
+
+
+def _memo_lines(schema: OpSchema, bound: Sequence[str]) -> Iterator[str]:
+    """Write the head of a call: one that is just like the last of this thread is launched at once. See `kvdock.ops.memo`."""
+    tensors, mutated = _tensors(schema), [arg.name for arg in schema.mutated]
+    sources = [name for name in tensors if name not in mutated]
+    extents = ", ".join(f"{name}_extent" for name in tensors)
+    absent = "".join(f" and {arg.name} is None" for arg in schema.args if arg.optional)
+    yield "memo = memory.state.memo"
+    yield f"if memo is not None and mode is None{absent}:"
+    yield f"    check, epoch, generation, removals, fixed, plan, entry, cache, {extents} = memo"
+    yield f"    try: same = check({', '.join(name for name in tensors if name not in bound)})"
+    yield "    except TypeError: same = False"
+    yield "    if same and epoch == chooser.epoch and generation == settings.generation and removals == cache.removals:"
+    for name in tensors:
+        yield f"        {name}_ptr = {name}.data_ptr()"
+    yield f"        low, high = {mutated[0]}_ptr, {mutated[0]}_ptr + {mutated[0]}_extent"
+    for name in mutated[1:]:
+        yield f"        if {name}_ptr < low: low = {name}_ptr"
+        yield f"        if {name}_ptr + {name}_extent > high: high = {name}_ptr + {name}_extent"
+    near = " or ".join(f"{name}_ptr < high and low < {name}_ptr + {name}_extent" for name in sources)
+    doubled = " or ".join(f"{a}_ptr == {b}_ptr" for a, b in itertools.combinations(mutated, 2))
+    yield f"        if not (({_row_addresses(schema)}) & {MAX_ALIGNMENT - 1} or {doubled} or {near}):"
+    yield "            entry.used = cache.clock = cache.clock + 1"
+    yield f"            if fixed is not None: return fixed({', '.join(f'{name}_ptr' for name in tensors)})"
+    yield f"            return plan.run({', '.join(schema.arg_names)})"
+
+
 def _entry(schema: OpSchema, variants: Sequence[Variant], args: Sequence[str]) -> str:
-    """Write the function that reads the mode, and picks a body by the rank of the pivot argument."""
-    every = ", ".join(schema.arg_names)
+    """Write the function that reads the mode, tries the memo, and picks a body by the rank of the pivot argument."""
+    every, bound = ", ".join(schema.arg_names), [name for name in schema.arg_names if name not in args]
     lines = [
         f"if is_compiling(): return slow(({every},), None)",
         "mode = get_mode()",
+        *(_memo_lines(schema, bound) if memorable(schema) else ()),
         f"named = own_name if mode is None else enter(mode, ({every},), own_name)",
         f"rank = {_rank_source(schema.args[pivot_of(schema)])}",
         *(f"if rank == {variant.pivot_rank}: return body{variant.number}({', '.join(args)}, named)" for variant in variants),
@@ -258,8 +310,9 @@ def binder_source(schema: OpSchema) -> str:
     static = [arg.name for arg in schema.static_args]
     rest = [name for name in schema.arg_names if name not in static]
     lines = [
+        "memory = Memory()",
         *_Source(schema, variants[0]).static_lines(),
-        *(_Source(schema, variant).bound_body() for variant in variants),
+        *(_Source(schema, variant, is_bound=True).bound_body() for variant in variants),
         _entry(schema, variants, rest),
         "return call",
     ]
@@ -279,7 +332,7 @@ def _substitute(expression: str, words: dict[str, str]) -> str:
 
 def _compile(source: str, what: str, scope: dict[str, Any]) -> dict[str, Any]:
     """Execute generated source. It is made from schemas only, never from what a user passes."""
-    namespace = {"normalised": normalised, "is_compiling": torch.compiler.is_compiling, **scope}
+    namespace = {"normalised": normalised, "is_compiling": torch.compiler.is_compiling, "remember": remember, "Memory": Memory, **scope}
     exec(compile(source, f"{GENERATED}{what}>", "exec"), namespace)  # noqa: S102
     return namespace
 
@@ -291,7 +344,7 @@ def compile_call(schema: OpSchema, scope: dict[str, Any]) -> Callable[..., None]
         schema: the op.
         scope: what the source refers to: ``slow``, ``prepare``, ``enter``, ``get_mode``, ``chooser``, ``settings`` and ``local``.
     """
-    call: Callable[..., None] = _compile(direct_source(schema), schema.name, {**scope, "own_name": None})["call"]
+    call: Callable[..., None] = _compile(direct_source(schema), schema.name, {**scope, "own_name": None, "memory": Memory()})["call"]
     return call
 
 
