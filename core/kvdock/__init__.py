@@ -26,6 +26,7 @@ from kvdock.errors import (
     OutOfBlocksError,
     PluginError,
     UnsupportedError,
+    WrongThreadError,
 )
 from kvdock.interface import (
     HOST_INT,
@@ -92,6 +93,7 @@ __all__ = [
     "StaticKVCacheConfig",
     "TensorMeta",
     "UnsupportedError",
+    "WrongThreadError",
     "create_cache",
     "debug",
     "hookimpl",

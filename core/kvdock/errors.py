@@ -10,6 +10,7 @@ Each derives from `KVDockError` and from the built-in that fits, so that `except
     │   └── OutOfBlocksError                          a pool without enough free blocks
     ├── UnsupportedError       (NotImplementedError)  a request that no kernel serves (yet)
     ├── DroppedCacheError      (RuntimeError)         a cache used after `drop()`
+    ├── WrongThreadError       (RuntimeError)         what belongs to one thread, used by another
     └── BackendError           (RuntimeError)
         ├── NoBackendError                            no backend claims the device
         ├── BackendUnavailableError                   asked for by name, and not usable
@@ -38,6 +39,7 @@ __all__ = [
     "OutOfBlocksError",
     "PluginError",
     "UnsupportedError",
+    "WrongThreadError",
 ]
 
 
@@ -104,6 +106,10 @@ class UnsupportedError(KVDockError, NotImplementedError):
 
 class DroppedCacheError(KVDockError, RuntimeError):
     """A cache was used after `drop()` gave its memory back."""
+
+
+class WrongThreadError(KVDockError, RuntimeError):
+    """Something that belongs to one thread was used by another. Nothing was changed."""
 
 
 class BackendError(KVDockError, RuntimeError):

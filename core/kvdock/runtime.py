@@ -16,7 +16,7 @@ from kvdock.ops.dispatcher import OpDispatcher
 from kvdock.ops.portable import SKIPPED
 from kvdock.plugins.registry import Registry
 
-__all__ = ["Runtime", "default"]
+__all__ = ["Runtime", "default", "made"]
 
 
 class Runtime:
@@ -52,6 +52,11 @@ def default() -> Runtime:
         with _lock:
             if _default is None:
                 _default = Runtime()
+    return _default
+
+
+def made() -> Runtime | None:
+    """Return the process's runtime if it has been used; asking does not make it."""
     return _default
 
 

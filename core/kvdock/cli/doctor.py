@@ -1,4 +1,4 @@
-"""``kvdock doctor``: versions, environment, and what becomes of every plugin, each tried in a process of its own."""
+"""``kvdock doctor``: versions, environment, descriptors, and what becomes of every plugin, each tried in a process of its own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import attrs
 import typer
 
+from kvdock import runtime
+from kvdock.cli.counters import counters, show_counters
 from kvdock.cli.isolated import examine
 from kvdock.cli.output import JsonFlag, errors_shown, show_json, show_lines, show_table
 from kvdock.cli.versions import versions
@@ -31,12 +33,14 @@ class Diagnosis:
         environment: kvdock's environment variables that are set.
         plugins: one record per plugin.
         notes: what the user should be told beside the records.
+        descriptors: what the descriptor caches of this process have counted, by op and device; see `kvdock.cli.counters`.
     """
 
     versions: dict[str, str]
     environment: dict[str, str]
     plugins: tuple[PluginRecord, ...]
     notes: tuple[str, ...]
+    descriptors: tuple[dict[str, Any], ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -51,6 +55,7 @@ class Diagnosis:
             "environment": self.environment,
             "plugins": [record.as_dict() for record in self.plugins],
             "notes": list(self.notes),
+            "descriptors": list(self.descriptors),
         }
 
 
@@ -70,7 +75,7 @@ def diagnose(timeout_s: float) -> Diagnosis:
     records = sorted([*todo.refused, *(item.record for item in examined)], key=lambda record: (record.name, record.distribution or ""))
     notes = (*unreadable, *todo.notes, *(note for item in examined for note in item.notes))
     environment = {key: value for key, value in sorted(os.environ.items()) if key.startswith("KVDOCK_") and key != MARKER}
-    return Diagnosis(versions(), environment, tuple(mark_name_conflicts(records)), notes)
+    return Diagnosis(versions(), environment, tuple(mark_name_conflicts(records)), notes, tuple(counters(runtime.made())))
 
 
 def command(
@@ -96,8 +101,17 @@ def _show(diagnosis: Diagnosis) -> None:
     for record in diagnosis.plugins:
         if record.traceback:
             show_lines(f"--- {record.label}", record.traceback.rstrip())
+    _show_descriptors(diagnosis)
     broken = [record.name for record in diagnosis.plugins if not record.state.fine]
     show_lines(f"needs attention: {', '.join(broken)}" if broken else "everything is fine")
+
+
+def _show_descriptors(diagnosis: Diagnosis) -> None:
+    """Print what was prepared in this process, or how to try it."""
+    if diagnosis.descriptors:
+        show_counters(diagnosis.descriptors)
+    else:
+        show_lines("descriptors: this process has called no op; `kvdock explain OP --run 3` prepares one, calls it and counts")
 
 
 def _row(record: PluginRecord) -> tuple[str, ...]:

@@ -1,7 +1,10 @@
-"""``kvdock explain OP``: which kernel would run, and why each other would not."""
+"""``kvdock explain OP``: which kernel would run, and why each other would not; with ``--run``, what it costs to prepare it."""
 
 from __future__ import annotations
 
+import contextlib
+import statistics
+import time
 import warnings
 from typing import Annotated, Any
 
@@ -10,14 +13,18 @@ import torch
 import typer
 
 from kvdock import runtime
+from kvdock.cli.counters import counters, show_counters
 from kvdock.cli.output import JsonFlag, errors_shown, show_json, show_lines
 from kvdock.errors import ArgumentValueError, KVDockWarning
 from kvdock.ops.catalog import CATALOG, example
+from kvdock.ops.dispatcher import OpDispatcher
+from kvdock.ops.modes import use_backend
+from kvdock.ops.schema import Arg, Role
 
 __all__ = ["command", "explain"]
 
 
-def explain(op: str, *, device: str, dtype: str, backend: str | None, sizes: dict[str, int]) -> dict[str, Any]:
+def explain(op: str, *, device: str, dtype: str, backend: str | None, sizes: dict[str, int], calls: int = 0) -> dict[str, Any]:
     """Return which kernel of the process's runtime would serve an example call, as what JSON can hold.
 
     Args:
@@ -26,6 +33,11 @@ def explain(op: str, *, device: str, dtype: str, backend: str | None, sizes: dic
         dtype: torch's name of the cache dtype.
         backend: backend to ask for by name, or None.
         sizes: heads, head_dim and block_size of the example.
+        calls: how often to call the op with the example, really, in this process and thread. 0 prepares and runs nothing.
+
+    Returns:
+        The explanation; under ``descriptors`` what this process's caches have counted for the op; after calls, under
+        ``run``, what these took.
 
     Raises:
         ArgumentValueError: no such op, dtype or device.
@@ -39,8 +51,28 @@ def explain(op: str, *, device: str, dtype: str, backend: str | None, sizes: dic
         warnings.simplefilter("ignore", KVDockWarning)  # broken plugins are listed below
         explanation = current.dispatcher.explain(op, args, backend)
         others = current.registry.candidates(args[0].device)
+        ran = {"run": _run(current.dispatcher, op, args, backend, calls)} if calls else {}
     candidates = [attrs.asdict(item) | {"state": item.state.value} for item in others]
-    return {**attrs.asdict(explanation), "candidates": candidates}
+    return {**attrs.asdict(explanation), "candidates": candidates, **ran, "descriptors": counters(current, op)}
+
+
+def _run(dispatcher: OpDispatcher, op: str, args: tuple[Any, ...], backend: str | None, calls: int) -> dict[str, Any]:
+    """Call an op a number of times, and return how long the first call and those after it took on the host."""
+    values = [_filled(arg, value) for arg, value in zip(CATALOG[op].args, args, strict=True)]
+    taken = []
+    with contextlib.nullcontext() if backend is None else use_backend(backend):
+        for _ in range(calls):
+            start = time.perf_counter()
+            dispatcher.op(op).call(*values)
+            taken.append(time.perf_counter() - start)
+    return {"calls": calls, "first_call_s": taken[0], "later_call_s": statistics.median(taken[1:]) if calls > 1 else None}
+
+
+def _filled(arg: Arg, value: Any) -> Any:
+    """Return an argument of the example with indices that differ: pairs of zeros would copy a block onto itself."""
+    if arg.role is not Role.TENSOR or not isinstance(value, torch.Tensor) or value.is_floating_point() or value.numel() < 2:
+        return value
+    return torch.arange(value.numel(), dtype=value.dtype, device=value.device).reshape(value.shape)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -68,12 +100,13 @@ def command(
     head_dim: Annotated[int, typer.Option(min=1, help="Elements per head.")] = 128,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = 16,
     backend: Annotated[str | None, typer.Option(help="Backend to ask for by name.")] = None,
+    run: Annotated[int, typer.Option(min=0, help="Prepare it, call it this often with small tensors, and show the counters.")] = 0,
     json_output: JsonFlag = False,
 ) -> None:
     """Say which kernel would serve OP, and why each other candidate would not."""
     sizes = {"heads": heads, "head_dim": head_dim, "block_size": block_size}
     with errors_shown("explain", json_output):
-        found = explain(op, device=device, dtype=dtype, backend=backend, sizes=sizes)
+        found = explain(op, device=device, dtype=dtype, backend=backend, sizes=sizes, calls=run)
     if json_output:
         show_json("explain", found)
     else:
@@ -87,4 +120,15 @@ def _show(found: dict[str, Any]) -> None:
         f"backend: {found['backend']} ({found['backend_reason']})",
         *(f"not {name}: {', '.join(reasons)}" for name, reasons in found["rejected"]),
         *(f"other backend {item['name']}: {item['reason']}" for item in found["candidates"] if item["name"] != found["backend"]),
+        *([_run_text(found["run"])] if "run" in found else []),
     )
+    if found["descriptors"]:
+        show_counters(found["descriptors"])
+    else:
+        show_lines("descriptors: this process has not called it; --run 3 prepares one, calls it and counts")
+
+
+def _run_text(run: dict[str, Any]) -> str:
+    """Say what the calls took."""
+    later = "" if run["later_call_s"] is None else f", each later one {run['later_call_s'] * 1e6:.1f} us"
+    return f"called {run['calls']} times: the first took {run['first_call_s'] * 1e3:.3f} ms of host time{later}"

@@ -6,49 +6,23 @@ which is rare and over at most `capacity` entries.
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import os
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable
+from types import FrameType
 from typing import Generic, TypeVar
 
-import attrs
+from kvdock.descriptors.departures import Departures, is_pinned
+from kvdock.descriptors.lifetimes import track
+from kvdock.descriptors.stats import CacheStats
+from kvdock.errors import WrongThreadError
+from kvdock.spec import check_int
 
-from kvdock.errors import ArgumentTypeError, ArgumentValueError
-
-__all__ = ["CacheStats", "Entry", "LRUDescriptorCache"]
+__all__ = ["Entry", "LRUDescriptorCache"]
 
 V = TypeVar("V")
-
-_log = logging.getLogger("kvdock.descriptors")
-
-
-@attrs.frozen
-class CacheStats:
-    """What happened in a descriptor cache since it was made.
-
-    Args:
-        hits: look-ups that found a descriptor.
-        misses: look-ups that did not.
-        evictions: descriptors that left to make room.
-        destroyed: descriptors handed to the destroyer, for whatever reason.
-        failures: destroyers that raised; each is logged.
-        size: descriptors held now.
-        capacity: how many are held at most, pinned ones aside.
-        prepare_s: seconds spent preparing what was put in, as far as the caller said.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-    destroyed: int = 0
-    failures: int = 0
-    size: int = 0
-    capacity: int = 0
-    prepare_s: float = 0.0
-
-    def __add__(self, other: CacheStats) -> CacheStats:
-        """Add up two caches."""
-        return CacheStats(*(a + b for a, b in zip(attrs.astuple(self), attrs.astuple(other), strict=True)))
 
 
 class Entry(Generic[V]):
@@ -67,37 +41,52 @@ class LRUDescriptorCache(Generic[V]):
     It belongs to the thread that made it: only that thread may look up, put and resize. `clear` from another thread is a
     request, which the owner carries out at its next call, since a descriptor must be destroyed by the thread that uses it.
 
+    When the cache is dropped, as at the end of its thread, or when the interpreter exits, what it holds is destroyed. In a
+    forked child it is empty, and what the parent held is never destroyed there.
+
+    A descriptor with a true attribute ``pinned`` never leaves, since a captured graph may launch it again: it does not
+    count towards the capacity, stays when the cache is cleared, and is destroyed when the interpreter exits.
+
     Args:
         capacity: descriptors held at most, at least 1.
         destroyer: called once with each descriptor that leaves. One that raises is logged and counted, and the others are
             destroyed all the same.
-        in_use: whether a descriptor is running right now, further up in this thread: it then leaves, and is destroyed at a
-            later call.
-
-    A descriptor with a true attribute ``pinned`` never leaves to make room: a captured graph may launch it again.
+        in_use: given a descriptor and the innermost frame of a thread, says whether it is running further up that stack. It
+            then leaves, and is destroyed at a later call. Without it, descriptors are taken to be idle between calls.
 
     Raises:
+        ArgumentTypeError: a capacity that is no int.
         ArgumentValueError: a capacity below 1.
     """
 
-    def __init__(self, capacity: int, destroyer: Callable[[V], None] | None = None, *, in_use: Callable[[V], bool] | None = None) -> None:
+    def __init__(
+        self, capacity: int, destroyer: Callable[[V], None] | None = None, *, in_use: Callable[[V, FrameType], bool] | None = None
+    ) -> None:
         self.entries: dict[Hashable, Entry[V]] = {}
         """The entries by key: read by the quick path of a call, which stamps what it finds (see `touch`)."""
         self.clock = 0
         """Uses so far: hits and puts. An entry is stamped with it."""
         self.removals = 0
-        """Descriptors that have left so far, for whatever reason. Who kept one must look it up again when this changes."""
-        self._destroyer = destroyer
-        self._in_use = in_use
+        """Counted up whenever descriptors leave. Who kept one must look it up again when this changes."""
+        self._departures = Departures(destroyer, in_use)
+        self._begin()
+        self._capacity = check_int("LRUDescriptorCache: capacity", capacity, 1)
+        track(self)
+
+    def _begin(self) -> None:
+        """Belong to the calling thread of this process, and start counting."""
         self._owner = threading.get_ident()
-        self._limbo: list[V] = []
+        self._pid = os.getpid()
         self._clear_requested = False
-        self._puts = self._misses = self._evictions = self._destroyed = self._failures = 0
+        self.clock = self._puts = self._misses = self._evictions = 0
         self._prepare_s = 0.0
-        self._capacity = _check_capacity(capacity)
 
     def get(self, key: Hashable) -> V | None:
-        """Return the descriptor of a key and count a hit, or None and count a miss."""
+        """Return the descriptor of a key and count a hit, or None and count a miss.
+
+        Raises:
+            WrongThreadError: called from another thread than the one that made the cache.
+        """
         self._settle()
         entry = self.entries.get(key)
         if entry is None:
@@ -116,8 +105,11 @@ class LRUDescriptorCache(Generic[V]):
 
         Args:
             key: exact static signature; compared for equality.
-            value: the descriptor.
+            value: the descriptor. It may be in one cache only, under one key.
             prepare_s: seconds that preparing it took, for the statistics.
+
+        Raises:
+            WrongThreadError: called from another thread than the one that made the cache.
         """
         self._settle()
         old = self.entries.get(key)
@@ -126,88 +118,107 @@ class LRUDescriptorCache(Generic[V]):
         self.entries[key] = Entry(value, self.clock)
         self._prepare_s += prepare_s
         if old is not None and old.value is not value:
-            self._leave(old.value)
-        self._make_room(keep=key)
+            self.removals += 1
+            self.dispose(old.value)
+        self._make_room()
 
     def count_miss(self) -> None:
         """Count a look-up that the quick path of a call did itself, without finding anything."""
         self._misses += 1
 
-    def _make_room(self, keep: Hashable = None) -> None:
-        """Let the least recently used go until no more than ``capacity`` are left; pinned ones stay."""
-        excess = len(self.entries) - self._capacity
-        if excess <= 0:
-            return
-        free = [key for key, entry in self.entries.items() if key != keep and not _pinned(entry.value)]
-        for key in sorted(free, key=lambda key: self.entries[key].used)[:excess]:
-            self._evictions += 1
-            self._leave(self.entries.pop(key).value)
-
-    def _leave(self, value: V) -> None:
-        """Destroy a descriptor, or remember to if it is running."""
-        self.removals += 1
-        if self._in_use is not None and self._in_use(value):
-            self._limbo.append(value)
-        else:
-            self._destroy([value])
-
-    def _destroy(self, values: Iterable[V]) -> None:
-        """Hand descriptors to the destroyer, each of them whatever the others do."""
-        for value in values:
-            self._destroyed += 1
-            if self._destroyer is None:
-                continue
-            try:
-                self._destroyer(value)
-            except Exception:
-                self._failures += 1
-                _log.exception("destroying descriptor %r raised; the others are destroyed all the same", value)
-
-    def _settle(self) -> None:
-        """Do what was put off: a clear that another thread asked for, and descriptors that were running."""
-        if self._clear_requested:
-            self._clear_requested = False
-            self._drop_all()
-        if self._limbo:
-            waiting, self._limbo = self._limbo, []
-            for value in waiting:
-                self._leave(value)
+    def dispose(self, value: V) -> None:
+        """Destroy a descriptor that was prepared and used without being kept here; it is counted like the others."""
+        self._departures.add([value])
+        self._departures.settle()
 
     def resize(self, capacity: int) -> None:
-        """Change the capacity; what is too much leaves at once."""
-        self._capacity = _check_capacity(capacity)
+        """Change the capacity; what is too much leaves at once.
+
+        Raises:
+            ArgumentTypeError: a capacity that is no int.
+            ArgumentValueError: a capacity below 1.
+            WrongThreadError: called from another thread than the one that made the cache.
+        """
+        checked = check_int("LRUDescriptorCache: capacity", capacity, 1)
         self._settle()
+        self._capacity = checked
         self._make_room()
 
     def clear(self) -> None:
         """Destroy everything, pinned descriptors aside. From another thread: ask the owner to, at its next call."""
-        if threading.get_ident() != self._owner:
-            self._clear_requested = True
-            return
-        self._settle()
-        self._drop_all()
+        self._clear_requested = True
+        if threading.get_ident() == self._owner:
+            self._settle()
 
-    def _drop_all(self) -> None:
-        """Let go of everything that is not pinned."""
-        dropped = [key for key, entry in self.entries.items() if not _pinned(entry.value)]
-        for value in [self.entries.pop(key).value for key in dropped]:
-            self._leave(value)
+    def _settle(self) -> None:
+        """Do what was put off: a clear that was asked for, and descriptors that were running."""
+        if threading.get_ident() != self._owner:
+            raise WrongThreadError(
+                "LRUDescriptorCache",
+                expected=f"calls from thread {self._owner}, which made it",
+                got=f"a call from thread {threading.get_ident()}",
+                fix="make one in each thread; only clear() may come from another",
+            )
+        if self._clear_requested:
+            self._clear_requested = False
+            self._remove([key for key, entry in list(self.entries.items()) if not is_pinned(entry.value)])
+        if self._departures:
+            self._departures.settle()
+
+    def _make_room(self) -> None:
+        """Let the least recently used go until no more than ``capacity`` are left, pinned ones aside."""
+        if len(self.entries) <= self._capacity:
+            return
+        free = [(entry.used, key) for key, entry in list(self.entries.items()) if not is_pinned(entry.value)]
+        excess = len(free) - self._capacity
+        if excess > 0:
+            self._evictions += self._remove([key for _, key in sorted(free, key=_stamp)[:excess]])
+
+    def _remove(self, keys: Iterable[Hashable]) -> int:
+        """Let entries go, and count those that were still there: a signal handler may have let some go in between."""
+        self.removals += 1
+        found = 0
+        for key in keys:
+            entry = self.entries.pop(key, None)
+            if entry is not None:
+                found += 1
+                self._departures.add([entry.value])
+        self._departures.settle()
+        return found
+
+    def _take_all(self) -> None:
+        """Take everything out, one by one, so that nobody finds it any more."""
+        self.removals += 1
+        with contextlib.suppress(KeyError):
+            while self.entries:
+                self._departures.add([self.entries.popitem()[1].value])
 
     def close(self) -> None:
-        """Destroy everything that is left, pinned or not: the thread or the process ends."""
-        values = [*self._limbo, *(entry.value for entry in self.entries.values())]
-        self._limbo.clear()
-        self.removals += 1
-        self.entries.clear()
-        self._destroy(values)
+        """End the cache, as it does by itself when it is dropped: destroy everything but what is pinned or running."""
+        self._check_process()
+        self._take_all()
+        self._departures.keep()
 
-    def abandon(self) -> list[V]:
-        """Forget everything without destroying it, and return it: a forked child must not touch its parent's descriptors."""
-        values = [*self._limbo, *(entry.value for entry in self.entries.values())]
-        self._limbo.clear()
-        self.removals += 1
-        self.entries.clear()
-        return values
+    def finish(self, deadline: float) -> None:
+        """Destroy everything, pinned or not, as the interpreter exits, from whatever thread. See `Departures.finish`."""
+        self._check_process()
+        self._take_all()
+        self._departures.finish(self._owner, deadline)
+
+    def _check_process(self) -> None:
+        """Notice a fork of which Python has not told yet, as before its hooks run, or never will, as with a C library's."""
+        if os.getpid() != self._pid:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Forget everything without destroying it: a forked child must not touch its parent's descriptors."""
+        self._take_all()
+        self._departures.abandon()
+        self._begin()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # nothing that a destroyer needs may be left then; `finish` has been called before
+            self.close()
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -222,30 +233,19 @@ class LRUDescriptorCache(Generic[V]):
 
     @property
     def stats(self) -> CacheStats:
-        """What happened so far."""
+        """What happened so far. Any thread may ask."""
         return CacheStats(
             self.clock - self._puts,
             self._misses,
             self._evictions,
-            self._destroyed,
-            self._failures,
+            self._departures.destroyed,
+            self._departures.failures,
             len(self.entries),
             self._capacity,
             self._prepare_s,
         )
 
 
-def _check_capacity(capacity: object) -> int:
-    """Return a capacity of at least 1."""
-    if isinstance(capacity, bool) or not isinstance(capacity, int):
-        raise ArgumentTypeError("LRUDescriptorCache: capacity", expected="an int of at least 1", got=repr(capacity))
-    if capacity < 1:
-        raise ArgumentValueError(
-            "LRUDescriptorCache: capacity", expected="at least 1", got=capacity, fix="a cache that holds nothing prepares at every call"
-        )
-    return capacity
-
-
-def _pinned(value: object) -> bool:
-    """Whether a descriptor must stay for the life of the process."""
-    return bool(getattr(value, "pinned", False))
+def _stamp(pair: tuple[int, Hashable]) -> int:
+    """Return the stamp of an entry, by which it is sorted: keys need not have an order."""
+    return pair[0]

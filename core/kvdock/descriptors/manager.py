@@ -5,13 +5,15 @@ The same caches hold the descriptors of kvdock's own ops and of any op that a pl
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
-from kvdock.descriptors.lru import CacheStats, LRUDescriptorCache
+from kvdock.descriptors.lru import LRUDescriptorCache
+from kvdock.descriptors.stats import CacheStats
 from kvdock.descriptors.thread_caches import CacheSettings, ThreadCaches
-from kvdock.errors import ArgumentTypeError, ArgumentValueError
+from kvdock.errors import ArgumentValueError
+from kvdock.spec import check_int
 
 __all__ = ["DEFAULT_CAPACITY", "DescriptorCacheManager"]
 
@@ -24,71 +26,100 @@ class DescriptorCacheManager:
 
     Args:
         capacities: descriptors per device and thread, by op; `DEFAULT_CAPACITY` for ops that are not named.
+
+    Raises:
+        ArgumentTypeError: a capacity that is no int.
+        ArgumentValueError: a capacity below 1.
     """
 
     def __init__(self, capacities: Mapping[str, int] | None = None) -> None:
-        self._capacities = {op: _check(op, value) for op, value in (capacities or {}).items()}
-        self._settings: dict[str, CacheSettings] = {}
-        self._locals: dict[str, ThreadCaches] = {}
-        self._lock = threading.Lock()
+        self._capacities = {op: _checked(op, value) for op, value in (capacities or {}).items()}
+        self._declared: dict[str, tuple[CacheSettings, ThreadCaches]] = {}
 
     def declare(
-        self, op: str, destroyer: Callable[[Any], None] | None = None, in_use: Callable[[Any], bool] | None = None
+        self,
+        op: str,
+        destroyer: Callable[[Any], None] | None = None,
+        in_use: Callable[[Any, FrameType], bool] | None = None,
     ) -> tuple[CacheSettings, ThreadCaches]:
-        """Make the caches of an op known, with what destroys its descriptors. Returns what exists when called again.
+        """Make the caches of an op known. Declaring it again in the same way returns what is there.
 
         Args:
             op: name of the op, any.
             destroyer: called once with each descriptor that leaves, in the thread that owns it.
-            in_use: whether a descriptor is running further up in the calling thread.
+            in_use: given a descriptor and the innermost frame of a thread, says whether it is running further up that stack.
+
+        Raises:
+            ArgumentValueError: the op is declared already with another destroyer, so that descriptors would be mixed up.
         """
-        with self._lock:
-            if op not in self._settings:
-                self._settings[op] = CacheSettings(op, self._capacities.get(op, DEFAULT_CAPACITY), destroyer, in_use)
-                self._locals[op] = ThreadCaches(self._settings[op])
-            return self._settings[op], self._locals[op]
+        settings = CacheSettings(op, self._capacities.get(op, DEFAULT_CAPACITY), destroyer, in_use)
+        found = self._declared.setdefault(op, (settings, ThreadCaches(settings)))  # one step: of two threads one wins
+        if (found[0].destroyer, found[0].in_use) != (destroyer, in_use):
+            raise ArgumentValueError(
+                f"descriptor caches of {op}",
+                expected="one owner",
+                got=f"a second declaration, with destroyer {destroyer!r} instead of {found[0].destroyer!r}",
+                fix="use another name, or another DescriptorCacheManager",
+            )
+        found[0].capacity = self._capacities.get(op, DEFAULT_CAPACITY)  # again: it may have been set meanwhile
+        return found
 
     def cache(self, op: str, device: Any) -> LRUDescriptorCache[Any]:
         """Return the calling thread's cache of a declared op on a device.
 
+        Ask for it at each call: what is returned has done what `clear` and `set_capacity` asked for in any thread.
+
         Args:
             op: name of the op.
-            device: device of its tensors, such as a `torch.device`; None is the host.
+            device: device of its tensors, such as a `torch.device`; anything hashable. kvdock's ops use None for host memory.
 
         Raises:
             ArgumentValueError: the op was not declared.
         """
-        if op not in self._locals:
-            raise ArgumentValueError(
-                "descriptor cache",
-                expected=f"a declared op: {', '.join(sorted(self._locals)) or 'none yet'}",
-                got=repr(op),
-                fix="declare(op) first",
-            )
-        return self._locals[op].open(device)
+        return self._find(op)[1].open(device)
 
     def set_capacity(self, op: str, capacity: int) -> None:
-        """Change how many descriptors of an op each thread keeps for each device. Threads follow at their next miss."""
-        with self._lock:
-            self._capacities[op] = _check(op, capacity)
-            if op in self._settings:
-                self._settings[op].capacity = capacity
+        """Change how many descriptors of an op each thread keeps for each device. Threads follow at their next miss.
+
+        Args:
+            op: name of the op; it may be declared later.
+            capacity: at least 1.
+
+        Raises:
+            ArgumentTypeError: a capacity that is no int.
+            ArgumentValueError: a capacity below 1.
+        """
+        self._capacities[op] = _checked(op, capacity)
+        if op in self._declared:
+            self._declared[op][0].capacity = capacity
 
     def clear(self, op: str | None = None) -> None:
-        """Forget the descriptors of one op, or of all, in every thread; each owner destroys its own at its next miss."""
-        for name, settings in list(self._settings.items()):
-            if op in (None, name):
-                settings.generation += 1
+        """Forget the descriptors of one op, or of all, in every thread.
+
+        The calling thread destroys its own at once, every other at its next call of the op. Pinned ones stay.
+
+        Raises:
+            ArgumentValueError: the op was not declared.
+        """
+        for settings, local in list(self._declared.values()) if op is None else [self._find(op)]:
+            settings.new_generation()
+            local.catch_up()
 
     def stats(self) -> dict[str, dict[Any, CacheStats]]:
         """Return the statistics over all threads, those that have ended included, by op and device."""
-        return {op: settings.stats() for op, settings in list(self._settings.items())}
+        return {op: settings.stats() for op, (settings, _) in list(self._declared.items())}
+
+    def _find(self, op: str) -> tuple[CacheSettings, ThreadCaches]:
+        """Return what belongs to an op."""
+        try:
+            return self._declared[op]
+        except KeyError:
+            known = ", ".join(sorted(self._declared)) or "none yet"
+            raise ArgumentValueError(
+                "descriptor caches", expected=f"a declared op: {known}", got=repr(op), fix="declare(op) first"
+            ) from None
 
 
-def _check(op: str, capacity: object) -> int:
+def _checked(op: str, capacity: object) -> int:
     """Return a capacity of at least 1."""
-    if isinstance(capacity, bool) or not isinstance(capacity, int):
-        raise ArgumentTypeError(f"descriptor capacity of {op}", expected="an int of at least 1", got=repr(capacity))
-    if capacity < 1:
-        raise ArgumentValueError(f"descriptor capacity of {op}", expected="at least 1", got=capacity)
-    return capacity
+    return check_int(f"descriptor capacity of {op}", capacity, 1)

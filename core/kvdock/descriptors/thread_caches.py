@@ -1,105 +1,98 @@
 """One op's descriptor caches in each thread: one LRU per device, made on first touch.
 
-A descriptor belongs to the thread that prepared it. When that thread ends, or the interpreter does, its descriptors are
-destroyed; a forked child forgets those of its parent, whose handles mean nothing there, and never destroys them.
+A descriptor belongs to the thread that prepared it, and ends with it: see `lru` and `lifetimes`. What the caches of a thread
+counted outlives it in the op's `CacheSettings`.
 """
 
 from __future__ import annotations
 
-import atexit
-import os
+import itertools
 import threading
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
-from kvdock.descriptors.lru import CacheStats, LRUDescriptorCache
+from kvdock.descriptors.lifetimes import track
+from kvdock.descriptors.lru import LRUDescriptorCache
+from kvdock.descriptors.stats import CacheStats
 
 __all__ = ["CacheSettings", "ThreadCaches"]
 
+_GENERATIONS = itertools.count(1)  # every clear of any op draws its own number, so that two at once are two
+
 
 class CacheSettings:
-    """What all threads' caches of one op share.
+    """What all threads' caches of one op share, and what they counted.
 
     Args:
         op: name of the op.
         capacity: descriptors per device and thread.
-        destroyer: called once with each descriptor that leaves.
-        in_use: whether a descriptor is running further up in the calling thread.
+        destroyer: see `LRUDescriptorCache`.
+        in_use: see `LRUDescriptorCache`.
     """
 
-    def __init__(self, op: str, capacity: int, destroyer: Callable[[Any], None] | None, in_use: Callable[[Any], bool] | None) -> None:
+    def __init__(
+        self, op: str, capacity: int, destroyer: Callable[[Any], None] | None, in_use: Callable[[Any, FrameType], bool] | None
+    ) -> None:
         self.op = op
         self.capacity = capacity
         self.destroyer = destroyer
         self.in_use = in_use
         self.generation = 0
-        """Part of every key. Bumped by a clear from any thread: what was prepared before is never found again."""
-        self.stores: weakref.WeakSet[_Store] = weakref.WeakSet()
-        self.past: dict[Any, CacheStats] = {}
-        """What caches of threads that have ended had counted, by device."""
-        self.lock = threading.Lock()
+        """Part of every key of a call: what was prepared under an earlier one is never found again."""
+        self._living: dict[int, weakref.ref[_OpCache]] = {}
+        self._past: dict[Any, CacheStats] = {}
+        self._lock = threading.RLock()  # taken by finalizers too, which run in the middle of anything
+        track(self)
+
+    def new_generation(self) -> None:
+        """Let every thread find nothing from now on, and destroy what it has at its next miss."""
+        self.generation = next(_GENERATIONS)
+
+    def began(self, cache: _OpCache) -> None:
+        """Count a cache in."""
+        self._living[id(cache)] = weakref.ref(cache)
+
+    def ended(self, cache: _OpCache) -> None:
+        """Keep what a cache counted."""
+        counted = cache.stats.of_the_past()
+        if self._living.pop(id(cache), None) is None or counted == CacheStats():  # a forked child must not wait for the lock
+            return
+        with self._lock:
+            self._past[cache.device] = self._past.get(cache.device, CacheStats()) + counted
 
     def stats(self) -> dict[Any, CacheStats]:
-        """Return the statistics over all threads, by device."""
-        with self.lock:
-            total, stores = dict(self.past), list(self.stores)
-        for store in stores:
-            for device, cache in list(store.caches.items()):
-                total[device] = total.get(device, CacheStats()) + cache.stats
+        """Return the statistics over all threads of this process, those that have ended included, by device."""
+        with self._lock:
+            total = dict(self._past)
+            for cache in [reference() for reference in list(self._living.values())]:
+                if cache is not None:
+                    total[cache.device] = total.get(cache.device, CacheStats()) + cache.stats
         return total
 
-
-class _Store:
-    """One thread's caches of one op. Its end is the end of its thread, or of the process."""
-
-    def __init__(self, settings: CacheSettings) -> None:
-        self.settings = settings
-        self.caches: dict[Any, LRUDescriptorCache[Any]] = {}
-        self._pid = os.getpid()
-        with settings.lock:
-            settings.stores.add(self)
-        _STORES.add(self)
-
-    def close(self) -> None:
-        """Destroy everything, once."""
-        if os.getpid() != self._pid:  # forked without the hook, as by a C library
-            self.abandon()
-        caches, self.caches = self.caches, {}
-        for device, cache in caches.items():
-            cache.close()
-            with self.settings.lock:
-                self.settings.past[device] = self.settings.past.get(device, CacheStats()) + cache.stats
+    def finish(self, deadline: float) -> None:
+        """Nothing ends with the interpreter here: the caches hear of it themselves."""
 
     def abandon(self) -> None:
-        """Forget everything in a forked child, and keep it from being collected."""
-        _ABANDONED.extend(cache.abandon() for cache in self.caches.values())
-        self.caches.clear()
-        self._pid = os.getpid()
-
-    def __del__(self) -> None:
-        self.close()
+        """Count anew in a forked child. The lock may have been held by a thread that does not exist there."""
+        self._lock = threading.RLock()
+        self._past = {}
 
 
-_STORES: weakref.WeakSet[_Store] = weakref.WeakSet()
-_ABANDONED: list[Any] = []
+class _OpCache(LRUDescriptorCache[Any]):
+    """One thread's cache of one op on one device."""
 
+    def __init__(self, settings: CacheSettings, device: Any) -> None:
+        super().__init__(settings.capacity, settings.destroyer, in_use=settings.in_use)
+        self.device = device
+        self._settings = settings
+        settings.began(self)
 
-def _close_all() -> None:
-    """Destroy what is left when the interpreter exits."""
-    for store in list(_STORES):
-        store.close()
-
-
-def _abandon_all() -> None:
-    """Forget what the parent process prepared."""
-    for store in list(_STORES):
-        store.settings.lock = threading.Lock()  # its holder may not exist here
-        store.abandon()
-
-
-atexit.register(_close_all)
-os.register_at_fork(after_in_child=_abandon_all)
+    def close(self) -> None:
+        """End the cache, and leave its counts behind."""
+        super().close()
+        self._settings.ended(self)
 
 
 class ThreadCaches(threading.local):
@@ -111,24 +104,23 @@ class ThreadCaches(threading.local):
 
     def __init__(self, settings: CacheSettings) -> None:
         self._settings = settings
-        self._store = _Store(settings)
-        self._generation = settings.generation
-        self.caches = self._store.caches
+        self.caches: dict[Any, LRUDescriptorCache[Any]] = {}
+        self.generation = settings.generation
+        """The generation of what the caches hold: that of the settings when this thread last looked."""
 
     def open(self, device: Any) -> LRUDescriptorCache[Any]:
-        """Return the cache of a device, made on first touch."""
-        if self._generation != self._settings.generation:
-            self._catch_up()
+        """Return the cache of a device, made on first touch, after what other threads have asked for was done."""
+        self.catch_up()
         cache = self.caches.get(device)
         if cache is None:
-            settings = self._settings
-            cache = self.caches[device] = LRUDescriptorCache(settings.capacity, settings.destroyer, in_use=settings.in_use)
+            cache = self.caches[device] = _OpCache(self._settings, device)
         elif cache.capacity != self._settings.capacity:
             cache.resize(self._settings.capacity)
         return cache
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Drop what an earlier generation left, whose keys are never looked up again."""
-        self._generation = self._settings.generation
-        for cache in self.caches.values():
-            cache.clear()
+        if self.generation != self._settings.generation:
+            self.generation = self._settings.generation
+            for cache in list(self.caches.values()):
+                cache.clear()

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 import warnings
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 
 from kvdock.descriptors.manager import DescriptorCacheManager
-from kvdock.errors import KVDockWarning, UnsupportedError
-from kvdock.interface import Descriptor, Request
+from kvdock.errors import BackendError, KVDockWarning, UnsupportedError
+from kvdock.interface import HOST, Descriptor, Request
 from kvdock.ops.geometry import extent
 from kvdock.ops.modes import MODE, Mode
 from kvdock.ops.schema import OpSchema
 from kvdock.ops.selection import Choice, Chooser, Selection
-from kvdock.ops.signature import GENERATED, compile_binder, compile_call
+from kvdock.ops.signature import BODY, GENERATED, compile_binder, compile_call
 from kvdock.ops.validate import validate
 
 __all__ = ["OpEntry", "Preparer", "compiling_error"]
@@ -59,8 +59,13 @@ class Plan:
         """Whether a graph recorded a call of it, and may launch it again for as long as the process lives."""
         return self.captured or self.descriptor.pinned
 
+    def fix(self, values: tuple[Any, ...]) -> Callable[..., None] | None:
+        """Return what repeats a call on other addresses, if a call of the descriptor is all there is to it."""
+        return self.descriptor.fix(*values) if self.run == self.descriptor.__call__ else None
+
     def destroy(self) -> None:
         """Let the descriptor go, under its device."""
+        self.run = _run_destroyed  # which also parts the plan from what may refer back to it
         with self.selection.choice.backend.device_guard(self.selection.device):
             self.descriptor.destroy()
 
@@ -71,7 +76,7 @@ class OpEntry:
     def __init__(self, schema: OpSchema, dispatcher: Preparer) -> None:
         self.schema = schema
         self._dispatcher = dispatcher
-        self._settings, self._local = dispatcher.descriptors.declare(schema.name, Plan.destroy, _is_running)
+        self._settings, self._local = dispatcher.descriptors.declare(schema.name, self._destroy, _is_running)
         self._epoch = dispatcher.chooser.epoch
         scope = {
             "slow": self.run_slowly,
@@ -84,6 +89,10 @@ class OpEntry:
         }
         self.call = compile_call(schema, scope)
         self._bind = compile_binder(schema, scope)
+
+    def _destroy(self, plan: Plan) -> None:
+        """Destroy a plan. A method, so that caches of two dispatchers are never taken for one another's."""
+        plan.destroy()
 
     def __call__(self, *values: Any) -> None:
         """Run the op. See its public function in `kvdock.ops` for arguments and errors."""
@@ -112,7 +121,11 @@ class OpEntry:
         request = validate(self.schema, values)
         if _is_noop(self.schema, values):
             return
-        self._make_plan(request, values, named).run(*values)
+        plan = self._make_plan(request, values, named)
+        try:
+            plan.run(*values)
+        finally:
+            self._local.open(None if request.device == HOST else request.device).dispose(plan)
 
     def _make_plan(self, request: Request, values: tuple[Any, ...], named: str | None) -> Plan:
         """Prepare a plan for a request."""
@@ -124,15 +137,17 @@ class OpEntry:
     def _prepare(self, values: tuple[Any, ...], key: Any, named: str | None, device: torch.device | None) -> Plan:
         """Validate a new signature, prepare its plan, and keep it in this thread's cache."""
         request = validate(self.schema, values)
-        if self._epoch != self._dispatcher.chooser.epoch:  # what is registered has changed: no older plan will be found
-            self._epoch = self._dispatcher.chooser.epoch
-            self._settings.generation += 1
-        start = time.perf_counter()
-        plan = self._make_plan(request, values, named)
+        self._dispatcher.choose(self.schema.name, request.device, named)  # finds backends, the first time: no part of preparing
+        epoch = self._dispatcher.chooser.epoch
+        if self._epoch != epoch:  # what is registered has changed: no older plan will be found
+            self._epoch = epoch
+            self._settings.new_generation()
         cache = self._local.open(device)
         cache.count_miss()
-        epoch, _, *rest = key
-        cache.put((epoch, self._settings.generation, *rest), plan, prepare_s=time.perf_counter() - start)
+        generation = self._local.generation  # a clear during what follows is one of this plan too
+        start = time.perf_counter()
+        plan = self._make_plan(request, values, named)
+        cache.put((epoch, generation, *key[2:]), plan, prepare_s=time.perf_counter() - start)
         return plan
 
     def bind(self, *pools: torch.Tensor, named: str | None = None) -> Callable[..., None]:
@@ -160,17 +175,38 @@ def compiling_error(op: str) -> UnsupportedError:
     return UnsupportedError(f"{op} under torch.compile", got="a call that is being traced", fix=advice)
 
 
-def _is_running(plan: Plan) -> bool:
-    """Whether a call of a plan is on this thread's stack, as when a kernel calls an op itself.
+def _is_running(plan: Plan, frame: FrameType) -> bool:
+    """Whether a call of a plan is on a stack, given its innermost frame, as when a kernel calls an op itself.
 
-    Asked only when a plan is to be destroyed, so that calls need not keep count.
+    Asked only when a plan is to be destroyed, so that calls need not keep count. What may have found the plan just now, and
+    not have given it a name yet, counts too: a signal handler or another thread can look at any moment.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(GENERATED) and frame.f_locals.get("plan") is plan:
+    inner = ""
+    outer: FrameType | None = frame
+    while outer is not None:
+        if outer.f_code.co_filename.startswith(GENERATED) and _may_use(outer, inner, plan):
             return True
-        frame = frame.f_back
+        if outer.f_code is OpEntry._prepare.__code__ and outer.f_locals.get("plan") is plan:
+            return True
+        inner, outer = outer.f_code.co_name, outer.f_back
     return False
+
+
+def _may_use(frame: FrameType, inner: str, plan: Plan) -> bool:
+    """Whether a function of `signature` runs a plan, or is about to; ``inner`` is the name of what it is calling."""
+    names = frame.f_locals
+    if not frame.f_code.co_name.startswith(BODY):  # it may run what it remembers, unless it has left the call to a body
+        return not inner.startswith(BODY) and any(value is plan for value in names.get("memo") or ())
+    if "plan" in names:
+        return names["plan"] is plan
+    if names.get("entry") is not None:
+        return names["entry"].value is plan
+    return inner != OpEntry._prepare.__name__  # it is looking for a plan, and may have found this one, unless none was there
+
+
+def _run_destroyed(*values: Any) -> None:
+    """Refuse to run a plan whose descriptor is no more."""
+    raise BackendError("a plan", expected="one that is not destroyed", got="a destroyed one", fix="report this: it is a bug in kvdock")
 
 
 def _runner(plan: Plan) -> Callable[..., None]:

@@ -89,7 +89,7 @@ def remember(
     if check is None:
         state.wait = _PATIENCE
         return
-    fixed = plan.descriptor.fix(*values)
+    fixed = plan.fix(values)
     state.memo = (check, epoch, generation, cache.removals, fixed, plan, entry, cache, *(extent(tensor) for tensor in tensors))
 
 

@@ -43,7 +43,10 @@ from kvdock.ops.variants import HOST_INT_RANK, Variant, pivot_of, variants_of
 GENERATED = "<kvdock "
 """How the file names of generated source begin."""
 
-__all__ = ["GENERATED", "binder_source", "compile_binder", "compile_call", "direct_source"]
+BODY = "body"
+"""How the names of generated functions begin that look a plan up and run it."""
+
+__all__ = ["BODY", "GENERATED", "binder_source", "compile_binder", "compile_call", "direct_source"]
 
 
 class _Source:
@@ -85,7 +88,7 @@ class _Source:
             elif arg.name in self.variant.dims:
                 yield from self._tensor_lines(arg, self.variant.dims[arg.name])
             elif arg.role is Role.STATIC:
-                self.key.append(arg.name)
+                self.key += [f"type({arg.name})", arg.name]  # 1, 1.0 and True are equal, and need not mean the same
             else:
                 self.checks.append(f"type({arg.name}) is not int")
 
@@ -221,12 +224,12 @@ class _Source:
         """Return the source of a function that takes every argument."""
         lines = [*self.static_lines(), *self.runtime_lines()]
         body = [*self._guarded([*lines, f"key = ({', '.join(self.key)},)"]), *self.launch_lines()]
-        return _function(f"body{self.variant.number}", [*self.schema.arg_names, "named"], body)
+        return _function(f"{BODY}{self.variant.number}", [*self.schema.arg_names, "named"], body)
 
     def bound_body(self) -> str:
         """Return the same for pools that `static_lines` has read already."""
         body = [*self._guarded([*self.runtime_lines(), f"key = ({', '.join(self.key)},)"]), *self.launch_lines()]
-        return _function(f"body{self.variant.number}", [*(n for n in self.schema.arg_names if n not in self.static), "named"], body)
+        return _function(f"{BODY}{self.variant.number}", [*(n for n in self.schema.arg_names if n not in self.static), "named"], body)
 
 
 def _function(name: str, args: Sequence[str], lines: Sequence[str]) -> str:
@@ -285,7 +288,7 @@ def _entry(schema: OpSchema, variants: Sequence[Variant], args: Sequence[str]) -
         *(_memo_lines(schema, bound) if memorable(schema) else ()),
         f"named = own_name if mode is None else enter(mode, ({every},), own_name)",
         f"rank = {_rank_source(schema.args[pivot_of(schema)])}",
-        *(f"if rank == {variant.pivot_rank}: return body{variant.number}({', '.join(args)}, named)" for variant in variants),
+        *(f"if rank == {variant.pivot_rank}: return {BODY}{variant.number}({', '.join(args)}, named)" for variant in variants),
         f"return slow(({every},), named)",
     ]
     return _function("call", args, lines)

@@ -1,0 +1,250 @@
+"""Descriptors that notice when they are misused, and a backend with two devices on host memory that makes them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+import kvdock
+from kvdock.descriptors.manager import DescriptorCacheManager
+from kvdock.ops.dispatcher import OpDispatcher
+from kvdock.ops.portable import PORTABLE_KERNELS
+from kvdock.ops.schema import OpSchema
+from kvdock.plugins.registry import Registry
+from support_plugins import QUIET, InProcessBackend, plugin
+
+DEVICES = ("privateuseone:0", "privateuseone:1")
+"""torch's names of the two devices: the type that torch reserves for devices it does not know."""
+
+
+class Ledger:
+    """What became of all descriptors: how many were made and destroyed, and everything that must not have happened."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self.made: list[weakref.ref[Any]] = []
+        self.destroyed: list[str] = []
+        self.lock = threading.Lock()
+
+    @property
+    def alive(self) -> int:
+        """How many of the descriptors that were made are still in memory."""
+        return sum(reference() is not None for reference in self.made)
+
+
+class Watched:
+    """Something that may be used until it is destroyed, which is once, by the thread that made it, and not while it is used."""
+
+    def __init__(self, ledger: Ledger, name: str = "", *, pinned: bool = False) -> None:
+        self.ledger = ledger
+        self.name = name
+        self.pinned = pinned
+        self.owner = threading.get_ident()
+        self.uses = 0
+        self.is_destroyed = False
+        with ledger.lock:
+            ledger.made.append(weakref.ref(self))
+
+    def expect(self, holds: bool, fault: str) -> None:
+        if not holds:
+            self.ledger.faults.append(f"{self.name}: {fault}")
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        self.expect(not self.is_destroyed, "used after it was destroyed")
+        self.expect(threading.get_ident() == self.owner, "used by another thread")
+        self.uses += 1
+        yield
+        self.uses -= 1
+
+    def destroy(self) -> None:
+        self.expect(not self.is_destroyed, "destroyed twice")
+        self.expect(not self.uses, "destroyed while in use")
+        self.is_destroyed = True
+        self.ledger.destroyed.append(self.name)
+        if threading.get_ident() != self.owner:
+            self.ledger.faults.append(f"{self.name}: destroyed by another thread")
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor that says it is on another device, and whose memory is that of a tensor of the host."""
+
+    inner: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # its attributes are read like any tensor's
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, device: str) -> DeviceTensor:
+        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=torch.device(device)
+        )
+        made.inner = inner
+        return made
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func} on a device that has no operations but kvdock's")
+
+
+def on(device: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on a device, on the memory of this one."""
+    return tensor if device == "cpu" else DeviceTensor(tensor, device)
+
+
+def inner(value: Any) -> Any:
+    """Return an argument as the host sees it."""
+    return value.inner if isinstance(value, DeviceTensor) else value
+
+
+class WatchedDescriptor(kvdock.Descriptor):
+    """Runs a portable kernel on the host's view of its arguments, and notices wrong ones."""
+
+    uses_autograd = False
+
+    def __init__(self, request: kvdock.Request, run: kvdock.Descriptor, backend: WatchingBackend, **settings: Any) -> None:
+        self.request = request
+        self.run = run
+        self.backend = backend
+        self.watched = Watched(backend.ledger, f"{request.op} on {request.device}")
+        vars(self).update(settings)
+
+    def __call__(self, *args: Any) -> None:
+        with self.watched.in_use():
+            for value, (name, meta) in zip(args, self.request.args.items(), strict=True):
+                if isinstance(value, torch.Tensor):
+                    sizes = [size for size, fixed in zip(value.shape, meta.shape, strict=True) if fixed is not None]
+                    same = (value.dtype, value.device, sizes) == (meta.dtype, self.request.device, [s for s in meta.shape if s is not None])
+                    self.watched.expect(same, f"{name} is not what was prepared for")
+            if self.notes_capture and self.backend.capturing:
+                self.pinned = True
+            self.run(*map(inner, args))
+
+    def destroy(self) -> None:
+        self.watched.expect(self.backend.current == self.request.device, "destroyed outside of its device")
+        self.watched.destroy()
+
+
+@attrs.define
+class WatchedKernel(kvdock.Kernel):
+    """Prepares `WatchedDescriptor`."""
+
+    run: kvdock.Kernel
+    backend: WatchingBackend
+    settings: dict[str, Any] = attrs.Factory(dict)
+    prepared: list[kvdock.Request] = attrs.Factory(list)
+
+    def supports(self, request: kvdock.Request) -> Sequence[str]:
+        return ()
+
+    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+        self.prepared.append(request)
+        on_host = attrs.evolve(request, device=torch.device("cpu"))
+        return WatchedDescriptor(request, self.run.prepare(on_host), self.backend, **self.settings)
+
+
+class WatchingBackend(InProcessBackend):
+    """A backend for the host and the two devices, which knows which of them is current in each thread."""
+
+    def __init__(self, kernels: Mapping[str, kvdock.Kernel] = PORTABLE_KERNELS, *, graph_capture: bool = False, **settings: Any) -> None:
+        devices = ("cpu", *DEVICES)
+        super().__init__("watching", claims=("cpu", "privateuseone"), devices=devices)
+        self.ledger = Ledger()
+        self.capturing = False
+        self.own = {op: WatchedKernel(kernel, self, settings) for op, kernel in kernels.items()}
+        self._graph_capture = graph_capture
+        self._local = threading.local()
+
+    @property
+    def current(self) -> torch.device | None:
+        return getattr(self._local, "device", None)
+
+    @contextlib.contextmanager
+    def device_guard(self, device: torch.device) -> Iterator[None]:
+        before, self._local.device = self.current, device
+        try:
+            yield
+        finally:
+            self._local.device = before
+
+    def kernels(self) -> Mapping[str, kvdock.Kernel]:
+        return self.own
+
+    def capabilities(self) -> kvdock.Capabilities:
+        return kvdock.Capabilities(graph_capture=self._graph_capture)
+
+    def is_capturing(self, device: torch.device) -> bool:
+        return self.capturing
+
+
+def dispatcher_of(backend: kvdock.Backend, capacity: int = 100, schemas: Mapping[str, OpSchema] | None = None) -> OpDispatcher:
+    """Return a dispatcher of its own for one backend."""
+    registry = Registry(QUIET)
+    registry.register(plugin(backend), "made by a test")
+    names = schemas or PORTABLE_KERNELS
+    descriptors = DescriptorCacheManager(dict.fromkeys(names, capacity))
+    return OpDispatcher(registry, descriptors=descriptors) if schemas is None else OpDispatcher(registry, schemas, descriptors)
+
+
+class Pool:
+    """Small pools on a device, and calls of `paged_caching_` on them that check what was written.
+
+    Heads and dim are in a plan's key, so that pools of other heads need another plan.
+    """
+
+    def __init__(self, device: str = "cpu", heads: int = 1, dim: int = 4) -> None:
+        self.device = device
+        self.memory = [torch.zeros(3, 2, heads, dim) for _ in range(2)]
+        self.caches = [on(device, memory) for memory in self.memory]
+        self.shape = (heads, dim)
+
+    def write(self, dispatcher: OpDispatcher, number: float, slot: int = 3, tokens: int = 1) -> bool:
+        """Write a number to the elements of some tokens; say whether it arrived, and nothing else changed."""
+        new = [torch.full((tokens, *self.shape), number), torch.full((tokens, *self.shape), -number)]
+        expected = [memory.clone() for memory in self.memory]
+        for want, rows in zip(expected, new, strict=True):
+            want.view(6, *self.shape)[slot : slot + tokens] = rows
+        slots = torch.arange(slot, slot + tokens)
+        dispatcher.op("paged_caching_").call(*self.caches, *(on(self.device, x) for x in (*new, slots)), None, None)
+        return all(torch.equal(want, have) for want, have in zip(expected, self.memory, strict=True))
+
+
+def in_thread(work: Any, *args: Any) -> Any:
+    """Run something in a thread of its own that ends with it; returns or raises what it does."""
+    result: list[Any] = []
+
+    def run() -> None:
+        try:
+            result.append((True, work(*args)))
+        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            result.append((False, error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(100)
+    assert result, "the thread did not end"
+    went_well, value = result.pop()
+    if not went_well:
+        raise value
+    return value
+
+
+def script(code: str, *arguments: str, timeout: float = 100) -> list[Any]:
+    """Run a script in an interpreter of its own, which must end well and say nothing on stderr; returns its lines of JSON."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-W", "error", "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout, env=environ)
+    assert (done.returncode, done.stderr) == (0, ""), f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    return [json.loads(line) for line in done.stdout.splitlines()]
