@@ -97,7 +97,11 @@ class OpEntry:
         if _is_noop(self.schema, values):
             return
         selection = self._dispatcher.select(request, named)
-        _runner(self._dispatcher.prepare(request, selection))(*values)
+        plan = Plan(self._dispatcher.prepare(request, selection), (), selection)
+        try:
+            plan.run(*values)
+        finally:
+            _destroy(plan)
 
     def _prepare(self, values: tuple[Any, ...], key: Any, named: str | None) -> Plan:
         """Validate a new signature and prepare its plan."""

@@ -104,7 +104,7 @@ def _refuse_unknown(manager: pluggy.PluginManager, callers: Sequence[pluggy.Hook
         manager.check_pending()
     except pluggy.PluginValidationError as error:
         unknown = [caller.name for caller in callers if not caller.has_spec()]
-        close = difflib.get_close_matches(unknown[0], _SPECS, n=1)
+        close = difflib.get_close_matches(unknown[0], _SPECS, n=1, cutoff=0.8)
         fix = f"rename it to {close[0]}" if close else "remove it, or mark it @hookimpl(optionalhook=True)"
         raise BrokenContractError("hook", expected=_signatures(), got=", ".join(unknown), fix=fix) from error
 
@@ -134,12 +134,12 @@ def check_backends(value: object) -> list[Backend]:
     for index, backend in enumerate(backends):
         _check_kind(backend, Backend, f"{where}[{index}]")
         kind = type(backend).__name__
-        _check_text(getattr(backend, "name", None), _NAME, f"{kind}.name", "letters, digits, '.', '_' and '-', such as 'acme'")
+        _check_text(getattr(backend, "name", None), _NAME, f"{kind}.name", "letters, digits, '.', '_' and '-'")
         if backend.name == _RESERVED:
             raise BrokenContractError(
                 f"{kind}.name", expected=f"another name than {_RESERVED!r}, which means kvdock's own kernels", got=repr(_RESERVED)
             )
-        _check_text(getattr(backend, "device_type", None), _DEVICE_TYPE, f"{kind}.device_type", "lower-case, such as 'npu'")
+        _check_text(getattr(backend, "device_type", None), _DEVICE_TYPE, f"{kind}.device_type", "lower-case letters, digits and '_'")
     return backends
 
 
