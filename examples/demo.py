@@ -176,11 +176,15 @@ def figures(ours: Run, theirs: Run, paged: PagedCacheForTransformers, dynamic: D
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in dynamic.layers)
     rows = f"{paged.batch_size} x {paged.get_seq_length()}"
     table = Table("cache", "rows x tokens", f"blocks of {paged.state.pool.block_size}", "bytes held", "seconds")
-    table.add_row(
-        "kvdock", rows, f"{usage.blocks} of {usage.pool_blocks}", f"{usage.bytes:,} of {usage.pool_bytes:,}", f"{ours.seconds:.1f}"
-    )
-    table.add_row("DynamicCache", rows, "-", f"{held:,}", f"{theirs.seconds:.1f}")
+    blocks, bytes_held = f"{usage.blocks} of {usage.pool_blocks}", f"{mebibytes(usage.bytes)} of {mebibytes(usage.pool_bytes)}"
+    table.add_row("kvdock", rows, blocks, bytes_held, f"{ours.seconds:.1f}")
+    table.add_row("DynamicCache", rows, "-", mebibytes(held), f"{theirs.seconds:.1f}")
     return table
+
+
+def mebibytes(count: int) -> str:
+    """Print a number of bytes."""
+    return f"{count / 2**20:.1f} MiB"
 
 
 def shorten(text: str, width: int = 96) -> str:

@@ -182,7 +182,7 @@ def _dtype(config: Any) -> torch.dtype:
 def _layer_configs(config: Any) -> Sequence[Any]:
     """Return one configuration per layer: newer versions of Transformers have models whose layers differ."""
     count = len(_listed_kinds(config) or ()) or _number(config, "num_hidden_layers")
-    own = getattr(config, "per_layer_config", None)
+    own: Any = getattr(config, "per_layer_config", None)
     return list(own) if own is not None and len(own) == count else [config] * count
 
 
@@ -207,7 +207,7 @@ def _layer_spec(layer: Any, kind: str) -> LayerSpec:
     """Describe one layer."""
     heads, window = _number(layer, "num_attention_heads"), _WINDOWS[kind]
     kv_heads, k_dim, v_dim = _sizes(layer, heads)
-    return LayerSpec(kv_heads, kv_heads, k_dim, v_dim, window and getattr(layer, window, None))
+    return LayerSpec(kv_heads, kv_heads, k_dim, v_dim, getattr(layer, window, None) if window else None)
 
 
 def _sizes(layer: Any, heads: int) -> tuple[int, int, int]:

@@ -139,7 +139,7 @@ def example(op: str, *, device: torch.device, dtype: torch.dtype, heads: int, he
     sizes = {"NB": 2, "block": block_size, "vblock": block_size, "Hk": heads, "Hv": heads, "Dk": head_dim, "Dv": head_dim, "S": block_size}
 
     def build(arg: Arg) -> torch.Tensor | None:
-        if arg.optional:
+        if arg.optional and not (arg.scale_of and dtype in QUANTISED_DTYPES):
             return None
         shape = [sizes.get(dim.name, dim.literal or 1) for dim in arg.shapes()[0]]
         return torch.zeros(shape, dtype=dtype if dtype in arg.dtypes else arg.dtypes[-1], device=device)

@@ -229,7 +229,7 @@ def _check_overlap(schema: OpSchema, tensors: dict[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
             if name == target_name or tensor.device != target.device:
                 continue
-            same = name in mutated and tensor.data_ptr() == target.data_ptr() and tensor.numel() > 0 < target.numel()
+            same = name in mutated and tensor.data_ptr() == target.data_ptr() != 0 and tensor.numel() > 0 < target.numel()
             if same or (name not in mutated and ranges_overlap(tensor, target)):
                 raise ArgumentValueError(
                     _subject(schema, name),

@@ -15,6 +15,7 @@ import torch
 
 from kvdock.errors import AmbiguousBackendError, BackendUnavailableError, NoBackendError
 from kvdock.ops.selection import Choice
+from kvdock.plugins.contract import RESERVED
 from kvdock.plugins.discovery import Discovery
 from kvdock.plugins.loading import LoadedBackend
 from kvdock.plugins.records import PluginRecord, PluginState
@@ -170,6 +171,8 @@ def why_unavailable(known: Discovery, name: str) -> str:
     if own:
         return "; ".join(own)
     ready = ", ".join(sorted(known.loaded)) or "none"
+    if name == RESERVED:
+        return "it names kernels rather than a backend. Fix: ask for them with kvdock.use_backend, which takes this name"
     return f"there is none of this name. Ready: {ready}. Fix: ask for one of them, or install its plugin; `kvdock backends` lists them"
 
 

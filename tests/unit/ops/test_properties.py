@@ -57,13 +57,11 @@ def spoilt(draw: st.DrawFn, numbers: list[int], below: int) -> list[int]:
     return numbers
 
 
-def indexed(memory: Memory, draw: st.DrawFn, numbers: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+def indexed(memory: Memory, draw: st.DrawFn, numbers: Sequence[int], shape: tuple[int, ...]) -> torch.Tensor:
     """Place numbers as an index tensor of this shape."""
     dtype, step = draw(st.sampled_from([torch.int32, torch.int64])), draw(st.sampled_from([1, 1, 2]))
-    low = -(2**31) if dtype == torch.int32 else -(2**63)
-    return memory.index(torch.tensor([max(n, low) for n in numbers], dtype=torch.int64).view(*shape).tolist(), dtype, step=step).view(
-        *shape
-    )
+    content = torch.tensor([max(n, -(2**31)) for n in numbers], dtype=torch.int64).view(shape)
+    return memory.index(content.tolist(), dtype, step=step).view(shape)
 
 
 @PROPERTY
