@@ -240,7 +240,7 @@ def _strange(config: Any, text: Any, layers: Sequence[Any], kinds: Sequence[str]
     crossing = ("is_encoder_decoder", "add_cross_attention", "cross_attention_layers")
     if any(getattr(part, name, False) for part in (config, text) for name in crossing):
         yield "cross-attention, whose keys and values belong to another sequence"
-    if "reuse" in (getattr(text, "kv_sharing_modes", None) or ()) or getattr(text, "num_kv_shared_layers", 0):
+    if "reuse" in (getattr(text, "kv_sharing_modes", None) or ()) or bool(getattr(text, "num_kv_shared_layers", None)):
         yield "layers that reuse the keys and values of another layer"
     latent = any(hasattr(layer, "kv_lora_rank") for layer in layers)
     unsaid = [name for name in ("global_head_dim", "v_head_dim") if not latent and any(hasattr(layer, name) for layer in layers)]
