@@ -10,7 +10,8 @@ Each derives from `KVDockError` and from the built-in that fits, so that `except
     │   └── OutOfBlocksError                          a pool without enough free blocks
     ├── UnsupportedError       (NotImplementedError)  a request that no kernel serves (yet)
     ├── DroppedCacheError      (RuntimeError)         a cache used after `drop()`
-    ├── WrongThreadError       (RuntimeError)         what belongs to one thread, used by another
+    ├── WrongThreadError       (RuntimeError)         what belongs to one thread used by another
+    ├── IntegrityError         (RuntimeError)         bookkeeping that contradicts itself
     └── BackendError           (RuntimeError)
         ├── NoBackendError                            no backend claims the device
         ├── BackendUnavailableError                   asked for by name, and not usable
@@ -33,6 +34,7 @@ __all__ = [
     "DiscoveryReentryError",
     "DroppedCacheError",
     "IndexRangeError",
+    "IntegrityError",
     "KVDockError",
     "KVDockWarning",
     "NoBackendError",
@@ -110,6 +112,10 @@ class DroppedCacheError(KVDockError, RuntimeError):
 
 class WrongThreadError(KVDockError, RuntimeError):
     """Something that belongs to one thread was used by another. Nothing was changed."""
+
+
+class IntegrityError(KVDockError, RuntimeError):
+    """Bookkeeping that contradicts itself: a bug in kvdock, or arrays written from outside."""
 
 
 class BackendError(KVDockError, RuntimeError):

@@ -6,6 +6,7 @@ import attrs
 import torch
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
+from kvdock.spec import check_int
 
 __all__ = ["RankInfo"]
 
@@ -14,7 +15,7 @@ def _to_device(value: object) -> torch.device:
     """Turn what a user writes for a device into a `torch.device`."""
     if isinstance(value, torch.device):
         return value
-    if not isinstance(value, (str, int)):
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise ArgumentTypeError("RankInfo: device", expected='a torch.device or a string such as "cpu"', got=repr(value))
     try:
         return torch.device(value)
@@ -59,8 +60,9 @@ class RankInfo:
             what: how an error calls them, such as ``"num_k_heads"``.
 
         Raises:
-            ArgumentValueError: neither number is a multiple of the other.
+            ArgumentValueError: neither number is a multiple of the other, or there are no heads.
         """
+        check_int(what, num_heads, 1)
         if num_heads % self.tp_size == 0:
             share = num_heads // self.tp_size
             return range(self.tp_rank * share, (self.tp_rank + 1) * share)

@@ -34,9 +34,10 @@ class Runtime:
     def skipped_writes(self, device: torch.device | str) -> int:
         """Return how many writes were skipped on a device because a slot or position was out of range.
 
-        Counts tokens, by the device's backend and by the portable kernels. May synchronise; padding does not count.
+        Counts tokens, by the device's backend and by the portable kernels. May synchronise; padding does not count. A
+        device without an index is the current one of its type.
         """
-        device = torch.device(device)
+        device = torch.empty(0, device=device).device  # with its index: counts are kept by device
         backend = self.dispatcher.choose("paged_caching_", device, None).backend
         return backend.skipped_writes(device) + SKIPPED.read(device)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -91,8 +91,10 @@ class MLALayerSpec:
         check_int("MLALayerSpec: rope_dim", self.rope_dim, 1)
 
 
-def _to_layers(value: Sequence[LayerSpec | MLALayerSpec]) -> tuple[LayerSpec | MLALayerSpec, ...]:
+def _to_layers(value: Iterable[LayerSpec | MLALayerSpec]) -> tuple[LayerSpec | MLALayerSpec, ...]:
     """Freeze the layers, refusing anything that is no layer."""
+    if not isinstance(value, Iterable):
+        raise ArgumentTypeError("KVSpec: layers", expected="a sequence of layers", got=repr(value), fix="write (layer,) for a single one")
     layers = tuple(value)
     for index, layer in enumerate(layers):
         if not isinstance(layer, (LayerSpec, MLALayerSpec)):
@@ -130,28 +132,28 @@ class KVSpec:
     def from_hf_config(cls, config: Any, dtype: torch.dtype | None = None) -> KVSpec:
         """Read a Transformers configuration.
 
-        The result describes what Transformers itself caches: for a model with latent attention those are the expanded
-        keys and values of every head.
+        The result describes the keys and values that attention reads. Transformers caches the same, except for latent
+        attention: the expanded keys and values of every head are described here, while it caches the latent since 5.16.
+        What only a model's code knows a configuration cannot tell; `PagedCacheForTransformers` measures the model instead.
 
         Args:
             config: a ``PretrainedConfig`` of a decoder; of a multimodal model its text part is taken.
             dtype: dtype of keys and values; default ``config.dtype``.
 
         Raises:
-            UnsupportedError: the model has layers that keep another state than keys and values.
+            UnsupportedError: the model keeps other state than each layer's own keys and values.
             ArgumentValueError: a number that is needed is missing.
         """
         text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-        kinds = _layer_kinds(text)
-        heads = _number(text, "num_attention_heads")
-        kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        k_dim, v_dim = _head_dims(text, heads)
-        window = getattr(text, "sliding_window", None)
-        layers = [LayerSpec(kv_heads, kv_heads, k_dim, v_dim, window if kind in _WINDOWED else None) for kind in kinds]
-        return cls(layers, _number(text, "max_position_embeddings"), dtype or _dtype(text))
+        layers = _layer_configs(text)
+        kinds = _layer_kinds(text, layers)
+        _refuse_strange(config, text, layers, kinds)
+        specs = [_layer_spec(layer, kind) for layer, kind in zip(layers, kinds, strict=True)]
+        return cls(specs, _number(text, "max_position_embeddings"), dtype or _dtype(text))
 
 
-_WINDOWED = ("sliding_attention", "chunked_attention")
+_WINDOWS = {"full_attention": None, "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""The kinds of layers that keep keys and values only, and which number says how far each looks back."""
 
 
 def _number(config: Any, name: str) -> int:
@@ -177,27 +179,70 @@ def _dtype(config: Any) -> torch.dtype:
     )
 
 
-def _head_dims(config: Any, heads: int) -> tuple[int, int]:
-    """Return elements of one key head and of one value head."""
-    if getattr(config, "kv_lora_rank", None):
-        return _number(config, "qk_nope_head_dim") + _number(config, "qk_rope_head_dim"), _number(config, "v_head_dim")
-    dim = getattr(config, "head_dim", None) or _number(config, "hidden_size") // heads
-    return dim, dim
+def _layer_configs(config: Any) -> Sequence[Any]:
+    """Return one configuration per layer: newer versions of Transformers have models whose layers differ."""
+    count = len(_listed_kinds(config) or ()) or _number(config, "num_hidden_layers")
+    own: Any = getattr(config, "per_layer_config", None)
+    return list(own) if own is not None and len(own) == count else [config] * count
 
 
-def _layer_kinds(config: Any) -> Sequence[str]:
-    """Return the kind of each layer, refusing models that keep other state or share layers."""
-    known = ("full_attention", *_WINDOWED)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-        kinds = ["sliding_attention" if windowed else "full_attention"] * _number(config, "num_hidden_layers")
-    strange = sorted({str(kind) for kind in kinds} - set(known))
-    if strange:
+def _listed_kinds(config: Any) -> Sequence[str] | None:
+    """Return the kinds of the layers where the configuration lists them."""
+    return getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+
+
+def _layer_kinds(config: Any, layers: Sequence[Any]) -> Sequence[str]:
+    """Return the kind of each layer."""
+    return list(_listed_kinds(config) or map(_kind, layers))
+
+
+def _kind(layer: Any) -> str:
+    """Tell the kind of a layer from its numbers."""
+    if getattr(layer, "sliding_window", None) is not None and getattr(layer, "use_sliding_window", True):
+        return "sliding_attention"
+    return "full_attention" if getattr(layer, "attention_chunk_size", None) is None else "chunked_attention"
+
+
+def _layer_spec(layer: Any, kind: str) -> LayerSpec:
+    """Describe one layer."""
+    heads, window = _number(layer, "num_attention_heads"), _WINDOWS[kind]
+    kv_heads, k_dim, v_dim = _sizes(layer, heads)
+    return LayerSpec(kv_heads, kv_heads, k_dim, v_dim, getattr(layer, window, None) if window else None)
+
+
+def _sizes(layer: Any, heads: int) -> tuple[int, int, int]:
+    """Return heads, and elements of one key and of one value."""
+    if getattr(layer, "kv_lora_rank", None):  # what the latent expands to
+        return heads, _number(layer, "qk_nope_head_dim") + _number(layer, "qk_rope_head_dim"), _number(layer, "v_head_dim")
+    dim = getattr(layer, "head_dim", None) or _number(layer, "hidden_size") // heads
+    if hasattr(layer, "multi_query"):  # one head for all, or one for each, whatever else the configuration says
+        return 1 if layer.multi_query and not getattr(layer, "new_decoder_architecture", False) else heads, dim, dim
+    return getattr(layer, "num_key_value_heads", None) or heads, dim, dim
+
+
+def _refuse_strange(config: Any, text: Any, layers: Sequence[Any], kinds: Sequence[str]) -> None:
+    """Refuse models that keep other state, share it between layers, or do not say how large it is."""
+    reasons = list(_strange(config, text, layers, kinds))
+    if reasons:
         raise UnsupportedError(
-            f"KVSpec.from_hf_config: {type(config).__name__}.layer_types",
-            expected=f"only {', '.join(known)}",
-            got=", ".join(strange),
-            fix="use Transformers' own cache for this model: these layers keep other state than keys and values",
+            f"KVSpec.from_hf_config: {type(config).__name__}",
+            expected=f"only layers of {', '.join(_WINDOWS)}, each with keys and values of its own",
+            got="; ".join(reasons),
+            fix="build KVSpec(layers=...) by hand, or use Transformers' own cache for this model",
         )
-    return list(kinds)
+
+
+def _strange(config: Any, text: Any, layers: Sequence[Any], kinds: Sequence[str]) -> Iterator[str]:
+    """Say what a KVSpec could not describe."""
+    unknown = sorted({str(kind) for kind in kinds} - set(_WINDOWS))
+    if unknown:
+        yield f"layers of another kind: {', '.join(unknown)}"
+    crossing = ("is_encoder_decoder", "add_cross_attention", "cross_attention_layers")
+    if any(getattr(part, name, False) for part in (config, text) for name in crossing):
+        yield "cross-attention, whose keys and values belong to another sequence"
+    if "reuse" in (getattr(text, "kv_sharing_modes", None) or ()) or bool(getattr(text, "num_kv_shared_layers", None)):
+        yield "layers that reuse the keys and values of another layer"
+    latent = any(hasattr(layer, "kv_lora_rank") for layer in layers)
+    unsaid = [name for name in ("global_head_dim", "v_head_dim") if not latent and any(hasattr(layer, name) for layer in layers)]
+    if unsaid:
+        yield f"{', '.join(unsaid)}: sizes that differ between layers in ways that only the model's code knows"

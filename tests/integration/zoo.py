@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvdock import PagedKVCacheConfig
 from kvdock.integrations.transformers import PagedCacheForTransformers
@@ -21,6 +22,9 @@ EAGER_ONLY = ("bloom", "gemma2", "gpt-oss")
 
 WINDOWED = ("mistral-window", "qwen2-window", "gemma2", "gemma3", "gpt-oss", "llama4-chunked", "gemma3n-shared")
 """Models with layers that see only the last 8 tokens."""
+
+CROPS_WINDOWS = hasattr(DynamicSlidingWindowLayer, "activate_past_recording")
+"""Whether DynamicCache can take back tokens behind a window, as prompt lookup needs. The paged cache always can."""
 
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -102,13 +106,17 @@ def model(name: str, attention: str = "sdpa") -> Any:
 
 
 def build(family: str, changes: Mapping[str, Any], attention: str = "sdpa") -> Any:
-    """Make a model of a family with random weights that are large enough for attention to matter."""
+    """Make a model of a family with random weights."""
     prefix = next(p for p in (f"{family}Text", family) if hasattr(transformers, f"{p}Config"))
     config = getattr(transformers, f"{prefix}Config")(**{name: value for name, value in {**SMALL, **changes}.items() if value is not None})
     config._attn_implementation = attention
     torch.manual_seed(11)
     kind = next(k for k in (f"{family}ForCausalLM", f"{family}LMHeadModel") if hasattr(transformers, k))
-    made = getattr(transformers, kind)(config).eval()
+    return randomise(getattr(transformers, kind)(config).eval())
+
+
+def randomise(made: Any) -> Any:
+    """Fill the weights with values that are large enough for attention to matter."""
     with torch.no_grad():
         for weight in made.parameters():
             if weight.ndim > 1:

@@ -85,6 +85,7 @@ class Memory:
         gaps: Sequence[int] | None = None,
         offset: int = 0,
         shift: int = 0,
+        device: str | None = None,
     ) -> torch.Tensor:
         """Return a tensor full of random bits.
 
@@ -95,22 +96,19 @@ class Memory:
             gaps: free elements behind each dim.
             offset: bytes between a 64-byte boundary and its first element, besides ``shift``.
             shift: bytes between a 64-byte boundary and the start of its storage.
+            device: where it lies; by default where the memory does.
         """
         strides = strides_of(shape, order or range(len(shape)), gaps or [0] * len(shape))
         elements = 1 + sum(max(size - 1, 0) * stride for size, stride in zip(shape, strides, strict=True))
         self._seed += 1
-        arena = Arena.of(elements * dtype.itemsize + offset, self.device, self._seed, shift)
+        arena = Arena.of(elements * dtype.itemsize + offset, device or self.device, self._seed, shift)
         self.arenas.append(arena)
         return arena.cut(dtype, shape, strides, arena.at + offset)
 
     def index(self, values: Any, dtype: torch.dtype = torch.int64, *, step: int = 1, device: str | None = None) -> torch.Tensor:
         """Return an index tensor with these values, every ``step``-th place of its memory."""
         content = torch.tensor(values, dtype=dtype)
-        gaps = [0] * content.dim()
-        if content.dim():
-            gaps[-1] = 0
-        wide = self.tensor(dtype, (*content.shape, step)) if device is None else Memory(device).tensor(dtype, (*content.shape, step))
-        index = wide[..., 0]
+        index = self.tensor(dtype, (*content.shape, step), device=device)[..., 0]
         index.copy_(content)
         return index
 
@@ -150,7 +148,5 @@ class Copy:
         for number, (arena, kept) in enumerate(zip(self.memory.arenas, self.arenas, strict=True)):
             wrong = (arena.bytes.cpu() != kept.bytes).nonzero().flatten()
             if len(wrong):
-                first, last = int(wrong[0]) - arena.at, int(wrong[-1]) - arena.at
-                raise AssertionError(
-                    f"{what}: arena {number} of {len(kept.bytes) - 2 * MARGIN} bytes: {len(wrong)} bytes differ, from byte {first} to {last}"
-                )
+                first, last, size = int(wrong[0]) - arena.at, int(wrong[-1]) - arena.at, len(kept.bytes) - 2 * MARGIN
+                raise AssertionError(f"{what}: {len(wrong)} bytes differ in arena {number} of {size}: from byte {first} to {last}")

@@ -52,11 +52,11 @@ def quantised_reasons(request: kvdock.Request) -> Sequence[str]:
 
 
 def row_bytes(request: kvdock.Request, heads_at: int = 2) -> int:
-    """Return the bytes of a row of keys, or of values if that is longer: what one token takes in one cache.
+    """Return the bytes of a row of keys, or of values if that is shorter: what one token takes in one cache.
 
     Args:
         request: what is prepared.
         heads_at: which dimension of a cache counts its heads; its last is their length.
     """
     pools = [request.tensor(name) for name in ("k_cache", "v_cache")]
-    return max(int(pool.shape[heads_at] or 1) * int(pool.shape[-1] or 1) * pool.dtype.itemsize for pool in pools)
+    return min(int(pool.shape[heads_at] or 1) * int(pool.shape[-1] or 1) * pool.dtype.itemsize for pool in pools)

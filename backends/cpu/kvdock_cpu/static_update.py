@@ -55,8 +55,9 @@ def _write_rows(cache: torch.Tensor, source: torch.Tensor, dtype: torch.dtype, l
     to, rows = widen(cache, dtype), widen(source, dtype)
     if to.dtype != rows.dtype:  # an odd offset in one storage: see `widen`
         to, rows = as_bits(cache), as_bits(source)
-    row = torch.arange(len(lengths))[:, None]
-    position = torch.tensor(lengths)[:, None] + torch.arange(source.shape[2])
+    host = cache.device  # named, since torch's default device may be another
+    row = torch.arange(len(lengths), device=host)[:, None]
+    position = torch.tensor(lengths, device=host)[:, None] + torch.arange(source.shape[2], device=host)
     to.transpose(1, 2).index_put_((row, position), rows.transpose(1, 2))
 
 

@@ -10,7 +10,7 @@ import torch
 
 from kvdock.cache.interface import OpSource
 from kvdock.cache.static import StaticKVCache, StaticKVCacheConfig
-from kvdock.errors import ArgumentValueError, DroppedCacheError, IndexRangeError
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, DroppedCacheError, IndexRangeError
 from kvdock.ops.active import active_dispatcher
 from kvdock.rank import RankInfo
 from kvdock.spec import KVSpec, check_int
@@ -112,8 +112,12 @@ class ShardedKVCache:
     def _shard(self, index: int) -> StaticKVCache:
         """Return a shard by number."""
         shards = self.shards
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise ArgumentTypeError("ShardedKVCache: shard", expected=f"an int from 0 to {len(shards) - 1}", got=repr(index))
         if not 0 <= index < len(shards):
-            raise IndexRangeError("ShardedKVCache: shard", expected=f"0 to {len(shards) - 1}", got=index)
+            raise IndexRangeError(
+                "ShardedKVCache: shard", expected=f"0 to {len(shards) - 1}", got=index, fix="count shards from 0, in the order of devices"
+            )
         return shards[index]
 
     def duplicate(self, seq_len: int) -> Self:
@@ -128,7 +132,10 @@ class ShardedKVCache:
         """
         if check_int("ShardedKVCache.duplicate: seq_len", seq_len, 0) > self.max_len:
             raise IndexRangeError(
-                "ShardedKVCache.duplicate: seq_len", expected=f"0 to {self.max_len}, the length of the cache", got=seq_len
+                "ShardedKVCache.duplicate: seq_len",
+                expected=f"0 to {self.max_len}, the length of the cache",
+                got=seq_len,
+                fix="ask for no more tokens than the cache has positions",
             )
         twin = type(self).create(self._spec, self.max_len, self.devices, ops=self._ops)
         for mine, its in zip(self.shards, twin.shards, strict=True):
@@ -147,6 +154,7 @@ class ShardedKVCache:
         self._shards = None
 
     def __enter__(self) -> Self:
+        _ = self.shards  # a dropped cache raises
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -11,6 +11,7 @@ from kvdock.cache.interface import Cache, CacheConfig, OpSource, active_name, ch
 from kvdock.cache.pool import RankLayer, rank_layers
 from kvdock.interface import HOST
 from kvdock.ops.api import host_int
+from kvdock.ops.hostcheck import check_lengths
 from kvdock.rank import RankInfo
 from kvdock.spec import KVSpec, check_int
 
@@ -131,16 +132,21 @@ class StaticKVCache(Cache):
         k_cache, v_cache = self._views[check_layer("StaticKVCache", layer, len(self._views))]
         cache_lengths = host_int(cache_lengths)
         self._write[layer](k, v, cache_lengths)
-        longest = self._longest(cache_lengths, k.shape[2])
-        return k_cache[: k.shape[0], :, :longest], v_cache[: k.shape[0], :, :longest]
+        rows, _, new, _ = k.shape
+        longest = self._longest(cache_lengths, new)
+        return k_cache[:rows, :, :longest], v_cache[:rows, :, :longest]
 
     def _longest(self, lengths: int | torch.Tensor, new: int) -> int:
-        """Return the longest length after a write, or the whole cache where it cannot be known without waiting."""
-        if isinstance(lengths, int):
-            return lengths + new
-        if lengths.device != HOST:
+        """Return the longest length after a write, or the whole cache where it cannot be known without waiting.
+
+        The op does nothing for no new positions, nor does it check lengths then; but the views must not reach too far.
+        """
+        if isinstance(lengths, torch.Tensor) and lengths.device != HOST:
             return self.max_cache_len
-        return (int(lengths.max()) if lengths.numel() else 0) + new
+        values = [lengths] if isinstance(lengths, int) else lengths.flatten().tolist()
+        if new == 0:
+            check_lengths("static_update_", values, new, self.max_cache_len)
+        return max(values, default=0) + new
 
     def reset(self) -> None:
         """Zero the memory."""

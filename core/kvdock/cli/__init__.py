@@ -14,9 +14,12 @@ def main() -> None:
     """Run the command line; the console script calls this. Exits with 2 when typer and rich are not installed."""
     try:
         from kvdock.cli.app import build
+
+        app = build(sys.argv[1:])
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("typer", "rich"):
             raise
-        sys.stderr.write(f'kvdock: the command line needs {error.name}. Fix: pip install "kvdock[cli]"\n')
+        sys.stderr.write(f'kvdock: the command line needs {missing}. Fix: pip install "kvdock[cli]"\n')
         raise SystemExit(2) from None
-    build(sys.argv[1:])()
+    app()

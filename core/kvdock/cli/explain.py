@@ -43,8 +43,6 @@ def explain(op: str, *, device: str, dtype: str, backend: str | None, sizes: dic
         ArgumentValueError: no such op, dtype or device.
         BackendError: no backend can be chosen.
     """
-    if op not in CATALOG:
-        raise ArgumentValueError("OP", expected=f"one of {', '.join(sorted(CATALOG))}", got=repr(op))
     args = _example(op, device, _dtype(dtype), sizes)
     current = runtime.default()
     with warnings.catch_warnings():
@@ -89,7 +87,8 @@ def _example(op: str, device: str, dtype: torch.dtype, sizes: dict[str, int]) ->
         return example(op, device=torch.device(device), dtype=dtype, **sizes)
     except (RuntimeError, AssertionError) as error:  # what torch raises for a device that it does not know or cannot reach
         lines = str(error).splitlines() or [type(error).__name__]
-        raise ArgumentValueError("--device", expected="a device that torch can allocate on", got=f"{device!r} ({lines[0]})") from error
+        got = f"{device!r} and {dtype} ({lines[0]})"
+        raise ArgumentValueError("--device and --dtype", expected="a device on which torch can allocate that dtype", got=got) from error
 
 
 def command(

@@ -31,6 +31,7 @@ def main(name: str, result: str) -> None:
     with Path(result).open("w", encoding="utf-8", buffering=1) as out:
 
         def write(**line: Any) -> None:
+            """Write a line that the parent sees at once."""
             out.write(json.dumps(line) + "\n")
 
         warnings.simplefilter("ignore")  # the record says it all

@@ -169,11 +169,14 @@ def pairs_tensor(block_pairs: BlockPairs) -> torch.Tensor:
     if isinstance(block_pairs, torch.Tensor):
         return block_pairs
     try:
-        pairs = np.array(block_pairs)  # a copy: torch shares memory, and would ask for a writable array
-        return torch.from_numpy(pairs) if pairs.size else torch.zeros((0, 2), dtype=torch.int64)
+        pairs = np.array(block_pairs, order="C")  # a copy: torch shares memory, and would ask for a writable array
+        return torch.from_numpy(pairs) if pairs.size else torch.zeros((0, 2), dtype=torch.int64, device="cpu")
     except (TypeError, ValueError) as error:
         raise ArgumentValueError(
-            "copy_blocks_: block_pairs", expected="[N, 2] integers (src, dst)", got=repr(block_pairs)[:80], fix=str(error)
+            "copy_blocks_: block_pairs",
+            expected="[N, 2] integers (src, dst)",
+            got=repr(block_pairs)[:80],
+            fix="pass a list of pairs, or an integer array or tensor of shape [N, 2]",
         ) from error
 
 

@@ -129,6 +129,8 @@ CATALOG: Mapping[str, OpSchema] = MappingProxyType({op.name: op for op in (PAGED
 def example(op: str, *, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int, block_size: int) -> tuple[Any, ...]:
     """Return small arguments for an op, in its schema's order: what `kvdock explain` asks about. All zeros.
 
+    Arguments that may not have ``dtype``, such as indices, get the last of theirs.
+
     Raises:
         ArgumentValueError: there is no such op; lists those there are.
     """
@@ -137,9 +139,9 @@ def example(op: str, *, device: torch.device, dtype: torch.dtype, heads: int, he
     sizes = {"NB": 2, "block": block_size, "vblock": block_size, "Hk": heads, "Hv": heads, "Dk": head_dim, "Dv": head_dim, "S": block_size}
 
     def build(arg: Arg) -> torch.Tensor | None:
-        if arg.optional:
+        if arg.optional and not (arg.scale_of and dtype in QUANTISED_DTYPES):
             return None
         shape = [sizes.get(dim.name, dim.literal or 1) for dim in arg.shapes()[0]]
-        return torch.zeros(shape, dtype=dtype if arg.dtypes != INDEX_DTYPES else torch.int64, device=device)
+        return torch.zeros(shape, dtype=dtype if dtype in arg.dtypes else arg.dtypes[-1], device=device)
 
     return tuple(build(arg) for arg in CATALOG[op].args)

@@ -34,9 +34,9 @@ def extent(tensor: torch.Tensor) -> int:
 
 
 def ranges_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the address ranges of two tensors of one device share a byte."""
+    """Whether the address ranges of two tensors of one device share a byte. A tensor without memory has none."""
     a_start, b_start = a.data_ptr(), b.data_ptr()
-    return a_start < b_start + extent(b) and b_start < a_start + extent(a)
+    return 0 not in (a_start, b_start) and a_start < b_start + extent(b) and b_start < a_start + extent(a)
 
 
 def has_internal_overlap(tensor: torch.Tensor) -> bool:

@@ -108,11 +108,9 @@ def _trusted() -> Callable[[Sequence[torch.Tensor]], Guard] | None:
         return None
 
     def make(tensors: Sequence[torch.Tensor]) -> Guard:
-        guards = TensorGuards(
-            *tensors,
-            dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
-            dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
-        )
+        sizes: Any = [list(tensor.shape) for tensor in tensors]  # torch's annotation of these two is wrong
+        strides: Any = [list(tensor.stride()) for tensor in tensors]
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         check: Guard = guards.check
         return check
 

@@ -14,7 +14,7 @@ source, as attrs and dataclasses do for ``__init__``. For `paged_caching_` on ``
             key = (chooser.epoch, settings.generation, named, 0, (k_cache.dtype, k_cache_shape, ...), k_dtype, k_2, k_3, k_a & -k_a, ...)
         except Exception: return slow(values, named)            # no tensor, wrong rank: let `validate` say why
         if <sizes, devices, inner strides disagree>: return slow(values, named)
-        if not lead0: return                                    # zero tokens: nothing to do, but checked all the same
+        if not lead0: return slow(values, named)                # zero tokens: nothing to do, but checked all the same
         cache = local.caches.get(device)                        # this thread's, for this device
         entry = None if cache is None else cache.entries.get(key)
         if entry is None: plan = prepare(values, key, named, device)
@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from kvdock.ops.geometry import MAX_ALIGNMENT, normalised
+from kvdock.ops.geometry import MAX_ALIGNMENT, has_internal_overlap, normalised
 from kvdock.ops.memo import Memory, remember
 from kvdock.ops.schema import Arg, Dim, OpSchema, Role
 from kvdock.ops.variants import HOST_INT_RANK, Variant, pivot_of, variants_of
@@ -110,6 +110,8 @@ class _Source:
             self.key.append(f"{name}.device")
         else:
             self.checks.append(_elsewhere(name))
+        if arg.role is Role.MUTATED:  # its strides are no part of the key, so that `validate` saw others
+            self.checks.append(f"not {name}.is_contiguous() and has_internal_overlap({name})")
 
     def _itemsize(self, name: str) -> str:
         """Write the bytes of an element: those of an earlier argument, where that has the same dtype."""
@@ -199,7 +201,7 @@ class _Source:
         if doubts:
             yield f"if {' or '.join(f'({check})' for check in doubts)}: {self._give_up}"
         if self.sized:
-            yield f"if not ({' and '.join(sorted(self.sized))}): return None"
+            yield f"if not ({' and '.join(sorted(self.sized))}): {self._give_up}"
         yield "cache = local.caches.get(device)"
         yield "entry = None if cache is None else cache.entries.get(key)"
         yield f"if entry is None: plan = prepare(({names},), key, named, device)"
@@ -335,7 +337,14 @@ def _substitute(expression: str, words: dict[str, str]) -> str:
 
 def _compile(source: str, what: str, scope: dict[str, Any]) -> dict[str, Any]:
     """Execute generated source. It is made from schemas only, never from what a user passes."""
-    namespace = {"normalised": normalised, "is_compiling": torch.compiler.is_compiling, "remember": remember, "Memory": Memory, **scope}
+    namespace = {
+        "normalised": normalised,
+        "has_internal_overlap": has_internal_overlap,
+        "is_compiling": torch.compiler.is_compiling,
+        "remember": remember,
+        "Memory": Memory,
+        **scope,
+    }
     exec(compile(source, f"{GENERATED}{what}>", "exec"), namespace)  # noqa: S102
     return namespace
 

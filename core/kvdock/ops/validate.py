@@ -87,7 +87,7 @@ def _check_dtype(schema: OpSchema, arg: Arg, args: dict[str, Any]) -> None:
             subject,
             expected="one of " + ", ".join(map(str, arg.dtypes)),
             got=dtype,
-            fix=f"{arg.name}.to({arg.dtypes[-1]}), if that keeps its meaning",
+            fix=f"{arg.name}.to({_dtype_to_take(arg, args)}), if that keeps its meaning",
         )
     if arg.same_dtype is None or dtype == args[arg.same_dtype].dtype or _is_scaled(schema, arg.same_dtype, args):
         return
@@ -98,6 +98,12 @@ def _check_dtype(schema: OpSchema, arg: Arg, args: dict[str, Any]) -> None:
         got=f"{dtype}; bits are never reinterpreted",
         fix=f"{arg.name}.to({expected}), or create the cache in {dtype}",
     )
+
+
+def _dtype_to_take(arg: Arg, args: dict[str, Any]) -> torch.dtype:
+    """Return a dtype to advise: that of the cache where it must be the same, else the widest of indices, or the first."""
+    like = args[arg.same_dtype].dtype if arg.same_dtype else torch.int64
+    return like if like in arg.dtypes else arg.dtypes[0]
 
 
 def _is_scaled(schema: OpSchema, cache: str, args: dict[str, Any]) -> bool:
@@ -126,7 +132,11 @@ def _check_sizes(schema: OpSchema, tensors: dict[str, torch.Tensor]) -> None:
     sizes: dict[str, tuple[int, str]] = {}
     for name, tensor in tensors.items():
         dims = schema.arg(name).dims_of_rank(tensor.dim())
-        if dims is None or not all(_bind(dim, size, name, sizes) for dim, size in zip(dims, tensor.shape, strict=True)):
+        if (
+            dims is None
+            or not _bind_lead(dims, name, sizes)
+            or not all(_bind(dim, size, name, sizes) for dim, size in zip(dims, tensor.shape, strict=True))
+        ):
             raise _size_error(schema, name, tensor, sizes)
     known = {word: size for word, (size, _) in sizes.items()}
     for relation in schema.relations:
@@ -142,16 +152,28 @@ def _bind(dim: Dim, size: int, name: str, sizes: dict[str, tuple[int, str]]) -> 
     return sizes.setdefault(dim.name, (size, name))[0] == size
 
 
+def _lead(dims: tuple[Dim, ...]) -> int:
+    """Return how many dimensions ``...`` stands for."""
+    return sum(dim.name.startswith("lead") for dim in dims)
+
+
+def _bind_lead(dims: tuple[Dim, ...], name: str, sizes: dict[str, tuple[int, str]]) -> bool:
+    """Note how many leading dimensions there are, and say whether all arguments that have them agree on it."""
+    lead = _lead(dims)
+    return lead == 0 or sizes.setdefault("...", (lead, name))[0] == lead
+
+
 def _size_error(schema: OpSchema, name: str, tensor: torch.Tensor, sizes: dict[str, tuple[int, str]]) -> KVDockError:
     """Say which shapes an argument may have, with the sizes that other arguments settled."""
     arg = schema.arg(name)
-    shapes = [dims for dims in arg.shapes() if len(dims) == tensor.dim()] or arg.shapes()
+    leads = [dims for dims in arg.shapes() if _lead(dims) in (0, sizes.get("...", (_lead(dims), ""))[0])]
+    shapes = [dims for dims in leads if len(dims) == tensor.dim()] or leads
     settled = {word: where for word, (_, where) in sizes.items() if where != name}
     sources = sorted({settled[d.name] for dims in shapes for d in dims if d.name in settled})
     expected = " or ".join("[" + ", ".join(_size_text(d, sizes, name) for d in dims) + "]" for dims in shapes)
     return ArgumentValueError(
         _subject(schema, name),
-        expected=f"shape {expected}" + (f" to agree with {', '.join(sources)}" if sources else " with no size 0"),
+        expected=f"shape {expected}" + (f" to agree with {', '.join(sources)}" if sources else " with no size 0" * (0 in tensor.shape)),
         got=f"shape {list(tensor.shape)}",
         fix="check the order of dimensions and of arguments",
     )
@@ -207,7 +229,7 @@ def _check_overlap(schema: OpSchema, tensors: dict[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
             if name == target_name or tensor.device != target.device:
                 continue
-            same = name in mutated and tensor.data_ptr() == target.data_ptr() and tensor.numel() > 0 < target.numel()
+            same = name in mutated and tensor.data_ptr() == target.data_ptr() != 0 and tensor.numel() > 0 < target.numel()
             if same or (name not in mutated and ranges_overlap(tensor, target)):
                 raise ArgumentValueError(
                     _subject(schema, name),

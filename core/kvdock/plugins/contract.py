@@ -20,6 +20,7 @@ from kvdock.interface import KVDOCK_API, Backend, Capabilities, Kernel, Probe
 from kvdock.plugins import hookspecs
 
 __all__ = [
+    "RESERVED",
     "BrokenContractError",
     "Hooks",
     "check_api",
@@ -31,12 +32,14 @@ __all__ = [
     "find_hooks",
 ]
 
+RESERVED = "portable"
+"""What `use_backend` takes for kvdock's own kernels: no backend may have this name."""
+
 Hooks = Mapping[str, Sequence[Callable[[], Any]]]
 """Implementations by name of the hook."""
 
 _SPECS = tuple(name for name in hookspecs.__all__ if name.startswith("kvdock_"))
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_RESERVED = "portable"  # what `use_backend` takes for kvdock's own kernels
 _DEVICE_TYPE = re.compile(r"[a-z][a-z0-9_]*")
 
 
@@ -104,7 +107,7 @@ def _refuse_unknown(manager: pluggy.PluginManager, callers: Sequence[pluggy.Hook
         manager.check_pending()
     except pluggy.PluginValidationError as error:
         unknown = [caller.name for caller in callers if not caller.has_spec()]
-        close = difflib.get_close_matches(unknown[0], _SPECS, n=1)
+        close = difflib.get_close_matches(unknown[0], _SPECS, n=1, cutoff=0.8)
         fix = f"rename it to {close[0]}" if close else "remove it, or mark it @hookimpl(optionalhook=True)"
         raise BrokenContractError("hook", expected=_signatures(), got=", ".join(unknown), fix=fix) from error
 
@@ -134,12 +137,12 @@ def check_backends(value: object) -> list[Backend]:
     for index, backend in enumerate(backends):
         _check_kind(backend, Backend, f"{where}[{index}]")
         kind = type(backend).__name__
-        _check_text(getattr(backend, "name", None), _NAME, f"{kind}.name", "letters, digits, '.', '_' and '-', such as 'acme'")
-        if backend.name == _RESERVED:
+        _check_text(getattr(backend, "name", None), _NAME, f"{kind}.name", "letters, digits, '.', '_' and '-'")
+        if backend.name == RESERVED:
             raise BrokenContractError(
-                f"{kind}.name", expected=f"another name than {_RESERVED!r}, which means kvdock's own kernels", got=repr(_RESERVED)
+                f"{kind}.name", expected=f"another name than {RESERVED!r}, which means kvdock's own kernels", got=repr(RESERVED)
             )
-        _check_text(getattr(backend, "device_type", None), _DEVICE_TYPE, f"{kind}.device_type", "lower-case, such as 'npu'")
+        _check_text(getattr(backend, "device_type", None), _DEVICE_TYPE, f"{kind}.device_type", "lower-case letters, digits and '_'")
     return backends
 
 

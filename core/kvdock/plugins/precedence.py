@@ -7,6 +7,7 @@ an error.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -14,6 +15,7 @@ import torch
 
 from kvdock.errors import AmbiguousBackendError, BackendUnavailableError, NoBackendError
 from kvdock.ops.selection import Choice
+from kvdock.plugins.contract import RESERVED
 from kvdock.plugins.discovery import Discovery
 from kvdock.plugins.loading import LoadedBackend
 from kvdock.plugins.records import PluginRecord, PluginState
@@ -71,7 +73,7 @@ def _select(known: Discovery, configured: Configured, op: str, device: torch.dev
         return require(known, named, device, "asked for by name")
     if op in configured.ops:
         return require(known, configured.ops[op], device, f"configured for op {op!r}")
-    claimants = [loaded for loaded in known.loaded.values() if _claims(loaded, device)[0]]
+    claimants = [loaded for _, loaded in sorted(known.loaded.items()) if _claims(loaded, device)[0]]
     wanted = _configured_for_device(known, configured, device, claimants)
     if wanted is not None:
         return require(known, *wanted)
@@ -116,14 +118,12 @@ def _deciding_variable(device: torch.device, tied: Sequence[LoadedBackend]) -> s
 def _configured_for_device(
     known: Discovery, configured: Configured, device: torch.device, claimants: Sequence[LoadedBackend]
 ) -> tuple[str, torch.device, str] | None:
-    """Return the name configured for a device, and by what: by the claimants' device types first, then by torch's."""
+    """Return the name configured for a device, and by what: the program first, the claimants' device types before torch's."""
     own_types = sorted({item.backend.device_type for item in claimants})
-    for types in (own_types, [device.type]):
-        by_program = {f"the program for {kind!r}": configured.devices[kind] for kind in types if kind in configured.devices}
-        by_environ = {
-            f"{PER_DEVICE}{kind.upper()}": known.settings.device_backends[kind] for kind in types if kind in known.settings.device_backends
-        }
-        wanted = by_program or by_environ
+    by_program = {kind: (f"the program for {kind!r}", name) for kind, name in configured.devices.items()}
+    by_environ = {kind: (f"{PER_DEVICE}{kind.upper()}", name) for kind, name in known.settings.device_backends.items()}
+    for source, kinds in itertools.product((by_program, by_environ), (own_types, [device.type])):
+        wanted = dict(source[kind] for kind in kinds if kind in source)
         if len(set(wanted.values())) > 1:
             raise AmbiguousBackendError(
                 f"{device} is configured more than once: {', '.join(f'{by} says {name}' for by, name in wanted.items())}",
@@ -171,6 +171,8 @@ def why_unavailable(known: Discovery, name: str) -> str:
     if own:
         return "; ".join(own)
     ready = ", ".join(sorted(known.loaded)) or "none"
+    if name == RESERVED:
+        return "it names kernels rather than a backend. Fix: ask for them with kvdock.use_backend, which takes this name"
     return f"there is none of this name. Ready: {ready}. Fix: ask for one of them, or install its plugin; `kvdock backends` lists them"
 
 

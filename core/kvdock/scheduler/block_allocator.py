@@ -19,19 +19,22 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.errors import ArgumentTypeError, ArgumentValueError, IndexRangeError, KVDockError, OutOfBlocksError, WrongThreadError
+from kvdock.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    IndexRangeError,
+    IntegrityError,
+    OutOfBlocksError,
+    WrongThreadError,
+)
 from kvdock.spec import check_int
 
-__all__ = ["BlockAllocator", "BlockIds", "IntegrityError", "WrongThreadError"]
+__all__ = ["BlockAllocator", "BlockIds"]
 
 BlockIds: TypeAlias = npt.NDArray[np.int64]
 """An array of block ids."""
 
 _ONE = np.int32(1)  # of the counts' own type: with another, `ufunc.at` takes twenty times as long
-
-
-class IntegrityError(KVDockError, RuntimeError):
-    """Bookkeeping that contradicts itself: a bug in kvdock, or arrays written from outside."""
 
 
 class BlockAllocator:

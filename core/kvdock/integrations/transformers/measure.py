@@ -80,14 +80,17 @@ def _empty_cache(model: Any) -> DynamicCache:
 
 
 def _run_one_token(model: Any, cache: DynamicCache) -> DynamicCache:
-    """Fill a cache with one token."""
+    """Fill a cache with one token, refusing a model that puts it into another cache."""
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     try:
         with torch.no_grad():
-            model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=True, **{CACHE_KEYWORD: cache})
+            output = model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=True, **{CACHE_KEYWORD: cache})
     except Exception as error:
         error.add_note(f"kvdock ran one token through {type(model).__name__} to measure what it caches, with {CACHE_KEYWORD}={cache}")
         raise
+    returned = getattr(output, CACHE_KEYWORD, None)
+    if returned is not None and returned is not cache:
+        raise _refusal(model, "a model that uses the cache it is given", f"one that wraps it in {type(returned).__name__}")
     return cache
 
 

@@ -1,0 +1,133 @@
+"""Who may import whom. The rule is design.md's: {errors, layout, rank, spec, interface} <- descriptors <- ops <- plugins <- runtime."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from support_sources import BACKENDS, CORE, Module, kvdock_modules, modules_below, resolve
+
+LEAVES = {"errors", "layout", "rank", "spec", "interface"}
+ENGINE_SIDE = {"cache", "prefix", "scheduler"}
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "layout": set(),
+    "spec": {"errors"},
+    "rank": {"errors", "spec"},
+    "interface": {"errors"},
+    "descriptors": LEAVES,
+    "ops": LEAVES | {"descriptors"},
+    "plugins": LEAVES | {"descriptors", "ops"},
+    "runtime": LEAVES | {"descriptors", "ops", "plugins"},
+    "cache": LEAVES | {"ops"},
+    "prefix": {"errors", "spec"},
+    "scheduler": {"errors", "spec", "prefix"},
+    "kvdock": LEAVES | {"ops", "plugins", "runtime"} | ENGINE_SIDE,
+    "integrations": LEAVES | {"ops", "plugins", "runtime", "kvdock"} | ENGINE_SIDE,
+    "cli": LEAVES | {"descriptors", "ops", "plugins", "runtime", "kvdock"} | ENGINE_SIDE,
+}
+"""For each part of the package, the others it may import. ``kvdock`` is the package's own ``__init__``: the public names."""
+
+MODULES = {module.name: module for module in kvdock_modules()}
+KNOWN = frozenset(MODULES)
+
+
+def part_of(name: str) -> str:
+    """Return which part a module belongs to."""
+    return name.split(".")[1] if "." in name else name
+
+
+def inner_imports(module: Module) -> list[tuple[int, str]]:
+    """Return line and module of what a module imports from the package."""
+    found = [(line, resolve(name, KNOWN)) for line, name in module.imports() if name.split(".")[0] == "kvdock"]
+    # `from kvdock import ops` takes a module, not a name of __init__.
+    return [(line, name) for line, name in found if name != module.name]
+
+
+def test_every_part_has_a_rule() -> None:
+    parts = {part_of(name) for name in KNOWN}
+    assert parts <= set(MAY_IMPORT), f"new parts need a rule: {sorted(parts - set(MAY_IMPORT))}"
+    assert {"errors", "ops", "plugins", "runtime", "cache", "scheduler", "integrations", "cli", "kvdock"} <= parts
+
+
+def test_the_rule_itself_has_no_circle() -> None:
+    done: set[str] = set()
+    left = dict(MAY_IMPORT)
+    while left:
+        free = {part for part, may in left.items() if may <= done}
+        assert free, f"these import each other: {sorted(left)}"
+        done |= free
+        left = {part: may for part, may in left.items() if part not in free}
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_a_module_imports_only_what_is_below_it(name: str) -> None:
+    part = part_of(name)
+    wrong = [
+        f"{MODULES[name].where}:{line} imports {other}, but {part} may import only {sorted(MAY_IMPORT[part])}"
+        for line, other in inner_imports(MODULES[name])
+        if part_of(other) != part and part_of(other) not in MAY_IMPORT[part]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_module_is_in_a_circle() -> None:
+    # Stricter than the parts: within one part modules have an order too.
+    edges = {name: {other for _, other in inner_imports(module) if other in KNOWN} for name, module in MODULES.items()}
+    for package in [name for name, module in MODULES.items() if module.path.name == "__init__.py"]:
+        # A package's __init__ re-exports: importing one of its modules runs it, but needs none of its names.
+        edges[package] = set() if package != "kvdock" else edges[package]
+    for name in edges:
+        edges[name] -= {"kvdock"} if part_of(name) in ("integrations", "cli") else set()
+    while edges:
+        free = {name for name, others in edges.items() if not others & set(edges)}
+        assert free, f"these import each other: {sorted(edges)}"
+        edges = {name: others for name, others in edges.items() if name not in free}
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_core_imports_no_backend_and_no_kit(name: str) -> None:
+    shipped = {module.name.split(".")[0] for module in modules_below(BACKENDS / "cpu")} if BACKENDS.is_dir() else set()
+    assert BACKENDS.is_dir() == bool(shipped)
+    for line, other in MODULES[name].imports():
+        top = other.split(".")[0]
+        assert top not in shipped, f"{MODULES[name].where}:{line} imports {other}"
+        assert top == "kvdock" or not top.startswith("kvdock"), f"{MODULES[name].where}:{line} imports {other}"
+
+
+THIRD_PARTY = {
+    "attrs": set(MAY_IMPORT),
+    "numpy": {"ops", "scheduler", "prefix", "integrations"},
+    "pluggy": {"plugins"},
+    "torch": set(MAY_IMPORT) - {"errors", "layout", "descriptors", "scheduler", "prefix"},
+    "transformers": {"integrations"},
+    "typer": {"cli"},
+    "rich": {"cli"},
+}
+"""Which parts may use a distribution. Blocks and prefixes are integers: they know no tensor and no device."""
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_a_part_uses_only_the_distributions_meant_for_it(name: str) -> None:
+    for line, other in MODULES[name].imports():
+        top = other.split(".")[0]
+        if top in sys.stdlib_module_names or top == "kvdock":
+            continue
+        assert top in THIRD_PARTY, f"{MODULES[name].where}:{line} imports {other}, which is no dependency"
+        assert part_of(name) in THIRD_PARTY[top], f"{MODULES[name].where}:{line}: {part_of(name)} must do without {top}"
+
+
+def test_transformers_is_imported_by_its_own_integration_only() -> None:
+    users = {name for name, module in MODULES.items() for _, other in module.imports() if other.split(".")[0] == "transformers"}
+    assert users
+    assert all(name.startswith("kvdock.integrations.transformers") for name in users), users
+
+
+def test_the_slow_reference_is_for_tests_only() -> None:
+    kit = [module for module in modules_below(CORE) if module.name.split(".")[0] == "kvdock_conformance"]
+    assert kit
+    tests = [module for folder in BACKENDS.iterdir() if folder.is_dir() for module in modules_below(folder)]
+    for module in tests:
+        assert not [name for _, name in module.imports() if name.startswith("kvdock_conformance")], module.where

@@ -1,0 +1,107 @@
+"""Every family of decoders that Transformers has: the same tokens as with its own cache, or a clear refusal. Never wrong in silence."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from integration import zoo
+from kvdock import UnsupportedError
+
+LAYERS: dict[str, Any] = dict.fromkeys(
+    ("num_layers", "n_layer", "n_layers", "decoder_layers", "max_window_layers", "first_k_dense_replace"), 2
+)
+HEADS: dict[str, Any] = dict.fromkeys(("n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4)
+DIMS: dict[str, Any] = dict.fromkeys(("n_embd", "d_model", "word_embed_proj_dim", "attention_hidden_size", "embedding_size"), 32)
+INNER: dict[str, Any] = dict.fromkeys(("ffn_dim", "d_ff", "decoder_ffn_dim"), 48)
+EXPERTS: dict[str, Any] = {
+    **zoo.MOE,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "shared_expert_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT: dict[str, Any] = {"kv_lora_rank": 12, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+LINEAR: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+TINY = {**LAYERS, **HEADS, **DIMS, **INNER, **EXPERTS, **LATENT, **LINEAR, **zoo.SMALL, "sliding_window": 8, "is_decoder": True}
+WAYS = ("left-padded", "beams", "chunked-prefill", "prompt-lookup")
+
+
+def configure(model_type: str) -> Any:
+    """Make a small configuration; settings that the family names in an error are left out one after another."""
+    settings = dict(TINY)
+    while True:
+        try:
+            return CONFIG_MAPPING[model_type](**settings)
+        except Exception as error:
+            named = [name for name in settings if name in str(error)]
+            if not named:
+                raise
+            for name in named:
+                del settings[name]
+
+
+@functools.cache
+def small_model(model_type: str) -> Any:
+    """Make a model, or skip: some families have parts whose size no common setting reaches."""
+    try:
+        config = configure(model_type)
+        config._attn_implementation = "eager"
+        kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+        with torch.device("meta"):
+            size = sum(weight.numel() for weight in kind(config).parameters())
+        if size > 4_000_000:
+            pytest.skip(f"it does not get small: {size} weights")
+        torch.manual_seed(1)
+        made = kind(config).eval()
+    except Exception as error:  # noqa: BLE001 - whatever a family does not like about the settings
+        pytest.skip(f"it cannot be built: {type(error).__name__}: {error}")
+    zoo.randomise(made)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_a_family_is_right_or_refused(model_type: str) -> None:
+    made = small_model(model_type)
+    if "input_ids" not in inspect.signature(made.forward).parameters:
+        pytest.skip("it takes no token ids")
+    cache = attempt(lambda: zoo.paged(made, num_blocks=1024))
+    if isinstance(cache, UnsupportedError):
+        assert "Fix: use Transformers' own cache" in str(cache)
+        return
+    compared = sum(compare(made, cache, way) for way in WAYS)
+    if not compared:
+        pytest.skip("Transformers' own cache fails too, with these settings")
+
+
+def compare(made: Any, cache: Any, way: str) -> bool:
+    """Compare one way to generate; False if Transformers' own cache fails too."""
+    expected = attempt(lambda: zoo.generate(made, zoo.dynamic(made), way))
+    if isinstance(expected, Exception):
+        return False
+    cache.reset()
+    got = zoo.generate(made, cache, way)
+    assert cache.usage.tokens > 0, "it was not used"
+    assert torch.equal(expected.sequences, got.sequences), way
+    for left, right in zip(expected.logits, got.logits, strict=True):
+        assert torch.equal(left.nan_to_num(), right.nan_to_num()), way
+    return True
+
+
+def attempt(call: Callable[[], Any]) -> Any:
+    """Return what a call gives, or the error that it raises."""
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - the caller looks at it
+        return error

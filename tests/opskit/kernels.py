@@ -1,0 +1,62 @@
+"""Kernels and runtimes that tests make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+import kvdock
+from kvdock.ops.portable import PORTABLE_KERNELS
+from kvdock.plugins.registry import Registry
+from support_plugins import QUIET, InProcessBackend, plugin
+
+__all__ = ["CountingKernel", "counting_runtime", "runtime_of"]
+
+
+class _CountedDescriptor(kvdock.Descriptor):
+    """A descriptor that reports when it is destroyed."""
+
+    def __init__(self, inner: kvdock.Descriptor, destroyed: list[kvdock.Request], request: kvdock.Request) -> None:
+        self._inner = inner
+        self._destroyed = destroyed
+        self._request = request
+
+    def __call__(self, *args: object) -> None:
+        self._inner(*args)
+
+    def destroy(self) -> None:
+        self._destroyed.append(self._request)
+        self._inner.destroy()
+
+
+class CountingKernel(kvdock.Kernel):
+    """Another kernel that keeps a list of what it was asked to prepare, and of what was destroyed."""
+
+    def __init__(self, inner: kvdock.Kernel) -> None:
+        self.inner = inner
+        self.prepared: list[kvdock.Request] = []
+        self.destroyed: list[kvdock.Request] = []
+
+    def supports(self, request: kvdock.Request) -> Sequence[str]:
+        return self.inner.supports(request)
+
+    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+        self.prepared.append(request)
+        return _CountedDescriptor(self.inner.prepare(request), self.destroyed, request)
+
+
+def runtime_of(*backends: kvdock.Backend) -> kvdock.Runtime:
+    """Return a runtime with these backends of one plugin, and nothing else."""
+    registry = Registry(QUIET)
+    registry.register(plugin(*backends), "made by a test")
+    return kvdock.Runtime(registry)
+
+
+def counting_runtime(
+    device: str = "cpu", kernels: Mapping[str, kvdock.Kernel] = PORTABLE_KERNELS
+) -> tuple[kvdock.Runtime, dict[str, CountingKernel]]:
+    """Return a runtime whose one backend counts what it prepares, and its kernels."""
+    counting = {op: CountingKernel(kernel) for op, kernel in kernels.items()}
+    type_ = torch.device(device).type
+    return runtime_of(InProcessBackend("counting", claims=(type_,), devices=(type_,), kernels=counting)), counting

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvdock.cli.app import build
+from kvdock.runtime import Runtime
+from support_plugins import CallKernel
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(build(["backends"]), ["backends", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def row(name: str) -> dict[str, Any]:
+    answer = json.loads(run("--json"))
+    assert (answer["schema"], answer["command"]) == (1, "backends")
+    (found,) = [item for item in answer["backends"] if item["name"] == name]
+    return dict(found)
+
+
+def test_ready_backend_with_what_it_can_do(acme_runtime: Runtime) -> None:
+    assert row("acme") == {
+        "name": "acme",
+        "device_type": "acme",
+        "state": "ready",
+        "reason": "made by a test",
+        "plugin": "acme-plugin",
+        "distribution": None,
+        "version": None,
+        "devices": ["cpu"],
+        "priority": "NORMAL",
+        "dtypes": None,
+        "graph_capture": False,
+        "native": ["copy_blocks_", "own_op"],
+        "overridden": [],
+        "portable": ["gather_paged", "paged_caching_", "static_update_"],
+    }
+
+
+def test_overridden_kernel_is_shown(acme_runtime: Runtime) -> None:
+    acme_runtime.registry.register_kernel("acme", "copy_blocks_", CallKernel(lambda *args: None), override=True)
+    assert row("acme")["overridden"] == ["copy_blocks_"]
+    assert "copy_blocks_ (overridden)" in run()
+
+
+@pytest.mark.parametrize(("name", "state", "reason"), [("absent", "absent", "no card"), ("broken", "unusable", "driver 3 is too old")])
+def test_backend_that_is_not_ready(acme_runtime: Runtime, name: str, state: str, reason: str) -> None:
+    found = row(name)
+    assert (found["state"], found["reason"], found["plugin"]) == (state, reason, "others")
+    assert "devices" not in found
+
+
+def test_table_for_people(acme_runtime: Runtime) -> None:
+    table = run()
+    for text in ("acme", "READY", "own_op", "gather_paged", "each kernel decides", "UNUSABLE", "driver 3 is too old", "this process"):
+        assert text in table

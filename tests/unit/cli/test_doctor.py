@@ -1,0 +1,68 @@
+"""What doctor makes of its findings. The children themselves run in `tests/packaging`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import kvdock
+from kvdock.cli import doctor
+from kvdock.cli.app import build
+from kvdock.cli.doctor import Diagnosis
+from kvdock.cli.versions import versions
+from kvdock.plugins.records import PluginRecord, PluginState
+
+
+def diagnosis(*states: PluginState) -> Diagnosis:
+    plugins = [PluginRecord(state.value, "m", "dist", "1.0", state, "because", f"trace of {state.value}") for state in states]
+    return Diagnosis({"kvdock": "0.1.0"}, {"KVDOCK_BACKENDS": "acme"}, tuple(plugins), ("a note",))
+
+
+@pytest.mark.parametrize("state", list(PluginState))
+def test_exit_code_follows_the_states(monkeypatch: pytest.MonkeyPatch, state: PluginState) -> None:
+    monkeypatch.setattr(doctor, "diagnose", lambda timeout_s: diagnosis(PluginState.READY, state))
+    result = CliRunner().invoke(build(["doctor"]), ["doctor", "--json"])
+    fine = state in (PluginState.READY, PluginState.ABSENT, PluginState.BLOCKED)
+    assert (result.exit_code, json.loads(result.stdout)["ok"]) == ((0, True) if fine else (1, False))
+
+
+def test_text_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "diagnose", lambda timeout_s: diagnosis(PluginState.LOAD_FAILED, PluginState.UNUSABLE))
+    lines = CliRunner().invoke(build(["doctor"]), ["doctor"]).stdout.splitlines()
+    assert lines[:2] == ["kvdock 0.1.0", "KVDOCK_BACKENDS=acme"]
+    assert "note: a note" in lines
+    assert "--- plugin 'load_failed' (dist 1.0)" in lines
+    assert "trace of unusable" in lines
+    assert lines[-1] == "needs attention: load_failed, unusable"
+
+
+def test_time_limit_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    monkeypatch.setattr(doctor, "diagnose", lambda timeout_s: seen.append(timeout_s) or diagnosis())
+    for arguments in ([], ["--timeout", "2.5"]):
+        CliRunner().invoke(build(["doctor"]), ["doctor", *arguments])
+    assert seen == [60.0, 2.5]
+
+
+def test_environment_that_cannot_be_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVDOCK_BACKENDS", "@acme")
+    result = CliRunner().invoke(build(["doctor"]), ["doctor", "--json"])
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["error"]["text"].startswith("KVDOCK_BACKENDS: expected plugin names separated by commas")
+
+
+def test_versions_hold_what_kvdock_needs_and_no_developers_tools() -> None:
+    found = versions()
+    assert found["api"] == ".".join(map(str, kvdock.KVDOCK_API))
+    assert {"kvdock", "python", "torch", "pluggy"} <= set(found)
+    assert not {"ruff", "mypy", "pytest", "hypothesis"} & set(found)
+
+
+def test_core_of_doctor_names_no_kind_of_hardware() -> None:
+    # The versions come from kvdock's metadata, so that a new backend needs no change here.
+    folder = Path(doctor.__file__).parent
+    text = " ".join(path.read_text(encoding="utf-8").lower() for path in folder.glob("*.py"))
+    assert not [word for word in ("cuda", "rocm", "hip", "nvidia", "triton", "npu") if f" {word}" in text or f'"{word}' in text]

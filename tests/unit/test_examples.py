@@ -1,0 +1,77 @@
+"""The examples, and every block of Python and every `kvdock` command in the documentation: run as a reader runs them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support_docs import PAGES, ROOT, Block, blocks
+
+OPTIONAL = ("transformers", "typer", "rich")
+PYTHON = [block for page in PAGES for block in blocks(page, "python")]
+SHELL = [block for page in PAGES for block in blocks(page, "sh")]
+COMMANDS = [(block, line) for block in SHELL for line in block.text.splitlines() if line.startswith("kvdock ")]
+
+
+def needs(text: str) -> None:
+    """Skip where an extra is missing that a text imports."""
+    wanted = [name for name in OPTIONAL if re.search(rf"^(from|import) {name}\b", text, re.MULTILINE)]
+    missing = [name for name in wanted if not importlib.util.find_spec(name)]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}")
+
+
+def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python in an empty folder, as a user has it: no variable of kvdock's is set."""
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("KVDOCK_")}
+    return subprocess.run([sys.executable, *arguments], cwd=folder, env=environ, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_python_in_the_documentation_runs_and_prints_what_it_says(block: Block, tmp_path: Path) -> None:
+    needs(block.text)
+    (tmp_path / "block.py").write_text(block.text, encoding="utf-8")
+    done = run(["block.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert block.output is not None, f"{block}: say in a block of text behind it what it prints"
+    assert done.stdout == block.output
+
+
+def test_the_readme_has_code() -> None:
+    assert len([block for block in PYTHON if block.page.name == "README.md"]) >= 3
+
+
+@pytest.mark.parametrize(("block", "line"), COMMANDS, ids=lambda value: value if isinstance(value, str) else "")
+def test_commands_in_the_documentation_run(block: Block, line: str, tmp_path: Path) -> None:
+    needs("import typer\nimport rich")
+    done = run(["-m", "kvdock.cli", *shlex.split(line, comments=True)[1:]], tmp_path)
+    assert done.returncode == 0, f"{block}: {line}\n{done.stdout}{done.stderr}"
+    if "--json" in line:
+        assert json.loads(done.stdout)["schema"] == 1
+
+
+def test_paged_loop_gives_the_tokens_of_the_model_without_a_cache(tmp_path: Path) -> None:
+    done = run(["-W", "error", str(ROOT / "examples" / "paged_loop.py")], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 of 8 continuations have the tokens that the model gives without a cache" in done.stdout
+    waiting = [int(count) for count in re.findall(r"(\d+) wait,", done.stdout)]
+    assert waiting[0] > 0, "the pool is too small for all requests at once"
+    assert waiting[-1] == 0
+
+
+def test_paged_loop_notices_a_token_that_differs(tmp_path: Path) -> None:
+    """Keys that are lost must show: a comparison that cannot fail proves nothing."""
+    source = (ROOT / "examples" / "paged_loop.py").read_text(encoding="utf-8")
+    broken = source.replace("cache.update(layer, k, v, slots)", "cache.update(layer, 0 * k, v, slots)")
+    assert broken != source
+    (tmp_path / "broken.py").write_text(broken)
+    done = run(["broken.py"], tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr

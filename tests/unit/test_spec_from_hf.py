@@ -1,0 +1,225 @@
+"""Reading a Transformers configuration, against what Transformers' own cache holds after a forward pass."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+import kvdock
+from kvdock.integrations.transformers.compat import CACHE_KEYWORD
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,  # not hidden_size / heads: a configuration that says so is to be believed
+    "max_position_embeddings": 96,
+    "pad_token_id": 0,
+}
+MOE: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+
+EXACT: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama, heads not grouped": ("Llama", {"num_key_value_heads": None, "head_dim": None}),
+    "llama, one head": ("Llama", {"num_key_value_heads": 1}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2, windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {}),
+    "mistral, no window": ("Mistral", {"sliding_window": None}),
+    "mistral": ("Mistral", {"sliding_window": 6}),
+    "gemma2": ("Gemma2", {"sliding_window": 6, "layer_types": SLIDING}),
+    "gemma3": ("Gemma3Text", {"sliding_window": 6, "layer_types": SLIDING}),
+    "gpt-oss": ("GptOss", {**MOE, "sliding_window": 6, "layer_types": SLIDING}),
+    "llama4": ("Llama4Text", {**MOE, "attention_chunk_size": 6, "intermediate_size_mlp": 32, "no_rope_layers": [1, 0, 1]}),
+    "mixtral": ("Mixtral", MOE),
+    "phi3": ("Phi3", {"head_dim": None}),
+    "gpt2": ("GPT2", {"num_key_value_heads": None, "head_dim": None}),
+    "gpt-neo": (
+        "GPTNeo",
+        {
+            "num_hidden_layers": None,
+            "num_attention_heads": None,
+            "num_key_value_heads": None,
+            "head_dim": None,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 6,
+        },
+    ),
+    "falcon, one head": ("Falcon", {"num_key_value_heads": None, "head_dim": None, "multi_query": True, "new_decoder_architecture": False}),
+    "falcon, a head each": ("Falcon", {"num_key_value_heads": None, "head_dim": None, "multi_query": False}),
+    "falcon, new": (
+        "Falcon",
+        {"num_key_value_heads": None, "head_dim": None, "num_kv_heads": 2, "multi_query": True, "new_decoder_architecture": True},
+    ),
+    "gpt-bigcode": ("GPTBigCode", {"num_key_value_heads": None, "head_dim": None}),
+    "gpt-bigcode, a head each": ("GPTBigCode", {"num_key_value_heads": None, "head_dim": None, "multi_query": False}),
+}
+
+
+def config_of(family: str, changes: dict[str, Any]) -> Any:
+    numbers = {name: value for name, value in {**SMALL, **changes}.items() if value is not None or name == "sliding_window"}
+    return getattr(transformers, f"{family}Config")(**numbers)
+
+
+def cached(config: Any) -> tuple[list[tuple[int, int, int, int, int | None]], torch.dtype]:
+    """Run three tokens through a tiny model: heads and dims of each layer's keys and values, and the window."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[3, 4, 5]]), use_cache=True, **{CACHE_KEYWORD: cache})
+    assert {type(layer) for layer in cache.layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
+    found = [(*layer.keys.shape[1::2], *layer.values.shape[1::2], getattr(layer, "sliding_window", None)) for layer in cache.layers]
+    return [(kh, vh, kd, vd, window) for kh, kd, vh, vd, window in found], cache.layers[0].keys.dtype
+
+
+def described(spec: kvdock.KVSpec) -> list[tuple[int, int, int, int, int | None]]:
+    layers = [layer for layer in spec.layers if isinstance(layer, kvdock.LayerSpec)]
+    assert len(layers) == len(spec.layers)
+    return [(layer.num_k_heads, layer.num_v_heads, layer.k_dim, layer.v_dim, layer.window) for layer in layers]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # GPTBigCode does so when imported, up to 5.18
+@pytest.mark.parametrize("name", EXACT)
+def test_the_spec_is_what_transformers_caches(name: str) -> None:
+    config = config_of(*EXACT[name])
+    layers, dtype = cached(config)
+    spec = kvdock.KVSpec.from_hf_config(config, dtype)
+    assert described(spec) == layers
+    assert spec.dtype == dtype
+    assert spec.max_positions in (96, 1024, 2048), "max_position_embeddings, where the family reads it"
+
+
+def test_the_cases_cover_what_can_differ() -> None:
+    specs = [kvdock.KVSpec.from_hf_config(config_of(*case), torch.float32) for case in EXACT.values()]
+    layers = [layer for spec in specs for layer in described(spec)]
+    assert {layer[0] for layer in layers} == {1, 2, 4}
+    assert {layer[4] for layer in layers} == {None, 6}
+    assert any(len({layer[4] for layer in described(spec)}) == 2 for spec in specs), "windows on some layers only"
+
+
+def test_a_latent_is_described_expanded_whatever_transformers_caches() -> None:
+    config = config_of("DeepseekV3", {**MOE, **LATENT})
+    spec = kvdock.KVSpec.from_hf_config(config, torch.float32)
+    assert described(spec) == [(4, 4, 12, 6, None)] * 3
+    layers, _ = cached(config)
+    expanded, latent = (4, 4, 12, 6, None), (1, 1, 12, 4, None)
+    assert layers in ([expanded] * 3, [latent] * 3), "expanded before Transformers 5.16, the latent since"
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="a family of newer versions")
+def test_dims_that_differ_between_layers() -> None:
+    numbers = {**SMALL, "sliding_window": 6, "layer_types": SLIDING[:2], "num_hidden_layers": 2, "global_head_dim": 16}
+    config = transformers.Gemma4TextConfig(**numbers, vocab_size_per_layer_input=40, hidden_size_per_layer_input=8, num_kv_shared_layers=0)
+    if hasattr(config, "global_head_dim"):  # versions whose configuration does not say it per layer
+        with pytest.raises(kvdock.UnsupportedError, match="global_head_dim"):
+            kvdock.KVSpec.from_hf_config(config, torch.float32)
+        return
+    spec = kvdock.KVSpec.from_hf_config(config, torch.float32)
+    assert described(spec) == cached(config)[0]
+    assert {layer[2] for layer in described(spec)} == {8, 16}
+
+
+HYBRID = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "qwen3-next": (
+        "Qwen3Next",
+        {**MOE, **HYBRID, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        "layers of another kind: linear_attention",
+    ),
+    "jamba": ("Jamba", {**MOE, "head_dim": None}, "layers of another kind: "),
+    "mamba": (
+        "Mamba",
+        {"num_attention_heads": None, "num_key_value_heads": None, "head_dim": None},
+        "layers of another kind: |num_attention",
+    ),
+    "t5": ("T5", {"num_attention_heads": None, "head_dim": None}, "cross-attention"),
+    "bart": ("Bart", {"num_attention_heads": None, "head_dim": None}, "cross-attention"),
+    "gpt2 with an encoder": ("GPT2", {"add_cross_attention": True, "head_dim": None}, "cross-attention"),
+    "mllama": ("MllamaText", {"cross_attention_layers": [1]}, "cross-attention"),
+    "mimo, heads that only code knows": ("MiMoV2Flash", {**MOE, "v_head_dim": 6, "sliding_window": 6}, "v_head_dim: sizes that differ"),
+    "gemma3n, shared layers": (
+        "Gemma3nText",
+        {"num_hidden_layers": 3, "num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 3, "intermediate_size": 32}
+        | {"activation_sparsity_pattern": [0.0] * 3},
+        "layers that reuse the keys and values of another layer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_spec_cannot_describe_is_refused(name: str) -> None:
+    family, changes, text = REFUSED[name]
+    if not hasattr(transformers, f"{family}Config"):
+        pytest.skip(f"this version of Transformers has no {family}")
+    with pytest.raises(kvdock.KVDockError, match=text) as caught:
+        kvdock.KVSpec.from_hf_config(config_of(family, changes), torch.float32)
+    assert f"KVSpec.from_hf_config: {family}Config" in str(caught.value)
+    assert "Fix: " in str(caught.value)
+
+
+def test_of_a_multimodal_model_the_text_part_is_taken() -> None:
+    text = config_of("Gemma3Text", {"sliding_window": 6, "layer_types": SLIDING})
+    whole = transformers.Gemma3Config(text_config=text.to_dict())
+    assert kvdock.KVSpec.from_hf_config(whole, torch.float32) == kvdock.KVSpec.from_hf_config(text, torch.float32)
+    assert len(kvdock.KVSpec.from_hf_config(whole, torch.float32).layers) == 3
+
+
+def test_the_dtype_is_the_configurations_unless_given() -> None:
+    config = config_of("Llama", {"dtype": torch.bfloat16})
+    assert kvdock.KVSpec.from_hf_config(config).dtype == torch.bfloat16
+    assert kvdock.KVSpec.from_hf_config(config, torch.float16).dtype == torch.float16
+    with pytest.raises(
+        kvdock.ArgumentValueError, match=r"LlamaConfig.dtype: expected a torch.dtype, got None. Fix: pass dtype=model.dtype"
+    ):
+        kvdock.KVSpec.from_hf_config(config_of("Llama", {}))
+    with pytest.raises(kvdock.UnsupportedError, match="dtype"):
+        kvdock.KVSpec.from_hf_config(config, torch.float8_e4m3fn)
+
+
+def test_numbers_that_are_missing_are_named() -> None:
+    bloom = transformers.BloomConfig(n_layer=2, n_head=4, hidden_size=32)
+    with pytest.raises(kvdock.ArgumentValueError, match=r"BloomConfig.max_position_embeddings: expected an int, got None.*by hand"):
+        kvdock.KVSpec.from_hf_config(bloom, torch.float32)
+    empty = types.SimpleNamespace()
+    with pytest.raises(kvdock.ArgumentValueError, match=r"SimpleNamespace.num_hidden_layers: expected an int, got None"):
+        kvdock.KVSpec.from_hf_config(empty, torch.float32)
+
+
+def test_any_object_with_the_numbers_will_do() -> None:
+    config = types.SimpleNamespace(
+        num_hidden_layers=2, num_attention_heads=4, hidden_size=32, max_position_embeddings=10, dtype=torch.float16
+    )
+    assert described(kvdock.KVSpec.from_hf_config(config)) == [(4, 4, 8, 8, None)] * 2
+
+
+def test_reading_a_configuration_changes_nothing() -> None:
+    config = config_of("Gemma2", {"sliding_window": 6, "layer_types": SLIDING})
+    before = config.to_json_string()
+    kvdock.KVSpec.from_hf_config(config, torch.float32)
+    assert config.to_json_string() == before
