@@ -8,7 +8,7 @@ PYTEST := $(TEST_ENV) $(PY) -m pytest
 # The interpreter of the gpu targets: the one they are called with, since such machines bring their own torch.
 PYTHON ?= python3
 
-.PHONY: setup demo test test-all check format bench gpu-test clean
+.PHONY: setup demo test test-all check format bench aot gpu-test clean
 
 setup: $(VENV)/.ready
 
@@ -45,6 +45,11 @@ format: setup
 
 bench: setup
 	OMP_NUM_THREADS=1 $(PY) benchmarks/cpu_ops.py
+
+# Triton is no dependency of `dev`, since nothing else here needs it without a GPU.
+aot: setup
+	@$(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[triton]'
+	$(PY) -m kvdock_triton.aot
 
 gpu-test:
 	$(PYTHON) -m pytest -m gpu tests

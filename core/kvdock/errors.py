@@ -119,7 +119,7 @@ class IntegrityError(KVDockError, RuntimeError):
 
 
 class BackendError(KVDockError, RuntimeError):
-    """Base of what goes wrong in choosing a backend."""
+    """Base of what goes wrong in choosing a backend; and, as itself, a backend whose compiler or library failed."""
 
 
 class NoBackendError(BackendError):

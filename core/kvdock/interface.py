@@ -240,6 +240,13 @@ class Backend(ABC):
         """Return what it can do. Asked once."""
         return Capabilities()
 
+    def notes(self) -> Sequence[str]:
+        """Return lines for ``kvdock backends`` and ``kvdock doctor``, such as which of two ways it launches kernels.
+
+        Asked only when it is ready, and not by any op. Must not open a context on any device.
+        """
+        return ()
+
     def skipped_writes(self, device: torch.device) -> int:
         """Return how many writes its kernels skipped on ``device`` because a slot or position was out of range.
 

@@ -138,6 +138,10 @@ def _runtime(name: str) -> kvdock.Runtime:
         registry = Registry(QUIET)
         registry.register(importlib.import_module("kvdock_cpu"), "kvdock_cpu, under test")
         return kvdock.Runtime(registry)
+    if name == "cuda":
+        registry = Registry(QUIET)
+        registry.register(importlib.import_module("kvdock_cuda"), "kvdock_cuda, under test")
+        return kvdock.Runtime(registry)
     kernels = DEVICE_KERNELS if name == "portable as on a device" else {}
     device = "cuda" if name == "portable on cuda" else "cpu"
     return runtime_of(InProcessBackend("plain", claims=(device,), devices=(device,), kernels=kernels))
@@ -151,7 +155,8 @@ def _targets(*thread_counts: int) -> Iterator[Any]:
         yield pytest.param(Target("portable", "cpu", False, threads), id=f"portable-{threads}")
         yield pytest.param(Target("portable as on a device", "cpu", True, threads), id=f"device-{threads}")
     if torch.cuda.is_available():
-        yield pytest.param(Target("portable on cuda", "cuda", True), marks=pytest.mark.gpu, id="cuda")
+        yield pytest.param(Target("cuda", "cuda", True), marks=pytest.mark.gpu, id="cuda")
+        yield pytest.param(Target("portable on cuda", "cuda", True), marks=pytest.mark.gpu, id="portable-cuda")
 
 
 TARGETS = tuple(_targets(1, 2))

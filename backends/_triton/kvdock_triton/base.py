@@ -82,6 +82,12 @@ class TritonBackend(kvdock.Backend):
         """Say that launches may be captured, where torch can tell."""
         return kvdock.Capabilities(graph_capture=hasattr(self.module, "is_current_stream_capturing"))
 
+    def notes(self) -> Sequence[str]:
+        """Say how kernels are launched."""
+        from kvdock_triton.launch import describe_launch
+
+        return [describe_launch()]
+
     def kernels(self) -> Mapping[str, kvdock.Kernel]:
         """Hand over the Triton kernels."""
         from kvdock_triton.kernels import kernels_for

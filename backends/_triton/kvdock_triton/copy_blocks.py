@@ -27,7 +27,6 @@ def copy_piece(
     cache,
     source,
     to,
-    live,
     piece,
     BLOCK: tl.constexpr,
     OUTER: tl.constexpr,
@@ -44,7 +43,7 @@ def copy_piece(
     middle = (element // INNER) % MIDDLE
     outer = element // (INNER * MIDDLE)
     at = (outer.to(tl.int64) * OUTER_STEP + middle.to(tl.int64) * MIDDLE_STEP) * UNIT + inner
-    mask = live & (element < OUTER * MIDDLE * INNER)
+    mask = element < OUTER * MIDDLE * INNER
     bits = tl.load(cache + source * BLOCK * UNIT + at, mask=mask)
     tl.store(cache + to * BLOCK * UNIT + at, bits, mask=mask)
 
@@ -82,18 +81,17 @@ def copy_blocks_kernel(
     at = pairs + pair.to(tl.int64) * pair_step
     source = tl.load(at).to(tl.int64)
     to = tl.load(at + 1).to(tl.int64)
-    padding = (source < 0) | (to < 0)
-    beyond = (source >= num_blocks) | (to >= num_blocks)
-    live = (padding | beyond) == 0
+    meant = (source >= 0) & (to >= 0)
+    live = meant & (source < num_blocks) & (to < num_blocks)
     if piece == 0:
-        if beyond & (padding == 0):
+        if meant & ((source >= num_blocks) | (to >= num_blocks)):
             tl.atomic_add(skipped, 1, sem="relaxed")
-    if piece < K_PIECES:
-        copy_piece(k_cache, source, to, live, piece, K_BLOCK, K_OUTER, K_MIDDLE, K_INNER, K_OUTER_STEP, K_MIDDLE_STEP, K_UNIT, K_CHUNK)
-    else:
-        copy_piece(
-            v_cache, source, to, live, piece - K_PIECES, V_BLOCK, V_OUTER, V_MIDDLE, V_INNER, V_OUTER_STEP, V_MIDDLE_STEP, V_UNIT, V_CHUNK
-        )
+    if live:  # a branch, and no mask of the accesses: one value for the whole program
+        if piece < K_PIECES:
+            copy_piece(k_cache, source, to, piece, K_BLOCK, K_OUTER, K_MIDDLE, K_INNER, K_OUTER_STEP, K_MIDDLE_STEP, K_UNIT, K_CHUNK)
+        else:
+            piece -= K_PIECES
+            copy_piece(v_cache, source, to, piece, V_BLOCK, V_OUTER, V_MIDDLE, V_INNER, V_OUTER_STEP, V_MIDDLE_STEP, V_UNIT, V_CHUNK)
 
 
 def _collapsed(pool: kvdock.TensorMeta) -> tuple[tuple[int, int], tuple[int, int], int]:
@@ -163,6 +161,10 @@ class CopyBlocksDescriptor(kvdock.Descriptor):
         if block_pairs.is_cpu:
             check_pairs(self._op, block_pairs, self._num_blocks)
             block_pairs = block_pairs.to(k_cache.device, non_blocking=True)
+        self.run(k_cache, v_cache, block_pairs)
+
+    def run(self, k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torch.Tensor) -> None:
+        """Launch with pairs that the kernel can read, and checks by itself."""
         pointers = (k_cache.data_ptr(), v_cache.data_ptr(), block_pairs.data_ptr(), self._skipped)
         self._launch.run(block_pairs.shape[0] * self._pieces, 1, *pointers, self._num_blocks, block_pairs.stride(0))
 
@@ -177,4 +179,4 @@ class CopyBlocks(TritonKernel):
     def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
         """Compile the kernel."""
         spec = spec_for(request, self.tuning(request.device).copy)
-        return CopyBlocksDescriptor(request, spec, self.launch(spec, request.device), self.skipped(request.device))
+        return CopyBlocksDescriptor(request, spec, self.launch(spec, request), self.skipped(request.device))

@@ -65,8 +65,8 @@ def element_for(pool: kvdock.TensorMeta, others: Iterable[kvdock.TensorMeta] = (
 
 
 def chunk_for(elements: int, most: int = 4096) -> int:
-    """Return the power of two in which a row of so many elements is moved."""
-    return min(1 << max(elements - 1, 0).bit_length(), most)
+    """Return the power of two in which a row of so many elements is moved; never 1, on which Triton 3.6 fails to compile."""
+    return min(1 << max(elements - 1, 1).bit_length(), most)
 
 
 def index_type(meta: kvdock.TensorMeta) -> str:

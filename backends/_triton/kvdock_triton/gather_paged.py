@@ -175,4 +175,4 @@ class GatherPaged(TritonKernel):
     def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
         """Compile the kernel."""
         tile = self.tuning(request.device).gather.for_rows(row_bytes(request))
-        return GatherPagedDescriptor(request, tile, self.launch(spec_for(request, tile), request.device))
+        return GatherPagedDescriptor(request, tile, self.launch(spec_for(request, tile), request))

@@ -24,7 +24,20 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-__all__ = ["COMPILED", "DIRECT_LAUNCH", "KernelSpec", "Launch", "compile_for", "describe_launch", "is_interpreting", "launcher_for"]
+__all__ = [
+    "COMPILED",
+    "DIRECT_LAUNCH",
+    "Guard",
+    "KernelSpec",
+    "Launch",
+    "compile_for",
+    "describe_launch",
+    "is_interpreting",
+    "launcher_for",
+]
+
+Guard = Callable[[torch.device], AbstractContextManager[Any]]
+"""Makes a device current: `kvdock.Backend.device_guard`."""
 
 DIRECT_LAUNCH = ("3.6",)
 """Releases of Triton whose C launcher is called directly."""
@@ -115,8 +128,8 @@ def is_interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def launcher_for(spec: KernelSpec, device: torch.device) -> Launch:
-    """Return the quickest launch of a kernel on a device, which is current."""
+def launcher_for(spec: KernelSpec, device: torch.device, guard: Guard) -> Launch:
+    """Return the quickest launch of a kernel on a device, which is current; ``guard`` makes it so for a launch."""
     if is_interpreting():
         return _interpreted(spec)
     driver = triton.runtime.driver.active
@@ -126,7 +139,7 @@ def launcher_for(spec: KernelSpec, device: torch.device) -> Launch:
             kernel = COMPILED[spec, device.index] = compile_for(spec, driver.get_current_target())
     if _is_direct(driver):
         return _direct(kernel, spec, device.index)
-    return _public(kernel, spec, device)
+    return _public(kernel, spec, device, guard)
 
 
 def _release() -> str:
@@ -139,21 +152,15 @@ def _is_direct(driver: Any) -> bool:
     return _release() in DIRECT_LAUNCH and type(driver).__name__ == "CudaDriver"
 
 
-def _device_guard(device: torch.device) -> Callable[[int], AbstractContextManager[Any]]:
-    """Return what makes a device of this type current."""
-    guard: Callable[[int], AbstractContextManager[Any]] = torch.get_device_module(device).device
-    return guard
-
-
-def _public(kernel: Any, spec: KernelSpec, device: torch.device) -> Launch:
+def _public(kernel: Any, spec: KernelSpec, device: torch.device, guard: Guard) -> Launch:
     """Launch through ``kernel[grid]``, which takes every parameter."""
     values = dict(spec.constants)
     names = [name for name, _ in spec.types]
     order = [(names.index(name), None) if name in names else (-1, values[name]) for name in spec.kernel.arg_names]
-    driver, guard, index = triton.runtime.driver.active, _device_guard(device), device.index
+    driver, index = triton.runtime.driver.active, device.index
 
     def launch(grid_x: int, grid_y: int, *args: Any) -> None:
-        with guard(index):
+        with guard(device):
             stream = driver.get_current_stream(index)
             kernel[(grid_x, grid_y, 1)](*(args[place] if place >= 0 else value for place, value in order), stream=stream)
 

@@ -198,6 +198,6 @@ class PagedCaching(TritonKernel):
     def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
         """Compile both kernels."""
         specs = specs_for(request, self.tuning(request.device))
-        fused, separate = (self.launch(spec, request.device) for spec in specs)
+        fused, separate = (self.launch(spec, request) for spec in specs)
         tiles = (specs[0].constant("TILE"), specs[1].constant("TILE"))
         return PagedCachingDescriptor(request, tiles, (fused, separate), self.skipped(request.device))

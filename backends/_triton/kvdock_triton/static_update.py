@@ -149,5 +149,5 @@ class StaticUpdate(TritonKernel):
     def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
         """Compile the kernel."""
         tile = self.tuning(request.device).static.for_rows(row_bytes(request, heads_at=1))
-        launch = self.launch(spec_for(request, tile), request.device)
+        launch = self.launch(spec_for(request, tile), request)
         return StaticUpdateDescriptor(request, tile, launch, self.skipped(request.device))

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["TritonKernel", "ceil_div", "quantised_reasons", "row_bytes"]
 
 
+_INSTEAD = "kvdock.use_backend('portable') serves the same ops without Triton"
+
+
 class TritonKernel(kvdock.Kernel):
     """Base of the kernels.
 
@@ -35,9 +38,26 @@ class TritonKernel(kvdock.Kernel):
         """Return the address of a device's count of skipped writes."""
         return self._backend.skip_counter(device).data_ptr()
 
-    def launch(self, spec: KernelSpec, device: torch.device) -> Launch:
-        """Return the launch of a kernel, compiled now."""
-        return launcher_for(spec, device)
+    def launch(self, spec: KernelSpec, request: kvdock.Request) -> Launch:
+        """Return the launch of a kernel, compiled now.
+
+        Raises:
+            BackendError: Triton could not compile it; nothing was kept.
+        """
+        try:
+            return launcher_for(spec, request.device, self._backend.device_guard)
+        except Exception as error:
+            text = f"{request.op}: Triton could not compile {spec.kernel.__name__} for {request.device}: {_said(error)}"
+            raise kvdock.BackendError(text, fix=_INSTEAD) from error
+
+
+def _said(error: BaseException | None) -> str:
+    """Return what was raised, and from what: Triton's own errors point at a line, and what they came from says why."""
+    parts = []
+    while error is not None:
+        parts.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__
+    return ", from ".join(parts)
 
 
 def ceil_div(number: int, by: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-__all__ = ["DEFAULT", "MOST_TOKENS", "TUNED_ROW_BYTES", "Tile", "Tuning"]
+__all__ = ["DEFAULT", "MOST_TOKENS", "TUNED_ROW_BYTES", "WIDE", "Tile", "Tuning", "tuning_for"]
 
 TUNED_ROW_BYTES = 2048
 """Bytes of a row of keys on which tiles are tuned: 8 heads of 128 elements of 2 bytes."""
@@ -54,4 +54,13 @@ class Tuning:
 
 
 DEFAULT = Tuning()
-"""Used where an architecture has no table of its own."""
+"""Used where an architecture has no table of its own, and its warps have 32 lanes."""
+
+WIDE = Tuning(fused=Tile(2, 4), static=Tile(2, 4), gather=Tile(2, 4))
+"""For warps of 64 lanes. So many lanes share a tile that more of them, or a smaller tile, would make accesses narrower than
+16 bytes."""
+
+
+def tuning_for(lanes: int) -> Tuning:
+    """Return the tiles for an architecture without a table, by the lanes of its warps."""
+    return DEFAULT if lanes <= 32 else WIDE

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from kvdock_cuda.driver import driver_version
+from kvdock_cuda.driver import Version, driver_version
 from kvdock_cuda.tuning import TABLE
 from kvdock_triton import TritonBackend, Tuning
 
@@ -12,19 +14,28 @@ __all__ = ["CudaBackend"]
 
 
 class CudaBackend(TritonBackend):
-    """Serves NVIDIA GPUs. PyTorch calls ROCm devices "cuda" too; those are `kvdock_rocm`'s."""
+    """Serves NVIDIA GPUs. PyTorch calls ROCm devices "cuda" too; those are `kvdock_rocm`'s.
+
+    Args:
+        driver: asked for the newest CUDA version that the driver supports.
+        toolkit: the CUDA version that torch was built with; None if without.
+    """
 
     name = "cuda"
     device_type = "cuda"
     torch_type = "cuda"
 
+    def __init__(self, driver: Callable[[], Version | None] = driver_version, toolkit: str | None = torch.version.cuda) -> None:
+        super().__init__()
+        self._driver, self._toolkit = driver, toolkit
+
     def missing(self) -> str:
         """Return why there is no such hardware here."""
-        return "" if torch.version.cuda is not None else f"torch {torch.__version__} is built without CUDA"
+        return "" if self._toolkit is not None else f"torch {torch.__version__} is built without CUDA"
 
     def broken(self) -> str:
         """Compare the driver with the toolkit that torch was built with: a driver runs no newer major version."""
-        driver, built = driver_version(), str(torch.version.cuda)
+        driver, built = self._driver(), str(self._toolkit)
         if driver is None or driver[0] >= int(built.split(".")[0]):
             return ""
         return (

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["driver_version"]
+__all__ = ["Version", "driver_version"]
+
+Version = tuple[int, int]
+"""Major and minor."""
 
 
-def driver_version() -> tuple[int, int] | None:
+def driver_version() -> Version | None:
     """Return the newest CUDA version that the driver supports, or None where it does not say."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")

@@ -6,6 +6,7 @@ import torch
 
 from kvdock_rocm.tuning import TABLE
 from kvdock_triton import TritonBackend, Tuning
+from kvdock_triton.tuning import tuning_for
 
 __all__ = ["RocmBackend"]
 
@@ -23,5 +24,5 @@ class RocmBackend(TritonBackend):
 
     def tuning(self, device: torch.device) -> Tuning:
         """Return the tiles for a device, by architecture."""
-        name = torch.cuda.get_device_properties(device).gcnArchName
-        return TABLE.get(name.split(":")[0], Tuning())
+        properties = torch.cuda.get_device_properties(device)
+        return TABLE.get(properties.gcnArchName.split(":")[0], tuning_for(properties.warp_size))

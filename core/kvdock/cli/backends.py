@@ -6,7 +6,8 @@ import warnings
 from typing import Any
 
 from kvdock import runtime
-from kvdock.cli.output import JsonFlag, errors_shown, show_json, show_table
+from kvdock.cli.notes import notes_of
+from kvdock.cli.output import JsonFlag, errors_shown, show_json, show_lines, show_table
 from kvdock.errors import KVDockWarning
 from kvdock.ops.catalog import CATALOG
 from kvdock.ops.portable import PORTABLE_KERNELS
@@ -44,6 +45,7 @@ def _abilities(loaded: LoadedBackend) -> dict[str, Any]:
         "native": sorted(loaded.kernels),
         "overridden": sorted(loaded.overridden),
         "portable": sorted(op for op in CATALOG if op not in loaded.kernels and op in PORTABLE_KERNELS),
+        "notes": notes_of(loaded.backend),
     }
 
 
@@ -56,6 +58,7 @@ def command(json_output: JsonFlag = False) -> None:
     else:
         columns = ("backend", "device type", "state", "devices, or why none", "priority", "dtypes", "native ops", "portable ops", "plugin")
         show_table(columns, [_cells(row) for row in rows])
+        show_lines(*(f"{row['name']}: {note}" for row in rows for note in row.get("notes", ())))
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -27,8 +27,9 @@ _PHASES = {
     "hooks": "calling the hooks of plugin {subject!r}",
     "probe": "probe() of backend {subject!r}",
     "kernels": "kernels() of backend {subject!r}",
+    "notes": "notes() of backend {subject!r}",
 }
-_PROBING = ("probe", "kernels")
+_PROBING = ("probe", "kernels", "notes")
 _START_S = 120.0  # how long Python and torch may take to start, which is not the plugin's fault
 _POLL_S = 0.05
 _TRACEBACK_S = 1.0  # how long a child that hangs gets to write where it hangs

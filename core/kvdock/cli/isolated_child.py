@@ -12,16 +12,18 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvdock.cli.notes import notes_of
 from kvdock.interface import HOST
 from kvdock.plugins.records import PluginState
 from kvdock.plugins.registry import Registry
 
-__all__ = ["main"]
+__all__ = ["main", "said_by"]
 
 
 def main(name: str, result: str) -> None:
@@ -37,8 +39,18 @@ def main(name: str, result: str) -> None:
         warnings.simplefilter("ignore")  # the record says it all
         registry = Registry(watch=lambda step, subject: write(step=step, subject=subject))
         record = next(record for record in registry.records() if record.name == name and record.state is not PluginState.BLOCKED)
-        write(record=record.as_dict(), notes=[_opened(name, kind) for kind in _initialised(registry)])
+        notes = said_by(registry, write)
+        write(record=record.as_dict(), notes=[*notes, *(_opened(name, kind) for kind in _initialised(registry))])
     os._exit(0)  # the verdict is in; what the plugin does at exit must not delay it
+
+
+def said_by(registry: Registry, write: Callable[..., None]) -> list[str]:
+    """Return what the ready backends of the plugin have to say."""
+    said = []
+    for name, loaded in registry.loaded().items():
+        write(step="notes", subject=name)
+        said += [f"backend {name!r}: {note}" for note in notes_of(loaded.backend)]
+    return said
 
 
 def _initialised(registry: Registry) -> list[str]:

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable
+from operator import itemgetter
 from types import FrameType
 from typing import Generic, TypeVar
 
@@ -172,7 +173,8 @@ class LRUDescriptorCache(Generic[V]):
         free = [(entry.used, key) for key, entry in list(self.entries.items()) if not is_pinned(entry.value)]
         excess = len(free) - self._capacity
         if excess > 0:
-            self._evictions += self._remove([key for _, key in sorted(free, key=_stamp)[:excess]])
+            free.sort(key=itemgetter(0))  # keys need not have an order
+            self._evictions += self._remove([key for _, key in free[:excess]])
 
     def _remove(self, keys: Iterable[Hashable]) -> int:
         """Let entries go, and count those that were still there: a signal handler may have let some go in between."""
@@ -244,8 +246,3 @@ class LRUDescriptorCache(Generic[V]):
             self._capacity,
             self._prepare_s,
         )
-
-
-def _stamp(pair: tuple[int, Hashable]) -> int:
-    """Return the stamp of an entry, by which it is sorted: keys need not have an order."""
-    return pair[0]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Mapping
+from types import FrameType, MappingProxyType
 from typing import Any
 
 from kvdock.descriptors.lifetimes import track
@@ -98,25 +98,37 @@ class _OpCache(LRUDescriptorCache[Any]):
 class ThreadCaches(threading.local):
     """The calling thread's caches of one op: ``local.caches`` is a dictionary of its own in each thread, by device.
 
+    Python calls ``__init__`` at a thread's first touch. A signal handler may look in the middle of that, and finds what is
+    the same for all threads: the settings, which are in a slot, and no caches yet.
+
     Args:
         settings: what all threads share.
     """
 
+    __slots__ = ("_settings",)
+    _settings: CacheSettings
+    caches: Mapping[Any, LRUDescriptorCache[Any]] = MappingProxyType({})
+    generation: int = -1
+    """The generation of what the caches hold: that of the settings when this thread last looked."""
+
     def __init__(self, settings: CacheSettings) -> None:
         self._settings = settings
-        self.caches: dict[Any, LRUDescriptorCache[Any]] = {}
-        self.generation = settings.generation
-        """The generation of what the caches hold: that of the settings when this thread last looked."""
+        self._own()
 
     def open(self, device: Any) -> LRUDescriptorCache[Any]:
         """Return the cache of a device, made on first touch, after what other threads have asked for was done."""
         self.catch_up()
         cache = self.caches.get(device)
         if cache is None:
-            cache = self.caches[device] = _OpCache(self._settings, device)
+            cache = self._own().setdefault(device, _OpCache(self._settings, device))
         elif cache.capacity != self._settings.capacity:
             cache.resize(self._settings.capacity)
         return cache
+
+    def _own(self) -> dict[Any, LRUDescriptorCache[Any]]:
+        """Return this thread's dictionary."""
+        caches: dict[Any, LRUDescriptorCache[Any]] = self.__dict__.setdefault("caches", {})
+        return caches
 
     def catch_up(self) -> None:
         """Drop what an earlier generation left, whose keys are never looked up again."""

@@ -19,6 +19,7 @@ One word means one size, across all arguments.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,7 @@ class Dim:
         return int(self.name) if self.name.isdigit() else None
 
 
+@functools.cache  # it is read at every new signature
 def _parse(dims: str, lead: int) -> tuple[Dim, ...]:
     """Read one line of sizes, with ``...`` standing for ``lead`` dimensions."""
     words = dims.split()

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from kvdock import runtime
 from kvdock.cli.app import build
+from kvdock.cli.isolated_child import said_by
 from kvdock.runtime import Runtime
-from support_plugins import CallKernel
+from opskit import runtime_of
+from support_plugins import CallKernel, InProcessBackend
 
 
 def run(*arguments: str) -> str:
@@ -40,6 +44,7 @@ def test_ready_backend_with_what_it_can_do(acme_runtime: Runtime) -> None:
         "native": ["copy_blocks_", "own_op"],
         "overridden": [],
         "portable": ["gather_paged", "paged_caching_", "static_update_"],
+        "notes": [],
     }
 
 
@@ -60,3 +65,38 @@ def test_table_for_people(acme_runtime: Runtime) -> None:
     table = run()
     for text in ("acme", "READY", "own_op", "gather_paged", "each kernel decides", "UNUSABLE", "driver 3 is too old", "this process"):
         assert text in table
+
+
+class Talking(InProcessBackend):
+    """A backend with something to say, or whose notes are broken."""
+
+    def __init__(self, name: str, *said: str) -> None:
+        super().__init__(name, claims=(), devices=("cpu",))
+        self.said = said
+
+    def notes(self) -> Sequence[str]:
+        if not self.said:
+            raise OSError("libacme is gone")
+        return self.said
+
+
+def test_notes_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = runtime_of(Talking("talking", "direct launches", "two queues"), Talking("broken"), InProcessBackend("silent"))
+    monkeypatch.setattr(runtime, "default", lambda: mine)
+    assert [row(name)["notes"] for name in ("talking", "broken", "silent")] == [
+        ["direct launches", "two queues"],
+        ["notes() raised OSError: libacme is gone"],
+        [],
+    ]
+    lines = run().splitlines()
+    assert lines[-3:] == ["talking: direct launches", "talking: two queues", "broken: notes() raised OSError: libacme is gone"]
+
+
+def test_doctors_child_asks_for_notes_and_says_whom() -> None:
+    """So that a backend that hangs there is named."""
+    mine, steps = runtime_of(Talking("talking", "direct launches"), Talking("broken")), list[dict[str, Any]]()
+    assert said_by(mine.registry, lambda **line: steps.append(line)) == [
+        "backend 'talking': direct launches",
+        "backend 'broken': notes() raised OSError: libacme is gone",
+    ]
+    assert steps == [{"step": "notes", "subject": "talking"}, {"step": "notes", "subject": "broken"}]

@@ -13,7 +13,7 @@ import torch
 import kvdock
 from kvdock.ops.dispatcher import OpDispatcher
 from kvdock.ops.portable import PORTABLE_KERNELS
-from support_descriptors import DEVICES, Pool, WatchingBackend, dispatcher_of
+from support_descriptors import DEVICES, Pool, WatchingBackend, dispatcher_of, in_thread
 
 PAGED = PORTABLE_KERNELS["paged_caching_"]
 
@@ -84,7 +84,7 @@ def test_a_call_that_evicts_the_one_it_is_made_in(device: str, times: int) -> No
     nest.write(3)
     assert (len(nest.ledger.destroyed), nest.ledger.faults) == (2, []), "it is later, with what made room this time"
     nest.write(1)
-    assert (len(nest.ledger.destroyed), nest.ledger.alive, nest.ledger.faults) == (3, 1, [])
+    assert (len(nest.ledger.destroyed), len(nest.ledger.made), nest.ledger.faults) == (3, 4, [])
 
 
 def test_calls_nested_deeper_than_the_cache_holds() -> None:
@@ -121,7 +121,7 @@ def test_clear_and_resize_inside_a_call() -> None:
     assert (len(nest.ledger.destroyed), nest.ledger.faults) == (1, [])
     nest.kernel.first = lambda request: None
     nest.write(1)
-    assert (len(nest.ledger.destroyed), nest.ledger.alive, nest.ledger.faults) == (2, 1, [])
+    assert (len(nest.ledger.destroyed), len(nest.ledger.made), nest.ledger.faults) == (2, 3, [])
 
 
 def test_a_call_that_raises_is_over() -> None:
@@ -167,28 +167,39 @@ class Interruption:
         return self.count
 
 
-@pytest.mark.parametrize(("warm_ups", "step"), [(0, 3), (1, 1), (4, 1)], ids=["new", "found", "remembered"])
-def test_an_interruption_at_any_moment(warm_ups: int, step: int) -> None:
-    """A handler that calls the op evicts what the interrupted call has found, or is about to put, or has just put."""
-    at, total = 0, 1
+def caller(nest: Nest, heads: int) -> Callable[[], None]:
+    """Return a call of the op. Its pools lie side by side, so that a source is plainly outside and the call is remembered."""
+    arena = torch.zeros(1024)
+    caches = [arena[at : at + 24 * heads].view(3, 2, heads, 4) for at in (0, 128)]
+    new = [arena[at : at + 4 * heads].view(1, heads, 4) for at in (512, 640)]
+    slots = torch.tensor([3])
+    return lambda: nest.dispatcher.op("paged_caching_").call(*caches, *new, slots, None, None)
+
+
+@pytest.mark.parametrize(
+    ("warm_ups", "instructions"), [(0, (600, 1000)), (1, (400, 600)), (3, (100, 250))], ids=["new", "found", "remembered"]
+)
+def test_an_interruption_at_any_moment(warm_ups: int, instructions: tuple[int, int]) -> None:
+    """A handler that calls the op evicts what the interrupted call has found, or is about to put, or has just put.
+
+    The call is a new one, one whose plan is found, or one that is just like the last; how many instructions each takes
+    shows that it is. Every interruption is tried in a thread of its own, which has called nothing yet.
+    """
     nest = Nest(capacity=1)
-    slots = torch.arange(1)
+    call, handler = caller(nest, 1), caller(nest, 2)
 
-    def call(heads: int) -> None:
-        k = torch.ones(1, heads, 4)
-        nest.dispatcher.op("paged_caching_").call(*nest.pools[heads].caches, k, k, slots, None, None)
-
-    while at < total:
-        nest.dispatcher.descriptors.clear()
+    def interrupt(at: int) -> int:
         for _ in range(warm_ups):
-            call(1)
-        total = Interruption(at, lambda: call(2)).around(lambda: call(1))
+            call()
+        return Interruption(at, handler).around(call)
+
+    total = in_thread(interrupt, -1)
+    assert instructions[0] < total < instructions[1]
+    for at in range(total):
+        in_thread(interrupt, at)
         assert nest.ledger.faults == [], f"interrupted before instruction {at}"
-        at += step
-    assert total > 100
-    call(3)
-    nest.dispatcher.descriptors.clear()
-    assert (len(nest.ledger.destroyed), nest.ledger.alive) == (len(nest.ledger.made), 0), "and nothing is lost"
+        assert len(nest.ledger.destroyed) == len(nest.ledger.made), "all of a thread that has ended"
+    assert nest.ledger.alive == 0
 
 
 class TestDevices:

@@ -48,7 +48,9 @@ class Flipped(kvdock.Descriptor):
 
 def test_keys_of_one_hash_run_their_own_kernels() -> None:
     """hash(-1) is hash(-2), so that the keys of the two axes have one hash as well."""
-    dispatcher = dispatcher_of(InProcessBackend("flipper", claims=("cpu",), devices=("cpu",), kernels={"flip": Flip()}), schemas={"flip": FLIP})
+    dispatcher = dispatcher_of(
+        InProcessBackend("flipper", claims=("cpu",), devices=("cpu",), kernels={"flip": Flip()}), schemas={"flip": FLIP}
+    )
     out, x = torch.zeros(3, 2), torch.arange(6.0).reshape(3, 2)
     call = dispatcher.op("flip").call
     for _ in range(2):
@@ -118,5 +120,5 @@ def test_two_dispatchers_do_not_share_caches() -> None:
         registries.append(Registry(QUIET))
         registries[-1].register(plugin(WatchingBackend()), "made by a test")
     OpDispatcher(registries[0], descriptors=manager)
-    with pytest.raises(ArgumentValueError, match="descriptor caches of .*: expected one owner"):
+    with pytest.raises(ArgumentValueError, match=r"descriptor caches of .*: expected one owner"):
         OpDispatcher(registries[1], descriptors=manager)

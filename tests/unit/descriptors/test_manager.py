@@ -98,7 +98,9 @@ class TestDeclaring:
     def test_twice_in_another_way_is_refused(self) -> None:
         manager = DescriptorCacheManager()
         manager.declare("add", Watched.destroy)
-        with pytest.raises(ArgumentValueError, match="descriptor caches of add: expected one owner, got a second declaration, with destroyer"):
+        with pytest.raises(
+            ArgumentValueError, match="descriptor caches of add: expected one owner, got a second declaration, with destroyer"
+        ):
             manager.declare("add", print)
 
     def test_from_many_threads_at_once(self) -> None:
@@ -141,7 +143,7 @@ class TestCapacity:
 
     @pytest.mark.parametrize(("bad", "error"), [(0, ArgumentValueError), (1.5, ArgumentTypeError), (None, ArgumentTypeError)])
     def test_a_bad_one_is_refused_and_changes_nothing(self, bad: Any, error: type[Exception]) -> None:
-        with pytest.raises(error, match="descriptor capacity of add: expected .*at least 1, got"):
+        with pytest.raises(error, match=r"descriptor capacity of add: expected .*at least 1, got"):
             DescriptorCacheManager({"add": bad})
         manager = DescriptorCacheManager({"add": 4})
         manager.declare("add")
@@ -241,6 +243,7 @@ class TestStatistics:
             raise OSError(value)
 
         manager.declare("add", destroyer)
-        in_thread(lambda: [manager.cache("add", 0).put(name, name) for name in "abc"])
+        for name in "abc":
+            in_thread(lambda name=name: manager.cache("add", 0).put(name, name))
         assert manager.stats()["add"][0] == CacheStats(destroyed=3, failures=3)
         assert len(caplog.records) == 3

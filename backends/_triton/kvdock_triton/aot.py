@@ -1,0 +1,205 @@
+"""Compile every kernel for every architecture, on a machine without any GPU: ``python -m kvdock_triton.aot``.
+
+Triton's wheel brings the assemblers for NVIDIA and the code generator for AMD. What is printed was read from their output:
+registers and spills from ``ptxas -v`` or the AMD metadata, and the widths of memory instructions from the assembly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from kvdock_triton.aot_cases import all_cases
+from kvdock_triton.launch import compile_for
+from kvdock_triton.tuning import tuning_for
+
+__all__ = ["TARGETS", "Result", "amd_widths", "compile_all", "main", "ptx_widths"]
+
+TARGETS: dict[str, GPUTarget] = {
+    **{f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 90, 100, 120)},
+    **{arch: GPUTarget("hip", arch, 64) for arch in ("gfx90a", "gfx942", "gfx950")},
+    **{arch: GPUTarget("hip", arch, 32) for arch in ("gfx1100", "gfx1201")},
+}
+"""Architectures by name."""
+
+PROCESSES = 2
+
+
+@attrs.frozen
+class Result:
+    """What became of one kernel on one architecture.
+
+    Args:
+        kernel: name of the op.
+        variant: which of its variants.
+        target: name of the architecture.
+        aligned: whether all data accesses should be 16 bytes wide.
+        registers: of a thread (NVIDIA), vector registers of a lane (AMD).
+        spills: bytes that a thread spills to memory (NVIDIA), registers that are spilled (AMD).
+        shared: bytes of shared memory of a program.
+        load: bytes of the widest load from global memory.
+        store: bytes of the widest store.
+        narrowest_store: bytes of the narrowest; only data is stored, and counters are added to.
+    """
+
+    kernel: str
+    variant: str
+    target: str
+    aligned: bool
+    registers: int
+    spills: int
+    shared: int
+    load: int
+    store: int
+    narrowest_store: int
+
+
+_PTX_ACCESS = re.compile(r"\b(ld|st)\.global((?:\.[\w:]+)*?)(?:\.v(\d))?\.[busf](\d+)\b")
+_AMD_ACCESS = re.compile(r"\b(?:global|buffer|flat)_(load|store)_(\w+)")
+_AMD_BYTES = {"byte": 1, "short": 2, "dword": 4, "8": 1, "16": 2, "32": 4, "64": 8, "96": 12, "128": 16}
+
+
+def ptx_widths(text: str) -> dict[str, list[int]]:
+    """Return the bytes of each global load and store in PTX."""
+    widths: dict[str, list[int]] = {"load": [], "store": []}
+    for way, _, count, bits in _PTX_ACCESS.findall(text):
+        widths["load" if way == "ld" else "store"].append(int(count or 1) * int(bits) // 8)
+    return widths
+
+
+def _amd_bytes(suffix: str) -> int:
+    """Return the bytes of an AMD access by what follows ``load_``: ``dwordx4``, ``b128``, ``ushort``, ``short_d16_hi``."""
+    found = re.search(r"(dword|short|byte)(?:x(\d))?|[bui](\d+)", suffix)
+    if found is None:
+        raise ValueError(f"an access of unknown width: {suffix}")
+    word, count, bits = found.groups()
+    return _AMD_BYTES[str(word or bits)] * int(count or 1)
+
+
+def amd_widths(text: str) -> dict[str, list[int]]:
+    """Return the bytes of each global load and store in AMD assembly."""
+    widths: dict[str, list[int]] = {"load": [], "store": []}
+    for way, suffix in _AMD_ACCESS.findall(text):
+        widths[way].append(_amd_bytes(suffix))
+    return widths
+
+
+def _ptxas_figures(ptx: str, arch: int) -> tuple[int, int]:
+    """Return registers and spilled bytes, as ``ptxas -v`` has them."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    target = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)[0]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx, encoding="utf-8")
+        command = [get_ptxas(arch).path, "-v", "-lineinfo", f"--gpu-name={target}", str(source), "-o", str(source.with_suffix(".o"))]
+        log = subprocess.run(command, check=True, capture_output=True, text=True).stderr  # noqa: S603 - Triton's own assembler
+    registers = re.findall(r"Used (\d+) registers", log)
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
+    if not registers or not spills:
+        raise RuntimeError(f"ptxas said neither registers nor spills: {log}")
+    return int(registers[0]), sum(map(int, spills))
+
+
+def _amd_figures(text: str) -> tuple[int, int]:
+    """Return registers and spilled registers, from the metadata of AMD assembly."""
+    registers, vector, scalar = (
+        int(re.findall(rf"\.{name}:\s+(\d+)", text)[0]) for name in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
+    )
+    return registers, vector + scalar
+
+
+def _compile(job: tuple[bool, int, str]) -> Result:
+    """Compile one case for one architecture. In a process of its own: cases are made anew there."""
+    quick, number, name = job
+    case, target = all_cases(quick)[number], TARGETS[name]
+    compiled = compile_for(case.spec(tuning_for(target.warp_size)), target)
+    if target.backend == "cuda":
+        ptx = compiled.asm["ptx"]
+        (registers, spills), widths = _ptxas_figures(ptx, target.arch), ptx_widths(ptx)
+    else:
+        (registers, spills), widths = _amd_figures(compiled.asm["amdgcn"]), amd_widths(compiled.asm["amdgcn"])
+    return Result(
+        kernel=case.kernel,
+        variant=case.variant,
+        target=name,
+        aligned=case.aligned,
+        registers=registers,
+        spills=spills,
+        shared=int(compiled.metadata.shared),
+        load=max(widths["load"]),
+        store=max(widths["store"]),
+        narrowest_store=min(widths["store"]),
+    )
+
+
+def compile_all(quick: bool = False, targets: Iterable[str] = tuple(TARGETS)) -> list[Result]:
+    """Compile all cases for all targets, in two processes.
+
+    Args:
+        quick: one aligned variant of each kernel only.
+        targets: names of architectures.
+    """
+    jobs = [(quick, number, name) for number in range(len(all_cases(quick))) for name in targets]
+    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(_compile, jobs, chunksize=4))
+
+
+_COLUMNS = ("kernel", "variant", "target", "registers", "spills", "shared", "load", "store")
+
+
+def _table(results: Sequence[Result]) -> str:
+    """Return results as a Markdown table."""
+    rows = [_COLUMNS, *(tuple(str(getattr(result, column)) for column in _COLUMNS) for result in results)]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(_COLUMNS))]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
+    rule = "| " + " | ".join("-" * width for width in widths) + " |"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _verdict(results: Sequence[Result]) -> tuple[str, bool]:
+    """Sum up: how many kernels spill, and whether the aligned class has 16-byte accesses everywhere."""
+    spilling = [result for result in results if result.spills]
+    narrow = [result for result in results if result.aligned and (result.load < 16 or result.narrowest_store < 16)]
+    lines = [
+        f"{len(results)} kernels compiled with Triton {triton.__version__} and torch {torch.__version__}",
+        f"{len(spilling)} spill registers",
+        f"{len(narrow)} of {sum(result.aligned for result in results)} of the aligned class have accesses below 16 bytes",
+    ]
+    bad = [f"  {result.kernel} {result.variant} {result.target}" for result in (*spilling, *narrow)]
+    return "\n".join(lines + bad), not bad
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile, print the table, and say (1) if a kernel spills or the aligned class has narrow accesses."""
+    parser = argparse.ArgumentParser(prog="python -m kvdock_triton.aot", description="Compile every kernel for every architecture.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--quick", action="store_true", help="one aligned variant of each kernel only")
+    parser.add_argument("--target", action="append", choices=list(TARGETS), help="an architecture, instead of all; may be repeated")
+    options = parser.parse_args(arguments)
+    results = compile_all(options.quick, options.target or TARGETS)
+    verdict, good = _verdict(results)
+    sys.stdout.write(f"{_table(results)}\n\n{verdict}\n")
+    if options.json:
+        versions = {"triton": triton.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
+        content: dict[str, Any] = {"versions": versions, "results": [attrs.asdict(result) for result in results]}
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

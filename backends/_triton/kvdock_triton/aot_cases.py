@@ -1,0 +1,202 @@
+"""What `kvdock_triton.aot` compiles: requests as core would make them, for every op and every variant of its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+import kvdock
+from kvdock_triton import copy_blocks, gather_paged, paged_caching, static_update
+from kvdock_triton.launch import KernelSpec
+from kvdock_triton.support import row_bytes
+from kvdock_triton.tuning import Tuning
+
+__all__ = ["ALIGNED", "GEOMETRIES", "Case", "Geometry", "all_cases"]
+
+_ROWS = 4096
+_BLOCKS, _BLOCK_SIZE = 64, 16
+
+
+@attrs.frozen
+class Geometry:
+    """Heads and their lengths: of keys, and of values where they differ."""
+
+    heads: int
+    k_dim: int
+    v_dim: int
+
+    def __str__(self) -> str:
+        return f"{self.heads}x{self.k_dim}" + (f"/{self.v_dim}" if self.v_dim != self.k_dim else "")
+
+
+ALIGNED = Geometry(8, 128, 128)
+"""The geometry whose accesses must be 16 bytes wide on every architecture."""
+
+GEOMETRIES = (ALIGNED, Geometry(3, 64, 64), Geometry(64, 128, 128), Geometry(4, 192, 128), Geometry(8, 46, 46))
+"""All have 16 bytes of alignment but the last: rows of 46 elements of 2 bytes allow 4."""
+
+_DTYPE = torch.bfloat16
+
+
+@attrs.frozen
+class Case:
+    """One kernel to compile.
+
+    Args:
+        kernel: name of the op.
+        variant: what distinguishes it, for people.
+        aligned: whether all its data accesses should be 16 bytes wide: the geometry `ALIGNED` in the alignment class 16.
+        spec: given tiles, returns what to compile.
+    """
+
+    kernel: str
+    variant: str
+    aligned: bool
+    spec: Callable[[Tuning], KernelSpec]
+
+
+def _pool(geometry: Geometry, name: str, alignment: int, hnd: bool = False) -> kvdock.TensorMeta:
+    """Return a paged cache, its blocks ordered by slots and then heads, or the other way round (``hnd``)."""
+    heads, dim = geometry.heads, geometry.k_dim if name == "k" else geometry.v_dim
+    inner = (dim, _BLOCK_SIZE * dim) if hnd else (heads * dim, dim)
+    return kvdock.TensorMeta(_DTYPE, (_BLOCKS, _BLOCK_SIZE, heads, dim), (_BLOCK_SIZE * heads * dim, *inner, 1), alignment)
+
+
+def _static_pool(geometry: Geometry, name: str, alignment: int) -> kvdock.TensorMeta:
+    """Return a static cache."""
+    heads, dim = geometry.heads, geometry.k_dim if name == "k" else geometry.v_dim
+    return kvdock.TensorMeta(_DTYPE, (8, heads, _ROWS, dim), (heads * _ROWS * dim, _ROWS * dim, dim, 1), alignment)
+
+
+def _rows(geometry: Geometry, name: str, alignment: int, lead: int) -> kvdock.TensorMeta:
+    """Return rows of tokens with ``lead`` run-time dimensions before heads."""
+    dim = geometry.k_dim if name == "k" else geometry.v_dim
+    return kvdock.TensorMeta(_DTYPE, (*[None] * lead, geometry.heads, dim), None, alignment)
+
+
+def _new(geometry: Geometry, name: str, alignment: int) -> kvdock.TensorMeta:
+    """Return new keys or values of `static_update_`: ``[b, heads, s, dim]``."""
+    return kvdock.TensorMeta(_DTYPE, (None, geometry.heads, None, geometry.k_dim if name == "k" else geometry.v_dim), None, alignment)
+
+
+def _index(*shape: int | None, dtype: torch.dtype = torch.int64) -> kvdock.TensorMeta:
+    """Return an index tensor."""
+    return kvdock.TensorMeta(dtype, shape, None, dtype.itemsize)
+
+
+def _request(op: str, **args: Any) -> kvdock.Request:
+    """Return a request."""
+    return kvdock.Request(op, torch.device("cpu"), args)
+
+
+def _paged_spec(request: kvdock.Request, number: int) -> Callable[[Tuning], KernelSpec]:
+    """Return what makes one of the two specs of `paged_caching_`."""
+    return lambda tuning: paged_caching.specs_for(request, tuning)[number]
+
+
+def _paged(geometry: Geometry, alignment: int, lead: int, hnd: bool, index: torch.dtype) -> list[Case]:
+    """Return both kernels of `paged_caching_`: for keys and values out of one projection, and for tensors of their own."""
+    request = _request(
+        "paged_caching_",
+        **{f"{name}_cache": _pool(geometry, name, alignment, hnd) for name in ("k", "v")},
+        **{name: _rows(geometry, name, alignment, lead) for name in ("k", "v")},
+        slot_mapping=_index(*[None] * lead, dtype=index),
+        k_scale=None,
+        v_scale=None,
+    )
+    order, slots = "HND" if hnd else "NHD", str(index).removeprefix("torch.")
+    aligned = geometry == ALIGNED and alignment == 16
+    return [
+        Case(
+            "paged_caching_",
+            f"{name} {geometry} {order} {lead}-D {slots} align {alignment}",
+            aligned,
+            _paged_spec(request, number),
+        )
+        for number, name in enumerate(("fused", "separate"))
+    ]
+
+
+def _static(geometry: Geometry, alignment: int, from_tensor: bool) -> Case:
+    """Return `static_update_`, with lengths on the device or one length of the host."""
+    request = _request(
+        "static_update_",
+        **{f"{name}_cache": _static_pool(geometry, name, alignment) for name in ("k", "v")},
+        **{name: _new(geometry, name, alignment) for name in ("k", "v")},
+        cache_lengths=_index(None) if from_tensor else kvdock.HOST_INT,
+    )
+    return Case(
+        "static_update_",
+        f"{geometry} lengths {'int64' if from_tensor else 'host'} align {alignment}",
+        geometry == ALIGNED and alignment == 16,
+        lambda tuning: static_update.spec_for(request, tuning.static.for_rows(row_bytes(request, heads_at=1))),
+    )
+
+
+def _gather(geometry: Geometry, alignment: int, lead: int, hnd: bool) -> Case:
+    """Return `gather_paged`."""
+    request = _request(
+        "gather_paged",
+        **{f"{name}_cache": _pool(geometry, name, alignment, hnd) for name in ("k", "v")},
+        slot_mapping=_index(*[None] * lead),
+        k_scale=None,
+        v_scale=None,
+        **{f"{name}_out": _rows(geometry, name, alignment, lead) for name in ("k", "v")},
+    )
+    return Case(
+        "gather_paged",
+        f"{geometry} {'HND' if hnd else 'NHD'} {lead}-D align {alignment}",
+        geometry == ALIGNED and alignment == 16,
+        lambda tuning: gather_paged.spec_for(request, tuning.gather.for_rows(row_bytes(request))),
+    )
+
+
+def _copy(geometry: Geometry, alignment: int, hnd: bool) -> Case:
+    """Return `copy_blocks_`."""
+    request = _request(
+        "copy_blocks_",
+        **{f"{name}_cache": _pool(geometry, name, alignment, hnd) for name in ("k", "v")},
+        block_pairs=_index(None, 2),
+    )
+    return Case(
+        "copy_blocks_",
+        f"{geometry} {'HND' if hnd else 'NHD'} align {alignment}",
+        geometry == ALIGNED and alignment == 16,
+        lambda tuning: copy_blocks.spec_for(request, tuning.copy),
+    )
+
+
+def _geometry_cases(geometry: Geometry) -> list[Case]:
+    """Return every variant of one geometry in its own alignment class."""
+    alignment = 16 if geometry.k_dim % 8 == 0 else 4
+    both = (False, True)
+    cases = [case for lead in (1, 2) for hnd in both for case in _paged(geometry, alignment, lead, hnd, torch.int64)]
+    cases += [_static(geometry, alignment, from_tensor) for from_tensor in both]
+    cases += [_gather(geometry, alignment, lead, hnd) for lead in (1, 2) for hnd in both]
+    return [*cases, *(_copy(geometry, alignment, hnd) for hnd in both)]
+
+
+def _alignment_cases(alignment: int) -> list[Case]:
+    """Return every op in a lower alignment class."""
+    cases = [case for lead in (1, 2) for case in _paged(ALIGNED, alignment, lead, False, torch.int64)]
+    cases += [_static(ALIGNED, alignment, False), _static(ALIGNED, alignment, True)]
+    cases += [_gather(ALIGNED, alignment, lead, False) for lead in (1, 2)]
+    return [*cases, _copy(ALIGNED, alignment, False)]
+
+
+def _quick_cases() -> list[Case]:
+    """Return one variant of each kernel, in the aligned class."""
+    cases = _paged(ALIGNED, 16, 1, False, torch.int64)
+    return [*cases, _static(ALIGNED, 16, True), _gather(ALIGNED, 16, 1, False), _copy(ALIGNED, 16, False)]
+
+
+def all_cases(quick: bool = False) -> Sequence[Case]:
+    """Return what to compile: everything, or (``quick``) one aligned variant of each kernel."""
+    if quick:
+        return _quick_cases()
+    cases = [case for geometry in GEOMETRIES for case in _geometry_cases(geometry)]
+    cases += [case for alignment in (8, 4, 2) for case in _alignment_cases(alignment)]
+    return [*cases, *_paged(ALIGNED, 16, 1, False, torch.int32)]

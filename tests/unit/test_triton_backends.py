@@ -1,0 +1,204 @@
+"""Backends on Triton: what they claim, what they say is wrong, how often they compile, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import kvdock
+from kvdock_cuda.backend import CudaBackend
+from kvdock_rocm.backend import RocmBackend
+from kvdock_triton import Tile, Tuning
+from opskit import Geometry, Memory, active, runtime_of
+from opskit.interpreted import AcmeBackend
+
+G = Geometry(num_blocks=1100, block=64, hk=1, dk=8, hv=1, dv=8)
+
+has_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install 'kvdock[triton]'")
+compiles = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled under the interpreter")
+
+
+class Gpu(CudaBackend):
+    """A machine with one GPU, as far as torch says."""
+
+    @property
+    def module(self) -> Any:
+        return SimpleNamespace(device_count=lambda: 1)
+
+
+@has_triton
+@pytest.mark.parametrize("driver", [(13, 0), (12, 9), (14, 1), None], ids=str)
+def test_a_driver_that_is_new_enough(driver: tuple[int, int] | None) -> None:
+    assert Gpu(lambda: driver, "12.8").probe() == kvdock.Probe.ready("1 device(s)")
+
+
+@pytest.mark.parametrize("driver", [(12, 9), (11, 4)], ids=str)
+def test_a_driver_that_is_too_old(driver: tuple[int, int]) -> None:
+    runtime = runtime_of(Gpu(lambda: driver, "13.0"))
+    (record,) = runtime.registry.records()
+    assert (record.state.value, runtime.registry.loaded()) == ("unusable", {})
+    assert record.reason == (
+        f"the driver supports CUDA {driver[0]}.{driver[1]}, and torch {torch.__version__} is built for CUDA 13.0. "
+        f"Fix: update the driver, or install a torch built for CUDA {driver[0]}"
+    )
+
+
+def test_a_torch_without_the_hardware_is_no_fault() -> None:
+    assert CudaBackend(lambda: (11, 0), None).probe() == kvdock.Probe.absent(f"torch {torch.__version__} is built without CUDA")
+    if torch.version.hip is None:
+        assert RocmBackend().probe() == kvdock.Probe.absent(f"torch {torch.__version__} is built without ROCm")
+        assert not RocmBackend().claims(torch.device("cuda"))
+
+
+def test_no_visible_device_is_no_fault() -> None:
+    class Blind(Gpu):
+        module = SimpleNamespace(device_count=lambda: 0)
+
+    assert Blind(lambda: (13, 0), "13.0").probe() == kvdock.Probe.absent("no cuda device is visible (device_count() is 0)")
+
+
+@pytest.mark.parametrize("backend", [Gpu(lambda: (13, 0), "13.0"), AcmeBackend()], ids=["cuda", "acme"])
+def test_without_triton(monkeypatch: pytest.MonkeyPatch, backend: kvdock.Backend) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)  # as where it is not installed
+    runtime = runtime_of(backend)
+    (record,) = runtime.registry.records()
+    assert (record.state.value, record.reason) == ("unusable", "Triton is not installed. Fix: pip install 'kvdock[triton]'")
+    assert runtime.registry.loaded() == {}
+    with active(runtime), pytest.raises(kvdock.KVDockError, match="Triton is not installed"), kvdock.use_backend(backend.name):
+        kvdock.ops.copy_blocks_(*G.pools(Memory()), [(0, 1)])
+
+
+@has_triton
+def test_notes_say_how_kernels_are_launched() -> None:
+    (note,) = AcmeBackend().notes()
+    assert note.startswith(f"Triton {importlib.import_module('triton').__version__}: ")
+
+
+class Counting(AcmeBackend):
+    """Keeps every spec that a kernel asks for, and compiles nothing: a launch does nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.specs: list[Any] = []
+
+    def kernels(self) -> Any:
+        from kvdock_triton.launch import Launch
+
+        def launch(spec: Any, request: kvdock.Request) -> Launch:
+            self.specs.append(spec)
+            return Launch(lambda *args: None, lambda *args: lambda *addresses: None)
+
+        made = super().kernels()
+        for kernel in made.values():
+            kernel.launch = launch
+        return made
+
+
+@pytest.fixture
+def counting() -> Iterator[Counting]:
+    pytest.importorskip("triton", reason="needs Triton: pip install 'kvdock[triton]'")
+    backend = Counting()
+    with active(runtime_of(backend), "acme"):
+        yield backend
+
+
+COUNTS = [1, 2, 3, 7, 8, 15, 16, 17, 100, 1024, 4095, 65_535, 65_536, 70_000]
+WIDTHS = [16, 24, 48, 160, 4096]
+
+
+def tokens(count: int, width: int) -> list[torch.Tensor]:
+    """Return ``k`` and ``v`` out of a projection so wide."""
+    rows = torch.empty(count, width, dtype=torch.bfloat16)
+    return [rows[:, at : at + 8].view(count, 1, 8) for at in (0, 8)]
+
+
+def test_paged_kernels_compile_once_for_all_token_counts_and_widths(counting: Counting) -> None:
+    """One plan: a kernel for tensors of their own, and one for slices of a projection."""
+    pools = G.pools(Memory())
+    for count in COUNTS:
+        for width in WIDTHS if count < 5000 else WIDTHS[:2]:
+            slots = torch.arange(count)
+            kvdock.ops.paged_caching_(*pools, *tokens(count, width), slots)
+            kvdock.ops.gather_paged(*pools, slots, out=tokens(count, width))
+        kvdock.ops.paged_caching_(*pools, *G.tokens(Memory(), [count]), slots)
+        kvdock.ops.gather_paged(*pools, slots)
+    assert len(counting.specs) == len(set(counting.specs)) == 3
+
+
+def test_static_and_copy_kernels_compile_once(counting: Counting) -> None:
+    caches, pools = [torch.zeros(64, 2, 2048, 8, dtype=torch.bfloat16) for _ in "kv"], G.pools(Memory())
+    for rows, new in ((1, 1), (1, 2), (2, 1), (64, 1), (64, 1100), (3, 2047)):
+        for extra in (0, 8, 248):
+            k, v = (torch.empty(rows, new, 2, 8 + extra, dtype=torch.bfloat16)[..., :8].transpose(1, 2) for _ in "kv")
+            kvdock.ops.static_update_(*caches, k, v, torch.zeros(rows, dtype=torch.int64))
+    for count in (1, 2, 3, 16, 500):
+        kvdock.ops.copy_blocks_(*pools, torch.arange(2 * count).view(count, 2))
+    assert len(counting.specs) == len(set(counting.specs)) == 2
+
+
+def test_another_alignment_class_is_another_kernel(counting: Counting) -> None:
+    pools = G.pools(Memory())
+    for _ in range(2):
+        for offset, gap in ((0, 0), (2, 0), (4, 0), (8, 0), (0, 1), (0, 2), (0, 4)):
+            k, v = (Memory().tensor(torch.bfloat16, (5, 1, 8), gaps=(0, gap, 0), offset=offset) for _ in "kv")
+            kvdock.ops.paged_caching_(*pools, k, v, torch.arange(5))
+    pointers = {(dict(spec.types)["k"], spec.aligned) for spec in counting.specs}
+    assert {pointer for pointer, _ in pointers} == {"*i16", "*i32", "*i64"}
+    assert len(set(counting.specs)) == 2 * len(pointers) == 8
+
+
+class Mistuned(AcmeBackend):
+    """Names a cache modifier that Triton does not know."""
+
+    tiles = Tuning(separate=Tile(1, 2, ".none"))
+
+    def tuning(self, device: torch.device) -> Tuning:
+        return self.tiles
+
+
+@pytest.fixture
+def sm90() -> Iterator[None]:
+    """Let Triton compile for a GPU that is not there."""
+    triton = pytest.importorskip("triton", reason="needs Triton: pip install 'kvdock[triton]'")
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    before = triton.runtime.driver._active
+    triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target))
+    yield
+    triton.runtime.driver._active = before
+
+
+@compiles
+def test_a_kernel_that_does_not_compile(sm90: None) -> None:
+    """The error says which op, which device, and what Triton said; nothing is kept, and a mended backend works."""
+    backend, pools = Mistuned(), G.pools(Memory())
+    runtime = runtime_of(backend)
+    compiled = importlib.import_module("kvdock_triton.launch").COMPILED
+    before = set(compiled)
+    with active(runtime, "acme"):
+        for _ in range(2):
+            with pytest.raises(kvdock.BackendError) as caught:
+                kvdock.ops.paged_caching_(*pools, *G.tokens(Memory(), [3]), torch.arange(3))
+            text = str(caught.value)
+            assert text.startswith("paged_caching_: Triton could not compile paged_caching_kernel for cpu: ")
+            assert ".none" in text
+            assert "Fix: kvdock.use_backend('portable') serves the same ops without Triton" in text
+            assert caught.value.__cause__ is not None
+        stats = runtime.dispatcher.descriptors.stats()
+        assert sum(one.size for ops in stats.values() for one in ops.values()) == 0
+        assert all("STORE" in dict(spec.constants) and spec.constant("STORE") != ".none" for spec, _ in set(compiled) - before)
+
+
+@compiles
+@has_triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
+def test_no_driver_for_triton() -> None:
+    text = r"gather_paged: Triton could not compile gather_paged_kernel for cpu: RuntimeError: 0 active drivers"
+    with active(runtime_of(AcmeBackend()), "acme"), pytest.raises(kvdock.BackendError, match=text):
+        kvdock.ops.gather_paged(*G.pools(Memory()), torch.arange(3))
