@@ -124,6 +124,22 @@ def test_every_error_names_the_value_or_the_fix(module: Module) -> None:
         assert parts & {"got", "fix"} or excused, f"{module.where}:{node.lineno}: {source}"
 
 
+ERRORS_ELSEWHERE = {
+    ("core/kvdock/plugins/contract.py", "BrokenContractError"): "becomes the reason of a record; a user meets it as PluginError",
+}
+"""Error classes that are not in errors.py, whose docstring draws the tree of all, and why."""
+
+
+def test_errors_live_in_one_place() -> None:
+    found = set()
+    for module in MODULES:
+        for node in ast.walk(module.tree):
+            bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
+            if module.name != "kvdock.errors" and any(base.endswith(("Error", "Exception", "Warning")) for base in bases):
+                found.add((module.where, node.name))  # type: ignore[attr-defined]  # only classes have bases
+    assert found == set(ERRORS_ELSEWHERE)
+
+
 SIGNATURES = {
     "paged_caching_": "(k_cache, v_cache, k, v, slot_mapping, *, k_scale=None, v_scale=None)",
     "static_update_": "(k_cache, v_cache, k, v, cache_lengths)",

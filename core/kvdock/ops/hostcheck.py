@@ -56,7 +56,10 @@ def equal_slots(slots: torch.Tensor) -> list[str]:
     """Return a line about slots that occur twice in one call, if any: which of them wins is unspecified."""
     values, counts = torch.unique(slots[slots >= 0], return_counts=True)
     twice = values[counts > 1].tolist()
-    return [f"{len(twice)} slots occur more than once, first {twice[0]}: which token wins is unspecified"] if twice else []
+    if not twice:
+        return []
+    count = "1 slot occurs" if len(twice) == 1 else f"{len(twice)} slots occur"
+    return [f"{count} more than once, first {twice[0]}: which token wins is unspecified"]
 
 
 def check_slots(op: str, slots: torch.Tensor, capacity: int) -> list[str]:

@@ -1,0 +1,69 @@
+"""`torch.compile` comes later: until then a traced call says so, whatever the backend, and writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import kvdock
+from opskit import Geometry, Memory
+
+G = Geometry()
+
+
+def calls(memory: Memory) -> dict[str, Callable[[torch.Tensor], Any]]:
+    """Return a call of each op in which something was computed by what is compiled."""
+    pools, (k, v), slots = G.pools(memory), G.tokens(memory, [3]), memory.index([1, 2, 3])
+    static = [memory.tensor(G.dtype, (2, 2, size, 8)) for size in (9, 9, 3, 3)]
+    return {
+        "paged_caching_": lambda x: kvdock.ops.paged_caching_(*pools, k * x, v, slots),
+        "gather_paged": lambda x: kvdock.ops.gather_paged(*pools, slots * x.int()),
+        "static_update_": lambda x: kvdock.ops.static_update_(*static[:2], static[2] * x, static[3], 4),
+        "copy_blocks_": lambda x: kvdock.ops.copy_blocks_(*pools, [(0, 1)]),
+    }
+
+
+OPS = list(calls(Memory()))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_traced_call_says_that_it_cannot_be(op: str, fullgraph: bool, warm: bool) -> None:
+    """With ``fullgraph=True`` Dynamo wraps the message; without it, the op's own error arrives."""
+    memory = Memory()
+    call, one = calls(memory)[op], torch.ones((), dtype=G.dtype)
+    if warm:
+        call(one)
+    before = memory.copy()
+    torch._dynamo.reset()
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        call(x)
+        return x + 1
+
+    compiled = torch.compile(model, fullgraph=fullgraph, backend="eager")
+    advice = r"Fix: call it outside the compiled function; support comes later"
+    with pytest.raises(RuntimeError) as caught:  # torch's error, and NotImplementedError, are RuntimeErrors
+        compiled(one)
+    if fullgraph:
+        assert isinstance(caught.value, torch._dynamo.exc.Unsupported)
+        assert f"kvdock: {op} cannot be traced. {advice}" in str(caught.value)
+    else:
+        assert isinstance(caught.value, kvdock.UnsupportedError)
+        assert str(caught.value) == f"{op} under torch.compile: got a call that is being traced. {advice}"
+    before.assert_same("raised")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_call_beside_what_is_compiled_works(op: str) -> None:
+    memory = Memory()
+    call = calls(memory)[op]
+    double = torch.compile(lambda x: x * 2, fullgraph=True, backend="eager")
+    call(double(torch.ones((), dtype=G.dtype)))
+    after = memory.copy()
+    call(torch.full((), 2, dtype=G.dtype))
+    after.assert_same("again")
