@@ -56,10 +56,7 @@ def equal_slots(slots: torch.Tensor) -> list[str]:
     """Return a line about slots that occur twice in one call, if any: which of them wins is unspecified."""
     values, counts = torch.unique(slots[slots >= 0], return_counts=True)
     twice = values[counts > 1].tolist()
-    if not twice:
-        return []
-    count = "1 slot occurs" if len(twice) == 1 else f"{len(twice)} slots occur"
-    return [f"{count} more than once, first {twice[0]}: which token wins is unspecified"]
+    return [f"{len(twice)} slots occur more than once, first {twice[0]}: which token wins is unspecified"] if twice else []
 
 
 def check_slots(op: str, slots: torch.Tensor, capacity: int) -> list[str]:
@@ -112,6 +109,7 @@ def check_pairs(op: str, pairs: torch.Tensor, num_blocks: int) -> list[str]:
             f"{op}: block_pairs{place}",
             expected=f"a block id below {num_blocks}, or a negative one for padding",
             got=int(pairs[tuple(place)]),
+            fix="pass (src, dst) block ids of this pool, not slots",
         )
     sources, seen = _live_sources(pairs), set[Any]()
     for row, (src, dst) in enumerate(pairs.tolist()):

@@ -90,8 +90,9 @@ def test_pairs_against_a_loop(pairs: list[tuple[int, int]], dtype: torch.dtype) 
 def test_the_text_about_a_pair() -> None:
     with pytest.raises(kvdock.IndexRangeError) as caught:
         check_pairs("copy_blocks_", torch.tensor([[0, 1], [-1, 9], [2, 9]]), 6)
-    assert str(caught.value).startswith(
-        "copy_blocks_: block_pairs[2, 1]: expected a block id below 6, or a negative one for padding, got 9"
+    assert str(caught.value) == (
+        "copy_blocks_: block_pairs[2, 1]: expected a block id below 6, or a negative one for padding, got 9. "
+        "Fix: pass (src, dst) block ids of this pool, not slots"
     )
 
 
