@@ -16,7 +16,7 @@ DIMS = [1, 46, 64, 80, 96, 100, 128, 192, 256, 576]
 def some_slots(g: Geometry, count: int, seed: int = 0) -> list[int]:
     """Return distinct slots in random order, the first and last of the pool among them, with some padding."""
     order = torch.randperm(g.capacity, generator=torch.Generator().manual_seed(seed)).tolist()
-    slots = [0, g.capacity - 1, *(slot for slot in order if 0 < slot < g.capacity - 1)][:count]
+    slots = list(dict.fromkeys([0, g.capacity - 1, *order]))[:count]
     return [-1 if i % 7 == 5 else slot for i, slot in enumerate(slots)]
 
 
@@ -122,12 +122,12 @@ def test_no_token_count_and_no_width_prepares_a_second_time(dim: int, device: st
     """One plan for every count, every width of projection, and every q of ``[B, q, H, D]`` and ``[B, H, q, D]``."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch sees no GPU")
-    g = Geometry.even(2, dim, num_blocks=100, block=16)
+    g = Geometry.even(1, dim, num_blocks=100, block=16)
     runtime, kernels = counting_runtime(device)
     k_cache, v_cache = (torch.zeros(shape, dtype=g.dtype, device=device) for shape in (g.k_shape, g.v_shape))
     with active(runtime):
         for count in COUNTS:
-            for q_width in (0, 2 * dim, 12 * dim, 96 * dim if count < 2000 else 3 * dim):
+            for q_width in (0, 2 * dim, 12 * dim, 96 * dim if count < 2000 else 0):
                 kvdock.ops.paged_caching_(k_cache, v_cache, *projected(g, count, q_width, device), torch.full((count,), -1, device=device))
         assert len(kernels["paged_caching_"].prepared) == 1
         for batch, q in ((1, 1), (1, 7), (2, 1), (3, 5), (4, 16), (1, 1024)):
