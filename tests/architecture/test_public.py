@@ -124,6 +124,24 @@ def test_every_error_names_the_value_or_the_fix(module: Module) -> None:
         assert parts & {"got", "fix"} or excused, f"{module.where}:{node.lineno}: {source}"
 
 
+ERRORS_ELSEWHERE = {
+    ("core/kvdock/plugins/contract.py", "BrokenContractError"): "becomes the reason of a record; a user meets it as PluginError",
+}
+"""Error classes that are not in errors.py, whose docstring draws the tree of all, and why."""
+
+
+def test_errors_live_in_one_place() -> None:
+    classes = {
+        (module.where, node.name)
+        for module in MODULES
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith(("Error", "Exception", "Warning")) for base in node.bases)
+    }
+    elsewhere = {(where, name) for where, name in classes if where != "core/kvdock/errors.py" and not name.startswith("_")}
+    assert elsewhere == set(ERRORS_ELSEWHERE)
+    assert len(classes) > 14
+
+
 SIGNATURES = {
     "paged_caching_": "(k_cache, v_cache, k, v, slot_mapping, *, k_scale=None, v_scale=None)",
     "static_update_": "(k_cache, v_cache, k, v, cache_lengths)",

@@ -12,9 +12,16 @@ import transformers
 
 from integration import zoo
 from kvdock import KVDockError, PagedKVCacheConfig
-from kvdock.errors import ArgumentTypeError, ArgumentValueError, CapacityError, IndexRangeError, OutOfBlocksError, UnsupportedError
+from kvdock.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    CapacityError,
+    IndexRangeError,
+    OutOfBlocksError,
+    UnsupportedError,
+    WrongThreadError,
+)
 from kvdock.integrations.transformers import PagedCacheForTransformers
-from kvdock.scheduler import WrongThreadError
 
 CONF = PagedKVCacheConfig(num_blocks=8, block_size=4)
 

@@ -76,6 +76,23 @@ def test_copies_share_a_prefix_and_go_their_own_ways(name: str) -> None:
     assert torch.equal(greedy(made, inputs, prefix), greedy(made, inputs)), "the prefix is as it was"
 
 
+def test_a_cache_does_not_read_on_in_a_block_that_it_left_to_its_copy() -> None:
+    """The cache copies the shared block when it writes; the copy then takes its own tokens back and writes others there."""
+    made = zoo.model("llama-gqa")
+    cache = zoo.paged(made)
+    ids = zoo.prompt(6)["input_ids"]
+    forward(made, ids, cache)
+    copied = copy.deepcopy(cache)
+    forward(made, torch.tensor([[20]]), cache)
+    copied.truncate(4)
+    forward(made, torch.tensor([[30, 31]]), copied)
+    expected = zoo.dynamic(made)
+    forward(made, ids, expected)
+    forward(made, torch.tensor([[20]]), expected)
+    assert torch.equal(cache.layers[1].keys, expected.layers[1].keys)
+    assert torch.equal(forward(made, torch.tensor([[21]]), cache), forward(made, torch.tensor([[21]]), expected))
+
+
 def test_the_blocks_of_a_copy_come_back_when_it_is_dropped() -> None:
     made = zoo.model("llama-gqa")
     prefix = zoo.paged(made, num_blocks=16)

@@ -223,3 +223,21 @@ def test_reading_a_configuration_changes_nothing() -> None:
     before = config.to_json_string()
     kvdock.KVSpec.from_hf_config(config, torch.float32)
     assert config.to_json_string() == before
+
+
+@pytest.mark.parametrize(
+    ("numbers", "window"),
+    [
+        ({"sliding_window": 6}, 6),
+        ({"sliding_window": 6, "use_sliding_window": True}, 6),
+        ({"sliding_window": 6, "use_sliding_window": False}, None),
+        ({"sliding_window": None, "use_sliding_window": True}, None),
+        ({"attention_chunk_size": 5}, 5),
+        ({"attention_chunk_size": None}, None),
+        ({"sliding_window": 6, "layer_types": ["full_attention"] * 2}, None),
+    ],
+)
+def test_a_window_that_is_not_used_is_none(numbers: dict[str, Any], window: int | None) -> None:
+    needed = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "max_position_embeddings": 10}
+    spec = kvdock.KVSpec.from_hf_config(types.SimpleNamespace(**needed, **numbers), torch.float16)
+    assert [layer[4] for layer in described(spec)] == [window] * 2

@@ -109,6 +109,7 @@ def check_pairs(op: str, pairs: torch.Tensor, num_blocks: int) -> list[str]:
             f"{op}: block_pairs{place}",
             expected=f"a block id below {num_blocks}, or a negative one for padding",
             got=int(pairs[tuple(place)]),
+            fix="pass (src, dst) block ids of this pool, not slots",
         )
     sources, seen = _live_sources(pairs), set[Any]()
     for row, (src, dst) in enumerate(pairs.tolist()):

@@ -162,7 +162,7 @@ class OpSchema:
     @property
     def static_args(self) -> tuple[Arg, ...]:
         """Tensor arguments without any run-time size: pools. Their whole geometry is in the key."""
-        return tuple(a for a in self.args if a.is_tensor and not a.optional and _all_static(a))
+        return tuple(a for a in self.args if a.role in (Role.TENSOR, Role.MUTATED) and not a.optional and _all_static(a))
 
     @property
     def mutated(self) -> tuple[Arg, ...]:

@@ -30,7 +30,7 @@ class Variant:
 def pivot_of(schema: OpSchema) -> int:
     """Return the index of the argument whose rank tells the variants apart (0 when there is but one)."""
     for index, arg in enumerate(schema.args):
-        if not arg.optional and arg.is_tensor and len(arg.shapes()) > 1:
+        if not arg.optional and arg.is_tensor and (len(arg.shapes()) > 1 or arg.role is Role.RUNTIME_INT):
             return index
     return 0
 

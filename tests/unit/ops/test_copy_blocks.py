@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvdock
-from opskit import Geometry, Memory, Target, check
+from opskit import SINGLE, Geometry, Memory, Target, check
 
 G = Geometry()
 
@@ -120,6 +120,7 @@ def test_a_pool_without_blocks_takes_padding_only(target: Target, memory: Memory
     assert len(check(target, memory, "copy_blocks_", *pools, memory.index([[0, 0]]))) == 1
 
 
+@pytest.mark.parametrize("target", SINGLE, indirect=True)
 def test_more_pairs_than_a_grid_has_rows(target: Target, memory: Memory) -> None:
     g = Geometry(num_blocks=140_000, block=1, hk=1, dk=4, hv=1, dv=1)
     k_cache, v_cache = g.pools(memory)

@@ -174,19 +174,31 @@ PLAIN = {
 FOLDED = {**PLAIN, "v_out": Cut(BF16, (3, 2, 8), (0, 8, 1), 3 * ROOM)}
 
 
-@pytest.mark.parametrize("target", SINGLE, indirect=True)
-@pytest.mark.parametrize("op", CATALOG)
-def test_quick_and_slow_path_agree(target: Target, op: str) -> None:
+def agree_on_many(target: Target, op: str, count: int) -> None:
+    """Draw calls of an op, valid ones and such with each kind of error among them, and compare the paths."""
     seen: dict[str, int] = {}
 
-    @settings(PROPERTY, max_examples=100)
+    @settings(PROPERTY, max_examples=count)
     @given(calls(op))
     def run(call: tuple[dict[str, Any], Any]) -> None:
         agree(target, op, *call, seen)
 
     run()
-    assert seen["ran"] > 20, f"too few valid calls: {seen}"
+    assert seen["ran"] > count // 5, f"too few valid calls: {seen}"
     assert {"ArgumentValueError", "ArgumentTypeError", "ran"} <= set(seen), f"too few kinds: {seen}"
+
+
+@pytest.mark.parametrize("target", SINGLE, indirect=True)
+@pytest.mark.parametrize("op", CATALOG)
+def test_quick_and_slow_path_agree(target: Target, op: str) -> None:
+    agree_on_many(target, op, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", SINGLE, indirect=True)
+@pytest.mark.parametrize("op", CATALOG)
+def test_quick_and_slow_path_agree_on_many_calls(target: Target, op: str) -> None:
+    agree_on_many(target, op, 800)
 
 
 @pytest.mark.parametrize("target", SINGLE, indirect=True)

@@ -121,6 +121,7 @@ def test_torchs_defaults_do_not_matter(target: Target, memory: Memory, count: in
     assert torch.equal(bits_of(pools[0][5]), bits_of(pools[0][0]))
 
 
+@pytest.mark.slow  # torch imports its compiler to switch this on
 def test_deterministic_algorithms(target: Target, memory: Memory) -> None:
     pools, tokens = G.pools(memory), G.tokens(memory, [20], "fused qkv")
     torch.use_deterministic_algorithms(True)

@@ -13,8 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvdock.errors import ArgumentTypeError, ArgumentValueError, IndexRangeError, KVDockError, OutOfBlocksError
-from kvdock.scheduler import BlockAllocator, IntegrityError, WrongThreadError
+from kvdock.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    IndexRangeError,
+    IntegrityError,
+    KVDockError,
+    OutOfBlocksError,
+    WrongThreadError,
+)
+from kvdock.scheduler import BlockAllocator
 
 
 def snapshot(allocator: BlockAllocator) -> tuple[int, list[int]]:
