@@ -8,7 +8,7 @@ PYTEST := $(TEST_ENV) $(PY) -m pytest
 # The interpreter of the gpu targets: the one they are called with, since such machines bring their own torch.
 PYTHON ?= python3
 
-.PHONY: setup demo test test-all check format bench aot gpu-test clean
+.PHONY: setup demo test test-all check format bench aot gpu-test gpu-bench clean
 
 setup: $(VENV)/.ready
 
@@ -53,6 +53,9 @@ aot: setup
 
 gpu-test:
 	$(PYTHON) -m pytest -m gpu tests
+
+gpu-bench:
+	$(PYTHON) benchmarks/gpu_ops.py --out docs/benchmarks
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

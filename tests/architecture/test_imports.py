@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cache": LEAVES | {"ops"},
     "prefix": {"errors", "spec"},
     "scheduler": {"errors", "spec", "prefix"},
-    "kvdock": LEAVES | {"ops", "plugins", "runtime"} | ENGINE_SIDE,
+    "kvdock": LEAVES | {"descriptors", "ops", "plugins", "runtime"} | ENGINE_SIDE,
     "integrations": LEAVES | {"ops", "plugins", "runtime", "kvdock"} | ENGINE_SIDE,
     "cli": LEAVES | {"descriptors", "ops", "plugins", "runtime", "kvdock"} | ENGINE_SIDE,
 }

@@ -158,7 +158,10 @@ def test_the_readme_lists_every_extra_and_every_variable() -> None:
 def test_the_architecture_spells_out_the_real_key() -> None:
     (quote,) = (block.text for block in blocks(ARCHITECTURE, "py"))
     lines = [line.strip() for line in direct_source(PAGED_CACHING).splitlines()]
-    real = "".join(next(line for line in lines if line.startswith(start)) for start in ("static_key = ", "key = (chooser.epoch, named, 0,"))
+    real = "".join(
+        next(line for line in lines if line.startswith(start))
+        for start in ("static_key = ", "key = (chooser.epoch, settings.generation, named, 0,")
+    )
     assert plain(quote) == plain(real)
 
 

@@ -14,7 +14,6 @@ A third party's whole backend::
 from __future__ import annotations
 
 import importlib.util
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -35,7 +34,6 @@ class TritonBackend(kvdock.Backend):
 
     def __init__(self) -> None:
         self._counters: dict[torch.device, torch.Tensor] = {}
-        self._lock = threading.Lock()
 
     def missing(self) -> str:
         """Return why there is no such hardware here; empty if there may be some. Must not open a context."""
@@ -73,6 +71,12 @@ class TritonBackend(kvdock.Backend):
         """List the visible devices."""
         return [torch.device(self.torch_type, index) for index in range(self.module.device_count())]
 
+    def kernels(self) -> Mapping[str, kvdock.Kernel]:
+        """Hand over the Triton kernels."""
+        from kvdock_triton.kernels import kernels_for
+
+        return kernels_for(self)
+
     def device_guard(self, device: torch.device) -> AbstractContextManager[Any]:
         """Make ``device`` current."""
         guard: AbstractContextManager[Any] = self.module.device(device)
@@ -88,24 +92,23 @@ class TritonBackend(kvdock.Backend):
 
         return [describe_launch()]
 
-    def kernels(self) -> Mapping[str, kvdock.Kernel]:
-        """Hand over the Triton kernels."""
-        from kvdock_triton.kernels import kernels_for
-
-        return kernels_for(self)
-
     def skip_counter(self, device: torch.device) -> torch.Tensor:
         """Return a device's count of skipped writes, int64 ``[]`` in its memory, which kernels add to."""
-        with self._lock:
-            if device not in self._counters:
-                with torch.inference_mode(False):
-                    self._counters[device] = torch.zeros((), dtype=torch.int64, device=device)
-            return self._counters[device]
+        count = self._counters.get(device)
+        if count is None:
+            with torch.inference_mode(False):
+                made = torch.zeros((), dtype=torch.int64, device=device)
+            self.module.synchronize(device)  # another thread's kernels may run on another stream than these zeros
+            count = self._counters.setdefault(device, made)  # the first thread's, without a lock that a fork could leave held
+        return count
 
     def skipped_writes(self, device: torch.device) -> int:
-        """Return how many writes were skipped on ``device``. Synchronises."""
+        """Return how many writes were skipped on ``device``, by kernels on any of its streams. Synchronises."""
         count = self._counters.get(device)
-        return 0 if count is None else int(count)
+        if count is None:
+            return 0
+        self.module.synchronize(device)
+        return int(count)
 
     def is_capturing(self, device: torch.device) -> bool:
         """Whether the current stream of ``device`` is being captured."""

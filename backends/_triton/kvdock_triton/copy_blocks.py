@@ -16,10 +16,13 @@ from kvdock_triton.launch import KernelSpec, Launch
 from kvdock_triton.support import TritonKernel, ceil_div, quantised_reasons
 from kvdock_triton.tuning import Tile
 
-__all__ = ["CopyBlocks", "CopyBlocksDescriptor", "copy_blocks_kernel", "spec_for"]
+__all__ = ["CopyBlocks", "CopyBlocksDescriptor", "copy_blocks_kernel", "copy_piece", "spec_for"]
 
 PIECE = 4096
 """Elements of a block that one program copies."""
+
+_LEAST_PER_WARP = 1024
+"""Bytes that a warp copies at least, unless the block has fewer: 64 lanes of 16."""
 
 
 @triton.jit
@@ -135,13 +138,16 @@ def spec_for(request: kvdock.Request, tile: Tile) -> KernelSpec:
     types = {"pairs": index_type(request.tensor("block_pairs")), "skipped": "*i64", "num_blocks": "i64", "pair_step": "i64"}
     constants: dict[str, Any] = {}
     aligned: tuple[str, ...] = ()
+    smallest = _LEAST_PER_WARP * tile.warps
     for name in ("k", "v"):
         pool = request.tensor(f"{name}_cache")
         element = element_for(pool)
         types[f"{name}_cache"] = element.pointer
         aligned += (f"{name}_cache",) if element.is_aligned else ()
-        constants |= {f"{name.upper()}_{key}": value for key, value in _pool_constants(pool, element).items()}
-    return KernelSpec.build(copy_blocks_kernel, types, constants, aligned, tile.warps)
+        values = _pool_constants(pool, element)
+        constants |= {f"{name.upper()}_{key}": value for key, value in values.items()}
+        smallest = min(smallest, values["CHUNK"] * element.size)
+    return KernelSpec.build(copy_blocks_kernel, types, constants, aligned, max(smallest // _LEAST_PER_WARP, 1))
 
 
 class CopyBlocksDescriptor(kvdock.Descriptor):

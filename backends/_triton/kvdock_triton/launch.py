@@ -2,18 +2,16 @@
 
 `triton.compile` takes the signature, constants and alignments as they are given, so that what is compiled follows from a
 descriptor's key and never from the values of a call. A compiled kernel is launched by its public ``kernel[grid](...)``,
-which costs about 11 us of host time, or by its C launcher, which costs half of that. How to call that one is private to
-Triton and differs between its releases: this module alone knows it, and uses it only on releases on which it was run on a
-GPU (`DIRECT_LAUNCH`). `describe_launch` says in ``kvdock doctor`` which it is. Under ``TRITON_INTERPRET=1`` kernels are
-interpreted on host memory.
+which costs about 11 us of host time, or as `kvdock_triton.direct` does, which costs half of that. `describe_launch` says in
+``kvdock doctor`` which it is. Under ``TRITON_INTERPRET=1`` kernels are interpreted on host memory.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -24,9 +22,13 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kvdock_triton import direct
+
+if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+    raise ImportError(f"Triton {triton.__version__} is too old. Fix: pip install 'kvdock[triton]', which asks for 3.6 or newer")
+
 __all__ = [
     "COMPILED",
-    "DIRECT_LAUNCH",
     "Guard",
     "KernelSpec",
     "Launch",
@@ -38,9 +40,6 @@ __all__ = [
 
 Guard = Callable[[torch.device], AbstractContextManager[Any]]
 """Makes a device current: `kvdock.Backend.device_guard`."""
-
-DIRECT_LAUNCH = ("3.6",)
-"""Releases of Triton whose C launcher is called directly."""
 
 
 @attrs.frozen
@@ -118,38 +117,43 @@ def compile_for(spec: KernelSpec, target: GPUTarget) -> Any:
 
 _lock = threading.Lock()
 
-COMPILED: dict[tuple[KernelSpec, int], Any] = {}
-"""Compiled kernels by spec and device index, for the life of the process: a captured graph or a descriptor of any thread
-may hold their functions."""
+
+def _renew_lock() -> None:
+    """Make a lock that nobody holds: the thread that was compiling is not in a forked child."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+_INTERPRETING = bool(triton.knobs.runtime.interpret)
+
+COMPILED: dict[tuple[KernelSpec, torch.device], Any] = {}
+"""Compiled kernels by spec and device, for the life of the process: a captured graph or a descriptor of any thread may hold
+their functions."""
 
 
 def is_interpreting() -> bool:
-    """Whether kernels are interpreted (``TRITON_INTERPRET=1``)."""
-    return bool(triton.knobs.runtime.interpret)
+    """Whether kernels are interpreted: ``TRITON_INTERPRET=1`` when this was imported, which is when Triton reads it."""
+    return _INTERPRETING
 
 
 def launcher_for(spec: KernelSpec, device: torch.device, guard: Guard) -> Launch:
-    """Return the quickest launch of a kernel on a device, which is current; ``guard`` makes it so for a launch."""
+    """Return the quickest launch of a kernel on a device, which is current; ``guard`` makes it so for a launch.
+
+    Raises:
+        ValueError: kernels are interpreted, and the device's memory is not the host's.
+    """
     if is_interpreting():
-        return _interpreted(spec)
+        return _interpreted(spec, device)
     driver = triton.runtime.driver.active
     with _lock:
-        kernel = COMPILED.get((spec, device.index))
+        kernel = COMPILED.get((spec, device))
         if kernel is None:
-            kernel = COMPILED[spec, device.index] = compile_for(spec, driver.get_current_target())
-    if _is_direct(driver):
-        return _direct(kernel, spec, device.index)
+            kernel = COMPILED[spec, device] = compile_for(spec, driver.get_current_target())
+    if not direct.why_not() and direct.fits(kernel, driver):
+        return Launch(*direct.build(kernel, spec.types, spec.kernel, device.index))
     return _public(kernel, spec, device, guard)
-
-
-def _release() -> str:
-    """Return Triton's major and minor version."""
-    return ".".join(triton.__version__.split(".")[:2])
-
-
-def _is_direct(driver: Any) -> bool:
-    """Whether the C launcher is called directly here."""
-    return _release() in DIRECT_LAUNCH and type(driver).__name__ == "CudaDriver"
 
 
 def _public(kernel: Any, spec: KernelSpec, device: torch.device, guard: Guard) -> Launch:
@@ -167,51 +171,10 @@ def _public(kernel: Any, spec: KernelSpec, device: torch.device, guard: Guard) -
     return _plain(launch)
 
 
-def _direct(kernel: Any, spec: KernelSpec, index: int) -> Launch:
-    """Launch through the C launcher of Triton 3.6, built for the run-time parameters alone.
-
-    Its arguments: grid, stream, function, cooperative, programmatic, global scratch, profile scratch, packed metadata,
-    launch metadata, enter hook, exit hook, then the parameters. None of these kernels needs scratch.
-    """
-    from triton.backends.nvidia.driver import CudaLauncher
-
-    kernel._init_handles()
-    source = SimpleNamespace(constants={}, signature=dict(enumerate(ty for _, ty in spec.types)), fn=spec.kernel)
-    scope = {
-        "run": CudaLauncher(source, kernel.metadata).launch,
-        "function": kernel.function,
-        "packed": kernel.packed_metadata,
-        "index": index,
-        "stream_of": torch._C._cuda_getCurrentRawStream,
-        "current_device": torch._C._cuda_getDevice,
-        "guard": torch.cuda.device,
-    }
-    names = [name for name, _ in spec.types]
-
-    def fix(grid_x: int, grid_y: int, pointers: int, tail: tuple[int, ...]) -> Callable[..., None]:
-        fixed = dict(zip(names[pointers:], tail, strict=True))
-        return _function(names[:pointers], names, {**scope, "grid_x": grid_x, "grid_y": grid_y, **fixed})
-
-    return Launch(_function(["grid_x", "grid_y", *names], names, scope), fix)
-
-
-def _function(parameters: list[str], arguments: list[str], scope: dict[str, Any]) -> Callable[..., None]:
-    """Write out a launch: the arguments that are no parameters come from ``scope``.
-
-    Written out, since collecting arguments in tuples costs as much as half of what is left to save. The legacy default
-    stream, 0, is that of the current device: with several devices, the kernel's must be current.
-    """
-    call = f"run(grid_x, grid_y, 1, stream_of(index), function, False, False, None, None, packed, None, None, None, {', '.join(arguments)})"
-    lines = [call] if torch.cuda.device_count() == 1 else [f"if current_device() == index: return {call}", f"with guard(index): {call}"]
-    source = "\n".join([f"def launch({', '.join(parameters)}):", *(f"    {line}" for line in lines)])
-    namespace = dict(scope)
-    exec(compile(source, "<kvdock_triton launch>", "exec"), namespace)  # noqa: S102 - made from parameter names alone
-    launch: Callable[..., None] = namespace["launch"]
-    return launch
-
-
-def _interpreted(spec: KernelSpec) -> Launch:
+def _interpreted(spec: KernelSpec, device: torch.device) -> Launch:
     """Interpret the kernel on host memory. Its pointers are made by hand, from addresses."""
+    if device.type != "cpu":  # a device's addresses would crash the process
+        raise ValueError(f"TRITON_INTERPRET=1 interprets kernels on host memory, and this is {device}: unset it and start again")
     from triton.runtime.interpreter import TensorHandle
 
     types, constants = dict(spec.types), dict(spec.constants)
@@ -233,6 +196,7 @@ def describe_launch() -> str:
     """Say how kernels are launched here, for people."""
     if is_interpreting():
         return f"Triton {triton.__version__}: interpreted (TRITON_INTERPRET=1)"
-    if _release() in DIRECT_LAUNCH:
+    reason = direct.why_not()
+    if not reason:
         return f"Triton {triton.__version__}: direct launches on NVIDIA GPUs"
-    return f"Triton {triton.__version__}: public launches; direct ones were run on {', '.join(DIRECT_LAUNCH)} only"
+    return f"Triton {triton.__version__}: public launches; {reason}"

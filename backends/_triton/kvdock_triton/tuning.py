@@ -28,9 +28,23 @@ class Tile:
     store: str = ""
 
     def for_rows(self, row_bytes: int) -> Tile:
-        """Return the tile for rows of so many bytes: about as many bytes per program as for the rows it was tuned on."""
-        tokens = max(self.tokens * TUNED_ROW_BYTES // row_bytes, 1)
-        return attrs.evolve(self, tokens=min(1 << (tokens.bit_length() - 1), MOST_TOKENS))
+        """Return the tile for rows of so many bytes: about as many bytes per program as for the rows it was tuned on.
+
+        Where `MOST_TOKENS` allows no more, the warps are fewer too: every lane keeps its bytes, and accesses their width.
+        """
+        tuned, most = self.tokens * TUNED_ROW_BYTES, MOST_TOKENS * _ceiling(row_bytes)
+        tokens, warps = _floor(tuned // row_bytes), _floor(self.warps * most // tuned)
+        return attrs.evolve(self, tokens=min(tokens, MOST_TOKENS), warps=min(warps, self.warps))
+
+
+def _floor(number: int) -> int:
+    """Return the largest power of two that is not above a number; 1 for 0."""
+    return 1 << max(number.bit_length() - 1, 0)
+
+
+def _ceiling(number: int) -> int:
+    """Return the smallest power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
 
 
 @attrs.frozen

@@ -46,7 +46,7 @@ GENERATED = "<kvdock "
 BODY = "body"
 """How the names of generated functions begin that look a plan up and run it."""
 
-__all__ = ["BODY", "GENERATED", "binder_source", "compile_binder", "compile_call", "direct_source"]
+__all__ = ["BODY", "GENERATED", "binder_source", "compile_binder", "compile_call", "direct_source", "memorable"]
 
 
 class _Source:

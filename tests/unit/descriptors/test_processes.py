@@ -168,6 +168,9 @@ class Handle(Watched):
 lru = kvdock.LRUDescriptorCache(5, Watched.destroy)
 lru.put(1, Handle(ledger, "handle"))
 lru.put(2, Handle(ledger, "pinned handle", pinned=True))
+gone = kvdock.LRUDescriptorCache(5, Watched.destroy)
+gone.put(1, Handle(ledger, "pinned handle of a cache that has ended", pinned=True))
+gone.close()
 
 def other():
     assert all(pool.write(dispatcher, 1.0) for pool in pools)
@@ -210,13 +213,13 @@ print(json.dumps(stats()), flush=True)
 """
         answers = interpreters.answers(HEAD + FORK + code + TAIL)
         in_child, counted, before, at_exit, in_parent, parent_before, parent_after = answers
-        assert in_child == [[0, 0, 0, 0], 10, 0, 0, None], "it begins with nothing"
+        assert in_child == [[0, 0, 0, 0], 11, 0, 0, None], "it begins with nothing"
         assert counted == [4, 4, 0, 4]
-        assert before == [15, 0, []]
+        assert before == [16, 0, []]
         assert at_exit == [5, [], []], "its own, once, and nothing of its parent's"
         assert in_parent == [12, 8, 4, 4], "the parent goes on with what it has"
-        assert parent_before == [10, 4, 0, []]
-        assert parent_after == [10, 10, 0, []]
+        assert parent_before == [11, 4, 0, []]
+        assert parent_after == [11, 11, 0, []]
 
     def test_a_childs_last_clearing_up_deallocates_nothing_of_its_parents(self, interpreters: Interpreters) -> None:
         """A descriptor that gives its handle back when it is deallocated must not be, though its interpreter takes everything apart."""
@@ -252,8 +255,8 @@ done.set()
 thread.join()
 """
         in_child, before, after = interpreters.answers(HEAD + FORK + code + TAIL)
-        assert in_child == [14, 4, []]
-        assert (before, after) == ([10, 4, 0, []], [10, 10, 0, []])
+        assert in_child == [15, 4, []]
+        assert (before, after) == ([11, 4, 0, []], [11, 11, 0, []])
 
     def test_children_of_multiprocessing(self, interpreters: Interpreters) -> None:
         code = """
@@ -274,5 +277,5 @@ done.set()
 thread.join()
 """
         in_children, before, after = interpreters.answers(HEAD + FORK + code + TAIL)
-        assert in_children == [[14, 0, []]] * 3
-        assert (before, after) == ([10, 4, 0, []], [10, 10, 0, []])
+        assert in_children == [[15, 0, []]] * 3
+        assert (before, after) == ([11, 4, 0, []], [11, 11, 0, []])

@@ -1,0 +1,256 @@
+"""What is handed to Triton at a launch, how often it compiles, and which of its two launches is taken: on a GPU that is not there.
+
+Kernels are really compiled, for an sm_90. The driver keeps what it is told to launch. What the same arguments do is tested
+under the interpreter, in `tests/unit/triton`, and on GPUs, in `tests/gpu`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import kvdock
+from opskit import Geometry, Memory, active, runtime_of
+from opskit.interpreted import AcmeBackend
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install 'kvdock[triton]'"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled under the interpreter"),
+]
+
+G = Geometry.even(2, 8, num_blocks=1100, block=64)
+STREAM, FUNCTION = 77, 88
+
+
+class Driver:
+    """Triton's view of a GPU that is not there."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[tuple[int, ...], dict[str, Any]]] = []
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 2**20},
+            load_binary=lambda *args: (1, FUNCTION, 32, 0, 1024),
+            unload_module=lambda module: None,
+        )
+
+    def get_current_target(self) -> Any:
+        return importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, index: int | None) -> int:
+        return STREAM
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        """Return a launcher that notes grid, and parameters by name."""
+
+        def launch(x: int, y: int, z: int, stream: int, function: int, packed: Any, launch_metadata: Any, *rest: Any) -> None:
+            assert (stream, function, rest[:2]) == (STREAM, FUNCTION, (None, None))
+            self.launches.append(((x, y, z), dict(zip(source.fn.arg_names, rest[2:], strict=True))))
+
+        return launch
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    """Let Triton compile for such a GPU, and `kvdock.ops` run on a backend for it."""
+    config, fake = importlib.import_module("triton").runtime.driver, Driver()
+    before, compiled = config._active, importlib.import_module("kvdock_triton.launch").COMPILED
+    kept = dict(compiled)
+    compiled.clear()
+    config.set_active(fake)
+    with active(runtime_of(AcmeBackend()), "acme"):
+        yield fake
+    compiled.clear()
+    compiled.update(kept)
+    config._active = before
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the list to which every compilation adds its source."""
+    triton, made = importlib.import_module("triton"), list[Any]()
+    real = triton.compile
+
+    def counted(source: Any, **options: Any) -> Any:
+        made.append(source)
+        return real(source, **options)
+
+    monkeypatch.setattr(triton, "compile", counted)
+    return made
+
+
+def test_paged_launches(driver: Driver) -> None:
+    pools, slots = G.pools(Memory()), torch.arange(5, dtype=torch.int32)
+    sources = {"contiguous": (1, 2), "fused qkv": (3, 1)}  # what each is launched with: tokens in a tile, and rows of the grid
+    for source, (_, grid_y) in sources.items():
+        k, v = G.tokens(Memory(), [5], source)
+        kvdock.ops.paged_caching_(*pools, k, v, slots)
+        (x, y, z), args = driver.launches[-1]
+        assert (x, y, z) == (-(-5 // args["TILE"]), grid_y, 1)
+        pointers = dict(zip(("k_cache", "v_cache", "k", "v", "slots"), (*pools, k, v, slots), strict=True))
+        assert {name: args[name] for name in pointers} == {name: tensor.data_ptr() for name, tensor in pointers.items()}
+        assert (args["tokens"], args["capacity"], args["slot_token"], args["BOTH"]) == (5, G.capacity, 1, grid_y == 1)
+        assert [args[name] * 8 for name in ("k_token", "k_head", "v_token", "v_head")] == [*k.stride()[:2], *v.stride()[:2]]
+        assert (args["K_BLOCK"] * 8, args["K_SLOT"] * 8, args["BLOCK_SIZE"]) == (*pools[0].stride()[:2], 64)
+    got = kvdock.ops.gather_paged(*pools, slots)
+    (x, y, z), args = driver.launches[-1]
+    assert (y, z, args["k_out"], args["v_out"], args["tokens"]) == (2, 1, *(out.data_ptr() for out in got), 5)
+    assert (args["width"], args["k_row"], args["ROWS"]) == (0, 0, False)
+
+
+def test_static_and_copy_launches(driver: Driver) -> None:
+    caches = [torch.zeros(4, 2, 32, 8, dtype=torch.bfloat16) for _ in "kv"]
+    k, v = (torch.zeros(3, 2, 5, 8, dtype=torch.bfloat16) for _ in "kv")
+    lengths = torch.zeros(3, dtype=torch.int64)
+    kvdock.ops.static_update_(*caches, k, v, lengths)
+    assert driver.launches[-1][1]["lengths"] == lengths.data_ptr()
+    assert (driver.launches[-1][1]["length"], driver.launches[-1][1]["length_row"]) == (0, 1)
+    kvdock.ops.static_update_(*caches, k, v, 7)
+    args = driver.launches[-1][1]
+    assert (args["length"], args["lengths"], args["rows"], args["new"], args["capacity"]) == (7, 0, 3, 5, 32)
+    pools, pairs = G.pools(Memory()), torch.tensor([[0, 1], [2, 3]])
+    kvdock.ops.copy_blocks_(*pools, pairs)
+    (x, _, _), args = driver.launches[-1]
+    assert (x, args["num_blocks"], args["pair_step"]) == (2 * (args["K_PIECES"] + args["V_PIECES"]), 1100, 2)
+    assert (args["k_cache"], args["v_cache"]) == (pools[0].data_ptr(), pools[1].data_ptr())
+
+
+def test_another_token_count_or_width_compiles_nothing(driver: Driver, compilations: list[Any]) -> None:
+    """The same memory for all, since nothing is run: up to 70,000 tokens out of projections of several widths."""
+    pools, memory = G.pools(Memory()), torch.zeros(70_000 * 96, dtype=torch.bfloat16)
+    for count in [*range(1, 34), 100, 1023, 1024, 65_535, 65_536, 70_000]:
+        slots = torch.zeros(count, dtype=torch.int64)
+        for width in (16, 32, 48, 96):
+            k, v = (memory[at : at + (count - 1) * width + 16].as_strided((count, 2, 8), (width, 8, 1)) for at in (0, 0))
+            kvdock.ops.paged_caching_(*pools, k, v, slots)
+        if count % 2 == 0:
+            kvdock.ops.paged_caching_(*pools, k.view(2, count // 2, 2, 8), v.view(2, count // 2, 2, 8), slots.view(2, -1))
+    names = [source.fn.__name__ for source in compilations]
+    assert names == ["paged_caching_kernel"] * 4  # 1-D and 2-D slots, each for tensors of their own and for slices
+    assert len(driver.launches) == 39 * 4 + 19
+
+
+def test_threads_share_what_is_compiled(driver: Driver, compilations: list[Any]) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    pools, slots = G.pools(Memory()), torch.arange(3)
+    runtime = runtime_of(AcmeBackend())
+
+    def call(_: int) -> None:
+        with kvdock.use_backend("acme"):
+            runtime.dispatcher.op("gather_paged")(*pools, slots, None, None, *G.tokens(Memory(), [3]))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(call, range(32)))
+    assert len(compilations) == 1
+    assert len(driver.launches) == 32
+
+
+def test_a_forked_child_is_not_locked_out() -> None:
+    launch = importlib.import_module("kvdock_triton.launch")
+    with launch._lock, contextlib.ExitStack():
+        child = os.fork()
+        if child == 0:
+            os._exit(1 if launch._lock.locked() else 0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+RELEASES = {
+    "3.6.0": "",
+    "3.6.1+git": "",
+    "3.7.1": "direct ones were run on 3.6 only",
+    "3.9.0": "direct ones were run on 3.6 only",
+    "4.0.0": "direct ones were run on 3.6 only",
+}
+
+
+@pytest.mark.parametrize(("release", "reason"), RELEASES.items(), ids=RELEASES)
+def test_releases_on_which_the_private_launcher_is_called(monkeypatch: pytest.MonkeyPatch, release: str, reason: str) -> None:
+    direct, launch = (importlib.import_module(f"kvdock_triton.{name}") for name in ("direct", "launch"))
+    monkeypatch.setattr("triton.__version__", release)
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    for name in ("_cuda_getCurrentRawStream", "_cuda_getDevice"):
+        monkeypatch.setattr(torch._C, name, None, raising=False)
+    assert direct.why_not() == reason
+    how = f"public launches; {reason}" if reason else "direct launches on NVIDIA GPUs"
+    assert AcmeBackend().notes() == [launch.describe_launch()] == [f"Triton {release}: {how}"]
+
+
+def test_without_what_it_needs_launches_are_public(monkeypatch: pytest.MonkeyPatch) -> None:
+    direct = importlib.import_module("kvdock_triton.direct")
+    monkeypatch.setattr("triton.__version__", "3.6.0")
+    monkeypatch.setattr("torch.version.cuda", None)
+    assert direct.why_not() == "direct ones are for NVIDIA GPUs"
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    monkeypatch.setattr(direct, "_PRIVATE", ((torch._C, "_quick_stream"),))
+    assert direct.why_not() == "direct ones need _quick_stream, which is gone"
+
+
+class CudaDriver(Driver):
+    """One whose kernels are launched directly; its name is what is asked for."""
+
+
+def test_kernels_that_need_more_are_launched_publicly() -> None:
+    direct = importlib.import_module("kvdock_triton.direct")
+    bare = {"global_scratch_size": 0, "profile_scratch_size": 0, "launch_cooperative_grid": False, "launch_pdl": False}
+    assert direct.fits(SimpleNamespace(metadata=SimpleNamespace(**bare)), CudaDriver())
+    assert not direct.fits(SimpleNamespace(metadata=SimpleNamespace(**bare)), Driver())
+    for name in bare:
+        assert not direct.fits(SimpleNamespace(metadata=SimpleNamespace(**{**bare, name: 1})), CudaDriver()), name
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_direct_launches(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
+    """Grid, stream and parameters in Triton's order; with several devices under a guard when another is current."""
+    direct, calls, current = importlib.import_module("kvdock_triton.direct"), list[tuple[Any, ...]](), [1]
+
+    @contextlib.contextmanager
+    def guard(index: int) -> Iterator[None]:
+        calls.append(("guard", index))
+        yield
+
+    made = SimpleNamespace(launch=lambda *args: calls.append(args))
+    monkeypatch.setattr("triton.backends.nvidia.driver.CudaLauncher", lambda source, metadata: made)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "device", guard)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM + index, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    kernel = SimpleNamespace(_init_handles=lambda: None, metadata=None, function=FUNCTION, packed_metadata="packed")
+    run, fix = direct.build(kernel, [("k", "*i32"), ("v", "*i32"), ("tokens", "i64")], None, 1)
+    head = (STREAM + 1, FUNCTION, False, False, None, None, "packed", None, None, None)
+    run(5, 2, 100, 200, 9)
+    fix(4, 1, 2, (7,))(300, 400)
+    assert calls == [(5, 2, 1, *head, 100, 200, 9), (4, 1, 1, *head, 300, 400, 7)]
+    current[0] = 0
+    run(5, 2, 100, 200, 9)
+    assert calls[2:] == [*([("guard", 1)] if devices > 1 else []), (5, 2, 1, *head, 100, 200, 9)]
+
+
+OLD = """
+import triton; triton.__version__ = "3.5.1"
+import kvdock
+from opskit import runtime_of
+from opskit.interpreted import AcmeBackend
+(record,) = runtime_of(AcmeBackend()).registry.records()
+print(record.state.value, record.reason, sep=": ")
+"""
+
+
+def test_a_triton_that_is_too_old_makes_the_backend_unusable() -> None:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", OLD], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout == (
+        "unusable: kernels() raised ImportError: Triton 3.5.1 is too old. Fix: pip install 'kvdock[triton]', which asks for 3.6 or newer\n"
+    )
