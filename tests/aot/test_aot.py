@@ -125,7 +125,7 @@ def test_the_cases_are_all_variants(facts: Any) -> None:
     assert len({(kernel, variant) for kernel, variant, _ in cases}) == len(cases) > 100
     text = {kernel: "\n".join(variant for name, variant, _ in cases if name == kernel) for kernel in KERNELS}
     for kernel, variants in text.items():
-        for word in ("8x128", "3x64", "64x128", "4x192/128", "8x46", "align 16", "align 8", "align 4", "align 2"):
+        for word in ("8x128", "3x64", "1x64", "64x128", "4x192/128", "8x46", "align 16", "align 8", "align 4", "align 2"):
             assert word in variants, f"{kernel}: {word}"
     for word in ("fused", "separate", "NHD", "HND", "1-D", "2-D", "int32", "int64"):
         assert word in text["paged_caching_"], word
@@ -147,13 +147,12 @@ def test_the_targets_are_the_documented_ones(facts: Any) -> None:
 def test_what_is_compiled_ahead_has_the_tiles_that_the_backends_take() -> None:
     from kvdock_cuda.tuning import TABLE as CUDA
     from kvdock_rocm.tuning import TABLE as ROCM
-    from kvdock_triton.tuning import tuning_for
+    from kvdock_triton.tuning import HOPPER, tuning_for
 
     assert set(ROCM) == {name for name in ARCHITECTURES if name.startswith("gfx")}
     for name, tuning in ROCM.items():
         assert tuning == tuning_for(64 if name in WIDE_LANES else 32), name
-    for major, tuning in CUDA.items():
-        assert tuning == tuning_for(32), f"sm_{major}x: give `kvdock_triton.aot` this table too"
+    assert CUDA == {9: HOPPER}, "give `kvdock_triton.aot.TUNED` a new table too"
 
 
 @pytest.mark.slow

@@ -53,10 +53,10 @@ class Driver:
         return STREAM
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        """Return a launcher that notes grid, and parameters by name."""
+        """Return a launcher that notes grid, and parameters by name, which come behind two hooks."""
 
         def launch(x: int, y: int, z: int, stream: int, function: int, packed: Any, launch_metadata: Any, *rest: Any) -> None:
-            assert (stream, function, rest[:2]) == (STREAM, FUNCTION, (None, None))
+            assert (stream, function) == (STREAM, FUNCTION)
             self.launches.append(((x, y, z), dict(zip(source.fn.arg_names, rest[2:], strict=True))))
 
         return launch
@@ -72,6 +72,8 @@ def driver() -> Iterator[Driver]:
     config.set_active(fake)
     with active(runtime_of(AcmeBackend()), "acme"):
         yield fake
+    for kernel in compiled.values():
+        kernel.module = None  # newer releases unload it when it goes, through a driver that is gone by then
     compiled.clear()
     compiled.update(kept)
     config._active = before
@@ -139,7 +141,7 @@ def test_another_token_count_or_width_compiles_nothing(driver: Driver, compilati
             kvdock.ops.paged_caching_(*pools, k.view(2, count // 2, 2, 8), v.view(2, count // 2, 2, 8), slots.view(2, -1))
     names = [source.fn.__name__ for source in compilations]
     assert names == ["paged_caching_kernel"] * 4  # 1-D and 2-D slots, each for tensors of their own and for slices
-    assert len(driver.launches) == 39 * 4 + 19
+    assert len(driver.launches) == 39 * 4 + 20
 
 
 def test_threads_share_what_is_compiled(driver: Driver, compilations: list[Any]) -> None:

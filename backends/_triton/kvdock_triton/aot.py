@@ -25,9 +25,9 @@ from triton.backends.compiler import GPUTarget
 
 from kvdock_triton.aot_cases import all_cases
 from kvdock_triton.launch import compile_for
-from kvdock_triton.tuning import tuning_for
+from kvdock_triton.tuning import HOPPER, Tuning, tuning_for
 
-__all__ = ["TARGETS", "Result", "amd_widths", "compile_all", "main", "ptx_widths"]
+__all__ = ["TARGETS", "TUNED", "Result", "amd_widths", "compile_all", "main", "ptx_widths"]
 
 TARGETS: dict[str, GPUTarget] = {
     **{f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 90, 100, 120)},
@@ -35,6 +35,9 @@ TARGETS: dict[str, GPUTarget] = {
     **{arch: GPUTarget("hip", arch, 32) for arch in ("gfx1100", "gfx1201")},
 }
 """Architectures by name."""
+
+TUNED: dict[str, Tuning] = {"sm_90": HOPPER}
+"""Tiles of those that have been measured; the others take those for the lanes of their warps."""
 
 PROCESSES = 2
 
@@ -127,7 +130,7 @@ def _compile(job: tuple[bool, int, str]) -> Result:
     """Compile one case for one architecture. In a process of its own: cases are made anew there."""
     quick, number, name = job
     case, target = all_cases(quick)[number], TARGETS[name]
-    compiled = compile_for(case.spec(tuning_for(target.warp_size)), target)
+    compiled = compile_for(case.spec(TUNED.get(name, tuning_for(target.warp_size))), target)
     if target.backend == "cuda":
         ptx = compiled.asm["ptx"]
         (registers, spills), widths = _ptxas_figures(ptx, target.arch), ptx_widths(ptx)

@@ -14,7 +14,7 @@ from kvdock_triton.launch import KernelSpec
 from kvdock_triton.support import row_bytes
 from kvdock_triton.tuning import Tuning
 
-__all__ = ["ALIGNED", "GEOMETRIES", "Case", "Geometry", "all_cases"]
+__all__ = ["GEOMETRIES", "USUAL", "Case", "Geometry", "all_cases"]
 
 _ROWS = 4096
 _BLOCKS, _BLOCK_SIZE = 64, 16
@@ -32,11 +32,11 @@ class Geometry:
         return f"{self.heads}x{self.k_dim}" + (f"/{self.v_dim}" if self.v_dim != self.k_dim else "")
 
 
-ALIGNED = Geometry(8, 128, 128)
-"""The geometry whose accesses must be 16 bytes wide on every architecture."""
+USUAL = Geometry(8, 128, 128)
+"""The geometry that tiles are tuned on, and that is compiled in every alignment class."""
 
-GEOMETRIES = (ALIGNED, Geometry(3, 64, 64), Geometry(64, 128, 128), Geometry(4, 192, 128), Geometry(8, 46, 46))
-"""All have 16 bytes of alignment but the last: rows of 46 elements of 2 bytes allow 4."""
+GEOMETRIES = (USUAL, Geometry(3, 64, 64), Geometry(1, 64, 64), Geometry(64, 128, 128), Geometry(4, 192, 128), Geometry(8, 46, 46))
+"""All have 16 bytes of alignment but the last: rows of 46 elements of 2 bytes allow 4. One head is what a rank may hold."""
 
 _DTYPE = torch.bfloat16
 
@@ -48,7 +48,7 @@ class Case:
     Args:
         kernel: name of the op.
         variant: what distinguishes it, for people.
-        aligned: whether all its data accesses should be 16 bytes wide: the geometry `ALIGNED` in the alignment class 16.
+        aligned: whether all its data accesses should be 16 bytes wide: it is in the alignment class 16.
         spec: given tiles, returns what to compile.
     """
 
@@ -108,7 +108,7 @@ def _paged(geometry: Geometry, alignment: int, lead: int, hnd: bool, index: torc
         v_scale=None,
     )
     order, slots = "HND" if hnd else "NHD", str(index).removeprefix("torch.")
-    aligned = geometry == ALIGNED and alignment == 16
+    aligned = alignment == 16
     return [
         Case(
             "paged_caching_",
@@ -131,7 +131,7 @@ def _static(geometry: Geometry, alignment: int, from_tensor: bool) -> Case:
     return Case(
         "static_update_",
         f"{geometry} lengths {'int64' if from_tensor else 'host'} align {alignment}",
-        geometry == ALIGNED and alignment == 16,
+        alignment == 16,
         lambda tuning: static_update.spec_for(request, tuning.static.for_rows(row_bytes(request, heads_at=1))),
     )
 
@@ -149,7 +149,7 @@ def _gather(geometry: Geometry, alignment: int, lead: int, hnd: bool) -> Case:
     return Case(
         "gather_paged",
         f"{geometry} {'HND' if hnd else 'NHD'} {lead}-D align {alignment}",
-        geometry == ALIGNED and alignment == 16,
+        alignment == 16,
         lambda tuning: gather_paged.spec_for(request, tuning.gather.for_rows(row_bytes(request))),
     )
 
@@ -164,7 +164,7 @@ def _copy(geometry: Geometry, alignment: int, hnd: bool) -> Case:
     return Case(
         "copy_blocks_",
         f"{geometry} {'HND' if hnd else 'NHD'} align {alignment}",
-        geometry == ALIGNED and alignment == 16,
+        alignment == 16,
         lambda tuning: copy_blocks.spec_for(request, tuning.copy),
     )
 
@@ -181,16 +181,16 @@ def _geometry_cases(geometry: Geometry) -> list[Case]:
 
 def _alignment_cases(alignment: int) -> list[Case]:
     """Return every op in a lower alignment class."""
-    cases = [case for lead in (1, 2) for case in _paged(ALIGNED, alignment, lead, False, torch.int64)]
-    cases += [_static(ALIGNED, alignment, False), _static(ALIGNED, alignment, True)]
-    cases += [_gather(ALIGNED, alignment, lead, False) for lead in (1, 2)]
-    return [*cases, _copy(ALIGNED, alignment, False)]
+    cases = [case for lead in (1, 2) for case in _paged(USUAL, alignment, lead, False, torch.int64)]
+    cases += [_static(USUAL, alignment, False), _static(USUAL, alignment, True)]
+    cases += [_gather(USUAL, alignment, lead, False) for lead in (1, 2)]
+    return [*cases, _copy(USUAL, alignment, False)]
 
 
 def _quick_cases() -> list[Case]:
     """Return one variant of each kernel, in the aligned class."""
-    cases = _paged(ALIGNED, 16, 1, False, torch.int64)
-    return [*cases, _static(ALIGNED, 16, True), _gather(ALIGNED, 16, 1, False), _copy(ALIGNED, 16, False)]
+    cases = _paged(USUAL, 16, 1, False, torch.int64)
+    return [*cases, _static(USUAL, 16, True), _gather(USUAL, 16, 1, False), _copy(USUAL, 16, False)]
 
 
 def all_cases(quick: bool = False) -> Sequence[Case]:
@@ -199,4 +199,4 @@ def all_cases(quick: bool = False) -> Sequence[Case]:
         return _quick_cases()
     cases = [case for geometry in GEOMETRIES for case in _geometry_cases(geometry)]
     cases += [case for alignment in (8, 4, 2) for case in _alignment_cases(alignment)]
-    return [*cases, *_paged(ALIGNED, 16, 1, False, torch.int32)]
+    return [*cases, *_paged(USUAL, 16, 1, False, torch.int32)]

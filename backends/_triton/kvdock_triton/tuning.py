@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-__all__ = ["DEFAULT", "MOST_TOKENS", "TUNED_ROW_BYTES", "WIDE", "Tile", "Tuning", "tuning_for"]
+__all__ = ["DEFAULT", "HOPPER", "MOST_TOKENS", "TUNED_ROW_BYTES", "WIDE", "Tile", "Tuning", "tuning_for"]
 
 TUNED_ROW_BYTES = 2048
 """Bytes of a row of keys on which tiles are tuned: 8 heads of 128 elements of 2 bytes."""
@@ -73,6 +73,10 @@ DEFAULT = Tuning()
 WIDE = Tuning(fused=Tile(2, 4), static=Tile(2, 4), gather=Tile(2, 4))
 """For warps of 64 lanes. So many lanes share a tile that more of them, or a smaller tile, would make accesses narrower than
 16 bytes."""
+
+
+HOPPER = Tuning(fused=Tile(1, 4))
+"""As measured on an H100; see docs/benchmarks."""
 
 
 def tuning_for(lanes: int) -> Tuning:

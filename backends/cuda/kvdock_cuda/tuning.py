@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvdock_triton import Tile, Tuning
+from kvdock_triton import Tuning
+from kvdock_triton.tuning import HOPPER
 
 __all__ = ["TABLE"]
 
 TABLE: Mapping[int, Tuning] = {
-    9: Tuning(fused=Tile(1, 4), separate=Tile(1, 2, ".cs")),
+    9: HOPPER,
 }
 """Hopper was measured; the others use the defaults until they are."""

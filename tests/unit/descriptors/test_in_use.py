@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -234,6 +235,23 @@ class Refusing(list[str]):
 
     def append(self, item: str) -> None:
         raise MemoryError("full")
+
+
+def test_a_plan_that_was_destroyed_refuses_to_run_and_keeps_nothing() -> None:
+    backend = WatchingBackend(graph_capture=True)
+    dispatcher = dispatcher_of(backend)
+    assert Pool().write(dispatcher, 1.0)
+    (entry,) = dispatcher.descriptors.cache("paged_caching_", None).entries.values()
+    gc.disable()  # it would find what refers to itself
+    try:
+        dispatcher.descriptors.clear()
+        with pytest.raises(kvdock.BackendError, match=r"a plan: expected one that is not destroyed, got a destroyed one\. Fix: report this"):
+            entry.value.run()
+        assert backend.ledger.alive == 1
+        del entry
+        assert backend.ledger.alive == 0
+    finally:
+        gc.enable()
 
 
 def test_what_only_the_slow_path_takes_is_destroyed_after_the_call() -> None:

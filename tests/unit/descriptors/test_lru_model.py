@@ -164,4 +164,4 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestModel.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -82,7 +82,7 @@ def test_the_caches_by_hand() -> None:
     check(ledger, manager.stats()["gemm"], rounds * THREADS * 2)
 
 
-@pytest.mark.parametrize("calls", [8_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("calls", [6_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_the_dispatcher(calls: int) -> None:
     """Calls of an op on both devices and on the host, by turns; each checks what it wrote."""
     backend = WatchingBackend({"paged_caching_": RowsKernel()})
