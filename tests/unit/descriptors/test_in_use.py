@@ -245,7 +245,9 @@ def test_a_plan_that_was_destroyed_refuses_to_run_and_keeps_nothing() -> None:
     gc.disable()  # it would find what refers to itself
     try:
         dispatcher.descriptors.clear()
-        with pytest.raises(kvdock.BackendError, match=r"a plan: expected one that is not destroyed, got a destroyed one\. Fix: report this"):
+        with pytest.raises(
+            kvdock.BackendError, match=r"a plan: expected one that is not destroyed, got a destroyed one\. Fix: report this"
+        ):
             entry.value.run()
         assert backend.ledger.alive == 1
         del entry
