@@ -42,7 +42,7 @@ def test_a_driver_that_is_new_enough(driver: tuple[int, int] | None) -> None:
 @pytest.mark.parametrize("driver", [(12, 9), (11, 4)], ids=str)
 def test_a_driver_that_is_too_old(driver: tuple[int, int]) -> None:
     runtime = runtime_of(Gpu(lambda: driver, "13.0"))
-    (record,) = runtime.registry.records()
+    *_, record = runtime.registry.records()
     assert (record.state.value, runtime.registry.loaded()) == ("unusable", {})
     assert record.reason == (
         f"the driver supports CUDA {driver[0]}.{driver[1]}, and torch {torch.__version__} is built for CUDA 13.0. "
@@ -68,7 +68,7 @@ def test_no_visible_device_is_no_fault() -> None:
 def test_without_triton(monkeypatch: pytest.MonkeyPatch, backend: kvdock.Backend) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)  # as where it is not installed
     runtime = runtime_of(backend)
-    (record,) = runtime.registry.records()
+    *_, record = runtime.registry.records()
     assert (record.state.value, record.reason) == ("unusable", "Triton is not installed. Fix: pip install 'kvdock[triton]'")
     assert runtime.registry.loaded() == {}
     with active(runtime), pytest.raises(kvdock.KVDockError, match="Triton is not installed"), kvdock.use_backend(backend.name):

@@ -245,7 +245,7 @@ import triton; triton.__version__ = "3.5.1"
 import kvdock
 from opskit import runtime_of
 from opskit.interpreted import AcmeBackend
-(record,) = runtime_of(AcmeBackend()).registry.records()
+*_, record = runtime_of(AcmeBackend()).registry.records()
 print(record.state.value, record.reason, sep=": ")
 """
 

@@ -80,14 +80,16 @@ def test_through_the_dispatcher(dispatcher: OpDispatcher) -> None:
     for width, eps, dtype in ((64, 1e-5, torch.float32), (32, 1e-5, torch.float32), (64, 1e-6, torch.bfloat16)):
         norm(dispatcher, 3, width, eps, dtype)
     stats = dispatcher.descriptors.stats()["rms_norm"][None]
-    assert (stats.misses, stats.evictions, stats.destroyed, stats.size) == (4, 2, RmsNorm.destroyed, 2) == (4, 2, 2, 2)
+    assert (stats.misses, stats.evictions, stats.destroyed, stats.size) == (4, 2, 2, 2)
+    assert RmsNorm.destroyed >= 2, "of this dispatcher, and of earlier ones that are collected meanwhile"
 
 
 def test_from_threads(dispatcher: OpDispatcher) -> None:
     for _ in range(3):
         in_thread(norm, dispatcher, 4, 16)
     stats = dispatcher.descriptors.stats()["rms_norm"][None]
-    assert (stats.misses, stats.destroyed, stats.size, RmsNorm.destroyed) == (3, 3, 0, 3)
+    assert (stats.misses, stats.destroyed, stats.size) == (3, 3, 0)
+    assert RmsNorm.destroyed >= 3, "of this dispatcher, and of earlier ones that are collected meanwhile"
 
 
 def test_its_arguments_are_checked_like_any_ops(dispatcher: OpDispatcher) -> None:

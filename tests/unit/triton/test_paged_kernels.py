@@ -38,7 +38,7 @@ def write_and_read(target: Target, memory: Memory, g: Geometry, slots: list[int]
 def test_the_kernels_are_those_of_the_third_party(target: Target) -> None:
     chosen = target.runtime.dispatcher.choose("paged_caching_", torch.device("cpu"), "acme")
     assert type(chosen.kernels["paged_caching_"]).__module__ == "kvdock_triton.paged_caching"
-    assert [record.state.value for record in target.runtime.registry.records()] == ["ready"]
+    assert target.runtime.registry.records()[-1].state.value == "ready"
     assert chosen.backend.notes() == [f"Triton {__import__('triton').__version__}: interpreted (TRITON_INTERPRET=1)"]
 
 
