@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -22,7 +23,10 @@ class _CountedDescriptor(kvdock.Descriptor):
         self._destroyed = destroyed
         self._request = request
 
-    def __call__(self, *args: object) -> None:
+    def __call__(self, *args: Any) -> None:
+        for (name, meta), value in zip(self._request.args.items(), args, strict=True):
+            if isinstance(meta, kvdock.TensorMeta):
+                assert_as_promised(f"{self._request.op}: {name}", meta, value)
         self._inner(*args)
 
     def destroy(self) -> None:
@@ -44,6 +48,20 @@ class CountingKernel(kvdock.Kernel):
     def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
         self.prepared.append(request)
         return _CountedDescriptor(self.inner.prepare(request), self.destroyed, request)
+
+
+def assert_as_promised(subject: str, meta: kvdock.TensorMeta, tensor: torch.Tensor) -> None:
+    """Compare a tensor with what a kernel was told that it may rely on."""
+    size, steps = tensor.element_size(), zip(tensor.shape, tensor.stride(), strict=True)
+    assert tensor.dtype == meta.dtype, subject
+    assert all(told in (None, is_) for told, is_ in zip(meta.shape, tensor.shape, strict=True)), f"{subject}: {meta.shape}, {tensor.shape}"
+    assert tensor.data_ptr() % meta.alignment == 0, f"{subject}: alignment {meta.alignment}, address {tensor.data_ptr():#x}"
+    if meta.strides is not None:
+        assert tuple(0 if n == 1 else step for n, step in steps) == meta.strides, f"{subject}: {meta.strides}, {tensor.stride()}"
+    elif meta.shape and meta.shape[-1] is not None:  # rows
+        assert tensor.shape[-1] == 1 or tensor.stride(-1) == 1, subject
+        runtime = [step * size for n, step in list(steps)[:-1] if n > 1]
+        assert not any(step % meta.alignment for step in runtime), f"{subject}: alignment {meta.alignment}, steps {runtime}"
 
 
 def runtime_of(*backends: kvdock.Backend) -> kvdock.Runtime:

@@ -26,7 +26,7 @@ from kvdock.runtime import default
 from opskit.kernels import runtime_of
 from support_plugins import QUIET, InProcessBackend
 
-__all__ = ["DEVICE_KERNELS", "SINGLE", "TARGETS", "Target", "active", "torch_threads"]
+__all__ = ["DEVICE_KERNELS", "SINGLE", "TARGETS", "Target", "active", "forget_runtimes", "torch_threads"]
 
 HAS_CPU_BACKEND = importlib.util.find_spec("kvdock_cpu") is not None
 
@@ -145,6 +145,11 @@ def _runtime(name: str) -> kvdock.Runtime:
     kernels = DEVICE_KERNELS if name == "portable as on a device" else {}
     device = "cuda" if name == "portable on cuda" else "cpu"
     return runtime_of(InProcessBackend("plain", claims=(device,), devices=(device,), kernels=kernels))
+
+
+def forget_runtimes() -> None:
+    """Let each target have a new runtime, in which nothing was called yet."""
+    _runtime.cache_clear()
 
 
 def _targets(*thread_counts: int) -> Iterator[Any]:

@@ -213,7 +213,8 @@ class _Source:
             size, tensors = sorted(self.sized)[0], ", ".join(_tensors(self.schema))
             yield "state = memory.state"
             yield f"if state.size != {size}: state.size = {size}"
-            yield f"elif entry is not None and not ({_row_addresses(self.schema)}) & {MAX_ALIGNMENT - 1}:"
+            # What `use_backend` names is for its block only: a memo is of the usual choice, or of a bound call's own backend.
+            yield f"elif entry is not None and named == own_name and not ({_row_addresses(self.schema)}) & {MAX_ALIGNMENT - 1}:"
             arguments = f"({names},), ({tensors},), {len(self.static) if self.is_bound else 0}"
             yield f"    remember(state, plan, entry, cache, chooser.epoch, settings.generation, {arguments})"
         yield f"plan.run({names})"

@@ -272,3 +272,20 @@ def test_sources_that_touch_the_cache_are_accepted(target: Target, memory: Memor
     slots = memory.index([0, 23, 5, 8, 9][:count])
     check(target, memory, "paged_caching_", k_cache, v_cache, around[:count], around[-count:], slots)
     check(target, memory, "gather_paged", k_cache, v_cache, slots, around[:count], around[-count:])
+
+
+@pytest.mark.parametrize("target", SINGLE, indirect=True)
+def test_overlap_is_found_to_the_element_with_a_plan_that_is_there(target: Target) -> None:
+    """Rows of one element, so that every address has one class: one plan serves all calls that are accepted."""
+    g, memory = Geometry.even(1, 1), Memory(target.device)
+    around = memory.tensor(g.dtype, (40,))
+    k_cache, v_cache, v, slots = around[8:32].view(g.k_shape), g.pools(memory)[1], g.tokens(memory, [3])[1], memory.index([0, 23, 5])
+    for start in range(38):
+        k = around[start : start + 3].view(3, 1, 1)
+        if start + 3 <= 8 or start >= 32:
+            check(target, memory, "paged_caching_", k_cache, v_cache, k, v, slots)
+            continue
+        before = memory.copy()
+        with pytest.raises(kvdock.ArgumentValueError, match=r"paged_caching_: k: expected memory outside k_cache"):
+            kvdock.ops.paged_caching_(k_cache, v_cache, k, v, slots)
+        before.assert_same(f"start={start}")

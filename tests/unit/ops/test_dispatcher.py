@@ -17,6 +17,8 @@ from opskit.targets import HAS_CPU_BACKEND, Target
 from support_plugins import CallKernel, InProcessBackend
 
 G = Geometry()
+SIDE_BY_SIDE = "halves [2, NB, ...]"
+"""Pools with no token between them: then a repeated call needs the fewest checks, wherever memory happens to lie."""
 
 
 class Picky(CountingKernel):
@@ -195,3 +197,82 @@ def test_portable_is_a_name_beside_any_backend() -> None:
         args = (*pools, *tokens, slots, None, None)
         assert runtime.dispatcher.explain("paged_caching_", args, "portable").served_by == "portable"
         assert runtime.dispatcher.explain("paged_caching_", args).served_by == "cpu"
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3, 10])
+@pytest.mark.parametrize("count", [1, 20])
+def test_a_name_is_for_its_block_only_however_often_a_call_is_repeated(calls: int, count: int) -> None:
+    """What a repeated call is remembered for must not be the backend that a block asked for, nor the other way round."""
+    ran: list[str] = []
+    runtime = runtime_of(Backend({"paged_caching_": CallKernel(lambda *args: ran.append("acme"))}))
+    memory = Memory()
+    pools, tokens, slots = G.pools(memory, SIDE_BY_SIDE), G.tokens(memory, [count]), memory.index([i % 24 for i in range(count)])
+    with active(runtime):
+        bound = runtime.dispatcher.op("paged_caching_").bind(*pools)
+        own = runtime.dispatcher.op("paged_caching_").bind(*pools, named="portable")
+        for _ in range(2):
+            before = memory.copy()
+            with kvdock.use_backend("portable"):
+                for _ in range(calls):
+                    kvdock.ops.paged_caching_(*pools, *tokens, slots)
+                    bound(*tokens, slots, None, None)
+            assert ran == [], "the block's backend served"
+            before.restore()
+            for _ in range(calls):
+                kvdock.ops.paged_caching_(*pools, *tokens, slots)
+                bound(*tokens, slots, None, None)
+            before.assert_same("acme writes nothing")
+            assert ran == ["acme"] * (2 * calls)
+            for _ in range(calls):
+                own(*tokens, slots, None, None)
+            assert len(ran) == 2 * calls, "a bound call's own backend comes before anything else"
+            before.restore()
+            ran.clear()
+
+
+def test_debug_mode_looks_at_every_repeated_call() -> None:
+    memory = Memory()
+    pools, tokens, slots = G.pools(memory), G.tokens(memory, [3]), memory.index([5, 5, 7])
+    with active(runtime_of(Backend({}))):
+        for _ in range(5):
+            kvdock.ops.paged_caching_(*pools, *tokens, slots)
+        for _ in range(3):
+            with kvdock.debug(), pytest.warns(kvdock.KVDockWarning, match="first 5"):
+                kvdock.ops.paged_caching_(*pools, *tokens, slots)
+
+
+def repeated(runtime: kvdock.Runtime, ran: list[str], change: Any) -> None:
+    """Repeat a call and a bound call, change something, and repeat them."""
+    memory = Memory()
+    pools, tokens, slots = G.pools(memory, SIDE_BY_SIDE), G.tokens(memory, [3]), memory.index([1, 2, 3])
+    bound = runtime.dispatcher.op("paged_caching_").bind(*pools)
+    for _ in range(2):
+        for _ in range(5):
+            kvdock.ops.paged_caching_(*pools, *tokens, slots)
+            bound(*tokens, slots, None, None)
+        change()
+        ran.append("change")
+
+
+def test_a_kernel_that_is_replaced_is_not_called_again_however_often_it_was() -> None:
+    ran: list[str] = []
+    first, second = (CallKernel(lambda *args, name=name: ran.append(name)) for name in ("first", "second"))
+    with active(runtime_of(Backend({"paged_caching_": first}))) as runtime:
+        repeated(runtime, ran, lambda: runtime.registry.register_kernel("acme", "paged_caching_", second, override=True))
+    assert ran == [*["first"] * 10, "change", *["second"] * 10, "change"]
+
+
+@pytest.mark.parametrize("how", ["clear", "capacity"])
+def test_a_plan_that_was_dropped_is_not_run_again_however_often_it_was(how: str) -> None:
+    """Dropped by clearing this thread's caches, or by another plan that takes its place in a cache of one."""
+    kernel = CountingKernel(PagedCaching())
+    other = arguments(torch.float16)
+    with active(runtime_of(Backend({"paged_caching_": kernel}))) as runtime:
+        descriptors = runtime.dispatcher.descriptors
+        if how == "capacity":
+            descriptors.set_capacity("paged_caching_", 1)
+        repeated(runtime, [], descriptors.clear if how == "clear" else lambda: kvdock.ops.paged_caching_(*other))
+        kvdock.ops.paged_caching_(*arguments())
+    dtypes = [request.args["k"].dtype for request in kernel.prepared]
+    assert dtypes.count(torch.bfloat16) == 3, "prepared again after each drop"
+    assert len(kernel.destroyed) == len(kernel.prepared) - 1, "each that was dropped was destroyed once"
