@@ -261,6 +261,55 @@ def test_a_pass_in_another_thread_meanwhile_is_refused_and_one_afterwards_is_not
     cache.state.allocator.check_integrity()
 
 
+def test_a_thread_that_failed_leaves_the_pool_to_others() -> None:
+    made = zoo.model("llama-gqa")
+    cache = PagedCacheForTransformers.for_model(made, CONF)
+    results: list[Any] = []
+    failed, stay = threading.Event(), threading.Event()
+
+    def use() -> None:
+        for call in (lambda: forward(made, zoo.prompt(33)["input_ids"], cache), lambda: cache.truncate(1)):
+            try:
+                call()
+            except KVDockError as error:
+                results.append(type(error))
+        failed.set()
+        stay.wait(60)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    assert failed.wait(60)
+    assert results == [OutOfBlocksError, IndexRangeError]
+    forward(made, torch.tensor([[5]]), cache)
+    stay.set()
+    thread.join()
+
+
+def test_a_copy_of_blocks_that_fails_empties_the_cache_and_only_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a device runs out of memory: the table names the new blocks already, and nothing is in them."""
+    made = zoo.model("llama-gqa")
+    cache = PagedCacheForTransformers.for_model(made, CONF)
+    ids = zoo.prompt(6)["input_ids"]
+    forward(made, ids, cache)
+    other = copy.deepcopy(cache)
+
+    def fail(pairs: object) -> None:
+        raise MemoryError("device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.state.pool, "copy_blocks", fail)
+        with pytest.raises(MemoryError, match="device"):
+            forward(made, torch.tensor([[5]]), cache)
+    assert (cache.get_seq_length(), cache.usage.blocks) == (0, 0)
+    expected = zoo.dynamic(made)
+    for token in (ids, torch.tensor([[7]])):
+        forward(made, token, expected)
+    forward(made, torch.tensor([[7]]), other)
+    assert torch.equal(other.layers[1].keys, expected.layers[1].keys)
+    forward(made, ids, cache)
+    cache.state.allocator.check_integrity()
+
+
 MORE = "layers that keep more"
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "mamba": ("Mamba", {"state_size": 4}, MORE),

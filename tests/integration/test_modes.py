@@ -24,9 +24,9 @@ def test_inference_mode_may_come_and_go(made_inside: bool, used_inside: bool) ->
         with torch.inference_mode(inside):
             got = made.generate(**cache.bind(**zoo.prompt(5, 9)), **zoo.GREEDY)
             assert torch.equal(expected, got)
-            cache.truncate(6)
-            cache.batch_repeat_interleave(2)
         with torch.inference_mode(not inside), torch.no_grad():
+            made(input_ids=torch.full((2, 3), 7), **{zoo.CACHE_KEYWORD: cache})
+            cache.batch_repeat_interleave(2)
             made(input_ids=torch.full((4, 3), 7), **{zoo.CACHE_KEYWORD: cache})
         cache.reset()
 

@@ -77,7 +77,7 @@ class Caches(RuleBasedStateMachine):
     def reorder(self, of: Pair, data: st.DataObject) -> None:
         if not of.paged.get_seq_length():
             return
-        rows = torch.tensor(data.draw(st.lists(st.integers(0, of.rows - 1), min_size=1, max_size=4)))
+        rows = torch.tensor(data.draw(st.permutations(range(of.rows)) | st.lists(st.integers(0, of.rows - 1), min_size=1, max_size=4)))
         for cache in (of.paged, of.dynamic):
             cache.reorder_cache(rows)
         of.rows = len(rows)

@@ -91,8 +91,7 @@ class PagedCacheForTransformers(Cache):
                 fix="reuse of prefixes comes with kvdock's prefix caches; until then reuse a cache with copy.deepcopy(cache)",
             )
         found = measure(model)
-        with torch.inference_mode(mode=False):
-            pool = kvdock.create_cache(found.spec, conf, RankInfo(found.device))
+        pool = kvdock.create_cache(found.spec, conf, RankInfo(found.device))
         state = PagedState(pool, BlockAllocator(pool.num_blocks))
         return cls(state, found.windows, found.stored)
 

@@ -143,7 +143,6 @@ class PagedState:
                 fix="reset() it first, or bring the rows in with batch_repeat_interleave() or batch_select_indices()",
             )
         self.table.clear(batch)
-        self._slots.forget(0)
 
     def _undo(self) -> None:
         """Go back to before a step that failed."""
