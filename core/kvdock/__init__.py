@@ -26,6 +26,7 @@ from kvdock.errors import (
     NoBackendError,
     OutOfBlocksError,
     PluginError,
+    StaleHandleError,
     UnsupportedError,
     WrongThreadError,
 )
@@ -46,6 +47,8 @@ from kvdock.layout import HeadLayout, KVCacheLayout
 from kvdock.ops.dispatcher import OpDispatcher
 from kvdock.ops.modes import debug, use_backend
 from kvdock.plugins.hookspecs import hookimpl
+from kvdock.prefix.factory import create_prefix_cache
+from kvdock.prefix.interface import PrefixCache
 from kvdock.rank import RankInfo
 from kvdock.runtime import Runtime
 from kvdock.spec import COPY_DTYPES, QUANTISED_DTYPES, KVSpec, LayerSpec, MLALayerSpec
@@ -84,6 +87,7 @@ __all__ = [
     "PagedKVCache",
     "PagedKVCacheConfig",
     "PluginError",
+    "PrefixCache",
     "Priority",
     "Probe",
     "ProbeState",
@@ -91,12 +95,14 @@ __all__ = [
     "Request",
     "Runtime",
     "ShardedKVCache",
+    "StaleHandleError",
     "StaticKVCache",
     "StaticKVCacheConfig",
     "TensorMeta",
     "UnsupportedError",
     "WrongThreadError",
     "create_cache",
+    "create_prefix_cache",
     "debug",
     "hookimpl",
     "ops",

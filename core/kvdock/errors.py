@@ -10,6 +10,7 @@ Each derives from `KVDockError` and from the built-in that fits, so that `except
     │   └── OutOfBlocksError                          a pool without enough free blocks
     ├── UnsupportedError       (NotImplementedError)  a request that no kernel serves (yet)
     ├── DroppedCacheError      (RuntimeError)         a cache used after `drop()`
+    ├── StaleHandleError       (RuntimeError)         a handle or a sequence whose time is over
     ├── WrongThreadError       (RuntimeError)         what belongs to one thread used by another
     ├── IntegrityError         (RuntimeError)         bookkeeping that contradicts itself
     └── BackendError           (RuntimeError)
@@ -40,6 +41,7 @@ __all__ = [
     "NoBackendError",
     "OutOfBlocksError",
     "PluginError",
+    "StaleHandleError",
     "UnsupportedError",
     "WrongThreadError",
 ]
@@ -108,6 +110,10 @@ class UnsupportedError(KVDockError, NotImplementedError):
 
 class DroppedCacheError(KVDockError, RuntimeError):
     """A cache was used after `drop()` gave its memory back."""
+
+
+class StaleHandleError(KVDockError, RuntimeError):
+    """A handle that is stale, another cache's or not locked, or a sequence that is finished. Nothing was changed."""
 
 
 class WrongThreadError(KVDockError, RuntimeError):

@@ -15,6 +15,7 @@ from kvdock.ops.active import set_provider
 from kvdock.ops.dispatcher import OpDispatcher
 from kvdock.ops.portable import SKIPPED
 from kvdock.plugins.registry import Registry
+from kvdock.prefix.factory import set_plugins
 
 __all__ = ["Runtime", "default", "made"]
 
@@ -62,3 +63,4 @@ def made() -> Runtime | None:
 
 
 set_provider(lambda: default().dispatcher)
+set_plugins(lambda: default().registry.prefix_caches())

@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "descriptors": LEAVES,
     "ops": LEAVES | {"descriptors"},
     "plugins": LEAVES | {"descriptors", "ops"},
-    "runtime": LEAVES | {"descriptors", "ops", "plugins"},
+    "runtime": LEAVES | {"descriptors", "ops", "plugins", "prefix"},
     "cache": LEAVES | {"ops"},
     "prefix": {"errors", "spec"},
     "scheduler": {"errors", "spec", "prefix"},

@@ -1,0 +1,148 @@
+"""Which prefixes go first: a policy says how much each is worth, a queue finds the least.
+
+A policy is one small class. Its key may only grow while a prefix is stored; that is what lets the queue look at an entry
+again only when it comes up, so that a use costs nothing and k evictions among n leaves O(k log n).
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+from kvdock.errors import ArgumentTypeError, ArgumentValueError
+
+__all__ = ["FIFO", "LFU", "LRU", "POLICIES", "EvictionPolicy", "EvictionQueue", "Priority", "Usage", "policy_of"]
+
+
+class Usage(Protocol):
+    """What a policy may look at. Times are the cache's logical clock: a counter of matches and insertions."""
+
+    last_use: int
+    """When it was last matched or inserted."""
+    uses: int
+    """How often."""
+    created: int
+    """When it was first inserted."""
+    priority: int
+    """The highest priority it was inserted with."""
+
+
+class EvictionPolicy(ABC):
+    """What a stored run of blocks is worth."""
+
+    name: str
+
+    @abstractmethod
+    def key(self, usage: Usage) -> Any:
+        """Return what to compare: the least goes first, of equal ones the first inserted. It may only grow, use by use."""
+
+
+class LRU(EvictionPolicy):
+    """What was used least recently."""
+
+    name = "lru"
+
+    def key(self, usage: Usage) -> int:
+        """Return the last use."""
+        return usage.last_use
+
+
+class LFU(EvictionPolicy):
+    """What was used least often; of those, least recently."""
+
+    name = "lfu"
+
+    def key(self, usage: Usage) -> tuple[int, int]:
+        """Return the number of uses, and the last."""
+        return usage.uses, usage.last_use
+
+
+class FIFO(EvictionPolicy):
+    """What was stored first."""
+
+    name = "fifo"
+
+    def key(self, usage: Usage) -> int:
+        """Return when it was stored."""
+        return usage.created
+
+
+class Priority(EvictionPolicy):
+    """What was inserted with the lowest priority; of those, what was used least recently."""
+
+    name = "priority"
+
+    def key(self, usage: Usage) -> tuple[int, int]:
+        """Return the priority, and the last use."""
+        return usage.priority, usage.last_use
+
+
+POLICIES: Mapping[str, type[EvictionPolicy]] = {policy.name: policy for policy in (LRU, LFU, FIFO, Priority)}
+"""The policies that can be asked for by name."""
+
+
+def policy_of(policy: str | EvictionPolicy) -> EvictionPolicy:
+    """Return a policy by name, or the one that was passed.
+
+    Raises:
+        ArgumentValueError: no policy has that name.
+        ArgumentTypeError: neither a name nor a policy.
+    """
+    if isinstance(policy, EvictionPolicy):
+        return policy
+    names = ", ".join(repr(name) for name in POLICIES)
+    if not isinstance(policy, str):
+        raise ArgumentTypeError("policy", expected=f"one of {names}, or an EvictionPolicy", got=repr(policy)[:80])
+    if policy not in POLICIES:
+        raise ArgumentValueError(
+            "policy", expected=f"one of {names}", got=repr(policy), fix="pass an EvictionPolicy of your own as an object"
+        )
+    return POLICIES[policy]()
+
+
+class Evictable(Usage, Protocol):
+    """What the queue orders."""
+
+    number: int
+    """Unique and growing: decides between equal keys, alike on all ranks."""
+    is_queued: bool
+    """Whether the queue has an entry for it."""
+
+    @property
+    def is_evictable(self) -> bool:
+        """Whether it may go now."""
+
+
+E = TypeVar("E", bound=Evictable)
+
+
+class EvictionQueue(Generic[E]):
+    """Candidates by what they are worth. Each has one entry at most; entries of others are dropped when they come up."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._key = policy.key
+        self._heap: list[tuple[Any, int, E]] = []
+
+    def push(self, item: E) -> None:
+        """Add a candidate, unless it is there."""
+        if not item.is_queued:
+            item.is_queued = True
+            heapq.heappush(self._heap, (self._key(item), item.number, item))
+
+    def pop(self) -> E:
+        """Remove the candidate of the least key. Raises IndexError without any."""
+        heap = self._heap
+        while True:
+            key, _, item = heapq.heappop(heap)
+            item.is_queued = False
+            if item.is_evictable:
+                now = self._key(item)
+                if now == key:
+                    return item
+                self.push(item)  # used since: its turn comes later
+
+    def clear(self) -> None:
+        """Forget all candidates."""
+        self._heap.clear()

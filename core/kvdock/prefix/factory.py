@@ -1,0 +1,70 @@
+"""Making a prefix cache by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, PluginError
+from kvdock.prefix.interface import PrefixCache
+from kvdock.prefix.naive import NaivePrefixCache
+from kvdock.prefix.radix import RadixPrefixCache
+
+__all__ = ["create_prefix_cache", "set_plugins"]
+
+_BUILT_IN: Mapping[str, Callable[..., PrefixCache]] = {"naive": NaivePrefixCache, "radix": RadixPrefixCache}
+
+_plugins: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
+"""What plugins bring: classes by name, by plugin. The runtime, which sits above, says where from."""
+
+
+def set_plugins(plugins: Callable[[], Mapping[str, Mapping[str, Any]]]) -> None:
+    """Say where the prefix caches of plugins come from."""
+    global _plugins
+    _plugins = plugins
+
+
+def create_prefix_cache(name: str = "radix", *, block_size: int = 16, **options: Any) -> PrefixCache:
+    """Make a prefix cache.
+
+    Args:
+        name: ``"radix"``, ``"naive"``, or what a plugin's ``kvdock_prefix_caches`` calls it. Plugins are found only when the
+            name is not one of the first two.
+        block_size: tokens in a block, 1 to 512.
+        options: what else its class takes, such as ``policy="lfu"`` for ``"radix"``.
+
+    Raises:
+        ArgumentTypeError: a name that is no str, an option that the class does not take.
+        ArgumentValueError: nobody brings it; or several plugins do.
+        PluginError: a plugin's class made something that is no `PrefixCache`.
+    """
+    if not isinstance(name, str):
+        raise ArgumentTypeError("create_prefix_cache: name", expected="a str", got=repr(name)[:80])
+    factory = _BUILT_IN.get(name) or _of_plugin(name)
+    try:
+        made = factory(block_size=block_size, **options)
+    except TypeError as error:
+        if isinstance(error, ArgumentTypeError) or not options:
+            raise
+        raise ArgumentTypeError(f"create_prefix_cache: {name!r}", expected="options that its class takes", got=str(error)) from error
+    if not isinstance(made, PrefixCache):
+        raise PluginError(f"prefix cache {name!r}", expected="a PrefixCache", got=repr(made)[:80])
+    return made
+
+
+def _of_plugin(name: str) -> Callable[..., PrefixCache]:
+    """Return the class that one plugin brings under a name."""
+    found = _plugins()
+    owners = sorted(plugin for plugin, caches in found.items() if name in caches)
+    if len(owners) > 1:
+        raise ArgumentValueError(
+            "create_prefix_cache: name",
+            expected="one plugin that brings it",
+            got=f"{name!r} from {', '.join(owners)}",
+            fix="deny all but one with KVDOCK_BACKENDS_DENY",
+        )
+    if not owners:
+        known = sorted({*_BUILT_IN, *(key for caches in found.values() for key in caches)})
+        raise ArgumentValueError("create_prefix_cache: name", expected=f"one of {', '.join(known)}", got=repr(name))
+    factory: Callable[..., PrefixCache] = found[owners[0]][name]
+    return factory

@@ -1,0 +1,129 @@
+"""No reuse: the prefix cache of an engine that wants none. Also the shortest complete one, to copy from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvdock.errors import ArgumentValueError, OutOfBlocksError, StaleHandleError
+from kvdock.prefix.events import Cleared, EventStream, PrefixEvent
+from kvdock.prefix.inputs import as_integers, block_count, blocks_of, check_block_size, namespace_key
+from kvdock.prefix.interface import InsertResult, MatchResult, Namespace, PrefixCache, PrefixHandle, SizeInfo, Slots
+from kvdock.prefix.ownership import OneThread
+from kvdock.prefix.stats import PrefixStats
+
+__all__ = ["NaivePrefixCache"]
+
+
+class _Handle(PrefixHandle):
+    """Stands for nothing, and can be locked all the same."""
+
+    __slots__ = ("locks", "owner", "time")
+
+    def __init__(self, owner: NaivePrefixCache, time: int) -> None:
+        super().__init__(0)
+        self.owner, self.time, self.locks = owner, time, 0
+
+
+class NaivePrefixCache(OneThread, PrefixCache):
+    """Finds nothing and stores nothing; all blocks stay the caller's. Arguments are checked as by any other.
+
+    Args:
+        block_size: tokens in a block, 1 to 512.
+    """
+
+    def __init__(self, block_size: int = 16) -> None:
+        self.block_size = check_block_size("NaivePrefixCache", block_size)
+        self._events = EventStream()
+        self._stats = PrefixStats()
+        self._time = self._locks = 0
+
+    def match_prefix(self, tokens: npt.ArrayLike, namespace: Namespace = (), *, record: bool = True) -> MatchResult:
+        """Find nothing."""
+        self._enter()
+        count = as_integers("match_prefix: tokens", tokens).size
+        namespace_key("match_prefix: namespace", namespace)
+        handle = _Handle(self, self._time)
+        if record:
+            self.record_match(handle, count)
+        return MatchResult(handle, np.empty(0, dtype=np.int64))
+
+    def record_match(self, handle: PrefixHandle, num_tokens: int) -> None:
+        """Count a miss."""
+        self._enter()
+        self._checked(handle)
+        self._stats = attrs.evolve(self._stats, lookups=self._stats.lookups + 1, lookup_tokens=self._stats.lookup_tokens + num_tokens)
+
+    def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
+        """Count a lock; there is nothing to protect."""
+        self._enter()
+        own = self._checked(handle)
+        if unlock and not own.locks:
+            raise StaleHandleError(
+                "lock_handle: handle", expected="a locked one", got=f"{handle}, which is not", fix="unlock once per lock"
+            )
+        change = -1 if unlock else 1
+        own.locks += change
+        self._locks += change
+
+    def _checked(self, handle: PrefixHandle) -> _Handle:
+        """Return a handle of this cache, from after the last reset."""
+        if isinstance(handle, _Handle) and handle.owner is self and handle.time == self._time:
+            return handle
+        raise StaleHandleError("NaivePrefixCache: handle", expected="one of this cache, since its last reset", got=repr(handle))
+
+    def insert_prefix(self, tokens: npt.ArrayLike, slots: npt.ArrayLike, namespace: Namespace = (), *, priority: int = 0) -> InsertResult:
+        """Store nothing."""
+        self._enter()
+        ids, places = as_integers("insert_prefix: tokens", tokens), as_integers("insert_prefix: slots", slots)
+        if ids.size != places.size:
+            raise ArgumentValueError("insert_prefix: slots", expected=f"{ids.size}, one for each token", got=places.size)
+        namespace_key("insert_prefix: namespace", namespace)
+        blocks_of("insert_prefix: slots", places[: places.size - places.size % self.block_size], self.block_size)
+        return InsertResult(0, _Handle(self, self._time), np.empty(0, dtype=np.int64))
+
+    def evict(self, size: int) -> Slots:
+        """Evict nothing; more is an error."""
+        self._enter()
+        if block_count("evict: size", size, self.block_size):
+            raise OutOfBlocksError("evict: size", expected="0: nothing is stored", got=size)
+        return np.empty(0, dtype=np.int64)
+
+    def reset(self) -> Slots:
+        """Let all handles be stale."""
+        self._enter()
+        self._time += 1
+        self._locks = 0
+        if self._events:
+            self._events.emit(Cleared())
+        return np.empty(0, dtype=np.int64)
+
+    @property
+    def size_info(self) -> SizeInfo:
+        """Nothing."""
+        return SizeInfo(0, 0)
+
+    @property
+    def num_locks(self) -> int:
+        """Locks that were taken and not given back."""
+        return self._locks
+
+    @property
+    def stats(self) -> PrefixStats:
+        """Look-ups that all missed."""
+        return self._stats
+
+    def subscribe(self, observer: Callable[[PrefixEvent], None]) -> Callable[[], None]:
+        """Call ``observer`` at each reset."""
+        self._enter()
+        return self._events.subscribe(observer)
+
+    def stored_blocks(self) -> npt.NDArray[np.int64]:
+        """Return nothing."""
+        return np.empty(0, dtype=np.int64)
+
+    def check_integrity(self) -> None:
+        """There is nothing that could be wrong."""
