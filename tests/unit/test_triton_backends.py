@@ -87,13 +87,15 @@ class Counting(AcmeBackend):
     def __init__(self) -> None:
         super().__init__()
         self.specs: list[Any] = []
+        self.launched: list[tuple[int, ...]] = []
+        """What each launch was called with: the grid, and arguments with tensors as addresses."""
 
     def kernels(self) -> Any:
         from kvdock_triton.launch import Launch
 
         def launch(spec: Any, request: kvdock.Request) -> Launch:
             self.specs.append(spec)
-            return Launch(lambda *args: None, lambda *args: lambda *addresses: None)
+            return Launch(lambda *args: self.launched.append(args), lambda *args: lambda *addresses: None)
 
         made = super().kernels()
         for kernel in made.values():
@@ -141,6 +143,17 @@ def test_static_and_copy_kernels_compile_once(counting: Counting) -> None:
     for count in (1, 2, 3, 16, 500):
         kvdock.ops.copy_blocks_(*pools, torch.arange(2 * count).view(count, 2))
     assert len(counting.specs) == len(set(counting.specs)) == 2
+
+
+def test_pairs_in_pinned_memory_are_copied_before_they_are_brought_to_the_device(
+    counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """See `pairs_on_device`. Here the device's memory is the host's, so that pageable pairs are there already."""
+    pools, pairs = G.pools(Memory()), torch.tensor([[0, 1], [2, 3]])
+    for pinned in (False, True):
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self, pinned=pinned: pinned)
+        kvdock.ops.copy_blocks_(*pools, pairs)
+        assert (counting.launched[-1][4] != pairs.data_ptr()) is pinned
 
 
 def test_another_alignment_class_is_another_kernel(counting: Counting) -> None:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 import kvdock
-from kvdock.ops.hostcheck import check_pairs
+from kvdock.ops.hostcheck import pairs_on_device
 from kvdock_triton.elements import Element, chunk_for, element_for, index_type
 from kvdock_triton.launch import KernelSpec, Launch
 from kvdock_triton.support import TritonKernel, ceil_div, quantised_reasons
@@ -165,8 +165,7 @@ class CopyBlocksDescriptor(kvdock.Descriptor):
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torch.Tensor) -> None:
         """Launch on the current stream of the caches' device."""
         if block_pairs.is_cpu:
-            check_pairs(self._op, block_pairs, self._num_blocks)
-            block_pairs = block_pairs.to(k_cache.device, non_blocking=True)
+            block_pairs = pairs_on_device(self._op, block_pairs, self._num_blocks, k_cache.device)
         self.run(k_cache, v_cache, block_pairs)
 
     def run(self, k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torch.Tensor) -> None:
