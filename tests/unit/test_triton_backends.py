@@ -227,6 +227,17 @@ def test_static_and_copy_kernels_compile_once(counting: Counting) -> None:
     assert len(counting.specs) == len(set(counting.specs)) == 2
 
 
+def test_blocks_in_one_piece_share_a_kernel_whatever_their_order(counting: Counting) -> None:
+    """Slots before heads, or heads before slots: both are one run of memory. Blocks with gaps need other kernels."""
+    g = Geometry(block=4, hk=3, dk=8, hv=5, dv=16)
+    for pool, kernels in {"nhd": 1, "hnd": 1, "padded heads": 2, "padded slots": 3, "padded blocks": 4, "heads outermost": 5}.items():
+        kvdock.ops.copy_blocks_(*g.pools(Memory(), pool), [(0, 1)])
+        assert len(set(counting.specs)) == kernels, pool
+    constants = dict(counting.specs[0].constants)
+    runs = [(constants[f"{name}_OUTER"], constants[f"{name}_MIDDLE"], constants[f"{name}_INNER"]) for name in "KV"]
+    assert runs == [(1, 1, 4 * 3 * 8 * 2 // 4), (1, 1, 4 * 5 * 16 * 2 // 4)]
+
+
 def test_pairs_in_pinned_memory_are_copied_before_they_are_brought_to_the_device(
     counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,12 +98,14 @@ def copy_blocks_kernel(
 
 
 def _collapsed(pool: kvdock.TensorMeta) -> tuple[tuple[int, int], tuple[int, int], int]:
-    """Merge what lies together in a block, from inside out: outer and middle ``(size, stride)``, and the inner run."""
+    """Merge what lies together in a block, whatever order its dims are in: outer and middle ``(size, stride)``, and the inner run.
+
+    Both blocks have one geometry, so that the order in which a block is copied is free: from the smallest stride to the largest.
+    """
     (_, *sizes), (_, *strides) = pool.shape, pool.strides or (0, 0, 0, 0)
-    inner, steps = int(sizes[2] or 0), list[tuple[int, int]]()
-    for size, stride in ((int(sizes[1] or 0), strides[1]), (int(sizes[0] or 0), strides[0])):
-        if size == 1:
-            continue
+    dims = [(stride, int(size or 0)) for size, stride in zip(sizes, strides, strict=True) if size != 1]
+    inner, steps = 1, list[tuple[int, int]]()
+    for stride, size in sorted(dims):
         if not steps and stride == inner:
             inner *= size
         elif steps and stride == steps[-1][0] * steps[-1][1]:
