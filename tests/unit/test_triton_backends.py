@@ -282,7 +282,7 @@ def sm90() -> Iterator[None]:
 
 @compiles
 def test_a_kernel_that_does_not_compile(sm90: None) -> None:
-    """The error says which op, which device, and what Triton said; nothing is kept, and a mended backend works."""
+    """The error says which op, which device, what Triton said and what helps, each time: no plan and no kernel of it is kept."""
     backend, pools = Mistuned(), G.pools(Memory())
     runtime = runtime_of(backend)
     compiled = importlib.import_module("kvdock_triton.launch").COMPILED
@@ -305,6 +305,7 @@ def test_a_kernel_that_does_not_compile(sm90: None) -> None:
 @has_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
 def test_no_driver_for_triton() -> None:
+    """What Triton raises before it compiles anything is a `BackendError` too."""
     text = r"gather_paged: Triton could not compile gather_paged_kernel for cpu: RuntimeError: 0 active drivers"
     with active(runtime_of(AcmeBackend()), "acme"), pytest.raises(kvdock.BackendError, match=text):
         kvdock.ops.gather_paged(*G.pools(Memory()), torch.arange(3))
