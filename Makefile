@@ -46,9 +46,8 @@ format: setup
 bench: setup
 	OMP_NUM_THREADS=1 $(PY) benchmarks/cpu_ops.py
 
-# Triton is no dependency of `dev`, since nothing else here needs it without a GPU.
+# Compiles for GPUs without one: Triton, which `dev` brings, has the compilers for both vendors.
 aot: setup
-	@$(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[triton]'
 	$(PY) -m kvdock_triton.aot
 
 gpu-test:

@@ -158,10 +158,14 @@ class Descriptor(ABC):
     that moves memory by address, or takes care itself, says False and saves the check."""
 
     notes_capture: bool = False
-    """Whether a call itself sets `pinned` while a graph is captured. Otherwise core asks the backend at each call."""
+    """Whether the descriptor takes care of capture itself: a call that is captured into a graph sets `pinned` if a replay needs
+    what the descriptor holds; if it needs nothing of it, such as a kernel that the process keeps anyway, nothing is to be done.
+    Otherwise core asks `Backend.is_capturing` at each call, where `Capabilities.graph_capture` says that there may be graphs,
+    and keeps what was captured."""
 
     pinned: bool = False
-    """Whether it must stay for the life of the process, since a captured graph may launch it again."""
+    """Whether it must stay for the life of the process, since a replay of a graph needs what it holds. Set by the descriptor
+    itself, if at all; see `notes_capture`. Core keeps a note of its own about the others."""
 
     @abstractmethod
     def __call__(self, *args: Any) -> None:
@@ -178,13 +182,18 @@ class Descriptor(ABC):
     def fix(self, *args: Any) -> Callable[..., None] | None:
         """Return a function that repeats this very call on other addresses, or None to be called as usual.
 
+        Asked only where a call of the descriptor is all that core would do: it does without core's care for autograd
+        (`uses_autograd`), and takes care of capture itself (`notes_capture`) unless its backend captures nothing.
+
         Args:
             args: as for a call.
 
         Returns:
             A function of the addresses of the tensors among the arguments, in the schema's order. It is called in place of
             the descriptor when shapes, strides, dtypes and devices are those of ``args``, and row tensors lie at multiples
-            of 16 bytes; core has checked the rest as for any call.
+            of 16 bytes; core has checked the rest as for any call. It must do all that a call would: one that is captured sets
+            `pinned` where a call would have set it, and what a replay needs is held by the descriptor, since core drops the
+            function as soon as calls differ.
         """
         return None
 

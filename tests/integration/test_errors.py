@@ -339,6 +339,35 @@ def test_encoder_decoders_are_refused() -> None:
         PagedCacheForTransformers.for_model(transformers.T5ForConditionalGeneration(config), CONF)
 
 
+class WrappingModel(transformers.LlamaForCausalLM):  # type: ignore[misc] # Transformers has no types here
+    """Keeps a second cache beside the one that it is given, as Blt does, and returns both in one."""
+
+    def forward(self, *args: Any, **inputs: Any) -> Any:
+        output, given = super().forward(*args, **inputs), inputs[zoo.CACHE_KEYWORD]
+        output[zoo.CACHE_KEYWORD] = transformers.EncoderDecoderCache(given, transformers.DynamicCache())
+        return output
+
+
+class ReplacingModel(transformers.LlamaForCausalLM):  # type: ignore[misc] # Transformers has no types here
+    """Leaves alone what it is given, and returns a cache of its own."""
+
+    def forward(self, *args: Any, **inputs: Any) -> Any:
+        return super().forward(*args, **inputs | {zoo.CACHE_KEYWORD: transformers.DynamicCache()})
+
+
+@pytest.mark.parametrize(("kind", "wrapper"), [(WrappingModel, "EncoderDecoderCache"), (ReplacingModel, "DynamicCache")])
+def test_models_that_return_another_cache_are_refused(kind: type, wrapper: str) -> None:
+    """What such a model keeps beside, a paged cache would neither store nor crop."""
+    made = copy.deepcopy(zoo.model("llama-gqa"))
+    made.__class__ = kind
+    text = (
+        rf"PagedCacheForTransformers: {kind.__name__}: expected a model that uses the cache it is given, "
+        rf"got one that wraps it in {wrapper}\. Fix: use Transformers' own cache for this model"
+    )
+    with pytest.raises(UnsupportedError, match=text):
+        PagedCacheForTransformers.for_model(made, CONF)
+
+
 def convert(value: Any, to: Any) -> Any:
     """Move every tensor in nested arguments to a device, or every float to a dtype."""
     if isinstance(value, torch.Tensor):

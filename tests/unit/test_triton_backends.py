@@ -14,6 +14,7 @@ import torch
 
 import kvdock
 from kvdock_cuda.backend import CudaBackend
+from kvdock_cuda.driver import driver_version
 from kvdock_rocm.backend import RocmBackend
 from kvdock_triton import Tile, Tuning
 from opskit import Geometry, Memory, active, runtime_of
@@ -23,6 +24,11 @@ G = Geometry(num_blocks=1100, block=64, hk=1, dk=8, hv=1, dv=8)
 
 has_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install 'kvdock[triton]'")
 compiles = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled under the interpreter")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 class Gpu(CudaBackend):
@@ -57,11 +63,87 @@ def test_a_torch_without_the_hardware_is_no_fault() -> None:
         assert not RocmBackend().claims(torch.device("cuda"))
 
 
-def test_no_visible_device_is_no_fault() -> None:
-    class Blind(Gpu):
-        module = SimpleNamespace(device_count=lambda: 0)
+class Blind(CudaBackend):
+    """A machine on which torch counts no GPU."""
 
-    assert Blind(lambda: (13, 0), "13.0").probe() == kvdock.Probe.absent("no cuda device is visible (device_count() is 0)")
+    module = SimpleNamespace(device_count=lambda: 0)
+
+
+NO_DEVICE = kvdock.Probe.absent("no cuda device is visible (device_count() is 0)")
+
+
+def silent() -> None:
+    raise RuntimeError("Driver/library version mismatch")
+
+
+@pytest.mark.parametrize("driver", [(13, 0), None], ids=str)
+def test_no_visible_device_is_no_fault(driver: tuple[int, int] | None) -> None:
+    assert Blind(lambda: driver, "13.0").probe() == NO_DEVICE
+
+
+def test_a_driver_at_fault_is_not_taken_for_no_device() -> None:
+    """Torch counts no device then."""
+    probe = Blind(lambda: (12, 9), "13.0").probe()
+    assert (probe.state, probe.reason[:31]) == (kvdock.ProbeState.UNUSABLE, "the driver supports CUDA 12.9, ")
+    probe = Blind(silent, "13.0").probe()
+    text = "the NVIDIA driver does not answer: Driver/library version mismatch. Fix: see what nvidia-smi says"
+    assert (probe.state, probe.reason[: len(text)]) == (kvdock.ProbeState.UNUSABLE, text)
+
+
+@has_triton
+def test_a_driver_that_says_nothing_is_no_fault_where_torch_counts_devices() -> None:
+    assert Gpu(silent, "13.0").probe() == kvdock.Probe.ready("1 device(s)")
+
+
+@pytest.mark.parametrize("value", ["", "-1"])
+def test_devices_that_are_hidden_on_purpose_are_no_fault(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    for driver in (silent, lambda: (11, 4)):
+        assert Blind(driver, "13.0").probe() == NO_DEVICE
+
+
+class Nvml:
+    """NVML's library, with these answers."""
+
+    def __init__(self, init: int = 0, count: tuple[int, int] = (0, 1), version: tuple[int, int] = (0, 12090)) -> None:
+        self.calls: list[str] = []
+        self.nvmlErrorString = lambda code: {18: b"Driver/library version mismatch", 999: b"Unknown Error"}[code]
+        self.nvmlInit_v2 = lambda: init
+        self.nvmlShutdown = lambda: self.calls.append("shutdown")
+        self.nvmlDeviceGetCount_v2 = self._answer(*count)
+        self.nvmlSystemGetCudaDriverVersion_v2 = self._answer(*version)
+
+    @staticmethod
+    def _answer(code: int, value: int) -> Any:
+        def answer(reference: Any) -> int:
+            reference._obj.value = value
+            return code
+
+        return answer
+
+
+ANSWERS: dict[str, tuple[Nvml, tuple[int, int] | None, list[str]]] = {
+    "12.9": (Nvml(), (12, 9), ["shutdown"]),
+    "13.0": (Nvml(version=(0, 13000)), (13, 0), ["shutdown"]),
+    "no driver is loaded": (Nvml(9), None, []),
+    "a driver without a GPU": (Nvml(count=(0, 0)), None, ["shutdown"]),
+    "GPUs that cannot be counted": (Nvml(count=(4, 0)), (12, 9), ["shutdown"]),
+    "no version": (Nvml(version=(999, 0)), None, ["shutdown"]),
+}
+
+
+@pytest.mark.parametrize(("nvml", "version", "calls"), ANSWERS.values(), ids=ANSWERS)
+def test_what_the_driver_says(monkeypatch: pytest.MonkeyPatch, nvml: Nvml, version: tuple[int, int] | None, calls: list[str]) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda name: nvml)
+    assert driver_version() == version
+    assert nvml.calls == calls
+
+
+@pytest.mark.parametrize(("code", "text"), [(18, "Driver/library version mismatch"), (999, "Unknown Error")])
+def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, code: int, text: str) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Nvml(code))
+    with pytest.raises(RuntimeError, match=f"^{text}$"):
+        driver_version()
 
 
 @pytest.mark.parametrize("backend", [Gpu(lambda: (13, 0), "13.0"), AcmeBackend()], ids=["cuda", "acme"])
@@ -87,13 +169,15 @@ class Counting(AcmeBackend):
     def __init__(self) -> None:
         super().__init__()
         self.specs: list[Any] = []
+        self.launched: list[tuple[int, ...]] = []
+        """What each launch was called with: the grid, and arguments with tensors as addresses."""
 
     def kernels(self) -> Any:
         from kvdock_triton.launch import Launch
 
         def launch(spec: Any, request: kvdock.Request) -> Launch:
             self.specs.append(spec)
-            return Launch(lambda *args: None, lambda *args: lambda *addresses: None)
+            return Launch(lambda *args: self.launched.append(args), lambda *args: lambda *addresses: None)
 
         made = super().kernels()
         for kernel in made.values():
@@ -143,6 +227,28 @@ def test_static_and_copy_kernels_compile_once(counting: Counting) -> None:
     assert len(counting.specs) == len(set(counting.specs)) == 2
 
 
+def test_blocks_in_one_piece_share_a_kernel_whatever_their_order(counting: Counting) -> None:
+    """Slots before heads, or heads before slots: both are one run of memory. Blocks with gaps need other kernels."""
+    g = Geometry(block=4, hk=3, dk=8, hv=5, dv=16)
+    for pool, kernels in {"nhd": 1, "hnd": 1, "padded heads": 2, "padded slots": 3, "padded blocks": 4, "heads outermost": 5}.items():
+        kvdock.ops.copy_blocks_(*g.pools(Memory(), pool), [(0, 1)])
+        assert len(set(counting.specs)) == kernels, pool
+    constants = dict(counting.specs[0].constants)
+    runs = [(constants[f"{name}_OUTER"], constants[f"{name}_MIDDLE"], constants[f"{name}_INNER"]) for name in "KV"]
+    assert runs == [(1, 1, 4 * 3 * 8 * 2 // 4), (1, 1, 4 * 5 * 16 * 2 // 4)]
+
+
+def test_pairs_in_pinned_memory_are_copied_before_they_are_brought_to_the_device(
+    counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """See `pairs_on_device`. Here the device's memory is the host's, so that pageable pairs are there already."""
+    pools, pairs = G.pools(Memory()), torch.tensor([[0, 1], [2, 3]])
+    for pinned in (False, True):
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self, pinned=pinned: pinned)
+        kvdock.ops.copy_blocks_(*pools, pairs)
+        assert (counting.launched[-1][4] != pairs.data_ptr()) is pinned
+
+
 def test_another_alignment_class_is_another_kernel(counting: Counting) -> None:
     pools = G.pools(Memory())
     for _ in range(2):
@@ -176,7 +282,7 @@ def sm90() -> Iterator[None]:
 
 @compiles
 def test_a_kernel_that_does_not_compile(sm90: None) -> None:
-    """The error says which op, which device, and what Triton said; nothing is kept, and a mended backend works."""
+    """The error says which op, which device, what Triton said and what helps, each time: no plan and no kernel of it is kept."""
     backend, pools = Mistuned(), G.pools(Memory())
     runtime = runtime_of(backend)
     compiled = importlib.import_module("kvdock_triton.launch").COMPILED
@@ -199,6 +305,7 @@ def test_a_kernel_that_does_not_compile(sm90: None) -> None:
 @has_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
 def test_no_driver_for_triton() -> None:
+    """What Triton raises before it compiles anything is a `BackendError` too."""
     text = r"gather_paged: Triton could not compile gather_paged_kernel for cpu: RuntimeError: 0 active drivers"
     with active(runtime_of(AcmeBackend()), "acme"), pytest.raises(kvdock.BackendError, match=text):
         kvdock.ops.gather_paged(*G.pools(Memory()), torch.arange(3))

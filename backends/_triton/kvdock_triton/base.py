@@ -40,7 +40,7 @@ class TritonBackend(kvdock.Backend):
         return ""
 
     def broken(self) -> str:
-        """Return why the hardware that is here cannot be used; empty if it can. Must not open a context."""
+        """Return why the hardware that is here cannot be used; empty if it can, or if there is none. Must not open a context."""
         return ""
 
     def tuning(self, device: torch.device) -> Tuning:
@@ -53,14 +53,17 @@ class TritonBackend(kvdock.Backend):
         return torch.get_device_module(self.torch_type)
 
     def probe(self) -> kvdock.Probe:
-        """Look for devices, then for Triton."""
+        """Ask the driver, then look for devices, then for Triton."""
         reason = self.missing()
         if reason:
             return kvdock.Probe.absent(reason)
+        reason = self.broken()
+        if reason:  # asked before devices are counted: torch counts none where the driver does not work
+            return kvdock.Probe.unusable(reason)
         count = self.module.device_count()
         if count == 0:
             return kvdock.Probe.absent(f"no {self.device_type} device is visible (device_count() is 0)")
-        reason = self.broken() or _without_triton()
+        reason = _without_triton()
         return kvdock.Probe.unusable(reason) if reason else kvdock.Probe.ready(f"{count} device(s)")
 
     def claims(self, device: torch.device) -> bool:

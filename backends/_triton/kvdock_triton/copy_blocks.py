@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 import kvdock
-from kvdock.ops.hostcheck import check_pairs
+from kvdock.ops.hostcheck import pairs_on_device
 from kvdock_triton.elements import Element, chunk_for, element_for, index_type
 from kvdock_triton.launch import KernelSpec, Launch
 from kvdock_triton.support import TritonKernel, ceil_div, quantised_reasons
@@ -98,12 +98,14 @@ def copy_blocks_kernel(
 
 
 def _collapsed(pool: kvdock.TensorMeta) -> tuple[tuple[int, int], tuple[int, int], int]:
-    """Merge what lies together in a block, from inside out: outer and middle ``(size, stride)``, and the inner run."""
+    """Merge what lies together in a block, whatever order its dims are in: outer and middle ``(size, stride)``, and the inner run.
+
+    Both blocks have one geometry, so that the order in which a block is copied is free: from the smallest stride to the largest.
+    """
     (_, *sizes), (_, *strides) = pool.shape, pool.strides or (0, 0, 0, 0)
-    inner, steps = int(sizes[2] or 0), list[tuple[int, int]]()
-    for size, stride in ((int(sizes[1] or 0), strides[1]), (int(sizes[0] or 0), strides[0])):
-        if size == 1:
-            continue
+    dims = [(stride, int(size or 0)) for size, stride in zip(sizes, strides, strict=True) if size != 1]
+    inner, steps = 1, list[tuple[int, int]]()
+    for stride, size in sorted(dims):
         if not steps and stride == inner:
             inner *= size
         elif steps and stride == steps[-1][0] * steps[-1][1]:
@@ -165,8 +167,7 @@ class CopyBlocksDescriptor(kvdock.Descriptor):
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torch.Tensor) -> None:
         """Launch on the current stream of the caches' device."""
         if block_pairs.is_cpu:
-            check_pairs(self._op, block_pairs, self._num_blocks)
-            block_pairs = block_pairs.to(k_cache.device, non_blocking=True)
+            block_pairs = pairs_on_device(self._op, block_pairs, self._num_blocks, k_cache.device)
         self.run(k_cache, v_cache, block_pairs)
 
     def run(self, k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torch.Tensor) -> None:

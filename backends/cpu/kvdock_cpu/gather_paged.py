@@ -1,4 +1,10 @@
-"""`gather_paged` on the CPU: one indexed read per cache, in wide elements, straight into the output."""
+"""`gather_paged` on the CPU: one indexed read per cache, straight into the output.
+
+* Rows in one piece, in the cache and in the output: `index_select`, which copies each as such.
+* All else: an indexed read in elements of up to 16 bytes.
+
+Neither makes a copy of keys or values; what is allocated are indices.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,59 @@ import kvdock
 from kvdock.ops.hostcheck import slots_in_range
 from kvdock_cpu.rows import as_bits, quantised_reasons, wide_dtype, widen
 
-__all__ = ["GatherPaged", "GatherPagedDescriptor"]
+__all__ = ["GatherPaged", "GatherPagedDescriptor", "RowReader"]
+
+
+class RowReader:
+    """Reads rows of keys, or of values, from one pool geometry.
+
+    Args:
+        pool: the pool, ``[num_blocks, block_size, heads, dim]``.
+        out: where rows go, ``[..., heads, dim]``.
+    """
+
+    def __init__(self, pool: kvdock.TensorMeta, out: kvdock.TensorMeta) -> None:
+        num_blocks, self._block_size, self._heads, self._dim = (int(size or 0) for size in pool.shape)
+        block_step, slot_step, self._head_step, _ = pool.strides or (0, 0, 0, 0)  # those of size-1 dims are 0
+        self._dtype = wide_dtype(pool, out)
+        self._is_dense = self._heads == 1 or self._head_step == self._dim
+        # The pool as rows that lie one step apart, where block starts do: ``per_block`` is how many steps they are apart.
+        self._step = slot_step or block_step or 1
+        self._is_flat = block_step % self._step == 0
+        self._per_block = block_step // self._step or self._block_size
+        self._rows = max(num_blocks - 1, 0) * self._per_block + self._block_size
+
+    def read(self, pool: torch.Tensor, out: torch.Tensor, slots: torch.Tensor) -> None:
+        """Fill ``out`` with the rows at ``slots``, int64 and all of them valid."""
+        if self._is_flat and self._is_dense and self._is_dense_in(out):
+            places, rows = self._places(slots), as_bits(out)
+            if out.dim() == 4:
+                places, rows = places.reshape(-1), rows.view(-1, self._heads, self._dim)
+            torch.index_select(self._flat(as_bits(pool), 1), 0, places, out=rows)
+            return
+        source, to = widen(pool, self._dtype), widen(out, self._dtype)
+        if to.dtype != source.dtype:  # an odd offset in one storage: see `widen`
+            source, to = as_bits(pool), as_bits(out)
+        if self._is_flat:
+            source, index = self._flat(source, source.element_size() // pool.element_size()), [self._places(slots)]
+        else:
+            index = [slots // self._block_size, slots % self._block_size]
+        torch.ops.aten.index.Tensor_out(source, index, out=to)
+
+    def _is_dense_in(self, out: torch.Tensor) -> bool:
+        """Whether each row of an output lies in one piece, and all rows are the same step apart."""
+        if self._heads > 1 and out.stride(-2) != self._dim:
+            return False
+        return out.dim() == 3 or 1 in out.shape[:2] or out.stride(0) == out.shape[1] * out.stride(1)
+
+    def _places(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return where slots are among the rows of `_flat`."""
+        more = self._per_block - self._block_size
+        return slots if more == 0 else (slots // self._block_size).mul_(more).add_(slots)
+
+    def _flat(self, pool: torch.Tensor, width: int) -> torch.Tensor:
+        """View a flat pool as ``[rows, heads, dim]``, given how many elements are one of the view: no byte outside is reached."""
+        return pool.as_strided((self._rows, self._heads, self._dim // width), (self._step // width, self._head_step // width, 1))
 
 
 class GatherPagedDescriptor(kvdock.Descriptor):
@@ -18,13 +76,14 @@ class GatherPagedDescriptor(kvdock.Descriptor):
 
     Args:
         op: name of the op, for errors.
-        k_dtype: element in which keys move.
-        v_dtype: element in which values move.
+        k: reads keys.
+        v: reads values.
     """
 
-    def __init__(self, op: str, k_dtype: torch.dtype, v_dtype: torch.dtype) -> None:
+    def __init__(self, op: str, k: RowReader, v: RowReader) -> None:
         self._op = op
-        self._dtypes = (k_dtype, v_dtype)
+        self._k = k
+        self._v = v
 
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, *rest: torch.Tensor) -> None:
         """Check all slots, then fill the outputs, which are the last two arguments."""
@@ -32,20 +91,13 @@ class GatherPagedDescriptor(kvdock.Descriptor):
         without_padding = slots_in_range(self._op, slot_mapping, num_blocks * block_size)
         slots = slot_mapping.to(torch.int64)
         padding = None if without_padding else slots < 0
-        for cache, out, dtype in zip((k_cache, v_cache), rest[-2:], self._dtypes, strict=True):
+        if padding is not None:
+            slots = slots.clamp(min=0)
+        for reader, cache, out in zip((self._k, self._v), (k_cache, v_cache), rest[-2:], strict=True):
             if num_blocks:
-                _read(cache, out, dtype, slots if padding is None else slots.clamp(min=0))
+                reader.read(cache, out, slots)
             if padding is not None:
                 out[padding] = 0
-
-
-def _read(cache: torch.Tensor, out: torch.Tensor, dtype: torch.dtype, slots: torch.Tensor) -> None:
-    """Fill ``out`` with the rows at ``slots``, all of them valid."""
-    source, to = widen(cache, dtype), widen(out, dtype)
-    if to.dtype != source.dtype:  # an odd offset in one storage: see `widen`
-        source, to = as_bits(cache), as_bits(out)
-    block_size = cache.shape[1]
-    torch.ops.aten.index.Tensor_out(source, [slots // block_size, slots % block_size], out=to)
 
 
 class GatherPaged(kvdock.Kernel):
@@ -56,6 +108,6 @@ class GatherPaged(kvdock.Kernel):
         return quantised_reasons(request)
 
     def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
-        """Choose the elements in which keys and values move."""
-        dtypes = [wide_dtype(request.tensor(f"{name}_cache"), request.tensor(f"{name}_out")) for name in ("k", "v")]
-        return GatherPagedDescriptor(request.op, *dtypes)
+        """Work out what is static of the two pools."""
+        readers = [RowReader(request.tensor(f"{name}_cache"), request.tensor(f"{name}_out")) for name in ("k", "v")]
+        return GatherPagedDescriptor(request.op, *readers)

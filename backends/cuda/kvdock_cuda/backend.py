@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -12,12 +13,14 @@ from kvdock_triton import TritonBackend, Tuning
 
 __all__ = ["CudaBackend"]
 
+_RELOAD = "see what nvidia-smi says; a driver that was updated needs a reboot, or its modules loaded anew"
+
 
 class CudaBackend(TritonBackend):
     """Serves NVIDIA GPUs. PyTorch calls ROCm devices "cuda" too; those are `kvdock_rocm`'s.
 
     Args:
-        driver: asked for the newest CUDA version that the driver supports.
+        driver: asked for the newest CUDA version that the driver supports; see `driver_version`.
         toolkit: the CUDA version that torch was built with; None if without.
     """
 
@@ -35,7 +38,13 @@ class CudaBackend(TritonBackend):
 
     def broken(self) -> str:
         """Compare the driver with the toolkit that torch was built with: a driver runs no newer major version."""
-        driver, built = self._driver(), str(self._toolkit)
+        if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+            return ""  # every GPU was hidden on purpose: no device, and no fault
+        built = str(self._toolkit)
+        try:
+            driver = self._driver()
+        except RuntimeError as error:
+            return "" if self.module.device_count() else f"the NVIDIA driver does not answer: {error}. Fix: {_RELOAD}"
         if driver is None or driver[0] >= int(built.split(".")[0]):
             return ""
         return (

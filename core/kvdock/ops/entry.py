@@ -60,7 +60,10 @@ class Plan:
         return self.captured or self.descriptor.pinned
 
     def fix(self, values: tuple[Any, ...]) -> Callable[..., None] | None:
-        """Return what repeats a call on other addresses, if a call of the descriptor is all there is to it."""
+        """Return what repeats a call on other addresses, if a call of the descriptor is all there is to it.
+
+        One whose calls `_runner` puts something in front of is not asked: the function would do without that.
+        """
         return self.descriptor.fix(*values) if self.run == self.descriptor.__call__ else None
 
     def destroy(self) -> None:

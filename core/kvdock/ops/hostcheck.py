@@ -13,7 +13,7 @@ import torch
 
 from kvdock.errors import ArgumentValueError, IndexRangeError
 
-__all__ = ["check_lengths", "check_pairs", "check_slots", "equal_slots", "slots_in_range"]
+__all__ = ["check_lengths", "check_pairs", "check_slots", "equal_slots", "pairs_on_device", "slots_in_range"]
 
 _FEW = 8
 """Up to so many values a Python loop is quicker than two reductions."""
@@ -119,6 +119,27 @@ def check_pairs(op: str, pairs: torch.Tensor, num_blocks: int) -> list[str]:
             raise _pair_error(op, row, dst, twice=dst in seen)
         seen.add(dst)
     return []
+
+
+def pairs_on_device(op: str, pairs: torch.Tensor, num_blocks: int, device: torch.device) -> torch.Tensor:
+    """Check pairs in host memory, and return on a device what was checked: the caller's may change as soon as this returns.
+
+    Args:
+        op: name of the op, for the error.
+        pairs: ``[N, 2]`` (src, dst) block ids in host memory, pinned or not.
+        num_blocks: blocks of the pool.
+        device: where the result lies. It is not waited for.
+
+    Raises:
+        IndexRangeError: as `check_pairs`.
+        ArgumentValueError: as `check_pairs`.
+    """
+    if pairs.is_pinned():
+        # A copy from pinned memory reads it when the stream gets there, by when the caller may have filled it anew. One from
+        # pageable memory has read it when it returns: it is staged.
+        pairs = pairs.clone()
+    check_pairs(op, pairs, num_blocks)
+    return pairs.to(device, non_blocking=True)
 
 
 def _live_sources(pairs: torch.Tensor) -> set[int]:

@@ -275,8 +275,13 @@ def _memo_lines(schema: OpSchema, bound: Sequence[str]) -> Iterator[str]:
         yield f"        if {name}_ptr < low: low = {name}_ptr"
         yield f"        if {name}_ptr + {name}_extent > high: high = {name}_ptr + {name}_extent"
     near = " or ".join(f"{name}_ptr < high and low < {name}_ptr + {name}_extent" for name in sources)
+    # Evaluated for a source within the common range only: it may lie between two pools.
+    overlaps = " or ".join(
+        f"{source}_ptr < {target}_ptr + {target}_extent and {target}_ptr < {source}_ptr + {source}_extent"
+        for target, source in itertools.product(mutated, sources)
+    )
     doubled = " or ".join(f"{a}_ptr == {b}_ptr" for a, b in itertools.combinations(mutated, 2))
-    yield f"        if not (({_row_addresses(schema)}) & {MAX_ALIGNMENT - 1} or {doubled} or {near}):"
+    yield f"        if not (({_row_addresses(schema)}) & {MAX_ALIGNMENT - 1} or {doubled} or ({near}) and ({overlaps})):"
     yield "            entry.used = cache.clock = cache.clock + 1"
     yield f"            if fixed is not None: return fixed({', '.join(f'{name}_ptr' for name in tensors)})"
     yield f"            return plan.run({', '.join(schema.arg_names)})"

@@ -66,7 +66,8 @@ def test_the_installed_entry_point_serves_calls_of_the_process() -> None:
 
 def allocated(call: Callable[[], Any]) -> int:
     """Return the bytes that a call takes from torch's allocator, in all."""
-    call()  # once before, so that the plan is there
+    for _ in range(3):  # so that the plan is there, and what is remembered of a call
+        call()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         call()
     result = profiled.profiler.kineto_results  # type: ignore[union-attr]
@@ -136,6 +137,48 @@ def test_reading_allocates_its_outputs_and_indices(big: tuple[torch.Tensor, torc
     assert allocated(lambda: kvdock.ops.gather_paged(*big, slots, out=out)) <= 6 * 8 * 500 + 256
     made = 2 * 500 * 8 * 128 * 2
     assert made <= allocated(lambda: kvdock.ops.gather_paged(*big, slots)) <= made + 6 * 8 * 500 + 256
+
+
+@pytest.mark.parametrize("pool", ["hnd", "page-first", "padded slots", "padded heads", "odd steps"])
+def test_reading_any_layout_allocates_its_indices_only(pool: str) -> None:
+    g = Geometry.even(8, 128, num_blocks=64, block=16)
+    pools, slots = g.pools(Memory(), pool), slots_of("random", 6400)
+    slots = slots[slots < g.capacity][:500].view(4, 125).to(torch.int32)
+    for source in ("contiguous", "fused qkv", "[B, H, q, D]"):
+        out = g.tokens(Memory(), [4, 125], source)
+        assert allocated(lambda out=out: kvdock.ops.gather_paged(*pools, slots, out=out)) <= 8 * 8 * 500 + 256, source
+
+
+READS = {  # one indexed copy of whole rows, where rows are dense in both and blocks start whole steps apart; else another way
+    ("nhd", "contiguous"): True,
+    ("nhd", "fused qkv"): True,
+    ("nhd", "padded tokens"): True,
+    ("nhd", "[B, H, q, D]"): False,
+    ("page-first", "contiguous"): True,
+    ("halves [NB, 2, ...]", "contiguous"): True,
+    ("padded slots", "contiguous"): True,
+    ("padded heads", "contiguous"): False,
+    ("hnd", "contiguous"): False,
+    ("slots outermost", "contiguous"): False,
+    ("odd steps", "contiguous"): False,
+}
+
+
+@pytest.mark.parametrize(("pool", "out"), READS, ids=str)
+def test_rows_are_read_whole_where_they_lie_in_one_piece(monkeypatch: pytest.MonkeyPatch, pool: str, out: str) -> None:
+    """Every byte is compared too, in batches that are one run of rows and in a part of each row of a larger one, which are not."""
+    memory, g, calls = Memory(), Geometry.even(2, 8, num_blocks=6, block=4), list[Any]()
+    pools, real = g.pools(memory, pool), torch.index_select
+    monkeypatch.setattr(torch, "index_select", lambda *args, **options: calls.append(args) or real(*args, **options))
+    for slots in ([[3, -1, 7], [22, 0, 9]], [[8, 2, 17]]):
+        mapping = memory.index(slots)
+        check(CPU, memory, "gather_paged", *pools, mapping, *g.tokens(memory, mapping.shape, out))
+        assert len(calls) == (2 if READS[pool, out] else 0), slots
+        calls.clear()
+        k, v = (tokens[:, : mapping.shape[1]] for tokens in g.tokens(memory, (len(slots), 5), out))
+        check(CPU, memory, "gather_paged", *pools, mapping, k, v)
+        assert len(calls) == (2 if READS[pool, out] and len(slots) == 1 else 0), slots
+        calls.clear()
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 9, 100, 2047, 2048, 2049])

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import ctypes
+from collections.abc import Callable
+from typing import Any
 
+import pytest
+import torch
+
+import kvdock
 from kvdock import BackendError
-from support_descriptors import DEVICES, Pool, WatchingBackend, dispatcher_of, in_thread
+from support_descriptors import DEVICES, Pool, WatchedDescriptor, WatchedKernel, WatchingBackend, dispatcher_of, in_thread
 from support_scripts import Interpreters
 
 NOTING = pytest.mark.parametrize("notes", [False, True], ids=["core asks", "the descriptor notes"])
@@ -115,6 +121,78 @@ def test_calls_that_are_remembered_are_noted_too(notes: bool) -> None:
     before = captured.prepared
     captured.write(3)
     assert captured.prepared == before
+
+
+def at(address: int, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like another, at an address."""
+    count = 1 + sum((size - 1) * step for size, step in zip(like.shape, like.stride(), strict=True))
+    memory = (ctypes.c_char * (count * like.element_size())).from_address(address)
+    return torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
+
+
+class FixingDescriptor(WatchedDescriptor):
+    """One that settles calls beforehand. What it makes of them takes care of capture as its own calls do."""
+
+    def fix(self, *args: Any) -> Callable[..., None]:
+        self.backend.asked.append("fix")
+
+        def run_fixed(*addresses: int) -> None:
+            self.backend.asked.append("fixed call")
+            self(*(at(*pair) for pair in zip(addresses, args, strict=False)), None, None)
+
+        return run_fixed
+
+
+class FixingKernel(WatchedKernel):
+    """Prepares `FixingDescriptor`."""
+
+    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+        made = super().prepare(request)
+        made.__class__ = FixingDescriptor
+        return made
+
+
+class Fixed(Captured):
+    """A dispatcher of capacity 2 after calls alike, so many that they are remembered, the last of which was captured, and others."""
+
+    def __init__(self, graph_capture: bool = True, **settings: bool) -> None:
+        self.backend = WatchingBackend(graph_capture=graph_capture, **settings)
+        self.backend.own["paged_caching_"] = FixingKernel(self.backend.own["paged_caching_"].run, self.backend, settings)
+        self.dispatcher = dispatcher_of(self.backend, 2)
+        self.pools = {heads: Pool("cpu", heads) for heads in range(1, 5)}
+        for _ in range(4):
+            self.write(1)
+        self.settled = "fix" in self.backend.asked
+        self.backend.asked.clear()
+        self.backend.capturing = graph_capture
+        self.write(1)
+        self.backend.capturing = False
+        self.captured_as = list(self.backend.asked)
+        for heads in (2, 3, 4, 1):
+            self.write(heads)
+
+
+def test_what_a_descriptor_settled_takes_care_of_capture_itself() -> None:
+    fixed = Fixed(notes_capture=True)
+    assert (fixed.settled, fixed.captured_as) == (True, ["fixed call"])
+    assert (fixed.prepared, fixed.backend.ledger.faults) == (4, []), "it was pinned, and is still found"
+
+
+def test_a_descriptor_that_leaves_capture_to_core_is_not_asked_to_settle_anything() -> None:
+    fixed = Fixed(notes_capture=False)
+    assert (fixed.settled, fixed.captured_as) == (False, ["is_capturing"])
+    assert fixed.prepared == 4, "core keeps it"
+
+
+def test_nor_is_one_that_leaves_autograd_to_core() -> None:
+    fixed = Fixed(notes_capture=True, uses_autograd=True)
+    assert (fixed.settled, fixed.captured_as, fixed.prepared) == (False, [], 4)
+
+
+def test_a_descriptor_of_a_backend_that_captures_nothing_may_settle_its_calls() -> None:
+    fixed = Fixed(graph_capture=False)
+    assert (fixed.settled, fixed.captured_as) == (True, ["fixed call"])
+    assert fixed.prepared == 5, "nothing is kept for a graph"
 
 
 def test_a_backend_that_captures_nothing_is_not_asked() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
 
 import kvdock
-from kvdock.ops.hostcheck import check_lengths, check_pairs, check_slots, equal_slots, slots_in_range
+from kvdock.ops.hostcheck import check_lengths, check_pairs, check_slots, equal_slots, pairs_on_device, slots_in_range
 from opskit import PROPERTY
 
 DTYPES = [torch.int32, torch.int64]
@@ -99,3 +101,23 @@ def test_the_text_about_a_pair() -> None:
 def test_the_findings_may_be_one() -> None:
     """One slot, or several: the count is that of slots, not of tokens."""
     assert equal_slots(torch.tensor([4, 4, 4, 4])) == ["1 slots occur more than once, first 4: which token wins is unspecified"]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_pairs_may_change_once_they_are_on_their_way(monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:
+    """A copy from pinned memory does not wait; so what is copied from there must be nobody else's."""
+    pairs, sources = torch.tensor([[0, 1], [2, 3]]), list[torch.Tensor]()
+    real = torch.Tensor.to
+
+    def to(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        sources.append(self)
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: pinned and self is pairs)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    assert pairs_on_device("op", pairs, 6, torch.device("meta")).shape == (2, 2)
+    pairs.zero_()
+    assert sources[0].tolist() == ([[0, 1], [2, 3]] if pinned else [[0, 0], [0, 0]])
+    with pytest.raises(kvdock.IndexRangeError, match=r"op: block_pairs\[0, 1\]: expected a block id below 1"):
+        pairs_on_device("op", torch.tensor([[0, 1]]), 1, torch.device("meta"))
+    assert len(sources) == 1, "nothing is copied that was refused"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -134,6 +135,32 @@ def test_what_is_wrong_is_refused(target: Target, change: Callable[[Call], dict[
             with pytest.raises((kvdock.ArgumentTypeError, kvdock.ArgumentValueError), match=r"^paged_caching_: "):
                 kvdock.ops.paged_caching_(*wrong.args)
         before.assert_same("raised")
+
+
+def between(target: Target, gap: int, k_from: int, v_from: int) -> Call:
+    """Return a call whose tokens lie between its pools, which are so many bytes apart, and start so many behind the first."""
+    call, size = Call.of(target), math.prod(G.k_shape)
+    flat = call.memory.tensor(torch.float32, (2 * size + gap // 4,))
+    pools = [flat[at : at + size].view(G.k_shape) for at in (0, size + gap // 4)]
+    k, v = (flat[size + at // 4 :][: 5 * 16].view(5, 2, 8) for at in (k_from, v_from))
+    return attrs.evolve(call, k_cache=pools[0], v_cache=pools[1], k=k, v=v)
+
+
+def test_tokens_between_the_pools(target: Target) -> None:
+    """They may touch both, and overlap neither by as little as an aligned address allows."""
+    size = 5 * 16 * 4
+    good = between(target, 2 * size, 0, size)
+    wrong = [between(target, 2 * size, -16, size), between(target, 2 * size, 0, size + 16), between(target, size, 0, 16)]
+    for _ in range(2):
+        for _ in range(REPEATS):
+            good.check(target)
+        for one in wrong:
+            before = one.memory.copy()
+            for _ in range(REPEATS):
+                with pytest.raises(kvdock.ArgumentValueError, match=r"^paged_caching_: [kv]: expected memory outside"):
+                    kvdock.ops.paged_caching_(*one.args)
+            before.assert_same("raised")
+            good.check(target)
 
 
 def test_a_scale_is_refused(target: Target) -> None:

@@ -23,7 +23,9 @@ from kvdock.ops.geometry import ranges_overlap
 from kvdock.ops.signature import binder_source, direct_source
 from kvdock_conformance import reference
 from opskit import PROPERTY, SINGLE, Memory, Target, outcome_of
+from opskit.kernels import runtime_of
 from opskit.memory import Copy, strides_of
+from support_plugins import CallDescriptor, CallKernel, InProcessBackend
 
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
 WRONG = (torch.int16, F32)
@@ -227,3 +229,33 @@ def test_calls_with_too_few_or_too_many_arguments_are_type_errors() -> None:
         kvdock.ops.paged_caching_(cache, cache)  # type: ignore[call-arg]
     with pytest.raises(TypeError):
         kvdock.ops.copy_blocks_(cache, cache, [], None)  # type: ignore[call-arg]
+
+
+class FixingDescriptor(CallDescriptor):
+    """Does nothing, and says when it is asked to settle a call and when that is used."""
+
+    uses_autograd = False
+
+    def fix(self, *args: Any) -> Callable[..., None]:
+        self("fix")
+        return lambda *addresses: self("fixed call")
+
+
+class FixingKernel(CallKernel):
+    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+        return FixingDescriptor(self._call)
+
+
+@pytest.mark.parametrize("place", ["below", "between", "above"])
+def test_a_call_is_remembered_wherever_its_tokens_lie(place: str) -> None:
+    """Between the pools, which have tokens in their common range, as often as elsewhere."""
+    events: list[Any] = []
+    kernel = FixingKernel(lambda *args: events.append(args[0]))
+    runtime = runtime_of(InProcessBackend("plain", claims=("cpu",), devices=("cpu",), kernels={"paged_caching_": kernel}))
+    parts = list(torch.zeros(3, 6, 4, 2, 8))
+    tokens = parts.pop({"below": 0, "between": 1, "above": 2}[place]).view(24, 2, 8)
+    slots = torch.arange(5)
+    for _ in range(8):
+        runtime.dispatcher.op("paged_caching_").call(*parts, tokens[:5], tokens[8:13], slots, None, None)
+    assert events[-5:] == ["fixed call"] * 5
+    assert events.count("fix") == 1

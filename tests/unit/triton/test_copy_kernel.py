@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -79,6 +80,18 @@ def test_sizes(target: Target, g: Geometry) -> None:
     for pool in ("nhd", "hnd", "odd steps"):
         with noting(pool=pool) as memory:
             check(target, memory, "copy_blocks_", *g.pools(memory, pool), memory.index([[0, 5], [3, 1]]))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
+def test_every_order_of_dims(target: Target, order: tuple[int, ...]) -> None:
+    """Of blocks in one piece, and with places left free behind each dim; keys and values of unlike orders."""
+    shapes = [(6, 4, 2, 8), (6, 4, 3, 1), (6, 1, 3, 5), (6, 3, 1, 5), (6, 1, 1, 4), (6, 3, 2, 1)]
+    for shape, gaps in itertools.product(shapes, [(0, 0, 0, 0), (3, 1, 2, 0), (0, 0, 8, 0), (8, 0, 0, 0), (0, 8, 0, 0)]):
+        if order[-1] != 3 and shape[3] != 1:
+            continue  # the innermost stride must be 1
+        with noting(shape=shape, gaps=gaps) as memory:
+            pools = memory.tensor(G.dtype, shape, order=order, gaps=gaps), memory.tensor(G.dtype, shape)
+            check(target, memory, "copy_blocks_", *pools, memory.index([[0, 5], [3, 1]]))
 
 
 def test_unlike_blocks(target: Target, memory: Memory) -> None:

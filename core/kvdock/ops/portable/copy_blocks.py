@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kvdock.interface import HOST, Descriptor, Kernel, Request
-from kvdock.ops.hostcheck import check_pairs
+from kvdock.ops.hostcheck import pairs_on_device
 from kvdock.ops.portable.rows import SKIPPED, as_bits, quantised_reasons, redirect
 
 __all__ = ["CopyBlocks", "CopyBlocksDescriptor"]
@@ -29,8 +29,8 @@ class CopyBlocksDescriptor(Descriptor):
         """Copy block ``src`` to block ``dst`` for each pair."""
         num_blocks = k_cache.shape[0]
         if block_pairs.device == HOST:
-            check_pairs(self._op, block_pairs, num_blocks)
-        pairs = block_pairs.to(k_cache.device, torch.int64, non_blocking=True)
+            block_pairs = pairs_on_device(self._op, block_pairs, num_blocks, k_cache.device)
+        pairs = block_pairs.to(torch.int64)
         padding, beyond = (pairs < 0).any(1), (pairs >= num_blocks).any(1)
         self._skipped.add_((beyond & ~padding).sum())
         if num_blocks == 0:
