@@ -62,7 +62,17 @@ def _draw(axes: Axes, runs: Sequence[dict[str, Any]], ceiling: float, title: str
     axes.plot(sizes, [run["block_lru"]["tokens"] for run in runs], "s--", color="tab:orange", label="LRU of 512-token blocks")
     axes.plot(sizes, [run["hit_rate"] for run in runs], "o-", color="tab:blue", label="replayed")
     axes.set_xscale("log")
+    axes.set_xticks(sizes, [_short(size) for size in sizes])
+    axes.set_xticks([], minor=True)
     axes.set_ylim(bottom=0)
     axes.set(xlabel="pool size (tokens)", ylabel="hit rate (tokens)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
+
+
+def _short(tokens: int) -> str:
+    """Return a size for an axis: three digits and a letter."""
+    for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if tokens >= factor:
+            return f"{tokens / factor:.3g}{letter}"
+    return str(tokens)

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import numpy as np
 import numpy.typing as npt
@@ -143,11 +145,11 @@ class ReplayPool:
         begun.own = begun.own[taken:]
 
 
-def _blocks(slots: npt.NDArray[np.int64], block_size: int) -> BlockIds:
+def _blocks(slots: npt.NDArray[Any], block_size: int) -> BlockIds:
     """Return the ids of the blocks whose slots these are."""
-    return slots[::block_size] // block_size
+    return (slots[::block_size] // block_size).astype(np.int64)
 
 
-def _slots(blocks: BlockIds, block_size: int) -> npt.NDArray[np.int64]:
+def _slots(blocks: BlockIds, block_size: int) -> npt.NDArray[np.int32]:
     """Return the slots of blocks."""
-    return (blocks[:, None] * block_size + np.arange(block_size)).ravel()
+    return (blocks.astype(np.int32)[:, None] * np.int32(block_size) + np.arange(block_size, dtype=np.int32)).ravel()

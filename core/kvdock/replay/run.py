@@ -19,6 +19,9 @@ from kvdock.spec import check_int
 
 __all__ = ["ReplaySettings", "Run", "replay"]
 
+_MOST_TOKENS = 2**31
+"""More tokens than slots of 32 bits can name."""
+
 
 @attrs.frozen
 class ReplaySettings:
@@ -40,14 +43,16 @@ class ReplaySettings:
         """Make an empty pool of ``pool_tokens // block_size`` blocks.
 
         Raises:
-            ArgumentValueError: no such prefix cache or policy, a block size out of range, a pool of less than a block.
+            ArgumentValueError: no such prefix cache or policy, a block size out of range, a pool of less than a block
+                or of 2**31 tokens.
             ArgumentTypeError: the prefix cache knows no policies.
         """
         options = {} if self.policy is None else {"policy": self.policy}
         prefix = create_prefix_cache(self.prefix, block_size=self.block_size, **options)
         check_int("replay: pool", pool_tokens, 1)
-        if pool_tokens < self.block_size:
-            raise ArgumentValueError("replay: pool", expected=f"at least a block of {self.block_size} tokens", got=pool_tokens)
+        if not self.block_size <= pool_tokens < _MOST_TOKENS:
+            expected = f"at least a block of {self.block_size} tokens, and fewer than 2**31"
+            raise ArgumentValueError("replay: pool", expected=expected, got=pool_tokens)
         return ReplayPool(prefix, pool_tokens // self.block_size, holds_output=self.rates is not None)
 
     def arrivals(self) -> Arrivals:
