@@ -147,9 +147,12 @@ class ReplayPool:
 
 def _blocks(slots: npt.NDArray[Any], block_size: int) -> BlockIds:
     """Return the ids of the blocks whose slots these are."""
-    return (slots[::block_size] // block_size).astype(np.int64)
+    blocks: BlockIds = (slots[::block_size] // block_size).astype(np.int64)
+    return blocks
 
 
 def _slots(blocks: BlockIds, block_size: int) -> npt.NDArray[np.int32]:
     """Return the slots of blocks."""
-    return (blocks.astype(np.int32)[:, None] * np.int32(block_size) + np.arange(block_size, dtype=np.int32)).ravel()
+    first = blocks.astype(np.int32) * np.int32(block_size)
+    slots: npt.NDArray[np.int32] = (first[:, None] + np.arange(block_size, dtype=np.int32)).ravel()
+    return slots
