@@ -153,6 +153,4 @@ def _blocks(slots: npt.NDArray[Any], block_size: int) -> BlockIds:
 
 def _slots(blocks: BlockIds, block_size: int) -> npt.NDArray[np.int32]:
     """Return the slots of blocks."""
-    first = blocks.astype(np.int32) * np.int32(block_size)
-    slots: npt.NDArray[np.int32] = (first[:, None] + np.arange(block_size, dtype=np.int32)).ravel()
-    return slots
+    return (blocks[:, None] * block_size + np.arange(block_size)).astype(np.int32).ravel()
