@@ -10,7 +10,7 @@ from kvdock.errors import ArgumentValueError
 
 __all__ = ["show_size", "sizes"]
 
-_NUMBER = re.compile(r"(\d{1,18}(?:\.\d{1,18})?(?:[eE]\+?\d{1,2})?)\s*([kMG]?)")
+_NUMBER = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?(?:[eE]\+?[0-9]{1,2})?)\s*([kMG]?)")
 _FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 
