@@ -21,6 +21,7 @@ from kvdock.replay import Rates, ReplaySettings, Trace, plot_runs, read_trace, r
 from kvdock.replay.bounds import block_lru, ceiling
 from kvdock.replay.memory import PEAK_METHOD
 from kvdock.replay.plot import check_can_plot
+from kvdock.replay.run import checked_pool
 
 __all__ = ["command", "replay_file"]
 
@@ -42,6 +43,8 @@ def replay_file(path: Path, pools: Sequence[int], settings: ReplaySettings, limi
     for pool in pools:
         settings.make_pool(pool)  # a wrong setting shows before the trace is read
     trace = read_trace(path, limit=limit)
+    for pool in pools:
+        checked_pool(trace, pool, settings)  # ... and a pool that is too small before the first is replayed
     with _progress(len(trace.requests), pools) as steps:
         runs = [
             {**replay(trace, pool, settings, step).as_dict(), "block_lru": _lru(trace, pool)}
@@ -71,8 +74,9 @@ def _lru(trace: Trace, pool: int) -> dict[str, float]:
 @contextmanager
 def _progress(requests: int, pools: Sequence[int]) -> Iterator[list[Callable[[], None]]]:
     """Show a bar for each pool on stderr, and yield for each the function that moves it on by a request."""
+    console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bars:
+    with Progress(*columns, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal) as bars:
         yield [_step(bars, bars.add_task(f"pool {show_size(pool)}", total=requests)) for pool in pools]
 
 

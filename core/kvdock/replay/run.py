@@ -17,7 +17,7 @@ from kvdock.replay.tokens import TokenMaker
 from kvdock.replay.trace import Trace
 from kvdock.spec import check_int
 
-__all__ = ["ReplaySettings", "Run", "replay"]
+__all__ = ["ReplaySettings", "Run", "checked_pool", "replay"]
 
 _MOST_TOKENS = 2**31
 """More tokens than slots of 32 bits can name."""
@@ -103,6 +103,14 @@ class Run:
         return {**attrs.asdict(self), "hit_rate": self.hit_rate, "tokens_per_s": self.tokens_per_s}
 
 
+def checked_pool(trace: Trace, pool_tokens: int, settings: ReplaySettings) -> ReplayPool:
+    """Make an empty pool that each request of a trace fits into; raises as `replay` does."""
+    pool = settings.make_pool(pool_tokens)
+    for request in trace.requests:
+        pool.check_fits(request)
+    return pool
+
+
 def replay(trace: Trace, pool_tokens: int, settings: ReplaySettings, progress: Callable[[], None] = lambda: None) -> Run:
     """Let all requests of a trace go through a pool and a prefix cache, and prove in the end that nothing was lost.
 
@@ -116,9 +124,7 @@ def replay(trace: Trace, pool_tokens: int, settings: ReplaySettings, progress: C
         ArgumentValueError: a request is larger than the pool, and nothing was replayed; or see `ReplaySettings.make_pool`.
         IntegrityError: the prefix cache has lost count.
     """
-    pool, arrivals, maker = settings.make_pool(pool_tokens), settings.arrivals(), TokenMaker()
-    for request in trace.requests:
-        pool.check_fits(request)
+    pool, arrivals, maker = checked_pool(trace, pool_tokens, settings), settings.arrivals(), TokenMaker()
     hit_tokens = 0
     for begun in arrivals.replay(trace.requests, pool, maker):
         hit_tokens += begun.cached_len

@@ -185,6 +185,12 @@ def test_options_out_of_range(arguments: list[str]) -> None:
     assert call(CONVERSATION, *arguments, code=2).stdout == ""
 
 
+def test_all_pools_are_looked_at_before_the_first_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdock.cli.replay.replay", lambda *_: pytest.fail("replayed"))
+    assert "the pool's 992 tokens" in call(CONVERSATION, "--pool", "3M,1k", code=2).stderr
+    assert "expected one of naive, radix" in call("/nowhere", "--prefix", "nobodys", code=2).stderr, "settings come before the trace"
+
+
 def test_a_broken_line_is_named_with_its_number(tmp_path: Path) -> None:
     path = tmp_path / "broken.jsonl"
     path.write_text(CONVERSATION.read_text(encoding="utf-8").replace('"hash_ids"', '"hashes"', 1), encoding="utf-8")
