@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.spec import check_int
 
-__all__ = ["as_integers", "block_count", "blocks_of", "check_block_size", "namespace_key", "slots_of"]
+__all__ = ["as_integers", "block_count", "blocks_of", "check_block_size", "check_start", "namespace_key", "slots_of"]
 
 _PLAIN = {np.dtype(np.int32).char, np.dtype(np.int64).char}
 """Kinds of integers that need no further look."""
@@ -135,6 +135,14 @@ def block_count(subject: str, size: object, block_size: int) -> int:
     """Return how many blocks hold ``size`` tokens, or raise if that is no int of at least 0."""
     number = check_int(subject, int(size) if isinstance(size, np.integer) else size, 0)
     return -(-number // block_size)
+
+
+def check_start(subject: str, start: object, block_size: int) -> int:
+    """Return a position between blocks, or raise."""
+    position = check_int(subject, int(start) if isinstance(start, np.integer) else start, 0)
+    if position % block_size:
+        raise ArgumentValueError(subject, expected=f"a multiple of the block size, {block_size}", got=position)
+    return position
 
 
 def namespace_key(subject: str, namespace: object) -> Hashable:

@@ -194,6 +194,22 @@ class PrefixCache(ABC):
         """
 
     @abstractmethod
+    def discard_prefix(self, handle: PrefixHandle, start: int) -> Slots:
+        """Forget the end of a prefix, from token ``start`` on, as far as nobody has it locked and nothing is stored behind it.
+
+        Args:
+            handle: the end of the prefix.
+            start: tokens to keep, a multiple of the block size.
+
+        Returns:
+            The slots that were freed, int32; none where all is in use. Their blocks are the caller's again.
+
+        Raises:
+            StaleHandleError: as for `lock_handle`.
+            ArgumentValueError: ``start`` is no multiple of the block size.
+        """
+
+    @abstractmethod
     def reset(self) -> Slots:
         """Forget everything, locked or not, and return the slots; all handles are stale then."""
 

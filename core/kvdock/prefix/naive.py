@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvdock.errors import ArgumentValueError, OutOfBlocksError, StaleHandleError
 from kvdock.prefix.events import Cleared, EventStream, PrefixEvent
-from kvdock.prefix.inputs import as_integers, block_count, blocks_of, check_block_size, namespace_key
+from kvdock.prefix.inputs import as_integers, block_count, blocks_of, check_block_size, check_start, namespace_key
 from kvdock.prefix.interface import InsertResult, MatchResult, Namespace, PrefixCache, PrefixHandle, SizeInfo, Slots
 from kvdock.prefix.ownership import OneThread
 from kvdock.prefix.stats import PrefixStats
@@ -90,6 +90,13 @@ class NaivePrefixCache(OneThread, PrefixCache):
         self._enter()
         if block_count("evict: size", size, self.block_size):
             raise OutOfBlocksError("evict: size", expected="0: nothing is stored", got=size)
+        return np.empty(0, dtype=np.int32)
+
+    def discard_prefix(self, handle: PrefixHandle, start: int) -> Slots:
+        """Forget nothing."""
+        self._enter()
+        self._checked(handle)
+        check_start("discard_prefix: start", start, self.block_size)
         return np.empty(0, dtype=np.int32)
 
     def reset(self) -> Slots:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, IntegrityError, OutOfBlocksError, StaleHandleError
 from kvdock.prefix.events import Cleared, EventStream, PrefixEvent, Removed, Stored
 from kvdock.prefix.eviction import EvictionPolicy, EvictionQueue, policy_of
-from kvdock.prefix.inputs import as_integers, block_count, blocks_of, check_block_size, namespace_key, slots_of
+from kvdock.prefix.inputs import as_integers, block_count, blocks_of, check_block_size, check_start, namespace_key, slots_of
 from kvdock.prefix.integrity import check_tree
 from kvdock.prefix.interface import InsertResult, MatchResult, Namespace, PrefixCache, PrefixHandle, SizeInfo, Slots
 from kvdock.prefix.labels import common_blocks, token_bytes, tokens_of, widened
@@ -143,6 +143,18 @@ class RadixPrefixCache(OneThread, PrefixCache):
             node = self._queue.pop()
             runs.append(self._remove(node) if len(node.blocks) <= count else self._trim(node, count))
             count -= len(runs[-1])
+        return self._removed(np.concatenate(runs)) if runs else np.empty(0, dtype=np.int32)
+
+    def discard_prefix(self, handle: PrefixHandle, start: int) -> Slots:
+        """Forget the end of a prefix; see `PrefixCache.discard_prefix`."""
+        self._enter()
+        node, position = self._checked(handle).node, handle.cached_len // self.block_size
+        first = check_start("discard_prefix: start", start, self.block_size) // self.block_size
+        runs: list[BlockRun] = []
+        while node is not None and node.is_evictable and position > first:
+            parent, count = node.parent, min(len(node.blocks), position - first)
+            runs.append(self._remove(node) if count == len(node.blocks) else self._trim(node, count))
+            node, position = parent, position - count
         return self._removed(np.concatenate(runs)) if runs else np.empty(0, dtype=np.int32)
 
     def reset(self) -> Slots:
@@ -296,6 +308,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
         del siblings[node.label[: self.block_size * self._token_bytes]]
         node.parent = None
         node.generation += 1
+        self._queue.discard(node)
         if not siblings:
             parent.children = None
             if parent.parent is None:
