@@ -8,7 +8,7 @@ PYTEST := $(TEST_ENV) $(PY) -m pytest
 # The interpreter of the gpu targets: the one they are called with, since such machines bring their own torch.
 PYTHON ?= python3
 
-.PHONY: setup demo test test-all check format bench aot gpu-test gpu-bench clean
+.PHONY: setup demo test test-all check format bench bench-prefix aot gpu-test gpu-bench clean
 
 setup: $(VENV)/.ready
 
@@ -45,6 +45,10 @@ format: setup
 
 bench: setup
 	OMP_NUM_THREADS=1 $(PY) benchmarks/cpu_ops.py
+
+# On a whole trace, with a record: make bench-prefix TRACE=conversation_trace.jsonl BENCH="--out docs/benchmarks"
+bench-prefix: setup
+	OMP_NUM_THREADS=1 $(PY) benchmarks/prefix_caches.py $(if $(TRACE),--trace $(TRACE)) $(BENCH)
 
 # Compiles for GPUs without one: Triton, which `dev` brings, has the compilers for both vendors.
 aot: setup

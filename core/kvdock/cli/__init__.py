@@ -1,4 +1,4 @@
-"""The command line: ``kvdock doctor``, ``kvdock backends``, ``kvdock explain OP``. Needs the extra ``cli``.
+"""The command line: ``kvdock doctor``, ``kvdock backends``, ``kvdock explain OP``, ``kvdock replay TRACE``. Needs the extra ``cli``.
 
 `app` holds the table of commands; each command is a module of its own.
 """

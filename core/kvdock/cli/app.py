@@ -15,6 +15,7 @@ COMMANDS = MappingProxyType(
         "doctor": "kvdock.cli.doctor",
         "backends": "kvdock.cli.backends",
         "explain": "kvdock.cli.explain",
+        "replay": "kvdock.cli.replay",
     }
 )
 """Module of each command, by its name on the command line."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -102,4 +103,12 @@ class EventStream:
                 observer(event)
             except Exception as error:  # noqa: BLE001 - the cache is not the observer's to break
                 text = f"an observer of a prefix cache raised {type(error).__name__}: {error}. Fix: catch it in {observer!r}"
-                warnings.warn(text, KVDockWarning, stacklevel=4)
+                _report(text)
+
+
+def _report(text: str) -> None:
+    """Warn; where warnings are errors, log: the call that caused the event has done its work."""
+    try:
+        warnings.warn(text, KVDockWarning, stacklevel=5)
+    except KVDockWarning:
+        logging.getLogger("kvdock").error(text)

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["FIFO", "LFU", "LRU", "POLICIES", "EvictionPolicy", "EvictionQueue", "Priority", "Usage", "policy_of"]
+__all__ = ["FIFO", "LFU", "LRU", "POLICIES", "Evictable", "EvictionPolicy", "EvictionQueue", "Priority", "Usage", "policy_of"]
 
 
 class Usage(Protocol):
@@ -106,7 +106,7 @@ class Evictable(Usage, Protocol):
     """What the queue orders."""
 
     number: int
-    """Unique and growing: decides between equal keys, alike on all ranks."""
+    """Growing: decides between equal keys, alike on all ranks. The parts of a run have its number; of those only ends are queued."""
     is_queued: bool
     """Whether the queue has an entry for it."""
 
@@ -123,20 +123,22 @@ class EvictionQueue(Generic[E]):
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._key = policy.key
-        self._heap: list[tuple[Any, int, E]] = []
+        self._heap: list[tuple[Any, int, int, E]] = []
+        self._serial = 0
         self._dead = 0
 
     def push(self, item: E) -> None:
         """Add a candidate, unless it is there."""
         if not item.is_queued:
             item.is_queued = True
-            heapq.heappush(self._heap, (self._key(item), item.number, item))
+            self._serial += 1
+            heapq.heappush(self._heap, (self._key(item), item.number, self._serial, item))
 
     def pop(self) -> E:
         """Remove the candidate of the least key. Raises IndexError without any."""
         heap = self._heap
         while True:
-            key, _, item = heapq.heappop(heap)
+            key, _, _, item = heapq.heappop(heap)
             item.is_queued = False
             if item.is_evictable:
                 now = self._key(item)
@@ -153,11 +155,15 @@ class EvictionQueue(Generic[E]):
 
     def _rebuild(self) -> None:
         """Keep the entries of candidates only."""
-        for _, _, item in self._heap:
+        for item in self.items():
             item.is_queued = item.is_evictable
-        self._heap = [entry for entry in self._heap if entry[2].is_queued]
+        self._heap = [entry for entry in self._heap if entry[3].is_queued]
         heapq.heapify(self._heap)
         self._dead = 0
+
+    def items(self) -> list[E]:
+        """Return what there is an entry for."""
+        return [entry[3] for entry in self._heap]
 
     def clear(self) -> None:
         """Forget all candidates."""

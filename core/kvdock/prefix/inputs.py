@@ -11,13 +11,24 @@ import numpy.typing as npt
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.spec import check_int
 
-__all__ = ["as_integers", "block_count", "blocks_of", "check_block_size", "check_start", "namespace_key", "slots_of"]
+__all__ = [
+    "MAX_SLOTS",
+    "as_integers",
+    "block_count",
+    "blocks_of",
+    "check_block_size",
+    "check_priority",
+    "check_start",
+    "count_of",
+    "namespace_key",
+    "slots_of",
+]
 
 _PLAIN = {np.dtype(np.int32).char, np.dtype(np.int64).char}
 """Kinds of integers that need no further look."""
 
 _MAX_BLOCK_SIZE = 512
-_MAX_SLOTS = 2**31
+MAX_SLOTS = 2**31
 """More than any pool has: slots are int32, which takes half the time and memory of int64."""
 
 
@@ -49,6 +60,8 @@ def as_integers(subject: str, values: Any) -> npt.NDArray[Any]:
 
 def _as_array(subject: str, values: Any) -> npt.NDArray[Any]:
     """Return what numpy makes of values."""
+    if "float" in (dtype := str(getattr(values, "dtype", ""))):  # some kinds of torch's are not numpy's
+        raise ArgumentTypeError(subject, expected="integers of at most 64 bits", got=dtype, fix="pass token ids or slots as int32 or int64")
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # torch names the device, numpy the ragged list
@@ -71,15 +84,17 @@ def blocks_of(subject: str, slots: npt.NDArray[Any], block_size: int) -> tuple[n
     """
     if not slots.size:
         return np.empty(0, dtype=np.int32), -1
+    if slots.dtype.char not in _PLAIN:
+        slots = slots.astype(np.int64)
     first = slots[::block_size]
     blocks = first // block_size
     if np.count_nonzero(blocks * block_size != first) or not _are_consecutive(slots, block_size):
         raise _misplaced(subject, slots.reshape(-1, block_size), block_size)
     ordered = np.sort(blocks)
     lowest, highest = int(ordered[0]), int(ordered[-1])
-    if lowest < 0 or highest >= _MAX_SLOTS // block_size:
+    if lowest < 0 or highest >= MAX_SLOTS // block_size:
         wrong = (lowest if lowest < 0 else highest) * block_size
-        raise ArgumentValueError(subject, expected=f"slots from 0 to {_MAX_SLOTS - 1}", got=f"slot {wrong}")
+        raise ArgumentValueError(subject, expected=f"slots from 0 to {MAX_SLOTS - 1}", got=f"slot {wrong}")
     twice = ordered[1:] == ordered[:-1]
     if np.count_nonzero(twice):
         block, fix = int(ordered[1:][twice][0]), "pass one block for each block of tokens"
@@ -133,13 +148,24 @@ def _offsets(block_size: int, size: int) -> npt.NDArray[np.int32]:
 
 def block_count(subject: str, size: object, block_size: int) -> int:
     """Return how many blocks hold ``size`` tokens, or raise if that is no int of at least 0."""
-    number = check_int(subject, int(size) if isinstance(size, np.integer) else size, 0)
-    return -(-number // block_size)
+    return -(-count_of(subject, size) // block_size)
+
+
+def count_of(subject: str, value: object, minimum: int = 0) -> int:
+    """Return an int or numpy integer of at least ``minimum`` as an int, or raise."""
+    return check_int(subject, int(value) if isinstance(value, np.integer) else value, minimum)
+
+
+def check_priority(subject: str, priority: object) -> int:
+    """Return a priority, or raise unless it is an int."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise ArgumentTypeError(subject, expected="an int", got=repr(priority))
+    return priority
 
 
 def check_start(subject: str, start: object, block_size: int) -> int:
     """Return a position between blocks, or raise."""
-    position = check_int(subject, int(start) if isinstance(start, np.integer) else start, 0)
+    position = count_of(subject, start)
     if position % block_size:
         raise ArgumentValueError(subject, expected=f"a multiple of the block size, {block_size}", got=position)
     return position
@@ -151,8 +177,6 @@ def namespace_key(subject: str, namespace: object) -> Hashable:
     Raises:
         ArgumentTypeError: not a tuple of str, bytes, int, bool, None and such tuples.
     """
-    if namespace == () and isinstance(namespace, tuple):
-        return ()
     if not isinstance(namespace, tuple):
         raise ArgumentTypeError(subject, expected="a tuple", got=repr(namespace)[:80], fix='name what it is: ("tenant", "a")')
     return tuple(_part(subject, part) for part in namespace)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvdock.errors import ArgumentValueError, OutOfBlocksError, StaleHandleError
 from kvdock.prefix.events import Cleared, EventStream, PrefixEvent
-from kvdock.prefix.inputs import as_integers, block_count, blocks_of, check_block_size, check_start, namespace_key
+from kvdock.prefix.inputs import as_integers, block_count, blocks_of, check_block_size, check_priority, check_start, count_of, namespace_key
 from kvdock.prefix.interface import InsertResult, MatchResult, Namespace, PrefixCache, PrefixHandle, SizeInfo, Slots
 from kvdock.prefix.ownership import OneThread
 from kvdock.prefix.stats import PrefixStats
@@ -55,6 +55,7 @@ class NaivePrefixCache(OneThread, PrefixCache):
         """Count a miss."""
         self._enter()
         self._checked(handle)
+        num_tokens = count_of("record_match: num_tokens", num_tokens)
         self._stats = attrs.evolve(self._stats, lookups=self._stats.lookups + 1, lookup_tokens=self._stats.lookup_tokens + num_tokens)
 
     def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
@@ -81,6 +82,7 @@ class NaivePrefixCache(OneThread, PrefixCache):
         ids, places = as_integers("insert_prefix: tokens", tokens), as_integers("insert_prefix: slots", slots)
         if ids.size != places.size:
             raise ArgumentValueError("insert_prefix: slots", expected=f"{ids.size}, one for each token", got=places.size)
+        check_priority("insert_prefix: priority", priority)
         namespace_key("insert_prefix: namespace", namespace)
         blocks_of("insert_prefix: slots", places[: places.size - places.size % self.block_size], self.block_size)
         return InsertResult(0, _Handle(self, self._time), np.empty(0, dtype=np.int32))
@@ -133,4 +135,5 @@ class NaivePrefixCache(OneThread, PrefixCache):
         return np.empty(0, dtype=np.int64)
 
     def check_integrity(self) -> None:
-        """There is nothing that could be wrong."""
+        """Notice another thread; there is nothing else that could be wrong."""
+        self._enter()

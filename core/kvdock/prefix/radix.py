@@ -23,10 +23,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.errors import ArgumentTypeError, ArgumentValueError, IntegrityError, OutOfBlocksError, StaleHandleError
+from kvdock.errors import ArgumentValueError, IntegrityError, OutOfBlocksError, StaleHandleError
 from kvdock.prefix.events import Cleared, EventStream, PrefixEvent, Removed, Stored
 from kvdock.prefix.eviction import EvictionPolicy, EvictionQueue, policy_of
-from kvdock.prefix.inputs import as_integers, block_count, blocks_of, check_block_size, check_start, namespace_key, slots_of
+from kvdock.prefix.inputs import (
+    as_integers,
+    block_count,
+    blocks_of,
+    check_block_size,
+    check_priority,
+    check_start,
+    count_of,
+    namespace_key,
+    slots_of,
+)
 from kvdock.prefix.integrity import check_tree
 from kvdock.prefix.interface import InsertResult, MatchResult, Namespace, PrefixCache, PrefixHandle, SizeInfo, Slots
 from kvdock.prefix.labels import common_blocks, token_bytes, tokens_of, widened
@@ -81,7 +91,8 @@ class RadixPrefixCache(OneThread, PrefixCache):
     def record_match(self, handle: PrefixHandle, num_tokens: int) -> None:
         """Count a match that was not recorded; see `PrefixCache.record_match`."""
         self._enter()
-        self._record(self._checked(handle), num_tokens)
+        own = self._checked(handle)
+        self._record(own, count_of("record_match: num_tokens", num_tokens, own.cached_len))
 
     def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
         """Protect a prefix, or give back one protection; see `PrefixCache.lock_handle`."""
@@ -110,8 +121,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
         ids, places = as_integers("insert_prefix: tokens", tokens), as_integers("insert_prefix: slots", slots)
         if ids.size != places.size:
             raise ArgumentValueError("insert_prefix: slots", expected=f"{ids.size}, one for each token", got=places.size)
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise ArgumentTypeError("insert_prefix: priority", expected="an int", got=repr(priority))
+        check_priority("insert_prefix: priority", priority)
         key = namespace_key("insert_prefix: namespace", namespace)
         whole = places[: places.size - places.size % self.block_size]
         blocks, highest = blocks_of("insert_prefix: slots", whole, self.block_size)
@@ -272,7 +282,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
     def _split(self, node: Node, count: int) -> Node:
         """Put the first ``count`` blocks of a node into one before it, and return that. Handles to the end stay good."""
         parent, siblings, width = *_above(node), self.block_size * self._token_bytes
-        upper = Node(parent, node.label[: count * width], node.blocks[:count].copy(), self._next_number(), node.created, node.priority)
+        upper = Node(parent, node.label[: count * width], node.blocks[:count].copy(), node.number, node.created, node.priority)
         upper.last_use, upper.uses = node.last_use, node.uses
         upper.users = 1 if node.users else 0
         node.label, node.blocks, node.parent = node.label[count * width :], node.blocks[count:].copy(), upper

@@ -21,13 +21,12 @@ import numpy.typing as npt
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, IndexRangeError, OutOfBlocksError, StaleHandleError
 from kvdock.prefix.factory import create_prefix_cache
-from kvdock.prefix.inputs import as_integers, check_block_size, slots_of
+from kvdock.prefix.inputs import MAX_SLOTS, as_integers, check_block_size, check_priority, count_of, slots_of
 from kvdock.prefix.interface import Namespace, PrefixCache, PrefixHandle
 from kvdock.prefix.ownership import OneThread
 from kvdock.scheduler.block_allocator import BlockAllocator, BlockIds
 from kvdock.scheduler.partition import check_partition
 from kvdock.scheduler.sequence import CacheSequence, Growing
-from kvdock.spec import check_int
 
 __all__ = ["CacheManager"]
 
@@ -54,7 +53,12 @@ class CacheManager(OneThread):
         self.prefix = create_prefix_cache(prefix, block_size=block_size, **options) if isinstance(prefix, str) else prefix
         if not isinstance(self.prefix, PrefixCache):
             raise ArgumentTypeError("CacheManager: prefix", expected="a name or a PrefixCache", got=repr(prefix)[:80])
-        if self.prefix.block_size != block_size or self.prefix.size_info.total_size:
+        if self.prefix is prefix and options:
+            raise ArgumentValueError("CacheManager", expected="no options beside a prefix cache that is made", got=", ".join(options))
+        if self.allocator.num_blocks * block_size > MAX_SLOTS:
+            got = self.allocator.num_blocks
+            raise ArgumentValueError("CacheManager: num_blocks", expected=f"at most {MAX_SLOTS // block_size}: 2**31 slots", got=got)
+        if self.prefix.block_size != block_size or self.prefix.size_info.total_size or self.prefix.num_locks:
             raise ArgumentValueError(
                 "CacheManager: prefix",
                 expected=f"an empty prefix cache in blocks of {block_size}",
@@ -95,8 +99,7 @@ class CacheManager(OneThread):
         ids = as_integers("CacheManager.begin: tokens", tokens)
         if not ids.size:
             raise ArgumentValueError("CacheManager.begin: tokens", expected="at least one token", got="none")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise ArgumentTypeError("CacheManager.begin: priority", expected="an int", got=repr(priority))
+        check_priority("CacheManager.begin: priority", priority)
         if self._blocks_for(ids.size) > self.allocator.num_blocks:
             raise self._too_large(ids.size)
         # Without the last token, so that the block it is in is neither taken nor locked where all of it is cached.
@@ -129,7 +132,7 @@ class CacheManager(OneThread):
             StaleHandleError: the sequence is finished, or another manager's.
         """
         self._check(seq, "extend")
-        start, stop = seq.num_tokens, seq.num_tokens + check_int("CacheManager.extend: n", n, 0)
+        start, stop = seq.num_tokens, seq.num_tokens + count_of("CacheManager.extend: n", n)
         last = start // self.block_size if n and start % self.block_size and self._is_shared(seq, start // self.block_size) else None
         fresh = self._take(self._blocks_for(stop) - seq._blocks.size + (last is not None)).astype(np.int32)
         pairs = np.empty((0, 2), dtype=np.int64)
@@ -158,7 +161,7 @@ class CacheManager(OneThread):
         """
         self._check(seq, "commit")
         fresh = as_integers("CacheManager.commit: tokens", tokens)
-        check_int("CacheManager.commit: computed", computed, 0)
+        computed = count_of("CacheManager.commit: computed", computed)
         most = min(seq._ids.size + fresh.size, seq.num_tokens)
         if not seq.computed <= computed <= most:
             raise IndexRangeError(
@@ -199,7 +202,7 @@ class CacheManager(OneThread):
             StaleHandleError: the sequence is finished, or another manager's.
         """
         handle = self._check(seq, "truncate")
-        check_int("CacheManager.truncate: n", n, 0)
+        n = count_of("CacheManager.truncate: n", n)
         if n > seq.num_tokens:
             raise IndexRangeError("CacheManager.truncate: n", expected=f"at most the {seq.num_tokens} tokens there are", got=n)
         keep = self._blocks_for(n)

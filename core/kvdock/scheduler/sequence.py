@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdock.errors import IndexRangeError
+from kvdock.prefix.inputs import count_of
 from kvdock.prefix.interface import Namespace, PrefixHandle
 
 __all__ = ["CacheSequence", "Growing"]
@@ -27,7 +28,7 @@ class Growing:
     __slots__ = ("_room", "size")
 
     def __init__(self, values: npt.NDArray[Any]) -> None:
-        self._room = values.copy()
+        self._room = values.astype(np.int64) if values.dtype.kind == "u" else values.copy()
         self.size = values.size
 
     @property
@@ -36,7 +37,9 @@ class Growing:
         return self._room[: self.size]
 
     def append(self, values: npt.NDArray[Any]) -> None:
-        """Add elements. Integers that do not fit the dtype widen it."""
+        """Add elements. Integers that do not fit the dtype widen it; there are none beyond int64."""
+        if values.dtype.kind == "u":
+            values = values.astype(np.int64)
         size = self.size + values.size
         dtype = np.promote_types(self._room.dtype, values.dtype) if values.size else self._room.dtype
         if size > self._room.size or dtype != self._room.dtype:
@@ -100,7 +103,8 @@ class CacheSequence:
         Raises:
             IndexRangeError: not ``0 <= start <= stop <= num_tokens``.
         """
-        if not 0 <= start <= stop <= self.num_tokens:
+        start, stop = (count_of(f"CacheSequence.slot_mapping: {name}", value) for name, value in (("start", start), ("stop", stop)))
+        if not start <= stop <= self.num_tokens:
             expected = f"0 <= start <= stop <= {self.num_tokens}"
             raise IndexRangeError("CacheSequence.slot_mapping", expected=expected, got=f"start={start}, stop={stop}")
         first = start // self.block_size

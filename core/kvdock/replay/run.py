@@ -1,0 +1,145 @@
+"""A whole replay: one trace, one size of pool, one prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from kvdock.errors import ArgumentValueError
+from kvdock.prefix import create_prefix_cache
+from kvdock.replay.arrivals import Arrivals, AtTheirTimes, OneByOne, Rates, Waits
+from kvdock.replay.memory import peak_memory_bytes
+from kvdock.replay.pool import ReplayPool
+from kvdock.replay.times import Times
+from kvdock.replay.tokens import TokenMaker
+from kvdock.replay.trace import Trace
+from kvdock.spec import check_int
+
+__all__ = ["ReplaySettings", "Run", "checked_pool", "replay"]
+
+_MOST_TOKENS = 2**31
+"""More tokens than slots of 32 bits can name."""
+
+
+@attrs.frozen
+class ReplaySettings:
+    """How to replay.
+
+    Args:
+        block_size: tokens in a block of the pool, 1 to 512.
+        prefix: name of the prefix cache, as `create_prefix_cache` takes it.
+        policy: what it evicts first; None leaves that to the prefix cache.
+        rates: replay at the times of the trace, with requests that get on at this speed; None: one after the other.
+    """
+
+    block_size: int = 16
+    prefix: str = "radix"
+    policy: str | None = None
+    rates: Rates | None = None
+
+    def make_pool(self, pool_tokens: int) -> ReplayPool:
+        """Make an empty pool of ``pool_tokens // block_size`` blocks.
+
+        Raises:
+            ArgumentValueError: no such prefix cache or policy, a block size out of range, a pool of less than a block
+                or of 2**31 tokens.
+            ArgumentTypeError: the prefix cache knows no policies.
+        """
+        options = {} if self.policy is None else {"policy": self.policy}
+        prefix = create_prefix_cache(self.prefix, block_size=self.block_size, **options)
+        check_int("replay: pool", pool_tokens, 1)
+        if not self.block_size <= pool_tokens < _MOST_TOKENS:
+            expected = f"at least a block of {self.block_size} tokens, and fewer than 2**31"
+            raise ArgumentValueError("replay: pool", expected=expected, got=pool_tokens)
+        return ReplayPool(prefix, pool_tokens // self.block_size, holds_output=self.rates is not None)
+
+    def arrivals(self) -> Arrivals:
+        """Return in which order requests begin and finish."""
+        return OneByOne() if self.rates is None else AtTheirTimes(self.rates)
+
+
+@attrs.frozen
+class Run:
+    """What a replay found. Sizes are tokens, times are seconds.
+
+    Args:
+        pool_tokens: size of the pool: whole blocks.
+        requests: how many were replayed; all of them.
+        input_tokens: tokens of their prompts.
+        hit_tokens: tokens of those that were there.
+        evicted_tokens: tokens that were evicted.
+        cached_tokens: tokens that were stored in the end.
+        operations: what each operation of the prefix cache took; see `kvdock.replay.pool.OPERATIONS`.
+        seconds: all of them together.
+        waits: who had to wait; None without times.
+        peak_memory_bytes: see `kvdock.replay.memory.PEAK_METHOD`.
+    """
+
+    pool_tokens: int
+    requests: int
+    input_tokens: int
+    hit_tokens: int
+    evicted_tokens: int
+    cached_tokens: int
+    operations: dict[str, Times]
+    seconds: float
+    waits: Waits | None
+    peak_memory_bytes: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Hit tokens per token of input."""
+        return self.hit_tokens / self.input_tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of input per second in the operations of the prefix cache."""
+        return self.input_tokens / self.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as what JSON can hold, with the rates."""
+        return {**attrs.asdict(self), "hit_rate": self.hit_rate, "tokens_per_s": self.tokens_per_s}
+
+
+def checked_pool(trace: Trace, pool_tokens: int, settings: ReplaySettings) -> ReplayPool:
+    """Make an empty pool that each request of a trace fits into; raises as `replay` does."""
+    pool = settings.make_pool(pool_tokens)
+    for request in trace.requests:
+        pool.check_fits(request)
+    return pool
+
+
+def replay(trace: Trace, pool_tokens: int, settings: ReplaySettings, progress: Callable[[], None] = lambda: None) -> Run:
+    """Let all requests of a trace go through a pool and a prefix cache, and prove in the end that nothing was lost.
+
+    Args:
+        trace: the trace.
+        pool_tokens: size of the pool in tokens, rounded down to whole blocks.
+        settings: how to replay.
+        progress: called each time that a request has begun.
+
+    Raises:
+        ArgumentValueError: a request is larger than the pool, and nothing was replayed; or see `ReplaySettings.make_pool`.
+        IntegrityError: the prefix cache has lost count.
+    """
+    pool, arrivals, maker = checked_pool(trace, pool_tokens, settings), settings.arrivals(), TokenMaker()
+    hit_tokens = 0
+    for begun in arrivals.replay(trace.requests, pool, maker):
+        hit_tokens += begun.cached_len
+        progress()
+    cached, stats = pool.prefix.size_info.total_size, pool.prefix.stats
+    pool.close()
+    return Run(
+        pool_tokens=pool.allocator.num_blocks * settings.block_size,
+        requests=len(trace.requests),
+        input_tokens=trace.input_tokens,
+        hit_tokens=hit_tokens,
+        evicted_tokens=stats.evicted_tokens,
+        cached_tokens=cached,
+        operations=pool.times.summary(),
+        seconds=pool.times.total_s(),
+        waits=arrivals.waits,
+        peak_memory_bytes=peak_memory_bytes(),
+    )
