@@ -31,7 +31,7 @@ class PlainTree:
 
     def __init__(self, block_size: int) -> None:
         self.block_size, self.clock, self.size = block_size, 0, 0
-        self.root = Node(None, np.empty(0, np.int32), np.empty(0, np.int64))
+        self.root = Node(None, np.empty(0, np.int32), np.empty(0, np.int32))
 
     def walk(self, tokens: Any) -> tuple[Node, int, list[Any]]:
         """Return where the tokens end, how many that are, and their slots in pieces."""
@@ -68,7 +68,7 @@ class PlainTree:
         """Return the slots of the longest stored prefix."""
         tokens = tokens[: len(tokens) // self.block_size * self.block_size]
         _, _, found = self.walk(tokens)
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+        return np.concatenate(found) if found else np.empty(0, np.int32)
 
     def insert(self, tokens: Any, slots: Any) -> int:
         """Store tokens and slots; return how many were there."""

@@ -51,6 +51,7 @@ from kvdock.prefix.factory import create_prefix_cache
 from kvdock.prefix.interface import PrefixCache
 from kvdock.rank import RankInfo
 from kvdock.runtime import Runtime
+from kvdock.scheduler.cache_manager import CacheManager
 from kvdock.spec import COPY_DTYPES, QUANTISED_DTYPES, KVSpec, LayerSpec, MLALayerSpec
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "BackendUnavailableError",
     "Cache",
     "CacheConfig",
+    "CacheManager",
     "Capabilities",
     "CapacityError",
     "Descriptor",

@@ -124,6 +124,7 @@ class EvictionQueue(Generic[E]):
     def __init__(self, policy: EvictionPolicy) -> None:
         self._key = policy.key
         self._heap: list[tuple[Any, int, E]] = []
+        self._dead = 0
 
     def push(self, item: E) -> None:
         """Add a candidate, unless it is there."""
@@ -143,6 +144,22 @@ class EvictionQueue(Generic[E]):
                     return item
                 self.push(item)  # used since: its turn comes later
 
+    def discard(self, item: E) -> None:
+        """Note that an item is no longer stored. Once such entries are half of all, they are dropped."""
+        if item.is_queued:
+            self._dead += 1
+            if 2 * self._dead > len(self._heap):
+                self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Keep the entries of candidates only."""
+        for _, _, item in self._heap:
+            item.is_queued = item.is_evictable
+        self._heap = [entry for entry in self._heap if entry[2].is_queued]
+        heapq.heapify(self._heap)
+        self._dead = 0
+
     def clear(self) -> None:
         """Forget all candidates."""
         self._heap.clear()
+        self._dead = 0

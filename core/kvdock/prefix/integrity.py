@@ -61,7 +61,8 @@ def _check_node(node: Node, key_bytes: int) -> None:
     assert parent is not None  # noqa: S101 - roots are not passed
     behind = sum(1 for child in (node.children or {}).values() if child.users)
     _demand(len(node.blocks) > 0, node, "at least one block")
-    _demand(len(node.label) == len(node.blocks) * key_bytes, node, "a label as long as its blocks")
+    _demand(len(node.blocks) * key_bytes <= len(node.label) <= 2 * len(node.blocks) * key_bytes, node, "a label as long as its blocks")
+    _demand(len(node.label) == len(node.blocks) * key_bytes or not node.children, node, "a label as long as its blocks, or no children")
     _demand(node.users == node.locks + behind and node.locks >= 0, node, "users that are its locks and its held children")
     _demand(node.children is None or node.children, node, "no empty table of children")
     _demand(node.is_queued or not node.is_evictable, node, "a place in the queue, since it is evictable")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import attrs
 import numpy as np
@@ -27,8 +28,8 @@ from kvdock.prefix.stats import PrefixStats
 
 __all__ = ["InsertResult", "MatchResult", "Namespace", "PrefixCache", "PrefixHandle", "SizeInfo", "Slots"]
 
-Slots = npt.NDArray[np.int64]
-"""An array of slots, one per token."""
+Slots = npt.NDArray[np.int32]
+"""An array of slots, one per token: a pool has fewer than 2**31."""
 
 Namespace = tuple[Hashable, ...]
 """Isolation key, such as ``("tenant", "a")`` or ``("adapter", 7)``: str, bytes and int, compared with their types."""
@@ -52,20 +53,18 @@ class PrefixHandle:
         return f"{type(self).__name__}(cached_len={self.cached_len})"
 
 
-@attrs.frozen(eq=False)
-class MatchResult:
+class MatchResult(NamedTuple):
     """What `PrefixCache.match_prefix` found.
 
     Args:
         handle: the place where the match ends; for a miss one with ``cached_len`` 0, which can be locked like any other.
-        indices: slots of the matched tokens, int64 ``[handle.cached_len]``; the caller's own array.
+        indices: slots of the matched tokens, int32 ``[handle.cached_len]``; the caller's own array.
     """
 
     handle: PrefixHandle
     indices: Slots
 
 
-@attrs.frozen(eq=False)
 class InsertResult:
     """What `PrefixCache.insert_prefix` did.
 
@@ -73,13 +72,26 @@ class InsertResult:
         cached_len: tokens that were stored before; the blocks that the caller passed for them are still the caller's, unless
             they are the stored ones.
         handle: the end of what is stored now: ``handle.cached_len`` tokens, whose blocks belong to the cache.
-        indices: canonical slots of those tokens, int64 ``[handle.cached_len]``; the caller's own array. A request must go on
-            with these, since duplicates may be freed.
+        indices: canonical slots of those tokens, int32 ``[handle.cached_len]``; the caller's own array. A request must go on
+            with these, since duplicates may be freed. A function that returns them is called when they are first wanted.
     """
 
-    cached_len: int
-    handle: PrefixHandle
-    indices: Slots
+    __slots__ = ("_indices", "cached_len", "handle")
+
+    def __init__(self, cached_len: int, handle: PrefixHandle, indices: Slots | Callable[[], Slots]) -> None:
+        self.cached_len = cached_len
+        self.handle = handle
+        self._indices = indices
+
+    def __repr__(self) -> str:
+        return f"InsertResult(cached_len={self.cached_len}, handle={self.handle})"
+
+    @property
+    def indices(self) -> Slots:
+        """Canonical slots, int32 ``[handle.cached_len]``."""
+        if not isinstance(self._indices, np.ndarray):
+            self._indices = self._indices()
+        return self._indices
 
 
 @attrs.frozen
@@ -166,7 +178,7 @@ class PrefixCache(ABC):
 
         Raises:
             ArgumentTypeError: tokens or slots that are no integers.
-            ArgumentValueError: different lengths; slots that are negative, twice there, not whole blocks, or stored for
+            ArgumentValueError: different lengths; slots that are negative, twice there, not whole blocks, at 2**31 or more, or stored for
                 another token. A token's own slot again is fine.
         """
 
@@ -175,10 +187,26 @@ class PrefixCache(ABC):
         """Forget exactly ``ceil(size / block_size)`` blocks, those that the policy names, ends of prefixes first.
 
         Returns:
-            Their slots, int64. The blocks are the caller's again.
+            Their slots, int32. The blocks are the caller's again.
 
         Raises:
             OutOfBlocksError: fewer are evictable. Nothing was evicted.
+        """
+
+    @abstractmethod
+    def discard_prefix(self, handle: PrefixHandle, start: int) -> Slots:
+        """Forget the end of a prefix, from token ``start`` on, as far as nobody has it locked and nothing is stored behind it.
+
+        Args:
+            handle: the end of the prefix.
+            start: tokens to keep, a multiple of the block size.
+
+        Returns:
+            The slots that were freed, int32; none where all is in use. Their blocks are the caller's again.
+
+        Raises:
+            StaleHandleError: as for `lock_handle`.
+            ArgumentValueError: ``start`` is no multiple of the block size.
         """
 
     @abstractmethod
@@ -210,7 +238,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def stored_blocks(self) -> npt.NDArray[np.int64]:
-        """Return the ids of all blocks that belong to the cache, sorted. Costs time in their number."""
+        """Return the ids of all blocks, int64, that belong to the cache, sorted. Costs time in their number."""
 
     @abstractmethod
     def check_integrity(self) -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvdock.errors import ArgumentValueError, OutOfBlocksError, StaleHandleError
 from kvdock.prefix.events import Cleared, EventStream, PrefixEvent
-from kvdock.prefix.inputs import as_integers, block_count, blocks_of, check_block_size, namespace_key
+from kvdock.prefix.inputs import as_integers, block_count, blocks_of, check_block_size, check_start, namespace_key
 from kvdock.prefix.interface import InsertResult, MatchResult, Namespace, PrefixCache, PrefixHandle, SizeInfo, Slots
 from kvdock.prefix.ownership import OneThread
 from kvdock.prefix.stats import PrefixStats
@@ -49,7 +49,7 @@ class NaivePrefixCache(OneThread, PrefixCache):
         handle = _Handle(self, self._time)
         if record:
             self.record_match(handle, count)
-        return MatchResult(handle, np.empty(0, dtype=np.int64))
+        return MatchResult(handle, np.empty(0, dtype=np.int32))
 
     def record_match(self, handle: PrefixHandle, num_tokens: int) -> None:
         """Count a miss."""
@@ -83,14 +83,21 @@ class NaivePrefixCache(OneThread, PrefixCache):
             raise ArgumentValueError("insert_prefix: slots", expected=f"{ids.size}, one for each token", got=places.size)
         namespace_key("insert_prefix: namespace", namespace)
         blocks_of("insert_prefix: slots", places[: places.size - places.size % self.block_size], self.block_size)
-        return InsertResult(0, _Handle(self, self._time), np.empty(0, dtype=np.int64))
+        return InsertResult(0, _Handle(self, self._time), np.empty(0, dtype=np.int32))
 
     def evict(self, size: int) -> Slots:
         """Evict nothing; more is an error."""
         self._enter()
         if block_count("evict: size", size, self.block_size):
             raise OutOfBlocksError("evict: size", expected="0: nothing is stored", got=size)
-        return np.empty(0, dtype=np.int64)
+        return np.empty(0, dtype=np.int32)
+
+    def discard_prefix(self, handle: PrefixHandle, start: int) -> Slots:
+        """Forget nothing."""
+        self._enter()
+        self._checked(handle)
+        check_start("discard_prefix: start", start, self.block_size)
+        return np.empty(0, dtype=np.int32)
 
     def reset(self) -> Slots:
         """Let all handles be stale."""
@@ -99,7 +106,7 @@ class NaivePrefixCache(OneThread, PrefixCache):
         self._locks = 0
         if self._events:
             self._events.emit(Cleared())
-        return np.empty(0, dtype=np.int64)
+        return np.empty(0, dtype=np.int32)
 
     @property
     def size_info(self) -> SizeInfo:

@@ -21,7 +21,8 @@ class Node:
     Attributes:
         parent: the node before it; None for a root, and for a node that is no longer stored.
         children: nodes behind it, by the bytes of their first block of token ids; None without any.
-        label: token ids as bytes, so that one call compares a run with a prompt wherever that one is.
+        label: token ids as bytes, so that one call compares a run with a prompt wherever that one is. Longer than the blocks
+            where their tail was evicted, until that matters.
         blocks: ids of the blocks.
         users: locks of handles to the end of this node, plus children that have users: the path is protected while > 0.
         locks: locks of handles to the end of this node.

@@ -16,6 +16,7 @@ that `kvdock.prefix.interface` states.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -25,7 +26,7 @@ import numpy.typing as npt
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, IntegrityError, OutOfBlocksError, StaleHandleError
 from kvdock.prefix.events import Cleared, EventStream, PrefixEvent, Removed, Stored
 from kvdock.prefix.eviction import EvictionPolicy, EvictionQueue, policy_of
-from kvdock.prefix.inputs import as_integers, block_count, blocks_of, check_block_size, namespace_key, slots_of
+from kvdock.prefix.inputs import as_integers, block_count, blocks_of, check_block_size, check_start, namespace_key, slots_of
 from kvdock.prefix.integrity import check_tree
 from kvdock.prefix.interface import InsertResult, MatchResult, Namespace, PrefixCache, PrefixHandle, SizeInfo, Slots
 from kvdock.prefix.labels import common_blocks, token_bytes, tokens_of, widened
@@ -112,16 +113,18 @@ class RadixPrefixCache(OneThread, PrefixCache):
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ArgumentTypeError("insert_prefix: priority", expected="an int", got=repr(priority))
         key = namespace_key("insert_prefix: namespace", namespace)
-        blocks = blocks_of("insert_prefix: slots", places[: places.size - places.size % self.block_size], self.block_size)
+        whole = places[: places.size - places.size % self.block_size]
+        blocks, highest = blocks_of("insert_prefix: slots", whole, self.block_size)
         labels, root = self._labels(ids), self._roots.get(key)
         node, length, known = self._walk(root, labels) if root is not None else (None, 0, _NO_BLOCKS)
-        self._check_free(blocks, known)
+        is_canonical = self._check_free(blocks, known)
         if length < blocks.size:
             root = self._root(key, namespace) if root is None else root
-            node = self._append(node or root, labels, blocks, length, priority)
-        handle = RadixHandle(self, self._epoch, node, blocks.size * self.block_size)
+            node = self._append(node or root, labels, blocks, length, priority, highest)
         self._use(node, priority)
-        return InsertResult(length * self.block_size, handle, slots_of(np.concatenate((known, blocks[length:])), self.block_size))
+        canonical = blocks if is_canonical else np.concatenate((known, blocks[length:]))
+        handle = RadixHandle(self, self._epoch, node, whole.size)
+        return InsertResult(length * self.block_size, handle, functools.partial(slots_of, canonical, self.block_size))
 
     def evict(self, size: int) -> Slots:
         """Forget blocks, ends of prefixes first; see `PrefixCache.evict`."""
@@ -140,12 +143,24 @@ class RadixPrefixCache(OneThread, PrefixCache):
             node = self._queue.pop()
             runs.append(self._remove(node) if len(node.blocks) <= count else self._trim(node, count))
             count -= len(runs[-1])
-        return self._removed(np.concatenate(runs)) if runs else np.empty(0, dtype=np.int64)
+        return self._removed(np.concatenate(runs)) if runs else np.empty(0, dtype=np.int32)
+
+    def discard_prefix(self, handle: PrefixHandle, start: int) -> Slots:
+        """Forget the end of a prefix; see `PrefixCache.discard_prefix`."""
+        self._enter()
+        node, position = self._checked(handle).node, handle.cached_len // self.block_size
+        first = check_start("discard_prefix: start", start, self.block_size) // self.block_size
+        runs: list[BlockRun] = []
+        while node is not None and node.is_evictable and position > first:
+            parent, count = node.parent, min(len(node.blocks), position - first)
+            runs.append(self._remove(node) if count == len(node.blocks) else self._trim(node, count))
+            node, position = parent, position - count
+        return self._removed(np.concatenate(runs)) if runs else np.empty(0, dtype=np.int32)
 
     def reset(self) -> Slots:
         """Forget everything; see `PrefixCache.reset`."""
         self._enter()
-        slots = slots_of(self.stored_blocks(), self.block_size)
+        slots = slots_of(self.stored_blocks().astype(np.int32), self.block_size)
         self._roots.clear()
         self._queue.clear()
         self._owned = _NO_OWNERS
@@ -241,6 +256,8 @@ class RadixPrefixCache(OneThread, PrefixCache):
             if child is None:
                 break
             node, label = child, child.label
+            if len(label) != len(child.blocks) * width:
+                label = self._shorten(child)
             if not labels.startswith(label, position):
                 node = self._split(child, common_blocks(label, labels, position, width, self._token_bytes))
                 runs.append(node.blocks)
@@ -269,13 +286,13 @@ class RadixPrefixCache(OneThread, PrefixCache):
         root.namespace = namespace
         return root
 
-    def _append(self, parent: Node, labels: bytes, blocks: npt.NDArray[np.int64], start: int, priority: int) -> Node:
+    def _append(self, parent: Node, labels: bytes, blocks: BlockRun, start: int, priority: int, highest: int) -> Node:
         """Store blocks from ``start`` on behind a node."""
         width = self.block_size * self._token_bytes
-        fresh = blocks[start:].astype(np.int32)
-        node = Node(parent, labels[start * width :], fresh, self._next_number(), self._clock + 1, priority)
+        fresh = blocks[start:]
+        node = Node(parent, labels[start * width :], fresh.copy(), self._next_number(), self._clock + 1, priority)
         parent.add_child(node.label[:width], node)
-        self._take_over(fresh)
+        self._take_over(fresh, highest)
         self._stored += fresh.size
         self._inserted += fresh.size
         self._queue.push(node)
@@ -291,6 +308,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
         del siblings[node.label[: self.block_size * self._token_bytes]]
         node.parent = None
         node.generation += 1
+        self._queue.discard(node)
         if not siblings:
             parent.children = None
             if parent.parent is None:
@@ -304,12 +322,19 @@ class RadixPrefixCache(OneThread, PrefixCache):
         """Take the last ``count`` blocks off a leaf that has more, and return them."""
         keep = len(node.blocks) - count
         tail = node.blocks[keep:]
-        node.blocks = node.blocks[:keep].copy()
-        node.label = node.label[: keep * self.block_size * self._token_bytes]
+        node.blocks = node.blocks[:keep]
         node.generation += 1
+        if 2 * keep * self.block_size * self._token_bytes < len(node.label):
+            self._shorten(node)  # else it is left: the next eviction would copy the label again
         self._queue.push(node)
         self._count_eviction(node)
         return tail
+
+    def _shorten(self, node: Node) -> bytes:
+        """Bring a node's label to the length of its blocks, holding on to no memory beyond; return the label."""
+        node.blocks = node.blocks.copy()
+        node.label = node.label[: len(node.blocks) * self.block_size * self._token_bytes]
+        return node.label
 
     def _count_eviction(self, node: Node) -> None:
         """Count a run that goes."""
@@ -377,27 +402,31 @@ class RadixPrefixCache(OneThread, PrefixCache):
             )
         return handle
 
-    def _check_free(self, blocks: npt.NDArray[np.int64], known: BlockRun) -> None:
-        """Refuse blocks that are stored for other tokens; ``known`` are the stored ones of the first tokens."""
-        if known.size and not (own := blocks[: known.size] == known).all():
-            blocks = np.concatenate((blocks[: known.size][~own], blocks[known.size :]))
-        else:
-            blocks = blocks[known.size :]
-        inside = blocks[blocks < self._owned.size] if blocks.size and blocks.max() >= self._owned.size else blocks
-        taken = inside[self._owned[inside]]
-        if taken.size:
+    def _check_free(self, blocks: BlockRun, known: BlockRun) -> bool:
+        """Refuse blocks that are stored for other tokens; ``known`` are the stored ones of the first tokens.
+
+        Returns:
+            whether the blocks of the first tokens are the stored ones.
+        """
+        others, is_canonical = blocks, True
+        if known.size:
+            differ = blocks[: known.size] != known
+            is_canonical = not np.count_nonzero(differ)
+            others = blocks[known.size :] if is_canonical else np.concatenate((blocks[: known.size][differ], blocks[known.size :]))
+        taken = self._owned.take(others, mode="clip") if self._owned.size else _NO_OWNERS
+        if np.count_nonzero(taken) and (wrong := others[taken & (others < self._owned.size)]).size:
             raise ArgumentValueError(
                 "insert_prefix: slots",
                 expected="slots that are not stored, or each with its own token",
-                got=f"slot {int(taken[0]) * self.block_size} of block {int(taken[0])}, which is stored for another token",
+                got=f"slot {int(wrong[0]) * self.block_size} of block {int(wrong[0])}, which is stored for another token",
                 fix="allocate a block for each block of new tokens, and free it only when evict() returned it",
             )
+        return is_canonical
 
-    def _take_over(self, blocks: BlockRun) -> None:
+    def _take_over(self, blocks: BlockRun, highest: int) -> None:
         """Note that blocks are stored, in a table that reaches as far as the highest."""
-        need = int(blocks.max()) + 1
-        if need > self._owned.size:
-            grown = np.zeros(max(need, 2 * self._owned.size), dtype=np.bool_)
+        if highest >= self._owned.size:
+            grown = np.zeros(max(highest + 1, 2 * self._owned.size), dtype=np.bool_)
             grown[: self._owned.size] = self._owned
             self._owned = grown
         self._owned[blocks] = True
