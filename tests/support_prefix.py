@@ -134,21 +134,32 @@ class SlowPrefixCache:
             ends = [
                 (self.key(block), namespace, block) for namespace, block in self.blocks() if not block.children and block.number not in held
             ]
-            _, namespace, block = min(ends, key=lambda entry: entry[0])
-            self.ages.append(self.clock - block.last_use)
-            run = [self._remove(block)]
-            count -= 1
-            while count and block.parent is not None and block.parent.parent is not None and not block.parent.ends_run:
-                block = block.parent
-                run.append(self._remove(block))
-                count -= 1
-            above = block.parent
-            assert above is not None
-            above.ends_run = True
-            if above.parent is None and not above.children:
-                del self.roots[namespace]
-            runs.append(run[::-1])
+            block = min(ends, key=lambda entry: entry[0])[-1]
+            runs.append(self._remove_run(block, count))
+            count -= len(runs[-1])
         return runs
+
+    def discard(self, path: list[Block], start: int) -> list[list[int]]:
+        """Take blocks from the end of a path that nobody holds and that nothing is behind; returns them in runs."""
+        held, runs, left = self.protected(), list[list[int]](), list(path)
+        while len(left) > start and not left[-1].children and left[-1].number not in held:
+            runs.append(self._remove_run(left[-1], len(left) - start))
+            del left[-len(runs[-1]) :]
+        return runs
+
+    def _remove_run(self, block: Block, count: int) -> list[int]:
+        """Take so many blocks off the end of a run, or all of it."""
+        self.ages.append(self.clock - block.last_use)
+        run = [self._remove(block)]
+        while len(run) < count and block.parent is not None and block.parent.parent is not None and not block.parent.ends_run:
+            block = block.parent
+            run.append(self._remove(block))
+        above = block.parent
+        assert above is not None
+        above.ends_run = True
+        if above.parent is None and not above.children:
+            self.roots = {namespace: root for namespace, root in self.roots.items() if root is not above}
+        return run[::-1]
 
     def _remove(self, block: Block) -> int:
         assert block.parent is not None
@@ -207,7 +218,7 @@ def tree_of(cache: RadixPrefixCache) -> dict[tuple[str, Path], tuple[object, ...
     left: list[tuple[Any, str, Path]] = [(root, repr(root.namespace), ()) for root in cache._roots.values()]
     while left:
         node, namespace, path = left.pop()
-        tokens = np.frombuffer(node.label, dtype=dtype).tolist()
+        tokens = np.frombuffer(node.label, dtype=dtype)[: len(node.blocks) * size].tolist()
         path = (*path, *(tuple(tokens[at : at + size]) for at in range(0, len(tokens), size)))
         left.extend((child, namespace, path) for child in (node.children or {}).values())
         if node.parent is not None:

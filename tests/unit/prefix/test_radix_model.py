@@ -105,7 +105,7 @@ class Caches(RuleBasedStateMachine):
         path = self.model.find(tokens, namespace)
         if record:
             self.model.record(path, len(tokens))
-        assert found.indices.dtype == np.int64
+        assert found.indices.dtype == np.int32
         assert found.indices.tolist() == slots_of([block.number for block in path], self.block_size)
         found.indices[...] = -5
         return self.hold(found.handle, path)
@@ -180,7 +180,7 @@ class Caches(RuleBasedStateMachine):
         there, path = self.model.insert(tokens, numbers, namespace, priority)
         assert there == len(known)
         assert made.cached_len == there * self.block_size
-        assert made.indices.dtype == np.int64
+        assert made.indices.dtype == np.int32
         assert made.indices.tolist() == slots_of([block.number for block in path], self.block_size)
         made.indices[...] = -5
         stored = {block.number for block in path}
@@ -197,10 +197,23 @@ class Caches(RuleBasedStateMachine):
             self.refused(OutOfBlocksError, lambda: self.cache.evict(size))
             return
         slots = self.cache.evict(np.int64(size) if size % 2 else size)
-        assert slots.dtype == np.int64
+        assert slots.dtype == np.int32
         numbers = [number for run in runs for number in run]
         assert slots.tolist() == slots_of(numbers, self.block_size)
         assert not set(numbers) & set(self.free)
+        self.free.extend(numbers)
+
+    @rule(held=handles, start=st.integers(0, 6))
+    def discard(self, held: Held, start: int) -> None:
+        if self.is_stale(held):
+            self.refused(StaleHandleError, lambda: self.cache.discard_prefix(held.handle, start * self.block_size))
+            return
+        if self.block_size > 1:
+            self.refused(ArgumentValueError, lambda: self.cache.discard_prefix(held.handle, start * self.block_size + 1))
+        runs = self.model.discard(held.path, start)
+        slots = self.cache.discard_prefix(held.handle, start * self.block_size)
+        numbers = [number for run in runs for number in run]
+        assert slots.tolist() == slots_of(numbers, self.block_size)
         self.free.extend(numbers)
 
     @precondition(lambda self: self.model.clock > 6)
@@ -277,7 +290,7 @@ class Caches(RuleBasedStateMachine):
                 return
             slots[at * size + 1] += 1
         elif kind == "high":
-            slots[place] = slots_of([2**31], size)
+            slots[place] = slots_of([2**31 // size], size)
         else:
             slots = slots[:-1] if kind == "short" else [*slots, 0]
         self.refused(ArgumentValueError, lambda: self.cache.insert_prefix(tokens, slots))
