@@ -1,0 +1,340 @@
+"""`CacheManager` with its prefix cache: random calls, with a memory that is really written, and a second manager that must decide alike.
+
+``KVDOCK_STATEFUL_MINUTES=60 pytest -m slow -s tests/unit/scheduler/test_cache_manager_model.py`` runs it for an hour.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvdock.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    IndexRangeError,
+    KVDockError,
+    OutOfBlocksError,
+    StaleHandleError,
+    WrongThreadError,
+)
+from kvdock.prefix import RadixPrefixCache
+from kvdock.scheduler import CacheManager, CacheSequence
+from support_descriptors import in_thread
+from support_prefix import KEYS, inside, overwrite, seen, tree_of
+
+FREE, JUNK = -1, -2
+TOKENS = st.lists(st.integers(0, 1), max_size=12)
+NAMESPACES = [(), (1,), (True,)]
+STEPS = [0]
+
+
+@attrs.define(eq=False)
+class Request:
+    """A sequence of each manager, and what is known of its tokens: as many of them as are computed must be read back."""
+
+    pair: tuple[CacheSequence, CacheSequence]
+    ids: list[int]
+    namespace: tuple[object, ...]
+    computed: int
+    is_open: bool = True
+
+    @property
+    def seq(self) -> CacheSequence:
+        return self.pair[0]
+
+
+class Managers(RuleBasedStateMachine):
+    """Sequences come, grow, split, shrink and go, in a pool that is too small for them."""
+
+    requests = Bundle("requests")
+
+    @initialize(
+        num_blocks=st.integers(3, 16),
+        block_size=st.sampled_from([1, 2, 3, 4]),
+        options=st.sampled_from([*({"policy": name} for name in sorted(KEYS)), {"policy": "lru"}, {"prefix": "naive"}]),
+    )
+    def start(self, num_blocks: int, block_size: int, options: dict[str, str]) -> None:
+        self.managers = CacheManager(num_blocks, block_size, **options), CacheManager(num_blocks, block_size, **options)
+        self.block_size, self.num_blocks = block_size, num_blocks
+        self.memory = np.full(num_blocks * block_size, FREE)
+        self.open: list[Request] = []
+        self.foreign = CacheManager(4, block_size)
+        self.is_radix = isinstance(self.manager.prefix, RadixPrefixCache)
+
+    @property
+    def manager(self) -> CacheManager:
+        return self.managers[0]
+
+    def both(self, call: Callable[[CacheManager, int], Any]) -> tuple[Any, Any]:
+        return call(self.managers[0], 0), call(self.managers[1], 1)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    # Good calls, or such as ask for too much.
+
+    @rule(target=requests, ids=TOKENS, space=st.integers(0, 4), priority=st.integers(0, 2), wide=st.booleans())
+    def begin(self, ids: list[int], space: int, priority: int, wide: bool) -> Any:
+        namespace = NAMESPACES[max(0, space - 2)]
+        tokens = np.array([*ids, 0], dtype=np.int64 if wide else np.int32)
+        ids = tokens.tolist()
+        whole = (len(ids) - 1) // self.block_size * self.block_size
+        found = self.manager.prefix.match_prefix(ids[:whole], namespace, record=False).handle
+        self.manager.prefix.lock_handle(found)
+        room = self.manager.allocator.num_free + self.manager.prefix.size_info.evictable_size // self.block_size
+        self.manager.prefix.lock_handle(found, unlock=True)
+        self.managers[1].prefix.match_prefix(ids[:whole], namespace, record=False)
+        if self.blocks_for(len(ids)) - found.cached_len // self.block_size > room:
+            self.refused(OutOfBlocksError, lambda manager, _: manager.begin(tokens, namespace))
+            return multiple()
+        pair = self.both(lambda manager, _: manager.begin(tokens, namespace, priority=priority))
+        overwrite(tokens)
+        assert pair[0].cached_len == pair[0].computed == found.cached_len < len(ids)
+        assert pair[0].num_tokens == len(ids)
+        return self.add(Request(pair, ids, namespace, found.cached_len))
+
+    def add(self, made: Request) -> Request:
+        self.open.append(made)
+        return made
+
+    @precondition(lambda self: self.open)
+    @rule(one=requests, n=st.integers(0, 7), data=st.data())
+    def extend(self, one: Request, n: int, data: st.DataObject) -> None:
+        """Room for more; what is written there and not committed may be anything."""
+        if not one.is_open:
+            self.refused(StaleHandleError, lambda manager, at: manager.extend(one.pair[at], n))
+            return
+        start = one.seq.num_tokens
+        try:
+            slots, pairs = self.manager.extend(one.seq, n)
+        except OutOfBlocksError:
+            assert n > 0
+            need = self.blocks_for(start + n) - self.blocks_for(start) + (start % self.block_size > 0)
+            assert need > self.manager.available_size // self.block_size
+            self.refused(OutOfBlocksError, lambda manager, at: manager.extend(one.pair[at], n))
+            return
+        others = self.managers[1].extend(one.pair[1], n)
+        assert [slots.tolist(), pairs.tolist()] == [others[0].tolist(), others[1].tolist()]
+        self.copy(pairs)
+        assert slots.tolist() == one.seq.slot_mapping(start, start + n).tolist()
+        assert one.seq.num_tokens == start + n
+        if data.draw(st.booleans()):
+            self.memory[slots] = JUNK  # drafted
+
+    def copy(self, pairs: np.ndarray[Any, Any]) -> None:
+        rows = self.memory.reshape(-1, self.block_size)
+        rows[pairs[:, 1]] = rows[pairs[:, 0]].copy()
+
+    @rule(one=requests, new=st.lists(st.integers(0, 1), max_size=5), share=st.sampled_from([0, 0.5, 1, 1, 1]))
+    def commit(self, one: Request, new: list[int], share: float) -> None:
+        """Compute some of what can be, and say so."""
+        if not one.is_open:
+            self.refused(StaleHandleError, lambda manager, at: manager.commit(one.pair[at], new, computed=0))
+            return
+        ids = [*one.ids, *new]
+        most = min(len(ids), one.seq.num_tokens)
+        for bad in (one.computed - 1, most + 1):
+            error = IndexRangeError if bad >= 0 else ArgumentValueError
+            self.refused(error, lambda manager, at, bad=bad: manager.commit(one.pair[at], new, computed=bad))
+        computed = one.computed + int(share * (most - one.computed))
+        slots = one.seq.slot_mapping(one.computed, computed)
+        self.memory[slots] = ids[one.computed : computed]
+        tokens = np.array(new, dtype=np.int64)
+        self.both(lambda manager, at: manager.commit(one.pair[at], tokens, computed=computed))
+        overwrite(tokens)
+        one.ids, one.computed = ids, computed
+        assert one.seq.computed == computed
+
+    @rule(target=requests, one=requests)
+    def fork(self, one: Request) -> Any:
+        if not one.is_open:
+            self.refused(StaleHandleError, lambda manager, at: manager.fork(one.pair[at]))
+            return multiple()
+        pair = self.both(lambda manager, at: manager.fork(one.pair[at]))
+        assert pair[0].num_tokens == min(one.seq.num_tokens, len(one.ids))
+        return self.add(Request(pair, list(one.ids), one.namespace, one.computed))
+
+    @rule(one=requests, share=st.sampled_from([0, 0.3, 0.6, 0.9, 1]), less=st.integers(0, 2))
+    def truncate(self, one: Request, share: float, less: int) -> None:
+        if not one.is_open:
+            self.refused(StaleHandleError, lambda manager, at: manager.truncate(one.pair[at], 0))
+            return
+        self.refused(IndexRangeError, lambda manager, at: manager.truncate(one.pair[at], one.seq.num_tokens + 1))
+        n = max(0, int(share * one.seq.num_tokens) - less)
+        self.both(lambda manager, at: manager.truncate(one.pair[at], n))
+        one.ids, one.computed = one.ids[:n], min(one.computed, n)
+        assert (one.seq.num_tokens, one.seq.computed) == (n, one.computed)
+
+    @rule(one=requests, how=st.sampled_from(["keep", "drop", "abort"]))
+    def end(self, one: Request, how: str) -> None:
+        calls: dict[str, Callable[[CacheManager, int], None]] = {
+            "keep": lambda manager, at: manager.finish(one.pair[at]),
+            "drop": lambda manager, at: manager.finish(one.pair[at], keep=False),
+            "abort": lambda manager, at: manager.abort(one.pair[at]),
+        }
+        if not one.is_open:
+            self.refused(StaleHandleError, calls[how])
+            return
+        self.both(calls[how])
+        one.is_open = False
+        self.open.remove(one)
+        assert not one.seq.is_open
+
+    @rule()
+    def reset(self) -> None:
+        if self.open:
+            self.refused(ArgumentValueError, lambda manager, _: manager.reset())
+        else:
+            self.both(lambda manager, _: manager.reset())
+            assert self.manager.allocator.num_free == self.num_blocks
+
+    # Bad calls: each raises, and nothing has changed.
+
+    def state(self) -> list[object]:
+        found: list[object] = []
+        for manager in self.managers:
+            counts = manager.allocator.ref_counts(np.arange(self.num_blocks)).tolist()
+            prefix = (
+                seen(manager.prefix) if isinstance(manager.prefix, RadixPrefixCache) else (manager.prefix.stats, manager.prefix.num_locks)
+            )
+            found += [counts, prefix, manager.available_size, manager.num_sequences]
+        for one in self.open:
+            for seq in one.pair:
+                facts = (seq.num_tokens, seq.cached_len, seq.computed, seq.is_open)
+                found.append([seq.block_table.tolist(), seq.tokens.tolist(), str(seq.tokens.dtype), facts])
+        return found
+
+    def refused(self, error: type[KVDockError], call: Callable[[CacheManager, int], object]) -> None:
+        before = self.state()
+        for at, manager in enumerate(self.managers):
+            with pytest.raises(error):
+                call(manager, at)
+        assert self.state() == before
+
+    @rule(one=requests)
+    def of_another_manager(self, one: Request) -> None:
+        before = self.state()
+        calls: list[Callable[[CacheManager], object]] = [
+            lambda manager: manager.extend(one.seq, 1),
+            lambda manager: manager.commit(one.seq, [], computed=0),
+            lambda manager: manager.fork(one.seq),
+            lambda manager: manager.truncate(one.seq, 0),
+            lambda manager: manager.finish(one.seq),
+            lambda manager: manager.abort(one.seq),
+        ]
+        for call in calls:
+            for manager in (self.foreign, self.managers[1]):
+                with pytest.raises(StaleHandleError):
+                    call(manager)
+        assert self.state() == before
+
+    @rule(bad=st.sampled_from([[1.0], [True], np.ones(2), "text", None, [2**64]]))
+    def bad_types(self, bad: Any) -> None:
+        self.refused(ArgumentTypeError, lambda manager, _: manager.begin(bad))
+        self.refused(ArgumentTypeError, lambda manager, _: manager.begin([1], "tenant"))  # type: ignore[arg-type]
+        self.refused(ArgumentTypeError, lambda manager, _: manager.finish(bad))
+        if self.open:
+            one = self.open[0]
+            self.refused(ArgumentTypeError, lambda manager, at: manager.commit(one.pair[at], bad, computed=one.computed))
+
+    @rule(size=st.integers(1, 50))
+    def too_large(self, size: int) -> None:
+        self.refused(ArgumentValueError, lambda manager, _: manager.begin([]))
+        self.refused(OutOfBlocksError, lambda manager, _: manager.begin([0] * (self.num_blocks * self.block_size + size)))
+
+    @rule()
+    def other_thread(self) -> None:
+        def work() -> None:
+            calls: Sequence[Callable[[], object]] = [
+                lambda: self.manager.begin([1]),
+                self.manager.check_integrity,
+                self.manager.hand_over,
+                self.manager.reset,
+            ]
+            for call in calls:
+                with pytest.raises(WrongThreadError):
+                    call()
+
+        before = self.state()
+        in_thread(work)
+        assert self.state() == before
+
+    # After each step.
+
+    @invariant()
+    def is_whole(self) -> None:
+        STEPS[0] += 1
+        counts, counts2 = self.both(lambda manager, _: manager.allocator.ref_counts(np.arange(self.num_blocks)).tolist())
+        self.both(lambda manager, _: manager.check_integrity())
+        rows = self.memory.reshape(-1, self.block_size)
+        rows[np.array(counts) == 0] = FREE
+        for one in self.open:
+            assert self.memory[one.seq.slot_mapping(0, one.computed)].tolist() == one.ids[: one.computed]
+            assert one.seq.tokens.tolist() == one.ids
+            assert one.seq.block_table.tolist() == one.pair[1].block_table.tolist()
+            assert one.seq.block_table.size == self.blocks_for(one.seq.num_tokens)
+            assert one.seq.cached_len <= one.seq.num_tokens
+        assert counts == counts2
+        cached = set(self.manager.prefix.stored_blocks().tolist())
+        held = set(itertools.chain.from_iterable(one.seq.block_table.tolist() for one in self.open))
+        assert held | cached == {block for block, count in enumerate(counts) if count}
+        free = self.manager.allocator.num_free * self.block_size
+        assert self.manager.available_size == free + self.manager.prefix.size_info.evictable_size
+        assert len(held - cached) + len(cached) + self.manager.allocator.num_free == self.num_blocks
+
+    @invariant()
+    def what_is_cached_is_computed(self) -> None:
+        if not self.is_radix:
+            return
+        first, second = (manager.prefix for manager in self.managers)
+        assert isinstance(first, RadixPrefixCache)
+        assert isinstance(second, RadixPrefixCache)
+        assert inside(first) == inside(second)
+        for (_, path), (blocks, *_) in tree_of(first).items():
+            assert isinstance(blocks, list)
+            wanted = [list(tokens) for tokens in path[len(path) - len(blocks) :]]
+            assert self.memory.reshape(-1, self.block_size)[blocks].tolist() == wanted
+
+    def teardown(self) -> None:
+        """Where all sequences are gone, so are their blocks and locks."""
+        if hasattr(self, "managers"):
+            for one in list(self.open):
+                self.both(lambda manager, at, one=one: manager.finish(one.pair[at]))
+            assert self.manager.available_size == self.num_blocks * self.block_size
+            assert self.manager.prefix.num_locks == 0
+            self.manager.check_integrity()
+
+
+COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "report_multiple_bugs": False}
+
+Managers.TestCase.settings = settings(max_examples=200, stateful_step_count=50, **COMMON)
+TestManagers = Managers.TestCase
+
+
+@pytest.mark.slow
+def test_for_as_long_as_asked() -> None:
+    """``KVDOCK_STATEFUL_MINUTES``, or one minute."""
+    start, steps = time.monotonic(), STEPS[0]
+    minutes = float(os.environ.get("KVDOCK_STATEFUL_MINUTES", "1"))
+    while (left := 60 * minutes - (time.monotonic() - start)) > 0:
+        run_state_machine_as_test(Managers, settings=settings(max_examples=60, stateful_step_count=100, database=None, **COMMON))
+    print(f"\n{STEPS[0] - steps:,} steps in {60 * minutes - left:.0f} s")
