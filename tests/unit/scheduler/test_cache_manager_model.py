@@ -17,11 +17,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    Bundle,
     RuleBasedStateMachine,
     initialize,
     invariant,
-    multiple,
     precondition,
     rule,
     run_state_machine_as_test,
@@ -42,7 +40,8 @@ from support_descriptors import in_thread
 from support_prefix import KEYS, inside, overwrite, seen, tree_of
 
 FREE, JUNK = -1, -2
-TOKENS = st.lists(st.integers(0, 1), max_size=12)
+TOKENS = st.builds(lambda size, at: [int(i == at) for i in range(size)], st.integers(0, 14), st.integers(0, 20))
+WHICH = st.integers(0, 11)
 NAMESPACES = [(), (1,), (True,)]
 STEPS = [0]
 
@@ -55,7 +54,6 @@ class Request:
     ids: list[int]
     namespace: tuple[object, ...]
     computed: int
-    is_open: bool = True
 
     @property
     def seq(self) -> CacheSequence:
@@ -64,8 +62,6 @@ class Request:
 
 class Managers(RuleBasedStateMachine):
     """Sequences come, grow, split, shrink and go, in a pool that is too small for them."""
-
-    requests = Bundle("requests")
 
     @initialize(
         num_blocks=st.integers(3, 16),
@@ -77,6 +73,8 @@ class Managers(RuleBasedStateMachine):
         self.block_size, self.num_blocks = block_size, num_blocks
         self.memory = np.full(num_blocks * block_size, FREE)
         self.open: list[Request] = []
+        self.closed: list[Request] = []
+        self.stats = [0, 0, 0]
         self.foreign = CacheManager(4, block_size)
         self.is_radix = isinstance(self.manager.prefix, RadixPrefixCache)
 
@@ -92,8 +90,8 @@ class Managers(RuleBasedStateMachine):
 
     # Good calls, or such as ask for too much.
 
-    @rule(target=requests, ids=TOKENS, space=st.integers(0, 4), priority=st.integers(0, 2), wide=st.booleans())
-    def begin(self, ids: list[int], space: int, priority: int, wide: bool) -> Any:
+    @rule(ids=TOKENS, space=st.integers(0, 4), priority=st.integers(0, 2), wide=st.booleans())
+    def begin(self, ids: list[int], space: int, priority: int, wide: bool) -> None:
         namespace = NAMESPACES[max(0, space - 2)]
         tokens = np.array([*ids, 0], dtype=np.int64 if wide else np.int32)
         ids = tokens.tolist()
@@ -105,24 +103,19 @@ class Managers(RuleBasedStateMachine):
         self.managers[1].prefix.match_prefix(ids[:whole], namespace, record=False)
         if self.blocks_for(len(ids)) - found.cached_len // self.block_size > room:
             self.refused(OutOfBlocksError, lambda manager, _: manager.begin(tokens, namespace))
-            return multiple()
+            return
         pair = self.both(lambda manager, _: manager.begin(tokens, namespace, priority=priority))
         overwrite(tokens)
+        self.stats = [self.stats[0] + 1, self.stats[1] + len(ids), self.stats[2] + found.cached_len]
         assert pair[0].cached_len == pair[0].computed == found.cached_len < len(ids)
         assert pair[0].num_tokens == len(ids)
-        return self.add(Request(pair, ids, namespace, found.cached_len))
-
-    def add(self, made: Request) -> Request:
-        self.open.append(made)
-        return made
+        self.open.append(Request(pair, ids, namespace, found.cached_len))
 
     @precondition(lambda self: self.open)
-    @rule(one=requests, n=st.integers(0, 7), data=st.data())
-    def extend(self, one: Request, n: int, data: st.DataObject) -> None:
+    @rule(which=WHICH, n=st.integers(0, 7), data=st.data())
+    def extend(self, which: int, n: int, data: st.DataObject) -> None:
         """Room for more; what is written there and not committed may be anything."""
-        if not one.is_open:
-            self.refused(StaleHandleError, lambda manager, at: manager.extend(one.pair[at], n))
-            return
+        one = self.open[which % len(self.open)]
         start = one.seq.num_tokens
         try:
             slots, pairs = self.manager.extend(one.seq, n)
@@ -144,12 +137,11 @@ class Managers(RuleBasedStateMachine):
         rows = self.memory.reshape(-1, self.block_size)
         rows[pairs[:, 1]] = rows[pairs[:, 0]].copy()
 
-    @rule(one=requests, new=st.lists(st.integers(0, 1), max_size=5), share=st.sampled_from([0, 0.5, 1, 1, 1]))
-    def commit(self, one: Request, new: list[int], share: float) -> None:
+    @precondition(lambda self: self.open)
+    @rule(which=WHICH, new=st.lists(st.sampled_from([0, 0, 0, 1]), max_size=5), share=st.sampled_from([0, 0.5, 1, 1, 1]))
+    def commit(self, which: int, new: list[int], share: float) -> None:
         """Compute some of what can be, and say so."""
-        if not one.is_open:
-            self.refused(StaleHandleError, lambda manager, at: manager.commit(one.pair[at], new, computed=0))
-            return
+        one = self.open[which % len(self.open)]
         ids = [*one.ids, *new]
         most = min(len(ids), one.seq.num_tokens)
         for bad in (one.computed - 1, most + 1):
@@ -164,40 +156,53 @@ class Managers(RuleBasedStateMachine):
         one.ids, one.computed = ids, computed
         assert one.seq.computed == computed
 
-    @rule(target=requests, one=requests)
-    def fork(self, one: Request) -> Any:
-        if not one.is_open:
-            self.refused(StaleHandleError, lambda manager, at: manager.fork(one.pair[at]))
-            return multiple()
+    @precondition(lambda self: self.open)
+    @rule(which=WHICH)
+    def fork(self, which: int) -> None:
+        one = self.open[which % len(self.open)]
         pair = self.both(lambda manager, at: manager.fork(one.pair[at]))
         assert pair[0].num_tokens == min(one.seq.num_tokens, len(one.ids))
-        return self.add(Request(pair, list(one.ids), one.namespace, one.computed))
+        self.open.append(Request(pair, list(one.ids), one.namespace, one.computed))
 
-    @rule(one=requests, share=st.sampled_from([0, 0.3, 0.6, 0.9, 1]), less=st.integers(0, 2))
-    def truncate(self, one: Request, share: float, less: int) -> None:
-        if not one.is_open:
-            self.refused(StaleHandleError, lambda manager, at: manager.truncate(one.pair[at], 0))
-            return
+    @precondition(lambda self: self.open)
+    @rule(which=WHICH, share=st.sampled_from([0, 0.3, 0.6, 0.9, 1]), less=st.integers(0, 2))
+    def truncate(self, which: int, share: float, less: int) -> None:
+        one = self.open[which % len(self.open)]
         self.refused(IndexRangeError, lambda manager, at: manager.truncate(one.pair[at], one.seq.num_tokens + 1))
         n = max(0, int(share * one.seq.num_tokens) - less)
         self.both(lambda manager, at: manager.truncate(one.pair[at], n))
         one.ids, one.computed = one.ids[:n], min(one.computed, n)
         assert (one.seq.num_tokens, one.seq.computed) == (n, one.computed)
 
-    @rule(one=requests, how=st.sampled_from(["keep", "drop", "abort"]))
-    def end(self, one: Request, how: str) -> None:
+    @precondition(lambda self: self.open)
+    @rule(which=WHICH, how=st.sampled_from(["keep", "keep", "drop", "abort"]))
+    def end(self, which: int, how: str) -> None:
+        one = self.open[which % len(self.open)]
         calls: dict[str, Callable[[CacheManager, int], None]] = {
             "keep": lambda manager, at: manager.finish(one.pair[at]),
             "drop": lambda manager, at: manager.finish(one.pair[at], keep=False),
             "abort": lambda manager, at: manager.abort(one.pair[at]),
         }
-        if not one.is_open:
-            self.refused(StaleHandleError, calls[how])
-            return
+        one = self.open[which % len(self.open)]
         self.both(calls[how])
-        one.is_open = False
         self.open.remove(one)
+        self.closed.append(one)
         assert not one.seq.is_open
+
+    @precondition(lambda self: self.closed)
+    @rule(which=WHICH)
+    def after_the_end(self, which: int) -> None:
+        one = self.closed[which % len(self.closed)]
+        calls: list[Callable[[CacheManager, int], object]] = [
+            lambda manager, at: manager.extend(one.pair[at], 1),
+            lambda manager, at: manager.commit(one.pair[at], [], computed=one.computed),
+            lambda manager, at: manager.fork(one.pair[at]),
+            lambda manager, at: manager.truncate(one.pair[at], 0),
+            lambda manager, at: manager.finish(one.pair[at]),
+            lambda manager, at: manager.abort(one.pair[at]),
+        ]
+        for call in calls:
+            self.refused(StaleHandleError, call)
 
     @rule()
     def reset(self) -> None:
@@ -230,9 +235,10 @@ class Managers(RuleBasedStateMachine):
                 call(manager, at)
         assert self.state() == before
 
-    @rule(one=requests)
-    def of_another_manager(self, one: Request) -> None:
-        before = self.state()
+    @precondition(lambda self: self.open)
+    @rule(which=WHICH)
+    def of_another_manager(self, which: int) -> None:
+        one, before = self.open[which % len(self.open)], self.state()
         calls: list[Callable[[CacheManager], object]] = [
             lambda manager: manager.extend(one.seq, 1),
             lambda manager: manager.commit(one.seq, [], computed=0),
@@ -294,6 +300,8 @@ class Managers(RuleBasedStateMachine):
             assert one.seq.block_table.size == self.blocks_for(one.seq.num_tokens)
             assert one.seq.cached_len <= one.seq.num_tokens
         assert counts == counts2
+        stats = self.manager.prefix.stats
+        assert [stats.lookups, stats.lookup_tokens, stats.hit_tokens] == self.stats
         cached = set(self.manager.prefix.stored_blocks().tolist())
         held = set(itertools.chain.from_iterable(one.seq.block_table.tolist() for one in self.open))
         assert held | cached == {block for block, count in enumerate(counts) if count}
