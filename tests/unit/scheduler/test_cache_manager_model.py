@@ -112,10 +112,12 @@ class Managers(RuleBasedStateMachine):
         self.open.append(Request(pair, ids, namespace, found.cached_len))
 
     @precondition(lambda self: self.open)
-    @rule(which=WHICH, n=st.integers(0, 7), data=st.data())
-    def extend(self, which: int, n: int, data: st.DataObject) -> None:
+    @rule(which=WHICH, n=st.integers(0, 7), is_drafted=st.booleans())
+    def extend(self, which: int, n: int, is_drafted: bool) -> None:
         """Room for more; what is written there and not committed may be anything."""
-        one = self.open[which % len(self.open)]
+        self.grow(self.open[which % len(self.open)], n, is_drafted)
+
+    def grow(self, one: Request, n: int, is_drafted: bool) -> None:
         start = one.seq.num_tokens
         try:
             slots, pairs = self.manager.extend(one.seq, n)
@@ -130,7 +132,7 @@ class Managers(RuleBasedStateMachine):
         self.copy(pairs)
         assert slots.tolist() == one.seq.slot_mapping(start, start + n).tolist()
         assert one.seq.num_tokens == start + n
-        if data.draw(st.booleans()):
+        if is_drafted:
             self.memory[slots] = JUNK  # drafted
 
     def copy(self, pairs: np.ndarray[Any, Any]) -> None:
@@ -151,10 +153,30 @@ class Managers(RuleBasedStateMachine):
         slots = one.seq.slot_mapping(one.computed, computed)
         self.memory[slots] = ids[one.computed : computed]
         tokens = np.array(new, dtype=np.int64)
+        is_free = computed // self.block_size >= one.seq._shared  # else it was cut within a cached block
         self.both(lambda manager, at: manager.commit(one.pair[at], tokens, computed=computed))
         overwrite(tokens)
         one.ids, one.computed = ids, computed
         assert one.seq.computed == computed
+        if self.is_radix and is_free:
+            size = computed // self.block_size * self.block_size
+            found, _ = self.both(lambda manager, _: manager.prefix.match_prefix(ids[:size], one.namespace, record=False))
+            assert found.indices.tolist() == one.seq.slot_mapping(0, size).tolist(), "cached, and the sequence goes on with that"
+
+    @precondition(lambda self: self.open)
+    @rule(which=WHICH, n=st.integers(1, 6), accepted=st.integers(0, 6), new=st.lists(st.sampled_from([0, 0, 0, 1]), min_size=6, max_size=6))
+    def speculate(self, which: int, n: int, accepted: int, new: list[int]) -> None:
+        """Draft tokens, compute them all, keep some; or cut the sequence first, and draft from there."""
+        one = self.open[which % len(self.open)]
+        known = len(one.ids)
+        self.truncate(which, 1 if accepted % 2 else 0.8, 0)
+        self.commit(which, [], 1)
+        if len(one.ids) == one.computed == one.seq.num_tokens:
+            self.grow(one, n, is_drafted=True)
+            if one.seq.num_tokens == one.computed + n:
+                self.commit(which, new[:n] if accepted < n else new[: accepted - n], 1)
+                self.truncate(which, 1, max(0, n - accepted))
+        assert len(one.ids) <= known + n
 
     @precondition(lambda self: self.open)
     @rule(which=WHICH)
@@ -189,8 +211,6 @@ class Managers(RuleBasedStateMachine):
         self.closed.append(one)
         assert not one.seq.is_open
 
-    @precondition(lambda self: self.closed)
-    @rule(which=WHICH)
     def after_the_end(self, which: int) -> None:
         one = self.closed[which % len(self.closed)]
         calls: list[Callable[[CacheManager, int], object]] = [
@@ -235,8 +255,6 @@ class Managers(RuleBasedStateMachine):
                 call(manager, at)
         assert self.state() == before
 
-    @precondition(lambda self: self.open)
-    @rule(which=WHICH)
     def of_another_manager(self, which: int) -> None:
         one, before = self.open[which % len(self.open)], self.state()
         calls: list[Callable[[CacheManager], object]] = [
@@ -253,7 +271,6 @@ class Managers(RuleBasedStateMachine):
                     call(manager)
         assert self.state() == before
 
-    @rule(bad=st.sampled_from([[1.0], [True], np.ones(2), "text", None, [2**64]]))
     def bad_types(self, bad: Any) -> None:
         self.refused(ArgumentTypeError, lambda manager, _: manager.begin(bad))
         self.refused(ArgumentTypeError, lambda manager, _: manager.begin([1], "tenant"))  # type: ignore[arg-type]
@@ -262,12 +279,10 @@ class Managers(RuleBasedStateMachine):
             one = self.open[0]
             self.refused(ArgumentTypeError, lambda manager, at: manager.commit(one.pair[at], bad, computed=one.computed))
 
-    @rule(size=st.integers(1, 50))
     def too_large(self, size: int) -> None:
         self.refused(ArgumentValueError, lambda manager, _: manager.begin([]))
         self.refused(OutOfBlocksError, lambda manager, _: manager.begin([0] * (self.num_blocks * self.block_size + size)))
 
-    @rule()
     def other_thread(self) -> None:
         def work() -> None:
             calls: Sequence[Callable[[], object]] = [
@@ -283,6 +298,19 @@ class Managers(RuleBasedStateMachine):
         before = self.state()
         in_thread(work)
         assert self.state() == before
+
+    @rule(kind=st.integers(0, 4), which=WHICH, bad=st.sampled_from([[1.0], [True], np.ones(2), "text", None, [2**64]]))
+    def bad_call(self, kind: int, which: int, bad: Any) -> None:
+        if kind == 0 and self.open:
+            self.of_another_manager(which)
+        elif kind == 1 and self.closed:
+            self.after_the_end(which)
+        elif kind == 2:
+            self.bad_types(bad)
+        elif kind == 3:
+            self.too_large(which + 1)
+        else:
+            self.other_thread()
 
     # After each step.
 
@@ -334,7 +362,7 @@ class Managers(RuleBasedStateMachine):
 
 COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "report_multiple_bugs": False}
 
-Managers.TestCase.settings = settings(max_examples=200, stateful_step_count=50, **COMMON)
+Managers.TestCase.settings = settings(max_examples=250, stateful_step_count=50, **COMMON)
 TestManagers = Managers.TestCase
 
 
