@@ -207,7 +207,6 @@ def test_checking_a_naive_cache_belongs_to_its_thread_too() -> None:
 
 def corrupt(cache: RadixPrefixCache, fault: str) -> None:
     """Break the bookkeeping."""
-    node = next(iter(cache.nodes()))
     root = next(iter(cache._roots.values()))
     if fault == "an entry that the queue lost":
         cache._queue._heap.clear()
