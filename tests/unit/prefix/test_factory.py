@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,11 @@ class Ours(NaivePrefixCache):
 
 
 @pytest.fixture
-def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict[str, Any]]]:
+def plugins(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     """What plugins bring."""
     found: dict[str, dict[str, Any]] = {}
     monkeypatch.setattr(factory, "_plugins", lambda: found)
-    yield found
+    return found
 
 
 def test_by_name_and_with_options() -> None:

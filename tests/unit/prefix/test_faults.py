@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,6 @@ def filled(*prompts: list[int], block_size: int = 1, **options: Any) -> RadixPre
 
 
 def test_the_matched_node_itself_is_locked_not_its_parent_and_not_the_root() -> None:
-    cache = filled([1, 2], [1, 2, 3])
     cache = RadixPrefixCache(1)
     cache.insert_prefix([1, 2], [0, 1])
     cache.insert_prefix([1, 2, 3], [0, 1, 2])
@@ -128,9 +128,7 @@ def test_a_handle_is_stale_once_its_end_is_gone_even_if_the_same_tokens_come_bac
         assert cache.discard_prefix(handle, 0).tolist() == [0, 1]
     else:
         cache.evict(2 if how == "evicted" else 1)
-    cache.insert_prefix(
-        [1, 2], [cache.match_prefix([1], record=False).indices.tolist(), [5]][1] * 0 or [0, 5] if how == "trimmed" else [4, 5]
-    )
+    cache.insert_prefix([1, 2], [0, 5])
     with pytest.raises(StaleHandleError):
         cache.lock_handle(handle)
     cache.check_integrity()
@@ -209,7 +207,8 @@ def test_evicting_too_much_is_the_documented_error_and_evicts_nothing_even_witho
         handle = cache.match_prefix([1, 2]).handle
         cache.evict(1)
         found = []
-        for call in (lambda: cache.evict(2), lambda: cache.lock_handle(handle), lambda: cache.lock_handle(cache.match_prefix([1]).handle, True),
+        other = cache.match_prefix([1]).handle
+        for call in (lambda: cache.evict(2), lambda: cache.lock_handle(handle), lambda: cache.lock_handle(other, True),
                      lambda: cache.insert_prefix([1], [-1]), lambda: cache.insert_prefix([3], [0]), lambda: cache.match_prefix([1.0])):
             try:
                 found.append(repr(call()))
@@ -249,9 +248,8 @@ def test_each_policy_by_hand(policy: str, order: list[int]) -> None:
     cache = RadixPrefixCache(1, policy)
     for token, priority in ((10, 1), (11, 2), (12, 0), (13, 0)):
         cache.insert_prefix([token], [token - 10], priority=priority)
-    for token in (10, 10, 11, 11, 12, 11, 13, 10):
-        if token != 12 and not (token == 13 and policy == "none"):
-            cache.match_prefix([token])
+    for token in (10, 10, 11, 11, 11, 13, 10):
+        cache.match_prefix([token])
     assert [int(cache.evict(1)[0]) for _ in range(4)] == order
 
 
@@ -264,8 +262,8 @@ def test_of_equal_tokens_the_highest_priority_counts_and_its_prefix_has_it_too()
     assert [int(cache.evict(1)[0]) for _ in range(3)] == [1, 2, 0]
 
 
-class Longest(EvictionPolicy):
-    """One's own: the most often used goes first. Its key falls, but for what this test does not do."""
+class FirstCome(EvictionPolicy):
+    """One's own: what came first; of that, what was used least."""
 
     name = "first come"
 
@@ -274,7 +272,7 @@ class Longest(EvictionPolicy):
 
 
 def test_a_policy_of_ones_own() -> None:
-    cache = filled([1], [2], policy=Longest())
+    cache = filled([1], [2], policy=FirstCome())
     cache.match_prefix([1])
     assert cache.policy.name == "first come"
     assert cache.evict(1).tolist() == [0]
@@ -333,14 +331,10 @@ def test_slots_may_be_changed_by_the_caller_after_an_insertion_and_before_the_in
     assert cache.match_prefix([1, 2]).indices.tolist() == [4, 5]
 
 
-@pytest.mark.parametrize("slots", [[1, 0], [0, 2], [2, 3], [0, 0]])
+@pytest.mark.parametrize("slots", [[1, 0], [0, 1], [0, 2], [2, 3], [0, 0]])
 def test_a_slot_that_another_token_owns_is_refused(slots: list[int]) -> None:
     cache = filled([1, 2], [3])
     before = seen(cache)
-    if slots == [0, 2]:
-        slots = [0, 1]
-        assert cache.insert_prefix([1, 2], slots).cached_len == 2, "its own is fine"
-        return
     with pytest.raises(ArgumentValueError, match="slot"):
         cache.insert_prefix([1, 9], slots)
     assert seen(cache) == before
@@ -524,8 +518,6 @@ CALLS = """if True:
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "priority"])
 def test_ranks_decide_alike_whatever_the_seed_of_hashes(policy: str) -> None:
-    import os
-
     answers = [answer(CALLS, policy, env={**os.environ, "PYTHONHASHSEED": seed}) for seed in ("1", "777")]
     assert json.dumps(answers[0]) == json.dumps(answers[1])
     assert any(len(one) > 0 for one in answers[0][0])
