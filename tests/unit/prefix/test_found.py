@@ -18,7 +18,12 @@ from support_prefix import inside
 @pytest.mark.parametrize("act", ["evict", "reset"])
 def test_an_observer_that_evicts_what_was_just_stored_leaves_no_good_handle_to_it(act: str) -> None:
     cache = RadixPrefixCache(1)
-    cache.subscribe(lambda event: isinstance(event, Stored) and (cache.evict(1) if act == "evict" else cache.reset()))
+
+    def on(event: object) -> None:
+        if isinstance(event, Stored):
+            cache.evict(1) if act == "evict" else cache.reset()
+
+    cache.subscribe(on)
     handle = cache.insert_prefix([1], [0]).handle
     with pytest.raises(StaleHandleError):
         cache.lock_handle(handle)
@@ -27,7 +32,12 @@ def test_an_observer_that_evicts_what_was_just_stored_leaves_no_good_handle_to_i
 
 def test_an_observer_that_matches_what_was_just_stored_comes_after_the_insertion() -> None:
     cache, quiet = RadixPrefixCache(1), RadixPrefixCache(1)
-    cache.subscribe(lambda event: isinstance(event, Stored) and cache.match_prefix([1], record=True))
+
+    def on(event: object) -> None:
+        if isinstance(event, Stored):
+            cache.match_prefix([1])
+
+    cache.subscribe(on)
     cache.insert_prefix([1], [0])
     quiet.insert_prefix([1], [0])
     quiet.match_prefix([1])

@@ -196,7 +196,8 @@ class Caches(RuleBasedStateMachine):
         if runs is None:
             self.refused(OutOfBlocksError, lambda: self.cache.evict(size))
             return
-        slots = self.cache.evict(np.int64(size) if size % 2 else size)
+        asked: Any = np.int64(size) if size % 2 else size
+        slots = self.cache.evict(asked)
         assert slots.dtype == np.int32
         numbers = [number for run in runs for number in run]
         assert slots.tolist() == slots_of(numbers, self.block_size)

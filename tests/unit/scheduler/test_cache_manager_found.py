@@ -156,6 +156,16 @@ def test_what_is_written_again_after_a_truncation_becomes_shareable() -> None:
     manager.check_integrity()
 
 
+def test_as_many_blocks_as_before_are_published_again_after_a_truncation_between_blocks() -> None:
+    manager = CacheManager(8, 2)
+    seq = manager.begin([1, 2, 3, 4])
+    manager.commit(seq, [], computed=4)
+    manager.truncate(seq, 2)
+    assert manager.extend(seq, 2)[1].shape == (0, 2)
+    manager.commit(seq, [8, 9], computed=4)
+    assert cached(manager, [1, 2, 8, 9]) == 4
+
+
 def test_a_begin_that_fails_after_the_match_leaves_no_lock() -> None:
     manager = CacheManager(5, 1)
     run(manager, [1, 2])
