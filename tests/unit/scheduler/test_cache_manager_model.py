@@ -179,6 +179,19 @@ class Managers(RuleBasedStateMachine):
         assert len(one.ids) <= known + n
 
     @precondition(lambda self: self.open)
+    @rule(which=WHICH, share=st.sampled_from([0, 0.5, 0.9]), new=st.lists(st.integers(0, 1), min_size=24, max_size=24))
+    def try_again(self, which: int, share: float, new: list[int]) -> None:
+        """Cut between blocks, and go on to the same length with other tokens."""
+        one = self.open[which % len(self.open)]
+        self.commit(which, [], 1)
+        length = one.computed
+        self.truncate(which, int(share * one.seq.num_tokens) // self.block_size * self.block_size / max(1, one.seq.num_tokens), 0)
+        if len(one.ids) == one.seq.num_tokens < length:
+            start = one.seq.num_tokens
+            self.grow(one, length - start, is_drafted=True)
+            self.commit(which, new[: one.seq.num_tokens - start], 1)
+
+    @precondition(lambda self: self.open)
     @rule(which=WHICH)
     def fork(self, which: int) -> None:
         one = self.open[which % len(self.open)]
