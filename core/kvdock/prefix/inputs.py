@@ -20,6 +20,7 @@ __all__ = [
     "check_priority",
     "check_start",
     "count_of",
+    "index_of",
     "namespace_key",
     "slots_of",
 ]
@@ -154,6 +155,13 @@ def block_count(subject: str, size: object, block_size: int) -> int:
 def count_of(subject: str, value: object, minimum: int = 0) -> int:
     """Return an int or numpy integer of at least ``minimum`` as an int, or raise."""
     return check_int(subject, int(value) if isinstance(value, np.integer) else value, minimum)
+
+
+def index_of(subject: str, value: object) -> int:
+    """Return an int or numpy integer of any size as an int, or raise."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ArgumentTypeError(subject, expected="an int", got=repr(value))
+    return int(value)
 
 
 def check_priority(subject: str, priority: object) -> int:

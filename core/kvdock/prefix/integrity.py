@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvdock.errors import IntegrityError
+from kvdock.prefix.inputs import namespace_key
 from kvdock.prefix.node import Node
 
 __all__ = ["check_tree"]
 
 
-def check_tree(roots: Iterable[Node], *, key_bytes: int, stored: int, protected: int, num_locks: int, owned: npt.NDArray[np.int64]) -> None:
+def check_tree(
+    roots: Mapping[Hashable, Node],
+    queue: Iterable[Node],
+    *,
+    key_bytes: int,
+    stored: int,
+    protected: int,
+    num_locks: int,
+    owned: npt.NDArray[np.int64],
+) -> None:
     """Compare every node with its neighbours, and the sums with the counts that the cache keeps.
 
     Args:
-        roots: the roots of all namespaces.
+        roots: the roots of all namespaces, by `namespace_key`.
+        queue: the nodes that the queue of candidates has.
         key_bytes: bytes of one block of token ids.
         stored: blocks that the cache counts.
         protected: those of them that are held.
@@ -28,8 +39,10 @@ def check_tree(roots: Iterable[Node], *, key_bytes: int, stored: int, protected:
     Raises:
         IntegrityError: something does not fit.
     """
-    runs, held, locks, left = list[Any](), 0, 0, list(roots)
-    for root in left:
+    runs, held, locks, left = list[Any](), 0, 0, list(roots.values())
+    queued = {id(node) for node in queue}
+    for key, root in roots.items():
+        _demand(namespace_key("namespace", root.namespace) == key, root, "the key of its namespace")
         _demand(root.parent is None and root.children and not root.label, root, "a root with children and no label")
     while left:
         node = left.pop()
@@ -39,6 +52,7 @@ def check_tree(roots: Iterable[Node], *, key_bytes: int, stored: int, protected:
             left.append(child)
         if node.parent is not None:
             _check_node(node, key_bytes)
+            _demand(node.is_queued == (id(node) in queued), node, "an entry in the queue where it says so")
             runs.append(node.blocks)
             held += len(node.blocks) if node.users else 0
             locks += node.locks

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["common_blocks", "token_bytes", "tokens_of", "widened"]
+__all__ = ["common_blocks", "first_wide", "token_bytes", "tokens_of", "widened"]
 
 _INT32 = np.iinfo(np.int32)
 _DTYPES: dict[int, np.dtype[np.signedinteger[Any]]] = {4: np.dtype(np.int32), 8: np.dtype(np.int64)}
@@ -21,6 +21,11 @@ def token_bytes(ids: npt.NDArray[Any], width: int) -> bytes | None:
     if width == 4 and not np.can_cast(ids.dtype, dtype) and ids.size and (ids.max() > _INT32.max or ids.min() < _INT32.min):
         return None
     return ids.astype(dtype).tobytes()
+
+
+def first_wide(ids: npt.NDArray[Any]) -> int:
+    """Return the place of the first token id that does not fit 4 bytes, of which there is one."""
+    return int(((ids > _INT32.max) | (ids < _INT32.min)).argmax())
 
 
 def tokens_of(label: bytes, width: int) -> npt.NDArray[np.int64]:

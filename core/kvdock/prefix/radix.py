@@ -39,7 +39,7 @@ from kvdock.prefix.inputs import (
 )
 from kvdock.prefix.integrity import check_tree
 from kvdock.prefix.interface import InsertResult, MatchResult, Namespace, PrefixCache, PrefixHandle, SizeInfo, Slots
-from kvdock.prefix.labels import common_blocks, token_bytes, tokens_of, widened
+from kvdock.prefix.labels import common_blocks, first_wide, token_bytes, tokens_of, widened
 from kvdock.prefix.node import BlockRun, Node, RadixHandle
 from kvdock.prefix.ownership import OneThread
 from kvdock.prefix.stats import PrefixStats
@@ -82,8 +82,8 @@ class RadixPrefixCache(OneThread, PrefixCache):
         self._enter()
         ids = as_integers("match_prefix: tokens", tokens)
         root = self._roots.get(namespace_key("match_prefix: namespace", namespace))
-        node, length, blocks = self._walk(root, self._labels(ids)) if root is not None else (None, 0, _NO_BLOCKS)
-        handle = RadixHandle(self, self._epoch, node, length * self.block_size)
+        node, count, blocks = self._walk(root, self._labels(ids))
+        handle = RadixHandle(self, self._epoch, self._settled(node, count), blocks.size * self.block_size)
         if record:
             self._record(handle, ids.size)
         return MatchResult(handle, slots_of(blocks, self.block_size))
@@ -126,14 +126,20 @@ class RadixPrefixCache(OneThread, PrefixCache):
         whole = places[: places.size - places.size % self.block_size]
         blocks, highest = blocks_of("insert_prefix: slots", whole, self.block_size)
         labels, root = self._labels(ids), self._roots.get(key)
-        node, length, known = self._walk(root, labels) if root is not None else (None, 0, _NO_BLOCKS)
-        is_canonical = self._check_free(blocks, known)
+        node, count, known = self._walk(root, labels)
+        is_canonical, length = self._check_free(blocks, known), known.size
+        if len(labels) < blocks.size * self.block_size * self._token_bytes:  # an id that does not fit
+            self._widen()
+            labels = ids[: whole.size].astype(np.int64).tobytes()
+        node = self._settled(node, count)
         if length < blocks.size:
             root = self._root(key, namespace) if root is None else root
             node = self._append(node or root, labels, blocks, length, priority, highest)
         self._use(node, priority)
         canonical = blocks if is_canonical else np.concatenate((known, blocks[length:]))
         handle = RadixHandle(self, self._epoch, node, whole.size)
+        if self._events and node is not None and length < blocks.size:
+            self._events.emit(self._stored_event(node))
         return InsertResult(length * self.block_size, handle, functools.partial(slots_of, canonical, self.block_size))
 
     def evict(self, size: int) -> Slots:
@@ -217,7 +223,8 @@ class RadixPrefixCache(OneThread, PrefixCache):
         """Walk over the whole tree; see `PrefixCache.check_integrity`."""
         self._enter()
         check_tree(
-            self._roots.values(),
+            self._roots,
+            self._queue.items(),
             key_bytes=self.block_size * self._token_bytes,
             stored=self._stored,
             protected=self._protected,
@@ -235,12 +242,12 @@ class RadixPrefixCache(OneThread, PrefixCache):
                 yield node
 
     def _labels(self, ids: npt.NDArray[Any]) -> bytes:
-        """Return the whole blocks of token ids as bytes, of this tree's width."""
+        """Return the whole blocks of token ids as bytes of this tree's width, up to the first that do not fit: none such is stored."""
         whole = ids[: ids.size - ids.size % self.block_size]
         found = token_bytes(whole, self._token_bytes)
         if found is None:
-            self._widen()
-            found = whole.astype(np.int64).tobytes()
+            fits = first_wide(whole)
+            found = whole[: fits - fits % self.block_size].astype(np.int32).tobytes()
         return found
 
     def _widen(self) -> None:
@@ -253,15 +260,15 @@ class RadixPrefixCache(OneThread, PrefixCache):
                 node.children = {widened(key): child for key, child in node.children.items()}
                 assert all(len(key) == width for key in node.children)  # noqa: S101 - what `_walk` looks children up by
 
-    def _walk(self, root: Node, labels: bytes) -> tuple[Node | None, int, BlockRun]:
-        """Follow token ids down as far as they are stored, splitting the last node where they end or differ.
+    def _walk(self, root: Node | None, labels: bytes) -> tuple[Node | None, int, BlockRun]:
+        """Follow token ids down as far as they are stored. Changes nothing; see `_settled`.
 
         Returns:
-            the node where they end, or None at the root; how many blocks that are; and the blocks.
+            the node where they end or differ, or None at the root; how many of its blocks are theirs; and all blocks that are.
         """
         width, end, position = self.block_size * self._token_bytes, len(labels), 0
         node, runs = root, list[BlockRun]()
-        while position < end and node.children is not None:
+        while node is not None and position < end and node.children is not None:
             child = node.children.get(labels[position : position + width])
             if child is None:
                 break
@@ -269,15 +276,17 @@ class RadixPrefixCache(OneThread, PrefixCache):
             if len(label) != len(child.blocks) * width:
                 label = self._shorten(child)
             if not labels.startswith(label, position):
-                node = self._split(child, common_blocks(label, labels, position, width, self._token_bytes))
-                runs.append(node.blocks)
-                position += len(node.label)
+                runs.append(child.blocks[: common_blocks(label, labels, position, width, self._token_bytes)])
                 break
             runs.append(child.blocks)
             position += len(label)
         if not runs:
             return None, 0, _NO_BLOCKS
-        return node, position // width, runs[0] if len(runs) == 1 else np.concatenate(runs)
+        return node, len(runs[-1]), runs[0] if len(runs) == 1 else np.concatenate(runs)
+
+    def _settled(self, node: Node | None, count: int) -> Node | None:
+        """Return the node that ends behind ``count`` blocks of a node, splitting it where that is in its midst."""
+        return node if node is None or count == len(node.blocks) else self._split(node, count)
 
     def _split(self, node: Node, count: int) -> Node:
         """Put the first ``count`` blocks of a node into one before it, and return that. Handles to the end stay good."""
@@ -306,11 +315,13 @@ class RadixPrefixCache(OneThread, PrefixCache):
         self._stored += fresh.size
         self._inserted += fresh.size
         self._queue.push(node)
-        if self._events:
-            namespace = self._root_of(node).namespace
-            before = int(parent.blocks[-1]) if parent.blocks.size else None
-            self._events.emit(Stored(namespace, before, tokens_of(node.label, self._token_bytes), fresh.astype(np.int64)))
         return node
+
+    def _stored_event(self, node: Node) -> Stored:
+        """Describe a node that was just appended."""
+        parent, _ = _above(node)
+        before = int(parent.blocks[-1]) if parent.blocks.size else None
+        return Stored(self._root_of(node).namespace, before, tokens_of(node.label, self._token_bytes), node.blocks.astype(np.int64))
 
     def _remove(self, node: Node) -> BlockRun:
         """Take a leaf out of the tree, and return its blocks."""

@@ -54,7 +54,7 @@ class CacheManager(OneThread):
         if not isinstance(self.prefix, PrefixCache):
             raise ArgumentTypeError("CacheManager: prefix", expected="a name or a PrefixCache", got=repr(prefix)[:80])
         if self.prefix is prefix and options:
-            raise ArgumentValueError("CacheManager", expected="no options beside a prefix cache that is made", got=", ".join(options))
+            raise ArgumentTypeError("CacheManager", expected="no options beside a prefix cache that is made", got=", ".join(options))
         if self.allocator.num_blocks * block_size > MAX_SLOTS:
             got = self.allocator.num_blocks
             raise ArgumentValueError("CacheManager: num_blocks", expected=f"at most {MAX_SLOTS // block_size}: 2**31 slots", got=got)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdock.errors import IndexRangeError
-from kvdock.prefix.inputs import count_of
+from kvdock.prefix.inputs import index_of
 from kvdock.prefix.interface import Namespace, PrefixHandle
 
 __all__ = ["CacheSequence", "Growing"]
@@ -103,8 +103,8 @@ class CacheSequence:
         Raises:
             IndexRangeError: not ``0 <= start <= stop <= num_tokens``.
         """
-        start, stop = (count_of(f"CacheSequence.slot_mapping: {name}", value) for name, value in (("start", start), ("stop", stop)))
-        if not start <= stop <= self.num_tokens:
+        start, stop = (index_of(f"CacheSequence.slot_mapping: {name}", value) for name, value in (("start", start), ("stop", stop)))
+        if not 0 <= start <= stop <= self.num_tokens:
             expected = f"0 <= start <= stop <= {self.num_tokens}"
             raise IndexRangeError("CacheSequence.slot_mapping", expected=expected, got=f"start={start}, stop={stop}")
         first = start // self.block_size
