@@ -124,6 +124,7 @@ class Caches(RuleBasedStateMachine):
         if self.is_stale(held):
             self.refused(StaleHandleError, lambda: self.cache.record_match(held.handle, num_tokens))
         else:
+            num_tokens += held.handle.cached_len
             self.cache.record_match(held.handle, num_tokens)
             self.model.record(held.path, num_tokens)
 
@@ -295,8 +296,6 @@ class Caches(RuleBasedStateMachine):
         else:
             slots = slots[:-1] if kind == "short" else [*slots, 0]
         self.refused(ArgumentValueError, lambda: self.cache.insert_prefix(tokens, slots))
-        if kind == "owned":
-            self.model.find(tokens, ())  # a run may have been split while looking: nobody can see that
 
     @rule(
         held=handles,
