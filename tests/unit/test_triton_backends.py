@@ -253,7 +253,7 @@ def test_pairs_in_host_memory_are_launched_with_as_pairs_on_device_returns_them(
     kvdock.ops.copy_blocks_(*pools, pairs)
     assert counting.launched[-1][4] == made[-1].data_ptr() != pairs.data_ptr()
     with pytest.raises(kvdock.IndexRangeError, match="copy_blocks_: block_pairs"):
-        kvdock.ops.copy_blocks_(*pools, torch.tensor([[0, 99]]))
+        kvdock.ops.copy_blocks_(*pools, torch.tensor([[0, G.num_blocks]]))
     assert len(counting.launched) == 1
 
 
