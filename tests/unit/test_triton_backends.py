@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import kvdock
+from kvdock.ops.hostcheck import pairs_on_device
 from kvdock_cuda.backend import CudaBackend
 from kvdock_cuda.driver import driver_version
 from kvdock_rocm.backend import RocmBackend
@@ -238,15 +239,22 @@ def test_blocks_in_one_piece_share_a_kernel_whatever_their_order(counting: Count
     assert runs == [(1, 1, 4 * 3 * 8 * 2 // 4), (1, 1, 4 * 5 * 16 * 2 // 4)]
 
 
-def test_pairs_in_pinned_memory_are_copied_before_they_are_brought_to_the_device(
+def test_pairs_in_host_memory_are_launched_with_as_pairs_on_device_returns_them(
     counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """See `pairs_on_device`. Here the device's memory is the host's, so that pageable pairs are there already."""
-    pools, pairs = G.pools(Memory()), torch.tensor([[0, 1], [2, 3]])
-    for pinned in (False, True):
-        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self, pinned=pinned: pinned)
-        kvdock.ops.copy_blocks_(*pools, pairs)
-        assert (counting.launched[-1][4] != pairs.data_ptr()) is pinned
+    """It takes care of pinned ones: see `test_hostcheck`. Here the device's memory is the host's, so a copy stands for its result."""
+    pools, pairs, made = G.pools(Memory()), torch.tensor([[0, 1], [2, 3]]), list[torch.Tensor]()
+
+    def copied(op: str, given: torch.Tensor, num_blocks: int, device: torch.device) -> torch.Tensor:
+        made.append(pairs_on_device(op, given, num_blocks, device).clone())
+        return made[-1]
+
+    monkeypatch.setattr("kvdock_triton.copy_blocks.pairs_on_device", copied)
+    kvdock.ops.copy_blocks_(*pools, pairs)
+    assert counting.launched[-1][4] == made[-1].data_ptr() != pairs.data_ptr()
+    with pytest.raises(kvdock.IndexRangeError, match="copy_blocks_: block_pairs"):
+        kvdock.ops.copy_blocks_(*pools, torch.tensor([[0, G.num_blocks]]))
+    assert len(counting.launched) == 1
 
 
 def test_another_alignment_class_is_another_kernel(counting: Counting) -> None:

@@ -186,8 +186,9 @@ def _interpreted(spec: KernelSpec, device: torch.device) -> Launch:
         return tl.tensor(TensorHandle(np.array([value], dtype=np.uint64), ty), ty)
 
     def launch(grid_x: int, grid_y: int, *args: Any) -> None:
-        named = {name: argument(name, value) for name, value in zip(types, args, strict=True)}
-        spec.kernel[(grid_x, grid_y, 1)](**named, **constants)
+        with _lock:  # while it interprets, Triton replaces the functions of its language for the whole process
+            named = {name: argument(name, value) for name, value in zip(types, args, strict=True)}
+            spec.kernel[(grid_x, grid_y, 1)](**named, **constants)
 
     return _plain(launch)
 

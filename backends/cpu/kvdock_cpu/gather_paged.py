@@ -32,10 +32,11 @@ class RowReader:
         block_step, slot_step, self._head_step, _ = pool.strides or (0, 0, 0, 0)  # those of size-1 dims are 0
         self._dtype = wide_dtype(pool, out)
         self._is_dense = self._heads == 1 or self._head_step == self._dim
-        # The pool as rows that lie one step apart, where block starts do: ``per_block`` is how many steps they are apart.
-        self._step = slot_step or block_step or 1
-        self._is_flat = block_step % self._step == 0
-        self._per_block = block_step // self._step or self._block_size
+        # The pool as rows that lie one step apart, where block starts do: ``per_block`` is how many steps they are apart. A pool
+        # is only read here, so it may be expanded: blocks that are all one are 0 steps apart, slots that are one are no rows.
+        self._step = (slot_step if self._block_size > 1 else block_step) or 1
+        self._is_flat = block_step % self._step == 0 and (slot_step > 0 or self._block_size == 1)
+        self._per_block = block_step // self._step if num_blocks > 1 else self._block_size
         self._rows = max(num_blocks - 1, 0) * self._per_block + self._block_size
 
     def read(self, pool: torch.Tensor, out: torch.Tensor, slots: torch.Tensor) -> None:

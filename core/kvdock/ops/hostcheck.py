@@ -128,18 +128,26 @@ def pairs_on_device(op: str, pairs: torch.Tensor, num_blocks: int, device: torch
         op: name of the op, for the error.
         pairs: ``[N, 2]`` (src, dst) block ids in host memory, pinned or not.
         num_blocks: blocks of the pool.
-        device: where the result lies. It is not waited for.
+        device: where the result lies. It is not waited for. For host memory it is the pairs themselves: kernels there are done
+            when they return.
 
     Raises:
         IndexRangeError: as `check_pairs`.
         ArgumentValueError: as `check_pairs`.
     """
+    if device == pairs.device:
+        check_pairs(op, pairs, num_blocks)
+        return pairs
     if pairs.is_pinned():
         # A copy from pinned memory reads it when the stream gets there, by when the caller may have filled it anew. One from
         # pageable memory has read it when it returns: it is staged.
         pairs = pairs.clone()
     check_pairs(op, pairs, num_blocks)
-    return pairs.to(device, non_blocking=True)
+    try:
+        return pairs.to(device, non_blocking=True)
+    except RuntimeError as error:  # above all while a graph is captured, where torch would ask for pinned memory
+        error.add_note(f"{op}: block_pairs lie in host memory. Fix: to capture this call into a graph, pass them on {device}")
+        raise
 
 
 def _live_sources(pairs: torch.Tensor) -> set[int]:

@@ -39,6 +39,23 @@ def test_a_batch_of_rows(target: Target, memory: Memory) -> None:
             check(target, memory, "gather_paged", *pools, mapping, *G.tokens(memory, mapping.shape, out))
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [(6, 1, 2, 8), (1, 4, 2, 8), (1, 1, 2, 8), (6, 4, 1, 8), (1, 4, 1, 8), (1, 1, 1, 8)],
+    ids=lambda shape: "x".join(map(str, shape)),
+)
+@pytest.mark.parametrize("room", [0, 3], ids=["tight", "with more behind"])
+def test_a_pool_that_is_expanded(target: Target, memory: Memory, shape: tuple[int, ...], room: int) -> None:
+    """It is only read, so blocks, slots or heads of it may be one in memory."""
+    k_cache = memory.tensor(G.dtype, (shape[0] * (1 + room), *shape[1:]))[: shape[0]].expand(G.k_shape)
+    v_cache = G.pools(memory)[1]
+    for slots in (list(range(24)), [5, -1, 0, 23], [13], []):
+        mapping = memory.index(slots)
+        check_gather(target, memory, k_cache, v_cache, mapping)
+        check(target, memory, "gather_paged", k_cache, v_cache, mapping, *G.tokens(memory, [len(slots)]))
+        check(target, memory, "gather_paged", v_cache, k_cache, mapping, *G.tokens(memory, [len(slots)]))
+
+
 @pytest.mark.parametrize("lead", [(0,), (0, 3), (3, 0)])
 def test_no_slots(target: Target, memory: Memory, lead: tuple[int, ...]) -> None:
     k, v = kvdock.ops.gather_paged(*G.pools(memory), torch.zeros(lead, dtype=torch.int64, device=target.device))

@@ -121,3 +121,19 @@ def test_pairs_may_change_once_they_are_on_their_way(monkeypatch: pytest.MonkeyP
     with pytest.raises(kvdock.IndexRangeError, match=r"op: block_pairs\[0, 1\]: expected a block id below 1"):
         pairs_on_device("op", torch.tensor([[0, 1]]), 1, torch.device("meta"))
     assert len(sources) == 1, "nothing is copied that was refused"
+
+
+def test_pairs_that_cannot_be_copied_say_how_to_pass_them() -> None:
+    """As while a graph is captured. Here it is a device that this torch was built without."""
+    with pytest.raises(RuntimeError) as caught:
+        pairs_on_device("copy_blocks_", torch.tensor([[0, 1]]), 6, torch.device("mps"))
+    assert caught.value.__notes__ == [
+        "copy_blocks_: block_pairs lie in host memory. Fix: to capture this call into a graph, pass them on mps"
+    ]
+
+
+def test_pairs_for_the_host_are_checked_and_not_copied() -> None:
+    pairs = torch.tensor([[0, 1]])
+    assert pairs_on_device("op", pairs, 6, torch.device("cpu")) is pairs
+    with pytest.raises(kvdock.IndexRangeError, match="expected a block id below 1"):
+        pairs_on_device("op", pairs, 1, torch.device("cpu"))
