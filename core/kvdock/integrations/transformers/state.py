@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvdock.cache.paged import PagedKVCache
 from kvdock.errors import ArgumentValueError, IndexRangeError
+from kvdock.integrations.transformers.bound import Bound
 from kvdock.integrations.transformers.slots import SlotTensor
 from kvdock.scheduler import BlockAllocator, BlockIds, BlockTable
 
@@ -38,47 +40,80 @@ class PagedState:
         self.allocator = allocator
         self.table = BlockTable(allocator, pool.block_size)
         self.lengths = [0] * pool.num_layers
+        self.bound: Bound | None = None
         self._slots = SlotTensor(pool.device)
         self._start = 0  # of the current step
         self._behind = 0  # layers that have not written in it
 
     def fork(self) -> PagedState:
         """Return the same tokens in the same blocks, for another future."""
-        self._check_whole("deepcopy")
+        self.check_whole("deepcopy")
         other = PagedState(self.pool, self.allocator)
-        with self._change():
+        with self.change():
             other.table = self.table.fork()
         other.lengths = list(self.lengths)
+        other.bound = self.bound and self.bound.fork()
         return other
+
+    def begin_with(self, bound: Bound, blocks: BlockIds) -> None:
+        """Begin a batch, in an empty table, with blocks of a prefix cache.
+
+        Args:
+            bound: the batch.
+            blocks: int64 ``[prompts, bound.past / block_size]``; -1 for padding, which is read as zeros.
+
+        Raises:
+            OutOfBlocksError: there is padding, and no free block for it. Nothing was changed.
+        """
+        with self.change():
+            padding = self.allocator.allocate(int((blocks < 0).any()))
+            try:
+                for layer in range(len(self.lengths) if padding.size else 0):
+                    self.pool.k_cache(layer)[int(padding[0])].zero_()
+                    self.pool.v_cache(layer)[int(padding[0])].zero_()
+                self.table.adopt(np.where(blocks < 0, padding, blocks) if padding.size else blocks)
+            finally:
+                self.allocator.release(padding)
+        self._slots.forget(0)
+        self.lengths = [bound.past] * len(self.lengths)
+        self.bound = bound
+
+    def past(self, layer: int, tokens: int) -> int:
+        """Return how many tokens a layer has before a step with ``tokens`` new ones."""
+        return self.lengths[layer] - self._refed(tokens)
 
     def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> int:
         """Write one layer's new keys and values, ``[batch, heads, tokens, dim]``, behind those it has.
 
         Returns:
-            how many tokens the layer had before.
+            how many tokens the layer had before; 0 where the step begins with those, see `Bound.refed`.
 
         Raises:
             OutOfBlocksError: the pool has too few free blocks. Nothing was changed.
-            ArgumentValueError: another batch size than that of the tokens already there. Nothing was changed.
+            ArgumentValueError: another batch size than that of the tokens already there, or more tokens than are left of a
+                prompt. Nothing was changed.
         """
         start, tokens = self.lengths[layer], keys.shape[2]
-        stop = start + tokens
         if not tokens:
             return start
+        refed = self._refed(tokens)
+        stop = start + tokens - refed
         if stop > self.table.length:
-            self._begin(keys.shape[0], tokens)
+            self._begin(keys.shape[0], tokens - refed)
         try:
+            if refed and layer == 0 and self.bound:
+                self.bound.check_refed(keys[:, :, refed - 1], self.read(0, refed - 1, refed)[0][:, :, 0])
             slots = self._slots.upto(self.table, stop)[:, start:]
             with torch.no_grad():
-                self.pool.update(layer, _token_major(keys), _token_major(values), slots)
+                self.pool.update(layer, _token_major(keys[:, :, refed:]), _token_major(values[:, :, refed:]), slots)
         except BaseException:
             self._undo()
             raise
         self.lengths[layer] = stop
         self._behind -= 1
         if not self._behind:
-            self.allocator.hand_over()
-        return start
+            self._end()
+        return start - refed
 
     def read(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of tokens ``start`` to ``stop - 1`` as new ``[batch, heads, tokens, dim]``, contiguous."""
@@ -98,23 +133,25 @@ class PagedState:
             raise IndexRangeError(
                 "PagedCacheForTransformers: length", expected=f"at most the {min(self.lengths)} tokens that every layer has", got=length
             )
-        with self._change():
-            self.table.truncate(length)
-        self._slots.forget(length)
-        self.lengths = [length] * len(self.lengths)
-        self._behind = 0
+        self._truncate(length)
+        if self.bound and length < self.bound.prompts.length:
+            self.bound.closed = f"one whose prompts were cut to {length} tokens since"
+        if not length:
+            self.bound = None
 
     def select(self, rows: npt.ArrayLike) -> None:
         """Make row ``rows[i]`` the new row i; see `BlockTable.select`."""
-        self._check_whole("changing the batch")
-        with self._change():
+        self.check_whole("changing the batch")
+        with self.change():
             self.table.select(rows)
         self._slots.forget(0)
+        if self.bound:
+            self.bound.select(rows)
 
     def _begin(self, batch: int, tokens: int) -> None:
         """Start a step: make room in the table, and copy shared blocks that will be written, in all layers."""
-        self._check_whole("a step")
-        with self._change(keep=True):
+        self.check_whole("a step")
+        with self.change(keep=True):
             if batch != self.table.batch_size:
                 self._rebatch(batch)
             self._start = self.table.length
@@ -133,24 +170,50 @@ class PagedState:
             self.truncate(0)
             raise
 
+    def _end(self) -> None:
+        """End a step: every layer has written."""
+        if self.bound:
+            self.bound.is_fresh = False
+        self.allocator.hand_over()
+
+    def _refed(self, tokens: int) -> int:
+        """Return how many of the first tokens of a step are there already; see `Bound.refed`."""
+        return self.bound.refed(tokens) if self.bound else 0
+
     def _rebatch(self, batch: int) -> None:
-        """Change the number of rows of an empty table."""
-        if self.table.length:
+        """Change the number of rows: of an empty table, or by repeating the prompts of a batch that just begins."""
+        bound = self.bound if self.bound and self.bound.is_fresh else None
+        if bound:
+            rows = bound.repeated(batch)
+            if self.table.length:
+                self.table.select(rows)
+                self._slots.forget(0)
+            bound.origin = bound.origin[rows]
+        elif self.table.length:
             raise ArgumentValueError(
                 "PagedCacheForTransformers: batch size",
                 expected=f"{self.table.batch_size}, as in the {self.table.length} tokens that the cache holds",
                 got=batch,
                 fix="reset() it first, or bring the rows in with batch_repeat_interleave() or batch_select_indices()",
             )
-        self.table.clear(batch)
+        if not self.table.length:
+            self.table.clear(batch)
 
     def _undo(self) -> None:
         """Go back to before a step that failed."""
         self.lengths = [min(length, self._start) for length in self.lengths]
         if self.table.length > self._start:
-            self.truncate(self._start)
+            self._truncate(self._start)
 
-    def _check_whole(self, what: str) -> None:
+    def _truncate(self, length: int) -> None:
+        """Cut table and layers."""
+        with self.change():
+            self.table.truncate(length)
+        self._slots.forget(length)
+        self.lengths = [length] * len(self.lengths)
+        self._behind = 0
+
+    def check_whole(self, what: str) -> None:
         """Raise unless all layers are equally long."""
         if self._behind:
             raise ArgumentValueError(
@@ -161,7 +224,7 @@ class PagedState:
             )
 
     @contextmanager
-    def _change(self, *, keep: bool = False) -> Iterator[None]:
+    def change(self, *, keep: bool = False) -> Iterator[None]:
         """Own the allocator for a change; ``keep`` it afterwards unless the change failed."""
         self.allocator.claim()
         try:

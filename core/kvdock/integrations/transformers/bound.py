@@ -1,0 +1,112 @@
+"""The batch that `PagedCacheForTransformers.bind` began: which row of the table is which prompt, and what is known of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvdock.errors import ArgumentValueError
+from kvdock.integrations.transformers.prompts import Prompts
+
+__all__ = ["Bound"]
+
+Rows = npt.NDArray[np.intp]
+
+_TOLERANCE = 0.1
+"""Relative difference of equal keys that were computed twice: half precision stays far below, another position far above."""
+
+
+@attrs.define(eq=False)
+class Bound:
+    """A batch between `PagedCacheForTransformers.bind` and the next.
+
+    Args:
+        prompts: what was bound.
+        past: tokens that each row of the table began with, padding included; a multiple of the block size.
+        hold: keeps the prefixes in the table locked, together with the other copies that have it.
+        origin: for each row of the table its prompt; ``generate`` repeats rows for beams and for several results.
+        is_fresh: no step has ended yet.
+        is_reordered: rows went on from other rows, so that what was generated cannot be told from the output.
+        closed: why nothing can be committed any more, or "".
+    """
+
+    prompts: Prompts
+    past: int
+    hold: Any
+    origin: Rows
+    is_fresh: bool = True
+    is_reordered: bool = False
+    closed: str = ""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of all prompts that were found, without padding."""
+        return int(np.maximum(self.past - self.prompts.pads, 0).sum())
+
+    def fork(self) -> Bound:
+        """Return the same for a copy of the table. Locks are shared: they last as long as one of the two."""
+        return attrs.evolve(self)
+
+    def repeated(self, batch: int) -> Rows:
+        """Return the rows to take for a first step with ``batch`` rows, each prompt equally often, one after another.
+
+        Raises:
+            ArgumentValueError: ``batch`` is no multiple of the number of prompts. Nothing was changed.
+        """
+        first = np.unique(self.origin, return_index=True)[1]
+        times, odd = divmod(batch, len(first))
+        if odd:
+            raise ArgumentValueError(
+                "PagedCacheForTransformers: batch size",
+                expected=f"a multiple of the {len(first)} prompts that were bound",
+                got=batch,
+                fix="bind() the prompts that are passed to generate()",
+            )
+        return np.repeat(first, times)
+
+    def select(self, rows: npt.ArrayLike) -> None:
+        """Note that row ``rows[i]`` is the new row i."""
+        chosen = np.asarray(rows)
+        self.is_reordered |= not np.array_equal(chosen, np.arange(len(self.origin)))
+        self.origin = self.origin[chosen]
+
+    def refed(self, tokens: int) -> int:
+        """Return how many of the first tokens of a step are in the table already.
+
+        Assisted decoding begins with a pass over the whole prompt, whatever the cache holds (Transformers 5.14 to 5.24). Its
+        keys and values are those that are there, so they need not be written, and must not be written behind them.
+
+        Raises:
+            ArgumentValueError: a first step that is neither a whole prompt nor a part of its rest.
+        """
+        left = self.prompts.length - self.past
+        if not self.is_fresh or not self.past or tokens <= left:
+            return 0
+        if tokens < self.prompts.length:
+            raise ArgumentValueError(
+                "PagedCacheForTransformers: first step",
+                expected=f"at most the {left} tokens that are not cached, or all {self.prompts.length}",
+                got=tokens,
+                fix="pass what bind() returned to generate(), which leaves out what is cached",
+            )
+        return self.past
+
+    def check_refed(self, keys: torch.Tensor, cached: torch.Tensor) -> None:
+        """Compare keys of the last cached token, ``[rows, heads, dim]`` each: a model told of a past gives others.
+
+        Raises:
+            ArgumentValueError: they differ.
+        """
+        rows = torch.from_numpy(np.flatnonzero(self.prompts.pads[self.origin] < self.past)).to(keys.device)
+        expected, got = cached[rows].float(), keys.detach()[rows].float()
+        if not (got - expected).norm() <= _TOLERANCE * expected.norm():
+            raise ArgumentValueError(
+                "PagedCacheForTransformers: first step",
+                expected=f"the tokens behind the {self.past} that are cached",
+                got="the whole prompt, at the positions behind them",
+                fix="pass what bind() returned to generate(); forward() does not leave out what is cached",
+            )
