@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +9,7 @@ import torch
 
 from kvdock.errors import ArgumentValueError
 from kvdock.integrations.transformers.prompts import Prompts
+from kvdock.integrations.transformers.reuse import Hold
 
 __all__ = ["Bound"]
 
@@ -36,7 +35,7 @@ class Bound:
 
     prompts: Prompts
     past: int
-    hold: Any
+    hold: Hold
     origin: Rows
     is_fresh: bool = True
     is_reordered: bool = False

@@ -111,18 +111,28 @@ def read_ids(subject: str, ids: Any) -> npt.NDArray[np.int64]:
         ArgumentTypeError: they are no integers.
         ArgumentValueError: they do not have that shape.
     """
-    found = np.array(ids.detach().cpu() if isinstance(ids, torch.Tensor) else ids)
+    found = _on_host(ids)
     if ids is None or found.ndim != 2 or not found.size:
         got = "none" if ids is None else f"shape {found.shape}"
         raise ArgumentValueError(subject, expected="token ids of shape [rows, length]", got=got, fix="pass the ids of whole sequences")
     if found.dtype.kind not in "iu":
         raise ArgumentTypeError(subject, expected="integers", got=found.dtype)
-    return found.astype(np.int64, copy=False)
+    return found.astype(np.int64)
+
+
+def _on_host(values: Any) -> npt.NDArray[Any]:
+    """Return a tensor, an array or lists as an array, which may alias them; lists of several lengths as one of objects."""
+    if isinstance(values, torch.Tensor):
+        return values.detach().cpu().numpy()
+    try:
+        return np.asarray(values)
+    except ValueError:
+        return np.asarray(values, dtype=object)
 
 
 def _pads(mask: Any, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
     """Return how many 0s each row of a mask begins with."""
-    found = np.asarray(mask.detach().cpu() if isinstance(mask, torch.Tensor) else mask)
+    found = _on_host(mask)
     if found.shape != shape:
         raise ArgumentValueError(
             f"{_BIND}: attention_mask",
