@@ -14,7 +14,7 @@ from kvdock.integrations.transformers import PagedCacheForTransformers
 from kvdock.prefix import Cleared, PrefixEvent, Removed, Stored
 
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
-"""What rounding in another order may change; measured: 6e-6 in logits, where the first two differ by 3e-3 or more."""
+"""What rounding in another order may change; measured: 6e-6 in logits."""
 
 
 def reusing(of: Any, *, block_size: int = 4, num_blocks: int = 128, prefix: str = "radix") -> PagedCacheForTransformers:
@@ -142,7 +142,7 @@ def assert_same(expected: Any, got: Any, *, greedy: bool) -> None:
         torch.testing.assert_close(left, right, **CLOSE)
         if greedy:
             first, second = left.topk(2).values.unbind(-1)
-            assert (first - second).min() > 1e-3, "a tie: choose another seed"
+            assert (first - second).min() > 10 * (left - right).abs().max(), "a tie: choose another seed"
 
 
 def longer(ids: torch.Tensor, *tokens: int) -> dict[str, torch.Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import attrs
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kvdock.errors import ArgumentValueError
 from kvdock.integrations.transformers.prompts import Prompts
@@ -14,9 +13,6 @@ from kvdock.integrations.transformers.reuse import Hold
 __all__ = ["Bound"]
 
 Rows = npt.NDArray[np.intp]
-
-_TOLERANCE = 0.1
-"""Relative difference of equal keys that were computed twice: half precision stays far below, another position far above."""
 
 
 @attrs.define(eq=False)
@@ -73,39 +69,21 @@ class Bound:
         self.is_reordered |= not np.array_equal(chosen, np.arange(len(self.origin)))
         self.origin = self.origin[chosen]
 
-    def refed(self, tokens: int) -> int:
-        """Return how many of the first tokens of a step are in the table already.
+    def begins_anew(self, tokens: int) -> bool:
+        """Return whether a pass with so many tokens begins with those that are cached, instead of behind them."""
+        return self.is_fresh and self.past > 0 and tokens >= self.prompts.length
 
-        Assisted decoding begins with a pass over the whole prompt, whatever the cache holds (Transformers 5.14 to 5.24). Its
-        keys and values are those that are there, so they need not be written, and must not be written behind them.
+    def check_first(self, tokens: int) -> None:
+        """Check the number of tokens of a step, if it is the first.
 
         Raises:
-            ArgumentValueError: a first step that is neither a whole prompt nor a part of its rest.
+            ArgumentValueError: more than are left of the prompt: they would be put behind themselves.
         """
         left = self.prompts.length - self.past
-        if not self.is_fresh or not self.past or tokens <= left:
-            return 0
-        if tokens < self.prompts.length:
+        if self.is_fresh and self.past and tokens > left:
             raise ArgumentValueError(
                 "PagedCacheForTransformers: first step",
-                expected=f"at most the {left} tokens that are not cached, or all {self.prompts.length}",
+                expected=f"at most the {left} tokens that are not cached",
                 got=tokens,
-                fix="pass what bind() returned to generate(), which leaves out what is cached",
-            )
-        return self.past
-
-    def check_refed(self, keys: torch.Tensor, cached: torch.Tensor) -> None:
-        """Compare keys of the last cached token, ``[rows, heads, dim]`` each: a model told of a past gives others.
-
-        Raises:
-            ArgumentValueError: they differ.
-        """
-        rows = torch.from_numpy(np.flatnonzero(self.prompts.pads[self.origin] < self.past)).to(keys.device)
-        expected, got = cached[rows].float(), keys.detach()[rows].float()
-        if not (got - expected).norm() <= _TOLERANCE * expected.norm():
-            raise ArgumentValueError(
-                "PagedCacheForTransformers: first step",
-                expected=f"the tokens behind the {self.past} that are cached",
-                got="the whole prompt, at the positions behind them",
-                fix="pass what bind() returned to generate(); forward() does not leave out what is cached",
+                fix="pass what bind() returned to generate() of the model that the cache was made for, which leaves out the others",
             )

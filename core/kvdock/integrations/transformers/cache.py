@@ -15,6 +15,7 @@ from kvdock.errors import ArgumentValueError, UnsupportedError
 from kvdock.integrations.transformers.bound import Bound
 from kvdock.integrations.transformers.commit import committable, computed_rows
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, CROPS_TO_LENGTH, DUMMY_LAYER
+from kvdock.integrations.transformers.hook import watch
 from kvdock.integrations.transformers.layer import PagedLayer
 from kvdock.integrations.transformers.measure import measure
 from kvdock.integrations.transformers.prompts import check_not_held, read_prompts
@@ -49,7 +50,7 @@ class PagedCacheForTransformers(Cache):
       size makes that likely, one prompt at a time makes it certain.
     * ``generate`` repeats prompts for beams and for several results before it computes them. To compute a prompt once, let it
       be computed first: ``cache.commit(model.generate(**cache.bind(**inputs), max_new_tokens=1))``; each beam then computes
-      what is left of a block. Of beams only the prompts are stored. Assisted decoding computes the whole prompt in any case.
+      what is left of a block. Of beams only the prompts are stored.
     * When the pool is full, the prefixes that were used least recently make room, never those of a batch that is there.
     * `usage` says how many tokens were cached; `prefix` is the prefix cache, with its statistics. It is there to be looked at:
       `forget_prefixes` empties it, and must be called when the weights of the model change.
@@ -79,7 +80,8 @@ class PagedCacheForTransformers(Cache):
     def for_model(cls, model: Any, conf: PagedKVCacheConfig, prefix: str | None = None) -> PagedCacheForTransformers:
         """Make a cache for a model, with a pool on its device.
 
-        One token is run through the model, to measure what it hands to a cache.
+        One token is run through the model, to measure what it hands to a cache. With ``prefix`` the model gets a forward hook
+        that leaves out cached tokens where ``generate`` does not.
 
         Args:
             model: a decoder-only ``PreTrainedModel``.
@@ -96,6 +98,8 @@ class PagedCacheForTransformers(Cache):
         found_prefix = None if prefix is None else create_prefix_cache(prefix, block_size=conf.block_size)
         found = measure(model)
         pool = kvdock.create_cache(found.spec, conf, RankInfo(found.device))
+        if found_prefix is not None:
+            watch(model)
         reuse = None if found_prefix is None else PrefixReuse(found_prefix, pool.num_blocks, getattr(model, "generation_config", None))
         state = PagedState(pool, reuse.allocator if reuse else BlockAllocator(pool.num_blocks))
         return cls(state, found.windows, found.stored, reuse)
@@ -105,8 +109,8 @@ class PagedCacheForTransformers(Cache):
 
         The keyword for a cache is ``cache`` from Transformers 5.24 on and ``past_key_values`` before; this takes the right one.
 
-        With a prefix cache this begins a new batch, and what it returns is for ``generate``, which leaves out the tokens that
-        are cached; an attention mask is added if there is none.
+        With a prefix cache this begins a new batch. The first pass leaves out the tokens that are cached, so a forward pass by
+        hand returns logits for the others only. An attention mask is added if there is none.
 
         Args:
             namespace: with whom prefixes are shared, such as ``("tenant", "a")`` or ``("adapter", "b")``; others are not seen. It is

@@ -79,7 +79,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base 
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many tokens the next `update` returns for so many new ones, and which is the first."""
-        return self._visible(self.state.past(self.index, query_length), query_length)
+        return self._visible(self.get_seq_length(), query_length)
 
     def get_seq_length(self) -> int:
         """Return the number of tokens that this layer holds."""

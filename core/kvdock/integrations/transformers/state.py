@@ -78,34 +78,27 @@ class PagedState:
         self.lengths = [bound.past] * len(self.lengths)
         self.bound = bound
 
-    def past(self, layer: int, tokens: int) -> int:
-        """Return how many tokens a layer has before a step with ``tokens`` new ones."""
-        return self.lengths[layer] - self._refed(tokens)
-
     def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> int:
         """Write one layer's new keys and values, ``[batch, heads, tokens, dim]``, behind those it has.
 
         Returns:
-            how many tokens the layer had before; 0 where the step begins with those, see `Bound.refed`.
+            how many tokens the layer had before.
 
         Raises:
             OutOfBlocksError: the pool has too few free blocks. Nothing was changed.
             ArgumentValueError: another batch size than that of the tokens already there, or more tokens than are left of a
-                prompt. Nothing was changed.
+                prompt that was bound. Nothing was changed.
         """
         start, tokens = self.lengths[layer], keys.shape[2]
         if not tokens:
             return start
-        refed = self._refed(tokens)
-        stop = start + tokens - refed
+        stop = start + tokens
         if stop > self.table.length:
-            self._begin(keys.shape[0], tokens - refed)
+            self._begin(keys.shape[0], tokens)
         try:
-            if refed and layer == 0 and self.bound:
-                self.bound.check_refed(keys[:, :, refed - 1], self.read(0, refed - 1, refed)[0][:, :, 0])
             slots = self._slots.upto(self.table, stop)[:, start:]
             with torch.no_grad():
-                self.pool.update(layer, _token_major(keys[:, :, refed:]), _token_major(values[:, :, refed:]), slots)
+                self.pool.update(layer, _token_major(keys), _token_major(values), slots)
         except BaseException:
             self._undo()
             raise
@@ -113,7 +106,7 @@ class PagedState:
         self._behind -= 1
         if not self._behind:
             self._end()
-        return start - refed
+        return start
 
     def read(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of tokens ``start`` to ``stop - 1`` as new ``[batch, heads, tokens, dim]``, contiguous."""
@@ -151,6 +144,8 @@ class PagedState:
     def _begin(self, batch: int, tokens: int) -> None:
         """Start a step: make room in the table, and copy shared blocks that will be written, in all layers."""
         self.check_whole("a step")
+        if self.bound:
+            self.bound.check_first(tokens)
         with self.change(keep=True):
             if batch != self.table.batch_size:
                 self._rebatch(batch)
@@ -175,10 +170,6 @@ class PagedState:
         if self.bound:
             self.bound.is_fresh = False
         self.allocator.hand_over()
-
-    def _refed(self, tokens: int) -> int:
-        """Return how many of the first tokens of a step are there already; see `Bound.refed`."""
-        return self.bound.refed(tokens) if self.bound else 0
 
     def _rebatch(self, batch: int) -> None:
         """Change the number of rows: of an empty table, or by repeating the prompts of a batch that just begins."""

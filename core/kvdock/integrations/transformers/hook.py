@@ -1,0 +1,51 @@
+"""What a model is told before each forward pass: not to compute again what is cached.
+
+``generate`` leaves out what a cache holds, except in assisted decoding, whose first pass is over the whole prompt (up to
+Transformers 5.24 at least): silently, the prompt is put behind itself. A forward pass by hand does the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvdock.integrations.transformers.compat import CACHE_KEYWORD
+from kvdock.integrations.transformers.layer import PagedLayer
+
+__all__ = ["leave_out_cached", "watch"]
+
+_BY_TOKEN = ("input_ids", "position_ids", "token_type_ids", "cache_position")
+"""Arguments with one entry per new token, in their last dimension. A mask has one for the cached ones too, and stays."""
+
+
+def watch(model: torch.nn.Module) -> None:
+    """Let `leave_out_cached` see every call of a model from now on; once is enough for all caches of a model."""
+    if leave_out_cached not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(leave_out_cached, with_kwargs=True)
+
+
+def leave_out_cached(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Cut the cached tokens off the first pass over a prompt, where it begins with them.
+
+    A function without state, so that models with it can be copied and pickled as before.
+
+    Returns:
+        the arguments to call with, or None to leave them as they are.
+    """
+    cache = kwargs.get(CACHE_KEYWORD)
+    layers = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, PagedLayer)]
+    bound = layers[0].state.bound if layers else None
+    ids = args[0] if args else kwargs.get("input_ids")
+    if bound is None or not isinstance(ids, torch.Tensor) or not bound.begins_anew(ids.shape[-1]):
+        return None
+    count = ids.shape[-1]
+    cut = {name: kwargs[name][..., bound.past :] for name in _BY_TOKEN if _is_by_token(kwargs.get(name), count)}
+    return (args[0][..., bound.past :], *args[1:]) if args else (), {**kwargs, **cut}
+
+
+def _is_by_token(value: Any, count: int) -> bool:
+    """Return whether an argument has one entry per new token."""
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[-1] == count
