@@ -83,7 +83,9 @@ def test_turns_of_a_chat_compute_their_new_tokens_only() -> None:
         out = watched.same(inputs, **GREEDY).sequences
         computed.append(before - watched.cached)
         inputs = longer(out, 5 + turn, 9, 12)
-    assert computed == [10, 4 + 3, 4, 4, 7, 4][: len(computed)] or all(4 <= new <= 7 for new in computed[1:])
+    assert computed == [10, *[4 + (10 + 9 * turn - 4) % 4 for turn in range(1, 6)]], (
+        "one of the answer, three new ones, and a part of a block"
+    )
     assert watched.stored_texts() == [out[0, : (out.shape[1] - 1) // 4 * 4].tolist()], "one path, no copies"
 
 
@@ -165,15 +167,15 @@ def test_padding_is_read_as_zeros_whatever_was_in_its_block() -> None:
     watched.check()
 
 
-@pytest.mark.parametrize(
-    "way", [GREEDY, {**GREEDY, "num_beams": 3}, {**GREEDY, "prompt_lookup_num_tokens": 3}], ids=["greedy", "beams", "lookup"]
-)
+@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=["greedy", "beams", "lookup"])
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
 def test_what_free_blocks_hold_does_not_matter(way: dict[str, Any], name: str) -> None:
+    if "prompt_lookup_num_tokens" in way and name in zoo.WINDOWED and not zoo.CROPS_WINDOWS:
+        pytest.skip("DynamicCache of this version cannot do it")
     watched = Watched(name, num_blocks=48)
     for _ in range(3):
         watched.poison_free_blocks()
-        watched.same(padded(text(21)), **way)
+        watched.same(padded(text(21)), **GREEDY, **way)
 
 
 def test_namespaces_never_share() -> None:
@@ -306,6 +308,18 @@ def test_a_loop_of_ones_own() -> None:
     watched.check()
 
 
+def test_a_first_pass_over_more_than_the_rest() -> None:
+    """Not the prompt again: what is left of it, and more tokens than are cached."""
+    watched = Watched("llama-gqa")
+    watched.same(padded(text(6)), **GREEDY)
+    watched.cache.bind(**padded(text(6)))
+    with torch.no_grad():
+        watched.model(input_ids=torch.tensor([[*text(6)[4:], *text(9, 2)]]), **{zoo.CACHE_KEYWORD: watched.cache})
+    watched.cache.commit([[*text(6), *text(9, 2)]])
+    assert [*text(6), *text(9, 2)][:12] in watched.stored_texts()
+    watched.check()
+
+
 def test_ids_without_the_keyword_too() -> None:
     watched = Watched("llama-gqa")
     watched.same(padded(text(18)), **GREEDY)
@@ -391,7 +405,7 @@ def test_blocks_that_somebody_shares_by_hand_do_not_count_as_freed() -> None:
     watched.cache.reset()
     with pytest.raises(OutOfBlocksError):
         allocator.allocate(7)
-    assert allocator.num_free == 6, "it did what it could"
+    assert (allocator.num_free, len(watched.stored)) == (5, 1), "what is left would not be enough, so it stays"
     allocator.release(mine)
     allocator.check_integrity()
     assert allocator.allocate(8).size == 8

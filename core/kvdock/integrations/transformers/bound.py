@@ -25,6 +25,7 @@ class Bound:
         hold: keeps the prefixes in the table locked, together with the other copies that have it.
         origin: for each row of the table its prompt; ``generate`` repeats rows for beams and for several results.
         is_fresh: no step has ended yet.
+        is_checked: the tokens of the first step do not begin with those that are cached, see `begins_anew`.
         is_reordered: rows went on from other rows, so that what was generated cannot be told from the output.
         closed: why nothing can be committed any more, or "".
     """
@@ -34,6 +35,7 @@ class Bound:
     hold: Hold
     origin: Rows
     is_fresh: bool = True
+    is_checked: bool = False
     is_reordered: bool = False
     closed: str = ""
 
@@ -69,21 +71,25 @@ class Bound:
         self.is_reordered |= not np.array_equal(chosen, np.arange(len(self.origin)))
         self.origin = self.origin[chosen]
 
-    def begins_anew(self, tokens: int) -> bool:
-        """Return whether a pass with so many tokens begins with those that are cached, instead of behind them."""
-        return self.is_fresh and self.past > 0 and tokens >= self.prompts.length
+    def begins_anew(self, ids: npt.NDArray[np.int64]) -> bool:
+        """Return whether a first pass over ``ids``, ``[rows, tokens]``, begins with the prompts, instead of behind what is cached."""
+        self.is_checked = True
+        length, (times, odd) = self.prompts.length, divmod(len(ids), len(self.prompts.ids))
+        if ids.shape[1] < length or odd:
+            return False
+        return np.array_equal(ids[:, :length], np.repeat(self.prompts.ids, times, axis=0))
 
     def check_first(self, tokens: int) -> None:
-        """Check the number of tokens of a step, if it is the first.
+        """Check the number of tokens of a first step that nobody else has checked.
 
         Raises:
             ArgumentValueError: more than are left of the prompt: they would be put behind themselves.
         """
         left = self.prompts.length - self.past
-        if self.is_fresh and self.past and tokens > left:
+        if self.is_fresh and self.past and not self.is_checked and tokens > left:
             raise ArgumentValueError(
                 "PagedCacheForTransformers: first step",
                 expected=f"at most the {left} tokens that are not cached",
                 got=tokens,
-                fix="pass what bind() returned to generate() of the model that the cache was made for, which leaves out the others",
+                fix="call the model that the cache was made for: there a hook leaves out the others",
             )

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from kvdock.integrations.transformers.compat import CACHE_KEYWORD
-from kvdock.integrations.transformers.layer import PagedLayer
+from kvdock.integrations.transformers.bound import Bound
+from kvdock.integrations.transformers.state import PagedState
 
 __all__ = ["leave_out_cached", "watch"]
 
@@ -35,15 +35,21 @@ def leave_out_cached(
     Returns:
         the arguments to call with, or None to leave them as they are.
     """
-    cache = kwargs.get(CACHE_KEYWORD)
-    layers = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, PagedLayer)]
-    bound = layers[0].state.bound if layers else None
+    bound = _fresh(kwargs)
     ids = args[0] if args else kwargs.get("input_ids")
-    if bound is None or not isinstance(ids, torch.Tensor) or not bound.begins_anew(ids.shape[-1]):
+    if bound is None or not isinstance(ids, torch.Tensor) or not bound.begins_anew(ids.detach().cpu().numpy()):
         return None
     count = ids.shape[-1]
     cut = {name: kwargs[name][..., bound.past :] for name in _BY_TOKEN if _is_by_token(kwargs.get(name), count)}
     return (args[0][..., bound.past :], *args[1:]) if args else (), {**kwargs, **cut}
+
+
+def _fresh(kwargs: dict[str, Any]) -> Bound | None:
+    """Return the batch of the cache in a call, if it has a past and this is the first pass over it."""
+    cache = next((kwargs[name] for name in ("cache", "past_key_values") if kwargs.get(name) is not None), None)
+    state = getattr(cache, "state", None)
+    bound = state.bound if isinstance(state, PagedState) else None
+    return bound if bound is not None and bound.is_fresh and bound.past else None
 
 
 def _is_by_token(value: Any, count: int) -> bool:
