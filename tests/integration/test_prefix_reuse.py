@@ -320,6 +320,22 @@ def test_a_first_pass_over_more_than_the_rest() -> None:
     watched.check()
 
 
+def test_chunks_that_begin_with_what_is_cached_are_computed_again() -> None:
+    """Chunked prefill of Transformers 5.14 knows of no past: the mask of its first chunk is as long as the chunk."""
+    watched = Watched("llama-gqa")
+    watched.same(padded(text(18)), **GREEDY)
+    bound = watched.cache.bind(**padded(text(18), text(18)))
+    ids, mask = bound.pop("input_ids"), bound.pop("attention_mask")
+    with torch.no_grad():
+        for start in (0, 7, 14):
+            got = watched.model(input_ids=ids[:, start : start + 7], attention_mask=mask[:, : start + 7], **bound).logits
+        expected = watched.model(**padded(text(18), text(18))).logits
+    assert watched.cached == 0
+    torch.testing.assert_close(got[:, -1], expected[:, -1], rtol=1e-3, atol=1e-4)
+    watched.cache.commit(ids)
+    watched.check()
+
+
 def test_ids_without_the_keyword_too() -> None:
     watched = Watched("llama-gqa")
     watched.same(padded(text(18)), **GREEDY)

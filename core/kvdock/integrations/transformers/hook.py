@@ -1,7 +1,8 @@
 """What a model is told before each forward pass: not to compute again what is cached.
 
 ``generate`` leaves out what a cache holds, except in assisted decoding, whose first pass is over the whole prompt (up to
-Transformers 5.24 at least): silently, the prompt is put behind itself. A forward pass by hand does the same.
+Transformers 5.24 at least), and in chunked prefill of Transformers 5.14: silently, the prompt is put behind itself. A forward
+pass by hand does the same.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 
-from kvdock.integrations.transformers.bound import Bound
 from kvdock.integrations.transformers.state import PagedState
 
 __all__ = ["leave_out_cached", "watch"]
@@ -28,28 +28,33 @@ def watch(model: torch.nn.Module) -> None:
 def leave_out_cached(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Cut the cached tokens off the first pass over a prompt, where it begins with them.
+    """Cut the cached tokens off the first pass over a prompt, where it begins with them; in chunks, let them be computed again.
 
     A function without state, so that models with it can be copied and pickled as before.
 
     Returns:
         the arguments to call with, or None to leave them as they are.
     """
-    bound = _fresh(kwargs)
+    state = _fresh_state(kwargs)
+    bound = state.bound if state else None
     ids = args[0] if args else kwargs.get("input_ids")
-    if bound is None or not isinstance(ids, torch.Tensor) or not bound.begins_anew(ids.detach().cpu().numpy()):
+    if state is None or bound is None or not isinstance(ids, torch.Tensor):
         return None
-    count = ids.shape[-1]
-    cut = {name: kwargs[name][..., bound.past :] for name in _BY_TOKEN if _is_by_token(kwargs.get(name), count)}
-    return (args[0][..., bound.past :], *args[1:]) if args else (), {**kwargs, **cut}
+    mask, count = kwargs.get("attention_mask"), ids.shape[-1]
+    if bound.begins_anew(ids.detach().cpu().numpy()):
+        cut = {name: kwargs[name][..., bound.past :] for name in _BY_TOKEN if _is_by_token(kwargs.get(name), count)}
+        return (args[0][..., bound.past :], *args[1:]) if args else (), {**kwargs, **cut}
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] < bound.past + count:
+        state.forget_past()  # a first chunk, and nothing that would come before it
+    return None
 
 
-def _fresh(kwargs: dict[str, Any]) -> Bound | None:
-    """Return the batch of the cache in a call, if it has a past and this is the first pass over it."""
+def _fresh_state(kwargs: dict[str, Any]) -> PagedState | None:
+    """Return the state of the cache in a call, if its batch has a past and this is the first pass over it."""
     cache = next((kwargs[name] for name in ("cache", "past_key_values") if kwargs.get(name) is not None), None)
     state = getattr(cache, "state", None)
     bound = state.bound if isinstance(state, PagedState) else None
-    return bound if bound is not None and bound.is_fresh and bound.past else None
+    return state if bound is not None and bound.is_fresh and bound.past else None
 
 
 def _is_by_token(value: Any, count: int) -> bool:

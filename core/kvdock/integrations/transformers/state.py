@@ -78,6 +78,12 @@ class PagedState:
         self.lengths = [bound.past] * len(self.lengths)
         self.bound = bound
 
+    def forget_past(self) -> None:
+        """Let a batch that just begins be computed from its first token."""
+        self._truncate(0)
+        if self.bound:
+            self.bound.past = 0
+
     def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> int:
         """Write one layer's new keys and values, ``[batch, heads, tokens, dim]``, behind those it has.
 
