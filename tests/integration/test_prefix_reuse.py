@@ -320,20 +320,43 @@ def test_a_first_pass_over_more_than_the_rest() -> None:
     watched.check()
 
 
-def test_chunks_that_begin_with_what_is_cached_are_computed_again() -> None:
-    """Chunked prefill of Transformers 5.14 knows of no past: the mask of its first chunk is as long as the chunk."""
+@pytest.mark.parametrize("told_by", ["mask", "positions", "ids"])
+def test_chunks_that_begin_with_what_is_cached_are_computed_again(told_by: str) -> None:
+    """Chunked prefill knows of no past, up to Transformers 5.18."""
     watched = Watched("llama-gqa")
     watched.same(padded(text(18)), **GREEDY)
     bound = watched.cache.bind(**padded(text(18), text(18)))
     ids, mask = bound.pop("input_ids"), bound.pop("attention_mask")
     with torch.no_grad():
         for start in (0, 7, 14):
-            got = watched.model(input_ids=ids[:, start : start + 7], attention_mask=mask[:, : start + 7], **bound).logits
+            told = {
+                "mask": {"attention_mask": mask[:, : start + 7]},
+                "positions": {"position_ids": torch.arange(start, min(start + 7, 18))[None]},
+            }
+            got = watched.model(input_ids=ids[:, start : start + 7], **told.get(told_by, {}), **bound).logits
         expected = watched.model(**padded(text(18), text(18))).logits
     assert watched.cached == 0
     torch.testing.assert_close(got[:, -1], expected[:, -1], rtol=1e-3, atol=1e-4)
     watched.cache.commit(ids)
     watched.check()
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 2}], ids=["plain", "lookup", "chunks"])
+def test_one_token_over_and_over(settings: dict[str, Any], told: bool) -> None:
+    """Which part of the prompt a pass is over cannot be told from its tokens."""
+    watched = Watched("llama-gqa")
+    inputs = padded([7] * 18)
+    watched.generate(inputs, **GREEDY)
+    if told:
+        watched.same(inputs, **GREEDY, **settings)
+    else:
+        bound = watched.cache.bind(**inputs)
+        with torch.no_grad():
+            for _ in range(2):
+                watched.model(input_ids=torch.tensor([[7]]), **{zoo.CACHE_KEYWORD: bound[zoo.CACHE_KEYWORD]})
+        watched.cache.commit(inputs["input_ids"])
+        watched.check()
 
 
 def test_ids_without_the_keyword_too() -> None:

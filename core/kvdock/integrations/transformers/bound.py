@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvdock.errors import ArgumentValueError
 from kvdock.integrations.transformers.prompts import Prompts
@@ -71,13 +74,27 @@ class Bound:
         self.is_reordered |= not np.array_equal(chosen, np.arange(len(self.origin)))
         self.origin = self.origin[chosen]
 
-    def begins_anew(self, ids: npt.NDArray[np.int64]) -> bool:
-        """Return whether a first pass over ``ids``, ``[rows, tokens]``, begins with the prompts, instead of behind what is cached."""
+    def begins_anew(self, ids: torch.Tensor, positions: Any, mask: Any) -> bool:
+        """Return whether a first pass begins with the first token of the prompts, instead of behind what is cached.
+
+        Args:
+            ids: ``[rows, tokens]``.
+            positions: ``[rows or 1, tokens]``; or something else that tells nothing.
+            mask: ``[rows, all tokens so far]``; or something else that tells nothing.
+        """
         self.is_checked = True
-        length, (times, odd) = self.prompts.length, divmod(len(ids), len(self.prompts.ids))
-        if ids.shape[1] < length or odd:
-            return False
-        return np.array_equal(ids[:, :length], np.repeat(self.prompts.ids, times, axis=0))
+        if isinstance(positions, torch.Tensor) and positions.ndim == 2 and self.cached_tokens:
+            return int(positions[:, 0].max()) == 0
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] < self.past + ids.shape[1]:
+            return True
+        return self._is_at(0, ids) and (ids.shape[1] >= self.prompts.length or not self._is_at(self.past, ids))
+
+    def _is_at(self, start: int, ids: torch.Tensor) -> bool:
+        """Return whether tokens are those of the prompts from ``start`` on, as far as these go."""
+        times, odd = divmod(len(ids), len(self.prompts.ids))
+        expected = self.prompts.ids[:, start : start + ids.shape[1]]
+        got = ids[:, : expected.shape[1]].detach().cpu().numpy()
+        return not odd and np.array_equal(got, np.repeat(expected, times, axis=0))
 
     def check_first(self, tokens: int) -> None:
         """Check the number of tokens of a first step that nobody else has checked.

@@ -1,7 +1,7 @@
 """What a model is told before each forward pass: not to compute again what is cached.
 
 ``generate`` leaves out what a cache holds, except in assisted decoding, whose first pass is over the whole prompt (up to
-Transformers 5.24 at least), and in chunked prefill of Transformers 5.14: silently, the prompt is put behind itself. A forward
+Transformers 5.24 at least), and in chunked prefill up to 5.18: silently, the prompt is put behind itself. A forward
 pass by hand does the same.
 """
 
@@ -38,15 +38,15 @@ def leave_out_cached(
     state = _fresh_state(kwargs)
     bound = state.bound if state else None
     ids = args[0] if args else kwargs.get("input_ids")
-    if state is None or bound is None or not isinstance(ids, torch.Tensor):
+    if state is None or bound is None or not isinstance(ids, torch.Tensor) or ids.ndim != 2:
         return None
-    mask, count = kwargs.get("attention_mask"), ids.shape[-1]
-    if bound.begins_anew(ids.detach().cpu().numpy()):
-        cut = {name: kwargs[name][..., bound.past :] for name in _BY_TOKEN if _is_by_token(kwargs.get(name), count)}
-        return (args[0][..., bound.past :], *args[1:]) if args else (), {**kwargs, **cut}
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] < bound.past + count:
-        state.forget_past()  # a first chunk, and nothing that would come before it
-    return None
+    if not bound.begins_anew(ids, kwargs.get("position_ids"), kwargs.get("attention_mask")):
+        return None
+    if ids.shape[-1] < bound.prompts.length:
+        state.forget_past()  # the first of several chunks
+        return None
+    cut = {name: kwargs[name][..., bound.past :] for name in _BY_TOKEN if _is_by_token(kwargs.get(name), ids.shape[-1])}
+    return (args[0][..., bound.past :], *args[1:]) if args else (), {**kwargs, **cut}
 
 
 def _fresh_state(kwargs: dict[str, Any]) -> PagedState | None:
