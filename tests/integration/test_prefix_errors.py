@@ -208,6 +208,11 @@ def test_another_number_of_rows_than_was_bound(watched: Watched) -> None:
     watched.same(padded(text(18)), **GREEDY)
 
 
+def test_rows_are_repeated_only_at_the_beginning(watched: Watched) -> None:
+    call = lambda: watched.model(input_ids=torch.tensor([[5]] * 3), **{zoo.CACHE_KEYWORD: watched.cache})  # noqa: E731 - short
+    refused(watched, call, ArgumentValueError, "batch size: expected 1, as in the 23 tokens that the cache holds, got 3")
+
+
 def test_a_model_that_the_cache_was_not_made_for(watched: Watched) -> None:
     """It has no hook that leaves out what is cached, so a whole prompt must not be put behind itself."""
     other = zoo.build("Llama", {})

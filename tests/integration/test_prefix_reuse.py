@@ -137,6 +137,7 @@ def test_padding_that_is_no_multiple_of_a_block_neither_finds_nor_stores() -> No
         watched.same(batch, **GREEDY)
         assert watched.cached == 0
     assert watched.stored_texts() == [watched.without(padded(text(20)), **GREEDY).sequences[0, :24].tolist()]
+    watched.same(padded(text(20, 3)[:19]), **GREEDY)
     watched.same(padded(text(20), text(20, 3)[:19]), **GREEDY)
     assert watched.cached == 0, "padding 1 is in the middle of the first block"
 
@@ -158,6 +159,7 @@ def test_padding_is_read_as_zeros_whatever_was_in_its_block() -> None:
     inputs = padded(text(20), text(12, 2))
     expected = watched.generate(inputs, **GREEDY)
     for _ in range(3):
+        watched.cache.reset()
         watched.poison_free_blocks()
         got = watched.generate(inputs, **GREEDY)
         assert watched.cached == 16 + 8
@@ -273,6 +275,18 @@ def test_rows_that_were_chosen_are_known_by_their_prompts() -> None:
     cache.batch_select_indices(torch.tensor([5, 1, 0]))
     cache.commit(out)
     assert watched.stored_texts() == sorted([text(12), text(12, 3)]), "the second prompt has no row any more"
+    watched.check()
+
+
+def test_rows_that_were_chosen_before_anything_was_computed() -> None:
+    watched = Watched("llama-gqa")
+    watched.same(padded(text(12)), **GREEDY)
+    inputs = padded(text(12), [*text(8), 5, 6, 7, 8])
+    watched.cache.bind(**inputs)
+    watched.cache.batch_select_indices(torch.tensor([1, 0]))
+    stored = dict(watched.stored)
+    watched.cache.commit(inputs["input_ids"])
+    assert watched.stored == stored, "what they found is there, and no more"
     watched.check()
 
 
@@ -406,7 +420,7 @@ def test_a_request_larger_than_the_pool_fails_and_the_next_works() -> None:
     watched = Watched("llama-gqa", num_blocks=8)
     watched.same(padded(text(17)), **GREEDY)
     kept = dict(watched.stored)
-    with pytest.raises(OutOfBlocksError):
+    with pytest.raises(OutOfBlocksError, match=r"free now, of 8 in the pool\), got a request for 10"):
         watched.generate(padded(text(40, 2)), **GREEDY)
     watched.check()
     assert watched.stored == kept, "nothing is evicted for what fails all the same"
