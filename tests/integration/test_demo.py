@@ -51,10 +51,10 @@ def test_it_fails_when_they_are_not() -> None:
 
 @needs_model
 def test_it_fails_when_reuse_changes_a_token() -> None:
-    """What is found comes from the wrong blocks."""
-    spoil = "from kvdock.integrations.transformers.reuse import PrefixReuse as R; find = R.find\n"
-    spoil += "def swapped(*a):\n    found = find(*a)\n    found.blocks[:] = found.blocks[:, ::-1].copy()\n    return found\n"
-    spoil += "R.find = swapped\n"
+    """The keys of what is found are negated in one layer."""
+    spoil = "from kvdock.integrations.transformers.state import PagedState as S; begin = S.begin_with\n"
+    spoil += "def negated(self, bound, blocks):\n    begin(self, bound, blocks)\n    self.pool.k_cache(0)[blocks.ravel()] *= -1\n"
+    spoil += "S.begin_with = negated\n"
     done = run(spoil)
     assert done.returncode == 1, done.stderr
     assert done.stdout.count("tokens identical to DynamicCache's: yes") == 2

@@ -32,10 +32,9 @@ __all__ = ["CacheUsage", "PagedCacheForTransformers"]
 class PagedCacheForTransformers(Cache):
     """A Transformers cache whose keys and values are in the blocks of one pool.
 
-    It gives the tokens that ``DynamicCache`` gives, in greedy decoding, sampling, beam search, assisted decoding and
-    chunked prefill, and takes blocks as sequences grow. Make one with `for_model`. It can be used by one ``generate`` call
-    after another: `reset` it for a new conversation, or keep it and pass the longer prompt. `copy.deepcopy` shares
-    the blocks, and each copy writes into its own.
+    It gives the tokens that ``DynamicCache`` gives, in greedy decoding, sampling, beam search, assisted decoding and chunked
+    prefill, and takes blocks as sequences grow. Make one with `for_model`. It can be used by one ``generate`` call after another:
+    `reset` it for a new conversation, or keep it and pass the longer prompt. `copy.deepcopy` shares blocks until one writes.
 
     With a prefix cache (``for_model(..., prefix="radix")``) what was computed once is used by all later calls whose prompts
     begin with the same tokens, in any row and any order::
@@ -52,10 +51,9 @@ class PagedCacheForTransformers(Cache):
       be computed first: ``cache.commit(model.generate(**cache.bind(**inputs), max_new_tokens=1))``; each beam then computes
       what is left of a block. Of beams only the prompts are stored.
     * When the pool is full, the prefixes that were used least recently make room, never those of a batch that is there.
-    * `usage` says how many tokens were cached; `prefix` is the prefix cache, with its statistics. It is there to be looked at:
-      `forget_prefixes` empties it, and must be called when the weights of the model change.
-    * Greedy tokens are those that are generated without reuse. Logits may differ in their last bits, since products of
-      matrices of another shape are rounded in another order.
+    * `usage` says how many tokens were cached; `prefix` is the prefix cache, to be looked at. `forget_prefixes` empties it, and
+      must be called when the weights of the model change.
+    * Logits may differ in their last bits from those without reuse: matrices of another shape are multiplied in another order.
 
     Threads: a pool, with all the caches in it, belongs to one thread at a time. Between forward passes another thread may
     go on; a forward pass in another thread at the same time is refused with `WrongThreadError`. A thread that calls `prefix`
@@ -85,7 +83,7 @@ class PagedCacheForTransformers(Cache):
 
         Args:
             model: a decoder-only ``PreTrainedModel``.
-            conf: size of the pool and of its blocks. ``num_blocks`` blocks hold ``num_blocks * block_size`` tokens of all rows together.
+            conf: size of the pool and of its blocks, which hold ``num_blocks * block_size`` tokens of all rows together.
             prefix: how prefixes are reused over calls: ``"radix"``, ``"naive"`` (not at all), or the name that a plugin gave its
                 prefix cache, see `kvdock.create_prefix_cache`. None leaves the last tokens in the cache instead of looking them up.
 
@@ -95,12 +93,12 @@ class PagedCacheForTransformers(Cache):
             CapacityError: the memory in ``conf`` holds not even one block.
             ArgumentValueError: no prefix cache has that name.
         """
-        found_prefix = None if prefix is None else create_prefix_cache(prefix, block_size=conf.block_size)
         found = measure(model)
-        pool = kvdock.create_cache(found.spec, conf, RankInfo(found.device))
-        if found_prefix is not None:
+        pool, reuse = kvdock.create_cache(found.spec, conf, RankInfo(found.device)), None
+        if prefix is not None:
+            made = create_prefix_cache(prefix, block_size=pool.block_size)
+            reuse = PrefixReuse(made, pool.num_blocks, getattr(model, "generation_config", None))
             watch(model)
-        reuse = None if found_prefix is None else PrefixReuse(found_prefix, pool.num_blocks, getattr(model, "generation_config", None))
         state = PagedState(pool, reuse.allocator if reuse else BlockAllocator(pool.num_blocks))
         return cls(state, found.windows, found.stored, reuse)
 
@@ -108,7 +106,6 @@ class PagedCacheForTransformers(Cache):
         """Return the arguments of a ``generate`` or ``forward`` call together with this cache.
 
         The keyword for a cache is ``cache`` from Transformers 5.24 on and ``past_key_values`` before; this takes the right one.
-
         With a prefix cache this begins a new batch. The first pass leaves out the tokens that are cached, so a forward pass by
         hand returns logits for the others only. An attention mask is added if there is none.
 
