@@ -4,7 +4,9 @@
     python examples/demo.py --max-new-tokens 64 --block-size 8 --threads 2
 
 It answers four prompts of different lengths as one left-padded batch, and one prompt with beam search, each on both
-caches. It prints the texts and what the caches hold, and exits with 1 if a single token differs.
+caches. Then it asks four questions about one long text, one after another, with a prefix cache that computes the text once,
+and without. It prints the texts, what the caches hold, and how many tokens were cached and computed, and exits with 1 if a
+single token differs.
 """
 
 from __future__ import annotations
@@ -45,6 +47,13 @@ PROMPTS = (
 )
 BEAM_PROMPT = "Write one sentence about the sea."
 BEAMS = 4
+TEXT = topics["objects"].strip()
+QUESTIONS = (
+    "What is the identity of an object?",
+    "When are objects garbage-collected?",
+    "What is the difference between mutable and immutable?",
+    "Name one example of a container.",
+)
 
 console = Console(highlight=False)
 
@@ -98,6 +107,7 @@ def main() -> int:
     engine = Engine(model, tokenizer, paged, options.max_new_tokens)
     same = compare("four prompts of different lengths, one left-padded batch", PROMPTS, engine, batch)
     same &= compare(f"one prompt, {BEAMS} beams", [BEAM_PROMPT], engine, single, num_beams=BEAMS)
+    same &= ask(engine, options.block_size)
     console.print("\n[bold green]all tokens are identical[/]" if same else "\n[bold red]the tokens differ[/]")
     return 0 if same else 1
 
@@ -153,14 +163,46 @@ def compare(title: str, prompts: Any, engine: Engine, inputs: dict[str, torch.Te
     return same
 
 
+def ask(engine: Engine, block_size: int) -> bool:
+    """Ask questions about one text, with and without reuse of what they have in common; return whether all tokens are the same."""
+    console.rule(f"[bold]four questions about one text of {len(TEXT.split())} words")
+    prompts = [encode(engine.tokenizer, [f"{TEXT}\n\n{question}"]) for question in QUESTIONS]
+    needed = sum(-(-(prompt["input_ids"].shape[1] + engine.max_new_tokens) // block_size) for prompt in prompts)
+    cache = PagedCacheForTransformers.for_model(engine.model, PagedKVCacheConfig(num_blocks=needed, block_size=block_size), prefix="radix")
+    table = Table("question", "prompt tokens", "cached", "computed", "seconds", "without reuse", "same tokens")
+    same, totals = True, [0, 0]
+    for number, (question, prompt) in enumerate(zip(QUESTIONS, prompts, strict=True), 1):
+        ours = generate("the prefix cache", engine, prompt, cache, {})
+        usage = cache.usage
+        cache.commit(ours.ids)
+        theirs = generate("DynamicCache", engine, prompt, DynamicCache(config=engine.model.config), {})
+        equal = torch.equal(ours.ids, theirs.ids)
+        console.print(f"[cyan]{number}. {escape(question)}[/]\n  {escape(answer(engine, ours.ids[0], prompt))}\n")
+        counts = usage.cached_tokens, usage.prompt_tokens - usage.cached_tokens
+        totals = [total + count for total, count in zip(totals, counts, strict=True)]
+        tokens = map(str, (number, usage.prompt_tokens, *counts))
+        table.add_row(*tokens, f"{ours.seconds:.1f}", f"{theirs.seconds:.1f}", "yes" if equal else "NO")
+        same &= equal
+    console.print(table)
+    console.print(f"of {sum(totals)} prompt tokens {totals[0]} were cached and {totals[1]} computed")
+    console.print(f"tokens identical to those without reuse: {'[green]yes[/]' if same else '[red]NO[/]'}")
+    return same
+
+
+def answer(engine: Engine, ids: torch.Tensor, prompt: dict[str, torch.Tensor]) -> str:
+    """Return the text that was generated behind a prompt."""
+    text: str = engine.tokenizer.decode(ids[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text.strip()
+
+
 def generate(name: str, engine: Engine, inputs: dict[str, torch.Tensor], cache: Any, settings: dict[str, Any]) -> Run:
     """Generate greedily with one cache, and show how far it is."""
     tokens = engine.max_new_tokens
     with stage(f"generating on {name}", tokens) as (progress, task):
         start = time.perf_counter()
+        bound = cache.bind(**inputs) if isinstance(cache, PagedCacheForTransformers) else {**inputs, CACHE_KEYWORD: cache}
         ids = engine.model.generate(
-            **inputs,
-            **{CACHE_KEYWORD: cache},
+            **bound,
             **settings,
             max_new_tokens=tokens,
             do_sample=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,10 @@ def test_it_shows_that_all_tokens_are_identical() -> None:
     for text in ("loading SmolLM2-135M", "What is the capital of France?", "4 beams", "bytes held", "DynamicCache", "blocks of 5"):
         assert text in done.stdout
     assert done.stdout.count("tokens identical to DynamicCache's: yes") == 2
+    assert "tokens identical to those without reuse: yes" in done.stdout
+    total, cached, computed = map(int, re.search(r"of (\d+) prompt tokens (\d+) were cached and (\d+) computed", done.stdout).groups())
+    assert total == cached + computed
+    assert 2.7 < cached / (total / 4) < 3, "three of the four questions find the text"
     assert "all tokens are identical" in done.stdout
 
 
@@ -42,6 +47,18 @@ def test_it_fails_when_they_are_not() -> None:
     assert done.returncode == 1, done.stderr
     assert "tokens identical to DynamicCache's: NO" in done.stdout
     assert "the tokens differ" in done.stdout
+
+
+@needs_model
+def test_it_fails_when_reuse_changes_a_token() -> None:
+    """The keys of what is found are negated in one layer."""
+    spoil = "from kvdock.integrations.transformers.state import PagedState as S; begin = S.begin_with\n"
+    spoil += "def negated(self, bound, blocks):\n    begin(self, bound, blocks)\n    self.pool.k_cache(0)[blocks.ravel()] *= -1\n"
+    spoil += "S.begin_with = negated\n"
+    done = run(spoil)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.count("tokens identical to DynamicCache's: yes") == 2
+    assert "tokens identical to those without reuse: NO" in done.stdout
 
 
 def test_it_says_what_is_missing() -> None:

@@ -88,12 +88,6 @@ def test_a_budget_below_one_block_is_refused() -> None:
         PagedCacheForTransformers.for_model(zoo.model("llama-gqa"), PagedKVCacheConfig(max_kv_memory_bytes=100, block_size=4))
 
 
-def test_prefix_reuse_is_announced_not_ignored() -> None:
-    text = r"prefix: expected None, got 'radix'. Fix: reuse of prefixes comes with kvdock's prefix caches"
-    with pytest.raises(UnsupportedError, match=text):
-        PagedCacheForTransformers.for_model(zoo.model("llama-gqa"), CONF, prefix="radix")
-
-
 def test_another_batch_size_is_refused() -> None:
     made = zoo.model("llama-gqa")
     cache = PagedCacheForTransformers.for_model(made, CONF)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvdock import PagedKVCacheConfig
 from kvdock.integrations.transformers import PagedCacheForTransformers
@@ -153,14 +153,26 @@ SCENARIOS: dict[str, tuple[Callable[[], dict[str, torch.Tensor]], dict[str, Any]
 }
 
 
+def conf(*, block_size: int = 4, num_blocks: int = 128) -> PagedKVCacheConfig:
+    """Make a configuration of a pool."""
+    return PagedKVCacheConfig(num_blocks=num_blocks, block_size=block_size)
+
+
 def paged(of: Any, *, block_size: int = 4, num_blocks: int = 128) -> PagedCacheForTransformers:
     """Make a paged cache."""
-    return PagedCacheForTransformers.for_model(of, PagedKVCacheConfig(num_blocks=num_blocks, block_size=block_size))
+    return PagedCacheForTransformers.for_model(of, conf(block_size=block_size, num_blocks=num_blocks))
 
 
 def dynamic(of: Any) -> DynamicCache:
     """Make the cache that it is compared with."""
     return DynamicCache(config=of.config)
+
+
+def dynamic_of_all(of: Any) -> DynamicCache:
+    """Make a cache that keeps every token, also of layers with a window."""
+    made = DynamicCache(config=of.config)
+    made.layers = [DynamicLayer() if isinstance(layer, DynamicSlidingWindowLayer) else layer for layer in made.layers]
+    return made
 
 
 def generate(of: Any, cache: Any, scenario: str, inputs: dict[str, torch.Tensor] | None = None) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -49,9 +49,12 @@ class BlockAllocator:
 
     Args:
         num_blocks: blocks in the pool, at least 1. Their ids are 0 to ``num_blocks - 1``.
+        reclaim: called with n when `allocate` lacks n free blocks, before it gives up, in the thread that allocates. It
+            releases at least n blocks that can be done without, such as those of a prefix cache, or leaves everything as it
+            is. It may use this allocator; what it allocates itself reclaims nothing. What it raises, `allocate` raises.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, reclaim: Callable[[int], None] | None = None) -> None:
         check_int("BlockAllocator: num_blocks", num_blocks, 1)
         self._counts = np.zeros(num_blocks, dtype=np.int32)
         self._stack = np.arange(num_blocks - 1, -1, -1, dtype=np.int64)
@@ -60,6 +63,7 @@ class BlockAllocator:
         self._late: deque[BlockIds] = deque()
         self._lock = threading.Lock()
         self._owner: threading.Thread | None = None
+        self._reclaim = reclaim
 
     def __repr__(self) -> str:
         return f"BlockAllocator(num_blocks={self.num_blocks}, num_free={self.num_free})"
@@ -98,19 +102,18 @@ class BlockAllocator:
             int64 ``[n]``, the caller's own array.
 
         Raises:
-            OutOfBlocksError: fewer are free. Nothing was taken.
+            OutOfBlocksError: fewer are free, also after ``reclaim``. Nothing was taken.
         """
         check_int("BlockAllocator.allocate: n", n, 0)
         with self._lock:
-            self._claim()
-            self._settle()
-            if n > self._top:
+            lacking = self._lacking(n)
+            if lacking <= 0:
+                return self._take(n)
+        self._ask_for(lacking)
+        with self._lock:
+            if self._lacking(n) > 0:
                 raise self._out_of_blocks(n)
-            bottom = self._top - n
-            blocks = self._stack[bottom : self._top][::-1].copy()
-            self._counts[blocks] = 1
-            self._top = bottom
-            return blocks
+            return self._take(n)
 
     def share(self, blocks: npt.ArrayLike) -> None:
         """Add a holder to each of ``blocks``; to one that is named twice, two.
@@ -195,6 +198,29 @@ class BlockAllocator:
                 fix="give each thread its own, or call hand_over() in the first thread when it is done",
             )
         self._owner = me
+
+    def _lacking(self, n: int) -> int:
+        """Return how many blocks are missing for a request of the calling thread; at most 0 when it can be served."""
+        self._claim()
+        self._settle()
+        return n - self._top
+
+    def _take(self, n: int) -> BlockIds:
+        """Pop ``n`` blocks off the stack."""
+        bottom = self._top - n
+        blocks = self._stack[bottom : self._top][::-1].copy()
+        self._counts[blocks] = 1
+        self._top = bottom
+        return blocks
+
+    def _ask_for(self, n: int) -> None:
+        """Let ``reclaim`` free blocks. The lock is open meanwhile, since it calls `release`."""
+        reclaim, self._reclaim = self._reclaim, None
+        try:
+            if reclaim is not None:
+                reclaim(n)
+        finally:
+            self._reclaim = reclaim
 
     def _settle(self) -> None:
         """Release what `release_later` put off."""

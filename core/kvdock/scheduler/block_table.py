@@ -113,6 +113,28 @@ class BlockTable:
         self._length = length
         return pairs
 
+    def adopt(self, blocks: npt.ArrayLike) -> None:
+        """Begin with whole blocks that others hold too; the table becomes one more holder of each, as often as it is there.
+
+        Args:
+            blocks: ids of blocks in use, integers ``[rows, n]``; the table has so many rows then, of ``n * block_size`` tokens.
+
+        Raises:
+            ArgumentValueError: the table is not empty, not two dimensions, no rows, or a free block. Nothing was changed.
+            IndexRangeError: an id is outside the pool. Nothing was changed.
+        """
+        ids = np.array(blocks)
+        if self._length or ids.ndim != 2 or not len(ids):
+            raise ArgumentValueError(
+                "BlockTable.adopt",
+                expected="an empty table, and ids of [rows, blocks], at least one row",
+                got=f"{self._length} tokens, and ids of shape {ids.shape}",
+                fix="clear() the table first, and pass equally many blocks for each row",
+            )
+        self._allocator.share(ids)
+        self._rows.room, self._rows.used = ids.astype(np.int64, copy=False), ids.shape[1]
+        self._length = ids.shape[1] * self._block_size
+
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` tokens of each row, and release the blocks behind them.
 

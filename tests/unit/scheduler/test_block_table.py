@@ -193,6 +193,70 @@ def test_bad_rows_change_nothing(rows: Any, error: type[KVDockError], text: str)
     assert state(allocator, table) == before
 
 
+def test_a_table_begins_with_blocks_of_others() -> None:
+    allocator = BlockAllocator(8)
+    blocks = allocator.allocate(3)
+    table = BlockTable(allocator, 2)
+    table.adopt([[0, 1], [0, 2]])
+    assert (table.batch_size, table.length, table.num_blocks) == (2, 4, 3)
+    assert allocator.ref_counts(blocks).tolist() == [3, 2, 2]
+    assert table.slot_mapping(0, 4).tolist() == [[0, 1, 2, 3], [0, 1, 4, 5]]
+    assert table.grow(1).tolist() == [], "whole blocks are never copied"
+    assert table.block_ids.tolist() == [[0, 1, 3], [0, 2, 4]]
+    table.truncate(3)
+    assert table.grow(1).tolist() == [[1, 3], [2, 4]], "but one that is written again is"
+    table.clear()
+    assert allocator.ref_counts(range(8)).tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+
+
+def test_adopting_no_blocks_gives_rows() -> None:
+    table = BlockTable(BlockAllocator(4), 2)
+    table.adopt(np.empty((3, 0), dtype=np.int64))
+    assert (table.batch_size, table.length) == (3, 0)
+    assert table.grow(1).tolist() == []
+    assert table.num_blocks == 3
+
+
+def test_what_is_adopted_is_not_aliased_and_given_back_when_dropped() -> None:
+    allocator = BlockAllocator(4)
+    ids = allocator.allocate(2)[None]
+    table = BlockTable(allocator, 2)
+    table.adopt(ids)
+    ids[:] = 99
+    assert table.block_ids.tolist() == [[0, 1]]
+    del table
+    gc.collect(0)
+    assert allocator.ref_counts([0, 1]).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "error", "text"),
+    [
+        ([0, 1], ArgumentValueError, r"ids of \[rows, blocks\], at least one row, got 0 tokens, and ids of shape \(2,\)"),
+        (np.empty((0, 2), dtype=np.int64), ArgumentValueError, r"ids of shape \(0, 2\). Fix: "),
+        ([[0, 3]], ArgumentValueError, r"expected blocks in use, got free blocks \[3\]"),
+        ([[0, 4]], IndexRangeError, r"expected ids from 0 to 3, got \[4\]"),
+        ([[0.0]], ArgumentTypeError, "expected integers"),
+    ],
+)
+def test_blocks_that_cannot_be_adopted_change_nothing(blocks: Any, error: type[KVDockError], text: str) -> None:
+    allocator = BlockAllocator(4)
+    allocator.allocate(2)
+    table = BlockTable(allocator, 2)
+    with pytest.raises(error, match=text):
+        table.adopt(blocks)
+    assert (table.length, table.batch_size, allocator.ref_counts(range(4)).tolist()) == (0, 1, [1, 1, 0, 0])
+
+
+def test_a_table_with_tokens_adopts_nothing() -> None:
+    allocator = BlockAllocator(4)
+    table = BlockTable(allocator, 2)
+    table.grow(1)
+    with pytest.raises(ArgumentValueError, match=r"an empty table, .*got 1 tokens.*Fix: clear\(\)"):
+        table.adopt([[0]])
+    assert allocator.ref_count(0) == 1
+
+
 def test_truncate_gives_back_whole_blocks() -> None:
     allocator, table = make(2, length=14)
     ids = table.block_ids.copy()

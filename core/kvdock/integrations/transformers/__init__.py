@@ -7,8 +7,16 @@ For example::
     cache = PagedCacheForTransformers.for_model(model, kvdock.PagedKVCacheConfig(num_blocks=512, block_size=16))
     out = model.generate(**cache.bind(**inputs))
 
+With a prefix cache, prompts are computed only as far as no earlier call has::
+
+    cache = PagedCacheForTransformers.for_model(model, kvdock.PagedKVCacheConfig(num_blocks=512, block_size=16), prefix="radix")
+    out = model.generate(**cache.bind(**inputs))
+    cache.commit(out)
+
 In the order of a call: `cache` is what ``generate`` sees, `layer` what each attention layer sees, `state` the table and the
-pool that all layers share, `measure` how a model is asked what it caches, `compat` what differs between versions.
+pool that all layers share, `measure` how a model is asked what it caches, `compat` what differs between versions. Where
+prefixes are reused: `prompts` reads what is bound, `reuse` finds, stores and evicts it, `bound` is the batch meanwhile, and
+`commit` says which of its blocks hold which tokens.
 """
 
 from kvdock.integrations.transformers.cache import CacheUsage, PagedCacheForTransformers

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from typing import Any, SupportsIndex
 
-import attrs
 import numpy as np
 import torch
 from transformers.cache_utils import Cache
@@ -13,53 +12,61 @@ from transformers.cache_utils import Cache
 import kvdock
 from kvdock.cache.paged import PagedKVCacheConfig
 from kvdock.errors import ArgumentValueError, UnsupportedError
+from kvdock.integrations.transformers.bound import Bound
+from kvdock.integrations.transformers.commit import committable, computed_rows
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, CROPS_TO_LENGTH, DUMMY_LAYER
+from kvdock.integrations.transformers.hook import watch
 from kvdock.integrations.transformers.layer import PagedLayer
 from kvdock.integrations.transformers.measure import measure
+from kvdock.integrations.transformers.prompts import check_not_held, read_prompts
+from kvdock.integrations.transformers.reuse import PrefixReuse
 from kvdock.integrations.transformers.state import PagedState
+from kvdock.integrations.transformers.usage import CacheUsage, usage_of
+from kvdock.prefix import Namespace, PrefixCache, create_prefix_cache
 from kvdock.rank import RankInfo
 from kvdock.scheduler import BlockAllocator
 
 __all__ = ["CacheUsage", "PagedCacheForTransformers"]
 
 
-@attrs.frozen
-class CacheUsage:
-    """What a cache holds, and what its pool has.
-
-    Args:
-        tokens: tokens of all rows.
-        blocks: distinct blocks that hold them; rows share what they have in common.
-        bytes: bytes of those blocks, in all layers, keys and values.
-        pool_blocks_used: blocks that this cache and its copies hold together.
-        pool_blocks: blocks of the pool.
-        pool_bytes: bytes of the pool.
-    """
-
-    tokens: int
-    blocks: int
-    bytes: int
-    pool_blocks_used: int
-    pool_blocks: int
-    pool_bytes: int
-
-
 class PagedCacheForTransformers(Cache):
     """A Transformers cache whose keys and values are in the blocks of one pool.
 
-    It gives the tokens that ``DynamicCache`` gives, in greedy decoding, sampling, beam search, assisted decoding and
-    chunked prefill, and takes blocks as sequences grow. Make one with `for_model`. It can be used by one ``generate`` call
-    after another: `reset` it for a new conversation, or keep it and pass the longer prompt. `copy.deepcopy` shares
-    the blocks, and each copy writes into its own.
+    It gives the tokens that ``DynamicCache`` gives, in greedy decoding, sampling, beam search, assisted decoding and chunked
+    prefill, and takes blocks as sequences grow. Make one with `for_model`. It can be used by one ``generate`` call after another:
+    `reset` it for a new conversation, or keep it and pass the longer prompt. `copy.deepcopy` shares blocks until one writes.
+
+    With a prefix cache (``for_model(..., prefix="radix")``) what was computed once is used by all later calls whose prompts
+    begin with the same tokens, in any row and any order::
+
+        out = model.generate(**cache.bind(**inputs), max_new_tokens=64)   # computes what is not cached of inputs
+        cache.commit(out)                                                 # lets it be found from now on
+
+    * `bind` begins a new batch: the rows of the last one are given back, and for each new row as much is taken from the
+      prefix cache as all rows have. `commit` is optional; what is not committed is gone with the next `bind`.
+    * Whole blocks are stored, so a prefix is found up to a multiple of the block size. In a batch of prompts with padding on
+      their left, the rows whose padding is a multiple of the block size find and store; the others do not. A small block
+      size makes that likely, one prompt at a time makes it certain.
+    * ``generate`` repeats prompts for beams and for several results before it computes them. To compute a prompt once, let it
+      be computed first: ``cache.commit(model.generate(**cache.bind(**inputs), max_new_tokens=1))``; each beam then computes
+      what is left of a block. Of beams only the prompts are stored.
+    * When the pool is full, the prefixes that were used least recently make room, never those of a batch that is there.
+    * `usage` says how many tokens were cached; `prefix` is the prefix cache, to be looked at. `forget_prefixes` empties it, and
+      must be called when the weights of the model change.
+    * Logits may differ in their last bits from those without reuse: matrices of another shape are multiplied in another order.
 
     Threads: a pool, with all the caches in it, belongs to one thread at a time. Between forward passes another thread may
-    go on; a forward pass in another thread at the same time is refused with `WrongThreadError`.
+    go on; a forward pass in another thread at the same time is refused with `WrongThreadError`. A thread that calls `prefix`
+    itself must also call its ``hand_over``.
     """
 
-    def __init__(self, state: PagedState, windows: tuple[int | None, ...], stored: tuple[bool, ...]) -> None:
+    def __init__(
+        self, state: PagedState, windows: tuple[int | None, ...], stored: tuple[bool, ...], reuse: PrefixReuse | None = None
+    ) -> None:
         self.state = state
         self._windows = windows
         self._stored = stored
+        self._reuse = reuse
         paged = iter(PagedLayer(state, index, window) for index, window in enumerate(windows))
         super().__init__(layers=[next(paged) if real else DUMMY_LAYER() for real in stored])
 
@@ -71,63 +78,92 @@ class PagedCacheForTransformers(Cache):
     def for_model(cls, model: Any, conf: PagedKVCacheConfig, prefix: str | None = None) -> PagedCacheForTransformers:
         """Make a cache for a model, with a pool on its device.
 
-        One token is run through the model, to measure what it hands to a cache.
+        One token is run through the model, to measure what it hands to a cache. With ``prefix`` the model gets a forward hook
+        that leaves out cached tokens where ``generate`` does not.
 
         Args:
             model: a decoder-only ``PreTrainedModel``.
-            conf: size of the pool and of its blocks. ``num_blocks`` blocks hold ``num_blocks * block_size`` tokens of all rows together.
-            prefix: how prefixes are reused; only None today.
+            conf: size of the pool and of its blocks, which hold ``num_blocks * block_size`` tokens of all rows together.
+            prefix: how prefixes are reused over calls: ``"radix"``, ``"naive"`` (not at all), or the name that a plugin gave its
+                prefix cache, see `kvdock.create_prefix_cache`. None leaves the last tokens in the cache instead of looking them up.
 
         Raises:
-            UnsupportedError: ``prefix`` is not None, or the model keeps something else than keys and values of one dtype on one
-                device (linear attention, convolutions, cross-attention, layers on several devices, ...).
+            UnsupportedError: the model keeps something else than keys and values of one dtype on one device (linear
+                attention, convolutions, cross-attention, layers on several devices, ...).
             CapacityError: the memory in ``conf`` holds not even one block.
+            ArgumentValueError: no prefix cache has that name.
         """
-        if prefix is not None:
-            raise UnsupportedError(
-                "PagedCacheForTransformers.for_model: prefix",
-                expected="None",
-                got=repr(prefix),
-                fix="reuse of prefixes comes with kvdock's prefix caches; until then reuse a cache with copy.deepcopy(cache)",
-            )
         found = measure(model)
-        pool = kvdock.create_cache(found.spec, conf, RankInfo(found.device))
-        state = PagedState(pool, BlockAllocator(pool.num_blocks))
-        return cls(state, found.windows, found.stored)
+        pool, reuse = kvdock.create_cache(found.spec, conf, RankInfo(found.device)), None
+        if prefix is not None:
+            made = create_prefix_cache(prefix, block_size=pool.block_size)
+            reuse = PrefixReuse(made, pool.num_blocks, getattr(model, "generation_config", None))
+            watch(model)
+        state = PagedState(pool, reuse.allocator if reuse else BlockAllocator(pool.num_blocks))
+        return cls(state, found.windows, found.stored, reuse)
 
-    def bind(self, **inputs: Any) -> dict[str, Any]:
+    def bind(self, *, namespace: Namespace = (), **inputs: Any) -> dict[str, Any]:
         """Return the arguments of a ``generate`` or ``forward`` call together with this cache.
 
         The keyword for a cache is ``cache`` from Transformers 5.24 on and ``past_key_values`` before; this takes the right one.
+        With a prefix cache this begins a new batch. The first pass leaves out the tokens that are cached, so a forward pass by
+        hand returns logits for the others only. An attention mask is added if there is none.
+
+        Args:
+            namespace: with whom prefixes are shared, such as ``("tenant", "a")`` or ``("adapter", "b")``; others are not seen. It is
+                not passed on, and without a prefix cache it changes nothing.
+            inputs: ``input_ids`` and ``attention_mask`` as the tokenizer returns them, ``[rows, length]``, and any others.
 
         Raises:
-            ArgumentValueError: the cache already holds the whole prompt, so that there is no token to compute. Transformers
-                itself would feed the prompt a second time.
+            ArgumentValueError: without a prefix cache, the cache already holds the whole prompt, so that there is no token to
+                compute, and Transformers itself would feed the prompt a second time. With one, padding that is not on the
+                left, or inputs whose keys and values depend on more than token ids; see `read_prompts`. Nothing was changed.
+            OutOfBlocksError: padding, and no block for it. The cache is empty then.
         """
-        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-        held = self.get_seq_length()
-        if ids is not None and held and ids.shape[1] <= held and (mask is None or mask.shape[1] == ids.shape[1]):
-            raise ArgumentValueError(
-                "PagedCacheForTransformers.bind: input_ids",
-                expected=f"more than the {held} tokens that the cache holds",
-                got=f"{ids.shape[1]} tokens in all",
-                fix=f"keep at least one token to compute: cache.truncate({ids.shape[1] - 1}); or cache.reset() for another text",
-            )
+        if self._reuse:
+            return self._bind_prefix(self._reuse, namespace, inputs)
+        check_not_held(inputs, self.get_seq_length())
         return {**inputs, CACHE_KEYWORD: self}
+
+    def commit(self, out: Any) -> None:
+        """Let what was computed since `bind` be found by later ones, in whole blocks.
+
+        Args:
+            out: what ``generate`` returned, ids ``[rows, length]`` or an output with ``sequences``; or the ids of a loop of one's
+                own. Each row begins with its prompt as it was bound. The last token need not be computed.
+
+        Raises:
+            ArgumentValueError: without `bind` before, twice, after prompts were cut, or with other rows, prompts or lengths
+                than the cache computed. Nothing was changed.
+            UnsupportedError: there is no prefix cache.
+        """
+        reuse = self._needed("commit")
+        self.state.check_whole("commit")
+        bound = committable(self.state.bound)
+        rows = computed_rows(bound, self.state.table, out)
+        with self.state.change():
+            reuse.store(rows, bound.prompts.namespace, bound.hold)
+        bound.closed = "one that is committed"
+
+    @property
+    def prefix(self) -> PrefixCache | None:
+        """The prefix cache, or None; to look at, see `forget_prefixes`."""
+        return self._reuse.prefix if self._reuse else None
+
+    def forget_prefixes(self) -> None:
+        """Forget all prefixes, in every namespace, as after a change of the model's weights. The batch that is there stays.
+
+        Raises:
+            UnsupportedError: there is no prefix cache.
+        """
+        reuse = self._needed("forget_prefixes")
+        with self.state.change():
+            reuse.forget()
 
     @property
     def usage(self) -> CacheUsage:
         """What this cache holds now."""
-        pool, table, allocator = self.state.pool, self.state.table, self.state.allocator
-        blocks = table.num_blocks
-        return CacheUsage(
-            tokens=table.batch_size * table.length,
-            blocks=blocks,
-            bytes=pool.nbytes // pool.num_blocks * blocks,
-            pool_blocks_used=allocator.num_used,
-            pool_blocks=pool.num_blocks,
-            pool_bytes=pool.nbytes,
-        )
+        return usage_of(self.state)
 
     @property
     def batch_size(self) -> int:
@@ -165,8 +201,10 @@ class PagedCacheForTransformers(Cache):
             )
 
     def reset(self) -> None:
-        """Release all blocks. The cache is empty then, for a batch of any size."""
+        """Release all blocks. The cache is empty then, for a batch of any size. What is in a prefix cache stays there."""
         self.state.truncate(0)
+        if self._reuse:
+            self._reuse.settle()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row ``beam_idx[i]`` the new row i; rows that go on from one share its blocks.
@@ -193,6 +231,21 @@ class PagedCacheForTransformers(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCacheForTransformers:
         """Return a cache that goes on from here in the same pool. No key or value is copied before one of the two writes."""
-        copied = type(self)(self.state.fork(), self._windows, self._stored)
+        copied = type(self)(self.state.fork(), self._windows, self._stored, self._reuse)
         memo[id(self)] = copied
         return copied
+
+    def _bind_prefix(self, reuse: PrefixReuse, namespace: Namespace, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Begin a new batch with what the prefix cache has of it."""
+        prompts, mask = read_prompts(inputs, namespace, reuse.generation)
+        self.state.truncate(0)
+        found = reuse.find(prompts)
+        self.state.begin_with(Bound(prompts, found.past, found.hold, np.arange(len(found.blocks))), found.blocks)
+        return {**inputs, "attention_mask": mask, CACHE_KEYWORD: self}
+
+    def _needed(self, method: str) -> PrefixReuse:
+        """Return what reuses prefixes, or raise if nothing does."""
+        if self._reuse is None:
+            fix = "make the cache with for_model(..., prefix='radix')"
+            raise UnsupportedError(f"PagedCacheForTransformers.{method}", expected="a prefix cache", got="none", fix=fix)
+        return self._reuse

@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvdock.cache.paged import PagedKVCache
 from kvdock.errors import ArgumentValueError, IndexRangeError
+from kvdock.integrations.transformers.bound import Bound
 from kvdock.integrations.transformers.slots import SlotTensor
 from kvdock.scheduler import BlockAllocator, BlockIds, BlockTable
 
@@ -38,18 +40,49 @@ class PagedState:
         self.allocator = allocator
         self.table = BlockTable(allocator, pool.block_size)
         self.lengths = [0] * pool.num_layers
+        self.bound: Bound | None = None
         self._slots = SlotTensor(pool.device)
         self._start = 0  # of the current step
         self._behind = 0  # layers that have not written in it
 
     def fork(self) -> PagedState:
         """Return the same tokens in the same blocks, for another future."""
-        self._check_whole("deepcopy")
+        self.check_whole("deepcopy")
         other = PagedState(self.pool, self.allocator)
-        with self._change():
+        with self.change():
             other.table = self.table.fork()
         other.lengths = list(self.lengths)
+        other.bound = self.bound and self.bound.fork()
         return other
+
+    def begin_with(self, bound: Bound, blocks: BlockIds) -> None:
+        """Begin a batch, in an empty table, with blocks of a prefix cache.
+
+        Args:
+            bound: the batch.
+            blocks: int64 ``[prompts, bound.past / block_size]``; -1 for padding, which is read as zeros.
+
+        Raises:
+            OutOfBlocksError: there is padding, and no free block for it. Nothing was changed.
+        """
+        with self.change():
+            padding = self.allocator.allocate(int((blocks < 0).any()))
+            try:
+                for layer in range(len(self.lengths) if padding.size else 0):
+                    self.pool.k_cache(layer)[int(padding[0])].zero_()
+                    self.pool.v_cache(layer)[int(padding[0])].zero_()
+                self.table.adopt(np.where(blocks < 0, padding, blocks) if padding.size else blocks)
+            finally:
+                self.allocator.release(padding)
+        self._slots.forget(0)
+        self.lengths = [bound.past] * len(self.lengths)
+        self.bound = bound
+
+    def forget_past(self) -> None:
+        """Let a batch that just begins be computed from its first token."""
+        self._truncate(0)
+        if self.bound:
+            self.bound.past = 0
 
     def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> int:
         """Write one layer's new keys and values, ``[batch, heads, tokens, dim]``, behind those it has.
@@ -59,12 +92,13 @@ class PagedState:
 
         Raises:
             OutOfBlocksError: the pool has too few free blocks. Nothing was changed.
-            ArgumentValueError: another batch size than that of the tokens already there. Nothing was changed.
+            ArgumentValueError: another batch size than that of the tokens already there, or more tokens than are left of a
+                prompt that was bound. Nothing was changed.
         """
         start, tokens = self.lengths[layer], keys.shape[2]
-        stop = start + tokens
         if not tokens:
             return start
+        stop = start + tokens
         if stop > self.table.length:
             self._begin(keys.shape[0], tokens)
         try:
@@ -77,7 +111,7 @@ class PagedState:
         self.lengths[layer] = stop
         self._behind -= 1
         if not self._behind:
-            self.allocator.hand_over()
+            self._end()
         return start
 
     def read(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,23 +132,27 @@ class PagedState:
             raise IndexRangeError(
                 "PagedCacheForTransformers: length", expected=f"at most the {min(self.lengths)} tokens that every layer has", got=length
             )
-        with self._change():
-            self.table.truncate(length)
-        self._slots.forget(length)
-        self.lengths = [length] * len(self.lengths)
-        self._behind = 0
+        self._truncate(length)
+        if self.bound and length < self.bound.prompts.length:
+            self.bound.closed = f"one whose prompts were cut to {length} tokens since"
+        if not length:
+            self.bound = None
 
     def select(self, rows: npt.ArrayLike) -> None:
         """Make row ``rows[i]`` the new row i; see `BlockTable.select`."""
-        self._check_whole("changing the batch")
-        with self._change():
+        self.check_whole("changing the batch")
+        with self.change():
             self.table.select(rows)
         self._slots.forget(0)
+        if self.bound:
+            self.bound.select(rows)
 
     def _begin(self, batch: int, tokens: int) -> None:
         """Start a step: make room in the table, and copy shared blocks that will be written, in all layers."""
-        self._check_whole("a step")
-        with self._change(keep=True):
+        self.check_whole("a step")
+        if self.bound:
+            self.bound.check_first(tokens)
+        with self.change(keep=True):
             if batch != self.table.batch_size:
                 self._rebatch(batch)
             self._start = self.table.length
@@ -133,24 +171,46 @@ class PagedState:
             self.truncate(0)
             raise
 
+    def _end(self) -> None:
+        """End a step: every layer has written."""
+        if self.bound:
+            self.bound.is_fresh = False
+        self.allocator.hand_over()
+
     def _rebatch(self, batch: int) -> None:
-        """Change the number of rows of an empty table."""
-        if self.table.length:
+        """Change the number of rows: of an empty table, or by repeating the prompts of a batch that just begins."""
+        bound = self.bound if self.bound and self.bound.is_fresh else None
+        if bound:
+            rows = bound.repeated(batch)
+            if self.table.length:
+                self.table.select(rows)
+                self._slots.forget(0)
+            bound.origin = bound.origin[rows]
+        elif self.table.length:
             raise ArgumentValueError(
                 "PagedCacheForTransformers: batch size",
                 expected=f"{self.table.batch_size}, as in the {self.table.length} tokens that the cache holds",
                 got=batch,
                 fix="reset() it first, or bring the rows in with batch_repeat_interleave() or batch_select_indices()",
             )
-        self.table.clear(batch)
+        if not self.table.length:
+            self.table.clear(batch)
 
     def _undo(self) -> None:
         """Go back to before a step that failed."""
         self.lengths = [min(length, self._start) for length in self.lengths]
         if self.table.length > self._start:
-            self.truncate(self._start)
+            self._truncate(self._start)
 
-    def _check_whole(self, what: str) -> None:
+    def _truncate(self, length: int) -> None:
+        """Cut table and layers."""
+        with self.change():
+            self.table.truncate(length)
+        self._slots.forget(length)
+        self.lengths = [length] * len(self.lengths)
+        self._behind = 0
+
+    def check_whole(self, what: str) -> None:
         """Raise unless all layers are equally long."""
         if self._behind:
             raise ArgumentValueError(
@@ -161,7 +221,7 @@ class PagedState:
             )
 
     @contextmanager
-    def _change(self, *, keep: bool = False) -> Iterator[None]:
+    def change(self, *, keep: bool = False) -> Iterator[None]:
         """Own the allocator for a change; ``keep`` it afterwards unless the change failed."""
         self.allocator.claim()
         try:

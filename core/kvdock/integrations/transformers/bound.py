@@ -1,0 +1,112 @@
+"""The batch that `PagedCacheForTransformers.bind` began: which row of the table is which prompt, and what is known of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvdock.errors import ArgumentValueError
+from kvdock.integrations.transformers.prompts import Prompts
+from kvdock.integrations.transformers.reuse import Hold
+
+__all__ = ["Bound"]
+
+Rows = npt.NDArray[np.intp]
+
+
+@attrs.define(eq=False)
+class Bound:
+    """A batch between `PagedCacheForTransformers.bind` and the next.
+
+    Args:
+        prompts: what was bound.
+        past: tokens that each row of the table began with, padding included; a multiple of the block size.
+        hold: keeps the prefixes in the table locked, together with the other copies that have it.
+        origin: for each row of the table its prompt; ``generate`` repeats rows for beams and for several results.
+        is_fresh: no step has ended yet.
+        is_checked: the tokens of the first step do not begin with those that are cached, see `begins_anew`.
+        is_reordered: rows went on from other rows, so that what was generated cannot be told from the output.
+        closed: why nothing can be committed any more, or "".
+    """
+
+    prompts: Prompts
+    past: int
+    hold: Hold
+    origin: Rows
+    is_fresh: bool = True
+    is_checked: bool = False
+    is_reordered: bool = False
+    closed: str = ""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of all prompts that were found, without padding."""
+        return int(np.maximum(self.past - self.prompts.pads, 0).sum())
+
+    def fork(self) -> Bound:
+        """Return the same for a copy of the table. Locks are shared: they last as long as one of the two."""
+        return attrs.evolve(self)
+
+    def repeated(self, batch: int) -> Rows:
+        """Return the rows to take for a first step with ``batch`` rows, each prompt equally often, one after another.
+
+        Raises:
+            ArgumentValueError: ``batch`` is no multiple of the number of prompts. Nothing was changed.
+        """
+        first = np.unique(self.origin, return_index=True)[1]
+        times, odd = divmod(batch, len(first))
+        if odd:
+            raise ArgumentValueError(
+                "PagedCacheForTransformers: batch size",
+                expected=f"a multiple of the {len(first)} prompts that were bound",
+                got=batch,
+                fix="bind() the prompts that are passed to generate()",
+            )
+        return np.repeat(first, times)
+
+    def select(self, rows: npt.ArrayLike) -> None:
+        """Note that row ``rows[i]`` is the new row i."""
+        chosen = np.asarray(rows)
+        self.is_reordered |= not np.array_equal(chosen, np.arange(len(self.origin)))
+        self.origin = self.origin[chosen]
+
+    def begins_anew(self, ids: torch.Tensor, positions: Any, mask: Any) -> bool:
+        """Return whether a first pass begins with the first token of the prompts, instead of behind what is cached.
+
+        Args:
+            ids: ``[rows, tokens]``.
+            positions: ``[rows or 1, tokens]``; or something else that tells nothing.
+            mask: ``[rows, all tokens so far]``; or something else that tells nothing.
+        """
+        self.is_checked = True
+        if isinstance(positions, torch.Tensor) and positions.ndim == 2 and self.cached_tokens:
+            return int(positions[:, 0].max()) == 0
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] < self.past + ids.shape[1]:
+            return True
+        return self._is_at(0, ids) and (ids.shape[1] >= self.prompts.length or not self._is_at(self.past, ids))
+
+    def _is_at(self, start: int, ids: torch.Tensor) -> bool:
+        """Return whether tokens are those of the prompts from ``start`` on, as far as these go."""
+        times, odd = divmod(len(ids), len(self.prompts.ids))
+        expected = self.prompts.ids[:, start : start + ids.shape[1]]
+        got = ids[:, : expected.shape[1]].detach().cpu().numpy()
+        return not odd and np.array_equal(got, np.repeat(expected, times, axis=0))
+
+    def check_first(self, tokens: int) -> None:
+        """Check the number of tokens of a first step that nobody else has checked.
+
+        Raises:
+            ArgumentValueError: more than are left of the prompt: they would be put behind themselves.
+        """
+        left = self.prompts.length - self.past
+        if self.is_fresh and self.past and not self.is_checked and tokens > left:
+            raise ArgumentValueError(
+                "PagedCacheForTransformers: first step",
+                expected=f"at most the {left} tokens that are not cached",
+                got=tokens,
+                fix="call the model that the cache was made for: there a hook leaves out the others",
+            )

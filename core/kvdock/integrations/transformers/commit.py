@@ -1,0 +1,113 @@
+"""Reading what `PagedCacheForTransformers.commit` is given: which tokens are in which blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdock.errors import ArgumentValueError
+from kvdock.integrations.transformers.bound import Bound
+from kvdock.integrations.transformers.prompts import Prompts, read_ids
+from kvdock.scheduler import BlockIds, BlockTable
+
+__all__ = ["committable", "computed_rows"]
+
+_COMMIT = "PagedCacheForTransformers.commit: out"
+
+Ids = npt.NDArray[np.int64]
+
+
+def committable(bound: Bound | None) -> Bound:
+    """Return a batch whose computed tokens are known and not stored yet.
+
+    Raises:
+        ArgumentValueError: there is none; the text says why.
+    """
+    if bound is None or bound.closed:
+        raise ArgumentValueError(
+            "PagedCacheForTransformers.commit",
+            expected="a batch that bind() began and generate() computed",
+            got=bound.closed if bound else "none",
+            fix="call out = model.generate(**cache.bind(**inputs)), then commit(out) once",
+        )
+    return bound
+
+
+def computed_rows(bound: Bound, table: BlockTable, out: Any) -> list[tuple[Ids, BlockIds]]:
+    """Return the whole blocks that a batch computed, for each row their token ids ``[n * block_size]`` and blocks ``[n]``.
+
+    Where rows were reordered, only prompts are: what was generated behind them cannot be told from the output.
+
+    Args:
+        bound: the batch.
+        table: its blocks.
+        out: what ``generate`` returned, or ids ``[rows, length]``.
+
+    Raises:
+        ArgumentValueError: other rows, prompts or lengths than the cache computed.
+    """
+    ids = read_ids(_COMMIT, getattr(out, "sequences", out))
+    origin = np.arange(len(bound.prompts.pads)) if bound.is_reordered else bound.origin
+    if bound.is_reordered and len(ids) % len(origin) == 0:
+        origin = np.repeat(origin, len(ids) // len(origin))
+    _check_prompts(ids, bound.prompts, origin)
+    if bound.is_reordered:
+        prompts, rows = np.unique(bound.origin, return_index=True)
+        ends = np.full(len(prompts), min(bound.prompts.length, table.length))
+        ids = bound.prompts.ids[prompts]
+    else:
+        _check_length(ids.shape[1], table.length)
+        prompts, rows = bound.origin, np.arange(len(bound.origin))
+        ends = _ends(ids[:, : table.length], bound.prompts)
+    return list(_whole_blocks(table, ids, rows, bound.prompts.pads[prompts], ends))
+
+
+def _check_prompts(ids: Ids, prompts: Prompts, origin: npt.NDArray[np.intp]) -> None:
+    """Raise unless each row begins with its prompt."""
+    if len(ids) != len(origin):
+        raise ArgumentValueError(
+            _COMMIT, expected=f"{len(origin)} rows, as in the cache", got=len(ids), fix="pass all that generate() returned"
+        )
+    wrong = "too few tokens" if ids.shape[1] < prompts.length else ""
+    if not wrong and (others := (ids[:, : prompts.length] != prompts.ids[origin]).any(axis=1)).any():
+        wrong = f"another beginning in row {int(others.argmax())}"
+    if wrong:
+        raise ArgumentValueError(
+            _COMMIT,
+            expected=f"sequences that begin with the {prompts.length} tokens that were bound, padding included",
+            got=wrong,
+            fix="commit what generate() returned for the last bind()",
+        )
+
+
+def _check_length(length: int, held: int) -> None:
+    """Raise unless the sequences are those that the cache holds, and at most one token that was not fed."""
+    if not held <= length <= held + 1:
+        raise ArgumentValueError(
+            _COMMIT,
+            expected=f"the {held} tokens that the cache holds, or one more",
+            got=f"{length} tokens",
+            fix=f"commit what generate() returned, or what of it was computed: out[:, :{held}]",
+        )
+
+
+def _ends(computed: Ids, prompts: Prompts) -> npt.NDArray[np.intp]:
+    """Return for each row how many tokens are worth keeping: a row that ended is fed padding until the last one does."""
+    is_stop = np.isin(computed, prompts.stops)
+    is_stop[:, : prompts.length] = False
+    ends: npt.NDArray[np.intp] = np.where(is_stop.any(axis=1), is_stop.argmax(axis=1) + 1, computed.shape[1])
+    return ends
+
+
+def _whole_blocks(
+    table: BlockTable, ids: Ids, rows: npt.NDArray[np.intp], pads: Ids, ends: npt.NDArray[np.intp]
+) -> Iterator[tuple[Ids, BlockIds]]:
+    """Yield token ids and blocks of row ``rows[i]``, from ``pads[i]`` to the last whole block before ``ends[i]``."""
+    size = table.block_size
+    for line, row, pad, end in zip(ids, rows.tolist(), pads.tolist(), ends.tolist(), strict=True):
+        last = end // size
+        if pad % size == 0 and last * size > pad:
+            yield line[pad : last * size], table.block_ids[row, pad // size : last]

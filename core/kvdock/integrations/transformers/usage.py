@@ -1,0 +1,50 @@
+"""How much a cache holds."""
+
+from __future__ import annotations
+
+import attrs
+
+from kvdock.integrations.transformers.state import PagedState
+
+__all__ = ["CacheUsage", "usage_of"]
+
+
+@attrs.frozen
+class CacheUsage:
+    """What a cache holds, and what its pool has.
+
+    Args:
+        tokens: tokens of all rows.
+        blocks: distinct blocks that hold them; rows share what they have in common.
+        bytes: bytes of those blocks, in all layers, keys and values.
+        pool_blocks_used: blocks that this cache and its copies hold together.
+        pool_blocks: blocks of the pool.
+        pool_bytes: bytes of the pool.
+        prompt_tokens: tokens of the prompts of the last `PagedCacheForTransformers.bind`, without padding; 0 without a prefix cache.
+        cached_tokens: tokens of those that were found in the prefix cache.
+    """
+
+    tokens: int
+    blocks: int
+    bytes: int
+    pool_blocks_used: int
+    pool_blocks: int
+    pool_bytes: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+def usage_of(state: PagedState) -> CacheUsage:
+    """Return what a batch holds now."""
+    pool, table, bound = state.pool, state.table, state.bound
+    blocks = table.num_blocks
+    return CacheUsage(
+        tokens=table.batch_size * table.length,
+        blocks=blocks,
+        bytes=pool.nbytes // pool.num_blocks * blocks,
+        pool_blocks_used=state.allocator.num_used,
+        pool_blocks=pool.num_blocks,
+        pool_bytes=pool.nbytes,
+        prompt_tokens=bound.prompts.tokens if bound else 0,
+        cached_tokens=bound.cached_tokens if bound else 0,
+    )
