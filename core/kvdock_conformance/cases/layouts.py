@@ -1,0 +1,204 @@
+"""Pools and sources in the memory orders that engines use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from kvdock_conformance.cases.drawing import ITEMSIZE, Drawing, View
+
+__all__ = ["POOLS", "SOURCES", "Geometry", "Pair"]
+
+Pair = tuple[View, View]
+"""Keys and values."""
+
+
+@attrs.frozen
+class Geometry:
+    """Sizes of a paged cache: ``[num_blocks, block, hk, dk]`` and ``[num_blocks, block, hv, dv]``.
+
+    Args:
+        num_blocks: blocks of the pool.
+        block: tokens of a block.
+        hk: heads of keys.
+        dk: elements of a key.
+        hv: heads of values.
+        dv: elements of a value.
+        dtype: torch's name of the dtype.
+    """
+
+    num_blocks: int = 6
+    block: int = 4
+    hk: int = 2
+    dk: int = 8
+    hv: int = 2
+    dv: int = 8
+    dtype: str = "bfloat16"
+
+    @classmethod
+    def even(cls, heads: int = 2, dim: int = 8, **sizes: Any) -> Geometry:
+        """Return one whose keys and values have the same heads and dim."""
+        return cls(hk=heads, dk=dim, hv=heads, dv=dim, **sizes)
+
+    @property
+    def capacity(self) -> int:
+        """How many slots it has."""
+        return self.num_blocks * self.block
+
+    @property
+    def k_shape(self) -> tuple[int, ...]:
+        """Shape of the key cache."""
+        return (self.num_blocks, self.block, self.hk, self.dk)
+
+    @property
+    def v_shape(self) -> tuple[int, ...]:
+        """Shape of the value cache."""
+        return (self.num_blocks, self.block, self.hv, self.dv)
+
+
+PoolBuilder = Callable[[Drawing, Geometry], Pair]
+SourceBuilder = Callable[[Drawing, Geometry, tuple[int, ...]], Pair]
+
+
+def _each(
+    order: Sequence[int] = (0, 1, 2, 3), gaps: Sequence[int] = (0, 0, 0, 0), offset: int = 0, shift: int = 0, fill: str = "random"
+) -> PoolBuilder:
+    """Return a builder of two separate tensors; ``offset`` and ``shift`` in elements."""
+
+    def build(drawing: Drawing, g: Geometry) -> Pair:
+        size = ITEMSIZE[g.dtype]
+        k, v = (
+            drawing.tensor(g.dtype, shape, order=order, gaps=gaps, offset=offset * size, shift=shift * size, fill=fill)
+            for shape in (g.k_shape, g.v_shape)
+        )
+        return k, v
+
+    return build
+
+
+def _halves_outer(drawing: Drawing, g: Geometry) -> Pair:
+    both = drawing.tensor(g.dtype, (2, *g.k_shape))
+    return both.select(0, 0), both.select(0, 1)
+
+
+def _halves_inner(drawing: Drawing, g: Geometry) -> Pair:
+    both = drawing.tensor(g.dtype, (g.num_blocks, 2, *g.k_shape[1:]))
+    return both.select(1, 0), both.select(1, 1)
+
+
+def _side_by_side(drawing: Drawing, g: Geometry) -> Pair:
+    rows = drawing.tensor(g.dtype, (*g.k_shape[:3], g.dk + g.dv))
+    return rows.slice(3, 0, g.dk), rows.slice(3, g.dk, g.dk + g.dv)
+
+
+def _layer_of(dim: int) -> PoolBuilder:
+    """Return a builder of the second of three layers in one tensor whose dim ``dim`` is the layer."""
+
+    def build(drawing: Drawing, g: Geometry) -> Pair:
+        k, v = (drawing.tensor(g.dtype, (*shape[:dim], 3, *shape[dim:])).select(dim, 1) for shape in (g.k_shape, g.v_shape))
+        return k, v
+
+    return build
+
+
+def _different_orders(drawing: Drawing, g: Geometry) -> Pair:
+    k = drawing.tensor(g.dtype, g.k_shape, order=(0, 2, 1, 3), gaps=(8, 0, 0, 0))
+    return k, drawing.tensor(g.dtype, g.v_shape, gaps=(0, 3, 0, 0), offset=2 * ITEMSIZE[g.dtype])
+
+
+POOLS: Mapping[str, PoolBuilder] = MappingProxyType(
+    {
+        "nhd": _each(),
+        "hnd": _each((0, 2, 1, 3)),
+        "heads outermost": _each((2, 0, 1, 3)),
+        "slots outermost": _each((1, 0, 2, 3)),
+        "halves [2, NB, ...]": _halves_outer,
+        "halves [NB, 2, ...]": _halves_inner,
+        "k and v side by side": _side_by_side,
+        "layer-first": _layer_of(0),
+        "page-first": _layer_of(1),
+        "padded blocks": _each(gaps=(0, 24, 0, 0)),
+        "padded slots": _each(gaps=(0, 0, 8, 0)),
+        "padded heads": _each(gaps=(0, 0, 0, 8)),
+        "odd steps": _each(gaps=(0, 1, 3, 5)),
+        "odd address": _each(offset=1),
+        "even address in an odd storage": _each(offset=1, shift=31),
+        "k and v unlike": _different_orders,
+        "untouched memory": _each(fill="zeros"),
+    }
+)
+"""Builders of the two caches, by name. Where keys and values share one tensor, their sizes must be alike."""
+
+
+def _contiguous(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
+    return drawing.tensor(g.dtype, (*lead, g.hk, g.dk)), drawing.tensor(g.dtype, (*lead, g.hv, g.dv))
+
+
+def _strided(gaps: Sequence[int] = (0, 0, 0), offset: int = 0, shift: int = 0) -> SourceBuilder:
+    """Return a builder with free elements behind tokens, heads and rows; ``offset`` and ``shift`` in elements."""
+
+    def build(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
+        every, size = (*[0] * (len(lead) - 1), *gaps), ITEMSIZE[g.dtype]
+        k, v = (
+            drawing.tensor(g.dtype, (*lead, *row), gaps=every, offset=offset * size, shift=shift * size)
+            for row in ((g.hk, g.dk), (g.hv, g.dv))
+        )
+        return k, v
+
+    return build
+
+
+def _fused(drawing: Drawing, g: Geometry, lead: tuple[int, ...], q_width: int = 32) -> Pair:
+    """Cut out of a fused projection, as 2-D rows ``[T, width]`` that are viewed as heads."""
+    k_width, v_width = g.hk * g.dk, g.hv * g.dv
+    projection = drawing.tensor(g.dtype, (math.prod(lead), q_width + k_width + v_width))
+    k_rows = projection.slice(1, q_width, q_width + k_width)
+    v_rows = projection.slice(1, q_width + k_width, q_width + k_width + v_width)
+    return k_rows.split(1, (g.hk, g.dk)).split(0, lead), v_rows.split(1, (g.hv, g.dv)).split(0, lead)
+
+
+def _heads_before_tokens(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
+    """``[B, H, q, D]`` as attention layers have them, with heads and tokens swapped back."""
+    at = len(lead) - 1
+    k, v = (
+        drawing.tensor(g.dtype, (*lead[:-1], heads, lead[-1], dim)).transpose(at, at + 1) for heads, dim in ((g.hk, g.dk), (g.hv, g.dv))
+    )
+    return k, v
+
+
+def _every_other(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
+    k, v = _contiguous(drawing, g, (*lead[:-1], 2 * lead[-1]))
+    at, count = len(lead) - 1, 2 * lead[-1]
+    return k.slice(at, 0, count, 2), v.slice(at, 1, count, 2)
+
+
+def _one_head_for_all(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
+    k, v = _contiguous(drawing, attrs.evolve(g, hk=1, hv=1), lead)
+    return k.expand((*lead, g.hk, g.dk)), v.expand((*lead, g.hv, g.dv))
+
+
+def _one_token_for_all(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
+    k, v = _contiguous(drawing, g, (1,) * len(lead))
+    return k.expand((*lead, g.hk, g.dk)), v.expand((*lead, g.hv, g.dv))
+
+
+SOURCES: Mapping[str, SourceBuilder] = MappingProxyType(
+    {
+        "contiguous": _contiguous,
+        "fused qkv": _fused,
+        "[B, H, q, D]": _heads_before_tokens,
+        "every other token": _every_other,
+        "padded tokens": _strided((0, 8, 0)),
+        "padded heads": _strided((0, 0, 8)),
+        "odd steps": _strided((0, 1, 3)),
+        "odd address": _strided(offset=1),
+        "even address in an odd storage": _strided(offset=1, shift=31),
+        "one head for all": _one_head_for_all,
+        "one token for all": _one_token_for_all,
+    }
+)
+"""Builders of ``k`` and ``v`` with given leading sizes, by name."""

@@ -1,0 +1,153 @@
+"""The memory of a case: arenas of known bytes, tensors cut out of them, and the comparison of all bytes afterwards.
+
+An op runs on it, the reference on a copy, and then every byte is compared: what was addressed, all other places, gaps
+between rows, the margins around each tensor, and the inputs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvdock_conformance.checking.failure import Failure
+
+__all__ = ["BITS", "MARGIN", "Memory", "compare", "element_at", "expanded", "text_of"]
+
+MARGIN = 256
+"""Bytes on either side of an arena's tensors: more than a vector store could write too far."""
+
+CHUNK = 1 << 26
+"""So many bytes are compared at a time."""
+
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of an element's size."""
+
+
+class Memory:
+    """The arenas of one case.
+
+    Args:
+        arenas: each arena's ``bytes``, ``seed`` of its random bytes, and where given ``fill`` ("zeros"), ``shift`` (bytes
+            between a 64-byte boundary and its start) and ``host`` (lies in host memory).
+        device: where the others lie.
+    """
+
+    def __init__(self, arenas: Sequence[Mapping[str, Any]], device: torch.device) -> None:
+        self.arenas = arenas
+        self.bytes = [_filled(arena, device) for arena in arenas]
+
+    def tensor(self, spec: Any) -> Any:
+        """Return the tensor that a spec describes, with its values written; what is no spec as it is."""
+        if not isinstance(spec, Mapping):
+            return spec
+        dtype = getattr(torch, spec["dtype"])
+        start = MARGIN + spec["offset"]
+        memory = self.bytes[spec["arena"]][start:]
+        typed = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
+        tensor = typed.as_strided(spec["shape"], spec["strides"])
+        if spec.get("values") is not None and tensor.numel():
+            bits = torch.tensor(expanded(spec["values"], tensor.numel()), dtype=BITS[dtype.itemsize])
+            tensor.view(bits.dtype).copy_(bits.reshape(tensor.shape))
+        return tensor
+
+    def copy(self) -> Memory:
+        """Return a copy in host memory."""
+        twin = Memory([], torch.device("cpu"))
+        twin.arenas = self.arenas
+        twin.bytes = [_copied(arena, content) for arena, content in zip(self.arenas, self.bytes, strict=True)]
+        return twin
+
+
+def expanded(values: Sequence[int] | Mapping[str, int], count: int) -> list[int]:
+    """Return ``count`` integers: those of a list, repeated; ``first`` and so on by ``step``; or the first of ``shuffled`` numbers."""
+    if not isinstance(values, Mapping):
+        return [values[i % len(values)] for i in range(count)]
+    if "first" in values:
+        return list(range(values["first"], values["first"] + count * values["step"], values["step"]))
+    return random.Random(values["seed"]).sample(range(values["shuffled"]), count)  # noqa: S311 - the same in every run
+
+
+def _filled(arena: Mapping[str, Any], device: torch.device) -> torch.Tensor:
+    """Return the bytes of an arena with its margins."""
+    count, shift = arena["bytes"] + 2 * MARGIN, arena.get("shift", 0)
+    on_host = arena.get("host", False) or device == torch.device("cpu")
+    if arena.get("fill") == "zeros":  # numpy's zeros take up no memory until they are written
+        return torch.from_numpy(np.zeros(count, np.uint8)) if on_host else torch.zeros(count, dtype=torch.uint8, device=device)
+    content = np.random.default_rng(arena["seed"]).integers(0, 256, count, dtype=np.uint8)
+    if not on_host:
+        return torch.from_numpy(content).to(device)
+    room = np.empty(count + 64 + shift, dtype=np.uint8)
+    start = -room.ctypes.data % 64 + shift
+    room[start : start + count] = content
+    return torch.from_numpy(room[start : start + count])
+
+
+def _copied(arena: Mapping[str, Any], content: torch.Tensor) -> torch.Tensor:
+    """Return a copy of an arena in host memory; one of zeros is copied where it is not zero, and takes up no more than that."""
+    if arena.get("fill") != "zeros":
+        return content.cpu().clone()
+    twin = torch.from_numpy(np.zeros(len(content), np.uint8))
+    for start in range(0, len(content), CHUNK):
+        part = content[start : start + CHUNK]
+        if part.any():
+            twin[start : start + CHUNK] = part.cpu()
+    return twin
+
+
+def compare(memory: Memory, expected: Memory, args: Mapping[str, Any], what: str) -> None:
+    """Compare every byte with what it should be.
+
+    Args:
+        memory: what was written to.
+        expected: what it should hold, in host memory.
+        args: specs of the call's arguments, to say where a byte is.
+        what: what was done, for the error.
+
+    Raises:
+        Failure: names the first place that differs.
+    """
+    for arena, (content, wanted) in enumerate(zip(memory.bytes, expected.bytes, strict=True)):
+        for start in range(0, len(content), CHUNK):
+            got, right = content[start : start + CHUNK].cpu(), wanted[start : start + CHUNK]
+            if not torch.equal(got, right):
+                wrong = (got != right).nonzero().flatten()
+                raise _difference(memory, expected, args, what, (arena, start + int(wrong[0]), len(wrong)))
+
+
+def _difference(memory: Memory, expected: Memory, args: Mapping[str, Any], what: str, place: tuple[int, int, int]) -> Failure:
+    """Describe the first byte that differs: the element of an argument, or where between and around them it is."""
+    arena, byte, count = place
+    for name, spec in args.items():
+        found = element_at(spec, arena, byte - MARGIN)
+        if found is not None:
+            where = f"{name}[{', '.join(map(str, found))}]"
+            got, right = (text_of(side.tensor({**spec, "values": None})[tuple(found)]) for side in (memory, expected))
+            return Failure(f"{what}: {where}, the first of {count} bytes that differ", expected=right, got=got)
+    near = ", ".join(name for name, spec in args.items() if isinstance(spec, Mapping) and spec["arena"] == arena)
+    where = f"byte {byte - MARGIN} of {memory.arenas[arena]['bytes']} in the memory of {near}, which belongs to no argument"
+    got, right = (hex(int(side.bytes[arena][byte])) for side in (memory, expected))
+    return Failure(f"{what}: {where}, the first of {count} bytes that differ", expected=right, got=got)
+
+
+def element_at(spec: Any, arena: int, byte: int) -> list[int] | None:
+    """Return the index of the element that holds a byte of an arena; None when it is none of this tensor's."""
+    if not isinstance(spec, Mapping) or spec["arena"] != arena or 0 in spec["shape"]:
+        return None
+    left = (byte - spec["offset"]) // getattr(torch, spec["dtype"]).itemsize
+    index = [0] * len(spec["shape"])
+    for dim in sorted(range(len(index)), key=lambda dim: -spec["strides"][dim]):
+        if spec["strides"][dim] and spec["shape"][dim] > 1:
+            index[dim] = min(max(left // spec["strides"][dim], 0), spec["shape"][dim] - 1)
+            left -= index[dim] * spec["strides"][dim]
+    return index if left == 0 else None
+
+
+def text_of(element: torch.Tensor) -> str:
+    """Write one element as its value and its bits: ``1.5 (0x3fc0)``."""
+    size = element.element_size()
+    bits = int(element.detach().reshape(1).view(BITS[size]).cpu()) % (1 << 8 * size)
+    return f"{element.item()} ({bits:#0{2 * size + 2}x})"

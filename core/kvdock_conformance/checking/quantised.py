@@ -1,0 +1,40 @@
+"""Writes into quantised caches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvdock_conformance.checking.memory import BITS, Memory, compare
+from kvdock_conformance.checking.target import Target
+
+__all__ = ["check_quantised", "quantised"]
+
+
+def quantised(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the bits that a quantised cache holds for values: ``x / scale`` in float32, clamped, rounded to nearest even."""
+    limits = torch.iinfo(dtype) if dtype == torch.int8 else torch.finfo(dtype)
+    quotient = (values.float() / scale).clamp(limits.min, limits.max)
+    rounded = quotient.round() if dtype == torch.int8 else quotient
+    return rounded.to(dtype).view(BITS[dtype.itemsize])
+
+
+def check_quantised(target: Target, data: Mapping[str, Any]) -> None:
+    """Check a write of distinct slots with a scale for the whole of each pool.
+
+    Raises:
+        Failure: a byte differs.
+    """
+    memory, call = Memory(data["arenas"], target.device), data["calls"][0]
+    args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
+    expected = memory.copy()
+    twins = {name: expected.tensor(spec) for name, spec in call["args"].items()}
+    for cache, source, scale in (("k_cache", "k", "k_scale"), ("v_cache", "v", "v_scale")):
+        pool = twins[cache].view(BITS[twins[cache].element_size()])
+        rows = quantised(twins[source], twins[scale], twins[cache].dtype)
+        for row, slot in zip(rows, twins["slot_mapping"].tolist(), strict=True):
+            pool[slot // pool.shape[1], slot % pool.shape[1]] = row
+    target.call(call["op"], args)
+    compare(memory, expected, call["args"], call["op"])

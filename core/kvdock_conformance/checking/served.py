@@ -1,0 +1,72 @@
+"""What a backend claims about a call: that it serves it. What it does not serve is tested the other way round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import kvdock
+from kvdock.ops.catalog import CATALOG
+from kvdock_conformance.checking.calls import check_refused
+from kvdock_conformance.checking.failure import Failure
+from kvdock_conformance.checking.memory import Memory
+from kvdock_conformance.checking.target import Target
+from kvdock_conformance.requirement import Capability, Check
+
+__all__ = ["check_not_served", "reasons_against", "served"]
+
+
+def served(op: str, check: Check) -> Capability:
+    """Return the capability of serving an op's calls.
+
+    Args:
+        op: name of the op.
+        check: what a call must fulfil all the same when the portable kernels serve it in the backend's place.
+    """
+
+    def refused(target: Target, data: Mapping[str, Any], reasons: Sequence[str]) -> None:
+        check_not_served(target, data, reasons, check)
+
+    return Capability(f"serves {op}", reasons_against, refused)
+
+
+def _values(target: Target, data: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments of a case's first call in the schema's order."""
+    memory, call = Memory(data["arenas"], target.device), data["calls"][0]
+    return tuple(memory.tensor(call["args"].get(name)) for name in CATALOG[call["op"]].arg_names)
+
+
+def reasons_against(target: Target, data: Mapping[str, Any]) -> Sequence[str]:
+    """Return why the backend does not serve a case's first call itself; empty when it does."""
+    return target.reasons_against(data["calls"][0]["op"], _values(target, data))
+
+
+def check_not_served(target: Target, data: Mapping[str, Any], reasons: Sequence[str], check: Check) -> None:
+    """Check a call that the backend says no to: served by portable kernels it must be right, else raise and change nothing.
+
+    Args:
+        target: the backend.
+        data: the case.
+        reasons: what the backend says against it.
+        check: what the call must fulfil if portable kernels serve it.
+
+    Raises:
+        Failure: a reason is empty, or the call does neither.
+    """
+    for reason in reasons:
+        if not isinstance(reason, str) or not reason.strip():
+            raise Failure(f"{target.name}: reason against {data['calls'][0]['op']}", expected="a text that says why", got=repr(reason))
+    if _is_served(target, data):
+        check(target, data)
+    else:
+        check_refused(target, data, kvdock.UnsupportedError, [target.name])
+
+
+def _is_served(target: Target, data: Mapping[str, Any]) -> bool:
+    """Whether any kernel serves the call."""
+    call = data["calls"][0]
+    try:
+        kvdock.runtime.default().dispatcher.explain(call["op"], _values(target, data), target.name)
+    except kvdock.UnsupportedError:
+        return False
+    return True

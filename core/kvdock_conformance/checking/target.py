@@ -1,0 +1,82 @@
+"""The backend under test, on one of its devices, reached as any user reaches it: by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+import kvdock
+from kvdock import runtime
+from kvdock.ops.catalog import CATALOG
+from kvdock.ops.validate import validate
+
+__all__ = ["HOST", "Target"]
+
+HOST = torch.device("cpu")
+
+
+class Target:
+    """A backend by name, on the first of its devices.
+
+    Args:
+        name: name of the backend, as ``kvdock backends`` lists it.
+
+    Raises:
+        BackendUnavailableError: there is no such backend, or it is not ready.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.backend = runtime.default().registry.backend(name)
+        self.device = torch.empty(0, device=self.backend.devices()[0]).device  # with its index
+
+    def using(self, op: str) -> AbstractContextManager[None]:
+        """Return a block in which an op is served by this backend: an ordinary call where it is the usual choice."""
+        try:
+            usual = runtime.default().dispatcher.choose(op, self.device, None).backend
+        except kvdock.BackendError:  # none or several claim the device
+            usual = None
+        return nullcontext() if usual is self.backend else kvdock.use_backend(self.name)
+
+    def call(self, op: str, args: dict[str, Any]) -> Any:
+        """Call an op of `kvdock.ops` with arguments by name: scales and outputs as keywords, the others in order."""
+        keywords = {name: value for name, value in args.items() if name.endswith("_scale")}
+        outputs = [value for name, value in args.items() if name.endswith("_out")]
+        others = [value for name, value in args.items() if name not in keywords and not name.endswith("_out")]
+        if outputs:
+            keywords["out"] = tuple(outputs)
+        with self.using(op):
+            return getattr(kvdock.ops, op)(*others, **keywords)
+
+    def skipped(self) -> int:
+        """Return how many writes were skipped so far, by its kernels and by the portable ones that stand in for them."""
+        with kvdock.use_backend(self.name):
+            return runtime.default().skipped_writes(self.device)
+
+    def reasons_against(self, op: str, values: tuple[Any, ...]) -> Sequence[str]:
+        """Return why the backend does not serve a call itself; empty when it does.
+
+        Args:
+            op: name of the op.
+            values: its arguments in the schema's order, None where absent.
+        """
+        choice = runtime.default().dispatcher.choose(op, self.device, self.name)
+        request, dtypes = validate(CATALOG[op], values), choice.capabilities.dtypes
+        if op not in choice.kernels:
+            return [f"{self.name} has no kernel for {op}"]
+        if dtypes is not None and values[0].dtype not in dtypes:
+            return [f"{self.name} declares {', '.join(map(str, dtypes))}, not {values[0].dtype}"]
+        return choice.kernels[op].supports(request)
+
+    @property
+    def must_raise(self) -> bool:
+        """Whether an index out of range must raise: in host memory, for the backend whose own memory that is."""
+        return self.may_raise and self.backend.device_type == self.device.type
+
+    @property
+    def may_raise(self) -> bool:
+        """Whether an index out of range may raise. On a device that would take a synchronisation: it is skipped and counted."""
+        return self.device == HOST

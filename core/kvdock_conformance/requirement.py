@@ -1,0 +1,179 @@
+"""What a requirement is: a stable id, one normative sentence, its cases as data, and its check.
+
+A new requirement is one more entry in the list of its area in `kvdock_conformance.requirements`; nothing else changes.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvdock.errors import ArgumentValueError
+
+if TYPE_CHECKING:
+    from kvdock_conformance.checking.target import Target
+
+__all__ = ["Capability", "Case", "Check", "Level", "Requirement", "Requirements"]
+
+Check = Callable[["Target", Mapping[str, Any]], None]
+"""Checks one case on a target: takes the target and the case's data, and raises if the backend does not conform."""
+
+_ID = re.compile(r"KVD-[A-Z]+-\d{3}")
+_LIMIT_S = 60.0
+
+
+class Level(enum.Enum):
+    """How much is asked of a backend. The extended level contains the core level."""
+
+    CORE = "core"
+    EXTENDED = "extended"
+
+    def includes(self, other: Level) -> bool:
+        """Whether a run at this level runs what belongs to another."""
+        return self is Level.EXTENDED or other is Level.CORE
+
+
+@attrs.frozen
+class Case:
+    """One input to check a requirement with.
+
+    Args:
+        name: what is special about it, unique within its requirement: ``"hnd pool"``.
+        data: all that the check needs to know, as what JSON can hold. It travels to the child that runs the case, into the
+            report and into ``repro.py``.
+        level: at which level it runs, if its requirement does.
+    """
+
+    name: str
+    data: Mapping[str, Any]
+    level: Level = Level.CORE
+
+
+@attrs.frozen
+class Capability:
+    """Something that a backend may or may not claim. Claimed: the requirement's check runs. Not claimed: ``refused`` does.
+
+    Args:
+        name: for reports: ``"serves paged_caching_"``.
+        reasons: given target and case data, returns what the backend says against it; empty when it claims it.
+        refused: given the same and the reasons, raises unless the refusal is a good one: it says why, what it refuses is
+            refused when asked for all the same, and memory stays as it was.
+    """
+
+    name: str
+    reasons: Callable[[Target, Mapping[str, Any]], Sequence[str]]
+    refused: Callable[[Target, Mapping[str, Any], Sequence[str]], None]
+
+
+@attrs.frozen
+class Requirement:
+    """One thing that every backend must do.
+
+    Args:
+        id: its name for good: ``"KVD-WRITE-007"``. Never given to another requirement, never renumbered.
+        sentence: what must be so, in one sentence.
+        area: what it belongs to; the op's name where it is about one op. ``--op`` selects by it.
+        check: checks one case. Its source goes into ``repro.py``: see `kvdock_conformance.repro`.
+        cases: returns its cases, at least one; a function, so that those nobody runs cost nothing.
+        level: at which level it runs.
+        needs: what the backend must claim for the check to be made, case by case; None when there is no way around it.
+        limit_s: how long one case may take in seconds. The child that exceeds it is ended, and the case has failed.
+    """
+
+    id: str = attrs.field()
+    sentence: str = attrs.field()
+    area: str
+    check: Check
+    cases: Callable[[], Iterable[Case]]
+    level: Level = Level.CORE
+    needs: Capability | None = None
+    limit_s: float = _LIMIT_S
+
+    @id.validator
+    def _check_id(self, attribute: Any, value: str) -> None:
+        if not _ID.fullmatch(value):
+            raise ArgumentValueError("Requirement: id", expected="KVD-<AREA>-<three digits>", got=repr(value), fix="such as KVD-WRITE-007")
+
+    @sentence.validator
+    def _check_sentence(self, attribute: Any, value: str) -> None:
+        if not value[:1].isupper() or not value.endswith(".") or ". " in value:
+            raise ArgumentValueError(f"{self.id}: sentence", expected="one sentence", got=repr(value), fix="say what must be so, once")
+
+    def selected(self, level: Level) -> list[Case]:
+        """Return the cases that run at a level.
+
+        Raises:
+            ArgumentValueError: there is none, or two have one name.
+        """
+        cases = [case for case in self.cases() if level.includes(case.level)]
+        names = [case.name for case in cases]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if not cases or twice:
+            got = f"{', '.join(map(repr, twice))} more than once" if twice else "none"
+            raise ArgumentValueError(f"{self.id}: cases", expected="at least one, each with a name of its own", got=got)
+        return cases
+
+
+class Requirements:
+    """A list of requirements by id. Refuses an id that is taken.
+
+    Args:
+        requirements: in the order in which they run.
+    """
+
+    def __init__(self, requirements: Iterable[Requirement] = ()) -> None:
+        self._by_id: dict[str, Requirement] = {}
+        for requirement in requirements:
+            self.add(requirement)
+
+    def add(self, requirement: Requirement) -> None:
+        """Add one more.
+
+        Raises:
+            ArgumentValueError: the id is taken.
+        """
+        other = self._by_id.setdefault(requirement.id, requirement)
+        if other is not requirement:
+            raise ArgumentValueError(
+                f"requirement {requirement.id}",
+                expected="an id that no other requirement has",
+                got=f"that of {other.sentence!r}",
+                fix="take the next free number of the area; a number is never given twice",
+            )
+
+    def __iter__(self) -> Iterator[Requirement]:
+        return iter(self._by_id.values())
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __getitem__(self, requirement_id: str) -> Requirement:
+        """Return one by its id.
+
+        Raises:
+            ArgumentValueError: there is none; lists the area's.
+        """
+        if requirement_id not in self._by_id:
+            like = [known for known in self._by_id if known.rpartition("-")[0] == requirement_id.rpartition("-")[0]]
+            known = ", ".join(like or self._by_id)
+            raise ArgumentValueError("requirement", expected=f"one of {known}", got=repr(requirement_id))
+        return self._by_id[requirement_id]
+
+    @property
+    def areas(self) -> list[str]:
+        """The areas, in order."""
+        return list(dict.fromkeys(requirement.area for requirement in self))
+
+    def select(self, level: Level, area: str | None = None) -> Requirements:
+        """Return those of a level, and of one area if it is given.
+
+        Raises:
+            ArgumentValueError: there is no such area; lists those there are.
+        """
+        if area is not None and area not in self.areas:
+            raise ArgumentValueError("op", expected=f"one of {', '.join(self.areas)}", got=repr(area))
+        return Requirements(item for item in self if level.includes(item.level) and area in (None, item.area))

@@ -1,0 +1,342 @@
+"""Writing new tokens into a paged cache: ``KVD-WRITE``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from kvdock_conformance.cases.drawing import Drawing, call
+from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry
+from kvdock_conformance.cases.paged import Write, shuffled
+from kvdock_conformance.checking.calls import check_calls
+from kvdock_conformance.checking.quantised import check_quantised
+from kvdock_conformance.checking.served import served
+from kvdock_conformance.checking.target import Target
+from kvdock_conformance.reference import paged_caching_
+from kvdock_conformance.requirement import Case, Check, Level, Requirement
+
+__all__ = ["OP", "REQUIREMENTS", "check_write", "slot_name"]
+
+OP = "paged_caching_"
+_EVEN = Geometry.even
+_BIG = _EVEN(num_blocks=96, block=16, heads=1)
+_INT32_MAX, _INT32_MIN = 2**31 - 1, -(2**31)
+_SPECIAL_BITS = {
+    "bfloat16": (0x7FC1, -0x007F, 0x7F80, -0x0080, -0x8000, 0, 1, 0x7F7F),
+    "float16": (0x7E01, -0x01FF, 0x7C00, -0x0400, -0x8000, 0, 1, 0x7BFF),
+    "float32": (0x7FC00001, -0x007FFFFF, 0x7F800000, -0x00800000, -0x80000000, 0, 1, 0x7F7FFFFF),
+}
+"""Quiet and signalling NaN with payloads, infinities, -0, 0, the smallest subnormal and the largest finite number."""
+
+
+def slot_name(place: Sequence[int]) -> str:
+    """Return how an error names a token's slot: ``slot_mapping[0, 3]``."""
+    return f"slot_mapping{list(place)}"
+
+
+def check_write(target: Target, data: Mapping[str, Any]) -> None:
+    """Check writes against the reference."""
+    check_calls(target, data, paged_caching_, slot_name)
+
+
+def _require(
+    number: int, sentence: str, cases: Iterable[Write] | Callable[[], Iterable[Case]], level: Level = Level.CORE, check: Check = check_write
+) -> Requirement:
+    """Return a requirement of this area whose cases are writes, or what a function returns."""
+    made = cases if callable(cases) else _cases(tuple(cases))
+    return Requirement(f"KVD-WRITE-{number:03}", sentence, OP, check, made, level, served(OP, check))
+
+
+def _cases(writes: Sequence[Write]) -> Callable[[], Iterable[Case]]:
+    """Return a function that draws writes as cases."""
+    return lambda: (write.case() for write in writes)
+
+
+def _repeated() -> Iterable[Case]:
+    """Return calls whose pools have the same shape, and strides of their own."""
+    names = ("nhd", "hnd", "padded blocks", "nhd", "k and v unlike", "odd address", "padded slots")
+    for name, order in (("other strides at each call", names), ("the same at each call", ("nhd",) * 4)):
+        drawing, write = Drawing(), Write("")
+        yield Case(name, drawing.case(*[write.call(drawing, POOLS[pool](drawing, write.geometry)) for pool in order]))
+    drawing, write = Drawing(), Write("")
+    pools = POOLS["nhd"](drawing, write.geometry)
+    changing = [Write("", lead=lead, slots=shuffled(24, seed)) for seed, lead in enumerate([(5,), (13,), (1,), (2, 3), (24,), (13,)])]
+    yield Case("other tokens and slots at each call", drawing.case(*[write.call(drawing, pools) for write in changing]))
+
+
+def _finite(dtype: str) -> list[int]:
+    """Return bits of finite numbers of either sign, between 1e-4 and 3e4: some beyond what a quantised cache holds."""
+    steps = {"bfloat16": 1, "float32": 1 << 16}
+    numbers = range(0x3900, 0x46F0, 37)
+    return [bits * steps[dtype] - (sign << 15) * steps[dtype] for bits in numbers for sign in (0, 1)]
+
+
+def _quantised() -> Iterable[Case]:
+    """Return writes into quantised caches, with a scale for the whole tensor."""
+    for dtype in ("float8_e4m3fn", "float8_e5m2", "int8"):
+        for k_dtype in ("bfloat16", "float32"):
+            drawing = Drawing()
+            k_cache, v_cache = POOLS["nhd"](drawing, Geometry(dtype=dtype))
+            k, v = (attrs.evolve(x, values=_finite(k_dtype)) for x in SOURCES["contiguous"](drawing, Geometry(dtype=k_dtype), (13,)))
+            slots = drawing.tensor("int64", (13,), values=shuffled(24))
+            scale = drawing.tensor("float32", (), values=[0x3DCCCCCD])  # 0.1
+            args = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "slot_mapping": slots}
+            yield Case(f"{dtype} from {k_dtype}", drawing.case(call(OP, **args, k_scale=scale, v_scale=scale)))
+
+
+REQUIREMENTS = [
+    _require(
+        1,
+        "The key and the value of each token are written to the slot that slot_mapping names for it, keys to k_cache and values to v_cache.",
+        [
+            Write("in order", range(13)),
+            Write("reversed", range(12, -1, -1)),
+            Write("random order"),
+            Write("one token", [7], lead=(1,)),
+            Write("every slot of the pool", lead=(24,)),
+            Write("keys and values of other sizes", geometry=Geometry(hk=2, dk=8, hv=3, dv=4)),
+        ],
+    ),
+    _require(
+        2,
+        "No byte outside the addressed slots is written, neither in the pool nor around it.",
+        [
+            Write("one slot, neighbours kept", [9], lead=(1,)),
+            Write("gaps behind slots", pool="padded slots"),
+            Write("gaps behind heads", pool="padded heads"),
+            Write("gaps behind blocks", pool="padded blocks"),
+            Write("last slot of the pool, memory behind kept", [23], lead=(1,)),
+            Write("first slot of the pool, memory before kept", [0], lead=(1,)),
+            Write("rows of odd length", geometry=_EVEN(heads=1, dim=5)),
+            Write("other layers of a pool", pool="page-first"),
+        ],
+    ),
+    _require(
+        3,
+        "A negative slot is padding: its token is written nowhere, whichever negative number it is.",
+        [
+            Write("some -1", [3, -1, 5, -1, 8, 0]),
+            Write("all -1", [-1]),
+            Write("other negatives", [-2, 4, -24, -25, 6, -1]),
+            Write("padding in front", [-1, -1, -1, *range(10)]),
+            Write("padding behind", [*range(10), -1, -1, -1]),
+            Write("smallest int64", [-(2**63), 11, -(2**62), 2, -(2**32), -(2**32) + 5], lead=(6,)),
+            Write("smallest int32", [_INT32_MIN, 11, _INT32_MIN + 1, 2], lead=(4,), index="int32"),
+            Write("one token", [-1], lead=(1,)),
+            Write("rows of a batch", [0, 1, -1, 8, -1, -1, 16, 17, 18], lead=(3, 3)),
+            Write("long, scattered", [*range(100), -1, *range(200, 300), -5, *range(400, 500)], lead=(302,), geometry=_BIG),
+        ],
+    ),
+    _require(
+        4,
+        "A slot beyond the pool is never written: in host memory the call raises before it writes anything and names the first such "
+        "position, on a device the token is skipped and counted.",
+        [
+            Write("capacity", [24], lead=(1,)),
+            Write("capacity + 1", [25], lead=(1,)),
+            Write("behind good ones", [0, 5, 24, 7, 30], lead=(5,)),
+            Write("before good ones", [24, 0, 5], lead=(3,)),
+            Write("beside padding", [-1, 3, 24, -1], lead=(4,)),
+            Write("2**32 + 3", [2**32 + 3, 1], lead=(2,)),
+            Write("2**40", [1, 2**40], lead=(2,)),
+            Write("largest int64", [2**63 - 1], lead=(1,)),
+            Write("largest int32", [2, _INT32_MAX], lead=(2,), index="int32"),
+            Write("second row of a batch", [0, 1, 2, 3, 99, 5], lead=(2, 3)),
+            Write("in a pool with gaps", [2, 24], lead=(2,), pool="padded blocks"),
+            Write("behind many good ones", [*range(300), 96 * 16], lead=(301,), geometry=_BIG),
+        ],
+    ),
+    _require(
+        5,
+        "The first and the last slot of the pool, and those on either side of a border between blocks, are slots like any other.",
+        [
+            Write("first of the pool", [0], lead=(1,)),
+            Write("last of the pool", [23], lead=(1,)),
+            Write("across a border", [3, 4], lead=(2,)),
+            Write("last of each block", range(3, 24, 4), lead=(6,)),
+            Write("first of each block", range(0, 24, 4), lead=(6,)),
+            Write("across borders in a pool with gaps", range(2, 22), lead=(20,), pool="padded blocks"),
+            Write("last of the pool, hnd", [23, 0], lead=(2,), pool="hnd"),
+        ],
+    ),
+    _require(
+        6,
+        "Slots are read as int32 and as int64, by the strides of slot_mapping.",
+        [
+            Write(f"{index}, {text}", index=index, index_gap=gap, lead=lead)
+            for index in ("int32", "int64")
+            for text, gap, lead in (
+                ("dense", 0, (13,)),
+                ("strided", 2, (13,)),
+                ("strided batch", 1, (3, 4)),
+                ("strided, one token", 3, (1,)),
+            )
+        ],
+    ),
+    _require(
+        7,
+        "Tokens come as [T, H, D] or as [B, S, H, D], and slot_mapping with the same leading sizes.",
+        [
+            Write("one row", lead=(1, 13)),
+            Write("one token in each row", lead=(13, 1)),
+            Write("three rows", lead=(3, 4)),
+            Write("rows of a transposed projection", lead=(3, 4), source="[B, H, q, D]"),
+            Write("rows of a fused projection", lead=(2, 5), source="fused qkv"),
+            Write("rows with gaps", lead=(4, 3), source="padded tokens"),
+        ],
+    ),
+    _require(
+        8,
+        "A call without tokens changes nothing and raises nothing.",
+        [
+            Write("T = 0", [], lead=(0,)),
+            Write("B = 0", [], lead=(0, 4)),
+            Write("S = 0", [], lead=(3, 0)),
+            Write("int32", [], lead=(0,), index="int32"),
+        ],
+    ),
+    _require(
+        9,
+        "Tokens with equal slots are allowed: where they hold the same, the slot holds it afterwards.",
+        [
+            Write("one slot for all", [5], source="one token for all"),
+            Write("pairs", [0, 0, 7, 7, 23, 23], source="one token for all"),
+            Write("many", [i % 3 for i in range(60)], lead=(60,), source="one token for all"),
+        ],
+    ),
+    _require(
+        10,
+        "Blocks may have any number of slots, and a pool any number of blocks.",
+        [
+            Write(f"{blocks} blocks of {block}", geometry=_EVEN(num_blocks=blocks, block=block))
+            for blocks, block in ((24, 1), (8, 3), (5, 16), (3, 48), (2, 256), (2, 512), (1, 16), (1, 13), (13, 1))
+        ],
+    ),
+    _require(
+        11,
+        "Heads may have any number of elements.",
+        [Write(f"D = {dim}", geometry=_EVEN(dim=dim)) for dim in (1, 2, 3, 46, 64, 80, 96, 100, 128, 192, 256, 576)],
+    ),
+    _require(
+        12,
+        "A token may have any number of heads, also where heads times elements is no power of two or more than a thread block holds.",
+        [
+            Write(f"{heads} x {dim}", geometry=_EVEN(heads=heads, dim=dim))
+            for heads, dim in ((1, 64), (3, 64), (5, 80), (8, 128), (9, 128), (17, 64), (32, 128), (129, 8))
+        ],
+    ),
+    _require(
+        13,
+        "Keys and values may differ in heads and in elements.",
+        [
+            Write(f"{hk} x {dk} and {hv} x {dv}", geometry=Geometry(hk=hk, dk=dk, hv=hv, dv=dv))
+            for hk, dk, hv, dv in ((2, 192, 2, 128), (1, 576, 1, 512), (4, 8, 2, 8), (2, 8, 4, 8), (1, 16, 3, 24), (2, 1, 1, 2))
+        ],
+    ),
+    _require(
+        14,
+        "A call may bring any number of tokens.",
+        [Write(f"T = {count}", lead=(count,), geometry=_BIG) for count in (1, 2, 15, 16, 17, 31, 32, 33, 127, 128, 129, 513, 1024)],
+    ),
+    _require(
+        15,
+        "More tokens than a launch grid has rows are all written.",
+        [
+            Write(f"T = {count}", lead=(count,), geometry=_EVEN(num_blocks=4200, block=16, heads=1, dim=2))
+            for count in (65_535, 65_536, 65_537)
+        ],
+        Level.EXTENDED,
+    ),
+    _require(
+        16,
+        "Each pool is written by its own strides, whatever the order of its dimensions in memory.",
+        [
+            Write(name, pool=name)
+            for name in ("nhd", "hnd", "heads outermost", "slots outermost", "padded slots", "padded heads", "odd steps", "k and v unlike")
+        ],
+    ),
+    _require(
+        17,
+        "A pool may be part of a larger tensor: one of two halves, one layer of many, or blocks with something behind them.",
+        [
+            Write(f"{name}, {count} tokens", lead=(count,), pool=name)
+            for name in ("halves [2, NB, ...]", "halves [NB, 2, ...]", "k and v side by side", "layer-first", "page-first", "padded blocks")
+            for count in (2, 13)
+        ],
+    ),
+    _require(
+        18,
+        "Keys and values of tokens are read by their own strides, without being made contiguous first.",
+        [
+            Write(f"{name}, {'batch' if len(lead) == 2 else 'row'}", lead=lead, source=name)
+            for name in (
+                "fused qkv",
+                "[B, H, q, D]",
+                "every other token",
+                "padded tokens",
+                "padded heads",
+                "odd steps",
+                "one head for all",
+                "one token for all",
+            )
+            for lead in ((13,), (2, 6))
+        ],
+    ),
+    _require(
+        19,
+        "Tensors may begin at any address that is a multiple of their element's size.",
+        [
+            *(Write(f"pool at an {name}", pool=name) for name in ("odd address", "even address in an odd storage")),
+            *(Write(f"tokens at an {name}", source=name) for name in ("odd address", "even address in an odd storage")),
+            Write("both", pool="odd address", source="odd address", geometry=_EVEN(dim=64)),
+            Write("both, float32", pool="odd address", source="odd address", geometry=_EVEN(dim=64, dtype="float32")),
+        ],
+    ),
+    _require(
+        20,
+        "Elements of every dtype arrive bit for bit: NaN with its payload, infinities, subnormals and -0.",
+        [
+            *(Write(f"{dtype}, random bits", geometry=_EVEN(dim=64, dtype=dtype), lead=(24,)) for dtype in _SPECIAL_BITS),
+            *(Write(f"{dtype}, special values", geometry=_EVEN(dtype=dtype), values=bits) for dtype, bits in _SPECIAL_BITS.items()),
+        ],
+    ),
+    _require(
+        21,
+        "Tokens and slot_mapping are not changed.",
+        [
+            Write("all inputs compared", lead=(13,)),
+            Write("with padding", [3, -1, -7, 9]),
+            Write("shared among heads", source="one head for all"),
+            Write("cut out of a projection", source="fused qkv"),
+            Write("int32 slots", index="int32"),
+        ],
+    ),
+    _require(
+        22,
+        "A quantised cache holds x / scale, rounded to nearest and clamped to the range of its dtype, or is refused with a reason.",
+        _quantised,
+        check=check_quantised,
+    ),
+    _require(
+        23,
+        "Places more than 2**31 and 2**32 elements into a pool are reached.",
+        [
+            Write(
+                f"{blocks} blocks of {size} elements",
+                [blocks * 16 - 1, 0, blocks * 8],
+                lead=(3,),
+                geometry=Geometry(num_blocks=blocks, block=16, hk=8, dk=64, hv=1, dv=8),
+                pool="untouched memory",
+            )
+            for blocks, size in ((2**18 + 2, 2**13), (2**19 + 2, 2**13))
+        ],
+        Level.EXTENDED,
+    ),
+    _require(
+        24,
+        "Calls that differ in addresses, strides, token counts or slots from those before them are served as if they were the first.",
+        _repeated,
+    ),
+]
