@@ -69,6 +69,18 @@ class Capability:
     refused: Callable[[Target, Mapping[str, Any], Sequence[str]], None]
 
 
+def _check_id(requirement: Requirement, attribute: Any, value: str) -> None:
+    """Refuse an id of another form."""
+    if not _ID.fullmatch(value):
+        raise ArgumentValueError("Requirement: id", expected="KVD-<AREA>-<three digits>", got=repr(value), fix="such as KVD-WRITE-007")
+
+
+def _check_sentence(requirement: Requirement, attribute: Any, value: str) -> None:
+    """Refuse what is not one sentence."""
+    if not value[:1].isupper() or not value.endswith(".") or ". " in value:
+        raise ArgumentValueError(f"{requirement.id}: sentence", expected="one sentence", got=repr(value), fix="say what must be so, once")
+
+
 @attrs.frozen
 class Requirement:
     """One thing that every backend must do.
@@ -84,24 +96,14 @@ class Requirement:
         limit_s: how long one case may take in seconds. The child that exceeds it is ended, and the case has failed.
     """
 
-    id: str = attrs.field()
-    sentence: str = attrs.field()
+    id: str = attrs.field(validator=_check_id)
+    sentence: str = attrs.field(validator=_check_sentence)
     area: str
     check: Check
     cases: Callable[[], Iterable[Case]]
     level: Level = Level.CORE
     needs: Capability | None = None
     limit_s: float = _LIMIT_S
-
-    @id.validator
-    def _check_id(self, attribute: Any, value: str) -> None:
-        if not _ID.fullmatch(value):
-            raise ArgumentValueError("Requirement: id", expected="KVD-<AREA>-<three digits>", got=repr(value), fix="such as KVD-WRITE-007")
-
-    @sentence.validator
-    def _check_sentence(self, attribute: Any, value: str) -> None:
-        if not value[:1].isupper() or not value.endswith(".") or ". " in value:
-            raise ArgumentValueError(f"{self.id}: sentence", expected="one sentence", got=repr(value), fix="say what must be so, once")
 
     def selected(self, level: Level) -> list[Case]:
         """Return the cases that run at a level.

@@ -13,6 +13,9 @@ from kvdock_conformance.requirement import Case, Level
 __all__ = ["Write", "shuffled"]
 
 
+_SMALL = Geometry()
+
+
 def shuffled(capacity: int, seed: int = 1) -> Values:
     """Return distinct slots of a pool in an order that looks random: as many as are asked for."""
     return {"shuffled": capacity, "seed": seed}
@@ -39,7 +42,7 @@ class Write:
     name: str
     slots: Values | None = None
     lead: tuple[int, ...] = (13,)
-    geometry: Geometry = Geometry()
+    geometry: Geometry = _SMALL
     pool: str = "nhd"
     source: str = "contiguous"
     index: str = "int64"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import kvdock
-from kvdock_conformance.checking.failure import Failure
+from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.memory import Memory, compare
 from kvdock_conformance.checking.target import Target
 
@@ -26,7 +26,7 @@ def check_calls(target: Target, data: Mapping[str, Any], reference: Reference, i
         index: names a place that the reference skipped as an error must name it: ``slot_mapping[3]``.
 
     Raises:
-        Failure: a byte differs; an index out of range neither raised as it must nor was skipped and counted.
+        NonconformanceError: a byte differs; an index out of range neither raised as it must nor was skipped and counted.
     """
     memory = Memory(data["arenas"], target.device)
     for call in data["calls"]:
@@ -49,20 +49,20 @@ def _check_call(target: Target, call: Mapping[str, Any], args: dict[str, Any], m
         skipped = []
     else:
         if skipped and target.must_raise:
-            raise Failure(f"{op} with {skipped[0]} out of range", expected="IndexRangeError", got="no error")
+            raise NonconformanceError(f"{op} with {skipped[0]} out of range", expected="IndexRangeError", got="no error")
         compare(memory, expected, call["args"], op)
     if target.skipped() - counted != len(skipped):
-        raise Failure(f"{op}: writes counted as skipped", expected=len(skipped), got=target.skipped() - counted)
+        raise NonconformanceError(f"{op}: writes counted as skipped", expected=len(skipped), got=target.skipped() - counted)
 
 
 def _check_range_error(target: Target, op: str, error: Exception, skipped: list[str]) -> None:
     """Check that an IndexRangeError is raised for a reason, where it may be, and names the first bad place."""
     if not skipped:
-        raise Failure(f"{op} with every index in range", expected="no error", got=f"IndexRangeError: {error}")
+        raise NonconformanceError(f"{op} with every index in range", expected="no error", got=f"IndexRangeError: {error}")
     if not target.may_raise:
-        raise Failure(f"{op} on {target.device}", expected="no look at indices on a device", got=f"IndexRangeError: {error}")
+        raise NonconformanceError(f"{op} on {target.device}", expected="no look at indices on a device", got=f"IndexRangeError: {error}")
     if skipped[0] not in str(error):
-        raise Failure(f"{op}: text of the IndexRangeError", expected=f"the first bad place, {skipped[0]}", got=error)
+        raise NonconformanceError(f"{op}: text of the IndexRangeError", expected=f"the first bad place, {skipped[0]}", got=error)
 
 
 def check_refused(target: Target, data: Mapping[str, Any], error: type[Exception], texts: Sequence[str]) -> None:
@@ -75,7 +75,7 @@ def check_refused(target: Target, data: Mapping[str, Any], error: type[Exception
         texts: what its text must contain.
 
     Raises:
-        Failure: it does not raise, raises another error or says something else, or a byte has changed.
+        NonconformanceError: it does not raise, raises another error or says something else, or a byte has changed.
     """
     memory = Memory(data["arenas"], target.device)
     call = data["calls"][0]
@@ -86,7 +86,9 @@ def check_refused(target: Target, data: Mapping[str, Any], error: type[Exception
     except error as caught:
         missing = [text for text in texts if text not in str(caught)]
         if missing:
-            raise Failure(f"{call['op']}: text of the {type(caught).__name__}", expected=f"it says {missing[0]!r}", got=caught) from caught
+            raise NonconformanceError(
+                f"{call['op']}: text of the {type(caught).__name__}", expected=f"it says {missing[0]!r}", got=caught
+            ) from caught
     else:
-        raise Failure(call["op"], expected=error.__name__, got="no error")
+        raise NonconformanceError(call["op"], expected=error.__name__, got="no error")
     compare(memory, before, call["args"], f"{call['op']} raised and wrote")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Failure"]
+__all__ = ["NonconformanceError"]
 
 
-class Failure(AssertionError):
+class NonconformanceError(AssertionError):
     """One thing that is not as the requirement says.
 
     Args:

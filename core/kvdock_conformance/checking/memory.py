@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvdock_conformance.checking.failure import Failure
+from kvdock_conformance.checking.failure import NonconformanceError
 
 __all__ = ["BITS", "MARGIN", "Memory", "compare", "element_at", "expanded", "text_of"]
 
@@ -108,7 +108,7 @@ def compare(memory: Memory, expected: Memory, args: Mapping[str, Any], what: str
         what: what was done, for the error.
 
     Raises:
-        Failure: names the first place that differs.
+        NonconformanceError: names the first place that differs.
     """
     for arena, (content, wanted) in enumerate(zip(memory.bytes, expected.bytes, strict=True)):
         for start in range(0, len(content), CHUNK):
@@ -118,7 +118,7 @@ def compare(memory: Memory, expected: Memory, args: Mapping[str, Any], what: str
                 raise _difference(memory, expected, args, what, (arena, start + int(wrong[0]), len(wrong)))
 
 
-def _difference(memory: Memory, expected: Memory, args: Mapping[str, Any], what: str, place: tuple[int, int, int]) -> Failure:
+def _difference(memory: Memory, expected: Memory, args: Mapping[str, Any], what: str, place: tuple[int, int, int]) -> NonconformanceError:
     """Describe the first byte that differs: the element of an argument, or where between and around them it is."""
     arena, byte, count = place
     for name, spec in args.items():
@@ -126,11 +126,11 @@ def _difference(memory: Memory, expected: Memory, args: Mapping[str, Any], what:
         if found is not None:
             where = f"{name}[{', '.join(map(str, found))}]"
             got, right = (text_of(side.tensor({**spec, "values": None})[tuple(found)]) for side in (memory, expected))
-            return Failure(f"{what}: {where}, the first of {count} bytes that differ", expected=right, got=got)
+            return NonconformanceError(f"{what}: {where}, the first of {count} bytes that differ", expected=right, got=got)
     near = ", ".join(name for name, spec in args.items() if isinstance(spec, Mapping) and spec["arena"] == arena)
     where = f"byte {byte - MARGIN} of {memory.arenas[arena]['bytes']} in the memory of {near}, which belongs to no argument"
     got, right = (hex(int(side.bytes[arena][byte])) for side in (memory, expected))
-    return Failure(f"{what}: {where}, the first of {count} bytes that differ", expected=right, got=got)
+    return NonconformanceError(f"{what}: {where}, the first of {count} bytes that differ", expected=right, got=got)
 
 
 def element_at(spec: Any, arena: int, byte: int) -> list[int] | None:

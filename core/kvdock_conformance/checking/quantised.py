@@ -25,7 +25,7 @@ def check_quantised(target: Target, data: Mapping[str, Any]) -> None:
     """Check a write of distinct slots with a scale for the whole of each pool.
 
     Raises:
-        Failure: a byte differs.
+        NonconformanceError: a byte differs.
     """
     memory, call = Memory(data["arenas"], target.device), data["calls"][0]
     args = {name: memory.tensor(spec) for name, spec in call["args"].items()}

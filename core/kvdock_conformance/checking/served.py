@@ -8,7 +8,7 @@ from typing import Any
 import kvdock
 from kvdock.ops.catalog import CATALOG
 from kvdock_conformance.checking.calls import check_refused
-from kvdock_conformance.checking.failure import Failure
+from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.memory import Memory
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.requirement import Capability, Check
@@ -51,11 +51,13 @@ def check_not_served(target: Target, data: Mapping[str, Any], reasons: Sequence[
         check: what the call must fulfil if portable kernels serve it.
 
     Raises:
-        Failure: a reason is empty, or the call does neither.
+        NonconformanceError: a reason is empty, or the call does neither.
     """
     for reason in reasons:
         if not isinstance(reason, str) or not reason.strip():
-            raise Failure(f"{target.name}: reason against {data['calls'][0]['op']}", expected="a text that says why", got=repr(reason))
+            raise NonconformanceError(
+                f"{target.name}: reason against {data['calls'][0]['op']}", expected="a text that says why", got=repr(reason)
+            )
     if _is_served(target, data):
         check(target, data)
     else:

@@ -89,7 +89,7 @@ def _quantised() -> Iterable[Case]:
 REQUIREMENTS = [
     _require(
         1,
-        "The key and the value of each token are written to the slot that slot_mapping names for it, keys to k_cache and values to v_cache.",
+        "Each token's key and value are written to the slot that slot_mapping names for it, keys to k_cache and values to v_cache.",
         [
             Write("in order", range(13)),
             Write("reversed", range(12, -1, -1)),

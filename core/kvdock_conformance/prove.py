@@ -1,0 +1,120 @@
+"""Proving the kit on a backend: each fault is seeded into it, and the requirements that should notice must fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from kvdock_conformance.faults.fault import Fault
+from kvdock_conformance.requirement import Level, Requirement, Requirements
+from kvdock_conformance.run import Plan, Session
+from kvdock_conformance.verdict import Outcome, Verdict
+
+__all__ = ["Proof", "prove", "prove_one", "requirements_of", "without_fault"]
+
+
+@attrs.frozen
+class Proof:
+    """What came of one fault.
+
+    Args:
+        fault: the fault.
+        killed_by: ids of the requirements that failed with it.
+        passed: ids of those that did not.
+        reason: why it could not be seeded; empty when it was.
+    """
+
+    fault: Fault
+    killed_by: tuple[str, ...]
+    passed: tuple[str, ...]
+    reason: str = ""
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """Ids of the requirements that should have failed and did not."""
+        return () if self.reason else tuple(name for name in self.fault.killers if name not in self.killed_by)
+
+    @property
+    def verdict(self) -> str:
+        """In a word: ``killed``, ``survived``, ``missed`` by a requirement that should have noticed, or ``not seeded``."""
+        if self.reason:
+            return "not seeded"
+        return "survived" if not self.killed_by else "missed" if self.missed else "killed"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as what JSON can hold."""
+        return {
+            "fault": self.fault.name,
+            "sentence": self.fault.sentence,
+            "area": self.fault.area,
+            "verdict": self.verdict,
+            "killers": list(self.fault.killers),
+            "killed_by": list(self.killed_by),
+            "missed": list(self.missed),
+            "reason": self.reason,
+        }
+
+
+def requirements_of(fault: Fault, requirements: Requirements, *, only_killers: bool = False) -> list[Requirement]:
+    """Return what runs on a fault: its killers, and the core requirements of its area.
+
+    Raises:
+        ArgumentValueError: a killer does not exist.
+    """
+    killers = [requirements[name] for name in fault.killers]
+    others = [item for item in requirements if item.area == fault.area and item.level is Level.CORE and item not in killers]
+    return killers if only_killers else [*killers, *others]
+
+
+def prove_one(session: Session, fault: Fault, requirements: Requirements, *, only_killers: bool = False) -> Proof:
+    """Seed one fault, and run what should notice.
+
+    Args:
+        session: the backend.
+        fault: the fault. It is left seeded: the next one takes its place.
+        requirements: every requirement there is.
+        only_killers: run only the requirements that the fault names.
+    """
+    reason = session.seed(fault.name)
+    if reason:
+        return Proof(fault, (), (), reason)
+    outcomes = [_outcome(session, item) for item in requirements_of(fault, requirements, only_killers=only_killers)]
+    killed = tuple(outcome.requirement.id for outcome in outcomes if outcome.verdict is Verdict.FAILED)
+    return Proof(fault, killed, tuple(outcome.requirement.id for outcome in outcomes if outcome.verdict is not Verdict.FAILED))
+
+
+def _outcome(session: Session, requirement: Requirement) -> Outcome:
+    """Run one requirement up to its first failure."""
+    return session.requirement(requirement, requirement.level, stop_at_failure=True)
+
+
+def prove(
+    plan: Plan, faults: Mapping[str, Fault], listen: Callable[[Proof], None] = lambda proof: None, *, only_killers: bool = False
+) -> list[Proof]:
+    """Seed each fault of the plan's area, or of all, into the backend.
+
+    Args:
+        plan: which backend, and which area; expected failures do not matter.
+        faults: the faults by name.
+        listen: called with each proof as it comes.
+        only_killers: run only the requirements that each fault names.
+
+    Raises:
+        BackendUnavailableError: the backend is not ready.
+        ChildEndedError: loading it crashed.
+    """
+    proofs = []
+    with Session(plan) as session:
+        for fault in faults.values():
+            if plan.area in (None, fault.area):
+                proofs.append(prove_one(session, fault, plan.requirements, only_killers=only_killers))
+                listen(proofs[-1])
+    return proofs
+
+
+def without_fault(requirements: Iterable[Requirement], faults: Mapping[str, Fault]) -> Sequence[str]:
+    """Return the ids of requirements that no fault names: nothing shows that they can fail."""
+    named = {name for fault in faults.values() for name in fault.killers}
+    return [item.id for item in requirements if item.id not in named]

@@ -1,0 +1,116 @@
+"""Backends that the kit brings itself, to be asked for by name like any other: the reference, and the portable kernels.
+
+They claim no device. `register` puts them into the process's registry, through the door that every plugin uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import torch
+
+import kvdock
+from kvdock import runtime
+from kvdock.ops.catalog import CATALOG
+from kvdock.ops.portable import PORTABLE_KERNELS
+from kvdock_conformance import reference
+from kvdock_conformance.checking.target import HOST
+
+__all__ = ["STAND_INS", "ReferenceKernel", "StandIn", "register", "register_backend"]
+
+
+class StandIn(kvdock.Backend):
+    """A backend on host memory that is only used when it is asked for by name.
+
+    Args:
+        name: its name.
+        kernels: its kernels by op.
+    """
+
+    device_type = "stand-in"
+
+    def __init__(self, name: str, kernels: Mapping[str, kvdock.Kernel]) -> None:
+        self.name = name
+        self._kernels = kernels
+
+    def probe(self) -> kvdock.Probe:
+        """Report ready."""
+        return kvdock.Probe.ready("brought by kvdock_conformance")
+
+    def claims(self, device: torch.device) -> bool:
+        """Claim nothing: it is in nobody's way."""
+        return False
+
+    def devices(self) -> Sequence[torch.device]:
+        """List the host."""
+        return [HOST]
+
+    def kernels(self) -> Mapping[str, kvdock.Kernel]:
+        """Hand over the kernels."""
+        return self._kernels
+
+
+class _ReferenceDescriptor(kvdock.Descriptor):
+    """Checks index values as any kernel on host memory does, and runs the reference."""
+
+    def __init__(self, op: str) -> None:
+        self._schema = CATALOG[op]
+        self._reference = getattr(reference, op)
+
+    def __call__(self, *args: Any) -> None:
+        """Run the op."""
+        bound = self._schema.bind(args)
+        if self._schema.check_values is not None:
+            self._schema.check_values(bound)
+        self._reference(*(value for arg, value in zip(self._schema.args, args, strict=True) if arg.scale_of is None))
+
+
+class ReferenceKernel(kvdock.Kernel):
+    """The slow reference of an op as a kernel."""
+
+    def supports(self, request: kvdock.Request) -> Sequence[str]:
+        """Serve what stores bits as they come."""
+        dtype = request.tensor("k_cache").dtype
+        return [f"the reference does not say what a quantised cache ({dtype}) holds"] if dtype in kvdock.QUANTISED_DTYPES else []
+
+    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+        """Return a plan, which holds nothing."""
+        return _ReferenceDescriptor(request.op)
+
+
+STAND_INS: Mapping[str, Callable[[], kvdock.Backend]] = MappingProxyType(
+    {
+        "reference": lambda: StandIn("reference", {op: ReferenceKernel() for op in CATALOG if hasattr(reference, op)}),
+        "portable-kernels": lambda: StandIn("portable-kernels", PORTABLE_KERNELS),
+    }
+)
+"""Makers of the kit's own backends by name."""
+
+
+def register_backend(backend: kvdock.Backend) -> None:
+    """Put a backend into the process's registry, as a plugin of its own.
+
+    Raises:
+        ArgumentValueError: its name is taken.
+        PluginError: it does not keep to the contract.
+    """
+    plugin = ModuleType("kvdock_conformance.stand_in")
+    vars(plugin).update(KVDOCK_API=kvdock.KVDOCK_API, kvdock_backends=kvdock.hookimpl(_hook(backend)))
+    runtime.default().registry.register(plugin, f"kvdock_conformance:{backend.name}")
+
+
+def _hook(backend: kvdock.Backend) -> Callable[[], list[kvdock.Backend]]:
+    """Return the hook that hands over a backend."""
+
+    def kvdock_backends() -> list[kvdock.Backend]:
+        return [backend]
+
+    return kvdock_backends
+
+
+def register(name: str) -> None:
+    """Put one of the kit's own backends into the process's registry; nothing if there is no such, or it is there."""
+    if name in STAND_INS and name not in runtime.default().registry.loaded():
+        register_backend(STAND_INS[name]())

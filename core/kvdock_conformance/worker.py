@@ -1,0 +1,165 @@
+"""The child: loads the backend under test, and runs the cases that it is told to, one after the other.
+
+Run as ``python -m kvdock_conformance.worker IN OUT`` with the numbers of two open file descriptors. Each line on ``IN`` is a
+request, each line on ``OUT`` the answer, as JSON; what the backend prints goes to the child's own stdout and cannot get in
+between. See `Worker` for the requests.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import platform
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import IO, Any
+
+__all__ = ["Worker", "main"]
+
+
+class Worker:
+    """Answers requests. Each request is a mapping of one key, the name of a method, to its argument."""
+
+    def __init__(self) -> None:
+        self._target: Any = None
+        self._fault = ExitStack()
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what to answer to a request."""
+        ((name, argument),) = request.items()
+        methods = {"open": self.open, "fault": self.fault, "case": self.case}
+        return methods[name](argument)
+
+    def open(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Load the backend.
+
+        Args:
+            wanted: ``backend``, its name; ``setup``, ``"module:function"`` to call before, or None.
+
+        Returns:
+            ``about``: what it says of itself; or ``error``, with the ``state`` of the backend: ``"unknown"``, or as in
+            `kvdock.plugins.records.PluginState`.
+        """
+        from kvdock import runtime
+        from kvdock.errors import BackendUnavailableError
+        from kvdock_conformance.checking.target import Target
+        from kvdock_conformance.stand_ins import register
+
+        name = wanted["backend"]
+        if wanted.get("setup"):
+            module, _, function = wanted["setup"].partition(":")
+            getattr(importlib.import_module(module), function)()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # other plugins may be broken; this one's state is in the answer
+            register(name)
+            try:
+                self._target = Target(name)
+            except BackendUnavailableError as error:
+                return {"error": str(error), "state": _state(runtime.default().registry.records(), name)}
+        return {"about": _about(self._target)}
+
+    def fault(self, name: str | None) -> dict[str, Any]:
+        """Seed a fault by name in place of the one before; None for none. See `kvdock_conformance.faults`."""
+        from kvdock_conformance.faults import load
+
+        self._fault.close()
+        if name is None:
+            return {"reason": ""}
+        fault = load()[name]
+        reason = fault.why_not(self._target)
+        if not reason:
+            self._fault.enter_context(fault.seeded(self._target))
+        return {"reason": reason}
+
+    def case(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Run one case.
+
+        Args:
+            wanted: ``requirement``, its id, and ``data`` of the case.
+
+        Returns:
+            ``verdict``, ``seconds``, and ``failure`` or ``reason``.
+        """
+        start = time.perf_counter()
+        found = _run(self._target, wanted["requirement"], wanted["data"])
+        return {**found, "seconds": time.perf_counter() - start}
+
+
+def _run(target: Any, requirement_id: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Check one case, or the refusal if the backend does not claim it."""
+    from kvdock_conformance.checking.failure import NonconformanceError
+    from kvdock_conformance.requirements import load
+
+    requirement = load()[requirement_id]
+    try:
+        reasons = list(requirement.needs.reasons(target, data)) if requirement.needs else []
+        if reasons and requirement.needs:
+            requirement.needs.refused(target, data, reasons)
+            return {"verdict": "unsupported", "reason": "; ".join(reasons)}
+        requirement.check(target, data)
+    except NonconformanceError as error:
+        return {"verdict": "failed", "failure": error.as_dict()}
+    except Exception as error:  # noqa: BLE001 - whatever the backend raises is its failure
+        details = "".join(traceback.format_exception(error))[-8000:]
+        got = f"{type(error).__name__}: {error}"
+        return {"verdict": "failed", "failure": {"what": "the check", "expected": "no such error", "got": got, "details": details}}
+    return {"verdict": "passed"}
+
+
+def _state(records: Any, name: str) -> str:
+    """Return the state of a backend that is not ready; ``"unknown"`` when no plugin has it."""
+    for record in records:
+        for item in (*record.backends, record):
+            if item.name == name:
+                return str(item.state.value)
+    return "unknown"
+
+
+def _about(target: Any) -> dict[str, Any]:
+    """Say what is tested, and on what."""
+    import torch
+
+    import kvdock
+
+    claims = target.backend.capabilities()
+    return {
+        "backend": target.name,
+        "class": f"{type(target.backend).__module__}.{type(target.backend).__qualname__}",
+        "device_type": target.backend.device_type,
+        "device": str(target.device),
+        "ops": sorted(target.backend.kernels()),
+        "dtypes": None if claims.dtypes is None else sorted(map(str, claims.dtypes)),
+        "graph_capture": claims.graph_capture,
+        "versions": {"kvdock": kvdock.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "platform": platform.platform(),
+    }
+
+
+def serve(requests: IO[str], answers: IO[str]) -> None:
+    """Answer requests until there are no more."""
+    worker = Worker()
+    for line in requests:
+        answers.write(json.dumps(worker.answer(json.loads(line))) + "\n")
+        answers.flush()
+
+
+def main() -> None:
+    """Serve the parent on the descriptors that the command line names."""
+    faulthandler.enable(all_threads=True)  # a crash leaves the stack of every thread on stderr
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # and so does the parent's question where it hangs
+    requests, answers = (int(number) for number in sys.argv[1:3])
+    os.set_inheritable(requests, False)
+    os.set_inheritable(answers, False)
+    with open(requests, encoding="utf-8") as source, open(answers, "w", encoding="utf-8") as sink:
+        serve(source, sink)
+
+
+if __name__ == "__main__":
+    main()
