@@ -149,7 +149,9 @@ class Session:
                 reason = f"not run after {lost} crashes or time-outs of this requirement"
             elif stop_at_failure and outcomes and outcomes[-1].verdict in (Verdict.FAILED, Verdict.NOT_RUN):
                 reason = "not run after a failure"
-            outcomes.append(CaseOutcome(case.name, Verdict.NOT_RUN, case.data, reason=reason) if reason else self._survived(requirement, case))
+            outcomes.append(
+                CaseOutcome(case.name, Verdict.NOT_RUN, case.data, reason=reason) if reason else self._survived(requirement, case)
+            )
             lost += outcomes[-1].failure is not None and outcomes[-1].failure["what"] == _CHILD
         return outcome_of(requirement, outcomes)
 
@@ -237,7 +239,9 @@ def _why_not_open(session: Session, plan: Plan) -> str:
         session.open()
     except BackendUnavailableError as error:
         if error.got == "unknown":
-            raise ArgumentValueError("backend", expected="the name of a backend as `kvdock backends` lists it", got=repr(plan.backend)) from error
+            raise ArgumentValueError(
+                "backend", expected="the name of a backend as `kvdock backends` lists it", got=repr(plan.backend)
+            ) from error
         return error.subject
     except ChildEndedError as error:
         return f"loading the backend {error.how}\n{error.output}".rstrip()

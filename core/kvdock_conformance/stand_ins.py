@@ -29,7 +29,7 @@ class StandIn(kvdock.Backend):
         kernels: its kernels by op.
     """
 
-    device_type = "stand-in"
+    device_type = "stand_in"
 
     def __init__(self, name: str, kernels: Mapping[str, kvdock.Kernel]) -> None:
         self.name = name

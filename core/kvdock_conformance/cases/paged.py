@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -28,7 +29,7 @@ class Write:
     Args:
         name: what is special.
         slots: the slots, see `kvdock_conformance.cases.drawing.Values`; None for all distinct in random order.
-        lead: leading sizes of the tokens: ``(T,)`` or ``(B, S)``.
+        lead: leading sizes of the tokens: ``(T,)`` or ``(B, S)``; None for as many tokens in a row as slots are listed, or 13.
         geometry: sizes of the pool.
         pool: name of one of `POOLS`.
         source: name of one of `SOURCES`.
@@ -41,7 +42,7 @@ class Write:
 
     name: str
     slots: Values | None = None
-    lead: tuple[int, ...] = (13,)
+    lead: tuple[int, ...] | None = None
     geometry: Geometry = _SMALL
     pool: str = "nhd"
     source: str = "contiguous"
@@ -51,9 +52,16 @@ class Write:
     seed: int = 0
     level: Level = Level.CORE
 
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Leading sizes of the tokens."""
+        if self.lead is not None:
+            return self.lead
+        return (13,) if self.slots is None or isinstance(self.slots, Mapping) else (len(self.slots),)
+
     def call(self, drawing: Drawing, pools: tuple[View, View]) -> dict[str, Any]:
         """Return the call into pools that are there already."""
-        k, v = SOURCES[self.source](drawing, self.geometry, self.lead)
+        k, v = SOURCES[self.source](drawing, self.geometry, self.leading)
         if self.values is not None:
             k, v = attrs.evolve(k, values=self.values), attrs.evolve(v, values=self.values)
         slots = _slots(drawing, self)
@@ -69,4 +77,4 @@ class Write:
 def _slots(drawing: Drawing, write: Write) -> View:
     """Return the slot mapping of a call."""
     values: Values = shuffled(write.geometry.capacity) if write.slots is None else write.slots
-    return drawing.tensor(write.index, (*write.lead, write.index_gap + 1), values=values).select(len(write.lead), 0)
+    return drawing.tensor(write.index, (*write.leading, write.index_gap + 1), values=values).select(len(write.leading), 0)

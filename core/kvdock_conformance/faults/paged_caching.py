@@ -222,7 +222,7 @@ def _grid_limit(run: Run, args: Args) -> None:
 @FAULTS.call(_OP, "write-int32-offsets", "Rows more than 2**31 elements into a pool are dropped.", "KVD-WRITE-023")
 def _int32_offsets(run: Run, args: Args) -> None:
     step = max(args[cache].stride(0) for cache, _ in _PAIRS)
-    _dropping(run, args, args["slot_mapping"] // args["k_cache"].shape[1] * step >= 2**31)
+    _dropping(run, args, _valid(args) & (args["slot_mapping"] // args["k_cache"].shape[1] * step >= 2**31))
 
 
 # Layout
