@@ -53,6 +53,18 @@ class Case:
     level: Level = Level.CORE
 
 
+def _check_source(owner: Any, attribute: Any, value: Callable[..., Any]) -> None:
+    """Refuse a function whose source cannot be found by its name: a lambda, a method, a function inside another."""
+    name = getattr(value, "__qualname__", "")
+    if not name.isidentifier():
+        raise ArgumentValueError(
+            f"{type(owner).__name__}: {attribute.name}",
+            expected="a function of a module",
+            got=name or repr(value),
+            fix="write it with def at the top of a module, so that its source can go into repro.py",
+        )
+
+
 @attrs.frozen
 class Capability:
     """Something that a backend may or may not claim. Claimed: the requirement's check runs. Not claimed: ``refused`` does.
@@ -60,13 +72,15 @@ class Capability:
     Args:
         name: for reports: ``"serves paged_caching_"``.
         reasons: given target and case data, returns what the backend says against it; empty when it claims it.
-        refused: given the same and the reasons, raises unless the refusal is a good one: it says why, what it refuses is
-            refused when asked for all the same, and memory stays as it was.
+        refused: given the same, the reasons and the requirement's check, raises unless the refusal is a good one: it says why,
+            what it refuses is refused when asked for all the same, and memory stays as it was.
+
+    Both are functions of a module, as the check is: their source goes into ``repro.py``.
     """
 
     name: str
-    reasons: Callable[[Target, Mapping[str, Any]], Sequence[str]]
-    refused: Callable[[Target, Mapping[str, Any], Sequence[str]], None]
+    reasons: Callable[[Target, Mapping[str, Any]], Sequence[str]] = attrs.field(validator=_check_source)
+    refused: Callable[[Target, Mapping[str, Any], Sequence[str], Check], None] = attrs.field(validator=_check_source)
 
 
 def _check_id(requirement: Requirement, attribute: Any, value: str) -> None:
@@ -89,7 +103,7 @@ class Requirement:
         id: its name for good: ``"KVD-WRITE-007"``. Never given to another requirement, never renumbered.
         sentence: what must be so, in one sentence.
         area: what it belongs to; the op's name where it is about one op. ``--op`` selects by it.
-        check: checks one case. Its source goes into ``repro.py``: see `kvdock_conformance.repro`.
+        check: checks one case. Its source goes into ``repro.py``: see `kvdock_conformance.reports.repro`.
         cases: returns its cases, at least one; a function, so that those nobody runs cost nothing.
         level: at which level it runs.
         needs: what the backend must claim for the check to be made, case by case; None when there is no way around it.
@@ -99,7 +113,7 @@ class Requirement:
     id: str = attrs.field(validator=_check_id)
     sentence: str = attrs.field(validator=_check_sentence)
     area: str
-    check: Check
+    check: Check = attrs.field(validator=_check_source)
     cases: Callable[[], Iterable[Case]]
     level: Level = Level.CORE
     needs: Capability | None = None

@@ -181,6 +181,7 @@ class Run:
         outcomes: what came of each requirement that was selected.
         started: when it began.
         seconds: how long it took.
+        proofs: what came of each seeded fault, as `kvdock_conformance.prove.Proof.as_dict` tells it, if any was.
     """
 
     plan: Plan
@@ -188,6 +189,7 @@ class Run:
     outcomes: Sequence[Outcome]
     started: datetime.datetime
     seconds: float
+    proofs: Sequence[Mapping[str, Any]] = ()
 
     @property
     def missing(self) -> list[Outcome]:
@@ -201,8 +203,11 @@ class Run:
 
     @property
     def exit_code(self) -> int:
-        """0 when all are accounted for and none failed; 1 when one failed; 3 when one was not run, and none failed."""
-        if self.failed:
+        """0 when all are accounted for and none failed; 1 when one failed; 3 when one was not run, and none failed.
+
+        A fault that survived, or was missed by a requirement that should have noticed, is a failure too.
+        """
+        if self.failed or any(proof["verdict"] in ("survived", "missed") for proof in self.proofs):
             return EXIT_FAILED
         complete = not self.missing and bool(self.outcomes)
         return EXIT_GREEN if complete else EXIT_INCOMPLETE

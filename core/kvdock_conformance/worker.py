@@ -101,7 +101,7 @@ def _run(target: Any, requirement_id: str, data: Mapping[str, Any]) -> dict[str,
     try:
         reasons = list(requirement.needs.reasons(target, data)) if requirement.needs else []
         if reasons and requirement.needs:
-            requirement.needs.refused(target, data, reasons)
+            requirement.needs.refused(target, data, reasons, requirement.check)
             return {"verdict": "unsupported", "reason": "; ".join(reasons)}
         requirement.check(target, data)
     except NonconformanceError as error:

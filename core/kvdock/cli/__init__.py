@@ -1,6 +1,6 @@
-"""The command line: ``kvdock doctor``, ``kvdock backends``, ``kvdock explain OP``, ``kvdock replay TRACE``. Needs the extra ``cli``.
+"""The command line: ``kvdock doctor``, ``backends``, ``explain OP``, ``conformance --backend NAME``, ``replay TRACE``.
 
-`app` holds the table of commands; each command is a module of its own.
+Needs the extra ``cli``. `app` holds the table of commands; each command is a module of its own.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ COMMANDS = MappingProxyType(
         "doctor": "kvdock.cli.doctor",
         "backends": "kvdock.cli.backends",
         "explain": "kvdock.cli.explain",
+        "conformance": "kvdock.cli.conformance",
         "replay": "kvdock.cli.replay",
     }
 )

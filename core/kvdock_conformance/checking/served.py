@@ -13,21 +13,7 @@ from kvdock_conformance.checking.memory import Memory
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.requirement import Capability, Check
 
-__all__ = ["check_not_served", "reasons_against", "served"]
-
-
-def served(op: str, check: Check) -> Capability:
-    """Return the capability of serving an op's calls.
-
-    Args:
-        op: name of the op.
-        check: what a call must fulfil all the same when the portable kernels serve it in the backend's place.
-    """
-
-    def refused(target: Target, data: Mapping[str, Any], reasons: Sequence[str]) -> None:
-        check_not_served(target, data, reasons, check)
-
-    return Capability(f"serves {op}", reasons_against, refused)
+__all__ = ["SERVED", "check_not_served", "reasons_against"]
 
 
 def _values(target: Target, data: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -72,3 +58,7 @@ def _is_served(target: Target, data: Mapping[str, Any]) -> bool:
     except kvdock.UnsupportedError:
         return False
     return True
+
+
+SERVED = Capability("serves the call", reasons_against, check_not_served)
+"""The capability of serving a case's first call: by op, cache dtype, and whatever `Kernel.supports` looks at."""

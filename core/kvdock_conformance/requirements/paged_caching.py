@@ -12,7 +12,7 @@ from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry
 from kvdock_conformance.cases.paged import Write, shuffled
 from kvdock_conformance.checking.calls import check_calls
 from kvdock_conformance.checking.quantised import check_quantised
-from kvdock_conformance.checking.served import served
+from kvdock_conformance.checking.served import SERVED
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.reference import paged_caching_
 from kvdock_conformance.requirement import Case, Check, Level, Requirement
@@ -46,7 +46,7 @@ def _require(
 ) -> Requirement:
     """Return a requirement of this area whose cases are writes, or what a function returns."""
     made = cases if callable(cases) else _cases(tuple(cases))
-    return Requirement(f"KVD-WRITE-{number:03}", sentence, OP, check, made, level, served(OP, check))
+    return Requirement(f"KVD-WRITE-{number:03}", sentence, OP, check, made, level, SERVED)
 
 
 def _cases(writes: Sequence[Write]) -> Callable[[], Iterable[Case]]:

@@ -1,0 +1,91 @@
+"""``kvdock conformance --backend NAME``: checks a backend against every requirement, and says what came of each.
+
+Exits with 0 when the backend conforms, 1 when something failed, 3 when something was not run, 2 for a wrong option.
+"""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import attrs
+import typer
+
+from kvdock.cli.output import JsonFlag, errors_shown, show_json, show_lines, show_table
+from kvdock_conformance import expected, faults, reports, requirements
+from kvdock_conformance.prove import prove
+from kvdock_conformance.reports.json_report import as_dict
+from kvdock_conformance.reports.text import bug_report, summary
+from kvdock_conformance.requirement import Level
+from kvdock_conformance.run import Plan, Run, run
+
+__all__ = ["LevelName", "certify", "command"]
+
+
+class LevelName(enum.StrEnum):
+    """What ``--level`` takes."""
+
+    CORE = "core"
+    EXTENDED = "extended"
+
+
+def certify(plan: Plan, *, with_faults: bool) -> Run:
+    """Run a plan, and after it the seeded faults if they are asked for and the backend could be opened.
+
+    Raises:
+        ArgumentValueError: no plugin has the backend, or there is no such area.
+    """
+    found = run(plan)
+    if not with_faults or not found.about:
+        return found
+    return attrs.evolve(found, proofs=[proof.as_dict() for proof in prove(plan, faults.load())])
+
+
+def command(
+    backend: Annotated[str, typer.Option(help="Name of the backend, as `kvdock backends` lists it.")],
+    level: Annotated[LevelName, typer.Option(help="How much is asked of it.")] = LevelName.CORE,
+    op: Annotated[str | None, typer.Option(help="Check this op only. The report says what was left out.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Folder for report.json, junit.xml, and a repro.py for each failure.")] = None,
+    expected_file: Annotated[Path | None, typer.Option("--expected", help="TOML file of expected failures.")] = None,
+    prove_it: Annotated[bool, typer.Option("--prove", help="Also seed faults into the backend: each must be noticed.")] = False,
+    json_output: JsonFlag = False,
+) -> None:
+    """Check a backend against every requirement. Exits with 0: conforms, 1: something failed, 3: something was not run."""
+    with errors_shown("conformance", json_output):
+        every = requirements.load()
+        known = expected.read(expected_file, every) if expected_file is not None else {}
+        found = certify(Plan(backend, every, Level(level.value), op, known), with_faults=prove_it)
+    if report is not None:
+        reports.write(found, report)
+    if json_output:
+        show_json("conformance", as_dict(found))
+    else:
+        _show(found, report)
+    raise typer.Exit(found.exit_code)
+
+
+def _show(found: Run, report: Path | None) -> None:
+    """Print a run for people: a table, a bug report for each failure, and a last line that says it all."""
+    show_table(("requirement", "verdict", "cases", "seconds", "sentence"), [_row(outcome) for outcome in found.outcomes])
+    if found.proofs:
+        show_table(("fault", "verdict", "noticed by", "sentence"), [_proof_row(proof) for proof in found.proofs])
+    for outcome in found.failed:
+        show_lines("", *(bug_report(found, outcome, case) for case in outcome.failed[:1]))
+    if report is not None:
+        show_lines(f"reports are in {report}" + ("; failures/ holds a repro.py for each" if found.failed else ""))
+    left = found.plan.left_out()
+    show_lines(*([f"left out: {', '.join(left)}"] if left else []), summary(found))
+
+
+def _row(outcome: Any) -> tuple[object, ...]:
+    """Return the row of one requirement."""
+    sentence = outcome.requirement.sentence + (f"\n({outcome.reason})" if outcome.reason else "")
+    return outcome.requirement.id, outcome.verdict.value, len(outcome.cases), f"{outcome.seconds:.2f}", sentence
+
+
+def _proof_row(proof: Any) -> tuple[object, ...]:
+    """Return the row of one fault."""
+    noticed = ", ".join(proof["killed_by"]) or proof["reason"] or "nothing"
+    missed = f"; not by {', '.join(proof['missed'])}" if proof["missed"] else ""
+    return proof["fault"], proof["verdict"], noticed + missed, proof["sentence"]

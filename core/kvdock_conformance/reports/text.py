@@ -1,0 +1,79 @@
+"""A failure as a bug report for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvdock_conformance.run import Run
+from kvdock_conformance.verdict import CaseOutcome, Outcome
+
+__all__ = ["bug_report", "summary"]
+
+_LONG = 100
+_MANY = 12
+
+
+def bug_report(run: Run, outcome: Outcome, case: CaseOutcome) -> str:
+    """Return the report of one failed case: requirement, backend, calls with shapes and strides, what was expected, what came."""
+    about, failure = run.about, case.failure or {}
+    lines = [
+        f"{outcome.requirement.id}: {outcome.requirement.sentence}",
+        f"backend   {about.get('backend', run.plan.backend)} ({about.get('class', 'not opened')}) on {about.get('device', 'no device')}",
+        f"case      {case.name}",
+        *_call_lines(case.data),
+        f"wrong     {failure.get('what', '')}",
+        f"expected  {failure.get('expected', '')}",
+        f"got       {failure.get('got', '')}",
+    ]
+    if failure.get("details"):
+        lines += ["", failure["details"].rstrip()]
+    others = [other.name for other in outcome.failed if other is not case]
+    if others:
+        lines += ["", f"{len(others)} of its {len(outcome.cases)} cases fail too: {', '.join(others)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _call_lines(data: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a case does: its calls with their arguments, or its data where it has none."""
+    if "calls" not in data:
+        yield f"data      {_short(json.dumps(data))}"
+        return
+    for call in data["calls"]:
+        yield f"call      {call['op']}"
+        for name, spec in call["args"].items():
+            yield f"  {name:14} {_argument(spec, data['arenas'])}"
+
+
+def _argument(spec: Any, arenas: Any) -> str:
+    """Write one argument: dtype, shape, strides, where it begins, and what it holds."""
+    if not isinstance(spec, Mapping):
+        return str(spec)
+    arena = arenas[spec["arena"]]
+    content = (
+        f"values {_values(spec['values'])}" if spec.get("values") is not None else f"{arena.get('fill', 'random')}, seed {arena['seed']}"
+    )
+    offset = arena.get("shift", 0) + spec["offset"]
+    return f"{spec['dtype']} {spec['shape']} strides {spec['strides']}, {offset} bytes past a 64-byte boundary, {content}"
+
+
+def _values(values: Any) -> str:
+    """Write what a tensor holds; long lists are cut."""
+    if isinstance(values, Mapping) or len(values) <= _MANY:
+        return str(values)
+    return f"[{', '.join(map(str, values[:_MANY]))}, ... {len(values) - _MANY} more]"
+
+
+def _short(text: str) -> str:
+    """Cut a text that is too long for a line."""
+    return text if len(text) <= _LONG else text[: _LONG - 4] + " ..."
+
+
+def summary(run: Run) -> str:
+    """Return one line about a run: how many requirements have each verdict, and whether it is complete."""
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in run.counts().items())
+    left = run.plan.left_out()
+    scope = f" of {run.plan.area}; {len(left)} requirements of other areas were left out" if run.plan.area else ""
+    state = {0: "conforms", 1: "does not conform", 3: "incomplete: nothing is certified"}[run.exit_code]
+    return f"{run.plan.backend} at level {run.plan.level.value}{scope}: {state} ({counts}) in {run.seconds:.1f} s"

@@ -1,0 +1,94 @@
+"""The kit as a test: one line in a vendor's own suite, one pytest item for each requirement.
+
+::
+
+    from kvdock_conformance.testing import conformance_tests
+
+    test_conformance = conformance_tests("acme")
+
+It is not a pytest plugin: nothing of it runs in a suite that does not import it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+
+from kvdock.errors import BackendUnavailableError
+from kvdock.plugins.records import PluginState
+from kvdock_conformance import requirements
+from kvdock_conformance.child import ChildEndedError
+from kvdock_conformance.expected import apply, read
+from kvdock_conformance.reports.text import bug_report
+from kvdock_conformance.requirement import Level, Requirement
+from kvdock_conformance.run import Plan, Run, Session
+from kvdock_conformance.verdict import Outcome, Verdict
+
+__all__ = ["conformance_tests"]
+
+
+def conformance_tests(
+    backend: str, *, level: str = "core", op: str | None = None, expected: str | Path | None = None, setup: str | None = None
+) -> Callable[..., None]:
+    """Return a test function with one item for each requirement: assign it to a name that begins with ``test``.
+
+    A requirement that fails, or cannot be run, fails its item with a bug report; one that is unsupported and verified passes;
+    an expected failure is reported as xfailed. Where the backend's hardware is absent, all are skipped with its reason.
+
+    Args:
+        backend: name of the backend, found through the installed entry points.
+        level: ``"core"`` or ``"extended"``.
+        op: check this op only.
+        expected: TOML file of expected failures, see `kvdock_conformance.expected`.
+        setup: ``"module:function"`` to call in the child before the backend is looked for, if no entry point brings it.
+
+    Raises:
+        ArgumentValueError: there is no such op, or the file of expected failures is wrong.
+        ValueError: there is no such level.
+    """
+    import pytest
+
+    every = requirements.load()
+    plan = Plan(backend, every, Level(level), op, read(Path(expected), every) if expected is not None else {}, setup)
+    sessions: list[Session] = []
+
+    @pytest.mark.parametrize("requirement", [pytest.param(item, id=item.id) for item in plan.selected()])
+    def test(requirement: Requirement, record_property: Callable[[str, object], None]) -> None:
+        if not sessions:
+            sessions.append(Session(plan))
+            atexit.register(sessions[0].close)
+        outcome = _outcome(sessions[0], plan, requirement)
+        record_property("verdict", outcome.verdict.value)
+        if outcome.verdict is Verdict.EXPECTED_FAILURE:
+            pytest.xfail(outcome.reason)
+        if not outcome.verdict.is_green:
+            pytest.fail(_text(sessions[0], plan, outcome), pytrace=False)
+
+    return test
+
+
+def _outcome(session: Session, plan: Plan, requirement: Requirement) -> Outcome:
+    """Run one requirement; skip where the hardware is absent, fail where the backend cannot be opened."""
+    import pytest
+
+    try:
+        session.open()
+    except BackendUnavailableError as error:
+        if error.got == PluginState.ABSENT.value:
+            pytest.skip(error.subject)
+        pytest.fail(error.subject, pytrace=False)
+    except ChildEndedError as error:
+        pytest.fail(f"loading backend {plan.backend!r} {error.how}\n{error.output}", pytrace=False)
+    outcome = session.requirement(requirement, plan.level)
+    return apply([outcome], plan.expected, datetime.datetime.now(datetime.UTC).date())[0]
+
+
+def _text(session: Session, plan: Plan, outcome: Outcome) -> str:
+    """Return what to say about a failure."""
+    run = Run(attrs.evolve(plan), session.about, [outcome], datetime.datetime.now(datetime.UTC), outcome.seconds)
+    reports = [bug_report(run, outcome, case) for case in outcome.failed[:1]]
+    return "\n".join([*([f"{outcome.requirement.id}: {outcome.verdict.value}: {outcome.reason}"] if outcome.reason else []), *reports])
