@@ -13,6 +13,7 @@ import torch
 
 from kvdock.ops.active import set_provider
 from kvdock.ops.dispatcher import OpDispatcher
+from kvdock.ops.modes import MODE
 from kvdock.ops.portable import SKIPPED
 from kvdock.plugins.registry import Registry
 from kvdock.prefix.factory import set_plugins
@@ -35,11 +36,12 @@ class Runtime:
     def skipped_writes(self, device: torch.device | str) -> int:
         """Return how many writes were skipped on a device because a slot or position was out of range.
 
-        Counts tokens, by the device's backend and by the portable kernels. May synchronise; padding does not count. A
+        Counts tokens, by the device's backend, or the one that `use_backend` names, and by the portable kernels. May synchronise; padding does not count. A
         device without an index is the current one of its type.
         """
         device = torch.empty(0, device=device).device  # with its index: counts are kept by device
-        backend = self.dispatcher.choose("paged_caching_", device, None).backend
+        mode = MODE.get()
+        backend = self.dispatcher.choose("paged_caching_", device, mode.named if mode is not None else None).backend
         return backend.skipped_writes(device) + SKIPPED.read(device)
 
 

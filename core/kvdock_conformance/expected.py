@@ -45,7 +45,7 @@ class Expected:
     expires: datetime.date
 
 
-_TYPES: Mapping[str, type] = {field.name: kind for field, kind in zip(attrs.fields(Expected), (str, str, str, datetime.date), strict=True)}
+_TYPES: Mapping[str, type] = {"requirement": str, "reason": str, "link": str, "expires": datetime.date}
 
 
 def read(path: Path, requirements: Requirements) -> dict[str, Expected]:

@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import IO, Any
 
@@ -34,7 +34,7 @@ class Worker:
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return what to answer to a request."""
         ((name, argument),) = request.items()
-        methods = {"open": self.open, "fault": self.fault, "case": self.case}
+        methods: dict[str, Callable[[Any], dict[str, Any]]] = {"open": self.open, "fault": self.fault, "case": self.case}
         return methods[name](argument)
 
     def open(self, wanted: Mapping[str, Any]) -> dict[str, Any]:

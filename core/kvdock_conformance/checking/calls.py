@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import kvdock
@@ -10,7 +10,7 @@ from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.memory import Memory, compare
 from kvdock_conformance.checking.target import Target
 
-__all__ = ["Reference", "check_calls", "check_refused"]
+__all__ = ["Reference", "check_calls", "check_inputs", "check_refused"]
 
 Reference = Callable[..., Sequence[tuple[int, ...]]]
 """An op of `kvdock_conformance.reference`: takes the arguments without scales, returns the places it skipped."""
@@ -63,6 +63,26 @@ def _check_range_error(target: Target, op: str, error: Exception, skipped: list[
         raise NonconformanceError(f"{op} on {target.device}", expected="no look at indices on a device", got=f"IndexRangeError: {error}")
     if skipped[0] not in str(error):
         raise NonconformanceError(f"{op}: text of the IndexRangeError", expected=f"the first bad place, {skipped[0]}", got=error)
+
+
+def check_inputs(target: Target, data: Mapping[str, Any], written: Collection[str]) -> None:
+    """Make the calls of a case, and compare the memory of what is only read.
+
+    Args:
+        target: the backend.
+        data: the case.
+        written: names of the arguments that the op writes.
+
+    Raises:
+        NonconformanceError: a byte of an input has changed.
+    """
+    memory = Memory(data["arenas"], target.device)
+    for call in data["calls"]:
+        args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
+        pools = {spec["arena"] for name, spec in call["args"].items() if name in written}
+        before = memory.copy()
+        target.call(call["op"], args)
+        compare(memory, before, call["args"], f"{call['op']}: an input", set(range(len(memory.bytes))) - pools)
 
 
 def check_refused(target: Target, data: Mapping[str, Any], error: type[Exception], texts: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ between rows, the margins around each tensor, and the inputs.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -98,7 +98,7 @@ def _copied(arena: Mapping[str, Any], content: torch.Tensor) -> torch.Tensor:
     return twin
 
 
-def compare(memory: Memory, expected: Memory, args: Mapping[str, Any], what: str) -> None:
+def compare(memory: Memory, expected: Memory, args: Mapping[str, Any], what: str, arenas: Collection[int] | None = None) -> None:
     """Compare every byte with what it should be.
 
     Args:
@@ -106,12 +106,13 @@ def compare(memory: Memory, expected: Memory, args: Mapping[str, Any], what: str
         expected: what it should hold, in host memory.
         args: specs of the call's arguments, to say where a byte is.
         what: what was done, for the error.
+        arenas: numbers of the arenas to compare; None compares all.
 
     Raises:
         NonconformanceError: names the first place that differs.
     """
     for arena, (content, wanted) in enumerate(zip(memory.bytes, expected.bytes, strict=True)):
-        for start in range(0, len(content), CHUNK):
+        for start in range(0, len(content) if arenas is None or arena in arenas else 0, CHUNK):
             got, right = content[start : start + CHUNK].cpu(), wanted[start : start + CHUNK]
             if not torch.equal(got, right):
                 wrong = (got != right).nonzero().flatten()

@@ -16,7 +16,7 @@ from kvdock_conformance.requirement import Capability, Check
 __all__ = ["SERVED", "check_not_served", "reasons_against"]
 
 
-def _values(target: Target, data: Mapping[str, Any]) -> tuple[Any, ...]:
+def _first_call(target: Target, data: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the arguments of a case's first call in the schema's order."""
     memory, call = Memory(data["arenas"], target.device), data["calls"][0]
     return tuple(memory.tensor(call["args"].get(name)) for name in CATALOG[call["op"]].arg_names)
@@ -24,7 +24,7 @@ def _values(target: Target, data: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def reasons_against(target: Target, data: Mapping[str, Any]) -> Sequence[str]:
     """Return why the backend does not serve a case's first call itself; empty when it does."""
-    return target.reasons_against(data["calls"][0]["op"], _values(target, data))
+    return target.reasons_against(data["calls"][0]["op"], _first_call(target, data))
 
 
 def check_not_served(target: Target, data: Mapping[str, Any], reasons: Sequence[str], check: Check) -> None:
@@ -47,14 +47,14 @@ def check_not_served(target: Target, data: Mapping[str, Any], reasons: Sequence[
     if _is_served(target, data):
         check(target, data)
     else:
-        check_refused(target, data, kvdock.UnsupportedError, [target.name])
+        check_refused(target, data, kvdock.UnsupportedError, [target.name, *reasons])
 
 
 def _is_served(target: Target, data: Mapping[str, Any]) -> bool:
     """Whether any kernel serves the call."""
     call = data["calls"][0]
     try:
-        kvdock.runtime.default().dispatcher.explain(call["op"], _values(target, data), target.name)
+        kvdock.runtime.default().dispatcher.explain(call["op"], _first_call(target, data), target.name)
     except kvdock.UnsupportedError:
         return False
     return True

@@ -41,7 +41,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def _valid(args: Args) -> torch.Tensor:
     """Return which tokens are to be written."""
     slots = args["slot_mapping"]
-    return (slots >= 0) & (slots < _capacity(args))
+    valid: torch.Tensor = (slots >= 0) & (slots < _capacity(args))
+    return valid
 
 
 def _store(cache: torch.Tensor, rows: torch.Tensor, args: Args) -> None:
@@ -405,7 +406,7 @@ class _StalePlan(kvdock.Kernel):
         """Return the plan of the first request with these shapes."""
         k_cache = request.tensor("k_cache")
         first = self._strides.setdefault((k_cache.shape, k_cache.dtype), k_cache.strides)
-        return self._inner.prepare(request) if first == k_cache.strides else _OldStrides(first)
+        return self._inner.prepare(request) if first == k_cache.strides else _OldStrides(first or ())
 
 
 class _OldStrides(kvdock.Descriptor):

@@ -10,14 +10,14 @@ import attrs
 from kvdock_conformance.cases.drawing import Drawing, call
 from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry
 from kvdock_conformance.cases.paged import Write, shuffled
-from kvdock_conformance.checking.calls import check_calls
+from kvdock_conformance.checking.calls import check_calls, check_inputs
 from kvdock_conformance.checking.quantised import check_quantised
 from kvdock_conformance.checking.served import SERVED
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.reference import paged_caching_
 from kvdock_conformance.requirement import Case, Check, Level, Requirement
 
-__all__ = ["OP", "REQUIREMENTS", "check_write", "slot_name"]
+__all__ = ["OP", "REQUIREMENTS", "check_write", "check_write_inputs", "slot_name"]
 
 OP = "paged_caching_"
 _EVEN = Geometry.even
@@ -39,6 +39,11 @@ def slot_name(place: Sequence[int]) -> str:
 def check_write(target: Target, data: Mapping[str, Any]) -> None:
     """Check writes against the reference."""
     check_calls(target, data, paged_caching_, slot_name)
+
+
+def check_write_inputs(target: Target, data: Mapping[str, Any]) -> None:
+    """Check that what is written is not changed itself."""
+    check_inputs(target, data, ("k_cache", "v_cache"))
 
 
 def _require(
@@ -312,6 +317,7 @@ REQUIREMENTS = [
             Write("cut out of a projection", source="fused qkv"),
             Write("int32 slots", index="int32"),
         ],
+        check=check_write_inputs,
     ),
     _require(
         22,
