@@ -36,8 +36,8 @@ class Runtime:
     def skipped_writes(self, device: torch.device | str) -> int:
         """Return how many writes were skipped on a device because a slot or position was out of range.
 
-        Counts tokens, by the device's backend, or the one that `use_backend` names, and by the portable kernels. May synchronise; padding does not count. A
-        device without an index is the current one of its type.
+        Counts tokens, by the device's backend, or the one that `use_backend` names, and by the portable kernels. May
+        synchronise; padding does not count. A device without an index is the current one of its type.
         """
         device = torch.empty(0, device=device).device  # with its index: counts are kept by device
         mode = MODE.get()

@@ -82,6 +82,13 @@ def test_skipped_writes_are_those_of_the_backend_and_of_the_portable_kernels() -
     assert int(k_cache.sum()) == int(v_cache.sum()) == 4
 
 
+def test_skipped_writes_are_those_of_the_backend_that_is_named() -> None:
+    own = runtime_of(InProcessBackend("usual", claims=["cpu"], devices=["cpu"]), Counting("lossy", claims=[], devices=["cpu"]))
+    assert own.skipped_writes("cpu") == SKIPPED.read(torch.device("cpu"))
+    with kvdock.use_backend("lossy"):
+        assert own.skipped_writes("cpu") == 5 + SKIPPED.read(torch.device("cpu"))
+
+
 def test_skipped_writes_on_a_device_that_nobody_claims() -> None:
     with pytest.raises(kvdock.NoBackendError, match="claims meta"):
         runtime_of(InProcessBackend("lossy", claims=["cpu"], devices=["cpu"])).skipped_writes("meta")

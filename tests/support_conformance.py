@@ -1,0 +1,156 @@
+"""Backends that are wrong in known ways, for tests of the kit: in a child of this process, and as an installed plugin."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvdock.ops.portable import PORTABLE_KERNELS
+from kvdock_conformance.requirement import Case, Requirement, Requirements
+from kvdock_conformance.run import Plan
+from kvdock_conformance.stand_ins import StandIn, register_backend
+from support_plugins import CallKernel
+
+TESTS = Path(__file__).parent
+
+CHILD = (sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(TESTS)!r}); from kvdock_conformance.worker import main; main()")
+"""A child that finds the modules of this folder."""
+
+
+class BadBackend(StandIn):
+    """A backend whose one kernel does what `BAD` says by its name; all else is the portable kernels'."""
+
+    def __init__(self, name: str) -> None:
+        kernels = {**PORTABLE_KERNELS, "paged_caching_": CallKernel(BAD[name])} if name in BAD else PORTABLE_KERNELS
+        super().__init__(name, kernels)
+
+
+def _crash(*args: Any) -> None:
+    print("about to crash")
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def _hang(*args: Any) -> None:
+    time.sleep(600)
+
+
+def _exit(*args: Any) -> None:
+    os._exit(7)
+
+
+def _raise(*args: Any) -> None:
+    raise RuntimeError("no memory left on acme0")
+
+
+def _print(*args: Any) -> None:
+    os.write(1, b'{"verdict": "passed"}\n')
+    print("chatter")
+
+
+BAD: Mapping[str, Callable[..., None]] = {"crashes": _crash, "hangs": _hang, "exits": _exit, "raises": _raise, "prints": _print}
+
+
+def register() -> None:
+    """Put every bad backend, and a good one, into the child's registry."""
+    for name in (*BAD, "good"):
+        register_backend(BadBackend(name))
+
+
+def crash() -> None:
+    """Crash the child before it has opened anything."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def plan(backend: str, requirements: Requirements, **settings: Any) -> Plan:
+    """Return a plan for one of the backends above."""
+    return Plan(backend, requirements, setup="support_conformance:register", **{"command": CHILD, **settings})
+
+
+def requirement(number: int = 1, area: str = "paged_caching_", **settings: Any) -> Requirement:
+    """Return a requirement that nobody runs."""
+    given = {"sentence": "It is so.", "check": never, "cases": lambda: [Case("one", {})], **settings}
+    return Requirement(f"KVD-TEST-{number:03}", area=area, **given)
+
+
+def never(target: Any, data: Mapping[str, Any]) -> None:
+    """Fail: a check that must not be made."""
+    raise AssertionError("nobody asked for this check")
+
+
+def chosen(ids: Iterable[str]) -> Requirements:
+    """Return some of the kit's requirements."""
+    from kvdock_conformance.requirements import load
+
+    return Requirements(load()[name] for name in ids)
+
+
+PLUGIN = """
+import os
+import torch
+
+KVDOCK_API = (1, 0)
+BITS = {2: torch.int16, 4: torch.int32}
+
+
+class Write(kvdock.Descriptor):
+    def __call__(self, k_cache, v_cache, k, v, slots, *scales):
+        capacity, block = k_cache.shape[0] * k_cache.shape[1], k_cache.shape[1]
+        beyond = (slots >= capacity).nonzero()
+        if len(beyond):
+            raise kvdock.IndexRangeError(f"paged_caching_: slot_mapping{beyond[0].tolist()}", expected="a slot of the pool", got="another")
+        if "MENDED" not in os.environ:
+            slots = torch.where(slots < 0, slots % capacity, slots)
+        keep = slots >= 0
+        slots = slots[keep].long()
+        for cache, rows in ((k_cache, k), (v_cache, v)):
+            bits = BITS[cache.element_size()]
+            cache.view(bits)[slots // block, slots % block] = rows.view(bits)[keep]
+
+
+class Kernel(kvdock.Kernel):
+    def supports(self, request):
+        return ["8-bit caches are for version 2"] if request.tensor("k_cache").dtype.itemsize == 1 else []
+
+    def prepare(self, request):
+        return Write()
+
+
+class Backend(kvdock.Backend):
+    name = "wrapping"
+    device_type = "acme"
+
+    def probe(self):
+        return kvdock.Probe.ready()
+
+    def claims(self, device):
+        return False
+
+    def devices(self):
+        return [torch.device("cpu")]
+
+    def kernels(self):
+        return {"paged_caching_": Kernel()}
+
+
+@kvdock.hookimpl
+def kvdock_backends():
+    return [Backend()]
+"""
+"""A plugin whose negative slots wrap, unless MENDED is set."""
+
+
+def install(folder: Path, name: str = "wrapping", source: str = PLUGIN) -> dict[str, str]:
+    """Write a plugin with its metadata into a folder, and return an environment in which it is installed."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[kvdock.backends]\n{name} = kvdock_{name}\n")
+    (folder / f"kvdock_{name}.py").write_text(source)
+    path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(folder)])
+    return {**os.environ, "PYTHONPATH": path}

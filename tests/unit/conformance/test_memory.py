@@ -1,0 +1,133 @@
+"""That a byte anywhere is noticed, and named."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from kvdock_conformance.cases.drawing import Drawing
+from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.memory import MARGIN, Memory, compare, element_at, text_of
+
+HOST = torch.device("cpu")
+
+
+def two() -> tuple[Memory, dict[str, Any]]:
+    """Return the memory of a strided matrix and of an index, and their specs."""
+    drawing = Drawing()
+    args = {
+        "rows": drawing.tensor("bfloat16", (3, 4), gaps=(0, 2), offset=2).spec(),
+        "index": drawing.tensor("int64", (2,), values=[5, -1]).spec(),
+    }
+    return Memory(drawing.arenas, HOST), args
+
+
+def test_memory_is_the_same_in_every_run_and_differs_by_seed() -> None:
+    first, _ = two()
+    again, _ = two()
+    assert all(torch.equal(a, b) for a, b in zip(first.bytes, again.bytes, strict=True))
+    assert not torch.equal(first.bytes[0][:100], first.bytes[1][:100])
+    assert len(first.bytes[0].unique()) > 100, "bytes of all kinds"
+
+
+def test_what_has_not_changed_compares_equal() -> None:
+    memory, args = two()
+    memory.tensor(args["index"])
+    compare(memory, memory.copy(), args, "nothing")
+
+
+def test_every_single_byte_is_compared() -> None:
+    memory, args = two()
+    before = memory.copy()
+    for content in memory.bytes:
+        for byte in range(len(content)):
+            content[byte] ^= 1
+            with pytest.raises(NonconformanceError, match="the first of 1 bytes that differ"):
+                compare(memory, before, args, "op")
+            content[byte] ^= 1
+    compare(memory, before, args, "op")
+
+
+def test_an_element_is_named_with_its_values_and_bits() -> None:
+    memory, args = two()
+    memory.tensor(args["rows"])[2, 1] = 1.5
+    before = memory.copy()
+    memory.tensor(args["rows"])[2, 1] = -2.0
+    with pytest.raises(NonconformanceError) as caught:
+        compare(memory, before, args, "op")
+    assert caught.value.as_dict() == {
+        "what": "op: rows[2, 1], the first of 2 bytes that differ",
+        "expected": "1.5 (0x3fc0)",
+        "got": "-2.0 (0xc000)",
+    }
+
+
+def test_a_byte_of_no_argument_is_named_by_its_place() -> None:
+    memory, args = two()
+    before = memory.copy()
+    memory.bytes[0][MARGIN + 2 + 8] ^= 0xFF  # the gap behind the first row of four
+    with pytest.raises(NonconformanceError, match=re.escape("op: byte 10 of 34 in the memory of rows, which belongs to no argument")):
+        compare(memory, before, args, "op")
+    memory, args = two()
+    before = memory.copy()
+    memory.bytes[1][-1] ^= 0xFF
+    with pytest.raises(NonconformanceError, match=rf"byte {16 + MARGIN - 1} of 16 in the memory of index"):
+        compare(memory, before, args, "op")
+
+
+def test_some_arenas_may_be_left_out() -> None:
+    memory, args = two()
+    before = memory.copy()
+    memory.bytes[0][0] ^= 1
+    compare(memory, before, args, "op", arenas={1})
+    with pytest.raises(NonconformanceError):
+        compare(memory, before, args, "op", arenas={0})
+
+
+def test_elements_are_found_by_their_bytes_and_gaps_are_not() -> None:
+    drawing = Drawing()
+    view = drawing.tensor("int32", (2, 3, 4), order=(1, 0, 2), gaps=(5, 0, 1), offset=8)
+    spec = view.spec()
+    found = set()
+    for byte in range(drawing.arenas[0]["bytes"]):
+        index = element_at(spec, 0, byte)
+        if index is not None:
+            place = sum(i * step for i, step in zip(index, view.strides, strict=True))
+            assert 8 + place * 4 <= byte < 8 + place * 4 + 4
+            found.add(tuple(index))
+    assert len(found) == 24
+    assert element_at(spec, 1, 8) is None
+    assert element_at(3, 0, 8) is None
+    assert element_at({**spec, "shape": [2, 0, 4]}, 0, 8) is None
+
+
+def test_zeros_take_up_no_memory_until_written_and_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdock_conformance.checking.memory.CHUNK", 64)
+    drawing = Drawing()
+    spec = drawing.tensor("int8", (1000,), fill="zeros").spec()
+    memory = Memory(drawing.arenas, HOST)
+    tensor = memory.tensor(spec)
+    assert not tensor.any()
+    tensor[700] = 7
+    twin = memory.copy()
+    assert twin.tensor(spec)[700] == 7
+    compare(memory, twin, {"pool": spec}, "op")
+    tensor[999] = 1
+    with pytest.raises(NonconformanceError, match=r"pool\[999\].*expected 0 \(0x00\), got 1 \(0x01\)"):
+        compare(memory, twin, {"pool": spec}, "op")
+
+
+@pytest.mark.parametrize(
+    ("element", "text"),
+    [
+        (torch.tensor(-0.0), "-0.0 (0x80000000)"),
+        (torch.tensor(1.5, dtype=torch.float16), "1.5 (0x3e00)"),
+        (torch.tensor(-1, dtype=torch.int64), "-1 (0xffffffffffffffff)"),
+        (torch.tensor(0, dtype=torch.int8), "0 (0x00)"),
+    ],
+)
+def test_elements_are_written_with_their_bits(element: torch.Tensor, text: str) -> None:
+    assert text_of(element) == text

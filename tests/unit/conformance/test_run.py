@@ -1,0 +1,152 @@
+"""Runs over backends that are good, that say no, that crash, hang and raise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import pytest
+
+import kvdock
+from kvdock_conformance.expected import Expected
+from kvdock_conformance.requirement import Level
+from kvdock_conformance.run import Run, Session, run
+from kvdock_conformance.verdict import Outcome, Verdict
+from support_conformance import chosen, plan, requirement
+
+SOME = ("KVD-WRITE-001", "KVD-WRITE-008", "KVD-WRITE-022")
+
+
+def verdicts(found: Run) -> dict[str, str]:
+    return {outcome.requirement.id: outcome.verdict.value for outcome in found.outcomes}
+
+
+def test_a_good_backend() -> None:
+    heard: list[Outcome] = []
+    found = run(plan("good", chosen(SOME)), heard.append)
+    assert verdicts(found) == {"KVD-WRITE-001": "passed", "KVD-WRITE-008": "passed", "KVD-WRITE-022": "unsupported"}
+    assert found.exit_code == 0
+    assert found.missing == found.failed == []
+    assert list(found.outcomes) == heard
+    assert found.counts() == {"passed": 2, "unsupported": 1}
+    assert "quantised caches" in found.outcomes[2].reason
+    assert found.about["backend"] == "good"
+    assert found.about["device"] == "cpu"
+    assert found.about["class"] == "support_conformance.BadBackend"
+    assert found.about["ops"] == ["copy_blocks_", "gather_paged", "paged_caching_", "static_update_"]
+    assert set(found.about["versions"]) == {"kvdock", "torch", "python"}
+
+
+def test_what_a_backend_prints_is_no_answer() -> None:
+    found = run(plan("prints", chosen(["KVD-WRITE-001"])))
+    assert verdicts(found) == {"KVD-WRITE-001": "failed"}, "it writes nothing, whatever it prints"
+    failure = found.outcomes[0].failed[0].failure
+    assert failure is not None
+    assert "k_cache[0, 0, 0, 0]" in failure["what"]
+
+
+def test_an_error_is_a_failure_with_its_traceback() -> None:
+    (outcome,) = run(plan("raises", chosen(["KVD-WRITE-001"]))).outcomes
+    failure = outcome.failed[0].failure
+    assert failure is not None
+    assert failure["got"] == "RuntimeError: no memory left on acme0"
+    assert "in _raise" in failure["details"]
+    assert len(outcome.failed) == len(outcome.cases), "each case is run, whatever came of those before"
+
+
+@pytest.mark.parametrize(
+    ("backend", "how", "said"),
+    [
+        ("crashes", "crashed with SIGSEGV", "about to crash"),
+        ("exits", "ended with exit code 7", ""),
+        ("hangs", "did not end within 1 s", "in _hang"),
+    ],
+)
+def test_a_child_that_is_lost_is_a_failure_and_the_run_goes_on(backend: str, how: str, said: str) -> None:
+    found = run(plan(backend, chosen(["KVD-WRITE-001", "KVD-WRITE-008"]), limit_s=1.0 if backend == "hangs" else None))
+    assert verdicts(found) == {"KVD-WRITE-001": "failed", "KVD-WRITE-008": "passed"}, "a call without tokens never gets to the kernel"
+    assert found.exit_code == 1
+    cases = found.outcomes[0].cases
+    assert [case.verdict for case in cases[:3]] == [Verdict.FAILED] * 3
+    assert {case.verdict for case in cases[3:]} == {Verdict.NOT_RUN}
+    assert cases[3].reason == "not run after 3 crashes or time-outs of this requirement"
+    assert cases[0].failure is not None
+    assert cases[0].failure["got"] == how
+    assert said in cases[0].failure["details"]
+
+
+def test_a_backend_that_nobody_has_is_a_usage_error() -> None:
+    with pytest.raises(
+        kvdock.ArgumentValueError, match="backend: expected the name of a backend as `kvdock backends` lists it, got 'nobody'"
+    ):
+        run(plan("nobody", chosen(SOME)))
+    with pytest.raises(kvdock.ArgumentValueError, match=r"op: expected one of paged_caching_, got 'gather'"):
+        run(plan("good", chosen(SOME), area="gather"))
+
+
+def test_a_child_that_cannot_start_leaves_everything_not_run() -> None:
+    found = run(attrs.evolve(plan("good", chosen(SOME)), setup="support_conformance:crash"))
+    assert set(verdicts(found).values()) == {"not run"}
+    assert found.exit_code == 3
+    assert found.outcomes[0].reason.startswith("loading the backend crashed with SIGKILL")
+    assert found.about == {}
+    assert all(case.verdict is Verdict.NOT_RUN for outcome in found.outcomes for case in outcome.cases)
+
+
+def test_an_interrupt_leaves_the_rest_not_run_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = Session.requirement
+    left: Iterator[Any] = iter([None])
+
+    def interrupted(self: Session, item: Any, level: Level) -> Outcome:
+        if next(left, 1) is None:
+            return ask(self, item, level)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "requirement", interrupted)
+    found = run(plan("good", chosen(SOME)))
+    assert list(verdicts(found).values()) == ["passed", "not run", "not run"]
+    assert found.outcomes[2].reason == "interrupted"
+    assert found.exit_code == 3, "an incomplete run is never green"
+
+
+def test_a_selection_says_what_it_leaves_out() -> None:
+    every = chosen(SOME)
+    every.add(requirement(5, area="other"))
+    every.add(requirement(6, area="other", level=Level.EXTENDED))
+    assert plan("good", every, area="paged_caching_").left_out() == ["KVD-TEST-005"]
+    assert plan("good", every, area="paged_caching_", level=Level.EXTENDED).left_out() == ["KVD-TEST-005", "KVD-TEST-006"]
+    assert plan("good", every).left_out() == []
+    assert [item.id for item in plan("good", every, area="paged_caching_").selected()] == list(SOME)
+
+
+def test_expected_failures_are_taken_into_account() -> None:
+    import datetime
+
+    day = datetime.date(2999, 1, 1)
+    known = {name: Expected(name, "known", "https://example.com", day) for name in ("KVD-WRITE-001", "KVD-WRITE-008")}
+    found = run(plan("raises", chosen(["KVD-WRITE-001", "KVD-WRITE-008"]), expected=known))
+    assert verdicts(found) == {"KVD-WRITE-001": "expected failure", "KVD-WRITE-008": "failed"}, "strict: the second one passes"
+    assert found.exit_code == 1
+    alone = run(plan("raises", chosen(["KVD-WRITE-001"]), expected=known))
+    assert alone.exit_code == 0
+
+
+def test_nothing_is_not_green() -> None:
+    assert run(plan("good", chosen([]))).exit_code == 3
+
+
+@pytest.mark.parametrize(("verdict", "code"), [("killed", 0), ("not seeded", 0), ("survived", 1), ("missed", 1)])
+def test_a_fault_that_survives_is_a_failure(verdict: str, code: int) -> None:
+    found = run(plan("good", chosen(["KVD-WRITE-008"])))
+    assert attrs.evolve(found, proofs=[{"verdict": verdict}]).exit_code == code
+
+
+def test_a_session_stops_at_a_failure_where_it_is_asked_to() -> None:
+    (item,) = chosen(["KVD-WRITE-001"])
+    with Session(plan("raises", chosen(SOME))) as session:
+        outcome = session.requirement(item, Level.CORE, stop_at_failure=True)
+        assert [case.verdict for case in outcome.cases[:2]] == [Verdict.FAILED, Verdict.NOT_RUN]
+        assert outcome.verdict is Verdict.FAILED
+        session.close()
+        assert session.requirement(item, Level.CORE).verdict is Verdict.FAILED, "a closed session starts anew"
