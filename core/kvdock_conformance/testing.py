@@ -54,35 +54,50 @@ def conformance_tests(
 
     every = requirements.load()
     plan = Plan(backend, every, Level(level), op, read(Path(expected), every) if expected is not None else {}, setup)
-    sessions: list[Session] = []
+    opened: list[_Opened] = []
 
     @pytest.mark.parametrize("requirement", [pytest.param(item, id=item.id) for item in plan.selected()])
     def test(requirement: Requirement, record_property: Callable[[str, object], None]) -> None:
-        if not sessions:
-            sessions.append(Session(plan))
-            atexit.register(sessions[0].close)
-        outcome = _outcome(sessions[0], plan, requirement)
+        if not opened:
+            opened.append(_open(plan))
+        if opened[0].is_absent:
+            pytest.skip(opened[0].why_not)
+        if opened[0].why_not:
+            pytest.fail(opened[0].why_not, pytrace=False)
+        outcome = _outcome(opened[0].session, plan, requirement)
         record_property("verdict", outcome.verdict.value)
         if outcome.verdict is Verdict.EXPECTED_FAILURE:
             pytest.xfail(outcome.reason)
         if not outcome.verdict.is_green:
-            pytest.fail(_text(sessions[0], plan, outcome), pytrace=False)
+            pytest.fail(_text(opened[0].session, plan, outcome), pytrace=False)
 
     return test
 
 
-def _outcome(session: Session, plan: Plan, requirement: Requirement) -> Outcome:
-    """Run one requirement; skip where the hardware is absent, fail where the backend cannot be opened."""
-    import pytest
+@attrs.frozen
+class _Opened:
+    """A session, kept for all items of a process; or why there is none, and whether that is because the hardware is absent."""
 
+    session: Session
+    why_not: str = ""
+    is_absent: bool = False
+
+
+def _open(plan: Plan) -> _Opened:
+    """Open the backend, once: what cannot be opened is not tried again for each requirement."""
+    session = Session(plan)
+    atexit.register(session.close)
     try:
         session.open()
     except BackendUnavailableError as error:
-        if error.got == PluginState.ABSENT.value:
-            pytest.skip(error.subject)
-        pytest.fail(error.subject, pytrace=False)
+        return _Opened(session, error.subject, error.got == PluginState.ABSENT.value)
     except ChildEndedError as error:
-        pytest.fail(f"loading backend {plan.backend!r} {error.how}\n{error.output}", pytrace=False)
+        return _Opened(session, f"loading backend {plan.backend!r} {error.how}\n{error.output}")
+    return _Opened(session)
+
+
+def _outcome(session: Session, plan: Plan, requirement: Requirement) -> Outcome:
+    """Run one requirement."""
     outcome = session.requirement(requirement, plan.level)
     return apply([outcome], plan.expected, datetime.datetime.now(datetime.UTC).date())[0]
 

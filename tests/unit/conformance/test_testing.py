@@ -12,7 +12,7 @@ import kvdock
 from kvdock_conformance.requirement import Level
 from kvdock_conformance.requirements import load
 from kvdock_conformance.testing import conformance_tests
-from support_conformance import install
+from support_conformance import PLUGIN, install
 
 LINE = "from kvdock_conformance.testing import conformance_tests\ntest_conformance = conformance_tests({arguments})\n"
 
@@ -59,10 +59,7 @@ def test_a_requirement_that_fails_fails_its_item_with_a_bug_report(tmp_path: Pat
     [("absent('no acme card here')", "2 skipped", 0), ("unusable('driver 3 is too old')", "2 failed", 1)],
 )
 def test_absent_hardware_skips_and_broken_hardware_fails(tmp_path: Path, probe: str, outcome: str, code: int) -> None:
-    source = (tmp_path / "x", "return kvdock.Probe.ready()", f"return kvdock.Probe.{probe}")
-    from support_conformance import PLUGIN
-
-    env = install(tmp_path / "site", "wrapping", PLUGIN.replace(source[1], source[2]))
+    env = install(tmp_path / "site", "wrapping", PLUGIN.replace("Probe.ready()", f"Probe.{probe}"))
     found, output = suite(tmp_path, "'wrapping'", env=env, options=("-k", "WRITE-001 or WRITE-002"))
     assert found == code, output
     assert outcome in output
