@@ -206,8 +206,6 @@ def namespace_key(subject: str, namespace: object) -> Hashable:
     Raises:
         ArgumentTypeError: not a tuple of str, bytes, int, bool, None and such tuples.
     """
-    if namespace == () and type(namespace) is tuple:
-        return namespace
     if not isinstance(namespace, tuple):
         raise ArgumentTypeError(subject, expected="a tuple", got=repr(namespace)[:80], fix='name what it is: ("tenant", "a")')
     return tuple(_part(subject, part) for part in namespace)

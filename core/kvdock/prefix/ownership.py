@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from threading import get_ident
 
 from kvdock.errors import WrongThreadError
 
@@ -14,11 +13,10 @@ class OneThread:
     """Base of what belongs to the thread that uses it first, until that one calls `hand_over` or ends."""
 
     _owner: threading.Thread | None = None
-    _owner_ident: int | None = None
 
     def _enter(self) -> None:
-        """Notice another thread; called first by every method, and cheap. A number that is used again is of a thread that ended."""
-        if get_ident() != self._owner_ident:
+        """Notice another thread; called first by every method, and cheap."""
+        if threading.current_thread() is not self._owner:
             self._claim()
 
     def _claim(self) -> None:
@@ -31,9 +29,9 @@ class OneThread:
                 got=f"one from {here.name!r}",
                 fix="let the owner call hand_over() between calls, or give each thread its own",
             )
-        self._owner, self._owner_ident = here, here.ident
+        self._owner = here
 
     def hand_over(self) -> None:
         """Belong to the thread that calls next. Raises `WrongThreadError` in another thread than the owner."""
         self._enter()
-        self._owner = self._owner_ident = None
+        self._owner = None
