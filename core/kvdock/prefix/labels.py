@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 __all__ = ["common_blocks", "first_wide", "token_data", "tokens_of", "widened"]
 
-_FIRST_STEP = 2048
+_FIRST_STEP = 8192
 """Bytes of two runs that are compared first; then four times as many, and so on."""
 
 _INT32 = np.iinfo(np.int32)
@@ -44,13 +44,15 @@ def widened(label: bytes) -> bytes:
 
 
 def common_blocks(label: bytes, data: memoryview, position: int, block_bytes: int) -> int:
-    """Return how many whole blocks of ``label`` are those of ``data`` from ``position`` on. Costs time in those, not in the label."""
+    """Return how many whole blocks of ``label`` are those of ``data`` from ``position`` on. Reads little more than those."""
     size, start, step = min(len(label), len(data) - position), 0, _FIRST_STEP
     while start < size:
         stop = min(start + step, size)
-        ours, theirs = label[start:stop], data[position + start : position + stop].tobytes()
-        if ours != theirs:
-            differ = np.frombuffer(ours, dtype=np.int32) != np.frombuffer(theirs, dtype=np.int32)
-            return (start + 4 * int(differ.argmax())) // block_bytes
+        ours = np.frombuffer(label, dtype=np.int32, count=(stop - start) // 4, offset=start)
+        theirs = np.frombuffer(data, dtype=np.int32, count=(stop - start) // 4, offset=position + start)
+        differ = ours != theirs
+        at = int(differ.argmax())
+        if differ[at]:
+            return (start + 4 * at) // block_bytes
         start, step = stop, 4 * step
     return size // block_bytes
