@@ -135,10 +135,11 @@ class EvictionQueue(Generic[E]):
         item.is_queued = True
         self._serial += 1
         entry, first = (self._key(item), item.number, self._serial, item), self._first
-        if first is None or entry < first:
-            self._first, entry = entry, first
-        if entry is not None:
-            heapq.heappush(self._heap, entry)
+        if first is None:
+            self._first = entry
+        else:
+            self._first, later = (entry, first) if entry < first else (first, entry)
+            heapq.heappush(self._heap, later)
 
     def pop(self) -> E:
         """Remove the candidate of the least key. Raises IndexError without any."""
