@@ -82,9 +82,13 @@ BAD: dict[str, tuple[dict[str, Any], type[KVDockError], str]] = {
     "positions": (
         {**rows(), "position_ids": torch.arange(18)[None]},
         ArgumentValueError,
-        "bind: position_ids: expected no tensors but input_ids and attention_mask.*got position_ids. Fix: name what they hold",
+        "bind: position_ids: expected no tensors but input_ids and attention_mask.*got position_ids. Fix: pass token ids only",
     ),
-    "pixels": ({**rows(), "pixel_values": torch.ones(1, 3)}, ArgumentValueError, "got pixel_values"),
+    "pixels": (
+        {**rows(), "pixel_values": torch.ones(1, 3)},
+        ArgumentValueError,
+        "got pixel_values. Fix: name what they hold",
+    ),
     "embeddings": ({**rows(), "inputs_embeds": torch.ones(1, 18, 32)}, ArgumentValueError, "got inputs_embeds"),
     "a namespace that is none": ({**rows(), "namespace": "tenant"}, ArgumentTypeError, "namespace: expected a tuple, got 'tenant'"),
     "a namespace of objects": ({**rows(), "namespace": (1.5,)}, ArgumentTypeError, "namespace: expected str, bytes, int"),
@@ -251,7 +255,11 @@ def test_without_a_prefix_cache() -> None:
 
 @pytest.mark.parametrize(
     ("prefix", "error", "match"),
-    [("trie", ArgumentValueError, "'trie'"), (3, ArgumentTypeError, "expected a str, got 3"), ("", ArgumentValueError, "''")],
+    [
+        ("trie", ArgumentValueError, "'trie'"),
+        (3, ArgumentTypeError, "expected a name or a PrefixCache, got 3"),
+        ("", ArgumentValueError, "''"),
+    ],
 )
 def test_a_prefix_cache_that_nobody_brings(prefix: Any, error: type[KVDockError], match: str) -> None:
     with pytest.raises(error, match=match):

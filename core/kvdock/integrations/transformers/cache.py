@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 import kvdock
 from kvdock.cache.paged import PagedKVCacheConfig
-from kvdock.errors import ArgumentValueError, UnsupportedError
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from kvdock.integrations.transformers.bound import Bound
 from kvdock.integrations.transformers.commit import committable, computed_rows
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, CROPS_TO_LENGTH, DUMMY_LAYER
@@ -20,13 +20,17 @@ from kvdock.integrations.transformers.layer import PagedLayer
 from kvdock.integrations.transformers.measure import measure
 from kvdock.integrations.transformers.prompts import check_not_held, read_prompts
 from kvdock.integrations.transformers.reuse import PrefixReuse
+from kvdock.integrations.transformers.rope import steady_length
 from kvdock.integrations.transformers.state import PagedState
 from kvdock.integrations.transformers.usage import CacheUsage, usage_of
-from kvdock.prefix import Namespace, PrefixCache, create_prefix_cache
+from kvdock.prefix.factory import prefix_cache_of_pool
+from kvdock.prefix.interface import Namespace, PrefixCache
 from kvdock.rank import RankInfo
 from kvdock.scheduler import BlockAllocator
 
 __all__ = ["CacheUsage", "PagedCacheForTransformers"]
+
+_FOR_MODEL = "PagedCacheForTransformers.for_model"
 
 
 class PagedCacheForTransformers(Cache):
@@ -75,29 +79,37 @@ class PagedCacheForTransformers(Cache):
         return f"PagedCacheForTransformers(layers={len(self)}, batch_size={table.batch_size}, length={table.length}, pool={pool})"
 
     @classmethod
-    def for_model(cls, model: Any, conf: PagedKVCacheConfig, prefix: str | None = None) -> PagedCacheForTransformers:
+    def for_model(
+        cls, model: Any, conf: PagedKVCacheConfig, prefix: str | PrefixCache | None = None, **options: Any
+    ) -> PagedCacheForTransformers:
         """Make a cache for a model, with a pool on its device.
 
         One token is run through the model, to measure what it hands to a cache. With ``prefix`` the model gets a forward hook
-        that leaves out cached tokens where ``generate`` does not.
+        that leaves out cached tokens where ``generate`` does not, see `kvdock.integrations.transformers.hook`.
 
         Args:
             model: a decoder-only ``PreTrainedModel``.
             conf: size of the pool and of its blocks, which hold ``num_blocks * block_size`` tokens of all rows together.
             prefix: how prefixes are reused over calls: ``"radix"``, ``"naive"`` (not at all), or the name that a plugin gave its
-                prefix cache, see `kvdock.create_prefix_cache`. None leaves the last tokens in the cache instead of looking them up.
+                prefix cache, see `kvdock.create_prefix_cache`; or an empty prefix cache of the same block size, for this cache
+                alone. None leaves the last tokens in the cache instead of looking them up.
+            options: what else a prefix cache made by name takes, such as ``policy="lfu"``.
 
         Raises:
             UnsupportedError: the model keeps something else than keys and values of one dtype on one device (linear
                 attention, convolutions, cross-attention, layers on several devices, ...).
             CapacityError: the memory in ``conf`` holds not even one block.
-            ArgumentValueError: no prefix cache has that name.
+            ArgumentValueError: no prefix cache has that name; or one that is not empty, or of another block size.
+            ArgumentTypeError: ``prefix`` is something else, or options that the prefix cache does not take.
         """
+        if prefix is None and options:
+            raise ArgumentTypeError(_FOR_MODEL, expected="no options without prefix=", got=", ".join(options))
         found = measure(model)
         pool, reuse = kvdock.create_cache(found.spec, conf, RankInfo(found.device)), None
         if prefix is not None:
-            made = create_prefix_cache(prefix, block_size=pool.block_size)
-            reuse = PrefixReuse(made, pool.num_blocks, getattr(model, "generation_config", None))
+            size = {"num_blocks": pool.num_blocks, "block_size": pool.block_size}
+            made = prefix_cache_of_pool(_FOR_MODEL, prefix, **size, options=options)
+            reuse = PrefixReuse(made, pool.num_blocks, getattr(model, "generation_config", None), steady_length(model))
             watch(model)
         state = PagedState(pool, reuse.allocator if reuse else BlockAllocator(pool.num_blocks))
         return cls(state, found.windows, found.stored, reuse)
@@ -139,11 +151,11 @@ class PagedCacheForTransformers(Cache):
         """
         reuse = self._needed("commit")
         self.state.check_whole("commit")
-        bound = committable(self.state.bound)
+        bound = committable(self.state.bound, reuse.epoch)
         rows = computed_rows(bound, self.state.table, out)
         with self.state.change():
             reuse.store(rows, bound.prompts.namespace, bound.hold)
-        bound.closed = "one that is committed"
+        bound.close("one that is committed")
 
     @property
     def prefix(self) -> PrefixCache | None:
@@ -240,7 +252,8 @@ class PagedCacheForTransformers(Cache):
         prompts, mask = read_prompts(inputs, namespace, reuse.generation)
         self.state.truncate(0)
         found = reuse.find(prompts)
-        self.state.begin_with(Bound(prompts, found.past, found.hold, np.arange(len(found.blocks))), found.blocks)
+        bound = Bound(prompts, found.past, found.hold, np.arange(len(found.blocks)), limit=reuse.limit)
+        self.state.begin_with(bound, found.blocks)
         return {**inputs, "attention_mask": mask, CACHE_KEYWORD: self}
 
     def _needed(self, method: str) -> PrefixReuse:

@@ -22,6 +22,15 @@ __all__ = ["Prompts", "check_not_held", "read_ids", "read_prompts"]
 
 _BIND = "PagedCacheForTransformers.bind"
 
+_TOKENS = ("input_ids", "attention_mask", "eos_token_id", "pad_token_id", "bos_token_id")
+"""Arguments that may be tensors."""
+
+_BY_POSITION = frozenset({"position_ids", "inputs_embeds"})
+"""Tensors that no namespace can stand for: they have something else for each token."""
+
+_ADAPTERS = ("adapter_names",)
+"""PEFT's name for the adapter of each row: rows of one batch share one namespace, so all of them must have the same."""
+
 
 @attrs.frozen(eq=False)
 class Prompts:
@@ -49,6 +58,11 @@ class Prompts:
         """Tokens of all rows, without padding."""
         return int(self.ids.size - self.pads.sum())
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether any row has padding."""
+        return bool(self.pads.any())
+
     def row(self, index: int) -> npt.NDArray[np.int64]:
         """Return the tokens of a row without padding; a view."""
         tokens: npt.NDArray[np.int64] = self.ids[index, self.pads[index] :]
@@ -72,8 +86,8 @@ def read_prompts(inputs: Mapping[str, Any], namespace: Namespace, generation: An
             without a mask, or further tensors on which keys and values may depend.
     """
     namespace_key(f"{_BIND}: namespace", namespace)
-    ids = read_ids(f"{_BIND}: input_ids", inputs.get("input_ids"))
     _refuse_further_tensors(inputs, namespace)
+    ids = read_ids(f"{_BIND}: input_ids", inputs.get("input_ids"))
     stops, padding = (_token_ids(name, inputs, generation) for name in ("eos_token_id", "pad_token_id"))
     mask = inputs.get("attention_mask")
     if mask is None:
@@ -156,17 +170,26 @@ def _token_ids(name: str, inputs: Mapping[str, Any], generation: Any) -> npt.NDA
     """Return the token ids that an argument names, or else the configuration of the call, or else that of the model."""
     config = inputs.get("generation_config") or generation
     value = inputs[name] if inputs.get(name) is not None else getattr(config, name, None)
-    return np.atleast_1d(np.array([] if value is None else value, dtype=np.int64))
+    return np.atleast_1d(_on_host([] if value is None else value).astype(np.int64))
 
 
 def _refuse_further_tensors(inputs: Mapping[str, Any], namespace: Namespace) -> None:
-    """Refuse tensors that may change keys and values, unless the namespace stands for them."""
-    known = ("input_ids", "attention_mask", "eos_token_id", "pad_token_id", "bos_token_id")
-    further = [name for name, value in inputs.items() if isinstance(value, torch.Tensor) and name not in known]
-    if further and (namespace == () or "position_ids" in further or "inputs_embeds" in further):
+    """Refuse what may change keys and values beside token ids, unless the namespace stands for it."""
+    further = [name for name, value in inputs.items() if name not in _TOKENS and (_has_arrays(value) or (name in _ADAPTERS and value))]
+    rows_differ = any(len(set(map(str, inputs[name]))) > 1 for name in further if name in _ADAPTERS)
+    hopeless = rows_differ or not _BY_POSITION.isdisjoint(further)
+    if further and (namespace == () or hopeless):
+        way = "pass token ids only, and rows of one adapter" if hopeless else "name what they hold, such as namespace=('image', hash)"
         raise ArgumentValueError(
             f"{_BIND}: {further[0]}",
             expected="no tensors but input_ids and attention_mask, since keys and values would depend on more than token ids",
             got=", ".join(further),
-            fix="name what they hold, such as namespace=('image', hash); or make the cache without prefix= (it is for_model's)",
+            fix=f"{way}; or make the cache without prefix= (it is for_model's)",
         )
+
+
+def _has_arrays(value: Any) -> bool:
+    """Return whether a value is a tensor or an array, or a list or dict that has one."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return any(map(_has_arrays, value)) if isinstance(value, list | tuple) else isinstance(value, torch.Tensor | np.ndarray)
