@@ -1,7 +1,7 @@
 """Reading what `PagedCacheForTransformers.bind` is given, where prefixes are reused.
 
-Keys and values may be reused where everything that they depend on is known: token ids, their positions, and the namespace.
-So what else could change them is refused, and so is padding that would change positions.
+Keys and values may be reused where everything that they depend on is known: token ids, their positions, and the namespace,
+which stands for the weights. So what else could change them is refused, and so is padding that would change positions.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ __all__ = ["Prompts", "check_not_held", "read_ids", "read_prompts"]
 
 _BIND = "PagedCacheForTransformers.bind"
 
-_TOKENS = ("input_ids", "attention_mask", "eos_token_id", "pad_token_id", "bos_token_id")
+_NEGATIVE = ("negative_prompt_ids", "negative_prompt_attention_mask")  # which generate() computes in a cache of its own
+_HARMLESS = ("input_ids", "attention_mask", "eos_token_id", "pad_token_id", "bos_token_id", *_NEGATIVE)
 """Arguments that may be tensors."""
 
-_BY_POSITION = frozenset({"position_ids", "inputs_embeds"})
-"""Tensors that no namespace can stand for: they have something else for each token."""
-
-_ADAPTERS = ("adapter_names",)
-"""PEFT's name for the adapter of each row: rows of one batch share one namespace, so all of them must have the same."""
+_ADAPTERS = "adapter_names"
+"""PEFT's argument for the adapter of each row."""
 
 
 @attrs.frozen(eq=False)
@@ -83,10 +81,10 @@ def read_prompts(inputs: Mapping[str, Any], namespace: Namespace, generation: An
     Raises:
         ArgumentTypeError: ids that are no integers, a namespace that is none.
         ArgumentValueError: no ``input_ids`` of two dimensions, a mask that is not 0s on the left and 1s behind them, padding
-            without a mask, or further tensors on which keys and values may depend.
+            without a mask, or something else on which keys and values may depend.
     """
     namespace_key(f"{_BIND}: namespace", namespace)
-    _refuse_further_tensors(inputs, namespace)
+    _refuse_what_else_counts(inputs, namespace)
     ids = read_ids(f"{_BIND}: input_ids", inputs.get("input_ids"))
     stops, padding = (_token_ids(name, inputs, generation) for name in ("eos_token_id", "pad_token_id"))
     mask = inputs.get("attention_mask")
@@ -173,18 +171,27 @@ def _token_ids(name: str, inputs: Mapping[str, Any], generation: Any) -> npt.NDA
     return np.atleast_1d(_on_host([] if value is None else value).astype(np.int64))
 
 
-def _refuse_further_tensors(inputs: Mapping[str, Any], namespace: Namespace) -> None:
-    """Refuse what may change keys and values beside token ids, unless the namespace stands for it."""
-    further = [name for name, value in inputs.items() if name not in _TOKENS and (_has_arrays(value) or (name in _ADAPTERS and value))]
-    rows_differ = any(len(set(map(str, inputs[name]))) > 1 for name in further if name in _ADAPTERS)
-    hopeless = rows_differ or not _BY_POSITION.isdisjoint(further)
-    if further and (namespace == () or hopeless):
-        way = "pass token ids only, and rows of one adapter" if hopeless else "name what they hold, such as namespace=('image', hash)"
+def _refuse_what_else_counts(inputs: Mapping[str, Any], namespace: Namespace) -> None:
+    """Refuse what may change keys and values beside token ids: other tensors, and adapters without a namespace of their own.
+
+    A namespace cannot stand for tensors: they belong to tokens, and a model that gets them without their tokens, since those are
+    cached, is wrong or refuses them.
+    """
+    tensors = [name for name, value in inputs.items() if name not in _HARMLESS and _has_arrays(value)]
+    if tensors:
         raise ArgumentValueError(
-            f"{_BIND}: {further[0]}",
+            f"{_BIND}: {tensors[0]}",
             expected="no tensors but input_ids and attention_mask, since keys and values would depend on more than token ids",
-            got=", ".join(further),
-            fix=f"{way}; or make the cache without prefix= (it is for_model's)",
+            got=", ".join(tensors),
+            fix="make a cache without prefix= for these inputs: for_model(model, conf)",
+        )
+    adapters = sorted(set(map(str, inputs.get(_ADAPTERS) or ())))
+    if len(adapters) > bool(namespace):
+        raise ArgumentValueError(
+            f"{_BIND}: {_ADAPTERS}",
+            expected="one adapter for all rows, and a namespace for it",
+            got=f"{', '.join(adapters)} in namespace {namespace}",
+            fix=f"bind the rows of one adapter at a time, with namespace=('adapter', {adapters[0]!r})",
         )
 
 
