@@ -62,7 +62,7 @@ class Bound:
         Raises:
             ArgumentValueError: ``batch`` is no multiple of the number of prompts. Nothing was changed.
         """
-        first = np.unique(self.origin, return_index=True)[1]
+        first = np.sort(np.unique(self.origin, return_index=True)[1])
         times, odd = divmod(batch, len(first))
         if odd:
             raise ArgumentValueError(
@@ -89,8 +89,8 @@ class Bound:
         Raises:
             ArgumentValueError: see `repeated`.
         """
-        rows = self.repeated(batch) if self.is_fresh else np.arange(len(self.origin))
-        places: npt.NDArray[np.int64] = np.arange(start, start + tokens) - self.prompts.pads[self.origin[rows]][:, None]
+        prompts = self.origin if batch == len(self.origin) else self.origin[self.repeated(batch)]
+        places: npt.NDArray[np.int64] = np.arange(start, start + tokens) - self.prompts.pads[prompts][:, None]
         return places
 
     def is_as_bound(self, start: int, ids: torch.Tensor, positions: Any, mask: Any) -> bool:

@@ -54,9 +54,13 @@ class PagedCacheForTransformers(Cache):
     * ``generate`` repeats prompts for beams and for several results before it computes them. To compute a prompt once, let it
       be computed first: ``cache.commit(model.generate(**cache.bind(**inputs), max_new_tokens=1))``; each beam then computes
       what is left of a block. Of beams only the prompts are stored.
+    * A forward pass by hand returns logits of what is not cached only. Over rows with padding it gets the positions and the mask
+      that ``generate`` would pass, unless it has its own.
     * When the pool is full, the prefixes that were used least recently make room, never those of a batch that is there.
     * `usage` says how many tokens were cached; `prefix` is the prefix cache, to be looked at. `forget_prefixes` empties it, and
-      must be called when the weights of the model change.
+      must be called when the weights of the model change. Adapters and tenants have a namespace each, see `bind`.
+    * Rotary embeddings that change with the length (``dynamic``, ``longrope``) give other keys beyond the length that the model
+      was first trained for: longer batches find nothing, and of what is generated the tokens up to there are stored.
     * Logits may differ in their last bits from those without reuse: matrices of another shape are multiplied in another order.
 
     Threads: a pool, with all the caches in it, belongs to one thread at a time. Between forward passes another thread may
@@ -118,8 +122,8 @@ class PagedCacheForTransformers(Cache):
         """Return the arguments of a ``generate`` or ``forward`` call together with this cache.
 
         The keyword for a cache is ``cache`` from Transformers 5.24 on and ``past_key_values`` before; this takes the right one.
-        With a prefix cache this begins a new batch. The first pass leaves out the tokens that are cached, so a forward pass by
-        hand returns logits for the others only. An attention mask is added if there is none.
+        With a prefix cache this begins a new batch, for one ``generate`` call. The first pass leaves out the tokens that are
+        cached. An attention mask is added if there is none.
 
         Args:
             namespace: with whom prefixes are shared, such as ``("tenant", "a")`` or ``("adapter", "b")``; others are not seen. It is
@@ -145,8 +149,9 @@ class PagedCacheForTransformers(Cache):
                 own. Each row begins with its prompt as it was bound. The last token need not be computed.
 
         Raises:
-            ArgumentValueError: without `bind` before, twice, after prompts were cut, or with other rows, prompts or lengths
-                than the cache computed. Nothing was changed.
+            ArgumentValueError: without `bind` before, twice, after prompts were cut or prefixes forgotten; with other rows, prompts
+                or lengths than the cache computed; or where it was computed with another mask, other positions, or from
+                something else than token ids. Nothing was changed.
             UnsupportedError: there is no prefix cache.
         """
         reuse = self._needed("commit")
@@ -163,7 +168,9 @@ class PagedCacheForTransformers(Cache):
         return self._reuse.prefix if self._reuse else None
 
     def forget_prefixes(self) -> None:
-        """Forget all prefixes, in every namespace, as after a change of the model's weights. The batch that is there stays.
+        """Forget all prefixes, in every namespace, as after a change of the model's weights.
+
+        Batches that are there stay, and cannot be committed any more.
 
         Raises:
             UnsupportedError: there is no prefix cache.
@@ -224,12 +231,12 @@ class PagedCacheForTransformers(Cache):
         Raises:
             IndexRangeError: a row that does not exist. Nothing was changed.
         """
-        if self.state.table.length:
+        if self._has_rows:
             self.state.select(beam_idx.cpu().numpy())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row ``repeats`` times; the copies share its blocks."""
-        if self.state.table.length:
+        if self._has_rows:
             self.state.select(np.repeat(np.arange(self.state.table.batch_size), repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -238,7 +245,7 @@ class PagedCacheForTransformers(Cache):
         Args:
             indices: row numbers, or a mask of booleans over the rows; one dimension.
         """
-        if self.state.table.length:
+        if self._has_rows:
             self.state.select(np.arange(self.state.table.batch_size)[indices.cpu().numpy()])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCacheForTransformers:
@@ -246,6 +253,11 @@ class PagedCacheForTransformers(Cache):
         copied = type(self)(self.state.fork(), self._windows, self._stored, self._reuse)
         memo[id(self)] = copied
         return copied
+
+    @property
+    def _has_rows(self) -> bool:
+        """Whether rows mean anything: there are tokens, or prompts that were bound."""
+        return bool(self.state.table.length or self.state.bound)
 
     def _bind_prefix(self, reuse: PrefixReuse, namespace: Namespace, inputs: dict[str, Any]) -> dict[str, Any]:
         """Begin a new batch with what the prefix cache has of it."""

@@ -52,6 +52,9 @@ def prepare_pass(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or not ids.numel():
         bound.close("one that was computed from something else than token ids")
         return None
+    state.check_whole("a forward pass")
+    if not bound.is_fresh and len(ids) != len(bound.origin):
+        return None  # which the table refuses
     if bound.is_fresh and bound.past and bound.begins_anew(ids, kwargs.get("position_ids"), kwargs.get("attention_mask")):
         if ids.shape[1] < bound.prompts.length:
             state.forget_past()  # the first of several chunks
@@ -105,7 +108,7 @@ def _misplaced(name: str, expected: str, value: torch.Tensor) -> ArgumentValueEr
 def _left_out(model: torch.nn.Module, bound: Bound, start: int, ids: torch.Tensor, kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the positions and the mask of a pass from ``start`` on over rows with padding, where the caller has none."""
     missing = [name for name in ("position_ids", "attention_mask") if kwargs.get(name) is None]
-    if not (missing and bound.prompts.is_padded) or (not bound.is_fresh and len(ids) != len(bound.origin)):
+    if not (missing and bound.prompts.is_padded):
         return {}
     positions = torch.from_numpy(bound.positions(0, start + ids.shape[1], len(ids))).to(ids.device)
     made = {"position_ids": positions[:, start:].clamp(min=0), "attention_mask": (positions >= 0).long()}
