@@ -15,7 +15,7 @@ import torch
 from integration import zoo
 from integration.prefixes import CLOSE, Watched, longer, padded, text
 from kvdock.errors import ArgumentValueError
-from kvdock.integrations.transformers.rope import steady_length
+from kvdock.integrations.transformers.sharing import Sharing, sharing_of
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6}
 BATCH = padded(text(20), text(12, 2))
@@ -240,7 +240,7 @@ def stretching(kind: str) -> Watched:
 @pytest.mark.parametrize("kind", ROPES)
 def test_keys_that_change_with_the_length_are_shared_below_it_only(kind: str) -> None:
     watched = stretching(kind)
-    assert steady_length(watched.model) == 23
+    assert sharing_of(watched.model) == Sharing(limit=23)
     watched.same(padded(text(12)), **GREEDY)
     watched.same(padded([*text(12), 5, 6]), **GREEDY)
     assert watched.cached == 12
@@ -267,13 +267,15 @@ def test_of_what_grows_beyond_that_length_the_tokens_before_are_stored(kind: str
     "parameters", [{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, {"rope_type": "default"}]
 )
 def test_other_embeddings_set_no_length(parameters: dict[str, Any]) -> None:
-    assert steady_length(zoo.build("Llama", {"rope_parameters": {**parameters, "rope_theta": 10000.0}})) == sys.maxsize
-    assert steady_length(zoo.model("gpt2")) == sys.maxsize
+    assert sharing_of(zoo.build("Llama", {"rope_parameters": {**parameters, "rope_theta": 10000.0}})) == Sharing(
+        limit=sys.maxsize, padded=True
+    )
+    assert sharing_of(zoo.model("gpt2")) == Sharing(limit=sys.maxsize, padded=True)
 
 
 def test_layers_of_one_model_may_have_different_embeddings() -> None:
     plain = {"rope_type": "default", "rope_theta": 10000.0}
     full = {**ROPES["longrope"][0], "rope_theta": 10000.0}
     changes = {**zoo.MODELS["gemma3"][1], "rope_parameters": {"sliding_attention": plain, "full_attention": full}}
-    assert steady_length(zoo.build("Gemma3", changes)) == 23
-    assert steady_length(zoo.model("gemma3")) == sys.maxsize
+    assert sharing_of(zoo.build("Gemma3", changes)) == Sharing(limit=23)
+    assert sharing_of(zoo.model("gemma3")) == Sharing(limit=sys.maxsize, padded=True)

@@ -16,7 +16,7 @@ With a prefix cache, prompts are computed only as far as no earlier call has::
 In the order of a call: `cache` is what ``generate`` sees, `layer` what each attention layer sees, `state` the table and the
 pool that all layers share, `measure` how a model is asked what it caches, `compat` what differs between versions. Where
 prefixes are reused: `prompts` reads what is bound, `reuse` finds, stores and evicts it, `bound` is the batch meanwhile, `hook`
-makes each forward pass fit to it, `rope` says up to which length keys can be shared, and `commit` says which of its blocks hold
+makes each forward pass fit to it, `sharing` says what of it can be shared, and `commit` says which of its blocks hold
 which tokens.
 """
 

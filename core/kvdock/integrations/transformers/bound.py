@@ -13,6 +13,7 @@ import torch
 from kvdock.errors import ArgumentValueError
 from kvdock.integrations.transformers.prompts import Prompts
 from kvdock.integrations.transformers.reuse import Hold
+from kvdock.integrations.transformers.sharing import Sharing
 
 __all__ = ["Bound"]
 
@@ -28,9 +29,9 @@ class Bound:
         past: tokens that each row of the table began with, padding included.
         hold: keeps the prefixes in the table locked, together with the other copies that have it.
         origin: for each row of the table its prompt; ``generate`` repeats rows for beams and for several results.
+        sharing: what of it can be shared.
         is_fresh: no step has ended yet.
         is_checked: the tokens of the first step do not begin with those that are cached, see `begins_anew`.
-        limit: length up to which a pass gives the keys that any other gives for the same tokens, see `steady_length`.
         steady: tokens of each row that no longer pass computed.
         is_reordered: rows went on from other rows, so that what was generated cannot be told from the output.
         closed: why nothing can be committed any more, or "".
@@ -40,10 +41,10 @@ class Bound:
     past: int
     hold: Hold
     origin: Rows
+    sharing: Sharing
     is_fresh: bool = True
     is_checked: bool = False
     is_reordered: bool = False
-    limit: int = sys.maxsize
     steady: int = sys.maxsize
     closed: str = ""
 

@@ -20,7 +20,7 @@ from kvdock.integrations.transformers.layer import PagedLayer
 from kvdock.integrations.transformers.measure import measure
 from kvdock.integrations.transformers.prompts import check_not_held, read_prompts
 from kvdock.integrations.transformers.reuse import PrefixReuse
-from kvdock.integrations.transformers.rope import steady_length
+from kvdock.integrations.transformers.sharing import sharing_of
 from kvdock.integrations.transformers.state import PagedState
 from kvdock.integrations.transformers.usage import CacheUsage, usage_of
 from kvdock.prefix.factory import prefix_cache_of_pool
@@ -88,8 +88,9 @@ class PagedCacheForTransformers(Cache):
     ) -> PagedCacheForTransformers:
         """Make a cache for a model, with a pool on its device.
 
-        One token is run through the model, to measure what it hands to a cache. With ``prefix`` the model gets a forward hook
-        that leaves out cached tokens where ``generate`` does not, see `kvdock.integrations.transformers.hook`.
+        One token is run through the model, to measure what it hands to a cache. With ``prefix`` three more, to see what can be
+        shared, and the model gets a forward hook that makes each pass fit to what is cached, see
+        `kvdock.integrations.transformers.hook`.
 
         Args:
             model: a decoder-only ``PreTrainedModel``.
@@ -101,7 +102,8 @@ class PagedCacheForTransformers(Cache):
 
         Raises:
             UnsupportedError: the model keeps something else than keys and values of one dtype on one device (linear
-                attention, convolutions, cross-attention, layers on several devices, ...).
+                attention, convolutions, cross-attention, layers on several devices, ...). With ``prefix`` also where keys and
+                values depend on later tokens.
             CapacityError: the memory in ``conf`` holds not even one block.
             ArgumentValueError: no prefix cache has that name; or one that is not empty, or of another block size.
             ArgumentTypeError: ``prefix`` is something else, or options that the prefix cache does not take.
@@ -113,7 +115,7 @@ class PagedCacheForTransformers(Cache):
         if prefix is not None:
             size = {"num_blocks": pool.num_blocks, "block_size": pool.block_size}
             made = prefix_cache_of_pool(_FOR_MODEL, prefix, **size, options=options)
-            reuse = PrefixReuse(made, pool.num_blocks, getattr(model, "generation_config", None), steady_length(model))
+            reuse = PrefixReuse(made, pool.num_blocks, getattr(model, "generation_config", None), sharing_of(model))
             watch(model)
         state = PagedState(pool, reuse.allocator if reuse else BlockAllocator(pool.num_blocks))
         return cls(state, found.windows, found.stored, reuse)
@@ -264,7 +266,7 @@ class PagedCacheForTransformers(Cache):
         prompts, mask = read_prompts(inputs, namespace, reuse.generation)
         self.state.truncate(0)
         found = reuse.find(prompts)
-        bound = Bound(prompts, found.past, found.hold, np.arange(len(found.blocks)), limit=reuse.limit)
+        bound = Bound(prompts, found.past, found.hold, np.arange(len(found.blocks)), reuse.sharing)
         self.state.begin_with(bound, found.blocks)
         return {**inputs, "attention_mask": mask, CACHE_KEYWORD: self}
 

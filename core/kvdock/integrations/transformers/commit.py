@@ -68,7 +68,9 @@ def computed_rows(bound: Bound, table: BlockTable, out: Any) -> list[tuple[Ids, 
         _check_length(ids.shape[1], table.length)
         prompts, rows = bound.origin, np.arange(len(bound.origin))
         ends = _ends(ids[:, : table.length], bound.prompts)
-    return list(_whole_blocks(table, ids, rows, bound.prompts.pads[prompts], np.minimum(ends, bound.steady)))
+    pads = bound.prompts.pads[prompts]
+    ends = np.where(bound.sharing.padded | (pads == 0), np.minimum(ends, bound.steady), 0)
+    return list(_whole_blocks(table, ids, rows, pads, ends))
 
 
 def _check_prompts(ids: Ids, prompts: Prompts, origin: npt.NDArray[np.intp]) -> None:

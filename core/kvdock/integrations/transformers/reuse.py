@@ -11,7 +11,6 @@ that it stored, for as long as a table may hold their blocks; so what is evicted
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -24,6 +23,7 @@ import numpy.typing as npt
 
 from kvdock.errors import ArgumentValueError, StaleHandleError
 from kvdock.integrations.transformers.prompts import Prompts
+from kvdock.integrations.transformers.sharing import Sharing
 from kvdock.prefix.inputs import slots_of
 from kvdock.prefix.interface import Namespace, PrefixCache, PrefixHandle
 from kvdock.scheduler import BlockAllocator, BlockIds
@@ -75,16 +75,16 @@ class PrefixReuse:
         prefix: an empty prefix cache.
         num_blocks: blocks of the pool.
         generation: the model's ``GenerationConfig``, which names the token ids that end a sequence and that pad it; or None.
-        limit: longest batch whose keys depend on token ids and positions only, see `steady_length`.
+        sharing: what of a batch can be shared.
 
     Attributes:
         epoch: how often everything was forgotten.
     """
 
-    def __init__(self, prefix: PrefixCache, num_blocks: int, generation: Any = None, limit: int = sys.maxsize) -> None:
+    def __init__(self, prefix: PrefixCache, num_blocks: int, generation: Any = None, sharing: Sharing | None = None) -> None:
         self.prefix = prefix
         self.generation = generation
-        self.limit = limit
+        self.sharing = sharing or Sharing()
         self.epoch = self._stored = 0
         self.allocator = BlockAllocator(num_blocks, reclaim=self._reclaim)
         self._late: deque[PrefixHandle] = deque()
@@ -97,10 +97,10 @@ class PrefixReuse:
         """
         size, namespace = self.prefix.block_size, prompts.namespace
         with self._turn() as prefix:
-            reach = [prompts.length - 1 if prompts.length <= self.limit else 0]
+            reach = [prompts.length - 1 if prompts.length <= self.sharing.limit else 0]
             for row, pad in enumerate(prompts.pads.tolist()):
-                hit = prefix.match_prefix(prompts.row(row), namespace, record=False).handle.cached_len if pad % size == 0 else 0
-                reach.append(pad + hit)
+                is_shared = pad % size == 0 and (self.sharing.padded or not pad)
+                reach.append(pad + (prefix.match_prefix(prompts.row(row), namespace, record=False).handle.cached_len if is_shared else 0))
             past = min(reach) // size * size
             found = Found(past, np.full((len(prompts.pads), past // size), -1, dtype=np.int64), Hold(self._late, self.epoch))
             for row, pad in enumerate(prompts.pads.tolist()):

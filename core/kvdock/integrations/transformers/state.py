@@ -159,7 +159,7 @@ class PagedState:
                 self._rebatch(batch)
             self._start = self.table.length
             pairs = self.table.grow(tokens)
-            if self.bound and self.table.length > self.bound.limit:
+            if self.bound and self.table.length > self.bound.sharing.limit:
                 self.bound.steady = min(self.bound.steady, self._start)
             self._behind = len(self.lengths)
             if len(pairs):
