@@ -6,7 +6,6 @@ Keys and values are right for others only if their tokens had the positions, and
 from __future__ import annotations
 
 import itertools
-import sys
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import torch
 from integration import zoo
 from integration.prefixes import CLOSE, Watched, longer, padded, text
 from kvdock.errors import ArgumentValueError
-from kvdock.integrations.transformers.sharing import Sharing, sharing_of
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6}
 BATCH = padded(text(20), text(12, 2))
@@ -219,63 +217,3 @@ def test_rows_may_be_chosen_before_anything_is_there() -> None:
     watched.cache.commit(three["input_ids"])
     assert watched.stored_texts() == sorted([text(20), text(12, 2)])
     watched.check()
-
-
-ROPES: dict[str, tuple[dict[str, Any], int]] = {
-    "longrope": (
-        {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 24},
-        96,
-    ),
-    "dynamic": ({"rope_type": "dynamic", "factor": 4.0}, 24),
-}
-
-
-def stretching(kind: str) -> Watched:
-    """Watch a model whose keys change with the length from 24 tokens on."""
-    parameters, positions = ROPES[kind]
-    changes = {"rope_parameters": {**parameters, "rope_theta": 10000.0}, "max_position_embeddings": positions}
-    return Watched("llama-gqa", model=zoo.build("Llama", changes))
-
-
-@pytest.mark.parametrize("kind", ROPES)
-def test_keys_that_change_with_the_length_are_shared_below_it_only(kind: str) -> None:
-    watched = stretching(kind)
-    assert sharing_of(watched.model) == Sharing(limit=23)
-    watched.same(padded(text(12)), **GREEDY)
-    watched.same(padded([*text(12), 5, 6]), **GREEDY)
-    assert watched.cached == 12
-    stored = dict(watched.stored)
-    for rows in ([[*text(12), *text(28, 2)]], [text(40)], [text(12), text(24, 2)]):
-        watched.generate(padded(*rows), **GREEDY)
-        assert watched.cached == 0
-    assert watched.stored == stored, "nothing that a longer pass computed"
-    watched.same(padded(text(12)), **GREEDY)
-    assert watched.cached == 8
-    watched.check()
-
-
-@pytest.mark.parametrize("kind", ROPES)
-def test_of_what_grows_beyond_that_length_the_tokens_before_are_stored(kind: str) -> None:
-    watched = stretching(kind)
-    out = watched.generate(padded(text(18)), do_sample=False, max_new_tokens=14, min_new_tokens=14).sequences
-    assert watched.cache.get_seq_length() == 31
-    assert watched.stored_texts() == [out[0, :20].tolist()], "whole blocks of the 23 before the first longer pass"
-    watched.check()
-
-
-@pytest.mark.parametrize(
-    "parameters", [{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, {"rope_type": "default"}]
-)
-def test_other_embeddings_set_no_length(parameters: dict[str, Any]) -> None:
-    assert sharing_of(zoo.build("Llama", {"rope_parameters": {**parameters, "rope_theta": 10000.0}})) == Sharing(
-        limit=sys.maxsize, padded=True
-    )
-    assert sharing_of(zoo.model("gpt2")) == Sharing(limit=sys.maxsize, padded=True)
-
-
-def test_layers_of_one_model_may_have_different_embeddings() -> None:
-    plain = {"rope_type": "default", "rope_theta": 10000.0}
-    full = {**ROPES["longrope"][0], "rope_theta": 10000.0}
-    changes = {**zoo.MODELS["gemma3"][1], "rope_parameters": {"sliding_attention": plain, "full_attention": full}}
-    assert sharing_of(zoo.build("Gemma3", changes)) == Sharing(limit=23)
-    assert sharing_of(zoo.model("gemma3")) == Sharing(limit=sys.maxsize, padded=True)

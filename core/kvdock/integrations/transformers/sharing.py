@@ -19,8 +19,9 @@ from kvdock.integrations.transformers.measure import run_tokens
 
 __all__ = ["Sharing", "sharing_of"]
 
-_CLOSE = 0.05
-"""Of the largest value: more than rounding changes, less than another position or another token does."""
+_CLOSE = 0.01, 0.05
+"""How far keys or values may be apart, as a part of their length, in the first layer and in all behind it: more than rounding
+changes, less than another position or another token does."""
 
 
 @attrs.frozen
@@ -69,7 +70,9 @@ def _stored(cache: Any, tokens: slice) -> list[torch.Tensor]:
 
 def _same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     """Whether two passes gave the same, but for rounding."""
-    return all(bool((a - b).abs().max() <= _CLOSE * a.abs().max()) for a, b in zip(left, right, strict=True))
+    first, behind = _CLOSE
+    limits = [first, first, *[behind] * len(left)]
+    return all(bool((a - b).norm() <= limit * a.norm()) for a, b, limit in zip(left, right, limits, strict=False))
 
 
 def _lengths(module: Any) -> Iterator[int]:
