@@ -143,10 +143,13 @@ def test_one_adapter_in_a_namespace_of_its_own(watched: Watched) -> None:
     assert watched.cached == 0
 
 
-@pytest.mark.parametrize("value", [torch.tensor(3), torch.tensor([3, 60]), np.array([3]), 3, [3], (3,)])
-def test_what_ends_sequences_in_any_form(watched: Watched, value: Any) -> None:
+@pytest.mark.parametrize(
+    ("value", "stops"),
+    [(torch.tensor(3), [3]), (torch.tensor([3, 60]), [3, 60]), (np.array([3]), [3]), (3, [3]), ([3, 60], [3, 60]), ((3,), [3])],
+)
+def test_what_ends_sequences_in_any_form(watched: Watched, value: Any, stops: list[int]) -> None:
     watched.cache.bind(**padded(text(18)), eos_token_id=value)
-    assert watched.cache.state.bound.prompts.stops.tolist() == np.atleast_1d(np.array(value)).tolist()
+    assert watched.cache.state.bound.prompts.stops.tolist() == stops
 
 
 def test_a_padding_token_that_ends_sequences_hides_nothing() -> None:
