@@ -114,7 +114,7 @@ def test_a_family_reuses_prefixes_or_is_refused(model_type: str) -> None:
         pytest.skip("it takes no token ids")
     cache = attempt(lambda: reusing(made, num_blocks=512))
     if isinstance(cache, UnsupportedError):
-        assert "Fix: use Transformers' own cache" in str(cache)
+        assert "Fix: use Transformers' own cache" in str(cache) or "else make the cache without prefix=" in str(cache)
         return
     if not goes_on(made):
         pytest.skip("Transformers' own cache cannot go on, with these settings")
