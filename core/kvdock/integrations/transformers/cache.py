@@ -59,8 +59,10 @@ class PagedCacheForTransformers(Cache):
     * When the pool is full, the prefixes that were used least recently make room, never those of a batch that is there.
     * `usage` says how many tokens were cached; `prefix` is the prefix cache, to be looked at. `forget_prefixes` empties it, and
       must be called when the weights of the model change. Adapters and tenants have a namespace each, see `bind`.
-    * Rotary embeddings that change with the length (``dynamic``, ``longrope``) give other keys beyond the length that the model
-      was first trained for: longer batches find nothing, and of what is generated the tokens up to there are stored.
+    * What can be shared is measured, see `kvdock.integrations.transformers.sharing`: rotary embeddings that change with the length
+      (``dynamic``, ``longrope``) give other keys beyond the length that a model was first trained for, so longer batches find
+      nothing, and of what is generated the tokens up to there are stored. A few models count padding as tokens whatever they
+      are told; of their batches only rows without padding are shared.
     * Logits may differ in their last bits from those without reuse: matrices of another shape are multiplied in another order.
 
     Threads: a pool, with all the caches in it, belongs to one thread at a time. Between forward passes another thread may
