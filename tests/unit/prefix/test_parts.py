@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -10,9 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdock.errors import ArgumentValueError
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, KVDockError
 from kvdock.prefix.eviction import LRU, EvictionQueue
-from kvdock.prefix.inputs import blocks_of, check_distinct
+from kvdock.prefix.inputs import (
+    as_integers,
+    block_count,
+    blocks_of,
+    check_block_size,
+    check_distinct,
+    check_priority,
+    check_start,
+    count_of,
+    index_of,
+    namespace_key,
+)
 from kvdock.prefix.labels import common_blocks, token_data, tokens_of
 from kvdock.prefix.owners import StoredBlocks
 from support_prefix import slots_of
@@ -44,6 +56,62 @@ def test_one_slot_out_of_its_place_is_named(blocks: list[int], size: int, data: 
     with pytest.raises(ArgumentValueError) as caught:
         blocks_of("slots", int32(places), size)
     assert f"expected slot {base + wanted - first} at position {wanted}, got {places[wanted]}" in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [1, 3, 16])
+@pytest.mark.parametrize("block", [2**31, 2**32, 2**40, -1, -(2**40)])
+def test_a_wide_slot_that_no_pool_has_is_named(block: int, size: int) -> None:
+    """Some of these become the slot of another block when they are cut to 32 bits."""
+    with pytest.raises(ArgumentValueError, match=f"the slots: expected slots from 0 to {2**31 - 1}, got slot {block * size}"):
+        blocks_of("the slots", np.array(slots_of([0, block], size), dtype=np.int64), size)
+
+
+def test_the_last_slot_of_all_is_one() -> None:
+    last = (2**31 - 1) // 16
+    assert blocks_of("slots", np.array(slots_of([last], 16), dtype=np.int64), 16).tolist() == [last]
+    assert blocks_of("slots", np.array([], dtype=np.int64), 16).dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    "values", [[2**63], np.array([2**63], dtype=np.uint64), [1.0], np.array([1.0]), ["a"], [True], [None], [-(2**63) - 1]]
+)
+def test_what_is_no_integer_of_64_bits_is_named(values: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"the ids: expected integers of at most 64 bits, got .*pass token ids or slots as int32"):
+        as_integers("the ids", values)
+
+
+@pytest.mark.parametrize("values", [[[1], [2, 3]], [[1, 2]], 5])
+def test_what_is_not_one_dimension_is_named(values: Any) -> None:
+    with pytest.raises(ArgumentValueError, match="the ids: "):
+        as_integers("the ids", values)
+
+
+@pytest.mark.parametrize(
+    "values", [np.array([2**63 - 1], dtype=np.uint64), np.array([], dtype=np.uint64), [], (), np.array([1], dtype=np.int8)]
+)
+def test_what_is_an_integer_of_64_bits_passes(values: Any) -> None:
+    found = as_integers("ids", values)
+    assert found.tolist() == list(values)
+    assert found.dtype.kind in "iu"
+
+
+SUBJECTS: dict[str, Callable[[], object]] = {
+    "block_count": lambda: block_count("the size", -1, 16),
+    "count_of": lambda: count_of("the size", 1.5),
+    "check_start": lambda: check_start("the size", 17, 16),
+    "check_start, negative": lambda: check_start("the size", -16, 16),
+    "check_priority": lambda: check_priority("the size", "high"),
+    "namespace_key": lambda: namespace_key("the size", [1]),
+    "namespace_key, a part": lambda: namespace_key("the size", (1, (1.5,))),
+    "check_block_size": lambda: check_block_size("the size", 513),
+    "index_of": lambda: index_of("the size", True),
+}
+
+
+@pytest.mark.parametrize("name", sorted(SUBJECTS))
+def test_an_error_says_what_it_is_about(name: str) -> None:
+    with pytest.raises(KVDockError, match=r"^the size"):
+        SUBJECTS[name]()
 
 
 @pytest.mark.parametrize(("blocks", "text"), [([3, -1], "got slot -4"), ([3, 5, 3], "got slot 12 twice")])
