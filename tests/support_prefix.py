@@ -240,7 +240,7 @@ def seen(cache: RadixPrefixCache) -> tuple[object, ...]:
 def inside(cache: RadixPrefixCache) -> tuple[object, ...]:
     """`seen`, and how the tree holds it: its nodes, their numbers, the queue."""
     nodes = sorted((node.number, node.users, node.locks, node.generation, node.is_queued, node.label) for node in cache.nodes())
-    queue = sorted((key, number) for key, number, *_ in cache._queue._heap)
+    queue = sorted((key, number) for key, number, *_ in cache._queue._entries())
     return *seen(cache), nodes, queue, cache._number, cache._token_bytes
 
 

@@ -393,4 +393,4 @@ def test_a_model_that_needs_other_inputs_fails_with_its_own_error_and_a_note() -
     made.register_forward_pre_hook(picky)
     with pytest.raises(ValueError, match="where are the pixels") as caught:
         PagedCacheForTransformers.for_model(made, CONF)
-    assert any("kvdock ran one token through LlamaForCausalLM" in note for note in caught.value.__notes__)
+    assert any("kvdock ran tokens [[0]] through LlamaForCausalLM" in note for note in caught.value.__notes__)

@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from integration import zoo
+from integration.prefixes import padded, reusing, text
 from kvdock import UnsupportedError
 
 LAYERS: dict[str, Any] = dict.fromkeys(
@@ -36,9 +37,9 @@ TINY = {**LAYERS, **HEADS, **DIMS, **INNER, **EXPERTS, **LATENT, **LINEAR, **zoo
 WAYS = ("left-padded", "beams", "chunked-prefill", "prompt-lookup")
 
 
-def configure(model_type: str) -> Any:
+def configure(model_type: str, windows: bool) -> Any:
     """Make a small configuration; settings that the family names in an error are left out one after another."""
-    settings = dict(TINY)
+    settings = {name: value for name, value in TINY.items() if windows or name != "sliding_window"}
     while True:
         try:
             return CONFIG_MAPPING[model_type](**settings)
@@ -51,10 +52,10 @@ def configure(model_type: str) -> Any:
 
 
 @functools.cache
-def small_model(model_type: str) -> Any:
+def small_model(model_type: str, windows: bool = True) -> Any:
     """Make a model, or skip: some families have parts whose size no common setting reaches."""
     try:
-        config = configure(model_type)
+        config = configure(model_type, windows)
         config._attn_implementation = "eager"
         kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
         with torch.device("meta"):
@@ -97,6 +98,49 @@ def compare(made: Any, cache: Any, way: str) -> bool:
     for left, right in zip(expected.logits, got.logits, strict=True):
         assert torch.equal(left.nan_to_num(), right.nan_to_num()), way
     return True
+
+
+PROMPTS = (padded(text(18)), padded(text(18)), padded([*text(14), 5, 6, 7]), padded(text(18), text(10)), padded(text(21), text(13, 2)))
+"""The first stores, the second finds 16 tokens, the third 12; then rows with padding 8, of which one knows the other's tokens."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_a_family_reuses_prefixes_or_is_refused(model_type: str) -> None:
+    """Without windows that a family does not have, but Transformers' caches would see in its configuration all the same."""
+    made = small_model(model_type, windows=False)
+    if "input_ids" not in inspect.signature(made.forward).parameters:
+        pytest.skip("it takes no token ids")
+    cache = attempt(lambda: reusing(made, num_blocks=512))
+    if isinstance(cache, UnsupportedError):
+        assert "Fix: use Transformers' own cache" in str(cache) or "else make the cache without prefix=" in str(cache)
+        return
+    if not goes_on(made):
+        pytest.skip("Transformers' own cache cannot go on, with these settings")
+    settings = {"do_sample": False, "max_new_tokens": 5, "min_new_tokens": 5, "return_dict_in_generate": True, "output_logits": True}
+    found = []
+    for inputs in PROMPTS:
+        expected = made.generate(**inputs, **settings)
+        got = made.generate(**cache.bind(**inputs), **settings)
+        found.append(cache.usage.cached_tokens)
+        cache.commit(got)
+        assert torch.equal(expected.sequences, got.sequences)
+        for left, right in zip(expected.logits, got.logits, strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-3)
+    assert found[:3] == [0, 16, 12]
+    assert found[3] == (16 + 8 if cache.state.bound.sharing.padded else 8), "without padding row 0 alone finds what row 1 has padding"
+
+
+def goes_on(made: Any) -> bool:
+    """Return whether the family goes on behind what Transformers' own cache holds, and feeds each token once."""
+    cache = zoo.dynamic(made)
+    first = attempt(lambda: made.generate(**PROMPTS[0], **{zoo.CACHE_KEYWORD: cache}, max_new_tokens=3, do_sample=False))
+    if isinstance(first, Exception) or cache.get_seq_length() != first.shape[1] - 1:
+        return False
+    ids = torch.cat([first, first[:, :3]], dim=1)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return not isinstance(attempt(lambda: made.generate(**inputs, **{zoo.CACHE_KEYWORD: cache}, max_new_tokens=2)), Exception)
 
 
 def attempt(call: Callable[[], Any]) -> Any:

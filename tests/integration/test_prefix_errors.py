@@ -82,10 +82,37 @@ BAD: dict[str, tuple[dict[str, Any], type[KVDockError], str]] = {
     "positions": (
         {**rows(), "position_ids": torch.arange(18)[None]},
         ArgumentValueError,
-        "bind: position_ids: expected no tensors but input_ids and attention_mask.*got position_ids. Fix: name what they hold",
+        "bind: position_ids: expected no tensors but input_ids and attention_mask.*got position_ids. Fix: make a cache without prefix=",
     ),
-    "pixels": ({**rows(), "pixel_values": torch.ones(1, 3)}, ArgumentValueError, "got pixel_values"),
+    "pixels": (
+        {**rows(), "pixel_values": torch.ones(1, 3)},
+        ArgumentValueError,
+        "got pixel_values. Fix: make a cache without",
+    ),
     "embeddings": ({**rows(), "inputs_embeds": torch.ones(1, 18, 32)}, ArgumentValueError, "got inputs_embeds"),
+    "embeddings only": (
+        {"inputs_embeds": torch.ones(1, 18, 32)},
+        ArgumentValueError,
+        "bind: inputs_embeds: expected no tensors but input_ids",
+    ),
+    "images in a list": ({**rows(), "pixel_values": [torch.ones(1, 3)]}, ArgumentValueError, "got pixel_values"),
+    "images in a dict": ({**rows(), "images": {"a": (1, torch.ones(1, 3))}}, ArgumentValueError, "got images"),
+    "an array": ({**rows(), "audio": np.ones(3)}, ArgumentValueError, "got audio"),
+    "images in a namespace": (
+        {**rows(), "pixel_values": torch.ones(1, 3), "namespace": ("image", "a")},
+        ArgumentValueError,
+        "pixel_values",
+    ),
+    "an adapter": (
+        {**rows(), "adapter_names": ["b"]},
+        ArgumentValueError,
+        r"adapter_names: expected one adapter for all rows, and a namespace.*got b in namespace \(\). Fix: .*namespace=\('adapter', 'b'\)",
+    ),
+    "two adapters": (
+        {**rows(), "adapter_names": ["b", "a"], "namespace": ("x",)},
+        ArgumentValueError,
+        r"got a, b in namespace \('x',\). Fix: bind the rows of one adapter at a time",
+    ),
     "a namespace that is none": ({**rows(), "namespace": "tenant"}, ArgumentTypeError, "namespace: expected a tuple, got 'tenant'"),
     "a namespace of objects": ({**rows(), "namespace": (1.5,)}, ArgumentTypeError, "namespace: expected str, bytes, int"),
 }
@@ -99,12 +126,30 @@ def test_what_cannot_be_bound_changes_nothing(watched: Watched, case: str) -> No
     assert watched.cached == 16
 
 
-def test_a_namespace_may_stand_for_what_is_in_an_image(watched: Watched) -> None:
-    bound = watched.cache.bind(**rows(), pixel_values=torch.ones(1, 3), namespace=("image", "hash"))
-    assert set(bound) == {"input_ids", "attention_mask", "pixel_values", zoo.CACHE_KEYWORD}
+def test_what_changes_no_key_may_be_bound(watched: Watched) -> None:
+    """Lists of settings, objects, and the prompt that guidance computes in a cache of its own."""
+    settings = {**GREEDY, "negative_prompt_ids": torch.tensor([text(7, 3)]), "guidance_scale": 1.5, "bad_words_ids": [[3], [4, 5]]}
+    expected = watched.model.generate(**padded(text(18)), **settings)
+    out = watched.model.generate(**watched.cache.bind(**padded(text(18)), **settings))
+    assert watched.cached == 16
+    assert torch.equal(out, expected)
+    watched.cache.commit(out)
+    watched.check()
+
+
+def test_one_adapter_in_a_namespace_of_its_own(watched: Watched) -> None:
+    bound = watched.cache.bind(**padded(text(18), text(18, 2)), adapter_names=["a", "a"], namespace=("adapter", "a"))
+    assert bound["adapter_names"] == ["a", "a"]
     assert watched.cached == 0
-    with pytest.raises(ArgumentValueError, match="position_ids"):
-        watched.cache.bind(**rows(), position_ids=torch.arange(18)[None], namespace=("image", "hash"))
+
+
+@pytest.mark.parametrize(
+    ("value", "stops"),
+    [(torch.tensor(3), [3]), (torch.tensor([3, 60]), [3, 60]), (np.array([3]), [3]), (3, [3]), ([3, 60], [3, 60]), ((3,), [3])],
+)
+def test_what_ends_sequences_in_any_form(watched: Watched, value: Any, stops: list[int]) -> None:
+    watched.cache.bind(**padded(text(18)), eos_token_id=value)
+    assert watched.cache.state.bound.prompts.stops.tolist() == stops
 
 
 def test_a_padding_token_that_ends_sequences_hides_nothing() -> None:
@@ -251,7 +296,11 @@ def test_without_a_prefix_cache() -> None:
 
 @pytest.mark.parametrize(
     ("prefix", "error", "match"),
-    [("trie", ArgumentValueError, "'trie'"), (3, ArgumentTypeError, "expected a str, got 3"), ("", ArgumentValueError, "''")],
+    [
+        ("trie", ArgumentValueError, "'trie'"),
+        (3, ArgumentTypeError, "expected a name or a PrefixCache, got 3"),
+        ("", ArgumentValueError, "''"),
+    ],
 )
 def test_a_prefix_cache_that_nobody_brings(prefix: Any, error: type[KVDockError], match: str) -> None:
     with pytest.raises(error, match=match):

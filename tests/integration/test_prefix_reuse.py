@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import random
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
@@ -555,12 +553,12 @@ def test_a_cache_that_is_dropped_gives_its_locks_and_rows_back() -> None:
 def test_everything_can_be_forgotten() -> None:
     watched = Watched("llama-gqa")
     watched.same(padded(text(18)), namespace=("a",), **GREEDY)
-    out = watched.generate(padded(text(18)), commit=False, **GREEDY)
+    watched.generate(padded(text(18)), commit=False, **GREEDY)
     watched.cache.forget_prefixes()
     watched.check()
     assert (watched.stored, watched.cache.get_seq_length()) == ({}, 23)
-    watched.cache.commit(out)
-    watched.check()
+    watched.same(padded(text(18)), **GREEDY)
+    assert watched.cached == 0
     watched.same(padded(text(18)), **GREEDY)
     assert watched.cached == 16
     watched.cache.forget_prefixes()
@@ -660,45 +658,3 @@ def test_what_is_bound_is_not_aliased() -> None:
     watched.cache.commit(out)
     out.fill_(4)
     assert watched.stored_texts() == [expected[0, :20].tolist()]
-
-
-def script(seed: int, watched: Watched, steps: int) -> int:
-    """Do anything with a cache and its copies, in a pool that runs full; return how many tokens were found."""
-    chance = random.Random(seed)  # noqa: S311 - not for secrets
-    texts, found = [text(40, seed + index) for index in range(3)], 0
-    for _ in range(steps):
-        rows = [chance.choice(texts)[: chance.choice((9, 13, 17, 24, 33, 40))] for _ in range(chance.randint(1, 3))]
-        settings = {**GREEDY, "num_beams": chance.choice((1, 1, 1, 2)), "max_new_tokens": chance.randint(1, 6), "min_new_tokens": 1}
-        cache = chance.choice([watched.cache, *watched.copies])
-        try:
-            out = watched.model.generate(**cache.bind(**padded(*rows), namespace=chance.choice(((), ("a",)))), **settings)
-        except OutOfBlocksError:
-            watched.check()
-            continue
-        assert torch.equal(out, watched.model.generate(**padded(*rows), **settings))
-        found += cache.usage.cached_tokens
-        if chance.random() < 0.8:
-            cache.commit(out)
-        if chance.random() < 0.3:
-            watched.copies.append(copy.deepcopy(cache))
-        if len(watched.copies) > 2:
-            watched.copies.pop(chance.randrange(3))
-            del cache
-            gc.collect(0)
-        if chance.random() < 0.05:
-            watched.cache.forget_prefixes()
-        watched.check()
-    return found
-
-
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 1100, 100))])
-@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window"])
-def test_any_sequence_of_calls(name: str, seed: int) -> None:
-    watched = Watched(name, block_size=1 + seed // 100 % 5, num_blocks=160 // (1 + seed // 100 % 5))
-    assert script(seed, watched, 15 if seed == 0 else 60) > 0
-    assert np.isfinite(watched.prefix.stats.hit_rate)
-    watched.copies.clear()
-    gc.collect()
-    watched.cache.reset()
-    watched.check()
-    assert watched.prefix.num_locks == 0

@@ -124,21 +124,29 @@ class EvictionQueue(Generic[E]):
     def __init__(self, policy: EvictionPolicy) -> None:
         self._key = policy.key
         self._heap: list[tuple[Any, int, int, E]] = []
+        self._first: tuple[Any, int, int, E] | None = None  # the least entry, apart: a run that is trimmed, and trimmed again
         self._serial = 0
         self._dead = 0
 
     def push(self, item: E) -> None:
         """Add a candidate, unless it is there."""
-        if not item.is_queued:
-            item.is_queued = True
-            self._serial += 1
-            heapq.heappush(self._heap, (self._key(item), item.number, self._serial, item))
+        if item.is_queued:
+            return
+        item.is_queued = True
+        self._serial += 1
+        entry, first = (self._key(item), item.number, self._serial, item), self._first
+        if first is None:
+            self._first = entry
+        else:
+            self._first, later = (entry, first) if entry < first else (first, entry)
+            heapq.heappush(self._heap, later)
 
     def pop(self) -> E:
         """Remove the candidate of the least key. Raises IndexError without any."""
-        heap = self._heap
         while True:
-            key, _, _, item = heapq.heappop(heap)
+            first = self._first
+            self._first = None
+            key, _, _, item = heapq.heappushpop(self._heap, first) if first is not None else heapq.heappop(self._heap)
             item.is_queued = False
             if item.is_evictable:
                 now = self._key(item)
@@ -150,22 +158,27 @@ class EvictionQueue(Generic[E]):
         """Note that an item is no longer stored. Once such entries are half of all, they are dropped."""
         if item.is_queued:
             self._dead += 1
-            if 2 * self._dead > len(self._heap):
+            if 2 * self._dead > len(self._heap) + 1:
                 self._rebuild()
 
     def _rebuild(self) -> None:
         """Keep the entries of candidates only."""
         for item in self.items():
             item.is_queued = item.is_evictable
-        self._heap = [entry for entry in self._heap if entry[3].is_queued]
+        self._heap, self._first = [entry for entry in self._entries() if entry[3].is_queued], None
         heapq.heapify(self._heap)
         self._dead = 0
 
     def items(self) -> list[E]:
         """Return what there is an entry for."""
-        return [entry[3] for entry in self._heap]
+        return [entry[3] for entry in self._entries()]
+
+    def _entries(self) -> list[tuple[Any, int, int, E]]:
+        """Return all entries, in no order."""
+        return self._heap if self._first is None else [self._first, *self._heap]
 
     def clear(self) -> None:
         """Forget all candidates."""
         self._heap.clear()
+        self._first = None
         self._dead = 0

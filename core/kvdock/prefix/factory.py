@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, PluginError
+from kvdock.prefix.inputs import MAX_SLOTS
 from kvdock.prefix.interface import PrefixCache
 from kvdock.prefix.naive import NaivePrefixCache
 from kvdock.prefix.radix import RadixPrefixCache
 
-__all__ = ["create_prefix_cache", "set_plugins"]
+__all__ = ["create_prefix_cache", "prefix_cache_of_pool", "set_plugins"]
 
 _BUILT_IN: Mapping[str, Callable[..., PrefixCache]] = {"naive": NaivePrefixCache, "radix": RadixPrefixCache}
 
@@ -49,6 +50,38 @@ def create_prefix_cache(name: str = "radix", *, block_size: int = 16, **options:
         raise ArgumentTypeError(f"create_prefix_cache: {name!r}", expected="options that its class takes", got=str(error)) from error
     if not isinstance(made, PrefixCache):
         raise PluginError(f"prefix cache {name!r}", expected="a PrefixCache", got=repr(made)[:80])
+    return made
+
+
+def prefix_cache_of_pool(
+    subject: str, prefix: str | PrefixCache, *, num_blocks: int, block_size: int, options: Mapping[str, Any]
+) -> PrefixCache:
+    """Return the prefix cache of a pool, made by name or passed.
+
+    Args:
+        subject: what to call the caller in an error.
+        prefix: a name, see `create_prefix_cache`; or an empty prefix cache of the same block size that nobody else uses.
+        num_blocks: blocks of the pool.
+        block_size: tokens in a block.
+        options: what else a prefix cache made by name takes.
+
+    Raises:
+        ArgumentTypeError: neither a name nor a prefix cache; options that are not taken.
+        ArgumentValueError: nobody brings it; another block size; something is in it; more slots than a prefix cache can name.
+    """
+    made = create_prefix_cache(prefix, block_size=block_size, **options) if isinstance(prefix, str) else prefix
+    if not isinstance(made, PrefixCache):
+        raise ArgumentTypeError(f"{subject}: prefix", expected="a name or a PrefixCache", got=repr(prefix)[:80])
+    if made is prefix and options:
+        raise ArgumentTypeError(subject, expected="no options beside a prefix cache that is made", got=", ".join(options))
+    if num_blocks * block_size > MAX_SLOTS:
+        raise ArgumentValueError(f"{subject}: num_blocks", expected=f"at most {MAX_SLOTS // block_size}: 2**31 slots", got=num_blocks)
+    if made.block_size != block_size or made.size_info.total_size or made.num_locks:
+        raise ArgumentValueError(
+            f"{subject}: prefix",
+            expected=f"an empty prefix cache in blocks of {block_size}",
+            got=f"one in blocks of {made.block_size} with {made.size_info.total_size} tokens",
+        )
     return made
 
 

@@ -7,20 +7,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["common_blocks", "first_wide", "token_bytes", "tokens_of", "widened"]
+__all__ = ["common_blocks", "first_wide", "token_data", "tokens_of", "widened"]
+
+_FIRST_STEP = 8192
+"""Bytes of two runs that are compared first; then four times as many, and so on."""
 
 _INT32 = np.iinfo(np.int32)
 _DTYPES: dict[int, np.dtype[np.signedinteger[Any]]] = {4: np.dtype(np.int32), 8: np.dtype(np.int64)}
 
 
-def token_bytes(ids: npt.NDArray[Any], width: int) -> bytes | None:
-    """Return token ids in ``width`` bytes each, or None when one does not fit."""
+def token_data(ids: npt.NDArray[Any], width: int) -> memoryview | None:
+    """Return the bytes of token ids in ``width`` bytes each, or None when one does not fit. They may be the caller's memory."""
     dtype = _DTYPES[width]
-    if ids.dtype == dtype:
-        return ids.tobytes()
-    if width == 4 and not np.can_cast(ids.dtype, dtype) and ids.size and (ids.max() > _INT32.max or ids.min() < _INT32.min):
-        return None
-    return ids.astype(dtype).tobytes()
+    if not ids.size:
+        return memoryview(b"")
+    if ids.dtype != dtype:
+        if width == 4 and not np.can_cast(ids.dtype, dtype) and (ids.max() > _INT32.max or ids.min() < _INT32.min):
+            return None
+        ids = ids.astype(dtype)
+    return (ids if ids.flags.c_contiguous else ids.copy()).data.cast("B")
 
 
 def first_wide(ids: npt.NDArray[Any]) -> int:
@@ -38,11 +43,16 @@ def widened(label: bytes) -> bytes:
     return tokens_of(label, 4).tobytes()
 
 
-def common_blocks(label: bytes, labels: bytes, position: int, block_bytes: int, width: int) -> int:
-    """Return how many whole blocks of ``label`` are those of ``labels`` from ``position`` on; less than all of them."""
-    length = min(len(label), len(labels) - position)
-    ours = np.frombuffer(label, dtype=_DTYPES[width], count=length // width)
-    theirs = np.frombuffer(labels, dtype=_DTYPES[width], count=length // width, offset=position)
-    differ = ours != theirs
-    same = int(differ.argmax()) if differ.any() else len(ours)
-    return same * width // block_bytes
+def common_blocks(label: bytes, data: memoryview, position: int, block_bytes: int) -> int:
+    """Return how many whole blocks of ``label`` are those of ``data`` from ``position`` on. Reads little more than those."""
+    size, start, step = min(len(label), len(data) - position), 0, _FIRST_STEP
+    while start < size:
+        stop = min(start + step, size)
+        ours = np.frombuffer(label, dtype=np.int32, count=(stop - start) // 4, offset=start)
+        theirs = np.frombuffer(data, dtype=np.int32, count=(stop - start) // 4, offset=position + start)
+        differ = ours != theirs
+        at = int(differ.argmax())
+        if differ[at]:
+            return (start + 4 * at) // block_bytes
+        start, step = stop, 4 * step
+    return size // block_bytes

@@ -10,7 +10,17 @@ import numpy.typing as npt
 
 from kvdock.errors import ArgumentValueError, OutOfBlocksError, StaleHandleError
 from kvdock.prefix.events import Cleared, EventStream, PrefixEvent
-from kvdock.prefix.inputs import as_integers, block_count, blocks_of, check_block_size, check_priority, check_start, count_of, namespace_key
+from kvdock.prefix.inputs import (
+    as_integers,
+    block_count,
+    blocks_of,
+    check_block_size,
+    check_distinct,
+    check_priority,
+    check_start,
+    count_of,
+    namespace_key,
+)
 from kvdock.prefix.interface import InsertResult, MatchResult, Namespace, PrefixCache, PrefixHandle, SizeInfo, Slots
 from kvdock.prefix.ownership import OneThread
 from kvdock.prefix.stats import PrefixStats
@@ -84,7 +94,8 @@ class NaivePrefixCache(OneThread, PrefixCache):
             raise ArgumentValueError("insert_prefix: slots", expected=f"{ids.size}, one for each token", got=places.size)
         check_priority("insert_prefix: priority", priority)
         namespace_key("insert_prefix: namespace", namespace)
-        blocks_of("insert_prefix: slots", places[: places.size - places.size % self.block_size], self.block_size)
+        blocks = blocks_of("insert_prefix: slots", places[: places.size - places.size % self.block_size], self.block_size)
+        check_distinct("insert_prefix: slots", blocks, self.block_size)
         return InsertResult(0, _Handle(self, self._time), np.empty(0, dtype=np.int32))
 
     def evict(self, size: int) -> Slots:

@@ -80,7 +80,7 @@ class RadixHandle(PrefixHandle):
     __slots__ = ("epoch", "generation", "locks", "node", "owner")
 
     def __init__(self, owner: object, epoch: int, node: Node | None, cached_len: int) -> None:
-        super().__init__(cached_len)
+        self.cached_len = cached_len
         self.owner = owner
         self.epoch = epoch
         self.node = node

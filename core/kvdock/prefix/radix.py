@@ -39,15 +39,15 @@ from kvdock.prefix.inputs import (
 )
 from kvdock.prefix.integrity import check_tree
 from kvdock.prefix.interface import InsertResult, MatchResult, Namespace, PrefixCache, PrefixHandle, SizeInfo, Slots
-from kvdock.prefix.labels import common_blocks, first_wide, token_bytes, tokens_of, widened
+from kvdock.prefix.labels import common_blocks, first_wide, token_data, tokens_of, widened
 from kvdock.prefix.node import BlockRun, Node, RadixHandle
+from kvdock.prefix.owners import StoredBlocks
 from kvdock.prefix.ownership import OneThread
 from kvdock.prefix.stats import PrefixStats
 
 __all__ = ["RadixPrefixCache"]
 
 _NO_BLOCKS: BlockRun = np.empty(0, dtype=np.int32)
-_NO_OWNERS = np.zeros(0, dtype=np.bool_)
 
 
 class RadixPrefixCache(OneThread, PrefixCache):
@@ -68,7 +68,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
         self._events = EventStream()
         self._roots: dict[Hashable, Node] = {}
         self._queue: EvictionQueue[Node] = EvictionQueue(self.policy)
-        self._owned = _NO_OWNERS
+        self._owned = StoredBlocks(self.block_size)
         self._clock = self._epoch = self._number = 0
         self._stored = self._protected = self._num_locks = 0  # blocks, blocks, locks
         self._lookups = self._lookup_tokens = self._hit_tokens = self._inserted = 0
@@ -82,7 +82,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
         self._enter()
         ids = as_integers("match_prefix: tokens", tokens)
         root = self._roots.get(namespace_key("match_prefix: namespace", namespace))
-        node, count, blocks = self._walk(root, self._labels(ids))
+        node, count, blocks = self._walk(root, self._data(ids))
         handle = RadixHandle(self, self._epoch, self._settled(node, count), blocks.size * self.block_size)
         if record:
             self._record(handle, ids.size)
@@ -123,21 +123,21 @@ class RadixPrefixCache(OneThread, PrefixCache):
             raise ArgumentValueError("insert_prefix: slots", expected=f"{ids.size}, one for each token", got=places.size)
         check_priority("insert_prefix: priority", priority)
         key = namespace_key("insert_prefix: namespace", namespace)
-        whole = places[: places.size - places.size % self.block_size]
-        blocks, highest = blocks_of("insert_prefix: slots", whole, self.block_size)
-        labels, root = self._labels(ids), self._roots.get(key)
-        node, count, known = self._walk(root, labels)
-        is_canonical, length = self._check_free(blocks, known), known.size
-        if len(labels) < blocks.size * self.block_size * self._token_bytes:  # an id that does not fit
+        size = places.size - places.size % self.block_size
+        blocks = blocks_of("insert_prefix: slots", places[:size], self.block_size)
+        data, root = self._data(ids), self._roots.get(key)
+        node, count, known = self._walk(root, data)
+        is_canonical, length = self._owned.claim("insert_prefix: slots", blocks, known), known.size
+        if len(data) < size * self._token_bytes:  # an id that does not fit
             self._widen()
-            labels = ids[: whole.size].astype(np.int64).tobytes()
+            data = self._data(ids)
         node = self._settled(node, count)
         if length < blocks.size:
             root = self._root(key, namespace) if root is None else root
-            node = self._append(node or root, labels, blocks, length, priority, highest)
+            node = self._append(node or root, data, blocks, length, priority)
         self._use(node, priority)
         canonical = blocks if is_canonical else np.concatenate((known, blocks[length:]))
-        handle = RadixHandle(self, self._epoch, node, whole.size)
+        handle = RadixHandle(self, self._epoch, node, size)
         if self._events and node is not None and length < blocks.size:
             self._events.emit(self._stored_event(node))
         return InsertResult(length * self.block_size, handle, functools.partial(slots_of, canonical, self.block_size))
@@ -159,7 +159,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
             node = self._queue.pop()
             runs.append(self._remove(node) if len(node.blocks) <= count else self._trim(node, count))
             count -= len(runs[-1])
-        return self._removed(np.concatenate(runs)) if runs else np.empty(0, dtype=np.int32)
+        return self._removed(runs)
 
     def discard_prefix(self, handle: PrefixHandle, start: int) -> Slots:
         """Forget the end of a prefix; see `PrefixCache.discard_prefix`."""
@@ -171,7 +171,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
             parent, count = node.parent, min(len(node.blocks), position - first)
             runs.append(self._remove(node) if count == len(node.blocks) else self._trim(node, count))
             node, position = parent, position - count
-        return self._removed(np.concatenate(runs)) if runs else np.empty(0, dtype=np.int32)
+        return self._removed(runs)
 
     def reset(self) -> Slots:
         """Forget everything; see `PrefixCache.reset`."""
@@ -179,7 +179,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
         slots = slots_of(self.stored_blocks().astype(np.int32), self.block_size)
         self._roots.clear()
         self._queue.clear()
-        self._owned = _NO_OWNERS
+        self._owned.clear()
         self._epoch += 1
         self._stored = self._protected = self._num_locks = 0
         if self._events:
@@ -217,7 +217,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
 
     def stored_blocks(self) -> npt.NDArray[np.int64]:
         """Return the ids of all stored blocks, sorted."""
-        return np.flatnonzero(self._owned)
+        return self._owned.ids()
 
     def check_integrity(self) -> None:
         """Walk over the whole tree; see `PrefixCache.check_integrity`."""
@@ -241,13 +241,16 @@ class RadixPrefixCache(OneThread, PrefixCache):
             if node.parent is not None:
                 yield node
 
-    def _labels(self, ids: npt.NDArray[Any]) -> bytes:
-        """Return the whole blocks of token ids as bytes of this tree's width, up to the first that do not fit: none such is stored."""
+    def _data(self, ids: npt.NDArray[Any]) -> memoryview:
+        """Return the whole blocks of token ids in this tree's width, up to the first that do not fit: none such is stored.
+
+        It may be the caller's memory: what is to be kept is copied out of it.
+        """
         whole = ids[: ids.size - ids.size % self.block_size]
-        found = token_bytes(whole, self._token_bytes)
+        found = token_data(whole, self._token_bytes)
         if found is None:
             fits = first_wide(whole)
-            found = whole[: fits - fits % self.block_size].astype(np.int32).tobytes()
+            found = whole[: fits - fits % self.block_size].astype(np.int32).data.cast("B")
         return found
 
     def _widen(self) -> None:
@@ -260,26 +263,29 @@ class RadixPrefixCache(OneThread, PrefixCache):
                 node.children = {widened(key): child for key, child in node.children.items()}
                 assert all(len(key) == width for key in node.children)  # noqa: S101 - what `_walk` looks children up by
 
-    def _walk(self, root: Node | None, labels: bytes) -> tuple[Node | None, int, BlockRun]:
+    def _walk(self, root: Node | None, data: memoryview) -> tuple[Node | None, int, BlockRun]:
         """Follow token ids down as far as they are stored. Changes nothing; see `_settled`.
 
         Returns:
             the node where they end or differ, or None at the root; how many of its blocks are theirs; and all blocks that are.
         """
-        width, end, position = self.block_size * self._token_bytes, len(labels), 0
-        node, runs = root, list[BlockRun]()
+        width, end, position = self.block_size * self._token_bytes, len(data), 0
+        node = root
+        runs: list[BlockRun] = []
         while node is not None and position < end and node.children is not None:
-            child = node.children.get(labels[position : position + width])
+            child = node.children.get(data[position : position + width].tobytes())
             if child is None:
                 break
-            node, label = child, child.label
-            if len(label) != len(child.blocks) * width:
+            node, label, length = child, child.label, len(child.blocks) * width
+            if len(label) != length:
                 label = self._shorten(child)
-            if not labels.startswith(label, position):
-                runs.append(child.blocks[: common_blocks(label, labels, position, width, self._token_bytes)])
+            stop = position + length
+            # Where the last block is the same, so are mostly all: then one comparison of the whole tells. Else it would read in vain.
+            if data[stop - width : stop].tobytes() != label[-width:] or data[position:stop].tobytes() != label:
+                runs.append(child.blocks[: common_blocks(label, data, position, width)])
                 break
             runs.append(child.blocks)
-            position += len(label)
+            position = stop
         if not runs:
             return None, 0, _NO_BLOCKS
         return node, len(runs[-1]), runs[0] if len(runs) == 1 else np.concatenate(runs)
@@ -305,13 +311,12 @@ class RadixPrefixCache(OneThread, PrefixCache):
         root.namespace = namespace
         return root
 
-    def _append(self, parent: Node, labels: bytes, blocks: BlockRun, start: int, priority: int, highest: int) -> Node:
+    def _append(self, parent: Node, data: memoryview, blocks: BlockRun, start: int, priority: int) -> Node:
         """Store blocks from ``start`` on behind a node."""
         width = self.block_size * self._token_bytes
         fresh = blocks[start:]
-        node = Node(parent, labels[start * width :], fresh.copy(), self._next_number(), self._clock + 1, priority)
+        node = Node(parent, data[start * width :].tobytes(), fresh.copy(), self._next_number(), self._clock + 1, priority)
         parent.add_child(node.label[:width], node)
-        self._take_over(fresh, highest)
         self._stored += fresh.size
         self._inserted += fresh.size
         self._queue.push(node)
@@ -364,9 +369,12 @@ class RadixPrefixCache(OneThread, PrefixCache):
         self._age_sum += age
         self._age_max = max(self._age_max, age)
 
-    def _removed(self, blocks: BlockRun) -> Slots:
+    def _removed(self, runs: list[BlockRun]) -> Slots:
         """Give blocks back to the caller: their slots."""
-        self._owned[blocks] = False
+        if not runs:
+            return np.empty(0, dtype=np.int32)
+        blocks = runs[0] if len(runs) == 1 else np.concatenate(runs)
+        self._owned.release(blocks)
         self._stored -= blocks.size
         self._evicted += blocks.size
         if self._events:
@@ -422,35 +430,6 @@ class RadixPrefixCache(OneThread, PrefixCache):
                 "RadixPrefixCache: handle", expected="one of what is stored", got=f"{handle}, which is {why}", fix="match the tokens again"
             )
         return handle
-
-    def _check_free(self, blocks: BlockRun, known: BlockRun) -> bool:
-        """Refuse blocks that are stored for other tokens; ``known`` are the stored ones of the first tokens.
-
-        Returns:
-            whether the blocks of the first tokens are the stored ones.
-        """
-        others, is_canonical = blocks, True
-        if known.size:
-            differ = blocks[: known.size] != known
-            is_canonical = not np.count_nonzero(differ)
-            others = blocks[known.size :] if is_canonical else np.concatenate((blocks[: known.size][differ], blocks[known.size :]))
-        taken = self._owned.take(others, mode="clip") if self._owned.size else _NO_OWNERS
-        if np.count_nonzero(taken) and (wrong := others[taken & (others < self._owned.size)]).size:
-            raise ArgumentValueError(
-                "insert_prefix: slots",
-                expected="slots that are not stored, or each with its own token",
-                got=f"slot {int(wrong[0]) * self.block_size} of block {int(wrong[0])}, which is stored for another token",
-                fix="allocate a block for each block of new tokens, and free it only when evict() returned it",
-            )
-        return is_canonical
-
-    def _take_over(self, blocks: BlockRun, highest: int) -> None:
-        """Note that blocks are stored, in a table that reaches as far as the highest."""
-        if highest >= self._owned.size:
-            grown = np.zeros(max(highest + 1, 2 * self._owned.size), dtype=np.bool_)
-            grown[: self._owned.size] = self._owned
-            self._owned = grown
-        self._owned[blocks] = True
 
     def _root_of(self, node: Node) -> Node:
         """Return the root above a node."""

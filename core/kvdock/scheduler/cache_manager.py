@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, IndexRangeError, OutOfBlocksError, StaleHandleError
-from kvdock.prefix.factory import create_prefix_cache
-from kvdock.prefix.inputs import MAX_SLOTS, as_integers, check_block_size, check_priority, count_of, slots_of
+from kvdock.prefix.factory import prefix_cache_of_pool
+from kvdock.prefix.inputs import as_integers, check_block_size, check_priority, count_of, slots_of
 from kvdock.prefix.interface import Namespace, PrefixCache, PrefixHandle
 from kvdock.prefix.ownership import OneThread
 from kvdock.scheduler.block_allocator import BlockAllocator, BlockIds
@@ -50,20 +50,7 @@ class CacheManager(OneThread):
     def __init__(self, num_blocks: int, block_size: int = 16, prefix: str | PrefixCache = "radix", **options: Any) -> None:
         self.block_size = check_block_size("CacheManager", block_size)
         self.allocator = BlockAllocator(num_blocks)
-        self.prefix = create_prefix_cache(prefix, block_size=block_size, **options) if isinstance(prefix, str) else prefix
-        if not isinstance(self.prefix, PrefixCache):
-            raise ArgumentTypeError("CacheManager: prefix", expected="a name or a PrefixCache", got=repr(prefix)[:80])
-        if self.prefix is prefix and options:
-            raise ArgumentTypeError("CacheManager", expected="no options beside a prefix cache that is made", got=", ".join(options))
-        if self.allocator.num_blocks * block_size > MAX_SLOTS:
-            got = self.allocator.num_blocks
-            raise ArgumentValueError("CacheManager: num_blocks", expected=f"at most {MAX_SLOTS // block_size}: 2**31 slots", got=got)
-        if self.prefix.block_size != block_size or self.prefix.size_info.total_size or self.prefix.num_locks:
-            raise ArgumentValueError(
-                "CacheManager: prefix",
-                expected=f"an empty prefix cache in blocks of {block_size}",
-                got=f"one in blocks of {self.prefix.block_size} with {self.prefix.size_info.total_size} tokens",
-            )
+        self.prefix = prefix_cache_of_pool("CacheManager", prefix, num_blocks=num_blocks, block_size=block_size, options=options)
         self._open: dict[int, CacheSequence] = {}
 
     def __repr__(self) -> str:

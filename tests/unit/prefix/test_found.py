@@ -219,7 +219,7 @@ def corrupt(cache: RadixPrefixCache, fault: str) -> None:
     """Break the bookkeeping."""
     root = next(iter(cache._roots.values()))
     if fault == "an entry that the queue lost":
-        cache._queue._heap.clear()
+        cache._queue.clear()
     elif fault == "a root under another namespace's key":
         cache._roots[("other", str)] = cache._roots.pop(())
     elif fault == "a child of a root that is its own root's twin":

@@ -15,8 +15,9 @@ With a prefix cache, prompts are computed only as far as no earlier call has::
 
 In the order of a call: `cache` is what ``generate`` sees, `layer` what each attention layer sees, `state` the table and the
 pool that all layers share, `measure` how a model is asked what it caches, `compat` what differs between versions. Where
-prefixes are reused: `prompts` reads what is bound, `reuse` finds, stores and evicts it, `bound` is the batch meanwhile, and
-`commit` says which of its blocks hold which tokens.
+prefixes are reused: `prompts` reads what is bound, `reuse` finds, stores and evicts it, `bound` is the batch meanwhile, `hook`
+makes each forward pass fit to it, `sharing` says what of it can be shared, and `commit` says which of its blocks hold
+which tokens.
 """
 
 from kvdock.integrations.transformers.cache import CacheUsage, PagedCacheForTransformers

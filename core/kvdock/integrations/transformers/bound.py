@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import attrs
@@ -12,6 +13,7 @@ import torch
 from kvdock.errors import ArgumentValueError
 from kvdock.integrations.transformers.prompts import Prompts
 from kvdock.integrations.transformers.reuse import Hold
+from kvdock.integrations.transformers.sharing import Sharing
 
 __all__ = ["Bound"]
 
@@ -24,11 +26,13 @@ class Bound:
 
     Args:
         prompts: what was bound.
-        past: tokens that each row of the table began with, padding included; a multiple of the block size.
+        past: tokens that each row of the table began with, padding included.
         hold: keeps the prefixes in the table locked, together with the other copies that have it.
         origin: for each row of the table its prompt; ``generate`` repeats rows for beams and for several results.
+        sharing: what of it can be shared.
         is_fresh: no step has ended yet.
         is_checked: the tokens of the first step do not begin with those that are cached, see `begins_anew`.
+        steady: tokens of each row that no longer pass computed.
         is_reordered: rows went on from other rows, so that what was generated cannot be told from the output.
         closed: why nothing can be committed any more, or "".
     """
@@ -37,9 +41,11 @@ class Bound:
     past: int
     hold: Hold
     origin: Rows
+    sharing: Sharing
     is_fresh: bool = True
     is_checked: bool = False
     is_reordered: bool = False
+    steady: int = sys.maxsize
     closed: str = ""
 
     @property
@@ -57,7 +63,7 @@ class Bound:
         Raises:
             ArgumentValueError: ``batch`` is no multiple of the number of prompts. Nothing was changed.
         """
-        first = np.unique(self.origin, return_index=True)[1]
+        first = np.sort(np.unique(self.origin, return_index=True)[1])
         times, odd = divmod(batch, len(first))
         if odd:
             raise ArgumentValueError(
@@ -74,6 +80,43 @@ class Bound:
         self.is_reordered |= not np.array_equal(chosen, np.arange(len(self.origin)))
         self.origin = self.origin[chosen]
 
+    def close(self, why: str) -> None:
+        """Let nothing be committed any more."""
+        self.closed = self.closed or why
+
+    def positions(self, start: int, tokens: int, batch: int) -> npt.NDArray[np.int64]:
+        """Return where the tokens of a pass are in their prompts, ``[batch, tokens]``; below 0 in padding.
+
+        Raises:
+            ArgumentValueError: see `repeated`.
+        """
+        prompts = self.origin if batch == len(self.origin) else self.origin[self.repeated(batch)]
+        places: npt.NDArray[np.int64] = np.arange(start, start + tokens) - self.prompts.pads[prompts][:, None]
+        return places
+
+    def is_as_bound(self, start: int, ids: torch.Tensor, positions: Any, mask: Any) -> bool:
+        """Return whether a pass from ``start`` on has the positions of the prompts, and hides their padding only.
+
+        Args:
+            start: tokens before the first of the pass.
+            ids: ``[rows, tokens]``.
+            positions: ``[rows or 1, tokens]``; or something else that tells nothing.
+            mask: ``[rows, all tokens so far]``; or something else that tells nothing.
+        """
+        expected = self.positions(start, ids.shape[1], len(ids))
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and len(mask) == len(expected):
+            hidden = mask.shape[1] - (mask != 0).sum(dim=1).cpu().numpy()
+            if (hidden != np.minimum(start - expected[:, 0], mask.shape[1])).any():
+                return False
+        if not (isinstance(positions, torch.Tensor) and positions.ndim == 2 and len(positions) in (1, len(expected))):
+            return True
+        return bool(((positions.detach().cpu().numpy() == expected) | (expected < 0)).all())
+
+    def is_before(self, start: int, ids: torch.Tensor, positions: Any) -> bool:
+        """Return whether a pass has positions that some of the first ``start`` tokens have."""
+        first = self.positions(start, 1, len(ids))[:, 0]
+        return isinstance(positions, torch.Tensor) and bool((positions[:, 0].cpu().numpy() < first).any())
+
     def begins_anew(self, ids: torch.Tensor, positions: Any, mask: Any) -> bool:
         """Return whether a first pass begins with the first token of the prompts, instead of behind what is cached.
 
@@ -81,10 +124,21 @@ class Bound:
             ids: ``[rows, tokens]``.
             positions: ``[rows or 1, tokens]``; or something else that tells nothing.
             mask: ``[rows, all tokens so far]``; or something else that tells nothing.
+
+        Raises:
+            ArgumentValueError: it begins elsewhere. What is cached was computed for other positions.
         """
         self.is_checked = True
-        if isinstance(positions, torch.Tensor) and positions.ndim == 2 and self.cached_tokens:
-            return int(positions[:, 0].max()) == 0
+        starts = [start for start in (0, self.past) if self.is_as_bound(start, ids, positions, None)]
+        if not starts:
+            raise ArgumentValueError(
+                "PagedCacheForTransformers: position_ids",
+                expected=f"those of the prompts, from 0 or, behind the {self.past} tokens that are cached, from there on",
+                got=f"{positions[:, :4].tolist()} for the first tokens",
+                fix="leave position_ids out: they follow from the attention_mask",
+            )
+        if len(starts) == 1:
+            return not starts[0]
         if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] < self.past + ids.shape[1]:
             return True
         return self._is_at(0, ids) and (ids.shape[1] >= self.prompts.length or not self._is_at(self.past, ids))

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 import kvdock
 from kvdock.cache.paged import PagedKVCacheConfig
-from kvdock.errors import ArgumentValueError, UnsupportedError
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from kvdock.integrations.transformers.bound import Bound
 from kvdock.integrations.transformers.commit import committable, computed_rows
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, CROPS_TO_LENGTH, DUMMY_LAYER
@@ -20,13 +20,17 @@ from kvdock.integrations.transformers.layer import PagedLayer
 from kvdock.integrations.transformers.measure import measure
 from kvdock.integrations.transformers.prompts import check_not_held, read_prompts
 from kvdock.integrations.transformers.reuse import PrefixReuse
+from kvdock.integrations.transformers.sharing import sharing_of
 from kvdock.integrations.transformers.state import PagedState
 from kvdock.integrations.transformers.usage import CacheUsage, usage_of
-from kvdock.prefix import Namespace, PrefixCache, create_prefix_cache
+from kvdock.prefix.factory import prefix_cache_of_pool
+from kvdock.prefix.interface import Namespace, PrefixCache
 from kvdock.rank import RankInfo
 from kvdock.scheduler import BlockAllocator
 
 __all__ = ["CacheUsage", "PagedCacheForTransformers"]
+
+_FOR_MODEL = "PagedCacheForTransformers.for_model"
 
 
 class PagedCacheForTransformers(Cache):
@@ -50,9 +54,15 @@ class PagedCacheForTransformers(Cache):
     * ``generate`` repeats prompts for beams and for several results before it computes them. To compute a prompt once, let it
       be computed first: ``cache.commit(model.generate(**cache.bind(**inputs), max_new_tokens=1))``; each beam then computes
       what is left of a block. Of beams only the prompts are stored.
+    * A forward pass by hand returns logits of what is not cached only. Over rows with padding it gets the positions and the mask
+      that ``generate`` would pass, unless it has its own.
     * When the pool is full, the prefixes that were used least recently make room, never those of a batch that is there.
     * `usage` says how many tokens were cached; `prefix` is the prefix cache, to be looked at. `forget_prefixes` empties it, and
-      must be called when the weights of the model change.
+      must be called when the weights of the model change. Adapters and tenants have a namespace each, see `bind`.
+    * What can be shared is measured, see `kvdock.integrations.transformers.sharing`: rotary embeddings that change with the length
+      (``dynamic``, ``longrope``) give other keys beyond the length that a model was first trained for, so longer batches find
+      nothing, and of what is generated the tokens up to there are stored. A few models count padding as tokens whatever they
+      are told; of their batches only rows without padding are shared.
     * Logits may differ in their last bits from those without reuse: matrices of another shape are multiplied in another order.
 
     Threads: a pool, with all the caches in it, belongs to one thread at a time. Between forward passes another thread may
@@ -75,29 +85,39 @@ class PagedCacheForTransformers(Cache):
         return f"PagedCacheForTransformers(layers={len(self)}, batch_size={table.batch_size}, length={table.length}, pool={pool})"
 
     @classmethod
-    def for_model(cls, model: Any, conf: PagedKVCacheConfig, prefix: str | None = None) -> PagedCacheForTransformers:
+    def for_model(
+        cls, model: Any, conf: PagedKVCacheConfig, prefix: str | PrefixCache | None = None, **options: Any
+    ) -> PagedCacheForTransformers:
         """Make a cache for a model, with a pool on its device.
 
-        One token is run through the model, to measure what it hands to a cache. With ``prefix`` the model gets a forward hook
-        that leaves out cached tokens where ``generate`` does not.
+        One token is run through the model, to measure what it hands to a cache. With ``prefix`` three more, to see what can be
+        shared, and the model gets a forward hook that makes each pass fit to what is cached, see
+        `kvdock.integrations.transformers.hook`.
 
         Args:
             model: a decoder-only ``PreTrainedModel``.
             conf: size of the pool and of its blocks, which hold ``num_blocks * block_size`` tokens of all rows together.
             prefix: how prefixes are reused over calls: ``"radix"``, ``"naive"`` (not at all), or the name that a plugin gave its
-                prefix cache, see `kvdock.create_prefix_cache`. None leaves the last tokens in the cache instead of looking them up.
+                prefix cache, see `kvdock.create_prefix_cache`; or an empty prefix cache of the same block size, for this cache
+                alone. None leaves the last tokens in the cache instead of looking them up.
+            options: what else a prefix cache made by name takes, such as ``policy="lfu"``.
 
         Raises:
             UnsupportedError: the model keeps something else than keys and values of one dtype on one device (linear
-                attention, convolutions, cross-attention, layers on several devices, ...).
+                attention, convolutions, cross-attention, layers on several devices, ...). With ``prefix`` also where keys and
+                values depend on later tokens.
             CapacityError: the memory in ``conf`` holds not even one block.
-            ArgumentValueError: no prefix cache has that name.
+            ArgumentValueError: no prefix cache has that name; or one that is not empty, or of another block size.
+            ArgumentTypeError: ``prefix`` is something else, or options that the prefix cache does not take.
         """
+        if prefix is None and options:
+            raise ArgumentTypeError(_FOR_MODEL, expected="no options without prefix=", got=", ".join(options))
         found = measure(model)
         pool, reuse = kvdock.create_cache(found.spec, conf, RankInfo(found.device)), None
         if prefix is not None:
-            made = create_prefix_cache(prefix, block_size=pool.block_size)
-            reuse = PrefixReuse(made, pool.num_blocks, getattr(model, "generation_config", None))
+            size = {"num_blocks": pool.num_blocks, "block_size": pool.block_size}
+            made = prefix_cache_of_pool(_FOR_MODEL, prefix, **size, options=options)
+            reuse = PrefixReuse(made, pool.num_blocks, getattr(model, "generation_config", None), sharing_of(model))
             watch(model)
         state = PagedState(pool, reuse.allocator if reuse else BlockAllocator(pool.num_blocks))
         return cls(state, found.windows, found.stored, reuse)
@@ -106,8 +126,8 @@ class PagedCacheForTransformers(Cache):
         """Return the arguments of a ``generate`` or ``forward`` call together with this cache.
 
         The keyword for a cache is ``cache`` from Transformers 5.24 on and ``past_key_values`` before; this takes the right one.
-        With a prefix cache this begins a new batch. The first pass leaves out the tokens that are cached, so a forward pass by
-        hand returns logits for the others only. An attention mask is added if there is none.
+        With a prefix cache this begins a new batch, for one ``generate`` call. The first pass leaves out the tokens that are
+        cached. An attention mask is added if there is none.
 
         Args:
             namespace: with whom prefixes are shared, such as ``("tenant", "a")`` or ``("adapter", "b")``; others are not seen. It is
@@ -133,17 +153,18 @@ class PagedCacheForTransformers(Cache):
                 own. Each row begins with its prompt as it was bound. The last token need not be computed.
 
         Raises:
-            ArgumentValueError: without `bind` before, twice, after prompts were cut, or with other rows, prompts or lengths
-                than the cache computed. Nothing was changed.
+            ArgumentValueError: without `bind` before, twice, after prompts were cut or prefixes forgotten; with other rows, prompts
+                or lengths than the cache computed; or where it was computed with another mask, other positions, or from
+                something else than token ids. Nothing was changed.
             UnsupportedError: there is no prefix cache.
         """
         reuse = self._needed("commit")
         self.state.check_whole("commit")
-        bound = committable(self.state.bound)
+        bound = committable(self.state.bound, reuse.epoch)
         rows = computed_rows(bound, self.state.table, out)
         with self.state.change():
             reuse.store(rows, bound.prompts.namespace, bound.hold)
-        bound.closed = "one that is committed"
+        bound.close("one that is committed")
 
     @property
     def prefix(self) -> PrefixCache | None:
@@ -151,7 +172,9 @@ class PagedCacheForTransformers(Cache):
         return self._reuse.prefix if self._reuse else None
 
     def forget_prefixes(self) -> None:
-        """Forget all prefixes, in every namespace, as after a change of the model's weights. The batch that is there stays.
+        """Forget all prefixes, in every namespace, as after a change of the model's weights.
+
+        Batches that are there stay, and cannot be committed any more.
 
         Raises:
             UnsupportedError: there is no prefix cache.
@@ -212,12 +235,12 @@ class PagedCacheForTransformers(Cache):
         Raises:
             IndexRangeError: a row that does not exist. Nothing was changed.
         """
-        if self.state.table.length:
+        if self._has_rows:
             self.state.select(beam_idx.cpu().numpy())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row ``repeats`` times; the copies share its blocks."""
-        if self.state.table.length:
+        if self._has_rows:
             self.state.select(np.repeat(np.arange(self.state.table.batch_size), repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -226,7 +249,7 @@ class PagedCacheForTransformers(Cache):
         Args:
             indices: row numbers, or a mask of booleans over the rows; one dimension.
         """
-        if self.state.table.length:
+        if self._has_rows:
             self.state.select(np.arange(self.state.table.batch_size)[indices.cpu().numpy()])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCacheForTransformers:
@@ -235,12 +258,18 @@ class PagedCacheForTransformers(Cache):
         memo[id(self)] = copied
         return copied
 
+    @property
+    def _has_rows(self) -> bool:
+        """Whether rows mean anything: there are tokens, or prompts that were bound."""
+        return bool(self.state.table.length or self.state.bound)
+
     def _bind_prefix(self, reuse: PrefixReuse, namespace: Namespace, inputs: dict[str, Any]) -> dict[str, Any]:
         """Begin a new batch with what the prefix cache has of it."""
         prompts, mask = read_prompts(inputs, namespace, reuse.generation)
         self.state.truncate(0)
         found = reuse.find(prompts)
-        self.state.begin_with(Bound(prompts, found.past, found.hold, np.arange(len(found.blocks))), found.blocks)
+        bound = Bound(prompts, found.past, found.hold, np.arange(len(found.blocks)), reuse.sharing)
+        self.state.begin_with(bound, found.blocks)
         return {**inputs, "attention_mask": mask, CACHE_KEYWORD: self}
 
     def _needed(self, method: str) -> PrefixReuse:

@@ -20,12 +20,18 @@ _COMMIT = "PagedCacheForTransformers.commit: out"
 Ids = npt.NDArray[np.int64]
 
 
-def committable(bound: Bound | None) -> Bound:
+def committable(bound: Bound | None, epoch: int) -> Bound:
     """Return a batch whose computed tokens are known and not stored yet.
+
+    Args:
+        bound: the batch that is there, or None.
+        epoch: how often everything was forgotten so far.
 
     Raises:
         ArgumentValueError: there is none; the text says why.
     """
+    if bound and bound.hold.epoch != epoch:
+        bound.close("one from before forget_prefixes(), perhaps of other weights")
     if bound is None or bound.closed:
         raise ArgumentValueError(
             "PagedCacheForTransformers.commit",
@@ -62,7 +68,9 @@ def computed_rows(bound: Bound, table: BlockTable, out: Any) -> list[tuple[Ids, 
         _check_length(ids.shape[1], table.length)
         prompts, rows = bound.origin, np.arange(len(bound.origin))
         ends = _ends(ids[:, : table.length], bound.prompts)
-    return list(_whole_blocks(table, ids, rows, bound.prompts.pads[prompts], ends))
+    pads = bound.prompts.pads[prompts]
+    ends = np.where(bound.sharing.padded | (pads == 0), np.minimum(ends, bound.steady), 0)
+    return list(_whole_blocks(table, ids, rows, pads, ends))
 
 
 def _check_prompts(ids: Ids, prompts: Prompts, origin: npt.NDArray[np.intp]) -> None:

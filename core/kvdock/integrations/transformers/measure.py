@@ -20,7 +20,7 @@ from kvdock.errors import UnsupportedError
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, DUMMY_LAYER
 from kvdock.spec import KVSpec, LayerSpec
 
-__all__ = ["Measurement", "measure"]
+__all__ = ["Measurement", "measure", "run_tokens"]
 
 _STORED: tuple[type, ...] = (DynamicLayer, DynamicSlidingWindowLayer)
 
@@ -51,7 +51,7 @@ def measure(model: Any) -> Measurement:
     Raises:
         UnsupportedError: it keeps more than keys and values of one dtype on one device; the text says what.
     """
-    every: list[Any] = _run_one_token(model, _empty_cache(model)).layers
+    every: list[Any] = run_tokens(model, [[0]]).layers
     stored = tuple(type(layer) in _STORED for layer in every)
     layers = [layer for layer, real in zip(every, stored, strict=True) if real]
     for index, layer in enumerate(layers):
@@ -79,14 +79,29 @@ def _empty_cache(model: Any) -> DynamicCache:
     return cache
 
 
-def _run_one_token(model: Any, cache: DynamicCache) -> DynamicCache:
-    """Fill a cache with one token, refusing a model that puts it into another cache."""
-    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+def run_tokens(model: Any, ids: list[list[int]], *, keep_all: bool = False, **told: Any) -> DynamicCache:
+    """Run tokens through a model; return Transformers' own cache with what it stored.
+
+    Args:
+        model: a ``PreTrainedModel``.
+        ids: ``[rows, tokens]``.
+        keep_all: keep what windows no longer see, too.
+        told: other arguments of the model, as lists; a mask of 1s if there is none.
+
+    Raises:
+        UnsupportedError: it keeps more than keys and values, or puts them into another cache.
+    """
+    cache = _empty_cache(model)
+    if keep_all:
+        full: Any = DynamicLayer
+        cache.layers = [full() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
+    inputs = {name: torch.tensor(value, device=model.device) for name, value in {"input_ids": ids, **told}.items()}
+    inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
     try:
         with torch.no_grad():
-            output = model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=True, **{CACHE_KEYWORD: cache})
+            output = model(**inputs, use_cache=True, **{CACHE_KEYWORD: cache})
     except Exception as error:
-        error.add_note(f"kvdock ran one token through {type(model).__name__} to measure what it caches, with {CACHE_KEYWORD}={cache}")
+        error.add_note(f"kvdock ran tokens {ids} through {type(model).__name__} to measure what it caches, with {CACHE_KEYWORD}={cache}")
         raise
     returned = getattr(output, CACHE_KEYWORD, None)
     if returned is not None and returned is not cache:

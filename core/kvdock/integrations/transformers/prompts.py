@@ -1,7 +1,7 @@
 """Reading what `PagedCacheForTransformers.bind` is given, where prefixes are reused.
 
-Keys and values may be reused where everything that they depend on is known: token ids, their positions, and the namespace.
-So what else could change them is refused, and so is padding that would change positions.
+Keys and values may be reused where everything that they depend on is known: token ids, their positions, and the namespace,
+which stands for the weights. So what else could change them is refused, and so is padding that would change positions.
 """
 
 from __future__ import annotations
@@ -21,6 +21,13 @@ from kvdock.prefix.interface import Namespace
 __all__ = ["Prompts", "check_not_held", "read_ids", "read_prompts"]
 
 _BIND = "PagedCacheForTransformers.bind"
+
+_NEGATIVE = ("negative_prompt_ids", "negative_prompt_attention_mask")  # which generate() computes in a cache of its own
+_HARMLESS = ("input_ids", "attention_mask", "eos_token_id", "pad_token_id", "bos_token_id", *_NEGATIVE)
+"""Arguments that may be tensors."""
+
+_ADAPTERS = "adapter_names"
+"""PEFT's argument for the adapter of each row."""
 
 
 @attrs.frozen(eq=False)
@@ -49,6 +56,11 @@ class Prompts:
         """Tokens of all rows, without padding."""
         return int(self.ids.size - self.pads.sum())
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether any row has padding."""
+        return bool(self.pads.any())
+
     def row(self, index: int) -> npt.NDArray[np.int64]:
         """Return the tokens of a row without padding; a view."""
         tokens: npt.NDArray[np.int64] = self.ids[index, self.pads[index] :]
@@ -69,11 +81,11 @@ def read_prompts(inputs: Mapping[str, Any], namespace: Namespace, generation: An
     Raises:
         ArgumentTypeError: ids that are no integers, a namespace that is none.
         ArgumentValueError: no ``input_ids`` of two dimensions, a mask that is not 0s on the left and 1s behind them, padding
-            without a mask, or further tensors on which keys and values may depend.
+            without a mask, or something else on which keys and values may depend.
     """
     namespace_key(f"{_BIND}: namespace", namespace)
+    _refuse_what_else_counts(inputs, namespace)
     ids = read_ids(f"{_BIND}: input_ids", inputs.get("input_ids"))
-    _refuse_further_tensors(inputs, namespace)
     stops, padding = (_token_ids(name, inputs, generation) for name in ("eos_token_id", "pad_token_id"))
     mask = inputs.get("attention_mask")
     if mask is None:
@@ -156,17 +168,35 @@ def _token_ids(name: str, inputs: Mapping[str, Any], generation: Any) -> npt.NDA
     """Return the token ids that an argument names, or else the configuration of the call, or else that of the model."""
     config = inputs.get("generation_config") or generation
     value = inputs[name] if inputs.get(name) is not None else getattr(config, name, None)
-    return np.atleast_1d(np.array([] if value is None else value, dtype=np.int64))
+    return np.atleast_1d(_on_host([] if value is None else value).astype(np.int64))
 
 
-def _refuse_further_tensors(inputs: Mapping[str, Any], namespace: Namespace) -> None:
-    """Refuse tensors that may change keys and values, unless the namespace stands for them."""
-    known = ("input_ids", "attention_mask", "eos_token_id", "pad_token_id", "bos_token_id")
-    further = [name for name, value in inputs.items() if isinstance(value, torch.Tensor) and name not in known]
-    if further and (namespace == () or "position_ids" in further or "inputs_embeds" in further):
+def _refuse_what_else_counts(inputs: Mapping[str, Any], namespace: Namespace) -> None:
+    """Refuse what may change keys and values beside token ids: other tensors, and adapters without a namespace of their own.
+
+    A namespace cannot stand for tensors: they belong to tokens, and a model that gets them without their tokens, since those are
+    cached, is wrong or refuses them.
+    """
+    tensors = [name for name, value in inputs.items() if name not in _HARMLESS and _has_arrays(value)]
+    if tensors:
         raise ArgumentValueError(
-            f"{_BIND}: {further[0]}",
+            f"{_BIND}: {tensors[0]}",
             expected="no tensors but input_ids and attention_mask, since keys and values would depend on more than token ids",
-            got=", ".join(further),
-            fix="name what they hold, such as namespace=('image', hash); or make the cache without prefix= (it is for_model's)",
+            got=", ".join(tensors),
+            fix="make a cache without prefix= for these inputs: for_model(model, conf)",
         )
+    adapters = sorted(set(map(str, inputs.get(_ADAPTERS) or ())))
+    if len(adapters) > bool(namespace):
+        raise ArgumentValueError(
+            f"{_BIND}: {_ADAPTERS}",
+            expected="one adapter for all rows, and a namespace for it",
+            got=f"{', '.join(adapters)} in namespace {namespace}",
+            fix=f"bind the rows of one adapter at a time, with namespace=('adapter', {adapters[0]!r})",
+        )
+
+
+def _has_arrays(value: Any) -> bool:
+    """Return whether a value is a tensor or an array, or a list or dict that has one."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return any(map(_has_arrays, value)) if isinstance(value, list | tuple) else isinstance(value, torch.Tensor | np.ndarray)

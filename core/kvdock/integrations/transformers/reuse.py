@@ -21,8 +21,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.errors import StaleHandleError
+from kvdock.errors import ArgumentValueError, StaleHandleError
 from kvdock.integrations.transformers.prompts import Prompts
+from kvdock.integrations.transformers.sharing import Sharing
 from kvdock.prefix.inputs import slots_of
 from kvdock.prefix.interface import Namespace, PrefixCache, PrefixHandle
 from kvdock.scheduler import BlockAllocator, BlockIds
@@ -36,9 +37,11 @@ class Hold:
     Args:
         late: where to put the handles then. Garbage may be collected in the middle of a call of the prefix cache, or in
             another thread, so that they cannot be unlocked at once.
+        epoch: how often everything was forgotten before.
     """
 
-    def __init__(self, late: deque[PrefixHandle]) -> None:
+    def __init__(self, late: deque[PrefixHandle], epoch: int) -> None:
+        self.epoch = epoch
         self._handles: list[PrefixHandle] = []
         weakref.finalize(self, late.extend, self._handles).atexit = False
 
@@ -72,11 +75,17 @@ class PrefixReuse:
         prefix: an empty prefix cache.
         num_blocks: blocks of the pool.
         generation: the model's ``GenerationConfig``, which names the token ids that end a sequence and that pad it; or None.
+        sharing: what of a batch can be shared.
+
+    Attributes:
+        epoch: how often everything was forgotten.
     """
 
-    def __init__(self, prefix: PrefixCache, num_blocks: int, generation: Any = None) -> None:
+    def __init__(self, prefix: PrefixCache, num_blocks: int, generation: Any = None, sharing: Sharing | None = None) -> None:
         self.prefix = prefix
         self.generation = generation
+        self.sharing = sharing or Sharing()
+        self.epoch = self._stored = 0
         self.allocator = BlockAllocator(num_blocks, reclaim=self._reclaim)
         self._late: deque[PrefixHandle] = deque()
 
@@ -88,12 +97,12 @@ class PrefixReuse:
         """
         size, namespace = self.prefix.block_size, prompts.namespace
         with self._turn() as prefix:
-            reach = [prompts.length - 1]
+            reach = [prompts.length - 1 if prompts.length <= self.sharing.limit else 0]
             for row, pad in enumerate(prompts.pads.tolist()):
-                hit = prefix.match_prefix(prompts.row(row), namespace, record=False).handle.cached_len if pad % size == 0 else 0
-                reach.append(pad + hit)
+                is_shared = pad % size == 0 and (self.sharing.padded or not pad)
+                reach.append(pad + (prefix.match_prefix(prompts.row(row), namespace, record=False).handle.cached_len if is_shared else 0))
             past = min(reach) // size * size
-            found = Found(past, np.full((len(prompts.pads), past // size), -1, dtype=np.int64), Hold(self._late))
+            found = Found(past, np.full((len(prompts.pads), past // size), -1, dtype=np.int64), Hold(self._late, self.epoch))
             for row, pad in enumerate(prompts.pads.tolist()):
                 used = prefix.match_prefix(prompts.row(row)[: max(past - pad, 0)], namespace, record=False)
                 prefix.record_match(used.handle, prompts.length - pad)
@@ -112,14 +121,17 @@ class PrefixReuse:
         size = self.prefix.block_size
         with self._turn() as prefix:
             for ids, blocks in rows:
-                stored = prefix.insert_prefix(ids, slots_of(blocks, size), namespace)
-                self.allocator.share(blocks[stored.cached_len // size : stored.handle.cached_len // size])
+                stored = prefix.insert_prefix(ids, slots_of(blocks.astype(np.int32), size), namespace)
+                fresh = blocks[stored.cached_len // size : stored.handle.cached_len // size]
+                self.allocator.share(fresh)
+                self._stored += fresh.size
                 hold.lock(prefix, stored.handle)
 
     def forget(self) -> None:
         """Forget all prefixes; their blocks are free then, but for those that tables hold."""
         with self._turn() as prefix:
             self.allocator.release(prefix.reset()[:: prefix.block_size] // prefix.block_size)
+            self.epoch, self._stored = self.epoch + 1, 0
 
     def settle(self) -> None:
         """Give back the locks that nobody needs any more; all other calls do so too."""
@@ -134,14 +146,33 @@ class PrefixReuse:
                 blocks = prefix.evict(n * size)[::size] // size
                 n -= int((self.allocator.ref_counts(blocks) == 1).sum())  # nobody else has them, unless somebody shared them by hand
                 self.allocator.release(blocks)
+                self._stored -= blocks.size
 
     @contextmanager
     def _turn(self) -> Iterator[PrefixCache]:
-        """Use the prefix cache, and hand it over."""
+        """Use the prefix cache, and hand it over.
+
+        Raises:
+            WrongThreadError: another thread uses it.
+            ArgumentValueError: somebody else stored, evicted or reset, so that it names blocks that hold something else.
+        """
+        self.prefix.hand_over()
         try:
+            self._check_own()
             while self._late:
                 with suppress(StaleHandleError):  # locked before everything was forgotten
                     self.prefix.lock_handle(self._late.popleft(), unlock=True)
             yield self.prefix
         finally:
             self.prefix.hand_over()
+
+    def _check_own(self) -> None:
+        """Raise unless the prefix cache holds as many blocks as were stored here and not evicted."""
+        held = self.prefix.size_info.total_size // self.prefix.block_size
+        if held != self._stored:
+            raise ArgumentValueError(
+                "PagedCacheForTransformers: prefix",
+                expected=f"the {self._stored} blocks that this cache stored",
+                got=f"{held}",
+                fix="let nobody else store, evict or reset in it: forget_prefixes() empties it, and each cache has its own",
+            )

@@ -134,7 +134,9 @@ class PagedState:
             )
         self._truncate(length)
         if self.bound and length < self.bound.prompts.length:
-            self.bound.closed = f"one whose prompts were cut to {length} tokens since"
+            self.bound.close(f"one whose prompts were cut to {length} tokens since")
+            if self.bound.is_fresh:
+                self.bound.past = min(self.bound.past, length)
         if not length:
             self.bound = None
 
@@ -157,6 +159,8 @@ class PagedState:
                 self._rebatch(batch)
             self._start = self.table.length
             pairs = self.table.grow(tokens)
+            if self.bound and self.table.length > self.bound.sharing.limit:
+                self.bound.steady = min(self.bound.steady, self._start)
             self._behind = len(self.lengths)
             if len(pairs):
                 self._slots.forget(self._start - self._start % self.table.block_size)

@@ -17,7 +17,7 @@ class CacheUsage:
         tokens: tokens of all rows.
         blocks: distinct blocks that hold them; rows share what they have in common.
         bytes: bytes of those blocks, in all layers, keys and values.
-        pool_blocks_used: blocks that this cache and its copies hold together.
+        pool_blocks_used: blocks that this cache, its copies, and the prefix cache hold together.
         pool_blocks: blocks of the pool.
         pool_bytes: bytes of the pool.
         prompt_tokens: tokens of the prompts of the last `PagedCacheForTransformers.bind`, without padding; 0 without a prefix cache.
