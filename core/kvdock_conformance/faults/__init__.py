@@ -15,7 +15,10 @@ from kvdock_conformance.faults.fault import Fault
 
 __all__ = ["AREAS", "load"]
 
-AREAS = ("paged_caching",)
+AREAS = (
+    "paged_caching",
+    "gather_paged",
+)
 """Modules of this package."""
 
 

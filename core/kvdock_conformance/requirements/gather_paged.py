@@ -57,7 +57,10 @@ def _repeated() -> Iterable[Case]:
         yield Case(name, drawing.case(*[gather.call(drawing, gather.pools(drawing)) for gather in gathers]))
     for name, changing in (
         ("other outputs at each call", [Gather("", out=out) for out in ("contiguous", "padded heads", "every other token", "contiguous")]),
-        ("other tokens and slots at each call", [Gather("", shuffled(24, len(lead)), lead) for lead in ((5,), (13,), (2, 3), (24,), (13,))]),
+        (
+            "other tokens and slots at each call",
+            [Gather("", shuffled(24, len(lead)), lead) for lead in ((5,), (13,), (2, 3), (24,), (13,))],
+        ),
         ("padding now and then", [Gather("", slots) for slots in ([1, 2], [-1, 2], [1, -1], [-1, -1], [2, 1])]),
     ):
         drawing = Drawing()
