@@ -18,6 +18,7 @@ __all__ = ["AREAS", "load"]
 AREAS = (
     "paged_caching",
     "gather_paged",
+    "copy_blocks",
 )
 """Modules of this package."""
 

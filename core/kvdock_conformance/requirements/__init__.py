@@ -12,6 +12,7 @@ __all__ = ["AREAS", "load"]
 AREAS = (
     "paged_caching",
     "gather_paged",
+    "copy_blocks",
 )
 """Modules of this package, in the order in which their requirements run."""
 

@@ -1,0 +1,3 @@
+from kvdock_conformance.faults.fault import Faults
+
+FAULTS = Faults()
