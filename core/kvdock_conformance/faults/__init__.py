@@ -18,7 +18,9 @@ __all__ = ["AREAS", "load"]
 AREAS = (
     "paged_caching",
     "gather_paged",
+    "gather_results",
     "copy_blocks",
+    "copy_forms",
 )
 """Modules of this package."""
 

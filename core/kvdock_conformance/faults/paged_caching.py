@@ -9,6 +9,7 @@ import torch
 
 import kvdock
 from kvdock_conformance.faults.fault import Args, Faults, FaultyCall, Run
+from kvdock_conformance.faults.quantised import QuantisedKernel
 from kvdock_conformance.faults.tensors import bits, capacity, dense, flip_byte, in_range, restrided
 
 __all__ = ["FAULTS"]
@@ -307,24 +308,6 @@ def _slots_changed(run: Run, args: Args) -> None:
     args["slot_mapping"].clamp_(min=-1)
 
 
-class _Quantised(kvdock.Kernel):
-    """A kernel that treats quantised caches in a way of its own, and all others as the backend does."""
-
-    def __init__(self, inner: kvdock.Kernel) -> None:
-        self._inner = inner
-
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
-        """Ask the backend about other caches."""
-        return self.about_quantised if request.tensor("k_cache").dtype in kvdock.QUANTISED_DTYPES else self._inner.supports(request)
-
-    about_quantised: Sequence[str] = ()
-
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
-        """Convert without a scale for quantised caches."""
-        is_quantised = request.tensor("k_cache").dtype in kvdock.QUANTISED_DTYPES
-        return _ScaleIgnored() if is_quantised else self._inner.prepare(request)
-
-
 class _ScaleIgnored(kvdock.Descriptor):
     """Stores elements in the cache's dtype as they come."""
 
@@ -337,12 +320,14 @@ class _ScaleIgnored(kvdock.Descriptor):
 
 
 @FAULTS.kernel(_OP, "write-scale-ignored", "A quantised cache is served, and its scale ignored.", "KVD-WRITE-022")
-class _ScaleIgnoredKernel(_Quantised):
+class _ScaleIgnoredKernel(QuantisedKernel):
     """Claims every quantised cache."""
+
+    descriptor = _ScaleIgnored
 
 
 @FAULTS.kernel(_OP, "write-refused-without-a-reason", "A quantised cache is refused with an empty reason.", "KVD-WRITE-022")
-class _NoReasonKernel(_Quantised):
+class _NoReasonKernel(QuantisedKernel):
     """Refuses, and does not say why."""
 
     about_quantised = ("",)
