@@ -22,6 +22,7 @@ _EVEN = Geometry.even
 _NO_BLOCKS = Geometry(num_blocks=0)
 _INT32_MAX, _INT32_MIN = 2**31 - 1, -(2**31)
 _RANGE, _TYPE, _VALUE = "IndexRangeError", "ArgumentTypeError", "ArgumentValueError"
+_FLOAT_IDS = (0, 0x40A00000, 0x40400000, 0x40000000)  # 0.0, 5.0, 3.0, 2.0
 Made = Iterable[Copy] | Callable[[], Iterable[Case]]
 Pairs = Sequence[tuple[int, int]]
 
@@ -98,7 +99,7 @@ REFUSED: Sequence[tuple[str, str, Sequence[str], Change]] = (
         "pairs of floats",
         _TYPE,
         ["block_pairs: ", "int64", "float32"],
-        lambda d, _: {"block_pairs": d.tensor("float32", (2, 2), values=[0])},
+        lambda d, _: {"block_pairs": d.tensor("float32", (2, 2), values=_FLOAT_IDS)},
     ),
     (
         "pairs of int8",
@@ -178,7 +179,7 @@ REQUIREMENTS = [
             Copy("other negatives", [(-2, 0), (1, -6), (-5, 2), (3, 4)]),
             Copy("beside ids beyond the pool", [(-1, 99), (99, -1), (2, 3)]),
             Copy("beside the others' ids", [(1, -1), (0, 1), (-1, 1), (-1, 2), (0, 2), (2, -1)]),
-            Copy("smallest int64", [(-(2**63), 0), (1, -(2**62)), (-(2**32), 4), (-(2**32) + 5, 1), (2, 3)]),
+            Copy("smallest int64", [(-(2**63), 1), (2, -(2**62) + 5), (-(2**32) + 2, 4), (2, 3)]),
             Copy("smallest int32", [(_INT32_MIN, 0), (1, _INT32_MIN + 1), (2, 3)], index="int32"),
             Copy("pool without blocks", [(-1, -1), (-1, 4)], geometry=_NO_BLOCKS),
             Copy("many", [*fanned(64, 20), *[(-1, 40)] * 30, (3, 63)], geometry=_EVEN(num_blocks=64)),
