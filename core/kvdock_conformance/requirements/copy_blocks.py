@@ -195,7 +195,7 @@ REQUIREMENTS = [
             Copy("both", [(7, 8)]),
             Copy("behind good ones", [(0, 1), (2, 3), (2, 6), (4, 5)]),
             Copy("before good ones", [(6, 0), (2, 3)]),
-            Copy("several", [(0, 1), (2, 9), (9, 3)]),
+            Copy("several", [(0, 1), (2, 9), (8, 3)]),
             Copy("beside padding", [(-1, 6), (6, -1), (0, 1), (6, 2)]),
             Copy("2**32 + 3", [(2**32 + 3, 1), (0, 2)]),
             Copy("2**40", [(0, 1), (2, 2**40)]),
