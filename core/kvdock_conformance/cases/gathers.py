@@ -99,7 +99,7 @@ class Gather:
             return k_cache, v_cache
         return attrs.evolve(k_cache, values=self.values), attrs.evolve(v_cache, values=self.values)
 
-    def args(self, drawing: Drawing, pools: Pair) -> dict[str, View | int | None]:
+    def args(self, drawing: Drawing, pools: Pair) -> dict[str, View]:
         """Return the arguments of the call that reads pools which are there already."""
         lead, values = self.leading, shuffled(self.geometry.capacity) if self.slots is None else self.slots
         slots = drawing.tensor(self.index, (*lead, self.index_gap + 1), values=values).select(len(lead), 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from kvdock_conformance.reference import gather_paged
 __all__ = ["check_dequantised", "check_gather", "check_gather_inputs", "check_returned", "check_returns_out", "gathered_slot"]
 
 
-def gathered_slot(place: tuple[int, ...]) -> str:
+def gathered_slot(place: Sequence[int]) -> str:
     """Return how an error names a slot: ``slot_mapping[0, 3]``."""
     return f"slot_mapping{list(place)}"
 

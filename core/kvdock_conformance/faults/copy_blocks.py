@@ -214,7 +214,7 @@ def _doubled_taken(run: Run, args: Args) -> None:
 @FAULTS.call(_OP, "copy-chains-taken", "Chained pairs are copied in their order, without an error.", "KVD-COPY-007")
 def _chains_taken(run: Run, args: Args) -> None:
     pairs = _copied(args)
-    is_chained = bool(torch.isin(pairs[:, 1], pairs[:, 0]).any()) and len(pairs[:, 1].unique()) == len(pairs)
+    is_chained = bool(torch.isin(pairs[:, 1], pairs[:, 0]).any()) and len(set(pairs[:, 1].tolist())) == len(pairs)
     if not is_chained or bool((pairs[:, 0] == pairs[:, 1]).any()):
         return run(args)
     return _one_by_one(run, args, backwards=False)

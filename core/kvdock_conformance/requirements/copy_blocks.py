@@ -202,7 +202,7 @@ REQUIREMENTS = [
             Copy("largest int64", [(2**63 - 1, 0)]),
             Copy("largest int32", [(0, 1), (2, _INT32_MAX)], index="int32"),
             Copy("in a pool with gaps", [(0, 1), (2, 6)], pool="padded blocks"),
-            Copy("in a pool without blocks", [(-1, 0), (0, 0)], geometry=_NO_BLOCKS),
+            Copy("in a pool without blocks", [(-1, 0), (0, 1)], geometry=_NO_BLOCKS),
             Copy("behind many good ones", [*fanned(64, 30), (64, 3)], geometry=_EVEN(num_blocks=64)),
         ],
     ),

@@ -16,6 +16,7 @@ from kvdock_conformance.requirement import Level, Requirement
 from kvdock_conformance.requirements import load
 
 HOST = torch.device("cpu")
+INDEPENDENT = [item for item in load() if item.area == "copy_blocks_" and item.check is not check_pairs_refused]
 
 
 def _id(item: Requirement) -> str:
@@ -89,9 +90,7 @@ def test_fanned_pairs_are_independent_of_their_order(blocks: int, count: int) ->
     assert max(destinations) < blocks
 
 
-@pytest.mark.parametrize(
-    "item", [item for item in load() if item.area == "copy_blocks_" and item.check is not check_pairs_refused], ids=_id
-)
+@pytest.mark.parametrize("item", INDEPENDENT, ids=_id)
 def test_copies_that_must_succeed_do_not_depend_on_their_order(item: Requirement) -> None:
     """A fault must be noticed by what it copies, not by an error about something else."""
     for case in item.selected(Level.CORE):
