@@ -11,6 +11,7 @@ SPECIAL_BITS: Mapping[str, Sequence[int]] = MappingProxyType(
     {
         "bfloat16": (0x7FC1, -0x007F, 0x7F80, -0x0080, -0x8000, 0, 1, 0x7F7F),
         "float16": (0x7E01, -0x01FF, 0x7C00, -0x0400, -0x8000, 0, 1, 0x7BFF),
+        "float64": (0x7FF8 << 48 | 1, -(0x000F << 48) + 1, 0x7FF << 52, -(1 << 52), -(1 << 63), 0, 1, (0x7FF << 52) - 1),
         "float32": (0x7FC00001, -0x007FFFFF, 0x7F800000, -0x00800000, -0x80000000, 0, 1, 0x7F7FFFFF),
     }
 )

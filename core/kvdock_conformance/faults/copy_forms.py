@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 import kvdock
+from kvdock_conformance.checking.target import HOST
 from kvdock_conformance.faults.fault import Faults
 
 __all__ = ["FAULTS"]
@@ -40,7 +41,7 @@ def _array_strides_ignored(function: Op) -> Op:
 @FAULTS.function(_OP, "copy-host-pairs-refused", "A tensor of int32 pairs in host memory is refused.", "KVD-COPY-010", "KVD-COPY-009")
 def _host_pairs_refused(function: Op) -> Op:
     def call(k_cache: Any, v_cache: Any, pairs: Any) -> None:
-        if isinstance(pairs, torch.Tensor) and pairs.device.type == "cpu" and pairs.dtype == torch.int32:
+        if isinstance(pairs, torch.Tensor) and pairs.device == HOST and pairs.dtype == torch.int32:
             raise kvdock.ArgumentValueError(f"{_OP}: block_pairs", expected="int64", got="int32")
         function(k_cache, v_cache, pairs)
 

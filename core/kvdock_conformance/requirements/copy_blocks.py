@@ -203,7 +203,7 @@ REQUIREMENTS = [
             Copy("largest int32", [(0, 1), (2, _INT32_MAX)], index="int32"),
             Copy("in a pool with gaps", [(0, 1), (2, 6)], pool="padded blocks"),
             Copy("in a pool without blocks", [(-1, 0), (0, 1)], geometry=_NO_BLOCKS),
-            Copy("behind many good ones", [*fanned(64, 30), (64, 3)], geometry=_EVEN(num_blocks=64)),
+            Copy("behind many good ones", [*fanned(64, 30), (64, 63)], geometry=_EVEN(num_blocks=64)),
         ],
     ),
     _require(
@@ -315,7 +315,7 @@ REQUIREMENTS = [
     ),
     _require(
         13,
-        "Blocks may have any number of slots, and a pool any number of blocks.",
+        "When blocks are copied, blocks may have any number of slots, and a pool any number of blocks.",
         [
             *(
                 Copy(f"{blocks} blocks of {block}", [(0, blocks - 1)], geometry=_EVEN(num_blocks=blocks, block=block))
@@ -326,7 +326,7 @@ REQUIREMENTS = [
     ),
     _require(
         14,
-        "Heads may have any number of elements.",
+        "When blocks are copied, heads may have any number of elements.",
         [Copy(f"D = {dim}", geometry=_EVEN(dim=dim)) for dim in (1, 2, 3, 46, 64, 80, 96, 100, 128, 192, 256, 576)],
     ),
     _require(
@@ -376,7 +376,8 @@ REQUIREMENTS = [
     ),
     _require(
         20,
-        "A pool may be part of a larger tensor: one of two halves, one layer of many, or blocks with something behind them.",
+        "When blocks are copied, a pool may be part of a larger tensor: one of two halves, one layer of many, or "
+        "blocks with something behind them.",
         [
             Copy(f"{name}, {len(pairs)} pairs", pairs, pool=name)
             for name in ("halves [2, NB, ...]", "halves [NB, 2, ...]", "k and v side by side", "layer-first", "page-first", "padded blocks")
@@ -398,7 +399,7 @@ REQUIREMENTS = [
     ),
     _require(
         22,
-        "Elements of every dtype arrive bit for bit: NaN with its payload, infinities, subnormals and -0.",
+        "When blocks are copied, elements of every dtype arrive bit for bit: NaN with its payload, infinities, subnormals and -0.",
         [
             *(Copy(f"{dtype}, random bits", geometry=_EVEN(dim=64, dtype=dtype)) for dtype in SPECIAL_BITS),
             *(Copy(f"{dtype}, special values", geometry=_EVEN(dtype=dtype), values=bits) for dtype, bits in SPECIAL_BITS.items()),
@@ -433,7 +434,7 @@ REQUIREMENTS = [
     ),
     _require(
         27,
-        "Arguments that are wrong whatever they hold are refused with an error that names the argument, what came and how to mend it, "
+        "When blocks are copied, arguments that are wrong whatever they hold are refused with an error that names the argument, what came and how to mend it, "
         "and nothing has changed.",
         _refused,
         check=check_refusal,

@@ -220,7 +220,8 @@ REQUIREMENTS = [
     ),
     _require(
         5,
-        "The first and the last slot of the pool, and those on either side of a border between blocks, are slots like any other.",
+        "When tokens are read, the first and the last slot of the pool, and those on either side of a border between "
+        "blocks, are slots like any other.",
         [
             Gather("first of the pool", [0]),
             Gather("last of the pool", [23]),
@@ -233,7 +234,7 @@ REQUIREMENTS = [
     ),
     _require(
         6,
-        "Slots are read as int32 and as int64, by the strides of slot_mapping.",
+        "When tokens are read, slots are read as int32 and as int64, by the strides of slot_mapping.",
         [
             Gather(f"{index}, {text}", slots, lead, index=index, index_gap=gap)
             for index in ("int32", "int64")
@@ -285,7 +286,7 @@ REQUIREMENTS = [
     ),
     _require(
         10,
-        "Blocks may have any number of slots, and a pool any number of blocks.",
+        "When tokens are read, blocks may have any number of slots, and a pool any number of blocks.",
         [
             Gather(f"{blocks} blocks of {block}", geometry=_EVEN(num_blocks=blocks, block=block))
             for blocks, block in ((24, 1), (8, 3), (5, 16), (3, 48), (2, 256), (2, 512), (1, 16), (1, 13), (13, 1))
@@ -293,12 +294,13 @@ REQUIREMENTS = [
     ),
     _require(
         11,
-        "Heads may have any number of elements.",
+        "When tokens are read, heads may have any number of elements.",
         [Gather(f"D = {dim}", geometry=_EVEN(dim=dim)) for dim in (1, 2, 3, 46, 64, 80, 96, 100, 128, 192, 256, 576)],
     ),
     _require(
         12,
-        "A token may have any number of heads, also where heads times elements is no power of two or more than a thread block holds.",
+        "When tokens are read, a token may have any number of heads, also where heads times elements is no power of "
+        "two or more than a thread block holds.",
         [
             Gather(f"{heads} x {dim}", geometry=_EVEN(heads=heads, dim=dim))
             for heads, dim in ((1, 64), (3, 64), (5, 80), (8, 128), (9, 128), (17, 64), (32, 128), (129, 8))
@@ -306,7 +308,7 @@ REQUIREMENTS = [
     ),
     _require(
         13,
-        "Keys and values may differ in heads and in elements.",
+        "When tokens are read, keys and values may differ in heads and in elements.",
         [
             Gather(f"{hk} x {dk} and {hv} x {dv}", geometry=Geometry(hk=hk, dk=dk, hv=hv, dv=dv))
             for hk, dk, hv, dv in ((2, 192, 2, 128), (1, 576, 1, 512), (4, 8, 2, 8), (2, 8, 4, 8), (1, 16, 3, 24), (2, 1, 1, 2))
@@ -336,7 +338,8 @@ REQUIREMENTS = [
     ),
     _require(
         17,
-        "A pool may be part of a larger tensor: one of two halves, one layer of many, or blocks with something behind them.",
+        "When tokens are read, a pool may be part of a larger tensor: one of two halves, one layer of many, or blocks "
+        "with something behind them.",
         [
             Gather(f"{name}, {count} tokens", lead=(count,), pool=name)
             for name in ("halves [2, NB, ...]", "halves [NB, 2, ...]", "k and v side by side", "layer-first", "page-first", "padded blocks")
@@ -354,7 +357,7 @@ REQUIREMENTS = [
     ),
     _require(
         19,
-        "Tensors may begin at any address that is a multiple of their element's size.",
+        "When tokens are read, tensors may begin at any address that is a multiple of their element's size.",
         [
             *(Gather(f"pool at an {name}", pool=name) for name in ("odd address", "even address in an odd storage")),
             *(Gather(f"outputs at an {name}", out=name) for name in ("odd address", "even address in an odd storage")),
@@ -365,7 +368,7 @@ REQUIREMENTS = [
     ),
     _require(
         20,
-        "Elements of every dtype arrive bit for bit: NaN with its payload, infinities, subnormals and -0.",
+        "When tokens are read, elements of every dtype arrive bit for bit: NaN with its payload, infinities, subnormals and -0.",
         [
             *(Gather(f"{dtype}, random bits", geometry=_EVEN(dim=64, dtype=dtype), lead=(24,)) for dtype in SPECIAL_BITS),
             *(Gather(f"{dtype}, special values", geometry=_EVEN(dtype=dtype), values=bits) for dtype, bits in SPECIAL_BITS.items()),
@@ -436,7 +439,8 @@ REQUIREMENTS = [
     _require(25, "Places more than 2**31 and 2**32 elements into a pool are read.", _far, Level.EXTENDED),
     _require(
         26,
-        "Calls that differ in addresses, strides, token counts or slots from those before them are served as if they were the first.",
+        "When tokens are read, calls that differ in addresses, strides, token counts or slots from those before them "
+        "are served as if they were the first.",
         _repeated,
     ),
     _require(
