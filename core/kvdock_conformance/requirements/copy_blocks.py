@@ -434,7 +434,7 @@ REQUIREMENTS = [
     ),
     _require(
         27,
-        "Pools and pairs that are wrong whatever they hold are refused with an error that names the argument, what came and how to mend it, "
+        "Pools and pairs that are wrong whatever they hold are refused with an error that names the argument, what came and the fix, "
         "and nothing has changed.",
         _refused,
         check=check_refusal,

@@ -50,7 +50,7 @@ def _cases(gathers: Sequence[Gather]) -> Callable[[], Iterable[Case]]:
 
 def _repeated() -> Iterable[Case]:
     """Return calls one after the other, which differ in one thing."""
-    names = ("nhd", "hnd", "padded blocks", "nhd", "k and v unlike", "one slot for all", "odd address", "padded slots")
+    names = ("nhd", "hnd", "padded blocks", "nhd", "k and v unlike", "one slot for all")
     for name, order in (("other pools at each call", names), ("the same at each call", ("nhd",) * 4)):
         drawing = Drawing()
         gathers = [Gather("", shuffled(24, seed), pool=pool) for seed, pool in enumerate(order)]
