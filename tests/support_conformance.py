@@ -103,7 +103,7 @@ import kvdock
 import torch
 
 KVDOCK_API = (1, 0)
-BITS = {2: torch.int16, 4: torch.int32}
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Write(kvdock.Descriptor):

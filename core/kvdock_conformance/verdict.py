@@ -10,7 +10,7 @@ import attrs
 
 from kvdock_conformance.requirement import Requirement
 
-__all__ = ["CaseOutcome", "Outcome", "Verdict", "outcome_of"]
+__all__ = ["CaseOutcome", "Outcome", "Verdict", "counted", "outcome_of"]
 
 
 class Verdict(enum.Enum):

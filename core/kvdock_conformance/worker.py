@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import IO, Any
 
-__all__ = ["Worker", "main"]
+__all__ = ["Worker", "main", "serve"]
 
 
 class Worker:

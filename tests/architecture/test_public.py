@@ -127,6 +127,8 @@ def test_every_error_names_the_value_or_the_fix(module: Module) -> None:
 
 
 ERRORS_ELSEWHERE = {
+    ("core/kvdock_conformance/checking/failure.py", "NonconformanceError"): "a verdict on a case; stands in repro.py without the kit",
+    ("core/kvdock_conformance/child.py", "ChildEndedError"): "becomes a verdict, or the reason for one that is missing",
     ("core/kvdock/plugins/contract.py", "BrokenContractError"): "becomes the reason of a record; a user meets it as PluginError",
 }
 """Error classes that are not in errors.py, whose docstring draws the tree of all, and why."""

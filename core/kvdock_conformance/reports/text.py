@@ -74,6 +74,6 @@ def summary(run: Run) -> str:
     """Return one line about a run: how many requirements have each verdict, and whether it is complete."""
     counts = ", ".join(f"{count} {verdict}" for verdict, count in run.counts().items())
     left = run.plan.left_out()
-    scope = f" of {run.plan.area}; {len(left)} requirements of other areas were left out" if run.plan.area else ""
+    scope = f" of {run.plan.area}, without {len(left)} requirements of other areas" if left else ""
     state = {0: "conforms", 1: "does not conform", 3: "incomplete: nothing is certified"}[run.exit_code]
     return f"{run.plan.backend} at level {run.plan.level.value}{scope}: {state} ({counts}) in {run.seconds:.1f} s"

@@ -139,7 +139,7 @@ def test_a_case_without_calls_shows_its_data(found: Run) -> None:
 
 def test_the_last_line_says_it_all(found: Run) -> None:
     assert summary(found).startswith(
-        "raises at level core of paged_caching_; 1 requirements of other areas were left out: "
+        "raises at level core of paged_caching_, without 1 requirements of other areas: "
         "does not conform (1 passed, 1 failed, 1 unsupported) in "
     )
     assert "conforms (1 passed)" in summary(attrs.evolve(found, outcomes=[found.outcomes[1]]))
