@@ -10,53 +10,77 @@ from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.memory import Memory, compare
 from kvdock_conformance.checking.target import Target
 
-__all__ = ["Reference", "check_calls", "check_inputs", "check_refused"]
+__all__ = ["Reference", "check_calls", "check_inputs", "check_range_error", "check_refused", "expect_refusal"]
 
 Reference = Callable[..., Sequence[tuple[int, ...]]]
 """An op of `kvdock_conformance.reference`: takes the arguments without scales, returns the places it skipped."""
 
 
-def check_calls(target: Target, data: Mapping[str, Any], reference: Reference, index: Callable[[Sequence[int]], str]) -> None:
+def check_calls(
+    target: Target, data: Mapping[str, Any], reference: Reference, index: Callable[[Sequence[int]], str], *, counted: bool = True
+) -> None:
     """Make the calls of a case, and compare all memory with the reference's after each.
 
     Args:
         target: the backend.
-        data: the case: ``arenas`` and ``calls``.
+        data: the case: ``arenas`` and ``calls``, and where given ``places``: views whose values are written before the first call.
         reference: what the op means.
         index: names a place that the reference skipped as an error must name it: ``slot_mapping[3]``.
+        counted: whether what is skipped on a device is counted: writes are, reads are not.
 
     Raises:
         NonconformanceError: a byte differs; an index out of range neither raised as it must nor was skipped and counted.
     """
     memory = Memory(data["arenas"], target.device)
+    for place in data.get("places", ()):
+        memory.tensor(place)
     for call in data["calls"]:
         args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
         expected = memory.copy()
         twins = {name: expected.tensor(spec) for name, spec in call["args"].items() if not name.endswith("_scale")}
         skipped = reference(*twins.values())
-        _check_call(target, call, args, (memory, expected), [index(place) for place in skipped])
+        names = [index(place) for place in skipped]
+        before = target.skipped()
+        raised = _check_call(target, call, args, (memory, expected), names)
+        count = len(names) if counted and not raised else 0
+        if target.skipped() - before != count:
+            raise NonconformanceError(f"{call['op']}: writes counted as skipped", expected=count, got=target.skipped() - before)
 
 
-def _check_call(target: Target, call: Mapping[str, Any], args: dict[str, Any], memories: tuple[Memory, Memory], skipped: list[str]) -> None:
-    """Make one call; ``memories`` are what it writes to and what must come out, ``skipped`` the names of places out of range."""
+def _check_call(target: Target, call: Mapping[str, Any], args: dict[str, Any], memories: tuple[Memory, Memory], skipped: list[str]) -> bool:
+    """Make one call, and return whether it raised because of an index out of range.
+
+    ``memories`` are what it writes to and what must come out, ``skipped`` the names of places out of range.
+    """
     op, (memory, expected) = call["op"], memories
-    before, counted = memory.copy(), target.skipped()
+    before = memory.copy()
     try:
         target.call(op, args)
     except kvdock.IndexRangeError as error:
-        _check_range_error(target, op, error, skipped)
+        check_range_error(target, op, error, skipped)
         compare(memory, before, call["args"], f"{op} raised and wrote")
-        skipped = []
-    else:
+        return True
+    check_range_error(target, op, None, skipped)
+    compare(memory, expected, call["args"], op)
+    return False
+
+
+def check_range_error(target: Target, op: str, error: Exception | None, skipped: Sequence[str]) -> None:
+    """Check that an IndexRangeError is raised where it must be, for a reason and where it may be, and names the first bad place.
+
+    Args:
+        target: the backend.
+        op: name of the op.
+        error: what was raised; None when nothing was.
+        skipped: names of the places out of range.
+
+    Raises:
+        NonconformanceError: it is not so.
+    """
+    if error is None:
         if skipped and target.must_raise:
             raise NonconformanceError(f"{op} with {skipped[0]} out of range", expected="IndexRangeError", got="no error")
-        compare(memory, expected, call["args"], op)
-    if target.skipped() - counted != len(skipped):
-        raise NonconformanceError(f"{op}: writes counted as skipped", expected=len(skipped), got=target.skipped() - counted)
-
-
-def _check_range_error(target: Target, op: str, error: Exception, skipped: list[str]) -> None:
-    """Check that an IndexRangeError is raised for a reason, where it may be, and names the first bad place."""
+        return
     if not skipped:
         raise NonconformanceError(f"{op} with every index in range", expected="no error", got=f"IndexRangeError: {error}")
     if not target.may_raise:
@@ -97,9 +121,26 @@ def check_refused(target: Target, data: Mapping[str, Any], error: type[Exception
     Raises:
         NonconformanceError: it does not raise, raises another error or says something else, or a byte has changed.
     """
-    memory = Memory(data["arenas"], target.device)
-    call = data["calls"][0]
-    args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
+    memory, call = Memory(data["arenas"], target.device), data["calls"][0]
+    expect_refusal(target, memory, call, {name: memory.tensor(spec) for name, spec in call["args"].items()}, error, texts)
+
+
+def expect_refusal(
+    target: Target, memory: Memory, call: Mapping[str, Any], args: dict[str, Any], error: type[Exception], texts: Sequence[str]
+) -> None:
+    """Make a call, which must raise and change nothing.
+
+    Args:
+        target: the backend.
+        memory: all memory of the case.
+        call: the call as data.
+        args: its arguments.
+        error: class of the error.
+        texts: what its text must contain.
+
+    Raises:
+        NonconformanceError: it does not raise, says something else, or a byte has changed.
+    """
     before = memory.copy()
     try:
         target.call(call["op"], args)

@@ -114,9 +114,15 @@ def compare(memory: Memory, expected: Memory, args: Mapping[str, Any], what: str
     for arena, (content, wanted) in enumerate(zip(memory.bytes, expected.bytes, strict=True)):
         for start in range(0, len(content) if arenas is None or arena in arenas else 0, CHUNK):
             got, right = content[start : start + CHUNK].cpu(), wanted[start : start + CHUNK]
-            if not torch.equal(got, right):
+            if not _equal(got, right):
                 wrong = (got != right).nonzero().flatten()
                 raise _difference(memory, expected, args, what, (arena, start + int(wrong[0]), len(wrong)))
+
+
+def _equal(got: torch.Tensor, right: torch.Tensor) -> bool:
+    """Compare bytes, eight at a time: torch needs seven times as long for them one by one."""
+    whole = len(got) // 8 * 8
+    return torch.equal(got[:whole].view(torch.int64), right[:whole].view(torch.int64)) and torch.equal(got[whole:], right[whole:])
 
 
 def _difference(memory: Memory, expected: Memory, args: Mapping[str, Any], what: str, place: tuple[int, int, int]) -> NonconformanceError:

@@ -15,7 +15,13 @@ from kvdock_conformance.faults.fault import Fault
 
 __all__ = ["AREAS", "load"]
 
-AREAS = ("paged_caching",)
+AREAS = (
+    "paged_caching",
+    "gather_paged",
+    "gather_results",
+    "copy_blocks",
+    "copy_forms",
+)
 """Modules of this package."""
 
 

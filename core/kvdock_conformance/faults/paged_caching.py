@@ -8,19 +8,15 @@ from typing import Any
 import torch
 
 import kvdock
-from kvdock_conformance.checking.memory import BITS
 from kvdock_conformance.faults.fault import Args, Faults, FaultyCall, Run
+from kvdock_conformance.faults.quantised import QuantisedKernel
+from kvdock_conformance.faults.tensors import bits, capacity, dense, flip_byte, in_range, restrided
 
 __all__ = ["FAULTS"]
 
 FAULTS = Faults()
 _OP = "paged_caching_"
 _PAIRS = (("k_cache", "k"), ("v_cache", "v"))
-
-
-def _capacity(args: Args) -> int:
-    """Return how many slots the pool has."""
-    return int(args["k_cache"].shape[0] * args["k_cache"].shape[1])
 
 
 def _with_slots(run: Run, args: Args, slots: torch.Tensor) -> None:
@@ -33,33 +29,11 @@ def _dropping(run: Run, args: Args, dropped: torch.Tensor) -> None:
     _with_slots(run, args, torch.where(dropped, -1, args["slot_mapping"]))
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """View elements as integers of their size."""
-    return tensor.detach().view(BITS[tensor.element_size()])
-
-
-def _valid(args: Args) -> torch.Tensor:
-    """Return which tokens are to be written."""
-    slots = args["slot_mapping"]
-    valid: torch.Tensor = (slots >= 0) & (slots < _capacity(args))
-    return valid
-
-
 def _store(cache: torch.Tensor, rows: torch.Tensor, args: Args) -> None:
     """Write rows to the slots of a call that are in range, in plain torch: ``[..., heads, dim]`` or a part of them."""
-    valid, block = _valid(args), cache.shape[1]
+    valid, block = in_range(args), cache.shape[1]
     slots = args["slot_mapping"][valid].long()
-    _bits(cache)[slots // block, slots % block] = _bits(rows)[valid]
-
-
-def _restrided(tensor: torch.Tensor, strides: Sequence[int], offset: int = 0) -> torch.Tensor:
-    """Return a tensor's memory seen with other strides; it may show less of it than the shape asks for, never more."""
-    return tensor.as_strided(tensor.shape, tuple(strides), tensor.storage_offset() + offset)
-
-
-def _dense(shape: Sequence[int]) -> list[int]:
-    """Return the strides of a contiguous tensor."""
-    return list(torch.empty(tuple(shape), device="meta").stride())
+    bits(cache)[slots // block, slots % block] = bits(rows)[valid]
 
 
 # Slots
@@ -68,12 +42,12 @@ def _dense(shape: Sequence[int]) -> list[int]:
 @FAULTS.call(_OP, "write-off-by-one-at-a-block-border", "The first slot of a block goes to the last of the one before.", "KVD-WRITE-005")
 def _off_by_one(run: Run, args: Args) -> None:
     slots = args["slot_mapping"]
-    _with_slots(run, args, torch.where((slots > 0) & (slots % args["k_cache"].shape[1] == 0) & _valid(args), slots - 1, slots))
+    _with_slots(run, args, torch.where((slots > 0) & (slots % args["k_cache"].shape[1] == 0) & in_range(args), slots - 1, slots))
 
 
 @FAULTS.call(_OP, "write-last-slot-dropped", "The last slot of the pool is taken for one beyond it.", "KVD-WRITE-005")
 def _last_slot_dropped(run: Run, args: Args) -> None:
-    _dropping(run, args, args["slot_mapping"] == _capacity(args) - 1)
+    _dropping(run, args, args["slot_mapping"] == capacity(args) - 1)
 
 
 @FAULTS.call(_OP, "write-slot-zero-is-padding", "Slot 0 is taken for padding.", "KVD-WRITE-005")
@@ -97,13 +71,13 @@ def _keys_into_values(run: Run, args: Args) -> None:
 @FAULTS.call(_OP, "write-negative-slot-wraps", "A negative slot counts from the end of the pool.", "KVD-WRITE-003")
 def _negative_wraps(run: Run, args: Args) -> None:
     slots = args["slot_mapping"]
-    _with_slots(run, args, torch.where((slots < 0) & (slots >= -_capacity(args)), slots + _capacity(args), slots))
+    _with_slots(run, args, torch.where((slots < 0) & (slots >= -capacity(args)), slots + capacity(args), slots))
 
 
 @FAULTS.call(_OP, "write-only-minus-one-is-padding", "Negative slots other than -1 are taken modulo the pool.", "KVD-WRITE-003")
 def _only_minus_one(run: Run, args: Args) -> None:
     slots = args["slot_mapping"]
-    _with_slots(run, args, torch.where(slots < -1, slots % max(_capacity(args), 1), slots))
+    _with_slots(run, args, torch.where(slots < -1, slots % max(capacity(args), 1), slots))
 
 
 @FAULTS.call(_OP, "write-padding-ends-the-call", "Tokens behind the first padding are dropped.", "KVD-WRITE-003")
@@ -114,17 +88,17 @@ def _padding_ends(run: Run, args: Args) -> None:
 
 @FAULTS.call(_OP, "write-beyond-the-pool-clamped", "A slot beyond the pool is taken for the last one.", "KVD-WRITE-004")
 def _clamped(run: Run, args: Args) -> None:
-    _with_slots(run, args, args["slot_mapping"].clamp(max=_capacity(args) - 1))
+    _with_slots(run, args, args["slot_mapping"].clamp(max=capacity(args) - 1))
 
 
 @FAULTS.call(_OP, "write-beyond-the-pool-silent", "A slot beyond the pool is skipped, and neither raised nor counted.", "KVD-WRITE-004")
 def _silent(run: Run, args: Args) -> None:
-    _dropping(run, args, args["slot_mapping"] >= _capacity(args))
+    _dropping(run, args, args["slot_mapping"] >= capacity(args))
 
 
 @FAULTS.call(_OP, "write-error-after-a-partial-write", "What is good is written before the others are refused.", "KVD-WRITE-004")
 def _partial_write(run: Run, args: Args) -> None:
-    beyond = args["slot_mapping"] >= _capacity(args)
+    beyond = args["slot_mapping"] >= capacity(args)
     if bool(beyond.any()):
         _dropping(run, args, beyond)
     run(args)
@@ -132,7 +106,7 @@ def _partial_write(run: Run, args: Args) -> None:
 
 @FAULTS.call(_OP, "write-error-names-another-place", "The error names the last bad place instead of the first.", "KVD-WRITE-004")
 def _another_place(run: Run, args: Args) -> None:
-    beyond = (args["slot_mapping"] >= _capacity(args)).nonzero()
+    beyond = (args["slot_mapping"] >= capacity(args)).nonzero()
     if len(beyond):
         raise kvdock.IndexRangeError(f"{_OP}: slot_mapping{beyond[-1].tolist()}", expected="a slot of the pool", got="another")
     run(args)
@@ -146,7 +120,7 @@ def _cut_to_32_bits(run: Run, args: Args) -> None:
 @FAULTS.call(_OP, "write-slot-strides-ignored", "slot_mapping is read as if it were dense.", "KVD-WRITE-006")
 def _slot_strides_ignored(run: Run, args: Args) -> None:
     slots = args["slot_mapping"]
-    run({**args, "slot_mapping": _restrided(slots, _dense(slots.shape))})
+    run({**args, "slot_mapping": restrided(slots, dense(slots.shape))})
 
 
 @FAULTS.call(_OP, "write-first-row-of-a-batch", "Of a batch of rows, the first is written.", "KVD-WRITE-007")
@@ -170,7 +144,7 @@ def _no_tokens_refused(function: Callable[..., None]) -> Callable[..., None]:
 @FAULTS.call(_OP, "write-equal-slots-dropped", "A slot that occurs twice is not written.", "KVD-WRITE-009")
 def _equal_slots_dropped(run: Run, args: Args) -> None:
     _, inverse, counts = torch.unique(args["slot_mapping"], return_inverse=True, return_counts=True)
-    _dropping(run, args, (counts > 1)[inverse] & _valid(args))
+    _dropping(run, args, (counts > 1)[inverse] & in_range(args))
 
 
 # Sizes
@@ -179,7 +153,7 @@ def _equal_slots_dropped(run: Run, args: Args) -> None:
 @FAULTS.call(_OP, "write-blocks-of-16-at-most", "The place within a block is taken modulo 16.", "KVD-WRITE-010")
 def _blocks_of_16(run: Run, args: Args) -> None:
     slots, block = args["slot_mapping"], args["k_cache"].shape[1]
-    _with_slots(run, args, torch.where(_valid(args), slots // block * block + slots % block % 16, slots))
+    _with_slots(run, args, torch.where(in_range(args), slots // block * block + slots % block % 16, slots))
 
 
 @FAULTS.call(_OP, "write-dim-rounded-down-to-16", "Elements behind the last multiple of 16 are dropped.", "KVD-WRITE-011")
@@ -203,9 +177,9 @@ def _partly(run: Run, args: Args, part: Callable[[torch.Tensor], torch.Tensor]) 
     kept = [(args[cache], args[cache].clone()) for cache, _ in _PAIRS]
     run(args)
     for cache, before in kept:
-        written = _bits(cache).clone()
-        _bits(cache).copy_(_bits(before))
-        _bits(part(cache)).copy_(part(written))
+        written = bits(cache).clone()
+        bits(cache).copy_(bits(before))
+        bits(part(cache)).copy_(part(written))
 
 
 @FAULTS.call(_OP, "write-tail-of-tokens-dropped", "Tokens behind the last multiple of 16 are dropped.", "KVD-WRITE-014")
@@ -223,7 +197,7 @@ def _grid_limit(run: Run, args: Args) -> None:
 @FAULTS.call(_OP, "write-int32-offsets", "Rows more than 2**31 elements into a pool are dropped.", "KVD-WRITE-023")
 def _int32_offsets(run: Run, args: Args) -> None:
     step = max(args[cache].stride(0) for cache, _ in _PAIRS)
-    _dropping(run, args, _valid(args) & (args["slot_mapping"] // args["k_cache"].shape[1] * step >= 2**31))
+    _dropping(run, args, in_range(args) & (args["slot_mapping"] // args["k_cache"].shape[1] * step >= 2**31))
 
 
 # Layout
@@ -233,9 +207,9 @@ def _int32_offsets(run: Run, args: Args) -> None:
     _OP, "write-pool-strides-ignored", "Pools are written as if they were dense.", "KVD-WRITE-016", "KVD-WRITE-017", "KVD-WRITE-024"
 )
 def _pool_strides_ignored(run: Run, args: Args) -> None:
-    run({**args, "slot_mapping": torch.full_like(args["slot_mapping"], -1)} if bool(_valid(args).all()) else args)
+    run({**args, "slot_mapping": torch.full_like(args["slot_mapping"], -1)} if bool(in_range(args).all()) else args)
     for cache, source in _PAIRS:
-        _store(_restrided(args[cache], _dense(args[cache].shape)), args[source], args)
+        _store(restrided(args[cache], dense(args[cache].shape)), args[source], args)
 
 
 @FAULTS.call(_OP, "write-values-by-the-strides-of-keys", "Values are written by the strides of the key pool.", "KVD-WRITE-016")
@@ -243,16 +217,16 @@ def _strides_of_keys(run: Run, args: Args) -> None:
     run(args)
     k_cache, v_cache = args["k_cache"], args["v_cache"]
     if k_cache.shape == v_cache.shape and k_cache.stride() != v_cache.stride():
-        _store(_restrided(v_cache, _dense(v_cache.shape)), args["v"], args)
+        _store(restrided(v_cache, dense(v_cache.shape)), args["v"], args)
 
 
 @FAULTS.call(_OP, "write-block-stride-ignored", "Blocks are taken to follow each other without a gap.", "KVD-WRITE-017", "KVD-WRITE-002")
 def _block_stride_ignored(run: Run, args: Args) -> None:
-    run({**args, "slot_mapping": torch.full_like(args["slot_mapping"], -1)} if bool(_valid(args).all()) else args)
+    run({**args, "slot_mapping": torch.full_like(args["slot_mapping"], -1)} if bool(in_range(args).all()) else args)
     for cache, source in _PAIRS:
         pool = args[cache]
         step = pool.stride(1) * pool.shape[1] if pool.stride(0) > pool.stride(1) > pool.stride(2) else pool.stride(0)
-        _store(_restrided(pool, (step, *pool.stride()[1:])), args[source], args)
+        _store(restrided(pool, (step, *pool.stride()[1:])), args[source], args)
 
 
 @FAULTS.call(_OP, "write-token-strides-ignored", "Tokens are read as if they were dense.", "KVD-WRITE-018", "KVD-WRITE-007")
@@ -260,8 +234,8 @@ def _token_strides_ignored(run: Run, args: Args) -> None:
     run(args)
     for cache, source in _PAIRS:
         rows = args[source]
-        if rows.stride() != tuple(_dense(rows.shape)) and 0 not in rows.stride():
-            _store(args[cache], _restrided(rows, _dense(rows.shape)), args)
+        if rows.stride() != tuple(dense(rows.shape)) and 0 not in rows.stride():
+            _store(args[cache], restrided(rows, dense(rows.shape)), args)
 
 
 @FAULTS.call(_OP, "write-head-stride-of-tokens-ignored", "Heads of a token are taken to follow each other without a gap.", "KVD-WRITE-018")
@@ -269,7 +243,7 @@ def _head_stride_ignored(run: Run, args: Args) -> None:
     run(args)
     for cache, source in _PAIRS:
         rows = args[source]
-        _store(args[cache], _restrided(rows, (*rows.stride()[:-2], rows.shape[-1], 1)) if rows.stride(-2) > rows.shape[-1] else rows, args)
+        _store(args[cache], restrided(rows, (*rows.stride()[:-2], rows.shape[-1], 1)) if rows.stride(-2) > rows.shape[-1] else rows, args)
 
 
 @FAULTS.call(_OP, "write-addresses-rounded-to-16", "Rows are read from the multiple of 16 bytes at or before them.", "KVD-WRITE-019")
@@ -279,18 +253,17 @@ def _rounded_addresses(run: Run, args: Args) -> None:
         rows = args[source]
         past = rows.data_ptr() % 16 // rows.element_size()
         if past and rows.storage_offset() >= past:
-            _store(args[cache], _restrided(rows, rows.stride(), -past), args)
+            _store(args[cache], restrided(rows, rows.stride(), -past), args)
 
 
 @FAULTS.call(_OP, "write-one-byte-past-the-row", "The byte behind the first row written is changed.", "KVD-WRITE-002")
 def _byte_past_the_row(run: Run, args: Args) -> None:
     run(args)
-    pool, slots = args["v_cache"], args["slot_mapping"][_valid(args)].tolist()
+    pool, slots = args["v_cache"], args["slot_mapping"][in_range(args)].tolist()
     if slots:
         block, offset = divmod(slots[0], pool.shape[1])
         last = pool[block, offset, -1]
-        memory = torch.empty(0, dtype=torch.uint8, device=pool.device).set_(pool.untyped_storage())
-        memory[(last.storage_offset() + last.shape[-1]) * pool.element_size()] ^= 0xFF
+        flip_byte(pool, last.storage_offset() + last.shape[-1])
 
 
 # Numbers
@@ -309,7 +282,7 @@ def _minus_zero_lost(run: Run, args: Args) -> None:
     run(args)
     for cache, source in _PAIRS:
         rows = args[source]
-        positive = torch.where(_bits(rows) == torch.iinfo(_bits(rows).dtype).min, 0, _bits(rows)).to(_bits(rows).dtype)
+        positive = torch.where(bits(rows) == torch.iinfo(bits(rows).dtype).min, 0, bits(rows)).to(bits(rows).dtype)
         _store(args[cache], positive.view(rows.dtype), args)
 
 
@@ -319,38 +292,20 @@ def _subnormals_flushed(run: Run, args: Args) -> None:
     for cache, source in _PAIRS:
         rows = args[source]
         small = rows.abs() < torch.finfo(rows.dtype).tiny
-        _store(args[cache], torch.where(small & (rows != 0), 0, _bits(rows)).to(_bits(rows).dtype).view(rows.dtype), args)
+        _store(args[cache], torch.where(small & (rows != 0), 0, bits(rows)).to(bits(rows).dtype).view(rows.dtype), args)
 
 
 @FAULTS.call(_OP, "write-input-scaled-in-place", "Keys are changed in place.", "KVD-WRITE-021")
 def _input_changed(run: Run, args: Args) -> None:
     run(args)
     if args["k"].numel():
-        _bits(args["k"]).view(-1)[:1].bitwise_not_() if args["k"].is_contiguous() else _bits(args["k"])[..., :1].bitwise_not_()
+        bits(args["k"]).view(-1)[:1].bitwise_not_() if args["k"].is_contiguous() else bits(args["k"])[..., :1].bitwise_not_()
 
 
 @FAULTS.call(_OP, "write-slots-clamped-in-place", "Padding in slot_mapping is overwritten with -1.", "KVD-WRITE-021")
 def _slots_changed(run: Run, args: Args) -> None:
     run(args)
     args["slot_mapping"].clamp_(min=-1)
-
-
-class _Quantised(kvdock.Kernel):
-    """A kernel that treats quantised caches in a way of its own, and all others as the backend does."""
-
-    def __init__(self, inner: kvdock.Kernel) -> None:
-        self._inner = inner
-
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
-        """Ask the backend about other caches."""
-        return self.about_quantised if request.tensor("k_cache").dtype in kvdock.QUANTISED_DTYPES else self._inner.supports(request)
-
-    about_quantised: Sequence[str] = ()
-
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
-        """Convert without a scale for quantised caches."""
-        is_quantised = request.tensor("k_cache").dtype in kvdock.QUANTISED_DTYPES
-        return _ScaleIgnored() if is_quantised else self._inner.prepare(request)
 
 
 class _ScaleIgnored(kvdock.Descriptor):
@@ -365,12 +320,14 @@ class _ScaleIgnored(kvdock.Descriptor):
 
 
 @FAULTS.kernel(_OP, "write-scale-ignored", "A quantised cache is served, and its scale ignored.", "KVD-WRITE-022")
-class _ScaleIgnoredKernel(_Quantised):
+class _ScaleIgnoredKernel(QuantisedKernel):
     """Claims every quantised cache."""
+
+    descriptor = _ScaleIgnored
 
 
 @FAULTS.kernel(_OP, "write-refused-without-a-reason", "A quantised cache is refused with an empty reason.", "KVD-WRITE-022")
-class _NoReasonKernel(_Quantised):
+class _NoReasonKernel(QuantisedKernel):
     """Refuses, and does not say why."""
 
     about_quantised = ("",)
@@ -420,5 +377,5 @@ class _OldStrides(kvdock.Descriptor):
     ) -> None:
         """Write."""
         args = {"k_cache": k_cache, "slot_mapping": slots}
-        _store(_restrided(k_cache, self._strides), k, args)
+        _store(restrided(k_cache, self._strides), k, args)
         _store(v_cache, v, args)

@@ -9,7 +9,11 @@ from kvdock_conformance.requirement import Requirements
 
 __all__ = ["AREAS", "load"]
 
-AREAS = ("paged_caching",)
+AREAS = (
+    "paged_caching",
+    "gather_paged",
+    "copy_blocks",
+)
 """Modules of this package, in the order in which their requirements run."""
 
 

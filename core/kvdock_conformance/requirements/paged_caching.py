@@ -9,6 +9,7 @@ import attrs
 
 from kvdock_conformance.cases.drawing import Drawing, call
 from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry
+from kvdock_conformance.cases.numbers import SPECIAL_BITS, finite
 from kvdock_conformance.cases.paged import Write, shuffled
 from kvdock_conformance.checking.calls import check_calls, check_inputs
 from kvdock_conformance.checking.quantised import check_quantised
@@ -23,13 +24,6 @@ OP = "paged_caching_"
 _EVEN = Geometry.even
 _BIG = _EVEN(num_blocks=96, block=16, heads=1)
 _INT32_MAX, _INT32_MIN = 2**31 - 1, -(2**31)
-_SPECIAL_BITS = {
-    "bfloat16": (0x7FC1, -0x007F, 0x7F80, -0x0080, -0x8000, 0, 1, 0x7F7F),
-    "float16": (0x7E01, -0x01FF, 0x7C00, -0x0400, -0x8000, 0, 1, 0x7BFF),
-    "float64": (0x7FF8 << 48 | 1, -(0x000F << 48) + 1, 0x7FF << 52, -(1 << 52), -(1 << 63), 0, 1, (0x7FF << 52) - 1),
-    "float32": (0x7FC00001, -0x007FFFFF, 0x7F800000, -0x00800000, -0x80000000, 0, 1, 0x7F7FFFFF),
-}
-"""Quiet and signalling NaN with payloads, infinities, -0, 0, the smallest subnormal and the largest finite number."""
 
 
 def slot_name(place: Sequence[int]) -> str:
@@ -72,20 +66,13 @@ def _repeated() -> Iterable[Case]:
     yield Case("other tokens and slots at each call", drawing.case(*[write.call(drawing, pools) for write in changing]))
 
 
-def _finite(dtype: str) -> list[int]:
-    """Return bits of finite numbers of either sign, between 1e-4 and 3e4: some beyond what a quantised cache holds."""
-    steps = {"bfloat16": 1, "float32": 1 << 16}
-    numbers = range(0x3900, 0x46F0, 37)
-    return [bits * steps[dtype] - (sign << 15) * steps[dtype] for bits in numbers for sign in (0, 1)]
-
-
 def _quantised() -> Iterable[Case]:
     """Return writes into quantised caches, with a scale for the whole tensor."""
     for dtype in ("float8_e4m3fn", "float8_e5m2", "int8"):
         for k_dtype in ("bfloat16", "float32"):
             drawing = Drawing()
             k_cache, v_cache = POOLS["nhd"](drawing, Geometry(dtype=dtype))
-            k, v = (attrs.evolve(x, values=_finite(k_dtype)) for x in SOURCES["contiguous"](drawing, Geometry(dtype=k_dtype), (13,)))
+            k, v = (attrs.evolve(x, values=finite(k_dtype)) for x in SOURCES["contiguous"](drawing, Geometry(dtype=k_dtype), (13,)))
             slots = drawing.tensor("int64", (13,), values=shuffled(24))
             scale = drawing.tensor("float32", (), values=[0x3DCCCCCD])  # 0.1
             args = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "slot_mapping": slots}
@@ -304,8 +291,8 @@ REQUIREMENTS = [
         20,
         "Elements of every dtype arrive bit for bit: NaN with its payload, infinities, subnormals and -0.",
         [
-            *(Write(f"{dtype}, random bits", geometry=_EVEN(dim=64, dtype=dtype), lead=(24,)) for dtype in _SPECIAL_BITS),
-            *(Write(f"{dtype}, special values", geometry=_EVEN(dtype=dtype), values=bits) for dtype, bits in _SPECIAL_BITS.items()),
+            *(Write(f"{dtype}, random bits", geometry=_EVEN(dim=64, dtype=dtype), lead=(24,)) for dtype in SPECIAL_BITS),
+            *(Write(f"{dtype}, special values", geometry=_EVEN(dtype=dtype), values=bits) for dtype, bits in SPECIAL_BITS.items()),
         ],
     ),
     _require(

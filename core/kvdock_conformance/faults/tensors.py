@@ -1,0 +1,45 @@
+"""What faults do to tensors: other views of their memory, and rows moved in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvdock_conformance.checking.memory import BITS
+from kvdock_conformance.faults.fault import Args
+
+__all__ = ["bits", "capacity", "dense", "flip_byte", "in_range", "restrided"]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """View elements as integers of their size."""
+    return tensor.detach().view(BITS[tensor.element_size()])
+
+
+def dense(shape: Sequence[int]) -> list[int]:
+    """Return the strides of a contiguous tensor."""
+    return list(torch.empty(tuple(shape), device="meta").stride())
+
+
+def restrided(tensor: torch.Tensor, strides: Sequence[int], offset: int = 0) -> torch.Tensor:
+    """Return a tensor's memory seen with other strides; it may show less of it than the shape asks for, never more."""
+    return tensor.as_strided(tensor.shape, tuple(strides), tensor.storage_offset() + offset)
+
+
+def capacity(args: Args) -> int:
+    """Return how many slots the pool of a call has."""
+    return int(args["k_cache"].shape[0] * args["k_cache"].shape[1])
+
+
+def in_range(args: Args) -> torch.Tensor:
+    """Return which slots of a call are slots of its pool."""
+    slots = args["slot_mapping"]
+    valid: torch.Tensor = (slots >= 0) & (slots < capacity(args))
+    return valid
+
+
+def flip_byte(tensor: torch.Tensor, element: int) -> None:
+    """Invert the first byte of the element that lies so many elements behind the first one of a tensor's storage."""
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    memory[element * tensor.element_size()] ^= 0xFF
