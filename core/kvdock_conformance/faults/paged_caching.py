@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import kvdock
-from kvdock_conformance.checking.memory import BITS
 from kvdock_conformance.faults.fault import Args, Faults, FaultyCall, Run
+from kvdock_conformance.faults.tensors import bits, dense, flip_byte_behind, restrided
 
 __all__ = ["FAULTS"]
 
@@ -33,11 +33,6 @@ def _dropping(run: Run, args: Args, dropped: torch.Tensor) -> None:
     _with_slots(run, args, torch.where(dropped, -1, args["slot_mapping"]))
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """View elements as integers of their size."""
-    return tensor.detach().view(BITS[tensor.element_size()])
-
-
 def _valid(args: Args) -> torch.Tensor:
     """Return which tokens are to be written."""
     slots = args["slot_mapping"]
@@ -49,17 +44,7 @@ def _store(cache: torch.Tensor, rows: torch.Tensor, args: Args) -> None:
     """Write rows to the slots of a call that are in range, in plain torch: ``[..., heads, dim]`` or a part of them."""
     valid, block = _valid(args), cache.shape[1]
     slots = args["slot_mapping"][valid].long()
-    _bits(cache)[slots // block, slots % block] = _bits(rows)[valid]
-
-
-def _restrided(tensor: torch.Tensor, strides: Sequence[int], offset: int = 0) -> torch.Tensor:
-    """Return a tensor's memory seen with other strides; it may show less of it than the shape asks for, never more."""
-    return tensor.as_strided(tensor.shape, tuple(strides), tensor.storage_offset() + offset)
-
-
-def _dense(shape: Sequence[int]) -> list[int]:
-    """Return the strides of a contiguous tensor."""
-    return list(torch.empty(tuple(shape), device="meta").stride())
+    bits(cache)[slots // block, slots % block] = bits(rows)[valid]
 
 
 # Slots
@@ -139,14 +124,14 @@ def _another_place(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "write-slots-cut-to-32-bits", "The upper half of an int64 slot is ignored.", "KVD-WRITE-004", "KVD-WRITE-003")
-def _cut_to_32_bits(run: Run, args: Args) -> None:
+def _cut_to_32bits(run: Run, args: Args) -> None:
     _with_slots(run, args, args["slot_mapping"].to(torch.int32))
 
 
 @FAULTS.call(_OP, "write-slot-strides-ignored", "slot_mapping is read as if it were dense.", "KVD-WRITE-006")
 def _slot_strides_ignored(run: Run, args: Args) -> None:
     slots = args["slot_mapping"]
-    run({**args, "slot_mapping": _restrided(slots, _dense(slots.shape))})
+    run({**args, "slot_mapping": restrided(slots, dense(slots.shape))})
 
 
 @FAULTS.call(_OP, "write-first-row-of-a-batch", "Of a batch of rows, the first is written.", "KVD-WRITE-007")
@@ -203,9 +188,9 @@ def _partly(run: Run, args: Args, part: Callable[[torch.Tensor], torch.Tensor]) 
     kept = [(args[cache], args[cache].clone()) for cache, _ in _PAIRS]
     run(args)
     for cache, before in kept:
-        written = _bits(cache).clone()
-        _bits(cache).copy_(_bits(before))
-        _bits(part(cache)).copy_(part(written))
+        written = bits(cache).clone()
+        bits(cache).copy_(bits(before))
+        bits(part(cache)).copy_(part(written))
 
 
 @FAULTS.call(_OP, "write-tail-of-tokens-dropped", "Tokens behind the last multiple of 16 are dropped.", "KVD-WRITE-014")
@@ -235,7 +220,7 @@ def _int32_offsets(run: Run, args: Args) -> None:
 def _pool_strides_ignored(run: Run, args: Args) -> None:
     run({**args, "slot_mapping": torch.full_like(args["slot_mapping"], -1)} if bool(_valid(args).all()) else args)
     for cache, source in _PAIRS:
-        _store(_restrided(args[cache], _dense(args[cache].shape)), args[source], args)
+        _store(restrided(args[cache], dense(args[cache].shape)), args[source], args)
 
 
 @FAULTS.call(_OP, "write-values-by-the-strides-of-keys", "Values are written by the strides of the key pool.", "KVD-WRITE-016")
@@ -243,7 +228,7 @@ def _strides_of_keys(run: Run, args: Args) -> None:
     run(args)
     k_cache, v_cache = args["k_cache"], args["v_cache"]
     if k_cache.shape == v_cache.shape and k_cache.stride() != v_cache.stride():
-        _store(_restrided(v_cache, _dense(v_cache.shape)), args["v"], args)
+        _store(restrided(v_cache, dense(v_cache.shape)), args["v"], args)
 
 
 @FAULTS.call(_OP, "write-block-stride-ignored", "Blocks are taken to follow each other without a gap.", "KVD-WRITE-017", "KVD-WRITE-002")
@@ -252,7 +237,7 @@ def _block_stride_ignored(run: Run, args: Args) -> None:
     for cache, source in _PAIRS:
         pool = args[cache]
         step = pool.stride(1) * pool.shape[1] if pool.stride(0) > pool.stride(1) > pool.stride(2) else pool.stride(0)
-        _store(_restrided(pool, (step, *pool.stride()[1:])), args[source], args)
+        _store(restrided(pool, (step, *pool.stride()[1:])), args[source], args)
 
 
 @FAULTS.call(_OP, "write-token-strides-ignored", "Tokens are read as if they were dense.", "KVD-WRITE-018", "KVD-WRITE-007")
@@ -260,8 +245,8 @@ def _token_strides_ignored(run: Run, args: Args) -> None:
     run(args)
     for cache, source in _PAIRS:
         rows = args[source]
-        if rows.stride() != tuple(_dense(rows.shape)) and 0 not in rows.stride():
-            _store(args[cache], _restrided(rows, _dense(rows.shape)), args)
+        if rows.stride() != tuple(dense(rows.shape)) and 0 not in rows.stride():
+            _store(args[cache], restrided(rows, dense(rows.shape)), args)
 
 
 @FAULTS.call(_OP, "write-head-stride-of-tokens-ignored", "Heads of a token are taken to follow each other without a gap.", "KVD-WRITE-018")
@@ -269,7 +254,7 @@ def _head_stride_ignored(run: Run, args: Args) -> None:
     run(args)
     for cache, source in _PAIRS:
         rows = args[source]
-        _store(args[cache], _restrided(rows, (*rows.stride()[:-2], rows.shape[-1], 1)) if rows.stride(-2) > rows.shape[-1] else rows, args)
+        _store(args[cache], restrided(rows, (*rows.stride()[:-2], rows.shape[-1], 1)) if rows.stride(-2) > rows.shape[-1] else rows, args)
 
 
 @FAULTS.call(_OP, "write-addresses-rounded-to-16", "Rows are read from the multiple of 16 bytes at or before them.", "KVD-WRITE-019")
@@ -279,7 +264,7 @@ def _rounded_addresses(run: Run, args: Args) -> None:
         rows = args[source]
         past = rows.data_ptr() % 16 // rows.element_size()
         if past and rows.storage_offset() >= past:
-            _store(args[cache], _restrided(rows, rows.stride(), -past), args)
+            _store(args[cache], restrided(rows, rows.stride(), -past), args)
 
 
 @FAULTS.call(_OP, "write-one-byte-past-the-row", "The byte behind the first row written is changed.", "KVD-WRITE-002")
@@ -288,9 +273,7 @@ def _byte_past_the_row(run: Run, args: Args) -> None:
     pool, slots = args["v_cache"], args["slot_mapping"][_valid(args)].tolist()
     if slots:
         block, offset = divmod(slots[0], pool.shape[1])
-        last = pool[block, offset, -1]
-        memory = torch.empty(0, dtype=torch.uint8, device=pool.device).set_(pool.untyped_storage())
-        memory[(last.storage_offset() + last.shape[-1]) * pool.element_size()] ^= 0xFF
+        flip_byte_behind(pool[block, offset, -1])
 
 
 # Numbers
@@ -309,7 +292,7 @@ def _minus_zero_lost(run: Run, args: Args) -> None:
     run(args)
     for cache, source in _PAIRS:
         rows = args[source]
-        positive = torch.where(_bits(rows) == torch.iinfo(_bits(rows).dtype).min, 0, _bits(rows)).to(_bits(rows).dtype)
+        positive = torch.where(bits(rows) == torch.iinfo(bits(rows).dtype).min, 0, bits(rows)).to(bits(rows).dtype)
         _store(args[cache], positive.view(rows.dtype), args)
 
 
@@ -319,14 +302,14 @@ def _subnormals_flushed(run: Run, args: Args) -> None:
     for cache, source in _PAIRS:
         rows = args[source]
         small = rows.abs() < torch.finfo(rows.dtype).tiny
-        _store(args[cache], torch.where(small & (rows != 0), 0, _bits(rows)).to(_bits(rows).dtype).view(rows.dtype), args)
+        _store(args[cache], torch.where(small & (rows != 0), 0, bits(rows)).to(bits(rows).dtype).view(rows.dtype), args)
 
 
 @FAULTS.call(_OP, "write-input-scaled-in-place", "Keys are changed in place.", "KVD-WRITE-021")
 def _input_changed(run: Run, args: Args) -> None:
     run(args)
     if args["k"].numel():
-        _bits(args["k"]).view(-1)[:1].bitwise_not_() if args["k"].is_contiguous() else _bits(args["k"])[..., :1].bitwise_not_()
+        bits(args["k"]).view(-1)[:1].bitwise_not_() if args["k"].is_contiguous() else bits(args["k"])[..., :1].bitwise_not_()
 
 
 @FAULTS.call(_OP, "write-slots-clamped-in-place", "Padding in slot_mapping is overwritten with -1.", "KVD-WRITE-021")
@@ -420,5 +403,5 @@ class _OldStrides(kvdock.Descriptor):
     ) -> None:
         """Write."""
         args = {"k_cache": k_cache, "slot_mapping": slots}
-        _store(_restrided(k_cache, self._strides), k, args)
+        _store(restrided(k_cache, self._strides), k, args)
         _store(v_cache, v, args)

@@ -17,13 +17,13 @@ from kvdock_conformance.checking.target import Target
 from kvdock_conformance.reference import paged_caching_
 from kvdock_conformance.requirement import Case, Check, Level, Requirement
 
-__all__ = ["OP", "REQUIREMENTS", "check_write", "check_write_inputs", "slot_name"]
+__all__ = ["OP", "REQUIREMENTS", "SPECIAL_BITS", "check_write", "check_write_inputs", "slot_name"]
 
 OP = "paged_caching_"
 _EVEN = Geometry.even
 _BIG = _EVEN(num_blocks=96, block=16, heads=1)
 _INT32_MAX, _INT32_MIN = 2**31 - 1, -(2**31)
-_SPECIAL_BITS = {
+SPECIAL_BITS = {
     "bfloat16": (0x7FC1, -0x007F, 0x7F80, -0x0080, -0x8000, 0, 1, 0x7F7F),
     "float16": (0x7E01, -0x01FF, 0x7C00, -0x0400, -0x8000, 0, 1, 0x7BFF),
     "float32": (0x7FC00001, -0x007FFFFF, 0x7F800000, -0x00800000, -0x80000000, 0, 1, 0x7F7FFFFF),
@@ -303,8 +303,8 @@ REQUIREMENTS = [
         20,
         "Elements of every dtype arrive bit for bit: NaN with its payload, infinities, subnormals and -0.",
         [
-            *(Write(f"{dtype}, random bits", geometry=_EVEN(dim=64, dtype=dtype), lead=(24,)) for dtype in _SPECIAL_BITS),
-            *(Write(f"{dtype}, special values", geometry=_EVEN(dtype=dtype), values=bits) for dtype, bits in _SPECIAL_BITS.items()),
+            *(Write(f"{dtype}, random bits", geometry=_EVEN(dim=64, dtype=dtype), lead=(24,)) for dtype in SPECIAL_BITS),
+            *(Write(f"{dtype}, special values", geometry=_EVEN(dtype=dtype), values=bits) for dtype, bits in SPECIAL_BITS.items()),
         ],
     ),
     _require(
