@@ -338,7 +338,7 @@ REQUIREMENTS = [
                 geometry=Geometry(num_blocks=batch, block=length, hk=8, dk=64, hv=1, dv=8),
                 pool="untouched memory",
             )
-            for batch, length in ((1, 2**22 + 2), (3, 2**21))
+            for batch, length in ((1, 2**22 + 2), (2, 2**21 + 2))
         ],
         Level.EXTENDED,
     ),
