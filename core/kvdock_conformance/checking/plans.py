@@ -68,6 +68,11 @@ class _Calls:
         """Return the arguments of a call."""
         return {name: self.memory.tensor(spec) for name, spec in self.calls[number]["args"].items()}
 
+    def in_order(self, number: int) -> tuple[Any, ...]:
+        """Return the arguments of a call in the schema's order, None where absent."""
+        args = self.arguments(number)
+        return tuple(args.get(name) for name in CATALOG[self.op].arg_names)
+
     def expected(self, *numbers: int) -> Memory:
         """Return what memory should hold after calls."""
         twin = self.memory.copy()
@@ -116,6 +121,16 @@ def _capacity(op: str, capacity: int) -> Iterator[None]:
 def _clear(op: str) -> None:
     """Forget every plan of an op, those of this thread at once."""
     runtime.default().dispatcher.descriptors.clear(op)
+
+
+@contextlib.contextmanager
+def _collecting() -> Iterator[None]:
+    """Make `gc.collect` look only at what came into being in a block: all that torch brought takes long to look through."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _elsewhere(*functions: Callable[[], object]) -> None:
@@ -174,7 +189,7 @@ def check_eviction(target: Target, data: Mapping[str, Any]) -> None:
     """
     calls = _Calls(target, data)
     failures = _failures(calls.op)
-    with _capacity(calls.op, 1), watched(target, calls.op) as watch:
+    with _collecting(), _capacity(calls.op, 1), watched(target, calls.op) as watch:
         _clear(calls.op)
         calls.make_all()
         _clear(calls.op)
@@ -183,7 +198,9 @@ def check_eviction(target: Target, data: Mapping[str, Any]) -> None:
         if len(watch.prepared) < len(calls.calls):
             raise NonconformanceError(f"{calls.op}: plans prepared", expected=len(calls.calls), got=len(watch.prepared))
     if _failures(calls.op) != failures:
-        raise NonconformanceError(f"{calls.op}: destroy()", expected="no error", got=f"{_failures(calls.op) - failures} errors, see the log")
+        raise NonconformanceError(
+            f"{calls.op}: destroy()", expected="no error", got=f"{_failures(calls.op) - failures} errors, see the log"
+        )
 
 
 def check_in_use(target: Target, data: Mapping[str, Any]) -> None:
@@ -248,7 +265,7 @@ def check_clear_elsewhere(target: Target, data: Mapping[str, Any]) -> None:
         NonconformanceError: a byte differs, a plan is found again, or was not destroyed once, under its device.
     """
     calls = _Calls(target, data)
-    with watched(target, calls.op) as watch:
+    with _collecting(), watched(target, calls.op) as watch:
         for number in range(len(calls.calls)):
             calls.make(number)
             _elsewhere(lambda: _clear(calls.op))
@@ -261,8 +278,8 @@ def check_clear_elsewhere(target: Target, data: Mapping[str, Any]) -> None:
 
 def _request(target: Target, data: Mapping[str, Any]) -> kvdock.Request:
     """Return the request of a case's first call."""
-    memory, call = Memory(data["arenas"], target.device), data["calls"][0]
-    return validate(CATALOG[call["op"]], tuple(memory.tensor(call["args"].get(name)) for name in CATALOG[call["op"]].arg_names))
+    calls = _Calls(target, data)
+    return validate(CATALOG[calls.op], calls.in_order(0))
 
 
 def check_workspace(target: Target, data: Mapping[str, Any]) -> None:
@@ -272,13 +289,14 @@ def check_workspace(target: Target, data: Mapping[str, Any]) -> None:
         NonconformanceError: that is no number of bytes.
     """
     calls = _Calls(target, data)
-    plan = target.kernels[calls.op].prepare(_request(target, data))
-    for when in ("before a call", "after a call"):
-        size = plan.workspace_bytes
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise NonconformanceError(f"{calls.op}: workspace_bytes {when}", expected="a non-negative int", got=repr(size))
-        calls.make(0)
-    plan.destroy()
+    with target.backend.device_guard(target.device):
+        plan = target.kernels[calls.op].prepare(_request(target, data))
+        for when in ("before a call", "after a call"):
+            size = plan.workspace_bytes
+            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+                raise NonconformanceError(f"{calls.op}: workspace_bytes {when}", expected="a non-negative int", got=repr(size))
+            plan(*calls.in_order(0))
+        plan.destroy()
 
 
 def check_own_plans(target: Target, data: Mapping[str, Any]) -> None:
@@ -293,8 +311,8 @@ def check_own_plans(target: Target, data: Mapping[str, Any]) -> None:
         if first is second:
             raise NonconformanceError(f"{calls.op}: prepare(), asked twice", expected="two descriptors", got="the same one twice")
         first.destroy()
-        args, expected = calls.arguments(0), calls.expected(0)
-        second(*(args.get(name) for name in CATALOG[calls.op].arg_names))
+        expected = calls.expected(0)
+        second(*calls.in_order(0))
         second.destroy()
     compare(calls.memory, expected, calls.calls[0]["args"], f"{calls.op} by the second of two plans")
 
@@ -307,12 +325,13 @@ def check_releases(target: Target, data: Mapping[str, Any]) -> None:
     """
     calls = _Calls(target, data)
     kept: list[tuple[str, weakref.ref[Any]]] = []
-    for number in range(len(calls.calls)):
-        args = calls.arguments(number)
-        target.call(calls.op, args)
-        kept += [(f"{name} of call {number}", weakref.ref(value)) for name, value in args.items()]
-        del args
-    gc.collect()
+    with _collecting():
+        for number in range(len(calls.calls)):
+            args = calls.arguments(number)
+            target.call(calls.op, args)
+            kept += [(f"{name} of call {number}", weakref.ref(value)) for name, value in args.items()]
+            del args
+        gc.collect()
     alive = [name for name, reference in kept if reference() is not None]
     if alive:
         raise NonconformanceError(f"{calls.op}: tensors after their calls", expected="none that a plan keeps", got=", ".join(alive))

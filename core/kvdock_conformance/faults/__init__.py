@@ -15,7 +15,7 @@ from kvdock_conformance.faults.fault import Fault
 
 __all__ = ["AREAS", "load"]
 
-AREAS = ("paged_caching", "static_update")
+AREAS = ("paged_caching", "static_update", "descriptors")
 """Modules of this package."""
 
 
