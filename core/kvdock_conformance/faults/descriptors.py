@@ -305,7 +305,9 @@ class _Undestroyable(_Plan):
         raise RuntimeError("invalid handle")
 
 
-@FAULTS.kernel(_GATHER, "desc-destroyed-by-the-next-one", "Preparing a plan destroys the one before it, which may be running.", "KVD-DESC-006")
+@FAULTS.kernel(
+    _GATHER, "desc-destroyed-by-the-next-one", "Preparing a plan destroys the one before it, which may be running.", "KVD-DESC-006"
+)
 class _DestroysItself(_Kernel):
     """Makes plans that end when another one begins."""
 

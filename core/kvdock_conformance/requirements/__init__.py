@@ -9,7 +9,7 @@ from kvdock_conformance.requirement import Requirements
 
 __all__ = ["AREAS", "load"]
 
-AREAS = ("paged_caching", "static_update", "descriptors")
+AREAS = ("paged_caching", "static_update", "descriptors", "errors")
 """Modules of this package, in the order in which their requirements run."""
 
 
