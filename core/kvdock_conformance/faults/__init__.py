@@ -15,7 +15,7 @@ from kvdock_conformance.faults.fault import Fault
 
 __all__ = ["AREAS", "load"]
 
-AREAS = ("paged_caching", "static_update", "descriptors")
+AREAS = ("paged_caching", "static_update", "descriptors", "errors")
 """Modules of this package."""
 
 
