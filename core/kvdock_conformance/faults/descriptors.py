@@ -97,13 +97,13 @@ class _FoundByShapes(_Kernel):
 
     def __init__(self, inner: kvdock.Kernel) -> None:
         super().__init__(inner)
-        self._first: dict[Any, Any] = {}
+        self._first: dict[Any, tuple[int, ...] | None] = {}
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
         """Return a plan for the first strides."""
         meta = request.tensor("k_cache")
         strides = self._first.setdefault((meta.shape, meta.dtype), meta.strides)
-        return _OldStrides(plan, strides) if 0 not in strides else plan
+        return plan if strides is None or 0 in strides else _OldStrides(plan, strides)
 
 
 class _OldStrides(_Plan):
