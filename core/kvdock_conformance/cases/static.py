@@ -26,7 +26,7 @@ class Update:
 
     Args:
         name: what is special.
-        lengths: positions already taken: an int as it is, else the values of the tensor.
+        lengths: positions already taken: an int as it is, else the values of the tensor, repeated as often as needed.
         shape: shape of the tensor of lengths: ``()``, ``(1,)`` or ``(b,)``; None for as many as are listed.
         rows: rows of k and v; None for all of the cache.
         new: new positions of each row.

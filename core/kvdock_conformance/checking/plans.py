@@ -108,14 +108,14 @@ def _failures(op: str) -> int:
 
 
 @contextlib.contextmanager
-def _capacity(op: str, capacity: int) -> Iterator[None]:
+def _at_most(op: str, capacity: int) -> Iterator[None]:
     """Keep no more than so many plans of an op in a block."""
     descriptors = runtime.default().dispatcher.descriptors
-    descriptors.set_capacity(op, capacity)
+    descriptors.set_at_most(op, capacity)
     try:
         yield
     finally:
-        descriptors.set_capacity(op, DEFAULT_CAPACITY)
+        descriptors.set_at_most(op, DEFAULT_CAPACITY)
 
 
 def _clear(op: str) -> None:
@@ -189,7 +189,7 @@ def check_eviction(target: Target, data: Mapping[str, Any]) -> None:
     """
     calls = _Calls(target, data)
     failures = _failures(calls.op)
-    with _collecting(), _capacity(calls.op, 1), watched(target, calls.op) as watch:
+    with _collecting(), _at_most(calls.op, 1), watched(target, calls.op) as watch:
         _clear(calls.op)
         calls.make_all()
         _clear(calls.op)
@@ -224,7 +224,7 @@ def check_in_use(target: Target, data: Mapping[str, Any]) -> None:
         if plan.ends:
             raise NonconformanceError(f"{calls.op}: destroy() of a plan", expected="no call while the plan runs", got="a call")
 
-    with _capacity(calls.op, 1), watched(target, calls.op) as watch:
+    with _at_most(calls.op, 1), watched(target, calls.op) as watch:
         expected = calls.expected(1, 0)
         watch.before_call = nest
         target.call(calls.op, calls.arguments(0))

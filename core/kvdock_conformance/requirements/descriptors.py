@@ -45,7 +45,7 @@ def _repeated() -> Iterable[Case]:
     """Return one signature again and again."""
     for op in OPS:
         for name, pool in (("dense", "nhd"), ("padded", "padded blocks"), ("at an odd address", "odd address")):
-            calls = [OpCall(op, tokens=3, pool=pool, geometry=_SMALL, seed=seed) for seed in range(5)]
+            calls = [OpCall(op, tokens=3, pool=pool, geometry=_SMALL, seed=seed) for seed in range(3)]
             yield _sequence(f"{name}, caches of their own", calls, warm=1)
             yield _sequence(f"{name}, the same caches", calls, same_caches=True, warm=1)
 
@@ -117,7 +117,7 @@ def _two(first: OpCall) -> list[OpCall]:
 
 def _again(first: OpCall) -> list[OpCall]:
     """Return one signature several times."""
-    return [attrs.evolve(first, seed=seed) for seed in range(4)]
+    return [attrs.evolve(first, seed=seed) for seed in range(3)]
 
 
 REQUIREMENTS = [

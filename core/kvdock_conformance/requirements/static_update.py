@@ -346,7 +346,7 @@ REQUIREMENTS = [
         22,
         "More rows than a launch grid has are all written.",
         [
-            Update(f"{batch} rows", [row % 3 for row in range(batch)], new=1, geometry=_of(batch=batch, length=4, heads=1, dim=2))
+            Update(f"{batch} rows", [0, 1, 2], shape=(batch,), new=1, geometry=_of(batch=batch, length=4, heads=1, dim=2))
             for batch in (65_535, 65_537)
         ],
         Level.EXTENDED,
