@@ -220,7 +220,7 @@ REQUIREMENTS = [
     ),
     _require(
         11,
-        "Heads may have any number of elements.",
+        "Heads of a static cache may have any number of elements.",
         [Update(f"D = {dim}", [3, 0, 11], geometry=_of(dim=dim)) for dim in (1, 2, 3, 46, 64, 80, 96, 100, 128, 192, 256, 576)],
     ),
     _require(
@@ -233,7 +233,7 @@ REQUIREMENTS = [
     ),
     _require(
         13,
-        "Keys and values may differ in heads and in elements.",
+        "Keys and values of a static cache may differ in heads and in elements.",
         [
             Update(f"{hk} x {dk} and {hv} x {dv}, {text}", lengths, geometry=Geometry(num_blocks=5, block=16, hk=hk, dk=dk, hv=hv, dv=dv))
             for hk, dk, hv, dv in ((2, 192, 2, 128), (1, 576, 1, 512), (4, 8, 2, 8), (2, 8, 4, 8), (1, 16, 3, 24), (2, 1, 1, 2))
@@ -278,7 +278,7 @@ REQUIREMENTS = [
     ),
     _require(
         17,
-        "Tensors may begin at any address that is a multiple of their element's size.",
+        "Caches and new positions may begin at any address that is a multiple of their element's size.",
         [
             *(Update(f"cache at an {name}", pool=name) for name in ("odd address", "even address in an odd storage")),
             *(Update(f"positions at an {name}", source=name) for name in ("odd address", "even address in an odd storage")),
@@ -297,7 +297,7 @@ REQUIREMENTS = [
     ),
     _require(
         18,
-        "Elements of every dtype arrive bit for bit: NaN with its payload, infinities, subnormals and -0.",
+        "Elements of every dtype arrive in every row bit for bit: NaN with its payload, infinities, subnormals and -0.",
         [
             *(Update(f"{dtype}, random bits", [0, 11, 5], geometry=_of(dim=64, dtype=dtype)) for dtype in SPECIAL_BITS),
             *(
