@@ -111,11 +111,11 @@ def _failures(op: str) -> int:
 def _at_most(op: str, capacity: int) -> Iterator[None]:
     """Keep no more than so many plans of an op in a block."""
     descriptors = runtime.default().dispatcher.descriptors
-    descriptors.set_at_most(op, capacity)
+    descriptors.set_capacity(op, capacity)
     try:
         yield
     finally:
-        descriptors.set_at_most(op, DEFAULT_CAPACITY)
+        descriptors.set_capacity(op, DEFAULT_CAPACITY)
 
 
 def _clear(op: str) -> None:
