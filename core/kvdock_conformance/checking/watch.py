@@ -82,7 +82,7 @@ class WatchedPlan(kvdock.Descriptor):
 
         self._destroy = noting
         with contextlib.suppress(AttributeError):  # it has slots: then what it does by itself is not seen
-            inner.destroy = noting  # type: ignore[method-assign] - so that it is seen, whoever calls it
+            inner.destroy = noting  # type: ignore[method-assign]  # so that it is seen, whoever calls it
 
     def __call__(self, *args: Any) -> None:
         """Make the call, if the plan fits it and is still there."""

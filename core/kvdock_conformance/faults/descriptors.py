@@ -351,7 +351,7 @@ class _WorkspaceUnknown(_Kernel):
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
         """Return such a plan."""
         found = _Plan(plan)
-        found.workspace_bytes = None  # type: ignore[assignment] - that is the fault
+        found.workspace_bytes = None  # type: ignore[assignment]  # that is the fault
         return found
 
 
