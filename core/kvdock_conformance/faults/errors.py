@@ -189,7 +189,7 @@ def _let_through(run: Run, args: Args) -> None:
     try:
         run(args)
     except kvdock.IndexRangeError:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered") from None
+        raise RuntimeError("device error: an illegal memory access was encountered") from None
 
 
 # Memory changed
@@ -201,7 +201,7 @@ def _let_through(run: Run, args: Args) -> None:
 def _cleared_first(function: Function) -> Function:
     def call(*args: Any, out: Any = None, **scales: Any) -> Any:
         for tensor in out or ():
-            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+            if isinstance(tensor, torch.Tensor) and tensor.device == args[0].device:
                 bits(tensor).zero_() if tensor.stride(-1) == 1 else tensor.zero_()
         return function(*args, out=out, **scales)
 
