@@ -1,16 +1,28 @@
-"""Calls that must be refused: which error, what it says, and that nothing has changed."""
+"""Calls that must be refused: which error they raise, what it says, and that memory stays as it was."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import kvdock
+from kvdock import errors
+from kvdock.ops.catalog import CATALOG
+from kvdock.ops.validate import validate
 from kvdock_conformance.checking.calls import expect_refusal
-from kvdock_conformance.checking.memory import Memory
+from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.memory import Memory, compare
+from kvdock_conformance.checking.plans import REFERENCES
 from kvdock_conformance.checking.target import Target
 
-__all__ = ["check_refusal"]
+__all__ = ["BUILT_IN", "check_mistake", "check_recovery", "check_refusal", "check_served_or_refused"]
+
+BUILT_IN: Mapping[str, type[Exception]] = MappingProxyType(
+    {"ArgumentTypeError": TypeError, "ArgumentValueError": ValueError, "IndexRangeError": IndexError}
+)
+"""The built-in that an error must be, too."""
 
 
 def check_refusal(target: Target, data: Mapping[str, Any]) -> None:
@@ -31,3 +43,89 @@ def check_refusal(target: Target, data: Mapping[str, Any]) -> None:
     for _ in range(2):
         expect_refusal(target, memory, bad, bad_args, getattr(kvdock, data["error"]), data["texts"])
         target.call(good["op"], good_args)
+
+
+def check_mistake(target: Target, data: Mapping[str, Any]) -> None:
+    """Make the wrong call of a case before any good one, and again behind two good ones, when there is a plan for its like.
+
+    Raises:
+        NonconformanceError: it does not raise, raises another error or says something else, or a byte has changed.
+    """
+    memory = Memory(data["arenas"], target.device)
+    good, wrong = _arguments(memory, data, 0), _arguments(memory, data, 1)
+    _check_raises(target, (memory, wrong), data, "before any good call")
+    for _ in range(2):
+        target.call(data["calls"][0]["op"], good)
+    _check_raises(target, (memory, wrong), data, "behind a good call")
+
+
+def check_recovery(target: Target, data: Mapping[str, Any]) -> None:
+    """Check that the good call of a case is right behind the wrong one.
+
+    Raises:
+        NonconformanceError: a byte differs.
+    """
+    memory, call = Memory(data["arenas"], target.device), data["calls"][0]
+    good, wrong = _arguments(memory, data, 0), _arguments(memory, data, 1)
+    for _ in range(2):
+        with contextlib.suppress(kvdock.KVDockError):
+            target.call(call["op"], wrong)
+        expected = memory.copy()
+        REFERENCES[call["op"]](*(expected.tensor(spec) for spec in call["args"].values()))
+        target.call(call["op"], good)
+        compare(memory, expected, call["args"], f"{call['op']} behind a call that raised")
+
+
+def _arguments(memory: Memory, data: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return the arguments of the good call, 0, or of the wrong one, 1."""
+    args = {name: memory.tensor(spec) for name, spec in data["calls"][number]["args"].items()}
+    for name in data["meta"] if number else ():
+        args[name] = args[name].to("meta")
+    return args
+
+
+def _check_raises(target: Target, made: tuple[Memory, dict[str, Any]], data: Mapping[str, Any], when: str) -> None:
+    """Make the wrong call, and look at its error and at memory."""
+    (memory, args), op = made, data["calls"][1]["op"]
+    before, raised = memory.copy(), None
+    try:
+        target.call(op, args)
+    except Exception as error:  # noqa: BLE001 - which one it is, is the question
+        raised = error
+    if raised is None and data["may_pass"] and not target.must_raise:
+        return
+    _check_error(raised, data, f"{op} {when}")
+    compare(memory, before, data["calls"][1]["args"], f"{op} raised and wrote")
+
+
+def _check_error(raised: Exception | None, data: Mapping[str, Any], what: str) -> None:
+    """Check the class of an error and its text."""
+    name = data["error"]
+    if not isinstance(raised, getattr(errors, name)) or not isinstance(raised, BUILT_IN[name]):
+        raise NonconformanceError(
+            what, expected=f"{name}, a {BUILT_IN[name].__name__}", got=f"{type(raised).__name__}: {raised}" if raised else "no error"
+        ) from raised
+    for text in (data["calls"][1]["op"], *data["texts"], "expected ", "got ", "Fix: "):
+        if text not in str(raised):
+            raise NonconformanceError(f"{what}: text of the {name}", expected=f"it says {text!r}", got=raised) from raised
+
+
+def check_served_or_refused(target: Target, data: Mapping[str, Any]) -> None:
+    """Check that a request that ``supports`` has nothing against is prepared, without an error.
+
+    Raises:
+        NonconformanceError: preparing raises, or returns something else.
+    """
+    memory, call = Memory(data["arenas"], target.device), data["calls"][0]
+    args = tuple(memory.tensor(call["args"].get(name)) for name in CATALOG[call["op"]].arg_names)
+    if not target.reasons_against(call["op"], args):
+        with target.backend.device_guard(target.device):
+            try:
+                plan = target.kernels[call["op"]].prepare(validate(CATALOG[call["op"]], args))
+            except Exception as error:
+                what = f"{call['op']}: prepare() of what supports() has nothing against"
+                raise NonconformanceError(what, expected="a descriptor", got=f"{type(error).__name__}: {error}") from error
+            if not isinstance(plan, kvdock.Descriptor):
+                raise NonconformanceError(f"{call['op']}: prepare()", expected="a kvdock.Descriptor", got=repr(plan))
+            plan.destroy()
+    target.call(call["op"], {name: value for name, value in zip(CATALOG[call["op"]].arg_names, args, strict=True) if value is not None})

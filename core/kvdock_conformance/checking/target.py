@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -32,6 +32,11 @@ class Target:
         self.name = name
         self.backend = runtime.default().registry.backend(name)
         self.device = torch.empty(0, device=self.backend.devices()[0]).device  # with its index
+
+    @property
+    def kernels(self) -> Mapping[str, kvdock.Kernel]:
+        """Its kernels by op, with what was registered over them."""
+        return runtime.default().registry.loaded()[self.name].kernels
 
     def using(self, op: str) -> AbstractContextManager[None]:
         """Return a block in which an op is served by this backend: an ordinary call where it is the usual choice."""

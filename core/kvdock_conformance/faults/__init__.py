@@ -21,6 +21,9 @@ AREAS = (
     "gather_results",
     "copy_blocks",
     "copy_forms",
+    "static_update",
+    "descriptors",
+    "errors",
 )
 """Modules of this package."""
 

@@ -94,22 +94,17 @@ class KernelSeed:
 
     def why_not(self, target: Target) -> str:
         """Return why not: the backend has no kernel for the op."""
-        return "" if self.op in _kernels(target) else f"{target.name} has no kernel for {self.op}"
+        return "" if self.op in target.kernels else f"{target.name} has no kernel for {self.op}"
 
     @contextlib.contextmanager
     def seeded(self, target: Target) -> Iterator[None]:
         """Register the faulty kernel for a block."""
-        own, registry = _kernels(target)[self.op], runtime.default().registry
+        own, registry = target.kernels[self.op], runtime.default().registry
         registry.register_kernel(target.name, self.op, self.change(own), override=True)
         try:
             yield
         finally:
             registry.register_kernel(target.name, self.op, own, override=True)
-
-
-def _kernels(target: Target) -> Any:
-    """Return the kernels of a backend, by op."""
-    return runtime.default().registry.loaded()[target.name].kernels
 
 
 @attrs.frozen
@@ -192,13 +187,21 @@ class _FaultyKernel(kvdock.Kernel):
 
 
 class Faults(list[Fault]):
-    """A list of faults with decorators that add to it. All take the op or area, name, sentence, and the killers' ids."""
+    """A list of faults with decorators that add to it. All take the op or area, name, sentence, and the killers' ids.
+
+    Args:
+        area: area of the faults; None for the op's name.
+    """
+
+    def __init__(self, area: str | None = None) -> None:
+        super().__init__()
+        self._area = area
 
     def call(self, op: str, name: str, sentence: str, *killers: str) -> Callable[[FaultyCall], FaultyCall]:
         """Add a fault that is a function of a call, the same for all descriptors."""
 
         def add(call: FaultyCall) -> FaultyCall:
-            self.append(Fault(name, sentence, op, killers, KernelSeed(op, lambda inner: _FaultyKernel(inner, lambda: call))))
+            self.append(Fault(name, sentence, self._area or op, killers, KernelSeed(op, lambda inner: _FaultyKernel(inner, lambda: call))))
             return call
 
         return add
@@ -207,7 +210,7 @@ class Faults(list[Fault]):
         """Add a fault that keeps something from call to call: the function is asked for a `FaultyCall` per descriptor."""
 
         def add(make_call: Callable[[], FaultyCall]) -> Callable[[], FaultyCall]:
-            self.append(Fault(name, sentence, op, killers, KernelSeed(op, lambda inner: _FaultyKernel(inner, make_call))))
+            self.append(Fault(name, sentence, self._area or op, killers, KernelSeed(op, lambda inner: _FaultyKernel(inner, make_call))))
             return make_call
 
         return add
@@ -216,7 +219,7 @@ class Faults(list[Fault]):
         """Add a fault that is a class of kernels, made of the backend's own kernel."""
 
         def add(change: Any) -> Any:
-            self.append(Fault(name, sentence, op, killers, KernelSeed(op, change)))
+            self.append(Fault(name, sentence, self._area or op, killers, KernelSeed(op, change)))
             return change
 
         return add
@@ -225,7 +228,7 @@ class Faults(list[Fault]):
         """Add a fault of the public function: given the function, return a faulty one."""
 
         def add(change: Any) -> Any:
-            self.append(Fault(name, sentence, op, killers, FunctionSeed(op, change)))
+            self.append(Fault(name, sentence, self._area or op, killers, FunctionSeed(op, change)))
             return change
 
         return add

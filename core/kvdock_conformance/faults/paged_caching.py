@@ -113,7 +113,7 @@ def _another_place(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "write-slots-cut-to-32-bits", "The upper half of an int64 slot is ignored.", "KVD-WRITE-004", "KVD-WRITE-003")
-def _cut_to_32_bits(run: Run, args: Args) -> None:
+def _cut_to_32bits(run: Run, args: Args) -> None:
     _with_slots(run, args, args["slot_mapping"].to(torch.int32))
 
 

@@ -13,6 +13,9 @@ AREAS = (
     "paged_caching",
     "gather_paged",
     "copy_blocks",
+    "static_update",
+    "descriptors",
+    "errors",
 )
 """Modules of this package, in the order in which their requirements run."""
 

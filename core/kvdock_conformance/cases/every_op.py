@@ -1,0 +1,98 @@
+"""Calls of any op as cases: for what holds of all ops alike, such as plans and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from kvdock_conformance.cases.drawing import Drawing, View, call
+from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry, Pair
+from kvdock_conformance.cases.paged import shuffled
+
+__all__ = ["OPS", "Arguments", "OpCall"]
+
+Arguments = dict[str, View | int]
+"""Arguments of a call by name, in the schema's order."""
+
+_GEOMETRY = Geometry(num_blocks=16, block=16)
+
+
+@attrs.frozen
+class OpCall:
+    """A good call of an op.
+
+    Args:
+        op: name of the op, one of `OPS`.
+        tokens: how many tokens, new positions of each row, or pairs of blocks: at most half of the blocks.
+        pool: name of one of `POOLS`; seen with heads and positions swapped in static caches.
+        source: name of one of `SOURCES`, for the rows that are read, or that a gather writes.
+        geometry: sizes of the pool.
+        seed: of slots, lengths and pairs.
+        lead: leading sizes of the tokens; None for ``(tokens,)``.
+    """
+
+    op: str
+    tokens: int = 5
+    pool: str = "nhd"
+    source: str = "contiguous"
+    geometry: Geometry = _GEOMETRY
+    seed: int = 1
+    lead: tuple[int, ...] | None = None
+
+    def caches(self, drawing: Drawing) -> Pair:
+        """Return new caches."""
+        k_cache, v_cache = POOLS[self.pool](drawing, self.geometry)
+        return (k_cache.transpose(1, 2), v_cache.transpose(1, 2)) if self.op == "static_update_" else (k_cache, v_cache)
+
+    def arguments(self, drawing: Drawing, caches: Pair | None = None) -> Arguments:
+        """Return the arguments, with new caches unless some are given."""
+        k_cache, v_cache = self.caches(drawing) if caches is None else caches
+        return {"k_cache": k_cache, "v_cache": v_cache, **_OTHERS[self.op](self, drawing)}
+
+    def call(self, drawing: Drawing, caches: Pair | None = None) -> dict[str, Any]:
+        """Return the call as data."""
+        return call(self.op, **self.arguments(drawing, caches))
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Leading sizes of the tokens."""
+        return (self.tokens,) if self.lead is None else self.lead
+
+
+def _write(this: OpCall, drawing: Drawing) -> Arguments:
+    k, v = SOURCES[this.source](drawing, this.geometry, this.leading)
+    return {"k": k, "v": v, "slot_mapping": _slots(this, drawing)}
+
+
+def _read(this: OpCall, drawing: Drawing) -> Arguments:
+    slots = _slots(this, drawing)
+    k_out, v_out = SOURCES[this.source](drawing, this.geometry, this.leading)
+    return {"slot_mapping": slots, "k_out": k_out, "v_out": v_out}
+
+
+def _slots(this: OpCall, drawing: Drawing) -> View:
+    return drawing.tensor("int64", this.leading, values=shuffled(this.geometry.capacity, this.seed))
+
+
+def _update(this: OpCall, drawing: Drawing) -> Arguments:
+    rows, room = this.geometry.num_blocks, this.geometry.block - this.tokens + 1
+    k, v = SOURCES[this.source](drawing, this.geometry, (rows, this.tokens))
+    lengths = drawing.tensor("int64", (rows,), values=[(row * 7 + this.seed) % room for row in range(rows)])
+    return {"k": k.transpose(1, 2), "v": v.transpose(1, 2), "cache_lengths": lengths}
+
+
+def _copy(this: OpCall, drawing: Drawing) -> Arguments:
+    turn = this.seed % 2  # even blocks to odd ones, or the other way round
+    pairs = [2 * i + (turn ^ side) for i in range(this.tokens) for side in (0, 1)]
+    return {"block_pairs": drawing.tensor("int64", (this.tokens, 2), values=pairs)}
+
+
+_OTHERS: Mapping[str, Callable[[OpCall, Drawing], Arguments]] = MappingProxyType(
+    {"paged_caching_": _write, "static_update_": _update, "gather_paged": _read, "copy_blocks_": _copy}
+)
+
+OPS = tuple(_OTHERS)
+"""Every op of `kvdock.ops` that there is."""

@@ -1,0 +1,375 @@
+"""What a backend's plans must stand: repetition, change, eviction, other threads."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+import kvdock
+from kvdock import runtime
+from kvdock.descriptors.manager import DEFAULT_CAPACITY
+from kvdock.interface import TensorMeta
+from kvdock.ops.catalog import CATALOG
+from kvdock.ops.validate import validate
+from kvdock.spec import COPY_DTYPES, QUANTISED_DTYPES
+from kvdock_conformance.checking.calls import Reference
+from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.memory import Memory, compare
+from kvdock_conformance.checking.target import Target
+from kvdock_conformance.checking.watch import WatchedPlan, watched
+from kvdock_conformance.reference import copy_blocks_, gather_paged, paged_caching_, static_update_
+
+__all__ = [
+    "REFERENCES",
+    "check_changes",
+    "check_clear_elsewhere",
+    "check_eviction",
+    "check_in_use",
+    "check_own_plans",
+    "check_releases",
+    "check_reuse",
+    "check_supports",
+    "check_threads",
+    "check_workspace",
+]
+
+REFERENCES: Mapping[str, Reference] = {
+    "paged_caching_": paged_caching_,
+    "static_update_": static_update_,
+    "gather_paged": gather_paged,
+    "copy_blocks_": copy_blocks_,
+}
+"""What each op means."""
+
+_WAIT_S = 30.0
+
+
+class _Calls:
+    """The calls of a case, each compared with the reference.
+
+    Args:
+        target: the backend.
+        data: the case. Its calls must have every index in range.
+    """
+
+    def __init__(self, target: Target, data: Mapping[str, Any]) -> None:
+        self.calls: Sequence[Mapping[str, Any]] = data["calls"]
+        self.op: str = self.calls[0]["op"]
+        self.memory = Memory(data["arenas"], target.device)
+        self._target = target
+
+    def arguments(self, number: int) -> dict[str, Any]:
+        """Return the arguments of a call."""
+        return {name: self.memory.tensor(spec) for name, spec in self.calls[number]["args"].items()}
+
+    def in_order(self, number: int) -> tuple[Any, ...]:
+        """Return the arguments of a call in the schema's order, None where absent."""
+        args = self.arguments(number)
+        return tuple(args.get(name) for name in CATALOG[self.op].arg_names)
+
+    def expected(self, *numbers: int) -> Memory:
+        """Return what memory should hold after calls."""
+        twin = self.memory.copy()
+        for number in numbers:
+            args = self.calls[number]["args"]
+            REFERENCES[self.op](*(twin.tensor(spec) for spec in args.values()))
+        return twin
+
+    def make(self, number: int, ready: Callable[[], object] = lambda: None) -> None:
+        """Make a call once ``ready`` returns, and compare every byte."""
+        args = self.arguments(number)
+        expected = self.expected(number)
+        ready()
+        self._target.call(self.op, args)
+        compare(self.memory, expected, self.calls[number]["args"], f"{self.op}, call {number}")
+
+    def make_all(self) -> None:
+        """Make every call, in order."""
+        for number in range(len(self.calls)):
+            self.make(number)
+
+
+def _prepared(op: str) -> int:
+    """Return how many plans were prepared for an op so far, in all threads."""
+    stats = runtime.default().dispatcher.descriptors.stats()
+    return sum(counted.misses for counted in stats.get(op, {}).values())
+
+
+def _failures(op: str) -> int:
+    """Return how many plans of an op raised when they were destroyed."""
+    stats = runtime.default().dispatcher.descriptors.stats()
+    return sum(counted.failures for counted in stats.get(op, {}).values())
+
+
+@contextlib.contextmanager
+def _at_most(op: str, capacity: int) -> Iterator[None]:
+    """Keep no more than so many plans of an op in a block."""
+    descriptors = runtime.default().dispatcher.descriptors
+    descriptors.set_capacity(op, capacity)
+    try:
+        yield
+    finally:
+        descriptors.set_capacity(op, DEFAULT_CAPACITY)
+
+
+def _clear(op: str) -> None:
+    """Forget every plan of an op, those of this thread at once."""
+    runtime.default().dispatcher.descriptors.clear(op)
+
+
+@contextlib.contextmanager
+def _collecting() -> Iterator[None]:
+    """Make `gc.collect` look only at what came into being in a block: all that torch brought takes long to look through."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _elsewhere(*functions: Callable[[], object]) -> None:
+    """Call functions at once, each in a thread of its own, and raise what the first of them raised."""
+    raised: list[BaseException] = []
+
+    def run(function: Callable[[], object]) -> None:
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if raised:
+        raise raised[0]
+
+
+def check_reuse(target: Target, data: Mapping[str, Any]) -> None:
+    """Check that calls behind the first ``data["warm"]`` are right and prepare nothing.
+
+    Raises:
+        NonconformanceError: a plan was prepared, or a byte differs.
+    """
+    calls = _Calls(target, data)
+    _clear(calls.op)
+    for number in range(len(calls.calls)):
+        before = _prepared(calls.op)
+        calls.make(number)
+        count = _prepared(calls.op) - before
+        if count and number >= data["warm"]:
+            raise NonconformanceError(f"{calls.op}: plans prepared by call {number}", expected=0, got=count)
+        if not count and not number:
+            raise NonconformanceError(f"{calls.op}: plans prepared by the first call", expected=1, got=count)
+
+
+def check_changes(target: Target, data: Mapping[str, Any]) -> None:
+    """Check that calls of different signatures are right, and that each plan fits the calls that it is used for.
+
+    Raises:
+        NonconformanceError: a byte differs, or a plan was called with what it was not prepared for.
+    """
+    _Calls(target, data).make_all()
+    with watched(target, data["calls"][0]["op"]):
+        _Calls(target, data).make_all()
+
+
+def check_eviction(target: Target, data: Mapping[str, Any]) -> None:
+    """Check calls of signatures that drive each other out of the cache, and how their plans end.
+
+    Raises:
+        NonconformanceError: a byte differs, or a plan was not destroyed once, under its device, without an error.
+    """
+    calls = _Calls(target, data)
+    failures = _failures(calls.op)
+    with _collecting(), _at_most(calls.op, 1), watched(target, calls.op) as watch:
+        _clear(calls.op)
+        calls.make_all()
+        _clear(calls.op)
+        gc.collect()  # what is destroyed once more when it is collected is destroyed twice
+        watch.check_ends(calls.op)
+        if len(watch.prepared) < len(calls.calls):
+            raise NonconformanceError(f"{calls.op}: plans prepared", expected=len(calls.calls), got=len(watch.prepared))
+    if _failures(calls.op) != failures:
+        raise NonconformanceError(
+            f"{calls.op}: destroy()", expected="no error", got=f"{_failures(calls.op) - failures} errors, see the log"
+        )
+
+
+def check_in_use(target: Target, data: Mapping[str, Any]) -> None:
+    """Check a call during which its plan leaves the cache: another call is made inside it, of the second signature.
+
+    With ``data["clear"]`` another thread clears the caches first.
+
+    Raises:
+        NonconformanceError: a byte differs, or the plan was destroyed before its call had ended, or not after it.
+    """
+    calls = _Calls(target, data)
+    inside: list[bool] = []
+
+    def nest(plan: WatchedPlan) -> None:
+        if inside:
+            return
+        inside.append(True)
+        if data["clear"]:
+            _elsewhere(lambda: _clear(calls.op))
+        target.call(calls.op, calls.arguments(1))
+        if plan.ends:
+            raise NonconformanceError(f"{calls.op}: destroy() of a plan", expected="no call while the plan runs", got="a call")
+
+    with _at_most(calls.op, 1), watched(target, calls.op) as watch:
+        expected = calls.expected(1, 0)
+        watch.before_call = nest
+        target.call(calls.op, calls.arguments(0))
+        compare(calls.memory, expected, calls.calls[0]["args"], f"{calls.op}, a call inside another")
+        calls.make(0)
+        _clear(calls.op)
+        watch.check_ends(calls.op)
+
+
+def check_threads(target: Target, data: Mapping[str, Any]) -> None:
+    """Check the same calls made by two threads at once, each on memory of its own, neither with a plan to begin with.
+
+    Raises:
+        NonconformanceError: a byte differs.
+    """
+    barrier = threading.Barrier(2)
+
+    def work() -> None:
+        calls = _Calls(target, data)
+        try:
+            for number in range(len(calls.calls)):
+                calls.make(number, lambda: barrier.wait(_WAIT_S))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    _clear(data["calls"][0]["op"])
+    try:
+        _elsewhere(work, work)
+    except threading.BrokenBarrierError:  # raised beside what broke it, or by a thread that was waited for in vain
+        raise NonconformanceError("two threads at once", expected=f"calls that end within {_WAIT_S:g} s", got="one that does not") from None
+
+
+def check_clear_elsewhere(target: Target, data: Mapping[str, Any]) -> None:
+    """Check calls between which another thread clears the caches, and how their plans end.
+
+    Raises:
+        NonconformanceError: a byte differs, a plan is found again, or was not destroyed once, under its device.
+    """
+    calls = _Calls(target, data)
+    with _collecting(), watched(target, calls.op) as watch:
+        for number in range(len(calls.calls)):
+            calls.make(number)
+            _elsewhere(lambda: _clear(calls.op))
+        if len(watch.prepared) != len(calls.calls):
+            raise NonconformanceError(f"{calls.op}: plans prepared", expected=len(calls.calls), got=len(watch.prepared))
+        _clear(calls.op)
+        gc.collect()
+        watch.check_ends(calls.op)
+
+
+def _request(target: Target, data: Mapping[str, Any]) -> kvdock.Request:
+    """Return the request of a case's first call."""
+    calls = _Calls(target, data)
+    return validate(CATALOG[calls.op], calls.in_order(0))
+
+
+def check_workspace(target: Target, data: Mapping[str, Any]) -> None:
+    """Check what a plan says of its scratch memory, before and after it has been called.
+
+    Raises:
+        NonconformanceError: that is no number of bytes.
+    """
+    calls = _Calls(target, data)
+    with target.backend.device_guard(target.device):
+        plan = target.kernels[calls.op].prepare(_request(target, data))
+        for when in ("before a call", "after a call"):
+            size = plan.workspace_bytes
+            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+                raise NonconformanceError(f"{calls.op}: workspace_bytes {when}", expected="a non-negative int", got=repr(size))
+            plan(*calls.in_order(0))
+        plan.destroy()
+
+
+def check_own_plans(target: Target, data: Mapping[str, Any]) -> None:
+    """Check that two plans for one request are two, and that one outlives the other.
+
+    Raises:
+        NonconformanceError: they are one object, or the second does nothing once the first is destroyed.
+    """
+    calls, kernel = _Calls(target, data), target.kernels[data["calls"][0]["op"]]
+    with target.backend.device_guard(target.device):
+        first, second = (kernel.prepare(_request(target, data)) for _ in range(2))
+        if first is second:
+            raise NonconformanceError(f"{calls.op}: prepare(), asked twice", expected="two descriptors", got="the same one twice")
+        first.destroy()
+        expected = calls.expected(0)
+        second(*calls.in_order(0))
+        second.destroy()
+    compare(calls.memory, expected, calls.calls[0]["args"], f"{calls.op} by the second of two plans")
+
+
+def check_releases(target: Target, data: Mapping[str, Any]) -> None:
+    """Check that a plan, which stays in its cache, keeps none of the tensors of its calls.
+
+    Raises:
+        NonconformanceError: a tensor is still there when nobody else has it.
+    """
+    calls = _Calls(target, data)
+    kept: list[tuple[str, weakref.ref[Any]]] = []
+    with _collecting():
+        for number in range(len(calls.calls)):
+            args = calls.arguments(number)
+            target.call(calls.op, args)
+            kept += [(f"{name} of call {number}", weakref.ref(value)) for name, value in args.items()]
+            del args
+        gc.collect()
+    alive = [name for name, reference in kept if reference() is not None]
+    if alive:
+        raise NonconformanceError(f"{calls.op}: tensors after their calls", expected="none that a plan keeps", got=", ".join(alive))
+
+
+def check_supports(target: Target, data: Mapping[str, Any]) -> None:
+    """Check what a kernel answers about requests of every dtype, each asked twice.
+
+    Raises:
+        NonconformanceError: an answer is no list of texts, differs from the one before, or asking changed the request.
+    """
+    op, request = data["calls"][0]["op"], _request(target, data)
+    for dtype in (*COPY_DTYPES, *QUANTISED_DTYPES):
+        asked = _with_dtype(request, dtype)
+        answers = []
+        for _ in range(2):
+            given = attrs.evolve(asked, args=dict(asked.args))
+            answers.append(_answer(f"{op}: supports() of {dtype}", target.kernels[op].supports(given)))
+            if given != asked:
+                raise NonconformanceError(f"{op}: a request after supports()", expected=asked, got=given)
+        if answers[0] != answers[1]:
+            raise NonconformanceError(f"{op}: supports() of {dtype}, asked twice", expected=answers[0], got=answers[1])
+
+
+def _answer(what: str, answer: object) -> list[str]:
+    """Return the reasons that `Kernel.supports` gave."""
+    if isinstance(answer, str) or not isinstance(answer, Sequence):
+        raise NonconformanceError(what, expected="a list of reasons", got=repr(answer))
+    for reason in answer:
+        if not isinstance(reason, str) or not reason.strip():
+            raise NonconformanceError(what, expected="reasons that are texts", got=repr(reason))
+    return list(answer)
+
+
+def _with_dtype(request: kvdock.Request, dtype: Any) -> kvdock.Request:
+    """Return a request with all but its indices in another dtype."""
+    args = {
+        name: attrs.evolve(meta, dtype=dtype) if isinstance(meta, TensorMeta) and meta.dtype.is_floating_point else meta
+        for name, meta in request.args.items()
+    }
+    return attrs.evolve(request, args=args)

@@ -1,0 +1,146 @@
+"""Watching the plans of a backend: how they are prepared, called and destroyed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import torch
+
+import kvdock
+from kvdock import runtime
+from kvdock.interface import TensorMeta
+from kvdock.ops.catalog import CATALOG
+from kvdock.ops.validate import validate
+from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.target import Target
+
+__all__ = ["Watch", "WatchedKernel", "WatchedPlan", "misfit", "watched"]
+
+
+class Watch:
+    """What happened to the plans of one op while it was watched."""
+
+    def __init__(self) -> None:
+        self.prepared: list[WatchedPlan] = []
+        """Every plan that was prepared."""
+        self.before_call: Callable[[WatchedPlan], None] = lambda plan: None
+        """Called with a plan before each of its calls."""
+        self._guards = threading.local()
+
+    @property
+    def guarded(self) -> list[torch.device]:
+        """Devices whose `Backend.device_guard` the calling thread has entered."""
+        entered: list[torch.device] = self._guards.__dict__.setdefault("entered", [])
+        return entered
+
+    @contextlib.contextmanager
+    def guard(self, inner: Callable[[torch.device], AbstractContextManager[Any]], device: torch.device) -> Iterator[None]:
+        """Enter the backend's guard of a device, and note it."""
+        with inner(device):
+            self.guarded.append(device)
+            try:
+                yield
+            finally:
+                self.guarded.pop()
+
+    def check_ends(self, op: str) -> None:
+        """Check how the plans that should be gone by now have ended.
+
+        Raises:
+            NonconformanceError: one was not destroyed once, or not under its device.
+        """
+        for number, plan in enumerate(self.prepared):
+            if len(plan.ends) != 1:
+                raise NonconformanceError(f"{op}: destroy() of plan {number}", expected="called once", got=f"{len(plan.ends)} calls")
+            if plan.request.device not in plan.ends[0]:
+                raise NonconformanceError(
+                    f"{op}: destroy() of plan {number}", expected=f"under device_guard({plan.request.device})", got=f"under {plan.ends[0]}"
+                )
+
+
+class WatchedPlan(kvdock.Descriptor):
+    """A plan of the backend, watched."""
+
+    def __init__(self, watch: Watch, request: kvdock.Request, inner: kvdock.Descriptor) -> None:
+        self.request = request
+        self.ends: list[list[torch.device]] = []
+        """For each time that it was destroyed, the devices whose guard was entered."""
+        self._watch = watch
+        self._inner: kvdock.Descriptor | None = inner
+        self.uses_autograd = inner.uses_autograd
+        self.notes_capture = inner.notes_capture
+        ends, destroy = self.ends, inner.destroy
+
+        def noting() -> None:
+            ends.append(list(watch.guarded))
+            destroy()
+
+        self._destroy = noting
+        with contextlib.suppress(AttributeError):  # it has slots: then what it does by itself is not seen
+            inner.destroy = noting  # type: ignore[method-assign]  # so that it is seen, whoever calls it
+
+    def __call__(self, *args: Any) -> None:
+        """Make the call, if the plan fits it and is still there."""
+        if self._inner is None:
+            raise NonconformanceError(f"{self.request.op}: a plan", expected="no call after destroy()", got="a call")
+        wrong = misfit(self.request, validate(CATALOG[self.request.op], args))
+        if wrong:
+            raise NonconformanceError(f"{self.request.op}: a plan", expected="calls that it was prepared for", got=wrong)
+        self._watch.before_call(self)
+        self._inner(*args)
+
+    def destroy(self) -> None:
+        """Destroy what is watched, and let go of it."""
+        self._inner = None
+        self._destroy()
+        del self._destroy
+
+
+class WatchedKernel(kvdock.Kernel):
+    """The backend's own kernel, its plans watched."""
+
+    def __init__(self, watch: Watch, inner: kvdock.Kernel) -> None:
+        self._watch = watch
+        self._inner = inner
+
+    def supports(self, request: kvdock.Request) -> Sequence[str]:
+        """Ask the backend."""
+        return self._inner.supports(request)
+
+    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+        """Prepare what the backend prepares, and note it."""
+        plan = WatchedPlan(self._watch, request, self._inner.prepare(request))
+        self._watch.prepared.append(plan)
+        return plan
+
+
+def misfit(planned: kvdock.Request, actual: kvdock.Request) -> str:
+    """Return what of a call does not fit the request that its plan was made for; empty when all does."""
+    for name, meta in planned.args.items():
+        came = actual.args[name]
+        if not isinstance(meta, TensorMeta) or not isinstance(came, TensorMeta):
+            if meta != came:
+                return f"{name} is {came}, not {meta}"
+        elif (meta.dtype, meta.shape, meta.strides) != (came.dtype, came.shape, came.strides):
+            return f"{name} is {came}, not {meta}"
+        elif came.alignment % meta.alignment:
+            return f"{name} is aligned to {came.alignment} bytes, not to {meta.alignment}"
+    return ""
+
+
+@contextlib.contextmanager
+def watched(target: Target, op: str) -> Iterator[Watch]:
+    """Watch the backend's kernel for an op in a block. Plans from before are not found in it, nor those of it later."""
+    registry, watch, guard = runtime.default().registry, Watch(), target.backend.device_guard
+    own = target.kernels[op]
+    registry.register_kernel(target.name, op, WatchedKernel(watch, own), override=True)
+    try:
+        with mock.patch.object(target.backend, "device_guard", lambda device: watch.guard(guard, device)):
+            yield watch
+    finally:
+        registry.register_kernel(target.name, op, own, override=True)

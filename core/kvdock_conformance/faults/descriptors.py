@@ -1,0 +1,411 @@
+"""Faults of plans: prepared too often, used for what they were not made for, sharing what is not theirs, ending badly."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+import kvdock
+from kvdock import runtime
+from kvdock.interface import TensorMeta
+from kvdock.ops.catalog import CATALOG
+from kvdock_conformance.faults.fault import Faults
+from kvdock_conformance.faults.tensors import restrided
+
+__all__ = ["FAULTS"]
+
+FAULTS = Faults("descriptors")
+_WRITE, _STATIC, _GATHER, _COPY = CATALOG
+
+
+# Too many plans
+
+
+@FAULTS.function(_WRITE, "desc-prepared-at-each-call", "Plans are forgotten after each call.", "KVD-DESC-001", "KVD-DESC-002")
+def _prepared_at_each_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **scales: Any) -> Any:
+        result = function(*args, **scales)
+        runtime.default().dispatcher.descriptors.clear(_WRITE)
+        return result
+
+    return call
+
+
+@FAULTS.function(_GATHER, "desc-a-plan-for-each-token-count", "A token count that is new makes all plans anew.", "KVD-DESC-002")
+def _a_plan_for_each_count(function: Callable[..., Any]) -> Callable[..., Any]:
+    counts = set()
+
+    def call(k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, **others: Any) -> Any:
+        if slot_mapping.numel() not in counts:
+            counts.add(slot_mapping.numel())
+            runtime.default().dispatcher.descriptors.clear(_GATHER)
+        return function(k_cache, v_cache, slot_mapping, **others)
+
+    return call
+
+
+# Kernels and plans around those of the backend
+
+
+class _Kernel(kvdock.Kernel):
+    """A kernel that does what the backend's own does."""
+
+    def __init__(self, inner: kvdock.Kernel) -> None:
+        self._inner = inner
+
+    def supports(self, request: kvdock.Request) -> Sequence[str]:
+        """Ask the backend."""
+        return self._inner.supports(request)
+
+    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+        """Prepare what the backend does, made faulty."""
+        return self.faulty(request, self._inner.prepare(request))
+
+    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+        """Return a faulty plan in place of the backend's."""
+        return plan
+
+
+class _Plan(kvdock.Descriptor):
+    """A plan that does what the backend's own does."""
+
+    def __init__(self, inner: kvdock.Descriptor) -> None:
+        self.inner = inner
+
+    def __call__(self, *args: Any) -> None:
+        """Make the call."""
+        self.inner(*args)
+
+    def destroy(self) -> None:
+        """Destroy what is inside."""
+        self.inner.destroy()
+
+
+# Used for what they were not made for
+
+
+@FAULTS.kernel(
+    _STATIC, "desc-found-by-shapes-alone", "A plan is found by the shapes of the caches, whatever their strides.", "KVD-DESC-003"
+)
+class _FoundByShapes(_Kernel):
+    """Keeps the strides of the first cache of each shape."""
+
+    def __init__(self, inner: kvdock.Kernel) -> None:
+        super().__init__(inner)
+        self._first: dict[Any, tuple[int, ...] | None] = {}
+
+    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+        """Return a plan for the first strides."""
+        meta = request.tensor("k_cache")
+        strides = self._first.setdefault((meta.shape, meta.dtype), meta.strides)
+        return plan if strides is None or 0 in strides else _OldStrides(plan, strides)
+
+
+class _OldStrides(_Plan):
+    """Sees the key cache by strides that were those of another."""
+
+    def __init__(self, inner: kvdock.Descriptor, strides: tuple[int, ...]) -> None:
+        super().__init__(inner)
+        self._strides = strides
+
+    def __call__(self, k_cache: torch.Tensor, *args: Any) -> None:
+        """Make the call."""
+        self.inner(restrided(k_cache, self._strides), *args)
+
+
+@FAULTS.kernel(_WRITE, "desc-found-by-all-but-alignment", "A plan is found by all but the alignment of its tensors.", "KVD-DESC-004")
+class _FoundByAllButAlignment(_Kernel):
+    """Keeps the alignment of the first request that is otherwise the same."""
+
+    def __init__(self, inner: kvdock.Kernel) -> None:
+        super().__init__(inner)
+        self._first: dict[Any, int] = {}
+
+    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+        """Return a plan that reads as much at a time as the first one may."""
+        metas = [meta for meta in request.args.values() if isinstance(meta, TensorMeta)]
+        key = tuple((meta.dtype, meta.shape, meta.strides) for meta in metas)
+        return _WideReads(plan, self._first.setdefault(key, request.tensor("k").alignment))
+
+
+class _WideReads(_Plan):
+    """Reads keys from the multiple of so many bytes at or before them."""
+
+    def __init__(self, inner: kvdock.Descriptor, alignment: int) -> None:
+        super().__init__(inner)
+        self._alignment = alignment
+
+    def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, *args: Any) -> None:
+        """Make the call."""
+        past = k.data_ptr() % self._alignment // k.element_size()
+        self.inner(k_cache, v_cache, restrided(k, k.stride(), -past), *args)
+
+
+# Sharing what is not theirs
+
+
+@FAULTS.kernel(
+    _WRITE, "desc-one-plan-at-a-time", "Preparing a plan takes from the one before what it needs.", "KVD-DESC-003", "KVD-DESC-006"
+)
+class _OnePlanAtATime(_Kernel):
+    """Has room for one plan."""
+
+    last: _Mortal | None = None
+
+    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+        """End the last plan."""
+        if self.last is not None:
+            self.last.is_alive = False
+        self.last = _Mortal(plan)
+        return self.last
+
+
+class _Mortal(_Plan):
+    """Does nothing once it is no longer alive."""
+
+    is_alive = True
+
+    def __call__(self, *args: Any) -> None:
+        """Make the call, or not."""
+        if self.is_alive:
+            self.inner(*args)
+
+
+@FAULTS.kernel(_COPY, "desc-one-for-all-who-ask", "All who ask for the same get one descriptor.", "KVD-DESC-012")
+class _OneForAll(_Kernel):
+    """Keeps descriptors by request."""
+
+    def __init__(self, inner: kvdock.Kernel) -> None:
+        super().__init__(inner)
+        self._kept: dict[str, kvdock.Descriptor] = {}
+
+    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+        """Return what is kept."""
+        return self._kept.setdefault(repr(request), plan)
+
+
+@FAULTS.kernel(
+    _WRITE, "desc-arguments-shared-by-threads", "Two calls at once of two threads share one buffer of arguments.", "KVD-DESC-007"
+)
+class _SharedArguments(_Kernel):
+    """Has one buffer of arguments."""
+
+    arguments: tuple[Any, ...] = ()
+
+    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+        """Return a plan that uses the buffer."""
+        return _UsesBuffer(plan, self)
+
+
+class _UsesBuffer(_Plan):
+    """Takes its arguments by way of its kernel."""
+
+    def __init__(self, inner: kvdock.Descriptor, kernel: _SharedArguments) -> None:
+        super().__init__(inner)
+        self._kernel = kernel
+
+    def __call__(self, *args: Any) -> None:
+        """Make the call that is in the buffer by the time the device gets there."""
+        self._kernel.arguments = args
+        time.sleep(0.01)
+        self.inner(*self._kernel.arguments)
+
+
+@FAULTS.kernel(
+    _STATIC, "desc-works-in-its-first-thread", "Kernels are loaded in the first thread that asks, and missing in others.", "KVD-DESC-007"
+)
+class _FirstThread(_Kernel):
+    """Knows the thread that it is for."""
+
+    thread: int | None = None
+
+    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+        """Return a plan that does nothing in another thread."""
+        self.thread = self.thread or threading.get_ident()
+        found = _Mortal(plan)
+        found.is_alive = self.thread == threading.get_ident()
+        return found
+
+
+# Ending badly
+
+
+@FAULTS.kernel(
+    _GATHER,
+    "desc-frees-what-others-use",
+    "Destroying one plan frees the compiled kernel of all.",
+    "KVD-DESC-005",
+    "KVD-DESC-008",
+    "KVD-DESC-012",
+)
+class _FreesAll(_Kernel):
+    """Has one compiled kernel for all plans."""
+
+    is_loaded = True
+
+    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+        """Return a plan that uses it."""
+        return _Freeing(plan, self)
+
+
+class _Freeing(_Plan):
+    """Frees the compiled kernel when it is destroyed."""
+
+    def __init__(self, inner: kvdock.Descriptor, kernel: _FreesAll) -> None:
+        super().__init__(inner)
+        self._kernel = kernel
+
+    def __call__(self, *args: Any) -> None:
+        """Make the call, as long as there is something to call."""
+        if self._kernel.is_loaded:
+            self.inner(*args)
+
+    def destroy(self) -> None:
+        """Free what others use."""
+        self._kernel.is_loaded = False
+
+
+@FAULTS.kernel(
+    _WRITE, "desc-destroyed-again-when-collected", "A plan is destroyed once more when it is collected.", "KVD-DESC-005", "KVD-DESC-008"
+)
+class _DestroyedTwice(_Kernel):
+    """Makes plans that clean up after themselves."""
+
+    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+        """Return such a plan."""
+        return _CleansUp(plan)
+
+
+class _CleansUp(_Plan):
+    """Destroys itself when it is collected, whoever did so before, and outside of any guard."""
+
+    def __del__(self) -> None:
+        self.destroy()
+
+
+@FAULTS.kernel(_COPY, "desc-destroy-raises", "Destroying a plan raises.", "KVD-DESC-005")
+class _DestroyRaises(_Kernel):
+    """Makes plans that cannot be destroyed."""
+
+    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+        """Return such a plan."""
+        return _Undestroyable(plan)
+
+
+class _Undestroyable(_Plan):
+    """Raises when it is destroyed."""
+
+    def destroy(self) -> None:
+        """Raise."""
+        raise RuntimeError("invalid handle")
+
+
+@FAULTS.kernel(
+    _GATHER, "desc-destroyed-by-the-next-one", "Preparing a plan destroys the one before it, which may be running.", "KVD-DESC-006"
+)
+class _DestroysItself(_Kernel):
+    """Makes plans that end when another one begins."""
+
+    running: _Plan | None = None
+
+    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+        """End the plan that was prepared before."""
+        if self.running is not None:
+            self.running.destroy()
+        self.running = _Plan(plan)
+        return self.running
+
+
+@FAULTS.kernel(_STATIC, "desc-tensors-kept", "A plan keeps the arguments of its last call.", "KVD-DESC-011")
+class _TensorsKept(_Kernel):
+    """Makes plans that remember."""
+
+    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+        """Return such a plan."""
+        return _Remembers(plan)
+
+
+class _Remembers(_Plan):
+    """Keeps its arguments."""
+
+    last: tuple[Any, ...] = ()
+
+    def __call__(self, *args: Any) -> None:
+        """Make the call."""
+        self.last = args
+        self.inner(*args)
+
+
+# What they say of themselves
+
+
+@FAULTS.kernel(_WRITE, "desc-workspace-unknown", "A plan does not know its workspace before its first call.", "KVD-DESC-009")
+class _WorkspaceUnknown(_Kernel):
+    """Makes plans that do not say how much they need."""
+
+    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+        """Return such a plan."""
+        found = _Plan(plan)
+        found.workspace_bytes = None  # type: ignore[assignment]  # that is the fault
+        return found
+
+
+@FAULTS.kernel(_STATIC, "desc-workspace-grows-negative", "After a call, a plan says that it needs less than nothing.", "KVD-DESC-009")
+class _WorkspaceNegative(_Kernel):
+    """Makes plans that give back more than they took."""
+
+    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+        """Return such a plan."""
+        return _GivesBack(plan)
+
+
+class _GivesBack(_Plan):
+    """Counts what it gives back, and not what it takes."""
+
+    def __call__(self, *args: Any) -> None:
+        """Make the call."""
+        self.inner(*args)
+        self.workspace_bytes -= 1024
+
+
+@FAULTS.kernel(_WRITE, "desc-reason-is-a-string", "supports() returns one reason, instead of a list of them.", "KVD-DESC-010")
+class _ReasonIsAString(_Kernel):
+    """Says no to float16 in a word."""
+
+    def supports(self, request: kvdock.Request) -> Sequence[str]:
+        """Return a text."""
+        return "no float16" if request.tensor("k_cache").dtype == torch.float16 else self._inner.supports(request)
+
+
+@FAULTS.kernel(_STATIC, "desc-supports-changes-its-mind", "supports() says no where it said yes the last time.", "KVD-DESC-010")
+class _ChangesItsMind(_Kernel):
+    """Says no to float32 every other time."""
+
+    asked = 0
+
+    def supports(self, request: kvdock.Request) -> Sequence[str]:
+        """Count, and answer."""
+        if request.tensor("k_cache").dtype != torch.float32:
+            return self._inner.supports(request)
+        self.asked += 1
+        return [] if self.asked % 2 else ["no room"]
+
+
+@FAULTS.kernel(
+    _GATHER, "desc-supports-changes-the-request", "supports() rounds the alignment in the request that it is asked about.", "KVD-DESC-010"
+)
+class _ChangesTheRequest(_Kernel):
+    """Takes every tensor for one at a multiple of 16 bytes, and says so in the request."""
+
+    def supports(self, request: kvdock.Request) -> Sequence[str]:
+        """Change what was asked about."""
+        args: Any = request.args
+        for name, meta in list(args.items()):
+            if isinstance(meta, TensorMeta):
+                args[name] = attrs.evolve(meta, alignment=32)
+        return self._inner.supports(request)

@@ -1,0 +1,277 @@
+"""Faults of what an op refuses: mistakes mended in silence, errors of another kind, texts that say too little, memory changed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import kvdock
+from kvdock.ops.catalog import CATALOG
+from kvdock_conformance.faults.fault import Args, Faults, Run
+from kvdock_conformance.faults.tensors import bits
+
+__all__ = ["FAULTS"]
+
+FAULTS = Faults("errors")
+_WRITE, _STATIC, _GATHER, _COPY = CATALOG
+
+Function = Callable[..., Any]
+
+
+def _mending(mend: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Function], Function]:
+    """Return a change of an op that mends the arguments ``k_cache``, ``v_cache``, ``k`` and ``v``, and what follows, before the call."""
+
+    def change(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(k_cache: Any, v_cache: Any, k: Any, v: Any, index: Any, **scales: Any) -> Any:
+            args = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "index": index, **scales}
+            if all(isinstance(args[name], torch.Tensor) for name in ("k_cache", "v_cache", "k", "v")):
+                args = mend(args)
+            others = {name: args[name] for name in scales if name in args}
+            return function(args["k_cache"], args["v_cache"], args["k"], args["v"], args["index"], **others)
+
+        return call
+
+    return change
+
+
+# Mended in silence
+
+
+@FAULTS.function(_WRITE, "error-one-head-for-all", "Tokens with one head are written to all heads.", "KVD-ERROR-001")
+@_mending
+def _one_head(args: dict[str, Any]) -> dict[str, Any]:
+    k, k_cache = args["k"], args["k_cache"]
+    fits = k.dim() in (3, 4) and k.shape[-2] == 1 and k_cache.dim() == 4
+    return {**args, "k": k.expand(*k.shape[:-2], k_cache.shape[2], k.shape[-1])} if fits else args
+
+
+@FAULTS.function(_WRITE, "error-tokens-cut-to-the-slots", "Tokens for which there is no slot are dropped.", "KVD-ERROR-002")
+@_mending
+def _cut(args: dict[str, Any]) -> dict[str, Any]:
+    count = min(args["k"].shape[0], args["index"].shape[0]) if args["index"].dim() else 0
+    return {**args, "k": args["k"][:count], "v": args["v"][:count], "index": args["index"][:count]} if count else args
+
+
+@FAULTS.function(_STATIC, "error-lengths-rounded", "Lengths that are floats are cut to integers.", "KVD-ERROR-003")
+@_mending
+def _rounded(args: dict[str, Any]) -> dict[str, Any]:
+    is_float = isinstance(args["index"], torch.Tensor) and args["index"].is_floating_point()
+    return {**args, "index": args["index"].nan_to_num(0, 0, 0).clamp(0, 1).long()} if is_float else args
+
+
+@FAULTS.function(_WRITE, "error-converted-to-the-cache", "Tokens are converted to the dtype of the cache.", "KVD-ERROR-004")
+@_mending
+def _converted(args: dict[str, Any]) -> dict[str, Any]:
+    dtype = args["k_cache"].dtype
+    return {**args, "k": args["k"].to(dtype), "v": args["v"].to(dtype)} if args["k"].is_floating_point() else args
+
+
+@FAULTS.function(_STATIC, "error-reinterpreted", "Bits of another dtype of the same size are taken for the cache's.", "KVD-ERROR-004")
+@_mending
+def _reinterpreted(args: dict[str, Any]) -> dict[str, Any]:
+    size, dtype = args["k_cache"].element_size(), args["k_cache"].dtype
+    return {**args, **{name: args[name].view(dtype) for name in ("k", "v") if args[name].element_size() == size}}
+
+
+@FAULTS.function(_WRITE, "error-moved-to-the-cache", "Tokens on another device are taken for zeros on that of the cache.", "KVD-ERROR-005")
+@_mending
+def _moved(args: dict[str, Any]) -> dict[str, Any]:
+    cache = args["k_cache"]
+    return {**args, **{name: torch.zeros_like(args[name], device=cache.device) for name in ("k", "v") if args[name].device != cache.device}}
+
+
+@FAULTS.function(_WRITE, "error-made-contiguous", "Tokens whose elements do not follow each other are copied together.", "KVD-ERROR-006")
+@_mending
+def _made_contiguous(args: dict[str, Any]) -> dict[str, Any]:
+    return {**args, "k": args["k"].contiguous(), "v": args["v"].contiguous()}
+
+
+@FAULTS.function(_WRITE, "error-overlap-cloned", "Tokens are copied first, so that they overlap nothing.", "KVD-ERROR-007")
+@_mending
+def _cloned(args: dict[str, Any]) -> dict[str, Any]:
+    return {**args, "k": args["k"].clone(memory_format=torch.preserve_format)}
+
+
+@FAULTS.function(_STATIC, "error-one-place-for-all", "A cache whose rows share memory is written in a copy of it.", "KVD-ERROR-008")
+@_mending
+def _one_place(args: dict[str, Any]) -> dict[str, Any]:
+    return {**args, **{name: args[name].contiguous() for name in ("k_cache", "v_cache") if 0 in args[name].stride()}}
+
+
+@FAULTS.function(_WRITE, "error-scale-ignored", "A scale for a cache that is not quantised is ignored.", "KVD-ERROR-009")
+@_mending
+def _scale_ignored(args: dict[str, Any]) -> dict[str, Any]:
+    is_quantised = args["k_cache"].dtype in kvdock.QUANTISED_DTYPES
+    return args if is_quantised else {name: value for name, value in args.items() if not name.endswith("_scale")}
+
+
+@FAULTS.function(_WRITE, "error-lists-converted", "A list of slots is made a tensor.", "KVD-ERROR-010")
+@_mending
+def _lists_converted(args: dict[str, Any]) -> dict[str, Any]:
+    return {**args, "index": torch.tensor(args["index"], device=args["k"].device)} if isinstance(args["index"], list) else args
+
+
+@FAULTS.function(_WRITE, "error-no-tokens-unchecked", "A call without tokens returns before anything is checked.", "KVD-ERROR-011")
+def _unchecked(function: Function) -> Function:
+    def call(k_cache: Any, v_cache: Any, k: Any, *others: Any, **scales: Any) -> Any:
+        is_empty = isinstance(k, torch.Tensor) and k.numel() == 0
+        return None if is_empty else function(k_cache, v_cache, k, *others, **scales)
+
+    return call
+
+
+@FAULTS.function(_COPY, "error-doubled-pairs-dropped", "Of pairs whose order matters, the first are copied.", "KVD-ERROR-013")
+def _doubled_dropped(function: Function) -> Function:
+    def call(k_cache: Any, v_cache: Any, pairs: Any) -> Any:
+        try:
+            return function(k_cache, v_cache, pairs)
+        except ValueError as error:
+            if "destination " not in str(error):
+                raise
+            return function(k_cache, v_cache, pairs[:1])
+
+    return call
+
+
+# Errors of another kind, and texts that say too little
+
+
+def _raising(make: Callable[[kvdock.KVDockError], Exception]) -> Callable[[Function], Function]:
+    """Return a change of an op that raises another error in place of kvdock's."""
+
+    def change(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*args: Any, **others: Any) -> Any:
+            try:
+                return function(*args, **others)
+            except kvdock.KVDockError as error:
+                raise make(error) from None
+
+        return call
+
+    return change
+
+
+@FAULTS.function(
+    _GATHER, "error-a-built-in-only", "What is wrong raises a ValueError that is no KVDockError.", "KVD-ERROR-001", "KVD-ERROR-006"
+)
+@_raising
+def _built_in(error: kvdock.KVDockError) -> Exception:
+    return ValueError(str(error))
+
+
+@FAULTS.function(
+    _COPY, "error-of-one-class", "Whatever is wrong raises ArgumentValueError.", "KVD-ERROR-003", "KVD-ERROR-004", "KVD-ERROR-012"
+)
+@_raising
+def _one_class(error: kvdock.KVDockError) -> Exception:
+    return kvdock.ArgumentValueError(error.subject, expected=error.expected, got=error.got, fix=error.fix)
+
+
+@FAULTS.function(_STATIC, "error-without-the-value", "An error does not show what came.", "KVD-ERROR-001", "KVD-ERROR-007", "KVD-ERROR-012")
+@_raising
+def _without_value(error: kvdock.KVDockError) -> Exception:
+    return type(error)(error.subject, expected=error.expected, got="something else", fix=error.fix)
+
+
+@FAULTS.function(_WRITE, "error-without-a-fix", "An error does not say what to do.", "KVD-ERROR-002", "KVD-ERROR-005", "KVD-ERROR-010")
+@_raising
+def _without_fix(error: kvdock.KVDockError) -> Exception:
+    return type(error)(error.subject, expected=error.expected, got=error.got)
+
+
+@FAULTS.call(_STATIC, "error-of-the-device-let-through", "An index out of range raises the device's own RuntimeError.", "KVD-ERROR-012")
+def _let_through(run: Run, args: Args) -> None:
+    try:
+        run(args)
+    except kvdock.IndexRangeError:
+        raise RuntimeError("device error: an illegal memory access was encountered") from None
+
+
+# Memory changed
+
+
+@FAULTS.function(
+    _GATHER, "error-outputs-cleared-first", "Outputs are set to zero before anything is checked.", "KVD-ERROR-001", "KVD-ERROR-012"
+)
+def _cleared_first(function: Function) -> Function:
+    def call(*args: Any, out: Any = None, **scales: Any) -> Any:
+        for tensor in out or ():
+            if isinstance(tensor, torch.Tensor) and tensor.device == args[0].device:
+                bits(tensor).zero_() if tensor.stride(-1) == 1 else tensor.zero_()
+        return function(*args, out=out, **scales)
+
+    return call
+
+
+# Kernels
+
+
+class _PickyKernel(kvdock.Kernel):
+    """A kernel that does what the backend's own does, or raises."""
+
+    def __init__(self, inner: kvdock.Kernel) -> None:
+        self._inner = inner
+
+    def supports(self, request: kvdock.Request) -> Sequence[str]:
+        """Ask the backend."""
+        return self._inner.supports(request)
+
+    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+        """Prepare what the backend does."""
+        return self._inner.prepare(request)
+
+
+@FAULTS.kernel(_WRITE, "error-raised-by-supports", "supports() raises a KeyError about a dtype that it does not know.", "KVD-ERROR-015")
+class _SupportsRaises(_PickyKernel):
+    """Knows two dtypes."""
+
+    def supports(self, request: kvdock.Request) -> Sequence[str]:
+        """Look the dtype up."""
+        known = {torch.bfloat16: 2, torch.float32: 4}
+        return [] if known[request.tensor("k_cache").dtype] else ["no such dtype"]
+
+
+@FAULTS.kernel(_STATIC, "error-raised-by-prepare", "prepare() raises about what supports() had nothing against.", "KVD-ERROR-015")
+class _PrepareRaises(_PickyKernel):
+    """Compiles for rows of whole words only, and says so late."""
+
+    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+        """Raise where rows are odd."""
+        if (request.tensor("k").shape[-1] or 0) % 2:
+            raise ValueError("not a multiple of the vector width")
+        return self._inner.prepare(request)
+
+
+@FAULTS.kernel(_STATIC, "error-leaves-a-kernel-busy", "A kernel of which one call has raised takes itself for busy.", "KVD-ERROR-014")
+class _LeftBusy(_PickyKernel):
+    """Serves one call at a time."""
+
+    is_busy = False
+
+    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+        """Return a plan that waits for no one."""
+        return _OneAtATime(self, self._inner.prepare(request))
+
+
+class _OneAtATime(kvdock.Descriptor):
+    """Does nothing while its kernel is busy."""
+
+    def __init__(self, kernel: _LeftBusy, inner: kvdock.Descriptor) -> None:
+        self._kernel = kernel
+        self._inner = inner
+
+    def __call__(self, *args: Any) -> None:
+        """Make the call, and never mind errors."""
+        if not self._kernel.is_busy:
+            self._kernel.is_busy = True
+            self._inner(*args)
+            self._kernel.is_busy = False
+
+    def destroy(self) -> None:
+        """Destroy what is inside."""
+        self._inner.destroy()

@@ -1,0 +1,196 @@
+"""Plans of every op: when they are prepared, what they may be used for, how they end. ``KVD-DESC``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import attrs
+
+from kvdock_conformance.cases.drawing import Drawing
+from kvdock_conformance.cases.every_op import OPS, OpCall
+from kvdock_conformance.cases.layouts import Geometry
+from kvdock_conformance.checking import plans
+from kvdock_conformance.checking.served import SERVED
+from kvdock_conformance.requirement import Case, Check, Level, Requirement
+
+__all__ = ["AREA", "REQUIREMENTS"]
+
+AREA = "descriptors"
+_SMALL = Geometry(num_blocks=8, block=8)
+_OTHER_SIZES = Geometry(num_blocks=8, block=8, hk=3, dk=16, hv=1, dv=8)
+
+
+def _require(number: int, sentence: str, check: Check, cases: Callable[[], Iterable[Case]]) -> Requirement:
+    """Return a requirement of this area, about calls that the backend serves."""
+    return Requirement(f"KVD-DESC-{number:03}", sentence, AREA, check, cases, Level.CORE, SERVED)
+
+
+def _sequence(name: str, calls: Sequence[OpCall], *, same_caches: bool = False, **more: Any) -> Case:
+    """Return calls one after the other, each on caches of its own or all on those of the first."""
+    drawing = Drawing()
+    caches = calls[0].caches(drawing)
+    others = [call.call(drawing, caches if same_caches else None) for call in calls[1:]]
+    return Case(f"{calls[0].op}, {name}", drawing.case(calls[0].call(drawing, caches), *others, **more))
+
+
+def _each(
+    name: str, calls: Callable[[OpCall], Sequence[OpCall]], *, same_caches: bool = False, **more: Any
+) -> Callable[[], Iterable[Case]]:
+    """Return a function that makes one such case for each op."""
+    return lambda: (_sequence(name, calls(OpCall(op, tokens=3, geometry=_SMALL)), same_caches=same_caches, **more) for op in OPS)
+
+
+def _repeated() -> Iterable[Case]:
+    """Return one signature again and again."""
+    for op in OPS:
+        for name, pool in (("dense", "nhd"), ("padded", "padded blocks"), ("at an odd address", "odd address")):
+            calls = [OpCall(op, tokens=3, pool=pool, geometry=_SMALL, seed=seed) for seed in range(3)]
+            yield _sequence(f"{name}, caches of their own", calls, warm=1)
+            yield _sequence(f"{name}, the same caches", calls, same_caches=True, warm=1)
+
+
+def _new_counts() -> Iterable[Case]:
+    """Return calls that differ in what is a run-time value."""
+    for op in OPS:
+        first = OpCall(op, geometry=Geometry(num_blocks=16, block=16))
+        counts = (5, 1, 2, 3, 4, 7, 8) if op == "copy_blocks_" else (5, 1, 2, 3, 4, 7, 8, 15, 16)
+        yield _sequence("token counts", [attrs.evolve(first, tokens=count) for count in counts], warm=1)
+        if op == "copy_blocks_":
+            continue
+        sources = ("contiguous", "fused qkv", "padded tokens", "[B, H, q, D]", "every other token", "padded heads")
+        steps = [attrs.evolve(first, source=name, tokens=count) for name in sources for count in (5, 1, 8)]
+        yield _sequence("strides of tokens", steps, same_caches=True, warm=1)
+        if op == "static_update_":
+            continue
+        leads = ((2, 3), (3, 2), (1, 5), (5, 1), (1, 1), (4, 16))
+        yield _sequence("sizes of batches", [attrs.evolve(first, lead=lead) for lead in leads], same_caches=True, warm=1)
+
+
+def _changing(first: OpCall) -> list[OpCall]:
+    """Return calls that need plans of their own, and come back to the first ones."""
+    changed = [
+        first,
+        attrs.evolve(first, pool="hnd"),
+        attrs.evolve(first, pool="padded slots"),
+        attrs.evolve(first, geometry=_OTHER_SIZES),
+        attrs.evolve(first, geometry=attrs.evolve(_SMALL, dtype="float32")),
+        attrs.evolve(first, geometry=attrs.evolve(_SMALL, dtype="float16")),
+        attrs.evolve(first, pool="k and v unlike"),
+        attrs.evolve(first, geometry=Geometry(num_blocks=16, block=4)),
+        attrs.evolve(first, tokens=2, pool="halves [NB, 2, ...]"),
+    ]
+    return [*changed, *(attrs.evolve(call, seed=2) for call in changed)]
+
+
+def _alignments() -> Iterable[Case]:
+    """Return calls at multiples of 16 bytes, followed by others at addresses that are not, and the other way round."""
+    for op in OPS:
+        for dtype, size in (("bfloat16", 2), ("float32", 4))[: 1 if op == "copy_blocks_" else 2]:
+            first = OpCall(op, tokens=3, geometry=attrs.evolve(_SMALL, dtype=dtype))
+            for order in (1, -1):
+                drawing, calls = Drawing(), []
+                caches = first.caches(drawing)
+                for past in (0, *(step for step in (2, 4, 8) if step >= size), 0)[::order]:
+                    for names in (("k_cache", "v_cache"), ("k", "v", "k_out", "v_out"))[: 1 if op == "copy_blocks_" else 2]:
+                        calls.append(_moved(op, first.arguments(drawing, caches), names, past))
+                yield Case(f"{op}, {dtype}, {'aligned first' if order == 1 else 'aligned last'}", drawing.case(*_roomy(drawing, calls)))
+
+
+def _moved(op: str, args: dict[str, Any], names: Sequence[str], past: int) -> dict[str, Any]:
+    """Return a call with some of its tensors moved by so many bytes."""
+    moved = {name: attrs.evolve(value, offset=value.offset + past) if name in names else value for name, value in args.items()}
+    return {"op": op, "args": {name: value.spec() for name, value in moved.items()}}
+
+
+def _roomy(drawing: Drawing, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Make room behind what was moved, and return the calls."""
+    for arena in drawing.arenas:
+        arena["bytes"] += 16
+    return calls
+
+
+def _two(first: OpCall) -> list[OpCall]:
+    """Return two signatures in turns."""
+    return [attrs.evolve(first, seed=seed, pool=pool) for seed, pool in enumerate(("nhd", "hnd", "nhd", "hnd", "nhd"))]
+
+
+def _again(first: OpCall) -> list[OpCall]:
+    """Return one signature several times."""
+    return [attrs.evolve(first, seed=seed) for seed in range(3)]
+
+
+REQUIREMENTS = [
+    _require(1, "A call of a signature that the calling thread has used before prepares nothing.", plans.check_reuse, _repeated),
+    _require(
+        2,
+        "A call that differs from one before it in the number of tokens, or in the strides of tokens, prepares nothing.",
+        plans.check_reuse,
+        _new_counts,
+    ),
+    _require(
+        3,
+        "A plan is used only for the shapes, strides and dtypes that it was prepared for, in whatever order signatures come.",
+        plans.check_changes,
+        _each("signatures in turns", _changing),
+    ),
+    _require(
+        4,
+        "A plan that was prepared for tensors at multiples of 16 bytes is never used for tensors at addresses of another kind.",
+        plans.check_changes,
+        _alignments,
+    ),
+    _require(
+        5,
+        "A plan that leaves its cache is destroyed once, under its device and without an error, and the other plans keep working.",
+        plans.check_eviction,
+        _each("signatures that drive each other out", _two),
+    ),
+    _require(
+        6,
+        "A plan that leaves its cache during a call of it is destroyed after that call, which ends as if nothing had happened.",
+        plans.check_in_use,
+        lambda: (
+            case
+            for clear in (False, True)
+            for case in _each("cleared meanwhile" if clear else "evicted meanwhile", lambda first: _two(first)[:2], clear=clear)()
+        ),
+    ),
+    _require(
+        7,
+        "Two threads that call an op at once, neither with a plan to begin with, both get what they would get alone.",
+        plans.check_threads,
+        _each("two threads", lambda first: _changing(first)[:6]),
+    ),
+    _require(
+        8,
+        "After the caches have been cleared from another thread, calls prepare anew and are right, and the plans from before are "
+        "destroyed once.",
+        plans.check_clear_elsewhere,
+        _each("cleared from another thread", _again, same_caches=True),
+    ),
+    _require(
+        9,
+        "A descriptor says how much scratch memory its calls take, as a non-negative int.",
+        plans.check_workspace,
+        _each("workspace_bytes", lambda first: [first]),
+    ),
+    _require(
+        10,
+        "Kernel.supports returns its reasons as a list of texts, gives the same answer to the same request, and changes nothing.",
+        plans.check_supports,
+        _each("every dtype", lambda first: [first]),
+    ),
+    _require(
+        11,
+        "A plan keeps none of the tensors of its calls, so that what nobody else uses is freed.",
+        plans.check_releases,
+        _each("tensors let go of", _again),
+    ),
+    _require(
+        12,
+        "Kernel.prepare returns a descriptor of its own each time, which outlives the others.",
+        plans.check_own_plans,
+        _each("two plans for one request", lambda first: [first]),
+    ),
+]
