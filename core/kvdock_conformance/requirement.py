@@ -108,6 +108,9 @@ class Requirement:
         level: at which level it runs.
         needs: what the backend must claim for the check to be made, case by case; None when there is no way around it.
         limit_s: how long one case may take in seconds. The child that exceeds it is ended, and the case has failed.
+        kind: what it is asked of: a name in `kvdock_conformance.kinds.KINDS`.
+        hardware: what a machine must have, beside a host, for the check to be made on any backend at all: ``"two devices"``.
+            Elsewhere only the refusal can be verified. Empty where the host will do.
     """
 
     id: str = attrs.field(validator=_check_id)
@@ -118,6 +121,8 @@ class Requirement:
     level: Level = Level.CORE
     needs: Capability | None = None
     limit_s: float = _LIMIT_S
+    kind: str = "backend"
+    hardware: str = ""
 
     def selected(self, level: Level) -> list[Case]:
         """Return the cases that run at a level.
@@ -183,6 +188,10 @@ class Requirements:
     def areas(self) -> list[str]:
         """The areas, in order."""
         return list(dict.fromkeys(requirement.area for requirement in self))
+
+    def of_kind(self, kind: str) -> Requirements:
+        """Return those that are asked of one kind of thing; see `kvdock_conformance.kinds`."""
+        return Requirements(item for item in self if item.kind == kind)
 
     def select(self, level: Level, area: str | None = None) -> Requirements:
         """Return those of a level, and of one area if it is given.

@@ -9,7 +9,7 @@ from kvdock_conformance.requirement import Requirements
 
 __all__ = ["AREAS", "load"]
 
-AREAS = ("paged_caching",)
+AREAS = ("paged_caching", "prefix")
 """Modules of this package, in the order in which their requirements run."""
 
 
