@@ -38,6 +38,7 @@ class Plan:
         expected: expected failures by requirement.
         setup: ``"module:function"`` that the child calls before it looks for the backend; None for nothing.
         limit_s: time limit of a case in seconds in place of the requirements' own; None for those.
+        environ: variables of the child's environment beside this process's own.
         command: how a child is started.
         kind: kind of what is tested: a name in `kvdock_conformance.kinds.KINDS`.
     """
@@ -49,6 +50,7 @@ class Plan:
     expected: Mapping[str, Expected] = attrs.field(factory=dict)
     setup: str | None = None
     limit_s: float | None = None
+    environ: Mapping[str, str] = attrs.field(factory=dict)
     command: Sequence[str] = COMMAND
     kind: str = "backend"
 
@@ -97,7 +99,7 @@ class Session:
         """
         if self._child is not None:
             return
-        self._child = Child(self._plan.command)
+        self._child = Child(self._plan.command, self._plan.environ)
         answer = self._ask({"open": {"kind": self._plan.kind, "name": self._plan.backend, "setup": self._plan.setup}}, _START_S)
         if "error" in answer:
             self.close()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import attrs
@@ -32,7 +32,13 @@ __all__ = ["conformance_tests"]
 
 
 def conformance_tests(
-    backend: str, *, level: str = "core", op: str | None = None, expected: str | Path | None = None, setup: str | None = None
+    backend: str,
+    *,
+    level: str = "core",
+    op: str | None = None,
+    expected: str | Path | None = None,
+    setup: str | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> Callable[..., None]:
     """Return a test function with one item for each requirement: assign it to a name that begins with ``test``.
 
@@ -45,6 +51,7 @@ def conformance_tests(
         op: check this op only.
         expected: TOML file of expected failures, see `kvdock_conformance.expected`.
         setup: ``"module:function"`` to call in the child before the backend is looked for, if no entry point brings it.
+        environ: variables of the child's environment beside this process's own, such as those that choose a simulator.
 
     Raises:
         ArgumentValueError: there is no such op, or the file of expected failures is wrong.
@@ -53,7 +60,8 @@ def conformance_tests(
     import pytest
 
     every = requirements.load()
-    plan = Plan(backend, every, Level(level), op, read(Path(expected), every) if expected is not None else {}, setup)
+    known = read(Path(expected), every) if expected is not None else {}
+    plan = Plan(backend, every, Level(level), op, known, setup, environ=environ or {})
     opened: list[_Opened] = []
 
     @pytest.mark.parametrize("requirement", [pytest.param(item, id=item.id) for item in plan.selected()])

@@ -15,7 +15,7 @@ from kvdock_conformance.faults.fault import Fault
 
 __all__ = ["AREAS", "load"]
 
-AREAS = ("paged_caching",)
+AREAS = ("paged_caching", "prefix")
 """Modules of this package."""
 
 

@@ -23,6 +23,7 @@ def as_dict(run: Run) -> dict[str, Any]:
     return {
         "schema": VERSION,
         "backend": run.plan.backend,
+        "kind": run.plan.kind,
         "level": run.plan.level.value,
         "op": run.plan.area,
         "left_out": run.plan.left_out(),

@@ -36,8 +36,12 @@ def test_a_strangers_backend_from_any_folder(tmp_path: Path) -> None:
     told = json.loads((report / "report.json").read_text())
     failed = [item["id"] for item in told["requirements"] if item["verdict"] == "failed"]
     assert failed == ["KVD-WRITE-003"]
-    script = report / "failures" / "KVD-WRITE-003" / "repro.py"
-    assert subprocess.run([sys.executable, str(script)], env=env, check=False, capture_output=True).returncode == 1
+    assert (report / "failures" / "KVD-WRITE-003" / "repro.py").is_file()  # `test_reports` runs one
+
+
+@pytest.mark.slow
+def test_failures_of_a_strangers_backend_may_be_expected(tmp_path: Path) -> None:
+    env = install(tmp_path / "site")
     expected = tmp_path / "expected.toml"
     expected.write_text(
         '[[expected]]\nrequirement = "KVD-WRITE-003"\nreason = "known"\nlink = "https://example.com"\nexpires = 2999-01-01\n'
