@@ -50,7 +50,7 @@ def tokens_of(pieces: Sequence[int], rest: int, block_size: int, *, is_wide: boo
         block = [7] * block_size
         block[0 if piece % 2 else -1] = piece // 2
         if is_wide and piece == 5:
-            block[-1] = 2**32  # 0 in the lower half
+            block = [7] * (block_size - 1) + [2**32]  # piece 0, in the lower half
         found += block
     return found + [7] * (rest % block_size)
 
@@ -190,7 +190,9 @@ class Player:
             return
         count = -(-size // self.block_size)
         slots = self.cache.evict(size)
-        self.array("evict", "evict: slots, in whole blocks", slots_of(slots[:: self.block_size] // self.block_size, self.block_size), slots.copy())
+        self.array(
+            "evict", "evict: slots, in whole blocks", slots_of(slots[:: self.block_size] // self.block_size, self.block_size), slots.copy()
+        )
         numbers = (slots[:: self.block_size] // self.block_size).tolist()
         self.same("evict", f"evict({size}): number of blocks", count, len(numbers))
         self.same("evict", f"evict({size}): distinct blocks", count, len(set(numbers)))

@@ -15,7 +15,7 @@ from kvdock_conformance.faults.fault import Fault
 
 __all__ = ["AREAS", "load"]
 
-AREAS = ("paged_caching", "prefix")
+AREAS = ("paged_caching", "devices", "hygiene", "prefix")
 """Modules of this package."""
 
 

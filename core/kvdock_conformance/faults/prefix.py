@@ -25,7 +25,9 @@ def _fault(name: str, sentence: str, *killers: str) -> Callable[[type[RadixPrefi
     """Add a class of faulty caches to the list."""
 
     def add(cache: type[RadixPrefixCache]) -> type[RadixPrefixCache]:
-        FAULTS.append(Fault(f"prefix-{name}", sentence, "prefix", tuple(f"KVD-PREFIX-{killer}" for killer in killers), PrefixSeed(cache), "prefix"))
+        FAULTS.append(
+            Fault(f"prefix-{name}", sentence, "prefix", tuple(f"KVD-PREFIX-{killer}" for killer in killers), PrefixSeed(cache), "prefix")
+        )
         return cache
 
     return add
@@ -152,7 +154,7 @@ class _Miscounted(RadixPrefixCache):
 # Locks
 
 
-@_fault("split-loses-its-lock", "The upper part of a node that is split is not locked.", "005", "006")
+@_fault("split-loses-its-lock", "The upper part of a node that is split is not locked.", "006")
 class _UnlockedSplit(RadixPrefixCache):
     def _split(self, node: Any, count: int) -> Any:
         upper = super()._split(node, count)
@@ -250,8 +252,11 @@ class _Clock(EvictionPolicy):
 
     name = "by the clock"
 
-    def key(self, usage: Usage) -> int:
-        return time.time_ns()
+    def __init__(self) -> None:
+        self.stamps: dict[int, int] = {}
+
+    def key(self, usage: Any) -> int:
+        return self.stamps.setdefault(usage.number, time.time_ns())
 
 
 @_fault("evicts-by-the-clock", "What is evicted first depends on the time of day.", "015")
@@ -265,8 +270,11 @@ class _Chance(EvictionPolicy):
 
     name = "by chance"
 
-    def key(self, usage: Usage) -> float:
-        return random.random()  # noqa: S311 - the fault
+    def __init__(self) -> None:
+        self.coins: dict[int, float] = {}
+
+    def key(self, usage: Any) -> float:
+        return self.coins.setdefault(usage.number, random.random())  # noqa: S311 - the fault
 
 
 @_fault("evicts-by-chance", "What is evicted first is a matter of chance.", "015")

@@ -24,7 +24,7 @@ def open_target(name: str, setup: str | None) -> tuple[Target, dict[str, Any]]:
     """
     register(name)
     try:
-        target = Target(name)
+        target = Target(name, setup)
     except BackendUnavailableError as error:
         raise BackendUnavailableError(str(error), got=_state(runtime.default().registry.records(), name)) from error
     return target, _about(target)

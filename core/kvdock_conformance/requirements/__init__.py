@@ -9,7 +9,7 @@ from kvdock_conformance.requirement import Requirements
 
 __all__ = ["AREAS", "load"]
 
-AREAS = ("paged_caching", "prefix")
+AREAS = ("paged_caching", "devices", "hygiene", "prefix")
 """Modules of this package, in the order in which their requirements run."""
 
 

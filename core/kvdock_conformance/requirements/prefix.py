@@ -54,16 +54,17 @@ def _in_every_form() -> Iterable[Case]:
     for form in FORMS:
         for is_wide in (False, True):
             where = {"pieces": [1, 5, 2], "rest": 1, "space": 0, "form": form}
-            insert = {"do": "insert", **where, "slots_form": form, "own": [0] * 6, "priority": 0}
             matches = [{"do": "match", **where, "pieces": pieces, "record": True} for pieces in ([1, 5, 2, 3], [1, 0, 2], [1], [])]
-            data = {"block_size": 2, "spaces": [[]], "steps": [insert, *matches, insert, *matches], "wide": is_wide}
-            yield Case(f"{form}, {'64' if is_wide else '32'}-bit tokens", data)
+            insert = {"do": "insert", **where, "slots_form": form, "own": [0] * 6, "priority": 0}
+            for size in (1, 2):
+                data = {"block_size": size, "spaces": [[]], "steps": [insert, *matches, insert, *matches], "wide": is_wide}
+                yield Case(f"{form}, {'64' if is_wide else '32'}-bit tokens, blocks of {size}", data)
 
 
 def _apart() -> Iterable[Case]:
     """Return sequences in namespaces that are easily mixed up."""
     for name, spaces in _SPACES.items():
-        for case in sequences({"match": 5, "insert": 5, "evict": 1}, sizes=(2,), length=40, spaces=spaces, seeds=1)():
+        for case in sequences({"match": 5, "insert": 5, "evict": 1}, sizes=(2,), length=60, spaces=spaces, seeds=1)():
             yield Case(f"{name}, {case.name}", case.data, case.level)
 
 
@@ -74,7 +75,11 @@ def _bad() -> Iterable[Case]:
         for pieces in ([1, 2, 3], [1, 4], [2, 2])
     ]
     for call in BAD_CALLS:
-        steps = [*fill, {"do": "lock", "handle": 0}, *({"do": "bad", "call": call, "pieces": [1, 2], "at": at} for at in range(3))]
+        steps = [
+            *fill,
+            {"do": "lock", "handle": 0},
+            *({"do": "bad", "call": call, "pieces": [3, 2] if at else [1, 2], "at": at} for at in range(3)),
+        ]
         yield Case(call, {"block_size": 3, "spaces": [[]], "steps": steps})
 
 
@@ -182,7 +187,7 @@ REQUIREMENTS = [
         15,
         "What a cache decides follows from the calls alone: two that are fed alike answer alike, whatever the time, chance or addresses.",
         check_alike,
-        sequences({**MIX, "evict": 6}, length=80),
+        sequences({**MIX, "evict": 6}),
     ),
     _require(16, "A chain of nodes may be as deep as memory allows.", check_deep, _deep),
     _require(
