@@ -45,6 +45,7 @@ def _requirement(outcome: Outcome) -> dict[str, Any]:
         "sentence": outcome.requirement.sentence,
         "area": outcome.requirement.area,
         "level": outcome.requirement.level.value,
+        "hardware": outcome.requirement.hardware,
         "verdict": outcome.verdict.value,
         "reason": outcome.reason,
         "seconds": round(outcome.seconds, 4),
