@@ -8,19 +8,17 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
 from kvdock.errors import ArgumentValueError
 
-if TYPE_CHECKING:
-    from kvdock_conformance.checking.target import Target
-
 __all__ = ["Capability", "Case", "Check", "Level", "Requirement", "Requirements"]
 
-Check = Callable[["Target", Mapping[str, Any]], None]
-"""Checks one case on a target: takes the target and the case's data, and raises if the backend does not conform."""
+Check = Callable[[Any, Mapping[str, Any]], None]
+"""Checks one case: takes the target, of the class that its kind has (see `kvdock_conformance.kinds`), and the case's data, and
+raises if it does not conform."""
 
 _ID = re.compile(r"KVD-[A-Z]+-\d{3}")
 _LIMIT_S = 60.0
@@ -79,8 +77,8 @@ class Capability:
     """
 
     name: str
-    reasons: Callable[[Target, Mapping[str, Any]], Sequence[str]] = attrs.field(validator=_check_source)
-    refused: Callable[[Target, Mapping[str, Any], Sequence[str], Check], None] = attrs.field(validator=_check_source)
+    reasons: Callable[[Any, Mapping[str, Any]], Sequence[str]] = attrs.field(validator=_check_source)
+    refused: Callable[[Any, Mapping[str, Any], Sequence[str], Check], None] = attrs.field(validator=_check_source)
 
 
 def _check_id(requirement: Requirement, attribute: Any, value: str) -> None:

@@ -53,7 +53,7 @@ def command(
     prove_it: Annotated[bool, typer.Option("--prove", help="Also seed faults into the backend: each must be noticed.")] = False,
     json_output: JsonFlag = False,
 ) -> None:
-    """Check a backend, or a prefix cache, against every requirement. Exits with 0: conforms, 1: something failed, 3: something was not run."""
+    """Check a backend, or a prefix cache. Exits with 0: all conforms, 1: something failed, 3: something was not run."""
     with errors_shown("conformance", json_output):
         kind, name = _wanted(backend=backend, prefix=prefix)
         every = requirements.load()

@@ -92,7 +92,7 @@ def compared(target: PrefixTarget, data: Mapping[str, Any], about: Collection[st
     """Play a case on the cache and on the slow one; returns the player."""
     size = data["block_size"]
     nothing, policy = stores_nothing(target), target.policy
-    model = (StoresNothing if nothing else SlowPrefixCache)(size, policy if policy in KEYS else "lru")
+    model = (StoresNothing if nothing else SlowPrefixCache)(size, policy if policy is not None and policy in KEYS else "lru")
     player = Player(target.make(size), model, data, target.make, about)
     play(player, data["steps"])
     return player

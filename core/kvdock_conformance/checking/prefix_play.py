@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -136,7 +137,9 @@ class Player:
         for held in self.chosen(step):
             count = step["tokens"] + held.handle.cached_len
             if self.is_stale(held):
-                self.refused("record_match of a stale handle", StaleHandleError, lambda: self.cache.record_match(held.handle, count))
+                self.refused(
+                    "record_match of a stale handle", StaleHandleError, functools.partial(self.cache.record_match, held.handle, count)
+                )
             else:
                 self.cache.record_match(held.handle, count)
                 self.model.record(held.path, count)
@@ -151,7 +154,7 @@ class Player:
             if self.is_stale(held) or held.locks + change < 0:
                 state = "a stale handle" if self.is_stale(held) else "a handle that is not locked"
                 what = f"lock_handle{'' if change > 0 else ' with unlock'} of {state}"
-                self.refused(what, StaleHandleError, lambda: self.cache.lock_handle(held.handle, unlock=change < 0))
+                self.refused(what, StaleHandleError, functools.partial(self.cache.lock_handle, held.handle, unlock=change < 0))
                 continue
             self.cache.lock_handle(held.handle, unlock=change < 0)
             held.locks += change
@@ -210,7 +213,9 @@ class Player:
         for held in self.chosen(step):
             start = step["start"] * self.block_size
             if self.is_stale(held):
-                self.refused("discard_prefix of a stale handle", StaleHandleError, lambda: self.cache.discard_prefix(held.handle, start))
+                self.refused(
+                    "discard_prefix of a stale handle", StaleHandleError, functools.partial(self.cache.discard_prefix, held.handle, start)
+                )
                 continue
             numbers = [number for run in self.model.discard(held.path, step["start"]) for number in run]
             slots = self.cache.discard_prefix(held.handle, start)

@@ -57,7 +57,8 @@ def _call(
     """Add a fault of a call to this area, for backends that claim something, or that do not."""
 
     def add(call: FaultyCall) -> FaultyCall:
-        return _plan(name, sentence, *killers, needs=needs, claimed=claimed)(lambda: call) and call
+        _plan(name, sentence, *killers, needs=needs, claimed=claimed)(lambda: call)
+        return call
 
     return add
 

@@ -50,7 +50,7 @@ class _LastBlock(RadixPrefixCache):
 class _WideSlots(RadixPrefixCache):
     def match_prefix(self, tokens: Any, namespace: Any = (), *, record: bool = True) -> MatchResult:
         handle, indices = super().match_prefix(tokens, namespace, record=record)
-        return MatchResult(handle, indices.astype(np.int64))  # type: ignore[arg-type]  # the fault
+        return MatchResult(handle, indices.astype(np.int64))
 
 
 @_fault("handle-of-the-root", "The handle of a match stands for no token.", "001", "005")

@@ -57,7 +57,7 @@ def _in_every_form() -> Iterable[Case]:
             matches = [{"do": "match", **where, "pieces": pieces, "record": True} for pieces in ([1, 5, 2, 3], [1, 0, 2], [1], [])]
             insert = {"do": "insert", **where, "slots_form": form, "own": [0] * 6, "priority": 0}
             for size in (1, 2):
-                data = {"block_size": size, "spaces": [[]], "steps": [insert, *matches, insert, *matches], "wide": is_wide}
+                data: dict[str, Any] = {"block_size": size, "spaces": [[]], "steps": [insert, *matches, insert, *matches], "wide": is_wide}
                 yield Case(f"{form}, {'64' if is_wide else '32'}-bit tokens, blocks of {size}", data)
 
 
@@ -124,8 +124,8 @@ REQUIREMENTS = [
     ),
     _require(
         6,
-        "Evicting n tokens frees exactly the slots of ceil(n / block_size) blocks, ends of prefixes before what they continue, and none that is "
-        "locked.",
+        "Evicting n tokens frees exactly the slots of ceil(n / block_size) blocks, ends of prefixes before what they "
+        "continue, and none that is locked.",
         check_evictions,
         sequences({"match": 4, "insert": 8, "evict": 6, "lock": 3, "unlock": 2}),
     ),
