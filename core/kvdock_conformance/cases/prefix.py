@@ -14,7 +14,7 @@ from typing import Any
 
 from kvdock_conformance.requirement import Case, Level
 
-__all__ = ["BAD_CALLS", "FORMS", "MIX", "sequence", "sequences"]
+__all__ = ["BAD_CALLS", "FORMS", "MIX", "Step", "sequence", "sequences"]
 
 Step = dict[str, Any]
 

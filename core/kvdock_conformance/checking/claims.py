@@ -12,7 +12,7 @@ from kvdock.interface import Priority
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.target import Target
 
-__all__ = ["check_capabilities", "check_claims", "check_devices", "check_guard", "check_names", "check_probe"]
+__all__ = ["check_capabilities", "check_claims", "check_devices", "check_guard", "check_names", "check_probe", "expect"]
 
 
 def expect(what: str, is_so: bool, expected: object, got: object) -> None:

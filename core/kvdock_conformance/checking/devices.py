@@ -16,18 +16,30 @@ from kvdock_conformance.checking.target import Target
 from kvdock_conformance.requirement import Capability, Check
 
 __all__ = [
+    "DELAY_CYCLES",
     "GRAPHS",
+    "OP",
     "STREAMS",
     "SYNC_DEBUG",
     "TWO_DEVICES",
+    "Write",
+    "check_done_at_once",
     "check_foreign_tensor",
     "check_miss_under_capture",
+    "check_no_graphs",
     "check_no_sync",
     "check_not_capturing",
+    "check_one_device",
     "check_other_device",
     "check_replay",
     "check_stream",
     "check_threads_on_devices",
+    "graph_of",
+    "module_of",
+    "why_no_graphs",
+    "why_no_streams",
+    "why_no_sync_debug",
+    "why_one_device",
 ]
 
 OP = "paged_caching_"

@@ -15,7 +15,20 @@ from kvdock import runtime
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.target import Target
 
-__all__ = ["HEAVY", "SEEDED", "check_import_cost", "check_import_is_light", "check_no_context", "check_process", "facts_of"]
+__all__ = [
+    "FACTS",
+    "HEAVY",
+    "IMPORT_S",
+    "IMPORT_SHARE",
+    "SCRIPT",
+    "SEEDED",
+    "check_import_cost",
+    "check_import_is_light",
+    "check_no_context",
+    "check_process",
+    "entry_module",
+    "facts_of",
+]
 
 SEEDED: list[str] = []
 """Lines that every fresh interpreter runs once it has imported kvdock. Seeded faults stand here; nothing else does."""

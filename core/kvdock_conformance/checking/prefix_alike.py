@@ -14,7 +14,7 @@ from kvdock_conformance.checking.prefix_model import SlowPrefixCache
 from kvdock_conformance.checking.prefix_play import Player, play
 from kvdock_conformance.checking.prefix_target import PrefixTarget
 
-__all__ = ["check_alike"]
+__all__ = ["another_world", "check_alike"]
 
 
 @contextlib.contextmanager

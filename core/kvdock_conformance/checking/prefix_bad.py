@@ -13,7 +13,7 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError, OutOfBlocksErro
 from kvdock.prefix import PrefixCache
 from kvdock_conformance.checking.prefix_model import SlowPrefixCache, slots_of
 
-__all__ = ["bad_call"]
+__all__ = ["BAD_PRIORITIES", "BAD_SHAPES", "BAD_SIZES", "BAD_SPACES", "BAD_VALUES", "TYPE", "VALUE", "Refusal", "bad_call"]
 
 Refusal = tuple[tuple[type[Exception], ...], Callable[[], object]]
 """The errors that a call may raise, and the call."""
@@ -54,7 +54,7 @@ def bad_call(
     subject, _, kind = step["call"].partition(" ")
     if subject == "slots" and kind not in BAD_VALUES:
         slots = _bad_slots(model, kind, step["at"], tokens, free)
-        return slots and (VALUE, lambda: cache.insert_prefix(tokens, slots))
+        return None if slots is None else (VALUE, lambda: cache.insert_prefix(tokens, slots))
     calls: dict[str, Callable[[], Refusal]] = {
         "slots": lambda: (TYPE, lambda: cache.insert_prefix([0], BAD_VALUES[kind]())),
         "tokens": lambda: (TYPE, lambda: cache.match_prefix(BAD_VALUES[kind]())),

@@ -14,6 +14,7 @@ from kvdock_conformance.checking.prefix_target import PrefixTarget
 from kvdock_conformance.requirement import Capability, Check
 
 __all__ = [
+    "ABOUT_ALL",
     "DECLARES_AN_ORDER",
     "STORES",
     "check_block_sizes",
@@ -30,7 +31,14 @@ __all__ = [
     "check_resets",
     "check_sizes",
     "check_stats",
+    "check_stores_nothing",
     "check_threads",
+    "check_without_order",
+    "compared",
+    "same_number",
+    "stores_nothing",
+    "why_it_stores_nothing",
+    "why_no_order",
 ]
 
 ABOUT_ALL = ("match", "insert", "evict", "discard", "reset", "locks", "sizes", "stats", "events", "refused")

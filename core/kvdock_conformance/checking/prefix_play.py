@@ -109,7 +109,8 @@ class Player:
 
     def space(self, step: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return the namespace of a step."""
-        return self.spaces[step["space"] % len(self.spaces)]
+        found: tuple[Any, ...] = self.spaces[step["space"] % len(self.spaces)]
+        return found
 
     def hold(self, about: str, what: str, handle: PrefixHandle, path: list[Block]) -> None:
         """Keep a handle."""
@@ -193,10 +194,8 @@ class Player:
             return
         count = -(-size // self.block_size)
         slots = self.cache.evict(size)
-        self.array(
-            "evict", "evict: slots, in whole blocks", slots_of(slots[:: self.block_size] // self.block_size, self.block_size), slots.copy()
-        )
         numbers = (slots[:: self.block_size] // self.block_size).tolist()
+        self.array("evict", "evict: slots, in whole blocks", slots_of(numbers, self.block_size), slots.copy())
         self.same("evict", f"evict({size}): number of blocks", count, len(numbers))
         self.same("evict", f"evict({size}): distinct blocks", count, len(set(numbers)))
         if "order" in self.about:

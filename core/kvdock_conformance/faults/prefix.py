@@ -185,7 +185,8 @@ class _OneLock(RadixPrefixCache):
     def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
         node: Any = getattr(handle, "node", None)
         was_free = unlock and node is not None and node.parent is not None and not node.users
-        if was_free and getattr(handle, "locks", 0):
+        held: Any = handle
+        if was_free and held.locks:
             node.users = 1
             self._protected += len(node.blocks)
         super().lock_handle(handle, unlock)
