@@ -171,7 +171,7 @@ def script(requirement: Requirement, case: CaseOutcome, *, name: str, setup: str
         target=target,
         needs=needs,
         imports="\n".join(sorted(extract.imports)),
-        data=pprint.pformat(dict(case.data), width=130, compact=True, sort_dicts=False),
+        data=pprint.pformat(dict(case.data), width=220, compact=True, sort_dicts=False),
         parts="\n\n\n".join(extract.parts),
         limit=limit_s or requirement.limit_s,
         setup=setup_lines,
