@@ -32,8 +32,8 @@ __all__ = ["AREA", "REQUIREMENTS"]
 
 AREA = "prefix"
 _SPACES: Mapping[str, Sequence[Sequence[Any]]] = {
-    "an int and a bool": ([], [1], [True]),
-    "an int and a text": ([], [1], ["1"]),
+    "an int and a bool": ([1], [True], []),
+    "an int and a text": ([1], ["1"], []),
     "a text and bytes": (["1"], ["bytes:1"], []),
     "nested": ([[1]], [1], [[[1]]]),
     "joined parts": (["a", "b"], ["ab"], ["a,b"]),
