@@ -108,7 +108,7 @@ def prove(
     proofs = []
     with Session(plan) as session:
         for fault in faults.values():
-            if plan.area in (None, fault.area):
+            if fault.kind == plan.kind and plan.area in (None, fault.area):
                 proofs.append(prove_one(session, fault, plan.requirements, only_killers=only_killers))
                 listen(proofs[-1])
     return proofs

@@ -8,19 +8,17 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
 from kvdock.errors import ArgumentValueError
 
-if TYPE_CHECKING:
-    from kvdock_conformance.checking.target import Target
-
 __all__ = ["Capability", "Case", "Check", "Level", "Requirement", "Requirements"]
 
-Check = Callable[["Target", Mapping[str, Any]], None]
-"""Checks one case on a target: takes the target and the case's data, and raises if the backend does not conform."""
+Check = Callable[[Any, Mapping[str, Any]], None]
+"""Checks one case: takes the target, of the class that its kind has (see `kvdock_conformance.kinds`), and the case's data, and
+raises if it does not conform."""
 
 _ID = re.compile(r"KVD-[A-Z]+-\d{3}")
 _LIMIT_S = 60.0
@@ -79,8 +77,8 @@ class Capability:
     """
 
     name: str
-    reasons: Callable[[Target, Mapping[str, Any]], Sequence[str]] = attrs.field(validator=_check_source)
-    refused: Callable[[Target, Mapping[str, Any], Sequence[str], Check], None] = attrs.field(validator=_check_source)
+    reasons: Callable[[Any, Mapping[str, Any]], Sequence[str]] = attrs.field(validator=_check_source)
+    refused: Callable[[Any, Mapping[str, Any], Sequence[str], Check], None] = attrs.field(validator=_check_source)
 
 
 def _check_id(requirement: Requirement, attribute: Any, value: str) -> None:
@@ -108,6 +106,9 @@ class Requirement:
         level: at which level it runs.
         needs: what the backend must claim for the check to be made, case by case; None when there is no way around it.
         limit_s: how long one case may take in seconds. The child that exceeds it is ended, and the case has failed.
+        kind: what it is asked of: a name in `kvdock_conformance.kinds.KINDS`.
+        hardware: what a machine must have, beside a host, for the check to be made on any backend at all: ``"two devices"``.
+            Elsewhere only the refusal can be verified. Empty where the host will do.
     """
 
     id: str = attrs.field(validator=_check_id)
@@ -118,6 +119,8 @@ class Requirement:
     level: Level = Level.CORE
     needs: Capability | None = None
     limit_s: float = _LIMIT_S
+    kind: str = "backend"
+    hardware: str = ""
 
     def selected(self, level: Level) -> list[Case]:
         """Return the cases that run at a level.
@@ -183,6 +186,10 @@ class Requirements:
     def areas(self) -> list[str]:
         """The areas, in order."""
         return list(dict.fromkeys(requirement.area for requirement in self))
+
+    def of_kind(self, kind: str) -> Requirements:
+        """Return those that are asked of one kind of thing; see `kvdock_conformance.kinds`."""
+        return Requirements(item for item in self if item.kind == kind)
 
     def select(self, level: Level, area: str | None = None) -> Requirements:
         """Return those of a level, and of one area if it is given.

@@ -11,6 +11,7 @@ import attrs
 from kvdock.errors import ArgumentValueError, BackendUnavailableError
 from kvdock_conformance.child import COMMAND, Child, ChildEndedError
 from kvdock_conformance.expected import Expected, apply
+from kvdock_conformance.kinds import KINDS
 from kvdock_conformance.requirement import Case, Level, Requirement, Requirements
 from kvdock_conformance.verdict import CaseOutcome, Outcome, Verdict, counted, outcome_of
 
@@ -30,8 +31,8 @@ class Plan:
     """What to run.
 
     Args:
-        backend: name of the backend.
-        requirements: every requirement there is.
+        backend: name of the backend, or of what else is tested.
+        requirements: every requirement there is; those of other kinds are left out.
         level: the level.
         area: run only this area's requirements; None runs all.
         expected: expected failures by requirement.
@@ -39,6 +40,7 @@ class Plan:
         limit_s: time limit of a case in seconds in place of the requirements' own; None for those.
         environ: variables of the child's environment beside this process's own.
         command: how a child is started.
+        kind: kind of what is tested: a name in `kvdock_conformance.kinds.KINDS`.
     """
 
     backend: str
@@ -50,15 +52,16 @@ class Plan:
     limit_s: float | None = None
     environ: Mapping[str, str] = attrs.field(factory=dict)
     command: Sequence[str] = COMMAND
+    kind: str = "backend"
 
     def selected(self) -> Requirements:
         """Return the requirements to run."""
-        return self.requirements.select(self.level, self.area)
+        return self.requirements.of_kind(self.kind).select(self.level, self.area)
 
     def left_out(self) -> list[str]:
         """Return the ids of the level's requirements that the choice of an area leaves out."""
         chosen = {item.id for item in self.selected()}
-        return [item.id for item in self.requirements.select(self.level) if item.id not in chosen]
+        return [item.id for item in self.requirements.of_kind(self.kind).select(self.level) if item.id not in chosen]
 
 
 class Session:
@@ -97,7 +100,7 @@ class Session:
         if self._child is not None:
             return
         self._child = Child(self._plan.command, self._plan.environ)
-        answer = self._ask({"open": {"backend": self._plan.backend, "setup": self._plan.setup}}, _START_S)
+        answer = self._ask({"open": {"kind": self._plan.kind, "name": self._plan.backend, "setup": self._plan.setup}}, _START_S)
         if "error" in answer:
             self.close()
             raise BackendUnavailableError(answer["error"], got=answer["state"])
@@ -246,9 +249,7 @@ def _why_not_open(session: Session, plan: Plan) -> str:
         session.open()
     except BackendUnavailableError as error:
         if error.got == "unknown":
-            raise ArgumentValueError(
-                "backend", expected="the name of a backend as `kvdock backends` lists it", got=repr(plan.backend)
-            ) from error
+            raise ArgumentValueError(plan.kind, expected=KINDS[plan.kind].names, got=repr(plan.backend)) from error
         return error.subject
     except ChildEndedError as error:
         return f"loading the backend {error.how}\n{error.output}".rstrip()

@@ -32,8 +32,9 @@ __all__ = ["conformance_tests"]
 
 
 def conformance_tests(
-    backend: str,
+    name: str,
     *,
+    kind: str = "backend",
     level: str = "core",
     op: str | None = None,
     expected: str | Path | None = None,
@@ -46,7 +47,8 @@ def conformance_tests(
     an expected failure is reported as xfailed. Where the backend's hardware is absent, all are skipped with its reason.
 
     Args:
-        backend: name of the backend, found through the installed entry points.
+        name: name of the backend, found through the installed entry points; or of what else is tested.
+        kind: ``"prefix"`` for a prefix cache: see `kvdock_conformance.kinds`.
         level: ``"core"`` or ``"extended"``.
         op: check this op only.
         expected: TOML file of expected failures, see `kvdock_conformance.expected`.
@@ -61,7 +63,7 @@ def conformance_tests(
 
     every = requirements.load()
     known = read(Path(expected), every) if expected is not None else {}
-    plan = Plan(backend, every, Level(level), op, known, setup, environ=environ or {})
+    plan = Plan(name, every, Level(level), op, known, setup, environ=environ or {}, kind=kind)
     opened: list[_Opened] = []
 
     @pytest.mark.parametrize("requirement", [pytest.param(item, id=item.id) for item in plan.selected()])

@@ -11,7 +11,6 @@ import faulthandler
 import importlib
 import json
 import os
-import platform
 import signal
 import sys
 import time
@@ -38,32 +37,29 @@ class Worker:
         return methods[name](argument)
 
     def open(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Load the backend.
+        """Load what is tested.
 
         Args:
-            wanted: ``backend``, its name; ``setup``, ``"module:function"`` to call before, or None.
+            wanted: ``kind``, a name in `kvdock_conformance.kinds.KINDS`; ``name`` of the one that is wanted; ``setup``,
+                ``"module:function"`` to call before, or None.
 
         Returns:
-            ``about``: what it says of itself; or ``error``, with the ``state`` of the backend: ``"unknown"``, or as in
+            ``about``: what it says of itself; or ``error``, with the ``state`` it is in: ``"unknown"``, or as in
             `kvdock.plugins.records.PluginState`.
         """
-        from kvdock import runtime
         from kvdock.errors import BackendUnavailableError
-        from kvdock_conformance.checking.target import Target
-        from kvdock_conformance.stand_ins import register
+        from kvdock_conformance.kinds import KINDS
 
-        name = wanted["backend"]
         if wanted.get("setup"):
             module, _, function = wanted["setup"].partition(":")
             getattr(importlib.import_module(module), function)()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # other plugins may be broken; this one's state is in the answer
-            register(name)
             try:
-                self._target = Target(name)
+                self._target, about = KINDS[wanted["kind"]].open(wanted["name"], wanted.get("setup"))
             except BackendUnavailableError as error:
-                return {"error": str(error), "state": _state(runtime.default().registry.records(), name)}
-        return {"about": _about(self._target)}
+                return {"error": error.subject, "state": error.got}
+        return {"about": about}
 
     def fault(self, name: str | None) -> dict[str, Any]:
         """Seed a fault by name in place of the one before; None for none. See `kvdock_conformance.faults`."""
@@ -111,35 +107,6 @@ def _run(target: Any, requirement_id: str, data: Mapping[str, Any]) -> dict[str,
         got = f"{type(error).__name__}: {error}"
         return {"verdict": "failed", "failure": {"what": "the check", "expected": "no such error", "got": got, "details": details}}
     return {"verdict": "passed"}
-
-
-def _state(records: Any, name: str) -> str:
-    """Return the state of a backend that is not ready; ``"unknown"`` when no plugin has it."""
-    for record in records:
-        for item in (*record.backends, record):
-            if item.name == name:
-                return str(item.state.value)
-    return "unknown"
-
-
-def _about(target: Any) -> dict[str, Any]:
-    """Say what is tested, and on what."""
-    import torch
-
-    import kvdock
-
-    claims = target.backend.capabilities()
-    return {
-        "backend": target.name,
-        "class": f"{type(target.backend).__module__}.{type(target.backend).__qualname__}",
-        "device_type": target.backend.device_type,
-        "device": str(target.device),
-        "ops": sorted(target.backend.kernels()),
-        "dtypes": None if claims.dtypes is None else sorted(map(str, claims.dtypes)),
-        "graph_capture": claims.graph_capture,
-        "versions": {"kvdock": kvdock.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "platform": platform.platform(),
-    }
 
 
 def serve(requests: IO[str], answers: IO[str]) -> None:

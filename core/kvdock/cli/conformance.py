@@ -1,4 +1,4 @@
-"""``kvdock conformance --backend NAME``: checks a backend against every requirement, and says what came of each.
+"""``kvdock conformance --backend NAME``, or ``--prefix NAME``: checks it against every requirement, and says what came of each.
 
 Exits with 0 when the backend conforms, 1 when something failed, 3 when something was not run, 2 for a wrong option.
 """
@@ -13,6 +13,7 @@ import attrs
 import typer
 
 from kvdock.cli.output import JsonFlag, errors_shown, show_json, show_lines, show_table
+from kvdock.errors import ArgumentValueError
 from kvdock_conformance import expected, faults, reports, requirements
 from kvdock_conformance.prove import prove
 from kvdock_conformance.reports.json_report import as_dict
@@ -43,19 +44,21 @@ def certify(plan: Plan, *, with_faults: bool) -> Run:
 
 
 def command(
-    backend: Annotated[str, typer.Option(help="Name of the backend, as `kvdock backends` lists it.")],
+    backend: Annotated[str | None, typer.Option(help="Name of the backend, as `kvdock backends` lists it.")] = None,
+    prefix: Annotated[str | None, typer.Option(help="Name of a prefix cache, in place of a backend.")] = None,
     level: Annotated[LevelName, typer.Option(help="How much is asked of it.")] = LevelName.CORE,
-    op: Annotated[str | None, typer.Option(help="Check this op only. The report says what was left out.")] = None,
+    op: Annotated[str | None, typer.Option(help="Check this op, or area, only. The report says what was left out.")] = None,
     report: Annotated[Path | None, typer.Option(help="Folder for report.json, junit.xml, and a repro.py for each failure.")] = None,
     expected_file: Annotated[Path | None, typer.Option("--expected", help="TOML file of expected failures.")] = None,
     prove_it: Annotated[bool, typer.Option("--prove", help="Also seed faults into the backend: each must be noticed.")] = False,
     json_output: JsonFlag = False,
 ) -> None:
-    """Check a backend against every requirement. Exits with 0: conforms, 1: something failed, 3: something was not run."""
+    """Check a backend, or a prefix cache. Exits with 0: all conforms, 1: something failed, 3: something was not run."""
     with errors_shown("conformance", json_output):
+        kind, name = _wanted(backend=backend, prefix=prefix)
         every = requirements.load()
         known = expected.read(expected_file, every) if expected_file is not None else {}
-        found = certify(Plan(backend, every, Level(level.value), op, known), with_faults=prove_it)
+        found = certify(Plan(name, every, Level(level.value), op, known, kind=kind), with_faults=prove_it)
     if report is not None:
         reports.write(found, report)
     if json_output:
@@ -63,6 +66,19 @@ def command(
     else:
         _show(found, report)
     raise typer.Exit(found.exit_code)
+
+
+def _wanted(**names: str | None) -> tuple[str, str]:
+    """Return the kind and the name of what is to be checked.
+
+    Raises:
+        ArgumentValueError: none is named, or several are.
+    """
+    given = [(kind, name) for kind, name in names.items() if name is not None]
+    if len(given) != 1:
+        got = " and ".join(f"--{kind} {name}" for kind, name in given) or "none"
+        raise ArgumentValueError("conformance", expected=f"one of {', '.join(f'--{kind} NAME' for kind in names)}", got=got)
+    return given[0]
 
 
 def _show(found: Run, report: Path | None) -> None:

@@ -23,13 +23,15 @@ class Target:
 
     Args:
         name: name of the backend, as ``kvdock backends`` lists it.
+        setup: ``"module:function"`` that makes it known in a fresh interpreter, if no entry point does; called with ``name``
+            where it is the kit's own.
 
     Raises:
         BackendUnavailableError: there is no such backend, or it is not ready.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, setup: str | None = None) -> None:
+        self.name, self.setup = name, setup
         self.backend = runtime.default().registry.backend(name)
         self.device = torch.empty(0, device=self.backend.devices()[0]).device  # with its index
 

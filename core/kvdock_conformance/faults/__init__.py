@@ -24,6 +24,9 @@ AREAS = (
     "static_update",
     "descriptors",
     "errors",
+    "devices",
+    "hygiene",
+    "prefix",
 )
 """Modules of this package."""
 

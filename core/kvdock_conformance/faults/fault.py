@@ -42,13 +42,13 @@ FaultyCall = Callable[[Run, Args], None]
 
 
 class Seed(Protocol):
-    """A way into a backend."""
+    """A way into a backend, or into what else is tested: ``target`` is what its kind's checks take."""
 
-    def why_not(self, target: Target) -> str:
+    def why_not(self, target: Any) -> str:
         """Return why the fault cannot be seeded into a backend; empty when it can."""
         ...
 
-    def seeded(self, target: Target) -> AbstractContextManager[None]:
+    def seeded(self, target: Any) -> AbstractContextManager[None]:
         """Return a block in which the backend has the fault."""
         ...
 
@@ -63,6 +63,7 @@ class Fault:
         area: the area whose requirements run on it: the op's name where it is about one op.
         killers: ids of the requirements that must fail, each of them.
         seed: how it gets into a backend.
+        kind: kind of what it is a fault of: a name in `kvdock_conformance.kinds.KINDS`.
     """
 
     name: str
@@ -70,12 +71,13 @@ class Fault:
     area: str
     killers: tuple[str, ...]
     seed: Seed
+    kind: str = "backend"
 
-    def why_not(self, target: Target) -> str:
+    def why_not(self, target: Any) -> str:
         """Return why it cannot be seeded into a backend; empty when it can."""
         return self.seed.why_not(target)
 
-    def seeded(self, target: Target) -> AbstractContextManager[None]:
+    def seeded(self, target: Any) -> AbstractContextManager[None]:
         """Return a block in which the backend has the fault."""
         return self.seed.seeded(target)
 

@@ -27,5 +27,5 @@ def write(run: Run, folder: Path) -> None:
         place, case = folder / outcome.requirement.id, outcome.failed[0]
         place.mkdir(parents=True)
         (place / "report.txt").write_text(bug_report(run, outcome, case), encoding="utf-8")
-        text = script(outcome.requirement, case, backend=run.plan.backend, setup=run.plan.setup, limit_s=run.plan.limit_s)
+        text = script(outcome.requirement, case, name=run.plan.backend, setup=run.plan.setup, limit_s=run.plan.limit_s)
         (place / "repro.py").write_text(text, encoding="utf-8")

@@ -23,6 +23,7 @@ def as_dict(run: Run) -> dict[str, Any]:
     return {
         "schema": VERSION,
         "backend": run.plan.backend,
+        "kind": run.plan.kind,
         "level": run.plan.level.value,
         "op": run.plan.area,
         "left_out": run.plan.left_out(),
@@ -44,6 +45,7 @@ def _requirement(outcome: Outcome) -> dict[str, Any]:
         "sentence": outcome.requirement.sentence,
         "area": outcome.requirement.area,
         "level": outcome.requirement.level.value,
+        "hardware": outcome.requirement.hardware,
         "verdict": outcome.verdict.value,
         "reason": outcome.reason,
         "seconds": round(outcome.seconds, 4),

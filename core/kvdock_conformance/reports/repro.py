@@ -17,6 +17,7 @@ from typing import Any
 
 import attrs
 
+from kvdock_conformance.kinds import KINDS
 from kvdock_conformance.requirement import Requirement
 from kvdock_conformance.stand_ins import STAND_INS
 from kvdock_conformance.verdict import CaseOutcome
@@ -123,7 +124,7 @@ Wrong: {what}
 Expected: {expected}
 Got: {got}
 
-Needs torch, kvdock and the package of backend {backend!r}{needs}. Ends with an error while the fault is there.
+Needs torch, kvdock and the package of {kind} {name!r}{needs}. Ends with an error while the fault is there.
 """
 
 from __future__ import annotations
@@ -136,30 +137,28 @@ CASE = {data}
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later({limit:g}, exit=True)  # a hang is an error too
-{setup}    target = Target({backend!r})
+{setup}    target = {target}({name!r})
 {main}
     print("passes now: {id}, {case}")
 '''
 
 
-def script(requirement: Requirement, case: CaseOutcome, *, backend: str, setup: str | None = None, limit_s: float | None = None) -> str:
+def script(requirement: Requirement, case: CaseOutcome, *, name: str, setup: str | None = None, limit_s: float | None = None) -> str:
     """Return the text of ``repro.py`` for a case that failed.
 
     Args:
         requirement: the requirement.
         case: the case.
-        backend: name of the backend.
-        setup: ``"module:function"`` that makes the backend known, if no entry point does.
+        name: name of the backend, or of what else was tested.
+        setup: ``"module:function"`` that makes it known, if no entry point does.
         limit_s: time limit of the case in seconds in place of the requirement's own.
     """
-    from kvdock_conformance.checking.target import Target
-
     extract = Extract()
     extract.imports.add("import faulthandler")
-    extract.take(Target)
+    target = extract.take(KINDS[requirement.kind].target_class())
     main = _main(extract, requirement)
     failure = {key: _line(text) for key, text in (case.failure or {}).items()}
-    setup_lines, needs = _setup(backend, setup)
+    setup_lines, needs = _setup(name, setup)
     return _SCRIPT.format(
         id=requirement.id,
         sentence=requirement.sentence,
@@ -167,10 +166,12 @@ def script(requirement: Requirement, case: CaseOutcome, *, backend: str, setup: 
         what=failure.get("what", ""),
         expected=failure.get("expected", ""),
         got=failure.get("got", ""),
-        backend=backend,
+        kind=requirement.kind,
+        name=name,
+        target=target,
         needs=needs,
         imports="\n".join(sorted(extract.imports)),
-        data=pprint.pformat(dict(case.data), width=130, compact=True, sort_dicts=False),
+        data=pprint.pformat(dict(case.data), width=220, compact=True, sort_dicts=False),
         parts="\n\n\n".join(extract.parts),
         limit=limit_s or requirement.limit_s,
         setup=setup_lines,

@@ -18,9 +18,10 @@ _MANY = 12
 def bug_report(run: Run, outcome: Outcome, case: CaseOutcome) -> str:
     """Return the report of one failed case: requirement, backend, calls with shapes and strides, what was expected, what came."""
     about, failure = run.about, case.failure or {}
+    on = f" on {about['device']}" if "device" in about else ""
     lines = [
         f"{outcome.requirement.id}: {outcome.requirement.sentence}",
-        f"backend   {about.get('backend', run.plan.backend)} ({about.get('class', 'not opened')}) on {about.get('device', 'no device')}",
+        f"{run.plan.kind:9} {run.plan.backend} ({about.get('class', 'not opened')}){on}",
         f"case      {case.name}",
         *_call_lines(case.data),
         f"wrong     {failure.get('what', '')}",

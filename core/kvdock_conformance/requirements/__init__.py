@@ -16,6 +16,9 @@ AREAS = (
     "static_update",
     "descriptors",
     "errors",
+    "devices",
+    "hygiene",
+    "prefix",
 )
 """Modules of this package, in the order in which their requirements run."""
 

@@ -10,7 +10,9 @@ import pytest
 
 from kvdock.errors import KVDockError, KVDockWarning
 from kvdock.prefix import Cleared, NaivePrefixCache, RadixPrefixCache, Removed, Stored
-from support_prefix import Replayed, slots_of, tree_of
+from kvdock_conformance.checking.prefix_events import Replayed
+from kvdock_conformance.checking.prefix_model import slots_of
+from support_prefix import tree_of
 
 
 def told(cache: RadixPrefixCache) -> list[Any]:
@@ -73,6 +75,7 @@ def test_the_stream_alone_says_what_is_stored_where(block_size: int) -> None:
                 above = ids[at - 1] if at else (last_of(cache, namespace, path[:start]) if start else None)
                 stored[number] = namespace, above, path[start + at]
         assert observer.where == stored
+    assert observer.wrong == []
     assert len(observer.events) > 300
 
 

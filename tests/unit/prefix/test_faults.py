@@ -15,8 +15,10 @@ import torch
 
 from kvdock.errors import ArgumentValueError, IntegrityError, KVDockError, OutOfBlocksError, StaleHandleError
 from kvdock.prefix import EvictionPolicy, RadixPrefixCache, SizeInfo, Usage
+from kvdock_conformance.checking.containers import CONTAINERS, overwrite
+from kvdock_conformance.checking.prefix_model import slots_of
 from support_isolated import answer
-from support_prefix import CONTAINERS, inside, overwrite, seen, slots_of
+from support_prefix import inside, seen
 
 
 def filled(*prompts: list[int], block_size: int = 1, **options: Any) -> RadixPrefixCache:

@@ -27,7 +27,7 @@ from kvdock.prefix.inputs import (
 )
 from kvdock.prefix.labels import common_blocks, token_data, tokens_of
 from kvdock.prefix.owners import StoredBlocks
-from support_prefix import slots_of
+from kvdock_conformance.checking.prefix_model import slots_of
 
 SIZES = st.sampled_from([1, 2, 3, 4, 5, 16])
 BLOCKS = st.lists(st.integers(0, 40), max_size=12)

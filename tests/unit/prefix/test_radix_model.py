@@ -29,8 +29,11 @@ from hypothesis.stateful import (
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, KVDockError, OutOfBlocksError, StaleHandleError, WrongThreadError
 from kvdock.prefix import NaivePrefixCache, PrefixHandle, RadixPrefixCache
+from kvdock_conformance.checking.containers import CONTAINERS, overwrite
+from kvdock_conformance.checking.prefix_events import Replayed, where
+from kvdock_conformance.checking.prefix_model import KEYS, Block, SlowPrefixCache, slots_of
 from support_descriptors import in_thread
-from support_prefix import CONTAINERS, KEYS, Block, Replayed, SlowPrefixCache, overwrite, seen, slots_of, tree_of, where
+from support_prefix import runs_of, seen, tree_of
 
 OTHERS: list[list[tuple[object, ...]]] = [
     [],
@@ -358,9 +361,11 @@ class Caches(RuleBasedStateMachine):
         assert self.cache.size_info == self.model.size_info()
         assert self.cache.stats == self.model.stats()
         assert self.cache.num_locks == self.num_locks
-        assert tree_of(self.cache) == self.model.runs()
+        assert tree_of(self.cache) == runs_of(self.model)
         assert self.cache.stored_blocks().tolist() == sorted(block.number for _, block in self.model.blocks())
-        assert not self.observer or self.observer.where == where(self.model)
+        if self.observer is not None:
+            assert self.observer.wrong == []
+            assert self.observer.where == where(self.model)
 
 
 def raised(call: Callable[[], object]) -> Exception | None:

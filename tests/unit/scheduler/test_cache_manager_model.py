@@ -36,8 +36,10 @@ from kvdock.errors import (
 )
 from kvdock.prefix import RadixPrefixCache
 from kvdock.scheduler import CacheManager, CacheSequence
+from kvdock_conformance.checking.containers import overwrite
+from kvdock_conformance.checking.prefix_model import KEYS
 from support_descriptors import in_thread
-from support_prefix import KEYS, inside, overwrite, seen, tree_of
+from support_prefix import inside, seen, tree_of
 
 FREE, JUNK = -1, -2
 TOKENS = st.builds(lambda size, at: [int(i == at) for i in range(size)], st.integers(0, 14), st.integers(0, 20))

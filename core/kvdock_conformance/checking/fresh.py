@@ -1,0 +1,179 @@
+"""What a fresh interpreter says about a backend: what importing its module costs, and whether processes may be forked and spawned."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvdock import runtime
+from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.target import Target
+
+__all__ = [
+    "FACTS",
+    "HEAVY",
+    "IMPORT_S",
+    "IMPORT_SHARE",
+    "SCRIPT",
+    "SEEDED",
+    "check_import_cost",
+    "check_import_is_light",
+    "check_no_context",
+    "check_process",
+    "entry_module",
+    "facts_of",
+]
+
+SEEDED: list[str] = []
+"""Lines that every fresh interpreter runs once it has imported kvdock. Seeded faults stand here; nothing else does."""
+
+HEAVY = ("triton", "transformers", "accelerate", "numba", "cupy", "jax", "tensorflow", "torch._inductor", "torch._dynamo")
+"""What an entry module must not import: it is imported wherever kvdock is used, whether its device is there or not."""
+
+FACTS: dict[tuple[str, str | None, tuple[str, ...]], dict[str, Any]] = {}
+"""What was found, so that one interpreter serves all checks: starting one costs the import of torch."""
+
+IMPORT_SHARE, IMPORT_S = 0.5, 0.1
+"""An entry module may take this share of the processor time that importing kvdock takes beside torch, and so many seconds."""
+
+SCRIPT = """
+import importlib, json, multiprocessing, os, sys, time
+import torch
+
+NAME, SETUP, MODULE, HEAVY = {name!r}, {setup!r}, {module!r}, {heavy!r}
+start = time.process_time()
+import kvdock
+cost_of_kvdock = time.process_time() - start
+from kvdock import runtime
+{seeded}
+
+def registry():
+    if SETUP:
+        module, _, function = SETUP.partition(":")
+        getattr(importlib.import_module(module), function)()
+    elif NAME in {own!r}:
+        importlib.import_module("kvdock_conformance.stand_ins").register(NAME)
+    return runtime.default().registry
+
+def write():
+    device = registry().backend(NAME).devices()[0]
+    pool, rows = torch.zeros(2, 4, 1, 8, device=device), torch.ones(1, 1, 8, device=device)
+    with kvdock.use_backend(NAME):
+        kvdock.ops.paged_caching_(pool, pool.clone(), rows, rows, torch.tensor([5], device=device))
+    return "right" if pool.sum().item() == 8 and bool((pool[1, 1] == 1).all()) else "wrong bytes"
+
+def report(pipe):
+    try:
+        answer = write()
+    except kvdock.KVDockError as error:
+        answer = "KVDockError: " + str(error)
+    except BaseException as error:
+        answer = type(error).__name__ + ": " + str(error)
+    pipe.send(answer)
+    pipe.close()
+
+def ask(method):
+    context = multiprocessing.get_context(method)
+    receiver, sender = context.Pipe(False)
+    process = context.Process(target=report, args=(sender,))
+    process.start()
+    sender.close()
+    try:
+        answer = receiver.recv() if receiver.poll(30) else "no answer within 30 s"
+    except EOFError:
+        process.join(5)
+        answer = "the process ended with exit code %s" % process.exitcode
+    process.kill()
+    process.join()
+    return answer
+
+def contexts():
+    kinds = [getattr(torch, kind, None) for kind in ("cuda", "xpu", "mtia", "npu", "hpu", "mlu", "musa")]
+    return [kind.__name__ for kind in kinds if kind is not None and hasattr(kind, "is_initialized") and kind.is_initialized()]
+
+if __name__ == "__main__":
+    before = set(sys.modules)
+    start = time.process_time()
+    importlib.import_module(MODULE)
+    cost = time.process_time() - start
+    imported = sorted(set(sys.modules) - before)
+    registry().backend(NAME).probe()
+    found = dict(cost=cost, cost_of_kvdock=cost_of_kvdock, imported=[name for name in imported if name.startswith(HEAVY)])
+    found.update(contexts=contexts(), fork=ask("fork"), spawn=ask("spawn"))
+    print(json.dumps(found))
+"""
+
+
+def entry_module(target: Target) -> str:
+    """Return the module that the backend's entry point names, or that of its class where it has no entry point."""
+    for record in runtime.default().registry.records():
+        if record.distribution is not None and target.name in [backend.name for backend in record.backends]:
+            return record.value.partition(":")[0]
+    return type(target.backend).__module__
+
+
+def facts_of(target: Target) -> dict[str, Any]:
+    """Return what a fresh interpreter finds, and remember it.
+
+    Raises:
+        NonconformanceError: the interpreter ended with an error.
+    """
+    key = (target.name, target.setup, tuple(SEEDED))
+    if key not in FACTS:
+        FACTS[key] = _ask(target)
+    return FACTS[key]
+
+
+def _ask(target: Target) -> dict[str, Any]:
+    """Run the script in a fresh interpreter: in a file, since spawned processes import it."""
+    own = () if target.setup else ("reference", "portable-kernels")
+    text = SCRIPT.format(name=target.name, setup=target.setup, module=entry_module(target), heavy=HEAVY, seeded="\n".join(SEEDED), own=own)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "fresh.py"
+        path.write_text(text, encoding="utf-8")
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-P", str(path)]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=150)  # noqa: S603 - our own script
+    if done.returncode:
+        raise NonconformanceError("a fresh interpreter that loads the backend", expected="no error", got=done.stderr[-4000:])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def check_import_is_light(target: Target, data: Mapping[str, Any]) -> None:
+    """Check that the entry module imports no compiler and no client."""
+    found = facts_of(target)["imported"]
+    if found:
+        raise NonconformanceError(f"what importing {entry_module(target)} imports", expected="none of these", got=", ".join(found[:8]))
+
+
+def check_import_cost(target: Target, data: Mapping[str, Any]) -> None:
+    """Check the processor time of the import against kvdock's own."""
+    found = facts_of(target)
+    limit = IMPORT_SHARE * found["cost_of_kvdock"] + IMPORT_S
+    if found["cost"] > limit:
+        raise NonconformanceError(
+            f"processor time of importing {entry_module(target)}", expected=f"at most {limit:.3f} s", got=f"{found['cost']:.3f} s"
+        )
+
+
+def check_no_context(target: Target, data: Mapping[str, Any]) -> None:
+    """Check that import and probe have opened no context on any device."""
+    found = facts_of(target)["contexts"]
+    if found:
+        raise NonconformanceError("device contexts after import and probe()", expected="none", got=", ".join(found))
+
+
+def check_process(target: Target, data: Mapping[str, Any]) -> None:
+    """Check that a child of a process that has probed can use the backend, or is told why not."""
+    found = facts_of(target)[data["method"]]
+    if found != "right" and not found.startswith("KVDockError: "):
+        raise NonconformanceError(
+            f"a write in a process made by {data['method']} after probe()", expected="a write or a KVDockError", got=found
+        )

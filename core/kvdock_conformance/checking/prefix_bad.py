@@ -1,0 +1,91 @@
+"""Calls of a prefix cache with arguments that it must refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, OutOfBlocksError
+from kvdock.prefix import PrefixCache
+from kvdock_conformance.checking.prefix_model import SlowPrefixCache, slots_of
+
+__all__ = ["BAD_PRIORITIES", "BAD_SHAPES", "BAD_SIZES", "BAD_SPACES", "BAD_VALUES", "TYPE", "VALUE", "Refusal", "bad_call"]
+
+Refusal = tuple[tuple[type[Exception], ...], Callable[[], object]]
+"""The errors that a call may raise, and the call."""
+
+BAD_VALUES: Mapping[str, Callable[[], Any]] = MappingProxyType(
+    {
+        "floats": lambda: [1.0],
+        "float array": lambda: np.ones(3),
+        "float tensor": lambda: torch.ones(3),
+        "bools": lambda: [True],
+        "strings": lambda: np.array(["a"]),
+        "too big": lambda: [2**64],
+        "none": lambda: [None],
+        "text": lambda: "text",
+    }
+)
+"""What are no integers."""
+
+BAD_SHAPES: Mapping[str, tuple[int, ...]] = MappingProxyType({"of a table": (1, 1), "of a number": (), "of no rows": (0, 4)})
+BAD_SPACES: Mapping[str, Any] = MappingProxyType({"list": [1], "text": "tenant", "none": None, "float": (1.0,), "nested list": ([],)})
+BAD_SIZES: Mapping[str, Any] = MappingProxyType({"negative": -1, "float": 1.5, "text": "3", "none": None, "bool": True})
+BAD_PRIORITIES: Mapping[str, Any] = MappingProxyType({"float": 1.0, "text": "high", "none": None})
+TYPE, VALUE = (ArgumentTypeError,), (ArgumentValueError,)
+
+
+def bad_call(
+    cache: PrefixCache, model: SlowPrefixCache, step: Mapping[str, Any], tokens: Sequence[int], free: Sequence[int]
+) -> Refusal | None:
+    """Return a call that must be refused; None where there is no such call as things are.
+
+    Args:
+        cache: the cache under test.
+        model: the slow one.
+        step: ``call``, one of `kvdock_conformance.cases.prefix.BAD_CALLS`, and ``at``, where the bad block is.
+        tokens: tokens that would be good.
+        free: blocks that would be good.
+    """
+    subject, _, kind = step["call"].partition(" ")
+    if subject == "slots" and kind not in BAD_VALUES:
+        slots = _bad_slots(model, kind, step["at"], tokens, free)
+        return None if slots is None else (VALUE, lambda: cache.insert_prefix(tokens, slots))
+    calls: dict[str, Callable[[], Refusal]] = {
+        "slots": lambda: (TYPE, lambda: cache.insert_prefix([0], BAD_VALUES[kind]())),
+        "tokens": lambda: (TYPE, lambda: cache.match_prefix(BAD_VALUES[kind]())),
+        "shape": lambda: (VALUE, lambda: cache.match_prefix(np.zeros(BAD_SHAPES[kind], dtype=np.int64))),
+        "namespace": lambda: (TYPE, lambda: cache.insert_prefix([1], [0], BAD_SPACES[kind])),
+        "priority": lambda: (TYPE, lambda: cache.insert_prefix([1], [0], priority=BAD_PRIORITIES[kind])),
+        "evict": lambda: (TYPE + VALUE, lambda: cache.evict(BAD_SIZES[kind])),
+    }
+    if step["call"] == "evict too much":
+        return (OutOfBlocksError,), lambda: cache.evict(model.size_info().evictable_size + 1)
+    if step["call"] == "discard within a block":
+        handle = cache.match_prefix(tokens, record=False).handle
+        return (VALUE, lambda: cache.discard_prefix(handle, 1)) if cache.block_size > 1 else None
+    return calls[subject]()
+
+
+def _bad_slots(model: SlowPrefixCache, kind: str, at: int, tokens: Sequence[int], free: Sequence[int]) -> list[int] | None:
+    """Return slots for tokens that are wrong in one block, or in number."""
+    size, known = model.block_size, [block.number for block in model.look(tokens, ())]
+    count = len(tokens) // size
+    numbers = [*known, *free[-1 : -count - 1 + len(known) : -1]]
+    at %= count
+    taken = sorted({block.number for _, block in model.blocks()} - set(numbers))
+    if (kind == "owned" and not taken) or (kind == "twice" and count == 1) or (kind == "misplaced" and size == 1):
+        return None
+    slots = slots_of(numbers, size)
+    if kind == "misplaced":
+        slots[at * size + 1] += 1
+    elif kind in ("short", "long"):
+        return slots[:-1] if kind == "short" else [*slots, 0]
+    else:
+        bad = {"owned": taken[at % len(taken)] if taken else 0, "twice": numbers[at - 1], "negative": -1, "high": 2**31 // size}[kind]
+        slots[at * size : at * size + size] = slots_of([bad], size)
+    return slots

@@ -1,0 +1,239 @@
+"""Checks of a prefix cache: what it claims, and its answers to a case's calls against the slow one's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from kvdock.errors import ArgumentValueError, WrongThreadError
+from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.prefix_model import KEYS, SlowPrefixCache, StoresNothing
+from kvdock_conformance.checking.prefix_play import Player, play
+from kvdock_conformance.checking.prefix_target import PrefixTarget
+from kvdock_conformance.requirement import Capability, Check
+
+__all__ = [
+    "ABOUT_ALL",
+    "DECLARES_AN_ORDER",
+    "STORES",
+    "check_block_sizes",
+    "check_deep",
+    "check_discards",
+    "check_events",
+    "check_evictions",
+    "check_handles",
+    "check_inserts",
+    "check_locks",
+    "check_matches",
+    "check_order",
+    "check_refusals",
+    "check_resets",
+    "check_sizes",
+    "check_stats",
+    "check_stores_nothing",
+    "check_threads",
+    "check_without_order",
+    "compared",
+    "same_number",
+    "stores_nothing",
+    "why_it_stores_nothing",
+    "why_no_order",
+]
+
+ABOUT_ALL = ("match", "insert", "evict", "discard", "reset", "locks", "sizes", "stats", "events", "refused")
+"""Everything but the order of eviction."""
+
+
+def stores_nothing(target: PrefixTarget) -> bool:
+    """Whether a cache takes over no block of an insertion, and says so: the handle that it returns stands for no token."""
+    cache = target.make(1)
+    made = cache.insert_prefix([1, 2, 3], [0, 1, 2])
+    return made.handle.cached_len == 0 and cache.size_info.total_size == 0
+
+
+def why_it_stores_nothing(target: PrefixTarget, data: Mapping[str, Any]) -> Sequence[str]:
+    """Return the reason against asking what is stored; empty where something is."""
+    return [f"{target.name} stores nothing: an insertion returns a handle of no tokens"] if stores_nothing(target) else []
+
+
+def check_stores_nothing(target: PrefixTarget, data: Mapping[str, Any], reasons: Sequence[str], check: Check) -> None:
+    """Check that a cache that claims to store nothing never does: it finds nothing, and frees nothing.
+
+    Raises:
+        NonconformanceError: an answer is not that of a cache without blocks.
+    """
+    if "steps" in data:
+        size = data["block_size"]
+        play(Player(target.make(size), StoresNothing(size, "lru"), data, target.make, ABOUT_ALL), data["steps"])
+
+
+STORES = Capability("stores blocks", why_it_stores_nothing, check_stores_nothing)
+"""The capability of storing anything at all."""
+
+
+def why_no_order(target: PrefixTarget, data: Mapping[str, Any]) -> Sequence[str]:
+    """Return the reasons against asking for an order of eviction: nothing is stored, or no policy that the kit knows is declared."""
+    if stores_nothing(target):
+        return why_it_stores_nothing(target, data)
+    declared = target.policy
+    return [] if declared in KEYS else [f"{target.name} declares {declared or 'no policy'}, of which the kit knows no order"]
+
+
+def check_without_order(target: PrefixTarget, data: Mapping[str, Any], reasons: Sequence[str], check: Check) -> None:
+    """Check all but the order: what is evicted is followed.
+
+    Raises:
+        NonconformanceError: an answer is wrong in whatever order.
+    """
+    if stores_nothing(target):
+        check_stores_nothing(target, data, reasons, check)
+    else:
+        compared(target, data, ABOUT_ALL)
+
+
+DECLARES_AN_ORDER = Capability("declares a policy of eviction that the kit knows", why_no_order, check_without_order)
+"""The capability of evicting in an order that can be told beforehand."""
+
+
+def compared(target: PrefixTarget, data: Mapping[str, Any], about: Collection[str]) -> Player:
+    """Play a case on the cache and on the slow one; returns the player."""
+    size = data["block_size"]
+    nothing, policy = stores_nothing(target), target.policy
+    model = (StoresNothing if nothing else SlowPrefixCache)(size, policy if policy is not None and policy in KEYS else "lru")
+    player = Player(target.make(size), model, data, target.make, about)
+    play(player, data["steps"])
+    return player
+
+
+def check_matches(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Check what matches find."""
+    compared(target, data, ("match",))
+
+
+def check_inserts(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Check what insertions return."""
+    compared(target, data, ("insert",))
+
+
+def check_locks(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Check what is protected, step by step."""
+    compared(target, data, ("locks",))
+
+
+def check_evictions(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Check what evictions free."""
+    compared(target, data, ("evict",))
+
+
+def check_order(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Check which blocks evictions free."""
+    compared(target, data, ("order",))
+
+
+def check_handles(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Check that bad handles are refused, and that what they leave alone is."""
+    compared(target, data, ("refused", "locks"))
+
+
+def check_refusals(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Check that bad arguments are refused."""
+    compared(target, data, ("refused",))
+
+
+def check_discards(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Check what is forgotten of a prefix."""
+    compared(target, data, ("discard",))
+
+
+def check_resets(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Check what a reset returns and leaves."""
+    compared(target, data, ("reset", "refused", "sizes"))
+
+
+def check_sizes(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Check sizes, the list of blocks, and the cache's own check."""
+    compared(target, data, ("sizes",))
+
+
+def check_events(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Check what an observer is told."""
+    compared(target, data, ("events",))
+
+
+def check_stats(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Check what is counted."""
+    compared(target, data, ("stats",))
+
+
+def check_deep(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Store one long prefix, cut it at every block, walk down, lock its end, and evict it block by block.
+
+    Raises:
+        NonconformanceError: an answer is wrong.
+    """
+    depth, size = data["depth"], data["block_size"]
+    cache, tokens = target.make(size), list(range(depth * size))
+    cache.insert_prefix(tokens, tokens)
+    for count in range(depth - 1, 0, -1):
+        cache.match_prefix(tokens[: count * size], record=False)
+    handle = cache.match_prefix(tokens).handle
+    cache.lock_handle(handle)
+    cache.check_integrity()
+    same_number(f"protected tokens of a chain of {depth} blocks", depth * size, cache.size_info.protected_size)
+    cache.lock_handle(handle, unlock=True)
+    for left in range(depth - 1, depth // 2, -1):
+        same_number("slots of an eviction", left, int(cache.evict(1)[0]) // size)
+    same_number("tokens that reset forgets", len(cache.match_prefix(tokens).indices), len(cache.reset()))
+
+
+def same_number(what: str, expected: int, got: int) -> None:
+    """Compare two numbers."""
+    if expected != got:
+        raise NonconformanceError(what, expected=expected, got=got)
+
+
+def check_threads(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Call from another thread: refused at first, after `hand_over` not.
+
+    Raises:
+        NonconformanceError: a call of another thread does not raise, or changes something.
+    """
+    player = compared(target, data, ())
+    cache, handle, before = player.cache, player.held[-1].handle, player.observed()
+    calls: dict[str, Callable[[], object]] = {
+        "match_prefix": lambda: cache.match_prefix([1]),
+        "record_match": lambda: cache.record_match(handle, 100),
+        "lock_handle": lambda: cache.lock_handle(handle),
+        "insert_prefix": lambda: cache.insert_prefix([1] * player.block_size, range(4000, 4000 + player.block_size)),
+        "evict": lambda: cache.evict(0),
+        "discard_prefix": lambda: cache.discard_prefix(handle, 0),
+        "reset": cache.reset,
+        "hand_over": cache.hand_over,
+    }
+    with ThreadPoolExecutor(1) as other:
+        for name, call in calls.items():
+            error = other.submit(call).exception()
+            if not isinstance(error, WrongThreadError):
+                got = "no error" if error is None else repr(error)
+                raise NonconformanceError(f"{name} in another thread", expected="WrongThreadError", got=got)
+        if player.observed() != before:
+            raise NonconformanceError("the cache after calls of another thread", expected=before, got=player.observed())
+        cache.hand_over()
+        other.submit(cache.match_prefix, [1]).result()
+
+
+def check_block_sizes(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Make caches with good and bad block sizes.
+
+    Raises:
+        NonconformanceError: a good size is not the cache's, or a bad one does not raise.
+    """
+    for size in data["good"]:
+        same_number("block_size", size, target.make(size).block_size)
+    for size in data["bad"]:
+        try:
+            target.make(size)
+        except ArgumentValueError:
+            continue
+        raise NonconformanceError(f"a block of {size} tokens", expected="ArgumentValueError", got="no error")

@@ -1,0 +1,316 @@
+"""Playing a case's calls twice: on a prefix cache, and on the slow one. What a requirement is about is compared at each step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from kvdock.errors import OutOfBlocksError, StaleHandleError
+from kvdock.prefix import NaivePrefixCache, PrefixCache, PrefixHandle
+from kvdock_conformance.checking.containers import CONTAINERS, overwrite
+from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.prefix_bad import bad_call
+from kvdock_conformance.checking.prefix_events import Replayed, where
+from kvdock_conformance.checking.prefix_model import Block, SlowPrefixCache, slots_of
+
+__all__ = ["Held", "Player", "namespace_of", "play", "tokens_of"]
+
+
+@attrs.define(eq=False)
+class Held:
+    """A handle, and what it stands for.
+
+    Args:
+        handle: what the cache returned.
+        path: its blocks in the slow cache.
+        epoch: how many resets came before it.
+        locks: how often it is locked.
+    """
+
+    handle: PrefixHandle
+    path: list[Block]
+    epoch: int
+    locks: int = 0
+
+
+def namespace_of(parts: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the namespace that a case names: ``bytes:x`` is bytes, lists are tuples, all else is itself."""
+    return tuple(
+        namespace_of(part) if isinstance(part, list) else part[6:].encode() if str(part).startswith("bytes:") else part for part in parts
+    )
+
+
+def tokens_of(pieces: Sequence[int], rest: int, block_size: int, *, is_wide: bool = False) -> list[int]:
+    """Return tokens: a block for each piece, all alike but for the first token or the last; then a rest shorter than a block."""
+    found: list[int] = []
+    for piece in pieces:
+        block = [7] * block_size
+        block[0 if piece % 2 else -1] = piece // 2
+        if is_wide and piece == 5:
+            block = [7] * (block_size - 1) + [2**32]  # piece 0, in the lower half
+        found += block
+    return found + [7] * (rest % block_size)
+
+
+class Player:
+    """Makes the calls of a case.
+
+    Args:
+        cache: the cache under test.
+        model: the slow one.
+        data: the case.
+        other: makes another cache like it.
+        about: what is compared: ``"match"``, ``"insert"``, ``"evict"``, ``"order"``, ``"discard"``, ``"reset"`` are the
+            answers of these calls, ``"locks"``, ``"sizes"``, ``"stats"``, ``"events"`` are looked at after each step, and
+            ``"refused"`` is that bad calls raise and change nothing. All else is followed, and not judged.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        model: SlowPrefixCache,
+        data: Mapping[str, Any],
+        other: Callable[[int], PrefixCache],
+        about: Collection[str],
+    ) -> None:
+        self.cache, self.model, self.other, self.about = cache, model, other, about
+        self.block_size: int = data["block_size"]
+        self.spaces = [namespace_of(space) for space in data["spaces"]]
+        self.is_wide: bool = data.get("wide", False)
+        self.free = list(range(400))[::-1]
+        self.held: list[Held] = []
+        self.epoch = self.num_locks = 0
+        self.answers: list[Any] = []
+        """What the cache said, call by call."""
+        self.observer = Replayed(self.block_size)
+        if "events" in about:
+            cache.subscribe(self.observer)
+
+    def same(self, about: str, what: str, expected: object, got: object) -> None:
+        """Compare, if the requirement is about this."""
+        self.answers.append((what, got))
+        if about in self.about and expected != got:
+            raise NonconformanceError(what, expected=expected, got=got)
+
+    def array(self, about: str, what: str, expected: list[int], got: Any) -> None:
+        """Compare an array of slots, and overwrite it: it is the caller's own."""
+        is_slots = isinstance(got, np.ndarray) and got.dtype == np.int32
+        self.same(about, f"{what}: kind of array", True, is_slots)
+        self.same(about, what, expected, got.tolist())
+        got[...] = -5
+
+    def tokens(self, step: Mapping[str, Any]) -> list[int]:
+        """Return the tokens of a step."""
+        return tokens_of(step["pieces"], step.get("rest", 0), self.block_size, is_wide=self.is_wide)
+
+    def space(self, step: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return the namespace of a step."""
+        found: tuple[Any, ...] = self.spaces[step["space"] % len(self.spaces)]
+        return found
+
+    def hold(self, about: str, what: str, handle: PrefixHandle, path: list[Block]) -> None:
+        """Keep a handle."""
+        self.same(about, f"{what}: handle.cached_len", len(path) * self.block_size, handle.cached_len)
+        self.held.append(Held(handle, path, self.epoch))
+
+    def is_stale(self, held: Held) -> bool:
+        """Whether what a handle stands for is gone."""
+        return held.epoch != self.epoch or any(not block.is_stored for block in held.path)
+
+    def match(self, step: Mapping[str, Any]) -> None:
+        """Match, and let the caller use his memory again."""
+        tokens, space = self.tokens(step), self.space(step)
+        passed = CONTAINERS[step["form"]](tokens)
+        found = self.cache.match_prefix(passed, space, record=step["record"])
+        overwrite(passed)
+        path = self.model.find(tokens, space)
+        if step["record"]:
+            self.model.record(path, len(tokens))
+        self.array("match", "match_prefix: indices", slots_of([block.number for block in path], self.block_size), found.indices)
+        self.hold("match", "match_prefix", found.handle, path)
+
+    def record(self, step: Mapping[str, Any]) -> None:
+        """Count a match later."""
+        for held in self.chosen(step):
+            count = step["tokens"] + held.handle.cached_len
+            if self.is_stale(held):
+                self.refused(
+                    "record_match of a stale handle", StaleHandleError, functools.partial(self.cache.record_match, held.handle, count)
+                )
+            else:
+                self.cache.record_match(held.handle, count)
+                self.model.record(held.path, count)
+
+    def chosen(self, step: Mapping[str, Any]) -> list[Held]:
+        """Return the handle of a step; none where there is none yet."""
+        return [self.held[step["handle"] % len(self.held)]] if self.held else []
+
+    def lock(self, step: Mapping[str, Any], change: int = 1) -> None:
+        """Lock a handle; one that is stale is refused."""
+        for held in self.chosen(step):
+            if self.is_stale(held) or held.locks + change < 0:
+                state = "a stale handle" if self.is_stale(held) else "a handle that is not locked"
+                what = f"lock_handle{'' if change > 0 else ' with unlock'} of {state}"
+                self.refused(what, StaleHandleError, functools.partial(self.cache.lock_handle, held.handle, unlock=change < 0))
+                continue
+            self.cache.lock_handle(held.handle, unlock=change < 0)
+            held.locks += change
+            self.num_locks += change
+            if held.path:
+                held.path[-1].locks += change
+
+    def unlock(self, step: Mapping[str, Any]) -> None:
+        """Unlock a handle; one that is stale or not locked is refused."""
+        self.lock(step, -1)
+
+    def insert(self, step: Mapping[str, Any]) -> None:
+        """Insert; blocks that are stored already come with their own slots, or with others that stay the caller's."""
+        tokens, space = self.tokens(step), self.space(step)
+        known = [block.number for block in self.model.find(tokens, space)]
+        fresh = [self.free.pop() for _ in step["pieces"]]
+        numbers = [known[at] if at < len(known) and step["own"][at] else fresh[at] for at in range(len(fresh))]
+        rest = [0] * (len(tokens) - len(numbers) * self.block_size)
+        passed, slots = CONTAINERS[step["form"]](tokens), CONTAINERS[step["slots_form"]](slots_of(numbers, self.block_size) + rest)
+        made = self.cache.insert_prefix(passed, slots, space, priority=step["priority"])
+        overwrite(passed)
+        overwrite(slots)
+        there, path = self.model.insert(tokens, numbers, space, step["priority"])
+        self.same("insert", "insert_prefix: cached_len", there * self.block_size, made.cached_len)
+        self.array("insert", "insert_prefix: indices", slots_of([block.number for block in path], self.block_size), made.indices)
+        stored = {block.number for block in path}
+        self.free.extend(number for number in fresh[::-1] if number not in stored)
+        self.hold("insert", "insert_prefix", made.handle, path)
+
+    def evict(self, step: Mapping[str, Any]) -> None:
+        """Evict, and follow the cache's choice unless it is the order that matters."""
+        possible = self.model.size_info().evictable_size
+        size = step["size"] if "size" in step else int(step["share"] * possible)
+        if size > possible:
+            self.refused(f"evict({size}) with {possible} evictable tokens", OutOfBlocksError, lambda: self.cache.evict(size))
+            return
+        count = -(-size // self.block_size)
+        slots = self.cache.evict(size)
+        numbers = (slots[:: self.block_size] // self.block_size).tolist()
+        self.array("evict", "evict: slots, in whole blocks", slots_of(numbers, self.block_size), slots.copy())
+        self.same("evict", f"evict({size}): number of blocks", count, len(numbers))
+        self.same("evict", f"evict({size}): distinct blocks", count, len(set(numbers)))
+        if "order" in self.about:
+            chosen = sorted(number for run in self.model.evict(count) or [] for number in run)
+            self.same("order", f"evict({size}): blocks", chosen, sorted(numbers))
+        else:
+            wrong = self.model.follow(numbers)
+            if wrong:
+                raise NonconformanceError(f"evict({size})", expected="ends of prefixes that nobody has locked", got=wrong)
+        self.free.extend(numbers)
+
+    def discard(self, step: Mapping[str, Any]) -> None:
+        """Forget the end of a prefix."""
+        for held in self.chosen(step):
+            start = step["start"] * self.block_size
+            if self.is_stale(held):
+                self.refused(
+                    "discard_prefix of a stale handle", StaleHandleError, functools.partial(self.cache.discard_prefix, held.handle, start)
+                )
+                continue
+            numbers = [number for run in self.model.discard(held.path, step["start"]) for number in run]
+            slots = self.cache.discard_prefix(held.handle, start)
+            self.same("discard", "discard_prefix: slots", sorted(slots_of(numbers, self.block_size)), sorted(slots.tolist()))
+            self.free.extend(numbers)
+
+    def reset(self, step: Mapping[str, Any]) -> None:
+        """Forget everything."""
+        stored = sorted(block.number for _, block in self.model.blocks())
+        self.same("reset", "reset: slots", slots_of(stored, self.block_size), sorted(self.cache.reset().tolist()))
+        self.free.extend(stored)
+        self.model.reset()
+        self.epoch += 1
+        self.num_locks = 0
+
+    def foreign(self, step: Mapping[str, Any]) -> None:
+        """Pass a handle of another cache, or none."""
+        others: dict[str, Callable[[], Any]] = {
+            "equal": lambda: self.other(self.block_size).match_prefix([1]).handle,
+            "naive": lambda: NaivePrefixCache(self.block_size).match_prefix([1]).handle,
+            "none": lambda: None,
+        }
+        handle, whose = others[step["whose"]](), {"equal": "another cache's handle", "naive": "another kind's handle", "none": "None"}
+        what = f"lock_handle of {whose[step['whose']]}"
+        self.refused(what, StaleHandleError, lambda: self.cache.lock_handle(handle, unlock=step["unlock"]))
+
+    def bad(self, step: Mapping[str, Any]) -> None:
+        """Make a call with arguments that no cache takes."""
+        tokens = tokens_of([*step["pieces"], 1], 0, self.block_size)
+        found = bad_call(self.cache, self.model, step, tokens, self.free)
+        if found is not None:
+            errors, call = found
+            self.refused(step["call"], errors, call)
+
+    def refused(self, what: str, errors: type[Exception] | tuple[type[Exception], ...], call: Callable[[], object]) -> None:
+        """Make a call that must raise and change nothing."""
+        before, events = self.observed(), len(self.observer.events)
+        try:
+            call()
+        except errors:
+            pass
+        except Exception as error:
+            if "refused" in self.about:
+                raise NonconformanceError(what, expected=errors, got=repr(error)) from error
+            raise
+        else:
+            if "refused" in self.about:
+                raise NonconformanceError(what, expected=errors, got="no error")
+            return
+        self.same("refused", f"{what}: the cache after the error", before, self.observed())
+        self.same("refused", f"{what}: events", events, len(self.observer.events))
+
+    def observed(self) -> dict[str, object]:
+        """Return all that the contract lets anybody see, but the order of use."""
+        matches = []
+        for space in self.spaces:
+            for _, block in [entry for entry in self.model.blocks() if entry[0] == repr(space) and not entry[1].children]:
+                tokens = [token for one in block.path() for token in one.tokens]
+                matches.append(self.cache.match_prefix(tokens, space, record=False).indices.tolist())
+        cache = self.cache
+        numbers = {"sizes": cache.size_info, "locks": cache.num_locks, "stats": cache.stats}
+        return {**numbers, "blocks": cache.stored_blocks().tolist(), "matches": matches}
+
+    def look(self) -> None:
+        """Compare what can be seen after a step."""
+        size, cache, model = self.model.size_info(), self.cache, self.model
+        if "locks" in self.about:
+            self.same("locks", "size_info: protected_size", size.protected_size, cache.size_info.protected_size)
+            self.same("locks", "num_locks", self.num_locks, cache.num_locks)
+        if "sizes" in self.about:
+            cache.check_integrity()
+            stored = sorted(block.number for _, block in model.blocks())
+            self.same("sizes", "stored_blocks", stored, cache.stored_blocks().tolist())
+            self.same("sizes", "size_info: total_size", len(stored) * self.block_size, cache.size_info.total_size)
+            self.same("sizes", "size_info", size, cache.size_info)
+        if "stats" in self.about:
+            for name in ("lookups", "lookup_tokens", "hit_tokens", "inserted_tokens", "evicted_tokens"):
+                self.same("stats", f"stats: {name}", getattr(model.stats(), name), getattr(cache.stats, name))
+        if "events" in self.about:
+            self.same("events", "events that do not fit those before", [], self.observer.wrong)
+            self.same("events", "what is stored, by the events", where(model), self.observer.where)
+
+
+def play(player: Player, steps: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Make steps one after the other; returns what the cache said.
+
+    Raises:
+        NonconformanceError: an answer is not the slow cache's; a note says at which step.
+    """
+    for number, step in enumerate(steps):
+        try:
+            getattr(player, step["do"])(step)
+            player.look()
+        except NonconformanceError as error:
+            raise NonconformanceError(f"step {number}, {step['do']}: {error.what}", expected=error.expected, got=error.got) from error
+        except Exception as error:
+            error.add_note(f"at step {number}: {step}")
+            raise
+    return player.answers

@@ -1,0 +1,35 @@
+"""The prefix cache under test, reached as any user reaches it: by name."""
+
+from __future__ import annotations
+
+import kvdock
+from kvdock.prefix import PrefixCache
+
+__all__ = ["PrefixTarget"]
+
+
+class PrefixTarget:
+    """A prefix cache by name.
+
+    Args:
+        name: what `kvdock.create_prefix_cache` takes.
+
+    Raises:
+        ArgumentValueError: nobody brings it, or several plugins do.
+        PluginError: a plugin's class made something else.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.kind = type(self.make(16))
+
+    def make(self, block_size: int) -> PrefixCache:
+        """Make a cache of this kind."""
+        return kvdock.create_prefix_cache(self.name, block_size=block_size)
+
+    @property
+    def policy(self) -> str | None:
+        """Name of the order of eviction that it declares: its attribute ``policy``, or that one's ``name``; None if it has none."""
+        declared = getattr(self.make(16), "policy", None)
+        name = getattr(declared, "name", declared)
+        return name if isinstance(name, str) else None

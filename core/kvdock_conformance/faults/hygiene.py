@@ -1,0 +1,147 @@
+"""Faults of a backend as a plugin: in its module's import, in forked and spawned processes, and in what it says of itself."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import attrs
+import torch
+
+import kvdock
+from kvdock_conformance.checking import fresh
+from kvdock_conformance.checking.target import Target
+from kvdock_conformance.faults.fault import Fault, Faults
+
+__all__ = ["FAULTS"]
+
+FAULTS = Faults()
+_AREA = "hygiene"
+
+
+@attrs.frozen
+class _FreshSeed:
+    """Lines that fresh interpreters run before they import the backend's module.
+
+    Args:
+        lines: the lines; ``MODULE`` is its name.
+    """
+
+    lines: tuple[str, ...]
+
+    def why_not(self, target: Target) -> str:
+        """Return why not: there is always a way."""
+        return ""
+
+    def seeded(self, target: Target) -> AbstractContextManager[Any]:
+        """Let fresh interpreters run the lines."""
+        return mock.patch.object(fresh, "SEEDED", list(self.lines))
+
+
+def _fresh(name: str, sentence: str, killer: str, *lines: str) -> None:
+    """Add a fault of fresh interpreters."""
+    FAULTS.append(Fault(f"hygiene-{name}", sentence, _AREA, (killer,), _FreshSeed(lines)))
+
+
+_AT_IMPORT = (
+    "own_import = importlib.import_module",
+    "def faulty_import(name, *args):",
+    "    if name == MODULE: at_import()",
+    "    return own_import(name, *args)",
+    "importlib.import_module = faulty_import",
+)
+"""Calls ``at_import`` when the backend's module is imported."""
+
+_fresh(
+    "imports-a-compiler",
+    "The module imports Triton.",
+    "KVD-HYGIENE-001",
+    "def at_import(): sys.modules.setdefault('triton.language', sys)",
+    *_AT_IMPORT,
+)
+_fresh(
+    "slow-import",
+    "The module works while it is imported.",
+    "KVD-HYGIENE-002",
+    "def at_import():",
+    "    end = time.process_time() + 0.2 + cost_of_kvdock",
+    "    while time.process_time() < end: pass",
+    *_AT_IMPORT,
+)
+_fresh(
+    "context-at-import",
+    "The module opens a context on a device.",
+    "KVD-HYGIENE-003",
+    "def at_import(): torch.cuda.is_initialized = lambda: True",
+    *_AT_IMPORT,
+)
+_IN_FORK, _IN_SPAWN = "multiprocessing.parent_process() and __name__ == '__main__'", "__name__ == '__mp_main__'"
+for _method, _where, _killer in (("forked", _IN_FORK, "KVD-HYGIENE-004"), ("spawned", _IN_SPAWN, "KVD-HYGIENE-005")):
+    _PATCH = ("own_write = kvdock.ops.paged_caching_", "def faulty(*args, **settings):")
+    _END = ("    return own_write(*args, **settings)", "kvdock.ops.paged_caching_ = faulty")
+    _fresh(
+        f"crash-in-a-{_method}-process",
+        f"A {_method} process crashes at its first call.",
+        _killer,
+        *_PATCH,
+        f"    if {_where}: os.abort()",
+        *_END,
+    )
+    _fresh(
+        f"error-in-a-{_method}-process",
+        f"A {_method} process gets an error that says nothing about kvdock.",
+        _killer,
+        *_PATCH,
+        f"    if {_where}: raise RuntimeError('invalid context')",
+        *_END,
+    )
+
+
+@FAULTS.backend(_AREA, "probe", "hygiene-probe-changes", "Each probe finds something else.", "KVD-HYGIENE-006")
+def _probe_changes(inner: Callable[[], kvdock.Probe]) -> Callable[[], kvdock.Probe]:
+    count = itertools.count()
+    return lambda: kvdock.Probe.ready(f"looked {next(count)} times")
+
+
+@FAULTS.backend(_AREA, "device_type", "hygiene-device-type-in-capitals", "The device type is written in capitals.", "KVD-HYGIENE-007")
+def _in_capitals(inner: str) -> str:
+    return inner.upper()
+
+
+@FAULTS.backend(_AREA, "claims", "hygiene-claims-everything", "Every device is claimed.", "KVD-HYGIENE-008")
+def _claims_everything(inner: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda device: True
+
+
+@FAULTS.backend(_AREA, "claims", "hygiene-claims-change", "A device is claimed the first time only.", "KVD-HYGIENE-008")
+def _claims_change(inner: Callable[..., bool]) -> Callable[..., bool]:
+    asked: set[torch.device] = set()
+    return lambda device: device not in asked and not asked.add(device) and device.type == "cpu"  # type: ignore[func-returns-value]
+
+
+@FAULTS.backend(_AREA, "claims", "hygiene-claims-are-no-bools", "A claim is a text.", "KVD-HYGIENE-008")
+def _claims_text(inner: Callable[..., bool]) -> Callable[..., Any]:
+    return lambda device: "yes" if inner(device) else ""
+
+
+@FAULTS.backend(_AREA, "devices", "hygiene-device-twice", "A device is listed twice.", "KVD-HYGIENE-009")
+def _device_twice(inner: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: [*inner(), *inner()]
+
+
+@FAULTS.backend(_AREA, "devices", "hygiene-device-that-holds-nothing", "A device is listed that holds no values.", "KVD-HYGIENE-009")
+def _device_meta(inner: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: [*inner(), torch.device("meta")]
+
+
+@FAULTS.backend(_AREA, "capabilities", "hygiene-dtype-without-a-kernel", "A dtype is declared that no kernel takes.", "KVD-HYGIENE-010")
+def _dtype_without_kernel(inner: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: attrs.evolve(inner(), dtypes=(torch.float32, torch.float8_e4m3fn, torch.complex64))
+
+
+@FAULTS.backend(_AREA, "kernels", "hygiene-kernel-is-none", "One of its kernels is none.", "KVD-HYGIENE-010")
+def _kernel_is_none(inner: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: {**inner(), "paged_caching_": object()}

@@ -1,0 +1,55 @@
+"""Backends."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+
+import kvdock
+from kvdock import runtime
+from kvdock.errors import BackendUnavailableError
+from kvdock_conformance.checking.target import Target
+from kvdock_conformance.stand_ins import register
+
+__all__ = ["open_target"]
+
+
+def open_target(name: str, setup: str | None) -> tuple[Target, dict[str, Any]]:
+    """Load a backend, or register one of the kit's own, and say what it is.
+
+    Raises:
+        BackendUnavailableError: it is not ready.
+    """
+    register(name)
+    try:
+        target = Target(name, setup)
+    except BackendUnavailableError as error:
+        raise BackendUnavailableError(str(error), got=_state(runtime.default().registry.records(), name)) from error
+    return target, _about(target)
+
+
+def _state(records: Any, name: str) -> str:
+    """Return the state of a backend that is not ready; ``"unknown"`` when no plugin has it."""
+    for record in records:
+        for item in (*record.backends, record):
+            if item.name == name:
+                return str(item.state.value)
+    return "unknown"
+
+
+def _about(target: Target) -> dict[str, Any]:
+    """Say what is tested, and on what."""
+    claims = target.backend.capabilities()
+    return {
+        "backend": target.name,
+        "class": f"{type(target.backend).__module__}.{type(target.backend).__qualname__}",
+        "device_type": target.backend.device_type,
+        "device": str(target.device),
+        "ops": sorted(target.backend.kernels()),
+        "dtypes": None if claims.dtypes is None else sorted(map(str, claims.dtypes)),
+        "graph_capture": claims.graph_capture,
+        "versions": {"kvdock": kvdock.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "platform": platform.platform(),
+    }

@@ -1,0 +1,91 @@
+"""Devices, streams, threads and graphs: ``KVD-DEVICE``. What needs more than a host says so in `Requirement.hardware`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvdock_conformance.checking.claims import check_guard
+from kvdock_conformance.checking.devices import (
+    GRAPHS,
+    STREAMS,
+    SYNC_DEBUG,
+    TWO_DEVICES,
+    check_foreign_tensor,
+    check_miss_under_capture,
+    check_no_sync,
+    check_not_capturing,
+    check_other_device,
+    check_replay,
+    check_stream,
+    check_threads_on_devices,
+)
+from kvdock_conformance.requirement import Capability, Case, Check, Requirement
+
+__all__ = ["AREA", "REQUIREMENTS"]
+
+AREA = "devices"
+_SLOTS = [7, 3, 21, 4, 0, 31]
+_REPLAYS = [[30, 3, 1, 5, 6, 31], [9, -1, 8, -5, 7, -1], [-1] * 6]
+
+
+def _require(number: int, sentence: str, check: Check, *cases: Case, needs: Capability | None = None, hardware: str = "") -> Requirement:
+    """Return a requirement of this area."""
+    made: Callable[[], Iterable[Case]] = lambda: cases or (Case("six tokens", {"slots": _SLOTS}),)  # noqa: E731 - the type is the reason
+    return Requirement(f"KVD-DEVICE-{number:03}", sentence, AREA, check, made, needs=needs, hardware=hardware)
+
+
+def _foreign(name: str, argument: str) -> Case:
+    """Return a call whose one tensor is elsewhere."""
+    return Case(f"{argument} elsewhere", {"attribute": name, "argument": argument, "device": "cpu"})
+
+
+REQUIREMENTS = [
+    _require(
+        1,
+        "A call goes to the device of its tensors, whichever is current, and leaves that one current.",
+        check_other_device,
+        needs=TWO_DEVICES,
+        hardware="two devices",
+    ),
+    _require(
+        2,
+        "A call goes to the current stream of its device and returns before it is done; where there are no streams it is done when it "
+        "returns.",
+        check_stream,
+        needs=STREAMS,
+        hardware="streams",
+    ),
+    _require(3, "A call that is known makes the host wait for nothing.", check_no_sync, needs=SYNC_DEBUG, hardware="streams"),
+    _require(
+        4,
+        "What claims graph_capture can be recorded, and replayed with other slots, padding and values after its plan was evicted; what "
+        "does not is never capturing.",
+        check_replay,
+        Case("other slots and padding", {"slots": _SLOTS, "replays": _REPLAYS}),
+        needs=GRAPHS,
+        hardware="graphs",
+    ),
+    _require(
+        5,
+        "A call without a plan raises while a graph is recorded, says to warm up first, and leaves the graph whole.",
+        check_miss_under_capture,
+        needs=GRAPHS,
+        hardware="graphs",
+    ),
+    _require(6, "While no graph is recorded, no device is capturing.", check_not_capturing),
+    _require(
+        7,
+        "A tensor on another device than the pools is refused by an error that names it, and nothing is written.",
+        check_foreign_tensor,
+        _foreign("k", "k"),
+        _foreign("v", "v"),
+        _foreign("slots", "slot_mapping"),
+    ),
+    _require(
+        8,
+        "Threads may call at once, on one device or several, with plans that are not made yet.",
+        check_threads_on_devices,
+        Case("four threads", {"threads": 4, "heads": [1, 2, 3, 5]}),
+    ),
+    _require(9, "The guard of a device can be entered and left, by an error too, which it passes on.", check_guard),
+]

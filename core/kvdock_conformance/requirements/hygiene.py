@@ -1,0 +1,52 @@
+"""How a backend behaves as a plugin among others: ``KVD-HYGIENE``. Much of it is asked of a fresh interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvdock_conformance.checking.claims import check_capabilities, check_claims, check_devices, check_names, check_probe
+from kvdock_conformance.checking.fresh import check_import_cost, check_import_is_light, check_no_context, check_process
+from kvdock_conformance.requirement import Case, Check, Requirement
+
+__all__ = ["AREA", "REQUIREMENTS"]
+
+AREA = "hygiene"
+_TYPES = ("cpu", "cuda", "xpu", "mps", "meta", "hpu", "mtia", "xla", "privateuseone")
+_LIMIT_S = 200.0
+
+
+def _require(number: int, sentence: str, check: Check, *cases: Case) -> Requirement:
+    """Return a requirement of this area."""
+    made: Callable[[], Iterable[Case]] = lambda: cases or (Case("asked once", {}),)  # noqa: E731 - the type is the reason
+    return Requirement(f"KVD-HYGIENE-{number:03}", sentence, AREA, check, made, limit_s=_LIMIT_S)
+
+
+REQUIREMENTS = [
+    _require(1, "Importing the plugin's module imports neither a compiler nor another framework.", check_import_is_light),
+    _require(2, "Importing it takes at most half the processor time of importing kvdock, and 0.1 s.", check_import_cost),
+    _require(3, "Importing it and probing opens no context on any device.", check_no_context),
+    _require(
+        4,
+        "A process that is forked after a probe can use the backend, or is told why not by a KVDockError.",
+        check_process,
+        Case("fork", {"method": "fork"}),
+    ),
+    _require(
+        5,
+        "A process that is spawned after a probe can use the backend, or is told why not by a KVDockError.",
+        check_process,
+        Case("spawn", {"method": "spawn"}),
+    ),
+    _require(6, "Probing again gives the same answer.", check_probe),
+    _require(7, "The name and the device type are words in lower case.", check_names),
+    _require(
+        8,
+        "What it claims depends on the device alone, and only devices of types that it runs on are claimed.",
+        check_claims,
+        Case("every type", {"types": list(_TYPES)}),
+    ),
+    _require(
+        9, "It lists at least one device, each once, with its index where the type has one, and tensors can be put there.", check_devices
+    ),
+    _require(10, "What it says it can do is always the same, and its kernels take every dtype that it declares.", check_capabilities),
+]

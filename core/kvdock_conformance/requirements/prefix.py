@@ -1,0 +1,201 @@
+"""Prefix caches: ``KVD-PREFIX``. Checked on what `kvdock.create_prefix_cache` makes, against the slow one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from kvdock_conformance.cases.prefix import BAD_CALLS, FORMS, MIX, sequences
+from kvdock_conformance.checking.prefix_alike import check_alike
+from kvdock_conformance.checking.prefix_calls import (
+    DECLARES_AN_ORDER,
+    STORES,
+    check_block_sizes,
+    check_deep,
+    check_discards,
+    check_events,
+    check_evictions,
+    check_handles,
+    check_inserts,
+    check_locks,
+    check_matches,
+    check_order,
+    check_refusals,
+    check_resets,
+    check_sizes,
+    check_stats,
+    check_threads,
+)
+from kvdock_conformance.requirement import Capability, Case, Check, Requirement
+
+__all__ = ["AREA", "REQUIREMENTS"]
+
+AREA = "prefix"
+_SPACES: Mapping[str, Sequence[Sequence[Any]]] = {
+    "an int and a bool": ([1], [True], []),
+    "an int and a text": ([1], ["1"], []),
+    "a text and bytes": (["1"], ["bytes:1"], []),
+    "nested": ([[1]], [1], [[[1]]]),
+    "joined parts": (["a", "b"], ["ab"], ["a,b"]),
+    "a missing part": (["tenant", ""], ["tenant"], []),
+    "an int and a negative one of its hash": ([-1], [-2], [2**61 - 3]),
+}
+
+
+def _require(
+    number: int, sentence: str, check: Check, cases: Callable[[], Iterable[Case]], needs: Capability | None = STORES
+) -> Requirement:
+    """Return a requirement of this area."""
+    return Requirement(f"KVD-PREFIX-{number:03}", sentence, AREA, check, cases, needs=needs, kind="prefix")
+
+
+def _in_every_form() -> Iterable[Case]:
+    """Return insertions and matches with tokens and slots in every form."""
+    for form in FORMS:
+        for is_wide in (False, True):
+            where = {"pieces": [1, 5, 2], "rest": 1, "space": 0, "form": form}
+            matches = [{"do": "match", **where, "pieces": pieces, "record": True} for pieces in ([1, 5, 2, 3], [1, 0, 2], [1], [])]
+            insert = {"do": "insert", **where, "slots_form": form, "own": [0] * 6, "priority": 0}
+            for size in (1, 2):
+                data: dict[str, Any] = {"block_size": size, "spaces": [[]], "steps": [insert, *matches, insert, *matches], "wide": is_wide}
+                yield Case(f"{form}, {'64' if is_wide else '32'}-bit tokens, blocks of {size}", data)
+
+
+def _apart() -> Iterable[Case]:
+    """Return sequences in namespaces that are easily mixed up."""
+    for name, spaces in _SPACES.items():
+        for case in sequences({"match": 5, "insert": 5, "evict": 1}, sizes=(2,), length=60, spaces=spaces, seeds=1)():
+            yield Case(f"{name}, {case.name}", case.data, case.level)
+
+
+def _bad() -> Iterable[Case]:
+    """Return every bad call, each on a cache with something in it."""
+    fill = [
+        {"do": "insert", "pieces": pieces, "rest": 0, "space": 0, "form": "list", "slots_form": "list", "own": [0] * 6, "priority": 0}
+        for pieces in ([1, 2, 3], [1, 4], [2, 2])
+    ]
+    for call in BAD_CALLS:
+        steps = [
+            *fill,
+            {"do": "lock", "handle": 0},
+            *({"do": "bad", "call": call, "pieces": [3, 2] if at else [1, 2], "at": at} for at in range(3)),
+        ]
+        yield Case(call, {"block_size": 3, "spaces": [[]], "steps": steps})
+
+
+def _deep() -> Iterable[Case]:
+    """Return chains of nodes that are deeper than any recursion goes."""
+    yield Case("a chain of 3,000 nodes", {"block_size": 1, "depth": 3000})
+
+
+def _sizes() -> Iterable[Case]:
+    """Return block sizes, good and bad."""
+    yield Case("the smallest and the largest", {"good": [1, 512], "bad": [0, -1, 513]})
+
+
+_MORE_LOCKS = {**MIX, "lock": 8, "unlock": 8, "evict": 5}
+
+REQUIREMENTS = [
+    _require(
+        1,
+        "A match returns the slots of the longest stored prefix in whole blocks, as int32, and a handle to its end.",
+        check_matches,
+        sequences({"match": 10, "insert": 6, "evict": 2}),
+    ),
+    _require(
+        2,
+        "An insertion stores what is new, says how much was there, and returns the slots that count: of what was there the stored ones.",
+        check_inserts,
+        sequences({"match": 2, "insert": 10, "evict": 2}),
+    ),
+    _require(
+        3,
+        "Tokens and slots may be numpy or torch integers of any width, order and strides, or lists, and nothing that is stored or "
+        "returned shares their memory.",
+        check_matches,
+        _in_every_form,
+    ),
+    _require(4, "Equal tokens in namespaces whose parts differ in value or type are different prefixes.", check_matches, _apart),
+    _require(
+        5,
+        "A lock protects every block from the first to the end of its handle until it is given back, however often others lock them.",
+        check_locks,
+        sequences(_MORE_LOCKS),
+    ),
+    _require(
+        6,
+        "Evicting n tokens frees exactly the slots of ceil(n / block_size) blocks, ends of prefixes before what they "
+        "continue, and none that is locked.",
+        check_evictions,
+        sequences({"match": 4, "insert": 8, "evict": 6, "lock": 3, "unlock": 2}),
+    ),
+    _require(
+        7,
+        "What is evicted first follows the policy that the cache declares.",
+        check_order,
+        sequences({"match": 8, "record": 2, "insert": 8, "evict": 4, "lock": 1, "unlock": 1}),
+        DECLARES_AN_ORDER,
+    ),
+    _require(
+        8,
+        "A handle of another cache, one whose prefix was evicted or forgotten, and an unlock without a lock raise StaleHandleError and "
+        "change nothing.",
+        check_handles,
+        sequences({**_MORE_LOCKS, "evict": 8, "record": 3, "reset": 1, "foreign": 4}),
+        None,
+    ),
+    _require(
+        9,
+        "Tokens, slots, namespaces, sizes and priorities that are none raise ArgumentTypeError or ArgumentValueError, a request beyond "
+        "what is evictable OutOfBlocksError, and nothing has changed.",
+        check_refusals,
+        _bad,
+        None,
+    ),
+    _require(
+        10,
+        "Discarding frees the end of a prefix as far as nobody has it locked and nothing is stored behind it.",
+        check_discards,
+        sequences({**MIX, "discard": 8, "lock": 1}),
+    ),
+    _require(
+        11,
+        "A reset forgets everything, locked or not, returns all slots, and makes all handles stale.",
+        check_resets,
+        sequences({**MIX, "reset": 2}),
+    ),
+    _require(
+        12,
+        "After every call, size_info and stored_blocks say what is stored, and check_integrity finds nothing wrong.",
+        check_sizes,
+        sequences({**MIX, "reset": 1}),
+    ),
+    _require(
+        13,
+        "Events tell what is stored where, in order, so that an observer knows what the cache knows.",
+        check_events,
+        sequences({**MIX, "reset": 1, "bad": 1}),
+    ),
+    _require(
+        14,
+        "Statistics count matches, their tokens, hits, and tokens that came and went; a match counts when it is recorded.",
+        check_stats,
+        sequences({**MIX, "match": 8, "record": 4}),
+        None,
+    ),
+    _require(
+        15,
+        "What a cache decides follows from the calls alone: two that are fed alike answer alike, whatever the time, chance or addresses.",
+        check_alike,
+        sequences({**MIX, "evict": 6}),
+    ),
+    _require(16, "A chain of nodes may be as deep as memory allows.", check_deep, _deep),
+    _require(
+        17,
+        "A cache belongs to one thread: calls of another raise WrongThreadError and change nothing, until hand_over.",
+        check_threads,
+        sequences({"match": 1, "insert": 1}, sizes=(2,), length=4, seeds=1),
+        None,
+    ),
+    _require(18, "A block has 1 to 512 tokens; other sizes raise ArgumentValueError.", check_block_sizes, _sizes, None),
+]
