@@ -1,4 +1,4 @@
-"""The command line: ``kvdock doctor``, ``backends``, ``explain OP``, ``conformance --backend NAME``, ``replay TRACE``.
+"""The command line: ``kvdock doctor``, ``backends``, ``explain OP``, ``conformance --backend NAME``, ``new-backend NAME``, ``replay TRACE``.
 
 Needs the extra ``cli``. `app` holds the table of commands; each command is a module of its own.
 """
