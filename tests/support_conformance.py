@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,18 @@ CHILD = (sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(TESTS
 """A child that finds the modules of this folder."""
 
 
+class BadKernel(CallKernel):
+    """Does what it is told, and refuses what the portable kernel refuses."""
+
+    def supports(self, request: Any) -> Sequence[str]:
+        return PORTABLE_KERNELS["paged_caching_"].supports(request)
+
+
 class BadBackend(StandIn):
     """A backend whose one kernel does what `BAD` says by its name; all else is the portable kernels'."""
 
     def __init__(self, name: str) -> None:
-        kernels = {**PORTABLE_KERNELS, "paged_caching_": CallKernel(BAD[name])} if name in BAD else PORTABLE_KERNELS
+        kernels = {**PORTABLE_KERNELS, "paged_caching_": BadKernel(BAD[name])} if name in BAD else PORTABLE_KERNELS
         super().__init__(name, kernels)
 
 
@@ -92,6 +99,7 @@ def chosen(ids: Iterable[str]) -> Requirements:
 
 PLUGIN = """
 import os
+import kvdock
 import torch
 
 KVDOCK_API = (1, 0)

@@ -43,9 +43,10 @@ class Child:
 
     Args:
         command: what to run; the numbers of two file descriptors are added.
+        environ: variables of its environment beside this process's own.
     """
 
-    def __init__(self, command: Sequence[str] = COMMAND) -> None:
+    def __init__(self, command: Sequence[str] = COMMAND, environ: Mapping[str, str] | None = None) -> None:
         self._output: IO[bytes] = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - a file and not a pipe: nobody needs to read it
         from_parent, self._requests = os.pipe()
         self._answers, to_parent = os.pipe()
@@ -53,6 +54,7 @@ class Child:
         try:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 [*command, str(from_parent), str(to_parent)],
+                env={**os.environ, **(environ or {})},
                 pass_fds=(from_parent, to_parent),
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,

@@ -37,6 +37,7 @@ class Plan:
         expected: expected failures by requirement.
         setup: ``"module:function"`` that the child calls before it looks for the backend; None for nothing.
         limit_s: time limit of a case in seconds in place of the requirements' own; None for those.
+        environ: variables of the child's environment beside this process's own.
         command: how a child is started.
     """
 
@@ -47,6 +48,7 @@ class Plan:
     expected: Mapping[str, Expected] = attrs.field(factory=dict)
     setup: str | None = None
     limit_s: float | None = None
+    environ: Mapping[str, str] = attrs.field(factory=dict)
     command: Sequence[str] = COMMAND
 
     def selected(self) -> Requirements:
@@ -94,7 +96,7 @@ class Session:
         """
         if self._child is not None:
             return
-        self._child = Child(self._plan.command)
+        self._child = Child(self._plan.command, self._plan.environ)
         answer = self._ask({"open": {"backend": self._plan.backend, "setup": self._plan.setup}}, _START_S)
         if "error" in answer:
             self.close()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import attrs
@@ -32,7 +32,13 @@ __all__ = ["conformance_tests"]
 
 
 def conformance_tests(
-    backend: str, *, level: str = "core", op: str | None = None, expected: str | Path | None = None, setup: str | None = None
+    backend: str,
+    *,
+    level: str = "core",
+    op: str | None = None,
+    expected: str | Path | None = None,
+    setup: str | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> Callable[..., None]:
     """Return a test function with one item for each requirement: assign it to a name that begins with ``test``.
 
@@ -45,6 +51,7 @@ def conformance_tests(
         op: check this op only.
         expected: TOML file of expected failures, see `kvdock_conformance.expected`.
         setup: ``"module:function"`` to call in the child before the backend is looked for, if no entry point brings it.
+        environ: variables of the child's environment beside this process's own, such as those that choose a simulator.
 
     Raises:
         ArgumentValueError: there is no such op, or the file of expected failures is wrong.
@@ -53,36 +60,52 @@ def conformance_tests(
     import pytest
 
     every = requirements.load()
-    plan = Plan(backend, every, Level(level), op, read(Path(expected), every) if expected is not None else {}, setup)
-    sessions: list[Session] = []
+    known = read(Path(expected), every) if expected is not None else {}
+    plan = Plan(backend, every, Level(level), op, known, setup, environ=environ or {})
+    opened: list[_Opened] = []
 
     @pytest.mark.parametrize("requirement", [pytest.param(item, id=item.id) for item in plan.selected()])
     def test(requirement: Requirement, record_property: Callable[[str, object], None]) -> None:
-        if not sessions:
-            sessions.append(Session(plan))
-            atexit.register(sessions[0].close)
-        outcome = _outcome(sessions[0], plan, requirement)
+        if not opened:
+            opened.append(_open(plan))
+        if opened[0].is_absent:
+            pytest.skip(opened[0].why_not)
+        if opened[0].why_not:
+            pytest.fail(opened[0].why_not, pytrace=False)
+        outcome = _outcome(opened[0].session, plan, requirement)
         record_property("verdict", outcome.verdict.value)
         if outcome.verdict is Verdict.EXPECTED_FAILURE:
             pytest.xfail(outcome.reason)
         if not outcome.verdict.is_green:
-            pytest.fail(_text(sessions[0], plan, outcome), pytrace=False)
+            pytest.fail(_text(opened[0].session, plan, outcome), pytrace=False)
 
     return test
 
 
-def _outcome(session: Session, plan: Plan, requirement: Requirement) -> Outcome:
-    """Run one requirement; skip where the hardware is absent, fail where the backend cannot be opened."""
-    import pytest
+@attrs.frozen
+class _Opened:
+    """A session, kept for all items of a process; or why there is none, and whether that is because the hardware is absent."""
 
+    session: Session
+    why_not: str = ""
+    is_absent: bool = False
+
+
+def _open(plan: Plan) -> _Opened:
+    """Open the backend, once: what cannot be opened is not tried again for each requirement."""
+    session = Session(plan)
+    atexit.register(session.close)
     try:
         session.open()
     except BackendUnavailableError as error:
-        if error.got == PluginState.ABSENT.value:
-            pytest.skip(error.subject)
-        pytest.fail(error.subject, pytrace=False)
+        return _Opened(session, error.subject, error.got == PluginState.ABSENT.value)
     except ChildEndedError as error:
-        pytest.fail(f"loading backend {plan.backend!r} {error.how}\n{error.output}", pytrace=False)
+        return _Opened(session, f"loading backend {plan.backend!r} {error.how}\n{error.output}")
+    return _Opened(session)
+
+
+def _outcome(session: Session, plan: Plan, requirement: Requirement) -> Outcome:
+    """Run one requirement."""
     outcome = session.requirement(requirement, plan.level)
     return apply([outcome], plan.expected, datetime.datetime.now(datetime.UTC).date())[0]
 

@@ -13,13 +13,13 @@ from support_conformance import never, requirement
 
 @pytest.mark.parametrize("name", ["KVD-WRITE-7", "KVD-WRITE-0007", "WRITE-007", "KVD-write-007", "KVD-WRITE-007 ", ""])
 def test_an_id_has_one_form(name: str) -> None:
-    with pytest.raises(kvdock.ArgumentValueError, match="expected KVD-<AREA>-<three digits>, got .*Fix: such as KVD-WRITE-007"):
+    with pytest.raises(kvdock.ArgumentValueError, match=r"expected KVD-<AREA>-<three digits>, got .*Fix: such as KVD-WRITE-007"):
         Requirement(name, "It is so.", "area", never, list)
 
 
 @pytest.mark.parametrize("sentence", ["it is so.", "It is so", "", "It is so. It is not."])
 def test_a_sentence_is_one_sentence(sentence: str) -> None:
-    with pytest.raises(kvdock.ArgumentValueError, match="KVD-TEST-001: sentence: expected one sentence, got"):
+    with pytest.raises(kvdock.ArgumentValueError, match=r"KVD-TEST-001: sentence: expected one sentence, got"):
         requirement(sentence=sentence)
 
 
@@ -29,9 +29,9 @@ class Holder:
 
 @pytest.mark.parametrize("check", [lambda target, data: None, Holder().check, 3])
 def test_a_check_can_be_found_by_its_name(check: Any) -> None:
-    with pytest.raises(kvdock.ArgumentValueError, match="Requirement: check: expected a function of a module, got .*repro.py"):
+    with pytest.raises(kvdock.ArgumentValueError, match=r"Requirement: check: expected a function of a module, got .*repro.py"):
         requirement(check=check)
-    with pytest.raises(kvdock.ArgumentValueError, match="Capability: reasons: expected a function of a module"):
+    with pytest.raises(kvdock.ArgumentValueError, match=r"Capability: reasons: expected a function of a module"):
         Capability("x", check, never)
 
 
@@ -40,7 +40,7 @@ def test_an_id_is_given_once() -> None:
     every = Requirements([first])
     every.add(first)  # itself again is no harm
     with pytest.raises(
-        kvdock.ArgumentValueError, match="requirement KVD-TEST-001: expected an id that no other requirement has, got that of 'It is so.'"
+        kvdock.ArgumentValueError, match=r"requirement KVD-TEST-001: expected an id that no other requirement has, got that of 'It is so.'"
     ):
         every.add(requirement(1, sentence="It is otherwise."))
     assert list(every) == [first]
@@ -49,9 +49,9 @@ def test_an_id_is_given_once() -> None:
 def test_an_unknown_id_lists_those_of_its_area() -> None:
     every = Requirements([requirement(1), requirement(2)])
     assert every["KVD-TEST-002"].id == "KVD-TEST-002"
-    with pytest.raises(kvdock.ArgumentValueError, match="expected one of KVD-TEST-001, KVD-TEST-002, got 'KVD-TEST-003'"):
+    with pytest.raises(kvdock.ArgumentValueError, match=r"expected one of KVD-TEST-001, KVD-TEST-002, got 'KVD-TEST-003'"):
         every["KVD-TEST-003"]
-    with pytest.raises(kvdock.ArgumentValueError, match="expected one of KVD-TEST-001, KVD-TEST-002, got 'nonsense'"):
+    with pytest.raises(kvdock.ArgumentValueError, match=r"expected one of KVD-TEST-001, KVD-TEST-002, got 'nonsense'"):
         every["nonsense"]
 
 
@@ -62,7 +62,7 @@ def test_levels_and_areas_select() -> None:
     assert list(every.select(Level.EXTENDED)) == [core, more, other]
     assert list(every.select(Level.EXTENDED, "paged_caching_")) == [core, more]
     assert every.areas == ["paged_caching_", "other"]
-    with pytest.raises(kvdock.ArgumentValueError, match="op: expected one of paged_caching_, other, got 'paged_cachin'"):
+    with pytest.raises(kvdock.ArgumentValueError, match=r"op: expected one of paged_caching_, other, got 'paged_cachin'"):
         every.select(Level.CORE, "paged_cachin")
 
 
@@ -70,9 +70,9 @@ def test_cases_have_levels_and_names_of_their_own() -> None:
     both = [Case("a", {}), Case("b", {}, Level.EXTENDED)]
     assert requirement(cases=lambda: both).selected(Level.CORE) == both[:1]
     assert requirement(cases=lambda: both).selected(Level.EXTENDED) == both
-    with pytest.raises(kvdock.ArgumentValueError, match="KVD-TEST-001: cases: expected at least one.*got none"):
+    with pytest.raises(kvdock.ArgumentValueError, match=r"KVD-TEST-001: cases: expected at least one.*got none"):
         requirement(cases=lambda: both[1:]).selected(Level.CORE)
-    with pytest.raises(kvdock.ArgumentValueError, match="got 'a' more than once"):
+    with pytest.raises(kvdock.ArgumentValueError, match=r"got 'a' more than once"):
         requirement(cases=lambda: [both[0], both[0]]).selected(Level.CORE)
 
 

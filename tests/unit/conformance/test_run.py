@@ -59,8 +59,8 @@ def test_an_error_is_a_failure_with_its_traceback() -> None:
     ("backend", "how", "said"),
     [
         ("crashes", "crashed with SIGSEGV", "about to crash"),
-        ("exits", "ended with exit code 7", ""),
-        ("hangs", "did not end within 1 s", "in _hang"),
+        pytest.param("exits", "ended with exit code 7", "", marks=pytest.mark.slow),
+        pytest.param("hangs", "did not end within 1 s", "in _hang", marks=pytest.mark.slow),
     ],
 )
 def test_a_child_that_is_lost_is_a_failure_and_the_run_goes_on(backend: str, how: str, said: str) -> None:

@@ -1,0 +1,6 @@
+"""The conformance kit on the backends that it brings itself: what certifies others must pass itself."""
+
+from kvdock_conformance.testing import conformance_tests
+
+test_reference = conformance_tests("reference")
+test_portable = conformance_tests("portable-kernels")

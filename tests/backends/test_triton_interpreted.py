@@ -1,0 +1,19 @@
+"""The conformance kit on the Triton kernels under their interpreter, where there is no GPU to run them on."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvdock_conformance.testing import conformance_tests
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install 'kvdock[triton]'"),
+]
+
+PATH = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
+
+test_conformance = conformance_tests("acme", setup="opskit.interpreted:register", environ={"TRITON_INTERPRET": "1", "PYTHONPATH": PATH})

@@ -1,0 +1,188 @@
+"""The kit proves itself: each seeded fault is noticed, by each requirement that should, and each requirement can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import pytest
+
+import kvdock
+from kvdock_conformance import faults
+from kvdock_conformance.checking.target import Target
+from kvdock_conformance.faults.fault import Args, BackendSeed, Fault, Faults, FunctionSeed, KernelSeed, Run
+from kvdock_conformance.prove import Proof, prove, prove_one, requirements_of, without_fault
+from kvdock_conformance.requirement import Level, Requirements
+from kvdock_conformance.requirements import load
+from kvdock_conformance.run import Plan, Session
+from support_conformance import plan, requirement
+
+FAULTS = faults.load()
+EVERY = load()
+
+SAMPLE = sorted(FAULTS)[::4]
+"""What `make test` seeds; `make test-all` seeds all."""
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with Session(Plan("cpu", EVERY)) as one:
+        yield one
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in SAMPLE else [pytest.mark.slow]) for name in sorted(FAULTS)])
+def test_a_fault_is_noticed_by_each_requirement_that_should(session: Session, name: str) -> None:
+    proof = prove_one(session, FAULTS[name], EVERY, only_killers=name in SAMPLE)
+    assert proof.verdict == "killed", f"{name}: {proof.verdict} by {proof.missed or proof.passed} {proof.reason}"
+
+
+def test_no_requirement_is_without_a_fault() -> None:
+    assert without_fault(EVERY, FAULTS) == [], "a requirement that nothing has been shown to fail may check nothing"
+
+
+def test_without_the_faults_all_is_well_again(session: Session) -> None:
+    # The faults of this module were seeded into the same child.
+    item = EVERY["KVD-WRITE-001"]
+    session.seed("write-last-token-dropped")
+    assert session.requirement(item, Level.CORE).failed
+    session.seed(None)
+    assert not session.requirement(item, Level.CORE).failed
+
+
+def test_a_new_child_has_the_fault_too(session: Session) -> None:
+    session.seed("write-last-token-dropped")
+    session.close()
+    assert session.requirement(EVERY["KVD-WRITE-001"], Level.CORE).failed
+    session.seed(None)
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
+def test_a_fault_says_what_is_wrong_and_names_requirements_of_its_area(fault: Fault) -> None:
+    assert fault.name == fault.name.lower().replace(" ", "-")
+    assert fault.sentence.endswith(".")
+    assert fault.killers
+    assert {EVERY[name].area for name in fault.killers} == {fault.area}
+    assert len(set(fault.killers)) == len(fault.killers)
+
+
+def test_what_runs_on_a_fault_is_its_killers_and_the_core_of_its_area() -> None:
+    every = Requirements([requirement(n, level=level) for n, level in ((1, Level.CORE), (2, Level.EXTENDED), (3, Level.EXTENDED))])
+    every.add(requirement(4, area="other"))
+    fault = Fault("x", "X.", "paged_caching_", ("KVD-TEST-003",), FunctionSeed("paged_caching_", lambda function: function))
+    assert [item.id for item in requirements_of(fault, every)] == ["KVD-TEST-003", "KVD-TEST-001"]
+    assert [item.id for item in requirements_of(fault, every, only_killers=True)] == ["KVD-TEST-003"]
+    assert without_fault(every, {"x": fault}) == ["KVD-TEST-001", "KVD-TEST-002", "KVD-TEST-004"]
+    with pytest.raises(kvdock.ArgumentValueError, match="KVD-TEST-009"):
+        requirements_of(attrs.evolve(fault, killers=("KVD-TEST-009",)), every)
+
+
+def fault(killers: tuple[str, ...] = ("KVD-TEST-001",)) -> Fault:
+    return Fault("x", "X.", "paged_caching_", killers, FunctionSeed("paged_caching_", lambda function: function))
+
+
+@pytest.mark.parametrize(
+    ("killed", "reason", "verdict", "missed"),
+    [
+        (("KVD-TEST-001", "KVD-TEST-002"), "", "killed", ()),
+        (("KVD-TEST-002",), "", "missed", ("KVD-TEST-001",)),
+        ((), "", "survived", ("KVD-TEST-001",)),
+        ((), "no kernel", "not seeded", ()),
+    ],
+)
+def test_the_verdict_on_a_fault(killed: tuple[str, ...], reason: str, verdict: str, missed: tuple[str, ...]) -> None:
+    proof = Proof(fault(), killed, ("KVD-TEST-003",), reason)
+    assert (proof.verdict, proof.missed) == (verdict, missed)
+    assert proof.as_dict()["verdict"] == verdict
+
+
+def test_a_harmless_fault_survives(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "seed", lambda self, name: "")
+    with Session(plan("good", EVERY)) as good:
+        proof = prove_one(good, fault(("KVD-WRITE-008",)), Requirements([EVERY["KVD-WRITE-008"]]))
+    assert (proof.verdict, proof.missed, proof.passed) == ("survived", ("KVD-WRITE-008",), ("KVD-WRITE-008",))
+
+
+def test_faults_of_an_area_alone_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "seed", lambda self, name: "not here")
+    heard: list[Proof] = []
+    two = {"x": fault(), "y": attrs.evolve(fault(), name="y", area="other")}
+    assert [proof.fault.name for proof in prove(plan("good", EVERY), two, heard.append)] == ["x", "y"]
+    assert [proof.fault.name for proof in prove(plan("good", EVERY, area="paged_caching_"), two)] == ["x"]
+    assert heard[0].reason == "not here"
+
+
+def test_a_fault_in_a_kernel_that_the_backend_lacks_is_not_seeded() -> None:
+    from kvdock_conformance.stand_ins import StandIn, register_backend
+
+    register_backend(StandIn("bare", {}))
+    target = Target("bare")
+    assert KernelSeed("paged_caching_", lambda inner: inner).why_not(target) == "bare has no kernel for paged_caching_"
+    assert FunctionSeed("paged_caching_", lambda function: function).why_not(target) == ""
+    assert BackendSeed("skipped_writes", lambda method: method).why_not(target) == ""
+
+
+def test_seeds_are_taken_out_again_whatever_happens() -> None:
+    from kvdock import runtime
+    from kvdock_conformance.stand_ins import register
+
+    register("reference")
+    target = Target("reference")
+    kernels = runtime.default().registry.loaded
+
+    def kernel_of() -> kvdock.Kernel:
+        return kernels()["reference"].kernels["paged_caching_"]
+
+    own, function = kernel_of(), kvdock.ops.paged_caching_
+    made: list[Args] = []
+    collected = Faults()
+
+    @collected.call("paged_caching_", "a", "A.", "KVD-WRITE-001")
+    def _call(run: Run, args: Args) -> None:
+        made.append(args)
+        run(args)
+
+    @collected.function("paged_caching_", "b", "B.", "KVD-WRITE-001")
+    def _function(inner: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: made.append({"args": args}) or inner(*args)
+
+    @collected.backend("paged_caching_", "skipped_writes", "c", "C.", "KVD-WRITE-001")
+    def _backend(inner: Callable[..., int]) -> Callable[..., int]:
+        return lambda device: inner(device) + 41
+
+    class Reluctant(kvdock.Kernel):
+        def __init__(self, inner: kvdock.Kernel) -> None:
+            self.inner = inner
+
+        def supports(self, request: kvdock.Request) -> Sequence[str]:
+            return ["not today"]
+
+        def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+            return self.inner.prepare(request)
+
+    collected.kernel("paged_caching_", "d", "D.", "KVD-WRITE-001")(Reluctant)
+    assert [fault.name for fault in collected] == ["a", "b", "c", "d"]
+    item = EVERY["KVD-WRITE-001"]
+    case = item.selected(Level.CORE)[0]
+    for fault in collected:
+        with pytest.raises(RuntimeError, match="stop"), fault.seeded(target):
+            if fault.name == "c":
+                assert target.skipped() >= 41
+            elif fault.name == "d":
+                assert kernel_of() is not own
+                assert item.needs is not None
+                assert item.needs.reasons(target, case.data) == ["not today"]
+            else:
+                count = len(made)
+                item.check(target, case.data)
+                assert len(made) == count + 1
+            raise RuntimeError("stop")
+        assert kernel_of() is own
+        assert kvdock.ops.paged_caching_ is function
+        assert target.skipped() < 41
+
+
+def test_two_faults_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "AREAS", ("paged_caching", "paged_caching"))
+    with pytest.raises(kvdock.ArgumentValueError, match="expected a name that no other fault has"):
+        faults.load.__wrapped__()

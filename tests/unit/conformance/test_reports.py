@@ -1,0 +1,241 @@
+"""What a run is told as: to people, to programs, and as a script that shows the fault."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import attrs
+import jsonschema
+import pytest
+
+from kvdock_conformance import reports
+from kvdock_conformance.reports.json_report import SCHEMA_FILE, VERSION, as_dict
+from kvdock_conformance.reports.junit import text as junit_text
+from kvdock_conformance.reports.repro import Extract, script
+from kvdock_conformance.reports.text import bug_report, summary
+from kvdock_conformance.requirement import Level
+from kvdock_conformance.requirements import load
+from kvdock_conformance.run import Run, run
+from kvdock_conformance.verdict import CaseOutcome, Verdict
+from support_conformance import chosen, install, plan, requirement
+
+SCHEMA = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
+CHECK = jsonschema.Draft202012Validator(SCHEMA, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+
+
+@pytest.fixture(scope="module")
+def found() -> Run:
+    """A run with a failure, an unsupported requirement, one that passes, and one that was left out."""
+    every = chosen(["KVD-WRITE-001", "KVD-WRITE-008", "KVD-WRITE-022"])
+    every.add(requirement(7, area="other"))
+    return run(plan("raises", every, area="paged_caching_"))
+
+
+def proved(found: Run) -> Run:
+    proof = {"fault": "x", "sentence": "X.", "area": "a", "verdict": "missed", "killers": [], "killed_by": ["KVD-WRITE-001"]}
+    return attrs.evolve(found, proofs=[proof | {"missed": [], "reason": ""}])
+
+
+def test_the_json_report_keeps_to_its_schema(found: Run) -> None:
+    CHECK.check_schema(SCHEMA)
+    told = as_dict(found)
+    CHECK.validate(told)
+    assert told["schema"] == VERSION == SCHEMA["properties"]["schema"]["const"]
+    assert told["left_out"] == ["KVD-TEST-007"]
+    assert (told["exit_code"], told["complete"]) == (1, True)
+    assert told["counts"] == {"passed": 1, "failed": 1, "unsupported": 1, "expected failure": 0, "not run": 0}
+    failed = told["requirements"][0]["cases"][0]
+    assert failed["failure"]["got"] == "RuntimeError: no memory left on acme0"
+    assert failed["data"] == next(iter(load()["KVD-WRITE-001"].cases())).data, "enough to run it again"
+    assert "data" not in told["requirements"][1]["cases"][0]
+    CHECK.validate(as_dict(proved(found)))
+    assert "proofs" not in told
+
+
+def test_runs_of_nothing_and_of_what_cannot_start_keep_to_it_too(found: Run) -> None:
+    case = CaseOutcome("x", Verdict.NOT_RUN, {}, reason="no card")
+    outcome = attrs.evolve(found.outcomes[0], verdict=Verdict.NOT_RUN, cases=[case], reason="no card")
+    broken = attrs.evolve(found, about={}, outcomes=[outcome])
+    CHECK.validate(as_dict(broken))
+    assert as_dict(broken)["complete"] is False
+    CHECK.validate(as_dict(attrs.evolve(found, outcomes=[])))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("schema",), 2),
+        (("exit_code",), 2),
+        (("started",), "yesterday"),
+        (("counts", "failed"), -1),
+        (("requirements", 0, "verdict"), "fine"),
+        (("requirements", 0, "id"), "WRITE-1"),
+        (("requirements", 0, "cases"), []),
+        (("requirements", 0, "cases", 0, "verdict"), "expected failure"),
+        (("requirements", 1, "cases", 0, "verdict"), "failed"),
+    ],
+)
+def test_the_schema_refuses_what_is_wrong(found: Run, path: tuple[Any, ...], value: object) -> None:
+    told = json.loads(json.dumps(as_dict(found)))
+    place = told
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        CHECK.validate(told)
+
+
+def test_junit_counts_and_tells_failures(found: Run) -> None:
+    (suite,) = ElementTree.fromstring(junit_text(found))  # noqa: S314 - our own text
+    assert [suite.get(name) for name in ("tests", "failures", "errors", "skipped")] == ["3", "1", "0", "1"]
+    assert [(case.get("classname"), case.get("name"), [part.tag for part in case]) for case in suite] == [
+        ("paged_caching_", "KVD-WRITE-001", ["failure"]),
+        ("paged_caching_", "KVD-WRITE-008", []),
+        ("paged_caching_", "KVD-WRITE-022", ["skipped"]),
+    ]
+    assert "no memory left on acme0" in str(suite[0][0].text)
+    assert str(suite[2][0].get("message")).startswith("unsupported: ")
+
+
+def test_junit_has_an_error_for_what_was_not_run_and_no_character_that_xml_lacks(found: Run) -> None:
+    outcome = attrs.evolve(found.outcomes[1], verdict=Verdict.NOT_RUN, reason="bell \x07 and \x00 in it")
+    (suite,) = ElementTree.fromstring(junit_text(attrs.evolve(found, outcomes=[outcome])))  # noqa: S314 - our own text
+    assert suite.get("errors") == "1"
+    assert suite[0][0].get("message") == "not run: bell ? and ? in it"
+
+
+def test_a_failure_reads_like_a_bug_report(found: Run) -> None:
+    outcome = found.outcomes[0]
+    text = bug_report(found, outcome, outcome.failed[0])
+    for line in (
+        f"KVD-WRITE-001: {load()['KVD-WRITE-001'].sentence}",
+        "backend   raises (support_conformance.BadBackend) on cpu",
+        "case      in order",
+        "call      paged_caching_",
+        "  k_cache        bfloat16 [6, 4, 2, 8] strides [64, 16, 8, 1], 0 bytes past a 64-byte boundary, random, seed 0",
+        "  slot_mapping   int64 [13] strides [1], 0 bytes past a 64-byte boundary, values [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ... 1 more]",
+        "wrong     the check",
+        "expected  no such error",
+        "got       RuntimeError: no memory left on acme0",
+    ):
+        assert f"{line}\n" in text, text
+    assert "5 of its 6 cases fail too: reversed, random order" in text
+    assert text.count("Traceback") == 1
+
+
+def test_a_case_without_calls_shows_its_data(found: Run) -> None:
+    failed = CaseOutcome("odd", Verdict.FAILED, {"threads": 2, "text": "x" * 200}, {"what": "a", "expected": "b", "got": "c"})
+    text = bug_report(found, found.outcomes[0], failed)
+    assert 'data      {"threads": 2, "text": "xxx' in text
+    assert max(map(len, text.splitlines())) < 150
+
+
+def test_the_last_line_says_it_all(found: Run) -> None:
+    assert summary(found).startswith(
+        "raises at level core of paged_caching_; 1 requirements of other areas were left out: does not conform (1 passed, 1 failed, 1 unsupported) in "
+    )
+    assert "conforms (1 passed)" in summary(attrs.evolve(found, outcomes=[found.outcomes[1]]))
+    assert "incomplete: nothing is certified ()" in summary(attrs.evolve(found, outcomes=[]))
+
+
+def test_a_folder_of_reports(found: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "report"
+    reports.write(found, folder)
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    assert names == ["failures/KVD-WRITE-001/report.txt", "failures/KVD-WRITE-001/repro.py", "junit.xml", "report.json"]
+    CHECK.validate(json.loads((folder / "report.json").read_text()))
+    reports.write(attrs.evolve(found, outcomes=[found.outcomes[1]]), folder)
+    assert not (folder / "failures").exists(), "what is mended is not told again"
+
+
+# repro.py
+
+BLOCKED = """
+import runpy, sys
+sys.modules["kvdock_conformance"] = None  # importing it raises
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def repro(path: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-c", BLOCKED, str(path)], env=env, capture_output=True, text=True, check=False, timeout=120, cwd=path.parent
+    )
+
+
+def test_a_repro_fails_while_the_fault_is_there_and_passes_when_it_is_mended(tmp_path: Path) -> None:
+    env = install(tmp_path / "site")
+    # What a fault of an installed plugin leads to, told without running the kit: `test_cli` does that.
+    item = load()["KVD-WRITE-003"]
+    case = item.selected(Level.CORE)[0]
+    failed = CaseOutcome(case.name, Verdict.FAILED, case.data, {"what": 'a "b" \\', "expected": '"""', "got": "1\n2"})
+    path = tmp_path / "repro.py"
+    path.write_text(script(item, failed, backend="wrapping"))
+    broken = repro(path, env)
+    assert broken.returncode == 1
+    assert "NonconformanceError: paged_caching_: k_cache[5, 3, 0, 0], the first of" in broken.stderr
+    mended = repro(path, {**env, "MENDED": "1"})
+    assert (mended.returncode, mended.stdout) == (0, "passes now: KVD-WRITE-003, some -1\n"), mended.stderr
+
+
+def test_a_repro_of_a_refusal(tmp_path: Path) -> None:
+    env = install(tmp_path / "site")
+    item = load()["KVD-WRITE-022"]
+    case = item.selected(Level.CORE)[0]
+    path = tmp_path / "repro.py"
+    path.write_text(script(item, CaseOutcome(case.name, Verdict.FAILED, case.data, {}), backend="wrapping"))
+    done = repro(path, env)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "site" / "kvdock_wrapping.py").write_text(
+        (tmp_path / "site" / "kvdock_wrapping.py").read_text().replace("8-bit caches are for version 2", " ")
+    )
+    done = repro(path, env)
+    assert done.returncode == 1
+    assert "reason against paged_caching_: expected a text that says why, got ' '" in done.stderr
+
+
+@pytest.mark.parametrize("item", list(load()), ids=lambda item: item.id)
+def test_every_requirement_can_be_told_as_a_script(item: Any) -> None:
+    case = item.selected(Level.EXTENDED)[0]
+    failed = CaseOutcome(case.name, Verdict.FAILED, case.data, {"what": "a", "expected": "b", "got": "c"})
+    text = script(item, failed, backend="acme")
+    tree = ast.parse(text)
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not [name for name in imported if name.startswith("kvdock_conformance")]
+    code = compile(text, "repro.py", "exec")
+    scope: dict[str, Any] = {"__name__": "not main"}
+    exec(code, scope)  # noqa: S102 - defines everything, in an order in which that works
+    assert scope["CASE"] == case.data
+    assert ast.get_docstring(tree, clean=False)
+    if len(json.dumps(case.data)) < 10_000:
+        assert text.count("\n") < 600, "short enough to read"
+
+
+def test_a_repro_of_the_kits_own_backends_says_what_it_needs() -> None:
+    item = load()["KVD-WRITE-001"]
+    case = CaseOutcome("x", Verdict.FAILED, {}, {})
+    assert "register('reference')\n    target = Target('reference')" in script(item, case, backend="reference")
+    made = script(item, case, backend="x", setup="mine.own:make", limit_s=3)
+    assert "import_module('mine.own').make()\n" in made
+    assert "backend 'x', made by mine.own. Ends" in made
+    assert "dump_traceback_later(3, exit=True)" in made
+
+
+def test_one_name_for_two_things_is_refused() -> None:
+    extract = Extract()
+    extract._seen["slot_name"] = "kvdock_conformance.elsewhere"
+    with pytest.raises(
+        ValueError, match=r"slot_name means something in kvdock_conformance\.elsewhere and in kvdock_conformance\.requirements"
+    ):
+        extract.take(load()["KVD-WRITE-001"].check)
+
+
+def test_the_schema_lies_beside_what_it_describes() -> None:
+    assert SCHEMA_FILE.parent == Path(reports.__file__).parent, "so that it is in the wheel"
