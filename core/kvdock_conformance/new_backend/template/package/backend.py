@@ -22,7 +22,7 @@ HOST = torch.device("cpu")
 
 
 class NewcomerBackend(kvdock.Backend):
-    """Serves newcomer_device tensors. Asked for by name, it runs on tensors in host memory too, as tests without hardware do."""
+    """Serves newcomer_device tensors; and those in host memory when asked for by name, as tests without hardware do."""
 
     name = "newcomer"
     device_type = "newcomer_device"
