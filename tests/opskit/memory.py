@@ -11,30 +11,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
-import numpy as np
 import torch
 
-MARGIN = 256
-"""Bytes on either side of a tensor: more than any row that a test could write too far."""
+from kvdock_conformance.cases.drawing import Drawing, View, strides_of
+from kvdock_conformance.checking.memory import BITS, MARGIN, filled
 
-_NOISE = np.random.default_rng(0).integers(0, 256, 1 << 18, dtype=np.uint8)
-"""Random bytes; each arena starts elsewhere in them."""
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+__all__ = ["MARGIN", "Arena", "Copy", "Memory", "bits_of", "strides_of"]
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bits as integers in host memory, to compare."""
-    return tensor.detach().view(_BITS[tensor.element_size()]).cpu()
-
-
-def strides_of(shape: Sequence[int], order: Sequence[int], gaps: Sequence[int]) -> list[int]:
-    """Return strides for dims laid out from ``order[0]``, outermost, to ``order[-1]``, with free elements behind each dim."""
-    strides, step = [0] * len(shape), 1
-    for dim in reversed(order):
-        strides[dim] = step
-        step = step * shape[dim] + gaps[dim]
-    return strides
+    return tensor.detach().view(BITS[tensor.element_size()]).cpu()
 
 
 @attrs.define(eq=False)
@@ -47,14 +34,7 @@ class Arena:
     @classmethod
     def of(cls, size: int, device: str, seed: int, shift: int) -> Arena:
         """Make an arena for ``size`` bytes whose storage starts ``shift`` bytes behind a 64-byte boundary (host only)."""
-        count = size + 2 * MARGIN
-        content = np.resize(_NOISE[seed * 4099 % 65_537 :], count)
-        if device != "cpu":
-            return cls(torch.from_numpy(content).to(device), MARGIN)
-        room = np.empty(count + 64 + shift, dtype=np.uint8)
-        start = -room.ctypes.data % 64 + shift
-        room[start : start + count] = content
-        return cls(torch.from_numpy(room[start : start + count]), MARGIN)
+        return cls(filled({"bytes": size, "seed": seed, "shift": shift}, torch.device(device)), MARGIN)
 
     def cut(self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], at: int) -> torch.Tensor:
         """Return a tensor whose first element is byte ``at``."""
@@ -118,6 +98,15 @@ class Memory:
     def holding(self, tensor: torch.Tensor) -> int | None:
         """Return which arena a tensor lies in, or None."""
         return next((i for i, arena in enumerate(self.arenas) if arena.holds(tensor)), None)
+
+    def real(self, drawing: Drawing, *views: View) -> tuple[torch.Tensor, ...]:
+        """Return tensors that the kit has drawn, each where it was drawn, in arenas of this memory."""
+        first = len(self.arenas)
+        for arena in drawing.arenas:
+            self._seed += 1
+            self.arenas.append(Arena(filled({**arena, "seed": self._seed}, torch.device(self.device)), MARGIN))
+        places = [(self.arenas[first + view.arena], view) for view in views]
+        return tuple(arena.cut(getattr(torch, v.dtype), v.shape, v.strides, arena.at + v.offset) for arena, v in places)
 
     def copy(self) -> Copy:
         """Return a copy of all bytes, in host memory."""

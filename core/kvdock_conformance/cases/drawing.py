@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-__all__ = ["ITEMSIZE", "Drawing", "Values", "View", "call"]
+__all__ = ["ITEMSIZE", "Drawing", "Values", "View", "call", "strides_of"]
 
 Values = Sequence[int] | Mapping[str, int]
 """Bits of the elements in order, as signed integers: a list that is repeated as often as needed, or a recipe of
@@ -24,8 +24,11 @@ ITEMSIZE: Mapping[str, int] = MappingProxyType(
         "bfloat16": 2,
         "float16": 2,
         "float32": 4,
+        "float64": 8,
         "float8_e4m3fn": 1,
+        "float8_e4m3fnuz": 1,
         "float8_e5m2": 1,
+        "float8_e5m2fnuz": 1,
         "int32": 4,
         "int64": 8,
         "int8": 1,
@@ -92,7 +95,7 @@ class View:
 
     def shaped(self, shape: Sequence[int]) -> View:
         """Return a dense view with another shape of as many elements."""
-        return self._with(shape, _strides(shape, range(len(shape)), [0] * len(shape)))
+        return self._with(shape, strides_of(shape, range(len(shape)), [0] * len(shape)))
 
     def spec(self) -> dict[str, Any]:
         """Return it as what JSON can hold."""
@@ -108,7 +111,7 @@ class View:
         return spec
 
 
-def _strides(shape: Sequence[int], order: Sequence[int], gaps: Sequence[int]) -> tuple[int, ...]:
+def strides_of(shape: Sequence[int], order: Sequence[int], gaps: Sequence[int]) -> tuple[int, ...]:
     """Return strides for dims laid out from ``order[0]``, outermost, to ``order[-1]``, with free elements behind each dim."""
     strides, step = [0] * len(shape), 1
     for dim in reversed(order):
@@ -154,7 +157,7 @@ class Drawing:
             fill: ``"random"`` bytes, or ``"zeros"``: memory that takes up no room until it is written.
             host: whether it lies in host memory, whatever the target's device.
         """
-        strides = _strides(shape, order or range(len(shape)), gaps or [0] * len(shape))
+        strides = strides_of(shape, order or range(len(shape)), gaps or [0] * len(shape))
         elements = 1 + sum(max(size - 1, 0) * stride for size, stride in zip(shape, strides, strict=True))
         arena: dict[str, Any] = {"bytes": elements * ITEMSIZE[dtype] + offset, "seed": self._seed + len(self.arenas)}
         if shift:

@@ -15,7 +15,7 @@ import torch
 
 from kvdock_conformance.checking.failure import NonconformanceError
 
-__all__ = ["BITS", "MARGIN", "Memory", "compare", "element_at", "expanded", "text_of"]
+__all__ = ["BITS", "MARGIN", "Memory", "compare", "element_at", "expanded", "filled", "text_of"]
 
 MARGIN = 256
 """Bytes on either side of an arena's tensors: more than a vector store could write too far."""
@@ -38,7 +38,7 @@ class Memory:
 
     def __init__(self, arenas: Sequence[Mapping[str, Any]], device: torch.device) -> None:
         self.arenas = arenas
-        self.bytes = [_filled(arena, device) for arena in arenas]
+        self.bytes = [filled(arena, device) for arena in arenas]
 
     def tensor(self, spec: Any) -> Any:
         """Return the tensor that a spec describes, with its values written; what is no spec as it is."""
@@ -71,7 +71,7 @@ def expanded(values: Sequence[int] | Mapping[str, int], count: int) -> list[int]
     return random.Random(values["seed"]).sample(range(values["shuffled"]), count)  # noqa: S311 - the same in every run
 
 
-def _filled(arena: Mapping[str, Any], device: torch.device) -> torch.Tensor:
+def filled(arena: Mapping[str, Any], device: torch.device) -> torch.Tensor:
     """Return the bytes of an arena with its margins."""
     count, shift = arena["bytes"] + 2 * MARGIN, arena.get("shift", 0)
     on_host = arena.get("host", False) or device == torch.device("cpu")

@@ -12,6 +12,7 @@ from kvdock_conformance.cases.drawing import ITEMSIZE, Drawing, View, call
 from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry
 from kvdock_conformance.cases.paged import Write, shuffled
 from kvdock_conformance.checking.memory import MARGIN, Memory, expanded
+from kvdock_conformance.requirements import load
 
 HOST = torch.device("cpu")
 
@@ -126,3 +127,30 @@ def test_values_are_repeated_counted_or_shuffled() -> None:
     assert all(0 <= value < 100 for value in some)
     assert some == expanded(shuffled(100), 20) != expanded(shuffled(100, seed=2), 20), "the same in every process"
     assert MARGIN >= 64
+
+
+def test_the_kit_knows_every_dtype_of_a_cache() -> None:
+    import kvdock
+
+    names = {str(dtype).removeprefix("torch.") for dtype in (*kvdock.COPY_DTYPES, *kvdock.QUANTISED_DTYPES)}
+    assert names <= set(ITEMSIZE)
+    written = {case.name.partition(",")[0] for case in load()["KVD-WRITE-020"].cases()}
+    assert written == {str(dtype).removeprefix("torch.") for dtype in kvdock.COPY_DTYPES}, "each dtype is written bit for bit"
+
+
+def test_special_values_are_what_they_are_said_to_be() -> None:
+    for case in load()["KVD-WRITE-020"].cases():
+        spec = case.data["calls"][0]["args"]["k"]
+        if "values" in spec:
+            values = Memory(case.data["arenas"], HOST).tensor(spec).flatten()[:8]
+            kinds = [
+                values[:2].isnan().all(),
+                values[2] == torch.inf,
+                values[3] == -torch.inf,
+                values[4:6].eq(0).all(),
+                values[4].signbit(),
+            ]
+            assert all(map(bool, kinds)), case.name
+            tiny, largest = torch.finfo(values.dtype).tiny, torch.finfo(values.dtype).max
+            assert 0 < values[6] < tiny
+            assert values[7] == largest

@@ -119,7 +119,8 @@ def test_a_failure_reads_like_a_bug_report(found: Run) -> None:
         "case      in order",
         "call      paged_caching_",
         "  k_cache        bfloat16 [6, 4, 2, 8] strides [64, 16, 8, 1], 0 bytes past a 64-byte boundary, random, seed 0",
-        "  slot_mapping   int64 [13] strides [1], 0 bytes past a 64-byte boundary, values [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ... 1 more]",
+        "  slot_mapping   int64 [13] strides [1], 0 bytes past a 64-byte boundary, "
+        "values [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ... 1 more]",
         "wrong     the check",
         "expected  no such error",
         "got       RuntimeError: no memory left on acme0",
@@ -138,7 +139,8 @@ def test_a_case_without_calls_shows_its_data(found: Run) -> None:
 
 def test_the_last_line_says_it_all(found: Run) -> None:
     assert summary(found).startswith(
-        "raises at level core of paged_caching_; 1 requirements of other areas were left out: does not conform (1 passed, 1 failed, 1 unsupported) in "
+        "raises at level core of paged_caching_; 1 requirements of other areas were left out: "
+        "does not conform (1 passed, 1 failed, 1 unsupported) in "
     )
     assert "conforms (1 passed)" in summary(attrs.evolve(found, outcomes=[found.outcomes[1]]))
     assert "incomplete: nothing is certified ()" in summary(attrs.evolve(found, outcomes=[]))

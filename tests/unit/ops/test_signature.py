@@ -67,7 +67,7 @@ class Drawer:
         dims = range(len(sizes))
         order = [*draw(st.permutations(dims[:-1])), *dims[-1:]] if draw(st.booleans()) else list(dims)
         gaps = draw(st.sampled_from([[0] * len(dims), [*[3] * (len(dims) - 1), 0], [*[0] * (len(dims) - 1), 8]]))
-        strides = strides_of(sizes, order, gaps)
+        strides = list(strides_of(sizes, order, gaps))
         if sizes and self.mostly(False, True):
             strides[draw(st.sampled_from(dims))] = draw(st.sampled_from([0, 1, 2, 5]))
         at = self.mostly(room, room - room % (2 * ROOM), draw(st.integers(0, 8 * ROOM))) + draw(st.sampled_from([0, 0, 8, 4, 2]))
