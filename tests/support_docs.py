@@ -10,7 +10,8 @@ from pathlib import Path
 import attrs
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
+_FOLDERS = ("", "docs/", "docs/backends/", "examples/", "examples/*/")
+PAGES = sorted(path.relative_to(ROOT) for folder in _FOLDERS for path in ROOT.glob(f"{folder}*.md"))
 
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import email
 import email.message
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -91,7 +92,7 @@ def test_it_holds_every_package_and_nothing_else(wheel: Wheel) -> None:
     inside = {name for name in wheel.names() if not name.startswith(wheel.info)}
     assert inside == sources()
     assert {name.partition("/")[0] for name in inside} == set(PACKAGES)
-    assert not [name for name in wheel.names() if "test" in name.lower() or name.endswith((".pyc", ".ipynb", ".txt.orig"))]
+    assert not [name for name in wheel.names() if re.search(r"(^|/)(tests?|conftest)[/_.]|\.(pyc|ipynb|orig)$", name.lower())]
     assert wheel.path.name.endswith("-py3-none-any.whl"), "pure Python: one wheel for every machine"
 
 

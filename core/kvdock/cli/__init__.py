@@ -1,6 +1,6 @@
-"""The command line: ``kvdock doctor``, ``backends``, ``explain OP``, ``conformance --backend NAME``, ``replay TRACE``.
+"""The command line: ``kvdock doctor``, ``backends``, ``explain OP``, ``conformance``, ``new-backend NAME``, ``replay TRACE``.
 
-Needs the extra ``cli``. `app` holds the table of commands; each command is a module of its own.
+Needs the extra ``cli``.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ COMMANDS = MappingProxyType(
         "backends": "kvdock.cli.backends",
         "explain": "kvdock.cli.explain",
         "conformance": "kvdock.cli.conformance",
+        "new-backend": "kvdock.cli.new_backend",
         "replay": "kvdock.cli.replay",
     }
 )

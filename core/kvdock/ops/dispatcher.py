@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -19,7 +19,7 @@ from kvdock.ops.schema import OpSchema
 from kvdock.ops.selection import Choice, Chooser, Selection
 from kvdock.ops.validate import validate
 
-__all__ = ["PORTABLE", "Explanation", "OpDispatcher"]
+__all__ = ["PORTABLE", "Explanation", "OpDispatcher", "own_reasons"]
 
 PORTABLE = "portable"
 """What serves an op that a backend lacks: vectorised torch on the tensors' own device. `use_backend` takes it as a name."""
@@ -91,7 +91,7 @@ class OpDispatcher:
         choice = self.choose(request.op, request.device, named)
         rejected: list[tuple[str, tuple[str, ...]]] = []
         for served_by, kernel, asked in self._candidates(request, choice, named):
-            reasons = asked or tuple(kernel.supports(request) if kernel is not None else ["it has no kernel for this op"])
+            reasons = asked or _kernel_reasons(request, kernel)
             if kernel is not None and not reasons:
                 return Selection(kernel, served_by, choice, request.device, tuple(rejected))
             rejected.append((served_by, reasons))
@@ -143,6 +143,16 @@ class OpDispatcher:
             f"{type(selection.kernel).__module__}.{type(selection.kernel).__qualname__}",
             [(name, list(reasons)) for name, reasons in selection.rejected],
         )
+
+
+def own_reasons(request: Request, choice: Choice) -> Sequence[str]:
+    """Return why a backend does not serve a request itself, in the words of `UnsupportedError`; empty when it does."""
+    return _dtype_reasons(request, choice) or _kernel_reasons(request, choice.kernels.get(request.op))
+
+
+def _kernel_reasons(request: Request, kernel: Kernel | None) -> tuple[str, ...]:
+    """Ask a kernel, if there is one."""
+    return tuple(kernel.supports(request) if kernel is not None else ["it has no kernel for this op"])
 
 
 def _dtype_reasons(request: Request, choice: Choice) -> tuple[str, ...]:

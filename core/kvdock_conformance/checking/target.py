@@ -11,6 +11,7 @@ import torch
 import kvdock
 from kvdock import runtime
 from kvdock.ops.catalog import CATALOG
+from kvdock.ops.dispatcher import own_reasons
 from kvdock.ops.validate import validate
 
 __all__ = ["HOST", "Target"]
@@ -71,12 +72,7 @@ class Target:
             values: its arguments in the schema's order, None where absent.
         """
         choice = runtime.default().dispatcher.choose(op, self.device, self.name)
-        request, dtypes = validate(CATALOG[op], values), choice.capabilities.dtypes
-        if op not in choice.kernels:
-            return [f"{self.name} has no kernel for {op}"]
-        if dtypes is not None and values[0].dtype not in dtypes:
-            return [f"{self.name} declares {', '.join(map(str, dtypes))}, not {values[0].dtype}"]
-        return choice.kernels[op].supports(request)
+        return own_reasons(validate(CATALOG[op], values), choice)
 
     @property
     def must_raise(self) -> bool:

@@ -1,0 +1,20 @@
+"""kvdock's backend for newcomer_device devices.
+
+This is the module that the entry point names: it is light, and imports the kernels only when it is asked for them.
+"""
+
+from __future__ import annotations
+
+import kvdock
+
+__all__ = ["KVDOCK_API", "kvdock_backends"]
+
+KVDOCK_API = (1, 0)
+
+
+@kvdock.hookimpl
+def kvdock_backends() -> list[kvdock.Backend]:
+    """Hand over the backend."""
+    from .backend import NewcomerBackend
+
+    return [NewcomerBackend()]

@@ -1,0 +1,17 @@
+"""kvdock's backend for Acme accelerators. The entry point names this module: it is light, and imports kernels when asked."""
+
+from __future__ import annotations
+
+import kvdock
+
+__all__ = ["KVDOCK_API", "kvdock_backends"]
+
+KVDOCK_API = (1, 0)
+
+
+@kvdock.hookimpl
+def kvdock_backends() -> list[kvdock.Backend]:
+    """Hand over the backend."""
+    from .backend import AcmeBackend
+
+    return [AcmeBackend()]
