@@ -12,7 +12,7 @@ from typing import Any
 
 from kvdock.ops.portable import PORTABLE_KERNELS
 from kvdock_conformance.requirement import Case, Requirement, Requirements
-from kvdock_conformance.run import Plan
+from kvdock_conformance.session import Plan
 from kvdock_conformance.stand_ins import StandIn, register_backend
 from support_plugins import CallKernel
 

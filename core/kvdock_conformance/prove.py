@@ -9,7 +9,7 @@ import attrs
 
 from kvdock_conformance.faults.fault import Fault
 from kvdock_conformance.requirement import Level, Requirement, Requirements
-from kvdock_conformance.run import Plan, Session
+from kvdock_conformance.session import Plan, Session
 from kvdock_conformance.verdict import Outcome, Verdict
 
 __all__ = ["Proof", "prove", "prove_one", "requirements_of", "without_fault"]
@@ -24,23 +24,30 @@ class Proof:
         killed_by: ids of the requirements that failed with it.
         passed: ids of those that did not.
         reason: why it could not be seeded; empty when it was.
+        always: ids of those that failed with it, and at the same cases without it: their failure proves nothing.
     """
 
     fault: Fault
     killed_by: tuple[str, ...]
     passed: tuple[str, ...]
     reason: str = ""
+    always: tuple[str, ...] = ()
 
     @property
     def missed(self) -> tuple[str, ...]:
         """Ids of the requirements that should have failed and did not."""
-        return () if self.reason else tuple(name for name in self.fault.killers if name not in self.killed_by)
+        return () if self.reason else tuple(name for name in self.fault.killers if name not in (*self.killed_by, *self.always))
 
     @property
     def verdict(self) -> str:
-        """In a word: ``killed``, ``survived``, ``missed`` by a requirement that should have noticed, or ``not seeded``."""
+        """In a word: ``killed``, ``survived``, ``missed`` by a requirement that should have noticed, or ``not seeded``.
+
+        ``unclear`` where one that should notice fails without the fault too.
+        """
         if self.reason:
             return "not seeded"
+        if not self.missed and set(self.always).intersection(self.fault.killers):
+            return "unclear"
         return "survived" if not self.killed_by else "missed" if self.missed else "killed"
 
     def as_dict(self) -> dict[str, Any]:
@@ -53,6 +60,7 @@ class Proof:
             "killers": list(self.fault.killers),
             "killed_by": list(self.killed_by),
             "missed": list(self.missed),
+            "always": list(self.always),
             "reason": self.reason,
         }
 
@@ -69,11 +77,11 @@ def requirements_of(fault: Fault, requirements: Requirements, *, only_killers: b
 
 
 def prove_one(session: Session, fault: Fault, requirements: Requirements, *, only_killers: bool = False) -> Proof:
-    """Seed one fault, and run what should notice.
+    """Seed one fault, and run what should notice: it must fail with the fault, and must not at the same cases without it.
 
     Args:
         session: the backend.
-        fault: the fault. It is left seeded: the next one takes its place.
+        fault: the fault. It is taken out again.
         requirements: every requirement there is.
         only_killers: run only the requirements that the fault names.
     """
@@ -81,13 +89,20 @@ def prove_one(session: Session, fault: Fault, requirements: Requirements, *, onl
     if reason:
         return Proof(fault, (), (), reason)
     outcomes = [_outcome(session, item) for item in requirements_of(fault, requirements, only_killers=only_killers)]
-    killed = tuple(outcome.requirement.id for outcome in outcomes if outcome.verdict is Verdict.FAILED)
-    return Proof(fault, killed, tuple(outcome.requirement.id for outcome in outcomes if outcome.verdict is not Verdict.FAILED))
+    session.seed(None)
+    failed = [outcome for outcome in outcomes if outcome.verdict is Verdict.FAILED]
+    always = [outcome.requirement.id for outcome in failed if _outcome(session, outcome.requirement, outcome.failed[0].name).failed]
+    return Proof(
+        fault,
+        killed_by=tuple(outcome.requirement.id for outcome in failed if outcome.requirement.id not in always),
+        passed=tuple(outcome.requirement.id for outcome in outcomes if outcome.verdict is not Verdict.FAILED),
+        always=tuple(always),
+    )
 
 
-def _outcome(session: Session, requirement: Requirement) -> Outcome:
-    """Run one requirement up to its first failure."""
-    return session.requirement(requirement, requirement.level, stop_at_failure=True)
+def _outcome(session: Session, requirement: Requirement, last: str = "") -> Outcome:
+    """Run one requirement up to its first failure, or to a case."""
+    return session.requirement(requirement, requirement.level, stop_at_failure=True, last=last)
 
 
 def prove(

@@ -9,171 +9,19 @@ from typing import Any
 import attrs
 
 from kvdock.errors import ArgumentValueError, BackendUnavailableError
-from kvdock_conformance.child import COMMAND, Child, ChildEndedError
-from kvdock_conformance.expected import Expected, apply
+from kvdock_conformance.child import ChildEndedError
+from kvdock_conformance.expected import apply
 from kvdock_conformance.kinds import KINDS
-from kvdock_conformance.requirement import Case, Level, Requirement, Requirements
-from kvdock_conformance.verdict import CaseOutcome, Outcome, Verdict, counted, outcome_of
+from kvdock_conformance.requirement import Level, Requirement
+from kvdock_conformance.session import Plan, Session
+from kvdock_conformance.verdict import CaseOutcome, Outcome, Verdict, counted
 
-__all__ = ["EXIT_FAILED", "EXIT_GREEN", "EXIT_INCOMPLETE", "EXIT_USAGE", "Plan", "Run", "Session", "run"]
+__all__ = ["EXIT_FAILED", "EXIT_GREEN", "EXIT_INCOMPLETE", "EXIT_USAGE", "Run", "run"]
 
 EXIT_GREEN = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INCOMPLETE = 3
-
-_START_S = 300.0  # how long Python, torch and the plugins may take to start
-_LOST_CHILDREN = 3  # so many crashes or hangs of one requirement are looked at; more would only take time
-
-
-@attrs.frozen
-class Plan:
-    """What to run.
-
-    Args:
-        backend: name of the backend, or of what else is tested.
-        requirements: every requirement there is; those of other kinds are left out.
-        level: the level.
-        area: run only this area's requirements; None runs all.
-        expected: expected failures by requirement.
-        setup: ``"module:function"`` that the child calls before it looks for the backend; None for nothing.
-        limit_s: time limit of a case in seconds in place of the requirements' own; None for those.
-        environ: variables of the child's environment beside this process's own.
-        command: how a child is started.
-        kind: kind of what is tested: a name in `kvdock_conformance.kinds.KINDS`.
-    """
-
-    backend: str
-    requirements: Requirements
-    level: Level = Level.CORE
-    area: str | None = None
-    expected: Mapping[str, Expected] = attrs.field(factory=dict)
-    setup: str | None = None
-    limit_s: float | None = None
-    environ: Mapping[str, str] = attrs.field(factory=dict)
-    command: Sequence[str] = COMMAND
-    kind: str = "backend"
-
-    def selected(self) -> Requirements:
-        """Return the requirements to run."""
-        return self.requirements.of_kind(self.kind).select(self.level, self.area)
-
-    def left_out(self) -> list[str]:
-        """Return the ids of the level's requirements that the choice of an area leaves out."""
-        chosen = {item.id for item in self.selected()}
-        return [item.id for item in self.requirements.of_kind(self.kind).select(self.level) if item.id not in chosen]
-
-
-class Session:
-    """A child that is there when it is needed: started at the first question, and anew after a crash or a hang.
-
-    Args:
-        plan: what to open, and how.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._child: Child | None = None
-        self._fault: str | None = None
-        self.about: Mapping[str, Any] = {}
-        """What the backend says of itself, once it has been opened."""
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the child."""
-        if self._child is not None:
-            self._child.close()
-            self._child = None
-
-    def open(self) -> None:
-        """Start the child and load the backend in it, unless it is there.
-
-        Raises:
-            BackendUnavailableError: the backend is not ready; its ``got`` is the state, ``"unknown"`` if no plugin has it.
-            ChildEndedError: loading it crashed or took too long.
-        """
-        if self._child is not None:
-            return
-        self._child = Child(self._plan.command, self._plan.environ)
-        answer = self._ask({"open": {"kind": self._plan.kind, "name": self._plan.backend, "setup": self._plan.setup}}, _START_S)
-        if "error" in answer:
-            self.close()
-            raise BackendUnavailableError(answer["error"], got=answer["state"])
-        self.about = answer["about"]
-        if self._fault is not None:
-            self._ask({"fault": self._fault}, _START_S)
-
-    def seed(self, fault: str | None) -> str:
-        """Seed a fault into the backend in place of the one before, and return why that cannot be done; None takes it out."""
-        self.open()
-        self._fault = None  # so that a new child has it only if it could be seeded
-        reason: str = self._ask({"fault": fault}, _START_S)["reason"]
-        self._fault = None if reason else fault
-        return reason
-
-    def case(self, requirement: Requirement, case: Case) -> CaseOutcome:
-        """Run one case.
-
-        Raises:
-            ChildEndedError: it crashed the child, or took too long.
-            BackendUnavailableError: the backend cannot be opened.
-        """
-        self.open()
-        limit = self._plan.limit_s or requirement.limit_s
-        answer = self._ask({"case": {"requirement": requirement.id, "data": case.data}}, limit)
-        verdict = Verdict(answer["verdict"])
-        return CaseOutcome(case.name, verdict, case.data, answer.get("failure"), answer.get("reason", ""), answer["seconds"])
-
-    def _ask(self, request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """Ask the child, and let it go if it is gone."""
-        assert self._child is not None, "every caller opens the session first"  # noqa: S101 - for the type checker
-        try:
-            return self._child.ask(request, limit_s)
-        except BaseException:
-            self.close()
-            raise
-
-    def requirement(self, requirement: Requirement, level: Level, *, stop_at_failure: bool = False) -> Outcome:
-        """Run a requirement's cases, each whatever came of those before.
-
-        Args:
-            requirement: the requirement.
-            level: at which level.
-            stop_at_failure: leave the cases behind the first failure, which are then not run.
-        """
-        outcomes: list[CaseOutcome] = []
-        lost = 0
-        for case in requirement.selected(level):
-            reason = ""
-            if lost >= _LOST_CHILDREN:
-                reason = f"not run after {lost} crashes or time-outs of this requirement"
-            elif stop_at_failure and outcomes and outcomes[-1].verdict in (Verdict.FAILED, Verdict.NOT_RUN):
-                reason = "not run after a failure"
-            outcomes.append(
-                CaseOutcome(case.name, Verdict.NOT_RUN, case.data, reason=reason) if reason else self._survived(requirement, case)
-            )
-            lost += outcomes[-1].failure is not None and outcomes[-1].failure["what"] == _CHILD
-        return outcome_of(requirement, outcomes)
-
-    def _survived(self, requirement: Requirement, case: Case) -> CaseOutcome:
-        """Run one case; a crash or a hang is a failure, and a backend that cannot be opened again leaves it open."""
-        try:
-            self.open()
-        except (BackendUnavailableError, ChildEndedError) as error:
-            return CaseOutcome(case.name, Verdict.NOT_RUN, case.data, reason=f"the backend could not be opened: {error}")
-        try:
-            return self.case(requirement, case)
-        except ChildEndedError as error:
-            failure = {"what": _CHILD, "expected": "an answer", "got": error.how, "details": error.output}
-            return CaseOutcome(case.name, Verdict.FAILED, case.data, failure)
-
-
-_CHILD = "the process that runs the case"
 
 
 @attrs.frozen
@@ -210,11 +58,13 @@ class Run:
     def exit_code(self) -> int:
         """0 when all are accounted for and none failed; 1 when one failed; 3 when one was not run, and none failed.
 
-        A fault that survived, or was missed by a requirement that should have noticed, is a failure too.
+        A fault that survived, or was missed by a requirement that should have noticed, is a failure too. One that is unclear,
+        because a requirement that should notice fails without it as well, counts as not run.
         """
-        if self.failed or any(proof["verdict"] in ("survived", "missed") for proof in self.proofs):
+        proven = {proof["verdict"] for proof in self.proofs}
+        if self.failed or proven & {"survived", "missed"}:
             return EXIT_FAILED
-        complete = not self.missing and bool(self.outcomes)
+        complete = not self.missing and bool(self.outcomes) and "unclear" not in proven
         return EXIT_GREEN if complete else EXIT_INCOMPLETE
 
     def counts(self) -> dict[str, int]:

@@ -25,7 +25,8 @@ from kvdock_conformance.child import ChildEndedError
 from kvdock_conformance.expected import apply, read
 from kvdock_conformance.reports.text import bug_report
 from kvdock_conformance.requirement import Level, Requirement
-from kvdock_conformance.run import Plan, Run, Session
+from kvdock_conformance.run import Run
+from kvdock_conformance.session import Plan, Session
 from kvdock_conformance.verdict import Outcome, Verdict
 
 __all__ = ["conformance_tests"]

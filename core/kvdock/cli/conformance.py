@@ -19,7 +19,8 @@ from kvdock_conformance.prove import prove
 from kvdock_conformance.reports.json_report import as_dict
 from kvdock_conformance.reports.text import bug_report, summary
 from kvdock_conformance.requirement import Level
-from kvdock_conformance.run import Plan, Run, run
+from kvdock_conformance.run import Run, run
+from kvdock_conformance.session import Plan
 
 __all__ = ["LevelName", "certify", "command"]
 
@@ -104,4 +105,5 @@ def _proof_row(proof: Any) -> tuple[object, ...]:
     """Return the row of one fault."""
     noticed = ", ".join(proof["killed_by"]) or proof["reason"] or "nothing"
     missed = f"; not by {', '.join(proof['missed'])}" if proof["missed"] else ""
-    return proof["fault"], proof["verdict"], noticed + missed, proof["sentence"]
+    always = f"; without it too: {', '.join(proof['always'])}" if proof["always"] else ""
+    return proof["fault"], proof["verdict"], noticed + missed + always, proof["sentence"]

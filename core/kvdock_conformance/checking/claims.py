@@ -9,10 +9,11 @@ import torch
 
 import kvdock
 from kvdock.interface import Priority
+from kvdock.ops.catalog import CATALOG
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.target import Target
 
-__all__ = ["check_capabilities", "check_claims", "check_devices", "check_guard", "check_names", "check_probe", "expect"]
+__all__ = ["check_capabilities", "check_claims", "check_devices", "check_guard", "check_kernels", "check_names", "check_probe", "expect"]
 
 
 def expect(what: str, is_so: bool, expected: object, got: object) -> None:
@@ -71,6 +72,12 @@ def check_capabilities(target: Target, data: Mapping[str, Any]) -> None:
     for dtype in claimed.dtypes or ():
         reasons = _reasons_against(target, dtype) if kernels else ["it has no kernel"]
         expect(f"kernels of {target.name} for {dtype}, which it declares", not reasons, "one that takes it", "; ".join(reasons))
+
+
+def check_kernels(target: Target, data: Mapping[str, Any]) -> None:
+    """Look for a kernel of its own for an op that there is."""
+    own = sorted(CATALOG.keys() & target.backend.kernels().keys())
+    expect(f"kernels() of {target.name}", bool(own), f"one for at least one of {', '.join(CATALOG)}", "none: portable kernels serve all")
 
 
 def _reasons_against(target: Target, dtype: Any) -> list[str]:

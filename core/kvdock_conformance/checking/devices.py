@@ -12,7 +12,7 @@ import torch
 import kvdock
 from kvdock import runtime
 from kvdock_conformance.checking.failure import NonconformanceError
-from kvdock_conformance.checking.target import Target
+from kvdock_conformance.checking.target import HOST, Target
 from kvdock_conformance.requirement import Capability, Check
 
 __all__ = [
@@ -82,7 +82,7 @@ class Write:
 
 
 def module_of(device: torch.device) -> Any:
-    """Return torch's module for a type of device, such as `torch.cuda`; None where there is none."""
+    """Return torch's module for a type of device, ``torch.<type>``; None where there is none."""
     return getattr(torch, device.type, None)
 
 
@@ -115,8 +115,8 @@ TWO_DEVICES = Capability("lists two devices", why_one_device, check_one_device)
 
 def why_no_streams(target: Target, data: Mapping[str, Any]) -> Sequence[str]:
     """Return the reasons against asking about streams: calls on the host are made at once; or torch has no delay to show order with."""
-    if target.device.type == "cpu":
-        return ["calls on cpu are made at once: torch has no streams there"]
+    if target.device == HOST:
+        return ["calls on the host are made at once: torch has no streams there"]
     missing = [name for name in ("Stream", "stream", "_sleep") if not hasattr(module_of(target.device), name)]
     return [f"torch.{target.device.type} has no {name}" for name in missing]
 
@@ -253,8 +253,8 @@ def graph_of(target: Target) -> tuple[Any, Any]:
         NonconformanceError: torch cannot record on this device, though the backend claims it can.
     """
     module = module_of(target.device)
-    kind = next((getattr(module, name) for name in ("CUDAGraph", "XPUGraph", "NPUGraph") if hasattr(module, name)), None)
-    if target.device.type == "cpu" or kind is None or not hasattr(module, "graph"):
+    kind = next((kind for name, kind in vars(module).items() if name.endswith("Graph") and not name.startswith("_")), None)
+    if kind is None or not hasattr(module, "graph"):
         raise NonconformanceError(
             f"capabilities() of {target.name}: graph_capture", expected=f"False: torch records no graphs on {target.device.type}", got=True
         )
@@ -321,7 +321,9 @@ def check_foreign_tensor(target: Target, data: Mapping[str, Any]) -> None:
     Raises:
         NonconformanceError: no error, another error, or something was written.
     """
-    device = torch.device(data["device"] if target.device.type != data["device"] else "meta")
+    device = torch.device(data["device"])
+    if device == target.device:
+        device = torch.device("meta")
     for is_known in (False, True):
         write = Write(target.device, [1, 5, 2], heads=4)
         if is_known:

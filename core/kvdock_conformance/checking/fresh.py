@@ -43,7 +43,7 @@ IMPORT_SHARE, IMPORT_S = 0.5, 0.1
 """An entry module may take this share of the processor time that importing kvdock takes beside torch, and so many seconds."""
 
 SCRIPT = """
-import importlib, json, multiprocessing, os, sys, time
+import importlib, json, multiprocessing, os, sys, time, types
 import torch
 
 NAME, SETUP, MODULE, HEAVY = {name!r}, {setup!r}, {module!r}, {heavy!r}
@@ -94,8 +94,12 @@ def ask(method):
     return answer
 
 def contexts():
-    kinds = [getattr(torch, kind, None) for kind in ("cuda", "xpu", "mtia", "npu", "hpu", "mlu", "musa")]
-    return [kind.__name__ for kind in kinds if kind is not None and hasattr(kind, "is_initialized") and kind.is_initialized()]
+    found = []
+    for name, part in vars(torch).items():  # torch.<type of device>, by whomever it was put there; all but the host's
+        functions = [getattr(part, function, None) for function in ("is_initialized", "current_device")]
+        if part is not torch.cpu and all(isinstance(function, types.FunctionType) for function in functions) and part.is_initialized():
+            found.append("torch." + name)
+    return found
 
 if __name__ == "__main__":
     before = set(sys.modules)

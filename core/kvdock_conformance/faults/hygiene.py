@@ -57,9 +57,9 @@ _AT_IMPORT = (
 
 _fresh(
     "imports-a-compiler",
-    "The module imports Triton.",
+    "The module imports a compiler.",
     "KVD-HYGIENE-001",
-    "def at_import(): sys.modules.setdefault('triton.language', sys)",
+    "def at_import(): sys.modules.setdefault('torch._inductor.codecache', sys)",
     *_AT_IMPORT,
 )
 _fresh(
@@ -75,7 +75,7 @@ _fresh(
     "context-at-import",
     "The module opens a context on a device.",
     "KVD-HYGIENE-003",
-    "def at_import(): torch.cuda.is_initialized = lambda: True",
+    "def at_import(): torch.acme = types.SimpleNamespace(is_initialized=lambda: True, current_device=lambda: 0)",
     *_AT_IMPORT,
 )
 _IN_FORK, _IN_SPAWN = "multiprocessing.parent_process() and __name__ == '__main__'", "__name__ == '__mp_main__'"
@@ -119,7 +119,13 @@ def _claims_everything(inner: Callable[..., bool]) -> Callable[..., bool]:
 @FAULTS.backend(_AREA, "claims", "hygiene-claims-change", "A device is claimed the first time only.", "KVD-HYGIENE-008")
 def _claims_change(inner: Callable[..., bool]) -> Callable[..., bool]:
     asked: set[torch.device] = set()
-    return lambda device: device not in asked and not asked.add(device) and device.type == "cpu"  # type: ignore[func-returns-value]
+
+    def claims(device: torch.device) -> bool:
+        is_new = device not in asked
+        asked.add(device)
+        return is_new
+
+    return claims
 
 
 @FAULTS.backend(_AREA, "claims", "hygiene-claims-are-no-bools", "A claim is a text.", "KVD-HYGIENE-008")
@@ -145,3 +151,8 @@ def _dtype_without_kernel(inner: Callable[[], Any]) -> Callable[[], Any]:
 @FAULTS.backend(_AREA, "kernels", "hygiene-kernel-is-none", "One of its kernels is none.", "KVD-HYGIENE-010")
 def _kernel_is_none(inner: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: {**inner(), "paged_caching_": object()}
+
+
+@FAULTS.backend(_AREA, "kernels", "hygiene-no-kernel", "It brings no kernel.", "KVD-HYGIENE-011")
+def _no_kernel(inner: Callable[[], Any]) -> Callable[[], Any]:
+    return dict

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from kvdock_conformance.checking.claims import check_capabilities, check_claims, check_devices, check_names, check_probe
+from kvdock_conformance.checking.claims import check_capabilities, check_claims, check_devices, check_kernels, check_names, check_probe
 from kvdock_conformance.checking.fresh import check_import_cost, check_import_is_light, check_no_context, check_process
-from kvdock_conformance.requirement import Case, Check, Requirement
+from kvdock_conformance.requirement import Case, Check, Level, Requirement
 
 __all__ = ["AREA", "REQUIREMENTS"]
 
@@ -15,10 +15,10 @@ _TYPES = ("cpu", "cuda", "xpu", "mps", "meta", "hpu", "mtia", "xla", "privateuse
 _LIMIT_S = 200.0
 
 
-def _require(number: int, sentence: str, check: Check, *cases: Case) -> Requirement:
+def _require(number: int, sentence: str, check: Check, *cases: Case, level: Level = Level.CORE) -> Requirement:
     """Return a requirement of this area."""
     made: Callable[[], Iterable[Case]] = lambda: cases or (Case("asked once", {}),)  # noqa: E731 - the type is the reason
-    return Requirement(f"KVD-HYGIENE-{number:03}", sentence, AREA, check, made, limit_s=_LIMIT_S)
+    return Requirement(f"KVD-HYGIENE-{number:03}", sentence, AREA, check, made, level, limit_s=_LIMIT_S)
 
 
 REQUIREMENTS = [
@@ -49,4 +49,5 @@ REQUIREMENTS = [
         9, "It lists at least one device, each once, with its index where the type has one, and tensors can be put there.", check_devices
     ),
     _require(10, "What it says it can do is always the same, and its kernels take every dtype that it declares.", check_capabilities),
+    _require(11, "It brings a kernel of its own for at least one op.", check_kernels, level=Level.EXTENDED),
 ]

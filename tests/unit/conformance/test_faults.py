@@ -16,7 +16,7 @@ from kvdock_conformance.faults.fault import Args, BackendSeed, Fault, Faults, Fu
 from kvdock_conformance.prove import Proof, prove, prove_one, requirements_of, without_fault
 from kvdock_conformance.requirement import Level, Requirements
 from kvdock_conformance.requirements import load
-from kvdock_conformance.run import Plan, Session
+from kvdock_conformance.session import Plan, Session
 from support_conformance import plan, requirement
 
 FAULTS = faults.load()

@@ -11,7 +11,8 @@ import pytest
 import kvdock
 from kvdock_conformance.expected import Expected
 from kvdock_conformance.requirement import Level
-from kvdock_conformance.run import Run, Session, run
+from kvdock_conformance.run import Run, run
+from kvdock_conformance.session import Session
 from kvdock_conformance.verdict import Outcome, Verdict
 from support_conformance import chosen, plan, requirement
 

@@ -1,0 +1,145 @@
+"""How a fault gets into a backend, and out again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+from unittest import mock
+
+import attrs
+
+import kvdock
+from kvdock import runtime
+from kvdock.ops.catalog import CATALOG
+from kvdock_conformance.checking.target import Target
+
+__all__ = ["Args", "BackendSeed", "FaultyCall", "FaultyKernel", "FunctionSeed", "KernelSeed", "Run", "Seed"]
+
+Args = dict[str, Any]
+"""Arguments of a call by name, in the schema's order, None where absent."""
+
+Run = Callable[[Args], None]
+"""Makes the call that the backend's own kernel would make, with these arguments."""
+
+FaultyCall = Callable[[Run, Args], None]
+"""Stands in for a call: may change its arguments, make it or not, and spoil something before or after."""
+
+
+class Seed(Protocol):
+    """A way into a backend, or into what else is tested: ``target`` is what its kind's checks take."""
+
+    def why_not(self, target: Any) -> str:
+        """Return why the fault cannot be seeded into a backend; empty when it can."""
+        ...
+
+    def seeded(self, target: Any) -> AbstractContextManager[None]:
+        """Return a block in which the backend has the fault."""
+        ...
+
+
+@attrs.frozen
+class KernelSeed:
+    """A faulty kernel over the backend's own.
+
+    Args:
+        op: name of the op.
+        change: given the backend's kernel, returns a faulty one.
+    """
+
+    op: str
+    change: Callable[[kvdock.Kernel], kvdock.Kernel]
+
+    def why_not(self, target: Target) -> str:
+        """Return why not: the backend has no kernel for the op."""
+        return "" if self.op in target.kernels else f"{target.name} has no kernel for {self.op}"
+
+    @contextlib.contextmanager
+    def seeded(self, target: Target) -> Iterator[None]:
+        """Register the faulty kernel for a block."""
+        own, registry = target.kernels[self.op], runtime.default().registry
+        registry.register_kernel(target.name, self.op, self.change(own), override=True)
+        try:
+            yield
+        finally:
+            registry.register_kernel(target.name, self.op, own, override=True)
+
+
+@attrs.frozen
+class FunctionSeed:
+    """A faulty function over one of `kvdock.ops`.
+
+    Args:
+        op: name of the op.
+        change: given the function, returns a faulty one.
+    """
+
+    op: str
+    change: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+    def why_not(self, target: Target) -> str:
+        """Return why not: there is always a way."""
+        return ""
+
+    def seeded(self, target: Target) -> AbstractContextManager[Any]:
+        """Replace the function for a block."""
+        return mock.patch.object(kvdock.ops, self.op, self.change(getattr(kvdock.ops, self.op)))
+
+
+@attrs.frozen
+class BackendSeed:
+    """A faulty method of the backend.
+
+    Args:
+        method: name of a method of `kvdock.Backend` that is asked at each use, such as ``skipped_writes``.
+        change: given the bound method, returns a faulty one.
+    """
+
+    method: str
+    change: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+    def why_not(self, target: Target) -> str:
+        """Return why not: there is always a way."""
+        return ""
+
+    def seeded(self, target: Target) -> AbstractContextManager[Any]:
+        """Replace the method for a block."""
+        return mock.patch.object(target.backend, self.method, self.change(getattr(target.backend, self.method)))
+
+
+class _FaultyDescriptor(kvdock.Descriptor):
+    """Another descriptor whose calls go through a function."""
+
+    def __init__(self, inner: kvdock.Descriptor, op: str, call: FaultyCall) -> None:
+        self._inner = inner
+        self._names = CATALOG[op].arg_names
+        self._call = call
+
+    def _run(self, args: Args) -> None:
+        """Make the call as the backend would."""
+        self._inner(*(args[name] for name in self._names))
+
+    def __call__(self, *args: Any) -> None:
+        """Make the faulty call."""
+        self._call(self._run, dict(zip(self._names, args, strict=True)))
+
+    def destroy(self) -> None:
+        """Destroy what is inside."""
+        self._inner.destroy()
+
+
+class FaultyKernel(kvdock.Kernel):
+    """Another kernel whose descriptors' calls go through a function."""
+
+    def __init__(self, inner: kvdock.Kernel, make_call: Callable[[], FaultyCall]) -> None:
+        self._inner = inner
+        self._make_call = make_call
+
+    def supports(self, request: kvdock.Request) -> Sequence[str]:
+        """Ask what is inside."""
+        return self._inner.supports(request)
+
+    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+        """Wrap what is prepared inside."""
+        return _FaultyDescriptor(self._inner.prepare(request), request.op, self._make_call())
