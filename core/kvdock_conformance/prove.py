@@ -88,6 +88,7 @@ def prove_one(session: Session, fault: Fault, requirements: Requirements, *, onl
     reason = session.seed(fault.name)
     if reason:
         return Proof(fault, (), (), reason)
+    fault = attrs.evolve(fault, killers=fault.killers_where(must_raise=session.about.get("must_raise", True)))
     outcomes = [_outcome(session, item) for item in requirements_of(fault, requirements, only_killers=only_killers)]
     session.seed(None)
     failed = [outcome for outcome in outcomes if outcome.verdict is Verdict.FAILED]

@@ -21,14 +21,8 @@ VENDOR_WORDS = frozenset(
 
 ALLOWED: dict[tuple[str, str], str] = {
     ("core/kvdock/interface.py", '"npu"'): "an example of what a vendor writes in `device_type`; no code reads it",
-    (
-        "core/kvdock_conformance/checking/fresh.py",
-        'HEAVY = ("triton"',
-    ): "compilers that importing a plugin must not import, whoever it is from",
-    (
-        "core/kvdock_conformance/requirements/hygiene.py",
-        '_TYPES = ("cpu"',
-    ): "types that every backend is asked about alike: does it claim them?",
+    ("core/kvdock_conformance/checking/fresh.py", 'HEAVY = ("triton"'): "what importing any plugin must not import",
+    ("core/kvdock_conformance/requirements/hygiene.py", '_TYPES = ("cpu"'): "every backend is asked alike whether it claims these",
 }
 """The lines that may hold such a word, by a part of them, and why."""
 

@@ -53,7 +53,13 @@ cost_of_kvdock = time.process_time() - start
 from kvdock import runtime
 {seeded}
 
+is_set_up = False  # a forked process inherits what was set up, a spawned one begins anew
+
 def registry():
+    global is_set_up
+    if is_set_up:
+        return runtime.default().registry
+    is_set_up = True
     if SETUP:
         module, _, function = SETUP.partition(":")
         getattr(importlib.import_module(module), function)()

@@ -166,7 +166,12 @@ def _silent(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(
-    _OP, "copy-error-after-a-partial-copy", "What is good is copied before the others are refused.", "KVD-COPY-004", "KVD-COPY-008"
+    _OP,
+    "copy-error-after-a-partial-copy",
+    "What is good is copied before the others are refused.",
+    "KVD-COPY-004",
+    "KVD-COPY-008",
+    host_only=("KVD-COPY-004",),
 )
 def _partial(run: Run, args: Args) -> None:
     beyond = (args["block_pairs"] >= _blocks(args)).any(1)
@@ -198,7 +203,13 @@ def _one_by_one(run: Run, args: Args, *, backwards: bool) -> None:
 
 
 @FAULTS.call(
-    _OP, "copy-pairs-checked-one-by-one", "Each pair is checked and copied for itself.", "KVD-COPY-004", "KVD-COPY-006", "KVD-COPY-007"
+    _OP,
+    "copy-pairs-checked-one-by-one",
+    "Each pair is checked and copied for itself.",
+    "KVD-COPY-004",
+    "KVD-COPY-006",
+    "KVD-COPY-007",
+    host_only=("KVD-COPY-004",),
 )
 def _checked_one_by_one(run: Run, args: Args) -> None:
     _one_by_one(run, args, backwards=False)

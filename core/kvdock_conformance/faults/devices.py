@@ -132,11 +132,11 @@ FAULTS[-1] = attrs.evolve(FAULTS[-1], area=_AREA)
 _SHARED: dict[str, Args] = {}
 
 
-@_call("threads-share-arguments", "The arguments of a call are kept where other threads overwrite them.", "008")
+@_call("threads-share-slots", "The slots of a call are kept where other threads overwrite them.", "008")
 def _shared(run: Run, args: Args) -> None:
     _SHARED["args"] = args
     time.sleep(0.002)
-    run(_SHARED["args"])
+    run({**args, "slot_mapping": _SHARED["args"]["slot_mapping"]})
 
 
 @FAULTS.backend(_AREA, "device_guard", "device-guard-swallows-errors", "The guard of a device swallows errors.", "KVD-DEVICE-009")

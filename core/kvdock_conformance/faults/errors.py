@@ -165,7 +165,13 @@ def _built_in(error: kvdock.KVDockError) -> Exception:
 
 
 @FAULTS.function(
-    _COPY, "error-of-one-class", "Whatever is wrong raises ArgumentValueError.", "KVD-ERROR-003", "KVD-ERROR-004", "KVD-ERROR-012"
+    _COPY,
+    "error-of-one-class",
+    "Whatever is wrong raises ArgumentValueError.",
+    "KVD-ERROR-003",
+    "KVD-ERROR-004",
+    "KVD-ERROR-012",
+    host_only=("KVD-ERROR-012",),
 )
 @_raising
 def _one_class(error: kvdock.KVDockError) -> Exception:
@@ -196,7 +202,12 @@ def _let_through(run: Run, args: Args) -> None:
 
 
 @FAULTS.function(
-    _GATHER, "error-outputs-cleared-first", "Outputs are set to zero before anything is checked.", "KVD-ERROR-001", "KVD-ERROR-012"
+    _GATHER,
+    "error-outputs-cleared-first",
+    "Outputs are set to zero before anything is checked.",
+    "KVD-ERROR-001",
+    "KVD-ERROR-012",
+    host_only=("KVD-ERROR-012",),
 )
 def _cleared_first(function: Function) -> Function:
     def call(*args: Any, out: Any = None, **scales: Any) -> Any:

@@ -39,8 +39,8 @@ class Fault:
         killers: ids of the requirements that must fail, each of them.
         seed: how it gets into a backend.
         kind: kind of what it is a fault of: a name in `kvdock_conformance.kinds.KINDS`.
-        host_only: whether it shows only where an index out of range must raise: in host memory, for the backend whose own that is.
-            Elsewhere such an index is skipped, and nothing can be wrong with the error.
+        host_only: those of the killers that notice it only where an index out of range must raise: in host memory, for the backend
+            whose own that is. Elsewhere it is skipped, and nothing can be wrong with the error.
     """
 
     name: str
@@ -49,21 +49,27 @@ class Fault:
     killers: tuple[str, ...]
     seed: Seed
     kind: str = "backend"
-    host_only: bool = False
+    host_only: tuple[str, ...] = ()
 
     def why_not(self, target: Any) -> str:
         """Return why it cannot be seeded into a backend; empty when it can."""
-        if self.host_only and not target.must_raise:
-            return f"it is about errors for indices in host memory; {target.name} may skip an index out of range"
+        if self.host_only and not target.must_raise and not self.killers_where(must_raise=False):
+            return f"it shows in errors for indices out of range, which {target.name} may skip instead"
         return self.seed.why_not(target)
 
     def seeded(self, target: Any) -> AbstractContextManager[None]:
         """Return a block in which the backend has the fault."""
         return self.seed.seeded(target)
 
+    def killers_where(self, *, must_raise: bool) -> tuple[str, ...]:
+        """Return the killers that can notice it where an index out of range must raise, or where it need not."""
+        return self.killers if must_raise else tuple(name for name in self.killers if name not in self.host_only)
+
 
 class Faults(list[Fault]):
     """A list of faults with decorators that add to it. All take the op or area, name, sentence, and the killers' ids.
+
+    Those of calls, kernels and functions take ``host_only`` too: see `Fault`.
 
     Args:
         area: area of the faults; None for the op's name.
@@ -73,11 +79,20 @@ class Faults(list[Fault]):
         super().__init__()
         self._area = area
 
-    def call(self, op: str, name: str, sentence: str, *killers: str) -> Callable[[FaultyCall], FaultyCall]:
+    def call(self, op: str, name: str, sentence: str, *killers: str, host_only: tuple[str, ...] = ()) -> Callable[[FaultyCall], FaultyCall]:
         """Add a fault that is a function of a call, the same for all descriptors."""
 
         def add(call: FaultyCall) -> FaultyCall:
-            self.append(Fault(name, sentence, self._area or op, killers, KernelSeed(op, lambda inner: FaultyKernel(inner, lambda: call))))
+            self.append(
+                Fault(
+                    name,
+                    sentence,
+                    self._area or op,
+                    killers,
+                    KernelSeed(op, lambda inner: FaultyKernel(inner, lambda: call)),
+                    host_only=host_only,
+                )
+            )
             return call
 
         return add
@@ -91,20 +106,22 @@ class Faults(list[Fault]):
 
         return add
 
-    def kernel(self, op: str, name: str, sentence: str, *killers: str) -> Callable[[type[kvdock.Kernel]], type[kvdock.Kernel]]:
+    def kernel(
+        self, op: str, name: str, sentence: str, *killers: str, host_only: tuple[str, ...] = ()
+    ) -> Callable[[type[kvdock.Kernel]], type[kvdock.Kernel]]:
         """Add a fault that is a class of kernels, made of the backend's own kernel."""
 
         def add(change: Any) -> Any:
-            self.append(Fault(name, sentence, self._area or op, killers, KernelSeed(op, change)))
+            self.append(Fault(name, sentence, self._area or op, killers, KernelSeed(op, change), host_only=host_only))
             return change
 
         return add
 
-    def function(self, op: str, name: str, sentence: str, *killers: str) -> Callable[[Any], Any]:
+    def function(self, op: str, name: str, sentence: str, *killers: str, host_only: tuple[str, ...] = ()) -> Callable[[Any], Any]:
         """Add a fault of the public function: given the function, return a faulty one."""
 
         def add(change: Any) -> Any:
-            self.append(Fault(name, sentence, self._area or op, killers, FunctionSeed(op, change)))
+            self.append(Fault(name, sentence, self._area or op, killers, FunctionSeed(op, change), host_only=host_only))
             return change
 
         return add

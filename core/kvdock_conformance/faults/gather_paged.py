@@ -129,12 +129,24 @@ def _clamped(run: Run, args: Args) -> None:
     _with_slots(run, args, args["slot_mapping"].clamp(max=capacity(args) - 1))
 
 
-@FAULTS.call(_OP, "gather-beyond-the-pool-silent", "In host memory a slot beyond the pool reads as zeros.", "KVD-GATHER-004")
+@FAULTS.call(
+    _OP,
+    "gather-beyond-the-pool-silent",
+    "In host memory a slot beyond the pool reads as zeros.",
+    "KVD-GATHER-004",
+    host_only=("KVD-GATHER-004",),
+)
 def _silent(run: Run, args: Args) -> None:
     _as_padding(run, args, args["slot_mapping"] >= capacity(args))
 
 
-@FAULTS.call(_OP, "gather-error-after-a-partial-write", "What is good is read before the others are refused.", "KVD-GATHER-004")
+@FAULTS.call(
+    _OP,
+    "gather-error-after-a-partial-write",
+    "What is good is read before the others are refused.",
+    "KVD-GATHER-004",
+    host_only=("KVD-GATHER-004",),
+)
 def _partial(run: Run, args: Args) -> None:
     beyond = args["slot_mapping"] >= capacity(args)
     if bool(beyond.any()):

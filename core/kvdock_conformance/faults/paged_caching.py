@@ -96,7 +96,13 @@ def _silent(run: Run, args: Args) -> None:
     _dropping(run, args, args["slot_mapping"] >= capacity(args))
 
 
-@FAULTS.call(_OP, "write-error-after-a-partial-write", "What is good is written before the others are refused.", "KVD-WRITE-004")
+@FAULTS.call(
+    _OP,
+    "write-error-after-a-partial-write",
+    "What is good is written before the others are refused.",
+    "KVD-WRITE-004",
+    host_only=("KVD-WRITE-004",),
+)
 def _partial_write(run: Run, args: Args) -> None:
     beyond = args["slot_mapping"] >= capacity(args)
     if bool(beyond.any()):

@@ -87,6 +87,15 @@ class FunctionSeed:
         return mock.patch.object(kvdock.ops, self.op, self.change(getattr(kvdock.ops, self.op)))
 
 
+def _choose_anew() -> None:
+    """Make the registry forget which backend it chose for which device, as it does at every change: a kernel replaces itself."""
+    registry = runtime.default().registry
+    for name, loaded in registry.loaded().items():
+        for op, kernel in loaded.kernels.items():
+            registry.register_kernel(name, op, kernel, override=True)
+            return
+
+
 @attrs.frozen
 class BackendSeed:
     """A faulty method of the backend.
@@ -103,9 +112,15 @@ class BackendSeed:
         """Return why not: there is always a way."""
         return ""
 
-    def seeded(self, target: Target) -> AbstractContextManager[Any]:
-        """Replace the method for a block."""
-        return mock.patch.object(target.backend, self.method, self.change(getattr(target.backend, self.method)))
+    @contextlib.contextmanager
+    def seeded(self, target: Target) -> Iterator[None]:
+        """Replace the method for a block; what was chosen by its answers is chosen anew, in the block and behind it."""
+        try:
+            with mock.patch.object(target.backend, self.method, self.change(getattr(target.backend, self.method))):
+                _choose_anew()
+                yield
+        finally:
+            _choose_anew()
 
 
 class _FaultyDescriptor(kvdock.Descriptor):

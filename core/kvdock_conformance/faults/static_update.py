@@ -133,7 +133,13 @@ def _silent(run: Run, args: Args) -> None:
         _store_at(args, _starts(args))
 
 
-@FAULTS.call(_OP, "static-error-after-a-partial-write", "Rows that fit are written before the others are refused.", "KVD-STATIC-006")
+@FAULTS.call(
+    _OP,
+    "static-error-after-a-partial-write",
+    "Rows that fit are written before the others are refused.",
+    "KVD-STATIC-006",
+    host_only=("KVD-STATIC-006",),
+)
 def _partial_write(run: Run, args: Args) -> None:
     if not _fits(args):
         _store_at(args, _starts(args))
