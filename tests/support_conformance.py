@@ -111,7 +111,8 @@ class Write(kvdock.Descriptor):
         capacity, block = k_cache.shape[0] * k_cache.shape[1], k_cache.shape[1]
         beyond = (slots >= capacity).nonzero()
         if len(beyond):
-            raise kvdock.IndexRangeError(f"paged_caching_: slot_mapping{beyond[0].tolist()}", expected="a slot of the pool", got="another")
+            where, slot = beyond[0].tolist(), slots[tuple(beyond[0])].item()
+            raise kvdock.IndexRangeError(f"paged_caching_: slot_mapping{where}", expected="a slot of the pool", got=slot, fix="pass -1")
         if "MENDED" not in os.environ:
             slots = torch.where(slots < 0, slots % capacity, slots)
         keep = slots >= 0

@@ -21,12 +21,17 @@ from kvdock.spec import COPY_DTYPES, QUANTISED_DTYPES
 from kvdock_conformance.checking.calls import Reference
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.memory import Memory, compare
+from kvdock_conformance.checking.served import check_not_served, reasons_against
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.checking.watch import WatchedPlan, watched
 from kvdock_conformance.reference import copy_blocks_, gather_paged, paged_caching_, static_update_
+from kvdock_conformance.requirement import Capability, Check
 
 __all__ = [
+    "OWN_PLANS",
     "REFERENCES",
+    "check_all_calls",
+    "check_calls_of_others",
     "check_changes",
     "check_clear_elsewhere",
     "check_eviction",
@@ -150,6 +155,19 @@ def _elsewhere(*functions: Callable[[], object]) -> None:
         thread.join()
     if raised:
         raise raised[0]
+
+
+def check_all_calls(target: Target, data: Mapping[str, Any]) -> None:
+    """Check that the calls of a case are right, whoever serves them."""
+    _Calls(target, data).make_all()
+
+
+def check_calls_of_others(target: Target, data: Mapping[str, Any], reasons: Sequence[str], check: Check) -> None:
+    """Check calls of which the backend does not serve the first: there are no plans of its own to look at."""
+    check_not_served(target, data, reasons, check_all_calls)
+
+
+OWN_PLANS = Capability("prepares plans for the call", reasons_against, check_calls_of_others)
 
 
 def check_reuse(target: Target, data: Mapping[str, Any]) -> None:

@@ -63,7 +63,7 @@ def test_failures_of_a_strangers_backend_may_be_expected(tmp_path: Path) -> None
         (("--backend", "reference", "--expected", "missing.toml"), "missing.toml: expected a TOML file"),
         (("--backend", "nobody"), "expected the name of a backend"),
         (("--backend", "reference", "--level", "all"), "Invalid value for '--level'"),
-        ((), "Missing option '--backend'"),
+        ((), "expected one of --backend NAME, --prefix NAME, got none"),
     ],
 )
 def test_wrong_options_exit_with_2(arguments: tuple[str, ...], text: str) -> None:

@@ -219,7 +219,7 @@ def test_seeds_are_taken_out_again_whatever_happens() -> None:
             elif fault.name == "d":
                 assert kernel_of() is not own
                 assert item.needs is not None
-                assert item.needs.reasons(target, case.data) == ["not today"]
+                assert list(item.needs.reasons(target, case.data)) == ["not today"]
             else:
                 count = len(made)
                 item.check(target, case.data)

@@ -40,7 +40,7 @@ def found() -> Run:
 
 def proved(found: Run) -> Run:
     proof = {"fault": "x", "sentence": "X.", "area": "a", "verdict": "missed", "killers": [], "killed_by": ["KVD-WRITE-001"]}
-    return attrs.evolve(found, proofs=[proof | {"missed": [], "reason": ""}])
+    return attrs.evolve(found, proofs=[proof | {"missed": [], "always": [], "reason": ""}])
 
 
 def test_the_json_report_keeps_to_its_schema(found: Run) -> None:
@@ -217,7 +217,7 @@ def test_every_requirement_can_be_told_as_a_script(item: Any) -> None:
     exec(code, scope)  # noqa: S102 - defines everything, in an order in which that works
     assert scope["CASE"] == case.data
     assert ast.get_docstring(tree, clean=False)
-    data = pprint.pformat(case.data, width=130, compact=True, sort_dicts=False)
+    data = pprint.pformat(dict(case.data), width=220, compact=True, sort_dicts=False)
     assert data in text
     longest = 1000 if item.kind == "prefix" else 800  # a prefix cache is told with the whole of the slow one
     assert text.replace(data, "").count("\n") < longest, "short enough to read, the case's data aside"

@@ -137,7 +137,7 @@ def test_nothing_is_not_green() -> None:
     assert run(plan("good", chosen([]))).exit_code == 3
 
 
-@pytest.mark.parametrize(("verdict", "code"), [("killed", 0), ("not seeded", 0), ("survived", 1), ("missed", 1)])
+@pytest.mark.parametrize(("verdict", "code"), [("killed", 0), ("not seeded", 0), ("survived", 1), ("missed", 1), ("unclear", 3)])
 def test_a_fault_that_survives_is_a_failure(verdict: str, code: int) -> None:
     found = run(plan("good", chosen(["KVD-WRITE-008"])))
     assert attrs.evolve(found, proofs=[{"verdict": verdict}]).exit_code == code
