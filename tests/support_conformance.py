@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvdock.ops.portable import PORTABLE_KERNELS
 from kvdock_conformance.requirement import Case, Requirement, Requirements
 from kvdock_conformance.session import Plan
@@ -67,6 +69,15 @@ def register() -> None:
     """Put every bad backend, and a good one, into the child's registry."""
     for name in (*BAD, "good"):
         register_backend(BadBackend(name))
+
+
+def register_skipping() -> None:
+    """Put a backend into the child's registry that skips indices out of range, in host memory too, as one on a device does."""
+    from kvdock.ops.portable import gather_paged, paged_caching, static_update
+
+    for module in (gather_paged, paged_caching, static_update):
+        vars(module)["HOST"] = torch.device("meta")
+    register_backend(StandIn("skips", PORTABLE_KERNELS))
 
 
 def crash() -> None:

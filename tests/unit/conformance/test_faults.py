@@ -17,7 +17,7 @@ from kvdock_conformance.prove import Proof, prove, prove_one, requirements_of, w
 from kvdock_conformance.requirement import Level, Requirements
 from kvdock_conformance.requirements import load
 from kvdock_conformance.session import Plan, Session
-from support_conformance import plan, requirement
+from support_conformance import CHILD, plan, requirement
 
 FAULTS = faults.load()
 EVERY = load()
@@ -149,6 +149,74 @@ def test_a_harmless_fault_survives(session: Session, monkeypatch: pytest.MonkeyP
     with Session(plan("good", EVERY)) as good:
         proof = prove_one(good, fault(("KVD-WRITE-008",)), Requirements([EVERY["KVD-WRITE-008"]]))
     assert (proof.verdict, proof.missed, proof.passed) == ("survived", ("KVD-WRITE-008",), ("KVD-WRITE-008",))
+
+
+def test_what_fails_without_the_fault_too_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "seed", lambda self, name: self.open() or "")
+    with Session(plan("raises", EVERY)) as broken:
+        proof = prove_one(broken, fault(("KVD-WRITE-001",)), Requirements([EVERY["KVD-WRITE-001"]]))
+    assert (proof.verdict, proof.killed_by, proof.always, proof.missed) == ("unclear", (), ("KVD-WRITE-001",), ())
+    assert proof.as_dict()["always"] == ["KVD-WRITE-001"]
+
+
+def test_killers_run_without_the_fault_up_to_where_they_failed_with_it(session: Session) -> None:
+    item = EVERY["KVD-WRITE-003"]
+    names = [case.name for case in item.selected(Level.CORE)]
+    assert [case.name for case in session.requirement(item, Level.CORE, last=names[2]).cases] == names[:3]
+    assert [case.name for case in session.requirement(item, Level.CORE, last="none of that name").cases] == names
+
+
+class MaySkip:
+    """A backend whose device skips what is out of range."""
+
+    name = "acme"
+    must_raise = False
+
+
+class MustRaise(MaySkip):
+    must_raise = True
+
+
+@pytest.mark.parametrize(
+    ("host_only", "reason"),
+    [((), ""), (("KVD-TEST-001",), ""), (("KVD-TEST-001", "KVD-TEST-002"), "it shows in errors for indices out of range")],
+)
+def test_a_fault_that_cannot_show_on_a_device_is_not_seeded_there(host_only: tuple[str, ...], reason: str) -> None:
+    made = attrs.evolve(fault(("KVD-TEST-001", "KVD-TEST-002")), host_only=host_only)
+    assert made.why_not(MustRaise()) == ""
+    assert made.why_not(MaySkip()).startswith(reason)
+    assert bool(made.why_not(MaySkip())) == bool(reason)
+    assert made.killers_where(must_raise=True) == made.killers
+    assert made.killers_where(must_raise=False) == tuple(name for name in made.killers if name not in host_only)
+
+
+def test_what_shows_on_the_host_only_is_named_by_its_fault() -> None:
+    for made in FAULTS.values():
+        assert set(made.host_only) <= set(made.killers), made.name
+        assert not made.host_only or made.kind == "backend", "other things have no devices"
+
+
+@pytest.mark.slow
+def test_every_fault_is_noticed_where_indices_out_of_range_are_skipped() -> None:
+    with Session(Plan("skips", EVERY, setup="support_conformance:register_skipping", command=CHILD)) as skipping:
+        proofs = [prove_one(skipping, made, EVERY, only_killers=True) for made in FAULTS.values() if made.kind == "backend"]
+    assert {proof.fault.name: proof.verdict for proof in proofs if proof.verdict not in ("killed", "not seeded")} == {}
+    reasons = {proof.fault.name for proof in proofs if proof.verdict == "not seeded"} - ELSEWHERE
+    assert reasons == {made.name for made in FAULTS.values() if made.host_only and set(made.host_only) == set(made.killers)}
+
+
+@pytest.mark.parametrize("method", ["devices", "claims"])
+def test_what_was_chosen_by_a_faulty_answer_is_chosen_anew(method: str) -> None:
+    from kvdock import runtime
+    from kvdock_conformance.stand_ins import register
+
+    register("reference")
+    target, registry = Target("reference"), runtime.default().registry
+    before = registry.epoch
+    with BackendSeed(method, lambda inner: inner).seeded(target):
+        assert registry.epoch > before
+        within = registry.epoch
+    assert registry.epoch > within
 
 
 def test_faults_of_an_area_alone_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
