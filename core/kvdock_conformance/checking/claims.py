@@ -83,7 +83,7 @@ def check_kernels(target: Target, data: Mapping[str, Any]) -> None:
 def _reasons_against(target: Target, dtype: Any) -> list[str]:
     """Return why no kernel takes pools of a dtype; empty when one does."""
     pool = torch.zeros(1, 1, 1, 16, dtype=torch.int8, device=target.device).to(dtype)
-    slots, row = torch.zeros(1, dtype=torch.int64, device=target.device), pool[0]
+    slots, row = torch.zeros(1, dtype=torch.int64, device=target.device), pool[0].clone()
     scale = torch.ones((), device=target.device) if dtype in kvdock.QUANTISED_DTYPES else None
     rows = row.float() if scale is not None else row
     said = [*target.reasons_against("paged_caching_", (pool, pool.clone(), rows, rows, slots, scale, scale))]

@@ -17,6 +17,7 @@ __all__ = ["AREA", "REQUIREMENTS"]
 
 AREA = "descriptors"
 _SMALL = Geometry(num_blocks=8, block=8)
+_MORE_HEADS = Geometry.even(4, 8, num_blocks=8, block=8)
 _OTHER_SIZES = Geometry(num_blocks=8, block=8, hk=3, dk=16, hv=1, dv=8)
 
 
@@ -110,8 +111,8 @@ def _roomy(drawing: Drawing, calls: list[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _two(first: OpCall) -> list[OpCall]:
-    """Return two signatures in turns."""
-    return [attrs.evolve(first, seed=seed, pool=pool) for seed, pool in enumerate(("nhd", "hnd", "nhd", "hnd", "nhd"))]
+    """Return two signatures in turns, of contiguous caches: what refuses others prepares plans for these."""
+    return [attrs.evolve(first, seed=seed, geometry=(_SMALL, _MORE_HEADS)[seed % 2]) for seed in range(5)]
 
 
 def _again(first: OpCall) -> list[OpCall]:
