@@ -64,6 +64,7 @@ class KernelSeed:
             yield
         finally:
             registry.register_kernel(target.name, self.op, own, override=True)
+            runtime.default().dispatcher.descriptors.clear()  # nothing of the faulty kernel's is left to be destroyed later
 
 
 @attrs.frozen
