@@ -109,11 +109,11 @@ def test_dotted_names_can_be_imported(page: Path) -> None:
 
 @each_page
 def test_files_exist(page: Path) -> None:
-    """A file is named from the root, from the page, from `core/kvdock`, or from a folder in the same paragraph or row."""
+    """A file is named from the root, from the page, from `core/kvdock` or the kit, or from a folder in the same paragraph or row."""
     described = theirs(page)
     for part in re.split(r"\n\s*\n|\n(?=[|*])", prose(page)):
         names = [name for name in re.findall(r"`([\w./-]+)`", part) if re.fullmatch(r"[\w./-]+(/|\.(py|md|toml|txt))", name)]
-        parents = [ROOT, ROOT / page.parent, ROOT / "core" / "kvdock"]
+        parents = [ROOT, ROOT / page.parent, ROOT / "core" / "kvdock", ROOT / "core" / "kvdock_conformance"]
         parents += [parent / name for name in names if name.endswith("/") for parent in list(parents)]
         for name in names:
             assert name in described | WRITTEN or any((parent / name).exists() for parent in parents), f"{page} names {name}"
