@@ -321,9 +321,9 @@ Memory is what `tracemalloc` says was allocated while prompts were inserted, and
 
 Where the time of ours goes, per request of the conversation trace, timed statement by statement: the check that slots come in whole
 blocks and the claim of the blocks take the most, since they read one slot per token; then the slots that `evict` returns, which
-are made from block ids where the plain tree copies stored ones (they would cost 4 bytes per token to store). Apart from these,
-about 60 short numpy calls and 50 Python calls: each takes 0.1 us when it is repeated in a loop, and 0.3 to 1 us between others,
-where the arrays of a request have pushed code and objects out of the first-level caches. The plain tree makes a third as many.
+are made from block ids where the plain tree copies stored ones (they would cost 4 bytes per token to store). The rest is many
+short numpy and Python calls, which take several times as long here as when one is repeated in a loop: the arrays of a request push
+code and objects out of the first-level caches in between.
 """
 
 
