@@ -8,7 +8,7 @@ PYTEST := $(TEST_ENV) $(PY) -m pytest
 # The interpreter of the gpu targets: the one they are called with, since such machines bring their own torch.
 PYTHON ?= python3
 
-.PHONY: setup demo test test-all check format bench bench-prefix aot gpu-test gpu-bench clean
+.PHONY: setup demo test test-all check format bench bench-prefix aot matrix gpu-test gpu-bench clean
 
 setup: $(VENV)/.ready
 
@@ -53,6 +53,10 @@ bench-prefix: setup
 # Compiles for GPUs without one: Triton, which `dev` brings, has the compilers for both vendors.
 aot: setup
 	$(PY) -m kvdock_triton.aot
+
+# The page of what the conformance kit asks, after a change to its requirements or faults.
+matrix: setup
+	$(PY) -m kvdock_conformance.matrix > docs/backends/conformance-matrix.md
 
 gpu-test:
 	$(PYTHON) -m pytest -m gpu tests
