@@ -160,11 +160,13 @@ class Interruption:
 
     def around(self, call: Callable[[], None]) -> int:
         before = sys.gettrace()
+        gc.disable()  # or finalizers of what earlier tests left could run within the call, and count as its instructions
         sys.settrace(self.trace)
         try:
             call()
         finally:
             sys.settrace(before)
+            gc.enable()
         return self.count
 
 
