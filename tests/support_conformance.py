@@ -62,7 +62,25 @@ def _print(*args: Any) -> None:
     print("chatter")
 
 
-BAD: Mapping[str, Callable[..., None]] = {"crashes": _crash, "hangs": _hang, "exits": _exit, "raises": _raise, "prints": _print}
+def _lost(*args: Any, **others: Any) -> Any:
+    raise RuntimeError("acme error 700: the device is lost\nsee the manual")
+
+
+def _spoil(*args: Any) -> None:
+    """Fail as an accelerator does that nothing can use afterwards, until the process ends."""
+    for name in ("ones", "empty", "from_numpy"):
+        vars(torch)[name] = _lost
+    _lost()
+
+
+BAD: Mapping[str, Callable[..., None]] = {
+    "crashes": _crash,
+    "hangs": _hang,
+    "exits": _exit,
+    "raises": _raise,
+    "prints": _print,
+    "spoils": _spoil,
+}
 
 
 def register() -> None:

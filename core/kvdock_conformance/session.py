@@ -16,7 +16,7 @@ from kvdock_conformance.verdict import CaseOutcome, Outcome, Verdict, outcome_of
 __all__ = ["Plan", "Session"]
 
 _START_S = 300.0  # how long Python, torch and the plugins may take to start
-_LOST_CHILDREN = 3  # so many crashes or hangs of one requirement are looked at; more would only take time
+_LOST_CHILDREN = 3  # so many crashes, hangs or spoilt devices of one requirement are looked at; more would only take time
 
 
 @attrs.frozen
@@ -119,8 +119,11 @@ class Session:
         self.open()
         limit = self._plan.limit_s or requirement.limit_s
         answer = self._ask({"case": {"requirement": requirement.id, "data": case.data}}, limit)
-        verdict = Verdict(answer["verdict"])
-        return CaseOutcome(case.name, verdict, case.data, answer.get("failure"), answer.get("reason", ""), answer["seconds"])
+        verdict, failure = Verdict(answer["verdict"]), answer.get("failure", {})
+        if "spoilt" in answer:  # whatever this child would say from here on, it would say of that error
+            self.close()
+            failure = {**failure, "details": f"{failure.get('details', '')}\n{_SPOILT}: {answer['spoilt']}".lstrip()}
+        return CaseOutcome(case.name, verdict, case.data, failure or None, answer.get("reason", ""), answer["seconds"])
 
     def _ask(self, request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         """Ask the child, and let it go if it is gone."""
@@ -145,13 +148,13 @@ class Session:
         for case in _up_to(requirement.selected(level), last):
             reason = ""
             if lost >= _LOST_CHILDREN:
-                reason = f"not run after {lost} crashes or time-outs of this requirement"
+                reason = f"not run after {lost} crashes, time-outs or spoilt devices"
             elif stop_at_failure and outcomes and outcomes[-1].verdict in (Verdict.FAILED, Verdict.NOT_RUN):
                 reason = "not run after a failure"
             outcomes.append(
                 CaseOutcome(case.name, Verdict.NOT_RUN, case.data, reason=reason) if reason else self._survived(requirement, case)
             )
-            lost += outcomes[-1].failure is not None and outcomes[-1].failure["what"] == _CHILD
+            lost += self._child is None
         return outcome_of(requirement, outcomes)
 
     def _survived(self, requirement: Requirement, case: Case) -> CaseOutcome:
@@ -174,3 +177,4 @@ def _up_to(cases: Sequence[Case], last: str) -> Sequence[Case]:
 
 
 _CHILD = "the process that runs the case"
+_SPOILT = "The device is of no more use to this process, and the next case gets a new one"

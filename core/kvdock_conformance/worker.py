@@ -81,11 +81,12 @@ class Worker:
             wanted: ``requirement``, its id, and ``data`` of the case.
 
         Returns:
-            ``verdict``, ``seconds``, and ``failure`` or ``reason``.
+            ``verdict``, ``seconds``, and ``failure`` or ``reason``; ``spoilt`` with why, where this process cannot go on.
         """
         start = time.perf_counter()
         found = _run(self._target, wanted["requirement"], wanted["data"])
-        return {**found, "seconds": time.perf_counter() - start}
+        spoilt = self._target.spoilt() if found["verdict"] == "failed" else ""
+        return {**found, "seconds": time.perf_counter() - start, **({"spoilt": spoilt} if spoilt else {})}
 
 
 def _run(target: Any, requirement_id: str, data: Mapping[str, Any]) -> dict[str, Any]:

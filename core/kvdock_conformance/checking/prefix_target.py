@@ -27,6 +27,10 @@ class PrefixTarget:
         """Make a cache of this kind."""
         return kvdock.create_prefix_cache(self.name, block_size=block_size)
 
+    def spoilt(self) -> str:
+        """Return why this process is of no more use: it always is, since a prefix cache has no device."""
+        return ""
+
     @property
     def policy(self) -> str | None:
         """Name of the order of eviction that it declares: its attribute ``policy``, or that one's ``name``; None if it has none."""

@@ -74,6 +74,16 @@ class Target:
         choice = runtime.default().dispatcher.choose(op, self.device, self.name)
         return own_reasons(validate(CATALOG[op], values), choice)
 
+    def spoilt(self) -> str:
+        """Return why its device is of no more use to this process; empty when it is. A device's error may stay with whom it met."""
+        try:
+            for device in (self.device, *self.backend.devices()):
+                if device.type == self.device.type:
+                    torch.ones(1, device=device).add_(1).item()  # reading it waits for all that was begun
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing else can be tried here
+            return f"{type(error).__name__}: {error}".partition("\n")[0]
+        return ""
+
     @property
     def must_raise(self) -> bool:
         """Whether an index out of range must raise: in host memory, for the backend whose own memory that is."""

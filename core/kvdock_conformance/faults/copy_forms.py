@@ -38,7 +38,7 @@ def _array_strides_ignored(function: Op) -> Op:
     return call
 
 
-@FAULTS.function(_OP, "copy-host-pairs-refused", "A tensor of int32 pairs in host memory is refused.", "KVD-COPY-010", "KVD-COPY-009")
+@FAULTS.function(_OP, "copy-host-pairs-refused", "A tensor of int32 pairs in host memory is refused.", "KVD-COPY-010")
 def _host_pairs_refused(function: Op) -> Op:
     def call(k_cache: Any, v_cache: Any, pairs: Any) -> None:
         if isinstance(pairs, torch.Tensor) and pairs.device == HOST and pairs.dtype == torch.int32:

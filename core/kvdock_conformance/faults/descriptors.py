@@ -64,7 +64,11 @@ class _Kernel(kvdock.Kernel):
 
     def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
         """Prepare what the backend does, made faulty."""
-        return self.faulty(request, self._inner.prepare(request))
+        return self.faulty(request, self._inner.prepare(self.altered(request)))
+
+    def altered(self, request: kvdock.Request) -> kvdock.Request:
+        """Return what the backend is asked to prepare for."""
+        return request
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
         """Return a faulty plan in place of the backend's."""
@@ -99,10 +103,19 @@ class _FoundByShapes(_Kernel):
         super().__init__(inner)
         self._first: dict[Any, tuple[int, ...] | None] = {}
 
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
-        """Return a plan for the first strides."""
+    def _strides(self, request: kvdock.Request) -> tuple[int, ...] | None:
+        """Return the strides of the first cache of this one's shape."""
         meta = request.tensor("k_cache")
-        strides = self._first.setdefault((meta.shape, meta.dtype), meta.strides)
+        return self._first.setdefault((meta.shape, meta.dtype), meta.strides)
+
+    def altered(self, request: kvdock.Request) -> kvdock.Request:
+        """Ask for the first strides: a plan may hold them from the start."""
+        cache = attrs.evolve(request.tensor("k_cache"), strides=self._strides(request))
+        return attrs.evolve(request, args={**request.args, "k_cache": cache})
+
+    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+        """Show it the first strides: or it may read them at each call."""
+        strides = self._strides(request)
         return plan if strides is None or 0 in strides else _OldStrides(plan, strides)
 
 

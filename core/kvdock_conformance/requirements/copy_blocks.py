@@ -296,11 +296,11 @@ REQUIREMENTS = [
         11,
         "Pairs may be a list or a numpy array instead of a tensor.",
         [
-            Copy("two pairs"),
-            Copy("int32", index="int32"),
-            Copy("with padding", [(-1, 3), (2, 4), (0, -7)]),
-            Copy("strided", [(0, 5), (3, 2), (1, 4)], pair_gap=2),
-            Copy("no pairs", []),
+            Copy("two pairs", host=True),
+            Copy("int32", index="int32", host=True),
+            Copy("with padding", [(-1, 3), (2, 4), (0, -7)], host=True),
+            Copy("strided", [(0, 5), (3, 2), (1, 4)], pair_gap=2, host=True),  # an array has the strides of memory on the host
+            Copy("no pairs", [], host=True),
         ],
         check=check_copy_forms,
     ),

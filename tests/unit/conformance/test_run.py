@@ -71,10 +71,22 @@ def test_a_child_that_is_lost_is_a_failure_and_the_run_goes_on(backend: str, how
     cases = found.outcomes[0].cases
     assert [case.verdict for case in cases[:3]] == [Verdict.FAILED] * 3
     assert {case.verdict for case in cases[3:]} == {Verdict.NOT_RUN}
-    assert cases[3].reason == "not run after 3 crashes or time-outs of this requirement"
+    assert cases[3].reason == "not run after 3 crashes, time-outs or spoilt devices"
     assert cases[0].failure is not None
     assert cases[0].failure["got"] == how
     assert said in cases[0].failure["details"]
+
+
+def test_a_device_that_is_spoilt_costs_its_case_and_not_those_behind_it() -> None:
+    found = run(plan("spoils", chosen(["KVD-WRITE-003", "KVD-GATHER-001"])))
+    assert verdicts(found) == {"KVD-WRITE-003": "failed", "KVD-GATHER-001": "passed"}, "reading back has nothing to do with it"
+    cases = found.outcomes[0].cases
+    assert [case.verdict for case in cases] == [Verdict.FAILED] * 3 + [Verdict.NOT_RUN] * (len(cases) - 3)
+    for case in cases[:3]:
+        assert case.failure is not None
+        assert case.failure["got"].startswith("RuntimeError: acme error 700: the device is lost")
+        assert "in _spoil" in case.failure["details"]
+        assert case.failure["details"].endswith("and the next case gets a new one: RuntimeError: acme error 700: the device is lost")
 
 
 def test_a_backend_that_nobody_has_is_a_usage_error() -> None:
