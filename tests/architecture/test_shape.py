@@ -19,6 +19,10 @@ FUNCTIONS = sorted(
 LENGTHS = [length for length, _ in FUNCTIONS]
 
 
+SHIPPED_TESTS = ("requirements", "cases", "checking", "faults")
+"""Folders of the conformance kit that are tests themselves, of backends, and ship so that others can run them."""
+
+
 def p90(values: list[int]) -> int:
     """Return the value that nine of ten do not exceed."""
     return values[min(len(values) - 1, int(len(values) * 0.9))]
@@ -41,8 +45,12 @@ def test_functions() -> None:
 
 
 def test_tests_are_longer_than_what_they_test() -> None:
+    """What the kit asks of backends, and the faults that prove it, are on neither side: no test is held to be its own source."""
     tests = sum(module.text.count("\n") for module in modules_below(ROOT / "tests"))
-    assert tests >= 1.5 * sum(MODULE_LINES), f"{tests} lines of tests for {sum(MODULE_LINES)} lines of source"
+    shipped = sum(module.text.count("\n") for name in SHIPPED_TESTS for module in modules_below(CORE / "kvdock_conformance" / name))
+    source = sum(MODULE_LINES) - shipped
+    assert shipped > 0
+    assert tests >= 1.5 * source, f"{tests} lines of tests for {source} lines of source"
 
 
 REASON_NEARBY: dict[tuple[str, str], str] = {
