@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -20,7 +21,10 @@ __all__ = ["Child", "ChildEndedError"]
 
 _POLL_S = 0.1
 _TRACEBACK_S = 1.0  # how long a child that hangs gets to write where it hangs
-_SHOWN = 6000  # characters of its output to keep
+_SHOWN = 6000  # bytes of its output to keep
+_OUTPUT = 1 << 25  # bytes of its output on disk, above which all but the end is let go
+_QUOTED = 200  # bytes to show of what is no answer
+_LONGEST = 1 << 24  # bytes of an answer; more without an end of line is none
 COMMAND = (sys.executable, "-P", "-m", "kvdock_conformance.worker")
 
 
@@ -47,7 +51,10 @@ class Child:
     """
 
     def __init__(self, command: Sequence[str] = COMMAND, environ: Mapping[str, str] | None = None) -> None:
-        self._output: IO[bytes] = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - a file and not a pipe: nobody needs to read it
+        self._output: IO[bytes] = tempfile.TemporaryFile("w+b", buffering=0)  # noqa: SIM115 - a file: nobody needs to read it
+        fcntl.fcntl(self._output, fcntl.F_SETFL, fcntl.fcntl(self._output, fcntl.F_GETFL) | os.O_APPEND)  # so that it may be cut
+        self._kept = b""  # the end of what was cut
+        self._asked = 0
         from_parent, self._requests = os.pipe()
         self._answers, to_parent = os.pipe()
         self._buffer = b""
@@ -79,32 +86,44 @@ class Child:
             limit_s: how long the answer may take in seconds. A child that takes longer is ended.
 
         Raises:
-            ChildEndedError: there is no answer; the child is gone.
+            ChildEndedError: there is no answer, or something that is none; the child is gone.
         """
+        self._asked += 1
+        deadline = time.monotonic() + limit_s
         try:
-            self._send(json.dumps(request).encode() + b"\n", limit_s)
-            line = self._line(time.monotonic() + limit_s)
+            self._send(json.dumps([self._asked, request]).encode() + b"\n", deadline)
+            line = self._line(deadline)
         except BrokenPipeError:
             line = b""
         if line is None:
             raise self._ended(f"did not end within {limit_s:g} s")
         if not line:
             raise self._ended("")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return self._answer(line)
 
-    def _send(self, content: bytes, limit_s: float) -> None:
+    def _answer(self, line: bytes) -> dict[str, Any]:
+        """Read an answer. It has the number of its question, so that nothing else on the pipe is taken for it."""
+        try:
+            number, answer = json.loads(line)
+            if b"\\ud" in line:  # half of a surrogate pair, maybe, which no report could be written with
+                answer = json.loads(json.dumps(answer, ensure_ascii=False).encode(errors="replace"))
+            if number == self._asked and isinstance(answer, dict):
+                return answer
+        except (ValueError, TypeError):
+            pass
+        raise self._ended(f"wrote to the kit's own pipe: {line[:_QUOTED].decode(errors='replace')!r}")
+
+    def _send(self, content: bytes, deadline: float) -> None:
         """Write a request; a child that does not read it within its time is found out when its answer is waited for."""
-        deadline = time.monotonic() + limit_s
         os.set_blocking(self._requests, False)
-        while content and time.monotonic() < deadline:
+        while content and time.monotonic() < deadline and self._process.poll() is None:
             _, ready, _ = select.select((), (self._requests,), (), _POLL_S)
             if ready:
                 content = content[os.write(self._requests, content) :]
 
     def _line(self, deadline: float) -> bytes | None:
         """Return the next line; empty when the child is gone, None when it is late."""
-        while b"\n" not in self._buffer:
+        while b"\n" not in self._buffer and len(self._buffer) < _LONGEST:
             ready, _, _ = select.select((self._answers,), (), (), _POLL_S)
             if ready:
                 part = os.read(self._answers, 1 << 16)
@@ -113,10 +132,22 @@ class Child:
                 self._buffer += part
             elif self._process.poll() is not None:  # a process that it left behind may hold the pipe open
                 return b""
-            elif time.monotonic() > deadline:
+            if time.monotonic() > deadline and b"\n" not in self._buffer:
                 return None
+            self._cut_output()
         line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
+        return line or b"\n"
+
+    def _cut_output(self) -> None:
+        """Let go of what it has written, but the end, where it fills the disk."""
+        if os.fstat(self._output.fileno()).st_size > _OUTPUT:
+            self._kept = self._end_of_output()
+            os.ftruncate(self._output.fileno(), 0)
+
+    def _end_of_output(self) -> bytes:
+        """Return the end of what it has written."""
+        start = max(os.fstat(self._output.fileno()).st_size - _SHOWN, 0)
+        return (self._kept + os.pread(self._output.fileno(), _SHOWN, start))[-_SHOWN:]
 
     def _ended(self, how: str) -> ChildEndedError:
         """End the child, and say how it ended: by itself, unless ``how`` is given."""
@@ -129,13 +160,7 @@ class Child:
                 self._process.wait(_TRACEBACK_S)
         code = self._process.poll()
         self._kill()
-        self._output.seek(0)
-        text = self._output.read().decode(errors="replace")[-_SHOWN:].strip()
-        if not how and code is None:
-            how = "closed its pipe and did not end"
-        elif not how:
-            how = f"crashed with {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
-        return ChildEndedError(how, text)
+        return ChildEndedError(how or _how(code), self._end_of_output().decode(errors="replace").strip())
 
     def _kill(self) -> None:
         """End the child and whatever it started."""
@@ -151,3 +176,13 @@ class Child:
         os.close(self._requests)
         os.close(self._answers)
         self._output.close()
+
+
+def _how(code: int | None) -> str:
+    """Say how a process ended by itself."""
+    if code is None:
+        return "closed its pipe and did not end"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
+    return f"crashed with {name}" + (", as when memory runs out" if name == "SIGKILL" else "")

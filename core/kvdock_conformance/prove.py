@@ -7,12 +7,15 @@ from typing import Any
 
 import attrs
 
+from kvdock.errors import BackendUnavailableError
+from kvdock_conformance.child import ChildEndedError
 from kvdock_conformance.faults.fault import Fault
 from kvdock_conformance.requirement import Level, Requirement, Requirements
+from kvdock_conformance.run import INTERRUPTED
 from kvdock_conformance.session import Plan, Session
 from kvdock_conformance.verdict import Outcome, Verdict
 
-__all__ = ["Proof", "prove", "prove_one", "requirements_of", "without_fault"]
+__all__ = ["Proof", "faults_of", "prove", "prove_one", "requirements_of", "without_fault"]
 
 
 @attrs.frozen
@@ -25,6 +28,7 @@ class Proof:
         passed: ids of those that did not.
         reason: why it could not be seeded; empty when it was.
         always: ids of those that failed with it, and at the same cases without it: their failure proves nothing.
+        lost: why nothing is known: seeding it crashed, or the run was interrupted; empty when it was seeded or could not be.
     """
 
     fault: Fault
@@ -32,18 +36,21 @@ class Proof:
     passed: tuple[str, ...]
     reason: str = ""
     always: tuple[str, ...] = ()
+    lost: str = ""
 
     @property
     def missed(self) -> tuple[str, ...]:
         """Ids of the requirements that should have failed and did not."""
-        return () if self.reason else tuple(name for name in self.fault.killers if name not in (*self.killed_by, *self.always))
+        return () if self.reason or self.lost else tuple(name for name in self.fault.killers if name not in (*self.killed_by, *self.always))
 
     @property
     def verdict(self) -> str:
         """In a word: ``killed``, ``survived``, ``missed`` by a requirement that should have noticed, or ``not seeded``.
 
-        ``unclear`` where one that should notice fails without the fault too.
+        ``unclear`` where one that should notice fails without the fault too, or nothing is known.
         """
+        if self.lost:
+            return "unclear"
         if self.reason:
             return "not seeded"
         if not self.missed and set(self.always).intersection(self.fault.killers):
@@ -61,7 +68,7 @@ class Proof:
             "killed_by": list(self.killed_by),
             "missed": list(self.missed),
             "always": list(self.always),
-            "reason": self.reason,
+            "reason": self.reason or self.lost,
         }
 
 
@@ -109,25 +116,40 @@ def _outcome(session: Session, requirement: Requirement, last: str = "") -> Outc
 def prove(
     plan: Plan, faults: Mapping[str, Fault], listen: Callable[[Proof], None] = lambda proof: None, *, only_killers: bool = False
 ) -> list[Proof]:
-    """Seed each fault of the plan's area, or of all, into the backend.
+    """Seed each fault of the plan's area, or of all, into the backend. An interrupt (Ctrl-C) leaves the rest unclear.
 
     Args:
         plan: which backend, and which area; expected failures do not matter.
         faults: the faults by name.
         listen: called with each proof as it comes.
         only_killers: run only the requirements that each fault names.
-
-    Raises:
-        BackendUnavailableError: the backend is not ready.
-        ChildEndedError: loading it crashed.
     """
-    proofs = []
+    proofs, lost = [], ""
     with Session(plan) as session:
-        for fault in faults.values():
-            if fault.kind == plan.kind and plan.area in (None, fault.area):
-                proofs.append(prove_one(session, fault, plan.requirements, only_killers=only_killers))
-                listen(proofs[-1])
+        for fault in faults_of(plan, faults):
+            try:
+                found = Proof(fault, (), (), lost=lost) if lost else _proof(session, fault, plan.requirements, only_killers=only_killers)
+                listen(found)
+            except KeyboardInterrupt:
+                lost = INTERRUPTED
+                found = Proof(fault, (), (), lost=lost)
+            proofs.append(found)
     return proofs
+
+
+def faults_of(plan: Plan, faults: Mapping[str, Fault]) -> list[Fault]:
+    """Return the faults that a plan is about."""
+    return [fault for fault in faults.values() if fault.kind == plan.kind and plan.area in (None, fault.area)]
+
+
+def _proof(session: Session, fault: Fault, requirements: Requirements, *, only_killers: bool) -> Proof:
+    """Prove one fault; where it cannot be put in or out, because that crashes or hangs, nothing is known."""
+    try:
+        return prove_one(session, fault, requirements, only_killers=only_killers)
+    except ChildEndedError as error:
+        return Proof(fault, (), (), lost=f"seeding it {error.how}")
+    except BackendUnavailableError as error:
+        return Proof(fault, (), (), lost=f"the backend could not be opened: {error.subject}")
 
 
 def without_fault(requirements: Iterable[Requirement], faults: Mapping[str, Fault]) -> Sequence[str]:

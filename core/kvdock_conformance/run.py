@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -11,7 +11,7 @@ import attrs
 from kvdock.errors import ArgumentValueError, BackendUnavailableError
 from kvdock_conformance.child import ChildEndedError
 from kvdock_conformance.expected import apply
-from kvdock_conformance.kinds import KINDS
+from kvdock_conformance.kinds import KINDS, UNKNOWN_DEVICE
 from kvdock_conformance.requirement import Level, Requirement
 from kvdock_conformance.session import Plan, Session
 from kvdock_conformance.verdict import CaseOutcome, Outcome, Verdict, counted
@@ -22,6 +22,7 @@ EXIT_GREEN = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INCOMPLETE = 3
+INTERRUPTED = "interrupted"
 
 
 @attrs.frozen
@@ -80,15 +81,20 @@ def run(plan: Plan, listen: Callable[[Outcome], None] = lambda outcome: None) ->
         listen: called with each outcome as it comes, before expected failures are taken into account.
 
     Raises:
-        ArgumentValueError: no plugin has the backend, or there is no such area.
+        ArgumentValueError: no plugin has the backend, it has no such device, or there is no such area.
     """
     started, selected = datetime.datetime.now(datetime.UTC), list(plan.selected())
     outcomes: list[Outcome] = []
     with Session(plan) as session:
         reason = _why_not_open(session, plan)
-        for outcome in _outcomes(session, selected, plan.level, reason):
+        for requirement in selected:
+            try:
+                outcome = _not_run(requirement, plan.level, reason) if reason else session.requirement(requirement, plan.level)
+                listen(outcome)
+            except KeyboardInterrupt:
+                reason = INTERRUPTED
+                outcome = _not_run(requirement, plan.level, reason)
             outcomes.append(outcome)
-            listen(outcome)
         seconds = (datetime.datetime.now(datetime.UTC) - started).total_seconds()
         return Run(plan, session.about, apply(outcomes, plan.expected, started.date()), started, seconds)
 
@@ -100,23 +106,14 @@ def _why_not_open(session: Session, plan: Plan) -> str:
     except BackendUnavailableError as error:
         if error.got == "unknown":
             raise ArgumentValueError(plan.kind, expected=KINDS[plan.kind].names, got=repr(plan.backend)) from error
+        if error.got == UNKNOWN_DEVICE:
+            raise ArgumentValueError("device", expected=error.subject, got=repr(plan.device)) from error
         return error.subject
     except ChildEndedError as error:
         return f"loading the backend {error.how}\n{error.output}".rstrip()
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return ""
-
-
-def _outcomes(session: Session, selected: Sequence[Requirement], level: Level, reason: str) -> Iterator[Outcome]:
-    """Yield one outcome for each requirement that was selected, whatever happens."""
-    for requirement in selected:
-        if reason:
-            yield _not_run(requirement, level, reason)
-            continue
-        try:
-            yield session.requirement(requirement, level)
-        except KeyboardInterrupt:
-            reason = "interrupted"
-            yield _not_run(requirement, level, reason)
 
 
 def _not_run(requirement: Requirement, level: Level, reason: str) -> Outcome:

@@ -15,8 +15,9 @@ from kvdock_conformance.verdict import CaseOutcome, Outcome, Verdict, outcome_of
 
 __all__ = ["Plan", "Session"]
 
-_START_S = 300.0  # how long Python, torch and the plugins may take to start
+_START_S = 300.0
 _LOST_CHILDREN = 3  # so many crashes, hangs or spoilt devices of one requirement are looked at; more would only take time
+_FAILED_STARTS = 3  # so often in a row the backend is tried to be opened; more would only take time
 
 
 @attrs.frozen
@@ -34,6 +35,8 @@ class Plan:
         environ: variables of the child's environment beside this process's own.
         command: how a child is started.
         kind: kind of what is tested: a name in `kvdock_conformance.kinds.KINDS`.
+        device: on which of its devices, such as ``"acme:1"``; None for the first.
+        start_s: how long Python, torch and the plugins may take to start, in seconds.
     """
 
     backend: str
@@ -46,6 +49,8 @@ class Plan:
     environ: Mapping[str, str] = attrs.field(factory=dict)
     command: Sequence[str] = COMMAND
     kind: str = "backend"
+    device: str | None = None
+    start_s: float = _START_S
 
     def selected(self) -> Requirements:
         """Return the requirements to run."""
@@ -68,6 +73,7 @@ class Session:
         self._plan = plan
         self._child: Child | None = None
         self._fault: str | None = None
+        self._failed_starts = 0
         self.about: Mapping[str, Any] = {}
         """What the backend says of itself, once it has been opened."""
 
@@ -92,20 +98,23 @@ class Session:
         """
         if self._child is not None:
             return
-        self._child = Child(self._plan.command, self._plan.environ)
-        answer = self._ask({"open": {"kind": self._plan.kind, "name": self._plan.backend, "setup": self._plan.setup}}, _START_S)
+        self._failed_starts += 1
+        plan, self._child = self._plan, Child(self._plan.command, self._plan.environ)
+        wanted = {"kind": plan.kind, "name": plan.backend, "setup": plan.setup, "device": plan.device}
+        answer = self._ask({"open": wanted}, plan.start_s)
         if "error" in answer:
             self.close()
             raise BackendUnavailableError(answer["error"], got=answer["state"])
         self.about = answer["about"]
         if self._fault is not None:
-            self._ask({"fault": self._fault}, _START_S)
+            self._ask({"fault": self._fault}, plan.start_s)
+        self._failed_starts = 0
 
     def seed(self, fault: str | None) -> str:
         """Seed a fault into the backend in place of the one before, and return why that cannot be done; None takes it out."""
         self.open()
         self._fault = None  # so that a new child has it only if it could be seeded
-        reason: str = self._ask({"fault": fault}, _START_S)["reason"]
+        reason: str = self._ask({"fault": fault}, self._plan.start_s)["reason"]
         self._fault = None if reason else fault
         return reason
 
@@ -159,6 +168,8 @@ class Session:
 
     def _survived(self, requirement: Requirement, case: Case) -> CaseOutcome:
         """Run one case; a crash or a hang is a failure, and a backend that cannot be opened again leaves it open."""
+        if self._failed_starts >= _FAILED_STARTS:
+            return CaseOutcome(case.name, Verdict.NOT_RUN, case.data, reason=f"the backend could not be opened {self._failed_starts} times")
         try:
             self.open()
         except (BackendUnavailableError, ChildEndedError) as error:

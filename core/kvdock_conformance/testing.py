@@ -23,6 +23,7 @@ from kvdock.plugins.records import PluginState
 from kvdock_conformance import requirements
 from kvdock_conformance.child import ChildEndedError
 from kvdock_conformance.expected import apply, read
+from kvdock_conformance.kinds import UNKNOWN_DEVICE
 from kvdock_conformance.reports.text import bug_report
 from kvdock_conformance.requirement import Level, Requirement
 from kvdock_conformance.run import Run
@@ -41,6 +42,7 @@ def conformance_tests(
     expected: str | Path | None = None,
     setup: str | None = None,
     environ: Mapping[str, str] | None = None,
+    device: str | None = None,
 ) -> Callable[..., None]:
     """Return a test function with one item for each requirement: assign it to a name that begins with ``test``.
 
@@ -55,6 +57,7 @@ def conformance_tests(
         expected: TOML file of expected failures, see `kvdock_conformance.expected`.
         setup: ``"module:function"`` to call in the child before the backend is looked for, if no entry point brings it.
         environ: variables of the child's environment beside this process's own, such as those that choose a simulator.
+        device: on which of the backend's devices, such as ``"acme:1"``; the first if none is given.
 
     Raises:
         ArgumentValueError: there is no such op, or the file of expected failures is wrong.
@@ -64,7 +67,7 @@ def conformance_tests(
 
     every = requirements.load()
     known = read(Path(expected), every) if expected is not None else {}
-    plan = Plan(name, every, Level(level), op, known, setup, environ=environ or {}, kind=kind)
+    plan = Plan(name, every, Level(level), op, known, setup, environ=environ or {}, kind=kind, device=device)
     opened: list[_Opened] = []
 
     @pytest.mark.parametrize("requirement", [pytest.param(item, id=item.id) for item in plan.selected()])
@@ -101,7 +104,8 @@ def _open(plan: Plan) -> _Opened:
     try:
         session.open()
     except BackendUnavailableError as error:
-        return _Opened(session, error.subject, error.got == PluginState.ABSENT.value)
+        wrong = f"device: expected {error.subject}, got {plan.device!r}"
+        return _Opened(session, wrong if error.got == UNKNOWN_DEVICE else error.subject, error.got == PluginState.ABSENT.value)
     except ChildEndedError as error:
         return _Opened(session, f"loading backend {plan.backend!r} {error.how}\n{error.output}")
     return _Opened(session)

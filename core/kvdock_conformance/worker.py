@@ -1,8 +1,8 @@
 """The child: loads the backend under test, and runs the cases that it is told to, one after the other.
 
 Run as ``python -m kvdock_conformance.worker IN OUT`` with the numbers of two open file descriptors. Each line on ``IN`` is a
-request, each line on ``OUT`` the answer, as JSON; what the backend prints goes to the child's own stdout and cannot get in
-between. See `Worker` for the requests.
+number and a request, each line on ``OUT`` that number and the answer, as JSON; what the backend prints goes to the child's own
+stdout and cannot get in between. See `Worker` for the requests.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from typing import IO, Any
+from contextlib import ExitStack, suppress
+from typing import IO, Any, NoReturn
 
 __all__ = ["Worker", "main", "serve"]
+
+_SHOWN = 8000  # characters of a traceback to keep
 
 
 class Worker:
@@ -56,9 +58,12 @@ class Worker:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # other plugins may be broken; this one's state is in the answer
             try:
-                self._target, about = KINDS[wanted["kind"]].open(wanted["name"], wanted.get("setup"))
+                self._target, about = KINDS[wanted["kind"]].open(wanted["name"], wanted.get("setup"), wanted.get("device"))
+                json.dumps(about)
             except BackendUnavailableError as error:
                 return {"error": error.subject, "state": error.got}
+            except BaseException as error:  # noqa: BLE001 - whatever the backend raises is why it cannot be opened
+                return {"error": f"opening it raised {_text(error)}\n{_traceback(error)}", "state": "unusable"}
         return {"about": about}
 
     def fault(self, name: str | None) -> dict[str, Any]:
@@ -92,34 +97,70 @@ class Worker:
 def _run(target: Any, requirement_id: str, data: Mapping[str, Any]) -> dict[str, Any]:
     """Check one case, or the refusal if the backend does not claim it."""
     from kvdock_conformance.checking.failure import NonconformanceError
+    from kvdock_conformance.checking.settings import unchanged
     from kvdock_conformance.requirements import load
 
     requirement = load()[requirement_id]
     try:
-        reasons = list(requirement.needs.reasons(target, data)) if requirement.needs else []
-        if reasons and requirement.needs:
-            requirement.needs.refused(target, data, reasons, requirement.check)
-            return {"verdict": "unsupported", "reason": "; ".join(reasons)}
-        requirement.check(target, data)
+        with unchanged():
+            reasons = list(requirement.needs.reasons(target, data)) if requirement.needs else []
+            if reasons and requirement.needs:
+                requirement.needs.refused(target, data, reasons, requirement.check)
+                return {"verdict": "unsupported", "reason": "; ".join(reasons)}
+            requirement.check(target, data)
     except NonconformanceError as error:
         return {"verdict": "failed", "failure": error.as_dict()}
-    except Exception as error:  # noqa: BLE001 - whatever the backend raises is its failure
-        details = "".join(traceback.format_exception(error))[-8000:]
-        got = f"{type(error).__name__}: {error}"
-        return {"verdict": "failed", "failure": {"what": "the check", "expected": "no such error", "got": got, "details": details}}
+    except BaseException as error:  # noqa: BLE001 - whatever the backend raises is its failure, an exit too
+        failure = {"what": "the check", "expected": "no such error", "got": _text(error), "details": _traceback(error)}
+        return {"verdict": "failed", "failure": failure}
     return {"verdict": "passed"}
+
+
+def _text(error: BaseException) -> str:
+    """Return an error's type and text, also where it cannot be told."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException as other:  # noqa: BLE001 - the backend's own code
+        return f"{type(error).__name__}, whose text cannot be told: its str() raises {type(other).__name__}"
+
+
+def _traceback(error: BaseException) -> str:
+    """Return the end of an error's traceback, also where the error cannot be told."""
+    try:
+        return "".join(traceback.format_exception(error))[-_SHOWN:]
+    except BaseException:  # noqa: BLE001 - the backend's own code
+        return "".join(traceback.format_tb(error.__traceback__))[-_SHOWN:]
 
 
 def serve(requests: IO[str], answers: IO[str]) -> None:
     """Answer requests until there are no more."""
-    worker = Worker()
+    worker, process = Worker(), os.getpid()
     for line in requests:
-        answers.write(json.dumps(worker.answer(json.loads(line))) + "\n")
+        number, request = json.loads(line)
+        answer = worker.answer(request)
+        if os.getpid() != process:
+            _end_as_a_copy(process)
+        answers.write(json.dumps([number, answer]) + "\n")
         answers.flush()
+
+
+def _end_as_a_copy(process: int) -> NoReturn:
+    """End both processes where the backend forked and let the copy come back: each would go on with the kit's work."""
+    os.write(2, b"a process that the backend forked came back from the case, as a second one beside the first\n")
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGABRT)
+    os._exit(1)
+
+
+def _be_first_to_go() -> None:
+    """Ask the system to end this process, and not the parent, when memory runs out."""
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # where there is one
+        file.write("1000")
 
 
 def main() -> None:
     """Serve the parent on the descriptors that the command line names."""
+    _be_first_to_go()
     faulthandler.enable(all_threads=True)  # a crash leaves the stack of every thread on stderr
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # and so does the parent's question where it hangs
     requests, answers = (int(number) for number in sys.argv[1:3])

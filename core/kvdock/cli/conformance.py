@@ -1,11 +1,15 @@
 """``kvdock conformance --backend NAME``, or ``--prefix NAME``: checks it against every requirement, and says what came of each.
 
-Exits with 0 when the backend conforms, 1 when something failed, 3 when something was not run, 2 for a wrong option.
+Exits with 0 when the backend conforms, 1 when something failed, 3 when something was not run, 2 for a wrong option, such as a
+folder for reports that cannot be written to. Ctrl-C ends a run early: what came of it until then is told.
 """
 
 from __future__ import annotations
 
 import enum
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,16 +17,20 @@ import attrs
 import typer
 
 from kvdock.cli.output import JsonFlag, errors_shown, show_json, show_lines, show_table
+from kvdock.cli.progress import progress
 from kvdock.errors import ArgumentValueError
 from kvdock_conformance import expected, faults, reports, requirements
-from kvdock_conformance.prove import prove
+from kvdock_conformance.prove import faults_of, prove
 from kvdock_conformance.reports.json_report import as_dict
 from kvdock_conformance.reports.text import bug_report, summary
 from kvdock_conformance.requirement import Level
 from kvdock_conformance.run import Run, run
 from kvdock_conformance.session import Plan
+from kvdock_conformance.verdict import Outcome
 
 __all__ = ["LevelName", "certify", "command"]
+
+_SHOWN = 10  # ids of what was left out; the JSON report has them all
 
 
 class LevelName(enum.StrEnum):
@@ -36,12 +44,16 @@ def certify(plan: Plan, *, with_faults: bool) -> Run:
     """Run a plan, and after it the seeded faults if they are asked for and the backend could be opened.
 
     Raises:
-        ArgumentValueError: no plugin has the backend, or there is no such area.
+        ArgumentValueError: no plugin has the backend, it has no such device, or there is no such area.
     """
-    found = run(plan)
+    with progress("requirements", len(plan.selected())) as show:
+        found = run(plan, lambda outcome: show(f"{outcome.requirement.id} {outcome.verdict.value}"))
     if not with_faults or not found.about:
         return found
-    return attrs.evolve(found, proofs=[proof.as_dict() for proof in prove(plan, faults.load())])
+    every = faults.load()
+    with progress("faults", len(faults_of(plan, every))) as show:
+        proofs = prove(plan, every, lambda proof: show(f"{proof.fault.name} {proof.verdict}"))
+    return attrs.evolve(found, proofs=[proof.as_dict() for proof in proofs])
 
 
 def command(
@@ -49,6 +61,7 @@ def command(
     prefix: Annotated[str | None, typer.Option(help="Name of a prefix cache, in place of a backend.")] = None,
     level: Annotated[LevelName, typer.Option(help="How much is asked of it.")] = LevelName.CORE,
     op: Annotated[str | None, typer.Option(help="Check this op, or area, only. The report says what was left out.")] = None,
+    device: Annotated[str | None, typer.Option(help="One of the backend's devices, such as acme:1. Default: its first.")] = None,
     report: Annotated[Path | None, typer.Option(help="Folder for report.json, junit.xml, and a repro.py for each failure.")] = None,
     expected_file: Annotated[Path | None, typer.Option("--expected", help="TOML file of expected failures.")] = None,
     prove_it: Annotated[bool, typer.Option("--prove", help="Also seed faults into the backend: each must be noticed.")] = False,
@@ -59,14 +72,32 @@ def command(
         kind, name = _wanted(backend=backend, prefix=prefix)
         every = requirements.load()
         known = expected.read(expected_file, every) if expected_file is not None else {}
-        found = certify(Plan(name, every, Level(level.value), op, known, kind=kind), with_faults=prove_it)
+        plan = Plan(name, every, Level(level.value), op, known, kind=kind, device=device)
+        plan.selected()
+        if report is not None:
+            reports.prepare(report)  # before the run: it may be long
+        with _terminated_as_interrupted():
+            found = certify(plan, with_faults=prove_it)
+    if not json_output:
+        _show(found)
     if report is not None:
-        reports.write(found, report)
+        with errors_shown("conformance", json_output):
+            reports.write(found, report)
     if json_output:
         show_json("conformance", as_dict(found))
     else:
-        _show(found, report)
+        _show_end(found, report)
     raise typer.Exit(found.exit_code)
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Take SIGTERM in a block for Ctrl-C: a run that a CI system ends is told too, and leaves no process behind."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _wanted(**names: str | None) -> tuple[str, str]:
@@ -82,22 +113,32 @@ def _wanted(**names: str | None) -> tuple[str, str]:
     return given[0]
 
 
-def _show(found: Run, report: Path | None) -> None:
-    """Print a run for people: a table, a bug report for each failure, and a last line that says it all."""
+def _show(found: Run) -> None:
+    """Print a run for people: a table, why something was not run where that is long, and a bug report for each failure."""
     show_table(("requirement", "verdict", "cases", "seconds", "sentence"), [_row(outcome) for outcome in found.outcomes])
     if found.proofs:
         show_table(("fault", "verdict", "noticed by", "sentence"), [_proof_row(proof) for proof in found.proofs])
+    reasons = dict.fromkeys(outcome.reason for outcome in found.missing if "\n" in outcome.reason)
+    show_lines(*(f"\nnot run: {reason}\n" for reason in reasons))
     for outcome in found.failed:
         show_lines("", *(bug_report(found, outcome, case) for case in outcome.failed[:1]))
+
+
+def _show_end(found: Run, report: Path | None) -> None:
+    """Print where the reports are, what was left out, and a last line that says it all."""
     if report is not None:
-        show_lines(f"reports are in {report}" + ("; failures/ holds a repro.py for each" if found.failed else ""))
+        any_failed = any(outcome.failed for outcome in found.outcomes)
+        show_lines(f"reports are in {report}" + ("; failures/ holds a repro.py for each" if any_failed else ""))
     left = found.plan.left_out()
-    show_lines(*([f"left out: {', '.join(left)}"] if left else []), summary(found))
+    if left:
+        show_lines(f"left out: {', '.join(left[:_SHOWN])}" + (f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""))
+    show_lines(summary(found))
 
 
-def _row(outcome: Any) -> tuple[object, ...]:
-    """Return the row of one requirement."""
-    sentence = outcome.requirement.sentence + (f"\n({outcome.reason})" if outcome.reason else "")
+def _row(outcome: Outcome) -> tuple[object, ...]:
+    """Return the row of one requirement; of a long reason, its first line."""
+    first, *more = outcome.reason.splitlines() or [""]
+    sentence = outcome.requirement.sentence + (f"\n({first}{' ...' if more else ''})" if first else "")
     return outcome.requirement.id, outcome.verdict.value, len(outcome.cases), f"{outcome.seconds:.2f}", sentence
 
 

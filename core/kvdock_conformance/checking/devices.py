@@ -58,8 +58,13 @@ class Write:
 
     def __init__(self, device: torch.device, slots: Sequence[int], heads: int = 2) -> None:
         self.k_cache, self.v_cache = (torch.zeros(8, 4, heads, 16, device=device) for _ in range(2))
-        self.k, self.v = (torch.randn(len(slots), heads, 16).to(device) for _ in range(2))
+        self._numbers = torch.Generator().manual_seed(heads)  # not torch's own, whose state is the process's
+        self.k, self.v = (self.values((len(slots), heads, 16)).to(device) for _ in range(2))
         self.slots = torch.tensor(slots, device=device)
+
+    def values(self, shape: Sequence[int]) -> torch.Tensor:
+        """Return other random values at each time, in host memory, the same in each run."""
+        return torch.randn(shape, generator=self._numbers)
 
     def call(self, target: Target) -> None:
         """Make the call."""
@@ -207,7 +212,7 @@ def check_stream(target: Target, data: Mapping[str, Any]) -> None:
     """
     module, write = module_of(target.device), Write(target.device, data["slots"])
     write.call(target)
-    new_k, new_v = (torch.randn(rows.shape).to(target.device) for rows in (write.k, write.v))
+    new_k, new_v = (write.values(rows.shape).to(target.device) for rows in (write.k, write.v))
     module.synchronize(target.device)
     with target.backend.device_guard(target.device):
         side = module.Stream(target.device)
@@ -281,7 +286,7 @@ def check_replay(target: Target, data: Mapping[str, Any]) -> None:
         for cache in (write.k_cache, write.v_cache):
             cache.zero_()
         for rows in (write.k, write.v):
-            rows.copy_(torch.randn(rows.shape))
+            rows.copy_(write.values(rows.shape))
         write.slots.copy_(torch.tensor(slots))
         graph.replay()
         module_of(target.device).synchronize(target.device)

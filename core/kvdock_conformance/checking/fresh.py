@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 from kvdock import runtime
 from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.settings import Settings
 from kvdock_conformance.checking.target import Target
 
 __all__ = [
@@ -28,6 +30,8 @@ __all__ = [
     "check_process",
     "entry_module",
     "facts_of",
+    "own_names",
+    "seeded_lines",
 ]
 
 SEEDED: list[str] = []
@@ -43,16 +47,21 @@ IMPORT_SHARE, IMPORT_S = 0.5, 0.1
 """An entry module may take this share of the processor time that importing kvdock takes beside torch, and so many seconds."""
 
 SCRIPT = """
-import importlib, json, multiprocessing, os, sys, time, types
+from __future__ import annotations
+
+import importlib, json, multiprocessing, os, random, sys, time, types, warnings, zlib
+from typing import Any
+
 import torch
 
-NAME, SETUP, MODULE, HEAVY = {name!r}, {setup!r}, {module!r}, {heavy!r}
+NAME, SETUP, MODULE, DEVICE, HEAVY = {name!r}, {setup!r}, {module!r}, {device!r}, {heavy!r}
 start = time.process_time()
 import kvdock
 cost_of_kvdock = time.process_time() - start
 from kvdock import runtime
 {seeded}
 
+{settings}
 is_set_up = False  # a forked process inherits what was set up, a spawned one begins anew
 
 def registry():
@@ -68,7 +77,8 @@ def registry():
     return runtime.default().registry
 
 def write():
-    device = registry().backend(NAME).devices()[0]
+    device = torch.device(DEVICE)
+    registry().backend(NAME)
     pool, rows = torch.zeros(2, 4, 1, 8, device=device), torch.ones(1, 1, 8, device=device)
     with kvdock.use_backend(NAME):
         kvdock.ops.paged_caching_(pool, pool.clone(), rows, rows, torch.tensor([5], device=device))
@@ -108,13 +118,14 @@ def contexts():
     return found
 
 if __name__ == "__main__":
-    before = set(sys.modules)
+    before, settings = set(sys.modules), Settings()
     start = time.process_time()
     importlib.import_module(MODULE)
     cost = time.process_time() - start
     imported = sorted(set(sys.modules) - before)
     registry().backend(NAME).probe()
-    found = dict(cost=cost, cost_of_kvdock=cost_of_kvdock, imported=[name for name in imported if name.startswith(HEAVY)])
+    found = dict(changes=settings.changes())
+    found.update(cost=cost, cost_of_kvdock=cost_of_kvdock, imported=[name for name in imported if name.startswith(HEAVY)])
     found.update(contexts=contexts(), fork=ask("fork"), spawn=ask("spawn"))
     print(json.dumps(found))
 """
@@ -126,6 +137,16 @@ def entry_module(target: Target) -> str:
         if record.distribution is not None and target.name in [backend.name for backend in record.backends]:
             return record.value.partition(":")[0]
     return type(target.backend).__module__
+
+
+def seeded_lines() -> str:
+    """Return the lines of `SEEDED`."""
+    return "\n".join(SEEDED)
+
+
+def own_names(target: Target) -> tuple[str, ...]:
+    """Return the names of the kit's own backends, which a fresh interpreter has to register itself where nobody sets them up."""
+    return () if target.setup else ("reference", "portable-kernels")
 
 
 def facts_of(target: Target) -> dict[str, Any]:
@@ -142,8 +163,16 @@ def facts_of(target: Target) -> dict[str, Any]:
 
 def _ask(target: Target) -> dict[str, Any]:
     """Run the script in a fresh interpreter: in a file, since spawned processes import it."""
-    own = () if target.setup else ("reference", "portable-kernels")
-    text = SCRIPT.format(name=target.name, setup=target.setup, module=entry_module(target), heavy=HEAVY, seeded="\n".join(SEEDED), own=own)
+    text = SCRIPT.format(
+        name=target.name,
+        setup=target.setup,
+        module=entry_module(target),
+        device=str(target.device),
+        heavy=HEAVY,
+        seeded=seeded_lines(),
+        settings=inspect.getsource(Settings),
+        own=own_names(target),
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "fresh.py"
         path.write_text(text, encoding="utf-8")

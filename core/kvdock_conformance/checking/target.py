@@ -20,21 +20,34 @@ HOST = torch.device("cpu")
 
 
 class Target:
-    """A backend by name, on the first of its devices.
+    """A backend by name, on one of its devices.
 
     Args:
         name: name of the backend, as ``kvdock backends`` lists it.
         setup: ``"module:function"`` that makes it known in a fresh interpreter, if no entry point does; called with ``name``
             where it is the kit's own.
+        device: one of its devices as text, ``"acme:1"``; None for the first.
 
     Raises:
+        ArgumentValueError: it has no such device, or none at all; says which it has.
         BackendUnavailableError: there is no such backend, or it is not ready.
     """
 
-    def __init__(self, name: str, setup: str | None = None) -> None:
+    def __init__(self, name: str, setup: str | None = None, device: str | None = None) -> None:
         self.name, self.setup = name, setup
         self.backend = runtime.default().registry.backend(name)
-        self.device = torch.empty(0, device=self.backend.devices()[0]).device  # with its index
+        self.device = torch.empty(0, device=self._listed(device)).device  # with its index
+
+    def _listed(self, device: str | None) -> torch.device:
+        """Return one of the backend's devices by its text, where the first has the index 0 if it has none."""
+        listed = {str(item): item for item in self.backend.devices()}
+        wanted = (device, f"{device}:0", str(device).removesuffix(":0")) if device is not None else tuple(listed)
+        for text in wanted:
+            if text in listed:
+                return listed[text]
+        raise kvdock.ArgumentValueError(
+            "device", expected=f"one of {', '.join(listed) or 'those in devices(), which is empty'}", got=device
+        )
 
     @property
     def kernels(self) -> Mapping[str, kvdock.Kernel]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,12 +15,12 @@ import torch
 import kvdock
 from kvdock_conformance.checking import fresh
 from kvdock_conformance.checking.target import Target
-from kvdock_conformance.faults.fault import Fault, Faults
+from kvdock_conformance.faults.fault import Args, Fault, Faults, Run
 
 __all__ = ["FAULTS"]
 
-FAULTS = Faults()
 _AREA = "hygiene"
+FAULTS = Faults(_AREA)
 
 
 @attrs.frozen
@@ -77,6 +78,31 @@ _fresh(
     "KVD-HYGIENE-003",
     "def at_import(): torch.acme = types.SimpleNamespace(is_initialized=lambda: True, current_device=lambda: 0)",
     *_AT_IMPORT,
+)
+for _number, (_what, _line) in enumerate(
+    {
+        "dtype": "torch.set_default_dtype(torch.bfloat16)",
+        "environment": "os.environ['OMP_NUM_THREADS'] = '3'",
+        "random numbers": "random.seed(0)",
+        "filters of warnings": "warnings.simplefilter('ignore')",
+        "copy_blocks_ of kvdock": "kvdock.ops.copy_blocks_ = lambda *args: None",
+    }.items()
+):
+    _fresh(
+        f"import-changes-{_number}",
+        f"The module changes the {_what} of the process.",
+        "KVD-HYGIENE-012",
+        f"def at_import(): {_line}",
+        *_AT_IMPORT,
+    )
+
+_fresh("error-at-exit", "A process that has used it ends with an error.", "KVD-HYGIENE-014", "import atexit; atexit.register(os._exit, 3)")
+_fresh(
+    "process-left-behind",
+    "A process that has used it leaves another one behind.",
+    "KVD-HYGIENE-014",
+    "import subprocess",
+    "if 'DEVICE' in globals() and __name__ == '__main__': subprocess.Popen(['sleep', '30'], start_new_session=True)",
 )
 _IN_FORK, _IN_SPAWN = "multiprocessing.parent_process() and __name__ == '__main__'", "__name__ == '__mp_main__'"
 for _method, _where, _killer in (("forked", _IN_FORK, "KVD-HYGIENE-004"), ("spawned", _IN_SPAWN, "KVD-HYGIENE-005")):
@@ -156,3 +182,27 @@ def _kernel_is_none(inner: Callable[[], Any]) -> Callable[[], Any]:
 @FAULTS.backend(_AREA, "kernels", "hygiene-no-kernel", "It brings no kernel.", "KVD-HYGIENE-011")
 def _no_kernel(inner: Callable[[], Any]) -> Callable[[], Any]:
     return dict
+
+
+@FAULTS.call("paged_caching_", "hygiene-call-changes-the-dtype", "A call changes torch's default dtype.", "KVD-HYGIENE-013")
+def _changes_the_dtype(run: Run, args: Args) -> None:
+    run(args)
+    torch.set_default_dtype(torch.float64)
+
+
+@FAULTS.call("gather_paged", "hygiene-call-seeds", "A call seeds the random numbers of others.", "KVD-HYGIENE-013")
+def _seeds(run: Run, args: Args) -> None:
+    torch.manual_seed(0)
+    run(args)
+
+
+@FAULTS.call("copy_blocks_", "hygiene-call-turns-off-gradients", "A call turns gradients off for good.", "KVD-HYGIENE-013")
+def _turns_off_gradients(run: Run, args: Args) -> None:
+    torch.set_grad_enabled(False)
+    run(args)
+
+
+@FAULTS.call("static_update_", "hygiene-call-changes-the-folder", "A call changes the current directory.", "KVD-HYGIENE-013")
+def _changes_the_folder(run: Run, args: Args) -> None:
+    run(args)
+    os.chdir("/")

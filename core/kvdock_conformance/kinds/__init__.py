@@ -9,7 +9,10 @@ from typing import Any
 
 import attrs
 
-__all__ = ["KINDS", "Kind"]
+__all__ = ["KINDS", "UNKNOWN_DEVICE", "Kind"]
+
+UNKNOWN_DEVICE = "unknown device"
+"""The state of what is asked for on a device that it does not have."""
 
 
 @attrs.frozen
@@ -26,20 +29,22 @@ class Kind:
     target: str
     names: str
 
-    def open(self, name: str, setup: str | None) -> tuple[Any, dict[str, Any]]:
+    def open(self, name: str, setup: str | None, device: str | None) -> tuple[Any, dict[str, Any]]:
         """Load one by its name.
 
         Args:
             name: its name.
             setup: what was called to make it known, ``"module:function"``, or None.
+            device: on which of its devices; None for the first.
 
         Returns:
             What checks take, and what it says of itself.
 
         Raises:
-            BackendUnavailableError: there is none, or it is not ready; its ``got`` is the state, ``"unknown"`` if nobody has it.
+            BackendUnavailableError: there is none, or it is not ready; its ``got`` is the state, ``"unknown"`` if nobody has it, and
+                `UNKNOWN_DEVICE` with what there is as its subject.
         """
-        opened: tuple[Any, dict[str, Any]] = importlib.import_module(f"{__name__}.{self.module}").open_target(name, setup)
+        opened: tuple[Any, dict[str, Any]] = importlib.import_module(f"{__name__}.{self.module}").open_target(name, setup, device)
         return opened
 
     def target_class(self) -> Any:

@@ -9,22 +9,27 @@ import torch
 
 import kvdock
 from kvdock import runtime
-from kvdock.errors import BackendUnavailableError
+from kvdock.errors import ArgumentValueError, BackendUnavailableError
 from kvdock_conformance.checking.target import Target
+from kvdock_conformance.kinds import UNKNOWN_DEVICE, hardware
 from kvdock_conformance.stand_ins import register
 
 __all__ = ["open_target"]
 
 
-def open_target(name: str, setup: str | None) -> tuple[Target, dict[str, Any]]:
+def open_target(name: str, setup: str | None, device: str | None) -> tuple[Target, dict[str, Any]]:
     """Load a backend, or register one of the kit's own, and say what it is.
 
     Raises:
-        BackendUnavailableError: it is not ready.
+        BackendUnavailableError: it is not ready, or has no such device.
     """
     register(name)
     try:
-        target = Target(name, setup)
+        target = Target(name, setup, device)
+    except ArgumentValueError as error:
+        if device is None:
+            raise BackendUnavailableError(f"backend {name!r} has no device: devices() is empty", got="unusable") from error
+        raise BackendUnavailableError(str(error.expected), got=UNKNOWN_DEVICE) from error
     except BackendUnavailableError as error:
         raise BackendUnavailableError(str(error), got=_state(runtime.default().registry.records(), name)) from error
     return target, _about(target)
@@ -47,6 +52,7 @@ def _about(target: Target) -> dict[str, Any]:
         "class": f"{type(target.backend).__module__}.{type(target.backend).__qualname__}",
         "device_type": target.backend.device_type,
         "device": str(target.device),
+        "hardware": hardware.of_device(target.device),
         "ops": sorted(target.backend.kernels()),
         "dtypes": None if claims.dtypes is None else sorted(map(str, claims.dtypes)),
         "graph_capture": claims.graph_capture,

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from kvdock_conformance.reports.repro import script
 from kvdock_conformance.reports.text import bug_report
 from kvdock_conformance.run import Run
+from kvdock_conformance.verdict import CaseOutcome, Outcome
 
-__all__ = ["write"]
+__all__ = ["clear", "write"]
+
+_REPORT, _REPRO = "report.txt", "repro.py"
+
+
+def clear(folder: Path) -> None:
+    """Take out what an earlier run has written, and the folders that are empty then. What else lies there is somebody's."""
+    for place in sorted(folder.glob("KVD-*-[0-9][0-9][0-9]")):
+        for name in (_REPORT, _REPRO):
+            (place / name).unlink(missing_ok=True)
+        if not any(place.iterdir()):
+            place.rmdir()
+    if not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def write(run: Run, folder: Path) -> None:
@@ -17,15 +30,18 @@ def write(run: Run, folder: Path) -> None:
 
     Args:
         run: what came of the run.
-        folder: where to; replaced if it is there, left out if nothing failed.
+        folder: where to; left out if nothing failed.
     """
-    if folder.exists():
-        shutil.rmtree(folder)
     for outcome in run.outcomes:
         if not outcome.failed:
             continue
         place, case = folder / outcome.requirement.id, outcome.failed[0]
-        place.mkdir(parents=True)
-        (place / "report.txt").write_text(bug_report(run, outcome, case), encoding="utf-8")
-        text = script(outcome.requirement, case, name=run.plan.backend, setup=run.plan.setup, limit_s=run.plan.limit_s)
-        (place / "repro.py").write_text(text, encoding="utf-8")
+        place.mkdir(parents=True, exist_ok=True)
+        for name, text in ((_REPORT, bug_report(run, outcome, case)), (_REPRO, _script(run, outcome, case))):
+            (place / name).write_text(text, encoding="utf-8")
+
+
+def _script(run: Run, outcome: Outcome, case: CaseOutcome) -> str:
+    """Return the script of a failed case."""
+    plan = run.plan
+    return script(outcome.requirement, case, name=plan.backend, setup=plan.setup, limit_s=plan.limit_s, device=plan.device)

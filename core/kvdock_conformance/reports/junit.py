@@ -28,12 +28,23 @@ def text(run: Run) -> str:
         time=f"{run.seconds:.3f}",
         timestamp=run.started.isoformat(timespec="seconds"),
     )
+    suite.append(_properties(run))
     for outcome in run.outcomes:
         suite.append(_case(run, outcome))
     tree = ElementTree.Element("testsuites")
     tree.append(suite)
     ElementTree.indent(tree)
     return ElementTree.tostring(tree, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _properties(run: Run) -> ElementTree.Element:
+    """Return what the backend says of itself, as far as it is text."""
+    properties = ElementTree.Element("properties")
+    told = {**run.about, **run.about.get("versions", {})}
+    for name, value in told.items():
+        if isinstance(value, str):
+            ElementTree.SubElement(properties, "property", name=_printable(name), value=_printable(value))
+    return properties
 
 
 def _case(run: Run, outcome: Outcome) -> ElementTree.Element:

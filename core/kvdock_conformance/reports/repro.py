@@ -17,6 +17,7 @@ from typing import Any
 
 import attrs
 
+from kvdock_conformance.checking.settings import unchanged
 from kvdock_conformance.kinds import KINDS
 from kvdock_conformance.requirement import Requirement
 from kvdock_conformance.stand_ins import STAND_INS
@@ -124,7 +125,7 @@ Wrong: {what}
 Expected: {expected}
 Got: {got}
 
-Needs torch, kvdock and the package of {kind} {name!r}{needs}. Ends with an error while the fault is there.
+Needs torch, kvdock and the package of {kind} {shown}{needs}. Ends with an error while the fault is there.
 """
 
 from __future__ import annotations
@@ -137,13 +138,22 @@ CASE = {data}
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later({limit:g}, exit=True)  # a hang is an error too
-{setup}    target = {target}({name!r})
+{setup}    target = {target}({arguments})
+    with unchanged():
 {main}
     print("passes now: {id}, {case}")
 '''
 
 
-def script(requirement: Requirement, case: CaseOutcome, *, name: str, setup: str | None = None, limit_s: float | None = None) -> str:
+def script(
+    requirement: Requirement,
+    case: CaseOutcome,
+    *,
+    name: str,
+    setup: str | None = None,
+    limit_s: float | None = None,
+    device: str | None = None,
+) -> str:
     """Return the text of ``repro.py`` for a case that failed.
 
     Args:
@@ -152,10 +162,12 @@ def script(requirement: Requirement, case: CaseOutcome, *, name: str, setup: str
         name: name of the backend, or of what else was tested.
         setup: ``"module:function"`` that makes it known, if no entry point does.
         limit_s: time limit of the case in seconds in place of the requirement's own.
+        device: on which of its devices; None for the first.
     """
     extract = Extract()
     extract.imports.add("import faulthandler")
     target = extract.take(KINDS[requirement.kind].target_class())
+    extract.take(unchanged)
     main = _main(extract, requirement)
     failure = {key: _line(text) for key, text in (case.failure or {}).items()}
     setup_lines, needs = _setup(name, setup)
@@ -167,7 +179,8 @@ def script(requirement: Requirement, case: CaseOutcome, *, name: str, setup: str
         expected=failure.get("expected", ""),
         got=failure.get("got", ""),
         kind=requirement.kind,
-        name=name,
+        shown=_line(repr(name)),
+        arguments=_arguments(requirement.kind, name, setup, device),
         target=target,
         needs=needs,
         imports="\n".join(sorted(extract.imports)),
@@ -183,12 +196,20 @@ def _main(extract: Extract, requirement: Requirement) -> str:
     """Return the lines that check the case as the kit does."""
     check, needs = extract.take(requirement.check), requirement.needs
     if needs is None:
-        return f"    {check}(target, CASE)"
+        return f"        {check}(target, CASE)"
     reasons, refused = extract.take(needs.reasons), extract.take(needs.refused)
     return (
-        f"    reasons = {reasons}(target, CASE)\n    if reasons:\n        {refused}(target, CASE, reasons, {check})\n"
-        f"    else:\n        {check}(target, CASE)"
+        f"        reasons = {reasons}(target, CASE)\n        if reasons:\n            {refused}(target, CASE, reasons, {check})\n"
+        f"        else:\n            {check}(target, CASE)"
     )
+
+
+def _arguments(kind: str, name: str, setup: str | None, device: str | None) -> str:
+    """Return the arguments that a target is made of; only a backend's takes more than the name."""
+    given = [name, setup, device] if kind == "backend" else [name]
+    while given[-1] is None:
+        given.pop()
+    return ", ".join(map(repr, given))
 
 
 def _setup(backend: str, setup: str | None) -> tuple[str, str]:
@@ -203,4 +224,5 @@ def _setup(backend: str, setup: str | None) -> tuple[str, str]:
 
 def _line(text: str) -> str:
     """Return a text that can stand in a docstring."""
-    return " ".join(text.split()).replace("\\", "/").replace('"""', "'''").rstrip('"')
+    shown = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
+    return shown.replace("\\", "/").replace('"""', "'''").rstrip('"')

@@ -19,6 +19,7 @@ def bug_report(run: Run, outcome: Outcome, case: CaseOutcome) -> str:
     """Return the report of one failed case: requirement, backend, calls with shapes and strides, what was expected, what came."""
     about, failure = run.about, case.failure or {}
     on = f" on {about['device']}" if "device" in about else ""
+    on += f", {about['hardware']}" if about.get("hardware") else ""
     lines = [
         f"{outcome.requirement.id}: {outcome.requirement.sentence}",
         f"{run.plan.kind:9} {run.plan.backend} ({about.get('class', 'not opened')}){on}",

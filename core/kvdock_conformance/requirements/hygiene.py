@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from kvdock_conformance.cases.drawing import Drawing
+from kvdock_conformance.cases.every_op import OPS, OpCall
 from kvdock_conformance.checking.claims import check_capabilities, check_claims, check_devices, check_kernels, check_names, check_probe
 from kvdock_conformance.checking.fresh import check_import_cost, check_import_is_light, check_no_context, check_process
+from kvdock_conformance.checking.process import check_ending, check_settings_of_calls, check_settings_of_import
 from kvdock_conformance.requirement import Case, Check, Level, Requirement
 
 __all__ = ["AREA", "REQUIREMENTS"]
@@ -19,6 +22,12 @@ def _require(number: int, sentence: str, check: Check, *cases: Case, level: Leve
     """Return a requirement of this area."""
     made: Callable[[], Iterable[Case]] = lambda: cases or (Case("asked once", {}),)  # noqa: E731 - the type is the reason
     return Requirement(f"KVD-HYGIENE-{number:03}", sentence, AREA, check, made, level, limit_s=_LIMIT_S)
+
+
+def _twice(op: str) -> Case:
+    """Return a case of two calls of an op: one that is prepared, and one that is not."""
+    drawing = Drawing()
+    return Case(f"calls of {op}", drawing.case(OpCall(op).call(drawing), OpCall(op, seed=2).call(drawing)))
 
 
 REQUIREMENTS = [
@@ -50,4 +59,12 @@ REQUIREMENTS = [
     ),
     _require(10, "What it says it can do is always the same, and its kernels take every dtype that it declares.", check_capabilities),
     _require(11, "It brings a kernel of its own for at least one op.", check_kernels, level=Level.EXTENDED),
+    _require(
+        12,
+        "Importing it and probing leave the settings of the process as they are: its folder and environment, filters of warnings, "
+        "random numbers, torch's defaults, and kvdock's own functions.",
+        check_settings_of_import,
+    ),
+    _require(13, "Calls leave the settings of the process as they are.", check_settings_of_calls, *map(_twice, OPS)),
+    _require(14, "A process that has used it ends by itself, with exit code 0, and leaves no process behind.", check_ending),
 ]

@@ -8,14 +8,15 @@ import time
 
 import pytest
 
-from kvdock_conformance.child import Child, ChildEndedError
+from kvdock_conformance.child import Child, ChildEndedError, _how
 
 ECHO = """
 import json, sys
 requests, answers = open(int(sys.argv[1])), open(int(sys.argv[2]), "w")
 for line in requests:
     {what}
-    answers.write(json.dumps({{"echo": json.loads(line)}}) + "\\n"); answers.flush()
+    number, request = json.loads(line)
+    answers.write(json.dumps([number, {{"echo": request}}]) + "\\n"); answers.flush()
 """
 
 
@@ -79,6 +80,70 @@ def test_a_process_left_behind_holds_nobody_up() -> None:
     with child(what) as one, pytest.raises(ChildEndedError, match="ended with exit code 4"):
         one.ask({"n": 1}, 30)
     assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        '{"echo": 1}',  # no number
+        '[7, {"echo": 1}]',  # another question's
+        '[1, "passed"]',
+        "[1, {}, {}]",
+        "no JSON",
+        "\\xff\\xfe",
+        "",
+    ],
+)
+def test_what_is_no_answer_is_not_taken_for_one(answer: str) -> None:
+    with child(f"answers.write('{answer}' + chr(10)); answers.flush()") as one, pytest.raises(ChildEndedError, match="wrote to the kit's"):
+        one.ask({"n": 1}, 20)
+
+
+def test_what_stands_behind_an_answer_is_not_the_next_one() -> None:
+    twice = "answers.write(line[:3] + '{}]' + chr(10))"
+    with child(twice) as one:
+        assert one.ask({"n": 1}, 20) == {}, "the first of two"
+        with pytest.raises(ChildEndedError, match=r"wrote to the kit's own pipe: '\[1, \{"):
+            one.ask({"n": 2}, 20)
+
+
+@pytest.mark.parametrize("what", ["while True: answers.write('x' * 65536)", "answers.write('x'); answers.flush(); time.sleep(60)"])
+def test_an_answer_without_an_end_is_none(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = time.monotonic()
+    with child(f"import time; {what}" if "while" not in what else f"exec({what!r})") as one, pytest.raises(ChildEndedError) as caught:
+        one.ask({"n": 1}, 2)
+    assert caught.value.how in ("did not end within 2 s", "wrote to the kit's own pipe: '" + "x" * 200 + "'")
+    assert time.monotonic() - start < 15
+
+
+def test_half_a_letter_in_an_answer_becomes_a_question_mark() -> None:
+    with child() as one:
+        assert one.ask({"text": "a \udc80 \u20ac \U0001f600"}, 10) == {"echo": {"text": "a ? \u20ac \U0001f600"}}, "reports can be written"
+
+
+def test_output_does_not_fill_the_disk_and_its_end_is_kept() -> None:
+    much = "sys.stdout.write('x' * (40 << 20) + 'the end'); sys.stdout.flush()"
+    with child(f"{much}; number = json.loads(line)[0]; number == 2 and sys.exit(5)") as one:
+        one.ask({"n": 1}, 30)
+        assert os.fstat(one._output.fileno()).st_size < 1 << 20, "cut behind the first answer"
+        with pytest.raises(ChildEndedError, match="ended with exit code 5") as caught:
+            one.ask({"n": 2}, 30)
+    assert caught.value.output.endswith("xxxthe end")
+    assert len(caught.value.output) <= 6000
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        (None, "closed its pipe and did not end"),
+        (0, "ended with exit code 0"),
+        (-11, "crashed with SIGSEGV"),
+        (-9, "crashed with SIGKILL, as when memory runs out"),
+        (-40, "crashed with signal 40"),
+    ],
+)
+def test_every_end_has_words(code: int | None, how: str) -> None:
+    assert _how(code) == how
 
 
 def test_closing_ends_the_child_gives_back_its_descriptors_and_may_be_repeated() -> None:
