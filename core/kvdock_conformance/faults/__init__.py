@@ -21,6 +21,7 @@ AREAS = (
     "gather_results",
     "copy_blocks",
     "copy_forms",
+    "memory_orders",
     "static_update",
     "descriptors",
     "errors",

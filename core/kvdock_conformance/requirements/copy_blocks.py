@@ -8,7 +8,7 @@ import attrs
 
 from kvdock_conformance.cases.copies import Copy, fanned
 from kvdock_conformance.cases.drawing import Drawing, View, call
-from kvdock_conformance.cases.layouts import Geometry
+from kvdock_conformance.cases.layouts import ANY_STEP, SINGLE_SIZES, Geometry
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
 from kvdock_conformance.checking.copies import check_copy, check_copy_forms, check_copy_inputs, check_pairs_refused
 from kvdock_conformance.checking.refusals import check_refusal
@@ -372,6 +372,15 @@ REQUIREMENTS = [
         [
             Copy(name, pool=name)
             for name in ("nhd", "hnd", "heads outermost", "slots outermost", "padded slots", "padded heads", "odd steps", "k and v unlike")
+        ]
+        + [
+            Copy(
+                f"{text}, whatever its step",
+                [(0, sizes.num_blocks - 1)] if sizes.num_blocks > 1 else [(-1, 0)],
+                geometry=sizes,
+                pool=ANY_STEP,
+            )
+            for text, sizes in SINGLE_SIZES.items()
         ],
     ),
     _require(
