@@ -11,7 +11,7 @@ import attrs
 
 from kvdock_conformance.cases.drawing import ITEMSIZE, Drawing, View
 
-__all__ = ["ANY_STEP", "POOLS", "SINGLE_SIZES", "SOURCES", "Geometry", "Pair"]
+__all__ = ["ANY_STEP", "PARTS", "POOLS", "SINGLE_SIZES", "SOURCES", "Geometry", "Pair"]
 
 ANY_STEP = "any step of a size of 1"
 """The pool, and the source, whose sizes of 1 have steps that mean nothing."""
@@ -73,6 +73,9 @@ SINGLE_SIZES: Mapping[str, Geometry] = MappingProxyType(
     }
 )
 """Pools with sizes of 1."""
+
+PARTS = ("halves [2, NB, ...]", "halves [NB, 2, ...]", "k and v side by side", "layer-first", "page-first", "padded blocks")
+"""Pools that are part of a larger tensor."""
 
 PoolBuilder = Callable[[Drawing, Geometry], Pair]
 SourceBuilder = Callable[[Drawing, Geometry, tuple[int, ...]], Pair]

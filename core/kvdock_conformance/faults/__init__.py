@@ -24,6 +24,7 @@ AREAS = (
     "memory_orders",
     "static_update",
     "descriptors",
+    "repeats",
     "errors",
     "devices",
     "hygiene",

@@ -8,7 +8,7 @@ import attrs
 
 from kvdock_conformance.cases.copies import Copy, fanned
 from kvdock_conformance.cases.drawing import Drawing, View, call
-from kvdock_conformance.cases.layouts import ANY_STEP, SINGLE_SIZES, Geometry
+from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, SINGLE_SIZES, Geometry
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
 from kvdock_conformance.checking.copies import check_copy, check_copy_forms, check_copy_inputs, check_pairs_refused
 from kvdock_conformance.checking.refusals import check_refusal
@@ -387,11 +387,7 @@ REQUIREMENTS = [
         20,
         "When blocks are copied, a pool may be part of a larger tensor: one of two halves, one layer of many, or "
         "blocks with something behind them.",
-        [
-            Copy(f"{name}, {len(pairs)} pairs", pairs, pool=name)
-            for name in ("halves [2, NB, ...]", "halves [NB, 2, ...]", "k and v side by side", "layer-first", "page-first", "padded blocks")
-            for pairs in ([(1, 4)], [(0, 5), (3, 2), (1, 4)])
-        ],
+        [Copy(f"{name}, {len(pairs)} pairs", pairs, pool=name) for name in PARTS for pairs in ([(1, 4)], [(0, 5), (3, 2), (1, 4)])],
     ),
     _require(
         21,

@@ -8,7 +8,7 @@ import attrs
 
 from kvdock_conformance.cases.drawing import Drawing, View, call
 from kvdock_conformance.cases.gathers import READ_POOLS, Gather
-from kvdock_conformance.cases.layouts import ANY_STEP, SINGLE_SIZES, Geometry
+from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, SINGLE_SIZES, Geometry
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
 from kvdock_conformance.cases.paged import shuffled
 from kvdock_conformance.cases.places import far_reads
@@ -348,11 +348,7 @@ REQUIREMENTS = [
         17,
         "When tokens are read, a pool may be part of a larger tensor: one of two halves, one layer of many, or blocks "
         "with something behind them.",
-        [
-            Gather(f"{name}, {count} tokens", lead=(count,), pool=name)
-            for name in ("halves [2, NB, ...]", "halves [NB, 2, ...]", "k and v side by side", "layer-first", "page-first", "padded blocks")
-            for count in (2, 13)
-        ],
+        [Gather(f"{name}, {count} tokens", lead=(count,), pool=name) for name in PARTS for count in (2, 13)],
     ),
     _require(
         18,

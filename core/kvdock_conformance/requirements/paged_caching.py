@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from kvdock_conformance.cases.drawing import Drawing, call
-from kvdock_conformance.cases.layouts import ANY_STEP, POOLS, SINGLE_SIZES, SOURCES, Geometry
+from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, POOLS, SINGLE_SIZES, SOURCES, Geometry
 from kvdock_conformance.cases.numbers import SPECIAL_BITS, finite
 from kvdock_conformance.cases.paged import Write, shuffled
 from kvdock_conformance.cases.places import beside_the_pool, far_writes
@@ -277,18 +277,7 @@ REQUIREMENTS = [
         17,
         "A pool may be part of a larger tensor: one of two halves, one layer of many, or blocks with something behind them.",
         _with(
-            [
-                Write(f"{name}, {count} tokens", lead=(count,), pool=name)
-                for name in (
-                    "halves [2, NB, ...]",
-                    "halves [NB, 2, ...]",
-                    "k and v side by side",
-                    "layer-first",
-                    "page-first",
-                    "padded blocks",
-                )
-                for count in (2, 13)
-            ],
+            [Write(f"{name}, {count} tokens", lead=(count,), pool=name) for name in PARTS for count in (2, 13)],
             beside_the_pool,
         ),
     ),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvdock_conformance.cases.drawing import Drawing
-from kvdock_conformance.cases.layouts import ANY_STEP, SINGLE_SIZES, Geometry
+from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, SINGLE_SIZES, Geometry
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
 from kvdock_conformance.cases.places import far_updates
 from kvdock_conformance.cases.static import Update
@@ -265,7 +265,7 @@ REQUIREMENTS = [
         "A cache may be part of a larger tensor: one of two halves, one layer of many, or rows with something behind them.",
         [
             Update(f"{name}, {rows} rows", [(5 * row) % 12 for row in range(rows)], pool=name, geometry=_of(batch=rows))
-            for name in ("halves [2, NB, ...]", "halves [NB, 2, ...]", "k and v side by side", "layer-first", "page-first", "padded blocks")
+            for name in PARTS
             for rows in (3, 6)
         ],
     ),
