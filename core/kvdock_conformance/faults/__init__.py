@@ -22,6 +22,7 @@ AREAS = (
     "copy_blocks",
     "copy_forms",
     "memory_orders",
+    "scales",
     "static_update",
     "descriptors",
     "repeats",

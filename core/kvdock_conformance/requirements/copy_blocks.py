@@ -10,6 +10,7 @@ from kvdock_conformance.cases.copies import Copy, fanned
 from kvdock_conformance.cases.drawing import Drawing, View, call
 from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, SINGLE_SIZES, Geometry
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
+from kvdock_conformance.cases.quantised import QUANTISED
 from kvdock_conformance.checking.copies import check_copy, check_copy_forms, check_copy_inputs, check_pairs_refused
 from kvdock_conformance.checking.refusals import check_refusal
 from kvdock_conformance.checking.served import SERVED
@@ -413,11 +414,7 @@ REQUIREMENTS = [
     _require(
         23,
         "Blocks of a quantised pool are copied bit for bit, or refused with a reason.",
-        [
-            Copy(f"{dtype}, {pool}", geometry=_EVEN(dim=64, dtype=dtype), pool=pool)
-            for dtype in ("float8_e4m3fn", "float8_e5m2", "int8")
-            for pool in ("nhd", "odd steps")
-        ],
+        [Copy(f"{dtype}, {pool}", geometry=_EVEN(dim=64, dtype=dtype), pool=pool) for dtype in QUANTISED for pool in ("nhd", "odd steps")],
     ),
     _require(
         24,

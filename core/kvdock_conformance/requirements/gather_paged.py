@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
+from kvdock_conformance.cases import quantised
 from kvdock_conformance.cases.drawing import Drawing, View, call
 from kvdock_conformance.cases.gathers import READ_POOLS, Gather
 from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, SINGLE_SIZES, Geometry
@@ -82,18 +83,6 @@ def _far() -> Iterable[Case]:
     ]
     yield Case("2**19 + 2 blocks of 2**13 elements", drawing.case(gather.call(drawing, pools), places=[view.spec() for view in filled]))
     yield from far_reads()
-
-
-def _quantised() -> Iterable[Case]:
-    """Return reads of quantised pools into float32, where the product of element and scale is rounded once."""
-    # Bytes up to 0x7b: larger ones are NaN or infinite in e4m3fn or e5m2, and what becomes of a NaN's payload is left open.
-    finite_bytes = [byte - 128 * sign for byte in range(0x7C) for sign in (0, 1)]
-    for dtype in ("float8_e4m3fn", "float8_e5m2", "int8"):
-        drawing, gather = Drawing(), Gather("", geometry=Geometry(dtype=dtype), values=finite_bytes)
-        args = gather.args(drawing, gather.pools(drawing))
-        outputs = {name: drawing.tensor("float32", (13, 2, 8)) for name in ("k_out", "v_out")}
-        scale = drawing.tensor("float32", (), values=[0x3DCCCCCD])  # 0.1
-        yield Case(dtype, drawing.case(call(OP, **{**args, **outputs, "k_scale": scale, "v_scale": scale})))
 
 
 Change = Callable[[Drawing, dict[str, View]], dict[str, View | None]]
@@ -458,7 +447,7 @@ REQUIREMENTS = [
     _require(
         28,
         "A quantised pool reads as its elements times their scale, or is refused with a reason.",
-        _quantised,
+        quantised.reads,
         check=check_dequantised,
     ),
     _require(

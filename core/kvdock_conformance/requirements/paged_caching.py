@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import attrs
-
-from kvdock_conformance.cases.drawing import Drawing, call
-from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, POOLS, SINGLE_SIZES, SOURCES, Geometry
-from kvdock_conformance.cases.numbers import SPECIAL_BITS, finite
+from kvdock_conformance.cases import quantised
+from kvdock_conformance.cases.drawing import Drawing
+from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, POOLS, SINGLE_SIZES, Geometry
+from kvdock_conformance.cases.numbers import SPECIAL_BITS
 from kvdock_conformance.cases.paged import Write, shuffled
 from kvdock_conformance.cases.places import beside_the_pool, far_writes
 from kvdock_conformance.checking.calls import check_calls, check_inputs
@@ -73,19 +72,6 @@ def _repeated() -> Iterable[Case]:
     pools = POOLS["nhd"](drawing, write.geometry)
     changing = [Write("", lead=lead, slots=shuffled(24, seed)) for seed, lead in enumerate([(5,), (13,), (1,), (2, 3), (24,), (13,)])]
     yield Case("other tokens and slots at each call", drawing.case(*[write.call(drawing, pools) for write in changing]))
-
-
-def _quantised() -> Iterable[Case]:
-    """Return writes into quantised caches, with a scale for the whole tensor."""
-    for dtype in ("float8_e4m3fn", "float8_e5m2", "int8"):
-        for k_dtype in ("bfloat16", "float32"):
-            drawing = Drawing()
-            k_cache, v_cache = POOLS["nhd"](drawing, Geometry(dtype=dtype))
-            k, v = (attrs.evolve(x, values=finite(k_dtype)) for x in SOURCES["contiguous"](drawing, Geometry(dtype=k_dtype), (13,)))
-            slots = drawing.tensor("int64", (13,), values=shuffled(24))
-            scale = drawing.tensor("float32", (), values=[0x3DCCCCCD])  # 0.1
-            args = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "slot_mapping": slots}
-            yield Case(f"{dtype} from {k_dtype}", drawing.case(call(OP, **args, k_scale=scale, v_scale=scale)))
 
 
 REQUIREMENTS = [
@@ -334,7 +320,7 @@ REQUIREMENTS = [
     _require(
         22,
         "A quantised cache holds x / scale, rounded to nearest and clamped to the range of its dtype, or is refused with a reason.",
-        _quantised,
+        quantised.writes,
         check=check_quantised,
     ),
     _require(
