@@ -30,6 +30,7 @@ AREAS = (
     "devices",
     "hygiene",
     "prefix",
+    "prefix_answers",
 )
 """Modules of this package."""
 
