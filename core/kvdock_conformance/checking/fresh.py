@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 from kvdock import runtime
 from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.shared import shared_state
 from kvdock_conformance.checking.target import Target
 
 __all__ = [
@@ -24,7 +26,9 @@ __all__ = [
     "SEEDED",
     "check_import_cost",
     "check_import_is_light",
+    "check_leaves_alone",
     "check_no_context",
+    "check_notes",
     "check_process",
     "entry_module",
     "facts_of",
@@ -43,7 +47,7 @@ IMPORT_SHARE, IMPORT_S = 0.5, 0.1
 """An entry module may take this share of the processor time that importing kvdock takes beside torch, and so many seconds."""
 
 SCRIPT = """
-import importlib, json, multiprocessing, os, sys, time, types
+import hashlib, importlib, json, multiprocessing, os, random, sys, time, types, warnings
 import torch
 
 NAME, SETUP, MODULE, HEAVY = {name!r}, {setup!r}, {module!r}, {heavy!r}
@@ -99,6 +103,7 @@ def ask(method):
     process.join()
     return answer
 
+{shared}
 def contexts():
     found = []
     for name, part in vars(torch).items():  # torch.<type of device>, by whomever it was put there; all but the host's
@@ -108,14 +113,19 @@ def contexts():
     return found
 
 if __name__ == "__main__":
-    before = set(sys.modules)
+    before, shared = set(sys.modules), shared_state()
     start = time.process_time()
     importlib.import_module(MODULE)
     cost = time.process_time() - start
     imported = sorted(set(sys.modules) - before)
-    registry().backend(NAME).probe()
-    found = dict(cost=cost, cost_of_kvdock=cost_of_kvdock, imported=[name for name in imported if name.startswith(HEAVY)])
-    found.update(contexts=contexts(), fork=ask("fork"), spawn=ask("spawn"))
+    changed = [f"{{name}} by the import" for name, value in shared_state().items() if value != shared[name]]
+    backend, shared = registry().backend(NAME), shared_state()
+    backend.probe()
+    changed += [f"{{name}} by the probe" for name, value in shared_state().items() if value != shared[name]]
+    found = dict(changed=changed, cost=cost, cost_of_kvdock=cost_of_kvdock, imported=[name for name in imported if name.startswith(HEAVY)])
+    found.update(contexts=contexts())
+    backend.notes()
+    found.update(contexts_after_notes=contexts(), fork=ask("fork"), spawn=ask("spawn"))
     print(json.dumps(found))
 """
 
@@ -143,7 +153,16 @@ def facts_of(target: Target) -> dict[str, Any]:
 def _ask(target: Target) -> dict[str, Any]:
     """Run the script in a fresh interpreter: in a file, since spawned processes import it."""
     own = () if target.setup else ("reference", "portable-kernels")
-    text = SCRIPT.format(name=target.name, setup=target.setup, module=entry_module(target), heavy=HEAVY, seeded="\n".join(SEEDED), own=own)
+    known = {"name": target.name, "setup": target.setup, "module": entry_module(target), "heavy": HEAVY, "own": own}
+    text = SCRIPT.format(**known, seeded="\n".join(SEEDED), shared=inspect.getsource(shared_state))
+        name=target.name,
+        setup=target.setup,
+        module=entry_module(target),
+        heavy=HEAVY,
+        seeded="\n".join(SEEDED),
+        own=own,
+        shared=inspect.getsource(shared_state),
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "fresh.py"
         path.write_text(text, encoding="utf-8")
@@ -178,6 +197,27 @@ def check_no_context(target: Target, data: Mapping[str, Any]) -> None:
     found = facts_of(target)["contexts"]
     if found:
         raise NonconformanceError("device contexts after import and probe()", expected="none", got=", ".join(found))
+
+
+def check_notes(target: Target, data: Mapping[str, Any]) -> None:
+    """Check that notes are lines of text, and open no context on any device.
+
+    Raises:
+        NonconformanceError: one is none, or something was opened.
+    """
+    notes = target.backend.notes()
+    if isinstance(notes, str) or not all(isinstance(line, str) and line.strip() and "\n" not in line for line in notes):
+        raise NonconformanceError("notes()", expected="a list of lines", got=repr(notes))
+    found = facts_of(target)["contexts_after_notes"]
+    if found:
+        raise NonconformanceError("device contexts after notes()", expected="none", got=", ".join(found))
+
+
+def check_leaves_alone(target: Target, data: Mapping[str, Any]) -> None:
+    """Check that import and probe have changed nothing that everybody in the process shares."""
+    found = facts_of(target)["changed"]
+    if found:
+        raise NonconformanceError("what everybody in a process shares", expected="as it was", got=", ".join(found))
 
 
 def check_process(target: Target, data: Mapping[str, Any]) -> None:

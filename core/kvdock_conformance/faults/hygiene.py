@@ -14,7 +14,7 @@ import torch
 import kvdock
 from kvdock_conformance.checking import fresh
 from kvdock_conformance.checking.target import Target
-from kvdock_conformance.faults.fault import Fault, Faults
+from kvdock_conformance.faults.fault import Args, Fault, Faults, Run
 
 __all__ = ["FAULTS"]
 
@@ -77,6 +77,28 @@ _fresh(
     "KVD-HYGIENE-003",
     "def at_import(): torch.acme = types.SimpleNamespace(is_initialized=lambda: True, current_device=lambda: 0)",
     *_AT_IMPORT,
+)
+_fresh(
+    "sets-the-default-dtype",
+    "The module sets torch's default dtype.",
+    "KVD-HYGIENE-013",
+    "def at_import(): torch.set_default_dtype(torch.float64)",
+    *_AT_IMPORT,
+)
+_fresh(
+    "context-for-notes",
+    "Notes tell of the device, which is opened for them.",
+    "KVD-HYGIENE-012",
+    "from kvdock.plugins.registry import Registry",
+    "own_backend = Registry.backend",
+    "def notes():",
+    "    torch.acme = types.SimpleNamespace(is_initialized=lambda: True, current_device=lambda: 0)",
+    "    return []",
+    "def backend(self, name):",
+    "    found = own_backend(self, name)",
+    "    found.notes = notes",
+    "    return found",
+    "Registry.backend = backend",
 )
 _IN_FORK, _IN_SPAWN = "multiprocessing.parent_process() and __name__ == '__main__'", "__name__ == '__mp_main__'"
 for _method, _where, _killer in (("forked", _IN_FORK, "KVD-HYGIENE-004"), ("spawned", _IN_SPAWN, "KVD-HYGIENE-005")):
@@ -156,3 +178,26 @@ def _kernel_is_none(inner: Callable[[], Any]) -> Callable[[], Any]:
 @FAULTS.backend(_AREA, "kernels", "hygiene-no-kernel", "It brings no kernel.", "KVD-HYGIENE-011")
 def _no_kernel(inner: Callable[[], Any]) -> Callable[[], Any]:
     return dict
+
+
+@FAULTS.backend(_AREA, "notes", "hygiene-notes-are-a-text", "Notes are one text.", "KVD-HYGIENE-012")
+def _notes_text(inner: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: "launched by hand"
+
+
+_CALLS = Faults(_AREA)
+
+
+@_CALLS.call("paged_caching_", "hygiene-call-draws-random-numbers", "A call draws a random number.", "KVD-HYGIENE-014")
+def _draws(run: Run, args: Args) -> None:
+    torch.rand(1)
+    run(args)
+
+
+@_CALLS.call("gather_paged", "hygiene-call-sets-threads", "A call sets torch's number of threads.", "KVD-HYGIENE-014")
+def _sets_threads(run: Run, args: Args) -> None:
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    run(args)
+
+
+FAULTS.extend(_CALLS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from kvdock_conformance.checking.claims import check_guard
+from kvdock_conformance.checking.claims import check_count, check_guard, check_guard_again
 from kvdock_conformance.checking.devices import (
     GRAPHS,
     STREAMS,
@@ -88,4 +88,10 @@ REQUIREMENTS = [
         Case("four threads", {"threads": 4, "heads": [1, 2, 3, 5]}),
     ),
     _require(9, "The guard of a device can be entered and left, by an error too, which it passes on.", check_guard),
+    _require(10, "The count of skipped writes of a device is a non-negative int, which asking for it does not change.", check_count),
+    _require(
+        11,
+        "Guards can be entered inside each other, and by threads at once, and leaving one makes the device before it current.",
+        check_guard_again,
+    ),
 ]

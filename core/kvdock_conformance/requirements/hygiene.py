@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from kvdock_conformance.cases.drawing import Drawing
+from kvdock_conformance.cases.every_op import OPS, OpCall
+from kvdock_conformance.cases.layouts import Geometry
 from kvdock_conformance.checking.claims import check_capabilities, check_claims, check_devices, check_kernels, check_names, check_probe
-from kvdock_conformance.checking.fresh import check_import_cost, check_import_is_light, check_no_context, check_process
+from kvdock_conformance.checking.fresh import (
+    check_import_cost,
+    check_import_is_light,
+    check_leaves_alone,
+    check_no_context,
+    check_notes,
+    check_process,
+)
+from kvdock_conformance.checking.shared import check_calls_are_quiet_neighbours
 from kvdock_conformance.requirement import Case, Check, Level, Requirement
 
 __all__ = ["AREA", "REQUIREMENTS"]
@@ -19,6 +30,14 @@ def _require(number: int, sentence: str, check: Check, *cases: Case, level: Leve
     """Return a requirement of this area."""
     made: Callable[[], Iterable[Case]] = lambda: cases or (Case("asked once", {}),)  # noqa: E731 - the type is the reason
     return Requirement(f"KVD-HYGIENE-{number:03}", sentence, AREA, check, made, level, limit_s=_LIMIT_S)
+
+
+def _called(op: str) -> Case:
+    """Return calls of an op: the first of its kind, one like it, and one with more tokens."""
+    drawing, first = Drawing(), OpCall(op, tokens=2, geometry=Geometry(num_blocks=8, block=8))
+    caches = first.caches(drawing)
+    more = OpCall(op, tokens=4, geometry=first.geometry)
+    return Case(op, drawing.case(*(call.call(drawing, caches) for call in (first, first, more))))
 
 
 REQUIREMENTS = [
@@ -50,4 +69,16 @@ REQUIREMENTS = [
     ),
     _require(10, "What it says it can do is always the same, and its kernels take every dtype that it declares.", check_capabilities),
     _require(11, "It brings a kernel of its own for at least one op.", check_kernels, level=Level.EXTENDED),
+    _require(12, "Its notes are lines of text, and asking for them opens no context on any device.", check_notes),
+    _require(
+        13,
+        "Importing it and probing leave alone what everybody in a process shares: torch's settings, random numbers, environment, warnings.",
+        check_leaves_alone,
+    ),
+    _require(
+        14,
+        "Calls leave alone what everybody in a process shares: torch's settings, random numbers, environment, warnings.",
+        check_calls_are_quiet_neighbours,
+        *map(_called, OPS),
+    ),
 ]
