@@ -155,14 +155,6 @@ def _ask(target: Target) -> dict[str, Any]:
     own = () if target.setup else ("reference", "portable-kernels")
     known = {"name": target.name, "setup": target.setup, "module": entry_module(target), "heavy": HEAVY, "own": own}
     text = SCRIPT.format(**known, seeded="\n".join(SEEDED), shared=inspect.getsource(shared_state))
-        name=target.name,
-        setup=target.setup,
-        module=entry_module(target),
-        heavy=HEAVY,
-        seeded="\n".join(SEEDED),
-        own=own,
-        shared=inspect.getsource(shared_state),
-    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "fresh.py"
         path.write_text(text, encoding="utf-8")
