@@ -10,7 +10,7 @@ import attrs
 
 from kvdock_conformance.cases.drawing import Drawing, Values, View, call
 from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry, Pair
-from kvdock_conformance.cases.paged import shuffled
+from kvdock_conformance.cases.paged import shuffled, slots_view
 from kvdock_conformance.requirement import Case, Level
 
 __all__ = ["READ_POOLS", "Gather"]
@@ -68,6 +68,7 @@ class Gather:
         out: name of one of `SOURCES` in which no place shares memory with another.
         index: torch's name of the slots' dtype.
         index_gap: free elements behind each slot in memory.
+        index_order: how slots lie in memory, see `slots_view`.
         values: what the pools hold, see `Values`; None for random bits.
         seed: of the random bytes.
         level: at which level it runs.
@@ -81,6 +82,7 @@ class Gather:
     out: str = "contiguous"
     index: str = "int64"
     index_gap: int = 0
+    index_order: str = "rows"
     values: Values | None = None
     seed: int = 0
     level: Level = Level.CORE
@@ -102,7 +104,7 @@ class Gather:
     def args(self, drawing: Drawing, pools: Pair) -> dict[str, View]:
         """Return the arguments of the call that reads pools which are there already."""
         lead, values = self.leading, shuffled(self.geometry.capacity) if self.slots is None else self.slots
-        slots = drawing.tensor(self.index, (*lead, self.index_gap + 1), values=values).select(len(lead), 0)
+        slots = slots_view(drawing, self.index, lead, values, gap=self.index_gap, order=self.index_order)
         k_out, v_out = SOURCES[self.out](drawing, self.geometry, lead)
         return {"k_cache": pools[0], "v_cache": pools[1], "slot_mapping": slots, "k_out": k_out, "v_out": v_out}
 

@@ -11,7 +11,10 @@ import attrs
 
 from kvdock_conformance.cases.drawing import ITEMSIZE, Drawing, View
 
-__all__ = ["POOLS", "SOURCES", "Geometry", "Pair"]
+__all__ = ["ANY_STEP", "PARTS", "POOLS", "SINGLE_SIZES", "SOURCES", "Geometry", "Pair"]
+
+ANY_STEP = "any step of a size of 1"
+"""The pool, and the source, whose sizes of 1 have steps that mean nothing."""
 
 Pair = tuple[View, View]
 """Keys and values."""
@@ -59,6 +62,20 @@ class Geometry:
         """Shape of the value cache."""
         return (self.num_blocks, self.block, self.hv, self.dv)
 
+
+SINGLE_SIZES: Mapping[str, Geometry] = MappingProxyType(
+    {
+        "one block": Geometry(num_blocks=1, block=16),
+        "blocks of one slot": Geometry(num_blocks=16, block=1),
+        "one head": Geometry.even(1),
+        "one element": Geometry.even(dim=1),
+        "one head of one element": Geometry.even(1, 1),
+    }
+)
+"""Pools with sizes of 1."""
+
+PARTS = ("halves [2, NB, ...]", "halves [NB, 2, ...]", "k and v side by side", "layer-first", "page-first", "padded blocks")
+"""Pools that are part of a larger tensor."""
 
 PoolBuilder = Callable[[Drawing, Geometry], Pair]
 SourceBuilder = Callable[[Drawing, Geometry, tuple[int, ...]], Pair]
@@ -110,6 +127,15 @@ def _different_orders(drawing: Drawing, g: Geometry) -> Pair:
     return k, drawing.tensor(g.dtype, g.v_shape, gaps=(0, 3, 0, 0), offset=2 * ITEMSIZE[g.dtype])
 
 
+def _any_step_of_one(view: View) -> View:
+    """Return a view with a step that means nothing, an odd one, wherever a size is 1."""
+    return attrs.evolve(view, strides=tuple(977 if size == 1 else step for size, step in zip(view.shape, view.strides, strict=True)))
+
+
+def _pools_of_any_step(drawing: Drawing, g: Geometry) -> Pair:
+    return _any_step_of_one(drawing.tensor(g.dtype, g.k_shape)), _any_step_of_one(drawing.tensor(g.dtype, g.v_shape))
+
+
 POOLS: Mapping[str, PoolBuilder] = MappingProxyType(
     {
         "nhd": _each(),
@@ -128,6 +154,7 @@ POOLS: Mapping[str, PoolBuilder] = MappingProxyType(
         "odd address": _each(offset=1),
         "even address in an odd storage": _each(offset=1, shift=31),
         "k and v unlike": _different_orders,
+        ANY_STEP: _pools_of_any_step,
         "untouched memory": _each(fill="zeros"),
     }
 )
@@ -186,6 +213,11 @@ def _one_token_for_all(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> 
     return k.expand((*lead, g.hk, g.dk)), v.expand((*lead, g.hv, g.dv))
 
 
+def _rows_of_any_step(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
+    k, v = _contiguous(drawing, g, lead)
+    return _any_step_of_one(k), _any_step_of_one(v)
+
+
 SOURCES: Mapping[str, SourceBuilder] = MappingProxyType(
     {
         "contiguous": _contiguous,
@@ -199,6 +231,7 @@ SOURCES: Mapping[str, SourceBuilder] = MappingProxyType(
         "even address in an odd storage": _strided(offset=1, shift=31),
         "one head for all": _one_head_for_all,
         "one token for all": _one_token_for_all,
+        ANY_STEP: _rows_of_any_step,
     }
 )
 """Builders of ``k`` and ``v`` with given leading sizes, by name."""

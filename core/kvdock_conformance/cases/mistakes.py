@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from kvdock_conformance.cases.drawing import Drawing, View
+from kvdock_conformance.cases.drawing import ITEMSIZE, Drawing, View
 from kvdock_conformance.cases.every_op import OPS, OpCall
 from kvdock_conformance.cases.layouts import Geometry
 from kvdock_conformance.requirement import Case
@@ -213,11 +213,25 @@ def overlapping_sources() -> Iterator[Mistake]:
             for to in destinations:
                 wrong, put = (to, name) if op == "gather_paged" else (name, to)
                 yield Mistake(op, f"{name} in {to}", _placed(wrong, put), texts=("address 0x", name))
+                yield Mistake(op, f"{name} from the last row of {to} on", _reaching(wrong, put), texts=("address 0x", name))
 
 
 def _placed(name: str, where: str) -> Change:
     """Return a change of an argument to one that begins where another does."""
     return lambda drawing, good: {name: attrs.evolve(good[name], arena=good[where].arena, offset=good[where].offset, values=None)}
+
+
+def _reaching(name: str, where: str) -> Change:
+    """Return a change of an argument to one that begins in the last 16 bytes of another, and goes on behind it."""
+
+    def change(drawing: Drawing, good: dict[str, Any]) -> dict[str, Any]:
+        there, own = good[where], good[name]
+        last = sum((size - 1) * step for size, step in zip(there.shape, there.strides, strict=True))
+        offset = there.offset + (last + 1) * ITEMSIZE[there.dtype] - 16
+        drawing.arenas[there.arena]["bytes"] += drawing.arenas[own.arena]["bytes"]
+        return {name: attrs.evolve(own, arena=there.arena, offset=offset, values=None)}
+
+    return change
 
 
 def destinations_that_share() -> Iterator[Mistake]:

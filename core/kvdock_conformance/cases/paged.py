@@ -11,7 +11,7 @@ from kvdock_conformance.cases.drawing import Drawing, Values, View, call
 from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry
 from kvdock_conformance.requirement import Case, Level
 
-__all__ = ["Write", "shuffled"]
+__all__ = ["Write", "shuffled", "slots_view"]
 
 
 _SMALL = Geometry()
@@ -35,6 +35,7 @@ class Write:
         source: name of one of `SOURCES`.
         index: torch's name of the slots' dtype.
         index_gap: free elements behind each slot in memory.
+        index_order: how slots lie in memory, see `slots_view`.
         values: what k and v hold, see `Values`; None for random bits.
         seed: of the random bytes.
         level: at which level it runs.
@@ -48,6 +49,7 @@ class Write:
     source: str = "contiguous"
     index: str = "int64"
     index_gap: int = 0
+    index_order: str = "rows"
     values: Values | None = None
     seed: int = 0
     level: Level = Level.CORE
@@ -64,7 +66,8 @@ class Write:
         k, v = SOURCES[self.source](drawing, self.geometry, self.leading)
         if self.values is not None:
             k, v = attrs.evolve(k, values=self.values), attrs.evolve(v, values=self.values)
-        slots = _slots(drawing, self)
+        values: Values = shuffled(self.geometry.capacity) if self.slots is None else self.slots
+        slots = slots_view(drawing, self.index, self.leading, values, gap=self.index_gap, order=self.index_order)
         return call("paged_caching_", k_cache=pools[0], v_cache=pools[1], k=k, v=v, slot_mapping=slots)
 
     def case(self) -> Case:
@@ -74,7 +77,23 @@ class Write:
         return Case(self.name, drawing.case(self.call(drawing, pools)), self.level)
 
 
-def _slots(drawing: Drawing, write: Write) -> View:
-    """Return the slot mapping of a call."""
-    values: Values = shuffled(write.geometry.capacity) if write.slots is None else write.slots
-    return drawing.tensor(write.index, (*write.leading, write.index_gap + 1), values=values).select(len(write.leading), 0)
+def slots_view(drawing: Drawing, dtype: str, lead: tuple[int, ...], values: Values, *, gap: int = 0, order: str = "rows") -> View:
+    """Return a slot mapping.
+
+    Args:
+        drawing: where it is drawn.
+        dtype: torch's name of its dtype.
+        lead: its shape.
+        values: the slots; one of them where there is one for all.
+        gap: free elements behind each slot in memory, in rows.
+        order: ``"rows"``, one after the other; ``"columns"``, as of a transposed batch; ``"longer rows"``, cut out of rows with
+            others before and behind; ``"one"`` for all.
+    """
+    if order == "columns":
+        return drawing.tensor(dtype, lead[::-1], values=values).transpose(0, 1)
+    if order == "longer rows":
+        longer = drawing.tensor(dtype, (*lead[:-1], lead[-1] + 3)).slice(len(lead) - 1, 1, 1 + lead[-1])
+        return attrs.evolve(longer, values=values)
+    if order == "one":
+        return attrs.evolve(drawing.tensor(dtype, (1,) * len(lead)).expand(lead), values=values)
+    return drawing.tensor(dtype, (*lead, gap + 1), values=values).select(len(lead), 0)

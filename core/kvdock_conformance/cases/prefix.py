@@ -30,6 +30,10 @@ BAD_CALLS = (
     *(f"evict {kind}" for kind in ("negative", "float", "text", "none", "bool", "too much")),
     *(f"priority {kind}" for kind in ("float", "text", "none")),
     "discard within a block",
+    *(f"start {kind}" for kind in ("negative", "float", "none")),
+    *(f"record {kind}" for kind in ("negative", "float", "none")),
+    "tokens on a device",
+    "slots on a device",
 )
 """Calls with arguments that no prefix cache takes; `kvdock_conformance.checking.prefix_bad` makes them."""
 
@@ -74,6 +78,7 @@ _MAKERS: Mapping[str, Callable[[random.Random], Step]] = MappingProxyType(
             **_handle(choose),
             "unlock": choose.randrange(2) > 0,
             "whose": choose.choice(("equal", "naive", "none")),
+            "call": choose.choice(("lock_handle", "record_match", "discard_prefix")),
         },
     }
 )

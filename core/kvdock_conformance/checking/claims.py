@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -13,7 +15,19 @@ from kvdock.ops.catalog import CATALOG
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.target import Target
 
-__all__ = ["check_capabilities", "check_claims", "check_devices", "check_guard", "check_kernels", "check_names", "check_probe", "expect"]
+__all__ = [
+    "check_capabilities",
+    "check_claims",
+    "check_count",
+    "check_devices",
+    "check_guard",
+    "check_guard_again",
+    "check_kernels",
+    "check_names",
+    "check_probe",
+    "current_of",
+    "expect",
+]
 
 
 def expect(what: str, is_so: bool, expected: object, got: object) -> None:
@@ -103,3 +117,39 @@ def check_guard(target: Target, data: Mapping[str, Any]) -> None:
                     raise
                 continue
             expect(f"device_guard({device})", error is None, "the error that was raised in it", "no error")
+
+
+def current_of(device: torch.device) -> object:
+    """Return the index of the current device of a type; None where torch knows of none."""
+    asked = getattr(getattr(torch, device.type, None), "current_device", None)
+    found: object = asked() if asked is not None and device.index is not None else None
+    return found
+
+
+def check_guard_again(target: Target, data: Mapping[str, Any]) -> None:
+    """Enter guards inside each other, and by two threads at once, each of which waits in it for the other."""
+    devices = list(target.backend.devices())
+    for outer, inner in [(a, b) for a in devices for b in devices][:16]:
+        with target.backend.device_guard(outer):
+            with target.backend.device_guard(inner):
+                expect(f"the current device in device_guard({inner})", current_of(inner) == inner.index, inner.index, current_of(inner))
+            expect(f"the current device behind device_guard({inner})", current_of(outer) == outer.index, outer.index, current_of(outer))
+    meeting = threading.Barrier(2)
+
+    def enter(device: torch.device) -> object:
+        with target.backend.device_guard(device):
+            meeting.wait(10)
+            return current_of(device)
+
+    with ThreadPoolExecutor(2) as threads:
+        for device, met in [(device, threads.submit(enter, device)) for device in (devices[0], devices[-1])]:
+            expect(f"the current device of a thread in device_guard({device})", met.result() == device.index, device.index, met.result())
+
+
+def check_count(target: Target, data: Mapping[str, Any]) -> None:
+    """Ask each device for its count of skipped writes, again and again."""
+    for device in target.backend.devices():
+        first, *others = [target.backend.skipped_writes(device) for _ in range(3)]
+        is_count = isinstance(first, int) and not isinstance(first, bool) and first >= 0
+        expect(f"skipped_writes({device})", is_count, "a non-negative int", repr(first))
+        expect(f"skipped_writes({device}), asked again", others == [first] * 2, first, others)

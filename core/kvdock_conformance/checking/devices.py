@@ -11,6 +11,7 @@ import torch
 
 import kvdock
 from kvdock import runtime
+from kvdock_conformance.checking.device_calls import CALLS, DeviceCall, Write
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.target import HOST, Target
 from kvdock_conformance.requirement import Capability, Check
@@ -18,11 +19,9 @@ from kvdock_conformance.requirement import Capability, Check
 __all__ = [
     "DELAY_CYCLES",
     "GRAPHS",
-    "OP",
     "STREAMS",
     "SYNC_DEBUG",
     "TWO_DEVICES",
-    "Write",
     "check_done_at_once",
     "check_foreign_tensor",
     "check_miss_under_capture",
@@ -35,6 +34,7 @@ __all__ = [
     "check_stream",
     "check_threads_on_devices",
     "graph_of",
+    "made",
     "module_of",
     "why_no_graphs",
     "why_no_streams",
@@ -42,48 +42,13 @@ __all__ = [
     "why_one_device",
 ]
 
-OP = "paged_caching_"
 DELAY_CYCLES = 200_000_000
 """About 0.1 s on a GPU."""
 
 
-class Write:
-    """A write of rows into a pool on a device, and what must come of it.
-
-    Args:
-        device: the device.
-        slots: slots of the tokens.
-        heads: heads of the pool: another number is another plan.
-    """
-
-    def __init__(self, device: torch.device, slots: Sequence[int], heads: int = 2) -> None:
-        self.k_cache, self.v_cache = (torch.zeros(8, 4, heads, 16, device=device) for _ in range(2))
-        self._numbers = torch.Generator().manual_seed(heads)  # not torch's own, whose state is the process's
-        self.k, self.v = (self.values((len(slots), heads, 16)).to(device) for _ in range(2))
-        self.slots = torch.tensor(slots, device=device)
-
-    def values(self, shape: Sequence[int]) -> torch.Tensor:
-        """Return other random values at each time, in host memory, the same in each run."""
-        return torch.randn(shape, generator=self._numbers)
-
-    def call(self, target: Target) -> None:
-        """Make the call."""
-        with kvdock.use_backend(target.name):
-            kvdock.ops.paged_caching_(self.k_cache, self.v_cache, self.k, self.v, self.slots)
-
-    def check(self, what: str) -> None:
-        """Compare both pools with what the slots say now.
-
-        Raises:
-            NonconformanceError: a place differs.
-        """
-        for name, cache, rows in (("k_cache", self.k_cache, self.k), ("v_cache", self.v_cache, self.v)):
-            expected, slots = torch.zeros_like(cache, device="cpu").flatten(0, 1), self.slots.cpu()
-            live = slots >= 0
-            expected[slots[live]] = rows.cpu()[live]
-            wrong = (cache.cpu().flatten(0, 1) != expected).flatten(1).any(1).nonzero().flatten().tolist()
-            if wrong:
-                raise NonconformanceError(f"{what}: slots of {name} that differ", expected="none", got=wrong)
+def made(device: torch.device, data: Mapping[str, Any], slots: Sequence[int] | None = None, heads: int = 2) -> DeviceCall:
+    """Return the call of a case on a device, of its op and its slots."""
+    return CALLS[data["op"]](device, data["slots"] if slots is None else slots, heads)
 
 
 def module_of(device: torch.device) -> Any:
@@ -132,14 +97,15 @@ def check_done_at_once(target: Target, data: Mapping[str, Any], reasons: Sequenc
     Raises:
         NonconformanceError: the pool is not what it must be.
     """
-    write = Write(target.device, data["slots"])
+    call = made(target.device, data)
     for _ in range(3):
-        write.call(target)
-        kept = write.k, write.v
-        write.k, write.v = (rows.clone() for rows in kept)
-        for rows in kept:
+        call.take(data["slots"])
+        call.call(target)
+        right = call.right()
+        for rows in call.sources:
             rows.fill_(-1)
-        write.check("a call that has returned")
+        call.check("a call that has returned", right)
+        call.refill()
 
 
 STREAMS = Capability("runs in streams", why_no_streams, check_done_at_once)
@@ -195,35 +161,40 @@ def check_other_device(target: Target, data: Mapping[str, Any]) -> None:
     for current, other in [(a, b) for a in devices for b in devices if a != b][:12]:
         module = module_of(current)
         with target.backend.device_guard(current):
-            write = Write(other, data["slots"])
+            call = made(other, data)
             for _ in range(4):  # the plan is prepared, found, and remembered
-                write.call(target)
+                call.call(target)
                 now = module.current_device()
                 if now != current.index:
                     raise NonconformanceError(f"current device after a call on {other}", expected=current.index, got=now)
-        write.check(f"a call on {other} while {current} is current")
+        call.check(f"a call on {other} while {current} is current")
 
 
 def check_stream(target: Target, data: Mapping[str, Any]) -> None:
     """Call in a side stream behind a delay and a change of the source: what is written is the changed one.
 
+    Its plan is forgotten, and another one made, while the call waits in the stream.
+
     Raises:
         NonconformanceError: the call did not wait for its stream, or made the host wait.
     """
-    module, write = module_of(target.device), Write(target.device, data["slots"])
-    write.call(target)
-    new_k, new_v = (write.values(rows.shape).to(target.device) for rows in (write.k, write.v))
+    module, call = module_of(target.device), made(target.device, data)
+    call.call(target)
+    call.take(data["slots"])
+    new = [call.values(rows.shape).to(target.device) for rows in call.sources]
     module.synchronize(target.device)
     with target.backend.device_guard(target.device):
         side = module.Stream(target.device)
         with module.stream(side):
             module._sleep(DELAY_CYCLES)
-            write.k.copy_(new_k)
-            write.v.copy_(new_v)
-            write.call(target)
+            for rows, changed in zip(call.sources, new, strict=True):
+                rows.copy_(changed)
+            call.call(target)
             is_done = side.query()
+        runtime.default().dispatcher.descriptors.clear()
+        made(target.device, data, heads=3).call(target)
         side.synchronize()
-    write.check("a call in a side stream, behind a change of its source")
+    call.check("a call in a side stream, behind a change of its source")
     if is_done:
         raise NonconformanceError("a call in a side stream behind a delay", expected="to return before it is done", got="the host waited")
 
@@ -234,21 +205,21 @@ def check_no_sync(target: Target, data: Mapping[str, Any]) -> None:
     Raises:
         NonconformanceError: something synchronises.
     """
-    module, write = module_of(target.device), Write(target.device, data["slots"])
-    write.call(target)
+    module, call = module_of(target.device), made(target.device, data)
+    call.call(target)
     module.synchronize(target.device)
     mode = module.get_sync_debug_mode()
     try:
         module.set_sync_debug_mode("error")
         for _ in range(4):
-            write.call(target)
+            call.call(target)
     except RuntimeError as error:
         if isinstance(error, kvdock.KVDockError):
             raise
         raise NonconformanceError("a call, with torch looking for synchronisation", expected="none", got=error) from error
     finally:
         module.set_sync_debug_mode(mode)
-    write.check("a call that must not synchronise")
+    call.check("a call that must not synchronise")
 
 
 def graph_of(target: Target) -> tuple[Any, Any]:
@@ -268,29 +239,29 @@ def graph_of(target: Target) -> tuple[Any, Any]:
 
 
 def check_replay(target: Target, data: Mapping[str, Any]) -> None:
-    """Record a call, forget its plan, and replay with other slots, padding and values.
+    """Record a call, forget its plan, and replay with other slots, padding, slots out of range and values.
 
     Raises:
-        NonconformanceError: torch records nothing there, or a replay writes something else.
+        NonconformanceError: torch records nothing there, a replay writes something else, or does not count what it skips.
     """
     graph, recording = graph_of(target)
-    write = Write(target.device, data["slots"])
-    write.call(target)
+    call = made(target.device, data)
+    call.call(target)
     with recording:
         if not target.backend.is_capturing(target.device):
             raise NonconformanceError("is_capturing() while a graph is recorded", expected=True, got=False)
-        write.call(target)
+        call.call(target)
     runtime.default().dispatcher.descriptors.clear()
-    Write(target.device, data["slots"], heads=3).call(target)  # another plan takes its place
+    made(target.device, data, heads=3).call(target)  # another plan takes its place
     for slots in data["replays"]:
-        for cache in (write.k_cache, write.v_cache):
-            cache.zero_()
-        for rows in (write.k, write.v):
-            rows.copy_(write.values(rows.shape))
-        write.slots.copy_(torch.tensor(slots))
+        call.take(slots)
+        call.refill()
+        before = target.skipped()
         graph.replay()
         module_of(target.device).synchronize(target.device)
-        write.check(f"a replay with slots {slots}")
+        call.check(f"a replay with slots {slots}")
+        if target.skipped() - before != call.skips():
+            raise NonconformanceError(f"skipped writes of a replay with {slots}", expected=call.skips(), got=target.skipped() - before)
 
 
 def check_miss_under_capture(target: Target, data: Mapping[str, Any]) -> None:
@@ -300,7 +271,7 @@ def check_miss_under_capture(target: Target, data: Mapping[str, Any]) -> None:
         NonconformanceError: it does not raise, says something else, writes, or spoils the graph.
     """
     graph, recording = graph_of(target)
-    cold, other = Write(target.device, data["slots"], heads=5), torch.zeros(1, device=target.device)
+    cold, other = made(target.device, data, heads=5), torch.zeros(1, device=target.device)
     said = "no error"
     with recording:
         other.add_(1)
@@ -314,10 +285,9 @@ def check_miss_under_capture(target: Target, data: Mapping[str, Any]) -> None:
         )
     graph.replay()
     module_of(target.device).synchronize(target.device)
-    if other.item() != 1 or bool(cold.k_cache.any()):
-        raise NonconformanceError(
-            "the graph around the refused call", expected="to run without it", got=(other.item(), bool(cold.k_cache.any()))
-        )
+    is_written = any(bool(rows.any()) for rows in cold.written)
+    if other.item() != 1 or is_written:
+        raise NonconformanceError("the graph around the refused call", expected="to run without it", got=(other.item(), is_written))
 
 
 def check_foreign_tensor(target: Target, data: Mapping[str, Any]) -> None:
@@ -361,10 +331,11 @@ def check_threads_on_devices(target: Target, data: Mapping[str, Any]) -> None:
         try:
             start.wait(30)
             for heads in data["heads"]:
-                write = Write(devices[number % len(devices)], [(7 * number + 3 * at) % 32 for at in range(6)], heads)
+                slots = [(7 * number + 3 * at) % 32 for at in range(6)]
+                call = made(devices[number % len(devices)], data, slots, heads)
                 for _ in range(5):
-                    write.call(target)
-                write.check(f"thread {number}, {heads} heads")
+                    call.call(target)
+                call.check(f"thread {number}, {heads} heads")
                 time.sleep(0)
         except BaseException as error:  # noqa: BLE001 - carried to the thread that asks
             errors.append(error)

@@ -27,6 +27,7 @@ __all__ = [
     "check_import_cost",
     "check_import_is_light",
     "check_no_context",
+    "check_notes",
     "check_process",
     "entry_module",
     "facts_of",
@@ -123,10 +124,13 @@ if __name__ == "__main__":
     importlib.import_module(MODULE)
     cost = time.process_time() - start
     imported = sorted(set(sys.modules) - before)
-    registry().backend(NAME).probe()
+    backend = registry().backend(NAME)
+    backend.probe()
     found = dict(changes=settings.changes())
     found.update(cost=cost, cost_of_kvdock=cost_of_kvdock, imported=[name for name in imported if name.startswith(HEAVY)])
-    found.update(contexts=contexts(), fork=ask("fork"), spawn=ask("spawn"))
+    found.update(contexts=contexts())
+    backend.notes()
+    found.update(contexts_after_notes=contexts(), fork=ask("fork"), spawn=ask("spawn"))
     print(json.dumps(found))
 """
 
@@ -207,6 +211,20 @@ def check_no_context(target: Target, data: Mapping[str, Any]) -> None:
     found = facts_of(target)["contexts"]
     if found:
         raise NonconformanceError("device contexts after import and probe()", expected="none", got=", ".join(found))
+
+
+def check_notes(target: Target, data: Mapping[str, Any]) -> None:
+    """Check that notes are lines of text, and open no context on any device.
+
+    Raises:
+        NonconformanceError: one is none, or something was opened.
+    """
+    notes = target.backend.notes()
+    if isinstance(notes, str) or not all(isinstance(line, str) and line.strip() and "\n" not in line for line in notes):
+        raise NonconformanceError("notes()", expected="a list of lines", got=repr(notes))
+    found = facts_of(target)["contexts_after_notes"]
+    if found:
+        raise NonconformanceError("device contexts after notes()", expected="none", got=", ".join(found))
 
 
 def check_process(target: Target, data: Mapping[str, Any]) -> None:

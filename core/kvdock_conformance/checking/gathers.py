@@ -11,6 +11,7 @@ import kvdock
 from kvdock_conformance.checking.calls import check_calls, check_inputs, check_range_error
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.memory import BITS, Memory, compare, text_of
+from kvdock_conformance.checking.quantised import per_element
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.reference import gather_paged
 
@@ -108,7 +109,7 @@ def _check_result(target: Target, what: str, got: torch.Tensor, right: torch.Ten
 
 
 def check_dequantised(target: Target, data: Mapping[str, Any]) -> None:
-    """Check a read of distinct slots of quantised pools into float32, with a scale for the whole of each pool.
+    """Check a read of slots of quantised pools, or of padding, into float32.
 
     Raises:
         NonconformanceError: a byte differs.
@@ -119,7 +120,8 @@ def check_dequantised(target: Target, data: Mapping[str, Any]) -> None:
     twins = {name: expected.tensor(spec) for name, spec in call["args"].items()}
     slots = twins["slot_mapping"].long()
     for name in ("k", "v"):
-        pool = twins[f"{name}_cache"]
-        twins[f"{name}_out"].copy_(pool[slots // pool.shape[1], slots % pool.shape[1]].float() * twins[f"{name}_scale"])
+        pool, scale = twins[f"{name}_cache"], per_element(twins[f"{name}_scale"])
+        rows = pool.float()[slots // pool.shape[1], slots % pool.shape[1]] * scale
+        twins[f"{name}_out"].copy_(torch.where(slots[:, None, None] < 0, 0, rows))
     target.call(call["op"], args)
     compare(memory, expected, call["args"], call["op"])

@@ -50,8 +50,9 @@ class Memory:
         typed = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
         tensor = typed.as_strided(spec["shape"], spec["strides"])
         if spec.get("values") is not None and tensor.numel():
-            bits = torch.tensor(expanded(spec["values"], tensor.numel()), dtype=BITS[dtype.itemsize])
-            tensor.view(bits.dtype).copy_(bits.reshape(tensor.shape))
+            places = tensor[tuple(slice(0, None if step else 1) for step in spec["strides"])]  # those that are one in memory get one value
+            bits = torch.tensor(expanded(spec["values"], places.numel()), dtype=BITS[dtype.itemsize])
+            places.view(bits.dtype).copy_(bits.reshape(places.shape))
         return tensor
 
     def copy(self) -> Memory:

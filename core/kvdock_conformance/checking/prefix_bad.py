@@ -13,7 +13,18 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError, OutOfBlocksErro
 from kvdock.prefix import PrefixCache
 from kvdock_conformance.checking.prefix_model import SlowPrefixCache, slots_of
 
-__all__ = ["BAD_PRIORITIES", "BAD_SHAPES", "BAD_SIZES", "BAD_SPACES", "BAD_VALUES", "TYPE", "VALUE", "Refusal", "bad_call"]
+__all__ = [
+    "BAD_PRIORITIES",
+    "BAD_SHAPES",
+    "BAD_SIZES",
+    "BAD_SPACES",
+    "BAD_VALUES",
+    "ON_A_DEVICE",
+    "TYPE",
+    "VALUE",
+    "Refusal",
+    "bad_call",
+]
 
 Refusal = tuple[tuple[type[Exception], ...], Callable[[], object]]
 """The errors that a call may raise, and the call."""
@@ -34,6 +45,7 @@ BAD_VALUES: Mapping[str, Callable[[], Any]] = MappingProxyType(
 
 BAD_SHAPES: Mapping[str, tuple[int, ...]] = MappingProxyType({"of a table": (1, 1), "of a number": (), "of no rows": (0, 4)})
 BAD_SPACES: Mapping[str, Any] = MappingProxyType({"list": [1], "text": "tenant", "none": None, "float": (1.0,), "nested list": ([],)})
+ON_A_DEVICE = torch.zeros(6, dtype=torch.int64, device="meta")
 BAD_SIZES: Mapping[str, Any] = MappingProxyType({"negative": -1, "float": 1.5, "text": "3", "none": None, "bool": True})
 BAD_PRIORITIES: Mapping[str, Any] = MappingProxyType({"float": 1.0, "text": "high", "none": None})
 TYPE, VALUE = (ArgumentTypeError,), (ArgumentValueError,)
@@ -52,6 +64,9 @@ def bad_call(
         free: blocks that would be good.
     """
     subject, _, kind = step["call"].partition(" ")
+    if kind == "on a device":
+        passed = (ON_A_DEVICE, range(6)) if subject == "tokens" else (range(6), ON_A_DEVICE)
+        return VALUE, lambda: cache.insert_prefix(*passed)
     if subject == "slots" and kind not in BAD_VALUES:
         slots = _bad_slots(model, kind, step["at"], tokens, free)
         return None if slots is None else (VALUE, lambda: cache.insert_prefix(tokens, slots))
@@ -62,11 +77,13 @@ def bad_call(
         "namespace": lambda: (TYPE, lambda: cache.insert_prefix([1], [0], BAD_SPACES[kind])),
         "priority": lambda: (TYPE, lambda: cache.insert_prefix([1], [0], priority=BAD_PRIORITIES[kind])),
         "evict": lambda: (TYPE + VALUE, lambda: cache.evict(BAD_SIZES[kind])),
+        "start": lambda: (TYPE + VALUE, lambda: cache.discard_prefix(handle, BAD_SIZES[kind])),
+        "record": lambda: (TYPE + VALUE, lambda: cache.record_match(handle, BAD_SIZES[kind])),
     }
     if step["call"] == "evict too much":
         return (OutOfBlocksError,), lambda: cache.evict(model.size_info().evictable_size + 1)
+    handle = cache.match_prefix(tokens, record=False).handle
     if step["call"] == "discard within a block":
-        handle = cache.match_prefix(tokens, record=False).handle
         return (VALUE, lambda: cache.discard_prefix(handle, 1)) if cache.block_size > 1 else None
     return calls[subject]()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,8 +25,10 @@ __all__ = [
     "check_evictions",
     "check_handles",
     "check_inserts",
+    "check_late_reads",
     "check_locks",
     "check_matches",
+    "check_observers",
     "check_order",
     "check_refusals",
     "check_resets",
@@ -116,6 +119,13 @@ def check_inserts(target: PrefixTarget, data: Mapping[str, Any]) -> None:
     compared(target, data, ("insert",))
 
 
+def check_late_reads(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Check what insertions return when it is looked at at last, after all that came behind them."""
+    player = compared(target, data, ("late",))
+    for made, canonical in player.unread:
+        player.array("late", "insert_prefix: indices, first read at the end", canonical, made.indices)
+
+
 def check_locks(target: PrefixTarget, data: Mapping[str, Any]) -> None:
     """Check what is protected, step by step."""
     compared(target, data, ("locks",))
@@ -159,6 +169,39 @@ def check_sizes(target: PrefixTarget, data: Mapping[str, Any]) -> None:
 def check_events(target: PrefixTarget, data: Mapping[str, Any]) -> None:
     """Check what an observer is told."""
     compared(target, data, ("events",))
+
+
+def check_observers(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Subscribe an observer, one that raises and one that calls the cache, and end the first one's subscription.
+
+    Raises:
+        NonconformanceError: one is not told, or told too early or too long; or a call suffers from one.
+    """
+    size = data["block_size"]
+    cache, told, found = target.make(size), list[str](), list[int]()
+    prefix = [list(range(100 * number, 100 * number + 2 * size)) for number in range(3)]
+
+    def insert(number: int) -> None:
+        made = cache.insert_prefix(prefix[number], range(2 * number * size, 2 * (number + 1) * size))
+        same_number(f"insertion {number}, with observers: tokens", 2 * size, made.handle.cached_len)
+
+    def raises(event: object) -> None:
+        raise RuntimeError("an observer that fails")
+
+    end = cache.subscribe(lambda event: told.append(type(event).__name__))
+    cache.subscribe(raises)
+    cache.subscribe(lambda event: found.append(cache.match_prefix(prefix[0], record=False).handle.cached_len))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        insert(0)
+        end()
+        insert(1)
+        cache.subscribe(lambda event: told.append("again"))
+        insert(2)
+    if told != ["Stored", "again"]:
+        raise NonconformanceError("what an observer was told until its end, and another later", expected=["Stored", "again"], got=told)
+    if found != [2 * size] * 3:
+        raise NonconformanceError("tokens that an observer finds, asked by each event", expected=[2 * size] * 3, got=found)
 
 
 def check_stats(target: PrefixTarget, data: Mapping[str, Any]) -> None:
@@ -209,6 +252,8 @@ def check_threads(target: PrefixTarget, data: Mapping[str, Any]) -> None:
         "evict": lambda: cache.evict(0),
         "discard_prefix": lambda: cache.discard_prefix(handle, 0),
         "reset": cache.reset,
+        "subscribe": lambda: cache.subscribe(print),
+        "check_integrity": cache.check_integrity,
         "hand_over": cache.hand_over,
     }
     with ThreadPoolExecutor(1) as other:

@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from kvdock.errors import OutOfBlocksError, StaleHandleError
-from kvdock.prefix import NaivePrefixCache, PrefixCache, PrefixHandle
+from kvdock.prefix import InsertResult, NaivePrefixCache, PrefixCache, PrefixHandle
 from kvdock_conformance.checking.containers import CONTAINERS, overwrite
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.prefix_bad import bad_call
@@ -65,8 +65,9 @@ class Player:
         data: the case.
         other: makes another cache like it.
         about: what is compared: ``"match"``, ``"insert"``, ``"evict"``, ``"order"``, ``"discard"``, ``"reset"`` are the
-            answers of these calls, ``"locks"``, ``"sizes"``, ``"stats"``, ``"events"`` are looked at after each step, and
-            ``"refused"`` is that bad calls raise and change nothing. All else is followed, and not judged.
+            answers of these calls, ``"late"`` keeps what insertions return in `unread`, ``"locks"``, ``"sizes"``, ``"stats"``,
+            ``"events"`` are looked at after each step, and ``"refused"`` is that bad calls raise and change nothing. All else is
+            followed, and not judged.
     """
 
     def __init__(
@@ -84,6 +85,8 @@ class Player:
         self.free = list(range(400))[::-1]
         self.held: list[Held] = []
         self.epoch = self.num_locks = 0
+        self.unread: list[tuple[InsertResult, list[int]]] = []
+        """What insertions returned, with the slots that it must name whenever it is asked."""
         self.answers: list[Any] = []
         """What the cache said, call by call."""
         self.observer = Replayed(self.block_size)
@@ -180,7 +183,11 @@ class Player:
         overwrite(slots)
         there, path = self.model.insert(tokens, numbers, space, step["priority"])
         self.same("insert", "insert_prefix: cached_len", there * self.block_size, made.cached_len)
-        self.array("insert", "insert_prefix: indices", slots_of([block.number for block in path], self.block_size), made.indices)
+        canonical = slots_of([block.number for block in path], self.block_size)
+        if "late" in self.about:
+            self.unread.append((made, canonical))
+        else:
+            self.array("insert", "insert_prefix: indices", canonical, made.indices)
         stored = {block.number for block in path}
         self.free.extend(number for number in fresh[::-1] if number not in stored)
         self.hold("insert", "insert_prefix", made.handle, path)
@@ -238,8 +245,12 @@ class Player:
             "none": lambda: None,
         }
         handle, whose = others[step["whose"]](), {"equal": "another cache's handle", "naive": "another kind's handle", "none": "None"}
-        what = f"lock_handle of {whose[step['whose']]}"
-        self.refused(what, StaleHandleError, lambda: self.cache.lock_handle(handle, unlock=step["unlock"]))
+        calls: dict[str, Callable[[], object]] = {
+            "lock_handle": lambda: self.cache.lock_handle(handle, unlock=step["unlock"]),
+            "record_match": lambda: self.cache.record_match(handle, 100 * self.block_size),
+            "discard_prefix": lambda: self.cache.discard_prefix(handle, 0),
+        }
+        self.refused(f"{step['call']} of {whose[step['whose']]}", StaleHandleError, calls[step["call"]])
 
     def bad(self, step: Mapping[str, Any]) -> None:
         """Make a call with arguments that no cache takes."""
@@ -287,7 +298,11 @@ class Player:
         if "sizes" in self.about:
             cache.check_integrity()
             stored = sorted(block.number for _, block in model.blocks())
-            self.same("sizes", "stored_blocks", stored, cache.stored_blocks().tolist())
+            listed = cache.stored_blocks()
+            self.same("sizes", "stored_blocks", stored, listed.tolist())
+            self.same("sizes", "stored_blocks: dtype", "int64", str(listed.dtype))
+            listed[...] = -5  # it is the caller's own
+            self.same("sizes", "stored_blocks again", stored, cache.stored_blocks().tolist())
             self.same("sizes", "size_info: total_size", len(stored) * self.block_size, cache.size_info.total_size)
             self.same("sizes", "size_info", size, cache.size_info)
         if "stats" in self.about:

@@ -10,19 +10,30 @@ import torch
 from kvdock_conformance.checking.memory import BITS, Memory, compare
 from kvdock_conformance.checking.target import Target
 
-__all__ = ["check_quantised", "quantised"]
+__all__ = ["check_quantised", "per_element", "quantised"]
 
 
 def quantised(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the bits that a quantised cache holds for values: ``x / scale`` in float32, clamped, rounded to nearest even."""
+    """Return the bits that a quantised cache holds for values: ``x / scale`` in float32, clamped, rounded to nearest even.
+
+    Args:
+        values: ``[T, H, D]``.
+        scale: one for all, for each head ``[H]``, or for each token and head ``[T, H]``.
+        dtype: the cache's.
+    """
     limits = torch.iinfo(dtype) if dtype == torch.int8 else torch.finfo(dtype)
-    quotient = (values.float() / scale).clamp(limits.min, limits.max)
+    quotient = (values.float() / per_element(scale)).clamp(limits.min, limits.max)
     rounded = quotient.round() if dtype == torch.int8 else quotient
     return rounded.to(dtype).view(BITS[dtype.itemsize])
 
 
+def per_element(scale: torch.Tensor) -> torch.Tensor:
+    """Return a scale so that it goes with the elements of ``[T, H, D]``."""
+    return scale.unsqueeze(-1) if scale.dim() else scale
+
+
 def check_quantised(target: Target, data: Mapping[str, Any]) -> None:
-    """Check a write of distinct slots with a scale for the whole of each pool.
+    """Check a write of distinct slots, or padding.
 
     Raises:
         NonconformanceError: a byte differs.
@@ -35,6 +46,7 @@ def check_quantised(target: Target, data: Mapping[str, Any]) -> None:
         pool = twins[cache].view(BITS[twins[cache].element_size()])
         rows = quantised(twins[source], twins[scale], twins[cache].dtype)
         for row, slot in zip(rows, twins["slot_mapping"].tolist(), strict=True):
-            pool[slot // pool.shape[1], slot % pool.shape[1]] = row
+            if slot >= 0:
+                pool[slot // pool.shape[1], slot % pool.shape[1]] = row
     target.call(call["op"], args)
     compare(memory, expected, call["args"], call["op"])

@@ -41,6 +41,8 @@ class Settings:
             "torch.get_default_device()": torch.get_default_device(),
             "torch.is_grad_enabled()": torch.is_grad_enabled(),
             "torch.get_num_threads()": torch.get_num_threads(),
+            "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+            "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
         }
         found.update((f"environment variable {name}", value) for name, value in os.environ.items())
         for module in [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "kvdock"]:
@@ -72,6 +74,8 @@ class Settings:
             "torch.get_default_device()": lambda was: torch.set_default_device(None if device == torch.device("cpu") else device),
             "torch.is_grad_enabled()": torch.set_grad_enabled,
             "torch.get_num_threads()": torch.set_num_threads,
+            "torch.are_deterministic_algorithms_enabled()": torch.use_deterministic_algorithms,
+            "torch.get_float32_matmul_precision()": torch.set_float32_matmul_precision,
         }
         for name, _, _ in self.changes():
             place, _, last = name.rpartition("." if name.startswith("kvdock.") else " ")

@@ -21,12 +21,16 @@ AREAS = (
     "gather_results",
     "copy_blocks",
     "copy_forms",
+    "memory_orders",
+    "scales",
     "static_update",
     "descriptors",
+    "repeats",
     "errors",
     "devices",
     "hygiene",
     "prefix",
+    "prefix_answers",
 )
 """Modules of this package."""
 

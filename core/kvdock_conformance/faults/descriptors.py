@@ -17,7 +17,7 @@ from kvdock.ops.catalog import CATALOG
 from kvdock_conformance.faults.fault import Faults
 from kvdock_conformance.faults.tensors import restrided
 
-__all__ = ["FAULTS"]
+__all__ = ["FAULTS", "OwnKernel", "OwnPlan"]
 
 FAULTS = Faults("descriptors")
 _WRITE, _STATIC, _GATHER, _COPY = CATALOG
@@ -52,7 +52,7 @@ def _a_plan_for_each_count(function: Callable[..., Any]) -> Callable[..., Any]:
 # Kernels and plans around those of the backend
 
 
-class _Kernel(kvdock.Kernel):
+class OwnKernel(kvdock.Kernel):
     """A kernel that does what the backend's own does."""
 
     def __init__(self, inner: kvdock.Kernel) -> None:
@@ -75,7 +75,7 @@ class _Kernel(kvdock.Kernel):
         return plan
 
 
-class _Plan(kvdock.Descriptor):
+class OwnPlan(kvdock.Descriptor):
     """A plan that does what the backend's own does."""
 
     def __init__(self, inner: kvdock.Descriptor) -> None:
@@ -96,7 +96,7 @@ class _Plan(kvdock.Descriptor):
 @FAULTS.kernel(
     _STATIC, "desc-found-by-shapes-alone", "A plan is found by the shapes of the caches, whatever their strides.", "KVD-DESC-003"
 )
-class _FoundByShapes(_Kernel):
+class _FoundByShapes(OwnKernel):
     """Keeps the strides of the first cache of each shape."""
 
     def __init__(self, inner: kvdock.Kernel) -> None:
@@ -119,7 +119,7 @@ class _FoundByShapes(_Kernel):
         return plan if strides is None or 0 in strides else _OldStrides(plan, strides)
 
 
-class _OldStrides(_Plan):
+class _OldStrides(OwnPlan):
     """Sees the key cache by strides that were those of another."""
 
     def __init__(self, inner: kvdock.Descriptor, strides: tuple[int, ...]) -> None:
@@ -132,7 +132,7 @@ class _OldStrides(_Plan):
 
 
 @FAULTS.kernel(_WRITE, "desc-found-by-all-but-alignment", "A plan is found by all but the alignment of its tensors.", "KVD-DESC-004")
-class _FoundByAllButAlignment(_Kernel):
+class _FoundByAllButAlignment(OwnKernel):
     """Keeps the alignment of the first request that is otherwise the same."""
 
     def __init__(self, inner: kvdock.Kernel) -> None:
@@ -146,7 +146,7 @@ class _FoundByAllButAlignment(_Kernel):
         return _WideReads(plan, self._first.setdefault(key, request.tensor("k").alignment))
 
 
-class _WideReads(_Plan):
+class _WideReads(OwnPlan):
     """Reads keys from the multiple of so many bytes at or before them."""
 
     def __init__(self, inner: kvdock.Descriptor, alignment: int) -> None:
@@ -165,7 +165,7 @@ class _WideReads(_Plan):
 @FAULTS.kernel(
     _WRITE, "desc-one-plan-at-a-time", "Preparing a plan takes from the one before what it needs.", "KVD-DESC-003", "KVD-DESC-006"
 )
-class _OnePlanAtATime(_Kernel):
+class _OnePlanAtATime(OwnKernel):
     """Has room for one plan."""
 
     last: _Mortal | None = None
@@ -178,7 +178,7 @@ class _OnePlanAtATime(_Kernel):
         return self.last
 
 
-class _Mortal(_Plan):
+class _Mortal(OwnPlan):
     """Does nothing once it is no longer alive."""
 
     is_alive = True
@@ -190,7 +190,7 @@ class _Mortal(_Plan):
 
 
 @FAULTS.kernel(_COPY, "desc-one-for-all-who-ask", "All who ask for the same get one descriptor.", "KVD-DESC-012")
-class _OneForAll(_Kernel):
+class _OneForAll(OwnKernel):
     """Keeps descriptors by request."""
 
     def __init__(self, inner: kvdock.Kernel) -> None:
@@ -205,7 +205,7 @@ class _OneForAll(_Kernel):
 @FAULTS.kernel(
     _WRITE, "desc-arguments-shared-by-threads", "Two calls at once of two threads share one buffer of arguments.", "KVD-DESC-007"
 )
-class _SharedArguments(_Kernel):
+class _SharedArguments(OwnKernel):
     """Has one buffer of arguments."""
 
     arguments: tuple[Any, ...] = ()
@@ -215,7 +215,7 @@ class _SharedArguments(_Kernel):
         return _UsesBuffer(plan, self)
 
 
-class _UsesBuffer(_Plan):
+class _UsesBuffer(OwnPlan):
     """Takes its arguments by way of its kernel."""
 
     def __init__(self, inner: kvdock.Descriptor, kernel: _SharedArguments) -> None:
@@ -232,7 +232,7 @@ class _UsesBuffer(_Plan):
 @FAULTS.kernel(
     _STATIC, "desc-works-in-its-first-thread", "Kernels are loaded in the first thread that asks, and missing in others.", "KVD-DESC-007"
 )
-class _FirstThread(_Kernel):
+class _FirstThread(OwnKernel):
     """Knows the thread that it is for."""
 
     thread: int | None = None
@@ -256,7 +256,7 @@ class _FirstThread(_Kernel):
     "KVD-DESC-008",
     "KVD-DESC-012",
 )
-class _FreesAll(_Kernel):
+class _FreesAll(OwnKernel):
     """Has one compiled kernel for all plans."""
 
     is_loaded = True
@@ -266,7 +266,7 @@ class _FreesAll(_Kernel):
         return _Freeing(plan, self)
 
 
-class _Freeing(_Plan):
+class _Freeing(OwnPlan):
     """Frees the compiled kernel when it is destroyed."""
 
     def __init__(self, inner: kvdock.Descriptor, kernel: _FreesAll) -> None:
@@ -286,7 +286,7 @@ class _Freeing(_Plan):
 @FAULTS.kernel(
     _WRITE, "desc-destroyed-again-when-collected", "A plan is destroyed once more when it is collected.", "KVD-DESC-005", "KVD-DESC-008"
 )
-class _DestroyedTwice(_Kernel):
+class _DestroyedTwice(OwnKernel):
     """Makes plans that clean up after themselves."""
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
@@ -294,7 +294,7 @@ class _DestroyedTwice(_Kernel):
         return _CleansUp(plan)
 
 
-class _CleansUp(_Plan):
+class _CleansUp(OwnPlan):
     """Destroys itself when it is collected, whoever did so before, and outside of any guard."""
 
     def __del__(self) -> None:
@@ -302,7 +302,7 @@ class _CleansUp(_Plan):
 
 
 @FAULTS.kernel(_COPY, "desc-destroy-raises", "Destroying a plan raises.", "KVD-DESC-005")
-class _DestroyRaises(_Kernel):
+class _DestroyRaises(OwnKernel):
     """Makes plans that cannot be destroyed."""
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
@@ -310,7 +310,7 @@ class _DestroyRaises(_Kernel):
         return _Undestroyable(plan)
 
 
-class _Undestroyable(_Plan):
+class _Undestroyable(OwnPlan):
     """Raises when it is destroyed."""
 
     def destroy(self) -> None:
@@ -321,21 +321,21 @@ class _Undestroyable(_Plan):
 @FAULTS.kernel(
     _GATHER, "desc-destroyed-by-the-next-one", "Preparing a plan destroys the one before it, which may be running.", "KVD-DESC-006"
 )
-class _DestroysItself(_Kernel):
+class _DestroysItself(OwnKernel):
     """Makes plans that end when another one begins."""
 
-    running: _Plan | None = None
+    running: OwnPlan | None = None
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
         """End the plan that was prepared before."""
         if self.running is not None:
             self.running.destroy()
-        self.running = _Plan(plan)
+        self.running = OwnPlan(plan)
         return self.running
 
 
 @FAULTS.kernel(_STATIC, "desc-tensors-kept", "A plan keeps the arguments of its last call.", "KVD-DESC-011")
-class _TensorsKept(_Kernel):
+class _TensorsKept(OwnKernel):
     """Makes plans that remember."""
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
@@ -343,7 +343,7 @@ class _TensorsKept(_Kernel):
         return _Remembers(plan)
 
 
-class _Remembers(_Plan):
+class _Remembers(OwnPlan):
     """Keeps its arguments."""
 
     last: tuple[Any, ...] = ()
@@ -358,18 +358,18 @@ class _Remembers(_Plan):
 
 
 @FAULTS.kernel(_WRITE, "desc-workspace-unknown", "A plan does not know its workspace before its first call.", "KVD-DESC-009")
-class _WorkspaceUnknown(_Kernel):
+class _WorkspaceUnknown(OwnKernel):
     """Makes plans that do not say how much they need."""
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
         """Return such a plan."""
-        found = _Plan(plan)
+        found = OwnPlan(plan)
         found.workspace_bytes = None  # type: ignore[assignment]  # that is the fault
         return found
 
 
 @FAULTS.kernel(_STATIC, "desc-workspace-grows-negative", "After a call, a plan says that it needs less than nothing.", "KVD-DESC-009")
-class _WorkspaceNegative(_Kernel):
+class _WorkspaceNegative(OwnKernel):
     """Makes plans that give back more than they took."""
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
@@ -377,7 +377,7 @@ class _WorkspaceNegative(_Kernel):
         return _GivesBack(plan)
 
 
-class _GivesBack(_Plan):
+class _GivesBack(OwnPlan):
     """Counts what it gives back, and not what it takes."""
 
     def __call__(self, *args: Any) -> None:
@@ -387,7 +387,7 @@ class _GivesBack(_Plan):
 
 
 @FAULTS.kernel(_WRITE, "desc-reason-is-a-string", "supports() returns one reason, instead of a list of them.", "KVD-DESC-010")
-class _ReasonIsAString(_Kernel):
+class _ReasonIsAString(OwnKernel):
     """Says no to float16 in a word."""
 
     def supports(self, request: kvdock.Request) -> Sequence[str]:
@@ -396,7 +396,7 @@ class _ReasonIsAString(_Kernel):
 
 
 @FAULTS.kernel(_STATIC, "desc-supports-changes-its-mind", "supports() says no where it said yes the last time.", "KVD-DESC-010")
-class _ChangesItsMind(_Kernel):
+class _ChangesItsMind(OwnKernel):
     """Says no to float32 every other time."""
 
     asked = 0
@@ -412,7 +412,7 @@ class _ChangesItsMind(_Kernel):
 @FAULTS.kernel(
     _GATHER, "desc-supports-changes-the-request", "supports() rounds the alignment in the request that it is asked about.", "KVD-DESC-010"
 )
-class _ChangesTheRequest(_Kernel):
+class _ChangesTheRequest(OwnKernel):
     """Takes every tensor for one at a multiple of 16 bytes, and says so in the request."""
 
     def supports(self, request: kvdock.Request) -> Sequence[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import attrs
 import torch
 
+from kvdock.ops.catalog import CATALOG
 from kvdock_conformance.checking.devices import GRAPHS, STREAMS, SYNC_DEBUG, TWO_DEVICES, module_of
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.faults.fault import Args, Fault, Faults, FaultyCall, Run, Seed
@@ -20,7 +22,8 @@ from kvdock_conformance.requirement import Capability
 __all__ = ["FAULTS"]
 
 FAULTS = Faults()
-_AREA, _OP = "devices", "paged_caching_"
+_AREA = "devices"
+_OP, _STATIC, _GATHER, _COPY = CATALOG
 
 
 @attrs.frozen
@@ -52,25 +55,25 @@ class _Where:
 
 
 def _call(
-    name: str, sentence: str, *killers: str, needs: Capability | None = None, claimed: bool = True
+    name: str, sentence: str, *killers: str, needs: Capability | None = None, claimed: bool = True, op: str = _OP
 ) -> Callable[[FaultyCall], FaultyCall]:
     """Add a fault of a call to this area, for backends that claim something, or that do not."""
 
     def add(call: FaultyCall) -> FaultyCall:
-        _plan(name, sentence, *killers, needs=needs, claimed=claimed)(lambda: call)
+        _plan(name, sentence, *killers, needs=needs, claimed=claimed, op=op)(lambda: call)
         return call
 
     return add
 
 
 def _plan(
-    name: str, sentence: str, *killers: str, needs: Capability | None = None, claimed: bool = True
+    name: str, sentence: str, *killers: str, needs: Capability | None = None, claimed: bool = True, op: str = _OP
 ) -> Callable[[Callable[[], FaultyCall]], Callable[[], FaultyCall]]:
     """Add a fault that keeps something from call to call."""
 
     def add(make_call: Callable[[], FaultyCall]) -> Callable[[], FaultyCall]:
         made = Faults()
-        made.plan(_OP, f"device-{name}", sentence, *(f"KVD-DEVICE-{killer}" for killer in killers))(make_call)
+        made.plan(op, f"device-{name}", sentence, *(f"KVD-DEVICE-{killer}" for killer in killers))(make_call)
         (fault,) = made
         seed = fault.seed if needs is None else _Where(fault.seed, needs, claimed)
         FAULTS.append(attrs.evolve(fault, area=_AREA, seed=seed))
@@ -87,7 +90,6 @@ def _second_is_none(inner: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: [*inner(), torch.device("meta")]
 
 
-@_plan("call-done-later", "A call is made when the next one comes.", "002", "003", needs=STREAMS, claimed=False)
 def _later() -> FaultyCall:
     waiting: list[Args] = []
 
@@ -97,6 +99,10 @@ def _later() -> FaultyCall:
         waiting[:] = [args]
 
     return call
+
+
+for _name, _by in (("", _OP), ("update-", _STATIC), ("gather-", _GATHER), ("copy-", _COPY)):
+    _plan(f"{_name}call-done-later", "A call is made when the next one comes.", "002", "003", needs=STREAMS, claimed=False, op=_by)(_later)
 
 
 @_call("call-done-in-a-thread", "A call is made by another thread, for which nobody waits.", "002", "003", needs=STREAMS, claimed=False)
@@ -144,6 +150,37 @@ def _swallows(inner: Callable[..., Any]) -> Callable[..., Any]:
     return lambda device: contextlib.suppress(RuntimeError)
 
 
+class _OneAtATime(contextlib.AbstractContextManager[None]):
+    """A guard that is one object, and can be entered once at a time."""
+
+    is_entered = False
+
+    def __enter__(self) -> None:
+        if self.is_entered:
+            raise RuntimeError("the guard is taken")
+        self.is_entered = True
+
+    def __exit__(self, *about: object) -> None:
+        self.is_entered = False
+
+
+@FAULTS.backend(_AREA, "device_guard", "device-guard-once-at-a-time", "The guard of a device cannot be entered twice.", "KVD-DEVICE-011")
+def _once_at_a_time(inner: Callable[..., Any]) -> Callable[..., Any]:
+    guard = _OneAtATime()
+    return lambda device: guard
+
+
+@FAULTS.backend(_AREA, "skipped_writes", "device-count-grows-by-asking", "Asking for skipped writes counts as one.", "KVD-DEVICE-010")
+def _grows_by_asking(inner: Callable[..., int]) -> Callable[..., int]:
+    asked = itertools.count()
+    return lambda device: inner(device) + next(asked)
+
+
+@FAULTS.backend(_AREA, "skipped_writes", "device-count-is-no-int", "The count of skipped writes is a number of torch's.", "KVD-DEVICE-010")
+def _no_int(inner: Callable[..., int]) -> Callable[..., Any]:
+    return lambda device: torch.tensor(inner(device))
+
+
 # On a machine that has what they are about
 
 
@@ -155,17 +192,33 @@ def _default_stream(run: Run, args: Args) -> None:
         run(args)
 
 
+_call("copy-on-the-default-stream", "A copy goes to the default stream.", "002", needs=STREAMS, op=_COPY)(_default_stream)
+
+
 @_call("waits-for-the-device", "A call waits until it is done.", "002", "003", needs=SYNC_DEBUG)
 def _waits(run: Run, args: Args) -> None:
     run(args)
     args["slot_mapping"].max().item()
 
 
-@_call("slots-of-the-recording", "A replay writes to the slots of the recording.", "004", needs=GRAPHS)
-def _recorded_slots(run: Run, args: Args) -> None:
-    key = str(args["slot_mapping"].shape)
-    kept = _SHARED.setdefault(key, {"slots": args["slot_mapping"].clone()})
-    run({**args, "slot_mapping": kept["slots"]})
+_call("gather-waits-for-the-device", "A read waits until it is done.", "002", "003", needs=SYNC_DEBUG, op=_GATHER)(_waits)
+
+
+def _recorded(name: str) -> FaultyCall:
+    """Return a call that keeps the indices of the first one of its shape."""
+
+    def call(run: Run, args: Args) -> None:
+        key = f"{name} {args[name].shape}"
+        kept = _SHARED.setdefault(key, {"index": args[name].clone()})
+        run({**args, name: kept["index"]})
+
+    return call
+
+
+_call("slots-of-the-recording", "A replay writes to the slots of the recording.", "004", needs=GRAPHS)(_recorded("slot_mapping"))
+_call("lengths-of-the-recording", "A replay writes behind the lengths of the recording.", "004", needs=GRAPHS, op=_STATIC)(
+    _recorded("cache_lengths")
+)
 
 
 @FAULTS.backend(_AREA, "is_capturing", "device-never-capturing", "A device that records says that it does not.", "KVD-DEVICE-004")

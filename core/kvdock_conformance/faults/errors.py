@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -135,6 +136,20 @@ def _doubled_dropped(function: Function) -> Function:
             return function(k_cache, v_cache, pairs[:1])
 
     return call
+
+
+@FAULTS.call(_COPY, "error-pairs-in-their-order", "Pairs whose order matters are copied one after the other.", "KVD-ERROR-013")
+def _in_their_order(run: Run, args: Args) -> None:
+    for row in range(len(args["block_pairs"])):
+        run({**args, "block_pairs": args["block_pairs"][row : row + 1]})
+
+
+@FAULTS.call(_COPY, "error-pairs-checked-late", "Pairs are copied, and then looked at.", "KVD-ERROR-013")
+def _checked_late(run: Run, args: Args) -> None:
+    for row in range(len(args["block_pairs"])):
+        with contextlib.suppress(kvdock.ArgumentValueError):
+            run({**args, "block_pairs": args["block_pairs"][row : row + 1]})
+    run(args)
 
 
 # Errors of another kind, and texts that say too little

@@ -104,6 +104,21 @@ _fresh(
     "import subprocess",
     "if 'DEVICE' in globals() and __name__ == '__main__': subprocess.Popen(['sleep', '30'], start_new_session=True)",
 )
+_fresh(
+    "context-for-notes",
+    "Notes tell of the device, which is opened for them.",
+    "KVD-HYGIENE-015",
+    "from kvdock.plugins.registry import Registry",
+    "own_backend = Registry.backend",
+    "def notes():",
+    "    torch.acme = types.SimpleNamespace(is_initialized=lambda: True, current_device=lambda: 0)",
+    "    return []",
+    "def backend(self, name):",
+    "    found = own_backend(self, name)",
+    "    found.notes = notes",
+    "    return found",
+    "Registry.backend = backend",
+)
 _IN_FORK, _IN_SPAWN = "multiprocessing.parent_process() and __name__ == '__main__'", "__name__ == '__mp_main__'"
 for _method, _where, _killer in (("forked", _IN_FORK, "KVD-HYGIENE-004"), ("spawned", _IN_SPAWN, "KVD-HYGIENE-005")):
     _PATCH = ("own_write = kvdock.ops.paged_caching_", "def faulty(*args, **settings):")
@@ -206,3 +221,14 @@ def _turns_off_gradients(run: Run, args: Args) -> None:
 def _changes_the_folder(run: Run, args: Args) -> None:
     run(args)
     os.chdir("/")
+
+
+@FAULTS.call("static_update_", "hygiene-call-sets-threads", "A call sets torch's number of threads.", "KVD-HYGIENE-013")
+def _sets_threads(run: Run, args: Args) -> None:
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    run(args)
+
+
+@FAULTS.backend(_AREA, "notes", "hygiene-notes-are-a-text", "Notes are one text.", "KVD-HYGIENE-015")
+def _notes_text(inner: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: "launched by hand"

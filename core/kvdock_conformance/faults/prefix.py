@@ -6,7 +6,6 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,23 +13,12 @@ import numpy as np
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, OutOfBlocksError, StaleHandleError
 from kvdock.prefix import EvictionPolicy, InsertResult, MatchResult, PrefixHandle, RadixPrefixCache, Removed, SizeInfo, Usage
 from kvdock_conformance.faults.fault import Fault
-from kvdock_conformance.faults.prefix_seed import PrefixSeed
+from kvdock_conformance.faults.prefix_seed import adding
 
 __all__ = ["FAULTS"]
 
 FAULTS: list[Fault] = []
-
-
-def _fault(name: str, sentence: str, *killers: str) -> Callable[[type[RadixPrefixCache]], type[RadixPrefixCache]]:
-    """Add a class of faulty caches to the list."""
-
-    def add(cache: type[RadixPrefixCache]) -> type[RadixPrefixCache]:
-        FAULTS.append(
-            Fault(f"prefix-{name}", sentence, "prefix", tuple(f"KVD-PREFIX-{killer}" for killer in killers), PrefixSeed(cache), "prefix")
-        )
-        return cache
-
-    return add
+_fault = adding(FAULTS)
 
 
 # Matches
@@ -80,8 +68,8 @@ class _AliasedSlots(RadixPrefixCache):
 
 @_fault("ids-cut-to-32-bits", "Of a token id the lower 32 bits count.", "003")
 class _CutIds(RadixPrefixCache):
-    def _labels(self, ids: Any) -> bytes:
-        return ids[: ids.size - ids.size % self.block_size].astype(np.int32).tobytes()  # type: ignore[no-any-return]  # numpy's
+    def _data(self, ids: Any) -> memoryview:
+        return super()._data(ids.astype(np.int32))
 
 
 @_fault("numpy-only", "Lists are refused.", "003")
@@ -370,8 +358,14 @@ class _FloatsRounded(RadixPrefixCache):
 
 @_fault("owned-slots-taken", "Slots that are stored for other tokens are stored again.", "009")
 class _OwnedTaken(RadixPrefixCache):
-    def _check_free(self, blocks: Any, known: Any) -> bool:
-        return bool(known.size <= blocks.size and np.array_equal(blocks[: known.size], known))
+    def insert_prefix(self, tokens: Any, slots: Any, namespace: Any = (), *, priority: int = 0) -> InsertResult:
+        try:
+            return super().insert_prefix(tokens, slots, namespace, priority=priority)
+        except ArgumentValueError as error:
+            if "for another token" not in str(error):
+                raise
+            self._owned.clear()
+            return super().insert_prefix(tokens, slots, namespace, priority=priority)
 
 
 @_fault("any-block-size", "A block of no tokens is made one of one, and one of too many is made.", "018")

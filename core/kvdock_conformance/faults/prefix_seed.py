@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -10,8 +11,9 @@ import attrs
 
 from kvdock.prefix import RadixPrefixCache
 from kvdock_conformance.checking.prefix_target import PrefixTarget
+from kvdock_conformance.faults.fault import Fault
 
-__all__ = ["PrefixSeed"]
+__all__ = ["Added", "PrefixSeed", "adding"]
 
 
 @attrs.frozen
@@ -31,3 +33,21 @@ class PrefixSeed:
     def seeded(self, target: PrefixTarget) -> AbstractContextManager[Any]:
         """Let the target make faulty caches for a block."""
         return mock.patch.object(target, "make", lambda block_size: self.cache(block_size=block_size))
+
+
+Added = Callable[[type[RadixPrefixCache]], type[RadixPrefixCache]]
+"""Adds a class of faulty caches to a list."""
+
+
+def adding(faults: list[Fault]) -> Callable[..., Added]:
+    """Return a decorator of classes of faulty caches, which takes a name, a sentence, and the numbers of the killers."""
+
+    def fault(name: str, sentence: str, *killers: str) -> Added:
+        def add(cache: type[RadixPrefixCache]) -> type[RadixPrefixCache]:
+            killed = tuple(f"KVD-PREFIX-{killer}" for killer in killers)
+            faults.append(Fault(f"prefix-{name}", sentence, "prefix", killed, PrefixSeed(cache), "prefix"))
+            return cache
+
+        return add
+
+    return fault

@@ -8,8 +8,9 @@ import attrs
 
 from kvdock_conformance.cases.copies import Copy, fanned
 from kvdock_conformance.cases.drawing import Drawing, View, call
-from kvdock_conformance.cases.layouts import Geometry
+from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, SINGLE_SIZES, Geometry
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
+from kvdock_conformance.cases.quantised import QUANTISED
 from kvdock_conformance.checking.copies import check_copy, check_copy_forms, check_copy_inputs, check_pairs_refused
 from kvdock_conformance.checking.refusals import check_refusal
 from kvdock_conformance.checking.served import SERVED
@@ -372,17 +373,22 @@ REQUIREMENTS = [
         [
             Copy(name, pool=name)
             for name in ("nhd", "hnd", "heads outermost", "slots outermost", "padded slots", "padded heads", "odd steps", "k and v unlike")
+        ]
+        + [
+            Copy(
+                f"{text}, whatever its step",
+                [(0, sizes.num_blocks - 1)] if sizes.num_blocks > 1 else [(-1, 0)],
+                geometry=sizes,
+                pool=ANY_STEP,
+            )
+            for text, sizes in SINGLE_SIZES.items()
         ],
     ),
     _require(
         20,
         "When blocks are copied, a pool may be part of a larger tensor: one of two halves, one layer of many, or "
         "blocks with something behind them.",
-        [
-            Copy(f"{name}, {len(pairs)} pairs", pairs, pool=name)
-            for name in ("halves [2, NB, ...]", "halves [NB, 2, ...]", "k and v side by side", "layer-first", "page-first", "padded blocks")
-            for pairs in ([(1, 4)], [(0, 5), (3, 2), (1, 4)])
-        ],
+        [Copy(f"{name}, {len(pairs)} pairs", pairs, pool=name) for name in PARTS for pairs in ([(1, 4)], [(0, 5), (3, 2), (1, 4)])],
     ),
     _require(
         21,
@@ -408,11 +414,7 @@ REQUIREMENTS = [
     _require(
         23,
         "Blocks of a quantised pool are copied bit for bit, or refused with a reason.",
-        [
-            Copy(f"{dtype}, {pool}", geometry=_EVEN(dim=64, dtype=dtype), pool=pool)
-            for dtype in ("float8_e4m3fn", "float8_e5m2", "int8")
-            for pool in ("nhd", "odd steps")
-        ],
+        [Copy(f"{dtype}, {pool}", geometry=_EVEN(dim=64, dtype=dtype), pool=pool) for dtype in QUANTISED for pool in ("nhd", "odd steps")],
     ),
     _require(
         24,

@@ -9,14 +9,16 @@ import attrs
 
 from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.cases.every_op import OPS, OpCall
-from kvdock_conformance.cases.layouts import Geometry
-from kvdock_conformance.checking import plans
+from kvdock_conformance.cases.layouts import POOLS, Geometry
+from kvdock_conformance.cases.repeats import repeats
+from kvdock_conformance.checking import plans, repeated
 from kvdock_conformance.requirement import Case, Check, Level, Requirement
 
 __all__ = ["AREA", "REQUIREMENTS"]
 
 AREA = "descriptors"
 _SMALL = Geometry(num_blocks=8, block=8)
+_MANY = (17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1023, 1024)
 _MORE_HEADS = Geometry.even(4, 8, num_blocks=8, block=8)
 _OTHER_SIZES = Geometry(num_blocks=8, block=8, hk=3, dk=16, hv=1, dv=8)
 
@@ -50,21 +52,42 @@ def _repeated() -> Iterable[Case]:
             yield _sequence(f"{name}, the same caches", calls, same_caches=True, warm=1)
 
 
-def _new_counts() -> Iterable[Case]:
-    """Return calls that differ in what is a run-time value."""
+def _new_counts(warm: int = 1) -> Iterable[Case]:
+    """Return calls that differ in what is a run-time value, behind so many that do not."""
     for op in OPS:
         first = OpCall(op, geometry=Geometry(num_blocks=16, block=16))
-        counts = (5, 1, 2, 3, 4, 7, 8) if op == "copy_blocks_" else (5, 1, 2, 3, 4, 7, 8, 15, 16)
-        yield _sequence("token counts", [attrs.evolve(first, tokens=count) for count in counts], warm=1)
+        counts, most = (1, 2, 3, 4, 7, 8, 15, 16, *_MANY), {"copy_blocks_": 8, "static_update_": 16}.get(op, 1024)
+        sizes = Geometry(num_blocks=64, block=16) if most == 1024 else first.geometry
+        again = [attrs.evolve(first, geometry=sizes)] * warm
+        yield _sequence("token counts", [*again, *(attrs.evolve(again[0], tokens=count) for count in counts if count <= most)], warm=warm)
         if op == "copy_blocks_":
             continue
         sources = ("contiguous", "fused qkv", "padded tokens", "[B, H, q, D]", "every other token", "padded heads")
         steps = [attrs.evolve(first, source=name, tokens=count) for name in sources for count in (5, 1, 8)]
-        yield _sequence("strides of tokens", steps, same_caches=True, warm=1)
+        yield _sequence("strides of tokens", [first] * warm + steps, same_caches=True, warm=warm)
         if op == "static_update_":
             continue
         leads = ((2, 3), (3, 2), (1, 5), (5, 1), (1, 1), (4, 16))
-        yield _sequence("sizes of batches", [attrs.evolve(first, lead=lead) for lead in leads], same_caches=True, warm=1)
+        batches = [attrs.evolve(first, lead=lead) for lead in (*leads[:1] * warm, *leads)]
+        yield _sequence("sizes of batches", batches, same_caches=True, warm=warm)
+
+
+def _one_memory() -> Iterable[Case]:
+    """Return calls on caches that lie at one address, with other sizes, strides and dtypes each time."""
+    for op in OPS:
+        drawing = Drawing()
+        pools = POOLS["nhd"](drawing, _SMALL)
+        sizes = [(8, 8, 2, 8), (16, 4, 2, 8), (8, 8, 4, 4), (4, 16, 2, 8), (8, 8, 1, 16)]
+        seen = [tuple(pool.shaped(shape) for pool in pools) for shape in sizes]
+        seen.append(tuple(pool.shaped((8, 2, 8, 8)).transpose(1, 2) for pool in pools))
+        seen.append(tuple(attrs.evolve(pool, dtype="float16") for pool in pools))
+        calls = []
+        for seed, (k, v) in enumerate([*seen, *seen]):
+            blocks, block, heads, dim = k.shape
+            first = OpCall(op, tokens=2, geometry=Geometry.even(heads, dim, num_blocks=blocks, block=block, dtype=k.dtype), seed=seed % 2)
+            caches = (k.transpose(1, 2), v.transpose(1, 2)) if op == "static_update_" else (k, v)
+            calls.append(first.call(drawing, caches))
+        yield Case(f"{op}, one memory seen in other ways", drawing.case(*calls))
 
 
 def _changing(first: OpCall) -> list[OpCall]:
@@ -132,7 +155,7 @@ REQUIREMENTS = [
         3,
         "A plan is used only for the shapes, strides and dtypes that it was prepared for, in whatever order signatures come.",
         plans.check_changes,
-        _each("signatures in turns", _changing),
+        lambda: (*_each("signatures in turns", _changing)(), *_one_memory()),
     ),
     _require(
         4,
@@ -192,5 +215,24 @@ REQUIREMENTS = [
         "Kernel.prepare returns a descriptor of its own each time, which outlives the others.",
         plans.check_own_plans,
         _each("two plans for one request", lambda first: [first]),
+    ),
+    _require(
+        13,
+        "A call that repeats the one before is served by the addresses and the index values that it brings, also where Descriptor.fix "
+        "serves it, and also where it is bound to its pools.",
+        repeated.check_repeated,
+        repeats,
+    ),
+    _require(
+        14,
+        "A call whose like was made before compiles, loads, opens and starts nothing, whatever the number and the strides of tokens.",
+        repeated.check_quiet,
+        lambda: _new_counts(warm=3),
+    ),
+    _require(
+        15,
+        "Tensors that require gradients are served like others, and so are calls in inference mode: nothing is recorded.",
+        repeated.check_autograd,
+        _each("gradients and inference mode", _again, same_caches=True),
     ),
 ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
-from kvdock_conformance.checking.claims import check_guard
+from kvdock_conformance.cases.every_op import OPS
+from kvdock_conformance.checking.claims import check_count, check_guard, check_guard_again
 from kvdock_conformance.checking.devices import (
     GRAPHS,
     STREAMS,
@@ -25,13 +27,18 @@ __all__ = ["AREA", "REQUIREMENTS"]
 
 AREA = "devices"
 _SLOTS = [7, 3, 21, 4, 0, 31]
-_REPLAYS = [[30, 3, 1, 5, 6, 31], [9, -1, 8, -5, 7, -1], [-1] * 6]
+_REPLAYS = [[30, 3, 1, 5, 6, 31], [9, -1, 8, -5, 7, -1], [99, 3, 32, 5, -1, 31], [-1] * 6]
 
 
 def _require(number: int, sentence: str, check: Check, *cases: Case, needs: Capability | None = None, hardware: str = "") -> Requirement:
     """Return a requirement of this area."""
-    made: Callable[[], Iterable[Case]] = lambda: cases or (Case("six tokens", {"slots": _SLOTS}),)  # noqa: E731 - the type is the reason
+    made: Callable[[], Iterable[Case]] = lambda: cases or _each()  # noqa: E731 - the type is the reason
     return Requirement(f"KVD-DEVICE-{number:03}", sentence, AREA, check, made, needs=needs, hardware=hardware)
+
+
+def _each(**more: Any) -> tuple[Case, ...]:
+    """Return a call of six tokens, or of what they come to, for each op."""
+    return tuple(Case(op, {"op": op, "slots": _SLOTS, **more}) for op in OPS)
 
 
 def _foreign(name: str, argument: str) -> Case:
@@ -58,10 +65,10 @@ REQUIREMENTS = [
     _require(3, "A call that is known makes the host wait for nothing.", check_no_sync, needs=SYNC_DEBUG, hardware="streams"),
     _require(
         4,
-        "What claims graph_capture can be recorded, and replayed with other slots, padding and values after its plan was evicted; what "
-        "does not is never capturing.",
+        "What claims graph_capture can be recorded, and replayed with other slots, padding, slots out of range and values after its plan "
+        "was evicted; what does not is never capturing.",
         check_replay,
-        Case("other slots and padding", {"slots": _SLOTS, "replays": _REPLAYS}),
+        *_each(replays=_REPLAYS),
         needs=GRAPHS,
         hardware="graphs",
     ),
@@ -79,13 +86,19 @@ REQUIREMENTS = [
         check_foreign_tensor,
         _foreign("k", "k"),
         _foreign("v", "v"),
-        _foreign("slots", "slot_mapping"),
+        _foreign("index", "slot_mapping"),
     ),
     _require(
         8,
         "Threads may call at once, on one device or several, with plans that are not made yet.",
         check_threads_on_devices,
-        Case("four threads", {"threads": 4, "heads": [1, 2, 3, 5]}),
+        *_each(threads=4, heads=[1, 2, 3, 5]),
     ),
     _require(9, "The guard of a device can be entered and left, by an error too, which it passes on.", check_guard),
+    _require(10, "The count of skipped writes of a device is a non-negative int, which asking for it does not change.", check_count),
+    _require(
+        11,
+        "Guards can be entered inside each other, and by threads at once, and leaving one makes the device before it current.",
+        check_guard_again,
+    ),
 ]

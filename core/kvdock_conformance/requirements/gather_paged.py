@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
+from kvdock_conformance.cases import quantised
 from kvdock_conformance.cases.drawing import Drawing, View, call
 from kvdock_conformance.cases.gathers import READ_POOLS, Gather
-from kvdock_conformance.cases.layouts import Geometry
+from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, SINGLE_SIZES, Geometry
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
 from kvdock_conformance.cases.paged import shuffled
+from kvdock_conformance.cases.places import far_reads
 from kvdock_conformance.checking.gathers import (
     check_dequantised,
     check_gather,
@@ -80,18 +82,7 @@ def _far() -> Iterable[Case]:
         for number, (block, offset) in enumerate(places)
     ]
     yield Case("2**19 + 2 blocks of 2**13 elements", drawing.case(gather.call(drawing, pools), places=[view.spec() for view in filled]))
-
-
-def _quantised() -> Iterable[Case]:
-    """Return reads of quantised pools into float32, where the product of element and scale is rounded once."""
-    # Bytes up to 0x7b: larger ones are NaN or infinite in e4m3fn or e5m2, and what becomes of a NaN's payload is left open.
-    finite_bytes = [byte - 128 * sign for byte in range(0x7C) for sign in (0, 1)]
-    for dtype in ("float8_e4m3fn", "float8_e5m2", "int8"):
-        drawing, gather = Drawing(), Gather("", geometry=Geometry(dtype=dtype), values=finite_bytes)
-        args = gather.args(drawing, gather.pools(drawing))
-        outputs = {name: drawing.tensor("float32", (13, 2, 8)) for name in ("k_out", "v_out")}
-        scale = drawing.tensor("float32", (), values=[0x3DCCCCCD])  # 0.1
-        yield Case(dtype, drawing.case(call(OP, **{**args, **outputs, "k_scale": scale, "v_scale": scale})))
+    yield from far_reads()
 
 
 Change = Callable[[Drawing, dict[str, View]], dict[str, View | None]]
@@ -236,14 +227,19 @@ REQUIREMENTS = [
         6,
         "When tokens are read, slots are read as int32 and as int64, by the strides of slot_mapping.",
         [
-            Gather(f"{index}, {text}", slots, lead, index=index, index_gap=gap)
+            Gather(f"{index}, {text}", slots, lead, index=index, index_gap=gap, index_order=order)
             for index in ("int32", "int64")
-            for text, gap, lead, slots in (
-                ("dense", 0, (13,), None),
-                ("strided", 2, (13,), None),
-                ("strided batch", 1, (3, 4), None),
-                ("strided, with padding", 2, (4,), [3, -1, 9, -1]),
-                ("strided, one token", 3, (1,), None),
+            for text, gap, lead, slots, order in (
+                ("dense", 0, (13,), None, "rows"),
+                ("strided", 2, (13,), None, "rows"),
+                ("strided batch", 1, (3, 4), None, "rows"),
+                ("strided, with padding", 2, (4,), [3, -1, 9, -1], "rows"),
+                ("strided, one token", 3, (1,), None, "rows"),
+                ("transposed batch", 0, (3, 4), None, "columns"),
+                ("transposed batch with padding", 0, (3, 2), [3, -1, 9, 4, -1, 0], "columns"),
+                ("rows of a longer batch", 0, (3, 4), None, "longer rows"),
+                ("one slot for all", 0, (13,), [7], "one"),
+                ("one slot for a batch", 0, (3, 4), [7], "one"),
             )
         ],
     ),
@@ -334,17 +330,14 @@ REQUIREMENTS = [
         [
             Gather(name, pool=name)
             for name in ("nhd", "hnd", "heads outermost", "slots outermost", "padded slots", "padded heads", "odd steps", "k and v unlike")
-        ],
+        ]
+        + [Gather(f"{text}, whatever its step", geometry=sizes, pool=ANY_STEP) for text, sizes in SINGLE_SIZES.items()],
     ),
     _require(
         17,
         "When tokens are read, a pool may be part of a larger tensor: one of two halves, one layer of many, or blocks "
         "with something behind them.",
-        [
-            Gather(f"{name}, {count} tokens", lead=(count,), pool=name)
-            for name in ("halves [2, NB, ...]", "halves [NB, 2, ...]", "k and v side by side", "layer-first", "page-first", "padded blocks")
-            for count in (2, 13)
-        ],
+        [Gather(f"{name}, {count} tokens", lead=(count,), pool=name) for name in PARTS for count in (2, 13)],
     ),
     _require(
         18,
@@ -353,7 +346,9 @@ REQUIREMENTS = [
             Gather(f"{name}, {'batch' if len(lead) == 2 else 'row'}", lead=lead, out=name)
             for name in ("fused qkv", "[B, H, q, D]", "every other token", "padded tokens", "padded heads", "odd steps")
             for lead in ((13,), (2, 6))
-        ],
+        ]
+        + [Gather(f"{text}, whatever its step", geometry=sizes, out=ANY_STEP) for text, sizes in SINGLE_SIZES.items()]
+        + [Gather(f"{text}, whatever its step", lead=lead, out=ANY_STEP) for text, lead in (("one token", (1,)), ("one row", (1, 5)))],
     ),
     _require(
         19,
@@ -452,7 +447,7 @@ REQUIREMENTS = [
     _require(
         28,
         "A quantised pool reads as its elements times their scale, or is refused with a reason.",
-        _quantised,
+        quantised.reads,
         check=check_dequantised,
     ),
     _require(

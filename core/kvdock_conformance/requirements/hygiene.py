@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.cases.every_op import OPS, OpCall
 from kvdock_conformance.checking.claims import check_capabilities, check_claims, check_devices, check_kernels, check_names, check_probe
-from kvdock_conformance.checking.fresh import check_import_cost, check_import_is_light, check_no_context, check_process
+from kvdock_conformance.checking.fresh import check_import_cost, check_import_is_light, check_no_context, check_notes, check_process
 from kvdock_conformance.checking.process import check_ending, check_settings_of_calls, check_settings_of_import
 from kvdock_conformance.requirement import Case, Check, Level, Requirement
 
@@ -67,4 +67,5 @@ REQUIREMENTS = [
     ),
     _require(13, "Calls leave the settings of the process as they are.", check_settings_of_calls, *map(_twice, OPS)),
     _require(14, "A process that has used it ends by itself, with exit code 0, and leaves no process behind.", check_ending),
+    _require(15, "Its notes are lines of text, and asking for them opens no context on any device.", check_notes),
 ]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import attrs
-
-from kvdock_conformance.cases.drawing import Drawing, call
-from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry
-from kvdock_conformance.cases.numbers import SPECIAL_BITS, finite
+from kvdock_conformance.cases import quantised
+from kvdock_conformance.cases.drawing import Drawing
+from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, POOLS, SINGLE_SIZES, Geometry
+from kvdock_conformance.cases.numbers import SPECIAL_BITS
 from kvdock_conformance.cases.paged import Write, shuffled
+from kvdock_conformance.cases.places import beside_the_pool, far_writes
 from kvdock_conformance.checking.calls import check_calls, check_inputs
 from kvdock_conformance.checking.quantised import check_quantised
 from kvdock_conformance.checking.served import SERVED
@@ -23,6 +23,8 @@ __all__ = ["OP", "REQUIREMENTS", "check_write", "check_write_inputs", "slot_name
 OP = "paged_caching_"
 _EVEN = Geometry.even
 _BIG = _EVEN(num_blocks=96, block=16, heads=1)
+_NO_BLOCKS = Geometry(num_blocks=0)
+_TWO_ROWS, _THREE_ROWS = range(1000, 1032), range(1000, 1048)  # elements of two or three rows, which tokens hold in turns
 _INT32_MAX, _INT32_MIN = 2**31 - 1, -(2**31)
 
 
@@ -54,6 +56,12 @@ def _cases(writes: Sequence[Write]) -> Callable[[], Iterable[Case]]:
     return lambda: (write.case() for write in writes)
 
 
+def _with(writes: Iterable[Write], *makers: Callable[[], Iterable[Case]]) -> Callable[[], Iterable[Case]]:
+    """Return a function that draws writes as cases, and then makes those that are drawn by hand."""
+    listed = tuple(writes)
+    return lambda: (*(write.case() for write in listed), *(case for make in makers for case in make()))
+
+
 def _repeated() -> Iterable[Case]:
     """Return calls whose pools have the same shape, and strides of their own."""
     names = ("nhd", "hnd", "padded blocks", "nhd", "k and v unlike", "odd address", "padded slots")
@@ -64,19 +72,6 @@ def _repeated() -> Iterable[Case]:
     pools = POOLS["nhd"](drawing, write.geometry)
     changing = [Write("", lead=lead, slots=shuffled(24, seed)) for seed, lead in enumerate([(5,), (13,), (1,), (2, 3), (24,), (13,)])]
     yield Case("other tokens and slots at each call", drawing.case(*[write.call(drawing, pools) for write in changing]))
-
-
-def _quantised() -> Iterable[Case]:
-    """Return writes into quantised caches, with a scale for the whole tensor."""
-    for dtype in ("float8_e4m3fn", "float8_e5m2", "int8"):
-        for k_dtype in ("bfloat16", "float32"):
-            drawing = Drawing()
-            k_cache, v_cache = POOLS["nhd"](drawing, Geometry(dtype=dtype))
-            k, v = (attrs.evolve(x, values=finite(k_dtype)) for x in SOURCES["contiguous"](drawing, Geometry(dtype=k_dtype), (13,)))
-            slots = drawing.tensor("int64", (13,), values=shuffled(24))
-            scale = drawing.tensor("float32", (), values=[0x3DCCCCCD])  # 0.1
-            args = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "slot_mapping": slots}
-            yield Case(f"{dtype} from {k_dtype}", drawing.case(call(OP, **args, k_scale=scale, v_scale=scale)))
 
 
 REQUIREMENTS = [
@@ -119,6 +114,7 @@ REQUIREMENTS = [
             Write("smallest int32", [_INT32_MIN, 11, _INT32_MIN + 1, 2], index="int32"),
             Write("one token", [-1]),
             Write("rows of a batch", [0, 1, -1, 8, -1, -1, 16, 17, 18], lead=(3, 3)),
+            Write("pool without blocks", [-1, -7, -1], geometry=_NO_BLOCKS),
             Write("long, scattered", [*range(100), -1, *range(200, 300), -5, *range(400, 500)], lead=(302,), geometry=_BIG),
         ],
     ),
@@ -138,6 +134,7 @@ REQUIREMENTS = [
             Write("largest int32", [2, _INT32_MAX], index="int32"),
             Write("second row of a batch", [0, 1, 2, 3, 99, 5], lead=(2, 3)),
             Write("in a pool with gaps", [2, 24], pool="padded blocks"),
+            Write("in a pool without blocks", [-1, 0], geometry=_NO_BLOCKS),
             Write("behind many good ones", [*range(300), 96 * 16], lead=(301,), geometry=_BIG),
         ],
     ),
@@ -158,13 +155,18 @@ REQUIREMENTS = [
         6,
         "Slots are read as int32 and as int64, by the strides of slot_mapping.",
         [
-            Write(f"{index}, {text}", index=index, index_gap=gap, lead=lead)
+            Write(f"{index}, {text}", slots, lead, index=index, index_gap=gap, index_order=order)
             for index in ("int32", "int64")
-            for text, gap, lead in (
-                ("dense", 0, (13,)),
-                ("strided", 2, (13,)),
-                ("strided batch", 1, (3, 4)),
-                ("strided, one token", 3, (1,)),
+            for text, gap, lead, slots, order in (
+                ("dense", 0, (13,), None, "rows"),
+                ("strided", 2, (13,), None, "rows"),
+                ("strided batch", 1, (3, 4), None, "rows"),
+                ("strided, with padding", 2, (4,), [3, -1, 9, -1], "rows"),
+                ("strided, one token", 3, (1,), None, "rows"),
+                ("transposed batch", 0, (3, 4), None, "columns"),
+                ("transposed batch with padding", 0, (3, 2), [3, -1, 9, 4, -1, 0], "columns"),
+                ("rows of a longer batch", 0, (3, 4), None, "longer rows"),
+                ("two tokens of a longer batch", 0, (2, 1), None, "longer rows"),
             )
         ],
     ),
@@ -188,6 +190,7 @@ REQUIREMENTS = [
             Write("B = 0", [], lead=(0, 4)),
             Write("S = 0", [], lead=(3, 0)),
             Write("int32", [], lead=(0,), index="int32"),
+            Write("pool without blocks", [], lead=(0,), geometry=_NO_BLOCKS),
         ],
     ),
     _require(
@@ -197,6 +200,11 @@ REQUIREMENTS = [
             Write("one slot for all", [5] * 13, source="one token for all"),
             Write("pairs", [0, 0, 7, 7, 23, 23], source="one token for all"),
             Write("many", [i % 3 for i in range(60)], source="one token for all"),
+            Write("one slot for all, one in memory too", [5], lead=(13,), source="one token for all", index_order="one"),
+            Write("two slots in turns", [5, 9] * 6, values=_TWO_ROWS),
+            Write("three slots in turns, padding between", [5, 1, -1, 5, 1, 9, 5, -1, 9], values=_THREE_ROWS),
+            Write("apart from each other", [5, 2, 7, 5, -1, 23, 0, -1, 4, 5, 2], lead=(11,), values=_THREE_ROWS[:16]),
+            Write("rows of a batch", [5, 1, 9] * 4, lead=(4, 3), values=_THREE_ROWS),
         ],
     ),
     _require(
@@ -248,16 +256,16 @@ REQUIREMENTS = [
         [
             Write(name, pool=name)
             for name in ("nhd", "hnd", "heads outermost", "slots outermost", "padded slots", "padded heads", "odd steps", "k and v unlike")
-        ],
+        ]
+        + [Write(f"{text}, whatever its step", geometry=sizes, pool=ANY_STEP) for text, sizes in SINGLE_SIZES.items()],
     ),
     _require(
         17,
         "A pool may be part of a larger tensor: one of two halves, one layer of many, or blocks with something behind them.",
-        [
-            Write(f"{name}, {count} tokens", lead=(count,), pool=name)
-            for name in ("halves [2, NB, ...]", "halves [NB, 2, ...]", "k and v side by side", "layer-first", "page-first", "padded blocks")
-            for count in (2, 13)
-        ],
+        _with(
+            [Write(f"{name}, {count} tokens", lead=(count,), pool=name) for name in PARTS for count in (2, 13)],
+            beside_the_pool,
+        ),
     ),
     _require(
         18,
@@ -275,7 +283,9 @@ REQUIREMENTS = [
                 "one token for all",
             )
             for lead in ((13,), (2, 6))
-        ],
+        ]
+        + [Write(f"{text}, whatever its step", geometry=sizes, source=ANY_STEP) for text, sizes in SINGLE_SIZES.items()]
+        + [Write(f"{text}, whatever its step", lead=lead, source=ANY_STEP) for text, lead in (("one token", (1,)), ("one row", (1, 5)))],
     ),
     _require(
         19,
@@ -310,22 +320,25 @@ REQUIREMENTS = [
     _require(
         22,
         "A quantised cache holds x / scale, rounded to nearest and clamped to the range of its dtype, or is refused with a reason.",
-        _quantised,
+        quantised.writes,
         check=check_quantised,
     ),
     _require(
         23,
         "Places more than 2**31 and 2**32 elements into a pool are reached.",
-        [
-            Write(
-                f"{blocks} blocks of {size} elements",
-                [blocks * 16 - 1, 0, blocks * 8],
-                lead=(3,),
-                geometry=Geometry(num_blocks=blocks, block=16, hk=8, dk=64, hv=1, dv=8),
-                pool="untouched memory",
-            )
-            for blocks, size in ((2**18 + 2, 2**13), (2**19 + 2, 2**13))
-        ],
+        _with(
+            [
+                Write(
+                    f"{blocks} blocks of {size} elements",
+                    [blocks * 16 - 1, 0, blocks * 8],
+                    lead=(3,),
+                    geometry=Geometry(num_blocks=blocks, block=16, hk=8, dk=64, hv=1, dv=8),
+                    pool="untouched memory",
+                )
+                for blocks, size in ((2**18 + 2, 2**13), (2**19 + 2, 2**13))
+            ],
+            far_writes,
+        ),
         Level.EXTENDED,
     ),
     _require(

@@ -17,8 +17,10 @@ from kvdock_conformance.checking.prefix_calls import (
     check_evictions,
     check_handles,
     check_inserts,
+    check_late_reads,
     check_locks,
     check_matches,
+    check_observers,
     check_order,
     check_refusals,
     check_resets,
@@ -180,7 +182,7 @@ REQUIREMENTS = [
         14,
         "Statistics count matches, their tokens, hits, and tokens that came and went; a match counts when it is recorded.",
         check_stats,
-        sequences({**MIX, "match": 8, "record": 4}),
+        sequences({**MIX, "match": 8, "record": 4, "reset": 1}),
         None,
     ),
     _require(
@@ -198,4 +200,17 @@ REQUIREMENTS = [
         None,
     ),
     _require(18, "A block has 1 to 512 tokens; other sizes raise ArgumentValueError.", check_block_sizes, _sizes, None),
+    _require(
+        19,
+        "An observer is told of each event once the call has done its work, until its subscription ends, and one that raises breaks "
+        "neither the call nor the others.",
+        check_observers,
+        lambda: (Case(f"blocks of {size}", {"block_size": size}) for size in (1, 3, 16)),
+    ),
+    _require(
+        20,
+        "What an insertion returns names the slots of that moment, however late it is read and whatever came in between.",
+        check_late_reads,
+        sequences({"match": 2, "insert": 10, "evict": 4, "reset": 1}),
+    ),
 ]

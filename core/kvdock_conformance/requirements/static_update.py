@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvdock_conformance.cases.drawing import Drawing
-from kvdock_conformance.cases.layouts import Geometry
+from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, SINGLE_SIZES, Geometry
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
+from kvdock_conformance.cases.places import far_updates
 from kvdock_conformance.cases.static import Update
 from kvdock_conformance.checking.calls import check_calls, check_inputs
 from kvdock_conformance.checking.served import SERVED
@@ -87,6 +88,14 @@ def _repeated() -> Iterable[Case]:
     caches = first.caches(drawing)
     updates = [Update("", lengths, rows=rows, new=new) for lengths, rows, new in ((3, 3, 5), ([1, 9], 2, 4), (0, 1, 16), ([7, 3, 5], 3, 5))]
     yield Case("other rows and lengths at each call", drawing.case(*[update.call(drawing, caches) for update in updates]))
+
+
+def _far() -> Iterable[Case]:
+    """Return updates of large caches, and of few positions far apart."""
+    for batch, length in ((1, 2**22 + 2), (2, 2**21 + 2)):
+        sizes = Geometry(num_blocks=batch, block=length, hk=8, dk=64, hv=1, dv=8)
+        yield Update(f"{batch} rows of {length}", [length - 2] * batch, new=2, geometry=sizes, pool="untouched memory").case()
+    yield from far_updates()
 
 
 REQUIREMENTS = [
@@ -197,6 +206,7 @@ REQUIREMENTS = [
             Update("s = 0, a length beyond", 99, new=0),
             Update("b = 0, int", 3, rows=0),
             Update("b = 0, [1]", [3], rows=0),
+            Update("b = 0, [b]", [], shape=(0,), rows=0),
         ],
     ),
     _require(
@@ -247,14 +257,15 @@ REQUIREMENTS = [
             Update(f"{name}, {rows} rows", [(5 * row) % 12 for row in range(rows)], pool=name, geometry=_of(batch=rows))
             for name in ("nhd", "hnd", "heads outermost", "slots outermost", "padded slots", "padded heads", "odd steps", "k and v unlike")
             for rows in (3, 6)
-        ],
+        ]
+        + [Update(f"{text}, whatever its step", 0, new=1, geometry=sizes, pool=ANY_STEP) for text, sizes in SINGLE_SIZES.items()],
     ),
     _require(
         15,
         "A cache may be part of a larger tensor: one of two halves, one layer of many, or rows with something behind them.",
         [
             Update(f"{name}, {rows} rows", [(5 * row) % 12 for row in range(rows)], pool=name, geometry=_of(batch=rows))
-            for name in ("halves [2, NB, ...]", "halves [NB, 2, ...]", "k and v side by side", "layer-first", "page-first", "padded blocks")
+            for name in PARTS
             for rows in (3, 6)
         ],
     ),
@@ -274,7 +285,8 @@ REQUIREMENTS = [
                 "one token for all",
             )
             for rows in (3, 6)
-        ],
+        ]
+        + [Update(f"{text}, whatever its step", 0, new=1, geometry=sizes, source=ANY_STEP) for text, sizes in SINGLE_SIZES.items()],
     ),
     _require(
         17,
@@ -330,16 +342,7 @@ REQUIREMENTS = [
     _require(
         21,
         "Places more than 2**31 elements into a cache are reached, by their position and by their row.",
-        [
-            Update(
-                f"{batch} rows of {length}",
-                [length - 2] * batch,
-                new=2,
-                geometry=Geometry(num_blocks=batch, block=length, hk=8, dk=64, hv=1, dv=8),
-                pool="untouched memory",
-            )
-            for batch, length in ((1, 2**22 + 2), (2, 2**21 + 2))
-        ],
+        _far,
         Level.EXTENDED,
     ),
     _require(

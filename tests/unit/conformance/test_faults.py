@@ -30,8 +30,11 @@ TESTED = {"backend": "cpu", "prefix": "radix"}
 """By kind, what the faults are seeded into here."""
 
 ELSEWHERE = {
+    "device-copy-on-the-default-stream",
     "device-current-one-changed",
+    "device-gather-waits-for-the-device",
     "device-launch-on-the-default-stream",
+    "device-lengths-of-the-recording",
     "device-never-capturing",
     "device-slots-of-the-recording",
     "device-waits-for-the-device",

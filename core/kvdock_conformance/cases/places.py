@@ -1,0 +1,82 @@
+"""Calls on memory that no table of memory orders has: tensors side by side, and places that are far from each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+
+from kvdock_conformance.cases.drawing import Drawing, View, call
+from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry
+from kvdock_conformance.cases.paged import shuffled
+from kvdock_conformance.requirement import Case, Level
+
+__all__ = ["beside_the_pool", "far_reads", "far_updates", "far_writes"]
+
+_STEP = 2**31 + 64
+_FEW = Geometry(num_blocks=2, block=4)
+_ROW = _FEW.hk * _FEW.dk
+
+
+def beside_the_pool() -> Iterator[Case]:
+    """Yield writes of tokens that lie in one tensor with their pool, right in front of it or right behind it."""
+    g = Geometry()
+    for count in (1, 3, 13):
+        for is_behind in (False, True):
+            drawing = Drawing()
+            (k_cache, k), (v_cache, v) = (_side_by_side(drawing, g, count, is_behind=is_behind) for _ in range(2))
+            slots = drawing.tensor("int64", (count,), values=shuffled(g.capacity))
+            made = call("paged_caching_", k_cache=k_cache, v_cache=v_cache, k=k, v=v, slot_mapping=slots)
+            yield Case(f"{count} tokens right {'behind' if is_behind else 'in front of'} their pool", drawing.case(made))
+
+
+def _side_by_side(drawing: Drawing, g: Geometry, count: int, *, is_behind: bool) -> tuple[View, View]:
+    """Return a pool and tokens in one tensor."""
+    both = drawing.tensor(g.dtype, (g.capacity + count, g.hk, g.dk))
+    pool, tokens = (0, g.capacity) if is_behind else (count, 0)
+    return both.slice(0, pool, pool + g.capacity).split(0, (g.num_blocks, g.block)), both.slice(0, tokens, tokens + count)
+
+
+def _pool(drawing: Drawing) -> View:
+    """Return a pool of few blocks whose step is beyond 32 bits."""
+    return drawing.tensor(_FEW.dtype, _FEW.k_shape, gaps=(0, _STEP - _FEW.block * _ROW, 0, 0), fill="zeros")
+
+
+def _rows(drawing: Drawing, *lead: int) -> View:
+    """Return few rows whose step is beyond 32 bits."""
+    gaps = [0] * (len(lead) - 1) + [0, _STEP - _ROW, 0]
+    return drawing.tensor(_FEW.dtype, (*lead, _FEW.hk, _FEW.dk), gaps=gaps, fill="zeros")
+
+
+def far_writes() -> Iterator[Case]:
+    """Yield writes into few blocks, and of few tokens, in steps that 32 bits cannot say."""
+    for name in ("k_cache", "k"):
+        drawing = Drawing()
+        (k_cache, v_cache), (k, v) = POOLS["nhd"](drawing, _FEW), SOURCES["contiguous"](drawing, _FEW, (2,))
+        args = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "slot_mapping": drawing.tensor("int64", (2,), values=[7, 2])}
+        far = _pool(drawing) if name == "k_cache" else attrs.evolve(_rows(drawing, 2), values={"first": 1, "step": 1})
+        yield Case(f"{name} in steps of {_STEP} elements", drawing.case(call("paged_caching_", **{**args, name: far})), Level.EXTENDED)
+
+
+def far_reads() -> Iterator[Case]:
+    """Yield reads of few blocks, and into few rows, in steps that 32 bits cannot say."""
+    for name in ("k_cache", "k_out"):
+        drawing = Drawing()
+        (k_cache, v_cache), (k, v) = POOLS["nhd"](drawing, _FEW), SOURCES["contiguous"](drawing, _FEW, (2,))
+        slots = drawing.tensor("int64", (2,), values=[7, 2])
+        args = {"k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slots, "k_out": k, "v_out": v}
+        far = attrs.evolve(_pool(drawing), values={"first": 1, "step": 1}) if name == "k_cache" else _rows(drawing, 2)
+        yield Case(f"{name} in steps of {_STEP} elements", drawing.case(call("gather_paged", **{**args, name: far})), Level.EXTENDED)
+
+
+def far_updates() -> Iterator[Case]:
+    """Yield updates of few rows of a cache, and of few new positions, in steps that 32 bits cannot say."""
+    for name in ("k_cache", "k"):
+        drawing = Drawing()
+        (k_cache, v_cache), (k, v) = POOLS["nhd"](drawing, _FEW), SOURCES["contiguous"](drawing, _FEW, (2, 2))
+        far = _pool(drawing) if name == "k_cache" else attrs.evolve(_rows(drawing, 2, 2), values={"first": 1, "step": 1})
+        args = {name: view.transpose(1, 2) for name, view in {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, name: far}.items()}
+        lengths = drawing.tensor("int64", (2,), values=[2, 0])
+        yield Case(
+            f"{name} in steps of {_STEP} elements", drawing.case(call("static_update_", **args, cache_lengths=lengths)), Level.EXTENDED
+        )

@@ -1,0 +1,65 @@
+"""Calls that repeat the one before but for addresses and index values, and such as do not in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from kvdock_conformance.cases.drawing import Drawing, View, call
+from kvdock_conformance.cases.every_op import OPS, OpCall
+from kvdock_conformance.cases.layouts import Geometry, Pair
+from kvdock_conformance.requirement import Case
+
+__all__ = ["repeats"]
+
+_SMALL = Geometry(num_blocks=8, block=8)
+_SLOTS = ([5, -1, 63, -7], [5, 64, 2, -1])
+_INDICES: Mapping[str, tuple[str, tuple[list[int], ...]]] = MappingProxyType(
+    {
+        "paged_caching_": ("slot_mapping", _SLOTS),
+        "gather_paged": ("slot_mapping", _SLOTS),
+        "static_update_": ("cache_lengths", ([4, 0, 4, 1, 2, 3, 0, 4], [4, 0, 9, 1, 2, 3, 0, 4])),
+        "copy_blocks_": ("block_pairs", ([0, 1, -1, 3, 2, -1, 4, 5], [0, 1, 2, 8, 3, 4, -1, 6])),
+    }
+)
+"""By op: the argument that holds indices, with good ones, some of them padding where that is possible, and with one out of range."""
+
+
+def repeats() -> Iterator[Case]:
+    """Yield, for each op, calls on the same caches, and calls on caches of their own."""
+    for op in OPS:
+        for text, is_shared in (("the same caches", True), ("caches of their own", False)):
+            drawing = Drawing()
+            caches = OpCall(op, tokens=4, geometry=_SMALL).caches(drawing)
+            yield Case(f"{op}, {text}", drawing.case(*_calls(op, drawing, caches if is_shared else None)))
+
+
+def _calls(op: str, drawing: Drawing, caches: Pair | None) -> Iterator[dict[str, Any]]:
+    """Yield calls that are remembered, and between them those that look like them and are not."""
+    first, (name, (good, bad)) = OpCall(op, tokens=4, geometry=_SMALL), _INDICES[op]
+
+    def made(seed: int, values: list[int] | None = None, past: int = 0, **other: Any) -> dict[str, Any]:
+        args = attrs.evolve(first, seed=seed, **other).arguments(drawing, caches)
+        changed = {key: _moved(drawing, value, past) if key in ("k", "v", "k_out", "v_out") else value for key, value in args.items()}
+        index = changed[name]
+        return call(op, **changed | {name: index if values is None or not isinstance(index, View) else attrs.evolve(index, values=values)})
+
+    yield from (made(seed) for seed in range(4))
+    yield made(4, good)
+    yield made(5, bad)
+    yield made(6)
+    yield made(7, past=2)
+    yield from (made(seed) for seed in range(8, 10))
+    yield from (made(10, source=source) for source in ("padded heads", "padded heads", "contiguous"))
+    yield from (made(seed, tokens=2) for seed in range(11, 14))
+    yield from (made(seed) for seed in range(14, 17))
+
+
+def _moved(drawing: Drawing, view: Any, past: int) -> Any:
+    """Return a tensor of rows so many bytes further on."""
+    if past:
+        drawing.arenas[view.arena]["bytes"] += past
+    return attrs.evolve(view, offset=view.offset + past)

@@ -1,0 +1,143 @@
+"""Calls whose like was made before: what they bring counts, they load nothing, and autograd records none."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvdock import runtime
+from kvdock.ops.catalog import CATALOG
+from kvdock.ops.schema import Role
+from kvdock_conformance.checking.calls import check_calls
+from kvdock_conformance.checking.copies import pair_name
+from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.gathers import gathered_slot
+from kvdock_conformance.checking.memory import Memory, compare
+from kvdock_conformance.checking.plans import REFERENCES
+from kvdock_conformance.checking.target import Target
+
+__all__ = ["NOISES", "PLACES", "BoundTarget", "Listener", "check_autograd", "check_quiet", "check_repeated", "length_place", "listener"]
+
+
+class BoundTarget(Target):
+    """The backend by way of ops that are bound to their pools, as caches bind them: such calls are remembered for any backend."""
+
+    def __init__(self, name: str, setup: str | None = None) -> None:
+        super().__init__(name, setup)
+        self._bound: dict[Any, Callable[..., None]] = {}
+
+    def call(self, op: str, args: dict[str, Any]) -> None:
+        """Call an op with arguments by name, bound to its pools at the first call with them."""
+        schema = CATALOG[op]
+        pools = tuple(args[arg.name] for arg in schema.static_args)
+        key = (op, *((pool.data_ptr(), pool.shape, pool.stride(), pool.dtype) for pool in pools))
+        if key not in self._bound:
+            self._bound[key] = runtime.default().dispatcher.op(op).bind(*pools, named=self.name)
+        self._bound[key](*(args.get(name) for name in schema.arg_names[len(pools) :]))
+
+
+def length_place(place: Sequence[int]) -> str:
+    """Return how an error names the length of a row."""
+    return f"cache_lengths[{place[0]}]"
+
+
+PLACES: Mapping[str, Callable[[Sequence[int]], str]] = {
+    "paged_caching_": gathered_slot,
+    "static_update_": length_place,
+    "gather_paged": gathered_slot,
+    "copy_blocks_": pair_name,
+}
+"""How an error of each op names an index."""
+
+
+def check_repeated(target: Target, data: Mapping[str, Any]) -> None:
+    """Check the calls of a case as a user makes them, and bound to their pools.
+
+    Raises:
+        NonconformanceError: a byte differs, or an index out of range neither raised as it must nor was skipped and counted.
+    """
+    op = data["calls"][0]["op"]
+    for way in (target, BoundTarget(target.name, target.setup)):
+        check_calls(way, data, REFERENCES[op], PLACES[op], counted=op != "gather_paged")
+
+
+NOISES = ("compile", "exec", "import", "open", "ctypes.dlopen", "os.exec", "os.fork", "os.posix_spawn", "os.system", "subprocess.Popen")
+"""Python's audit events of what belongs into `Kernel.prepare`."""
+
+
+class Listener:
+    """Hears what Python is asked for in one thread. There is no way to take an audit hook out: `listener` makes one for good."""
+
+    def __init__(self) -> None:
+        self._thread: int | None = None
+        self._heard: list[str] = []
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
+        """Note an event."""
+        if self._thread == threading.get_ident() and event in NOISES:
+            self._heard.append(f"{event} {args[:1]!r:.80}")
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[list[str]]:
+        """Hear what this thread does in a block."""
+        self._heard, self._thread = [], threading.get_ident()
+        try:
+            yield self._heard
+        finally:
+            self._thread = None
+
+
+@functools.cache
+def listener() -> Listener:
+    """Return this process's listener."""
+    return Listener()
+
+
+def check_quiet(target: Target, data: Mapping[str, Any]) -> None:
+    """Check that calls behind the first ``data["warm"]`` are right, and neither compile nor load anything.
+
+    Raises:
+        NonconformanceError: a byte differs, or Python was asked for one of `NOISES`.
+    """
+    memory = Memory(data["arenas"], target.device)
+    for number, call in enumerate(data["calls"]):
+        args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
+        expected = memory.copy()
+        REFERENCES[call["op"]](*(expected.tensor(spec) for spec in call["args"].values()))
+        with listener().listening() as heard:
+            target.call(call["op"], args)
+        compare(memory, expected, call["args"], f"{call['op']}, call {number}")
+        if heard and number >= data["warm"]:
+            raise NonconformanceError(f"{call['op']}: what call {number} asked Python for", expected="nothing", got="; ".join(heard[:3]))
+
+
+def check_autograd(target: Target, data: Mapping[str, Any]) -> None:
+    """Check calls of which all that is read requires gradients, and calls in inference mode.
+
+    Raises:
+        NonconformanceError: a byte differs, or what was written is part of a graph.
+    """
+    memory = Memory(data["arenas"], target.device)
+    for call in data["calls"]:
+        op = call["op"]
+        args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
+        for arg in CATALOG[op].args:
+            if arg.role is Role.TENSOR and arg.name in args and args[arg.name].is_floating_point():
+                args[arg.name].requires_grad_(True)
+        for mode in (torch.enable_grad, torch.inference_mode):
+            expected = memory.copy()
+            REFERENCES[op](*(expected.tensor(spec) for spec in call["args"].values()))
+            with mode():
+                target.call(op, args)
+            compare(memory, expected, call["args"], f"{op} in {mode.__name__}")
+            for arg in CATALOG[op].mutated:
+                if args[arg.name].requires_grad:
+                    got = f"requires_grad, by {args[arg.name].grad_fn}"
+                    raise NonconformanceError(f"{op}: {arg.name} after a call in {mode.__name__}", expected="no gradients", got=got)

@@ -1,0 +1,159 @@
+"""Faults of plans whose calls repeat: what was fixed for good and must not be, what is loaded late, what autograd records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import kvdock
+from kvdock.ops.catalog import CATALOG
+from kvdock_conformance.faults.descriptors import OwnKernel, OwnPlan
+from kvdock_conformance.faults.fault import Args, Faults, FaultyCall, Run
+
+__all__ = ["FAULTS"]
+
+FAULTS = Faults("descriptors")
+_WRITE, _STATIC, _GATHER, _COPY = CATALOG
+
+
+class _Fixed(OwnPlan):
+    """A plan whose calls are repeated by a function."""
+
+    uses_autograd = False
+    notes_capture = True
+
+
+@FAULTS.kernel(_WRITE, "desc-fixed-addresses", "A repeated call writes from and to the addresses of the first one.", "KVD-DESC-013")
+class _FixedAddresses(OwnKernel):
+    """Makes plans that repeat their calls without a look."""
+
+    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+        """Return such a plan."""
+        return _SameAgain(plan)
+
+
+class _SameAgain(_Fixed):
+    """Repeats a call as it was, whatever addresses come."""
+
+    def fix(self, *args: Any) -> Callable[..., None]:
+        """Return that call."""
+        return lambda *addresses: self(*args)
+
+
+@FAULTS.kernel(_COPY, "desc-fixed-pairs", "A repeated call copies the pairs of the first one.", "KVD-DESC-013")
+class _FixedPairs(_FixedAddresses):
+    """The same for pairs, whose address is one of few things that change."""
+
+
+@FAULTS.kernel(_GATHER, "desc-fixed-call-left-out", "A repeated call does nothing.", "KVD-DESC-013")
+class _FixedAway(OwnKernel):
+    """Makes plans that take a repeated call for done."""
+
+    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+        """Return such a plan."""
+        return _DoneBefore(plan)
+
+
+class _DoneBefore(_Fixed):
+    """Does nothing the second time."""
+
+    def fix(self, *args: Any) -> Callable[..., None]:
+        """Return what does nothing."""
+        return lambda *addresses: None
+
+
+@FAULTS.plan(_STATIC, "desc-lengths-of-the-first-call", "A plan knows the lengths of its first call by their shape.", "KVD-DESC-013")
+def _first_lengths() -> FaultyCall:
+    kept: dict[Any, torch.Tensor] = {}
+
+    def call(run: Run, args: Args) -> None:
+        run({**args, "cache_lengths": kept.setdefault(args["cache_lengths"].shape, args["cache_lengths"].clone())})
+
+    return call
+
+
+@FAULTS.kernel(_WRITE, "desc-found-by-address", "What is known of a pool is found by its address.", "KVD-DESC-003")
+class _FoundByAddress(OwnKernel):
+    """Keeps the first geometry of each address."""
+
+    def __init__(self, inner: kvdock.Kernel) -> None:
+        super().__init__(inner)
+        self.known: dict[int, tuple[Any, ...]] = {}
+
+    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+        """Return a plan that looks pools up."""
+        return _LooksUp(plan, self.known)
+
+
+class _LooksUp(OwnPlan):
+    """Sees key pools as they were the first time, if they still have as many elements."""
+
+    def __init__(self, inner: kvdock.Descriptor, known: dict[int, tuple[Any, ...]]) -> None:
+        super().__init__(inner)
+        self._known = known
+
+    def __call__(self, k_cache: torch.Tensor, *args: Any) -> None:
+        """Make the call."""
+        now = (k_cache.numel(), k_cache.shape, k_cache.stride())
+        numel, shape, strides = self._known.setdefault(k_cache.data_ptr(), now)
+        is_like = numel == k_cache.numel() and shape[2:] == k_cache.shape[2:]
+        self.inner(k_cache.as_strided(k_cache.shape, strides) if is_like and shape == k_cache.shape else k_cache, *args)
+
+
+# Loaded late
+
+
+def _late(op: str, name: str, sentence: str, load: Callable[[int], object]) -> None:
+    """Add a fault of plans that load something for each number of tokens that is new."""
+
+    def make() -> FaultyCall:
+        counts: set[int] = set()
+
+        def call(run: Run, args: Args) -> None:
+            count = next(value for value in args.values() if isinstance(value, torch.Tensor) and not value.is_floating_point()).numel()
+            if count not in counts:
+                counts.add(count)
+                load(count)
+            run(args)
+
+        return call
+
+    FAULTS.plan(op, name, sentence, "KVD-DESC-014")(make)
+
+
+def _compile(count: int) -> None:
+    compile(f"count = {count}", "<kernel>", "exec")
+
+
+def _open(count: int) -> None:
+    with open("/dev/null", "rb") as cached:
+        cached.read()
+
+
+_late(_WRITE, "desc-compiles-for-each-token-count", "A kernel is compiled for each number of tokens.", _compile)
+_late(_GATHER, "desc-opens-a-file-for-each-token-count", "A compiled kernel is read from disk for each number of tokens.", _open)
+
+
+# Autograd
+
+
+class _Records(OwnPlan):
+    """Says that autograd is no matter, and uses torch's operations."""
+
+    uses_autograd = False
+
+    def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, *args: Any) -> None:
+        """Make the call, and use keys in a sum."""
+        self.inner(k_cache, v_cache, k, *args)
+        k_cache[:0].add_(k.float().sum() * 0)
+
+
+@FAULTS.kernel(_WRITE, "desc-recorded-by-autograd", "Autograd records a write of tokens that require gradients.", "KVD-DESC-015")
+class _RecordedWrite(OwnKernel):
+    """Makes plans that are recorded."""
+
+    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+        """Return such a plan."""
+        return _Records(plan)
