@@ -6,6 +6,8 @@ import contextlib
 import fcntl
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -15,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+
+from support_isolated import dependencies
+from support_sources import ROOT
 
 _PYPROJECT = """
 [build-system]
@@ -68,12 +73,24 @@ def _pip(*arguments: str) -> None:
     run([sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments], check=True)
 
 
+def build_kvdock(folder: Path) -> str:
+    """Build the wheel of this repository, with the build backend that is installed; returns its path."""
+    _pip("wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT))
+    (path,) = folder.glob("*.whl")
+    return str(path)
+
+
 def run(
-    command: Sequence[str], *, environ: Mapping[str, str] | None = None, check: bool = False, timeout: float = 120
+    command: Sequence[str],
+    *,
+    environ: Mapping[str, str] | None = None,
+    check: bool = False,
+    timeout: float = 120,
+    folder: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program with an environment free of kvdock's variables but for ``environ``. With ``check`` it must succeed."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("KVDOCK_")}
-    done = subprocess.run(command, env={**clean, **(environ or {})}, capture_output=True, text=True, timeout=timeout, check=False)
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("KVDOCK_")} | dict(environ or {})
+    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=timeout, check=False, cwd=folder)
     if check and done.returncode != 0:
         raise AssertionError(f"{command} exited with {done.returncode}\n{done.stdout}\n{done.stderr}")
     return done
@@ -81,9 +98,24 @@ def run(
 
 @attrs.frozen
 class Environment:
-    """A scratch environment that sees all that is installed beside this interpreter, and what is installed into itself."""
+    """A scratch environment that sees all that is installed beside this interpreter, and what is installed into itself.
+
+    Args:
+        root: its folder.
+        is_strangers: whether it was made by `stranger`: nothing of this repository's folder is on its path.
+    """
 
     root: Path
+    is_strangers: bool = False
+
+    @classmethod
+    def stranger(cls, root: Path, kvdock: Path) -> Environment:
+        """Make one as a stranger has it: with kvdock's wheel, and with what that needs."""
+        run([sys.executable, "-m", "venv", "--without-pip", str(root)], check=True)
+        made = cls(root, is_strangers=True)
+        (made.site_packages / "dependencies.pth").write_text(f"{dependencies(root / 'site')}\n", encoding="utf-8")
+        made.install(kvdock)
+        return made
 
     @classmethod
     def create(cls, root: Path) -> Environment:
@@ -112,13 +144,35 @@ class Environment:
 
     def kvdock(self, *arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run kvdock's command line."""
-        return run([self.python, "-P", "-m", "kvdock.cli", *arguments], environ=environ)
+        return run([self.python, "-P", "-m", "kvdock.cli", *arguments], environ=self._environ(environ))
+
+    def typed(self, line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+        """Run a line as a reader types it into a shell in ``folder``, with tools of this environment, and no network for pip."""
+        words = shlex.split(line, comments=True)
+        settings = dict(word.split("=", 1) for word in words if re.fullmatch(r"[A-Z_]+=\S+", word))
+        command = self._program([word for word in words if "=" not in word or word.startswith("-")])
+        return run(command, environ=self._environ(settings), timeout=500, folder=folder)
+
+    def _program(self, words: Sequence[str]) -> list[str]:
+        """Return what a command is in an environment without pip, and without network."""
+        name, *rest = words
+        if name == "pip":
+            options = ["--yes"] if rest[0] == "uninstall" else ["--no-deps", "--no-index", "--no-build-isolation"]
+            return [sys.executable, "-m", "pip", "--python", self.python, "--disable-pip-version-check", rest[0], *options, *rest[1:]]
+        if name == "ruff":  # a program, which is found beside its own interpreter only
+            return [sys.executable, "-m", name, *rest]
+        modules = {"kvdock": ["-P", "-m", "kvdock.cli"], "pytest": ["-m", "pytest", "-p", "no:cacheprovider"], "python": ["-P"]}
+        return [self.python, *modules.get(name, ["-m", name]), *rest]
+
+    def _environ(self, environ: Mapping[str, str] | None) -> dict[str, str]:
+        """Return the variables of a program: PYTHONPATH, which may lead to this repository, is none of a stranger's."""
+        return {**({"PYTHONPATH": ""} if self.is_strangers else {}), **(environ or {})}
 
     def script(self, code: str, *arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run a script, which must end well."""
         path = self.root / f"script-{zlib.crc32(code.encode())}.py"
         path.write_text(code, encoding="utf-8")
-        return run([self.python, "-P", str(path), *arguments], environ=environ, check=True)
+        return run([self.python, "-P", str(path), *arguments], environ=self._environ(environ), check=True)
 
     def json(self, code: str, *arguments: str, environ: Mapping[str, str] | None = None) -> Any:
         """Run a script and read the last line of its output as JSON."""

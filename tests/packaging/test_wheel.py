@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
@@ -17,8 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from support_isolated import dependencies
-from support_projects import Environment, once, run
+from support_projects import Environment, run
 from support_sources import ROOT
 
 PACKAGES = {
@@ -66,18 +66,10 @@ class Wheel:
         return {one.name: one for one in chosen if extra == "" or "extra" in str(one.marker)}
 
 
-def build(folder: Path) -> str:
-    """Build the wheel without network, with the build backend that is installed."""
-    options = ("--no-deps", "--no-index", "--no-build-isolation", "--quiet", "--disable-pip-version-check")
-    run([sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), str(ROOT)], check=True)
-    (path,) = folder.glob("*.whl")
-    return str(path)
-
-
 @pytest.fixture(scope="session")
-def wheel(shared: Path) -> Wheel:
+def wheel(kvdock_wheel: Path) -> Wheel:
     """The wheel of this repository, built once for all workers."""
-    return Wheel(Path(once(shared, "kvdock-wheel", build)))
+    return Wheel(kvdock_wheel)
 
 
 def sources() -> set[str]:
@@ -168,20 +160,10 @@ def test_the_entry_points(wheel: Wheel) -> None:
     }
 
 
-def installed_in(folder: Path, path: Path) -> Environment:
-    """Make an environment with the wheel, and with what it needs: nothing of an editable install of this repository."""
-    made = folder / "env"
-    run([sys.executable, "-m", "venv", "--without-pip", str(made)], check=True)
-    environment = Environment(made)
-    (environment.site_packages / "dependencies.pth").write_text(f"{dependencies(folder / 'site')}\n", encoding="utf-8")
-    environment.install(path)
-    return environment
-
-
 @pytest.fixture(scope="session")
-def installed(shared: Path, wheel: Wheel) -> Environment:
+def installed(stranger: Callable[..., Environment]) -> Environment:
     """The environment with the wheel, made once for all workers."""
-    return Environment(Path(once(shared, "wheel-installed", lambda folder: str(installed_in(folder, wheel.path).root))))
+    return stranger("wheel-installed")
 
 
 USE = """
@@ -215,7 +197,7 @@ def test_it_works_where_it_is_installed(installed: Environment) -> None:
 
 
 def test_its_command_runs(installed: Environment) -> None:
-    done = run([str(installed.root / "bin" / "kvdock"), "backends", "--json"], check=True)
+    done = run([str(installed.root / "bin" / "kvdock"), "backends", "--json"], environ={"PYTHONPATH": ""}, check=True)
     states = {backend["name"]: backend["state"] for backend in json.loads(done.stdout)["backends"]}
     assert set(states) == {"cpu", "cuda", "rocm"}
     assert states["cpu"] == "ready"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,39 +16,17 @@ from support_sources import ROOT
 PAGE = Path("docs/backends/writing-a-backend.md")
 EXAMPLE = ROOT / "examples" / "acme_backend"
 COMMANDS = [line for block in blocks(PAGE, "sh") for line in block.text.splitlines()]
-OFFLINE = ["--disable-pip-version-check", "--quiet"]
-INSTALL = ["--no-deps", "--no-index", "--no-build-isolation"]
-
-
-def program(environment: Environment, words: list[str]) -> list[str]:
-    """Return what a command is in an environment without pip, and without network."""
-    name, *rest = words
-    if name == "pip":
-        options = ["--yes"] if rest[0] == "uninstall" else INSTALL
-        return [sys.executable, "-m", "pip", "--python", environment.python, *OFFLINE, rest[0], *options, *rest[1:]]
-    modules = {"kvdock": ["-P", "-m", "kvdock.cli"], "pytest": ["-m", "pytest", "-q", "-p", "no:cacheprovider"], "python": ["-P"]}
-    return [environment.python, *modules[name], *rest]
-
-
-def run(environment: Environment, line: str, folder: Path) -> tuple[int, str]:
-    """Run one line; returns its exit code and what it printed."""
-    words = shlex.split(line, comments=True)
-    settings = dict(word.split("=", 1) for word in words if re.fullmatch(r"[A-Z_]+=\S+", word))
-    command = program(environment, [word for word in words if "=" not in word or word.startswith("-")])
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("KVDOCK_", "ACME_"))}
-    done = subprocess.run(command, cwd=folder, env=clean | settings, capture_output=True, text=True, timeout=500)
-    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.slow  # the whole road, with several runs of the kit
-def test_the_commands_do_what_the_page_says(tmp_path: Path) -> None:
-    environment = Environment.create(tmp_path / "env")
+def test_the_commands_do_what_the_page_says(stranger: Callable[..., Environment], tmp_path: Path) -> None:
+    environment = stranger("page")
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples" / "acme_backend").symlink_to(EXAMPLE)
     for line in COMMANDS:
         wanted = re.search(r"# exits with (\d)", line)
-        code, said = run(environment, line, tmp_path)
-        assert code == int(wanted[1] if wanted else 0), f"{line}\n{said}"
+        done = environment.typed(line, tmp_path)
+        assert done.returncode == int(wanted[1] if wanted else 0), f"{line}\n{done.stdout}{done.stderr}"
     assert list((tmp_path / "dist").glob("kvdock_acme-1.0.0-*.whl"))
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shlex
+import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kvdock import runtime
 from kvdock.cli.output import JsonFlag, errors_shown, show_json, show_lines
+from kvdock.errors import KVDockWarning
 from kvdock_conformance.new_backend import NewBackend
 
 __all__ = ["command"]
@@ -29,7 +32,22 @@ def command(
     then = [f"pip install -e {shlex.quote(str(root))}", f"kvdock conformance --backend {name}"]
     if json_output:
         names = {"name": name, "device_type": device_type, "distribution": project.distribution, "package": project.package}
-        show_json("new-backend", {**names, "folder": str(root), "files": files, "next": then})
+        show_json("new-backend", {**names, "folder": str(root), "files": files, "next": then, "notes": _notes(name, device_type)})
     else:
         show_lines(f"{root}: {project.distribution}, a backend for {device_type} devices", *(f"  {path}" for path in files))
-        show_lines("", "Next:", *(f"  {line}" for line in then))
+        show_lines("", "Next:", *(f"  {line}" for line in then), *_notes(name, device_type))
+
+
+def _notes(name: str, device_type: str) -> list[str]:
+    """Return a note about installed backends that are for the same type of device: nobody is chosen between two by chance."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KVDockWarning)  # a broken plugin is not this command's business
+        records = runtime.default().registry.records()
+    others = [item.name for record in records for item in record.backends if item.device_type == device_type]
+    if not others:
+        return []
+    chosen = f"KVDOCK_BACKEND_{device_type.upper()}={name}"
+    return [
+        f"Note: {', '.join(others)} is for {device_type} devices too. Where both claim a device a call is refused until one is chosen, "
+        f"such as by {chosen}, or by another priority in the backend's capabilities."
+    ]

@@ -21,6 +21,9 @@ class QuantisedKernel(kvdock.Kernel):
         inner: the backend's kernel.
     """
 
+    about = kvdock.QUANTISED_DTYPES
+    """Cache dtypes that it treats so."""
+
     about_quantised: Sequence[str] = ()
     """What it says against quantised pools; empty to serve them."""
 

@@ -45,15 +45,21 @@ class KernelSeed:
 
     Args:
         op: name of the op.
-        change: given the backend's kernel, returns a faulty one.
+        change: given the backend's kernel, returns a faulty one. An attribute ``about`` of it names the cache dtypes that the
+            fault shows with, if it does not show with others.
     """
 
     op: str
     change: Callable[[kvdock.Kernel], kvdock.Kernel]
 
     def why_not(self, target: Target) -> str:
-        """Return why not: the backend has no kernel for the op."""
-        return "" if self.op in target.kernels else f"{target.name} has no kernel for {self.op}"
+        """Return why not: the backend has no kernel for the op, or its kernel is never asked about what the fault is about."""
+        if self.op not in target.kernels:
+            return f"{target.name} has no kernel for {self.op}"
+        about, declared = getattr(self.change, "about", None), runtime.default().registry.loaded()[target.name].capabilities.dtypes
+        if about is None or declared is None or set(about).intersection(declared):
+            return ""
+        return f"{target.name} declares which dtypes it stores: its kernel is not asked about {', '.join(map(str, about))}"
 
     @contextlib.contextmanager
     def seeded(self, target: Target) -> Iterator[None]:

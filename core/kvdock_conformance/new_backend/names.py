@@ -20,7 +20,7 @@ _HOST_TYPE = "cpu"
 def _check_word(subject: str, word: str, kind: str) -> None:
     """Refuse what cannot be part of a package's name, of a class's name and of an environment variable."""
     if not _WORD.fullmatch(word) or len(word) > _LONGEST:
-        suggestion = "_".join(re.findall(r"[a-z0-9]+", word.lower())).lstrip("0123456789_")[:_LONGEST].rstrip("_")
+        suggestion = "_".join(re.findall(r"[a-z0-9]+", word.lower().partition(":")[0])).lstrip("0123456789_")[:_LONGEST].rstrip("_")
         raise ArgumentValueError(
             subject,
             expected=f"{kind}: lower-case letters and digits, words joined by '_', a letter first, at most {_LONGEST} characters",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
@@ -70,13 +73,14 @@ class NewBackend:
             folder: where to; it must be empty, or not be there.
 
         Raises:
-            ArgumentValueError: something is there already, the folder cannot be made, or a name cannot be used.
+            ArgumentValueError: something is there already, the folder cannot be made or written to, or a name cannot be used.
+                Whatever is raised, nothing is left behind.
         """
         files = self.files()
-        _check_empty(folder)
-        for path, text in files.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(text, encoding="utf-8")
+        with _all_or_nothing(folder):
+            for path, text in files.items():
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                (folder / path).write_text(text, encoding="utf-8")
         return [folder / path for path in files]
 
     def _template(self) -> Iterator[tuple[str, str]]:
@@ -89,10 +93,12 @@ class NewBackend:
             yield place, (template / "project" / name).read_text(encoding="utf-8")
 
     def _named(self, text: str) -> str:
-        """Put the project's names in place of the template's: longer ones first, since they hold shorter ones."""
-        for word, meant in self._words().items():
-            text = text.replace(word, meant)
-        return text
+        """Put the project's names in place of the template's: all in one go, since a name may hold a word of the template's.
+
+        Longer words are tried first, since they hold shorter ones.
+        """
+        words = self._words()
+        return re.sub("|".join(map(re.escape, words)), lambda match: words[match[0]], text)
 
     def _words(self) -> dict[str, str]:
         """Return what stands for what in the template."""
@@ -108,15 +114,33 @@ class NewBackend:
         }
 
 
-def _check_empty(folder: Path) -> None:
-    """Refuse a folder that holds something, or cannot be made."""
+@contextmanager
+def _all_or_nothing(folder: Path) -> Iterator[None]:
+    """Make a folder, which may be there if it is empty, for what the block writes into it; as it was before if the block fails."""
+    there = _check_empty(folder)
+    made = [folder, *(parent for parent in folder.parents if not parent.exists())][-1]
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as error:
+        for path in list(folder.iterdir()) if there else [made]:
+            if path.is_file():
+                path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)  # what is no folder, such as a link that leads nowhere, stays
+        if isinstance(error, OSError):
+            raise _unwritable(folder, error) from error
+        raise
+
+
+def _check_empty(folder: Path) -> bool:
+    """Refuse a folder that holds something, or cannot be made; returns whether it is there."""
+    try:
         there = sorted(path.name for path in folder.iterdir())
+    except FileNotFoundError:
+        return False
     except OSError as error:
-        raise ArgumentValueError(
-            "--dir", expected="a folder that can be made", got=f"{folder} ({error.strerror})", fix="name another folder with --dir"
-        ) from error
+        raise _unwritable(folder, error) from error
     if there:
         raise ArgumentValueError(
             "--dir",
@@ -124,3 +148,14 @@ def _check_empty(folder: Path) -> None:
             got=f"{folder} with {', '.join(there[:3])}{' and more' if len(there) > 3 else ''}",
             fix="name another folder with --dir, or move what is there",
         )
+    return True
+
+
+def _unwritable(folder: Path, error: OSError) -> ArgumentValueError:
+    """Return the error about a folder that the system refuses."""
+    return ArgumentValueError(
+        "--dir",
+        expected="a folder that can be made and written to",
+        got=f"{folder} ({error.strerror})",
+        fix="name another folder with --dir; nothing was left behind",
+    )

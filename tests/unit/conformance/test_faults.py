@@ -8,8 +8,10 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 
 import kvdock
+from kvdock.ops.portable import PORTABLE_KERNELS
 from kvdock_conformance import faults
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.faults.fault import Args, BackendSeed, Fault, Faults, FunctionSeed, KernelSeed, Run
@@ -239,6 +241,27 @@ def test_a_fault_in_a_kernel_that_the_backend_lacks_is_not_seeded() -> None:
     assert KernelSeed("paged_caching_", lambda inner: inner).why_not(target) == "bare has no kernel for paged_caching_"
     assert FunctionSeed("paged_caching_", lambda function: function).why_not(target) == ""
     assert BackendSeed("skipped_writes", lambda method: method).why_not(target) == ""
+
+
+def test_a_fault_in_dtypes_that_the_backend_does_not_declare_is_not_seeded() -> None:
+    from kvdock_conformance.stand_ins import StandIn, register_backend
+
+    class Declares(StandIn):
+        def capabilities(self) -> kvdock.Capabilities:
+            return kvdock.Capabilities(dtypes=(torch.bfloat16, torch.int8) if "int8" in self.name else (torch.bfloat16,))
+
+    class Faulty:
+        about = (torch.int8, torch.float8_e5m2)
+
+        def __call__(self, inner: kvdock.Kernel) -> kvdock.Kernel:
+            return inner
+
+    for name, reason in (("declares", "declares declares which dtypes it stores"), ("declares-int8", "")):
+        register_backend(Declares(name, PORTABLE_KERNELS))
+        assert KernelSeed("paged_caching_", Faulty()).why_not(Target(name)).startswith(reason)
+        assert bool(KernelSeed("paged_caching_", Faulty()).why_not(Target(name))) == bool(reason)
+    assert "torch.int8, torch.float8_e5m2" in KernelSeed("paged_caching_", Faulty()).why_not(Target("declares"))
+    assert KernelSeed("paged_caching_", lambda inner: inner).why_not(Target("declares")) == "", "it shows with any dtype"
 
 
 def test_seeds_are_taken_out_again_whatever_happens() -> None:

@@ -8,8 +8,11 @@ import torch
 
 import kvdock
 
+from .copy_blocks import CopyBlocks
 from .engine import Engine
+from .gather_paged import GatherPaged
 from .paged_caching import PagedCaching
+from .static_update import StaticUpdate
 
 __all__ = ["AcmeBackend"]
 
@@ -38,8 +41,13 @@ class AcmeBackend(kvdock.Backend):
         return [torch.device("cpu")]
 
     def kernels(self) -> Mapping[str, kvdock.Kernel]:
-        """Hand over the one kernel that is worth it; portable kernels serve the other ops."""
-        return {"paged_caching_": PagedCaching(self._engine)}
+        """Hand over one kernel for each op."""
+        return {
+            "paged_caching_": PagedCaching(self._engine),
+            "static_update_": StaticUpdate(self._engine),
+            "gather_paged": GatherPaged(self._engine),
+            "copy_blocks_": CopyBlocks(self._engine),
+        }
 
     def capabilities(self) -> kvdock.Capabilities:
         """Declare the dtypes that the engine moves, and that it is to be preferred to whoever else claims the device."""

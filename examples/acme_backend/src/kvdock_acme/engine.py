@@ -1,7 +1,8 @@
 """Acme's copy engine: what would be the vendor's runtime library, simulated in host memory.
 
-It moves pieces of bytes from and to addresses that are multiples of 4. Firmware 2 takes slots for unsigned numbers, so that
-negative ones, which mean padding, land in the pool. The variable ACME_FIRMWARE says which firmware to simulate.
+It moves pieces of bytes: each begins at a multiple of 4 bytes, is as many bytes long, and lies any number of such steps from
+the next. Firmware 2 takes the slots that it writes to for unsigned numbers, so that negative ones, which mean padding, land in
+the pool. The variable ACME_FIRMWARE says which firmware to simulate.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ALIGNMENT", "Engine", "Pieces", "Slots"]
+__all__ = ["ALIGNMENT", "Engine", "Numbers", "Pieces"]
 
 ALIGNMENT = 4
-"""Addresses, and steps between rows, must be multiples of so many bytes."""
+"""Addresses, lengths, and steps from piece to piece must be multiples of so many bytes."""
 
 Pieces = npt.NDArray[np.void]
-"""Memory seen as pieces that are moved as such."""
+"""Memory seen as pieces that are moved as such, at any steps."""
 
-Slots = npt.NDArray[np.integer[Any]]
+Numbers = npt.NDArray[np.integer[Any]]
 
 
 class Engine:
-    """The engine of one device.
+    """The engine of one device. It is done when a call returns.
 
     Args:
         firmware: version of its firmware.
@@ -38,16 +39,41 @@ class Engine:
         """Return the engine that is there: with the newest firmware unless ACME_FIRMWARE says otherwise."""
         return cls(int(os.environ.get("ACME_FIRMWARE", "3")))
 
-    def write(self, pool: Pieces, rows: Pieces, slots: Slots) -> None:
-        """Write rows to slots: ``pool[slots[i]] = rows[i]``; a negative slot is skipped.
+    def write(self, pool: Pieces, rows: Pieces, slots: Numbers) -> None:
+        """Write each row to its slot; a negative slot is skipped.
 
         Args:
-            pool: ``[slots, pieces]``.
-            rows: ``[tokens, pieces]``.
-            slots: ``[tokens]``, below the pool's end.
+            pool: ``[blocks, block_size, heads]``.
+            rows: ``[..., heads]``.
+            slots: ``[...]``, below ``blocks * block_size``.
         """
         if self.firmware < 3:
-            slots = slots % len(pool)
-        edges = np.flatnonzero(np.diff(slots >= 0, prepend=False, append=False))
-        for start, stop in edges.reshape(-1, 2):
-            pool[slots[start:stop]] = rows[start:stop]
+            slots = slots % (pool.shape[0] * pool.shape[1])
+        kept = slots >= 0
+        pool[np.divmod(slots[kept], pool.shape[1])] = rows[kept]
+
+    def read(self, pool: Pieces, rows: Pieces, slots: Numbers) -> None:
+        """Read each row from its slot; a negative slot reads as zeros. Arguments are those of `write`."""
+        kept = slots >= 0
+        rows[kept] = pool[np.divmod(slots[kept], pool.shape[1])]
+        rows[~kept] = np.zeros((), rows.dtype)
+
+    def append(self, cache: Pieces, rows: Pieces, starts: Numbers) -> None:
+        """Write new positions behind those that a row of a cache holds.
+
+        Args:
+            cache: ``[batch, heads, positions]``; the first rows of the batch are written.
+            rows: ``[rows, heads, new]``.
+            starts: ``[rows]``, the position of the first new one in each row.
+        """
+        for row, start in enumerate(starts):
+            cache[row, :, start : start + rows.shape[2]] = rows[row]
+
+    def move(self, pool: Pieces, pairs: Numbers) -> None:
+        """Copy blocks inside a pool.
+
+        Args:
+            pool: ``[blocks, block_size, heads]``.
+            pairs: ``[pairs, 2]`` (from, to), in any order: no block is both.
+        """
+        pool[pairs[:, 1]] = pool[pairs[:, 0]]
