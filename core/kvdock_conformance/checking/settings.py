@@ -78,15 +78,16 @@ class Settings:
             "torch.get_float32_matmul_precision()": torch.set_float32_matmul_precision,
         }
         for name, _, _ in self.changes():
-            place, _, last = name.rpartition("." if name.startswith("kvdock.") else " ")
+            variable = name.removeprefix("environment variable ")
+            module, _, part = name.rpartition(".")
             if name in back:
                 back[name](self.values[name])
-            elif place in sys.modules:
-                setattr(sys.modules[place], last, self.values[name])
+            elif variable == name:
+                setattr(sys.modules[module], part, self.values[name])
             elif name in self.values:
-                os.environ[last] = self.values[name]
+                os.environ[variable] = self.values[name]
             else:
-                del os.environ[last]
+                del os.environ[variable]
 
     @staticmethod
     def _filter(filters: list[Any]) -> None:

@@ -233,6 +233,33 @@ def test_faults_of_an_area_alone_are_seeded(monkeypatch: pytest.MonkeyPatch) -> 
     assert heard[0].reason == "not here"
 
 
+def test_a_fault_whose_seeding_crashes_or_is_interrupted_is_unclear(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvdock.errors import BackendUnavailableError
+    from kvdock_conformance.child import ChildEndedError
+
+    errors = iter(
+        [ChildEndedError("crashed with SIGSEGV", ""), BackendUnavailableError("it is off", got="unusable"), None, KeyboardInterrupt()]
+    )
+
+    def seed(self: Session, name: str | None) -> str:
+        error = next(errors)
+        if error is not None:
+            raise error
+        return "not here"
+
+    monkeypatch.setattr(Session, "seed", seed)
+    every = {name: attrs.evolve(fault(), name=name) for name in "abcde"}
+    heard: list[Proof] = []
+    proofs = prove(plan("good", EVERY), every, heard.append)
+    assert [proof.fault.name for proof in proofs] == list("abcde"), "each is accounted for"
+    assert [proof.verdict for proof in proofs] == ["unclear", "unclear", "not seeded", "unclear", "unclear"]
+    said = [proof.as_dict()["reason"] for proof in proofs]
+    assert said[:3] == ["seeding it crashed with SIGSEGV", "the backend could not be opened: it is off", "not here"]
+    assert said[3:] == ["interrupted", "interrupted"]
+    assert all(proof.missed == () for proof in proofs)
+    assert heard == [*proofs[:3], proofs[4]]
+
+
 def test_a_fault_in_a_kernel_that_the_backend_lacks_is_not_seeded() -> None:
     from kvdock_conformance.stand_ins import StandIn, register_backend
 

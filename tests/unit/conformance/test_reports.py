@@ -15,6 +15,7 @@ import attrs
 import jsonschema
 import pytest
 
+import kvdock
 from kvdock_conformance import reports
 from kvdock_conformance.reports.json_report import SCHEMA_FILE, VERSION, as_dict
 from kvdock_conformance.reports.junit import text as junit_text
@@ -95,20 +96,31 @@ def test_the_schema_refuses_what_is_wrong(found: Run, path: tuple[Any, ...], val
 def test_junit_counts_and_tells_failures(found: Run) -> None:
     (suite,) = ElementTree.fromstring(junit_text(found))  # noqa: S314 - our own text
     assert [suite.get(name) for name in ("tests", "failures", "errors", "skipped")] == ["3", "1", "0", "1"]
-    assert [(case.get("classname"), case.get("name"), [part.tag for part in case]) for case in suite] == [
+    assert [(case.get("classname"), case.get("name"), [part.tag for part in case]) for case in suite[1:]] == [
         ("paged_caching_", "KVD-WRITE-001", ["failure"]),
         ("paged_caching_", "KVD-WRITE-008", []),
         ("paged_caching_", "KVD-WRITE-022", ["skipped"]),
     ]
-    assert "no memory left on acme0" in str(suite[0][0].text)
-    assert str(suite[2][0].get("message")).startswith("unsupported: ")
+    assert "no memory left on acme0" in str(suite[1][0].text)
+    assert str(suite[3][0].get("message")).startswith("unsupported: ")
 
 
 def test_junit_has_an_error_for_what_was_not_run_and_no_character_that_xml_lacks(found: Run) -> None:
     outcome = attrs.evolve(found.outcomes[1], verdict=Verdict.NOT_RUN, reason="bell \x07 and \x00 in it")
     (suite,) = ElementTree.fromstring(junit_text(attrs.evolve(found, outcomes=[outcome])))  # noqa: S314 - our own text
     assert suite.get("errors") == "1"
-    assert suite[0][0].get("message") == "not run: bell ? and ? in it"
+    assert suite[1][0].get("message") == "not run: bell ? and ? in it"
+
+
+def test_junit_says_what_was_tested_and_on_what(found: Run) -> None:
+    about = {**found.about, "hardware": "Acme \x07 <2>", "notes": None}
+    (suite,) = ElementTree.fromstring(junit_text(attrs.evolve(found, about=about)))  # noqa: S314 - our own text
+    told = {item.get("name"): item.get("value") for item in suite[0]}
+    assert (told["hardware"], told["device"], told["class"]) == ("Acme ? <2>", "cpu", "support_conformance.BadBackend")
+    assert told["torch"] == found.about["versions"]["torch"]
+    assert not {"ops", "notes", "graph_capture"} & told.keys(), "text only"
+    (bare,) = ElementTree.fromstring(junit_text(attrs.evolve(found, about={})))  # noqa: S314 - our own text
+    assert list(bare[0]) == []
 
 
 def test_a_failure_reads_like_a_bug_report(found: Run) -> None:
@@ -116,7 +128,7 @@ def test_a_failure_reads_like_a_bug_report(found: Run) -> None:
     text = bug_report(found, outcome, outcome.failed[0])
     for line in (
         f"KVD-WRITE-001: {load()['KVD-WRITE-001'].sentence}",
-        "backend   raises (support_conformance.BadBackend) on cpu",
+        f"backend   raises (support_conformance.BadBackend) on cpu, {found.about['hardware']}",
         "case      in order",
         "call      paged_caching_",
         "  k_cache        bfloat16 [6, 4, 2, 8] strides [64, 16, 8, 1], 0 bytes past a 64-byte boundary, random, seed 0",
@@ -155,6 +167,36 @@ def test_a_folder_of_reports(found: Run, tmp_path: Path) -> None:
     CHECK.validate(json.loads((folder / "report.json").read_text()))
     reports.write(attrs.evolve(found, outcomes=[found.outcomes[1]]), folder)
     assert not (folder / "failures").exists(), "what is mended is not told again"
+
+
+def test_a_folder_is_cleared_of_what_a_run_has_written_only(found: Run, tmp_path: Path) -> None:
+    reports.write(found, tmp_path)
+    kept = [tmp_path / "notes.txt", tmp_path / "failures" / "list.txt", tmp_path / "failures" / "KVD-WRITE-001" / "core.dump"]
+    kept += [tmp_path / "failures" / "mine" / "repro.py"]
+    for path in kept:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    reports.prepare(tmp_path)
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted(kept)
+    assert [path.read_text() for path in kept] == ["mine"] * 4
+
+
+def test_preparing_a_folder_leaves_nothing_in_it(tmp_path: Path) -> None:
+    reports.prepare(tmp_path / "deep" / "report")
+    assert list((tmp_path / "deep" / "report").iterdir()) == []
+
+
+def test_what_cannot_be_written_is_an_error_with_the_folder(found: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "report.json").mkdir()
+    with pytest.raises(kvdock.ArgumentValueError, match=r"report: .*: expected a folder that can be written to, got .*report\.json"):
+        reports.prepare(tmp_path)
+
+    def full(*args: Any, **settings: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(kvdock.ArgumentValueError, match=r"expected room for the reports, got \[Errno 28\] No space left"):
+        reports.write(found, tmp_path / "other")
 
 
 # repro.py

@@ -123,6 +123,30 @@ def test_an_interrupt_leaves_the_rest_not_run_and_is_told(monkeypatch: pytest.Mo
     assert found.exit_code == 3, "an incomplete run is never green"
 
 
+def test_an_interrupt_while_the_backend_is_loaded_leaves_everything_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Session) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "open", interrupted)
+    found = run(plan("good", chosen(SOME)))
+    assert set(verdicts(found).values()) == {"not run"}
+    assert {outcome.reason for outcome in found.outcomes} == {"interrupted"}
+
+
+def test_an_interrupt_while_an_outcome_is_told_is_one_too() -> None:
+    def interrupted(outcome: Outcome) -> None:
+        if outcome.requirement.id == SOME[1]:
+            raise KeyboardInterrupt
+
+    found = run(plan("good", chosen(SOME)), interrupted)
+    assert list(verdicts(found).values()) == ["passed", "not run", "not run"]
+
+
+def test_a_device_that_the_backend_has_not_is_a_usage_error() -> None:
+    with pytest.raises(kvdock.ArgumentValueError, match="device: expected one of cpu, got 'acme:1'"):
+        run(plan("good", chosen(SOME), device="acme:1"))
+
+
 def test_a_selection_says_what_it_leaves_out() -> None:
     every = chosen(SOME)
     every.add(requirement(5, area="other"))

@@ -84,6 +84,16 @@ def test_a_plugin_that_cannot_be_imported_fails(tmp_path: Path) -> None:
     assert "loading backend 'wrapping' ended with exit code 9" in output
 
 
+@pytest.mark.slow
+def test_a_device_may_be_asked_for(tmp_path: Path) -> None:
+    env = install(tmp_path / "site")
+    code, output = suite(tmp_path, "'wrapping', device='cpu'", env=env, options=("-k", "WRITE-001"))
+    assert code == 0, output
+    code, output = suite(tmp_path, "'wrapping', device='acme:1'", env=env, options=("-k", "WRITE-001"))
+    assert code == 1
+    assert "device: expected one of cpu, got 'acme:1'" in output
+
+
 def test_what_is_asked_for_is_checked_when_the_file_is_collected() -> None:
     with pytest.raises(kvdock.ArgumentValueError, match="op: expected one of paged_caching_"):
         conformance_tests("x", op="nothing")

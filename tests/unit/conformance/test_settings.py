@@ -1,0 +1,116 @@
+"""Settings of the process: what is compared, how a change is told, and that everything is put back."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvdock
+from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.settings import Settings, unchanged
+
+
+@pytest.fixture(autouse=True)
+def own_filters() -> Iterator[None]:
+    """Pytest's filters of warnings are its own."""
+    with warnings.catch_warnings():
+        yield
+
+
+def _default_device() -> None:
+    torch.set_default_device("meta")
+
+
+CHANGES: list[tuple[str, Callable[[], object]]] = [
+    ("the current directory", lambda: os.chdir("/")),
+    ("warnings.filters", lambda: warnings.simplefilter("ignore")),
+    ("warnings.filters", warnings.resetwarnings),
+    ("the state of Python's random numbers", random.random),
+    ("the state of torch's random numbers", lambda: torch.rand(1)),
+    ("torch.get_default_dtype()", lambda: torch.set_default_dtype(torch.float64)),
+    ("torch.get_default_device()", _default_device),
+    ("torch.is_grad_enabled()", lambda: torch.set_grad_enabled(False)),
+    ("torch.get_num_threads()", lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
+    ("environment variable HOME", lambda: os.environ.update(HOME="/nowhere")),
+    ("environment variable HOME", lambda: os.environ.pop("HOME")),
+    ("environment variable KVDOCK NEW", lambda: os.environ.update({"KVDOCK NEW": "1"})),
+    ("kvdock.ops.copy_blocks_", lambda: setattr(kvdock.ops, "copy_blocks_", print)),
+    ("kvdock.ops.copy_blocks_", lambda: delattr(kvdock.ops, "copy_blocks_")),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), CHANGES, ids=[f"{number} {name}" for number, (name, _) in enumerate(CHANGES)])
+def test_a_change_is_told_and_put_back(name: str, change: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/root")
+    before = Settings()
+    with pytest.raises(NonconformanceError) as caught, unchanged():
+        change()
+    assert caught.value.what == f"{name} behind the calls"
+    assert caught.value.expected != caught.value.got
+    assert before.changes() == []
+    assert Settings().values == before.values
+
+
+def _change_and_raise() -> None:
+    torch.set_default_dtype(torch.float16)
+    os.environ["KVDOCK_NEW"] = "1"
+    raise OSError("mine")
+
+
+def test_what_a_case_raises_counts_more_and_all_is_put_back_too() -> None:
+    before = Settings()
+    with pytest.raises(OSError, match="mine"), unchanged():
+        _change_and_raise()
+    assert before.changes() == []
+
+
+def test_the_same_numbers_come_again() -> None:
+    drawn: list[object] = []
+    for _ in range(2):
+        with pytest.raises(NonconformanceError), unchanged():
+            drawn.append((random.random(), torch.rand(1).item()))  # noqa: S311 - nothing secret
+    assert drawn[0] == drawn[1]
+
+
+def _move_to_nowhere(folder: Path) -> None:
+    folder.mkdir()
+    os.chdir(folder)
+    folder.rmdir()
+
+
+def test_a_folder_that_is_gone_is_told(tmp_path: Path) -> None:
+    with pytest.raises(NonconformanceError, match=r"the current directory behind the calls.*got 'a folder that is gone'"), unchanged():
+        _move_to_nowhere(tmp_path / "gone")
+    assert os.getcwd()
+
+
+def test_what_kvdock_imports_meanwhile_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = types.ModuleType("kvdock.made_by_a_test")
+    vars(made)["Thing"] = type("Thing", (), {})
+    with unchanged():
+        monkeypatch.setitem(sys.modules, made.__name__, made)
+        monkeypatch.setattr(kvdock, "another", print, raising=False)
+
+
+def test_values_are_told_as_text_that_can_be_read() -> None:
+    told = Settings.told({"short": "x", "long": "y" * 5000}, "long")
+    assert len(told) < 250
+    assert told.startswith("'yyy")
+    assert Settings.told({"short": "x"}, "short") == "'x'"
+    assert Settings.told({}, "short") == "nothing"
+
+
+def test_a_filter_that_was_put_back_works(recwarn: pytest.WarningsRecorder) -> None:
+    warnings.simplefilter("error", UserWarning)
+    with pytest.raises(NonconformanceError), unchanged():
+        warnings.simplefilter("ignore")
+    with pytest.raises(UserWarning):
+        warnings.warn("heard", UserWarning, stacklevel=1)
