@@ -10,7 +10,7 @@ import torch
 import kvdock
 from kvdock_conformance.faults.fault import Args, Faults, FaultyCall, Run
 from kvdock_conformance.faults.quantised import QuantisedKernel
-from kvdock_conformance.faults.tensors import bits, capacity, dense, flip_byte, in_range, restrided
+from kvdock_conformance.faults.tensors import bits, capacity, dense, flip_byte, in_range, restrided, store
 
 __all__ = ["FAULTS"]
 
@@ -27,13 +27,6 @@ def _with_slots(run: Run, args: Args, slots: torch.Tensor) -> None:
 def _dropping(run: Run, args: Args, dropped: torch.Tensor) -> None:
     """Make the call with some tokens' slots made padding."""
     _with_slots(run, args, torch.where(dropped, -1, args["slot_mapping"]))
-
-
-def _store(cache: torch.Tensor, rows: torch.Tensor, args: Args) -> None:
-    """Write rows to the slots of a call that are in range, in plain torch: ``[..., heads, dim]`` or a part of them."""
-    valid, block = in_range(args), cache.shape[1]
-    slots = args["slot_mapping"][valid].long()
-    bits(cache)[slots // block, slots % block] = bits(rows)[valid]
 
 
 # Slots
@@ -215,7 +208,7 @@ def _int32_offsets(run: Run, args: Args) -> None:
 def _pool_strides_ignored(run: Run, args: Args) -> None:
     run({**args, "slot_mapping": torch.full_like(args["slot_mapping"], -1)} if bool(in_range(args).all()) else args)
     for cache, source in _PAIRS:
-        _store(restrided(args[cache], dense(args[cache].shape)), args[source], args)
+        store(restrided(args[cache], dense(args[cache].shape)), args[source], args)
 
 
 @FAULTS.call(_OP, "write-values-by-the-strides-of-keys", "Values are written by the strides of the key pool.", "KVD-WRITE-016")
@@ -223,7 +216,7 @@ def _strides_of_keys(run: Run, args: Args) -> None:
     run(args)
     k_cache, v_cache = args["k_cache"], args["v_cache"]
     if k_cache.shape == v_cache.shape and k_cache.stride() != v_cache.stride():
-        _store(restrided(v_cache, dense(v_cache.shape)), args["v"], args)
+        store(restrided(v_cache, dense(v_cache.shape)), args["v"], args)
 
 
 @FAULTS.call(_OP, "write-block-stride-ignored", "Blocks are taken to follow each other without a gap.", "KVD-WRITE-017", "KVD-WRITE-002")
@@ -232,7 +225,7 @@ def _block_stride_ignored(run: Run, args: Args) -> None:
     for cache, source in _PAIRS:
         pool = args[cache]
         step = pool.stride(1) * pool.shape[1] if pool.stride(0) > pool.stride(1) > pool.stride(2) else pool.stride(0)
-        _store(restrided(pool, (step, *pool.stride()[1:])), args[source], args)
+        store(restrided(pool, (step, *pool.stride()[1:])), args[source], args)
 
 
 @FAULTS.call(_OP, "write-token-strides-ignored", "Tokens are read as if they were dense.", "KVD-WRITE-018", "KVD-WRITE-007")
@@ -241,7 +234,7 @@ def _token_strides_ignored(run: Run, args: Args) -> None:
     for cache, source in _PAIRS:
         rows = args[source]
         if rows.stride() != tuple(dense(rows.shape)) and 0 not in rows.stride():
-            _store(args[cache], restrided(rows, dense(rows.shape)), args)
+            store(args[cache], restrided(rows, dense(rows.shape)), args)
 
 
 @FAULTS.call(_OP, "write-head-stride-of-tokens-ignored", "Heads of a token are taken to follow each other without a gap.", "KVD-WRITE-018")
@@ -249,7 +242,7 @@ def _head_stride_ignored(run: Run, args: Args) -> None:
     run(args)
     for cache, source in _PAIRS:
         rows = args[source]
-        _store(args[cache], restrided(rows, (*rows.stride()[:-2], rows.shape[-1], 1)) if rows.stride(-2) > rows.shape[-1] else rows, args)
+        store(args[cache], restrided(rows, (*rows.stride()[:-2], rows.shape[-1], 1)) if rows.stride(-2) > rows.shape[-1] else rows, args)
 
 
 @FAULTS.call(_OP, "write-addresses-rounded-to-16", "Rows are read from the multiple of 16 bytes at or before them.", "KVD-WRITE-019")
@@ -259,7 +252,7 @@ def _rounded_addresses(run: Run, args: Args) -> None:
         rows = args[source]
         past = rows.data_ptr() % 16 // rows.element_size()
         if past and rows.storage_offset() >= past:
-            _store(args[cache], restrided(rows, rows.stride(), -past), args)
+            store(args[cache], restrided(rows, rows.stride(), -past), args)
 
 
 @FAULTS.call(_OP, "write-one-byte-past-the-row", "The byte behind the first row written is changed.", "KVD-WRITE-002")
@@ -280,7 +273,7 @@ def _nan_payload_lost(run: Run, args: Args) -> None:
     run(args)
     for cache, source in _PAIRS:
         rows = args[source]
-        _store(args[cache], torch.where(rows.isnan(), float("nan"), rows), args)
+        store(args[cache], torch.where(rows.isnan(), float("nan"), rows), args)
 
 
 @FAULTS.call(_OP, "write-minus-zero-lost", "-0 is written as 0.", "KVD-WRITE-020")
@@ -289,7 +282,7 @@ def _minus_zero_lost(run: Run, args: Args) -> None:
     for cache, source in _PAIRS:
         rows = args[source]
         positive = torch.where(bits(rows) == torch.iinfo(bits(rows).dtype).min, 0, bits(rows)).to(bits(rows).dtype)
-        _store(args[cache], positive.view(rows.dtype), args)
+        store(args[cache], positive.view(rows.dtype), args)
 
 
 @FAULTS.call(_OP, "write-subnormals-flushed", "Subnormal numbers are written as 0.", "KVD-WRITE-020")
@@ -298,7 +291,7 @@ def _subnormals_flushed(run: Run, args: Args) -> None:
     for cache, source in _PAIRS:
         rows = args[source]
         small = rows.abs() < torch.finfo(rows.dtype).tiny
-        _store(args[cache], torch.where(small & (rows != 0), 0, bits(rows)).to(bits(rows).dtype).view(rows.dtype), args)
+        store(args[cache], torch.where(small & (rows != 0), 0, bits(rows)).to(bits(rows).dtype).view(rows.dtype), args)
 
 
 @FAULTS.call(_OP, "write-input-scaled-in-place", "Keys are changed in place.", "KVD-WRITE-021")
@@ -322,7 +315,7 @@ class _ScaleIgnored(kvdock.Descriptor):
     ) -> None:
         """Write."""
         for cache, rows in ((k_cache, k), (v_cache, v)):
-            _store(cache, rows.to(cache.dtype), {"k_cache": k_cache, "slot_mapping": slots})
+            store(cache, rows.to(cache.dtype), {"k_cache": k_cache, "slot_mapping": slots})
 
 
 @FAULTS.kernel(_OP, "write-scale-ignored", "A quantised cache is served, and its scale ignored.", "KVD-WRITE-022")
@@ -383,5 +376,5 @@ class _OldStrides(kvdock.Descriptor):
     ) -> None:
         """Write."""
         args = {"k_cache": k_cache, "slot_mapping": slots}
-        _store(restrided(k_cache, self._strides), k, args)
-        _store(v_cache, v, args)
+        store(restrided(k_cache, self._strides), k, args)
+        store(v_cache, v, args)

@@ -11,6 +11,7 @@ import kvdock
 from kvdock.ops.catalog import CATALOG
 from kvdock_conformance.faults.descriptors import OwnKernel, OwnPlan
 from kvdock_conformance.faults.fault import Args, Faults, FaultyCall, Run
+from kvdock_conformance.faults.tensors import restrided, store
 
 __all__ = ["FAULTS"]
 
@@ -80,7 +81,7 @@ class _FoundByAddress(OwnKernel):
 
     def __init__(self, inner: kvdock.Kernel) -> None:
         super().__init__(inner)
-        self.known: dict[int, tuple[Any, ...]] = {}
+        self.known: dict[int, tuple[Any, Any]] = {}
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
         """Return a plan that looks pools up."""
@@ -90,16 +91,20 @@ class _FoundByAddress(OwnKernel):
 class _LooksUp(OwnPlan):
     """Sees key pools as they were the first time, if they still have as many elements."""
 
-    def __init__(self, inner: kvdock.Descriptor, known: dict[int, tuple[Any, ...]]) -> None:
+    def __init__(self, inner: kvdock.Descriptor, known: dict[int, tuple[Any, Any]]) -> None:
         super().__init__(inner)
         self._known = known
 
     def __call__(self, k_cache: torch.Tensor, *args: Any) -> None:
         """Make the call."""
-        now = (k_cache.numel(), k_cache.shape, k_cache.stride())
-        numel, shape, strides = self._known.setdefault(k_cache.data_ptr(), now)
-        is_like = numel == k_cache.numel() and shape[2:] == k_cache.shape[2:]
-        self.inner(k_cache.as_strided(k_cache.shape, strides) if is_like and shape == k_cache.shape else k_cache, *args)
+        now = (k_cache.shape, k_cache.stride())
+        shape, strides = self._known.setdefault(k_cache.data_ptr(), now)
+        if shape != k_cache.shape or strides == k_cache.stride():
+            self.inner(k_cache, *args)
+            return
+        self.inner(torch.empty_strided(*now, dtype=k_cache.dtype, device=k_cache.device), *args)  # values alone
+        written = dict(zip(CATALOG[_WRITE].arg_names, (k_cache, *args), strict=True))
+        store(restrided(k_cache, strides), written["k"], written)
 
 
 # Loaded late

@@ -9,7 +9,7 @@ import torch
 from kvdock_conformance.checking.memory import BITS
 from kvdock_conformance.faults.fault import Args
 
-__all__ = ["bits", "capacity", "dense", "flip_byte", "in_range", "restrided"]
+__all__ = ["bits", "capacity", "dense", "flip_byte", "in_range", "restrided", "store"]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,3 +43,10 @@ def flip_byte(tensor: torch.Tensor, element: int) -> None:
     """Invert the first byte of the element that lies so many elements behind the first one of a tensor's storage."""
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     memory[element * tensor.element_size()] ^= 0xFF
+
+
+def store(cache: torch.Tensor, rows: torch.Tensor, args: Args) -> None:
+    """Write rows to the slots of a call that are in range, in plain torch: ``[..., heads, dim]`` or a part of them."""
+    valid, block = in_range(args), cache.shape[1]
+    slots = args["slot_mapping"][valid].long()
+    bits(cache)[slots // block, slots % block] = bits(rows)[valid]
