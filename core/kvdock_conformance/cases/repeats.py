@@ -43,7 +43,8 @@ def _calls(op: str, drawing: Drawing, caches: Pair | None) -> Iterator[dict[str,
     def made(seed: int, *, past: int = 0, index: dict[str, Any] | None = None, **other: Any) -> dict[str, Any]:
         args: dict[str, Any] = attrs.evolve(first, seed=seed, **other).arguments(drawing, caches)
         rows = {key: _moved(drawing, args[key], past) for key in ("k", "v", "k_out", "v_out") if key in args}
-        return call(op, **{**args, **rows, name: attrs.evolve(args[name], **(index or {}))})
+        changed: Any = attrs.evolve(args[name], **(index or {}))
+        return call(op, **(args | rows | {name: changed}))
 
     yield from (made(seed) for seed in range(4))
     yield made(4, index={"values": good})

@@ -76,11 +76,11 @@ def _first_lengths() -> FaultyCall:
 
 @FAULTS.kernel(_WRITE, "desc-found-by-address", "What is known of a pool is found by its address.", "KVD-DESC-003")
 class _FoundByAddress(OwnKernel):
-    """Keeps the first geometry of each address."""
+    """Keeps the first strides of each address and shape."""
 
     def __init__(self, inner: kvdock.Kernel) -> None:
         super().__init__(inner)
-        self.known: dict[int, tuple[Any, ...]] = {}
+        self.known: dict[Any, tuple[int, ...]] = {}
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
         """Return a plan that looks pools up."""
@@ -88,18 +88,16 @@ class _FoundByAddress(OwnKernel):
 
 
 class _LooksUp(OwnPlan):
-    """Sees key pools as they were the first time, if they still have as many elements."""
+    """Sees key pools of one address and shape by the strides of the first."""
 
-    def __init__(self, inner: kvdock.Descriptor, known: dict[int, tuple[Any, ...]]) -> None:
+    def __init__(self, inner: kvdock.Descriptor, known: dict[Any, tuple[int, ...]]) -> None:
         super().__init__(inner)
         self._known = known
 
     def __call__(self, k_cache: torch.Tensor, *args: Any) -> None:
         """Make the call."""
-        now = (k_cache.numel(), k_cache.shape, k_cache.stride())
-        numel, shape, strides = self._known.setdefault(k_cache.data_ptr(), now)
-        is_like = numel == k_cache.numel() and shape[2:] == k_cache.shape[2:]
-        self.inner(k_cache.as_strided(k_cache.shape, strides) if is_like and shape == k_cache.shape else k_cache, *args)
+        strides = self._known.setdefault((k_cache.data_ptr(), k_cache.shape), k_cache.stride())
+        self.inner(k_cache.as_strided(k_cache.shape, strides), *args)
 
 
 # Loaded late
