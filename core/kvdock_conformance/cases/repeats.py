@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from kvdock_conformance.cases.drawing import Drawing, View, call
+from kvdock_conformance.cases.drawing import Drawing, call
 from kvdock_conformance.cases.every_op import OPS, OpCall
 from kvdock_conformance.cases.layouts import Geometry, Pair
 from kvdock_conformance.requirement import Case
@@ -16,16 +16,15 @@ from kvdock_conformance.requirement import Case
 __all__ = ["repeats"]
 
 _SMALL = Geometry(num_blocks=8, block=8)
-_SLOTS = ([5, -1, 63, -7], [5, 64, 2, -1])
-_INDICES: Mapping[str, tuple[str, tuple[list[int], ...]]] = MappingProxyType(
+_INDICES: Mapping[str, tuple[str, tuple[int, ...]]] = MappingProxyType(
     {
-        "paged_caching_": ("slot_mapping", _SLOTS),
-        "gather_paged": ("slot_mapping", _SLOTS),
-        "static_update_": ("cache_lengths", ([4, 0, 4, 1, 2, 3, 0, 4], [4, 0, 9, 1, 2, 3, 0, 4])),
-        "copy_blocks_": ("block_pairs", ([0, 1, -1, 3, 2, -1, 4, 5], [0, 1, 2, 8, 3, 4, -1, 6])),
+        "paged_caching_": ("slot_mapping", (5, 0, 63, 7)),
+        "gather_paged": ("slot_mapping", (5, 0, 63, 5)),
+        "static_update_": ("cache_lengths", (4, 0, 4, 1, 2, 3, 0, 4)),
+        "copy_blocks_": ("block_pairs", (0, 1, 2, 3, 4, 5, 0, 7)),
     }
 )
-"""By op: the argument that holds indices, with good ones, some of them padding where that is possible, and with one out of range."""
+"""By op: the argument that holds indices, and some with the first place and the last."""
 
 
 def repeats() -> Iterator[Case]:
@@ -39,18 +38,18 @@ def repeats() -> Iterator[Case]:
 
 def _calls(op: str, drawing: Drawing, caches: Pair | None) -> Iterator[dict[str, Any]]:
     """Yield calls that are remembered, and between them those that look like them and are not."""
-    first, (name, (good, bad)) = OpCall(op, tokens=4, geometry=_SMALL), _INDICES[op]
+    first, (name, good) = OpCall(op, tokens=4, geometry=_SMALL), _INDICES[op]
 
-    def made(seed: int, values: list[int] | None = None, past: int = 0, **other: Any) -> dict[str, Any]:
-        args = attrs.evolve(first, seed=seed, **other).arguments(drawing, caches)
-        changed = {key: _moved(drawing, value, past) if key in ("k", "v", "k_out", "v_out") else value for key, value in args.items()}
-        index = changed[name]
-        return call(op, **changed | {name: index if values is None or not isinstance(index, View) else attrs.evolve(index, values=values)})
+    def made(seed: int, *, past: int = 0, index: dict[str, Any] | None = None, **other: Any) -> dict[str, Any]:
+        args: dict[str, Any] = attrs.evolve(first, seed=seed, **other).arguments(drawing, caches)
+        rows = {key: _moved(drawing, args[key], past) for key in ("k", "v", "k_out", "v_out") if key in args}
+        changed: Any = attrs.evolve(args[name], **(index or {}))
+        return call(op, **(args | rows | {name: changed}))
 
     yield from (made(seed) for seed in range(4))
-    yield made(4, good)
-    yield made(5, bad)
-    yield made(6)
+    yield made(4, index={"values": good})
+    yield made(5)
+    yield made(6, index={"dtype": "int32"})
     yield made(7, past=2)
     yield from (made(seed) for seed in range(8, 10))
     yield from (made(10, source=source) for source in ("padded heads", "padded heads", "contiguous"))

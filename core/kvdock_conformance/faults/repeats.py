@@ -77,7 +77,7 @@ def _first_lengths() -> FaultyCall:
 
 @FAULTS.kernel(_WRITE, "desc-found-by-address", "What is known of a pool is found by its address.", "KVD-DESC-003")
 class _FoundByAddress(OwnKernel):
-    """Keeps the first geometry of each address."""
+    """Keeps the first strides of each address and shape."""
 
     def __init__(self, inner: kvdock.Kernel) -> None:
         super().__init__(inner)
@@ -89,7 +89,7 @@ class _FoundByAddress(OwnKernel):
 
 
 class _LooksUp(OwnPlan):
-    """Sees key pools as they were the first time, if they still have as many elements."""
+    """Sees key pools of one address and shape by the strides of the first."""
 
     def __init__(self, inner: kvdock.Descriptor, known: dict[int, tuple[Any, Any]]) -> None:
         super().__init__(inner)

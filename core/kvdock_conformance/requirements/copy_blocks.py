@@ -62,6 +62,20 @@ def _repeated() -> Iterable[Case]:
         yield Case(name, drawing.case(*[Copy("", pairs).call(drawing, pools) for pairs in lists]))
 
 
+def _again(last: Pairs, name: str) -> Iterable[Case]:
+    """Return calls of as many good pairs, which differ in addresses alone, and then one with these pairs."""
+    drawing, first = Drawing(), Copy("")
+    pools = first.pools(drawing)
+    lists = [[(number % 3, 5), (3, 4)] for number in range(4)]
+    yield Case(name, drawing.case(*[Copy("", pairs).call(drawing, pools) for pairs in (*lists, last, lists[0])]))
+
+
+def _with(copies: Iterable[Copy], *makers: Callable[[], Iterable[Case]]) -> Callable[[], Iterable[Case]]:
+    """Return a function that draws copies as cases, and then makes those that are drawn by hand."""
+    listed = tuple(copies)
+    return lambda: (*(copy.case() for copy in listed), *(case for make in makers for case in make()))
+
+
 def _far() -> Iterable[Case]:
     """Return copies from and to places far into a huge pool, of which all but the sources is zero."""
     geometry = Geometry(num_blocks=2**19 + 2, block=16, hk=8, dk=64, hv=1, dv=8)
@@ -172,40 +186,46 @@ REQUIREMENTS = [
     _require(
         3,
         "A pair with a negative id is padding: it copies nothing, whichever negative number it is and whatever the other id.",
-        [
-            Copy("both -1", [(-1, -1)]),
-            Copy("source -1", [(-1, 3), (2, 4)]),
-            Copy("destination -1", [(0, -1), (2, 3)]),
-            Copy("some among others", [(-1, 3), (2, 3), (0, -1), (-7, -9), (4, 1)]),
-            Copy("other negatives", [(-2, 0), (1, -6), (-5, 2), (3, 4)]),
-            Copy("beside ids beyond the pool", [(-1, 99), (99, -1), (2, 3)]),
-            Copy("beside the others' ids", [(1, -1), (0, 1), (-1, 1), (-1, 2), (0, 2), (2, -1)]),
-            Copy("smallest int64", [(-(2**63), 1), (2, -(2**62) + 5), (-(2**32) + 2, 4), (2, 3)]),
-            Copy("smallest int32", [(_INT32_MIN, 0), (1, _INT32_MIN + 1), (2, 3)], index="int32"),
-            Copy("pool without blocks", [(-1, -1), (-1, 4)], geometry=_NO_BLOCKS),
-            Copy("many", [*fanned(64, 20), *[(-1, 40)] * 30, (3, 63)], geometry=_EVEN(num_blocks=64)),
-        ],
+        _with(
+            [
+                Copy("both -1", [(-1, -1)]),
+                Copy("source -1", [(-1, 3), (2, 4)]),
+                Copy("destination -1", [(0, -1), (2, 3)]),
+                Copy("some among others", [(-1, 3), (2, 3), (0, -1), (-7, -9), (4, 1)]),
+                Copy("other negatives", [(-2, 0), (1, -6), (-5, 2), (3, 4)]),
+                Copy("beside ids beyond the pool", [(-1, 99), (99, -1), (2, 3)]),
+                Copy("beside the others' ids", [(1, -1), (0, 1), (-1, 1), (-1, 2), (0, 2), (2, -1)]),
+                Copy("smallest int64", [(-(2**63), 1), (2, -(2**62) + 5), (-(2**32) + 2, 4), (2, 3)]),
+                Copy("smallest int32", [(_INT32_MIN, 0), (1, _INT32_MIN + 1), (2, 3)], index="int32"),
+                Copy("pool without blocks", [(-1, -1), (-1, 4)], geometry=_NO_BLOCKS),
+                Copy("many", [*fanned(64, 20), *[(-1, 40)] * 30, (3, 63)], geometry=_EVEN(num_blocks=64)),
+            ],
+            lambda: _again([(-1, 2), (3, -9)], "padding in a call that repeats others"),
+        ),
     ),
     _require(
         4,
         "A block beyond the pool is neither read nor written: in host memory the call raises before it copies anything and names the "
         "first such position, on a device the pair is skipped whole and counted.",
-        [
-            Copy("source", [(6, 0)]),
-            Copy("destination", [(0, 6)]),
-            Copy("both", [(7, 8)]),
-            Copy("behind good ones", [(0, 1), (2, 3), (2, 6), (4, 5)]),
-            Copy("before good ones", [(6, 0), (2, 3)]),
-            Copy("several", [(0, 1), (2, 9), (8, 3)]),
-            Copy("beside padding", [(-1, 6), (6, -1), (0, 1), (6, 2)]),
-            Copy("2**32 + 3", [(2**32 + 3, 1), (0, 2)]),
-            Copy("2**40", [(0, 1), (2, 2**40)]),
-            Copy("largest int64", [(2**63 - 1, 0)]),
-            Copy("largest int32", [(0, 1), (2, _INT32_MAX)], index="int32"),
-            Copy("in a pool with gaps", [(0, 1), (2, 6)], pool="padded blocks"),
-            Copy("in a pool without blocks", [(-1, 0), (0, 1)], geometry=_NO_BLOCKS),
-            Copy("behind many good ones", [*fanned(64, 30), (64, 63)], geometry=_EVEN(num_blocks=64)),
-        ],
+        _with(
+            [
+                Copy("source", [(6, 0)]),
+                Copy("destination", [(0, 6)]),
+                Copy("both", [(7, 8)]),
+                Copy("behind good ones", [(0, 1), (2, 3), (2, 6), (4, 5)]),
+                Copy("before good ones", [(6, 0), (2, 3)]),
+                Copy("several", [(0, 1), (2, 9), (8, 3)]),
+                Copy("beside padding", [(-1, 6), (6, -1), (0, 1), (6, 2)]),
+                Copy("2**32 + 3", [(2**32 + 3, 1), (0, 2)]),
+                Copy("2**40", [(0, 1), (2, 2**40)]),
+                Copy("largest int64", [(2**63 - 1, 0)]),
+                Copy("largest int32", [(0, 1), (2, _INT32_MAX)], index="int32"),
+                Copy("in a pool with gaps", [(0, 1), (2, 6)], pool="padded blocks"),
+                Copy("in a pool without blocks", [(-1, 0), (0, 1)], geometry=_NO_BLOCKS),
+                Copy("behind many good ones", [*fanned(64, 30), (64, 63)], geometry=_EVEN(num_blocks=64)),
+            ],
+            lambda: _again([(1, 6), (3, 2)], "in a call that repeats others"),
+        ),
     ),
     _require(
         5,

@@ -30,8 +30,9 @@ def test_there_is_one_item_for_each_requirement() -> None:
         (mark,) = conformance_tests("acme", level=level).pytestmark  # type: ignore[attr-defined] - pytest's marks
         return [item.id for item in mark.args[1]]
 
-    assert items("core") == [item.id for item in load().of_kind("backend").select(Level.CORE)]
-    assert items("extended") == [item.id for item in load().of_kind("backend").select(Level.EXTENDED)]
+    backends = load().of_kind("backend")
+    assert items("core") == [item.id for item in backends.select(Level.CORE)]
+    assert items("extended") == [item.id for item in backends.select(Level.EXTENDED)]
 
 
 def test_a_requirement_that_fails_fails_its_item_with_a_bug_report(tmp_path: Path) -> None:
