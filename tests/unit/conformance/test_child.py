@@ -122,8 +122,8 @@ def test_half_a_letter_in_an_answer_becomes_a_question_mark() -> None:
 
 
 def test_output_does_not_fill_the_disk_and_its_end_is_kept() -> None:
-    much = "sys.stdout.write('x' * (40 << 20) + 'the end'); sys.stdout.flush()"
-    with child(f"{much}; number = json.loads(line)[0]; number == 2 and sys.exit(5)") as one:
+    much = "(sys.stdout.write('x' * (40 << 20) + 'the end'), sys.stdout.flush())"
+    with child(f"json.loads(line)[0] == 1 and {much}; json.loads(line)[0] == 2 and sys.exit(5)") as one:
         one.ask({"n": 1}, 30)
         assert os.fstat(one._output.fileno()).st_size < 1 << 20, "cut behind the first answer"
         with pytest.raises(ChildEndedError, match="ended with exit code 5") as caught:

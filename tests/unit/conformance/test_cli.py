@@ -95,6 +95,7 @@ def kvdock_backends(): return [Absent()]
     done = kvdock("--backend", "absent", env=install(tmp_path, "absent", source), cwd=tmp_path)
     assert done.returncode == 3, done.stdout + done.stderr
     assert "ABSENT: no acme card in this machine" in done.stdout
+    assert "\nnot run: " not in done.stdout, "a short reason stands in the table"
     assert "absent at level core: incomplete: nothing is certified (" in done.stdout.splitlines()[-1]
 
 

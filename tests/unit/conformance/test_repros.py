@@ -46,7 +46,7 @@ class Plan(kvdock.Descriptor):
             args[0].view(torch.uint8).view(-1)[0] ^= 1
         if "byte" in FAULTS and self.op == "gather_paged" and args[5].numel():
             args[5].view(torch.uint8).reshape(-1)[0] ^= 1
-        if "settings" in FAULTS and self.op == "copy_blocks_":
+        if {"settings", "dtype"} & set(FAULTS) and self.op == "copy_blocks_":
             torch.set_default_dtype(torch.float16)
 
     def destroy(self):
@@ -118,6 +118,7 @@ SAMPLE = {
     "stale": "KVD-DESC-011",
     "capturing": "KVD-DEVICE-006",
     "settings": "KVD-HYGIENE-013",
+    "dtype": "KVD-COPY-001",
     "probe": "KVD-HYGIENE-006",
     "end": "KVD-HYGIENE-014",
     "evict": "KVD-PREFIX-006",
@@ -171,7 +172,7 @@ def test_a_script_of_each_area_fails_with_the_fault_and_passes_without(
 
 
 def test_the_sample_has_every_area() -> None:
-    areas = {load()[name].area for name in SAMPLE.values()} | {"paged_caching_", "copy_blocks_", "static_update_"}
+    areas = {load()[name].area for name in SAMPLE.values()} | {"paged_caching_", "static_update_"}
     assert areas == set(load().areas), "the ops are all told alike; test_reports runs one"
 
 
