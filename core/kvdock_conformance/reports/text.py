@@ -73,9 +73,10 @@ def _short(text: str) -> str:
 
 
 def summary(run: Run) -> str:
-    """Return one line about a run: how many requirements have each verdict, and whether it is complete."""
+    """Return one line about a run: how many requirements have each verdict, and whether they were all that the level has."""
     counts = ", ".join(f"{count} {verdict}" for verdict, count in run.counts().items())
     left = run.plan.left_out()
-    scope = f" of {run.plan.area}, without {len(left)} requirements of other areas" if left else ""
-    state = {0: "conforms", 1: "does not conform", 3: "incomplete: nothing is certified"}[run.exit_code]
-    return f"{run.plan.backend} at level {run.plan.level.value}{scope}: {state} ({counts}) in {run.seconds:.1f} s"
+    scope = f" of {run.plan.area}" if left else ""
+    rest = f"; nothing is certified without the {len(left)} requirements of other areas" if left else ""
+    state = {0: "passes" if left else "conforms", 1: "fails" if left else "does not conform", 3: "incomplete: nothing is certified"}
+    return f"{run.plan.backend} at level {run.plan.level.value}{scope}: {state[run.exit_code]} ({counts}) in {run.seconds:.1f} s{rest}"

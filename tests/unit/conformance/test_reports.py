@@ -50,7 +50,9 @@ def test_the_json_report_keeps_to_its_schema(found: Run) -> None:
     CHECK.validate(told)
     assert told["schema"] == VERSION == SCHEMA["properties"]["schema"]["const"]
     assert told["left_out"] == ["KVD-TEST-007"]
-    assert (told["exit_code"], told["complete"]) == (1, True)
+    assert (told["exit_code"], told["complete"]) == (1, False), "one requirement was left out"
+    whole = as_dict(attrs.evolve(found, plan=attrs.evolve(found.plan, area=None)))
+    assert (whole["left_out"], whole["complete"]) == ([], True)
     assert told["counts"] == {"passed": 1, "failed": 1, "unsupported": 1, "expected failure": 0, "not run": 0}
     failed = told["requirements"][0]["cases"][0]
     assert failed["failure"]["got"] == "RuntimeError: no memory left on acme0"
@@ -151,11 +153,15 @@ def test_a_case_without_calls_shows_its_data(found: Run) -> None:
 
 
 def test_the_last_line_says_it_all(found: Run) -> None:
-    assert summary(found).startswith(
-        "raises at level core of paged_caching_, without 1 requirements of other areas: "
-        "does not conform (1 passed, 1 failed, 1 unsupported) in "
-    )
-    assert "conforms (1 passed)" in summary(attrs.evolve(found, outcomes=[found.outcomes[1]]))
+    passed = attrs.evolve(found, outcomes=[found.outcomes[1]])
+    rest = "; nothing is certified without the 1 requirements of other areas"
+    assert summary(found).startswith("raises at level core of paged_caching_: fails (1 passed, 1 failed, 1 unsupported) in ")
+    assert summary(found).endswith(rest)
+    assert "of paged_caching_: passes (1 passed) in " in summary(passed)
+    assert summary(passed).endswith(rest)
+    everything = attrs.evolve(found.plan, area=None)
+    assert "at level core: does not conform (1 passed" in summary(attrs.evolve(found, plan=everything))
+    assert "at level core: conforms (1 passed)" in summary(attrs.evolve(passed, plan=everything))
     assert "incomplete: nothing is certified ()" in summary(attrs.evolve(found, outcomes=[]))
 
 
