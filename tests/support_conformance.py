@@ -39,6 +39,21 @@ class BadBackend(StandIn):
         super().__init__(name, kernels)
 
 
+class DenseKernel(CallKernel):
+    """The portable kernel, for dense pools."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *args: None)
+
+    def supports(self, request: Any) -> Sequence[str]:
+        shape, strides = request.tensor("k_cache").shape, request.tensor("k_cache").strides
+        is_dense = strides == torch.empty([1 if size is None else size for size in shape], device="meta").stride()
+        return [*PORTABLE_KERNELS["paged_caching_"].supports(request), *([] if is_dense else [f"strides {strides}"])]
+
+    def prepare(self, request: Any) -> Any:
+        return PORTABLE_KERNELS["paged_caching_"].prepare(request)
+
+
 def _crash(*args: Any) -> None:
     print("about to crash")
     sys.stdout.flush()
@@ -87,6 +102,7 @@ def register() -> None:
     """Put every bad backend, and a good one, into the child's registry."""
     for name in (*BAD, "good"):
         register_backend(BadBackend(name))
+    register_backend(StandIn("dense-only", {**PORTABLE_KERNELS, "paged_caching_": DenseKernel()}))
 
 
 def register_skipping() -> None:

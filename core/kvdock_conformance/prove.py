@@ -28,6 +28,7 @@ class Proof:
         passed: ids of those that did not.
         reason: why it could not be seeded; empty when it was.
         always: ids of those that failed with it, and at the same cases without it: their failure proves nothing.
+        refused: ids of the fault's killers that did not notice, and have cases that the backend refuses, as it may.
         lost: why nothing is known: seeding it crashed, or the run was interrupted; empty when it was seeded or could not be.
     """
 
@@ -36,6 +37,7 @@ class Proof:
     passed: tuple[str, ...]
     reason: str = ""
     always: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
     lost: str = ""
 
     @property
@@ -47,7 +49,8 @@ class Proof:
     def verdict(self) -> str:
         """In a word: ``killed``, ``survived``, ``missed`` by a requirement that should have noticed, or ``not seeded``.
 
-        ``unclear`` where one that should notice fails without the fault too, or nothing is known.
+        ``unclear`` where one that should notice fails without the fault too, or nothing is known. ``out of reach`` where one that
+        should notice has cases that the backend refuses: it may be those that the fault shows in.
         """
         if self.lost:
             return "unclear"
@@ -55,6 +58,8 @@ class Proof:
             return "not seeded"
         if not self.missed and set(self.always).intersection(self.fault.killers):
             return "unclear"
+        if self.missed and self.refused:
+            return "out of reach"
         return "survived" if not self.killed_by else "missed" if self.missed else "killed"
 
     def as_dict(self) -> dict[str, Any]:
@@ -68,6 +73,7 @@ class Proof:
             "killed_by": list(self.killed_by),
             "missed": list(self.missed),
             "always": list(self.always),
+            "refused": list(self.refused),
             "reason": self.reason or self.lost,
         }
 
@@ -105,7 +111,13 @@ def prove_one(session: Session, fault: Fault, requirements: Requirements, *, onl
         killed_by=tuple(outcome.requirement.id for outcome in failed if outcome.requirement.id not in always),
         passed=tuple(outcome.requirement.id for outcome in outcomes if outcome.verdict is not Verdict.FAILED),
         always=tuple(always),
+        refused=tuple(outcome.requirement.id for outcome in outcomes if outcome.requirement.id in fault.killers and _is_refused(outcome)),
     )
+
+
+def _is_refused(outcome: Outcome) -> bool:
+    """Whether a requirement did not fail, and has cases that the backend refuses."""
+    return outcome.verdict is not Verdict.FAILED and any(case.verdict is Verdict.UNSUPPORTED for case in outcome.cases)
 
 
 def _outcome(session: Session, requirement: Requirement, last: str = "") -> Outcome:

@@ -147,4 +147,5 @@ def _proof_row(proof: Any) -> tuple[object, ...]:
     noticed = ", ".join(proof["killed_by"]) or proof["reason"] or "nothing"
     missed = f"; not by {', '.join(proof['missed'])}" if proof["missed"] else ""
     always = f"; without it too: {', '.join(proof['always'])}" if proof["always"] else ""
-    return proof["fault"], proof["verdict"], noticed + missed + always, proof["sentence"]
+    refused = "; it refuses some of their cases" if proof["verdict"] == "out of reach" else ""
+    return proof["fault"], proof["verdict"], noticed + missed + refused + always, proof["sentence"]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import attrs
 
 from kvdock_conformance.run import Run
 from kvdock_conformance.verdict import CaseOutcome, Outcome
@@ -79,4 +82,7 @@ def summary(run: Run) -> str:
     scope = f" of {run.plan.area}" if left else ""
     rest = f"; nothing is certified without the {len(left)} requirements of other areas" if left else ""
     state = {0: "passes" if left else "conforms", 1: "fails" if left else "does not conform", 3: "incomplete: nothing is certified"}
-    return f"{run.plan.backend} at level {run.plan.level.value}{scope}: {state[run.exit_code]} ({counts}) in {run.seconds:.1f} s{rest}"
+    found = state[attrs.evolve(run, proofs=()).exit_code]  # what seeded faults show is about the kit
+    verdicts = Counter(proof["verdict"] for proof in run.proofs)
+    faults = f"; faults: {', '.join(f'{count} {verdict}' for verdict, count in verdicts.most_common())}" if verdicts else ""
+    return f"{run.plan.backend} at level {run.plan.level.value}{scope}: {found} ({counts}) in {run.seconds:.1f} s{rest}{faults}"

@@ -149,6 +149,26 @@ def test_the_verdict_on_a_fault(killed: tuple[str, ...], reason: str, verdict: s
     assert proof.as_dict()["verdict"] == verdict
 
 
+def test_a_fault_may_show_in_what_is_refused_only() -> None:
+    killers = ("KVD-TEST-001", "KVD-TEST-002")
+    refused = Proof(fault(killers), ("KVD-TEST-001",), ("KVD-TEST-002",), refused=("KVD-TEST-002",))
+    assert (refused.verdict, refused.missed, refused.as_dict()["refused"]) == ("out of reach", ("KVD-TEST-002",), ["KVD-TEST-002"])
+    assert attrs.evolve(refused, refused=()).verdict == "missed"
+    assert attrs.evolve(refused, killed_by=(), refused=()).verdict == "survived"
+    assert attrs.evolve(refused, killed_by=killers).verdict == "killed"
+
+
+def test_what_a_backend_refuses_is_no_proof_against_it() -> None:
+    def proof_on(backend: str) -> Proof:
+        with Session(plan(backend, EVERY)) as session:
+            return prove_one(session, FAULTS["write-pool-strides-ignored"], EVERY, only_killers=True)
+
+    dense_only = proof_on("dense-only")
+    assert (dense_only.verdict, dense_only.killed_by) == ("out of reach", ())
+    assert "KVD-WRITE-016" in dense_only.refused
+    assert proof_on("good").verdict == "killed"
+
+
 def test_a_harmless_fault_survives(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "seed", lambda self, name: "")
     with Session(plan("good", EVERY)) as good:

@@ -41,7 +41,7 @@ def found() -> Run:
 
 def proved(found: Run) -> Run:
     proof = {"fault": "x", "sentence": "X.", "area": "a", "verdict": "missed", "killers": [], "killed_by": ["KVD-WRITE-001"]}
-    return attrs.evolve(found, proofs=[proof | {"missed": [], "always": [], "reason": ""}])
+    return attrs.evolve(found, proofs=[proof | {"missed": [], "always": [], "refused": [], "reason": ""}])
 
 
 def test_the_json_report_keeps_to_its_schema(found: Run) -> None:
@@ -160,6 +160,9 @@ def test_the_last_line_says_it_all(found: Run) -> None:
     assert "of paged_caching_: passes (1 passed) in " in summary(passed)
     assert summary(passed).endswith(rest)
     everything = attrs.evolve(found.plan, area=None)
+    proven = summary(proved(attrs.evolve(passed, plan=everything)))
+    assert ": conforms (1 passed) in " in proven, "a fault that nothing noticed is the kit's"
+    assert proven.endswith(" s; faults: 1 missed")
     assert "at level core: does not conform (1 passed" in summary(attrs.evolve(found, plan=everything))
     assert "at level core: conforms (1 passed)" in summary(attrs.evolve(passed, plan=everything))
     assert "incomplete: nothing is certified ()" in summary(attrs.evolve(found, outcomes=[]))
