@@ -122,9 +122,14 @@ def _layer_of(dim: int) -> PoolBuilder:
     return build
 
 
-def _different_orders(drawing: Drawing, g: Geometry) -> Pair:
-    k = drawing.tensor(g.dtype, g.k_shape, order=(0, 2, 1, 3), gaps=(8, 0, 0, 0))
-    return k, drawing.tensor(g.dtype, g.v_shape, gaps=(0, 3, 0, 0), offset=2 * ITEMSIZE[g.dtype])
+def _different_orders(gap: int, offset: int) -> PoolBuilder:
+    """Return a builder of keys and values in unlike orders; free elements behind a block of values, and where values begin."""
+
+    def build(drawing: Drawing, g: Geometry) -> Pair:
+        k = drawing.tensor(g.dtype, g.k_shape, order=(0, 2, 1, 3), gaps=(8, 0, 0, 0))
+        return k, drawing.tensor(g.dtype, g.v_shape, gaps=(0, gap, 0, 0), offset=offset * ITEMSIZE[g.dtype])
+
+    return build
 
 
 def _any_step_of_one(view: View) -> View:
@@ -150,10 +155,11 @@ POOLS: Mapping[str, PoolBuilder] = MappingProxyType(
         "padded blocks": _each(gaps=(0, 24, 0, 0)),
         "padded slots": _each(gaps=(0, 0, 8, 0)),
         "padded heads": _each(gaps=(0, 0, 0, 8)),
+        "k and v unlike, in whole vectors": _different_orders(gap=8, offset=8),
         "odd steps": _each(gaps=(0, 1, 3, 5)),
         "odd address": _each(offset=1),
         "even address in an odd storage": _each(offset=1, shift=31),
-        "k and v unlike": _different_orders,
+        "k and v unlike": _different_orders(gap=3, offset=2),
         ANY_STEP: _pools_of_any_step,
         "untouched memory": _each(fill="zeros"),
     }

@@ -371,6 +371,7 @@ REQUIREMENTS = [
                 for k, v in ((4, 7), (7, 4), (1, 16))
                 for pool in ("nhd", "hnd")
             ),
+            Copy("4 and 7 slots, in whole vectors", geometry=_EVEN(block=4), values_geometry=_EVEN(block=7, heads=3, dim=16)),
         ],
     ),
     _require(
@@ -392,7 +393,10 @@ REQUIREMENTS = [
         "Each pool is read and written by its own strides, whatever the order of its dimensions in memory.",
         [
             Copy(name, pool=name)
-            for name in ("nhd", "hnd", "heads outermost", "slots outermost", "padded slots", "padded heads", "odd steps", "k and v unlike")
+            for name in (
+                *("nhd", "hnd", "heads outermost", "slots outermost", "padded slots", "padded heads", "odd steps"),
+                *("k and v unlike", "k and v unlike, in whole vectors"),
+            )
         ]
         + [
             Copy(

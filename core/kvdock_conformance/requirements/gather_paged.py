@@ -348,7 +348,10 @@ REQUIREMENTS = [
         "Each pool is read by its own strides, whatever the order of its dimensions in memory.",
         [
             Gather(name, pool=name)
-            for name in ("nhd", "hnd", "heads outermost", "slots outermost", "padded slots", "padded heads", "odd steps", "k and v unlike")
+            for name in (
+                *("nhd", "hnd", "heads outermost", "slots outermost", "padded slots", "padded heads", "odd steps"),
+                *("k and v unlike", "k and v unlike, in whole vectors"),
+            )
         ]
         + [Gather(f"{text}, whatever its step", geometry=sizes, pool=ANY_STEP) for text, sizes in SINGLE_SIZES.items()],
     ),

@@ -267,7 +267,10 @@ REQUIREMENTS = [
         "Each pool is written by its own strides, whatever the order of its dimensions in memory.",
         [
             Write(name, pool=name)
-            for name in ("nhd", "hnd", "heads outermost", "slots outermost", "padded slots", "padded heads", "odd steps", "k and v unlike")
+            for name in (
+                *("nhd", "hnd", "heads outermost", "slots outermost", "padded slots", "padded heads", "odd steps"),
+                *("k and v unlike", "k and v unlike, in whole vectors"),
+            )
         ]
         + [Write(f"{text}, whatever its step", geometry=sizes, pool=ANY_STEP) for text, sizes in SINGLE_SIZES.items()],
     ),

@@ -255,7 +255,10 @@ REQUIREMENTS = [
         "Each cache is written by its own strides, whatever the order of its dimensions in memory.",
         [
             Update(f"{name}, {rows} rows", [(5 * row) % 12 for row in range(rows)], pool=name, geometry=_of(batch=rows))
-            for name in ("nhd", "hnd", "heads outermost", "slots outermost", "padded slots", "padded heads", "odd steps", "k and v unlike")
+            for name in (
+                *("nhd", "hnd", "heads outermost", "slots outermost", "padded slots", "padded heads", "odd steps"),
+                *("k and v unlike", "k and v unlike, in whole vectors"),
+            )
             for rows in (3, 6)
         ]
         + [Update(f"{text}, whatever its step", 0, new=1, geometry=sizes, pool=ANY_STEP) for text, sizes in SINGLE_SIZES.items()],
