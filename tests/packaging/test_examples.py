@@ -92,8 +92,7 @@ UNCLAIMED = ("acme stores torch.bfloat16", "lists one device", "no streams there
 """Why a requirement is unsupported. All others are checked on Acme's own kernels."""
 
 
-@pytest.mark.slow  # the whole of both levels
-@pytest.mark.parametrize("level", ["core", "extended"])
+@pytest.mark.parametrize("level", ["core", pytest.param("extended", marks=pytest.mark.slow)])
 def test_acme_is_certified(level: str, installed: Environment, tmp_path: Path) -> None:
     report = certify(installed, tmp_path, "acme", "--level", level)
     assert_conforms(report, level)
@@ -158,7 +157,6 @@ def test_each_type_of_device_is_there_or_says_why_not(installed: Environment) ->
     assert all(row["reason"] for row in found.values() if row["state"] == "absent")
 
 
-@pytest.mark.slow  # the whole of core level
 def test_a_device_of_torchs_without_a_plugin_reaches_core_level(installed: Environment, tmp_path: Path) -> None:
     """Torch's CPU stands for it: no kernel of its own, only the portable ones, and another name than the CPU backend's."""
     report = certify(installed, tmp_path, "torch-cpu", "--level", "core")
