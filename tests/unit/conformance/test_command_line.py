@@ -67,6 +67,11 @@ def wait_for(is_so: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
+def listening() -> None:
+    """Let a process take Ctrl-C, also where the tests run in the background, with it ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(
     ("number", "when"),
     [
@@ -79,12 +84,16 @@ def test_a_run_that_is_interrupted_tells_what_it_has(tmp_path: Path, number: sig
     hangs, report = tmp_path / "hangs", tmp_path / "report"
     env = {**install(tmp_path / "site", source=HANGING), "HANGS": str(hangs)}
     command = [*COMMAND, "--backend", "wrapping", "--op", "paged_caching_", "--report", str(report)]
-    with subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        wait_for(hangs.exists if when == "in a case" else lambda: children_of(process.pid))
-        children = children_of(process.pid)
-        assert children
-        process.send_signal(number)
-        output, errors = process.communicate(timeout=60)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=env, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, preexec_fn=listening) as process:
+        try:
+            wait_for(hangs.exists if when == "in a case" else lambda: children_of(process.pid))
+            children = children_of(process.pid)
+            assert children
+            process.send_signal(number)
+            output, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()  # or it would be waited for, which may be long
     assert process.returncode == 3, errors
     assert "Traceback" not in errors
     assert "KVD-WRITE-001 │ not run" in output
