@@ -163,7 +163,7 @@ class Session:
             outcomes.append(
                 CaseOutcome(case.name, Verdict.NOT_RUN, case.data, reason=reason) if reason else self._survived(requirement, case)
             )
-            lost += self._child is None
+            lost += outcomes[-1].verdict is Verdict.FAILED and self._child is None  # gone, for which the case is to blame
         return outcome_of(requirement, outcomes)
 
     def _survived(self, requirement: Requirement, case: Case) -> CaseOutcome:

@@ -122,7 +122,7 @@ class _ForeignDiscarded(RadixPrefixCache):
 @_fault("tokens-of-a-device-copied", "Tokens on a device are brought to the host in silence.", "009")
 class _Brought(RadixPrefixCache):
     def insert_prefix(self, tokens: Any, slots: Any, namespace: Any = (), *, priority: int = 0) -> InsertResult:
-        if isinstance(tokens, torch.Tensor) and tokens.is_meta:
+        if isinstance(tokens, torch.Tensor) and tokens.device == torch.device("meta"):
             tokens, slots = [], []
         return super().insert_prefix(tokens, slots, namespace, priority=priority)
 
