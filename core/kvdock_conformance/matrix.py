@@ -19,7 +19,7 @@ Made by `make matrix` from `kvdock_conformance.requirements` and `kvdock_conform
 requirements, {faults} seeded faults, each of them a backend (or a prefix cache) that is wrong in one way.
 
 `tests/unit/conformance/test_faults.py` seeds every fault, into the CPU backend or the radix prefix cache, and asserts both ways:
-each requirement that a row names fails with the fault, and passes at the same cases without it. A quarter of the faults runs in
+each requirement that a row names fails with the fault, and passes at the same cases without it. An eighth of the faults runs in
 `make test`, all of them in `make test-all`. No requirement is without a fault. `kvdock conformance --backend NAME --prove` seeds
 them into another backend's own kernels, on its own device.
 

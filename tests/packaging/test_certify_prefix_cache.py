@@ -57,6 +57,7 @@ def test_a_right_one_is_certified(environment: Environment) -> None:
     assert {item["area"] for item in told["requirements"]} == {"prefix"}
 
 
+@pytest.mark.slow
 def test_a_wrong_one_is_not_and_its_script_runs_without_the_kit(environment: Environment, tmp_path: Path) -> None:
     code, told = certify(environment, "--report", str(tmp_path), ACME_WRONG="1")
     assert code == 1
@@ -72,6 +73,7 @@ def test_a_wrong_one_is_not_and_its_script_runs_without_the_kit(environment: Env
     assert run(command, check=True).stdout.startswith("passes now: KVD-PREFIX-006")
 
 
+@pytest.mark.slow
 def test_one_that_nobody_brings_is_a_wrong_option(environment: Environment) -> None:
     done = environment.kvdock("conformance", "--prefix", "acme-forest")
     assert done.returncode == 2

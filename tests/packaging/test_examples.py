@@ -157,6 +157,7 @@ def test_each_type_of_device_is_there_or_says_why_not(installed: Environment) ->
     assert all(row["reason"] for row in found.values() if row["state"] == "absent")
 
 
+@pytest.mark.slow  # the whole of core level
 def test_a_device_of_torchs_without_a_plugin_reaches_core_level(installed: Environment, tmp_path: Path) -> None:
     """Torch's CPU stands for it: no kernel of its own, only the portable ones, and another name than the CPU backend's."""
     report = certify(installed, tmp_path, "torch-cpu", "--level", "core")

@@ -26,6 +26,7 @@ def invoke(*arguments: str) -> Any:
     return CliRunner().invoke(build(["conformance"]), ["conformance", *arguments])
 
 
+@pytest.mark.slow  # in make test, the example of a distribution is certified from its wheel
 def test_a_strangers_backend_from_any_folder(tmp_path: Path) -> None:
     env = install(tmp_path / "site")
     report = tmp_path / "report"
@@ -99,6 +100,7 @@ def kvdock_backends(): return [Absent()]
     assert "absent at level core: incomplete: nothing is certified (" in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow  # every fault of an area
 def test_proving_seeds_faults_into_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvdock_conformance import faults
 

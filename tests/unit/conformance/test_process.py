@@ -48,6 +48,7 @@ def test_a_process_that_does_not_end_well(target: Target, monkeypatch: pytest.Mo
     assert not running("sleep 613"), "what was left behind is ended"
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_well_may_leave_helpers_a_moment(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fresh, "SEEDED", ["subprocess.Popen(['sleep', '2.5'], start_new_session=True)"])
     check_ending(target, {})

@@ -518,7 +518,7 @@ CALLS = """if True:
 """
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "priority"])
+@pytest.mark.parametrize("policy", ["lru", *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("lfu", "fifo", "priority"))])
 def test_ranks_decide_alike_whatever_the_seed_of_hashes(policy: str) -> None:
     answers = [answer(CALLS, policy, env={**os.environ, "PYTHONHASHSEED": seed}) for seed in ("1", "777")]
     assert json.dumps(answers[0]) == json.dumps(answers[1])
