@@ -27,8 +27,9 @@ $(VENV)/.model: $(VENV)/.ready
 demo: $(VENV)/.model
 	HF_HUB_OFFLINE=1 $(PY) examples/demo.py
 
+# tests/architecture is part of `make check`.
 test: setup
-	$(PYTEST) -n 2 -m "not slow"
+	$(PYTEST) -n 2 -m "not slow" --ignore=tests/architecture
 
 test-all: $(VENV)/.model
 	$(PYTEST) -n 2

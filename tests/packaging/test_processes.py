@@ -42,7 +42,7 @@ def first(environments: Environments) -> Environment:
     return environments.with_projects("kvdock-first")
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_find_the_same_backends_and_a_differing_environment_is_reported(first: Environment, method: str) -> None:
     same, denied = first.json(WORKERS, method, "{}", '{"KVDOCK_BACKENDS_DENY": "cpu"}')
     assert same == [{"first": "READY"}, "first", []]

@@ -79,6 +79,7 @@ def test_wrong_options_as_json() -> None:
     assert json.loads(result.stdout)["error"]["type"] == "ArgumentValueError"
 
 
+@pytest.mark.slow
 def test_hardware_that_is_absent_is_incomplete(tmp_path: Path) -> None:
     source = """
 import kvdock

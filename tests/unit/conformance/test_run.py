@@ -173,12 +173,13 @@ def test_nothing_is_not_green() -> None:
     assert run(plan("good", chosen([]))).exit_code == 3
 
 
-@pytest.mark.parametrize(("verdict", "code"), [("killed", 0), ("not seeded", 0), ("survived", 1), ("missed", 1), ("unclear", 3)])
-def test_a_fault_that_survives_is_a_failure(verdict: str, code: int) -> None:
+def test_a_fault_that_survives_is_a_failure() -> None:
     found = run(plan("good", chosen(["KVD-WRITE-008"])))
-    assert attrs.evolve(found, proofs=[{"verdict": verdict}]).exit_code == code
+    codes = {"killed": 0, "not seeded": 0, "out of reach": 0, "survived": 1, "missed": 1, "unclear": 3}
+    assert {verdict: attrs.evolve(found, proofs=[{"verdict": verdict}]).exit_code for verdict in codes} == codes
 
 
+@pytest.mark.slow
 def test_a_session_stops_at_a_failure_where_it_is_asked_to() -> None:
     (item,) = chosen(["KVD-WRITE-001"])
     with Session(plan("raises", chosen(SOME))) as session:

@@ -377,7 +377,7 @@ class Managers(RuleBasedStateMachine):
 
 COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "report_multiple_bugs": False}
 
-Managers.TestCase.settings = settings(max_examples=250, stateful_step_count=50, **COMMON)
+Managers.TestCase.settings = settings(max_examples=125, stateful_step_count=50, **COMMON)
 TestManagers = Managers.TestCase
 
 
