@@ -28,8 +28,8 @@ __all__ = ["NOISES", "PLACES", "BoundTarget", "Listener", "check_autograd", "che
 class BoundTarget(Target):
     """The backend by way of ops that are bound to their pools, as caches bind them: such calls are remembered for any backend."""
 
-    def __init__(self, name: str, setup: str | None = None) -> None:
-        super().__init__(name, setup)
+    def __init__(self, name: str, setup: str | None = None, device: str | None = None) -> None:
+        super().__init__(name, setup, device)
         self._bound: dict[Any, Callable[..., None]] = {}
 
     def call(self, op: str, args: dict[str, Any]) -> None:
@@ -63,7 +63,7 @@ def check_repeated(target: Target, data: Mapping[str, Any]) -> None:
         NonconformanceError: a byte differs, or an index out of range neither raised as it must nor was skipped and counted.
     """
     op = data["calls"][0]["op"]
-    for way in (target, BoundTarget(target.name, target.setup)):
+    for way in (target, BoundTarget(target.name, target.setup, str(target.device))):
         check_calls(way, data, REFERENCES[op], PLACES[op], counted=op != "gather_paged")
 
 

@@ -1,0 +1,34 @@
+"""Repeated calls are checked where the run was asked to be made: on the device that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from kvdock.ops.portable import PORTABLE_KERNELS
+from kvdock_conformance.checking import repeated
+from kvdock_conformance.checking.repeated import BoundTarget, check_repeated
+from kvdock_conformance.checking.target import Target
+from kvdock_conformance.requirement import Level
+from kvdock_conformance.requirements import load
+from kvdock_conformance.stand_ins import StandIn, register_backend
+
+
+class Two(StandIn):
+    """A backend whose second device holds no data, which tells it from the first."""
+
+    def devices(self) -> Sequence[torch.device]:
+        return [torch.device("cpu"), torch.device("meta")]
+
+
+def test_both_ways_of_a_repeated_call_are_on_the_device_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    register_backend(Two("two-of-them", PORTABLE_KERNELS))
+    seen: list[tuple[type, torch.device]] = []
+    monkeypatch.setattr(repeated, "check_calls", lambda way, *others, **settings: seen.append((type(way), way.device)))
+    case = load()["KVD-DESC-013"].selected(Level.CORE)[0]
+    for device in ("cpu", "meta"):
+        check_repeated(Target("two-of-them", device=device), case.data)
+    where = [torch.device("cpu"), torch.device("meta")]
+    assert seen == [(kind, device) for device in where for kind in (Target, BoundTarget)]
