@@ -13,6 +13,7 @@ import torch
 from kvdock.descriptors.manager import DescriptorCacheManager
 from kvdock.errors import BackendError, KVDockWarning, UnsupportedError
 from kvdock.interface import HOST, Descriptor, Request
+from kvdock.ops.bound import BoundOp
 from kvdock.ops.geometry import extent
 from kvdock.ops.modes import MODE, Mode
 from kvdock.ops.schema import OpSchema
@@ -91,7 +92,7 @@ class OpEntry:
             "chooser": dispatcher.chooser,
         }
         self.call = compile_call(schema, scope)
-        self._bind = compile_binder(schema, scope)
+        self._binder = compile_binder(schema, scope)
 
     def _destroy(self, plan: Plan) -> None:
         """Destroy a plan. A method, so that caches of two dispatchers are never taken for one another's."""
@@ -161,9 +162,10 @@ class OpEntry:
             named: backend to use for good, or None for the usual choice at each call.
 
         Returns:
-            The op as a function of its other arguments, in the schema's order.
+            The op as a function of its other arguments, in the schema's order: a method of a `BoundOp`, which says what comes
+            of copying it.
         """
-        return self._bind(*pools, named)
+        return BoundOp(*self._binder, pools, named).call
 
     @property
     def prepared(self) -> int:
