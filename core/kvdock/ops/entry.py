@@ -18,6 +18,7 @@ from kvdock.ops.geometry import extent
 from kvdock.ops.modes import MODE, Mode
 from kvdock.ops.schema import OpSchema
 from kvdock.ops.selection import Choice, Chooser, Selection
+from kvdock.ops.shared import Shared
 from kvdock.ops.signature import BODY, GENERATED, compile_binder, compile_call
 from kvdock.ops.validate import validate
 
@@ -74,8 +75,8 @@ class Plan:
             self.descriptor.destroy()
 
 
-class OpEntry:
-    """One op, called with its arguments in the schema's order, None where absent. Threads may share it."""
+class OpEntry(Shared):
+    """One op, called with its arguments in the schema's order, None where absent. Threads and copies share it."""
 
     def __init__(self, schema: OpSchema, dispatcher: Preparer) -> None:
         self.schema = schema
