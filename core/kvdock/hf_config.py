@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import re
 import sys
@@ -32,36 +31,29 @@ _TELLING = re.compile(
 )
 """Parts of names that may speak of what is cached: how many, how large, how often, for how long."""
 
-_READ = {
-    *_HEADS,
-    *("n_head", "n_heads", "num_heads", "attention_heads", "num_key_value_heads", "num_kv_heads", "head_dim", "kv_channels"),
-    *("sliding_window", "sliding_window_size", "window_size", "use_sliding_window", "use_cache", "num_kv_shared_layers"),
-}
+_READ = frozenset(
+    """
+    decoder_attention_heads num_decoder_attention_heads num_attention_heads n_head n_heads num_heads attention_heads
+    num_key_value_heads num_kv_heads head_dim kv_channels use_cache num_kv_shared_layers
+    sliding_window sliding_window_size window_size use_sliding_window
+    """.split()  # noqa: SIM905 - as quoted words they are harder to read
+)
 """Such names that are read here, or that stand for a name that is."""
 
-_LATENT = {"kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim"}
+_LATENT = frozenset("kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim".split())  # noqa: SIM905 - as above
 """Such names that are known in models with latent attention only."""
 
-_HARMLESS = {
-    # Biases, norms, clipping, quantisation.
-    *(
-        "lm_head_bias",
-        "qkv_bias",
-        "use_qkv_bias",
-        "clip_qkv",
-        "qk_norm",
-        "use_qk_norm",
-        "qk_norm_type",
-        "qk_layernorm",
-        "qk_scale_factor",
-        "rotary_value",
-        "conv_bias",
-    ),
-    # The encoder's half, the query's, and what only says which layers are of which kind: `layer_types` says that too.
-    *("encoder_attention_heads", "num_encoder_attention_heads", "num_attention_heads_per_layer", "max_window_layers"),
-    *("sliding_window_pattern", "prefix_dense_sliding_window_pattern", "conv_L_cache", "keep_window_size", "H_cycles", "L_cycles"),
-    *("L_bp_cycles", "index_n_heads", "index_head_dim", "attention_k_eq_v", "attention_value_scale", "output_hidden_states"),
-}
+# First biases, norms, clipping and scales; then the encoder's half, the query's, outputs, the index of sparse layers, and what says
+# again which layers are of which kind (`layer_types` does).
+_HARMLESS = frozenset(
+    """
+    lm_head_bias qkv_bias use_qkv_bias conv_bias qk_norm use_qk_norm qk_norm_type qk_layernorm clip_qkv
+    qk_scale_factor rotary_value attention_value_scale attention_k_eq_v
+    encoder_attention_heads num_encoder_attention_heads num_attention_heads_per_layer
+    output_hidden_states index_n_heads index_head_dim keep_window_size
+    max_window_layers sliding_window_pattern prefix_dense_sliding_window_pattern conv_L_cache H_cycles L_cycles L_bp_cycles
+    """.split()  # noqa: SIM905 - as above
+)
 """Such names that change nothing about what is cached: seen so in models that ran, see tests/integration/test_spec_sweep.py."""
 
 
@@ -150,7 +142,7 @@ def _sizes(layer: Any) -> tuple[int, int, int]:
     if _is_latent(layer):  # what all heads share: the latent is handed over as key, the rotary part as value
         return 1, _number(layer, "kv_lora_rank"), _number(layer, "qk_rope_head_dim")
     heads = _number(layer, *_HEADS)
-    dim = getattr(layer, "head_dim", None) or _number(layer, "hidden_size") // heads
+    dim = _number(layer, "head_dim") if getattr(layer, "head_dim", None) else _number(layer, "hidden_size") // heads
     return _kv_heads(layer, heads), dim, dim
 
 
@@ -160,7 +152,7 @@ def _kv_heads(layer: Any, heads: int) -> int:
         return 1 if layer.multi_query and not getattr(layer, "new_decoder_architecture", False) else heads
     if any(getattr(layer, name, None) is not None for name in _DECODERS_HEADS):  # other numbers of heads are the encoder's
         return heads
-    return getattr(layer, "num_key_value_heads", None) or heads
+    return _number(layer, "num_key_value_heads") if getattr(layer, "num_key_value_heads", None) else heads
 
 
 def _is_latent(layer: Any) -> bool:
@@ -172,7 +164,8 @@ def _hands_over_latents(layer: Any) -> bool:
     """Return whether a model with latent attention caches the latent. Code from elsewhere may cache anything."""
     if not type(layer).__module__.startswith("transformers.models."):
         return False
-    return tuple(map(int, importlib.metadata.version("transformers").split(".")[:2])) >= (5, 16)
+    major, minor = sys.modules["transformers"].__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (5, 16)
 
 
 def _refusal(config: Any, reasons: Sequence[str]) -> UnsupportedError:
@@ -187,7 +180,7 @@ def _refusal(config: Any, reasons: Sequence[str]) -> UnsupportedError:
 
 def _strange(config: Any, text: Any, layers: Sequence[Any]) -> Iterator[str]:
     """Say what of a whole model a KVSpec could not describe."""
-    crossing = ("is_encoder_decoder", "add_cross_attention", "cross_attention_layers")
+    crossing = ("is_encoder_decoder", "add_cross_attention", "cross_attention_layers", "cross_attention_hidden_size")
     if any(getattr(part, name, False) for part in (config, text) for name in crossing):
         yield "cross-attention, whose keys and values belong to another sequence"
     if getattr(text, "num_kv_shared_layers", None) or "reuse" in (getattr(text, "kv_sharing_modes", None) or ()):

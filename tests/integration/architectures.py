@@ -67,7 +67,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "a head each": {**_all(4, "num_key_value_heads num_kv_heads"), "multi_query": False},
     "one head": {**_all(1, "num_key_value_heads num_kv_heads"), "multi_query": True},
-    "new": {"new_decoder_architecture": True},
+    "new": {"new_decoder_architecture": True, "attention_k_eq_v": True, "H_cycles": 1},
     "encoder": {"is_decoder": False},
 }
 """What can change the heads, dims and windows of a family that knows the names."""

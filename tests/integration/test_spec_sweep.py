@@ -7,9 +7,14 @@ What is not named here is right.
 from __future__ import annotations
 
 import pytest
+import transformers
 
 from integration.architectures import GROUPS
 from integration.sweep import NOT_RUN, REFUSED, RIGHT, UNVERIFIED, WRONG, architectures, summary
+from kvdock.integrations.transformers.compat import CROPS_TO_LENGTH
+
+LISTED_FOR = "5.24.0"
+"""The version of Transformers whose architectures are listed. No version may have one that is wrong."""
 
 CROSS = "cross-attention, whose keys and values belong to another sequence"
 KINDS = "layers of another kind: "
@@ -91,8 +96,10 @@ def reasons(of: dict[str, str], group: str) -> dict[str, str]:
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_architecture(group: str) -> None:
     found = {name: summary(group, name) for name in sorted(architectures(group))}
-    texts = {verdict: {name: of.text for name, of in found.items() if of.verdict == verdict} for verdict in (WRONG, UNVERIFIED)}
-    assert texts == {WRONG: {}, UNVERIFIED: {}}
+    assert {name: of.text for name, of in found.items() if of.verdict == WRONG} == {}
+    if transformers.__version__ != LISTED_FOR:
+        return
+    assert {name: of.text for name, of in found.items() if of.verdict == UNVERIFIED} == {}
     for verdict, lists in ((REFUSED, REFUSED_FOR), (NOT_RUN, DOES_NOT_RUN)):
         expected = reasons(lists[group], group)
         assert {name for name, of in found.items() if of.verdict == verdict} == set(expected), verdict
@@ -106,12 +113,16 @@ SAMPLE = """
     mixtral mpt opt phi phi3 qwen2 qwen3 starcoder2 trocr whisper
     """
 
+LATENT = "deepseek_v3 longcat_flash"
+"""Those of them that cached what the latent expands to, in older versions: there they have no spec."""
+
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SAMPLE.split())
 def test_a_well_known_decoder_is_right(name: str) -> None:
     outcome = summary("causal", name)
-    assert outcome.verdict == RIGHT, outcome.text
+    old = name in LATENT.split() and CROPS_TO_LENGTH  # both changed in 5.16
+    assert outcome.verdict == (REFUSED if old else RIGHT), outcome.text
 
 
 @pytest.mark.filterwarnings("ignore")
