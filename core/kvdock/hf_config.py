@@ -190,6 +190,8 @@ def _strange(config: Any, text: Any, layers: Sequence[Any]) -> Iterator[str]:
     unknown = sorted(name for name in names - known if _TELLING.search(name))
     if unknown:
         yield f"settings of which kvdock does not know what they mean for the cache: {', '.join(unknown)}"
+    if {"num_layers", "num_hidden_layers"} <= names:
+        yield "two numbers of layers, num_layers and num_hidden_layers, of which only the model's code knows the one that counts"
     if names and "use_cache" not in names:
         yield "no setting use_cache, so that it may keep nothing, or something of its own"
 
