@@ -12,20 +12,25 @@ __all__ = ["common_blocks", "first_wide", "token_data", "tokens_of", "widened"]
 _FIRST_STEP = 8192
 """Bytes of two runs that are compared first; then four times as many, and so on."""
 
+_NOTHING = memoryview(b"")
 _INT32 = np.iinfo(np.int32)
 _DTYPES: dict[int, np.dtype[np.signedinteger[Any]]] = {4: np.dtype(np.int32), 8: np.dtype(np.int64)}
 
 
-def token_data(ids: npt.NDArray[Any], width: int) -> memoryview | None:
-    """Return the bytes of token ids in ``width`` bytes each, or None when one does not fit. They may be the caller's memory."""
+def token_data(ids: npt.NDArray[Any], count: int, width: int) -> memoryview | None:
+    """Return the bytes of the first ``count`` token ids in ``width`` bytes each, or None when one of those does not fit.
+
+    They may be the caller's memory.
+    """
+    if not count:
+        return _NOTHING
     dtype = _DTYPES[width]
-    if not ids.size:
-        return memoryview(b"")
-    if ids.dtype != dtype:
+    if ids.dtype is not dtype or not ids.flags.c_contiguous:  # there is one such dtype; a comparison takes several times as long
+        ids = ids[:count]
         if width == 4 and not np.can_cast(ids.dtype, dtype) and (ids.max() > _INT32.max or ids.min() < _INT32.min):
             return None
-        ids = ids.astype(dtype)
-    return (ids if ids.flags.c_contiguous else ids.copy()).data.cast("B")
+        ids = ids.astype(dtype, order="C")
+    return ids.data.cast("B")[: count * width]
 
 
 def first_wide(ids: npt.NDArray[Any]) -> int:

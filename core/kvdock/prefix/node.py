@@ -21,8 +21,6 @@ from kvdock.prefix.interface import BlockIds, PrefixHandle
 
 __all__ = ["Mark", "Node", "RadixHandle"]
 
-_NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
-
 
 class Mark:
     """How a part of a node was used, as a policy looks at it; see `kvdock.prefix.eviction.Usage`.
@@ -43,8 +41,10 @@ class Node:
 
     Attributes:
         parent: the node before it; None for a root. Of a node that is no longer stored, the one that was before it.
-        children: nodes behind it, by the bytes of their first block of token ids; None without any.
+        children: nodes behind it, by their keys; None without any.
+        key: bytes of its first block of token ids.
         label: token ids as bytes, so that one call compares a run with a prompt wherever that one is.
+        room: ids of its blocks, and room for more of them behind.
         start: position of its first block, counted from the root.
         end: position behind its last block.
         locks: how often each position in it is locked, by position; None before the first lock.
@@ -58,7 +58,6 @@ class Node:
     """
 
     __slots__ = (
-        "_room",
         "children",
         "created",
         "earlier",
@@ -68,6 +67,7 @@ class Node:
         "into",
         "is_queued",
         "is_stored",
+        "key",
         "label",
         "last_use",
         "locks",
@@ -75,15 +75,17 @@ class Node:
         "number",
         "parent",
         "priority",
+        "room",
         "start",
         "uses",
         "was_trimmed",
     )
 
-    def __init__(self, parent: Node | None, start: int, label: bytearray, blocks: BlockIds, number: int) -> None:
+    def __init__(self, parent: Node | None, start: int, key: bytes, label: bytearray, blocks: BlockIds, number: int) -> None:
         self.parent = parent
+        self.key = key
         self.label = label
-        self._room = blocks
+        self.room = blocks
         self.start = start
         self.end = start + blocks.size
         self.number = number
@@ -100,7 +102,7 @@ class Node:
     @classmethod
     def root(cls, namespace: Any, number: int) -> Node:
         """Make the root of a namespace."""
-        root = cls(None, 0, bytearray(), _NO_BLOCKS, number)
+        root = cls(None, 0, b"", bytearray(), np.empty(0, dtype=np.int32), number)
         root.namespace = namespace
         return root
 
@@ -110,7 +112,7 @@ class Node:
     @property
     def blocks(self) -> BlockIds:
         """Ids of its blocks; a view, good until the node changes."""
-        return self._room[: self.end - self.start]
+        return self.room[: self.end - self.start]
 
     @property
     def is_evictable(self) -> bool:
@@ -123,32 +125,32 @@ class Node:
         held = self.start + self.held
         return max(held, self.earlier[-1].end) if self.earlier else held
 
-    def add_child(self, key: bytes, node: Node) -> None:
+    def add_child(self, node: Node) -> None:
         """Put a node behind this one."""
         if self.children is None:
             self.children = {}
-        self.children[key] = node
+        self.children[node.key] = node
 
     def grow(self, label: memoryview, blocks: BlockIds) -> None:
         """Append blocks with their token ids, at a cost in their number only."""
         size = self.end - self.start
-        if size + blocks.size > self._room.size:
+        if size + blocks.size > self.room.size:
             room = np.empty(size + blocks.size + size // 8, dtype=np.int32)
-            room[:size] = self._room[:size]
-            self._room = room
-        self._room[size : size + blocks.size] = blocks
+            room[:size] = self.room[:size]
+            self.room = room
+        self.room[size : size + blocks.size] = blocks
         self.label += label
         self.end += blocks.size
 
     def trim(self, end: int, block_bytes: int) -> BlockIds:
-        """Take off the blocks from position ``end`` on, and return them."""
+        """Take off the blocks from position ``end`` on, and return them; a view, good until the node changes again."""
         size = end - self.start
-        gone = self.blocks[size:].copy()
+        gone = self.blocks[size:]
         del self.label[size * block_bytes :]
         self.end = end
         self.was_trimmed = True
-        if 2 * size < self._room.size:
-            self._room = self._room[:size].copy()
+        if 2 * size < self.room.size:
+            self.room = self.room[:size].copy()
         while self.earlier and end <= self.earlier[-1].end:
             self._be_like(self.earlier.pop())
         return gone
@@ -156,27 +158,28 @@ class Node:
     def split(self, at: int, block_bytes: int, number: int) -> Node:
         """Return a new node with the blocks before position ``at``, between the parent and this one, which keeps the rest."""
         size = at - self.start
-        upper = Node(self.parent, self.start, self.label[: size * block_bytes], self.blocks[:size].copy(), number)
+        upper = Node(self.parent, self.start, self.key, self.label[: size * block_bytes], self.blocks[:size].copy(), number)
         self._share_marks(upper)
         self._share_locks(upper)
-        self.label, self._room = self.label[size * block_bytes :], self.blocks[size:].copy()
+        self.label, self.room = self.label[size * block_bytes :], self.blocks[size:].copy()
+        self.key = bytes(self.label[:block_bytes])
         self.start, self.parent = at, upper
         return upper
 
     def absorb(self, upper: Node, policy_key: Callable[[Any], Any]) -> None:
         """Take over the blocks of the parent, whose only child this is."""
         self.earlier = [*(upper.earlier or ()), Mark(upper.end, upper), *(self.earlier or ())]
-        self._room = np.concatenate((upper.blocks, self.blocks))
+        self.room = np.concatenate((upper.blocks, self.blocks))
         self.label = upper.label + self.label
         self.held = upper.held + self.held
         self.locks = {**(upper.locks or {}), **(self.locks or {})}
-        self.start, self.parent = upper.start, upper.parent
+        self.start, self.parent, self.key = upper.start, upper.parent, upper.key
         upper.into, upper.is_stored, upper.children = self, False, None
         self._join_marks(policy_key)
 
     def renew(self) -> Node:
         """Return a node that takes this leaf's place: handles behind its end, and its place in the queue, stay with the old one."""
-        fresh = Node(self.parent, self.start, self.label, self._room, self.number)
+        fresh = Node(self.parent, self.start, self.key, self.label, self.room, self.number)
         fresh.end, fresh.held, fresh.locks, fresh.earlier = self.end, self.held, self.locks, self.earlier
         fresh._be_like(self)
         self.into, self.is_stored = fresh, False
@@ -252,17 +255,19 @@ class RadixHandle(PrefixHandle):
 
     Attributes:
         position: blocks before it.
+        owner: the cache that made it.
+        era: what that cache had for this then: another object after each reset.
         space: key of its namespace.
         node: None at the root.
         locks: how often it is locked.
     """
 
-    __slots__ = ("epoch", "locks", "node", "owner", "position", "space")
+    __slots__ = ("era", "locks", "node", "owner", "position", "space")
 
-    def __init__(self, owner: object, epoch: int, space: object, node: Node | None, position: int, block_size: int) -> None:
-        self.cached_len = position * block_size
+    def __init__(self, owner: object, era: object, space: object, node: Node | None, position: int, cached_len: int) -> None:
+        self.cached_len = cached_len
         self.owner = owner
-        self.epoch = epoch
+        self.era = era
         self.space = space
         self.node = node
         self.position = position

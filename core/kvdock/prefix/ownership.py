@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from threading import Thread, current_thread
 from typing import Any, NoReturn
 
 from kvdock.errors import UnsupportedError, WrongThreadError
@@ -34,16 +34,16 @@ class NotCopied:
 class OneThread:
     """Base of what belongs to the thread that uses it first, until that one calls `hand_over` or ends."""
 
-    _owner: threading.Thread | None = None
+    _owner: Thread | None = None
 
     def _enter(self) -> None:
         """Notice another thread; called first by every method, and cheap."""
-        if threading.current_thread() is not self._owner:
+        if current_thread() is not self._owner:
             self._claim()
 
     def _claim(self) -> None:
         """Belong to the calling thread, unless another has it."""
-        owner, here = self._owner, threading.current_thread()
+        owner, here = self._owner, current_thread()
         if owner is not None and owner.is_alive():
             raise WrongThreadError(
                 type(self).__name__,

@@ -66,7 +66,8 @@ class RadixPrefixCache(OneThread, PrefixCache):
         self._events = EventStream()
         self._tree = RadixTree(block_size, self.policy)
         self._owned = StoredBlocks(block_size)
-        self._epoch = self._num_locks = 0
+        self._era = object()
+        self._num_locks = 0
         self._lookups = self._lookup_tokens = self._hit_tokens = self._inserted = self._evicted = 0
 
     def __repr__(self) -> str:
@@ -193,7 +194,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
         blocks = self._owned.ids()
         self._tree.clear()
         self._owned.clear()
-        self._epoch += 1
+        self._era = object()
         self._num_locks = 0
         if self._events:
             self._events.emit(Cleared())
@@ -244,7 +245,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
 
     def _handle(self, key: Hashable, node: Node | None, position: int) -> RadixHandle:
         """Make a handle to a position."""
-        return RadixHandle(self, self._epoch, key, node if position else None, position, self.block_size)
+        return RadixHandle(self, self._era, key, node if position else None, position, position * self.block_size)
 
     def _place(self, key: Hashable, namespace: Namespace, behind: PrefixHandle | None) -> tuple[Node | None, int]:
         """Return the node and the position that an insertion starts from; the root, if it is there, without ``behind``."""
@@ -265,11 +266,12 @@ class RadixPrefixCache(OneThread, PrefixCache):
 
         It may be the caller's memory: what is to be kept is copied out of it.
         """
-        whole = ids[: ids.size - ids.size % self.block_size]
-        found = token_data(whole, self._tree.token_bytes)
+        whole = ids.size - ids.size % self.block_size
+        found = token_data(ids, whole, self._tree.token_bytes)
         if found is None:
-            fits = first_wide(whole)
-            found = whole[: fits - fits % self.block_size].astype(np.int32).data.cast("B")
+            fits = first_wide(ids[:whole])
+            found = token_data(ids[:fits].astype(np.int32), fits - fits % self.block_size, 4)
+            assert found is not None  # noqa: S101 - they fit now
         return found
 
     def _wide_data(self, ids: npt.NDArray[Any], data: memoryview) -> memoryview:
@@ -314,19 +316,23 @@ class RadixPrefixCache(OneThread, PrefixCache):
 
     def _checked(self, handle: PrefixHandle) -> RadixHandle:
         """Return a handle whose place is still there, with the node that has it now."""
+        if isinstance(handle, RadixHandle) and handle.era is self._era:
+            node = handle.node
+            if node is None or (node.is_stored and node.start < handle.position <= node.end):
+                return handle
+        return self._sought(handle)
+
+    def _sought(self, handle: PrefixHandle) -> RadixHandle:
+        """Return a handle whose node is another one now, or raise."""
         if not isinstance(handle, RadixHandle) or handle.owner is not self:
             raise StaleHandleError("RadixPrefixCache: handle", expected="one of this cache", got=f"{handle!r}, which is not")
-        node = handle.node
-        if handle.epoch == self._epoch:
-            if node is None:
-                return handle
-            if node.is_stored and node.start < handle.position <= node.end:
-                return handle
-            handle.node = found = self._tree.find(node, handle.position)
+        why = "from before a reset"
+        if handle.era is self._era and handle.node is not None:
+            found = self._tree.find(handle.node, handle.position)
             if found is not None:
+                handle.node = found
                 return handle
-            handle.node = node
-        why = "evicted" if handle.epoch == self._epoch else "from before a reset"
+            why = "evicted"
         raise StaleHandleError(
             "RadixPrefixCache: handle", expected="one of what is stored", got=f"{handle}, which is {why}", fix="match the tokens again"
         )
