@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvdock.prefix.interface import BlockIds, PrefixHandle
+from kvdock.prefix.labels import TokenIds
 
 __all__ = ["Mark", "Node", "RadixHandle"]
 
@@ -119,19 +120,13 @@ class Node:
         """Whether its last block may go: it is stored, nothing is behind it, and nobody holds all of it."""
         return not self.children and self.held < self.end - self.start and self.is_stored and self.parent is not None
 
-    @property
-    def tail_start(self) -> int:
-        """Position of the first block that can go together with the last one: used alike, and not held."""
-        held = self.start + self.held
-        return max(held, self.earlier[-1].end) if self.earlier else held
-
     def add_child(self, node: Node) -> None:
         """Put a node behind this one."""
         if self.children is None:
             self.children = {}
         self.children[node.key] = node
 
-    def grow(self, label: memoryview, blocks: BlockIds) -> None:
+    def grow(self, ids: TokenIds, blocks: BlockIds) -> None:
         """Append blocks with their token ids, at a cost in their number only."""
         size = self.end - self.start
         if size + blocks.size > self.room.size:
@@ -139,7 +134,7 @@ class Node:
             room[:size] = self.room[:size]
             self.room = room
         self.room[size : size + blocks.size] = blocks
-        self.label += label
+        self.label += ids.tobytes()
         self.end += blocks.size
 
     def trim(self, end: int, block_bytes: int) -> BlockIds:

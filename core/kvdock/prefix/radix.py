@@ -37,7 +37,7 @@ from kvdock.prefix.interface import (
     PrefixMatch,
     SizeInfo,
 )
-from kvdock.prefix.labels import first_wide, token_data, tokens_of
+from kvdock.prefix.labels import WIDE, TokenIds, as_narrow
 from kvdock.prefix.node import Node, RadixHandle
 from kvdock.prefix.owners import StoredBlocks
 from kvdock.prefix.ownership import OneThread
@@ -82,7 +82,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
         if root is None:
             node, at, runs = None, 0, list[BlockIds]()
         else:
-            node, at, runs = self._tree.walk(root, 0, self._data(ids))
+            node, at, runs = self._tree.walk(root, 0, self._whole(ids))
         handle = self._handle(key, node, at)
         if record:
             self._record(handle, ids.size)
@@ -98,7 +98,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
             return None
         wanted = np.zeros(self.block_size, dtype=ids.dtype)
         wanted[: ids.size] = ids
-        return self._most_alike(own, node, bytes(self._data(wanted)), min(ids.size, self.block_size - 1))
+        return self._most_alike(own, node, self._whole(wanted).tobytes(), min(ids.size, self.block_size - 1))
 
     def record_match(self, handle: PrefixHandle, num_tokens: int) -> None:
         """Count a match that was not recorded; see `PrefixCache.record_match`."""
@@ -140,22 +140,23 @@ class RadixPrefixCache(OneThread, PrefixCache):
         passed = as_blocks("insert_prefix: blocks", blocks, ids.size // self.block_size)
         check_priority("insert_prefix: priority", priority)
         key = namespace_key("insert_prefix: namespace", namespace)
-        tree, data = self._tree, self._data(ids)
+        tree, whole = self._tree, self._whole(ids)
         node, start = self._place(key, namespace, behind)
-        end, at, runs = tree.walk(node, start, data) if node is not None else (None, start, list[BlockIds]())
+        end, at, runs = tree.walk(node, start, whole) if node is not None else (None, start, list[BlockIds]())
         known = joined(runs)
         is_canonical = self._owned.claim("insert_prefix: blocks", passed, known)
         reached, fresh = start + passed.size, passed[known.size :]
         event = None
         if fresh.size:
-            data = self._wide_data(ids, data)[known.size * tree.block_bytes :]
+            whole = self._all_whole(ids, whole)[known.size * self.block_size :]
             end = tree.root(key, namespace) if end is None else end
             if self._events:
                 before = int(end.blocks[at - end.start - 1]) if at else None
-                event = Stored(namespace, before, tokens_of(bytes(data), tree.token_bytes), fresh.copy())
-            end = tree.append(end, at, data, fresh, priority)
+                event = Stored(namespace, before, whole.astype(np.int64), fresh.copy())
+            end = tree.append(end, at, whole, fresh, priority)
             self._inserted += fresh.size
-        tree.use(end, reached, priority)
+        else:
+            tree.use(end, reached, priority)
         canonical = passed if is_canonical else np.concatenate((known, fresh))
         result = InsertResult(at * self.block_size, self._handle(key, end, reached), canonical, self.block_size)
         if event:
@@ -261,25 +262,25 @@ class RadixPrefixCache(OneThread, PrefixCache):
             )
         return own.node or self._tree.roots.get(key), own.position
 
-    def _data(self, ids: npt.NDArray[Any]) -> memoryview:
-        """Return the whole blocks of token ids in this tree's width, up to the first that do not fit: none such is stored.
+    def _whole(self, ids: TokenIds) -> TokenIds:
+        """Return the whole blocks of token ids in this tree's dtype, up to the first id that does not fit: none such is stored.
 
         It may be the caller's memory: what is to be kept is copied out of it.
         """
-        whole = ids.size - ids.size % self.block_size
-        found = token_data(ids, whole, self._tree.token_bytes)
-        if found is None:
-            fits = first_wide(ids[:whole])
-            found = token_data(ids[:fits].astype(np.int32), fits - fits % self.block_size, 4)
-            assert found is not None  # noqa: S101 - they fit now
-        return found
+        whole, dtype = ids[: ids.size - ids.size % self.block_size], self._tree.dtype
+        if whole.dtype is dtype:  # there is one such object; a comparison takes several times as long
+            return whole
+        if dtype is WIDE:
+            return whole.astype(WIDE)
+        fits = as_narrow(whole)
+        return fits[: fits.size - fits.size % self.block_size]
 
-    def _wide_data(self, ids: npt.NDArray[Any], data: memoryview) -> memoryview:
+    def _all_whole(self, ids: TokenIds, whole: TokenIds) -> TokenIds:
         """Return the whole blocks of token ids, all of them: where one does not fit, the tree gets wider."""
-        if len(data) < ids.size // self.block_size * self._tree.block_bytes:
+        if whole.size < ids.size - ids.size % self.block_size:
             self._tree.widen()
-            data = self._data(ids)
-        return data
+            whole = self._whole(ids)
+        return whole
 
     def _most_alike(self, handle: RadixHandle, node: Node, wanted: bytes, most: int) -> PartialMatch | None:
         """Return the block behind a place whose first tokens are most alike, of at most ``most`` tokens."""
@@ -287,9 +288,9 @@ class RadixPrefixCache(OneThread, PrefixCache):
         if handle.position < node.end:
             candidates = [(bytes(node.label[at * width : (at + 1) * width]), node, at)]
         else:
-            half = wanted[: (self.block_size + 1) // 2 * self._tree.token_bytes]
+            half = wanted[: (self.block_size + 1) // 2 * self._tree.dtype.itemsize]
             candidates = [(key, child, 0) for key, child in (node.children or {}).items() if key.startswith(half)]
-        best = max(((_common_tokens(key, wanted, self._tree.token_bytes), i) for i, (key, _, _) in enumerate(candidates)), default=(0, 0))
+        best = max(((_common_tokens(key, wanted, self._tree.dtype.itemsize), i) for i, (key, _, _) in enumerate(candidates)), default=(0, 0))
         count = min(best[0], most)
         if 2 * count < self.block_size:
             return None

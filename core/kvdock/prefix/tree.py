@@ -1,6 +1,6 @@
 """The tree itself: nodes, what is held of them, and the queue of those that may go.
 
-It knows token ids as bytes, and positions in blocks; arguments, handles, who owns a block and statistics are the prefix
+It knows token ids in one width, and positions in blocks; arguments, handles, who owns a block and statistics are the prefix
 cache's. Each node but the roots is there for one reason: prompts branch off at its end, or it is a leaf. So what grows at
 its end grows in place, and where the last but one branch goes, the other is joined to what is before it.
 """
@@ -15,7 +15,7 @@ from kvdock.errors import IntegrityError
 from kvdock.prefix.eviction import EvictionPolicy, EvictionQueue
 from kvdock.prefix.inputs import namespace_key
 from kvdock.prefix.interface import BlockIds, Namespace
-from kvdock.prefix.labels import common_blocks, widened
+from kvdock.prefix.labels import NARROW, WIDE, TokenIds, common_tokens, widened
 from kvdock.prefix.node import Node
 
 __all__ = ["RadixTree", "joined"]
@@ -29,7 +29,7 @@ class RadixTree:
         policy: what goes first.
 
     Attributes:
-        token_bytes: bytes of a token id, 4 or 8.
+        dtype: of token ids, int32 or int64.
         stored: blocks in the tree.
         protected: those of them that are held.
         clock: counts uses.
@@ -38,7 +38,7 @@ class RadixTree:
 
     def __init__(self, block_size: int, policy: EvictionPolicy) -> None:
         self.block_size = block_size
-        self.token_bytes = 4
+        self.dtype = NARROW
         self.roots: dict[Hashable, Node] = {}
         self.queue: EvictionQueue[Node] = EvictionQueue(policy)
         self.stored = self.protected = self.clock = self._number = 0
@@ -48,7 +48,7 @@ class RadixTree:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of token ids."""
-        return self.block_size * self.token_bytes
+        return self.block_size * self.dtype.itemsize
 
     def clear(self) -> None:
         """Forget everything, but not the width of token ids and the time."""
@@ -67,7 +67,7 @@ class RadixTree:
 
     def widen(self) -> None:
         """Store token ids in 8 bytes from now on."""
-        self.token_bytes = 8
+        self.dtype = WIDE
         for node in [*self.roots.values(), *self.nodes()]:
             node.label = bytearray(widened(node.label))
             if node.children:
@@ -99,54 +99,58 @@ class RadixTree:
             else:
                 return node if position <= node.end and node.is_stored else None
 
-    def walk(self, node: Node, at: int, data: memoryview) -> tuple[Node, int, list[BlockIds]]:
+    def walk(self, node: Node, at: int, ids: TokenIds) -> tuple[Node, int, list[BlockIds]]:
         """Follow token ids down from a position, as far as they are stored. Changes nothing.
 
         Args:
             node: where to start.
             at: position in it; ``node.end`` to begin with its children.
-            data: bytes of whole blocks of token ids.
+            ids: token ids of whole blocks, of this tree's dtype.
 
         Returns:
             the node where they end or differ, the position there, and the blocks on the way, as views.
         """
-        width, end, position = self.block_size * self.token_bytes, len(data), 0
+        block, end, done = self.block_size, ids.size, 0
         runs: list[BlockIds] = []
-        if not end:
-            return node, at, runs
         if at < node.end:
             first = at - node.start
-            count = common_blocks(node.label, first * width, data, 0, width)
+            count = common_tokens(node.label, first * block, ids) // block
             runs.append(node.blocks[first : first + count])
-            at, position = at + count, count * width
+            at, done = at + count, count * block
             if at < node.end:
                 return node, at, runs
-        while position < end and node.children is not None:
-            child = node.children.get(data[position : position + width].tobytes())
+        while done < end and node.children is not None:
+            child = node.children.get(ids[done : done + block].tobytes())
             if child is None:
                 break
             node, label = child, child.label
-            stop = position + len(label)
+            stop = done + (node.end - node.start) * block
             # Where the last block is the same, so are mostly all: then one comparison of the whole tells. Else it would read in vain.
-            if data[stop - width : stop].tobytes() != label[-width:] or data[position:stop].tobytes() != label:
-                count = common_blocks(label, 0, data, position, width)
+            if not label.endswith(ids[stop - block : stop].tobytes()) or stop > end or ids[done:stop].tobytes() != label:
+                count = common_tokens(label, 0, ids[done:]) // block
                 runs.append(node.blocks[:count])
                 return node, node.start + count, runs
             runs.append(node.blocks)
-            position = stop
+            done = stop
         return node, node.end, runs
 
-    def append(self, node: Node, at: int, label: memoryview, blocks: BlockIds, priority: int) -> Node:
-        """Store blocks at a position of a node, where their token ids branch off or go on; return the node that has them."""
+    def append(self, node: Node, at: int, ids: TokenIds, blocks: BlockIds, priority: int) -> Node:
+        """Store blocks at a position of a node, where their token ids branch off or go on, and note that use.
+
+        Returns:
+            the node that has them.
+        """
         if at == node.end and not node.children and node.parent is not None:
-            node = self._grown(node, label, blocks, priority)
+            node = self._grown(node, ids, blocks, priority)
         else:
             parent = node if at == node.end else self._split(node, at)
-            node = Node(parent, at, bytes(label[: self.block_bytes]), bytearray(label), blocks.copy(), self._next_number())
+            key = ids[: self.block_size].tobytes()
+            node = Node(parent, at, key, bytearray(ids.data), blocks.copy(), self._next_number())
             node.created, node.priority = self.clock + 1, priority
             parent.add_child(node)
         self.stored += blocks.size
-        self.queue.push(node)
+        self.use(node, node.end, priority)
+        self.queue.push(node)  # last: one that is used after it came is looked at once more
         return node
 
     def use(self, node: Node | None, upto: int, priority: int | None) -> None:
@@ -186,7 +190,7 @@ class RadixTree:
         runs: list[BlockIds] = []
         while count:
             node = self.queue.pop()
-            end = max(node.tail_start, node.end - count)
+            end = max(node.start + node.held, node.earlier[-1].end if node.earlier else 0, node.end - count)
             runs.append(self.cut(node, end))
             count -= runs[-1].size
         return runs
@@ -207,7 +211,7 @@ class RadixTree:
             self.queue.push(node)
         return gone
 
-    def _grown(self, node: Node, label: memoryview, blocks: BlockIds, priority: int) -> Node:
+    def _grown(self, node: Node, ids: TokenIds, blocks: BlockIds, priority: int) -> Node:
         """Append blocks to a leaf; what differs in priority is a part of its own."""
         if node.was_trimmed or priority < node.priority:
             # Handles behind the end must stay stale, and in the queue nothing may come to be worth less.
@@ -218,7 +222,7 @@ class RadixTree:
         if priority < node.priority:
             node.mark_end()
             node.priority, node.created, node.uses = priority, self.clock + 1, 0
-        node.grow(label, blocks)
+        node.grow(ids, blocks)
         return node
 
     def _split(self, node: Node, at: int) -> Node:
