@@ -120,6 +120,12 @@ class Node:
         """Whether its last block may go: it is stored, nothing is behind it, and nobody holds all of it."""
         return not self.children and self.held < self.end - self.start and self.is_stored and self.parent is not None
 
+    def count_held(self) -> int:
+        """Return how many of its blocks are protected: all before a lock in it, or behind it."""
+        if self.held_children:
+            return self.end - self.start
+        return max(self.locks) - self.start if self.locks else 0
+
     def add_child(self, node: Node) -> None:
         """Put a node behind this one."""
         if self.children is None:
@@ -140,7 +146,7 @@ class Node:
     def trim(self, end: int, block_bytes: int) -> BlockIds:
         """Take off the blocks from position ``end`` on, and return them; a view, good until the node changes again."""
         size = end - self.start
-        gone = self.blocks[size:]
+        gone = self.room[size : self.end - self.start]
         del self.label[size * block_bytes :]
         self.end = end
         self.was_trimmed = True
@@ -167,7 +173,8 @@ class Node:
         self.room = np.concatenate((upper.blocks, self.blocks))
         self.label = upper.label + self.label
         self.held = upper.held + self.held
-        self.locks = {**(upper.locks or {}), **(self.locks or {})}
+        if upper.locks:
+            self.locks = {**upper.locks, **(self.locks or {})}
         self.start, self.parent, self.key = upper.start, upper.parent, upper.key
         upper.into, upper.is_stored, upper.children = self, False, None
         self._join_marks(policy_key)
@@ -207,7 +214,9 @@ class Node:
 
     def _join_marks(self, policy_key: Callable[[Any], Any]) -> None:
         """Make one part of neighbours that the policy does not tell apart."""
-        marks, kept, later = self.earlier or [], list[Mark](), policy_key(self)
+        if not self.earlier:
+            return
+        marks, kept, later = self.earlier, list[Mark](), policy_key(self)
         for mark in reversed(marks):
             if (key := policy_key(mark)) != later:
                 kept.append(mark)
@@ -216,7 +225,10 @@ class Node:
 
     def _share_marks(self, upper: Node) -> None:
         """Give the part above this node's new start what is known of it. ``upper`` ends there."""
-        marks = self.earlier or []
+        marks = self.earlier
+        if not marks:
+            upper._be_like(self)
+            return
         above = [mark for mark in marks if mark.end < upper.end]
         below = [mark for mark in marks if mark.end > upper.end]
         at_end = marks[len(above)] if len(above) < len(marks) else self
@@ -225,9 +237,10 @@ class Node:
 
     def _share_locks(self, upper: Node) -> None:
         """Give the part above its locks, and what it holds."""
-        locks, at = self.locks or {}, upper.end
-        upper.locks = {position: count for position, count in locks.items() if position <= at}
-        self.locks = {position: count for position, count in locks.items() if position > at}
+        locks, at = self.locks, upper.end
+        if locks:
+            upper.locks = {position: count for position, count in locks.items() if position <= at}
+            self.locks = {position: count for position, count in locks.items() if position > at}
         upper.held = min(self.held, at - upper.start)
         self.held -= upper.held
         upper.held_children = 1 if self.held else 0

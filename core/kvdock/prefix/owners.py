@@ -65,7 +65,7 @@ class StoredBlocks:
         """Take ids out of the table."""
         self._table[np.frombuffer(ids, dtype=np.int32).astype(np.intp)] = 0  # indices of another width take twice the time
 
-    def claim(self, subject: str, blocks: _BlockIds, known: _BlockIds) -> bool:
+    def claim(self, subject: str, blocks: _BlockIds, known: _BlockIds) -> _BlockIds:
         """Take over blocks, those behind ``known``.
 
         Args:
@@ -74,23 +74,22 @@ class StoredBlocks:
             known: the stored blocks of the first of these tokens.
 
         Returns:
-            whether the first blocks are the known ones. Otherwise they are not taken over.
+            the blocks of all these tokens: with ``known`` in the place of the first, which are not taken over unless they are those.
 
         Raises:
             ArgumentValueError: a block is negative, there twice, or stored for other tokens. Nothing has changed.
         """
         if not known.size:
             self._take(subject, blocks)
-            return True
+            return blocks
         first, fresh = blocks[: known.size], blocks[known.size :]
-        if first.tobytes() == known.tobytes():
-            self._take(subject, fresh)
-            return True
         others = first[first != known]
+        if not others.size:
+            self._take(subject, fresh)
+            return blocks
         self._take(subject, np.concatenate((others, fresh)))
-        if others.size:
-            self.release(others)
-        return False
+        self.release(others)
+        return np.concatenate((known, fresh))
 
     def _take(self, subject: str, blocks: _BlockIds) -> None:
         """Take over blocks that are not stored, each once."""

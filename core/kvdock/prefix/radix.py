@@ -144,11 +144,11 @@ class RadixPrefixCache(OneThread, PrefixCache):
         node, start = self._place(key, namespace, behind)
         end, at, runs = tree.walk(node, start, whole) if node is not None else (None, start, list[BlockIds]())
         known = joined(runs)
-        is_canonical = self._owned.claim("insert_prefix: blocks", passed, known)
-        reached, fresh = start + passed.size, passed[known.size :]
+        canonical = self._owned.claim("insert_prefix: blocks", passed, known)
+        reached, fresh = start + passed.size, passed[known.size :] if known.size else passed
         event = None
         if fresh.size:
-            whole = self._all_whole(ids, whole)[known.size * self.block_size :]
+            whole = self._all_whole(ids, whole, known.size)
             end = tree.root(key, namespace) if end is None else end
             if self._events:
                 before = int(end.blocks[at - end.start - 1]) if at else None
@@ -157,7 +157,6 @@ class RadixPrefixCache(OneThread, PrefixCache):
             self._inserted += fresh.size
         else:
             tree.use(end, reached, priority)
-        canonical = passed if is_canonical else np.concatenate((known, fresh))
         result = InsertResult(at * self.block_size, self._handle(key, end, reached), canonical, self.block_size)
         if event:
             self._events.emit(event)
@@ -275,12 +274,12 @@ class RadixPrefixCache(OneThread, PrefixCache):
         fits = as_narrow(whole)
         return fits[: fits.size - fits.size % self.block_size]
 
-    def _all_whole(self, ids: TokenIds, whole: TokenIds) -> TokenIds:
-        """Return the whole blocks of token ids, all of them: where one does not fit, the tree gets wider."""
+    def _all_whole(self, ids: TokenIds, whole: TokenIds, known: int) -> TokenIds:
+        """Return the whole blocks behind the ``known`` first, all of them: where a token id does not fit, the tree gets wider."""
         if whole.size < ids.size - ids.size % self.block_size:
             self._tree.widen()
             whole = self._whole(ids)
-        return whole
+        return whole[known * self.block_size :] if known else whole
 
     def _most_alike(self, handle: RadixHandle, node: Node, wanted: bytes, most: int) -> PartialMatch | None:
         """Return the block behind a place whose first tokens are most alike, of at most ``most`` tokens."""

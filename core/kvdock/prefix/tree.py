@@ -171,10 +171,11 @@ class RadixTree:
         """Protect all that is before a position of a node, once more."""
         locks = node.locks
         if locks is None:
-            locks = node.locks = {}
-        locks[position] = locks.get(position, 0) + 1
+            node.locks = {position: 1}
+        else:
+            locks[position] = locks.get(position, 0) + 1
         if position - node.start > node.held:
-            self._hold(node)
+            self._hold(node, position - node.start)
 
     def unlock(self, node: Node, position: int) -> None:
         """Give back one protection."""
@@ -183,13 +184,13 @@ class RadixTree:
         locks[position] -= 1
         if not locks[position]:
             del locks[position]
-            self._hold(node)
+            self._hold(node, node.count_held())
 
     def evict(self, count: int) -> list[BlockIds]:
         """Take out ``count`` blocks, of which there are as many; return them in runs."""
         runs: list[BlockIds] = []
         while count:
-            node = self.queue.pop()
+            node = self.queue.least()
             end = max(node.start + node.held, node.earlier[-1].end if node.earlier else 0, node.end - count)
             runs.append(self.cut(node, end))
             count -= runs[-1].size
@@ -206,10 +207,7 @@ class RadixTree:
         if end == node.start:
             self._remove(node)
             return node.blocks
-        gone = node.trim(end, self.block_bytes)
-        if node.is_evictable:
-            self.queue.push(node)
-        return gone
+        return node.trim(end, self.block_bytes)
 
     def _grown(self, node: Node, ids: TokenIds, blocks: BlockIds, priority: int) -> Node:
         """Append blocks to a leaf; what differs in priority is a part of its own."""
@@ -258,19 +256,18 @@ class RadixTree:
         if node.is_evictable:
             self.queue.push(node)
 
-    def _hold(self, node: Node) -> None:
-        """Count anew what is held of a node, and of those above as far as that changes anything."""
-        while node.parent is not None:
-            size = node.end - node.start
-            held = size if node.held_children else max(node.locks) - node.start if node.locks else 0
-            before, node.held = node.held, held
+    def _hold(self, node: Node, held: int) -> None:
+        """Note what is held of a node, and of those above as far as that changes anything."""
+        while held != (before := node.held):
+            node.held = held
             self.protected += held - before
-            if held < size and not node.children:
+            if held < before and not node.children:
                 self.queue.push(node)
-            if (held > 0) == (before > 0):
+            parent = node.parent
+            if (held and before) or parent is None or parent.parent is None:
                 return
-            node = node.parent
-            node.held_children += 1 if held else -1
+            parent.held_children += 1 if held else -1
+            node, held = parent, parent.count_held()
 
     def _next_number(self) -> int:
         """Return a number that no node has, but the parts of one run."""
