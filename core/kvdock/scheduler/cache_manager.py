@@ -294,6 +294,7 @@ class CacheManager(NotCopied, OneThread):
         if n > rows.num_tokens[row]:
             raise IndexRangeError("CacheManager.truncate: n", expected=f"at most the {rows.num_tokens[row]} tokens there are", got=n)
         keep, shared = self._blocks_for(n), int(rows.shared[row])
+        self._publisher.remember(seq, n)
         if keep < rows.num_blocks[row]:
             self.allocator.release(rows.blocks(row)[max(keep, shared) :])
             self._publisher.leave(seq, keep)

@@ -113,15 +113,19 @@ class Publisher:
         seq._handle = handle
 
     def leave(self, seq: CacheSequence, keep: int) -> None:
-        """Note that a sequence uses only its first ``keep`` blocks of those that it shares, and remember what it leaves behind."""
+        """Note that a sequence uses only its first ``keep`` blocks of those that it shares."""
         rows, row = self._rows, seq._row
+        if keep < rows.shared[row]:
+            rows.shared[row] = keep
+            rows.published[row] = min(int(rows.published[row]), keep)
+
+    def remember(self, seq: CacheSequence, n: int) -> None:
+        """Note what a sequence has published and is about to be cut within, while its token ids are known: see `take_back`."""
+        rows, row, size = self._rows, seq._row, self._rows.block_size
         shared = int(rows.shared[row])
-        if keep >= shared:
-            return
-        if (self._publisher[rows.table[row, keep:shared]] == seq._serial).any():
-            seq._left.append(seq._ids.view[: shared * rows.block_size].copy())
-        rows.shared[row] = keep
-        rows.published[row] = min(int(rows.published[row]), keep)
+        if n < shared * size <= rows.num_tokens[row]:  # else it was cut before
+            if (self._publisher[rows.table[row, n // size : shared]] == seq._serial).any():
+                seq._left.append(seq._ids.view[: shared * size].copy())
 
     def take_back(self, seq: CacheSequence, prefixes: list[npt.NDArray[Any]]) -> None:
         """Free what a sequence that is over has published of prefixes and nobody else uses."""
