@@ -67,20 +67,21 @@ class Publisher:
         if known:
             rows.table[row, shared : shared + known] = result.blocks[:known]
             rows.touch(np.array([row]))
-            self._pool.allocator.release(own[:known])
-        if fresh.size and self._pool.allocator.ref_counts(fresh).max() > 1:
-            self._share_with_forks(seq, shared + known, shared + stored)
+        if stored and self._pool.allocator.ref_counts(own[:stored]).max() > 1:
+            self._share_with_forks(seq, own[:stored])
+        self._pool.allocator.release(own[:known])
 
-    def _share_with_forks(self, seq: CacheSequence, start: int, stop: int) -> None:
-        """Let forks have through the cache what has just become cached and was their own too: blocks ``start`` to ``stop - 1``.
+    def _share_with_forks(self, seq: CacheSequence, own: BlockIds) -> None:
+        """Let forks have through the cache what is cached now and was their own too: the last shared blocks of ``seq``, once ``own``.
 
         A fork that has a block at the same place as the cache has the same tokens before it, and in it as far as it goes,
         since a block is copied before it is written; so it can go on with the cached ones before it too, where it had
         duplicates.
         """
-        rows, cached = self._rows, self._rows.table[seq._row, :stop].copy()
-        for index in range(stop - 1, start - 1, -1):
-            equal = (rows.table[:, index] == cached[index]) & (rows.num_blocks > index) & (rows.shared <= index)
+        rows, stop = self._rows, int(self._rows.shared[seq._row])
+        cached = rows.table[seq._row, :stop].copy()
+        for index in range(stop - 1, stop - own.size - 1, -1):
+            equal = (rows.table[:, index] == own[index - stop]) & (rows.num_blocks > index) & (rows.shared <= index)
             for row in np.flatnonzero(equal).tolist():
                 self._adopt(rows.sequence(row), seq._ids.view[: (index + 1) * rows.block_size], cached[: index + 1])
 
