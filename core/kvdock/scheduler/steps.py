@@ -261,6 +261,8 @@ def as_rows(manager: CacheManager, method: str, sequences: Any) -> Index:
     """Return the rows of open sequences of a manager, each there once, or raise."""
     by_row = manager._rows.sequences
     try:
+        if not isinstance(sequences, Sequence):  # what can be read only once would be found empty
+            raise TypeError
         numbers = list(map(_row_of, sequences))
         if all(map(is_, map(by_row.__getitem__, numbers), sequences)) and (len(numbers) < 2 or len(set(numbers)) == len(numbers)):
             return np.array(numbers, dtype=np.intp)
