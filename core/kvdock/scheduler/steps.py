@@ -291,7 +291,7 @@ def ids_of_step(tokens: Any, batch: int, *, is_one: bool) -> tuple[npt.NDArray[A
         ids = as_integers(subject, tokens)
         return ids, np.array([ids.size])
     shape = getattr(tokens, "shape", None)
-    if shape is None and any(hasattr(row, "__len__") for row in tokens):
+    if shape is None and isinstance(tokens, Sequence) and any(hasattr(row, "__len__") for row in tokens):
         parts = [as_integers(subject, row) for row in tokens]
         _check_batch(subject, len(parts), batch)
         return np.concatenate(parts), np.array([part.size for part in parts])
