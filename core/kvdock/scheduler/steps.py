@@ -24,6 +24,9 @@ __all__ = ["Steps", "as_rows", "counts_of", "ids_of_step"]
 
 _row_of = attrgetter("_row")
 
+_TOO_MANY = 2**40
+"""More tokens than any pool has room for."""
+
 _NO_PAIRS: npt.NDArray[np.int64] = np.empty((0, 2), dtype=np.int64)
 
 
@@ -47,7 +50,7 @@ class Steps:
             raise ArgumentValueError(
                 "CacheManager.extend: slots", expected="None for one sequence", got="an array", fix="pass a list of sequences"
             )
-        counts = np.array([count_of("CacheManager.extend: n", n)])
+        counts = counts_of("CacheManager.extend: n", count_of("CacheManager.extend: n", n), 1)
         starts, pairs = self._extend(rows, counts, match=match)
         return self._rows.slots(rows, starts, self._rows.num_tokens[rows] - starts), pairs
 
@@ -313,15 +316,15 @@ def _check_batch(subject: str, got: int, batch: int) -> None:
 
 
 def counts_of(subject: str, n: Any, batch: int) -> Index:
-    """Return how many tokens each sequence gets."""
+    """Return how many tokens each sequence gets; what no pool has is cut down to more than any pool has, and can be added up."""
     if isinstance(n, int | np.integer) and not isinstance(n, bool):
-        return np.full(batch, count_of(subject, n))
+        return np.full(batch, min(count_of(subject, n), _TOO_MANY))
     counts = as_integers(subject, n).astype(np.intp)
     if counts.size != batch:
         raise ArgumentValueError(subject, expected=f"one number, or {batch}: one for each sequence", got=counts.size)
     if counts.size and counts.min() < 0:
         raise ArgumentValueError(subject, expected="at least 0", got=int(counts.min()))
-    return counts
+    return np.minimum(counts, _TOO_MANY)
 
 
 def _check_slots(slots: Any, size: int) -> None:
