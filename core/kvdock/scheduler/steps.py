@@ -329,11 +329,11 @@ def counts_of(subject: str, n: Any, batch: int) -> Index:
 
 def _check_slots(slots: Any, size: int) -> None:
     """Raise unless an array can take so many slots."""
-    is_array = isinstance(slots, np.ndarray)
+    is_array = isinstance(slots, np.ndarray) and slots.flags.writeable
     if not is_array or slots.shape != (size,) or slots.dtype.char not in (np.dtype(np.int32).char, np.dtype(np.int64).char):
         raise ArgumentValueError(
             "CacheManager.extend: slots",
-            expected=f"a numpy array of int32 or int64 [{size}], the sum of n",
+            expected=f"a numpy array of int32 or int64 [{size}], the sum of n, that can be written",
             got=f"{slots.dtype} {list(slots.shape)}" if is_array else repr(slots)[:80],
             fix="pass tensor.numpy() of a tensor on the host; BatchTables copies to a device",
         )
