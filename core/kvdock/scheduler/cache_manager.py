@@ -78,6 +78,7 @@ class CacheManager(NotCopied, OneThread):
         self.prefix = prefix_cache_of_pool("CacheManager", prefix, num_blocks=num_blocks, block_size=block_size, options=options)
         self.allocator = BlockAllocator(num_blocks)
         self.null_block = int(self.allocator.allocate(1)[0]) if null_block else None
+        self.allocator.hand_over()  # to the thread of the first call
         self._pool = PoolBlocks(self.allocator, self.prefix)
         self._rows = Rows(block_size)
         self._publisher = Publisher(self._pool, self._rows)
