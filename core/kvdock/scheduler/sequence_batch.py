@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.errors import ArgumentValueError, IndexRangeError
+from kvdock.errors import ArgumentValueError, IndexRangeError, StaleHandleError
 from kvdock.prefix.inputs import as_integers, count_of
 from kvdock.prefix.interface import BlockIds, Namespace
 from kvdock.prefix.ownership import NotCopied
@@ -109,11 +109,13 @@ class SequenceBatch(NotCopied):
     @property
     def block_table(self) -> BlockIds:
         """Block ids of each row's sequence, int32 ``[batch_size, most blocks]``, 0 behind the shorter ones; pads have no blocks."""
+        self._live("block_table")
         return dense_table(self._sequences)
 
     @property
     def num_blocks(self) -> int:
         """Distinct blocks that the rows have."""
+        self._live("num_blocks")
         return np.unique(np.concatenate([seq.block_table for seq in self._sequences])).size
 
     def grow(self, n: int) -> npt.NDArray[np.int64]:
@@ -125,6 +127,7 @@ class SequenceBatch(NotCopied):
         Raises:
             OutOfBlocksError: too few blocks are free or evictable. Nothing was changed.
         """
+        self._live("grow")
         length = self._length + count_of("SequenceBatch.grow: n", n)
         room = np.array([seq.num_tokens for seq in self._sequences])
         pairs = self._manager.extend(self._sequences, np.maximum(length - self._pads - room, 0), match=False)
@@ -137,6 +140,7 @@ class SequenceBatch(NotCopied):
         Raises:
             IndexRangeError: the rows are shorter than that. Nothing was changed.
         """
+        self._live("truncate")
         count_of("SequenceBatch.truncate: length", length)
         if length > self._length:
             raise IndexRangeError("SequenceBatch.truncate: length", expected=f"at most the {self._length} places there are", got=length)
@@ -157,6 +161,7 @@ class SequenceBatch(NotCopied):
             ArgumentTypeError: not integers.
             ArgumentValueError: no rows, or more than one dimension.
         """
+        self._live("select")
         chosen = as_integers("SequenceBatch.select: rows", rows).tolist()
         if not chosen:
             raise ArgumentValueError("SequenceBatch.select: rows", expected="at least one row", got="none")
@@ -179,6 +184,7 @@ class SequenceBatch(NotCopied):
 
     def fork(self) -> SequenceBatch:
         """Return a batch with the same tokens in the same blocks, shared until one of the two writes."""
+        self._live("fork")
         forks = [self._manager.fork(seq, seq.num_tokens) for seq in self._sequences]
         return SequenceBatch(self._manager, forks, length=self._length, pads=self._pads)
 
@@ -188,6 +194,7 @@ class SequenceBatch(NotCopied):
         Raises:
             IndexRangeError: not ``0 <= start <= stop <= length``.
         """
+        self._live("slot_mapping")
         if not 0 <= start <= stop <= self._length:
             raise IndexRangeError(
                 "SequenceBatch.slot_mapping", expected=f"0 <= start <= stop <= {self._length}", got=f"start={start}, stop={stop}"
@@ -203,3 +210,9 @@ class SequenceBatch(NotCopied):
         for seq in self._sequences:
             self._manager.finish(seq, keep=keep)
         self._sequences.clear()
+
+    def _live(self, what: str) -> None:
+        """Raise unless the batch has rows: it is closed then."""
+        if not self._sequences:
+            fix = "ask for it before close()"
+            raise StaleHandleError(f"SequenceBatch.{what}", expected="an open batch", got="one that is closed", fix=fix)
