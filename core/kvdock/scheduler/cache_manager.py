@@ -165,7 +165,6 @@ class CacheManager(NotCopied, OneThread):
         prompt = Prompt.read("CacheManager.begin", tokens, namespace, reserve=reserve, at_most=at_most, max_cached_len=max_cached_len)
         check_priority("CacheManager.begin: priority", priority)
         needs = self._planner.look_up(prompt, partial=partial)
-        self._planner.check_size(needs)
         try:
             return self._begin(prompt, needs, priority)
         except OutOfBlocksError:
@@ -422,6 +421,7 @@ class CacheManager(NotCopied, OneThread):
 
     def _begin(self, prompt: Prompt, needs: Needs, priority: int) -> CacheSequence:
         """Lock, allocate, and note the sequence."""
+        self._planner.check_size(needs)
         ids, shared, rows = prompt.ids, needs.cached_len // self.block_size, self._rows
         self.prefix.lock_handle(needs.handle)
         try:
