@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -167,13 +167,12 @@ class SequenceBatch(NotCopied):
             raise ArgumentValueError("SequenceBatch.select: rows", expected="at least one row", got="none")
         if min(chosen) < 0 or max(chosen) >= self.batch_size:
             raise IndexRangeError("SequenceBatch.select: rows", expected=f"rows from 0 to {self.batch_size - 1}", got=chosen)
-        old, left = list(self._sequences), set(range(self.batch_size))
-        made = list[CacheSequence]()
-        for row in chosen:
-            made.append(old[row] if row in left else self._manager.fork(old[row], old[row].num_tokens))
-            left.discard(row)
-        for row in left:
-            self._manager.abort(old[row])
+        first = dict(zip(reversed(chosen), range(len(chosen) - 1, -1, -1), strict=True))
+        forks = iter(self._forks([row for at, row in enumerate(chosen) if first[row] != at]))
+        made = [self._sequences[row] if first[row] == at else next(forks) for at, row in enumerate(chosen)]
+        for row, seq in enumerate(self._sequences):
+            if row not in first:
+                self._manager.abort(seq)
         self._sequences[:] = made
         self._pads = self._pads[chosen]
 
@@ -185,8 +184,7 @@ class SequenceBatch(NotCopied):
     def fork(self) -> SequenceBatch:
         """Return a batch with the same tokens in the same blocks, shared until one of the two writes."""
         self._live("fork")
-        forks = [self._manager.fork(seq, seq.num_tokens) for seq in self._sequences]
-        return SequenceBatch(self._manager, forks, length=self._length, pads=self._pads)
+        return SequenceBatch(self._manager, self._forks(range(self.batch_size)), length=self._length, pads=self._pads)
 
     def slot_mapping(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the slots of places ``start`` to ``stop - 1``, int64 ``[batch_size, stop - start]``; -1 for pads.
@@ -210,6 +208,20 @@ class SequenceBatch(NotCopied):
         for seq in self._sequences:
             self._manager.finish(seq, keep=keep)
         self._sequences.clear()
+
+    def _forks(self, rows: Iterable[int]) -> list[CacheSequence]:
+        """Return a fork for each of ``rows``, or none where one of them is refused; then nothing is promised for their copies."""
+        made, promised = list[CacheSequence](), {seq._row: int(self._manager._rows.promised[seq._row]) for seq in self._sequences}
+        try:
+            for row in rows:
+                made.append(self._manager.fork(self._sequences[row], self._sequences[row].num_tokens))
+        except BaseException:
+            for fork in made:
+                self._manager.abort(fork)
+            for at, blocks in promised.items():
+                self._manager._promises.add(at, blocks - int(self._manager._rows.promised[at]))
+            raise
+        return made
 
     def _live(self, what: str) -> None:
         """Raise unless the batch has rows: it is closed then."""
