@@ -89,11 +89,12 @@ class Publisher:
         """Let a sequence go on with cached blocks in the place of its own first ones."""
         rows, row = self._rows, seq._row
         self.relock(seq, self._prefix.match_prefix(ids, seq.namespace, record=False).handle)
+        if (rows.table[row, : cached.size] != cached).any():
+            rows.touch(np.array([row]))
         self._pool.allocator.release(rows.table[row, rows.shared[row] : cached.size])
         rows.table[row, : cached.size] = cached
         rows.shared[row] = cached.size
         rows.published[row] = max(rows.published[row], cached.size)
-        rows.touch(np.array([row]))
 
     def take_over(self, seq: CacheSequence, handle: PrefixHandle, blocks: BlockIds) -> None:
         """Let a sequence whose prompt was begun in chunks go on with what others have published of it, and lock that."""
