@@ -84,8 +84,8 @@ class Steps:
         if self._pool.prefix.can_store:
             whole = computed // r.block_size
             for index in np.flatnonzero(whole > r.published[rows]).tolist():
-                seq = r.sequence(rows[index])
-                self._publisher.publish(seq, int(whole[index]))
+                if whole[index] > r.published[rows[index]]:  # one before it may have published for it, as for a fork
+                    self._publisher.publish(r.sequence(rows[index]), int(whole[index]))
 
     def forget_ids(self, seq: CacheSequence, known: int) -> None:
         """Keep the first ``known`` token ids of a sequence."""
