@@ -148,5 +148,6 @@ def _out(subject: str, out: Any, shape: tuple[int, ...]) -> Int32:
         return np.empty(shape, dtype=np.int32)
     if not isinstance(out, np.ndarray) or out.dtype != np.int32 or out.shape != shape or not out.flags.writeable:
         got = f"{out.dtype} {list(out.shape)}" if isinstance(out, np.ndarray) else repr(out)[:80]
-        raise ArgumentValueError(subject, expected=f"a numpy array of int32 {list(shape)} that can be written", got=got, fix="pass none, and get a new one")
+        expected = f"a numpy array of int32 {list(shape)} that can be written"
+        raise ArgumentValueError(subject, expected=expected, got=got, fix="pass none, and get a new one")
     return out

@@ -125,9 +125,9 @@ class Publisher:
         """Note what a sequence has published and is about to be cut within, while its token ids are known: see `take_back`."""
         rows, row, size = self._rows, seq._row, self._rows.block_size
         shared = int(rows.shared[row])
-        if n < shared * size <= rows.num_tokens[row]:  # else it was cut before
-            if (self._publisher[rows.table[row, n // size : shared]] == seq._serial).any():
-                seq._left.append(seq._ids.view[: shared * size].copy())
+        is_whole = n < shared * size <= rows.num_tokens[row]  # else nothing is cut, or it was before
+        if is_whole and (self._publisher[rows.table[row, n // size : shared]] == seq._serial).any():
+            seq._left.append(seq._ids.view[: shared * size].copy())
 
     def take_back(self, seq: CacheSequence, prefixes: list[npt.NDArray[Any]]) -> None:
         """Free what a sequence that is over has published of prefixes and nobody else uses."""
