@@ -62,7 +62,9 @@ class Player:
         """All that can be seen, with blocks numbered as they first come."""
         self.manager.check_integrity()
         rows, numbers = self.manager._rows, dict[int, int]()
-        found: list[object] = [self.manager.allocator.num_free, self.manager.prefix.size_info, self.manager.prefix.stats]
+        prefix = self.manager.prefix
+        clock = prefix._tree.clock if isinstance(prefix, RadixPrefixCache) else 0
+        found: list[object] = [self.manager.allocator.num_free, prefix.size_info, prefix.stats, clock]
         for seq in self.sequences:
             table = [numbers.setdefault(block, len(numbers)) for block in seq.block_table.tolist()]
             found.append((table, seq.tokens.tolist(), [int(getattr(rows, name)[seq._row]) for name in rows._INTEGERS if name != "version"]))
