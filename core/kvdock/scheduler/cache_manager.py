@@ -33,7 +33,7 @@ from kvdock.scheduler.block_allocator import BlockAllocator, checked_num_blocks
 from kvdock.scheduler.partition import check_partition
 from kvdock.scheduler.pins import Pin, Pins
 from kvdock.scheduler.planning import Fit, Needs, Planner, Prompt
-from kvdock.scheduler.pool_blocks import PoolBlocks
+from kvdock.scheduler.pool_blocks import PoolBlocks, in_the_middle
 from kvdock.scheduler.promises import Promises
 from kvdock.scheduler.publishing import Publisher
 from kvdock.scheduler.rows import Rows
@@ -48,7 +48,7 @@ class CacheManager(NotCopied, OneThread):
 
     A call that raises has changed nothing. What it decides follows from the calls alone, so that the ranks of a
     tensor-parallel group, fed the same calls, decide alike; but for times of pins, where ``clock`` is not such a counter.
-    It belongs to one thread at a time; see `hand_over`. It cannot be copied or pickled.
+    It belongs to one thread at a time; see `hand_over`. Observers of its prefix cache cannot call it. It cannot be copied or pickled.
 
     Args:
         num_blocks: blocks in the pool.
@@ -78,7 +78,7 @@ class CacheManager(NotCopied, OneThread):
         self.prefix = prefix_cache_of_pool("CacheManager", prefix, num_blocks=num_blocks, block_size=block_size, options=options)
         self.allocator = BlockAllocator(num_blocks)
         self.null_block = int(self.allocator.allocate(1)[0]) if null_block else None
-        self.allocator.hand_over()  # to the thread of the first call
+        self.allocator.hand_over()  # else it would be this thread's
         self._pool = PoolBlocks(self.allocator, self.prefix)
         self._rows = Rows(block_size)
         self._publisher = Publisher(self._pool, self._rows)
@@ -262,8 +262,8 @@ class CacheManager(NotCopied, OneThread):
         tokens = min(room, known) if num_tokens is None else count_of("CacheManager.fork: num_tokens", num_tokens)
         if tokens > room:
             raise IndexRangeError("CacheManager.fork: num_tokens", expected=f"at most the {room} tokens there is room for", got=tokens)
-        self._promises.before_fork(row, self._blocks_for(tokens))
-        handle, blocks, shared = seq._handle, rows.blocks(row, 0, self._blocks_for(tokens)).copy(), int(rows.shared[row])
+        self._promises.before_fork(row, rows.blocks_for(tokens))
+        handle, blocks, shared = seq._handle, rows.blocks(row, 0, rows.blocks_for(tokens)).copy(), int(rows.shared[row])
         assert handle is not None  # noqa: S101 - `_row` has seen that it is open
         self.allocator.share(blocks[shared:])
         other = self._open(seq._ids.view, seq.namespace, seq._priority, handle)
@@ -293,7 +293,7 @@ class CacheManager(NotCopied, OneThread):
         n = count_of("CacheManager.truncate: n", n)
         if n > rows.num_tokens[row]:
             raise IndexRangeError("CacheManager.truncate: n", expected=f"at most the {rows.num_tokens[row]} tokens there are", got=n)
-        keep, shared = self._blocks_for(n), int(rows.shared[row])
+        keep, shared = rows.blocks_for(n), int(rows.shared[row])
         self._publisher.remember(seq, n)
         if keep < rows.num_blocks[row]:
             self.allocator.release(rows.blocks(row)[max(keep, shared) :])
@@ -384,7 +384,7 @@ class CacheManager(NotCopied, OneThread):
         if self.num_sequences or len(self._pins):
             fix, got = "finish or abort sequences and release pins first", f"{self.num_sequences} open, {len(self._pins)} pins"
             raise ArgumentValueError("CacheManager.reset", expected="no open sequences and no pins", got=got, fix=fix)
-        self.allocator.release(self.prefix.reset())
+        self.allocator.release(self._pool.change(self.prefix.reset))
 
     def check_integrity(self) -> None:
         """Prove that free blocks, cached ones and those of sequences partition the pool. Costs time in its size.
@@ -412,6 +412,8 @@ class CacheManager(NotCopied, OneThread):
     def _enter(self) -> None:
         """Notice another thread, and end what is over: sequences of finalizers, pins whose time has come."""
         super()._enter()
+        if self._pool.is_busy:
+            raise in_the_middle()
         while self._late:
             for seq in self._late.popleft():
                 if seq.is_open:
@@ -494,7 +496,3 @@ class CacheManager(NotCopied, OneThread):
         except BaseException:
             self.prefix.lock_handle(handle, unlock=True)
             raise
-
-    def _blocks_for(self, tokens: int) -> int:
-        """Return how many blocks hold so many tokens."""
-        return -(-tokens // self.block_size)

@@ -8,11 +8,16 @@
 
 from __future__ import annotations
 
-from kvdock.errors import OutOfBlocksError
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kvdock.errors import OutOfBlocksError, UnsupportedError
 from kvdock.prefix.interface import BlockIds, PrefixCache
 from kvdock.scheduler.block_allocator import BlockAllocator
 
-__all__ = ["PoolBlocks"]
+__all__ = ["PoolBlocks", "in_the_middle"]
+
+T = TypeVar("T")
 
 
 class PoolBlocks:
@@ -24,12 +29,14 @@ class PoolBlocks:
 
     Attributes:
         promised: blocks that sequences were promised and have not taken.
+        is_busy: whether the prefix cache works for the manager, and its observers must not call that.
     """
 
     def __init__(self, allocator: BlockAllocator, prefix: PrefixCache) -> None:
         self.allocator = allocator
         self.prefix = prefix
         self.promised = 0
+        self.is_busy = False
 
     @property
     def evictable(self) -> int:
@@ -40,6 +47,14 @@ class PoolBlocks:
     def available(self) -> int:
         """Blocks that can be had and were not promised; below 0 where a lock has just broken a promise."""
         return self.allocator.num_free + self.evictable - self.promised
+
+    def change(self, call: Callable[..., T], *args: Any, **how: Any) -> T:
+        """Let the prefix cache change what it holds; what its observers hear of is not locked, released or noted yet."""
+        self.is_busy = True
+        try:
+            return call(*args, **how)
+        finally:
+            self.is_busy = False
 
     def check(self, n: int, subject: str) -> None:
         """Raise OutOfBlocksError unless ``n`` blocks that were not promised can be had. Changes nothing."""
@@ -63,7 +78,17 @@ class PoolBlocks:
         self.check(n - promised, subject)
         missing = n - self.allocator.num_free
         if missing > 0:
-            self.allocator.release(self.prefix.evict(missing))
+            self.allocator.release(self.change(self.prefix.evict, missing))
         blocks = self.allocator.allocate(n)
         self.promised -= promised
         return blocks
+
+
+def in_the_middle() -> UnsupportedError:
+    """Describe a call of the manager while another is not over."""
+    return UnsupportedError(
+        "CacheManager",
+        expected="calls one after the other",
+        got="one from an observer of its prefix cache, in the middle of another",
+        fix="note the event, and call the manager when the call that caused it has returned",
+    )

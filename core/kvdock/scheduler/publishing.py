@@ -58,7 +58,8 @@ class Publisher:
             handle = self._prefix.match_prefix(seq._ids.view[: shared * size], seq.namespace, record=False).handle
         own = rows.table[row, shared:count].copy()
         ids = seq._ids.view[shared * size : count * size]
-        result = self._prefix.insert_prefix(ids, own, seq.namespace, behind=handle, priority=seq._priority)
+        insert = self._prefix.insert_prefix
+        result = self._pool.change(insert, ids, own, seq.namespace, behind=handle, priority=seq._priority)
         known, stored = max(result.cached_len // size - shared, 0), max(result.handle.cached_len // size - shared, 0)
         fresh = own[known:stored]
         self._publisher[fresh] = seq._serial
@@ -136,4 +137,4 @@ class Publisher:
             others = np.flatnonzero(self._publisher[found.blocks] != seq._serial)
             keep = int(others[-1]) + 1 if others.size else 0
             if keep < found.blocks.size:
-                self._pool.allocator.release(self._prefix.discard_prefix(found.handle, keep))
+                self._pool.allocator.release(self._pool.change(self._prefix.discard_prefix, found.handle, keep))

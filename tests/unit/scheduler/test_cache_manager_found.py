@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvdock.errors import ArgumentTypeError, ArgumentValueError, IndexRangeError, KVDockError
-from kvdock.prefix import RadixPrefixCache, Removed, Stored
-from kvdock.scheduler import CacheManager
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, IndexRangeError, UnsupportedError
+from kvdock.prefix import Cleared, RadixPrefixCache, Removed, Stored
+from kvdock.scheduler import CacheManager, CacheSequence
 from support_prefix_calls import cached, run
 
 
@@ -155,35 +154,39 @@ def test_no_priority_is_lost_on_a_fork() -> None:
     assert [cached(manager, [token]) for token in (1, 2, 3)] == [1, 0, 1]
 
 
-def test_an_observer_that_begins_a_sequence_while_blocks_are_evicted_for_another() -> None:
-    """It is called when the eviction is done: the pool must still be whole."""
-    manager, begun = CacheManager(3, 1), list[Any]()
-    run(manager, [1, 2, 3])
+OBSERVED: dict[str, Callable[[CacheManager, CacheSequence], object]] = {
+    "begin": lambda manager, seq: manager.begin([8, 9]),
+    "extend": lambda manager, seq: manager.extend(seq, 1),
+    "commit": lambda manager, seq: manager.commit(seq, [], computed=2),
+    "finish": lambda manager, seq: manager.finish(seq),
+    "drop": lambda manager, seq: manager.finish(seq, keep=False),
+    "abort": lambda manager, seq: manager.abort(seq),
+    "reset": lambda manager, seq: manager.reset(),
+    "truncate": lambda manager, seq: manager.truncate(seq, 0),
+}
+
+
+@pytest.mark.parametrize("call", OBSERVED)
+@pytest.mark.parametrize("kind", [Stored, Removed, Cleared])
+def test_an_observer_cannot_call_the_manager_whose_call_is_not_over(kind: type, call: str) -> None:
+    """What was just stored was not locked yet, and what was evicted was nobody's: both were handed out twice."""
+    manager, heard = CacheManager(4, 1), list[Exception]()
+    seq = manager.begin([1, 2])
 
     def on(event: object) -> None:
-        if isinstance(event, Removed) and not begun:
-            begun.append(None)
-            begun[0] = manager.begin([8])
+        if isinstance(event, kind):
+            with pytest.raises(UnsupportedError, match=r"got one from an observer .*Fix: note the event") as caught:
+                OBSERVED[call](manager, seq)
+            heard.append(caught.value)
 
     manager.prefix.subscribe(on)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with contextlib.suppress(KVDockError):
-            manager.begin([9])
+    manager.commit(seq, [], computed=2)
     manager.check_integrity()
-
-
-def test_an_observer_that_resets_what_was_just_stored_leaves_the_manager_whole() -> None:
-    manager = CacheManager(3, 1)
-    done: list[object] = []
-
-    def on(event: object) -> None:
-        if isinstance(event, Stored) and not done:
-            done.append(event)
-            manager.begin([8])
-
-    manager.prefix.subscribe(on)
-    seq = manager.begin([1])
-    manager.commit(seq, [], computed=1)
+    manager.truncate(seq, 0)
+    other = manager.begin([5, 6, 7])
     manager.check_integrity()
-    assert manager.num_sequences == 2
+    manager.abort(other)
+    manager.abort(seq)
+    manager.reset()
+    manager.check_integrity()
+    assert (len(heard), manager.available_size) == (1, 4)
