@@ -29,8 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdock.prefix.interface import BlockIds, PrefixHandle
+from kvdock.scheduler.ids import TokenIds
 from kvdock.scheduler.pool_blocks import PoolBlocks
-from kvdock.scheduler.rows import Rows
+from kvdock.scheduler.rows import Index, Rows
 from kvdock.scheduler.sequence import CacheSequence
 
 __all__ = ["Publisher"]
@@ -42,22 +43,63 @@ class Publisher:
     Args:
         pool: the blocks and the prefix cache.
         rows: what is known of the sequences.
+        ids: their token ids.
     """
 
-    def __init__(self, pool: PoolBlocks, rows: Rows) -> None:
+    def __init__(self, pool: PoolBlocks, rows: Rows, ids: TokenIds) -> None:
         self._pool = pool
         self._prefix = pool.prefix
         self._rows = rows
+        self._ids = ids
         self._publisher = np.zeros(pool.allocator.num_blocks, dtype=np.int64)  # serial numbers; of free blocks anything
 
-    def publish(self, seq: CacheSequence, count: int) -> None:
-        """Insert the first ``count`` blocks of a sequence, and let it go on with what is cached of them."""
+    def publish(self, rows: Index, counts: Index, *, just_completed: npt.NDArray[np.bool_]) -> None:
+        """Insert the first ``counts`` blocks of rows, more than were published, and let them go on with what is cached of them.
+
+        Args:
+            rows: the rows.
+            counts: how many blocks of each.
+            just_completed: which rows have just completed the last of these blocks, id by id.
+        """
+        done = self._append(rows, counts, just_completed)
+        for row, count in zip(rows[~done].tolist(), counts[~done].tolist(), strict=True):
+            self._insert(self._rows.sequence(row), count)
+
+    def _append(self, rows: Index, counts: Index, just_completed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Publish where one block is new and nobody else has it, all such rows in one call; return where that was done.
+
+        This is what a step of decoding does, and takes a quarter of the time of `_insert` for each.
+        """
+        r, done = self._rows, np.zeros(rows.size, dtype=np.bool_)
+        size, shared = r.block_size, r.shared[rows]
+        blocks = r.table[rows, shared]
+        is_alone = just_completed & (counts - shared == 1) & (self._pool.allocator.holders(blocks) == 1)
+        places, handles, priorities = list[int](), list[PrefixHandle](), list[int]()
+        alone = np.flatnonzero(is_alone)
+        for place, row, start in zip(alone.tolist(), rows[alone].tolist(), (shared[alone] * size).tolist(), strict=True):
+            seq = r.sequence(row)
+            if seq._handle is not None and seq._handle.cached_len == start:
+                places.append(place)
+                handles.append(seq._handle)
+                priorities.append(seq._priority)
+        if places:
+            tokens = self._ids.last_blocks(rows[places])
+            stored = self._prefix.append_blocks(handles, tokens, blocks[places], priorities)
+            done[places] = stored
+            grown = rows[done]
+            r.shared[grown] += 1
+            r.published[grown] = r.shared[grown]
+            self._publisher[blocks[done]] = r.serial[grown]
+        return done
+
+    def _insert(self, seq: CacheSequence, count: int) -> None:
+        """Insert the first ``count`` blocks of a sequence."""
         rows, row, size = self._rows, seq._row, self._rows.block_size
         shared, handle = int(rows.shared[row]), seq._handle
         if handle is None or handle.cached_len != shared * size:  # it was cut, and has more locked than it uses
-            handle = self._prefix.match_prefix(seq._ids.view[: shared * size], seq.namespace, record=False).handle
+            handle = self._prefix.match_prefix(self._ids.get(row, 0, shared * size), seq.namespace, record=False).handle
         own = rows.table[row, shared:count].copy()
-        ids = seq._ids.view[shared * size : count * size]
+        ids = self._ids.get(row, shared * size, count * size)
         result = self._prefix.insert_prefix(ids, own, seq.namespace, behind=handle, priority=seq._priority)
         known, stored = max(result.cached_len // size - shared, 0), max(result.handle.cached_len // size - shared, 0)
         fresh = own[known:stored]
@@ -68,7 +110,7 @@ class Publisher:
             rows.table[row, shared : shared + known] = result.blocks[:known]
             rows.touch(np.array([row]))
             self._pool.allocator.release(own[:known])
-        if fresh.size and self._pool.allocator.ref_counts(fresh).max() > 1:
+        if fresh.size and self._pool.allocator.holders(fresh).max() > 1:
             self._share_with_forks(seq, shared + known, shared + stored)
 
     def _share_with_forks(self, seq: CacheSequence, start: int, stop: int) -> None:
@@ -82,7 +124,7 @@ class Publisher:
         for index in range(stop - 1, start - 1, -1):
             equal = (rows.table[:, index] == cached[index]) & (rows.num_blocks > index) & (rows.shared <= index)
             for row in np.flatnonzero(equal).tolist():
-                self._adopt(rows.sequence(row), seq._ids.view[: (index + 1) * rows.block_size], cached[: index + 1])
+                self._adopt(rows.sequence(row), self._ids.get(seq._row, 0, (index + 1) * rows.block_size), cached[: index + 1])
 
     def _adopt(self, seq: CacheSequence, ids: npt.NDArray[Any], cached: BlockIds) -> None:
         """Let a sequence go on with cached blocks in the place of its own first ones."""
@@ -99,6 +141,7 @@ class Publisher:
         rows, row = self._rows, seq._row
         self.relock(seq, handle)
         self._pool.allocator.release(rows.blocks(row)[rows.shared[row] :])
+        rows.cut(row, 0)
         rows.reserve_width(blocks.size)
         rows.table[row, : blocks.size] = blocks
         rows.num_blocks[row] = rows.shared[row] = rows.published[row] = blocks.size
@@ -119,7 +162,7 @@ class Publisher:
         if keep >= shared:
             return
         if (self._publisher[rows.table[row, keep:shared]] == seq._serial).any():
-            seq._left.append(seq._ids.view[: shared * rows.block_size].copy())
+            seq._left.append(self._ids.get(row, 0, shared * rows.block_size).copy())
         rows.shared[row] = keep
         rows.published[row] = min(int(rows.published[row]), keep)
 
