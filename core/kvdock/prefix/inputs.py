@@ -88,6 +88,8 @@ def as_blocks(subject: str, values: Any, count: int | None = None) -> npt.NDArra
         ArgumentTypeError: no integers.
         ArgumentValueError: another number of them, or ids beyond int32.
     """
+    if type(values) is np.ndarray and values.dtype is _INT32 and values.ndim == 1 and values.size == count:
+        return values  # mostly: in half the time of what follows
     blocks = as_integers(subject, values)
     if count is not None and blocks.size != count:
         fix = "pass the ids of whole blocks: the first n // block_size of a block table"

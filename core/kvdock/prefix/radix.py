@@ -47,6 +47,9 @@ from kvdock.prefix.tree import RadixTree, joined
 __all__ = ["RadixPrefixCache"]
 
 
+_NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
+
+
 class RadixPrefixCache(OneThread, PrefixCache):
     """Prefixes in a radix tree.
 
@@ -143,7 +146,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
         tree, whole = self._tree, self._whole(ids)
         node, start = self._place(key, namespace, behind)
         end, at, runs = tree.walk(node, start, whole) if node is not None else (None, start, list[BlockIds]())
-        known = joined(runs)
+        known = joined(runs) if runs else _NO_BLOCKS
         canonical = self._owned.claim("insert_prefix: blocks", passed, known)
         reached, fresh = start + passed.size, passed[known.size :] if known.size else passed
         event = None
@@ -266,7 +269,8 @@ class RadixPrefixCache(OneThread, PrefixCache):
 
         It may be the caller's memory: what is to be kept is copied out of it.
         """
-        whole, dtype = ids[: ids.size - ids.size % self.block_size], self._tree.dtype
+        rest, dtype = ids.size % self.block_size, self._tree.dtype
+        whole = ids[:-rest] if rest else ids
         if whole.dtype is dtype:  # there is one such object; a comparison takes several times as long
             return whole
         if dtype is WIDE:
