@@ -55,7 +55,7 @@ def _insert(choose: random.Random) -> Step:
 
 def _evict(choose: random.Random) -> Step:
     """Return an eviction of so many blocks, or of a share of what can be evicted."""
-    return {"count": choose.randrange(20)} if choose.randrange(2) else {"share": choose.choice((0, 0.25, 0.5, 1))}
+    return {"count": choose.randrange(12)} if choose.randrange(2) else {"share": choose.choice((0, 0.25, 0.5, 1))}
 
 
 def _handle(choose: random.Random) -> Step:
@@ -131,7 +131,12 @@ def sequences(
         yield from more
         for seed in range(10 * seeds):
             for size in sizes:
-                made = {"block_size": size, "spaces": [list(space) for space in spaces], "steps": sequence(seed, length, mix), **data}
+                made = {
+                    "block_size": size,
+                    "spaces": [list(space) for space in spaces],
+                    "steps": sequence(1000 * size + seed, length, mix),
+                    **data,
+                }
                 level = Level.CORE if seed < seeds else Level.EXTENDED
                 yield Case(f"blocks of {size}, seed {seed}", made, level)
 

@@ -346,13 +346,13 @@ def check_costs(target: PrefixTarget, data: Mapping[str, Any]) -> None:
 
 
 def check_copies(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Copy and pickle a cache with something in it, and a handle.
+    """Copy and pickle a cache with something in it, and its handles.
 
     Raises:
         NonconformanceError: a copy is made, or the original has changed.
     """
-    player = compared(target, data, ())
-    for what in (player.cache, player.held[-1].handle):
+    player = compared(target, data, ("refused",))
+    for what in (player.cache, *(held.handle for held in player.held)):
         for call in (copy.copy, copy.deepcopy, pickle.dumps):
             player.refused(f"{call.__name__} of {type(what).__name__}", UnsupportedError, functools.partial(call, what))
 

@@ -43,8 +43,8 @@ class Replayed:
     def _stored(self, event: Stored) -> None:
         """Note blocks that came."""
         parent, size, space = event.parent, self.block_size, repr(event.namespace)
-        dtypes = event.tokens.dtype, event.blocks.dtype
-        if dtypes != (np.int64, np.int32) or not event.tokens.size == event.blocks.size * size > 0:
+        is_right = event.tokens.dtype == np.int64 and event.blocks.dtype == np.int32
+        if not is_right or not event.tokens.size == event.blocks.size * size > 0:
             self.wrong.append(f"Stored with {event.blocks!r} for {event.tokens!r}")
             return
         for at, block in enumerate(event.blocks.tolist()):

@@ -10,10 +10,11 @@ from unittest import mock
 import attrs
 
 from kvdock.prefix import RadixPrefixCache
+from kvdock.prefix.tree import RadixTree
 from kvdock_conformance.checking.prefix_target import PrefixTarget
 from kvdock_conformance.faults.fault import Fault
 
-__all__ = ["Added", "PrefixSeed", "adding"]
+__all__ = ["Added", "FaultyTree", "PrefixSeed", "adding"]
 
 
 @attrs.frozen
@@ -33,6 +34,20 @@ class PrefixSeed:
     def seeded(self, target: PrefixTarget) -> AbstractContextManager[Any]:
         """Let the target make faulty caches for a block."""
         return mock.patch.object(target, "make", lambda block_size: self.cache(block_size=block_size))
+
+
+class FaultyTree(RadixPrefixCache):
+    """Base of caches that are faulty in their tree.
+
+    Attributes:
+        tree: its class.
+    """
+
+    tree: type[RadixTree]
+
+    def __init__(self, block_size: int = 16, policy: Any = "lru") -> None:
+        super().__init__(block_size, policy)
+        self._tree = self.tree(block_size, self.policy)
 
 
 Added = Callable[[type[RadixPrefixCache]], type[RadixPrefixCache]]

@@ -103,7 +103,7 @@ def _sizes() -> Iterable[Case]:
     yield Case("the smallest and the largest", {"good": [1, 512], "bad": [0, -1, 513]})
 
 
-_MORE_LOCKS = {**MIX, "lock": 8, "unlock": 8, "evict": 5}
+_MORE_LOCKS = {**MIX, "lock": 12, "unlock": 8}
 
 REQUIREMENTS = [
     _require(
@@ -150,7 +150,7 @@ REQUIREMENTS = [
         "A handle of another cache, one whose prefix was evicted or forgotten, and an unlock without a lock raise StaleHandleError and "
         "change nothing.",
         check_handles,
-        sequences({**_MORE_LOCKS, "evict": 8, "record": 3, "reset": 1, "foreign": 4}),
+        sequences({**_MORE_LOCKS, "evict": 8, "record": 3, "reset": 1, "foreign": 12}),
         None,
     ),
     _require(
@@ -243,7 +243,7 @@ REQUIREMENTS = [
         "A handle stands for its place until that is evicted, whatever is stored behind it, branches off before it or is stored "
         "again where it was.",
         check_handles,
-        sequences({"match": 4, "insert": 6, "behind": 10, "lock": 6, "unlock": 5, "evict": 4, "discard": 4}),
+        sequences({"match": 4, "insert": 3, "behind": 8, "lock": 12, "unlock": 6, "evict": 2, "discard": 2}, length=120),
     ),
     _require(
         25,
