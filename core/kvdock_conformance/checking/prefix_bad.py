@@ -13,18 +13,7 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError, OutOfBlocksErro
 from kvdock.prefix import PrefixCache
 from kvdock_conformance.checking.prefix_model import SlowPrefixCache, StoresNothing
 
-__all__ = [
-    "BAD_PRIORITIES",
-    "BAD_SHAPES",
-    "BAD_SIZES",
-    "BAD_SPACES",
-    "BAD_VALUES",
-    "ON_A_DEVICE",
-    "TYPE",
-    "VALUE",
-    "Refusal",
-    "bad_call",
-]
+__all__ = ["BAD_PRIORITIES", "BAD_SHAPES", "BAD_SIZES", "BAD_SPACES", "BAD_VALUES", "ON_A_DEVICE", "TYPE", "VALUE", "Refusal", "bad_call"]
 
 Refusal = tuple[tuple[type[Exception], ...], Callable[[], object]]
 """The errors that a call may raise, and the call."""

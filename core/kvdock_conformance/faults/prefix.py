@@ -1,4 +1,4 @@
-"""Faults of prefix caches: the radix tree, wrong in one way each."""
+"""Faults of prefix caches in what they find, store, lock and evict: the radix tree, wrong in one way each."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from kvdock.errors import ArgumentTypeError, ArgumentValueError, OutOfBlocksError, StaleHandleError
-from kvdock.prefix import EvictionPolicy, InsertResult, PrefixHandle, PrefixMatch, RadixPrefixCache, SizeInfo, Usage
+from kvdock.errors import ArgumentTypeError, OutOfBlocksError, StaleHandleError
+from kvdock.prefix import EvictionPolicy, InsertResult, PrefixMatch, SizeInfo
 from kvdock.prefix.inputs import slots_of
-from kvdock.prefix.tree import RadixTree
 from kvdock_conformance.faults.fault import Fault
-from kvdock_conformance.faults.prefix_seed import FaultyTree, adding
+from kvdock_conformance.faults.prefix_seed import Change, adding, changed
 
 __all__ = ["FAULTS"]
 
@@ -24,451 +23,313 @@ _fault = adding(FAULTS)
 # Matches
 
 
-@_fault("last-block-not-matched", "A match that goes to the end of the tokens leaves their last block out.", "001")
-class _LastBlock(RadixPrefixCache):
-    def match_prefix(self, tokens: Any, namespace: Any = (), *, record: bool = True) -> PrefixMatch:
-        found = super().match_prefix(tokens, namespace, record=record)
-        whole = len(tokens) // self.block_size * self.block_size
-        if 0 < whole == found.handle.cached_len:
-            return super().match_prefix(tokens[: whole - self.block_size], namespace, record=False)
-        return found
+def _last_block(cache: Any, match: Any, tokens: Any, *rest: Any, **how: Any) -> Any:
+    found, whole = match(tokens, *rest, **how), len(tokens) // cache.block_size * cache.block_size
+    return match(tokens[: whole - cache.block_size], *rest, record=False) if 0 < whole == found.handle.cached_len else found
 
 
-@_fault("blocks-of-64-bits", "Blocks come back as int64.", "001")
-class _WideBlocks(RadixPrefixCache):
-    def match_prefix(self, tokens: Any, namespace: Any = (), *, record: bool = True) -> PrefixMatch:
-        handle, blocks = super().match_prefix(tokens, namespace, record=record)
-        return PrefixMatch(handle, blocks.astype(np.int64))
+_fault("last-block-not-matched", "A match that goes to the end of the tokens leaves their last block out.", "001", match_prefix=_last_block)
 
 
-class _NamesBlocks(PrefixMatch):
-    """Takes slots for blocks."""
-
-    @property
-    def indices(self) -> Any:
-        return self.blocks
+def _wide(cache: Any, match: Any, *args: Any, **how: Any) -> Any:
+    handle, blocks = match(*args, **how)
+    return PrefixMatch(handle, blocks.astype(np.int64))
 
 
-@_fault("indices-in-blocks", "The indices of a match are its blocks.", "001")
-class _IndicesOfMatches(RadixPrefixCache):
-    def match_prefix(self, tokens: Any, namespace: Any = (), *, record: bool = True) -> PrefixMatch:
-        return _NamesBlocks(*super().match_prefix(tokens, namespace, record=record))
+def _named(answer: type[Any]) -> Change:
+    """Return a change that takes the blocks of an answer for its slots."""
+    return lambda cache, call, *args, **how: changed(answer, indices=lambda made, slots: made.blocks)(*call(*args, **how))
 
 
-@_fault("handle-of-the-root", "The handle of a match stands for no token.", "001", "005")
-class _RootHandle(RadixPrefixCache):
-    def match_prefix(self, tokens: Any, namespace: Any = (), *, record: bool = True) -> PrefixMatch:
-        found = super().match_prefix(tokens, namespace, record=record)
-        return PrefixMatch(super().match_prefix([], namespace, record=False).handle, found.blocks)
+_fault("blocks-of-64-bits", "Blocks come back as int64.", "001", match_prefix=_wide)
+_fault("indices-in-blocks", "The indices of a match are its blocks.", "001", match_prefix=_named(PrefixMatch))
+_fault("indices-of-insertions-in-blocks", "The indices of an insertion are its blocks.", "002", insert_prefix=_named(InsertResult))
+_fault(
+    "handle-of-the-root",
+    "The handle of a match stands for no token.",
+    "001",
+    "005",
+    match_prefix=lambda cache, match, tokens, *rest, **how: match(tokens, *rest, **how)._replace(handle=match([], *rest).handle),
+)
 
 
-@_fault("answers-shared", "The same array is returned for equal matches, whatever a caller has done with it.", "003")
-class _SharedAnswers(RadixPrefixCache):
-    def match_prefix(self, tokens: Any, namespace: Any = (), *, record: bool = True) -> PrefixMatch:
-        handle, blocks = super().match_prefix(tokens, namespace, record=record)
-        kept: dict[int, Any] = self.__dict__.setdefault("kept", {})
-        return PrefixMatch(handle, kept.setdefault(blocks.size, blocks))
+def _shared(cache: Any, match: Any, *args: Any, **how: Any) -> Any:
+    found = match(*args, **how)
+    return found._replace(blocks=vars(cache).setdefault("kept", {}).setdefault(found.blocks.size, found.blocks))
 
 
-@_fault("blocks-aliased", "Stored blocks are the caller's array.", "003")
-class _AliasedBlocks(_SharedAnswers):
-    def insert_prefix(self, tokens: Any, blocks: Any, namespace: Any = (), **how: Any) -> InsertResult:
-        made = super().insert_prefix(tokens, blocks, namespace, **how)
-        if isinstance(blocks, np.ndarray) and blocks.dtype == np.int32:
-            self.__dict__.setdefault("kept", {})[blocks.size] = blocks
-        return made
+def _aliased(cache: Any, insert: Any, tokens: Any, blocks: Any, *rest: Any, **how: Any) -> Any:
+    made = insert(tokens, blocks, *rest, **how)
+    if isinstance(blocks, np.ndarray) and blocks.dtype == np.int32:
+        vars(cache).setdefault("kept", {})[blocks.size] = blocks
+    return made
 
 
-@_fault("blocks-passed-back", "An insertion of what is new returns the caller's array.", "003", "020")
-class _PassedBack(RadixPrefixCache):
-    def insert_prefix(self, tokens: Any, blocks: Any, namespace: Any = (), **how: Any) -> InsertResult:
-        made = super().insert_prefix(tokens, blocks, namespace, **how)
-        is_same = isinstance(blocks, np.ndarray) and blocks.dtype == np.int32 and np.array_equal(made.blocks, blocks)
-        return made._replace(blocks=blocks) if is_same else made
+def _passed_back(cache: Any, insert: Any, tokens: Any, blocks: Any, *rest: Any, **how: Any) -> Any:
+    made = insert(tokens, blocks, *rest, **how)
+    is_same = isinstance(blocks, np.ndarray) and blocks.dtype == np.int32 and np.array_equal(made.blocks, blocks)
+    return made._replace(blocks=blocks) if is_same else made
 
 
-@_fault("ids-cut-to-32-bits", "Of a token id the lower 32 bits count.", "003")
-class _CutIds(RadixPrefixCache):
-    def match_prefix(self, tokens: Any, namespace: Any = (), *, record: bool = True) -> PrefixMatch:
-        return super().match_prefix([int(token) % 2**32 for token in tokens], namespace, record=record)
-
-    def insert_prefix(self, tokens: Any, blocks: Any, namespace: Any = (), **how: Any) -> InsertResult:
-        return super().insert_prefix([int(token) % 2**32 for token in tokens], blocks, namespace, **how)
+def _cut(cache: Any, call: Any, tokens: Any, *rest: Any, **how: Any) -> Any:
+    return call([int(token) % 2**32 for token in tokens], *rest, **how)
 
 
-@_fault("numpy-only", "Lists are refused.", "003")
-class _NumpyOnly(RadixPrefixCache):
-    def match_prefix(self, tokens: Any, namespace: Any = (), *, record: bool = True) -> PrefixMatch:
-        if isinstance(tokens, list):
-            raise ArgumentTypeError("match_prefix: tokens", expected="an array", got="a list")
-        return super().match_prefix(tokens, namespace, record=record)
+def _numpy_only(cache: Any, match: Any, tokens: Any, *rest: Any, **how: Any) -> Any:
+    if isinstance(tokens, list):
+        raise ArgumentTypeError("match_prefix: tokens", expected="an array", got="a list")
+    return match(tokens, *rest, **how)
+
+
+_fault("answers-shared", "The same array is returned for equal matches, whatever a caller has done with it.", "003", match_prefix=_shared)
+_fault("blocks-aliased", "Stored blocks are the caller's array.", "003", match_prefix=_shared, insert_prefix=_aliased)
+_fault("blocks-passed-back", "An insertion of what is new returns the caller's array.", "003", "020", insert_prefix=_passed_back)
+_fault("ids-cut-to-32-bits", "Of a token id the lower 32 bits count.", "003", match_prefix=_cut, insert_prefix=_cut)
+_fault("numpy-only", "Lists are refused.", "003", match_prefix=_numpy_only)
 
 
 # Namespaces
 
 
-class _OtherSpaces(RadixPrefixCache):
-    """Changes namespaces before it looks at them."""
-
-    def space(self, namespace: Any) -> Any:
-        """Return another namespace."""
-        raise NotImplementedError
-
-    def match_prefix(self, tokens: Any, namespace: Any = (), *, record: bool = True) -> PrefixMatch:
-        return super().match_prefix(tokens, self.space(namespace), record=record)
-
-    def insert_prefix(self, tokens: Any, blocks: Any, namespace: Any = (), **how: Any) -> InsertResult:
-        return super().insert_prefix(tokens, blocks, self.space(namespace), **how)
+def _spaces(change: Change) -> dict[str, Change]:
+    """Return changes that take a namespace for another."""
+    return {
+        "match_prefix": lambda cache, match, tokens, space=(), **how: match(tokens, change(space), **how),
+        "insert_prefix": lambda cache, insert, tokens, blocks, space=(), **how: insert(tokens, blocks, change(space), **how),
+    }
 
 
-@_fault("types-of-parts-dropped", "Parts of a namespace that print alike are equal.", "004")
-class _Printed(_OtherSpaces):
-    def space(self, namespace: Any) -> Any:
-        return tuple(str(part) for part in namespace)
-
-
-@_fault("parts-joined", "The parts of a namespace are joined without a mark between them.", "004")
-class _Joined(_OtherSpaces):
-    def space(self, namespace: Any) -> Any:
-        return ("".join(map(repr, namespace)).replace("''", ""),)
-
-
-@_fault("true-is-one", "A part True is taken for 1.", "004")
-class _TrueIsOne(_OtherSpaces):
-    def space(self, namespace: Any) -> Any:
-        return tuple(int(part) if isinstance(part, bool) else part for part in namespace)
-
-
-@_fault("namespaces-by-hash", "Namespaces are compared by their hashes.", "004")
-class _Hashed(_OtherSpaces):
-    def space(self, namespace: Any) -> Any:
-        return tuple(hash(part) for part in namespace)
+_fault("types-of-parts-dropped", "Parts of a namespace that print alike are equal.", "004", **_spaces(lambda space: tuple(map(str, space))))
+_fault(
+    "parts-joined",
+    "The parts of a namespace are joined without a mark between them.",
+    "004",
+    **_spaces(lambda space: ("".join(map(repr, space)).replace("''", ""),)),
+)
+_fault(
+    "true-is-one",
+    "A part True is taken for 1.",
+    "004",
+    **_spaces(lambda space: tuple(int(part) if isinstance(part, bool) else part for part in space)),
+)
+_fault("namespaces-by-hash", "Namespaces are compared by their hashes.", "004", **_spaces(lambda space: tuple(map(hash, space))))
 
 
 # Insertions
 
-
-@_fault("duplicates-not-canonical", "An insertion returns the blocks that the caller passed.", "002", "021")
-class _NotCanonical(RadixPrefixCache):
-    def insert_prefix(self, tokens: Any, blocks: Any, namespace: Any = (), **how: Any) -> InsertResult:
-        passed = np.array(blocks, dtype=np.int32)
-        return super().insert_prefix(tokens, blocks, namespace, **how)._replace(blocks=passed)
-
-
-class _InsertsBlocks(InsertResult):
-    """Takes slots for blocks."""
-
-    @property
-    def indices(self) -> Any:
-        return self.blocks
+_fault(
+    "duplicates-not-canonical",
+    "An insertion returns the blocks that the caller passed.",
+    "002",
+    "021",
+    insert_prefix=lambda cache, insert, tokens, blocks, *rest, **how: insert(tokens, blocks, *rest, **how)._replace(
+        blocks=np.array(blocks, dtype=np.int32)
+    ),
+)
 
 
-@_fault("indices-of-insertions-in-blocks", "The indices of an insertion are its blocks.", "002")
-class _IndicesOfInsertions(RadixPrefixCache):
-    def insert_prefix(self, tokens: Any, blocks: Any, namespace: Any = (), **how: Any) -> InsertResult:
-        return _InsertsBlocks(*super().insert_prefix(tokens, blocks, namespace, **how))
+def _miscounted(cache: Any, insert: Any, *args: Any, **how: Any) -> Any:
+    made = insert(*args, **how)
+    return made._replace(cached_len=made.handle.cached_len)
 
 
-@_fault("what-was-there-miscounted", "cached_len of an insertion counts what is stored behind it.", "002")
-class _Miscounted(RadixPrefixCache):
-    def insert_prefix(self, tokens: Any, blocks: Any, namespace: Any = (), **how: Any) -> InsertResult:
-        made = super().insert_prefix(tokens, blocks, namespace, **how)
-        return made._replace(cached_len=made.handle.cached_len)
+_fault("what-was-there-miscounted", "cached_len of an insertion counts what is stored by it.", "002", insert_prefix=_miscounted)
 
 
 # Locks
 
 
-class _UnlockedSplits(RadixTree):
-    """Forgets what is held where a run is split."""
-
-    def _split(self, node: Any, at: int) -> Any:
-        upper = super()._split(node, at)
-        self.protected -= upper.held
-        upper.held = 0
-        return upper
+def _unlocked_split(tree: Any, split: Any, node: Any, at: int) -> Any:
+    upper = split(node, at)
+    tree.protected -= upper.held
+    upper.held = 0
+    return upper
 
 
-@_fault("split-loses-its-lock", "The upper part of a run that is split is not locked.", "005", "006")
-class _UnlockedSplit(FaultyTree):
-    tree = _UnlockedSplits
+def _one_too_few(tree: Any, call: Any, node: Any, position: int) -> None:
+    if node.start < position - 1:
+        call(node, position - 1)
+    elif node.parent.parent is not None:
+        call(node.parent, position - 1)
 
 
-class _ShortLocks(RadixTree):
-    """Locks one block too few."""
-
-    def lock(self, node: Any, position: int) -> None:
-        if node.start < position - 1 or node.parent.parent is not None:
-            super().lock(node if node.start < position - 1 else node.parent, position - 1)
-
-    def unlock(self, node: Any, position: int) -> None:
-        if node.start < position - 1 or node.parent.parent is not None:
-            super().unlock(node if node.start < position - 1 else node.parent, position - 1)
+def _first_unlock(tree: Any, unlock: Any, node: Any, position: int) -> None:
+    if position in (node.locks or {}):
+        node.locks[position] = 1
+        unlock(node, position)
 
 
-@_fault("end-not-locked", "A lock protects what is before the last block of its prefix, and not that.", "005", "006")
-class _EndNotLocked(FaultyTree):
-    tree = _ShortLocks
+def _whole_run(cache: Any, lock: Any, handle: Any, unlock: bool = False) -> None:
+    lock(handle, unlock)
+    if not unlock and handle.node is not None:
+        cache._tree.unlock(handle.node, handle.position)
+        handle.position = handle.node.end
+        cache._tree.lock(handle.node, handle.position)
 
 
-class _OneLockOnly(RadixTree):
-    """Counts no locks."""
-
-    def unlock(self, node: Any, position: int) -> None:
-        if position in (node.locks or {}):
-            node.locks[position] = 1
-            super().unlock(node, position)
-
-
-@_fault("one-lock-for-all", "The first unlock gives back all locks of a place.", "005")
-class _OneLock(FaultyTree):
-    tree = _OneLockOnly
-
-
-@_fault("lock-of-a-whole-run", "A lock protects the rest of the run that its place is in.", "005", "023")
-class _WholeRunLocked(RadixPrefixCache):
-    def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
-        super().lock_handle(handle, unlock)
-        own: Any = handle
-        if not unlock and own.node is not None:
-            self._tree.unlock(own.node, own.position)
-            own.position = own.node.end
-            self._tree.lock(own.node, own.position)
+_fault("split-loses-its-lock", "The upper part of a run that is split is not locked.", "005", "006", tree={"_split": _unlocked_split})
+_fault(
+    "end-not-locked",
+    "A lock protects what is before the last block of its prefix, and not that.",
+    "005",
+    "006",
+    tree={"lock": _one_too_few, "unlock": _one_too_few},
+)
+_fault("one-lock-for-all", "The first unlock gives back all locks of a place.", "005", tree={"unlock": _first_unlock})
+_fault("lock-of-a-whole-run", "A lock protects the rest of the run that its place is in.", "005", "023", lock_handle=_whole_run)
 
 
 # Evictions
 
 
-@_fault("eviction-in-tokens", "Evicting n blocks frees those of n tokens.", "006")
-class _InTokens(RadixPrefixCache):
-    def evict(self, num_blocks: int) -> Any:
-        return super().evict(-(-num_blocks // self.block_size))
+def _runs(tree: Any, evict: Any, count: int) -> Any:
+    runs: list[Any] = []
+    while sum(run.size for run in runs) < count:
+        node = tree.queue.pop()
+        runs.append(tree.cut(node, node.tail_start))
+    return runs
 
 
-class _Runs(RadixTree):
-    """Takes whole runs."""
-
-    def evict(self, count: int) -> Any:
-        runs: list[Any] = []
-        while sum(run.size for run in runs) < count:
-            node = self.queue.pop()
-            runs.append(self.cut(node, node.tail_start))
-        return runs
+def _what_there_is(cache: Any, evict: Any, num_blocks: int) -> Any:
+    try:
+        return evict(num_blocks)
+    except OutOfBlocksError:
+        return evict(cache.size_info.evictable_size // cache.block_size)
 
 
-@_fault("eviction-in-whole-runs", "An eviction goes on to the end of a run of blocks.", "006")
-class _WholeRuns(FaultyTree):
-    tree = _Runs
+_fault(
+    "eviction-in-tokens",
+    "Evicting n blocks frees those of n tokens.",
+    "006",
+    evict=lambda cache, evict, count: evict(-(-count // cache.block_size)),
+)
+_fault("eviction-in-whole-runs", "An eviction goes on to the end of a run of blocks.", "006", tree={"evict": _runs})
+_fault(
+    "eviction-returns-slots",
+    "An eviction returns the slots of what it frees.",
+    "006",
+    evict=lambda cache, evict, count: slots_of(evict(count), cache.block_size),
+)
+_fault(
+    "eviction-returns-what-there-is", "Evicting more than there is frees what there is, and does not raise.", "009", evict=_what_there_is
+)
 
 
-@_fault("eviction-returns-slots", "An eviction returns the slots of what it frees.", "006")
-class _Slots(RadixPrefixCache):
-    def evict(self, num_blocks: int) -> Any:
-        return slots_of(super().evict(num_blocks), self.block_size)
+class _By(EvictionPolicy):
+    """Asks a function once for each time of creation.
+
+    Args:
+        name: what it says that it is.
+        key: the function.
+    """
+
+    def __init__(self, name: str, key: Any) -> None:
+        self.name, self._key, self._found = name, key, dict[int, Any]()
+
+    def key(self, usage: Any) -> Any:
+        """Return what the function said first."""
+        return self._found.setdefault(usage.created, self._key(usage))
 
 
-@_fault("eviction-returns-what-there-is", "Evicting more than there is frees what there is, and does not raise.", "009")
-class _WhatThereIs(RadixPrefixCache):
-    def evict(self, num_blocks: int) -> Any:
+def _policy(name: str, key: Change) -> Change:
+    """Return a change of ``__init__`` that brings another policy."""
+    return lambda cache, init, block_size=16, policy=None: init(block_size, _By(name, key))
+
+
+_fault(
+    "a-use-does-not-count",
+    "The cache declares lru, and evicts what was stored first.",
+    "007",
+    __init__=_policy("lru", lambda usage: usage.created),
+)
+_fault(
+    "a-look-is-a-use",
+    "A match that is not recorded counts as a use.",
+    "007",
+    "014",
+    match_prefix=lambda cache, match, tokens, space=(), record=True: match(tokens, space),
+)
+_fault(
+    "evicts-by-the-clock",
+    "What is evicted first depends on the time of day.",
+    "015",
+    __init__=_policy("by the clock", lambda usage: time.time_ns()),
+)
+_fault(
+    "evicts-by-chance",
+    "What is evicted first is a matter of chance.",
+    "015",
+    __init__=_policy("by chance", lambda usage: random.random()),  # noqa: S311 - the fault
+)
+_fault(
+    "discard-forgets-one-more",
+    "Discarding the end of a prefix keeps one block less than it is told.",
+    "010",
+    discard_prefix=lambda cache, discard, handle, keep: discard(handle, max(keep - 1, 0)),
+)
+_fault(
+    "discard-in-tokens",
+    "Discarding the end of a prefix keeps so many tokens.",
+    "010",
+    discard_prefix=lambda cache, discard, handle, keep: discard(handle, keep // cache.block_size),
+)
+
+
+# Handles and resets
+
+
+def _good_when(text: str) -> Change:
+    """Return a change that takes a handle in silence that is refused with a text."""
+
+    def lock_handle(cache: Any, lock: Any, handle: Any, unlock: bool = False) -> None:
         try:
-            return super().evict(num_blocks)
-        except OutOfBlocksError:
-            return super().evict(self.size_info.evictable_size // self.block_size)
-
-
-class _Oldest(EvictionPolicy):
-    """Says lru, and is fifo."""
-
-    name = "lru"
-
-    def key(self, usage: Usage) -> int:
-        return usage.created
-
-
-@_fault("a-use-does-not-count", "The cache declares lru, and evicts what was stored first.", "007")
-class _WrongOrder(RadixPrefixCache):
-    def __init__(self, block_size: int = 16, policy: Any = None) -> None:
-        super().__init__(block_size, _Oldest())
-
-
-@_fault("a-look-is-a-use", "A match that is not recorded counts as a use.", "007", "014")
-class _LookIsUse(RadixPrefixCache):
-    def match_prefix(self, tokens: Any, namespace: Any = (), *, record: bool = True) -> PrefixMatch:
-        return super().match_prefix(tokens, namespace, record=True)
-
-
-class _Clock(EvictionPolicy):
-    """Asks the clock on the wall."""
-
-    name = "by the clock"
-
-    def __init__(self) -> None:
-        self.stamps: dict[int, int] = {}
-
-    def key(self, usage: Any) -> int:
-        return self.stamps.setdefault(usage.created, time.time_ns())
-
-
-@_fault("evicts-by-the-clock", "What is evicted first depends on the time of day.", "015")
-class _ByTheClock(RadixPrefixCache):
-    def __init__(self, block_size: int = 16, policy: Any = None) -> None:
-        super().__init__(block_size, _Clock())
-
-
-class _Chance(EvictionPolicy):
-    """Throws a coin."""
-
-    name = "by chance"
-
-    def __init__(self) -> None:
-        self.coins: dict[int, float] = {}
-
-    def key(self, usage: Any) -> float:
-        return self.coins.setdefault(usage.created, random.random())  # noqa: S311 - the fault
-
-
-@_fault("evicts-by-chance", "What is evicted first is a matter of chance.", "015")
-class _ByChance(RadixPrefixCache):
-    def __init__(self, block_size: int = 16, policy: Any = None) -> None:
-        super().__init__(block_size, _Chance())
-
-
-@_fault("discard-forgets-one-more", "Discarding the end of a prefix keeps one block less than it is told.", "010")
-class _OneMore(RadixPrefixCache):
-    def discard_prefix(self, handle: PrefixHandle, keep_blocks: int) -> Any:
-        return super().discard_prefix(handle, max(keep_blocks - 1, 0))
-
-
-@_fault("discard-in-tokens", "Discarding the end of a prefix keeps so many tokens.", "010")
-class _KeepsTokens(RadixPrefixCache):
-    def discard_prefix(self, handle: PrefixHandle, keep_blocks: int) -> Any:
-        return super().discard_prefix(handle, keep_blocks // self.block_size)
-
-
-# Handles
-
-
-@_fault("foreign-handles-taken", "Locking by a handle of another cache does nothing.", "008")
-class _ForeignTaken(RadixPrefixCache):
-    def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
-        if getattr(handle, "owner", self) is self:
-            super().lock_handle(handle, unlock)
-
-
-@_fault("second-unlock-taken", "An unlock without a lock does nothing.", "008")
-class _SecondUnlock(RadixPrefixCache):
-    def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
-        if not unlock or getattr(handle, "locks", True):
-            super().lock_handle(handle, unlock)
-
-
-@_fault("stale-handles-ignored", "Locking what was evicted does nothing.", "008")
-class _StaleIgnored(RadixPrefixCache):
-    def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
-        try:
-            super().lock_handle(handle, unlock)
+            lock(handle, unlock)
         except StaleHandleError as error:
-            if "evicted" not in str(error):
+            if text not in str(error):
                 raise
 
-
-@_fault("handles-outlive-a-reset", "A handle from before a reset is good after it.", "011", "008")
-class _OutliveReset(RadixPrefixCache):
-    def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
-        try:
-            super().lock_handle(handle, unlock)
-        except StaleHandleError as error:
-            if "before a reset" not in str(error):
-                raise
+    return lock_handle
 
 
-@_fault("reset-keeps-what-is-locked", "A reset leaves locked prefixes where they are.", "011")
-class _KeepsLocked(RadixPrefixCache):
-    def reset(self) -> Any:
-        return self.evict(self.size_info.evictable_size // self.block_size)
+_fault("foreign-handles-taken", "Locking by a handle of another cache does nothing.", "008", lock_handle=_good_when("one of this cache"))
+_fault("second-unlock-taken", "An unlock without a lock does nothing.", "008", lock_handle=_good_when("expected a locked one"))
+_fault("stale-handles-ignored", "Locking what was evicted does nothing.", "008", lock_handle=_good_when("which is evicted"))
+_fault(
+    "handles-outlive-a-reset", "A handle from before a reset is good after it.", "011", "008", lock_handle=_good_when("from before a reset")
+)
+_fault(
+    "reset-keeps-what-is-locked",
+    "A reset leaves locked prefixes where they are.",
+    "011",
+    reset=lambda cache, reset: cache.evict(cache.size_info.evictable_size // cache.block_size),
+)
 
 
-# Arguments
+# Sizes, depth and threads
 
 
-@_fault("lengths-cut", "Of tokens and blocks of different number, those that both have are stored.", "009")
-class _LengthsCut(RadixPrefixCache):
-    def insert_prefix(self, tokens: Any, blocks: Any, namespace: Any = (), **how: Any) -> InsertResult:
-        if isinstance(tokens, list) and isinstance(blocks, list):
-            count = min(len(tokens) // self.block_size, len(blocks))
-            tokens, blocks = tokens[: count * self.block_size], blocks[:count]
-        return super().insert_prefix(tokens, blocks, namespace, **how)
+def _depth(node: Any) -> int:
+    """Return how deep a node is."""
+    return 0 if node is None or node.parent is None else 1 + _depth(node.parent)
 
 
-@_fault("error-after-a-partial-insertion", "The first block is stored before the others are looked at.", "009")
-class _PartialInsertion(RadixPrefixCache):
-    def insert_prefix(self, tokens: Any, blocks: Any, namespace: Any = (), **how: Any) -> InsertResult:
-        try:
-            return super().insert_prefix(tokens, blocks, namespace, **how)
-        except ArgumentValueError:
-            if isinstance(blocks, list):
-                super().insert_prefix(tokens[: self.block_size], blocks[:1], namespace, **how)
-            raise
+def _recursive(cache: Any, lock: Any, handle: Any, unlock: bool = False) -> None:
+    lock(handle, unlock)
+    _depth(getattr(handle, "node", None))
 
 
-@_fault("floats-rounded", "Tokens that are floats are rounded.", "009")
-class _FloatsRounded(RadixPrefixCache):
-    def match_prefix(self, tokens: Any, namespace: Any = (), *, record: bool = True) -> PrefixMatch:
-        if isinstance(tokens, np.ndarray) and tokens.dtype.kind == "f":
-            tokens = tokens.astype(np.int64)
-        return super().match_prefix(tokens, namespace, record=record)
-
-
-@_fault("owned-blocks-taken", "Blocks that are stored for other tokens are stored again.", "009")
-class _OwnedTaken(RadixPrefixCache):
-    def insert_prefix(self, tokens: Any, blocks: Any, namespace: Any = (), **how: Any) -> InsertResult:
-        try:
-            return super().insert_prefix(tokens, blocks, namespace, **how)
-        except ArgumentValueError as error:
-            if "for other tokens" not in str(error):
-                raise
-            self._owned.clear()
-            return super().insert_prefix(tokens, blocks, namespace, **how)
-
-
-@_fault("any-block-size", "A block of no tokens is made one of one, and one of too many is made.", "018")
-class _AnySize(RadixPrefixCache):
-    def __init__(self, block_size: int = 16, policy: Any = "lru") -> None:
-        super().__init__(max(1, min(block_size, 512)), policy)
-
-
-# Books
-
-
-@_fault("protected-counted-twice", "evictable_size counts what is locked too.", "012")
-class _CountedTwice(RadixPrefixCache):
-    @property
-    def size_info(self) -> SizeInfo:
-        sizes = super().size_info
-        return SizeInfo(sizes.total_size, sizes.protected_size)
-
-
-@_fault("blocks-unsorted", "stored_blocks is in no order.", "012")
-class _Unsorted(RadixPrefixCache):
-    def stored_blocks(self) -> Any:
-        return super().stored_blocks()[::-1]
-
-
-# Depth and threads
-
-
-@_fault("walks-by-recursion", "Paths are walked by recursion.", "016")
-class _Recursive(RadixPrefixCache):
-    def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
-        super().lock_handle(handle, unlock)
-        self._depth(getattr(handle, "node", None))
-
-    def _depth(self, node: Any) -> int:
-        """Return how deep a node is."""
-        return 0 if node is None or node.parent is None else 1 + self._depth(node.parent)
-
-
-@_fault("threads-unnoticed", "Any thread may call at any time.", "017")
-class _AnyThread(RadixPrefixCache):
-    def _enter(self) -> None:
-        pass
+_fault(
+    "any-block-size",
+    "A block of no tokens is made one of one, and one of too many is made.",
+    "018",
+    __init__=lambda cache, init, block_size=16: init(max(1, min(block_size, 512))),
+)
+_fault(
+    "protected-counted-twice",
+    "evictable_size counts what is locked too.",
+    "012",
+    size_info=lambda cache, sizes: SizeInfo(sizes.total_size, sizes.protected_size),
+)
+_fault("blocks-unsorted", "stored_blocks is in no order.", "012", stored_blocks=lambda cache, stored: stored()[::-1])
+_fault("walks-by-recursion", "Paths are walked by recursion.", "016", lock_handle=_recursive)
+_fault("threads-unnoticed", "Any thread may call at any time.", "017", _enter=lambda cache, enter: None)

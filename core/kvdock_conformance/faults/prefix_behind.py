@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 
 from kvdock.errors import ArgumentValueError, StaleHandleError
-from kvdock.prefix import InsertResult, PartialMatch, PrefixHandle, RadixPrefixCache
-from kvdock.prefix.labels import tokens_of
-from kvdock.prefix.tree import RadixTree
+from kvdock.prefix import PrefixHandle
 from kvdock_conformance.faults.fault import Fault
-from kvdock_conformance.faults.prefix_seed import FaultyTree, adding
+from kvdock_conformance.faults.prefix_seed import Change, adding
 
 __all__ = ["FAULTS"]
 
@@ -22,170 +20,161 @@ _fault = adding(FAULTS)
 # Insertions behind a handle
 
 
-@_fault("behind-ignored", "What follows a handle is stored from the beginning.", "021", "023")
-class _Ignored(RadixPrefixCache):
-    def insert_prefix(self, tokens: Any, blocks: Any, namespace: Any = (), *, behind: Any = None, priority: int = 0) -> InsertResult:
-        return super().insert_prefix(tokens, blocks, namespace, priority=priority)
+def _answered(change: Change) -> Change:
+    """Return a change of what an insertion behind a handle answers."""
+
+    def insert_prefix(cache: Any, insert: Any, *args: Any, behind: Any = None, **how: Any) -> Any:
+        made = insert(*args, behind=behind, **how)
+        return made if behind is None else change(cache, made, behind)
+
+    return insert_prefix
 
 
-class _AnsweredBehind(RadixPrefixCache):
-    """Answers insertions behind a handle in another way."""
+def _from_the_beginning(errors: type[Exception], text: str) -> Change:
+    """Return a change that stores what follows a handle that is refused from the beginning."""
 
-    def answer(self, made: InsertResult, behind: Any) -> InsertResult:
-        """Return another answer."""
-        raise NotImplementedError
-
-    def insert_prefix(self, tokens: Any, blocks: Any, namespace: Any = (), *, behind: Any = None, priority: int = 0) -> InsertResult:
-        made = super().insert_prefix(tokens, blocks, namespace, behind=behind, priority=priority)
-        return made if behind is None else self.answer(made, behind)
-
-
-@_fault("behind-counted-from-there", "cached_len of an insertion behind a handle counts from there.", "021", "023")
-class _Relative(_AnsweredBehind):
-    def answer(self, made: InsertResult, behind: Any) -> InsertResult:
-        return made._replace(cached_len=made.cached_len - behind.cached_len)
-
-
-@_fault("behind-handle-counted-from-there", "The handle of an insertion behind another counts from there.", "021")
-class _RelativeHandle(_AnsweredBehind):
-    def answer(self, made: InsertResult, behind: Any) -> InsertResult:
-        made.handle.cached_len -= behind.cached_len
-        return made
-
-
-@_fault("behind-blocks-of-the-whole", "An insertion behind a handle returns the blocks before it, too.", "021")
-class _Whole(_AnsweredBehind):
-    def answer(self, made: InsertResult, behind: Any) -> InsertResult:
-        above: list[Any] = []
-        node = behind.node
-        while node is not None:
-            above.append(node.blocks[: behind.position - node.start])
-            node = node.parent
-        return made._replace(blocks=np.concatenate((*above[::-1], made.blocks)))
-
-
-class _NoUses(RadixTree):
-    """Counts no uses."""
-
-    def use(self, node: Any, upto: int, priority: int | None) -> None:
-        if node is None or not node.uses or priority is None:
-            super().use(node, upto, priority)
-
-
-@_fault("behind-is-no-use", "An insertion that goes on where one ended is no use of what is before.", "007")
-class _NoUse(FaultyTree):
-    tree = _NoUses
-
-
-@_fault("behind-not-protected", "A lock of what was stored behind a handle does not protect what is before.", "005")
-class _NotProtected(_AnsweredBehind):
-    def answer(self, made: InsertResult, behind: Any) -> InsertResult:
-        self.__dict__.setdefault("parts", {})[made.handle] = behind
-        return made
-
-    def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
-        super().lock_handle(handle, unlock)
-        before: Any = self.__dict__.get("parts", {}).get(handle)
-        if before is not None and before.node is not None:
-            self._tree.protected += before.position if unlock else -before.position
-
-
-@_fault("behind-taken-twice", "Blocks that are before the handle are stored behind it again.", "009")
-class _TakenTwice(RadixPrefixCache):
-    def insert_prefix(self, tokens: Any, blocks: Any, namespace: Any = (), *, behind: Any = None, priority: int = 0) -> InsertResult:
-        if behind is not None:
-            self._owned.clear()
-        return super().insert_prefix(tokens, blocks, namespace, behind=behind, priority=priority)
-
-
-@_fault("behind-in-another-namespace", "What follows a handle of another namespace is stored in the one that is named.", "009")
-class _OtherSpace(_Ignored):
-    def insert_prefix(self, tokens: Any, blocks: Any, namespace: Any = (), *, behind: Any = None, priority: int = 0) -> InsertResult:
+    def insert_prefix(cache: Any, insert: Any, *args: Any, behind: Any = None, **how: Any) -> Any:
         try:
-            return RadixPrefixCache.insert_prefix(self, tokens, blocks, namespace, behind=behind, priority=priority)
-        except ArgumentValueError as error:
-            if "of another" not in str(error):
+            return insert(*args, behind=behind, **how)
+        except errors as error:
+            if text not in str(error):
                 raise
-            return super().insert_prefix(tokens, blocks, namespace, priority=priority)
+            return insert(*args, **how)
+
+    return insert_prefix
 
 
-@_fault("behind-what-is-stale", "What follows a stale handle, or another cache's, is stored from the beginning.", "008", "024")
-class _BehindStale(_Ignored):
-    def insert_prefix(self, tokens: Any, blocks: Any, namespace: Any = (), *, behind: Any = None, priority: int = 0) -> InsertResult:
-        try:
-            return RadixPrefixCache.insert_prefix(self, tokens, blocks, namespace, behind=behind, priority=priority)
-        except StaleHandleError:
-            return super().insert_prefix(tokens, blocks, namespace, priority=priority)
+def _relative_handle(cache: Any, made: Any, behind: Any) -> Any:
+    made.handle.cached_len -= behind.cached_len
+    return made
 
 
-@_fault("behind-looked-at-again", "What is before the handle is inserted once more.", "022")
-class _LookedAt(RadixPrefixCache):
-    def insert_prefix(self, tokens: Any, blocks: Any, namespace: Any = (), *, behind: Any = None, priority: int = 0) -> InsertResult:
-        node, position = getattr(behind, "node", None), getattr(behind, "position", 0)
-        before = [] if node is None or not node.is_stored else tokens_of(node.label, self._tree.token_bytes).tolist()
-        super().match_prefix(before[: position * self.block_size], namespace, record=False)
-        return super().insert_prefix(tokens, blocks, namespace, behind=behind, priority=priority)
+def _whole(cache: Any, made: Any, behind: Any) -> Any:
+    runs, node = [made.blocks], behind.node
+    while node is not None:
+        runs.append(node.blocks[: behind.position - node.start])
+        node = node.parent
+    return made._replace(blocks=np.concatenate(runs[::-1]))
+
+
+def _no_use(tree: Any, use: Any, node: Any, upto: int, priority: Any) -> None:
+    if node is None or not node.uses or priority is None:
+        use(node, upto, priority)
+
+
+def _part(cache: Any, made: Any, behind: Any) -> Any:
+    vars(cache).setdefault("parts", {})[made.handle] = behind
+    return made
+
+
+def _lock_part(cache: Any, lock: Any, handle: Any, unlock: bool = False) -> None:
+    lock(handle, unlock)
+    before = vars(cache).get("parts", {}).get(handle)
+    if before is not None:
+        cache._tree.protected += before.position if unlock else -before.position
+
+
+def _taken_twice(cache: Any, insert: Any, *args: Any, behind: Any = None, **how: Any) -> Any:
+    if behind is not None:
+        cache._owned.clear()
+    return insert(*args, behind=behind, **how)
+
+
+def _looked_at(cache: Any, insert: Any, *args: Any, behind: Any = None, **how: Any) -> Any:
+    vars(cache).setdefault("kept", []).extend(args[0])
+    cache.match_prefix(cache.kept, record=False)
+    return insert(*args, behind=behind, **how)
+
+
+_fault(
+    "behind-ignored",
+    "What follows a handle is stored from the beginning.",
+    "021",
+    "023",
+    insert_prefix=lambda cache, insert, *args, behind=None, **how: insert(*args, **how),
+)
+_fault(
+    "behind-counted-from-there",
+    "cached_len of an insertion behind a handle counts from there.",
+    "021",
+    "023",
+    insert_prefix=_answered(lambda cache, made, behind: made._replace(cached_len=made.cached_len - behind.cached_len)),
+)
+_fault(
+    "behind-handle-counted-from-there",
+    "The handle of an insertion behind another counts from there.",
+    "021",
+    insert_prefix=_answered(_relative_handle),
+)
+_fault("behind-blocks-of-the-whole", "An insertion behind a handle returns what is before, too.", "021", insert_prefix=_answered(_whole))
+_fault("behind-is-no-use", "An insertion that goes on where one ended is no use of what is before.", "007", tree={"use": _no_use})
+_fault(
+    "behind-not-protected",
+    "A lock of what was stored behind a handle does not protect what is before.",
+    "005",
+    insert_prefix=_answered(_part),
+    lock_handle=_lock_part,
+)
+_fault("behind-taken-twice", "Blocks that are before the handle are stored behind it again.", "009", insert_prefix=_taken_twice)
+_fault(
+    "behind-in-another-namespace",
+    "What follows a handle of another namespace is stored in the one that is named.",
+    "009",
+    insert_prefix=_from_the_beginning(ArgumentValueError, "of another"),
+)
+_fault(
+    "behind-what-is-stale",
+    "What follows a handle that is stale is stored from the beginning.",
+    "008",
+    "024",
+    insert_prefix=_from_the_beginning(StaleHandleError, "evicted"),
+)
+_fault(
+    "behind-what-is-foreign",
+    "What follows a handle of another cache is stored from the beginning.",
+    "008",
+    insert_prefix=_from_the_beginning(StaleHandleError, "one of this cache"),
+)
+_fault("behind-looked-at-again", "What is before the handle is looked up once more.", "022", insert_prefix=_looked_at)
 
 
 # Handles that live on
 
 
-class _EarlyStale(RadixPrefixCache):
-    """Lets handles go stale too early."""
+def _stale_when(is_stale: Change) -> Change:
+    """Return a change that lets handles go stale too early."""
 
-    def is_stale(self, handle: Any) -> bool:
-        """Whether it is stale, if it is not yet."""
-        raise NotImplementedError
+    def lock_handle(cache: Any, lock: Any, handle: Any, unlock: bool = False) -> None:
+        if not unlock and getattr(handle, "node", None) is not None and is_stale(handle.node, handle.position):
+            raise StaleHandleError("handle", expected="another place", got="this one")
+        lock(handle, unlock)
 
-    def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
-        if not unlock and getattr(handle, "node", None) is not None and self.is_stale(handle):
-            raise StaleHandleError("handle", expected="the end of a run", got="another place")
-        super().lock_handle(handle, unlock)
+    return lock_handle
 
 
-@_fault("handles-stale-by-growth", "A handle is stale when something was stored behind it.", "023", "024")
-class _StaleByGrowth(_EarlyStale):
-    def is_stale(self, handle: Any) -> bool:
-        return bool(handle.node.end > handle.position or handle.node.children)
+def _untrimmed(tree: Any, cut: Any, node: Any, end: int) -> Any:
+    gone = cut(node, end)
+    node.was_trimmed = False
+    return gone
 
 
-@_fault("handles-stale-by-splits", "A handle to what is before a place where a run was split is stale.", "024")
-class _StaleBySplits(_EarlyStale):
-    def is_stale(self, handle: Any) -> bool:
-        return bool(handle.node.start >= handle.position)
-
-
-class _ForgetsTrims(RadixTree):
-    """Does not know whether something was taken off a run."""
-
-    def cut(self, node: Any, end: int) -> Any:
-        gone = super().cut(node, end)
-        node.was_trimmed = False
-        return gone
-
-
-@_fault("handles-to-what-grew-anew", "What is stored where something was evicted is taken for that.", "023", "024")
-class _GrewAnew(FaultyTree):
-    tree = _ForgetsTrims
+_fault(
+    "handles-stale-by-growth",
+    "A handle is stale when something was stored behind it.",
+    "023",
+    "024",
+    lock_handle=_stale_when(lambda node, position: node.end > position or node.children),
+)
+_fault(
+    "handles-stale-by-splits",
+    "A handle to what is before a place where a run was split is stale.",
+    "024",
+    lock_handle=_stale_when(lambda node, position: node.start >= position),
+)
+_fault("handles-to-what-grew-anew", "What is stored where something was evicted is taken for that.", "023", "024", tree={"cut": _untrimmed})
 
 
 # Copies, and what a cache says of itself
-
-
-@_fault("copies-made", "A cache can be copied, and then two own its blocks.", "025")
-class _Copied(RadixPrefixCache):
-    __reduce_ex__ = object.__reduce_ex__  # type: ignore[assignment]  # the fault
-
-
-@_fault("copies-of-handles", "A copy of a handle is the handle.", "025")
-class _CopiedHandles(RadixPrefixCache):
-    def insert_prefix(self, tokens: Any, blocks: Any, namespace: Any = (), **how: Any) -> InsertResult:
-        made = super().insert_prefix(tokens, blocks, namespace, **how)
-        return made._replace(handle=_Copyable(made.handle.cached_len))
-
-    def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
-        if not isinstance(handle, _Copyable):
-            super().lock_handle(handle, unlock)
 
 
 class _Copyable(PrefixHandle):
@@ -197,34 +186,42 @@ class _Copyable(PrefixHandle):
         return self
 
 
-@_fault("stores-in-secret", "A cache that stores says that it does not.", "027")
-class _Secret(RadixPrefixCache):
-    can_store = False
+_fault(
+    "copies-made",
+    "A cache can be copied, and then two own its blocks.",
+    "025",
+    __reduce_ex__=lambda cache, reduce, protocol: object.__reduce_ex__(cache, protocol),
+)
+_fault(
+    "copies-of-handles",
+    "A copy of a handle is the handle.",
+    "025",
+    insert_prefix=lambda cache, insert, *args, **how: insert(*args, **how)._replace(handle=_Copyable(0)),
+    lock_handle=lambda cache, lock, handle, unlock=False: None if isinstance(handle, _Copyable) else lock(handle, unlock),
+)
+_fault("stores-in-secret", "A cache that stores says that it does not.", "027", can_store=lambda cache, can_store: False)
 
 
 # Blocks that begin alike
 
 
-@_fault("partial-any-number", "A block of which one token is the same is found.", "026")
-class _AnyNumber(RadixPrefixCache):
-    def match_partial(self, handle: PrefixHandle, tokens: Any) -> PartialMatch | None:
-        ids = [int(token) for token in tokens]
-        found = super().match_partial(handle, ids)
-        half = (self.block_size + 1) // 2
-        return found or super().match_partial(handle, [*ids, *[7] * half][:half])
+def _any_number(cache: Any, match: Any, handle: Any, tokens: Any) -> Any:
+    half = (cache.block_size + 1) // 2
+    return match(handle, tokens) or match(handle, [*map(int, tokens), *[7] * half][:half])
 
 
-@_fault("partial-whole-block", "A block that is there whole counts with all its tokens.", "026")
-class _WholeBlock(RadixPrefixCache):
-    def match_partial(self, handle: PrefixHandle, tokens: Any) -> PartialMatch | None:
-        found = super().match_partial(handle, tokens)
-        return found and found._replace(num_tokens=found.num_tokens + (found.num_tokens == self.block_size - 1))
+def _whole_block(cache: Any, match: Any, handle: Any, tokens: Any) -> Any:
+    found = match(handle, tokens)
+    return found and found._replace(num_tokens=found.num_tokens + (found.num_tokens == cache.block_size - 1))
 
 
-@_fault("partial-is-a-use", "A block that is found to begin alike counts as used.", "026")
-class _PartialIsUse(RadixPrefixCache):
-    def match_partial(self, handle: PrefixHandle, tokens: Any) -> PartialMatch | None:
-        found = super().match_partial(handle, tokens)
-        if found is not None:
-            super().record_match(found.handle, found.handle.cached_len)
-        return found
+def _is_use(cache: Any, match: Any, handle: Any, tokens: Any) -> Any:
+    found = match(handle, tokens)
+    if found is not None:
+        cache.record_match(found.handle, found.handle.cached_len)
+    return found
+
+
+_fault("partial-any-number", "A block of which too few tokens are the same is found.", "026", match_partial=_any_number)
+_fault("partial-whole-block", "A block that is there whole counts with all its tokens.", "026", match_partial=_whole_block)
+_fault("partial-is-a-use", "A block that is found to begin alike counts as used.", "026", match_partial=_is_use)

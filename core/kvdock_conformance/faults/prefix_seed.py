@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -14,7 +16,10 @@ from kvdock.prefix.tree import RadixTree
 from kvdock_conformance.checking.prefix_target import PrefixTarget
 from kvdock_conformance.faults.fault import Fault
 
-__all__ = ["Added", "FaultyTree", "PrefixSeed", "adding"]
+__all__ = ["Change", "PrefixSeed", "adding", "changed"]
+
+Change = Callable[..., Any]
+"""What is done in place of a method: given the object, its method, and what that was called with. Of a property: its value."""
 
 
 @attrs.frozen
@@ -36,33 +41,32 @@ class PrefixSeed:
         return mock.patch.object(target, "make", lambda block_size: self.cache(block_size=block_size))
 
 
-class FaultyTree(RadixPrefixCache):
-    """Base of caches that are faulty in their tree.
+def changed(base: type[Any], **changes: Change) -> type[Any]:
+    """Return a class like another, but for some methods and properties."""
 
-    Attributes:
-        tree: its class.
+    def around(was: Any, change: Change) -> Any:
+        if isinstance(was, property):
+            return property(lambda self: change(self, was.__get__(self)))
+        if not callable(was):
+            return property(lambda self: change(self, was))
+        return lambda self, *args, **how: change(self, functools.partial(was, self), *args, **how)
+
+    return type(base.__name__, (base,), {name: around(getattr(base, name), change) for name, change in changes.items()})
+
+
+def adding(faults: list[Fault]) -> Callable[..., None]:
+    """Return a function that adds a fault to a list.
+
+    It takes a name, a sentence, the numbers of the killers, and changes by method; ``tree`` has those of the tree inside.
     """
 
-    tree: type[RadixTree]
+    def fault(name: str, sentence: str, *killers: str, tree: Mapping[str, Change] = MappingProxyType({}), **changes: Change) -> None:
+        def with_tree(cache: Any, init: Any, *args: Any, **how: Any) -> None:
+            init(*args, **how)
+            cache._tree = changed(RadixTree, **tree)(cache.block_size, cache.policy)
 
-    def __init__(self, block_size: int = 16, policy: Any = "lru") -> None:
-        super().__init__(block_size, policy)
-        self._tree = self.tree(block_size, self.policy)
-
-
-Added = Callable[[type[RadixPrefixCache]], type[RadixPrefixCache]]
-"""Adds a class of faulty caches to a list."""
-
-
-def adding(faults: list[Fault]) -> Callable[..., Added]:
-    """Return a decorator of classes of faulty caches, which takes a name, a sentence, and the numbers of the killers."""
-
-    def fault(name: str, sentence: str, *killers: str) -> Added:
-        def add(cache: type[RadixPrefixCache]) -> type[RadixPrefixCache]:
-            killed = tuple(f"KVD-PREFIX-{killer}" for killer in killers)
-            faults.append(Fault(f"prefix-{name}", sentence, "prefix", killed, PrefixSeed(cache), "prefix"))
-            return cache
-
-        return add
+        killed = tuple(f"KVD-PREFIX-{killer}" for killer in killers)
+        cache = changed(RadixPrefixCache, **changes, **({"__init__": with_tree} if tree else {}))
+        faults.append(Fault(f"prefix-{name}", sentence, "prefix", killed, PrefixSeed(cache), "prefix"))
 
     return fault

@@ -249,7 +249,7 @@ REQUIREMENTS = [
         25,
         "A cache and its handles are refused to copy and pickle with UnsupportedError, and nothing has changed.",
         check_copies,
-        sequences({"match": 1, "insert": 1, "lock": 1}, sizes=(2,), length=6, seeds=1),
+        sequences({"match": 1, "insert": 1, "lock": 1}, sizes=(2,), length=12, seeds=1),
         None,
     ),
     _require(
