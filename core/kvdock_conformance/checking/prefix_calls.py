@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kvdock.errors import ArgumentValueError, StaleHandleError, UnsupportedError, WrongThreadError
-from kvdock.prefix import PrefixCache, PrefixHandle
+from kvdock.errors import ArgumentValueError, UnsupportedError, WrongThreadError
+from kvdock.prefix import PrefixCache
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.prefix_model import KEYS, SlowPrefixCache, StoresNothing
 from kvdock_conformance.checking.prefix_play import Player, play
@@ -34,7 +34,6 @@ __all__ = [
     "check_events",
     "check_evictions",
     "check_forms",
-    "check_growth",
     "check_handles",
     "check_inserts",
     "check_late_reads",
@@ -280,49 +279,6 @@ def check_deep(target: PrefixTarget, data: Mapping[str, Any]) -> None:
     for left in range(depth - 1, depth // 2, -1):
         same_number("block of an eviction", left, int(cache.evict(1)[0]))
     same_number("blocks that reset forgets", len(cache.match_prefix(tokens).blocks), len(cache.reset()))
-
-
-def check_growth(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Store a prefix block by block, find it, evict its end block by block, and let it grow anew.
-
-    Raises:
-        NonconformanceError: an answer is wrong, a place before what went is stale, or one behind that is not.
-    """
-    count, size = data["count"], data["block_size"]
-    cache, places = target.make(size), list[PrefixHandle]()
-    tokens = list(range(count * size))
-
-    def grow(numbers: Sequence[int]) -> None:
-        for at, number in enumerate(numbers, len(places)):
-            made = cache.insert_prefix(tokens[at * size :][:size], [number], behind=places[-1] if places else None)
-            same_number("insert_prefix behind the last block: cached_len", at * size, made.cached_len)
-            places.append(made.handle)
-
-    def find(numbers: Sequence[int]) -> None:
-        found = cache.match_prefix(tokens, record=False)
-        if found.blocks.tolist() != [*numbers] or found.handle.cached_len != len(numbers) * size:
-            raise NonconformanceError("blocks of what was stored one by one", expected=numbers, got=found)
-
-    grow(range(count))
-    find(range(count))
-    kept = count // 2
-    cache.lock_handle(places[kept - 1])
-    same_number("size_info: evictable_size", (count - kept) * size, cache.size_info.evictable_size)
-    for number in range(count - 1, kept - 1, -1):
-        same_number("block of an eviction", number, int(cache.evict(1)[0]))
-    gone = places[kept:]
-    del places[kept:]
-    grow(range(count, 2 * count - kept))
-    find([*range(kept), *range(count, 2 * count - kept)])
-    cache.check_integrity()
-    for place in places:
-        cache.lock_handle(place)
-    for place in gone:
-        try:
-            cache.lock_handle(place)
-        except StaleHandleError:
-            continue
-        raise NonconformanceError("a handle to what was evicted, and stored anew", expected="StaleHandleError", got="no error")
 
 
 def check_costs(target: PrefixTarget, data: Mapping[str, Any]) -> None:

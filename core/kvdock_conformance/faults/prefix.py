@@ -42,13 +42,11 @@ def _named(answer: type[Any]) -> Change:
 
 
 _fault("blocks-of-64-bits", "Blocks come back as int64.", "001", match_prefix=_wide)
-_fault("indices-in-blocks", "The indices of a match are its blocks.", "001", match_prefix=_named(PrefixMatch))
-_fault("indices-of-insertions-in-blocks", "The indices of an insertion are its blocks.", "002", insert_prefix=_named(InsertResult))
+_fault("indices-in-blocks", "Indices are blocks.", "001 002", match_prefix=_named(PrefixMatch), insert_prefix=_named(InsertResult))
 _fault(
     "handle-of-the-root",
     "The handle of a match stands for no token.",
-    "001",
-    "005",
+    "001 005",
     match_prefix=lambda cache, match, tokens, *rest, **how: match(tokens, *rest, **how)._replace(handle=match([], *rest).handle),
 )
 
@@ -83,7 +81,7 @@ def _numpy_only(cache: Any, match: Any, tokens: Any, *rest: Any, **how: Any) -> 
 
 _fault("answers-shared", "The same array is returned for equal matches, whatever a caller has done with it.", "003", match_prefix=_shared)
 _fault("blocks-aliased", "Stored blocks are the caller's array.", "003", match_prefix=_shared, insert_prefix=_aliased)
-_fault("blocks-passed-back", "An insertion of what is new returns the caller's array.", "003", "020", insert_prefix=_passed_back)
+_fault("blocks-passed-back", "An insertion of what is new returns the caller's array.", "003 020", insert_prefix=_passed_back)
 _fault("ids-cut-to-32-bits", "Of a token id the lower 32 bits count.", "003", match_prefix=_cut, insert_prefix=_cut)
 _fault("numpy-only", "Lists are refused.", "003", match_prefix=_numpy_only)
 
@@ -120,8 +118,7 @@ _fault("namespaces-by-hash", "Namespaces are compared by their hashes.", "004", 
 _fault(
     "duplicates-not-canonical",
     "An insertion returns the blocks that the caller passed.",
-    "002",
-    "021",
+    "002 021",
     insert_prefix=lambda cache, insert, tokens, blocks, *rest, **how: insert(tokens, blocks, *rest, **how)._replace(
         blocks=np.array(blocks, dtype=np.int32)
     ),
@@ -167,16 +164,15 @@ def _whole_run(cache: Any, lock: Any, handle: Any, unlock: bool = False) -> None
         cache._tree.lock(handle.node, handle.position)
 
 
-_fault("split-loses-its-lock", "The upper part of a run that is split is not locked.", "005", "006", tree={"_split": _unlocked_split})
+_fault("split-loses-its-lock", "The upper part of a run that is split is not locked.", "005 006", tree={"_split": _unlocked_split})
 _fault(
     "end-not-locked",
     "A lock protects what is before the last block of its prefix, and not that.",
-    "005",
-    "006",
+    "005 006",
     tree={"lock": _one_too_few, "unlock": _one_too_few},
 )
 _fault("one-lock-for-all", "The first unlock gives back all locks of a place.", "005", tree={"unlock": _first_unlock})
-_fault("lock-of-a-whole-run", "A lock protects the rest of the run that its place is in.", "005", "023", lock_handle=_whole_run)
+_fault("lock-of-a-whole-run", "A lock protects the rest of the run that its place is in.", "005 023", lock_handle=_whole_run)
 
 
 # Evictions
@@ -245,8 +241,7 @@ _fault(
 _fault(
     "a-look-is-a-use",
     "A match that is not recorded counts as a use.",
-    "007",
-    "014",
+    "007 014",
     match_prefix=lambda cache, match, tokens, space=(), record=True: match(tokens, space),
 )
 _fault(
@@ -295,7 +290,7 @@ _fault("foreign-handles-taken", "Locking by a handle of another cache does nothi
 _fault("second-unlock-taken", "An unlock without a lock does nothing.", "008", lock_handle=_good_when("expected a locked one"))
 _fault("stale-handles-ignored", "Locking what was evicted does nothing.", "008", lock_handle=_good_when("which is evicted"))
 _fault(
-    "handles-outlive-a-reset", "A handle from before a reset is good after it.", "011", "008", lock_handle=_good_when("from before a reset")
+    "handles-outlive-a-reset", "A handle from before a reset is good after it.", "011 008", lock_handle=_good_when("from before a reset")
 )
 _fault(
     "reset-keeps-what-is-locked",

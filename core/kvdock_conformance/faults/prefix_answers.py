@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvdock.errors import ArgumentValueError, StaleHandleError
-from kvdock.prefix import InsertResult, RadixPrefixCache, Removed, Stored
+from kvdock.prefix import InsertResult, RadixPrefixCache, Removed
 from kvdock.prefix.inputs import slots_of
 from kvdock_conformance.faults.fault import Fault
 from kvdock_conformance.faults.prefix_seed import Change, adding, changed
@@ -95,12 +95,6 @@ _fault(
     subscribe=_told(lambda cache, event: None if isinstance(event, Removed) else event),
 )
 _fault("events-name-slots", "Events of removal name slots instead of blocks.", "013", subscribe=_told(_in_slots))
-_fault(
-    "events-without-what-is-before",
-    "Events of what is stored behind something begin a prefix.",
-    "013",
-    subscribe=_told(lambda cache, event: attrs.evolve(event, parent=None) if isinstance(event, Stored) else event),
-)
 _fault(
     "hits-miscounted",
     "Every token that is looked up counts as a hit.",

@@ -30,23 +30,16 @@ def _answered(change: Change) -> Change:
     return insert_prefix
 
 
-def _from_the_beginning(errors: type[Exception], text: str) -> Change:
+def _from_the_beginning(error: type[Exception]) -> Change:
     """Return a change that stores what follows a handle that is refused from the beginning."""
 
     def insert_prefix(cache: Any, insert: Any, *args: Any, behind: Any = None, **how: Any) -> Any:
         try:
             return insert(*args, behind=behind, **how)
-        except errors as error:
-            if text not in str(error):
-                raise
+        except error:
             return insert(*args, **how)
 
     return insert_prefix
-
-
-def _relative_handle(cache: Any, made: Any, behind: Any) -> Any:
-    made.handle.cached_len -= behind.cached_len
-    return made
 
 
 def _whole(cache: Any, made: Any, behind: Any) -> Any:
@@ -62,7 +55,7 @@ def _no_use(tree: Any, use: Any, node: Any, upto: int, priority: Any) -> None:
         use(node, upto, priority)
 
 
-def _part(cache: Any, made: Any, behind: Any) -> Any:
+def _noted(cache: Any, made: Any, behind: Any) -> Any:
     vars(cache).setdefault("parts", {})[made.handle] = behind
     return made
 
@@ -89,22 +82,14 @@ def _looked_at(cache: Any, insert: Any, *args: Any, behind: Any = None, **how: A
 _fault(
     "behind-ignored",
     "What follows a handle is stored from the beginning.",
-    "021",
-    "023",
+    "021 023",
     insert_prefix=lambda cache, insert, *args, behind=None, **how: insert(*args, **how),
 )
 _fault(
     "behind-counted-from-there",
     "cached_len of an insertion behind a handle counts from there.",
-    "021",
-    "023",
+    "021 023",
     insert_prefix=_answered(lambda cache, made, behind: made._replace(cached_len=made.cached_len - behind.cached_len)),
-)
-_fault(
-    "behind-handle-counted-from-there",
-    "The handle of an insertion behind another counts from there.",
-    "021",
-    insert_prefix=_answered(_relative_handle),
 )
 _fault("behind-blocks-of-the-whole", "An insertion behind a handle returns what is before, too.", "021", insert_prefix=_answered(_whole))
 _fault("behind-is-no-use", "An insertion that goes on where one ended is no use of what is before.", "007", tree={"use": _no_use})
@@ -112,7 +97,7 @@ _fault(
     "behind-not-protected",
     "A lock of what was stored behind a handle does not protect what is before.",
     "005",
-    insert_prefix=_answered(_part),
+    insert_prefix=_answered(_noted),
     lock_handle=_lock_part,
 )
 _fault("behind-taken-twice", "Blocks that are before the handle are stored behind it again.", "009", insert_prefix=_taken_twice)
@@ -120,20 +105,13 @@ _fault(
     "behind-in-another-namespace",
     "What follows a handle of another namespace is stored in the one that is named.",
     "009",
-    insert_prefix=_from_the_beginning(ArgumentValueError, "of another"),
+    insert_prefix=_from_the_beginning(ArgumentValueError),
 )
 _fault(
     "behind-what-is-stale",
-    "What follows a handle that is stale is stored from the beginning.",
-    "008",
-    "024",
-    insert_prefix=_from_the_beginning(StaleHandleError, "evicted"),
-)
-_fault(
-    "behind-what-is-foreign",
-    "What follows a handle of another cache is stored from the beginning.",
-    "008",
-    insert_prefix=_from_the_beginning(StaleHandleError, "one of this cache"),
+    "What follows a handle that is stale, or another cache's, is stored from the beginning.",
+    "008 024",
+    insert_prefix=_from_the_beginning(StaleHandleError),
 )
 _fault("behind-looked-at-again", "What is before the handle is looked up once more.", "022", insert_prefix=_looked_at)
 
@@ -161,8 +139,7 @@ def _untrimmed(tree: Any, cut: Any, node: Any, end: int) -> Any:
 _fault(
     "handles-stale-by-growth",
     "A handle is stale when something was stored behind it.",
-    "023",
-    "024",
+    "023 024",
     lock_handle=_stale_when(lambda node, position: node.end > position or node.children),
 )
 _fault(
@@ -171,7 +148,7 @@ _fault(
     "024",
     lock_handle=_stale_when(lambda node, position: node.start >= position),
 )
-_fault("handles-to-what-grew-anew", "What is stored where something was evicted is taken for that.", "023", "024", tree={"cut": _untrimmed})
+_fault("handles-to-what-grew-anew", "What is stored where something was evicted is taken for that.", "023 024", tree={"cut": _untrimmed})
 
 
 # Copies, and what a cache says of itself
@@ -210,11 +187,6 @@ def _any_number(cache: Any, match: Any, handle: Any, tokens: Any) -> Any:
     return match(handle, tokens) or match(handle, [*map(int, tokens), *[7] * half][:half])
 
 
-def _whole_block(cache: Any, match: Any, handle: Any, tokens: Any) -> Any:
-    found = match(handle, tokens)
-    return found and found._replace(num_tokens=found.num_tokens + (found.num_tokens == cache.block_size - 1))
-
-
 def _is_use(cache: Any, match: Any, handle: Any, tokens: Any) -> Any:
     found = match(handle, tokens)
     if found is not None:
@@ -223,5 +195,4 @@ def _is_use(cache: Any, match: Any, handle: Any, tokens: Any) -> Any:
 
 
 _fault("partial-any-number", "A block of which too few tokens are the same is found.", "026", match_partial=_any_number)
-_fault("partial-whole-block", "A block that is there whole counts with all its tokens.", "026", match_partial=_whole_block)
 _fault("partial-is-a-use", "A block that is found to begin alike counts as used.", "026", match_partial=_is_use)

@@ -47,8 +47,6 @@ def changed(base: type[Any], **changes: Change) -> type[Any]:
     def around(was: Any, change: Change) -> Any:
         if isinstance(was, property):
             return property(lambda self: change(self, was.__get__(self)))
-        if not callable(was):
-            return property(lambda self: change(self, was))
         return lambda self, *args, **how: change(self, functools.partial(was, self), *args, **how)
 
     return type(base.__name__, (base,), {name: around(getattr(base, name), change) for name, change in changes.items()})
@@ -57,15 +55,15 @@ def changed(base: type[Any], **changes: Change) -> type[Any]:
 def adding(faults: list[Fault]) -> Callable[..., None]:
     """Return a function that adds a fault to a list.
 
-    It takes a name, a sentence, the numbers of the killers, and changes by method; ``tree`` has those of the tree inside.
+    It takes a name, a sentence, numbers of killers ("001 005"), and changes by method; ``tree`` has those of the tree inside.
     """
 
-    def fault(name: str, sentence: str, *killers: str, tree: Mapping[str, Change] = MappingProxyType({}), **changes: Change) -> None:
+    def fault(name: str, sentence: str, killers: str, tree: Mapping[str, Change] = MappingProxyType({}), **changes: Change) -> None:
         def with_tree(cache: Any, init: Any, *args: Any, **how: Any) -> None:
             init(*args, **how)
             cache._tree = changed(RadixTree, **tree)(cache.block_size, cache.policy)
 
-        killed = tuple(f"KVD-PREFIX-{killer}" for killer in killers)
+        killed = tuple(f"KVD-PREFIX-{killer}" for killer in killers.split())
         cache = changed(RadixPrefixCache, **changes, **({"__init__": with_tree} if tree else {}))
         faults.append(Fault(f"prefix-{name}", sentence, "prefix", killed, PrefixSeed(cache), "prefix"))
 

@@ -21,7 +21,6 @@ from kvdock_conformance.checking.prefix_calls import (
     check_events,
     check_evictions,
     check_forms,
-    check_growth,
     check_handles,
     check_inserts,
     check_late_reads,
@@ -91,6 +90,18 @@ def _bad() -> Iterable[Case]:
             *({"do": "bad", "call": call, "pieces": [3, 2] if at else [1, 2], "at": at} for at in range(3)),
         ]
         yield Case(call, {"block_size": 3, "spaces": [[]], "steps": steps})
+
+
+def _growing() -> Iterable[Case]:
+    """Return a prefix that is stored block by block, cut off block by block as far as it is not locked, and stored anew."""
+    how = {"rest": 0, "space": 0, "form": "list", "blocks_form": "list", "own": [0], "priority": 0, "record": False}
+    pieces = [at % 6 for at in range(40)]
+    grow = [{"do": "behind", **how, "pieces": [piece], "handle": -1} for piece in pieces]
+    start, find = ({"do": "match", **how, "pieces": found} for found in ([], pieces))
+    cut = [{"do": "lock", "handle": 20}, *[{"do": "evict", "count": 1}] * 21]
+    anew = [{**grow[20], "handle": 20}, *grow[21:], find, *({"do": "lock", "handle": at} for at in range(62))]
+    for size in (1, 3, 16):
+        yield Case(f"blocks of {size}", {"block_size": size, "spaces": [[]], "steps": [start, *grow, find, *cut, *anew]})
 
 
 def _deep() -> Iterable[Case]:
@@ -235,8 +246,8 @@ REQUIREMENTS = [
     _require(
         23,
         "What is stored block by block is found as one, is evicted from its end, and leaves handles to what is before as they are.",
-        check_growth,
-        lambda: (Case(f"blocks of {size}", {"block_size": size, "count": 60}) for size in (1, 3, 16)),
+        check_behind,
+        _growing,
     ),
     _require(
         24,
