@@ -130,7 +130,8 @@ def twice(subject: str, blocks: npt.NDArray[np.int32]) -> ArgumentValueError:
 
 def slots_of(blocks: npt.NDArray[np.int32], block_size: int) -> npt.NDArray[np.int32]:
     """Return the slots of blocks, int32 ``[n * block_size]``, an array of its own."""
-    return np.add.outer(blocks * np.int32(block_size), np.arange(block_size, dtype=np.int32)).ravel()
+    slots: npt.NDArray[np.int32] = np.add.outer(blocks * np.int32(block_size), np.arange(block_size, dtype=np.int32)).ravel()
+    return slots
 
 
 def count_of(subject: str, value: object, minimum: int = 0) -> int:
