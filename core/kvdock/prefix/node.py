@@ -32,6 +32,11 @@ class Mark:
 
     __slots__ = ("created", "end", "last_use", "priority", "uses")
 
+    created: int
+    last_use: int
+    priority: int
+    uses: int
+
     def __init__(self, end: int, like: Mark | Node) -> None:
         self.end = end
         self.last_use, self.uses, self.created, self.priority = like.last_use, like.uses, like.created, like.priority

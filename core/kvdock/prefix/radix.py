@@ -49,6 +49,9 @@ __all__ = ["RadixPrefixCache"]
 _NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
 
 
+_NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
+
+
 class RadixPrefixCache(OneThread, PrefixCache):
     """Prefixes in a radix tree.
 
@@ -95,12 +98,12 @@ class RadixPrefixCache(OneThread, PrefixCache):
         self._enter()
         own = self._checked(handle)
         ids = as_integers("match_partial: tokens", tokens)[: self.block_size]
-        node = own.node or self._tree.roots.get(own.space)
-        if node is None or 2 * ids.size < self.block_size:
+        node, fits = own.node or self._tree.roots.get(own.space), self._fitting(ids)
+        if node is None or 2 * fits.size < self.block_size:
             return None
-        wanted = np.zeros(self.block_size, dtype=ids.dtype)
-        wanted[: ids.size] = ids
-        return self._most_alike(own, node, self._whole(wanted).tobytes(), min(ids.size, self.block_size - 1))
+        wanted = np.zeros(self.block_size, dtype=self._tree.dtype)
+        wanted[: fits.size] = fits
+        return self._most_alike(own, node, wanted.tobytes(), min(fits.size, self.block_size - 1))
 
     def record_match(self, handle: PrefixHandle, num_tokens: int) -> None:
         """Count a match that was not recorded; see `PrefixCache.record_match`."""
@@ -145,7 +148,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
         tree, whole = self._tree, self._whole(ids)
         node, start = self._place(key, namespace, behind)
         end, at, runs = tree.walk(node, start, whole) if node is not None else (None, start, list[BlockIds]())
-        known = joined(runs)
+        known = joined(runs) if runs else _NO_BLOCKS
         canonical = self._owned.claim("insert_prefix: blocks", passed, known)
         reached, fresh = start + passed.size, passed[known.size :] if known.size else passed
         event = None
@@ -292,17 +295,20 @@ class RadixPrefixCache(OneThread, PrefixCache):
         return own.node or self._tree.roots.get(key), own.position
 
     def _whole(self, ids: TokenIds) -> TokenIds:
-        """Return the whole blocks of token ids in this tree's dtype, up to the first id that does not fit: none such is stored.
+        """Return the whole blocks of token ids, as `_fitting` returns them."""
+        fits = self._fitting(ids)
+        rest = fits.size % self.block_size
+        return fits[:-rest] if rest else fits
+
+    def _fitting(self, ids: TokenIds) -> TokenIds:
+        """Return token ids in this tree's dtype, up to the first that does not fit: none such is stored.
 
         It may be the caller's memory: what is to be kept is copied out of it.
         """
-        whole, dtype = ids[: ids.size - ids.size % self.block_size], self._tree.dtype
-        if whole.dtype is dtype:  # there is one such object; a comparison takes several times as long
-            return whole
-        if dtype is WIDE:
-            return whole.astype(WIDE)
-        fits = as_narrow(whole)
-        return fits[: fits.size - fits.size % self.block_size]
+        dtype = self._tree.dtype
+        if ids.dtype is dtype:  # there is one such object; a comparison takes several times as long
+            return ids
+        return ids.astype(WIDE) if dtype is WIDE else as_narrow(ids)
 
     def _all_whole(self, ids: TokenIds, whole: TokenIds, known: int) -> TokenIds:
         """Return the whole blocks behind the ``known`` first, all of them: where a token id does not fit, the tree gets wider."""

@@ -263,8 +263,6 @@ class RadixTree:
             if parent.parent is None:
                 parent.is_stored = False
                 del self.roots[namespace_key("", parent.namespace)]
-            elif parent.is_evictable:
-                self.queue.push(parent)
         elif len(siblings) == 1 and parent.parent is not None:
             self._join(parent, *siblings.values())
 
