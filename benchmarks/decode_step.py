@@ -31,12 +31,11 @@ class Ours:
         for seq, prompt in zip(self.sequences, prompts, strict=True):
             self.manager.commit(seq, [], computed=len(prompt))
         self.tables = BatchTables(self.manager, len(prompts), num_blocks // len(prompts) * 2)
-        self.slots = np.empty(len(prompts), dtype=np.int32)
         self.computed = np.array([len(prompt) for prompt in prompts])
 
     def step(self, ids: Any) -> None:
         """Take one token for each."""
-        self.manager.extend(self.sequences, 1, slots=self.slots)
+        self.manager.extend(self.sequences, 1)  # the tables have the slots
         self.tables.update(self.sequences)
         self.computed += 1
         self.manager.commit(self.sequences, ids, computed=self.computed)

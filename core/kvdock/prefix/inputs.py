@@ -149,9 +149,11 @@ def index_of(subject: str, value: object) -> int:
 
 
 def check_priority(subject: str, priority: object) -> int:
-    """Return a priority, or raise unless it is an int."""
+    """Return a priority, or raise unless it is an int of at most 64 bits."""
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise ArgumentTypeError(subject, expected="an int", got=repr(priority))
+    if not -(2**63) <= priority < 2**63:
+        raise ArgumentValueError(subject, expected="an int of at most 64 bits", got=priority)
     return priority
 
 

@@ -265,10 +265,9 @@ class CacheManager(NotCopied, OneThread):
         if tokens > room:
             raise IndexRangeError("CacheManager.fork: num_tokens", expected=f"at most the {room} tokens there is room for", got=tokens)
         self._promises.before_fork(row, self._blocks_for(tokens))
-        handle, blocks, shared = seq._handle, rows.blocks(row, 0, self._blocks_for(tokens)).copy(), int(rows.shared[row])
-        assert handle is not None  # noqa: S101 - `_row` has seen that it is open
+        handle, blocks, shared = rows.handle(row), rows.blocks(row, 0, self._blocks_for(tokens)).copy(), int(rows.shared[row])
         self.allocator.share(blocks[shared:])
-        other = self._open(seq.namespace, seq._priority, handle)
+        other = self._open(seq.namespace, handle)
         shared = min(shared, blocks.size)
         other._cached_len = min(seq._cached_len, tokens)
         other._row = rows.add(
@@ -279,6 +278,7 @@ class CacheManager(NotCopied, OneThread):
             computed=min(int(rows.computed[row]), tokens),
             shared=shared,
             published=shared,
+            priority=int(rows.priority[row]),
         )
         self._ids.begin(other._row, self._ids.get(row, 0, known))
         return other
@@ -404,9 +404,10 @@ class CacheManager(NotCopied, OneThread):
     def open_empty(self, namespace: Namespace = (), *, priority: int = 0) -> CacheSequence:
         """Start a sequence whose token ids come later or never: nothing is looked up, and nothing is held yet."""
         self._enter()
+        check_priority("CacheManager.open_empty: priority", priority)
         handle = self.prefix.match_prefix((), namespace, record=False).handle
-        seq = self._open(namespace, priority, handle)
-        seq._row = self._rows.add(seq, np.empty(0, dtype=np.int32))
+        seq = self._open(namespace, handle)
+        seq._row = self._rows.add(seq, np.empty(0, dtype=np.int32), priority=priority)
         self._ids.begin(seq._row, np.empty(0, dtype=np.int32))
         return seq
 
@@ -431,7 +432,7 @@ class CacheManager(NotCopied, OneThread):
             self.prefix.lock_handle(needs.handle, unlock=True)
             raise
         self.prefix.record_match(needs.match.handle, ids.size)
-        seq = self._open(prompt.namespace, priority, needs.match.handle)
+        seq = self._open(prompt.namespace, needs.match.handle)
         self.prefix.lock_handle(needs.handle, unlock=True)
         seq._cached_len = needs.cached_len
         seq._row = row = rows.add(
@@ -443,6 +444,7 @@ class CacheManager(NotCopied, OneThread):
             shared=shared,
             published=shared,
             limit=needs.num_tokens + prompt.reserve if prompt.reserve else 0,
+            priority=priority,
         )
         self._ids.begin(row, ids)
         self._promises.add(row, needs.promised)
@@ -451,10 +453,10 @@ class CacheManager(NotCopied, OneThread):
             seq.block_pairs = np.array([[source, fresh[0]]], dtype=np.int64)
         return seq
 
-    def _open(self, namespace: Namespace, priority: int, handle: PrefixHandle) -> CacheSequence:
+    def _open(self, namespace: Namespace, handle: PrefixHandle) -> CacheSequence:
         """Make a sequence that has a handle locked, and no row yet."""
         self._serial += 1
-        seq = CacheSequence(self, self._rows, self._ids, namespace, priority, self._serial)
+        seq = CacheSequence(self, self._rows, self._ids, namespace, self._serial)
         self.prefix.lock_handle(handle)
         seq._handle = handle
         return seq
@@ -466,9 +468,8 @@ class CacheManager(NotCopied, OneThread):
 
     def _close(self, seq: CacheSequence) -> None:
         """Give back all that a sequence holds."""
-        rows, row, handle = self._rows, seq._row, seq._handle
-        assert handle is not None  # noqa: S101 - it is open
-        self.prefix.lock_handle(handle, unlock=True)
+        rows, row = self._rows, seq._row
+        self.prefix.lock_handle(rows.handle(row), unlock=True)
         self.allocator.release(rows.blocks(row)[rows.shared[row] :])
         self._promises.add(row, -int(rows.promised[row]))
         rows.remove(row)
