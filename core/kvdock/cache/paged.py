@@ -80,8 +80,7 @@ class PagedKVCacheConfig(CacheConfig):
                 fix="raise the budget, or choose a smaller block_size or fewer num_blocks",
             )
         num_blocks = self.num_blocks or int(self.max_kv_memory_bytes or 0) // per_block
-        size = f"{num_blocks} blocks of {self.block_size} tokens in {len(layers)} layers"
-        check_bytes("PagedKVCacheConfig", num_blocks * per_block, size)
+        check_bytes(type(self).__name__, num_blocks * per_block, f"{num_blocks} blocks of {self.block_size} tokens in {len(layers)} layers")
         return num_blocks
 
 
@@ -89,9 +88,7 @@ class PagedKVCache(Cache):
     """A pool of blocks per layer. Which token goes to which slot is the caller's to say.
 
     A slot is ``block_id * block_size + offset``, the same in every layer, for keys and for values. There may be more slots than
-    int32 counts: what comes in int64 reaches them.
-
-    Copies: as `Cache` says. In a deep copy each layer and each group of layers lies in its pool as here.
+    int32 counts: what comes in int64 reaches them. It copies as `Cache` says.
 
     Args:
         spec: what the layers need.
@@ -124,21 +121,13 @@ class PagedKVCache(Cache):
 
     def _allocate(self, layers: Sequence[RankLayer]) -> None:
         """Take the memory: one storage for keys and one for values, for each group of equal layers."""
-        config = self.config
+        config, device = self.config, self.rank.device
         self._groups: list[tuple[PagedPool, PagedPool]] = []
         views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for layer, members in group_layers(layers).items():
             k_pool, v_pool = (
                 PagedPool.allocate(
-                    len(members),
-                    self._num_blocks,
-                    config.block_size,
-                    heads,
-                    dim,
-                    self._dtype,
-                    self.rank.device,
-                    config.layout,
-                    config.head_layout,
+                    len(members), self._num_blocks, config.block_size, heads, dim, self._dtype, device, config.layout, config.head_layout
                 )
                 for heads, dim in ((layer.num_k_heads, layer.k_dim), (layer.num_v_heads, layer.v_dim))
             )

@@ -48,7 +48,7 @@ class StaticKVCacheConfig(CacheConfig):
 class StaticKVCache(Cache):
     """``max_batch_size`` rows of ``max_cache_len`` positions per layer. How full each row is, is the caller's to say.
 
-    Copies: as `Cache` says.
+    It copies as `Cache` says.
 
     Args:
         spec: what the layers need.
@@ -66,9 +66,9 @@ class StaticKVCache(Cache):
         self.spec, self.config, self.rank = spec, config, rank
         layers = rank_layers(spec, rank)
         self.max_cache_len = min(config.max_cache_len or spec.max_positions, spec.max_positions)
-        rows, length = config.max_batch_size, self.max_cache_len
-        nbytes = rows * block_bytes(layers, length, spec.dtype)
-        check_bytes("StaticKVCacheConfig", nbytes, f"{rows} rows of {length} tokens in {len(layers)} layers")
+        nbytes = config.max_batch_size * block_bytes(layers, self.max_cache_len, spec.dtype)
+        made_of = f"{config.max_batch_size} rows of {self.max_cache_len} tokens in {len(layers)} layers"
+        check_bytes(type(config).__name__, nbytes, made_of)
         named = active_name()
         require_backend(ops, "static_update_", rank.device, named)
         self._views = [self._allocate(layer) for layer in layers]

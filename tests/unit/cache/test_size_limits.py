@@ -101,7 +101,7 @@ def test_more_slots_than_int32_counts_are_no_error_as_such(size: int) -> None:
 @pytest.mark.parametrize("number", [2**16 + 1, 2**31 + 1, 2**63])
 def test_layers_beyond_all_models(number: int) -> None:
     config = type("Config", (), {"num_hidden_layers": number, "num_attention_heads": 1, "hidden_size": 1, "max_position_embeddings": 1})()
-    with pytest.raises(kvdock.errors.ArgumentValueError, match=f"num_hidden_layers: expected at most {2**16}, got {number}"):
+    with pytest.raises(kvdock.errors.ArgumentValueError, match=f"number of layers: expected 1 to {2**16}, got {number}"):
         kvdock.KVSpec.from_hf_config(config, torch.float32)
     with pytest.raises(kvdock.errors.ArgumentValueError, match=f"num_layers: expected at most {2**16}, got {number}"):
         MAKERS["KVSpec.uniform: num_layers"](number)
