@@ -209,11 +209,11 @@ def test_pickling_says_what_to_do(cache: Any, dump: Way) -> None:
         dump({"cache": cache})
 
 
-def test_what_a_cache_was_made_of_can_be_pickled_and_copied(cache: Any) -> None:
+def test_what_a_cache_was_made_of_can_be_pickled_and_copied(cache: Any, ops: kvdock.OpDispatcher) -> None:
     made_of = (cache.spec, cache.config, cache.rank)
     for again in (pickle.loads(pickle.dumps(made_of)), copy.deepcopy(made_of)):  # noqa: S301 - what was just dumped
         assert again == made_of
-        other = kvdock.create_cache(*again)
+        other = kvdock.create_cache(*again, ops=ops)
         for mine, its in zip(views(cache), views(other), strict=True):
             assert (mine.shape, mine.stride(), mine.dtype) == (its.shape, its.stride(), its.dtype)
 
