@@ -79,6 +79,7 @@ class CacheManager(NotCopied, OneThread):
         self.prefix = prefix_cache_of_pool("CacheManager", prefix, num_blocks=num_blocks, block_size=block_size, options=options)
         self.allocator = BlockAllocator(num_blocks)
         self.null_block = int(self.allocator.allocate(1)[0]) if null_block else None
+        self.allocator.hand_over()  # to the thread of the first call
         self._pool = PoolBlocks(self.allocator, self.prefix)
         self._rows = Rows(block_size)
         self._ids = TokenIds(self._rows)
@@ -166,7 +167,6 @@ class CacheManager(NotCopied, OneThread):
         prompt = Prompt.read("CacheManager.begin", tokens, namespace, reserve=reserve, at_most=at_most, max_cached_len=max_cached_len)
         check_priority("CacheManager.begin: priority", priority)
         needs = self._planner.look_up(prompt, partial=partial)
-        self._planner.check_size(needs)
         try:
             return self._begin(prompt, needs, priority)
         except OutOfBlocksError:
@@ -295,6 +295,7 @@ class CacheManager(NotCopied, OneThread):
         if n > rows.num_tokens[row]:
             raise IndexRangeError("CacheManager.truncate: n", expected=f"at most the {rows.num_tokens[row]} tokens there are", got=n)
         keep, shared = self._blocks_for(n), int(rows.shared[row])
+        self._publisher.remember(seq, n)
         if keep < rows.num_blocks[row]:
             self.allocator.release(rows.blocks(row)[max(keep, shared) :])
             self._publisher.leave(seq, keep)
@@ -423,6 +424,7 @@ class CacheManager(NotCopied, OneThread):
 
     def _begin(self, prompt: Prompt, needs: Needs, priority: int) -> CacheSequence:
         """Lock, allocate, and note the sequence."""
+        self._planner.check_size(needs)
         ids, shared, rows = prompt.ids, needs.cached_len // self.block_size, self._rows
         self.prefix.lock_handle(needs.handle)
         try:
