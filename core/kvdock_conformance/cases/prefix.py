@@ -71,6 +71,7 @@ _MAKERS: Mapping[str, Callable[[random.Random], Step]] = MappingProxyType(
         "unlock": _handle,
         "insert": _insert,
         "behind": lambda choose: {**_insert(choose), **_handle(choose)},
+        "append": _insert,
         "partial": lambda choose: {**_tokens(choose), **_handle(choose), "skip": choose.choice((0, 0, 1, 5))},
         "evict": _evict,
         "discard": lambda choose: {**_handle(choose), "keep": choose.randrange(6)},

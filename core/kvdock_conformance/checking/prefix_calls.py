@@ -24,6 +24,7 @@ __all__ = [
     "DECLARES_AN_ORDER",
     "FINDS_PARTS",
     "STORES",
+    "check_appends",
     "check_behind",
     "check_block_sizes",
     "check_can_store",
@@ -168,6 +169,11 @@ def check_late_reads(target: PrefixTarget, data: Mapping[str, Any]) -> None:
 def check_behind(target: PrefixTarget, data: Mapping[str, Any]) -> None:
     """Check insertions behind handles, and all that follows from them."""
     compared(target, data, ABOUT_ALL)
+
+
+def check_appends(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Check the step of a batch. Nobody listens, since a cache may do this for nobody else."""
+    compared(target, data, tuple(about for about in ABOUT_ALL if about != "events"))
 
 
 def check_partial(target: PrefixTarget, data: Mapping[str, Any]) -> None:

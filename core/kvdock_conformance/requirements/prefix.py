@@ -11,6 +11,7 @@ from kvdock_conformance.checking.prefix_calls import (
     DECLARES_AN_ORDER,
     FINDS_PARTS,
     STORES,
+    check_appends,
     check_behind,
     check_block_sizes,
     check_can_store,
@@ -272,4 +273,10 @@ REQUIREMENTS = [
         FINDS_PARTS,
     ),
     _require(27, "A cache says whether it stores anything at all.", check_can_store, lambda: (Case("one", {"block_size": 1}),), None),
+    _require(
+        28,
+        "A block that is appended behind each of several locked prefixes is stored and its handle moved, or all is as it was.",
+        check_appends,
+        sequences({**MIX, "lock": 12, "append": 12, "evict": 2}),
+    ),
 ]
