@@ -191,11 +191,14 @@ OTHERS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "another prompt": (lambda out: torch.cat([out[:, :3] + 1, out[:, 3:]], dim=1), "another beginning in row 0. Fix: commit what"),
     "another last row": (lambda out: torch.cat([out[:1], out[1:] * 0]), "another beginning in row 1"),
     "only what is new": (lambda out: out[:, 18:], "padding included, got too few tokens"),
-    "too short": (
-        lambda out: out[:, :22],
-        r"the 23 tokens that the cache holds, or one more, got 22 tokens. Fix: .*out\[:, :23\]",
+    "another token behind the prompt": (
+        lambda out: torch.cat([out[:, :20], out[:, 20:] + (out[:, 20:] < 30)], dim=1),
+        r"the tokens that were computed, got another for token 2\d of row 0. Fix: commit what",
     ),
-    "too long": (lambda out: torch.cat([out, out[:, :1]], dim=1), "or one more, got 25 tokens"),
+    "too long": (
+        lambda out: torch.cat([out, out[:, :1]], dim=1),
+        r"at most the 23 tokens that the cache holds, and one more, got 25 tokens. Fix: .*out\[:, :23\]",
+    ),
     "one dimension": (lambda out: out[0], r"commit: out: expected token ids of shape \[rows, length\], got shape \(24,\)"),
     "nothing": (lambda out: None, "got none"),
     "rows of several lengths": (lambda out: [[1, 2], [3]], "got shape"),
@@ -225,7 +228,7 @@ def test_what_cannot_be_committed_of_beams() -> None:
 
 def test_what_was_not_computed_cannot_be_committed(watched: Watched) -> None:
     watched.cache.bind(**padded(text(18)))
-    refused(watched, lambda: watched.cache.commit([text(18)]), ArgumentValueError, "expected the 16 tokens that the cache holds")
+    refused(watched, lambda: watched.cache.commit([text(18)]), ArgumentValueError, "expected at most the 16 tokens that the cache holds")
 
 
 def test_a_pass_that_was_interrupted_cannot_be_committed(watched: Watched) -> None:

@@ -483,12 +483,12 @@ def test_a_pass_that_fails_in_the_middle_can_be_tried_again() -> None:
     watched = Watched("llama-gqa")
     inputs = padded(text(18), text(18, 2))
     watched.same(inputs, **GREEDY)
-    bound = watched.cache.bind(**inputs)
 
     def fail(*args: object) -> None:
         raise RuntimeError("broken")
 
     handle = watched.model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    bound = watched.cache.bind(**inputs)
     with pytest.raises(RuntimeError, match="broken"):
         watched.model.generate(**bound, **GREEDY, num_beams=3)
     handle.remove()

@@ -250,6 +250,6 @@ def test_bind_uses_the_keyword_of_the_installed_version() -> None:
     cache = zoo.paged(made)
     inputs = zoo.prompt(5)
     bound = cache.bind(**inputs)
-    assert set(bound) == {"input_ids", "attention_mask", zoo.CACHE_KEYWORD}
+    assert set(bound) == {"input_ids", "attention_mask", "use_cache", zoo.CACHE_KEYWORD}
     assert bound[zoo.CACHE_KEYWORD] is cache
     assert torch.equal(made.generate(**bound, **zoo.GREEDY), greedy(made, inputs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -15,10 +16,10 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErro
 from kvdock.integrations.transformers.bound import Bound
 from kvdock.integrations.transformers.commit import committable, computed_rows
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, CROPS_TO_LENGTH, DUMMY_LAYER
-from kvdock.integrations.transformers.hook import watch
+from kvdock.integrations.transformers.hook import Watch, what_runs
 from kvdock.integrations.transformers.layer import PagedLayer
 from kvdock.integrations.transformers.measure import measure
-from kvdock.integrations.transformers.prompts import check_not_held, read_prompts
+from kvdock.integrations.transformers.prompts import check_not_held, check_use, read_prompts
 from kvdock.integrations.transformers.reuse import PrefixReuse
 from kvdock.integrations.transformers.sharing import sharing_of
 from kvdock.integrations.transformers.state import PagedState
@@ -71,12 +72,13 @@ class PagedCacheForTransformers(Cache):
     """
 
     def __init__(
-        self, state: PagedState, windows: tuple[int | None, ...], stored: tuple[bool, ...], reuse: PrefixReuse | None = None
+        self, state: PagedState, windows: tuple[int | None, ...], stored: tuple[bool, ...], reuse: PrefixReuse | None, watch: Watch
     ) -> None:
         self.state = state
         self._windows = windows
         self._stored = stored
         self._reuse = reuse
+        self._watch = watch
         paged = iter(PagedLayer(state, index, window) for index, window in enumerate(windows))
         super().__init__(layers=[next(paged) if real else DUMMY_LAYER() for real in stored])
 
@@ -112,15 +114,15 @@ class PagedCacheForTransformers(Cache):
         """
         if prefix is None and options:
             raise ArgumentTypeError(_FOR_MODEL, expected="no options without prefix=", got=", ".join(options))
-        found = measure(model)
+        model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: it would trace it without the hook
+        found, runs = measure(model), what_runs(model)
         pool, reuse = kvdock.create_cache(found.spec, conf, RankInfo(found.device)), None
         if prefix is not None:
             size = {"num_blocks": pool.num_blocks, "block_size": pool.block_size}
             made = prefix_cache_of_pool(_FOR_MODEL, prefix, **size, options=options)
-            reuse = PrefixReuse(made, pool.num_blocks, getattr(model, "generation_config", None), sharing_of(model))
-            watch(model)
+            reuse = PrefixReuse(made, pool.num_blocks, getattr(model, "generation_config", None), sharing_of(runs))
         state = PagedState(pool, reuse.allocator if reuse else BlockAllocator(pool.num_blocks))
-        return cls(state, found.windows, found.stored, reuse)
+        return cls(state, found.windows, found.stored, reuse, Watch(runs, pool))
 
     def bind(self, *, namespace: Namespace = (), **inputs: Any) -> dict[str, Any]:
         """Return the arguments of a ``generate`` or ``forward`` call together with this cache.
@@ -140,6 +142,8 @@ class PagedCacheForTransformers(Cache):
                 left, or inputs whose keys and values depend on more than token ids; see `read_prompts`. Nothing was changed.
             OutOfBlocksError: padding, and no block for it. The cache is empty then.
         """
+        check_use(inputs)
+        inputs["use_cache"] = True  # whatever the model's configuration says
         if self._reuse:
             return self._bind_prefix(self._reuse, namespace, inputs)
         check_not_held(inputs, self.get_seq_length())
@@ -252,9 +256,15 @@ class PagedCacheForTransformers(Cache):
         if self._has_rows:
             self.state.select(np.arange(self.state.table.batch_size)[indices.cpu().numpy()])
 
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
+        """Yield keys, values and window of each layer, as Transformers' own cache does; keys and values are gathered anew."""
+        for layer in self.layers:
+            window = getattr(layer, "window", None)
+            yield layer.keys, layer.values, None if window is None else torch.tensor(window)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCacheForTransformers:
         """Return a cache that goes on from here in the same pool. No key or value is copied before one of the two writes."""
-        copied = type(self)(self.state.fork(), self._windows, self._stored, self._reuse)
+        copied = type(self)(self.state.fork(), self._windows, self._stored, self._reuse, self._watch)
         memo[id(self)] = copied
         return copied
 
@@ -268,9 +278,10 @@ class PagedCacheForTransformers(Cache):
         prompts, mask = read_prompts(inputs, namespace, reuse.generation)
         self.state.truncate(0)
         found = reuse.find(prompts)
-        bound = Bound(prompts, found.past, found.hold, np.arange(len(found.blocks)), reuse.sharing)
+        bound = Bound(prompts, found.past, found.hold, np.arange(len(found.blocks)), reuse.sharing, self._watch.hooks)
         self.state.begin_with(bound, found.blocks)
-        return {**inputs, "attention_mask": mask, CACHE_KEYWORD: self}
+        positions = {"position_ids": (mask.cumsum(dim=-1) - 1).clamp(min=0)} if reuse.sharing.own_positions else {}
+        return {**inputs, "attention_mask": mask, **positions, CACHE_KEYWORD: self}
 
     def _needed(self, method: str) -> PrefixReuse:
         """Return what reuses prefixes, or raise if nothing does."""

@@ -32,12 +32,14 @@ def committable(bound: Bound | None, epoch: int) -> Bound:
     """
     if bound and bound.hold.epoch != epoch:
         bound.close("one from before forget_prefixes(), perhaps of other weights")
+    if bound and (oddity := bound.seen.judge()):
+        bound.close(f"one that was computed {oddity.why}", oddity.fix)
     if bound is None or bound.closed:
         raise ArgumentValueError(
             "PagedCacheForTransformers.commit",
             expected="a batch that bind() began and generate() computed",
-            got=bound.closed if bound else "none",
-            fix="call out = model.generate(**cache.bind(**inputs)), then commit(out) once",
+            got=bound.closed.why if bound and bound.closed else "none",
+            fix=(bound and bound.closed and bound.closed.fix) or "call out = model.generate(**cache.bind(**inputs)), then commit(out) once",
         )
     return bound
 
@@ -68,6 +70,7 @@ def computed_rows(bound: Bound, table: BlockTable, out: Any) -> list[tuple[Ids, 
         _check_length(ids.shape[1], table.length)
         prompts, rows = bound.origin, np.arange(len(bound.origin))
         ends = _ends(ids[:, : table.length], bound.prompts)
+    _check_fed(ids, bound.seen.fed(len(bound.origin))[rows], bound.seen.start)
     pads = bound.prompts.pads[prompts]
     ends = np.where(bound.sharing.padded | (pads == 0), np.minimum(ends, bound.steady), 0)
     return list(_whole_blocks(table, ids, rows, pads, ends))
@@ -92,13 +95,29 @@ def _check_prompts(ids: Ids, prompts: Prompts, origin: npt.NDArray[np.intp]) -> 
 
 
 def _check_length(length: int, held: int) -> None:
-    """Raise unless the sequences are those that the cache holds, and at most one token that was not fed."""
-    if not held <= length <= held + 1:
+    """Raise if the sequences are longer than what the cache holds and one token that was not fed.
+
+    They may be shorter: with ``synced_gpus`` a rank that is done goes on until all are.
+    """
+    if length > held + 1:
         raise ArgumentValueError(
             _COMMIT,
-            expected=f"the {held} tokens that the cache holds, or one more",
+            expected=f"at most the {held} tokens that the cache holds, and one more",
             got=f"{length} tokens",
             fix=f"commit what generate() returned, or what of it was computed: out[:, :{held}]",
+        )
+
+
+def _check_fed(ids: Ids, fed: Ids, start: int) -> None:
+    """Raise unless sequences have the tokens that were fed behind the first ``start``."""
+    length = min(ids.shape[1] - start, fed.shape[1])
+    if (others := ids[:, start : start + length] != fed[:, :length]).any():
+        row, token = (int(place[0]) for place in others.nonzero())
+        raise ArgumentValueError(
+            _COMMIT,
+            expected="the tokens that were computed",
+            got=f"another for token {start + token} of row {row}",
+            fix="commit what generate() returned for the last bind()",
         )
 
 

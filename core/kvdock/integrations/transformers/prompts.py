@@ -18,7 +18,7 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.prefix.inputs import namespace_key
 from kvdock.prefix.interface import Namespace
 
-__all__ = ["Prompts", "check_not_held", "read_ids", "read_prompts"]
+__all__ = ["Prompts", "check_not_held", "check_use", "read_ids", "read_prompts"]
 
 _BIND = "PagedCacheForTransformers.bind"
 
@@ -98,6 +98,18 @@ def read_prompts(inputs: Mapping[str, Any], namespace: Namespace, generation: An
             )
         mask = torch.ones(ids.shape, dtype=torch.long, device=getattr(inputs["input_ids"], "device", None))
     return Prompts(ids, _pads(mask, ids.shape), namespace, stops), mask
+
+
+def check_use(inputs: Mapping[str, Any]) -> None:
+    """Check that a call is to use a cache.
+
+    Raises:
+        ArgumentValueError: it says ``use_cache=False``.
+    """
+    if inputs.get("use_cache") is False:
+        raise ArgumentValueError(
+            f"{_BIND}: use_cache", expected="True, or none", got=False, fix="leave it out; or call generate() without this cache"
+        )
 
 
 def check_not_held(inputs: Mapping[str, Any], held: int) -> None:

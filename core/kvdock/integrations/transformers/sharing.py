@@ -13,9 +13,11 @@ from typing import Any
 
 import attrs
 import torch
+from transformers import DynamicCache, GenerationMixin
 
 from kvdock.errors import UnsupportedError
-from kvdock.integrations.transformers.measure import run_tokens
+from kvdock.integrations.transformers.compat import CACHE_KEYWORD
+from kvdock.integrations.transformers.measure import input_device, run_tokens
 
 __all__ = ["Sharing", "sharing_of"]
 
@@ -32,10 +34,14 @@ class Sharing:
         limit: length up to which a pass over the same tokens gives the same keys; for most models `sys.maxsize`.
         padded: whether tokens behind padding have the same keys as without. Some models count padding as tokens whatever
             they are told.
+        first: the position that ``generate`` gives the first token of a prompt; for most models 0.
+        own_positions: whether ``generate`` gets positions from the model, which some make of what their last call left behind.
     """
 
     limit: int = sys.maxsize
     padded: bool = True
+    first: int = 0
+    own_positions: bool = False
 
 
 def sharing_of(model: Any) -> Sharing:
@@ -47,7 +53,8 @@ def sharing_of(model: Any) -> Sharing:
     Raises:
         UnsupportedError: what comes behind them does.
     """
-    told = {"position_ids": [[0, 0, 1, 2]]} if "position_ids" in inspect.signature(model.forward).parameters else {}
+    first = _first_position(model)
+    told = {} if first is None else {"position_ids": [[first, first, first + 1, first + 2]]}
     plain = _stored(run_tokens(model, [[1, 2, 3, 0]], keep_all=True), slice(0, 3))
     other = _stored(run_tokens(model, [[1, 2, 3, 1]], keep_all=True), slice(0, 3))
     padded = _stored(run_tokens(model, [[0, 1, 2, 3]], keep_all=True, attention_mask=[[0, 1, 1, 1]], **told), slice(1, 4))
@@ -59,7 +66,19 @@ def sharing_of(model: Any) -> Sharing:
             fix="call model.eval() if it drops out at random; else make the cache without prefix=",
         )
     limit = min((length for module in model.modules() for length in _lengths(module)), default=sys.maxsize)
-    return Sharing(limit, _same(plain, padded))
+    makes = getattr(type(model), "_prepare_position_ids_for_generation", None)
+    return Sharing(limit, _same(plain, padded), first or 0, makes is not getattr(GenerationMixin, "_prepare_position_ids_for_generation", None))
+
+
+def _first_position(model: Any) -> int | None:
+    """Return the position that ``generate`` would give the first token of a prompt; None if the model takes no positions."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return None
+    ids = torch.tensor([[1, 2]], device=input_device(model))
+    told = {"position_ids": torch.arange(2, device=ids.device)[None], "attention_mask": torch.ones_like(ids), "use_cache": True}
+    made = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **told, **{CACHE_KEYWORD: DynamicCache()})
+    positions = made.get("position_ids")
+    return 0 if positions is None else int(positions.flatten()[0])
 
 
 def _stored(cache: Any, tokens: slice) -> list[torch.Tensor]:

@@ -161,6 +161,8 @@ class PagedState:
             pairs = self.table.grow(tokens)
             if self.bound and self.table.length > self.bound.sharing.limit:
                 self.bound.steady = min(self.bound.steady, self._start)
+            if self.bound:
+                self.bound.seen.take(batch, tokens)
             self._behind = len(self.lengths)
             if len(pairs):
                 self._slots.forget(self._start - self._start % self.table.block_size)
@@ -210,6 +212,8 @@ class PagedState:
         """Cut table and layers."""
         with self.change():
             self.table.truncate(length)
+        if self.bound:
+            self.bound.seen.cut(length)
         self._slots.forget(length)
         self.lengths = [length] * len(self.lengths)
         self._behind = 0
