@@ -26,7 +26,7 @@ class Watched:
     """A cache with a model, and its own account of which tokens are stored in which block."""
 
     def __init__(self, name: str, *, attention: str = "sdpa", block_size: int = 4, num_blocks: int = 128, model: Any = None) -> None:
-        self.model = model or zoo.model(name, "eager" if name in zoo.EAGER_ONLY else attention)
+        self.model = zoo.model(name, "eager" if name in zoo.EAGER_ONLY else attention) if model is None else model
         self.block_size = block_size
         self.cache = reusing(self.model, block_size=block_size, num_blocks=num_blocks)
         self.copies: list[PagedCacheForTransformers] = []

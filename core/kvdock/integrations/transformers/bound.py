@@ -31,7 +31,7 @@ class Bound:
         hold: keeps the prefixes in the table locked, together with the other copies that have it.
         origin: for each row of the table its prompt; ``generate`` repeats rows for beams and for several results.
         sharing: what of it can be shared.
-        hooks: what ran before and behind the parts of the model when it was bound.
+        hooks: what ran before and behind the parts of the model when it was bound; None if a call may change that.
         seen: what was seen to be computed.
         is_fresh: no step has ended yet.
         is_checked: the tokens of the first step do not begin with those that are cached, see `begins_anew`.
@@ -45,7 +45,7 @@ class Bound:
     hold: Hold
     origin: Rows
     sharing: Sharing
-    hooks: int
+    hooks: int | None
     seen: Seen = attrs.field(default=attrs.Factory(lambda self: Seen(self.past), takes_self=True))
     is_fresh: bool = True
     is_checked: bool = False
@@ -163,6 +163,12 @@ class Bound:
         expected = self.prompts.ids[:, start : start + ids.shape[1]]
         got = ids[:, : expected.shape[1]].detach().cpu().numpy()
         return not odd and np.array_equal(got, np.repeat(expected, times, axis=0))
+
+    def begin(self, start: int, batch: int, tokens: int, stop: int) -> None:
+        """Note a pass that begins to write behind ``start`` tokens, and what was seen of it."""
+        self.seen.take(batch, tokens)
+        if stop > self.sharing.limit:
+            self.steady = min(self.steady, start)
 
     def check_first(self, tokens: int) -> None:
         """Check the number of tokens of a first step that nobody else has checked.

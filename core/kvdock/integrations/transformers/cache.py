@@ -19,7 +19,7 @@ from kvdock.integrations.transformers.compat import CACHE_KEYWORD, CROPS_TO_LENG
 from kvdock.integrations.transformers.hook import Watch, what_runs
 from kvdock.integrations.transformers.layer import PagedLayer
 from kvdock.integrations.transformers.measure import measure
-from kvdock.integrations.transformers.prompts import check_not_held, check_use, read_prompts
+from kvdock.integrations.transformers.prompts import ADAPTERS, check_not_held, check_use, read_prompts
 from kvdock.integrations.transformers.reuse import PrefixReuse
 from kvdock.integrations.transformers.sharing import sharing_of
 from kvdock.integrations.transformers.state import PagedState
@@ -260,7 +260,8 @@ class PagedCacheForTransformers(Cache):
         """Yield keys, values and window of each layer, as Transformers' own cache does; keys and values are gathered anew."""
         for layer in self.layers:
             window = getattr(layer, "window", None)
-            yield layer.keys, layer.values, None if window is None else torch.tensor(window)
+            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+            yield keys, values, None if window is None else torch.tensor(window)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCacheForTransformers:
         """Return a cache that goes on from here in the same pool. No key or value is copied before one of the two writes."""
@@ -278,7 +279,8 @@ class PagedCacheForTransformers(Cache):
         prompts, mask = read_prompts(inputs, namespace, reuse.generation)
         self.state.truncate(0)
         found = reuse.find(prompts)
-        bound = Bound(prompts, found.past, found.hold, np.arange(len(found.blocks)), reuse.sharing, self._watch.hooks)
+        hooks = None if inputs.get(ADAPTERS) else self._watch.hooks
+        bound = Bound(prompts, found.past, found.hold, np.arange(len(found.blocks)), reuse.sharing, hooks)
         self.state.begin_with(bound, found.blocks)
         positions = {"position_ids": (mask.cumsum(dim=-1) - 1).clamp(min=0)} if reuse.sharing.own_positions else {}
         return {**inputs, "attention_mask": mask, **positions, CACHE_KEYWORD: self}

@@ -29,7 +29,9 @@ __all__ = ["Watch", "prepare_pass", "what_runs"]
 _BY_TOKEN = ("input_ids", "position_ids", "cache_position")
 """Plain arguments with one entry per new token, in their last dimension. A mask has one for the cached ones too, and stays."""
 
-_CHANGED = Oddity("with hooks that came or went since bind(), such as PEFT's for adapter_names", "name the adapter in bind()")
+_CHANGED = Oddity(
+    "with hooks that came or went since bind(), such as PEFT's for adapter_names", "name the adapter in bind(), with a namespace for it"
+)
 
 _USERS: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref[object]]] = weakref.WeakKeyDictionary()
 
@@ -74,7 +76,7 @@ def _leave(watched: weakref.ref[torch.nn.Module]) -> None:
             model._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not annotate it
 def prepare_pass(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Make a pass over a bound batch fit to what is cached.
 
@@ -103,11 +105,15 @@ def prepare_pass(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
     if not bound.is_fresh and len(ids) != len(bound.origin):
         return None  # which the table refuses
     told = _with_own_positions(state, bound, told)
-    oddity = odd_argument(model, told, len(ids)) or (_CHANGED if bound.is_fresh and bound.hooks != hooks_of(model) else None)
-    _judge(bound, oddity)
+    _judge(bound, odd_argument(model, told, len(ids)) or _changed(model, bound))
     if bound.is_fresh and bound.past and bound.begins_anew(ids, told.get("position_ids"), told.get("attention_mask")):
         told = _behind_past(state, bound, told)
     return (), _announced(model, state, bound, told)
+
+
+def _changed(model: torch.nn.Module, bound: Bound) -> Oddity | None:
+    """Return whether hooks came or went since a batch was bound that just begins."""
+    return _CHANGED if bound.is_fresh and bound.hooks not in (None, hooks_of(model)) else None
 
 
 def _check_use(told: dict[str, Any]) -> None:

@@ -112,7 +112,7 @@ def run_tokens(model: Any, ids: list[list[int]], *, keep_all: bool = False, **to
 def input_device(model: Any) -> torch.device:
     """Return where a model takes its inputs; weights that accelerate has put elsewhere are on "meta" meanwhile, and it moves inputs."""
     device: torch.device = model.device
-    return torch.device("cpu") if device.type == "meta" else device
+    return torch.device("cpu") if device == torch.device("meta") else device
 
 
 def _layer_spec(layer: Any) -> LayerSpec:

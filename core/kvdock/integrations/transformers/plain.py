@@ -50,8 +50,12 @@ def odd_argument(model: torch.nn.Module, told: dict[str, Any], rows: int) -> Odd
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or not ids.numel():
         return Oddity("from something else than token ids", "pass input_ids, or make a cache without prefix= for such calls")
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2 and len(mask) == rows):
-        return Oddity(f"with an attention_mask that is not [rows, tokens] but {_shape(mask)}", "pass the attention_mask that bind() returns")
-    if positions is not None and not (isinstance(positions, torch.Tensor) and positions.ndim in (2, 3) and positions.shape[-2] in (1, rows)):
+        return Oddity(
+            f"with an attention_mask that is not [rows, tokens] but {_shape(mask)}", "pass the attention_mask that bind() returns"
+        )
+    if positions is not None and not (
+        isinstance(positions, torch.Tensor) and positions.ndim in (2, 3) and positions.shape[-2] in (1, rows)
+    ):
         return Oddity(f"with position_ids that are not [rows, tokens] but {_shape(positions)}", _ALONE)
     parameters = inspect.signature(model.forward).parameters
     for name, value in told.items():
@@ -73,9 +77,8 @@ def odd_places(pads: torch.Tensor, start: int, first: int, told: dict[str, Any])
     Returns:
         a boolean on the device, so that nobody waits for it here; None if there is nothing to look at.
     """
-    ids, mask, positions, places = (told.get(name) for name in ("input_ids", "attention_mask", "position_ids", "cache_position"))
-    assert isinstance(ids, torch.Tensor)
-    stop, odd = start + ids.shape[1], []
+    mask, positions, places = (told.get(name) for name in ("attention_mask", "position_ids", "cache_position"))
+    stop, odd = start + told["input_ids"].shape[1], []
     if mask is not None:
         odd.append(((mask != 0) != (torch.arange(mask.shape[1], device=mask.device) >= pads.to(mask.device))).any())
     if positions is not None:
@@ -83,7 +86,7 @@ def odd_places(pads: torch.Tensor, start: int, first: int, told: dict[str, Any])
         odd.append(((positions != expected + first) & (expected >= 0)).any())
     if places is not None:
         odd.append((places != torch.arange(start, stop, device=places.device)).any())
-    return torch.stack([each.to(ids.device) for each in odd]).any() if odd else None
+    return torch.stack([each.to(pads.device) for each in odd]).any() if odd else None
 
 
 def _is_nothing(value: Any) -> bool:

@@ -54,20 +54,26 @@ def sharing_of(model: Any) -> Sharing:
         UnsupportedError: what comes behind them does.
     """
     first = _first_position(model)
-    told = {} if first is None else {"position_ids": [[first, first, first + 1, first + 2]]}
-    plain = _stored(run_tokens(model, [[1, 2, 3, 0]], keep_all=True), slice(0, 3))
-    other = _stored(run_tokens(model, [[1, 2, 3, 1]], keep_all=True), slice(0, 3))
-    padded = _stored(run_tokens(model, [[0, 1, 2, 3]], keep_all=True, attention_mask=[[0, 1, 1, 1]], **told), slice(1, 4))
-    if not _same(plain, other):
+    plain, other, padded = (
+        _stored(run_tokens(model, [ids], keep_all=True, attention_mask=[mask], **_positions(first, mask)), mask.index(1))
+        for ids, mask in (
+            ([1, 2, 3, 0, 0, 0, 0, 0], [1] * 8),
+            ([1, 2, 3, 3, 1, 2, 1, 3], [1] * 8),
+            ([0, 1, 2, 3], [0, 1, 1, 1]),
+        )
+    )
+    if not _same(plain, other, _rounding(model.dtype)):
         raise UnsupportedError(
             f"PagedCacheForTransformers: {type(model).__name__}",
             expected="keys and values that do not depend on later tokens, so that prompts can share them",
-            got="others when another token followed",
+            got="others when other tokens followed",
             fix="call model.eval() if it drops out at random; else make the cache without prefix=",
         )
     limit = min((length for module in model.modules() for length in _lengths(module)), default=sys.maxsize)
     makes = getattr(type(model), "_prepare_position_ids_for_generation", None)
-    return Sharing(limit, _same(plain, padded), first or 0, makes is not getattr(GenerationMixin, "_prepare_position_ids_for_generation", None))
+    return Sharing(
+        limit, _same(plain, padded, _CLOSE), first or 0, makes is not getattr(GenerationMixin, "_prepare_position_ids_for_generation", None)
+    )
 
 
 def _first_position(model: Any) -> int | None:
@@ -81,15 +87,28 @@ def _first_position(model: Any) -> int | None:
     return 0 if positions is None else int(positions.flatten()[0])
 
 
-def _stored(cache: Any, tokens: slice) -> list[torch.Tensor]:
-    """Return keys and values of some tokens, layer by layer."""
+def _positions(first: int | None, mask: list[int]) -> dict[str, list[list[int]]]:
+    """Return the positions of a row, if the model takes any."""
+    return {} if first is None else {"position_ids": [[first + max(place - mask.index(1), 0) for place in range(len(mask))]]}
+
+
+def _stored(cache: Any, start: int) -> list[torch.Tensor]:
+    """Return keys and values of three tokens, layer by layer."""
+    tokens = slice(start, start + 3)
     layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
     return [states[:, :, tokens].float() for layer in layers for states in (layer.keys, layer.values)]
 
 
-def _same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    """Whether two passes gave the same, but for rounding."""
+def _rounding(dtype: torch.dtype) -> tuple[float, float]:
+    """Return how far keys or values may be apart, see `_CLOSE`, of tokens that are multiplied in the same places."""
     first, behind = _CLOSE
+    limit = max(1e-3, 8 * torch.finfo(dtype).eps)
+    return min(first, limit), min(behind, limit)
+
+
+def _same(left: list[torch.Tensor], right: list[torch.Tensor], limit: tuple[float, float]) -> bool:
+    """Whether two passes gave the same, but for rounding."""
+    first, behind = limit
     limits = [first, first, *[behind] * len(left)]
     return all(bool((a - b).norm() <= limit * a.norm()) for a, b, limit in zip(left, right, limits, strict=False))
 

@@ -159,10 +159,8 @@ class PagedState:
                 self._rebatch(batch)
             self._start = self.table.length
             pairs = self.table.grow(tokens)
-            if self.bound and self.table.length > self.bound.sharing.limit:
-                self.bound.steady = min(self.bound.steady, self._start)
             if self.bound:
-                self.bound.seen.take(batch, tokens)
+                self.bound.begin(self._start, batch, tokens, self.table.length)
             self._behind = len(self.lengths)
             if len(pairs):
                 self._slots.forget(self._start - self._start % self.table.block_size)
