@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from typing import Any
 
@@ -20,7 +19,7 @@ from transformers import GenerationMixin
 
 from kvdock.errors import ArgumentValueError
 from kvdock.integrations.transformers.bound import Bound
-from kvdock.integrations.transformers.plain import CACHES, by_name, hooks_of, odd_argument, odd_places
+from kvdock.integrations.transformers.plain import CACHES, by_name, hooks_of, odd_argument, odd_places, parameters_of
 from kvdock.integrations.transformers.seen import HIDDEN, Oddity
 from kvdock.integrations.transformers.state import PagedState
 
@@ -213,10 +212,10 @@ def _misplaced(bound: Bound, name: str, expected: str, value: torch.Tensor) -> A
 def _left_out(model: torch.nn.Module, bound: Bound, start: int, ids: torch.Tensor, told: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the positions and the mask of a pass from ``start`` on, where the model would not find the right ones itself."""
     wanted = {"position_ids": bound.prompts.is_padded or (start and bound.sharing.own_positions), "attention_mask": bound.prompts.is_padded}
-    missing = [name for name, needed in wanted.items() if needed and told.get(name) is None]
+    taken = parameters_of(model)
+    missing = [name for name, needed in wanted.items() if needed and told.get(name) is None and name in taken]
     if not missing:
         return {}
     positions = torch.from_numpy(bound.positions(0, start + ids.shape[1], len(ids))).to(ids.device)
     made = {"position_ids": positions[:, start:].clamp(min=0) + bound.sharing.first, "attention_mask": (positions >= 0).long()}
-    taken = inspect.signature(model.forward).parameters
-    return {name: made[name] for name in missing if name in taken}
+    return {name: made[name] for name in missing}

@@ -5,32 +5,46 @@ What is known to be harmless passes; whatever else an argument may do, its keys 
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from kvdock.integrations.transformers.seen import Oddity
 
-__all__ = ["by_name", "hooks_of", "odd_argument", "odd_places"]
+__all__ = ["by_name", "hooks_of", "odd_argument", "odd_places", "parameters_of"]
 
 CACHES = ("cache", "past_key_values")
 """Names that a cache is passed by."""
 
-_LOOKED_AT = ("input_ids", "attention_mask", "position_ids", "cache_position", *CACHES)
-_OUTPUTS = (
+_KNOWN = {
+    *("input_ids", "attention_mask", "position_ids", "cache_position", *CACHES),
     *("use_cache", "return_dict", "logits_to_keep", "num_logits_to_keep", "labels", "num_items_in_batch"),
     *("output_attentions", "output_hidden_states", "output_router_logits"),
-)
-"""What changes nothing but what a pass returns."""
+}
+"""Arguments that are looked at, or change nothing but what a pass returns."""
 
 _ALONE = "pass nothing beside what bind() returns, or make a cache without prefix= for such calls"
 
 
 def by_name(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return all arguments of a forward pass by their names."""
-    return {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+    return {**dict(zip(parameters_of(model), args, strict=False)), **kwargs}
+
+
+def parameters_of(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the arguments that a model takes, with their defaults; of a method of its class they are read once."""
+    function = getattr(model.forward, "__func__", None)
+    return _defaults(function, 1) if function else _defaults.__wrapped__(model.forward, 0)
+
+
+@functools.lru_cache(maxsize=64)
+def _defaults(function: Callable[..., Any], skip: int) -> dict[str, Any]:
+    """Return names and defaults of the arguments behind the first ``skip``."""
+    found = list(inspect.signature(function).parameters.values())[skip:]
+    return {parameter.name: parameter.default for parameter in found}
 
 
 def hooks_of(model: torch.nn.Module) -> int:
@@ -57,10 +71,9 @@ def odd_argument(model: torch.nn.Module, told: dict[str, Any], rows: int) -> Odd
         isinstance(positions, torch.Tensor) and positions.ndim in (2, 3) and positions.shape[-2] in (1, rows)
     ):
         return Oddity(f"with position_ids that are not [rows, tokens] but {_shape(positions)}", _ALONE)
-    parameters = inspect.signature(model.forward).parameters
+    defaults = parameters_of(model)
     for name, value in told.items():
-        default = parameters[name].default if name in parameters else None
-        if name not in (*_LOOKED_AT, *_OUTPUTS) and value is not default and not _is_nothing(value):
+        if name not in _KNOWN and value is not defaults.get(name) and not _is_nothing(value):
             return Oddity(f"with {name}, on which keys and values may depend", _ALONE)
     return None
 

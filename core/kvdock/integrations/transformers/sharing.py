@@ -6,7 +6,6 @@ turn all keys of a pass by its length, ``longrope`` from a length on, ``dynamic`
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +17,7 @@ from transformers import DynamicCache, GenerationMixin
 from kvdock.errors import UnsupportedError
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD
 from kvdock.integrations.transformers.measure import input_device, run_tokens
+from kvdock.integrations.transformers.plain import parameters_of
 
 __all__ = ["Sharing", "sharing_of"]
 
@@ -78,7 +78,7 @@ def sharing_of(model: Any) -> Sharing:
 
 def _first_position(model: Any) -> int | None:
     """Return the position that ``generate`` would give the first token of a prompt; None if the model takes no positions."""
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if "position_ids" not in parameters_of(model):
         return None
     ids = torch.tensor([[1, 2]], device=input_device(model))
     told = {"position_ids": torch.arange(2, device=ids.device)[None], "attention_mask": torch.ones_like(ids), "use_cache": True}
