@@ -14,7 +14,8 @@ ENGINE_SIDE = {"cache", "prefix", "scheduler"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "layout": set(),
-    "spec": {"errors"},
+    "hf_config": {"errors"},
+    "spec": {"errors", "hf_config"},
     "rank": {"errors", "spec"},
     "interface": {"errors"},
     "descriptors": LEAVES,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Any, Self
 
 import attrs
 import torch
@@ -106,3 +108,10 @@ class PagedPool:
         blocks = memory.flatten(2).unsqueeze(2)
         whole = blocks.transpose(0, 1) if layout is KVCacheLayout.LAYER_FIRST else blocks
         return cls(memory, tuple(by_layer.unbind(0)), whole)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the memory once, and view the copy alike. torch would copy views one by one on some devices, such as ``mps``."""
+        memory, old = copy.deepcopy(self.memory, memo), (*self.layers, self.whole)
+        new = [memory.as_strided(view.shape, view.stride(), view.storage_offset()) for view in old]
+        memo.update(zip(map(id, old), new, strict=True))
+        return type(self)(memory, tuple(new[:-1]), new[-1])

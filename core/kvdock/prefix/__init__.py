@@ -1,13 +1,23 @@
 """Which blocks hold the keys and values of which tokens: prefixes that requests share. Integers only.
 
 In the order of reading: `interface` is the contract, `naive` the shortest prefix cache, `radix` the one to use, with `node`,
-`labels` (token ids as bytes), `eviction` (policies and the queue), `integrity` and `events`; `factory` makes one by name.
+`tree`, `labels` (token ids as bytes), `eviction` (policies and the queue), `integrity` and `events`; `factory` makes one by name.
 """
 
 from kvdock.prefix.events import Cleared, PrefixEvent, Removed, Stored
 from kvdock.prefix.eviction import FIFO, LFU, LRU, EvictionPolicy, Priority, Usage
 from kvdock.prefix.factory import create_prefix_cache
-from kvdock.prefix.interface import InsertResult, MatchResult, Namespace, PrefixCache, PrefixHandle, SizeInfo, Slots
+from kvdock.prefix.interface import (
+    BlockIds,
+    InsertResult,
+    Namespace,
+    PartialMatch,
+    PrefixCache,
+    PrefixHandle,
+    PrefixMatch,
+    SizeInfo,
+    Slots,
+)
 from kvdock.prefix.naive import NaivePrefixCache
 from kvdock.prefix.radix import RadixPrefixCache
 from kvdock.prefix.stats import PrefixStats
@@ -16,15 +26,17 @@ __all__ = [
     "FIFO",
     "LFU",
     "LRU",
+    "BlockIds",
     "Cleared",
     "EvictionPolicy",
     "InsertResult",
-    "MatchResult",
     "NaivePrefixCache",
     "Namespace",
+    "PartialMatch",
     "PrefixCache",
     "PrefixEvent",
     "PrefixHandle",
+    "PrefixMatch",
     "PrefixStats",
     "Priority",
     "RadixPrefixCache",

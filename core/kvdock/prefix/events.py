@@ -25,13 +25,13 @@ class Stored:
         namespace: where they are.
         parent: id of the block before the first of them, or None at the beginning of a prefix.
         tokens: their token ids, int64 ``[n * block_size]``.
-        blocks: their ids in order, int64 ``[n]``.
+        blocks: their ids in order, int32 ``[n]``.
     """
 
     namespace: tuple[Hashable, ...]
     parent: int | None
     tokens: npt.NDArray[np.int64]
-    blocks: npt.NDArray[np.int64]
+    blocks: npt.NDArray[np.int32]
 
 
 @attrs.frozen(eq=False)
@@ -39,10 +39,10 @@ class Removed:
     """Blocks that were evicted; none of them is before a block that is still there.
 
     Args:
-        blocks: their ids, int64 ``[n]``.
+        blocks: their ids, int32 ``[n]``.
     """
 
-    blocks: npt.NDArray[np.int64]
+    blocks: npt.NDArray[np.int32]
 
 
 @attrs.frozen

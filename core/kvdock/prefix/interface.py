@@ -5,12 +5,12 @@ blocks are somebody else's, and it says which of them are taken over, protected,
 
 The life of a prefix, in calls::
 
-    m = prefix.match_prefix(tokens)          what is there already; m.indices are its slots
-    prefix.lock_handle(m.handle)             ... and stays while the request runs
-    r = prefix.insert_prefix(tokens, slots)  what was computed since; r.indices are the slots to go on with
+    m = prefix.match_prefix(tokens)             what is there already, in m.blocks
+    prefix.lock_handle(m.handle)                ... and stays while the request runs
+    r = prefix.insert_prefix(rest, blocks, behind=m.handle)    what was computed since; go on with r.blocks
     prefix.lock_handle(r.handle); prefix.lock_handle(m.handle, unlock=True)
     prefix.lock_handle(r.handle, unlock=True)
-    slots = prefix.evict(n)                  the blocks of these slots are the caller's again
+    blocks = prefix.evict(n)                    these blocks are the caller's again
 """
 
 from __future__ import annotations
@@ -24,9 +24,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdock.prefix.events import PrefixEvent
+from kvdock.prefix.inputs import slots_of
+from kvdock.prefix.ownership import NotCopied
 from kvdock.prefix.stats import PrefixStats
 
-__all__ = ["InsertResult", "MatchResult", "Namespace", "PrefixCache", "PrefixHandle", "SizeInfo", "Slots"]
+__all__ = ["BlockIds", "InsertResult", "Namespace", "PartialMatch", "PrefixCache", "PrefixHandle", "PrefixMatch", "SizeInfo", "Slots"]
+
+BlockIds = npt.NDArray[np.int32]
+"""An array of block ids."""
 
 Slots = npt.NDArray[np.int32]
 """An array of slots, one per token: a pool has fewer than 2**31."""
@@ -35,10 +40,11 @@ Namespace = tuple[Hashable, ...]
 """Isolation key, such as ``("tenant", "a")`` or ``("adapter", 7)``: str, bytes and int, compared with their types."""
 
 
-class PrefixHandle:
+class PrefixHandle(NotCopied):
     """A place in a prefix cache: the end of a stored prefix. Made by the cache, and good for that cache only.
 
     It goes stale when what it stands for is evicted, which cannot happen while it is locked, and when the cache is reset.
+    What is stored behind it later does not change it. It cannot be copied or pickled: match the tokens again.
 
     Attributes:
         cached_len: tokens from the root to this place; a multiple of the block size.
@@ -53,45 +59,58 @@ class PrefixHandle:
         return f"{type(self).__name__}(cached_len={self.cached_len})"
 
 
-class MatchResult(NamedTuple):
+class PrefixMatch(NamedTuple):
     """What `PrefixCache.match_prefix` found.
 
     Args:
         handle: the place where the match ends; for a miss one with ``cached_len`` 0, which can be locked like any other.
-        indices: slots of the matched tokens, int32 ``[handle.cached_len]``; the caller's own array.
+        blocks: ids of the blocks of the matched tokens, int32 ``[handle.cached_len / block_size]``; the caller's own array.
     """
 
     handle: PrefixHandle
-    indices: Slots
-
-
-class InsertResult:
-    """What `PrefixCache.insert_prefix` did.
-
-    Args:
-        cached_len: tokens that were stored before; the blocks that the caller passed for them are still the caller's, unless
-            they are the stored ones.
-        handle: the end of what is stored now: ``handle.cached_len`` tokens, whose blocks belong to the cache.
-        indices: canonical slots of those tokens, int32 ``[handle.cached_len]``; the caller's own array. A request must go on
-            with these, since duplicates may be freed. A function that returns them is called when they are first wanted.
-    """
-
-    __slots__ = ("_indices", "cached_len", "handle")
-
-    def __init__(self, cached_len: int, handle: PrefixHandle, indices: Slots | Callable[[], Slots]) -> None:
-        self.cached_len = cached_len
-        self.handle = handle
-        self._indices = indices
-
-    def __repr__(self) -> str:
-        return f"InsertResult(cached_len={self.cached_len}, handle={self.handle})"
+    blocks: BlockIds
 
     @property
     def indices(self) -> Slots:
-        """Canonical slots, int32 ``[handle.cached_len]``."""
-        if not isinstance(self._indices, np.ndarray):
-            self._indices = self._indices()
-        return self._indices
+        """Slots of the matched tokens, int32 ``[handle.cached_len]``; made when asked for."""
+        return slots_of(self.blocks, self.handle.cached_len // max(self.blocks.size, 1))
+
+
+class InsertResult(NamedTuple):
+    """What `PrefixCache.insert_prefix` did. Lengths count from the beginning of the prefix, blocks from ``behind``.
+
+    Args:
+        cached_len: tokens that were stored before, with those before ``behind``; the blocks that the caller passed for the others of
+            them are still the caller's, unless they are the stored ones.
+        handle: the end of what is stored now: ``handle.cached_len`` tokens, whose blocks belong to the cache.
+        blocks: canonical blocks of those of the tokens passed that are stored now, int32; the caller's own array. A request must
+            go on with these, since duplicates may be freed.
+        block_size: tokens in a block.
+    """
+
+    cached_len: int
+    handle: PrefixHandle
+    blocks: BlockIds
+    block_size: int
+
+    @property
+    def indices(self) -> Slots:
+        """Slots of the tokens of ``blocks``, int32 ``[len(blocks) * block_size]``; made when asked for."""
+        return slots_of(self.blocks, self.block_size)
+
+
+class PartialMatch(NamedTuple):
+    """A stored block that begins like the tokens that come next; see `PrefixCache.match_partial`.
+
+    Args:
+        handle: the end of that block.
+        block: its id.
+        num_tokens: how many of its first tokens are the same, fewer than a block.
+    """
+
+    handle: PrefixHandle
+    block: int
+    num_tokens: int
 
 
 @attrs.frozen
@@ -112,12 +131,12 @@ class SizeInfo:
         return self.evictable_size + self.protected_size
 
 
-class PrefixCache(ABC):
+class PrefixCache(NotCopied, ABC):
     """Blocks by the token ids whose keys and values they hold.
 
-    Sizes and positions are tokens. A block is stored whole or not at all, so what is stored and matched is a multiple of
-    ``block_size``; a remainder is ignored. Tokens and slots may be numpy or torch integers on the host, or lists; nothing
-    that is stored aliases them. A slot is ``block_id * block_size + offset``, and the slots of a block are consecutive.
+    Sizes and ``cached_len`` are tokens; blocks are counted in blocks. A block is stored whole or not at all, so what is stored and
+    matched is a multiple of ``block_size`` tokens; a remainder is ignored. Tokens and blocks may be numpy or torch integers
+    on the host, or lists; nothing that is stored aliases them.
 
     What it decides follows from the calls alone, never from time, addresses or hashes, so that equal calls on all ranks give
     equal answers. A call that raises has changed nothing.
@@ -125,14 +144,19 @@ class PrefixCache(ABC):
     Threads: it belongs to one thread at a time, that of the first call; `hand_over` lets another go on. A call by another
     thread raises `WrongThreadError`.
 
+    Copies: none, not by `copy` and not by `pickle`, which raise `UnsupportedError`: its blocks exist once.
+
     Args:
         block_size: tokens in a block, 1 to 512.
     """
 
     block_size: int
 
+    can_store: bool = True
+    """Whether anything can ever be found. Without, a scheduler need neither match nor insert."""
+
     @abstractmethod
-    def match_prefix(self, tokens: npt.ArrayLike, namespace: Namespace = (), *, record: bool = True) -> MatchResult:
+    def match_prefix(self, tokens: npt.ArrayLike, namespace: Namespace = (), *, record: bool = True) -> PrefixMatch:
         """Find the longest stored prefix of ``tokens``. Never changes what is stored.
 
         Args:
@@ -145,6 +169,20 @@ class PrefixCache(ABC):
             ArgumentTypeError: tokens that are no integers, a namespace that is no tuple.
             ArgumentValueError: tokens with more than one dimension, or on a device.
         """
+
+    def match_partial(self, handle: PrefixHandle, tokens: npt.ArrayLike) -> PartialMatch | None:
+        """Find a stored block behind a place that begins with at least half a block of ``tokens``, of several the most alike.
+
+        Changes nothing, and is no use in the order of eviction. A prefix cache that does not offer it finds None.
+
+        Args:
+            handle: the place, as from a match.
+            tokens: the token ids that come next ``[n]``; the first block of them is looked at.
+
+        Raises:
+            StaleHandleError: as for `lock_handle`.
+        """
+        return None
 
     @abstractmethod
     def record_match(self, handle: PrefixHandle, num_tokens: int) -> None:
@@ -167,51 +205,61 @@ class PrefixCache(ABC):
         """
 
     @abstractmethod
-    def insert_prefix(self, tokens: npt.ArrayLike, slots: npt.ArrayLike, namespace: Namespace = (), *, priority: int = 0) -> InsertResult:
+    def insert_prefix(
+        self,
+        tokens: npt.ArrayLike,
+        blocks: npt.ArrayLike,
+        namespace: Namespace = (),
+        *,
+        behind: PrefixHandle | None = None,
+        priority: int = 0,
+    ) -> InsertResult:
         """Store the whole blocks of a prefix. The cache takes over the blocks of tokens that were not stored.
 
         Args:
-            tokens: token ids ``[n]``.
-            slots: their slots ``[n]``.
+            tokens: token ids ``[n]``, from the beginning of the prefix, or from ``behind`` on.
+            blocks: ids of their blocks ``[n // block_size]``.
             namespace: where to store.
+            behind: a place in the same namespace that the tokens follow. What is before it is not looked at again.
             priority: for the eviction policy ``priority``: lower ones go first. Of equal tokens the highest counts.
 
         Raises:
-            ArgumentTypeError: tokens or slots that are no integers.
-            ArgumentValueError: different lengths; slots that are negative, twice there, not whole blocks, at 2**31 or more, or stored for
-                another token. A token's own slot again is fine.
+            ArgumentTypeError: tokens or blocks that are no integers.
+            ArgumentValueError: another number of blocks; blocks that are negative, there twice, beyond 2**31 slots, or stored for
+                other tokens (a block's own tokens again are fine); ``behind`` is in another namespace.
+            StaleHandleError: ``behind``, as for `lock_handle`; it need not be locked.
         """
 
     @abstractmethod
-    def evict(self, size: int) -> Slots:
-        """Forget exactly ``ceil(size / block_size)`` blocks, those that the policy names, ends of prefixes first.
+    def evict(self, num_blocks: int) -> BlockIds:
+        """Forget exactly ``num_blocks`` blocks, those that the policy names, ends of prefixes first.
 
         Returns:
-            Their slots, int32. The blocks are the caller's again.
+            Their ids, int32 ``[num_blocks]``. The blocks are the caller's again.
 
         Raises:
             OutOfBlocksError: fewer are evictable. Nothing was evicted.
         """
 
     @abstractmethod
-    def discard_prefix(self, handle: PrefixHandle, start: int) -> Slots:
-        """Forget the end of a prefix, from token ``start`` on, as far as nobody has it locked and nothing is stored behind it.
+    def discard_prefix(self, handle: PrefixHandle, keep_blocks: int) -> BlockIds:
+        """Forget the end of a prefix, all but ``keep_blocks`` blocks, as far as nobody has it locked and nothing is stored behind it.
 
         Args:
             handle: the end of the prefix.
-            start: tokens to keep, a multiple of the block size.
+            keep_blocks: blocks to keep, from the beginning.
 
         Returns:
-            The slots that were freed, int32; none where all is in use. Their blocks are the caller's again.
+            Ids of the blocks that were freed, int32; none where all is in use. The blocks are the caller's again.
 
         Raises:
             StaleHandleError: as for `lock_handle`.
-            ArgumentValueError: ``start`` is no multiple of the block size.
+            ArgumentTypeError, ArgumentValueError: ``keep_blocks`` is no int of at least 0.
         """
 
     @abstractmethod
-    def reset(self) -> Slots:
-        """Forget everything, locked or not, and return the slots; all handles are stale then."""
+    def reset(self) -> BlockIds:
+        """Forget everything, locked or not, and return the ids of all blocks, int32, sorted; all handles are stale then."""
 
     @property
     @abstractmethod
@@ -237,8 +285,8 @@ class PrefixCache(ABC):
         """
 
     @abstractmethod
-    def stored_blocks(self) -> npt.NDArray[np.int64]:
-        """Return the ids of all blocks, int64, that belong to the cache, sorted. Costs time in their number."""
+    def stored_blocks(self) -> BlockIds:
+        """Return the ids of all blocks, int32, that belong to the cache, sorted. Costs time in their number."""
 
     @abstractmethod
     def check_integrity(self) -> None:

@@ -33,26 +33,29 @@ def first_wide(ids: npt.NDArray[Any]) -> int:
     return int(((ids > _INT32.max) | (ids < _INT32.min)).argmax())
 
 
-def tokens_of(label: bytes, width: int) -> npt.NDArray[np.int64]:
+def tokens_of(label: bytes | bytearray, width: int) -> npt.NDArray[np.int64]:
     """Return the token ids of a label, an array of its own."""
     return np.frombuffer(label, dtype=_DTYPES[width]).astype(np.int64)
 
 
-def widened(label: bytes) -> bytes:
+def widened(label: bytes | bytearray) -> bytes:
     """Return a label of 4 bytes per token in 8."""
     return tokens_of(label, 4).tobytes()
 
 
-def common_blocks(label: bytes, data: memoryview, position: int, block_bytes: int) -> int:
-    """Return how many whole blocks of ``label`` are those of ``data`` from ``position`` on. Reads little more than those."""
-    size, start, step = min(len(label), len(data) - position), 0, _FIRST_STEP
-    while start < size:
-        stop = min(start + step, size)
-        ours = np.frombuffer(label, dtype=np.int32, count=(stop - start) // 4, offset=start)
-        theirs = np.frombuffer(data, dtype=np.int32, count=(stop - start) // 4, offset=position + start)
+def common_blocks(label: bytearray, start: int, data: memoryview, position: int, block_bytes: int) -> int:
+    """Return how many whole blocks of ``label`` from ``start`` on are those of ``data`` from ``position`` on.
+
+    Reads little more than those. No view of the label is left when it returns, since that would keep it from growing.
+    """
+    size, done, step = min(len(label) - start, len(data) - position), 0, _FIRST_STEP
+    while done < size:
+        count = min(step, size - done) // 4
+        ours = np.frombuffer(label, dtype=np.int32, count=count, offset=start + done)
+        theirs = np.frombuffer(data, dtype=np.int32, count=count, offset=position + done)
         differ = ours != theirs
         at = int(differ.argmax())
         if differ[at]:
-            return (start + 4 * at) // block_bytes
-        start, step = stop, 4 * step
+            return (done + 4 * at) // block_bytes
+        done, step = done + 4 * count, 4 * step
     return size // block_bytes

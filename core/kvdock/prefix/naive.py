@@ -8,20 +8,10 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.errors import ArgumentValueError, OutOfBlocksError, StaleHandleError
+from kvdock.errors import OutOfBlocksError, StaleHandleError
 from kvdock.prefix.events import Cleared, EventStream, PrefixEvent
-from kvdock.prefix.inputs import (
-    as_integers,
-    block_count,
-    blocks_of,
-    check_block_size,
-    check_distinct,
-    check_priority,
-    check_start,
-    count_of,
-    namespace_key,
-)
-from kvdock.prefix.interface import InsertResult, MatchResult, Namespace, PrefixCache, PrefixHandle, SizeInfo, Slots
+from kvdock.prefix.inputs import as_blocks, as_integers, check_block_size, check_distinct, check_priority, count_of, namespace_key
+from kvdock.prefix.interface import BlockIds, InsertResult, Namespace, PrefixCache, PrefixHandle, PrefixMatch, SizeInfo
 from kvdock.prefix.ownership import OneThread
 from kvdock.prefix.stats import PrefixStats
 
@@ -41,9 +31,13 @@ class _Handle(PrefixHandle):
 class NaivePrefixCache(OneThread, PrefixCache):
     """Finds nothing and stores nothing; all blocks stay the caller's. Arguments are checked as by any other.
 
+    It cannot be copied or pickled.
+
     Args:
         block_size: tokens in a block, 1 to 512.
     """
+
+    can_store = False
 
     def __init__(self, block_size: int = 16) -> None:
         self.block_size = check_block_size("NaivePrefixCache", block_size)
@@ -51,7 +45,7 @@ class NaivePrefixCache(OneThread, PrefixCache):
         self._stats = PrefixStats()
         self._time = self._locks = 0
 
-    def match_prefix(self, tokens: npt.ArrayLike, namespace: Namespace = (), *, record: bool = True) -> MatchResult:
+    def match_prefix(self, tokens: npt.ArrayLike, namespace: Namespace = (), *, record: bool = True) -> PrefixMatch:
         """Find nothing."""
         self._enter()
         count = as_integers("match_prefix: tokens", tokens).size
@@ -59,7 +53,7 @@ class NaivePrefixCache(OneThread, PrefixCache):
         handle = _Handle(self, self._time)
         if record:
             self.record_match(handle, count)
-        return MatchResult(handle, np.empty(0, dtype=np.int32))
+        return PrefixMatch(handle, _none())
 
     def record_match(self, handle: PrefixHandle, num_tokens: int) -> None:
         """Count a miss."""
@@ -86,40 +80,48 @@ class NaivePrefixCache(OneThread, PrefixCache):
             return handle
         raise StaleHandleError("NaivePrefixCache: handle", expected="one of this cache, since its last reset", got=repr(handle))
 
-    def insert_prefix(self, tokens: npt.ArrayLike, slots: npt.ArrayLike, namespace: Namespace = (), *, priority: int = 0) -> InsertResult:
+    def insert_prefix(
+        self,
+        tokens: npt.ArrayLike,
+        blocks: npt.ArrayLike,
+        namespace: Namespace = (),
+        *,
+        behind: PrefixHandle | None = None,
+        priority: int = 0,
+    ) -> InsertResult:
         """Store nothing."""
         self._enter()
-        ids, places = as_integers("insert_prefix: tokens", tokens), as_integers("insert_prefix: slots", slots)
-        if ids.size != places.size:
-            raise ArgumentValueError("insert_prefix: slots", expected=f"{ids.size}, one for each token", got=places.size)
+        ids = as_integers("insert_prefix: tokens", tokens)
+        passed = as_blocks("insert_prefix: blocks", blocks, ids.size // self.block_size)
         check_priority("insert_prefix: priority", priority)
         namespace_key("insert_prefix: namespace", namespace)
-        blocks = blocks_of("insert_prefix: slots", places[: places.size - places.size % self.block_size], self.block_size)
-        check_distinct("insert_prefix: slots", blocks, self.block_size)
-        return InsertResult(0, _Handle(self, self._time), np.empty(0, dtype=np.int32))
+        check_distinct("insert_prefix: blocks", passed, self.block_size)
+        if behind is not None:
+            self._checked(behind)
+        return InsertResult(0, _Handle(self, self._time), _none(), self.block_size)
 
-    def evict(self, size: int) -> Slots:
+    def evict(self, num_blocks: int) -> BlockIds:
         """Evict nothing; more is an error."""
         self._enter()
-        if block_count("evict: size", size, self.block_size):
-            raise OutOfBlocksError("evict: size", expected="0: nothing is stored", got=size)
-        return np.empty(0, dtype=np.int32)
+        if count_of("evict: num_blocks", num_blocks):
+            raise OutOfBlocksError("evict: num_blocks", expected="0: nothing is stored", got=num_blocks)
+        return _none()
 
-    def discard_prefix(self, handle: PrefixHandle, start: int) -> Slots:
+    def discard_prefix(self, handle: PrefixHandle, keep_blocks: int) -> BlockIds:
         """Forget nothing."""
         self._enter()
         self._checked(handle)
-        check_start("discard_prefix: start", start, self.block_size)
-        return np.empty(0, dtype=np.int32)
+        count_of("discard_prefix: keep_blocks", keep_blocks)
+        return _none()
 
-    def reset(self) -> Slots:
+    def reset(self) -> BlockIds:
         """Let all handles be stale."""
         self._enter()
         self._time += 1
         self._locks = 0
         if self._events:
             self._events.emit(Cleared())
-        return np.empty(0, dtype=np.int32)
+        return _none()
 
     @property
     def size_info(self) -> SizeInfo:
@@ -141,10 +143,15 @@ class NaivePrefixCache(OneThread, PrefixCache):
         self._enter()
         return self._events.subscribe(observer)
 
-    def stored_blocks(self) -> npt.NDArray[np.int64]:
+    def stored_blocks(self) -> BlockIds:
         """Return nothing."""
-        return np.empty(0, dtype=np.int64)
+        return _none()
 
     def check_integrity(self) -> None:
         """Notice another thread; there is nothing else that could be wrong."""
         self._enter()
+
+
+def _none() -> BlockIds:
+    """Return no blocks."""
+    return np.empty(0, dtype=np.int32)

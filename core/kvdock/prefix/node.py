@@ -1,41 +1,73 @@
-"""The nodes of a radix tree, and handles to them."""
+"""The nodes of a radix tree, and handles to places in them.
+
+::
+
+    position (in blocks):   start ......... start + held ......... end
+    blocks of a node:       | protected     | not                  |      `held` reaches to the last lock, or to the end
+    how it was used:        | earlier[0] | earlier[1] | the rest   |      where a lock is held behind the node
+
+Prompts that end within a node use only what is before their end. So a node knows, for each of its parts that was used
+alike, how: what is behind such an end may be worth less. The last part is described by the node itself.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kvdock.prefix.interface import PrefixHandle
+from kvdock.prefix.interface import BlockIds, PrefixHandle
 
-__all__ = ["BlockRun", "Node", "RadixHandle"]
+__all__ = ["Mark", "Node", "RadixHandle"]
 
-BlockRun = npt.NDArray[np.int32]
-"""Block ids of a node; never written once it is there."""
+_NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
+
+
+class Mark:
+    """How a part of a node was used, as a policy looks at it; see `kvdock.prefix.eviction.Usage`.
+
+    Attributes:
+        end: position behind the part.
+    """
+
+    __slots__ = ("created", "end", "last_use", "priority", "uses")
+
+    def __init__(self, end: int, like: Mark | Node) -> None:
+        self.end = end
+        self.last_use, self.uses, self.created, self.priority = like.last_use, like.uses, like.created, like.priority
 
 
 class Node:
     """A run of blocks with their token ids, behind another.
 
     Attributes:
-        parent: the node before it; None for a root, and for a node that is no longer stored.
+        parent: the node before it; None for a root. Of a node that is no longer stored, the one that was before it.
         children: nodes behind it, by the bytes of their first block of token ids; None without any.
-        label: token ids as bytes, so that one call compares a run with a prompt wherever that one is. Longer than the blocks
-            where their tail was evicted, until that matters.
-        blocks: ids of the blocks.
-        users: locks of handles to the end of this node, plus children that have users: the path is protected while > 0.
-        locks: locks of handles to the end of this node.
-        generation: counted up when the end of this node moves or goes: handles to it are stale then.
+        label: token ids as bytes, so that one call compares a run with a prompt wherever that one is.
+        start: position of its first block, counted from the root.
+        end: position behind its last block.
+        locks: how often each position in it is locked, by position; None before the first lock.
+        held_children: how many of its children have a lock in or behind them.
+        held: blocks of it that are protected, from its first on.
+        earlier: how its parts but the last were used, in order; None where all of it was used alike.
+        into: the node that has taken this one's blocks over; None for one that is stored, or was evicted.
+        is_stored: whether it is in the tree.
+        was_trimmed: whether handles may exist to positions behind its end.
         namespace: of a root, as the caller wrote it.
     """
 
     __slots__ = (
-        "blocks",
+        "_room",
         "children",
         "created",
-        "generation",
+        "earlier",
+        "end",
+        "held",
+        "held_children",
+        "into",
         "is_queued",
+        "is_stored",
         "label",
         "last_use",
         "locks",
@@ -43,29 +75,53 @@ class Node:
         "number",
         "parent",
         "priority",
-        "users",
+        "start",
         "uses",
+        "was_trimmed",
     )
 
-    def __init__(self, parent: Node | None, label: bytes, blocks: BlockRun, number: int, time: int, priority: int) -> None:
+    def __init__(self, parent: Node | None, start: int, label: bytearray, blocks: BlockIds, number: int) -> None:
         self.parent = parent
         self.label = label
-        self.blocks = blocks
-        self.children: dict[bytes, Node] | None = None
-        self.users = self.locks = self.generation = self.uses = 0
+        self._room = blocks
+        self.start = start
+        self.end = start + blocks.size
         self.number = number
-        self.created = self.last_use = time
-        self.priority = priority
-        self.is_queued = False
+        self.children: dict[bytes, Node] | None = None
+        self.locks: dict[int, int] | None = None
+        self.earlier: list[Mark] | None = None
+        self.into: Node | None = None
+        self.held = self.held_children = 0
+        self.created = self.last_use = self.uses = self.priority = 0
+        self.is_queued = self.was_trimmed = False
+        self.is_stored = True
         self.namespace: Any = None
 
+    @classmethod
+    def root(cls, namespace: Any, number: int) -> Node:
+        """Make the root of a namespace."""
+        root = cls(None, 0, bytearray(), _NO_BLOCKS, number)
+        root.namespace = namespace
+        return root
+
     def __repr__(self) -> str:
-        return f"Node(number={self.number}, blocks={len(self.blocks)}, users={self.users}, children={len(self.children or ())})"
+        return f"Node(number={self.number}, blocks {self.start} to {self.end}, held={self.held}, children={len(self.children or ())})"
+
+    @property
+    def blocks(self) -> BlockIds:
+        """Ids of its blocks; a view, good until the node changes."""
+        return self._room[: self.end - self.start]
 
     @property
     def is_evictable(self) -> bool:
-        """Whether its last block may go: it is stored, nobody uses it, and nothing is behind it."""
-        return self.users == 0 and not self.children and self.parent is not None
+        """Whether its last block may go: it is stored, nothing is behind it, and nobody holds all of it."""
+        return not self.children and self.held < self.end - self.start and self.is_stored and self.parent is not None
+
+    @property
+    def tail_start(self) -> int:
+        """Position of the first block that can go together with the last one: used alike, and not held."""
+        held = self.start + self.held
+        return max(held, self.earlier[-1].end) if self.earlier else held
 
     def add_child(self, key: bytes, node: Node) -> None:
         """Put a node behind this one."""
@@ -73,16 +129,141 @@ class Node:
             self.children = {}
         self.children[key] = node
 
+    def grow(self, label: memoryview, blocks: BlockIds) -> None:
+        """Append blocks with their token ids, at a cost in their number only."""
+        size = self.end - self.start
+        if size + blocks.size > self._room.size:
+            room = np.empty(size + blocks.size + size // 8, dtype=np.int32)
+            room[:size] = self._room[:size]
+            self._room = room
+        self._room[size : size + blocks.size] = blocks
+        self.label += label
+        self.end += blocks.size
+
+    def trim(self, end: int, block_bytes: int) -> BlockIds:
+        """Take off the blocks from position ``end`` on, and return them."""
+        size = end - self.start
+        gone = self.blocks[size:].copy()
+        del self.label[size * block_bytes :]
+        self.end = end
+        self.was_trimmed = True
+        if 2 * size < self._room.size:
+            self._room = self._room[:size].copy()
+        while self.earlier and end <= self.earlier[-1].end:
+            self._be_like(self.earlier.pop())
+        return gone
+
+    def split(self, at: int, block_bytes: int, number: int) -> Node:
+        """Return a new node with the blocks before position ``at``, between the parent and this one, which keeps the rest."""
+        size = at - self.start
+        upper = Node(self.parent, self.start, self.label[: size * block_bytes], self.blocks[:size].copy(), number)
+        self._share_marks(upper)
+        self._share_locks(upper)
+        self.label, self._room = self.label[size * block_bytes :], self.blocks[size:].copy()
+        self.start, self.parent = at, upper
+        return upper
+
+    def absorb(self, upper: Node, policy_key: Callable[[Any], Any]) -> None:
+        """Take over the blocks of the parent, whose only child this is."""
+        self.earlier = [*(upper.earlier or ()), Mark(upper.end, upper), *(self.earlier or ())]
+        self._room = np.concatenate((upper.blocks, self.blocks))
+        self.label = upper.label + self.label
+        self.held = upper.held + self.held
+        self.locks = {**(upper.locks or {}), **(self.locks or {})}
+        self.start, self.parent = upper.start, upper.parent
+        upper.into, upper.is_stored, upper.children = self, False, None
+        self._join_marks(policy_key)
+
+    def renew(self) -> Node:
+        """Return a node that takes this leaf's place: handles behind its end, and its place in the queue, stay with the old one."""
+        fresh = Node(self.parent, self.start, self.label, self._room, self.number)
+        fresh.end, fresh.held, fresh.locks, fresh.earlier = self.end, self.held, self.locks, self.earlier
+        fresh._be_like(self)
+        self.into, self.is_stored = fresh, False
+        return fresh
+
+    def use(self, upto: int, now: int, priority: int | None, policy_key: Callable[[Any], Any]) -> None:
+        """Note a use of the blocks before position ``upto``, now."""
+        if upto == self.end:
+            _note_use(self, now, priority)
+            if not self.earlier:
+                return
+        else:
+            self._mark(upto)
+        for mark in self.earlier or ():
+            if mark.end > upto:
+                break
+            _note_use(mark, now, priority)
+        self._join_marks(policy_key)
+
+    def _mark(self, end: int) -> None:
+        """See to it that a part ends at position ``end``."""
+        marks = self.earlier = self.earlier or []
+        index = next((i for i, mark in enumerate(marks) if mark.end >= end), len(marks))
+        if index == len(marks) or marks[index].end != end:
+            marks.insert(index, Mark(end, marks[index] if index < len(marks) else self))
+
+    def mark_end(self) -> None:
+        """Let what grows from here on be a part of its own."""
+        self.earlier = [*(self.earlier or ()), Mark(self.end, self)]
+
+    def _join_marks(self, policy_key: Callable[[Any], Any]) -> None:
+        """Make one part of neighbours that the policy does not tell apart."""
+        marks, kept, later = self.earlier or [], list[Mark](), policy_key(self)
+        for mark in reversed(marks):
+            if (key := policy_key(mark)) != later:
+                kept.append(mark)
+                later = key
+        self.earlier = kept[::-1] or None
+
+    def _share_marks(self, upper: Node) -> None:
+        """Give the part above this node's new start what is known of it. ``upper`` ends there."""
+        marks = self.earlier or []
+        above = [mark for mark in marks if mark.end < upper.end]
+        below = [mark for mark in marks if mark.end > upper.end]
+        at_end = marks[len(above)] if len(above) < len(marks) else self
+        upper._be_like(at_end)
+        upper.earlier, self.earlier = above or None, below or None
+
+    def _share_locks(self, upper: Node) -> None:
+        """Give the part above its locks, and what it holds."""
+        locks, at = self.locks or {}, upper.end
+        upper.locks = {position: count for position, count in locks.items() if position <= at}
+        self.locks = {position: count for position, count in locks.items() if position > at}
+        upper.held = min(self.held, at - upper.start)
+        self.held -= upper.held
+        upper.held_children = 1 if self.held else 0
+
+    def _be_like(self, other: Mark | Node) -> None:
+        """Take over how another was used."""
+        self.last_use, self.uses, self.created, self.priority = other.last_use, other.uses, other.created, other.priority
+
+
+def _note_use(part: Mark | Node, now: int, priority: int | None) -> None:
+    """Note a use of a part of a node; the last part is the node itself."""
+    part.last_use = now
+    part.uses += 1
+    if priority is not None and priority > part.priority:
+        part.priority = priority
+
 
 class RadixHandle(PrefixHandle):
-    """The end of a node, as it was when the handle was made."""
+    """A position, and the node that it is in; later it may be in another, which `RadixTree.find` finds.
 
-    __slots__ = ("epoch", "generation", "locks", "node", "owner")
+    Attributes:
+        position: blocks before it.
+        space: key of its namespace.
+        node: None at the root.
+        locks: how often it is locked.
+    """
 
-    def __init__(self, owner: object, epoch: int, node: Node | None, cached_len: int) -> None:
-        self.cached_len = cached_len
+    __slots__ = ("epoch", "locks", "node", "owner", "position", "space")
+
+    def __init__(self, owner: object, epoch: int, space: object, node: Node | None, position: int, block_size: int) -> None:
+        self.cached_len = position * block_size
         self.owner = owner
         self.epoch = epoch
+        self.space = space
         self.node = node
-        self.generation = 0 if node is None else node.generation
+        self.position = position
         self.locks = 0

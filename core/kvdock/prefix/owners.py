@@ -24,13 +24,14 @@ class StoredBlocks:
     """
 
     def __init__(self, block_size: int) -> None:
+        self._most = MAX_SLOTS // block_size
         self._block_size = block_size
         self._table = np.zeros(0, dtype=np.int32)
         self._numbers = np.arange(1, 1025, dtype=np.int32)
 
-    def ids(self) -> npt.NDArray[np.int64]:
+    def ids(self) -> _BlockIds:
         """Return the ids of all stored blocks, sorted."""
-        return np.flatnonzero(self._table)
+        return np.flatnonzero(self._table).astype(np.int32)
 
     def clear(self) -> None:
         """Forget all."""
@@ -44,7 +45,7 @@ class StoredBlocks:
         """Take over blocks, those behind ``known``.
 
         Args:
-            subject: what to call the slots in an error.
+            subject: what to call the blocks in an error.
             blocks: int32 ``[n]``, for as many blocks of tokens.
             known: the stored blocks of the first of these tokens.
 
@@ -68,6 +69,9 @@ class StoredBlocks:
 
     def _take(self, subject: str, blocks: _BlockIds) -> None:
         """Take over blocks that are not stored, each once."""
+        if blocks.size == 1 and 0 <= (block := int(blocks[0])) < self._table.size and not self._table[block]:
+            self._table[block] = 1  # a sequence that generates publishes one at a time: half the time of what follows
+            return
         places = blocks.view(np.uint32).astype(np.intp)  # without a sign, negative ids are beyond any table
         try:
             taken = self._table.take(places)
@@ -80,13 +84,13 @@ class StoredBlocks:
         self._table[places] = numbers
         if self._table.take(places).tobytes() != numbers.tobytes():
             self._table[places] = 0
-            raise twice(subject, blocks, self._block_size)
+            raise twice(subject, blocks)
 
     def _reach(self, subject: str, highest: int) -> None:
         """Make the table larger."""
-        if highest >= MAX_SLOTS // self._block_size:
-            raise out_of_range(subject, int(np.uint32(highest).astype(np.int32)) * self._block_size)
-        grown = np.zeros(max(highest + 1, 2 * self._table.size), dtype=np.int32)
+        if highest >= self._most:
+            raise out_of_range(subject, int(np.uint32(highest).astype(np.int32)), self._block_size)
+        grown = np.zeros(min(max(highest + 1, 2 * self._table.size), self._most), dtype=np.int32)
         grown[: self._table.size] = self._table
         self._table = grown
 
@@ -100,7 +104,7 @@ class StoredBlocks:
         """Describe a block that is stored for other tokens."""
         return ArgumentValueError(
             subject,
-            expected="slots that are not stored, or each with its own token",
-            got=f"slot {block * self._block_size} of block {block}, which is stored for another token",
+            expected="blocks that are not stored, or each for its own tokens",
+            got=f"block {block}, which is stored for other tokens",
             fix="allocate a block for each block of new tokens, and free it only when evict() returned it",
         )

@@ -1,12 +1,34 @@
-"""One thread at a time."""
+"""One thread at a time, and no copies."""
 
 from __future__ import annotations
 
 import threading
+from typing import Any, NoReturn
 
-from kvdock.errors import WrongThreadError
+from kvdock.errors import UnsupportedError, WrongThreadError
 
-__all__ = ["OneThread"]
+__all__ = ["NotCopied", "OneThread"]
+
+
+class NotCopied:
+    """Base of what names blocks of a pool, which exist once: a copy would own them a second time.
+
+    `copy.copy`, `copy.deepcopy` and `pickle` raise `UnsupportedError`, which says what to do instead.
+    """
+
+    __slots__ = ()
+
+    instead_of_copies = "make a new one over a pool of its own, and let it compute what it needs"
+    """What to do instead, for the error."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse; `copy` and `pickle` all come here."""
+        raise UnsupportedError(
+            type(self).__name__,
+            expected="to stay the only one that names its blocks",
+            got="a request to copy or pickle it",
+            fix=self.instead_of_copies,
+        )
 
 
 class OneThread:

@@ -1,92 +1,103 @@
-"""A radix tree over token ids, in whole blocks.
+"""A prefix cache over a radix tree of token ids, in whole blocks.
 
 ::
 
-    root ── [a b c d | e f g h] ──┬── [i j k l]              a node is a run of blocks that nothing branches off;
-            blocks 7, 3           │   block 9                a branch begins with a block of its own, so that a child
-                                  └── [i j x y | ...]        is found by the bytes of its first block
-                                      block 4, ...
+    root ── [a b c d | e f g h] ──┬── [i j k l]              a node is a run of blocks that nothing branches off; what is
+            blocks 7, 3           │   block 9                published behind a leaf makes it longer
+                                  └── [i j x y | ...]        a branch begins with a block of its own, so that a child
+                                      block 4, ...           is found by the bytes of its first block
 
-    held nodes form the top of the tree, evictable ones hang below: whatever is not held can be evicted, leaves first
+    what is held lies at the top of the tree, what can be evicted below: ends of leaves first
 
-A run and a prompt are compared by one `bytes.startswith`, which costs what reading the bytes costs. The tree and its paths
+A run and a prompt are compared by one comparison of bytes, which costs what reading them costs. The tree and its paths
 may be as deep as memory allows: nothing recurses. After SGLang's RadixAttention (arXiv:2312.07104), with the differences
 that `kvdock.prefix.interface` states.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.errors import ArgumentValueError, IntegrityError, OutOfBlocksError, StaleHandleError
+from kvdock.errors import ArgumentValueError, OutOfBlocksError, StaleHandleError
 from kvdock.prefix.events import Cleared, EventStream, PrefixEvent, Removed, Stored
-from kvdock.prefix.eviction import EvictionPolicy, EvictionQueue, policy_of
-from kvdock.prefix.inputs import (
-    as_integers,
-    block_count,
-    blocks_of,
-    check_block_size,
-    check_priority,
-    check_start,
-    count_of,
-    namespace_key,
-    slots_of,
-)
+from kvdock.prefix.eviction import EvictionPolicy, policy_of
+from kvdock.prefix.inputs import as_blocks, as_integers, check_block_size, check_priority, count_of, namespace_key
 from kvdock.prefix.integrity import check_tree
-from kvdock.prefix.interface import InsertResult, MatchResult, Namespace, PrefixCache, PrefixHandle, SizeInfo, Slots
-from kvdock.prefix.labels import common_blocks, first_wide, token_data, tokens_of, widened
-from kvdock.prefix.node import BlockRun, Node, RadixHandle
+from kvdock.prefix.interface import (
+    BlockIds,
+    InsertResult,
+    Namespace,
+    PartialMatch,
+    PrefixCache,
+    PrefixHandle,
+    PrefixMatch,
+    SizeInfo,
+)
+from kvdock.prefix.labels import first_wide, token_data, tokens_of
+from kvdock.prefix.node import Node, RadixHandle
 from kvdock.prefix.owners import StoredBlocks
 from kvdock.prefix.ownership import OneThread
 from kvdock.prefix.stats import PrefixStats
+from kvdock.prefix.tree import RadixTree, joined
 
 __all__ = ["RadixPrefixCache"]
-
-_NO_BLOCKS: BlockRun = np.empty(0, dtype=np.int32)
 
 
 class RadixPrefixCache(OneThread, PrefixCache):
     """Prefixes in a radix tree.
 
-    A match, a lock and an insertion cost time in the tokens and nodes of one path; evicting k runs of blocks among n costs
-    O(k log n). Token ids may be any 64-bit integers. They take 4 bytes each while all of them fit, 8 from the first that does not on.
+    A match and a lock cost time in the tokens and nodes of one path, an insertion in what is behind ``behind``; evicting k runs
+    of blocks among n costs O(k log n). Token ids may be any 64-bit integers. They take 4 bytes each while all of them fit, 8
+    from the first that does not on. It cannot be copied or pickled.
 
     Args:
         block_size: tokens in a block, 1 to 512.
-        policy: what is evicted first: ``"lru"``, ``"lfu"``, ``"fifo"``, ``"priority"``, or an `EvictionPolicy`.
+        policy: what is evicted first: ``"lru"``, ``"lfu"``, ``"fifo"``, ``"priority"``, or an `EvictionPolicy`. What is stored
+            behind a leaf is worth what the leaf is, but for its priority.
     """
 
     def __init__(self, block_size: int = 16, policy: str | EvictionPolicy = "lru") -> None:
         self.block_size = check_block_size("RadixPrefixCache", block_size)
         self.policy = policy_of(policy)
-        self._token_bytes = 4
         self._events = EventStream()
-        self._roots: dict[Hashable, Node] = {}
-        self._queue: EvictionQueue[Node] = EvictionQueue(self.policy)
-        self._owned = StoredBlocks(self.block_size)
-        self._clock = self._epoch = self._number = 0
-        self._stored = self._protected = self._num_locks = 0  # blocks, blocks, locks
-        self._lookups = self._lookup_tokens = self._hit_tokens = self._inserted = 0
-        self._evicted = self._evictions = self._age_sum = self._age_max = 0
+        self._tree = RadixTree(block_size, self.policy)
+        self._owned = StoredBlocks(block_size)
+        self._epoch = self._num_locks = 0
+        self._lookups = self._lookup_tokens = self._hit_tokens = self._inserted = self._evicted = 0
 
     def __repr__(self) -> str:
         return f"RadixPrefixCache(block_size={self.block_size}, policy={self.policy.name!r}, {self.size_info})"
 
-    def match_prefix(self, tokens: npt.ArrayLike, namespace: Namespace = (), *, record: bool = True) -> MatchResult:
-        """Find the longest stored prefix; see `PrefixCache.match_prefix`. A node that matches in part is split, for the handle."""
+    def match_prefix(self, tokens: npt.ArrayLike, namespace: Namespace = (), *, record: bool = True) -> PrefixMatch:
+        """Find the longest stored prefix; see `PrefixCache.match_prefix`."""
         self._enter()
         ids = as_integers("match_prefix: tokens", tokens)
-        root = self._roots.get(namespace_key("match_prefix: namespace", namespace))
-        node, count, blocks = self._walk(root, self._data(ids))
-        handle = RadixHandle(self, self._epoch, self._settled(node, count), blocks.size * self.block_size)
+        key = namespace_key("match_prefix: namespace", namespace)
+        root = self._tree.roots.get(key)
+        if root is None:
+            node, at, runs = None, 0, list[BlockIds]()
+        else:
+            node, at, runs = self._tree.walk(root, 0, self._data(ids))
+        handle = self._handle(key, node, at)
         if record:
             self._record(handle, ids.size)
-        return MatchResult(handle, slots_of(blocks, self.block_size))
+        return PrefixMatch(handle, joined(runs))
+
+    def match_partial(self, handle: PrefixHandle, tokens: npt.ArrayLike) -> PartialMatch | None:
+        """Find a block that begins alike; see `PrefixCache.match_partial`. Costs time in the branches at that place."""
+        self._enter()
+        own = self._checked(handle)
+        ids = as_integers("match_partial: tokens", tokens)[: self.block_size]
+        node = own.node or self._tree.roots.get(own.space)
+        if node is None or 2 * ids.size < self.block_size:
+            return None
+        wanted = np.zeros(self.block_size, dtype=ids.dtype)
+        wanted[: ids.size] = ids
+        return self._most_alike(own, node, bytes(self._data(wanted)), min(ids.size, self.block_size - 1))
 
     def record_match(self, handle: PrefixHandle, num_tokens: int) -> None:
         """Count a match that was not recorded; see `PrefixCache.record_match`."""
@@ -102,94 +113,97 @@ class RadixPrefixCache(OneThread, PrefixCache):
             own.locks += 1
             self._num_locks += 1
             if own.node is not None:
-                own.node.locks += 1
-                self._hold(own.node)
+                self._tree.lock(own.node, own.position)
         elif own.locks:
             own.locks -= 1
             self._num_locks -= 1
             if own.node is not None:
-                own.node.locks -= 1
-                self._let_go(own.node)
+                self._tree.unlock(own.node, own.position)
         else:
             raise StaleHandleError(
                 "lock_handle: handle", expected="a locked one", got=f"{handle}, which is not", fix="unlock once per lock"
             )
 
-    def insert_prefix(self, tokens: npt.ArrayLike, slots: npt.ArrayLike, namespace: Namespace = (), *, priority: int = 0) -> InsertResult:
+    def insert_prefix(
+        self,
+        tokens: npt.ArrayLike,
+        blocks: npt.ArrayLike,
+        namespace: Namespace = (),
+        *,
+        behind: PrefixHandle | None = None,
+        priority: int = 0,
+    ) -> InsertResult:
         """Store whole blocks; see `PrefixCache.insert_prefix`."""
         self._enter()
-        ids, places = as_integers("insert_prefix: tokens", tokens), as_integers("insert_prefix: slots", slots)
-        if ids.size != places.size:
-            raise ArgumentValueError("insert_prefix: slots", expected=f"{ids.size}, one for each token", got=places.size)
+        ids = as_integers("insert_prefix: tokens", tokens)
+        passed = as_blocks("insert_prefix: blocks", blocks, ids.size // self.block_size)
         check_priority("insert_prefix: priority", priority)
         key = namespace_key("insert_prefix: namespace", namespace)
-        size = places.size - places.size % self.block_size
-        blocks = blocks_of("insert_prefix: slots", places[:size], self.block_size)
-        data, root = self._data(ids), self._roots.get(key)
-        node, count, known = self._walk(root, data)
-        is_canonical, length = self._owned.claim("insert_prefix: slots", blocks, known), known.size
-        if len(data) < size * self._token_bytes:  # an id that does not fit
-            self._widen()
-            data = self._data(ids)
-        node = self._settled(node, count)
-        if length < blocks.size:
-            root = self._root(key, namespace) if root is None else root
-            node = self._append(node or root, data, blocks, length, priority)
-        self._use(node, priority)
-        canonical = blocks if is_canonical else np.concatenate((known, blocks[length:]))
-        handle = RadixHandle(self, self._epoch, node, size)
-        if self._events and node is not None and length < blocks.size:
-            self._events.emit(self._stored_event(node))
-        return InsertResult(length * self.block_size, handle, functools.partial(slots_of, canonical, self.block_size))
+        tree, data = self._tree, self._data(ids)
+        node, start = self._place(key, namespace, behind)
+        end, at, runs = tree.walk(node, start, data) if node is not None else (None, start, list[BlockIds]())
+        known = joined(runs)
+        is_canonical = self._owned.claim("insert_prefix: blocks", passed, known)
+        reached, fresh = start + passed.size, passed[known.size :]
+        event = None
+        if fresh.size:
+            data = self._wide_data(ids, data)[known.size * tree.block_bytes :]
+            end = tree.root(key, namespace) if end is None else end
+            if self._events:
+                before = int(end.blocks[at - end.start - 1]) if at else None
+                event = Stored(namespace, before, tokens_of(bytes(data), tree.token_bytes), fresh.copy())
+            end = tree.append(end, at, data, fresh, priority)
+            self._inserted += fresh.size
+        tree.use(end, reached, priority)
+        canonical = passed if is_canonical else np.concatenate((known, fresh))
+        result = InsertResult(at * self.block_size, self._handle(key, end, reached), canonical, self.block_size)
+        if event:
+            self._events.emit(event)
+        return result
 
-    def evict(self, size: int) -> Slots:
+    def evict(self, num_blocks: int) -> BlockIds:
         """Forget blocks, ends of prefixes first; see `PrefixCache.evict`."""
         self._enter()
-        count = block_count("evict: size", size, self.block_size)
-        evictable = self._stored - self._protected
+        count = count_of("evict: num_blocks", num_blocks)
+        evictable = self._tree.stored - self._tree.protected
         if count > evictable:
             raise OutOfBlocksError(
-                "evict: size",
-                expected=f"at most the {evictable * self.block_size} tokens that nobody has locked, of {self.size_info.total_size}",
-                got=size,
-                fix="unlock handles, or ask for size_info.evictable_size first",
+                "evict: num_blocks",
+                expected=f"at most the {evictable} blocks that nobody has locked, of {self._tree.stored}",
+                got=count,
+                fix="unlock handles, or ask for size_info.evictable_size (tokens) first",
             )
-        runs: list[BlockRun] = []
-        while count:
-            node = self._queue.pop()
-            runs.append(self._remove(node) if len(node.blocks) <= count else self._trim(node, count))
-            count -= len(runs[-1])
-        return self._removed(runs)
+        return self._removed(self._tree.evict(count))
 
-    def discard_prefix(self, handle: PrefixHandle, start: int) -> Slots:
+    def discard_prefix(self, handle: PrefixHandle, keep_blocks: int) -> BlockIds:
         """Forget the end of a prefix; see `PrefixCache.discard_prefix`."""
         self._enter()
-        node, position = self._checked(handle).node, handle.cached_len // self.block_size
-        first = check_start("discard_prefix: start", start, self.block_size) // self.block_size
-        runs: list[BlockRun] = []
-        while node is not None and node.is_evictable and position > first:
-            parent, count = node.parent, min(len(node.blocks), position - first)
-            runs.append(self._remove(node) if count == len(node.blocks) else self._trim(node, count))
-            node, position = parent, position - count
+        own, keep = self._checked(handle), count_of("discard_prefix: keep_blocks", keep_blocks)
+        node, at, runs = own.node, own.position, list[BlockIds]()
+        while node is not None and node.is_evictable and node.end == at > keep:
+            end = max(keep, node.start + node.held)
+            parent, is_whole = node.parent, end == node.start
+            runs.append(self._tree.cut(node, end))
+            node, at = parent if is_whole else None, end
         return self._removed(runs)
 
-    def reset(self) -> Slots:
+    def reset(self) -> BlockIds:
         """Forget everything; see `PrefixCache.reset`."""
         self._enter()
-        slots = slots_of(self.stored_blocks().astype(np.int32), self.block_size)
-        self._roots.clear()
-        self._queue.clear()
+        blocks = self._owned.ids()
+        self._tree.clear()
         self._owned.clear()
         self._epoch += 1
-        self._stored = self._protected = self._num_locks = 0
+        self._num_locks = 0
         if self._events:
             self._events.emit(Cleared())
-        return slots
+        return blocks
 
     @property
     def size_info(self) -> SizeInfo:
         """How much is stored, in tokens."""
-        return SizeInfo((self._stored - self._protected) * self.block_size, self._protected * self.block_size)
+        tree = self._tree
+        return SizeInfo((tree.stored - tree.protected) * self.block_size, tree.protected * self.block_size)
 
     @property
     def num_locks(self) -> int:
@@ -205,9 +219,9 @@ class RadixPrefixCache(OneThread, PrefixCache):
             hit_tokens=self._hit_tokens,
             inserted_tokens=self._inserted * self.block_size,
             evicted_tokens=self._evicted * self.block_size,
-            evictions=self._evictions,
-            age_sum=self._age_sum,
-            age_max=self._age_max,
+            evictions=self._tree.evictions,
+            age_sum=self._tree.age_sum,
+            age_max=self._tree.age_max,
         )
 
     def subscribe(self, observer: Callable[[PrefixEvent], None]) -> Callable[[], None]:
@@ -215,31 +229,36 @@ class RadixPrefixCache(OneThread, PrefixCache):
         self._enter()
         return self._events.subscribe(observer)
 
-    def stored_blocks(self) -> npt.NDArray[np.int64]:
+    def stored_blocks(self) -> BlockIds:
         """Return the ids of all stored blocks, sorted."""
         return self._owned.ids()
 
     def check_integrity(self) -> None:
         """Walk over the whole tree; see `PrefixCache.check_integrity`."""
         self._enter()
-        check_tree(
-            self._roots,
-            self._queue.items(),
-            key_bytes=self.block_size * self._token_bytes,
-            stored=self._stored,
-            protected=self._protected,
-            num_locks=self._num_locks,
-            owned=self.stored_blocks(),
-        )
+        check_tree(self._tree, num_locks=self._num_locks, owned=self.stored_blocks())
 
     def nodes(self) -> Iterator[Node]:
         """Yield every node but the roots, parents before children."""
-        left = list(self._roots.values())
-        while left:
-            node = left.pop()
-            left.extend(node.children.values() if node.children else ())
-            if node.parent is not None:
-                yield node
+        return self._tree.nodes()
+
+    def _handle(self, key: Hashable, node: Node | None, position: int) -> RadixHandle:
+        """Make a handle to a position."""
+        return RadixHandle(self, self._epoch, key, node if position else None, position, self.block_size)
+
+    def _place(self, key: Hashable, namespace: Namespace, behind: PrefixHandle | None) -> tuple[Node | None, int]:
+        """Return the node and the position that an insertion starts from; the root, if it is there, without ``behind``."""
+        if behind is None:
+            return self._tree.roots.get(key), 0
+        own = self._checked(behind)
+        if own.space != key:
+            raise ArgumentValueError(
+                "insert_prefix: behind",
+                expected=f"a handle of the namespace that is named, {namespace!r}",
+                got=f"{behind} of another",
+                fix="pass the namespace that the handle was found in, and the tokens that follow it",
+            )
+        return own.node or self._tree.roots.get(key), own.position
 
     def _data(self, ids: npt.NDArray[Any]) -> memoryview:
         """Return the whole blocks of token ids in this tree's width, up to the first that do not fit: none such is stored.
@@ -247,205 +266,73 @@ class RadixPrefixCache(OneThread, PrefixCache):
         It may be the caller's memory: what is to be kept is copied out of it.
         """
         whole = ids[: ids.size - ids.size % self.block_size]
-        found = token_data(whole, self._token_bytes)
+        found = token_data(whole, self._tree.token_bytes)
         if found is None:
             fits = first_wide(whole)
             found = whole[: fits - fits % self.block_size].astype(np.int32).data.cast("B")
         return found
 
-    def _widen(self) -> None:
-        """Store token ids in 8 bytes from now on."""
-        self._token_bytes = 8
-        width = 8 * self.block_size
-        for node in [*self._roots.values(), *self.nodes()]:
-            node.label = widened(node.label)
-            if node.children:
-                node.children = {widened(key): child for key, child in node.children.items()}
-                assert all(len(key) == width for key in node.children)  # noqa: S101 - what `_walk` looks children up by
+    def _wide_data(self, ids: npt.NDArray[Any], data: memoryview) -> memoryview:
+        """Return the whole blocks of token ids, all of them: where one does not fit, the tree gets wider."""
+        if len(data) < ids.size // self.block_size * self._tree.block_bytes:
+            self._tree.widen()
+            data = self._data(ids)
+        return data
 
-    def _walk(self, root: Node | None, data: memoryview) -> tuple[Node | None, int, BlockRun]:
-        """Follow token ids down as far as they are stored. Changes nothing; see `_settled`.
+    def _most_alike(self, handle: RadixHandle, node: Node, wanted: bytes, most: int) -> PartialMatch | None:
+        """Return the block behind a place whose first tokens are most alike, of at most ``most`` tokens."""
+        width, at = self._tree.block_bytes, handle.position - node.start
+        if handle.position < node.end:
+            candidates = [(bytes(node.label[at * width : (at + 1) * width]), node, at)]
+        else:
+            half = wanted[: (self.block_size + 1) // 2 * self._tree.token_bytes]
+            candidates = [(key, child, 0) for key, child in (node.children or {}).items() if key.startswith(half)]
+        best = max(((_common_tokens(key, wanted, self._tree.token_bytes), i) for i, (key, _, _) in enumerate(candidates)), default=(0, 0))
+        count = min(best[0], most)
+        if 2 * count < self.block_size:
+            return None
+        _, found, offset = candidates[best[1]]
+        end = self._handle(handle.space, found, found.start + offset + 1)
+        return PartialMatch(end, int(found.blocks[offset]), count)
 
-        Returns:
-            the node where they end or differ, or None at the root; how many of its blocks are theirs; and all blocks that are.
-        """
-        width, end, position = self.block_size * self._token_bytes, len(data), 0
-        node = root
-        runs: list[BlockRun] = []
-        while node is not None and position < end and node.children is not None:
-            child = node.children.get(data[position : position + width].tobytes())
-            if child is None:
-                break
-            node, label, length = child, child.label, len(child.blocks) * width
-            if len(label) != length:
-                label = self._shorten(child)
-            stop = position + length
-            # Where the last block is the same, so are mostly all: then one comparison of the whole tells. Else it would read in vain.
-            if data[stop - width : stop].tobytes() != label[-width:] or data[position:stop].tobytes() != label:
-                runs.append(child.blocks[: common_blocks(label, data, position, width)])
-                break
-            runs.append(child.blocks)
-            position = stop
-        if not runs:
-            return None, 0, _NO_BLOCKS
-        return node, len(runs[-1]), runs[0] if len(runs) == 1 else np.concatenate(runs)
-
-    def _settled(self, node: Node | None, count: int) -> Node | None:
-        """Return the node that ends behind ``count`` blocks of a node, splitting it where that is in its midst."""
-        return node if node is None or count == len(node.blocks) else self._split(node, count)
-
-    def _split(self, node: Node, count: int) -> Node:
-        """Put the first ``count`` blocks of a node into one before it, and return that. Handles to the end stay good."""
-        parent, siblings, width = *_above(node), self.block_size * self._token_bytes
-        upper = Node(parent, node.label[: count * width], node.blocks[:count].copy(), node.number, node.created, node.priority)
-        upper.last_use, upper.uses = node.last_use, node.uses
-        upper.users = 1 if node.users else 0
-        node.label, node.blocks, node.parent = node.label[count * width :], node.blocks[count:].copy(), upper
-        siblings[upper.label[:width]] = upper
-        upper.add_child(node.label[:width], node)
-        return upper
-
-    def _root(self, key: Hashable, namespace: Namespace) -> Node:
-        """Make the root of a namespace."""
-        root = self._roots[key] = Node(None, b"", _NO_BLOCKS, self._next_number(), 0, 0)
-        root.namespace = namespace
-        return root
-
-    def _append(self, parent: Node, data: memoryview, blocks: BlockRun, start: int, priority: int) -> Node:
-        """Store blocks from ``start`` on behind a node."""
-        width = self.block_size * self._token_bytes
-        fresh = blocks[start:]
-        node = Node(parent, data[start * width :].tobytes(), fresh.copy(), self._next_number(), self._clock + 1, priority)
-        parent.add_child(node.label[:width], node)
-        self._stored += fresh.size
-        self._inserted += fresh.size
-        self._queue.push(node)
-        return node
-
-    def _stored_event(self, node: Node) -> Stored:
-        """Describe a node that was just appended."""
-        parent, _ = _above(node)
-        before = int(parent.blocks[-1]) if parent.blocks.size else None
-        return Stored(self._root_of(node).namespace, before, tokens_of(node.label, self._token_bytes), node.blocks.astype(np.int64))
-
-    def _remove(self, node: Node) -> BlockRun:
-        """Take a leaf out of the tree, and return its blocks."""
-        parent, siblings = _above(node)
-        del siblings[node.label[: self.block_size * self._token_bytes]]
-        node.parent = None
-        node.generation += 1
-        self._queue.discard(node)
-        if not siblings:
-            parent.children = None
-            if parent.parent is None:
-                del self._roots[namespace_key("", parent.namespace)]
-            elif not parent.users:
-                self._queue.push(parent)
-        self._count_eviction(node)
-        return node.blocks
-
-    def _trim(self, node: Node, count: int) -> BlockRun:
-        """Take the last ``count`` blocks off a leaf that has more, and return them."""
-        keep = len(node.blocks) - count
-        tail = node.blocks[keep:]
-        node.blocks = node.blocks[:keep]
-        node.generation += 1
-        if 2 * keep * self.block_size * self._token_bytes < len(node.label):
-            self._shorten(node)  # else it is left: the next eviction would copy the label again
-        self._queue.push(node)
-        self._count_eviction(node)
-        return tail
-
-    def _shorten(self, node: Node) -> bytes:
-        """Bring a node's label to the length of its blocks, holding on to no memory beyond; return the label."""
-        node.blocks = node.blocks.copy()
-        node.label = node.label[: len(node.blocks) * self.block_size * self._token_bytes]
-        return node.label
-
-    def _count_eviction(self, node: Node) -> None:
-        """Count a run that goes."""
-        age = self._clock - node.last_use
-        self._evictions += 1
-        self._age_sum += age
-        self._age_max = max(self._age_max, age)
-
-    def _removed(self, runs: list[BlockRun]) -> Slots:
-        """Give blocks back to the caller: their slots."""
-        if not runs:
-            return np.empty(0, dtype=np.int32)
-        blocks = runs[0] if len(runs) == 1 else np.concatenate(runs)
-        self._owned.release(blocks)
-        self._stored -= blocks.size
-        self._evicted += blocks.size
-        if self._events:
-            self._events.emit(Removed(blocks.astype(np.int64)))
-        return slots_of(blocks, self.block_size)
-
-    def _hold(self, node: Node) -> None:
-        """Count a user of a path. A node that has one already holds the rest of its path."""
-        while node.parent is not None:
-            node.users += 1
-            if node.users > 1:
-                return
-            self._protected += len(node.blocks)
-            node = node.parent
-
-    def _let_go(self, node: Node) -> None:
-        """Take a user from a path; where none is left, the path may go."""
-        while node.parent is not None:
-            node.users -= 1
-            if node.users:
-                return
-            self._protected -= len(node.blocks)
-            if not node.children:
-                self._queue.push(node)
-            node = node.parent
+    def _removed(self, runs: list[BlockIds]) -> BlockIds:
+        """Give blocks back to the caller."""
+        blocks = joined(runs)
+        if blocks.size:
+            self._owned.release(blocks)
+            self._evicted += blocks.size
+            if self._events:
+                self._events.emit(Removed(blocks.copy()))
+        return blocks
 
     def _record(self, handle: RadixHandle, num_tokens: int) -> None:
         """Count a match."""
         self._lookups += 1
         self._lookup_tokens += num_tokens
         self._hit_tokens += handle.cached_len
-        self._use(handle.node, None)
-
-    def _use(self, node: Node | None, priority: int | None) -> None:
-        """Note a use of a whole path, now."""
-        self._clock += 1
-        now = self._clock
-        while node is not None and node.parent is not None:
-            node.last_use = now
-            node.uses += 1
-            if priority is not None and priority > node.priority:
-                node.priority = priority
-            node = node.parent
+        self._tree.use(handle.node, handle.position, None)
 
     def _checked(self, handle: PrefixHandle) -> RadixHandle:
-        """Return a handle whose place is still there."""
+        """Return a handle whose place is still there, with the node that has it now."""
         if not isinstance(handle, RadixHandle) or handle.owner is not self:
             raise StaleHandleError("RadixPrefixCache: handle", expected="one of this cache", got=f"{handle!r}, which is not")
         node = handle.node
-        if handle.epoch != self._epoch or (node is not None and node.generation != handle.generation):
-            why = "evicted" if handle.epoch == self._epoch else "from before a reset"
-            raise StaleHandleError(
-                "RadixPrefixCache: handle", expected="one of what is stored", got=f"{handle}, which is {why}", fix="match the tokens again"
-            )
-        return handle
-
-    def _root_of(self, node: Node) -> Node:
-        """Return the root above a node."""
-        while node.parent is not None:
-            node = node.parent
-        return node
-
-    def _next_number(self) -> int:
-        """Return a number that no node has."""
-        self._number += 1
-        return self._number
+        if handle.epoch == self._epoch:
+            if node is None:
+                return handle
+            if node.is_stored and node.start < handle.position <= node.end:
+                return handle
+            handle.node = found = self._tree.find(node, handle.position)
+            if found is not None:
+                return handle
+            handle.node = node
+        why = "evicted" if handle.epoch == self._epoch else "from before a reset"
+        raise StaleHandleError(
+            "RadixPrefixCache: handle", expected="one of what is stored", got=f"{handle}, which is {why}", fix="match the tokens again"
+        )
 
 
-def _above(node: Node) -> tuple[Node, dict[bytes, Node]]:
-    """Return the parent of a node that is stored, and its children."""
-    parent = node.parent
-    if parent is None or parent.children is None:
-        raise IntegrityError("RadixPrefixCache", expected="a stored node", got=repr(node))
-    return parent, parent.children
+def _common_tokens(key: bytes, wanted: bytes, token_bytes: int) -> int:
+    """Return how many first tokens two blocks have in common."""
+    differ = np.frombuffer(key, dtype=np.uint8) != np.frombuffer(wanted, dtype=np.uint8)
+    return int(differ.argmax()) // token_bytes if differ.any() else len(key) // token_bytes

@@ -1,0 +1,280 @@
+"""The tree itself: nodes, what is held of them, and the queue of those that may go.
+
+It knows token ids as bytes, and positions in blocks; arguments, handles, who owns a block and statistics are the prefix
+cache's. Each node but the roots is there for one reason: prompts branch off at its end, or it is a leaf. So what grows at
+its end grows in place, and where the last but one branch goes, the other is joined to what is before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+import numpy as np
+
+from kvdock.errors import IntegrityError
+from kvdock.prefix.eviction import EvictionPolicy, EvictionQueue
+from kvdock.prefix.inputs import namespace_key
+from kvdock.prefix.interface import BlockIds, Namespace
+from kvdock.prefix.labels import common_blocks, widened
+from kvdock.prefix.node import Node
+
+__all__ = ["RadixTree", "joined"]
+
+
+class RadixTree:
+    """Runs of blocks by their token ids.
+
+    Args:
+        block_size: tokens in a block.
+        policy: what goes first.
+
+    Attributes:
+        token_bytes: bytes of a token id, 4 or 8.
+        stored: blocks in the tree.
+        protected: those of them that are held.
+        clock: counts uses.
+        evictions, age_sum, age_max: runs that went, and how many uses ago they were used last.
+    """
+
+    def __init__(self, block_size: int, policy: EvictionPolicy) -> None:
+        self.block_size = block_size
+        self.token_bytes = 4
+        self.roots: dict[Hashable, Node] = {}
+        self.queue: EvictionQueue[Node] = EvictionQueue(policy)
+        self.stored = self.protected = self.clock = self._number = 0
+        self.evictions = self.age_sum = self.age_max = 0
+        self._key = policy.key
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of token ids."""
+        return self.block_size * self.token_bytes
+
+    def clear(self) -> None:
+        """Forget everything, but not the width of token ids and the time."""
+        self.roots.clear()
+        self.queue.clear()
+        self.stored = self.protected = 0
+
+    def nodes(self) -> Iterator[Node]:
+        """Yield every node but the roots, parents before children."""
+        left = list(self.roots.values())
+        while left:
+            node = left.pop()
+            left.extend(node.children.values() if node.children else ())
+            if node.parent is not None:
+                yield node
+
+    def widen(self) -> None:
+        """Store token ids in 8 bytes from now on."""
+        self.token_bytes = 8
+        for node in [*self.roots.values(), *self.nodes()]:
+            node.label = bytearray(widened(node.label))
+            if node.children:
+                node.children = {widened(key): child for key, child in node.children.items()}
+
+    def root(self, key: Hashable, namespace: Namespace) -> Node:
+        """Return the root of a namespace, a new one if there is none."""
+        found = self.roots.get(key)
+        if found is None:
+            found = self.roots[key] = Node.root(namespace, self._next_number())
+        return found
+
+    def find(self, node: Node, position: int) -> Node | None:
+        """Return the node that now has the position that ``node`` had, or None if that is no longer stored.
+
+        A node that was split keeps its lower part, so what was above is in its parents; one that was joined or renewed says
+        what it has gone into.
+        """
+        while True:
+            if node.into is not None:
+                if position > node.end:
+                    return None
+                node = node.into
+            elif position <= node.start:
+                assert node.parent is not None  # noqa: S101 - a root starts at 0, and no handle to a node is there
+                node = node.parent
+            else:
+                return node if position <= node.end and node.is_stored else None
+
+    def walk(self, node: Node, at: int, data: memoryview) -> tuple[Node, int, list[BlockIds]]:
+        """Follow token ids down from a position, as far as they are stored. Changes nothing.
+
+        Args:
+            node: where to start.
+            at: position in it; ``node.end`` to begin with its children.
+            data: bytes of whole blocks of token ids.
+
+        Returns:
+            the node where they end or differ, the position there, and the blocks on the way, as views.
+        """
+        width, end, position = self.block_size * self.token_bytes, len(data), 0
+        runs: list[BlockIds] = []
+        if not end:
+            return node, at, runs
+        if at < node.end:
+            first = at - node.start
+            count = common_blocks(node.label, first * width, data, 0, width)
+            runs.append(node.blocks[first : first + count])
+            at, position = at + count, count * width
+            if at < node.end:
+                return node, at, runs
+        while position < end and node.children is not None:
+            child = node.children.get(data[position : position + width].tobytes())
+            if child is None:
+                break
+            node, label = child, child.label
+            stop = position + len(label)
+            # Where the last block is the same, so are mostly all: then one comparison of the whole tells. Else it would read in vain.
+            if data[stop - width : stop].tobytes() != label[-width:] or data[position:stop].tobytes() != label:
+                count = common_blocks(label, 0, data, position, width)
+                runs.append(node.blocks[:count])
+                return node, node.start + count, runs
+            runs.append(node.blocks)
+            position = stop
+        return node, node.end, runs
+
+    def append(self, node: Node, at: int, label: memoryview, blocks: BlockIds, priority: int) -> Node:
+        """Store blocks at a position of a node, where their token ids branch off or go on; return the node that has them."""
+        if at == node.end and not node.children and node.parent is not None:
+            node = self._grown(node, label, blocks, priority)
+        else:
+            parent = node if at == node.end else self._split(node, at)
+            node = Node(parent, at, bytearray(label), blocks.copy(), self._next_number())
+            node.created, node.priority = self.clock + 1, priority
+            parent.add_child(bytes(label[: self.block_bytes]), node)
+        self.stored += blocks.size
+        self.queue.push(node)
+        return node
+
+    def use(self, node: Node | None, upto: int, priority: int | None) -> None:
+        """Note a use of all that is before a position, now."""
+        self.clock += 1
+        now, key = self.clock, self._key
+        while node is not None and node.parent is not None:
+            node.use(upto, now, priority, key)
+            upto, node = node.start, node.parent
+
+    def lock(self, node: Node, position: int) -> None:
+        """Protect all that is before a position of a node, once more."""
+        locks = node.locks
+        if locks is None:
+            locks = node.locks = {}
+        locks[position] = locks.get(position, 0) + 1
+        if position - node.start > node.held:
+            self._hold(node)
+
+    def unlock(self, node: Node, position: int) -> None:
+        """Give back one protection."""
+        locks = node.locks
+        assert locks is not None  # noqa: S101 - the handle has counted its locks
+        locks[position] -= 1
+        if not locks[position]:
+            del locks[position]
+            self._hold(node)
+
+    def evict(self, count: int) -> list[BlockIds]:
+        """Take out ``count`` blocks, of which there are as many; return them in runs."""
+        runs: list[BlockIds] = []
+        while count:
+            node = self.queue.pop()
+            end = max(node.tail_start, node.end - count)
+            runs.append(self.cut(node, end))
+            count -= runs[-1].size
+        return runs
+
+    def cut(self, node: Node, end: int) -> BlockIds:
+        """Take out the blocks of a leaf from position ``end`` on, which nobody holds; return them."""
+        self.stored -= node.end - end
+        age = self.clock - node.last_use
+        self.evictions += 1
+        self.age_sum += age
+        self.age_max = max(self.age_max, age)
+        if end == node.start:
+            self._remove(node)
+            return node.blocks
+        gone = node.trim(end, self.block_bytes)
+        if node.is_evictable:
+            self.queue.push(node)
+        return gone
+
+    def _grown(self, node: Node, label: memoryview, blocks: BlockIds, priority: int) -> Node:
+        """Append blocks to a leaf; what differs in priority is a part of its own."""
+        if node.was_trimmed or priority < node.priority:
+            # Handles behind the end must stay stale, and in the queue nothing may come to be worth less.
+            _, siblings = _above(node)
+            fresh = siblings[bytes(node.label[: self.block_bytes])] = node.renew()
+            self.queue.discard(node)
+            node = fresh
+        if priority < node.priority:
+            node.mark_end()
+            node.priority, node.created, node.uses = priority, self.clock + 1, 0
+        node.grow(label, blocks)
+        return node
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Put what is before a position into a node of its own, above the rest."""
+        _, siblings = _above(node)
+        upper = node.split(at, self.block_bytes, node.number)
+        siblings[bytes(upper.label[: self.block_bytes])] = upper
+        upper.add_child(bytes(node.label[: self.block_bytes]), node)
+        return upper
+
+    def _remove(self, node: Node) -> None:
+        """Take a leaf out of the tree."""
+        parent, siblings = _above(node)
+        del siblings[bytes(node.label[: self.block_bytes])]
+        node.is_stored = False
+        self.queue.discard(node)
+        if not siblings:
+            parent.children = None
+            if parent.parent is None:
+                parent.is_stored = False
+                del self.roots[namespace_key("", parent.namespace)]
+            elif parent.is_evictable:
+                self.queue.push(parent)
+        elif len(siblings) == 1 and parent.parent is not None:
+            self._join(parent, *siblings.values())
+
+    def _join(self, upper: Node, node: Node) -> None:
+        """Make one node of a node and its only child."""
+        _, siblings = _above(upper)
+        siblings[bytes(upper.label[: self.block_bytes])] = node
+        node.absorb(upper, self._key)
+        self.queue.discard(upper)
+        if node.is_evictable:
+            self.queue.push(node)
+
+    def _hold(self, node: Node) -> None:
+        """Count anew what is held of a node, and of those above as far as that changes anything."""
+        while node.parent is not None:
+            size = node.end - node.start
+            held = size if node.held_children else max(node.locks) - node.start if node.locks else 0
+            before, node.held = node.held, held
+            self.protected += held - before
+            if held < size and not node.children:
+                self.queue.push(node)
+            if (held > 0) == (before > 0):
+                return
+            node = node.parent
+            node.held_children += 1 if held else -1
+
+    def _next_number(self) -> int:
+        """Return a number that no node has, but the parts of one run."""
+        self._number += 1
+        return self._number
+
+
+def _above(node: Node) -> tuple[Node, dict[bytes, Node]]:
+    """Return the parent of a node that is stored, and its children."""
+    parent = node.parent
+    if parent is None or parent.children is None:
+        raise IntegrityError("RadixPrefixCache", expected="a stored node", got=repr(node))
+    return parent, parent.children
+
+
+def joined(runs: list[BlockIds]) -> BlockIds:
+    """Return blocks in one array of its own."""
+    if len(runs) == 1:
+        return runs[0].copy()
+    return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32)

@@ -1,0 +1,194 @@
+"""What a manager knows of its sequences, in arrays with a row for each: a step of a batch is a few operations of numpy.
+
+::
+
+    tokens of a row:   0 ..... cached_len ..... computed ..... num_tokens        ids are known of the first `num_known`
+    blocks of a row:   | 7 | 3 | 12 | 5 | 9 | 1 |                                ceil(num_tokens / block_size)
+                       |<-- shared -->|<- own ->|                                shared ones belong to the prefix cache and are
+                                                                                 locked; of its own ones the sequence is a holder
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdock.prefix.interface import BlockIds
+
+if TYPE_CHECKING:
+    from kvdock.scheduler.sequence import CacheSequence
+
+__all__ = ["Growing", "Index", "Rows", "steps"]
+
+Index = npt.NDArray[np.intp]
+"""Rows, tokens or positions, as numpy counts them."""
+
+_INT32 = np.iinfo(np.int32)
+
+
+class Growing:
+    """An array that grows at its end, at a constant cost per element."""
+
+    __slots__ = ("_room", "size")
+
+    def __init__(self, values: npt.NDArray[Any]) -> None:
+        self._room = values.copy()
+        self.size = values.size
+
+    @property
+    def view(self) -> npt.NDArray[Any]:
+        """The elements in use; good until the next change."""
+        return self._room[: self.size]
+
+    def append(self, values: npt.NDArray[Any]) -> None:
+        """Add elements. Integers that do not fit the dtype widen it; there are none beyond int64."""
+        size = self.size + values.size
+        dtype = np.promote_types(self._room.dtype, values.dtype) if values.dtype != self._room.dtype and values.size else self._room.dtype
+        if size > self._room.size or dtype != self._room.dtype:
+            room = np.empty(max(size, 2 * self._room.size), dtype=dtype)
+            room[: self.size] = self.view
+            self._room = room
+        self._room[self.size : size] = values
+        self.size = size
+
+    def copy(self) -> Growing:
+        """Return another with the same elements."""
+        return Growing(self.view)
+
+
+class Rows:
+    """The arrays. A row belongs to one open sequence, or to nobody.
+
+    Args:
+        block_size: tokens in a block.
+
+    Attributes:
+        table: block ids, int32 ``[rows, width]``; behind ``num_blocks`` of a row anything may stand.
+        num_tokens: tokens that there is room for, ``[rows]`` as all that follow.
+        num_known: tokens whose ids are known.
+        prompt_len: tokens to look for in the prefix cache again when the row grows; 0 for none.
+        computed: tokens whose keys and values are written.
+        num_blocks: blocks.
+        shared: leading blocks that belong to the prefix cache.
+        published: leading blocks that the prefix cache was asked to store.
+        limit: tokens up to which blocks were promised.
+        promised: blocks that were promised and not taken yet.
+        version: another number whenever blocks of the row change, and in no two rows the same.
+        tail: ids of the known tokens behind the last whole block, ``[rows, block_size]``; the sequence has the others.
+    """
+
+    _INTEGERS = ("num_tokens", "num_known", "prompt_len", "computed", "num_blocks", "shared", "published", "limit", "promised", "version")
+
+    num_tokens: Index
+    num_known: Index
+    prompt_len: Index
+    computed: Index
+    num_blocks: Index
+    shared: Index
+    published: Index
+    limit: Index
+    promised: Index
+    version: Index
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.table: BlockIds = np.zeros((0, 8), dtype=np.int32)
+        self.tail: npt.NDArray[Any] = np.zeros((0, block_size), dtype=np.int32)
+        self.sequences: list[CacheSequence | None] = []
+        self.num_chunked = 0
+        self._free: list[int] = []
+        self._version = 0
+        for name in self._INTEGERS:
+            setattr(self, name, np.zeros(0, dtype=np.intp))
+
+    def sequence(self, row: int) -> CacheSequence:
+        """Return the sequence of a row that is somebody's."""
+        seq = self.sequences[row]
+        assert seq is not None  # noqa: S101 - callers have rows of open sequences
+        return seq
+
+    def open(self) -> list[CacheSequence]:
+        """Return the open sequences, in the order of their rows."""
+        return [seq for seq in self.sequences if seq is not None]
+
+    def add(self, seq: CacheSequence, blocks: BlockIds, **values: int) -> int:
+        """Give a sequence a row with these blocks and values, 0 for those that are not named; return the row."""
+        if not self._free:
+            self._more_rows()
+        row = self._free.pop()
+        self.reserve_width(blocks.size)
+        self.sequences[row] = seq
+        self.table[row, : blocks.size] = blocks
+        for name in self._INTEGERS:
+            getattr(self, name)[row] = values.get(name, 0)
+        self.num_blocks[row] = blocks.size
+        self.num_chunked += self.prompt_len[row] > 0
+        self.touch(np.array([row]))
+        return row
+
+    def remove(self, row: int) -> None:
+        """Take a row back."""
+        self.num_chunked -= self.prompt_len[row] > 0
+        self.prompt_len[row] = self.num_blocks[row] = 0
+        self.sequences[row] = None
+        self._free.append(row)
+
+    def touch(self, rows: Index) -> None:
+        """Note that the blocks of rows have changed."""
+        self.version[rows] = np.arange(self._version + 1, self._version + 1 + rows.size)
+        self._version += rows.size
+
+    def end_chunks(self, row: int) -> None:
+        """Look no longer for the prompt of a row."""
+        self.num_chunked -= self.prompt_len[row] > 0
+        self.prompt_len[row] = 0
+
+    def blocks(self, row: int, start: int = 0, stop: int | None = None) -> BlockIds:
+        """Return blocks of a row; a view."""
+        return self.table[row, start : self.num_blocks[row] if stop is None else stop]
+
+    def blocks_for(self, tokens: Any) -> Any:
+        """Return how many blocks hold so many tokens."""
+        return -(-tokens // self.block_size)
+
+    def slots(self, rows: Index, starts: Index, counts: Index) -> Index:
+        """Return the slots of ``counts`` tokens of each row from ``starts`` on, one row behind the other."""
+        if counts.size and counts.min() == counts.max() == 1:
+            positions = starts
+        else:
+            rows, positions = rows.repeat(counts), starts.repeat(counts) + steps(counts)
+        blocks, offsets = np.divmod(positions, self.block_size)
+        slots: Index = self.table[rows, blocks].astype(np.intp) * self.block_size + offsets
+        return slots
+
+    def reserve_width(self, blocks: int) -> None:
+        """Make rows long enough for so many blocks."""
+        if blocks > self.table.shape[1]:
+            wider = np.zeros((len(self.table), max(blocks, 2 * self.table.shape[1])), dtype=np.int32)
+            wider[:, : self.table.shape[1]] = self.table
+            self.table = wider
+
+    def fitting(self, ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return token ids in the type of ``tail``, which gets wider with the first that does not fit 32 bits."""
+        if ids.dtype != self.tail.dtype:
+            if self.tail.dtype == np.int32 and ids.size and (ids.max() > _INT32.max or ids.min() < _INT32.min):
+                self.tail = self.tail.astype(np.int64)
+            ids = ids.astype(self.tail.dtype)
+        return ids
+
+    def _more_rows(self) -> None:
+        """Double the number of rows."""
+        count, more = len(self.sequences), max(8, len(self.sequences))
+        for name in ("table", "tail", *self._INTEGERS):
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate((array, np.zeros((more, *array.shape[1:]), dtype=array.dtype))))
+        self.sequences += [None] * more
+        self._free += range(count + more - 1, count - 1, -1)
+
+
+def steps(counts: Index) -> Index:
+    """Return 0, 1, ... for each of ``counts``, one behind the other."""
+    ends = counts.cumsum()
+    return np.arange(ends[-1] if counts.size else 0) - (ends - counts).repeat(counts)

@@ -1,0 +1,334 @@
+"""The step of a batch: room for what comes, and what became of it, for all sequences in a few operations of numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, IndexRangeError, OutOfBlocksError, StaleHandleError
+from kvdock.prefix.inputs import as_integers, count_of
+from kvdock.prefix.interface import PrefixMatch
+from kvdock.scheduler.pool_blocks import PoolBlocks
+from kvdock.scheduler.publishing import Publisher
+from kvdock.scheduler.rows import Index, Rows, steps
+from kvdock.scheduler.sequence import CacheSequence
+
+if TYPE_CHECKING:
+    from kvdock.scheduler.cache_manager import CacheManager
+
+__all__ = ["Steps", "as_rows", "counts_of", "ids_of_step"]
+
+_row_of = attrgetter("_row")
+
+_NO_PAIRS: npt.NDArray[np.int64] = np.empty((0, 2), dtype=np.int64)
+
+
+class Steps:
+    """What `CacheManager.extend` and `CacheManager.commit` do.
+
+    Args:
+        pool: the blocks.
+        rows: what is known of the sequences.
+        publisher: makes computed blocks shared.
+    """
+
+    def __init__(self, pool: PoolBlocks, rows: Rows, publisher: Publisher) -> None:
+        self._pool = pool
+        self._rows = rows
+        self._publisher = publisher
+
+    def extend_one(self, rows: Index, n: Any, slots: Any, *, match: bool) -> tuple[Index, npt.NDArray[np.int64]]:
+        """Make room in one row; return its slots and the pairs to copy."""
+        if slots is not None:
+            raise ArgumentValueError(
+                "CacheManager.extend: slots", expected="None for one sequence", got="an array", fix="pass a list of sequences"
+            )
+        counts = np.array([count_of("CacheManager.extend: n", n)])
+        starts, pairs = self._extend(rows, counts, match=match)
+        return self._rows.slots(rows, starts, self._rows.num_tokens[rows] - starts), pairs
+
+    def extend(self, rows: Index, n: Any, slots: Any, *, match: bool) -> npt.NDArray[np.int64]:
+        """Make room in each row, and write the slots; return the pairs to copy."""
+        counts = counts_of("CacheManager.extend: n", n, rows.size)
+        if slots is not None:
+            _check_slots(slots, int(counts.sum()))
+        starts, pairs = self._extend(rows, counts, match=match)
+        if slots is not None:
+            made = self._rows.num_tokens[rows] - starts
+            if (made != counts).any():
+                slots[:] = -1
+                slots[(counts.cumsum() - counts).repeat(made) + steps(made)] = self._rows.slots(rows, starts, made)
+            else:
+                slots[:] = self._rows.slots(rows, starts, counts)
+        return pairs
+
+    def commit(self, rows: Index, ids: npt.NDArray[Any], counts: Index, computed: npt.NDArray[Any]) -> None:
+        """Take new ids and what is computed; publish whole blocks."""
+        r = self._rows
+        if computed.size != rows.size:
+            raise ArgumentValueError("CacheManager.commit: computed", expected=f"{rows.size}, one for each sequence", got=computed.size)
+        before, known = r.computed[rows], r.num_known[rows]
+        most = np.minimum(known + counts, r.num_tokens[rows])
+        wrong = np.flatnonzero((computed < before) | (computed > most))
+        if wrong.size:
+            raise self._cannot_be_computed(rows, int(wrong[0]), known + counts, computed)
+        self._append_ids(rows, known, ids, counts)
+        r.computed[rows] = computed
+        if self._pool.prefix.can_store:
+            whole = computed // r.block_size
+            for index in np.flatnonzero(whole > r.published[rows]).tolist():
+                seq = r.sequence(rows[index])
+                self._publisher.publish(seq, int(whole[index]))
+
+    def forget_ids(self, seq: CacheSequence, known: int) -> None:
+        """Keep the first ``known`` token ids of a sequence."""
+        r, row, size = self._rows, seq._row, self._rows.block_size
+        whole = known // size * size
+        if whole < seq._ids.size:
+            r.tail[row, : known - whole] = seq._ids.view[whole:known]
+            seq._ids.size = whole
+        r.num_known[row] = known
+
+    def _extend(self, rows: Index, counts: Index, *, match: bool) -> tuple[Index, npt.NDArray[np.int64]]:
+        """Make room for ``counts`` more tokens in each row; return where these start, and the pairs to copy."""
+        r = self._rows
+        if match and r.num_chunked and r.prompt_len[rows].any():
+            found = self._found_since(rows)
+            if found:
+                return self._extend_behind(rows, counts, found)
+        starts = r.num_tokens[rows]
+        return starts, self._grow(rows, starts, starts + counts)
+
+    def _grow(self, rows: Index, starts: Index, stops: Index) -> npt.NDArray[np.int64]:
+        """Make room up to ``stops``; return the pairs to copy."""
+        r = self._rows
+        have = r.num_blocks[rows]
+        need = r.blocks_for(stops) - have
+        copied = self._to_copy(rows, starts, stops)
+        asked, total = need, int(need.sum()) + copied.size
+        if total:
+            if copied.size:
+                asked = need.copy()
+                asked[copied] += 1
+            used = np.minimum(asked, r.promised[rows])
+            fresh = self._pool.take(total, "CacheManager.extend", promised=int(used.sum()))
+            r.promised[rows] -= used
+            pairs = self._replace(rows[copied], starts[copied] // r.block_size, fresh[: copied.size]) if copied.size else _NO_PAIRS
+            self._append_blocks(rows, have, need, fresh[copied.size :])
+            r.touch(rows[np.flatnonzero(asked)])
+        else:
+            pairs = _NO_PAIRS
+        r.num_tokens[rows] = stops
+        if r.num_chunked:
+            for row in rows[(r.prompt_len[rows] > 0) & (stops >= r.prompt_len[rows])].tolist():
+                r.end_chunks(row)
+        return pairs
+
+    def _to_copy(self, rows: Index, starts: Index, stops: Index) -> Index:
+        """Return which of the rows write next into a block that others hold too.
+
+        Where all its holders are among them, the first keeps it.
+        """
+        r = self._rows
+        within = np.flatnonzero((starts % r.block_size != 0) & (stops > starts))
+        index = starts[within] // r.block_size
+        blocks = r.table[rows[within], index]
+        cached = index < r.shared[rows[within]]
+        holders = self._pool.allocator.ref_counts(blocks)
+        shared = cached | (holders > 1)
+        if shared.any():
+            _, first, times = np.unique(blocks, return_index=True, return_counts=True)
+            shared[first[(holders[first] == times) & ~cached[first]]] = False
+        return within[shared]
+
+    def _replace(self, rows: Index, index: Index, fresh: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """Put blocks of their own in the place of shared ones, the last of each row; return the pairs (old, new)."""
+        r = self._rows
+        old = r.table[rows, index]
+        own = index >= r.shared[rows]
+        self._pool.allocator.release(old[own])
+        for row, keep in zip(rows[~own].tolist(), index[~own].tolist(), strict=True):
+            seq = r.sequence(row)
+            self._publisher.leave(seq, keep)  # the handle stays, and with it what is copied from, until the next commit
+        r.table[rows, index] = fresh
+        return np.stack((old, fresh), axis=1).astype(np.int64)
+
+    def _append_blocks(self, rows: Index, have: Index, need: Index, fresh: npt.NDArray[np.int32]) -> None:
+        """Append ``need`` blocks to each row."""
+        r = self._rows
+        grown = np.flatnonzero(need)
+        if not grown.size:
+            return
+        rows, have, need = rows[grown], have[grown], need[grown]
+        r.reserve_width(int((have + need).max()))
+        if fresh.size == grown.size:
+            r.table[rows, have] = fresh
+        else:
+            r.table[rows.repeat(need), have.repeat(need) + steps(need)] = fresh
+        r.num_blocks[rows] += need
+
+    def _found_since(self, rows: Index) -> dict[int, PrefixMatch]:
+        """Return, by place in ``rows``, what has been published behind the room of prompts begun in chunks that is computed."""
+        r, prefix = self._rows, self._pool.prefix
+        found: dict[int, PrefixMatch] = {}
+        for place in np.flatnonzero((r.prompt_len[rows] > 0) & (r.computed[rows] == r.num_tokens[rows])).tolist():
+            row = int(rows[place])
+            seq = r.sequence(row)
+            most = (int(r.prompt_len[row]) - 1) // r.block_size * r.block_size
+            match = prefix.match_prefix(seq._ids.view[:most], seq.namespace, record=False)
+            if match.handle.cached_len > r.num_tokens[row]:
+                found[place] = match
+        return found
+
+    def _extend_behind(self, rows: Index, counts: Index, found: dict[int, PrefixMatch]) -> tuple[Index, npt.NDArray[np.int64]]:
+        """Extend rows of which others have published more; as if they had not, where there is no room to lock that."""
+        r, prefix = self._rows, self._pool.prefix
+        starts, have = r.num_tokens[rows], r.num_blocks[rows]
+        stops = starts + counts
+        for place, match in found.items():
+            prefix.lock_handle(match.handle)
+            most = max(int(r.prompt_len[rows[place]]), int(stops[place]))
+            starts[place], have[place] = match.handle.cached_len, match.blocks.size
+            stops[place] = min(int(starts[place] + counts[place]), most)
+        try:
+            asked = r.blocks_for(stops) - have
+            asked[self._to_copy(rows, r.num_tokens[rows], stops)] += 1
+            self._pool.check(int((asked - np.minimum(asked, r.promised[rows])).sum()), "CacheManager.extend")
+        except OutOfBlocksError:
+            old = r.num_tokens[rows]
+            self._unlock(found)
+            return old, self._grow(rows, old, old + counts)
+        for place, match in found.items():
+            seq = r.sequence(rows[place])
+            prefix.record_match(match.handle, match.handle.cached_len)
+            self._publisher.take_over(seq, match.handle, match.blocks)
+        pairs = self._grow(rows, starts, stops)
+        self._unlock(found)
+        return starts, pairs
+
+    def _unlock(self, found: dict[int, PrefixMatch]) -> None:
+        """Give back the locks of matches."""
+        for match in found.values():
+            self._pool.prefix.lock_handle(match.handle, unlock=True)
+
+    def _append_ids(self, rows: Index, known: Index, ids: npt.NDArray[Any], counts: Index) -> None:
+        """Append new token ids to rows."""
+        r, size = self._rows, self._rows.block_size
+        ids = r.fitting(ids)
+        if ids.size == rows.size and (counts == 1).all():
+            offsets = known % size
+            r.tail[rows, offsets] = ids
+            for row in rows[offsets == size - 1].tolist():
+                self._flush(row, r.tail[row])
+        else:
+            ends = counts.cumsum().tolist()
+            for row, length, stop, count in zip(rows.tolist(), known.tolist(), ends, counts.tolist(), strict=True):
+                if count:
+                    self._append_many(row, length % size, ids[stop - count : stop])
+        r.num_known[rows] = known + counts
+
+    def _append_many(self, row: int, offset: int, ids: npt.NDArray[Any]) -> None:
+        """Append several token ids behind ``offset`` ones in the tail of a row."""
+        r = self._rows
+        both = np.concatenate((r.tail[row, :offset], ids))
+        whole = both.size // r.block_size * r.block_size
+        if whole:
+            self._flush(row, both[:whole])
+        r.tail[row, : both.size - whole] = both[whole:]
+
+    def _flush(self, row: int, ids: npt.NDArray[Any]) -> None:
+        """Append the ids of whole blocks to a sequence."""
+        self._rows.sequence(row)._ids.append(ids)
+
+    def _cannot_be_computed(self, rows: Index, place: int, known: Index, computed: npt.NDArray[Any]) -> IndexRangeError:
+        """Describe the first number that cannot be."""
+        r, row = self._rows, int(rows[place])
+        which = "" if rows.size == 1 else f" of sequence {place}"
+        return IndexRangeError(
+            f"CacheManager.commit: computed{which}",
+            expected=f"{r.computed[row]} (as before) to {min(known[place], r.num_tokens[row])} "
+            f"(ids known: {known[place]}, room: {r.num_tokens[row]})",
+            got=int(computed[place]),
+            fix="count all tokens of the sequence, cached ones too; pass the ids of new ones",
+        )
+
+
+def as_rows(manager: CacheManager, method: str, sequences: Any) -> Index:
+    """Return the rows of open sequences of a manager, each there once, or raise."""
+    by_row = manager._rows.sequences
+    try:
+        numbers = list(map(_row_of, sequences))
+        if all(map(is_, map(by_row.__getitem__, numbers), sequences)) and (len(numbers) < 2 or len(set(numbers)) == len(numbers)):
+            return np.array(numbers, dtype=np.intp)
+    except (AttributeError, IndexError, TypeError):
+        pass
+    raise _not_a_batch(manager, f"CacheManager.{method}: seq", sequences)
+
+
+def _not_a_batch(manager: CacheManager, subject: str, sequences: Any) -> Exception:
+    """Say what is wrong with sequences."""
+    if not isinstance(sequences, Sequence) or isinstance(sequences, str | bytes):
+        return ArgumentTypeError(subject, expected="a sequence from begin() or fork(), or a list of them", got=repr(sequences)[:80])
+    for seq in sequences:
+        if not isinstance(seq, CacheSequence):
+            return ArgumentTypeError(subject, expected="sequences from begin() or fork()", got=repr(seq)[:80])
+        if seq._manager is not manager or not seq.is_open:
+            got = "one that is finished or aborted" if seq._manager is manager else f"another manager's: {seq}"
+            return StaleHandleError(subject, expected="an open sequence of this manager", got=got, fix="begin it again, in this manager")
+    return ArgumentValueError(subject, expected="each sequence once", got="one that is there twice", fix="fork it for a second row")
+
+
+def ids_of_step(tokens: Any, batch: int, *, is_one: bool) -> tuple[npt.NDArray[Any], Index]:
+    """Return the new token ids of a batch, one sequence behind the other, and how many each has."""
+    subject = "CacheManager.commit: tokens"
+    if is_one:
+        ids = as_integers(subject, tokens)
+        return ids, np.array([ids.size])
+    shape = getattr(tokens, "shape", None)
+    if shape is None and any(hasattr(row, "__len__") for row in tokens):
+        parts = [as_integers(subject, row) for row in tokens]
+        _check_batch(subject, len(parts), batch)
+        return np.concatenate(parts), np.array([part.size for part in parts])
+    if shape is not None and len(shape) == 2:
+        _check_batch(subject, shape[0], batch)
+        return as_integers(subject, tokens.reshape(-1)), np.full(batch, shape[1])
+    ids = as_integers(subject, tokens)
+    if ids.size == 0:
+        return ids, np.zeros(batch, dtype=np.intp)
+    _check_batch(subject, ids.size, batch)
+    return ids, np.ones(batch, dtype=np.intp)
+
+
+def _check_batch(subject: str, got: int, batch: int) -> None:
+    """Raise unless there is something for each sequence."""
+    if got != batch:
+        fix = "pass [batch] ids for one each, [batch, n], or a list of as many arrays"
+        raise ArgumentValueError(subject, expected=f"ids for {batch} sequences", got=f"for {got}", fix=fix)
+
+
+def counts_of(subject: str, n: Any, batch: int) -> Index:
+    """Return how many tokens each sequence gets."""
+    if isinstance(n, int | np.integer) and not isinstance(n, bool):
+        return np.full(batch, count_of(subject, n))
+    counts = as_integers(subject, n).astype(np.intp)
+    if counts.size != batch:
+        raise ArgumentValueError(subject, expected=f"one number, or {batch}: one for each sequence", got=counts.size)
+    if counts.size and counts.min() < 0:
+        raise ArgumentValueError(subject, expected="at least 0", got=int(counts.min()))
+    return counts
+
+
+def _check_slots(slots: Any, size: int) -> None:
+    """Raise unless an array can take so many slots."""
+    is_array = isinstance(slots, np.ndarray)
+    if not is_array or slots.shape != (size,) or slots.dtype.char not in (np.dtype(np.int32).char, np.dtype(np.int64).char):
+        raise ArgumentValueError(
+            "CacheManager.extend: slots",
+            expected=f"a numpy array of int32 or int64 [{size}], the sum of n",
+            got=f"{slots.dtype} {list(slots.shape)}" if is_array else repr(slots)[:80],
+            fix="pass tensor.numpy() of a tensor on the host; BatchTables copies to a device",
+        )
