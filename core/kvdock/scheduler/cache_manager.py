@@ -35,7 +35,7 @@ from kvdock.scheduler.pins import Pin, Pins
 from kvdock.scheduler.planning import Fit, Needs, Planner, Prompt
 from kvdock.scheduler.pool_blocks import PoolBlocks
 from kvdock.scheduler.promises import Promises
-from kvdock.scheduler.publishing import Publisher
+from kvdock.scheduler.publishing import NOTHING_MORE, Publisher
 from kvdock.scheduler.rows import Rows
 from kvdock.scheduler.sequence import CacheSequence
 from kvdock.scheduler.steps import Steps, as_rows, ids_of_step
@@ -277,7 +277,7 @@ class CacheManager(NotCopied, OneThread):
             prompt_len=int(rows.prompt_len[row]),
             computed=min(int(rows.computed[row]), tokens),
             shared=shared,
-            published=shared,
+            published=NOTHING_MORE if rows.published[row] == NOTHING_MORE else shared,
         )
         rows.tail[other._row] = rows.tail[row]
         return other
@@ -373,17 +373,17 @@ class CacheManager(NotCopied, OneThread):
         self._pins.add(pin, ttl)
         return pin
 
-    def reset(self) -> None:
-        """Forget everything that is cached.
+    def reset(self, *, keep_open: bool = False) -> None:
+        """Forget everything that is cached. With ``keep_open`` open sequences keep their blocks, for themselves, and publish no more.
 
         Raises:
-            ArgumentValueError: sequences are open, or prefixes are pinned.
+            ArgumentValueError: sequences are open, without ``keep_open``; or prefixes are pinned.
         """
         self._enter()
-        if self.num_sequences or len(self._pins):
+        if len(self._pins) or (self.num_sequences and not keep_open):
             fix, got = "finish or abort sequences and release pins first", f"{self.num_sequences} open, {len(self._pins)} pins"
             raise ArgumentValueError("CacheManager.reset", expected="no open sequences and no pins", got=got, fix=fix)
-        self.allocator.release(self.prefix.reset())
+        self._publisher.forget()
 
     def check_integrity(self) -> None:
         """Prove that free blocks, cached ones and those of sequences partition the pool. Costs time in its size.

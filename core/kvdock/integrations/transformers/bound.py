@@ -12,7 +12,6 @@ import torch
 
 from kvdock.errors import ArgumentValueError
 from kvdock.integrations.transformers.prompts import Prompts
-from kvdock.integrations.transformers.reuse import Hold
 from kvdock.integrations.transformers.seen import Oddity, Seen
 from kvdock.integrations.transformers.sharing import Sharing
 
@@ -28,7 +27,7 @@ class Bound:
     Args:
         prompts: what was bound.
         past: tokens that each row of the table began with, padding included.
-        hold: keeps the prefixes in the table locked, together with the other copies that have it.
+        epoch: how often everything was forgotten before.
         origin: for each row of the table its prompt; ``generate`` repeats rows for beams and for several results.
         sharing: what of it can be shared.
         hooks: what ran before and behind the parts of the model when it was bound; None if a call may change that.
@@ -42,7 +41,7 @@ class Bound:
 
     prompts: Prompts
     past: int
-    hold: Hold
+    epoch: int
     origin: Rows
     sharing: Sharing
     hooks: int | None
@@ -59,7 +58,7 @@ class Bound:
         return int(np.maximum(self.past - self.prompts.pads, 0).sum())
 
     def fork(self) -> Bound:
-        """Return the same for a copy of the table. Locks are shared: they last as long as one of the two."""
+        """Return the same for a copy of the table."""
         return attrs.evolve(self, seen=self.seen.fork())
 
     def repeated(self, batch: int) -> Rows:

@@ -24,10 +24,9 @@ from kvdock.integrations.transformers.reuse import PrefixReuse
 from kvdock.integrations.transformers.sharing import sharing_of
 from kvdock.integrations.transformers.state import PagedState
 from kvdock.integrations.transformers.usage import CacheUsage, usage_of
-from kvdock.prefix.factory import prefix_cache_of_pool
 from kvdock.prefix.interface import Namespace, PrefixCache
 from kvdock.rank import RankInfo
-from kvdock.scheduler import BlockAllocator
+from kvdock.scheduler import CacheManager
 
 __all__ = ["CacheUsage", "PagedCacheForTransformers"]
 
@@ -83,8 +82,8 @@ class PagedCacheForTransformers(Cache):
         super().__init__(layers=[next(paged) if real else DUMMY_LAYER() for real in stored])
 
     def __repr__(self) -> str:
-        table, pool = self.state.table, self.state.allocator
-        return f"PagedCacheForTransformers(layers={len(self)}, batch_size={table.batch_size}, length={table.length}, pool={pool})"
+        state = self.state
+        return f"PagedCacheForTransformers(layers={len(self)}, batch_size={state.batch_size}, length={state.length}, pool={state.manager})"
 
     @classmethod
     def for_model(
@@ -116,12 +115,10 @@ class PagedCacheForTransformers(Cache):
             raise ArgumentTypeError(_FOR_MODEL, expected="no options without prefix=", got=", ".join(options))
         model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: it would trace it without the hook
         found, runs = measure(model), what_runs(model)
-        pool, reuse = kvdock.create_cache(found.spec, conf, RankInfo(found.device)), None
-        if prefix is not None:
-            size = {"num_blocks": pool.num_blocks, "block_size": pool.block_size}
-            made = prefix_cache_of_pool(_FOR_MODEL, prefix, **size, options=options)
-            reuse = PrefixReuse(made, pool.num_blocks, getattr(model, "generation_config", None), sharing_of(runs))
-        state = PagedState(pool, reuse.allocator if reuse else BlockAllocator(pool.num_blocks))
+        pool = kvdock.create_cache(found.spec, conf, RankInfo(found.device))
+        manager = CacheManager(pool.num_blocks, pool.block_size, "naive" if prefix is None else prefix, **options)
+        reuse = PrefixReuse(manager, getattr(model, "generation_config", None), sharing_of(runs)) if prefix is not None else None
+        state = PagedState(pool, manager)
         return cls(state, found.windows, found.stored, reuse, Watch(runs, pool))
 
     def bind(self, *, namespace: Namespace = (), **inputs: Any) -> dict[str, Any]:
@@ -165,15 +162,14 @@ class PagedCacheForTransformers(Cache):
         reuse = self._needed("commit")
         self.state.check_whole("commit")
         bound = committable(self.state.bound, reuse.epoch)
-        rows = computed_rows(bound, self.state.table, out)
-        with self.state.change():
-            reuse.store(rows, bound.prompts.namespace, bound.hold)
+        if self.state.batch:
+            self.state.publish(computed_rows(bound, self.state.batch, out))
         bound.close("one that is committed")
 
     @property
     def prefix(self) -> PrefixCache | None:
         """The prefix cache, or None; to look at, see `forget_prefixes`."""
-        return self._reuse.prefix if self._reuse else None
+        return self.state.manager.prefix if self._reuse else None
 
     def forget_prefixes(self) -> None:
         """Forget all prefixes, in every namespace, as after a change of the model's weights.
@@ -195,7 +191,7 @@ class PagedCacheForTransformers(Cache):
     @property
     def batch_size(self) -> int:
         """Rows of the sequences that the cache holds, or -1 without any."""
-        return self.state.table.batch_size if self.state.table.length else -1
+        return self.state.batch_size if self.state.length else -1
 
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` tokens of every row, and release the blocks behind them.
@@ -214,7 +210,7 @@ class PagedCacheForTransformers(Cache):
         Raises:
             ArgumentValueError: it is positive, from Transformers 5.16 on. Nothing was changed.
         """
-        length, change = self.state.table.length, operator.index(tokens_to_remove)  # some versions pass a tensor
+        length, change = self.state.length, operator.index(tokens_to_remove)  # some versions pass a tensor
         if change <= 0:
             self.truncate(max(length + change, 0))
         elif CROPS_TO_LENGTH:
@@ -230,8 +226,6 @@ class PagedCacheForTransformers(Cache):
     def reset(self) -> None:
         """Release all blocks. The cache is empty then, for a batch of any size. What is in a prefix cache stays there."""
         self.state.truncate(0)
-        if self._reuse:
-            self._reuse.settle()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row ``beam_idx[i]`` the new row i; rows that go on from one share its blocks.
@@ -245,7 +239,7 @@ class PagedCacheForTransformers(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row ``repeats`` times; the copies share its blocks."""
         if self._has_rows:
-            self.state.select(np.repeat(np.arange(self.state.table.batch_size), repeats))
+            self.state.select(np.repeat(np.arange(self.state.batch_size), repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only some rows.
@@ -254,7 +248,7 @@ class PagedCacheForTransformers(Cache):
             indices: row numbers, or a mask of booleans over the rows; one dimension.
         """
         if self._has_rows:
-            self.state.select(np.arange(self.state.table.batch_size)[indices.cpu().numpy()])
+            self.state.select(np.arange(self.state.batch_size)[indices.cpu().numpy()])
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
         """Yield keys, values and window of each layer, as Transformers' own cache does; keys and values are gathered anew."""
@@ -272,16 +266,17 @@ class PagedCacheForTransformers(Cache):
     @property
     def _has_rows(self) -> bool:
         """Whether rows mean anything: there are tokens, or prompts that were bound."""
-        return bool(self.state.table.length or self.state.bound)
+        return bool(self.state.length or self.state.bound)
 
     def _bind_prefix(self, reuse: PrefixReuse, namespace: Namespace, inputs: dict[str, Any]) -> dict[str, Any]:
         """Begin a new batch with what the prefix cache has of it."""
         prompts, mask = read_prompts(inputs, namespace, reuse.generation)
         self.state.truncate(0)
-        found = reuse.find(prompts)
+        with self.state.change():
+            batch = reuse.begin(prompts)
         hooks = None if inputs.get(ADAPTERS) else self._watch.hooks
-        bound = Bound(prompts, found.past, found.hold, np.arange(len(found.blocks)), reuse.sharing, hooks)
-        self.state.begin_with(bound, found.blocks)
+        bound = Bound(prompts, batch.length, reuse.epoch, np.arange(batch.batch_size), reuse.sharing, hooks)
+        self.state.begin_with(bound, batch)
         positions = {"position_ids": (mask.cumsum(dim=-1) - 1).clamp(min=0)} if reuse.sharing.own_positions else {}
         return {**inputs, "attention_mask": mask, **positions, CACHE_KEYWORD: self}
 

@@ -153,7 +153,7 @@ def _with_own_positions(state: PagedState, bound: Bound, told: dict[str, Any]) -
     In a plain batch there is text only, of which all planes say the same but for an offset; so these are filled in anew.
     """
     planes = told.get("position_ids")
-    if not (isinstance(planes, torch.Tensor) and planes.ndim == 3 and state.table.length and bound.seen.oddity is None):
+    if not (isinstance(planes, torch.Tensor) and planes.ndim == 3 and state.length and bound.seen.oddity is None):
         return told
     steps = planes - planes[..., :1]
     return {**told, "position_ids": None} if bool((steps == steps[:1]).all()) else told
@@ -175,7 +175,7 @@ def _is_by_token(value: Any, count: int) -> bool:
 
 def _announced(model: torch.nn.Module, state: PagedState, bound: Bound, told: dict[str, Any]) -> dict[str, Any]:
     """Check a pass, fill in what its caller left out, and announce it."""
-    start, ids = state.table.length, told["input_ids"]
+    start, ids = state.length, told["input_ids"]
     _check_start(start, bound, ids, told.get("position_ids"), told.get("attention_mask"))
     told = {**told, **_left_out(model, bound, start, ids, told)}
     doubt = None

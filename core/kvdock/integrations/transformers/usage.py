@@ -36,13 +36,13 @@ class CacheUsage:
 
 def usage_of(state: PagedState) -> CacheUsage:
     """Return what a batch holds now."""
-    pool, table, bound = state.pool, state.table, state.bound
-    blocks = table.num_blocks
+    pool, bound = state.pool, state.bound
+    blocks = state.batch.num_blocks if state.batch else 0
     return CacheUsage(
-        tokens=table.batch_size * table.length,
+        tokens=state.batch_size * state.length,
         blocks=blocks,
         bytes=pool.nbytes // pool.num_blocks * blocks,
-        pool_blocks_used=state.allocator.num_used,
+        pool_blocks_used=state.manager.allocator.num_used,
         pool_blocks=pool.num_blocks,
         pool_bytes=pool.nbytes,
         prompt_tokens=bound.prompts.tokens if bound else 0,
