@@ -72,7 +72,7 @@ def test_the_policy_says_what_makes_room(policy: Any, kept: set[int]) -> None:
     for seed in (1, 1, 2, 1, 3):
         run(cache, seed)
     cache.reset()
-    cache.state.allocator.release(cache.state.allocator.allocate(13 - 8))
+    cache.state.manager.allocator.release(cache.state.manager.allocator.allocate(13 - 8))
     found = {seed for seed in (1, 2, 3) if cache.prefix.match_prefix(text(17, seed), record=False).handle.cached_len == 16}
     cache.prefix.hand_over()
     assert found == kept

@@ -24,7 +24,7 @@ def seen(watched: Watched) -> Any:
     cache, prefix = watched.cache, watched.prefix
     found = (
         cache.usage,
-        cache.state.table.block_ids.tolist(),
+        zoo.table(cache).tolist(),
         list(cache.state.lengths),
         dict(watched.stored),
         prefix.size_info,
@@ -278,11 +278,11 @@ def test_padding_without_a_free_block_leaves_the_cache_empty_and_usable() -> Non
     watched.cache.reset()
     other = watched.copy()
     other.bind(**padded(text(17), text(9, 2)))
-    mine = watched.cache.state.allocator.allocate(watched.cache.state.allocator.num_free + watched.prefix.size_info.evictable_size // 4)
+    mine = watched.cache.state.manager.allocator.allocate(watched.cache.state.manager.allocator.num_free + watched.prefix.size_info.evictable_size // 4)
     with pytest.raises(OutOfBlocksError):
         watched.cache.bind(**padded(text(17), text(9, 2)))
     assert (watched.cache.get_seq_length(), watched.cache.state.bound) == (0, None)
-    watched.cache.state.allocator.release(mine)
+    watched.cache.state.manager.allocator.release(mine)
     watched.check()
     watched.same(padded(text(17), text(9, 2)), **GREEDY)
 

@@ -162,7 +162,7 @@ def test_padding_is_read_as_zeros_whatever_was_in_its_block() -> None:
         got = watched.generate(inputs, **GREEDY)
         assert watched.cached == 16 + 8
         assert_same(expected, got, greedy=True)
-        padding = watched.cache.state.table.block_ids[1, 0]
+        padding = zoo.table(watched.cache)[1, 0]
         assert not watched.cache.state.pool.k_cache(0)[padding].any()
     watched.check()
 
@@ -200,7 +200,7 @@ def test_naive_finds_nothing_and_keeps_nothing() -> None:
         assert torch.equal(out, expected)
         assert cache.usage.cached_tokens == 0
     cache.reset()
-    assert cache.state.allocator.num_used == 0
+    assert cache.state.manager.allocator.num_used == 0
 
 
 def test_a_plugins_prefix_cache_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,7 +433,7 @@ def test_a_live_batch_is_never_evicted() -> None:
     watched = Watched("llama-gqa", num_blocks=16)
     watched.same(padded(text(17)), **GREEDY)  # 22 tokens: 5 blocks stored, and one of the table's own
     with pytest.raises(OutOfBlocksError):
-        watched.cache.state.allocator.allocate(11)
+        watched.cache.state.manager.allocator.allocate(11)
     assert watched.prefix.size_info.evictable_size == 0
     other = watched.copy()
     out = watched.model.generate(**other.bind(**padded(text(17))), **GREEDY)
@@ -443,14 +443,14 @@ def test_a_live_batch_is_never_evicted() -> None:
     watched.check()
     other.reset()
     assert watched.prefix.size_info.evictable_size == 20
-    assert watched.cache.state.allocator.allocate(16).size == 16
+    assert watched.cache.state.manager.allocator.allocate(16).size == 16
     assert not watched.stored
 
 
 def test_blocks_that_somebody_shares_by_hand_do_not_count_as_freed() -> None:
     watched = Watched("llama-gqa", num_blocks=8)
     watched.same(padded(text(17)), **GREEDY)
-    allocator = watched.cache.state.allocator
+    allocator = watched.cache.state.manager.allocator
     mine = watched.prefix.stored_blocks()[-2:]
     allocator.share(mine)
     watched.cache.reset()
@@ -546,7 +546,7 @@ def test_a_cache_that_is_dropped_gives_its_locks_and_rows_back() -> None:
     gc.collect()
     watched.cache.reset()
     assert (locks, watched.prefix.num_locks) == (3, 0)
-    assert watched.cache.state.allocator.num_used == len(watched.stored)
+    assert watched.cache.state.manager.allocator.num_used == len(watched.stored)
     watched.check()
 
 
@@ -563,7 +563,7 @@ def test_everything_can_be_forgotten() -> None:
     assert watched.cached == 16
     watched.cache.forget_prefixes()
     watched.cache.reset()
-    assert watched.cache.state.allocator.num_used == 0
+    assert watched.cache.state.manager.allocator.num_used == 0
     watched.same(padded(text(18)), namespace=("a",), **GREEDY)
     assert watched.cached == 0
 

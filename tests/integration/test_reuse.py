@@ -104,8 +104,8 @@ def test_the_blocks_of_a_copy_come_back_when_it_is_dropped() -> None:
         del copied
         gc.collect()
         assert prefix.usage.pool_blocks_used == prefix.usage.blocks == 3
-    prefix.state.allocator.check_integrity()
-    allocator = prefix.state.allocator
+    prefix.state.manager.allocator.check_integrity()
+    allocator = prefix.state.manager.allocator
     del prefix
     gc.collect()
     assert allocator.num_used == 0
@@ -196,7 +196,7 @@ def test_rows_are_repeated_and_chosen_like_those_of_dynamic_cache(name: str) -> 
     for expected, got in zip(*results, strict=True):
         assert torch.equal(expected, got)
     assert cache.batch_size == 1
-    cache.state.allocator.check_integrity()
+    cache.state.manager.allocator.check_integrity()
 
 
 def test_changing_the_rows_of_an_empty_cache_is_nothing() -> None:

@@ -45,7 +45,7 @@ class Caches(RuleBasedStateMachine):
         self.name = name
         made = zoo.model(name)
         paged = PagedCacheForTransformers.for_model(made, PagedKVCacheConfig(num_blocks=num_blocks, block_size=block_size))
-        self.allocator = paged.state.allocator
+        self.allocator = paged.state.manager.allocator
         self.generator = torch.Generator().manual_seed(1)
         self.alive = [Pair(paged, DynamicCache(), 0)]
         return multiple(self.alive[0])
@@ -116,7 +116,7 @@ class Caches(RuleBasedStateMachine):
 
     def seen(self) -> list[Any]:
         tables = [
-            (one.paged.batch_size, one.paged.state.table.block_ids.ravel().tolist(), list(one.paged.state.lengths)) for one in self.alive
+            (one.paged.batch_size, zoo.table(one.paged).ravel().tolist(), list(one.paged.state.lengths)) for one in self.alive
         ]
         return [self.allocator.ref_counts(np.arange(self.allocator.num_blocks)).tolist(), tables]
 
@@ -129,7 +129,7 @@ class Caches(RuleBasedStateMachine):
 
     @invariant()
     def blocks_are_held_by_caches_that_live(self) -> None:
-        held = {block for one in self.alive for block in one.paged.state.table.block_ids.ravel().tolist()}
+        held = {block for one in self.alive for block in zoo.table(one.paged).ravel().tolist()}
         assert self.allocator.num_used == len(held)
         self.allocator.check_integrity()
 

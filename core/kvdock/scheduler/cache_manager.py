@@ -381,7 +381,7 @@ class CacheManager(NotCopied, OneThread):
         """
         self._enter()
         if len(self._pins) or (self.num_sequences and not keep_open):
-            fix, got = "finish or abort sequences and release pins first", f"{self.num_sequences} open, {len(self._pins)} pins"
+            got, fix = f"{self.num_sequences} open, {len(self._pins)} pins", "end them first"
             raise ArgumentValueError("CacheManager.reset", expected="no open sequences and no pins", got=got, fix=fix)
         self._publisher.forget()
 
@@ -407,6 +407,11 @@ class CacheManager(NotCopied, OneThread):
         seq = self._open(np.empty(0, dtype=np.int32), namespace, priority, handle)
         seq._row = self._rows.add(seq, np.empty(0, dtype=np.int32))
         return seq
+
+    def _claim(self) -> None:
+        """Belong to the calling thread, unless another has this or its prefix cache."""
+        self.prefix.hand_over()
+        super()._claim()
 
     def _enter(self) -> None:
         """Notice another thread, and end what is over: sequences of finalizers, pins whose time has come."""

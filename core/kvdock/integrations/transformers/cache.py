@@ -186,6 +186,7 @@ class PagedCacheForTransformers(Cache):
     @property
     def usage(self) -> CacheUsage:
         """What this cache holds now."""
+        self.state.settle()
         return usage_of(self.state)
 
     @property

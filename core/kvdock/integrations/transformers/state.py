@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from kvdock.cache.paged import PagedKVCache
-from kvdock.errors import ArgumentValueError, IndexRangeError, WrongThreadError
+from kvdock.errors import ArgumentValueError, IndexRangeError, OutOfBlocksError, WrongThreadError
 from kvdock.integrations.transformers.bound import Bound
 from kvdock.integrations.transformers.slots import SlotTensor
 from kvdock.scheduler import CacheManager, SequenceBatch
@@ -133,13 +133,14 @@ class PagedState:
             raise IndexRangeError(
                 "PagedCacheForTransformers: length", expected=f"at most the {min(self.lengths)} tokens that every layer has", got=length
             )
+        if not length:
+            self._drop()
+            return
         self._truncate(length)
         if self.bound and length < self.bound.prompts.length:
             self.bound.close(f"one whose prompts were cut to {length} tokens since")
             if self.bound.is_fresh:
                 self.bound.past = min(self.bound.past, length)
-        if not length:
-            self._drop()
 
     def publish(self, ends: dict[int, tuple[npt.NDArray[np.int64], int]]) -> None:
         """Let prefixes of rows be found from now on.
@@ -172,13 +173,28 @@ class PagedState:
         with self.change(keep=True):
             grown = self._batch_of(batch)
             self._start = grown.length
-            pairs = grown.grow(tokens)
+            pairs = self._grown(grown, tokens)
             if self.bound:
                 self.bound.begin(self._start, batch, tokens, grown.length)
             self._behind = len(self.lengths)
             if len(pairs):
                 self._slots.forget(0)
                 self._copy_blocks(torch.from_numpy(pairs))
+
+    def _grown(self, batch: SequenceBatch, tokens: int) -> npt.NDArray[np.int64]:
+        """Make room; return the pairs of blocks to copy."""
+        try:
+            return batch.grow(tokens)
+        except OutOfBlocksError as error:
+            fix = "reset() copies of the cache, or make the pool larger: num_blocks or max_kv_memory_bytes"
+            raise OutOfBlocksError("PagedCacheForTransformers", expected=error.expected, got=error.got, fix=fix) from error
+
+    def settle(self) -> None:
+        """Let what was dropped be given back, unless another thread is in a step."""
+        with suppress(WrongThreadError):
+            self.manager.available_size  # noqa: B018 - the manager ends what is over at any call
+            if not self._behind:
+                self.manager.hand_over()
 
     def _copy_blocks(self, pairs: torch.Tensor) -> None:
         """Copy blocks in all layers. If that fails the table names blocks without content, so it is emptied."""
@@ -254,6 +270,9 @@ class PagedState:
             if self.batch:
                 self.batch.close()
         self.batch = self.bound = None
+        self._slots.forget(0)
+        self.lengths = [0] * len(self.lengths)
+        self._behind = 0
 
     @contextmanager
     def change(self, *, keep: bool = False) -> Iterator[None]:
