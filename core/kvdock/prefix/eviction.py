@@ -141,22 +141,26 @@ class EvictionQueue(Generic[E]):
             self._first, later = (entry, first) if entry < first else (first, entry)
             heapq.heappush(self._heap, later)
 
-    def pop(self) -> E:
-        """Remove the candidate of the least key. Raises IndexError without any."""
+    def least(self) -> E:
+        """Return the candidate of the least key, which stays one: its end may go, and then it is looked at again. Raises IndexError."""
         while True:
             first = self._first
+            self._first = first = heapq.heappop(self._heap) if first is None else heapq.heappushpop(self._heap, first)
+            key, _, _, item = first
+            is_evictable = item.is_evictable
+            if is_evictable and self._key(item) == key:
+                return item
             self._first = None
-            key, _, _, item = heapq.heappushpop(self._heap, first) if first is not None else heapq.heappop(self._heap)
             item.is_queued = False
-            if item.is_evictable:
-                now = self._key(item)
-                if now == key:
-                    return item
+            if is_evictable:
                 self.push(item)  # used since: its turn comes later
 
     def discard(self, item: E) -> None:
         """Note that an item is no longer stored. Once such entries are half of all, they are dropped."""
-        if item.is_queued:
+        if self._first is not None and self._first[3] is item:
+            self._first = None
+            item.is_queued = False
+        elif item.is_queued:
             self._dead += 1
             if 2 * self._dead > len(self._heap) + 1:
                 self._rebuild()

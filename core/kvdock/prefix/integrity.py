@@ -35,7 +35,7 @@ def check_tree(tree: RadixTree, *, num_locks: int, owned: BlockIds) -> None:
     for node in [*tree.roots.values(), *tree.nodes()]:
         for key, child in (node.children or {}).items():
             _demand(child.parent is node and child.start == node.end, child, "a parent that is the node above, and ends where it starts")
-            _demand(child.label[: tree.block_bytes] == key, child, "the key that it is found by")
+            _demand(child.label[: tree.block_bytes] == key == child.key, child, "the key that it is found by")
         if node.parent is not None:
             _check_node(node, tree.block_bytes)
             _demand(node.is_queued == (id(node) in queued), node, "an entry in the queue where it says so")

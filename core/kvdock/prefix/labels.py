@@ -1,61 +1,51 @@
-"""Token ids as bytes: what a radix tree stores and compares."""
+"""Token ids as a radix tree stores them: as bytes, compared with those of a prompt."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["common_blocks", "first_wide", "token_data", "tokens_of", "widened"]
+__all__ = ["NARROW", "WIDE", "TokenIds", "as_narrow", "common_tokens", "widened"]
 
-_FIRST_STEP = 8192
-"""Bytes of two runs that are compared first; then four times as many, and so on."""
+TokenIds: TypeAlias = npt.NDArray[Any]
+"""Token ids in one of these widths."""
 
-_INT32 = np.iinfo(np.int32)
-_DTYPES: dict[int, np.dtype[np.signedinteger[Any]]] = {4: np.dtype(np.int32), 8: np.dtype(np.int64)}
+NARROW: np.dtype[Any] = np.dtype(np.int32)
+WIDE: np.dtype[Any] = np.dtype(np.int64)
 
-
-def token_data(ids: npt.NDArray[Any], width: int) -> memoryview | None:
-    """Return the bytes of token ids in ``width`` bytes each, or None when one does not fit. They may be the caller's memory."""
-    dtype = _DTYPES[width]
-    if not ids.size:
-        return memoryview(b"")
-    if ids.dtype != dtype:
-        if width == 4 and not np.can_cast(ids.dtype, dtype) and (ids.max() > _INT32.max or ids.min() < _INT32.min):
-            return None
-        ids = ids.astype(dtype)
-    return (ids if ids.flags.c_contiguous else ids.copy()).data.cast("B")
+_FIRST_STEP = 2048
+"""Token ids of two runs that are compared first; then four times as many, and so on."""
 
 
-def first_wide(ids: npt.NDArray[Any]) -> int:
-    """Return the place of the first token id that does not fit 4 bytes, of which there is one."""
-    return int(((ids > _INT32.max) | (ids < _INT32.min)).argmax())
-
-
-def tokens_of(label: bytes | bytearray, width: int) -> npt.NDArray[np.int64]:
-    """Return the token ids of a label, an array of its own."""
-    return np.frombuffer(label, dtype=_DTYPES[width]).astype(np.int64)
+def as_narrow(ids: TokenIds) -> TokenIds:
+    """Return token ids as int32, up to the first that does not fit."""
+    if np.can_cast(ids.dtype, NARROW) or not ids.size:
+        return ids.astype(NARROW)
+    least, most = np.iinfo(NARROW).min, np.iinfo(NARROW).max
+    if ids.max() > most or ids.min() < least:
+        ids = ids[: int(((ids > most) | (ids < least)).argmax())]
+    return ids.astype(NARROW)
 
 
 def widened(label: bytes | bytearray) -> bytes:
     """Return a label of 4 bytes per token in 8."""
-    return tokens_of(label, 4).tobytes()
+    return np.frombuffer(label, dtype=NARROW).astype(WIDE).tobytes()
 
 
-def common_blocks(label: bytearray, start: int, data: memoryview, position: int, block_bytes: int) -> int:
-    """Return how many whole blocks of ``label`` from ``start`` on are those of ``data`` from ``position`` on.
+def common_tokens(label: bytearray, start: int, ids: TokenIds) -> int:
+    """Return how many of a label's token ids from the ``start``-th on are the first of ``ids``, which are as wide.
 
     Reads little more than those. No view of the label is left when it returns, since that would keep it from growing.
     """
-    size, done, step = min(len(label) - start, len(data) - position), 0, _FIRST_STEP
+    width = ids.dtype.itemsize
+    size, done, step = min(len(label) // width - start, ids.size), 0, _FIRST_STEP
     while done < size:
-        count = min(step, size - done) // 4
-        ours = np.frombuffer(label, dtype=np.int32, count=count, offset=start + done)
-        theirs = np.frombuffer(data, dtype=np.int32, count=count, offset=position + done)
-        differ = ours != theirs
+        count = min(step, size - done)
+        differ = np.frombuffer(label, dtype=ids.dtype, count=count, offset=(start + done) * width) != ids[done : done + count]
         at = int(differ.argmax())
         if differ[at]:
-            return (done + 4 * at) // block_bytes
-        done, step = done + 4 * count, 4 * step
-    return size // block_bytes
+            return done + at
+        done, step = done + count, 4 * step
+    return size

@@ -16,7 +16,7 @@ that `kvdock.prefix.interface` states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from kvdock.prefix.interface import (
     PrefixMatch,
     SizeInfo,
 )
-from kvdock.prefix.labels import first_wide, token_data, tokens_of
+from kvdock.prefix.labels import WIDE, TokenIds, as_narrow
 from kvdock.prefix.node import Node, RadixHandle
 from kvdock.prefix.owners import StoredBlocks
 from kvdock.prefix.ownership import OneThread
@@ -45,6 +45,8 @@ from kvdock.prefix.stats import PrefixStats
 from kvdock.prefix.tree import RadixTree, joined
 
 __all__ = ["RadixPrefixCache"]
+
+_NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
 
 
 class RadixPrefixCache(OneThread, PrefixCache):
@@ -66,7 +68,8 @@ class RadixPrefixCache(OneThread, PrefixCache):
         self._events = EventStream()
         self._tree = RadixTree(block_size, self.policy)
         self._owned = StoredBlocks(block_size)
-        self._epoch = self._num_locks = 0
+        self._era = object()
+        self._num_locks = 0
         self._lookups = self._lookup_tokens = self._hit_tokens = self._inserted = self._evicted = 0
 
     def __repr__(self) -> str:
@@ -81,7 +84,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
         if root is None:
             node, at, runs = None, 0, list[BlockIds]()
         else:
-            node, at, runs = self._tree.walk(root, 0, self._data(ids))
+            node, at, runs = self._tree.walk(root, 0, self._whole(ids))
         handle = self._handle(key, node, at)
         if record:
             self._record(handle, ids.size)
@@ -92,12 +95,12 @@ class RadixPrefixCache(OneThread, PrefixCache):
         self._enter()
         own = self._checked(handle)
         ids = as_integers("match_partial: tokens", tokens)[: self.block_size]
-        node = own.node or self._tree.roots.get(own.space)
-        if node is None or 2 * ids.size < self.block_size:
+        node, fits = own.node or self._tree.roots.get(own.space), self._fitting(ids)
+        if node is None or 2 * fits.size < self.block_size:
             return None
-        wanted = np.zeros(self.block_size, dtype=ids.dtype)
-        wanted[: ids.size] = ids
-        return self._most_alike(own, node, bytes(self._data(wanted)), min(ids.size, self.block_size - 1))
+        wanted = np.zeros(self.block_size, dtype=self._tree.dtype)
+        wanted[: fits.size] = fits
+        return self._most_alike(own, node, wanted.tobytes(), min(fits.size, self.block_size - 1))
 
     def record_match(self, handle: PrefixHandle, num_tokens: int) -> None:
         """Count a match that was not recorded; see `PrefixCache.record_match`."""
@@ -139,27 +142,55 @@ class RadixPrefixCache(OneThread, PrefixCache):
         passed = as_blocks("insert_prefix: blocks", blocks, ids.size // self.block_size)
         check_priority("insert_prefix: priority", priority)
         key = namespace_key("insert_prefix: namespace", namespace)
-        tree, data = self._tree, self._data(ids)
+        tree, whole = self._tree, self._whole(ids)
         node, start = self._place(key, namespace, behind)
-        end, at, runs = tree.walk(node, start, data) if node is not None else (None, start, list[BlockIds]())
-        known = joined(runs)
-        is_canonical = self._owned.claim("insert_prefix: blocks", passed, known)
-        reached, fresh = start + passed.size, passed[known.size :]
+        end, at, runs = tree.walk(node, start, whole) if node is not None else (None, start, list[BlockIds]())
+        known = joined(runs) if runs else _NO_BLOCKS
+        canonical = self._owned.claim("insert_prefix: blocks", passed, known)
+        reached, fresh = start + passed.size, passed[known.size :] if known.size else passed
         event = None
         if fresh.size:
-            data = self._wide_data(ids, data)[known.size * tree.block_bytes :]
+            whole = self._all_whole(ids, whole, known.size)
             end = tree.root(key, namespace) if end is None else end
             if self._events:
                 before = int(end.blocks[at - end.start - 1]) if at else None
-                event = Stored(namespace, before, tokens_of(bytes(data), tree.token_bytes), fresh.copy())
-            end = tree.append(end, at, data, fresh, priority)
+                event = Stored(namespace, before, whole.astype(np.int64), fresh.copy())
+            end = tree.append(end, at, whole, fresh, priority)
             self._inserted += fresh.size
-        tree.use(end, reached, priority)
-        canonical = passed if is_canonical else np.concatenate((known, fresh))
+        else:
+            tree.use(end, reached, priority)
         result = InsertResult(at * self.block_size, self._handle(key, end, reached), canonical, self.block_size)
         if event:
             self._events.emit(event)
         return result
+
+    def append_blocks(
+        self, handles: Sequence[PrefixHandle], tokens: npt.NDArray[Any], blocks: BlockIds, priorities: Sequence[int]
+    ) -> npt.NDArray[np.bool_]:
+        """Let leaves grow whose end is locked by their handle only; see `PrefixCache.append_blocks`."""
+        self._enter()
+        tree, stored = self._tree, np.zeros(len(handles), dtype=np.bool_)
+        if self._events or tokens.dtype != tree.dtype:
+            return stored
+        places, nodes, own = list[int](), list[Node](), list[RadixHandle]()
+        for place, (given, priority) in enumerate(zip(handles, priorities, strict=True)):
+            handle = self._checked(given)
+            node = handle.node
+            if node is not None and handle.locks == 1 and tree.can_grow(node, handle.position, priority):
+                places.append(place)
+                nodes.append(node)
+                own.append(handle)
+        if len(set(nodes)) < len(nodes):  # two at one place: the second would branch off
+            return stored
+        chosen = blocks[places]
+        self._owned.claim("append_blocks: blocks", chosen, _NO_BLOCKS)
+        tree.grow_locked(nodes, tokens[places].tobytes(), chosen.tolist())
+        for handle in own:
+            handle.position += 1
+            handle.cached_len += self.block_size
+        self._inserted += len(places)
+        stored[places] = True
+        return stored
 
     def evict(self, num_blocks: int) -> BlockIds:
         """Forget blocks, ends of prefixes first; see `PrefixCache.evict`."""
@@ -193,7 +224,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
         blocks = self._owned.ids()
         self._tree.clear()
         self._owned.clear()
-        self._epoch += 1
+        self._era = object()
         self._num_locks = 0
         if self._events:
             self._events.emit(Cleared())
@@ -244,7 +275,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
 
     def _handle(self, key: Hashable, node: Node | None, position: int) -> RadixHandle:
         """Make a handle to a position."""
-        return RadixHandle(self, self._epoch, key, node if position else None, position, self.block_size)
+        return RadixHandle(self, self._era, key, node if position else None, position, position * self.block_size)
 
     def _place(self, key: Hashable, namespace: Namespace, behind: PrefixHandle | None) -> tuple[Node | None, int]:
         """Return the node and the position that an insertion starts from; the root, if it is there, without ``behind``."""
@@ -260,24 +291,28 @@ class RadixPrefixCache(OneThread, PrefixCache):
             )
         return own.node or self._tree.roots.get(key), own.position
 
-    def _data(self, ids: npt.NDArray[Any]) -> memoryview:
-        """Return the whole blocks of token ids in this tree's width, up to the first that do not fit: none such is stored.
+    def _whole(self, ids: TokenIds) -> TokenIds:
+        """Return the whole blocks of token ids, as `_fitting` returns them."""
+        fits = self._fitting(ids)
+        rest = fits.size % self.block_size
+        return fits[:-rest] if rest else fits
+
+    def _fitting(self, ids: TokenIds) -> TokenIds:
+        """Return token ids in this tree's dtype, up to the first that does not fit: none such is stored.
 
         It may be the caller's memory: what is to be kept is copied out of it.
         """
-        whole = ids[: ids.size - ids.size % self.block_size]
-        found = token_data(whole, self._tree.token_bytes)
-        if found is None:
-            fits = first_wide(whole)
-            found = whole[: fits - fits % self.block_size].astype(np.int32).data.cast("B")
-        return found
+        dtype = self._tree.dtype
+        if ids.dtype is dtype:  # there is one such object; a comparison takes several times as long
+            return ids
+        return ids.astype(WIDE) if dtype is WIDE else as_narrow(ids)
 
-    def _wide_data(self, ids: npt.NDArray[Any], data: memoryview) -> memoryview:
-        """Return the whole blocks of token ids, all of them: where one does not fit, the tree gets wider."""
-        if len(data) < ids.size // self.block_size * self._tree.block_bytes:
+    def _all_whole(self, ids: TokenIds, whole: TokenIds, known: int) -> TokenIds:
+        """Return the whole blocks behind the ``known`` first, all of them: where a token id does not fit, the tree gets wider."""
+        if whole.size < ids.size - ids.size % self.block_size:
             self._tree.widen()
-            data = self._data(ids)
-        return data
+            whole = self._whole(ids)
+        return whole[known * self.block_size :] if known else whole
 
     def _most_alike(self, handle: RadixHandle, node: Node, wanted: bytes, most: int) -> PartialMatch | None:
         """Return the block behind a place whose first tokens are most alike, of at most ``most`` tokens."""
@@ -285,9 +320,11 @@ class RadixPrefixCache(OneThread, PrefixCache):
         if handle.position < node.end:
             candidates = [(bytes(node.label[at * width : (at + 1) * width]), node, at)]
         else:
-            half = wanted[: (self.block_size + 1) // 2 * self._tree.token_bytes]
+            half = wanted[: (self.block_size + 1) // 2 * self._tree.dtype.itemsize]
             candidates = [(key, child, 0) for key, child in (node.children or {}).items() if key.startswith(half)]
-        best = max(((_common_tokens(key, wanted, self._tree.token_bytes), i) for i, (key, _, _) in enumerate(candidates)), default=(0, 0))
+        best = max(
+            ((_common_tokens(key, wanted, self._tree.dtype.itemsize), i) for i, (key, _, _) in enumerate(candidates)), default=(0, 0)
+        )
         count = min(best[0], most)
         if 2 * count < self.block_size:
             return None
@@ -314,19 +351,23 @@ class RadixPrefixCache(OneThread, PrefixCache):
 
     def _checked(self, handle: PrefixHandle) -> RadixHandle:
         """Return a handle whose place is still there, with the node that has it now."""
+        if isinstance(handle, RadixHandle) and handle.era is self._era:
+            node = handle.node
+            if node is None or (node.is_stored and node.start < handle.position <= node.end):
+                return handle
+        return self._sought(handle)
+
+    def _sought(self, handle: PrefixHandle) -> RadixHandle:
+        """Return a handle whose node is another one now, or raise."""
         if not isinstance(handle, RadixHandle) or handle.owner is not self:
             raise StaleHandleError("RadixPrefixCache: handle", expected="one of this cache", got=f"{handle!r}, which is not")
-        node = handle.node
-        if handle.epoch == self._epoch:
-            if node is None:
-                return handle
-            if node.is_stored and node.start < handle.position <= node.end:
-                return handle
-            handle.node = found = self._tree.find(node, handle.position)
+        why = "from before a reset"
+        if handle.era is self._era and handle.node is not None:
+            found = self._tree.find(handle.node, handle.position)
             if found is not None:
+                handle.node = found
                 return handle
-            handle.node = node
-        why = "evicted" if handle.epoch == self._epoch else "from before a reset"
+            why = "evicted"
         raise StaleHandleError(
             "RadixPrefixCache: handle", expected="one of what is stored", got=f"{handle}, which is {why}", fix="match the tokens again"
         )

@@ -1,6 +1,6 @@
 """The tree itself: nodes, what is held of them, and the queue of those that may go.
 
-It knows token ids as bytes, and positions in blocks; arguments, handles, who owns a block and statistics are the prefix
+It knows token ids in one width, and positions in blocks; arguments, handles, who owns a block and statistics are the prefix
 cache's. Each node but the roots is there for one reason: prompts branch off at its end, or it is a leaf. So what grows at
 its end grows in place, and where the last but one branch goes, the other is joined to what is before it.
 """
@@ -15,7 +15,7 @@ from kvdock.errors import IntegrityError
 from kvdock.prefix.eviction import EvictionPolicy, EvictionQueue
 from kvdock.prefix.inputs import namespace_key
 from kvdock.prefix.interface import BlockIds, Namespace
-from kvdock.prefix.labels import common_blocks, widened
+from kvdock.prefix.labels import NARROW, WIDE, TokenIds, common_tokens, widened
 from kvdock.prefix.node import Node
 
 __all__ = ["RadixTree", "joined"]
@@ -29,7 +29,7 @@ class RadixTree:
         policy: what goes first.
 
     Attributes:
-        token_bytes: bytes of a token id, 4 or 8.
+        dtype: of token ids, int32 or int64.
         stored: blocks in the tree.
         protected: those of them that are held.
         clock: counts uses.
@@ -38,7 +38,7 @@ class RadixTree:
 
     def __init__(self, block_size: int, policy: EvictionPolicy) -> None:
         self.block_size = block_size
-        self.token_bytes = 4
+        self.dtype = NARROW
         self.roots: dict[Hashable, Node] = {}
         self.queue: EvictionQueue[Node] = EvictionQueue(policy)
         self.stored = self.protected = self.clock = self._number = 0
@@ -48,7 +48,7 @@ class RadixTree:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of token ids."""
-        return self.block_size * self.token_bytes
+        return self.block_size * self.dtype.itemsize
 
     def clear(self) -> None:
         """Forget everything, but not the width of token ids and the time."""
@@ -67,11 +67,13 @@ class RadixTree:
 
     def widen(self) -> None:
         """Store token ids in 8 bytes from now on."""
-        self.token_bytes = 8
+        self.dtype = WIDE
         for node in [*self.roots.values(), *self.nodes()]:
             node.label = bytearray(widened(node.label))
             if node.children:
                 node.children = {widened(key): child for key, child in node.children.items()}
+                for key, child in node.children.items():
+                    child.key = key
 
     def root(self, key: Hashable, namespace: Namespace) -> Node:
         """Return the root of a namespace, a new one if there is none."""
@@ -97,72 +99,104 @@ class RadixTree:
             else:
                 return node if position <= node.end and node.is_stored else None
 
-    def walk(self, node: Node, at: int, data: memoryview) -> tuple[Node, int, list[BlockIds]]:
+    def walk(self, node: Node, at: int, ids: TokenIds) -> tuple[Node, int, list[BlockIds]]:
         """Follow token ids down from a position, as far as they are stored. Changes nothing.
 
         Args:
             node: where to start.
             at: position in it; ``node.end`` to begin with its children.
-            data: bytes of whole blocks of token ids.
+            ids: token ids of whole blocks, of this tree's dtype.
 
         Returns:
             the node where they end or differ, the position there, and the blocks on the way, as views.
         """
-        width, end, position = self.block_size * self.token_bytes, len(data), 0
+        block, end, done = self.block_size, ids.size, 0
         runs: list[BlockIds] = []
-        if not end:
-            return node, at, runs
         if at < node.end:
             first = at - node.start
-            count = common_blocks(node.label, first * width, data, 0, width)
+            count = common_tokens(node.label, first * block, ids) // block
             runs.append(node.blocks[first : first + count])
-            at, position = at + count, count * width
+            at, done = at + count, count * block
             if at < node.end:
                 return node, at, runs
-        while position < end and node.children is not None:
-            child = node.children.get(data[position : position + width].tobytes())
+        while done < end and node.children is not None:
+            child = node.children.get(ids[done : done + block].tobytes())
             if child is None:
                 break
             node, label = child, child.label
-            stop = position + len(label)
+            stop = done + (node.end - node.start) * block
             # Where the last block is the same, so are mostly all: then one comparison of the whole tells. Else it would read in vain.
-            if data[stop - width : stop].tobytes() != label[-width:] or data[position:stop].tobytes() != label:
-                count = common_blocks(label, 0, data, position, width)
+            if not label.endswith(ids[stop - block : stop].tobytes()) or stop > end or ids[done:stop].tobytes() != label:
+                count = common_tokens(label, 0, ids[done:]) // block
                 runs.append(node.blocks[:count])
                 return node, node.start + count, runs
             runs.append(node.blocks)
-            position = stop
+            done = stop
         return node, node.end, runs
 
-    def append(self, node: Node, at: int, label: memoryview, blocks: BlockIds, priority: int) -> Node:
-        """Store blocks at a position of a node, where their token ids branch off or go on; return the node that has them."""
+    def append(self, node: Node, at: int, ids: TokenIds, blocks: BlockIds, priority: int) -> Node:
+        """Store blocks at a position of a node, where their token ids branch off or go on, and note that use.
+
+        Returns:
+            the node that has them.
+        """
         if at == node.end and not node.children and node.parent is not None:
-            node = self._grown(node, label, blocks, priority)
+            node = self._grown(node, ids, blocks, priority)
         else:
             parent = node if at == node.end else self._split(node, at)
-            node = Node(parent, at, bytearray(label), blocks.copy(), self._next_number())
+            key = ids[: self.block_size].tobytes()
+            node = Node(parent, at, key, bytearray(ids.data), blocks.copy(), self._next_number())
             node.created, node.priority = self.clock + 1, priority
-            parent.add_child(bytes(label[: self.block_bytes]), node)
+            parent.add_child(node)
         self.stored += blocks.size
-        self.queue.push(node)
+        self.use(node, node.end, priority)
+        self.queue.push(node)  # last: one that is used after it came is looked at once more
         return node
+
+    def can_grow(self, node: Node, position: int, priority: int) -> bool:
+        """Whether a node is a leaf that ends at a position, and what is appended there is worth as much."""
+        return node.end == position and not node.children and not node.was_trimmed and node.priority == priority
+
+    def grow_locked(self, nodes: list[Node], labels: bytes, blocks: list[int]) -> None:
+        """Append a block to each of several leaves, and move one lock of its end behind it; a use of it all, as appending is."""
+        width, at = self.block_bytes, 0
+        for node, block in zip(nodes, blocks, strict=True):
+            end, locks = node.end, node.locks
+            assert locks is not None  # noqa: S101 - the handle has counted its locks
+            node.grow_one(labels[at : at + width], block)
+            at += width
+            others = locks.pop(end) - 1
+            if others:
+                locks[end] = others
+            locks[end + 1] = 1
+            node.held += 1  # all of it was held, and is
+            self.use(node, end + 1, None)
+        self.protected += len(nodes)
+        self.stored += len(nodes)
 
     def use(self, node: Node | None, upto: int, priority: int | None) -> None:
         """Note a use of all that is before a position, now."""
         self.clock += 1
         now, key = self.clock, self._key
         while node is not None and node.parent is not None:
-            node.use(upto, now, priority, key)
+            if node.earlier is None and upto == node.end:  # as `Node.use` would, at a fifth of the time; mostly it is this
+                node.last_use = now
+                node.uses += 1
+                if priority is not None and priority > node.priority:
+                    node.priority = priority
+            else:
+                node.use(upto, now, priority, key)
             upto, node = node.start, node.parent
 
     def lock(self, node: Node, position: int) -> None:
         """Protect all that is before a position of a node, once more."""
         locks = node.locks
         if locks is None:
-            locks = node.locks = {}
-        locks[position] = locks.get(position, 0) + 1
+            node.locks = {position: 1}
+        else:
+            locks[position] = locks.get(position, 0) + 1
         if position - node.start > node.held:
-            self._hold(node)
+            self._hold(node, position - node.start)
 
     def unlock(self, node: Node, position: int) -> None:
         """Give back one protection."""
@@ -171,14 +205,14 @@ class RadixTree:
         locks[position] -= 1
         if not locks[position]:
             del locks[position]
-            self._hold(node)
+            self._hold(node, node.count_held())
 
     def evict(self, count: int) -> list[BlockIds]:
         """Take out ``count`` blocks, of which there are as many; return them in runs."""
         runs: list[BlockIds] = []
         while count:
-            node = self.queue.pop()
-            end = max(node.tail_start, node.end - count)
+            node = self.queue.least()
+            end = max(node.start + node.held, node.earlier[-1].end if node.earlier else 0, node.end - count)
             runs.append(self.cut(node, end))
             count -= runs[-1].size
         return runs
@@ -186,44 +220,42 @@ class RadixTree:
     def cut(self, node: Node, end: int) -> BlockIds:
         """Take out the blocks of a leaf from position ``end`` on, which nobody holds; return them."""
         self.stored -= node.end - end
-        age = self.clock - node.last_use
         self.evictions += 1
+        age = self.clock - node.last_use
         self.age_sum += age
-        self.age_max = max(self.age_max, age)
+        if age > self.age_max:
+            self.age_max = age
         if end == node.start:
             self._remove(node)
             return node.blocks
-        gone = node.trim(end, self.block_bytes)
-        if node.is_evictable:
-            self.queue.push(node)
-        return gone
+        return node.trim(end, self.block_bytes)
 
-    def _grown(self, node: Node, label: memoryview, blocks: BlockIds, priority: int) -> Node:
+    def _grown(self, node: Node, ids: TokenIds, blocks: BlockIds, priority: int) -> Node:
         """Append blocks to a leaf; what differs in priority is a part of its own."""
         if node.was_trimmed or priority < node.priority:
             # Handles behind the end must stay stale, and in the queue nothing may come to be worth less.
             _, siblings = _above(node)
-            fresh = siblings[bytes(node.label[: self.block_bytes])] = node.renew()
+            fresh = siblings[node.key] = node.renew()
             self.queue.discard(node)
             node = fresh
         if priority < node.priority:
             node.mark_end()
             node.priority, node.created, node.uses = priority, self.clock + 1, 0
-        node.grow(label, blocks)
+        node.grow(ids, blocks)
         return node
 
     def _split(self, node: Node, at: int) -> Node:
         """Put what is before a position into a node of its own, above the rest."""
         _, siblings = _above(node)
         upper = node.split(at, self.block_bytes, node.number)
-        siblings[bytes(upper.label[: self.block_bytes])] = upper
-        upper.add_child(bytes(node.label[: self.block_bytes]), node)
+        siblings[upper.key] = upper
+        upper.add_child(node)
         return upper
 
     def _remove(self, node: Node) -> None:
         """Take a leaf out of the tree."""
         parent, siblings = _above(node)
-        del siblings[bytes(node.label[: self.block_bytes])]
+        del siblings[node.key]
         node.is_stored = False
         self.queue.discard(node)
         if not siblings:
@@ -231,33 +263,30 @@ class RadixTree:
             if parent.parent is None:
                 parent.is_stored = False
                 del self.roots[namespace_key("", parent.namespace)]
-            elif parent.is_evictable:
-                self.queue.push(parent)
         elif len(siblings) == 1 and parent.parent is not None:
             self._join(parent, *siblings.values())
 
     def _join(self, upper: Node, node: Node) -> None:
         """Make one node of a node and its only child."""
         _, siblings = _above(upper)
-        siblings[bytes(upper.label[: self.block_bytes])] = node
+        siblings[upper.key] = node
         node.absorb(upper, self._key)
         self.queue.discard(upper)
         if node.is_evictable:
             self.queue.push(node)
 
-    def _hold(self, node: Node) -> None:
-        """Count anew what is held of a node, and of those above as far as that changes anything."""
-        while node.parent is not None:
-            size = node.end - node.start
-            held = size if node.held_children else max(node.locks) - node.start if node.locks else 0
-            before, node.held = node.held, held
+    def _hold(self, node: Node, held: int) -> None:
+        """Note what is held of a node, and of those above as far as that changes anything."""
+        while held != (before := node.held):
+            node.held = held
             self.protected += held - before
-            if held < size and not node.children:
+            if held < before and not node.children:
                 self.queue.push(node)
-            if (held > 0) == (before > 0):
+            parent = node.parent
+            if (held and before) or parent is None or parent.parent is None:
                 return
-            node = node.parent
-            node.held_children += 1 if held else -1
+            parent.held_children += 1 if held else -1
+            node, held = parent, parent.count_held()
 
     def _next_number(self) -> int:
         """Return a number that no node has, but the parts of one run."""

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from kvdock.errors import OutOfBlocksError
-from kvdock.prefix.interface import BlockIds, PrefixCache
+from kvdock.prefix.interface import BlockIds, PrefixCache, PrefixHandle
 from kvdock.scheduler.block_allocator import BlockAllocator
 
 __all__ = ["PoolBlocks"]
@@ -54,6 +54,15 @@ class PoolBlocks:
                 fix="finish sequences or release pins first, ask plan() whether a prompt fits, or make the pool larger",
             )
 
+    def lock(self, handle: PrefixHandle, subject: str) -> None:
+        """Lock what may have been evictable, unless a promise would be broken; OutOfBlocksError then."""
+        self.prefix.lock_handle(handle)
+        try:
+            self.check(0, subject)
+        except BaseException:
+            self.prefix.lock_handle(handle, unlock=True)
+            raise
+
     def take(self, n: int, subject: str, *, promised: int = 0) -> BlockIds:
         """Allocate ``n`` blocks, of which ``promised`` were promised to whoever asks; all or none. They are not promised any more.
 
@@ -64,5 +73,6 @@ class PoolBlocks:
         missing = n - self.allocator.num_free
         if missing > 0:
             self.allocator.release(self.prefix.evict(missing))
+        blocks = self.allocator.allocate(n)
         self.promised -= promised
-        return self.allocator.allocate(n)
+        return blocks
