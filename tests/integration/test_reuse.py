@@ -105,10 +105,11 @@ def test_the_blocks_of_a_copy_come_back_when_it_is_dropped() -> None:
         gc.collect()
         assert prefix.usage.pool_blocks_used == prefix.usage.blocks == 3
     prefix.state.manager.allocator.check_integrity()
-    allocator = prefix.state.manager.allocator
+    manager = prefix.state.manager
     del prefix
     gc.collect()
-    assert allocator.num_used == 0
+    manager.check_integrity()
+    assert manager.allocator.num_used == 0
 
 
 def test_a_copy_of_a_copy_and_a_copy_of_nothing() -> None:

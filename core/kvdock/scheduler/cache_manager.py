@@ -398,6 +398,8 @@ class CacheManager(NotCopied, OneThread):
 
     def hand_over(self) -> None:
         """Give the manager up: it belongs to the thread that uses it next. Raises `WrongThreadError` in another thread."""
+        self._enter()
+        self._pool.note_size()
         self.prefix.hand_over()
         self.allocator.hand_over()
         super().hand_over()
@@ -413,8 +415,9 @@ class CacheManager(NotCopied, OneThread):
         return seq
 
     def _claim(self) -> None:
-        """Belong to the calling thread, unless another has this or its prefix cache."""
+        """Belong to the calling thread, unless another has this or its prefix cache, or somebody else has changed that."""
         self.prefix.hand_over()
+        self._pool.check_unchanged()
         super()._claim()
 
     def _enter(self) -> None:

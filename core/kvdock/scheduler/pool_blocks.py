@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from kvdock.errors import OutOfBlocksError
+from kvdock.errors import ArgumentValueError, OutOfBlocksError
 from kvdock.prefix.interface import BlockIds, PrefixCache, PrefixHandle
 from kvdock.scheduler.block_allocator import BlockAllocator
 
@@ -30,6 +30,22 @@ class PoolBlocks:
         self.allocator = allocator
         self.prefix = prefix
         self.promised = 0
+        self._size = 0  # of the prefix cache, when the manager was handed over
+
+    def note_size(self) -> None:
+        """Note how much is stored, since the pool will be left alone."""
+        self._size = self.prefix.size_info.total_size
+
+    def check_unchanged(self) -> None:
+        """Raise if somebody else has stored, evicted or reset since: then the prefix cache names blocks that hold something else."""
+        size = self.prefix.size_info.total_size
+        if size != self._size:
+            raise ArgumentValueError(
+                "CacheManager: prefix",
+                expected=f"the {self._size} tokens that were stored here",
+                got=size,
+                fix="let nobody else store, evict or reset in it: each manager has its own, and reset() empties it",
+            )
 
     @property
     def evictable(self) -> int:

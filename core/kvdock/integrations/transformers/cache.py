@@ -24,6 +24,7 @@ from kvdock.integrations.transformers.reuse import PrefixReuse
 from kvdock.integrations.transformers.sharing import sharing_of
 from kvdock.integrations.transformers.state import PagedState
 from kvdock.integrations.transformers.usage import CacheUsage, usage_of
+from kvdock.prefix.factory import prefix_cache_of_pool
 from kvdock.prefix.interface import Namespace, PrefixCache
 from kvdock.rank import RankInfo
 from kvdock.scheduler import CacheManager
@@ -116,7 +117,9 @@ class PagedCacheForTransformers(Cache):
         model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: it would trace it without the hook
         found, runs = measure(model), what_runs(model)
         pool = kvdock.create_cache(found.spec, conf, RankInfo(found.device))
-        manager = CacheManager(pool.num_blocks, pool.block_size, "naive" if prefix is None else prefix, **options)
+        size = {"num_blocks": pool.num_blocks, "block_size": pool.block_size}
+        made = prefix_cache_of_pool(_FOR_MODEL, "naive" if prefix is None else prefix, **size, options=options)
+        manager = CacheManager(**size, prefix=made)
         reuse = PrefixReuse(manager, getattr(model, "generation_config", None), sharing_of(runs)) if prefix is not None else None
         state = PagedState(pool, manager)
         return cls(state, found.windows, found.stored, reuse, Watch(runs, pool))

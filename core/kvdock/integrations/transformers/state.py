@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from kvdock.cache.paged import PagedKVCache
-from kvdock.errors import ArgumentValueError, IndexRangeError, OutOfBlocksError, WrongThreadError
+from kvdock.errors import ArgumentValueError, IndexRangeError, KVDockError, OutOfBlocksError
 from kvdock.integrations.transformers.bound import Bound
 from kvdock.integrations.transformers.slots import SlotTensor
 from kvdock.scheduler import CacheManager, SequenceBatch
@@ -191,7 +191,7 @@ class PagedState:
 
     def settle(self) -> None:
         """Let what was dropped be given back, unless another thread is in a step."""
-        with suppress(WrongThreadError):
+        with suppress(KVDockError):
             self.manager.available_size  # noqa: B018 - the manager ends what is over at any call
             if not self._behind:
                 self.manager.hand_over()
@@ -280,7 +280,7 @@ class PagedState:
         try:
             yield
         except BaseException:
-            with suppress(WrongThreadError):
+            with suppress(KVDockError):  # what is wrong was said
                 self.manager.hand_over()
             raise
         if not keep:
