@@ -25,7 +25,7 @@ def seen(watched: Watched) -> Any:
     found = (
         cache.usage,
         zoo.table(cache).tolist(),
-        list(cache.state.lengths),
+        list(cache.state.lengths.of),
         dict(watched.stored),
         prefix.size_info,
         prefix.num_locks,

@@ -116,9 +116,7 @@ class Caches(RuleBasedStateMachine):
         return sizes
 
     def seen(self) -> list[Any]:
-        tables = [
-            (one.paged.batch_size, zoo.table(one.paged).ravel().tolist(), list(one.paged.state.lengths)) for one in self.alive
-        ]
+        tables = [(one.paged.batch_size, zoo.table(one.paged).ravel().tolist(), list(one.paged.state.lengths.of)) for one in self.alive]
         return [self.allocator.ref_counts(np.arange(self.allocator.num_blocks)).tolist(), tables]
 
     @invariant()

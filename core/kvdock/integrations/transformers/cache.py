@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import Any, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
 import torch
@@ -39,7 +39,10 @@ class PagedCacheForTransformers(Cache):
 
     It gives the tokens that ``DynamicCache`` gives, in greedy decoding, sampling, beam search, assisted decoding and chunked
     prefill, and takes blocks as sequences grow. Make one with `for_model`. It can be used by one ``generate`` call after another:
-    `reset` it for a new conversation, or keep it and pass the longer prompt. `copy.deepcopy` shares blocks until one writes.
+    `reset` it for a new conversation, or keep it and pass the longer prompt.
+
+    Copies: `copy.deepcopy`, Transformers' way to go on from one prefix several times, and `copy.copy` give a cache in the same pool that
+    shares blocks until one of the two writes; neither ever writes into what the other has. `pickle` raises `UnsupportedError`.
 
     With a prefix cache (``for_model(..., prefix="radix")``) what was computed once is used by all later calls whose prompts
     begin with the same tokens, in any row and any order::
@@ -49,9 +52,9 @@ class PagedCacheForTransformers(Cache):
 
     * `bind` begins a new batch: the rows of the last one are given back, and for each new row as much is taken from the
       prefix cache as all rows have. `commit` is optional; what is not committed is gone with the next `bind`.
-    * Whole blocks are stored, so a prefix is found up to a multiple of the block size. In a batch of prompts with padding on
-      their left, the rows whose padding is a multiple of the block size find and store; the others do not. A small block
-      size makes that likely, one prompt at a time makes it certain.
+    * Whole blocks are stored, so a prefix is found up to a multiple of the block size. Padding on the left of the rows of a batch
+      needs no blocks, and may have any length: all rows go on at one place, that of the row that has found least. Where that
+      is in the middle of a cached block of another row, that row gets a copy of it.
     * ``generate`` repeats prompts for beams and for several results before it computes them. To compute a prompt once, let it
       be computed first: ``cache.commit(model.generate(**cache.bind(**inputs), max_new_tokens=1))``; each beam then computes
       what is left of a block. Of beams only the prompts are stored.
@@ -117,9 +120,9 @@ class PagedCacheForTransformers(Cache):
         model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: it would trace it without the hook
         found, runs = measure(model), what_runs(model)
         pool = kvdock.create_cache(found.spec, conf, RankInfo(found.device))
-        size = {"num_blocks": pool.num_blocks, "block_size": pool.block_size}
-        made = prefix_cache_of_pool(_FOR_MODEL, "naive" if prefix is None else prefix, **size, options=options)
-        manager = CacheManager(**size, prefix=made)
+        num_blocks, block_size, name = pool.num_blocks, pool.block_size, "naive" if prefix is None else prefix
+        made = prefix_cache_of_pool(_FOR_MODEL, name, num_blocks=num_blocks, block_size=block_size, options=options)
+        manager = CacheManager(num_blocks, block_size, made)
         reuse = PrefixReuse(manager, getattr(model, "generation_config", None), sharing_of(runs)) if prefix is not None else None
         state = PagedState(pool, manager)
         return cls(state, found.windows, found.stored, reuse, Watch(runs, pool))
@@ -140,7 +143,7 @@ class PagedCacheForTransformers(Cache):
             ArgumentValueError: without a prefix cache, the cache already holds the whole prompt, so that there is no token to
                 compute, and Transformers itself would feed the prompt a second time. With one, padding that is not on the
                 left, or inputs whose keys and values depend on more than token ids; see `read_prompts`. Nothing was changed.
-            OutOfBlocksError: padding, and no block for it. The cache is empty then.
+            OutOfBlocksError: with a prefix cache, the prompts do not fit. The cache is empty then.
         """
         check_use(inputs)
         inputs["use_cache"] = True  # whatever the model's configuration says
@@ -163,7 +166,7 @@ class PagedCacheForTransformers(Cache):
             UnsupportedError: there is no prefix cache.
         """
         reuse = self._needed("commit")
-        self.state.check_whole("commit")
+        self.state.lengths.check_whole("commit")
         bound = committable(self.state.bound, reuse.epoch)
         if self.state.batch:
             self.state.publish(computed_rows(bound, self.state.batch, out))
@@ -189,7 +192,6 @@ class PagedCacheForTransformers(Cache):
     @property
     def usage(self) -> CacheUsage:
         """What this cache holds now."""
-        self.state.settle()
         return usage_of(self.state)
 
     @property
@@ -261,6 +263,17 @@ class PagedCacheForTransformers(Cache):
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
             yield keys, values, None if window is None else torch.tensor(window)
 
+    def __copy__(self) -> PagedCacheForTransformers:
+        return self.__deepcopy__({})
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError(
+            "PagedCacheForTransformers",
+            expected="a copy in this process, by copy.deepcopy",
+            got="a request to pickle it",
+            fix="pickle the token ids, and let another cache compute them",
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCacheForTransformers:
         """Return a cache that goes on from here in the same pool. No key or value is copied before one of the two writes."""
         copied = type(self)(self.state.fork(), self._windows, self._stored, self._reuse, self._watch)
@@ -276,11 +289,11 @@ class PagedCacheForTransformers(Cache):
         """Begin a new batch with what the prefix cache has of it."""
         prompts, mask = read_prompts(inputs, namespace, reuse.generation)
         self.state.truncate(0)
+        hooks = None if inputs.get(ADAPTERS) else self._watch.hooks
         with self.state.change():
             batch = reuse.begin(prompts)
-        hooks = None if inputs.get(ADAPTERS) else self._watch.hooks
-        bound = Bound(prompts, batch.length, reuse.epoch, np.arange(batch.batch_size), reuse.sharing, hooks)
-        self.state.begin_with(bound, batch)
+            bound = Bound(prompts, batch.length, reuse.epoch, np.arange(batch.batch_size), reuse.sharing, hooks)
+            self.state.begin_with(bound, batch)
         positions = {"position_ids": (mask.cumsum(dim=-1) - 1).clamp(min=0)} if reuse.sharing.own_positions else {}
         return {**inputs, "attention_mask": mask, **positions, CACHE_KEYWORD: self}
 

@@ -100,7 +100,7 @@ def prepare_pass(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or not ids.numel():
         _judge(bound, odd_argument(model, told, 0))
         return None
-    state.check_whole("a forward pass")
+    state.lengths.check_whole("a forward pass")
     if not bound.is_fresh and len(ids) != len(bound.origin):
         return None  # which the table refuses
     told = _with_own_positions(state, bound, told)

@@ -93,7 +93,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base 
 
     def get_seq_length(self) -> int:
         """Return the number of tokens that this layer holds."""
-        return self.state.lengths[self.index]
+        return self.state.lengths.of[self.index]
 
     def get_max_length(self) -> int:
         """Return the window as Transformers' own layers do, or -1: no length but the pool's."""

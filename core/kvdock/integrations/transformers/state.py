@@ -1,10 +1,6 @@
-"""The pool and the table that all layers of a cache share.
+"""The pool and the batch that all layers of a cache share.
 
-A step is one forward pass. The first layer that writes grows the table for all; the last one ends the step. Whatever the
-order of the layers, each has its own length, and the table's length is the longest::
-
-    layer 0  ############----        # written    - this step
-    layer 1  ############            the table already has room for this step
+The first layer that writes in a step makes room for all; the last one ends the step.
 """
 
 from __future__ import annotations
@@ -19,7 +15,8 @@ import torch
 from kvdock.cache.paged import PagedKVCache
 from kvdock.errors import ArgumentValueError, IndexRangeError, KVDockError, OutOfBlocksError
 from kvdock.integrations.transformers.bound import Bound
-from kvdock.integrations.transformers.slots import SlotTensor
+from kvdock.integrations.transformers.lengths import Lengths
+from kvdock.integrations.transformers.slots import SlotTensor, read, write
 from kvdock.scheduler import CacheManager, SequenceBatch
 
 __all__ = ["PagedState"]
@@ -39,11 +36,9 @@ class PagedState:
         self.pool = pool
         self.manager = manager
         self.batch: SequenceBatch | None = None
-        self.lengths = [0] * pool.num_layers
+        self.lengths = Lengths(pool.num_layers)
         self.bound: Bound | None = None
         self._slots = SlotTensor(pool.device)
-        self._start = 0  # of the current step
-        self._behind = 0  # layers that have not written in it
 
     @property
     def length(self) -> int:
@@ -57,11 +52,11 @@ class PagedState:
 
     def fork(self) -> PagedState:
         """Return the same tokens in the same blocks, for another future."""
-        self.check_whole("deepcopy")
+        self.lengths.check_whole("deepcopy")
         other = PagedState(self.pool, self.manager)
         with self.change():
             other.batch = self.batch and self.batch.fork()
-        other.lengths = list(self.lengths)
+        other.lengths.of = list(self.lengths.of)
         other.bound = self.bound and self.bound.fork()
         return other
 
@@ -74,7 +69,7 @@ class PagedState:
         """
         self.batch, self.bound = batch, bound
         self._slots.forget(0)
-        self.lengths = [bound.past] * len(self.lengths)
+        self.lengths.set(bound.past)
         pairs = [pair for seq in batch.sequences for pair in seq.block_pairs.tolist()]
         if pairs:
             self._copy_blocks(torch.tensor(pairs))
@@ -96,32 +91,26 @@ class PagedState:
             ArgumentValueError: another batch size than that of the tokens already there, or more tokens than are left of a
                 prompt that was bound. Nothing was changed.
         """
-        start, tokens = self.lengths[layer], keys.shape[2]
+        start, tokens = self.lengths.of[layer], keys.shape[2]
         if not tokens:
             return start
         stop = start + tokens
         if stop > self.length:
             self._begin(keys.shape[0], tokens)
         try:
-            slots = self._slots_of(start, stop)
-            with torch.no_grad():
-                self.pool.update(layer, _token_major(keys), _token_major(values), slots)
+            write(self.pool, layer, keys, values, self._slots_of(start, stop))
         except BaseException:
-            self._undo()
+            self.lengths.undo()
+            if self.length > self.lengths.start:
+                self._truncate(self.lengths.start)
             raise
-        self.lengths[layer] = stop
-        self._behind -= 1
-        if not self._behind:
+        if self.lengths.written(layer, stop):
             self._end()
         return start
 
     def read(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of tokens ``start`` to ``stop - 1`` as new ``[batch, heads, tokens, dim]``, contiguous."""
-        slots = self._slots_of(start, stop)
-        keys, values = (_buffer(cache, *slots.shape) for cache in (self.pool.k_cache(layer), self.pool.v_cache(layer)))
-        with torch.no_grad():
-            self.pool.gather(layer, slots, out=(keys.transpose(1, 2), values.transpose(1, 2)))
-        return keys, values
+        return read(self.pool, layer, self._slots_of(start, stop))
 
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` tokens. Also the way on after a forward pass that failed in between.
@@ -129,9 +118,9 @@ class PagedState:
         Raises:
             IndexRangeError: a layer has fewer. Nothing was changed.
         """
-        if length > min(self.lengths):
+        if length > (most := min(self.lengths.of)):
             raise IndexRangeError(
-                "PagedCacheForTransformers: length", expected=f"at most the {min(self.lengths)} tokens that every layer has", got=length
+                "PagedCacheForTransformers: length", expected=f"at most the {most} tokens that every layer has", got=length
             )
         if not length:
             self._drop()
@@ -157,7 +146,7 @@ class PagedState:
 
     def select(self, rows: npt.ArrayLike) -> None:
         """Make row ``rows[i]`` the new row i; see `SequenceBatch.select`."""
-        self.check_whole("changing the batch")
+        self.lengths.check_whole("changing the batch")
         with self.change():
             if self.batch:
                 self.batch.select(rows)
@@ -167,16 +156,15 @@ class PagedState:
 
     def _begin(self, batch: int, tokens: int) -> None:
         """Start a step: make room in the table, and copy shared blocks that will be written, in all layers."""
-        self.check_whole("a step")
+        self.lengths.check_whole("a step")
         if self.bound:
             self.bound.check_first(tokens)
         with self.change(keep=True):
             grown = self._batch_of(batch)
-            self._start = grown.length
-            pairs = self._grown(grown, tokens)
+            start, pairs = grown.length, self._grown(grown, tokens)
             if self.bound:
-                self.bound.begin(self._start, batch, tokens, grown.length)
-            self._behind = len(self.lengths)
+                self.bound.begin(start, batch, tokens, grown.length)
+            self.lengths.begin(start)
             if len(pairs):
                 self._slots.forget(0)
                 self._copy_blocks(torch.from_numpy(pairs))
@@ -189,20 +177,12 @@ class PagedState:
             fix = "reset() copies of the cache, or make the pool larger: num_blocks or max_kv_memory_bytes"
             raise OutOfBlocksError("PagedCacheForTransformers", expected=error.expected, got=error.got, fix=fix) from error
 
-    def settle(self) -> None:
-        """Let what was dropped be given back, unless another thread is in a step."""
-        with suppress(KVDockError):
-            self.manager.available_size  # noqa: B018 - the manager ends what is over at any call
-            if not self._behind:
-                self.manager.hand_over()
-
     def _copy_blocks(self, pairs: torch.Tensor) -> None:
         """Copy blocks in all layers. If that fails the table names blocks without content, so it is emptied."""
         try:
             self.pool.copy_blocks(pairs.to(self.pool.device))
         except BaseException:
-            self.lengths = [0] * len(self.lengths)
-            self.truncate(0)
+            self._drop()
             raise
 
     def _slots_of(self, start: int, stop: int) -> torch.Tensor:
@@ -237,12 +217,6 @@ class PagedState:
         self._slots.forget(0)
         return self.batch
 
-    def _undo(self) -> None:
-        """Go back to before a step that failed."""
-        self.lengths = [min(length, self._start) for length in self.lengths]
-        if self.length > self._start:
-            self._truncate(self._start)
-
     def _truncate(self, length: int) -> None:
         """Cut table and layers."""
         with self.change():
@@ -251,18 +225,7 @@ class PagedState:
         if self.bound:
             self.bound.seen.cut(length)
         self._slots.forget(length)
-        self.lengths = [length] * len(self.lengths)
-        self._behind = 0
-
-    def check_whole(self, what: str) -> None:
-        """Raise unless all layers are equally long."""
-        if self._behind:
-            raise ArgumentValueError(
-                f"PagedCacheForTransformers: {what}",
-                expected="layers of one length",
-                got=f"lengths from {min(self.lengths)} to {max(self.lengths)}: a forward pass was interrupted, or two run at once",
-                fix=f"go back with truncate({min(self.lengths)}), or reset()",
-            )
+        self.lengths.set(length)
 
     def _drop(self) -> None:
         """Give all rows back."""
@@ -271,8 +234,7 @@ class PagedState:
                 self.batch.close()
         self.batch = self.bound = None
         self._slots.forget(0)
-        self.lengths = [0] * len(self.lengths)
-        self._behind = 0
+        self.lengths.set(0)
 
     @contextmanager
     def change(self, *, keep: bool = False) -> Iterator[None]:
@@ -285,14 +247,3 @@ class PagedState:
             raise
         if not keep:
             self.manager.hand_over()
-
-
-def _token_major(states: torch.Tensor) -> torch.Tensor:
-    """View ``[batch, heads, tokens, dim]`` as ``[batch, tokens, heads, dim]``, elements of a head side by side."""
-    states = states.transpose(1, 2)
-    return states if states.stride(-1) == 1 or states.shape[-1] == 1 else states.contiguous()
-
-
-def _buffer(cache: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
-    """Allocate ``[batch, heads, tokens, dim]`` for what lies in a pool's ``[blocks, block_size, heads, dim]``."""
-    return torch.empty((batch, cache.shape[2], tokens, cache.shape[3]), dtype=cache.dtype, device=cache.device)

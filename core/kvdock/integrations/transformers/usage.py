@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import attrs
 
+from kvdock.errors import KVDockError
 from kvdock.integrations.transformers.state import PagedState
 
 __all__ = ["CacheUsage", "usage_of"]
@@ -35,7 +38,11 @@ class CacheUsage:
 
 
 def usage_of(state: PagedState) -> CacheUsage:
-    """Return what a batch holds now."""
+    """Return what a batch holds now, and its pool: without what was dropped, unless another thread is in a step."""
+    with suppress(KVDockError):
+        state.manager.available_size  # noqa: B018 - the manager ends what is over at any call
+        if state.lengths.is_whole:
+            state.manager.hand_over()
     pool, bound = state.pool, state.bound
     blocks = state.batch.num_blocks if state.batch else 0
     return CacheUsage(
