@@ -17,7 +17,7 @@ from plain_manager import PlainManager
 import kvdock
 from kvdock.scheduler import BatchTables
 
-__all__ = ["LENGTHS", "NUM_SEQUENCES", "commit_seconds", "step_seconds"]
+__all__ = ["LENGTHS", "NUM_SEQUENCES", "commit_seconds", "partial_figures", "step_seconds"]
 
 BLOCK, NUM_SEQUENCES, LENGTHS, TURNS = 16, 256, (256, 2048), 16
 
@@ -31,12 +31,11 @@ class Ours:
         for seq, prompt in zip(self.sequences, prompts, strict=True):
             self.manager.commit(seq, [], computed=len(prompt))
         self.tables = BatchTables(self.manager, len(prompts), num_blocks // len(prompts) * 2)
-        self.slots = np.empty(len(prompts), dtype=np.int32)
         self.computed = np.array([len(prompt) for prompt in prompts])
 
     def step(self, ids: Any) -> None:
         """Take one token for each."""
-        self.manager.extend(self.sequences, 1, slots=self.slots)
+        self.manager.extend(self.sequences, 1)  # the tables have the slots
         self.tables.update(self.sequences)
         self.computed += 1
         self.manager.commit(self.sequences, ids, computed=self.computed)
@@ -99,3 +98,31 @@ def commit_seconds(length: int, times: int = 200) -> float:
         taken.append(perf_counter() - start)
     manager.check_integrity()
     return statistics.median(taken)
+
+
+def partial_figures(count: int = 400, prompt: int = 2000) -> dict[str, float]:
+    """Return what `begin` finds and takes where prompts share a stored prefix of any length, without and with parts of blocks.
+
+    Returns:
+        ``tokens`` and ``tokens, partial``: cached tokens per prompt; ``seconds`` and ``seconds, partial``: time of `begin`, medians.
+    """
+    random = np.random.default_rng(0)
+    stored = random.integers(0, 150_000, prompt, dtype=np.int32)
+    prompts = random.integers(0, 150_000, (count, prompt), dtype=np.int32)
+    for row, shared in zip(prompts, random.integers(1, prompt, count), strict=True):
+        row[:shared] = stored[:shared]
+    figures: dict[str, float] = {}
+    for name, partial in (("", False), (", partial", True)):
+        manager = kvdock.CacheManager(2 * prompt // BLOCK + 2, BLOCK)
+        first = manager.begin(stored)
+        manager.commit(first, [], computed=prompt)
+        taken, found = [], 0
+        for row in prompts:
+            start = perf_counter()
+            seq = manager.begin(row, partial=partial)
+            taken.append(perf_counter() - start)
+            found += seq.cached_len
+            manager.abort(seq)
+        manager.check_integrity()
+        figures[f"tokens{name}"], figures[f"seconds{name}"] = found / count, statistics.median(taken)
+    return figures

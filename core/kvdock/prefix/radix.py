@@ -49,9 +49,6 @@ __all__ = ["RadixPrefixCache"]
 _NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
 
 
-_NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
-
-
 class RadixPrefixCache(OneThread, PrefixCache):
     """Prefixes in a radix tree.
 

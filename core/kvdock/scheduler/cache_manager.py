@@ -79,6 +79,7 @@ class CacheManager(NotCopied, OneThread):
         self.prefix = prefix_cache_of_pool("CacheManager", prefix, num_blocks=num_blocks, block_size=block_size, options=options)
         self.allocator = BlockAllocator(num_blocks)
         self.null_block = int(self.allocator.allocate(1)[0]) if null_block else None
+        self.allocator.hand_over()  # to the thread of the first call
         self._pool = PoolBlocks(self.allocator, self.prefix)
         self._rows = Rows(block_size)
         self._ids = TokenIds(self._rows)
@@ -166,7 +167,6 @@ class CacheManager(NotCopied, OneThread):
         prompt = Prompt.read("CacheManager.begin", tokens, namespace, reserve=reserve, at_most=at_most, max_cached_len=max_cached_len)
         check_priority("CacheManager.begin: priority", priority)
         needs = self._planner.look_up(prompt, partial=partial)
-        self._planner.check_size(needs)
         try:
             return self._begin(prompt, needs, priority)
         except OutOfBlocksError:
@@ -265,10 +265,9 @@ class CacheManager(NotCopied, OneThread):
         if tokens > room:
             raise IndexRangeError("CacheManager.fork: num_tokens", expected=f"at most the {room} tokens there is room for", got=tokens)
         self._promises.before_fork(row, self._blocks_for(tokens))
-        handle, blocks, shared = seq._handle, rows.blocks(row, 0, self._blocks_for(tokens)).copy(), int(rows.shared[row])
-        assert handle is not None  # noqa: S101 - `_row` has seen that it is open
+        handle, blocks, shared = rows.handle(row), rows.blocks(row, 0, self._blocks_for(tokens)).copy(), int(rows.shared[row])
         self.allocator.share(blocks[shared:])
-        other = self._open(seq.namespace, seq._priority, handle)
+        other = self._open(seq.namespace, handle)
         shared = min(shared, blocks.size)
         other._cached_len = min(seq._cached_len, tokens)
         other._row = rows.add(
@@ -279,6 +278,7 @@ class CacheManager(NotCopied, OneThread):
             computed=min(int(rows.computed[row]), tokens),
             shared=shared,
             published=shared,
+            priority=int(rows.priority[row]),
         )
         self._ids.begin(other._row, self._ids.get(row, 0, known))
         return other
@@ -295,6 +295,7 @@ class CacheManager(NotCopied, OneThread):
         if n > rows.num_tokens[row]:
             raise IndexRangeError("CacheManager.truncate: n", expected=f"at most the {rows.num_tokens[row]} tokens there are", got=n)
         keep, shared = self._blocks_for(n), int(rows.shared[row])
+        self._publisher.remember(seq, n)
         if keep < rows.num_blocks[row]:
             self.allocator.release(rows.blocks(row)[max(keep, shared) :])
             self._publisher.leave(seq, keep)
@@ -404,9 +405,10 @@ class CacheManager(NotCopied, OneThread):
     def open_empty(self, namespace: Namespace = (), *, priority: int = 0) -> CacheSequence:
         """Start a sequence whose token ids come later or never: nothing is looked up, and nothing is held yet."""
         self._enter()
+        check_priority("CacheManager.open_empty: priority", priority)
         handle = self.prefix.match_prefix((), namespace, record=False).handle
-        seq = self._open(namespace, priority, handle)
-        seq._row = self._rows.add(seq, np.empty(0, dtype=np.int32))
+        seq = self._open(namespace, handle)
+        seq._row = self._rows.add(seq, np.empty(0, dtype=np.int32), priority=priority)
         self._ids.begin(seq._row, np.empty(0, dtype=np.int32))
         return seq
 
@@ -422,6 +424,7 @@ class CacheManager(NotCopied, OneThread):
 
     def _begin(self, prompt: Prompt, needs: Needs, priority: int) -> CacheSequence:
         """Lock, allocate, and note the sequence."""
+        self._planner.check_size(needs)
         ids, shared, rows = prompt.ids, needs.cached_len // self.block_size, self._rows
         self.prefix.lock_handle(needs.handle)
         try:
@@ -431,7 +434,7 @@ class CacheManager(NotCopied, OneThread):
             self.prefix.lock_handle(needs.handle, unlock=True)
             raise
         self.prefix.record_match(needs.match.handle, ids.size)
-        seq = self._open(prompt.namespace, priority, needs.match.handle)
+        seq = self._open(prompt.namespace, needs.match.handle)
         self.prefix.lock_handle(needs.handle, unlock=True)
         seq._cached_len = needs.cached_len
         seq._row = row = rows.add(
@@ -443,6 +446,7 @@ class CacheManager(NotCopied, OneThread):
             shared=shared,
             published=shared,
             limit=needs.num_tokens + prompt.reserve if prompt.reserve else 0,
+            priority=priority,
         )
         self._ids.begin(row, ids)
         self._promises.add(row, needs.promised)
@@ -451,10 +455,10 @@ class CacheManager(NotCopied, OneThread):
             seq.block_pairs = np.array([[source, fresh[0]]], dtype=np.int64)
         return seq
 
-    def _open(self, namespace: Namespace, priority: int, handle: PrefixHandle) -> CacheSequence:
+    def _open(self, namespace: Namespace, handle: PrefixHandle) -> CacheSequence:
         """Make a sequence that has a handle locked, and no row yet."""
         self._serial += 1
-        seq = CacheSequence(self, self._rows, self._ids, namespace, priority, self._serial)
+        seq = CacheSequence(self, self._rows, self._ids, namespace, self._serial)
         self.prefix.lock_handle(handle)
         seq._handle = handle
         return seq
@@ -466,9 +470,8 @@ class CacheManager(NotCopied, OneThread):
 
     def _close(self, seq: CacheSequence) -> None:
         """Give back all that a sequence holds."""
-        rows, row, handle = self._rows, seq._row, seq._handle
-        assert handle is not None  # noqa: S101 - it is open
-        self.prefix.lock_handle(handle, unlock=True)
+        rows, row = self._rows, seq._row
+        self.prefix.lock_handle(rows.handle(row), unlock=True)
         self.allocator.release(rows.blocks(row)[rows.shared[row] :])
         self._promises.add(row, -int(rows.promised[row]))
         rows.remove(row)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.prefix.interface import BlockIds
+from kvdock.prefix.interface import BlockIds, PrefixHandle
 
 if TYPE_CHECKING:
     from kvdock.scheduler.sequence import CacheSequence
@@ -45,6 +45,8 @@ class Rows:
         promised: blocks that were promised and not taken yet.
         version: another number whenever blocks of the row change, and in no two rows the same.
         serial: the number by which the publisher knows the sequence.
+        locked: blocks before the place that the sequence has locked in the prefix cache.
+        priority: for the eviction policy.
         last_batch: the sequences that came last, all of them open still, and their rows.
     """
 
@@ -60,6 +62,8 @@ class Rows:
         "promised",
         "version",
         "serial",
+        "locked",
+        "priority",
     )
 
     num_tokens: Index
@@ -73,6 +77,8 @@ class Rows:
     promised: Index
     version: Index
     serial: Index
+    locked: Index
+    priority: Index
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -91,6 +97,12 @@ class Rows:
         assert seq is not None  # noqa: S101 - callers have rows of open sequences
         return seq
 
+    def handle(self, row: int) -> PrefixHandle:
+        """Return what the sequence of a row has locked."""
+        seq = self.sequences[row]
+        assert seq is not None and seq._handle is not None  # noqa: S101, PT018 - callers have rows of open sequences
+        return seq._handle
+
     def open(self) -> list[CacheSequence]:
         """Return the open sequences, in the order of their rows."""
         return [seq for seq in self.sequences if seq is not None]
@@ -105,7 +117,8 @@ class Rows:
         self.table[row, : blocks.size] = blocks
         for name in self._INTEGERS:
             getattr(self, name)[row] = values.get(name, 0)
-        self.num_blocks[row], self.serial[row] = blocks.size, seq._serial
+        handle = self.handle(row)
+        self.num_blocks[row], self.serial[row], self.locked[row] = blocks.size, seq._serial, handle.cached_len // self.block_size
         self.num_chunked += self.prompt_len[row] > 0
         self.touch(np.array([row]))
         return row

@@ -36,14 +36,13 @@ class CacheSequence(NotCopied):
 
     instead_of_copies = "share its blocks with CacheManager.fork(), or begin another with its tokens"
 
-    def __init__(self, manager: CacheManager, rows: Rows, ids: TokenIds, namespace: Namespace, priority: int, serial: int) -> None:
+    def __init__(self, manager: CacheManager, rows: Rows, ids: TokenIds, namespace: Namespace, serial: int) -> None:
         self.namespace = namespace
         self.block_pairs = _NO_PAIRS
         self._manager = manager
         self._rows = rows
         self._row = -1
         self._ids = ids
-        self._priority = priority
         self._serial = serial  # by which the manager knows which blocks it has published
         self._cached_len = 0
         self._handle: PrefixHandle | None = None

@@ -27,6 +27,9 @@ _row_of = attrgetter("_row")
 
 _NO_ROWS: Index = np.empty(0, dtype=np.intp)
 
+_TOO_MANY = 2**40
+"""More tokens than any pool has room for."""
+
 _NO_PAIRS: npt.NDArray[np.int64] = np.empty((0, 2), dtype=np.int64)
 
 
@@ -52,7 +55,7 @@ class Steps:
             raise ArgumentValueError(
                 "CacheManager.extend: slots", expected="None for one sequence", got="an array", fix="pass a list of sequences"
             )
-        counts = np.array([count_of("CacheManager.extend: n", n)])
+        counts = counts_of("CacheManager.extend: n", count_of("CacheManager.extend: n", n), 1)
         starts, pairs = self._extend(rows, counts, match=match)
         return self._rows.slots(rows, starts, self._rows.num_tokens[rows] - starts), pairs
 
@@ -233,10 +236,12 @@ def as_rows(manager: CacheManager, method: str, sequences: Any) -> Index:
     """Return the rows of open sequences of a manager, each there once, or raise. Not to be written."""
     rows = manager._rows
     batch, known = rows.last_batch
-    if batch == sequences:  # as from one call of a step to the next; sequences are compared as objects
+    if type(sequences) is list and batch == sequences:  # as from one call of a step to the next; sequences are compared as objects
         return known
     by_row = rows.sequences
     try:
+        if not isinstance(sequences, Sequence):  # what can be read only once would be found empty
+            raise TypeError
         numbers = list(map(_row_of, sequences))
         if all(map(is_, map(by_row.__getitem__, numbers), sequences)) and len(set(numbers)) == len(numbers):
             known = np.array(numbers, dtype=np.intp)
@@ -267,7 +272,7 @@ def ids_of_step(tokens: Any, batch: int, *, is_one: bool) -> tuple[npt.NDArray[A
         ids = as_integers(subject, tokens)
         return ids, np.array([ids.size])
     shape = getattr(tokens, "shape", None)
-    if shape is None and any(hasattr(row, "__len__") for row in tokens):
+    if shape is None and isinstance(tokens, Sequence) and any(hasattr(row, "__len__") for row in tokens):
         parts = [as_integers(subject, row) for row in tokens]
         _check_batch(subject, len(parts), batch)
         return np.concatenate(parts), np.array([part.size for part in parts])
@@ -289,24 +294,24 @@ def _check_batch(subject: str, got: int, batch: int) -> None:
 
 
 def counts_of(subject: str, n: Any, batch: int) -> Index:
-    """Return how many tokens each sequence gets."""
+    """Return how many tokens each sequence gets; what no pool has is cut down to more than any pool has, and can be added up."""
     if isinstance(n, int | np.integer) and not isinstance(n, bool):
-        return np.full(batch, count_of(subject, n))
+        return np.full(batch, min(count_of(subject, n), _TOO_MANY))
     counts = as_integers(subject, n).astype(np.intp)
     if counts.size != batch:
         raise ArgumentValueError(subject, expected=f"one number, or {batch}: one for each sequence", got=counts.size)
     if counts.size and counts.min() < 0:
         raise ArgumentValueError(subject, expected="at least 0", got=int(counts.min()))
-    return counts
+    return np.minimum(counts, _TOO_MANY)
 
 
 def _check_slots(slots: Any, size: int) -> None:
     """Raise unless an array can take so many slots."""
-    is_array = isinstance(slots, np.ndarray)
+    is_array = isinstance(slots, np.ndarray) and slots.flags.writeable
     if not is_array or slots.shape != (size,) or slots.dtype.char not in (np.dtype(np.int32).char, np.dtype(np.int64).char):
         raise ArgumentValueError(
             "CacheManager.extend: slots",
-            expected=f"a numpy array of int32 or int64 [{size}], the sum of n",
+            expected=f"a numpy array of int32 or int64 [{size}], the sum of n, that can be written",
             got=f"{slots.dtype} {list(slots.shape)}" if is_array else repr(slots)[:80],
             fix="pass tensor.numpy() of a tensor on the host; BatchTables copies to a device",
         )
