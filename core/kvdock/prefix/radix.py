@@ -289,7 +289,9 @@ class RadixPrefixCache(OneThread, PrefixCache):
         else:
             half = wanted[: (self.block_size + 1) // 2 * self._tree.dtype.itemsize]
             candidates = [(key, child, 0) for key, child in (node.children or {}).items() if key.startswith(half)]
-        best = max(((_common_tokens(key, wanted, self._tree.dtype.itemsize), i) for i, (key, _, _) in enumerate(candidates)), default=(0, 0))
+        best = max(
+            ((_common_tokens(key, wanted, self._tree.dtype.itemsize), i) for i, (key, _, _) in enumerate(candidates)), default=(0, 0)
+        )
         count = min(best[0], most)
         if 2 * count < self.block_size:
             return None
