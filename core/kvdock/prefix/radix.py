@@ -16,7 +16,7 @@ that `kvdock.prefix.interface` states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,8 @@ from kvdock.prefix.stats import PrefixStats
 from kvdock.prefix.tree import RadixTree, joined
 
 __all__ = ["RadixPrefixCache"]
+
+_NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
 
 
 class RadixPrefixCache(OneThread, PrefixCache):
@@ -93,12 +95,12 @@ class RadixPrefixCache(OneThread, PrefixCache):
         self._enter()
         own = self._checked(handle)
         ids = as_integers("match_partial: tokens", tokens)[: self.block_size]
-        node = own.node or self._tree.roots.get(own.space)
-        if node is None or 2 * ids.size < self.block_size:
+        node, fits = own.node or self._tree.roots.get(own.space), self._fitting(ids)
+        if node is None or 2 * fits.size < self.block_size:
             return None
-        wanted = np.zeros(self.block_size, dtype=ids.dtype)
-        wanted[: ids.size] = ids
-        return self._most_alike(own, node, self._whole(wanted).tobytes(), min(ids.size, self.block_size - 1))
+        wanted = np.zeros(self.block_size, dtype=self._tree.dtype)
+        wanted[: fits.size] = fits
+        return self._most_alike(own, node, wanted.tobytes(), min(fits.size, self.block_size - 1))
 
     def record_match(self, handle: PrefixHandle, num_tokens: int) -> None:
         """Count a match that was not recorded; see `PrefixCache.record_match`."""
@@ -143,7 +145,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
         tree, whole = self._tree, self._whole(ids)
         node, start = self._place(key, namespace, behind)
         end, at, runs = tree.walk(node, start, whole) if node is not None else (None, start, list[BlockIds]())
-        known = joined(runs)
+        known = joined(runs) if runs else _NO_BLOCKS
         canonical = self._owned.claim("insert_prefix: blocks", passed, known)
         reached, fresh = start + passed.size, passed[known.size :] if known.size else passed
         event = None
@@ -161,6 +163,34 @@ class RadixPrefixCache(OneThread, PrefixCache):
         if event:
             self._events.emit(event)
         return result
+
+    def append_blocks(
+        self, handles: Sequence[PrefixHandle], tokens: npt.NDArray[Any], blocks: BlockIds, priorities: Sequence[int]
+    ) -> npt.NDArray[np.bool_]:
+        """Let leaves grow whose end is locked by their handle only; see `PrefixCache.append_blocks`."""
+        self._enter()
+        tree, stored = self._tree, np.zeros(len(handles), dtype=np.bool_)
+        if self._events or tokens.dtype != tree.dtype:
+            return stored
+        places, nodes, own = list[int](), list[Node](), list[RadixHandle]()
+        for place, (given, priority) in enumerate(zip(handles, priorities, strict=True)):
+            handle = self._checked(given)
+            node = handle.node
+            if node is not None and handle.locks == 1 and tree.can_grow(node, handle.position, priority):
+                places.append(place)
+                nodes.append(node)
+                own.append(handle)
+        if len(set(nodes)) < len(nodes):  # two at one place: the second would branch off
+            return stored
+        chosen = blocks[places]
+        self._owned.claim("append_blocks: blocks", chosen, _NO_BLOCKS)
+        tree.grow_locked(nodes, tokens[places].tobytes(), chosen.tolist())
+        for handle in own:
+            handle.position += 1
+            handle.cached_len += self.block_size
+        self._inserted += len(places)
+        stored[places] = True
+        return stored
 
     def evict(self, num_blocks: int) -> BlockIds:
         """Forget blocks, ends of prefixes first; see `PrefixCache.evict`."""
@@ -262,17 +292,20 @@ class RadixPrefixCache(OneThread, PrefixCache):
         return own.node or self._tree.roots.get(key), own.position
 
     def _whole(self, ids: TokenIds) -> TokenIds:
-        """Return the whole blocks of token ids in this tree's dtype, up to the first id that does not fit: none such is stored.
+        """Return the whole blocks of token ids, as `_fitting` returns them."""
+        fits = self._fitting(ids)
+        rest = fits.size % self.block_size
+        return fits[:-rest] if rest else fits
+
+    def _fitting(self, ids: TokenIds) -> TokenIds:
+        """Return token ids in this tree's dtype, up to the first that does not fit: none such is stored.
 
         It may be the caller's memory: what is to be kept is copied out of it.
         """
-        whole, dtype = ids[: ids.size - ids.size % self.block_size], self._tree.dtype
-        if whole.dtype is dtype:  # there is one such object; a comparison takes several times as long
-            return whole
-        if dtype is WIDE:
-            return whole.astype(WIDE)
-        fits = as_narrow(whole)
-        return fits[: fits.size - fits.size % self.block_size]
+        dtype = self._tree.dtype
+        if ids.dtype is dtype:  # there is one such object; a comparison takes several times as long
+            return ids
+        return ids.astype(WIDE) if dtype is WIDE else as_narrow(ids)
 
     def _all_whole(self, ids: TokenIds, whole: TokenIds, known: int) -> TokenIds:
         """Return the whole blocks behind the ``known`` first, all of them: where a token id does not fit, the tree gets wider."""

@@ -94,6 +94,8 @@ def csr_table(sequences: Sequence[CacheSequence], *, out: CSRTable | None = None
     rows, of = _batch("csr_table", sequences)
     sizes, tokens = of.num_blocks[rows], of.num_tokens[rows]
     total = int(sizes.sum())
+    if out is not None and not isinstance(out, CSRTable):
+        raise ArgumentTypeError("csr_table: out", expected="a CSRTable", got=repr(out)[:80])
     indptr = _out("csr_table: out.indptr", out and out.indptr, (rows.size + 1,))
     last = _out("csr_table: out.last_block_len", out and out.last_block_len, (rows.size,))
     room = total if out is None else max(total, getattr(out.indices, "size", 0))
@@ -128,15 +130,24 @@ def _table(subject: str, sizes: Index, fill: int, width: int | None, out: Int32 
             f"{subject}: width", expected=f"at least {longest}, as long as the longest row", got=columns, fix="pass a larger width or out"
         )
     table = _out(f"{subject}: out", out, (sizes.size, columns))
-    table.fill(index_of(f"{subject}: fill", fill))
+    table.fill(_int32(f"{subject}: fill", fill))
     return table
+
+
+def _int32(subject: str, value: object) -> int:
+    """Return an int that an int32 can hold, or raise."""
+    index = index_of(subject, value)
+    if not -(2**31) <= index < 2**31:
+        raise ArgumentValueError(subject, expected="an int32", got=index)
+    return index
 
 
 def _out(subject: str, out: Any, shape: tuple[int, ...]) -> Int32:
     """Return the caller's array, or a new one."""
     if out is None:
         return np.empty(shape, dtype=np.int32)
-    if not isinstance(out, np.ndarray) or out.dtype != np.int32 or out.shape != shape:
+    if not isinstance(out, np.ndarray) or out.dtype != np.int32 or out.shape != shape or not out.flags.writeable:
         got = f"{out.dtype} {list(out.shape)}" if isinstance(out, np.ndarray) else repr(out)[:80]
-        raise ArgumentValueError(subject, expected=f"a numpy array of int32 {list(shape)}", got=got, fix="pass none, and get a new one")
+        expected = f"a numpy array of int32 {list(shape)} that can be written"
+        raise ArgumentValueError(subject, expected=expected, got=got, fix="pass none, and get a new one")
     return out

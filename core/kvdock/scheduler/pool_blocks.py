@@ -64,5 +64,6 @@ class PoolBlocks:
         missing = n - self.allocator.num_free
         if missing > 0:
             self.allocator.release(self.prefix.evict(missing))
+        blocks = self.allocator.allocate(n)
         self.promised -= promised
-        return self.allocator.allocate(n)
+        return blocks

@@ -11,7 +11,8 @@ from kvdock.errors import IndexRangeError, StaleHandleError
 from kvdock.prefix.inputs import index_of
 from kvdock.prefix.interface import BlockIds, Namespace, PrefixHandle
 from kvdock.prefix.ownership import NotCopied
-from kvdock.scheduler.rows import Growing, Rows
+from kvdock.scheduler.ids import TokenIds
+from kvdock.scheduler.rows import Rows
 
 if TYPE_CHECKING:
     from kvdock.scheduler.cache_manager import CacheManager
@@ -35,14 +36,13 @@ class CacheSequence(NotCopied):
 
     instead_of_copies = "share its blocks with CacheManager.fork(), or begin another with its tokens"
 
-    def __init__(self, manager: CacheManager, rows: Rows, ids: npt.NDArray[Any], namespace: Namespace, priority: int, serial: int) -> None:
+    def __init__(self, manager: CacheManager, rows: Rows, ids: TokenIds, namespace: Namespace, serial: int) -> None:
         self.namespace = namespace
         self.block_pairs = _NO_PAIRS
         self._manager = manager
         self._rows = rows
         self._row = -1
-        self._ids = Growing(ids)  # of whole blocks; the rest is in the tail of its row
-        self._priority = priority
+        self._ids = ids
         self._serial = serial  # by which the manager knows which blocks it has published
         self._cached_len = 0
         self._handle: PrefixHandle | None = None
@@ -93,7 +93,7 @@ class CacheSequence(NotCopied):
     def tokens(self) -> npt.NDArray[Any]:
         """The token ids that are known, ``[num_known]``; the caller's own array."""
         row = self._live("tokens")
-        return np.concatenate((self._ids.view, self._rows.tail[row, : self._rows.num_known[row] % self.block_size]))
+        return self._ids.get(row, 0, int(self._rows.num_known[row])).copy()
 
     @property
     def block_table(self) -> BlockIds:

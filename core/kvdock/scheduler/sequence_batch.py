@@ -10,12 +10,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.errors import ArgumentValueError, IndexRangeError
+from kvdock.errors import ArgumentValueError, IndexRangeError, StaleHandleError
 from kvdock.prefix.inputs import as_integers, count_of
 from kvdock.prefix.interface import BlockIds, Namespace
 from kvdock.prefix.ownership import NotCopied
@@ -109,11 +109,13 @@ class SequenceBatch(NotCopied):
     @property
     def block_table(self) -> BlockIds:
         """Block ids of each row's sequence, int32 ``[batch_size, most blocks]``, 0 behind the shorter ones; pads have no blocks."""
+        self._live("block_table")
         return dense_table(self._sequences)
 
     @property
     def num_blocks(self) -> int:
         """Distinct blocks that the rows have."""
+        self._live("num_blocks")
         return np.unique(np.concatenate([seq.block_table for seq in self._sequences])).size
 
     def grow(self, n: int) -> npt.NDArray[np.int64]:
@@ -125,6 +127,7 @@ class SequenceBatch(NotCopied):
         Raises:
             OutOfBlocksError: too few blocks are free or evictable. Nothing was changed.
         """
+        self._live("grow")
         length = self._length + count_of("SequenceBatch.grow: n", n)
         room = np.array([seq.num_tokens for seq in self._sequences])
         pairs = self._manager.extend(self._sequences, np.maximum(length - self._pads - room, 0), match=False)
@@ -137,6 +140,7 @@ class SequenceBatch(NotCopied):
         Raises:
             IndexRangeError: the rows are shorter than that. Nothing was changed.
         """
+        self._live("truncate")
         count_of("SequenceBatch.truncate: length", length)
         if length > self._length:
             raise IndexRangeError("SequenceBatch.truncate: length", expected=f"at most the {self._length} places there are", got=length)
@@ -157,18 +161,18 @@ class SequenceBatch(NotCopied):
             ArgumentTypeError: not integers.
             ArgumentValueError: no rows, or more than one dimension.
         """
+        self._live("select")
         chosen = as_integers("SequenceBatch.select: rows", rows).tolist()
         if not chosen:
             raise ArgumentValueError("SequenceBatch.select: rows", expected="at least one row", got="none")
         if min(chosen) < 0 or max(chosen) >= self.batch_size:
             raise IndexRangeError("SequenceBatch.select: rows", expected=f"rows from 0 to {self.batch_size - 1}", got=chosen)
-        old, left = list(self._sequences), set(range(self.batch_size))
-        made = list[CacheSequence]()
-        for row in chosen:
-            made.append(old[row] if row in left else self._manager.fork(old[row], old[row].num_tokens))
-            left.discard(row)
-        for row in left:
-            self._manager.abort(old[row])
+        first = dict(zip(reversed(chosen), range(len(chosen) - 1, -1, -1), strict=True))
+        forks = iter(self._forks([row for at, row in enumerate(chosen) if first[row] != at]))
+        made = [self._sequences[row] if first[row] == at else next(forks) for at, row in enumerate(chosen)]
+        for row, seq in enumerate(self._sequences):
+            if row not in first:
+                self._manager.abort(seq)
         self._sequences[:] = made
         self._pads = self._pads[chosen]
 
@@ -179,8 +183,8 @@ class SequenceBatch(NotCopied):
 
     def fork(self) -> SequenceBatch:
         """Return a batch with the same tokens in the same blocks, shared until one of the two writes."""
-        forks = [self._manager.fork(seq, seq.num_tokens) for seq in self._sequences]
-        return SequenceBatch(self._manager, forks, length=self._length, pads=self._pads)
+        self._live("fork")
+        return SequenceBatch(self._manager, self._forks(range(self.batch_size)), length=self._length, pads=self._pads)
 
     def slot_mapping(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the slots of places ``start`` to ``stop - 1``, int64 ``[batch_size, stop - start]``; -1 for pads.
@@ -188,6 +192,7 @@ class SequenceBatch(NotCopied):
         Raises:
             IndexRangeError: not ``0 <= start <= stop <= length``.
         """
+        self._live("slot_mapping")
         if not 0 <= start <= stop <= self._length:
             raise IndexRangeError(
                 "SequenceBatch.slot_mapping", expected=f"0 <= start <= stop <= {self._length}", got=f"start={start}, stop={stop}"
@@ -203,3 +208,23 @@ class SequenceBatch(NotCopied):
         for seq in self._sequences:
             self._manager.finish(seq, keep=keep)
         self._sequences.clear()
+
+    def _forks(self, rows: Iterable[int]) -> list[CacheSequence]:
+        """Return a fork for each of ``rows``, or none where one of them is refused; then nothing is promised for their copies."""
+        made, promised = list[CacheSequence](), {seq._row: int(self._manager._rows.promised[seq._row]) for seq in self._sequences}
+        try:
+            for row in rows:
+                made.append(self._manager.fork(self._sequences[row], self._sequences[row].num_tokens))
+        except BaseException:
+            for fork in made:
+                self._manager.abort(fork)
+            for at, blocks in promised.items():
+                self._manager._promises.add(at, blocks - int(self._manager._rows.promised[at]))
+            raise
+        return made
+
+    def _live(self, what: str) -> None:
+        """Raise unless the batch has rows: it is closed then."""
+        if not self._sequences:
+            fix = "ask for it before close()"
+            raise StaleHandleError(f"SequenceBatch.{what}", expected="an open batch", got="one that is closed", fix=fix)
