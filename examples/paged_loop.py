@@ -51,7 +51,7 @@ class ToyModel:
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
         """Return the logits ``[T, VOCABULARY]`` of tokens ``[T]`` at positions ``[T]``."""
-        hidden = self.embedding[tokens] + self.places[positions]
+        hidden = 6 * (self.embedding[tokens] + self.places[positions])  # large enough that it matters what is attended to
         for layer, weights in enumerate(self.qkv):
             fused = (hidden @ weights).unflatten(1, (-1, DIM))
             q, k, v = fused.split([HEADS, KV_HEADS, KV_HEADS], dim=1)  # slices: kvdock honours their strides
@@ -78,13 +78,12 @@ class Request:
     reserve: int = 0
     sequence: CacheSequence | None = None
 
-    def begin(self, manager: kvdock.CacheManager, cache: kvdock.PagedKVCache) -> bool:
+    def begin(self, manager: kvdock.CacheManager) -> bool:
         """Take blocks, if there are enough: also for all tokens to come, but for one that will have several continuations."""
         self.reserve = 0 if self.branches > 1 else self.stop - 1 - len(self.tokens)  # the last one never goes through the model
         if not manager.plan(self.tokens, reserve=self.reserve).fits:
             return False
-        self.sequence = manager.begin(self.tokens, reserve=self.reserve, partial=True)
-        cache.copy_blocks(self.sequence.block_pairs)  # mostly none: a cached block that begins with the same tokens
+        self.sequence = manager.begin(self.tokens, reserve=self.reserve)
         return True
 
     def branch(self, manager: kvdock.CacheManager, logits: torch.Tensor) -> list[Request]:
@@ -138,7 +137,7 @@ class Engine:
                 self.manager.abort(back.sequence)  # what it committed stays cached, as long as there is room
                 self.running.remove(back)
                 self.waiting.appendleft(back)
-        while self.waiting and self.waiting[0].begin(self.manager, self.cache):
+        while self.waiting and self.waiting[0].begin(self.manager):
             self.running.append(self.waiting.popleft())
 
     def step(self, sequences: Sequence[CacheSequence]) -> list[torch.Tensor]:
