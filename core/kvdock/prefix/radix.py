@@ -17,7 +17,6 @@ that `kvdock.prefix.interface` states.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +24,7 @@ import numpy.typing as npt
 from kvdock.errors import ArgumentValueError, OutOfBlocksError, StaleHandleError
 from kvdock.prefix.events import Cleared, EventStream, PrefixEvent, Removed, Stored
 from kvdock.prefix.eviction import EvictionPolicy, policy_of
+from kvdock.prefix.handle import RadixHandle, find
 from kvdock.prefix.inputs import as_blocks, as_integers, check_block_size, check_priority, count_of, namespace_key
 from kvdock.prefix.integrity import check_tree
 from kvdock.prefix.interface import (
@@ -38,7 +38,7 @@ from kvdock.prefix.interface import (
     SizeInfo,
 )
 from kvdock.prefix.labels import WIDE, TokenIds, as_narrow
-from kvdock.prefix.node import Node, RadixHandle
+from kvdock.prefix.node import Node
 from kvdock.prefix.owners import StoredBlocks
 from kvdock.prefix.ownership import OneThread
 from kvdock.prefix.stats import PrefixStats
@@ -295,11 +295,11 @@ class RadixPrefixCache(OneThread, PrefixCache):
         else:
             half = wanted[: (self.block_size + 1) // 2 * self._tree.dtype.itemsize]
             candidates = [(key, child, 0) for key, child in (node.children or {}).items() if key.startswith(half)]
-        best = max(((_common_tokens(key, wanted, self._tree.dtype.itemsize), i) for i, (key, _, _) in enumerate(candidates)), default=(0, 0))
-        count = min(best[0], most)
+        alike = [_common_tokens(key, wanted, self._tree.dtype.itemsize) for key, _, _ in candidates]
+        count = min(max(alike, default=0), most)
         if 2 * count < self.block_size:
             return None
-        _, found, offset = candidates[best[1]]
+        _, found, offset = candidates[alike.index(max(alike))]
         end = self._handle(handle.space, found, found.start + offset + 1)
         return PartialMatch(end, int(found.blocks[offset]), count)
 
@@ -334,7 +334,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
             raise StaleHandleError("RadixPrefixCache: handle", expected="one of this cache", got=f"{handle!r}, which is not")
         why = "from before a reset"
         if handle.era is self._era and handle.node is not None:
-            found = self._tree.find(handle.node, handle.position)
+            found = find(handle.node, handle.position)
             if found is not None:
                 handle.node = found
                 return handle

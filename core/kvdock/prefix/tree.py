@@ -82,23 +82,6 @@ class RadixTree:
             found = self.roots[key] = Node.root(namespace, self._next_number())
         return found
 
-    def find(self, node: Node, position: int) -> Node | None:
-        """Return the node that now has the position that ``node`` had, or None if that is no longer stored.
-
-        A node that was split keeps its lower part, so what was above is in its parents; one that was joined or renewed says
-        what it has gone into.
-        """
-        while True:
-            if node.into is not None:
-                if position > node.end:
-                    return None
-                node = node.into
-            elif position <= node.start:
-                assert node.parent is not None  # noqa: S101 - a root starts at 0, and no handle to a node is there
-                node = node.parent
-            else:
-                return node if position <= node.end and node.is_stored else None
-
     def walk(self, node: Node, at: int, ids: TokenIds) -> tuple[Node, int, list[BlockIds]]:
         """Follow token ids down from a position, as far as they are stored. Changes nothing.
 
