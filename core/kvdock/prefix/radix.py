@@ -86,10 +86,9 @@ class RadixPrefixCache(OneThread, PrefixCache):
             node, at, runs = None, 0, list[BlockIds]()
         else:
             node, at, runs = self._tree.walk(root, 0, self._whole(ids))
-        handle = self._handle(key, node, at)
         if record:
-            self._record(handle, ids.size)
-        return PrefixMatch(handle, joined(runs))
+            self._record(node, at, ids.size)
+        return PrefixMatch(self._handle(key, node, at), joined(runs))
 
     def match_partial(self, handle: PrefixHandle, tokens: npt.ArrayLike) -> PartialMatch | None:
         """Find a block that begins alike; see `PrefixCache.match_partial`. Costs time in the branches at that place."""
@@ -107,7 +106,8 @@ class RadixPrefixCache(OneThread, PrefixCache):
         """Count a match that was not recorded; see `PrefixCache.record_match`."""
         self._enter()
         own = self._checked(handle)
-        self._record(own, count_of("record_match: num_tokens", num_tokens, own.cached_len))
+        count = count_of("record_match: num_tokens", num_tokens, own.cached_len)
+        self._record(own.node, own.position, count)
 
     def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
         """Protect a prefix, or give back one protection; see `PrefixCache.lock_handle`."""
@@ -141,7 +141,8 @@ class RadixPrefixCache(OneThread, PrefixCache):
         self._enter()
         ids = as_integers("insert_prefix: tokens", tokens)
         passed = as_blocks("insert_prefix: blocks", blocks, ids.size // self.block_size)
-        check_priority("insert_prefix: priority", priority)
+        if type(priority) is not int:
+            check_priority("insert_prefix: priority", priority)
         key = namespace_key("insert_prefix: namespace", namespace)
         tree, whole = self._tree, self._whole(ids)
         node, start = self._place(key, namespace, behind)
@@ -313,12 +314,12 @@ class RadixPrefixCache(OneThread, PrefixCache):
                 self._events.emit(Removed(blocks.copy()))
         return blocks
 
-    def _record(self, handle: RadixHandle, num_tokens: int) -> None:
-        """Count a match."""
+    def _record(self, node: Node | None, position: int, num_tokens: int) -> None:
+        """Count a match of all that is before a position."""
         self._lookups += 1
         self._lookup_tokens += num_tokens
-        self._hit_tokens += handle.cached_len
-        self._tree.use(handle.node, handle.position, None)
+        self._hit_tokens += position * self.block_size
+        self._tree.use(node, position, None)
 
     def _checked(self, handle: PrefixHandle) -> RadixHandle:
         """Return a handle whose place is still there, with the node that has it now."""

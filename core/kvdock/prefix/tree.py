@@ -113,7 +113,7 @@ class RadixTree:
                 count = common_tokens(label, 0, ids[done:]) // block
                 runs.append(node.blocks[:count])
                 return node, node.start + count, runs
-            runs.append(node.blocks)
+            runs.append(node.room[: node.end - node.start])
             done = stop
         return node, node.end, runs
 
@@ -174,9 +174,13 @@ class RadixTree:
         runs: list[BlockIds] = []
         while count:
             node = self.queue.least()
-            end = max(node.start + node.held, node.earlier[-1].end if node.earlier else 0, node.end - count)
+            end = node.start + node.held
+            if node.earlier and node.earlier[-1].end > end:
+                end = node.earlier[-1].end
+            if node.end - end > count:
+                end = node.end - count
+            count -= node.end - end
             runs.append(self.cut(node, end))
-            count -= runs[-1].size
         return runs
 
     def cut(self, node: Node, end: int) -> BlockIds:
