@@ -52,6 +52,8 @@ class PrefixHandle(NotCopied):
 
     __slots__ = ("cached_len",)
 
+    instead_of_copies = "match the tokens again"
+
     def __init__(self, cached_len: int) -> None:
         self.cached_len = cached_len
 

@@ -183,7 +183,7 @@ class Node:
         self.start, self.parent = at, upper
         return upper
 
-    def absorb(self, upper: Node, policy_key: Callable[[Any], Any]) -> None:
+    def absorb(self, upper: Node, key: Callable[[Any], Any]) -> None:
         """Take over the blocks of the parent, whose only child this is."""
         self.earlier = [*(upper.earlier or ()), Mark(upper.end, upper), *(self.earlier or ())]
         self.room = np.concatenate((upper.blocks, self.blocks))
@@ -193,7 +193,7 @@ class Node:
             self.locks = {**upper.locks, **(self.locks or {})}
         self.start, self.parent, self.key = upper.start, upper.parent, upper.key
         upper.into, upper.is_stored, upper.children = self, False, None
-        self._join_marks(policy_key)
+        self._join_marks(key)
 
     def renew(self) -> Node:
         """Return a node that takes this leaf's place: handles behind its end, and its place in the queue, stay with the old one."""
@@ -203,7 +203,7 @@ class Node:
         self.into, self.is_stored = fresh, False
         return fresh
 
-    def use(self, upto: int, now: int, priority: int | None, policy_key: Callable[[Any], Any]) -> None:
+    def use(self, upto: int, now: int, priority: int | None, key: Callable[[Any], Any]) -> None:
         """Note a use of the blocks before position ``upto``, now."""
         if upto == self.end:
             _note_use(self, now, priority)
@@ -215,7 +215,7 @@ class Node:
             if mark.end > upto:
                 break
             _note_use(mark, now, priority)
-        self._join_marks(policy_key)
+        self._join_marks(key)
 
     def _mark(self, end: int) -> None:
         """See to it that a part ends at position ``end``."""
@@ -228,15 +228,15 @@ class Node:
         """Let what grows from here on be a part of its own."""
         self.earlier = [*(self.earlier or ()), Mark(self.end, self)]
 
-    def _join_marks(self, policy_key: Callable[[Any], Any]) -> None:
-        """Make one part of neighbours that the policy does not tell apart."""
+    def _join_marks(self, key: Callable[[Any], Any]) -> None:
+        """Make one part of neighbours that were used alike."""
         if not self.earlier:
             return
-        marks, kept, later = self.earlier, list[Mark](), policy_key(self)
+        marks, kept, later = self.earlier, list[Mark](), key(self)
         for mark in reversed(marks):
-            if (key := policy_key(mark)) != later:
+            if (this := key(mark)) != later:
                 kept.append(mark)
-                later = key
+                later = this
         self.earlier = kept[::-1] or None
 
     def _share_marks(self, upper: Node) -> None:

@@ -43,7 +43,7 @@ class RadixTree:
         self.queue: EvictionQueue[Node] = EvictionQueue(policy)
         self.stored = self.protected = self.clock = self._number = 0
         self.evictions = self.age_sum = self.age_max = 0
-        self._key = policy.key
+        self._alike = lambda usage: (policy.key(usage), usage.last_use)  # the last use is for the statistics
 
     @property
     def block_bytes(self) -> int:
@@ -177,7 +177,7 @@ class RadixTree:
     def use(self, node: Node | None, upto: int, priority: int | None) -> None:
         """Note a use of all that is before a position, now."""
         self.clock += 1
-        now, key = self.clock, self._key
+        now, key = self.clock, self._alike
         while node is not None and node.parent is not None:
             if node.earlier is None and upto == node.end:  # as `Node.use` would, at a fifth of the time; mostly it is this
                 node.last_use = now
@@ -270,7 +270,7 @@ class RadixTree:
         """Make one node of a node and its only child."""
         _, siblings = _above(upper)
         siblings[upper.key] = node
-        node.absorb(upper, self._key)
+        node.absorb(upper, self._alike)
         self.queue.discard(upper)
         if node.is_evictable:
             self.queue.push(node)

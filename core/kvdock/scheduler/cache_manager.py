@@ -36,7 +36,7 @@ from kvdock.scheduler.pins import Pin, Pins
 from kvdock.scheduler.planning import Fit, Needs, Planner, Prompt
 from kvdock.scheduler.pool_blocks import PoolBlocks
 from kvdock.scheduler.promises import Promises
-from kvdock.scheduler.publishing import Publisher
+from kvdock.scheduler.publishing import NOTHING_MORE, Publisher
 from kvdock.scheduler.rows import Rows
 from kvdock.scheduler.sequence import CacheSequence
 from kvdock.scheduler.steps import Steps, as_rows, ids_of_step
@@ -277,7 +277,7 @@ class CacheManager(NotCopied, OneThread):
             prompt_len=int(rows.prompt_len[row]),
             computed=min(int(rows.computed[row]), tokens),
             shared=shared,
-            published=shared,
+            published=NOTHING_MORE if rows.published[row] == NOTHING_MORE else shared,
             priority=int(rows.priority[row]),
         )
         self._ids.begin(other._row, self._ids.get(row, 0, known))
@@ -370,22 +370,22 @@ class CacheManager(NotCopied, OneThread):
             )
         if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0):
             raise ArgumentValueError("CacheManager.pin: ttl", expected="a number above 0, or None", got=repr(ttl))
-        self._lock_for_good(handle, "CacheManager.pin")
+        self._pool.lock(handle, "CacheManager.pin")
         pin = Pin(self, handle)
         self._pins.add(pin, ttl)
         return pin
 
-    def reset(self) -> None:
-        """Forget everything that is cached.
+    def reset(self, *, keep_open: bool = False) -> None:
+        """Forget everything that is cached. With ``keep_open`` open sequences keep their blocks, for themselves, and publish no more.
 
         Raises:
-            ArgumentValueError: sequences are open, or prefixes are pinned.
+            ArgumentValueError: sequences are open, without ``keep_open``; or prefixes are pinned.
         """
         self._enter()
-        if self.num_sequences or len(self._pins):
-            fix, got = "finish or abort sequences and release pins first", f"{self.num_sequences} open, {len(self._pins)} pins"
+        if len(self._pins) or (self.num_sequences and not keep_open):
+            got, fix = f"{self.num_sequences} open, {len(self._pins)} pins", "end them first"
             raise ArgumentValueError("CacheManager.reset", expected="no open sequences and no pins", got=got, fix=fix)
-        self.allocator.release(self.prefix.reset())
+        self._publisher.forget()
 
     def check_integrity(self) -> None:
         """Prove that free blocks, cached ones and those of sequences partition the pool. Costs time in its size.
@@ -398,6 +398,8 @@ class CacheManager(NotCopied, OneThread):
 
     def hand_over(self) -> None:
         """Give the manager up: it belongs to the thread that uses it next. Raises `WrongThreadError` in another thread."""
+        self._enter()
+        self._pool.note_size()
         self.prefix.hand_over()
         self.allocator.hand_over()
         super().hand_over()
@@ -411,6 +413,12 @@ class CacheManager(NotCopied, OneThread):
         seq._row = self._rows.add(seq, np.empty(0, dtype=np.int32), priority=priority)
         self._ids.begin(seq._row, np.empty(0, dtype=np.int32))
         return seq
+
+    def _claim(self) -> None:
+        """Belong to the calling thread, unless another has this or its prefix cache, or somebody else has changed that."""
+        self.prefix.hand_over()
+        self._pool.check_unchanged()
+        super()._claim()
 
     def _enter(self) -> None:
         """Notice another thread, and end what is over: sequences of finalizers, pins whose time has come."""
@@ -485,15 +493,6 @@ class CacheManager(NotCopied, OneThread):
             pin._handle = None
             self._pins.remove(pin)
             self.prefix.lock_handle(handle, unlock=True)
-
-    def _lock_for_good(self, handle: PrefixHandle, subject: str) -> None:
-        """Lock what may have been evictable, unless a promise would be broken."""
-        self.prefix.lock_handle(handle)
-        try:
-            self._pool.check(0, subject)
-        except BaseException:
-            self.prefix.lock_handle(handle, unlock=True)
-            raise
 
     def _blocks_for(self, tokens: int) -> int:
         """Return how many blocks hold so many tokens."""

@@ -34,7 +34,10 @@ from kvdock.scheduler.pool_blocks import PoolBlocks
 from kvdock.scheduler.rows import Index, Rows
 from kvdock.scheduler.sequence import CacheSequence
 
-__all__ = ["Publisher"]
+__all__ = ["NOTHING_MORE", "Publisher"]
+
+NOTHING_MORE = int(np.iinfo(np.intp).max)
+"""A number of published blocks that no sequence reaches."""
 
 
 class Publisher:
@@ -144,6 +147,18 @@ class Publisher:
         rows.num_blocks[row] = rows.shared[row] = rows.published[row] = blocks.size
         rows.num_tokens[row] = rows.computed[row] = seq._cached_len = handle.cached_len
         rows.touch(np.array([row]))
+
+    def forget(self) -> None:
+        """Empty the prefix cache. What open sequences had of it they hold themselves now, and publish no more."""
+        rows, forgotten = self._rows, self._prefix.reset()
+        for seq in rows.open():
+            row, handle = seq._row, self._prefix.match_prefix((), seq.namespace, record=False).handle
+            self._prefix.lock_handle(handle)
+            self._pool.allocator.share(rows.blocks(row, 0, int(rows.shared[row])))
+            rows.shared[row], rows.locked[row], rows.published[row] = 0, 0, NOTHING_MORE
+            seq._handle = handle
+            seq._left.clear()
+        self._pool.allocator.release(forgotten)
 
     def relock(self, seq: CacheSequence, handle: PrefixHandle) -> None:
         """Hold another handle instead of the one before."""
