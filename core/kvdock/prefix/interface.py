@@ -23,12 +23,24 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvdock.errors import ArgumentValueError
 from kvdock.prefix.events import PrefixEvent
 from kvdock.prefix.inputs import slots_of
 from kvdock.prefix.ownership import NotCopied
 from kvdock.prefix.stats import PrefixStats
 
-__all__ = ["BlockIds", "InsertResult", "Namespace", "PartialMatch", "PrefixCache", "PrefixHandle", "PrefixMatch", "SizeInfo", "Slots"]
+__all__ = [
+    "BlockIds",
+    "InsertResult",
+    "Namespace",
+    "PartialMatch",
+    "PrefixCache",
+    "PrefixHandle",
+    "PrefixMatch",
+    "SizeInfo",
+    "Slots",
+    "other_namespace",
+]
 
 BlockIds = npt.NDArray[np.int32]
 """An array of block ids."""
@@ -324,3 +336,13 @@ class PrefixCache(NotCopied, ABC):
     @abstractmethod
     def hand_over(self) -> None:
         """Give the cache up: it belongs to the thread that uses it next. Raises `WrongThreadError` in another thread."""
+
+
+def other_namespace(namespace: Namespace, behind: PrefixHandle) -> ArgumentValueError:
+    """Describe an insertion behind a handle of another namespace."""
+    return ArgumentValueError(
+        "insert_prefix: behind",
+        expected=f"a handle of the namespace that is named, {namespace!r}",
+        got=f"{behind} of another",
+        fix="pass the namespace that the handle was found in, and the tokens that follow it",
+    )

@@ -74,19 +74,20 @@ class StoredBlocks:
             known: the stored blocks of the first of these tokens.
 
         Returns:
-            the blocks of all these tokens: with ``known`` in the place of the first, which are not taken over unless they are those.
+            the blocks of all these tokens, an array of its own: with ``known`` in the place of the first, which are not taken over
+            unless they are those.
 
         Raises:
             ArgumentValueError: a block is negative, there twice, or stored for other tokens. Nothing has changed.
         """
         if not known.size:
             self._take(subject, blocks)
-            return blocks
+            return blocks.copy()
         first, fresh = blocks[: known.size], blocks[known.size :]
         others = first[first != known]
         if not others.size:
             self._take(subject, fresh)
-            return blocks
+            return blocks.copy()
         self._take(subject, np.concatenate((others, fresh)))
         self.release(others)
         return np.concatenate((known, fresh))

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.errors import ArgumentValueError, OutOfBlocksError, StaleHandleError
+from kvdock.errors import OutOfBlocksError, StaleHandleError
 from kvdock.prefix.events import Cleared, EventStream, PrefixEvent, Removed, Stored
 from kvdock.prefix.eviction import EvictionPolicy, policy_of
 from kvdock.prefix.handle import RadixHandle, find
@@ -37,6 +37,7 @@ from kvdock.prefix.interface import (
     PrefixHandle,
     PrefixMatch,
     SizeInfo,
+    other_namespace,
 )
 from kvdock.prefix.labels import WIDE, TokenIds, as_narrow
 from kvdock.prefix.node import Node
@@ -285,12 +286,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
             return self._tree.roots.get(key), 0
         own = self._checked(behind)
         if own.space != key:
-            raise ArgumentValueError(
-                "insert_prefix: behind",
-                expected=f"a handle of the namespace that is named, {namespace!r}",
-                got=f"{behind} of another",
-                fix="pass the namespace that the handle was found in, and the tokens that follow it",
-            )
+            raise other_namespace(namespace, behind)
         return own.node or self._tree.roots.get(key), own.position
 
     def _whole(self, ids: TokenIds) -> TokenIds:

@@ -24,18 +24,18 @@ _TOO_MANY = 2**40
 def as_rows(rows: Rows, subject: str, sequences: Any) -> Index:
     """Return the rows of open sequences of a manager, each there once, or raise. Not to be written."""
     batch, known = rows.last_batch
-    if type(sequences) is list and batch == sequences:  # as from one call of a step to the next; sequences are compared as objects
-        return known
-    by_row = rows.sequences
     try:
+        # As from one call of a step to the next. Sequences are compared as objects; what is none may refuse to be compared.
+        if type(sequences) is list and batch == sequences:
+            return known
         if not isinstance(sequences, Sequence):  # what can be read only once would be found empty
             raise TypeError
         numbers = list(map(_row_of, sequences))
-        if all(map(is_, map(by_row.__getitem__, numbers), sequences)) and len(set(numbers)) == len(numbers):
+        if all(map(is_, map(rows.sequences.__getitem__, numbers), sequences)) and len(set(numbers)) == len(numbers):
             known = np.array(numbers, dtype=np.intp)
             rows.last_batch = list(sequences), known
             return known
-    except (AttributeError, IndexError, TypeError):
+    except (AttributeError, IndexError, TypeError, ValueError):
         pass
     raise _not_a_batch(rows, subject, sequences)
 

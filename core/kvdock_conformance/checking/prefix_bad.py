@@ -11,7 +11,7 @@ import torch
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, OutOfBlocksError
 from kvdock.prefix import PrefixCache
-from kvdock_conformance.checking.prefix_model import SlowPrefixCache, StoresNothing
+from kvdock_conformance.checking.prefix_model import SlowPrefixCache
 
 __all__ = ["BAD_PRIORITIES", "BAD_SHAPES", "BAD_SIZES", "BAD_SPACES", "BAD_VALUES", "ON_A_DEVICE", "TYPE", "VALUE", "Refusal", "bad_call"]
 
@@ -63,7 +63,7 @@ def bad_call(
     if subject == "behind":
         own = [block.number for block in model.find(tokens, ())][: step["at"] + 1]
         good, space = (own, ()) if kind == "owned" else (free[-1:], ("elsewhere",))
-        is_bad = own if kind == "owned" else not isinstance(model, StoresNothing)
+        is_bad = own if kind == "owned" else True
         tokens = tokens[: size * len(good)]
         return (VALUE, lambda: cache.insert_prefix(tokens, good, space, behind=handle)) if is_bad else None
     calls: dict[str, Callable[[], Refusal]] = {
