@@ -51,7 +51,7 @@ from kvdock.prefix.factory import create_prefix_cache
 from kvdock.prefix.interface import PrefixCache
 from kvdock.rank import RankInfo
 from kvdock.runtime import Runtime
-#from kvdock.scheduler.cache_manager import CacheManager
+from kvdock.scheduler.cache_manager import CacheManager
 from kvdock.spec import COPY_DTYPES, QUANTISED_DTYPES, KVSpec, LayerSpec, MLALayerSpec
 
 __all__ = [

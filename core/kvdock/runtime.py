@@ -15,14 +15,15 @@ from kvdock.ops.active import set_provider
 from kvdock.ops.dispatcher import OpDispatcher
 from kvdock.ops.modes import MODE
 from kvdock.ops.portable import SKIPPED
+from kvdock.ops.shared import Shared
 from kvdock.plugins.registry import Registry
 from kvdock.prefix.factory import set_plugins
 
 __all__ = ["Runtime", "default", "made"]
 
 
-class Runtime:
-    """A registry of backends and the ops that go through it. Threads may share it.
+class Runtime(Shared):
+    """A registry of backends and the ops that go through it. Threads may share it, and copies of what keeps it do.
 
     Args:
         registry: the backends; by default those that entry points name, found at first use.

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 from transformers import DynamicCache
@@ -161,6 +163,11 @@ def conf(*, block_size: int = 4, num_blocks: int = 128) -> PagedKVCacheConfig:
 def paged(of: Any, *, block_size: int = 4, num_blocks: int = 128) -> PagedCacheForTransformers:
     """Make a paged cache."""
     return PagedCacheForTransformers.for_model(of, conf(block_size=block_size, num_blocks=num_blocks))
+
+
+def table(cache: PagedCacheForTransformers) -> npt.NDArray[np.int32]:
+    """Return the blocks of each row, 0 behind the shorter ones; none without rows."""
+    return cache.state.batch.block_table if cache.state.batch else np.empty((0, 0), dtype=np.int32)
 
 
 def dynamic(of: Any) -> DynamicCache:

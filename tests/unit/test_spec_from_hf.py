@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 import types
 from typing import Any
 
@@ -122,13 +124,43 @@ def test_the_cases_cover_what_can_differ() -> None:
     assert any(len({layer[4] for layer in described(spec)}) == 2 for spec in specs), "windows on some layers only"
 
 
-def test_a_latent_is_described_expanded_whatever_transformers_caches() -> None:
+def test_of_latent_attention_the_spec_is_what_is_cached_or_there_is_none() -> None:
     config = config_of("DeepseekV3", {**MOE, **LATENT})
-    spec = kvdock.KVSpec.from_hf_config(config, torch.float32)
-    assert described(spec) == [(4, 4, 12, 6, None)] * 3
     layers, _ = cached(config)
-    expanded, latent = (4, 4, 12, 6, None), (1, 1, 12, 4, None)
-    assert layers in ([expanded] * 3, [latent] * 3), "expanded before Transformers 5.16, the latent since"
+    if layers == [(4, 4, 12, 6, None)] * 3:  # before Transformers 5.16: what the latent expands to
+        with pytest.raises(kvdock.UnsupportedError, match="latent attention of which kvdock does not know whether the latent is cached"):
+            kvdock.KVSpec.from_hf_config(config, torch.float32)
+        return
+    assert described(kvdock.KVSpec.from_hf_config(config, torch.float32)) == layers == [(1, 1, 12, 4, None)] * 3
+
+
+def test_latent_attention_in_code_from_elsewhere_may_cache_anything() -> None:
+    numbers = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "kv_lora_rank": 12, "qk_rope_head_dim": 4}
+    with pytest.raises(kvdock.UnsupportedError, match="latent attention of which kvdock does not know"):
+        kvdock.KVSpec.from_hf_config(types.SimpleNamespace(**numbers), torch.float32)
+
+
+@pytest.mark.parametrize("name", ["num_global_kv_heads", "recurrent_kv_cache_mode", "n_loops", "v_head_dim", "ssm_state_size"])
+def test_a_setting_that_may_bear_on_the_cache_is_refused_until_it_is_known(name: str) -> None:
+    class NewConfig(transformers.LlamaConfig):  # type: ignore[misc]
+        model_type = "new"
+        __annotations__ = {name: int}
+
+    setattr(NewConfig, name, 1)
+    NewConfig = dataclasses.dataclass(NewConfig, kw_only=True)
+    with pytest.raises(kvdock.UnsupportedError, match=f"kvdock does not know what they mean for the cache: {name}. Fix: build KVSpec"):
+        kvdock.KVSpec.from_hf_config(NewConfig(), torch.float32)
+
+
+def test_what_a_file_says_besides_is_read_by_nobody() -> None:
+    config = transformers.LlamaConfig(num_hidden_layers=2, n_loops=3, my_kv_heads=4)
+    assert len(kvdock.KVSpec.from_hf_config(config, torch.float32).layers) == 2
+
+
+def test_a_decoder_taken_out_of_an_encoder_decoder_has_the_decoders_numbers() -> None:
+    halves = {"encoder_layers": 1, "encoder_attention_heads": 2, "decoder_layers": 3, "decoder_attention_heads": 4}
+    config = transformers.BartConfig(vocab_size=40, d_model=32, is_encoder_decoder=False, is_decoder=True, **halves)
+    assert described(kvdock.KVSpec.from_hf_config(config, torch.float32)) == [(4, 4, 8, 8, None)] * 3
 
 
 @pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="a family of newer versions")
@@ -161,8 +193,17 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "t5": ("T5", {"num_attention_heads": None, "head_dim": None}, "cross-attention"),
     "bart": ("Bart", {"num_attention_heads": None, "head_dim": None}, "cross-attention"),
     "gpt2 with an encoder": ("GPT2", {"add_cross_attention": True, "head_dim": None}, "cross-attention"),
+    "trocr, reading pictures": (
+        "TrOCR",
+        {"cross_attention_hidden_size": 16, "num_attention_heads": None, "head_dim": None, "num_hidden_layers": None, "decoder_layers": 2},
+        "cross-attention",
+    ),
     "mllama": ("MllamaText", {"cross_attention_layers": [1]}, "cross-attention"),
-    "mimo, heads that only code knows": ("MiMoV2Flash", {**MOE, "v_head_dim": 6, "sliding_window": 6}, "v_head_dim: sizes that differ"),
+    "mimo, heads that only code knows": (
+        "MiMoV2Flash",
+        {**MOE, "v_head_dim": 6, "sliding_window": 6},
+        "mean for the cache: .*v_head_dim",
+    ),
     "gemma3n, shared layers": (
         "Gemma3nText",
         {"num_hidden_layers": 3, "num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 3, "intermediate_size": 32}
@@ -203,12 +244,24 @@ def test_the_dtype_is_the_configurations_unless_given() -> None:
 
 
 def test_numbers_that_are_missing_are_named() -> None:
-    bloom = transformers.BloomConfig(n_layer=2, n_head=4, hidden_size=32)
-    with pytest.raises(kvdock.ArgumentValueError, match=r"BloomConfig.max_position_embeddings: expected an int, got None.*by hand"):
-        kvdock.KVSpec.from_hf_config(bloom, torch.float32)
     empty = types.SimpleNamespace()
     with pytest.raises(kvdock.ArgumentValueError, match=r"SimpleNamespace.num_hidden_layers: expected an int, got None"):
         kvdock.KVSpec.from_hf_config(empty, torch.float32)
+
+
+def test_a_number_that_is_none_of_one_layer_is_named() -> None:
+    numbers = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "num_key_value_heads": [2, 4]}
+    with pytest.raises(kvdock.ArgumentValueError, match=r"SimpleNamespace.num_key_value_heads: expected an int, got \[2, 4\]. Fix: build"):
+        kvdock.KVSpec.from_hf_config(types.SimpleNamespace(**numbers), torch.float32)
+
+
+def test_without_position_embeddings_there_is_no_longest_sequence() -> None:
+    bloom = transformers.BloomConfig(n_layer=2, n_head=4, hidden_size=32)
+    assert kvdock.KVSpec.from_hf_config(bloom, torch.float32) == kvdock.KVSpec.uniform(
+        num_layers=2, num_kv_heads=4, head_dim=8, max_positions=sys.maxsize, dtype=torch.float32
+    )
+    mpt = transformers.MptConfig(n_layers=2, n_heads=4, d_model=32, max_seq_len=77)
+    assert kvdock.KVSpec.from_hf_config(mpt, torch.float32).max_positions == 77
 
 
 def test_any_object_with_the_numbers_will_do() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from typing import Any, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 
-from kvdock.errors import ArgumentTypeError, IndexRangeError
+from kvdock.errors import ArgumentTypeError, IndexRangeError, UnsupportedError
 from kvdock.ops.modes import MODE
 from kvdock.ops.selection import Choice
 
 __all__ = ["Cache", "CacheConfig", "OpSource", "active_name", "check_layer", "require_backend"]
+
+C = TypeVar("C")
 
 OpSource = Any
 """Where a cache gets its ops: an `OpDispatcher`. Caches use ops through what they are handed."""
@@ -43,7 +46,27 @@ class Cache(ABC):
 
     Threads may share a cache as they may share torch tensors: calls that write different places may run at once, calls
     that write the same places need a lock of the caller's. Nothing here is differentiable; gradients are not recorded.
+
+    ``copy.deepcopy`` returns a cache with memory of its own, on the same device, that holds the same, with the same strides
+    and the backend that this one keeps; `copy.copy` returns one that shares the memory. A cache cannot be pickled: that
+    raises `UnsupportedError`, and says what to do. A class that derives from this gets all three.
     """
+
+    def __copy__(self) -> Self:
+        return _remade(self, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        with torch.inference_mode(False):  # a copy made while inferring must be writable afterwards too, as the cache is
+            return _remade(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"pickling a {type(self).__name__}",
+            expected="a copy in this process, by copy.deepcopy",
+            got="pickle, which would write the whole memory once for each view of it",
+            fix="pickle what it was made of (KVSpec, configuration, RankInfo), make a cache of that there, and copy_ keys and values "
+            "into k_cache(i) and v_cache(i)",
+        )
 
     @property
     @abstractmethod
@@ -83,6 +106,23 @@ class Cache(ABC):
     @abstractmethod
     def reset(self) -> None:
         """Zero the memory, as when the cache was made. Views handed out before remain valid."""
+
+
+def _remade(cache: C, memo: dict[int, Any] | None) -> C:
+    """Return a copy of a cache, shallow or deep, whatever its class keeps its attributes in."""
+    parts: Any = object.__reduce_ex__(cache, 4)
+    make, args, state, *_ = parts
+    twin: C = make(*args)
+    if memo is not None:
+        memo[id(cache)] = twin
+        state = copy.deepcopy(state, memo)
+    if hasattr(twin, "__setstate__"):
+        twin.__setstate__(state)
+        return twin
+    for part in state if isinstance(state, tuple) else (state,):
+        for name, value in (part or {}).items():
+            object.__setattr__(twin, name, value)
+    return twin
 
 
 def check_layer(owner: str, layer: object, num_layers: int) -> int:

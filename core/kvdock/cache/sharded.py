@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -24,12 +25,13 @@ class ShardedKVCache:
     Each shard is a `StaticKVCache` of one row. The memory is given back by `drop`, or at the end of a ``with`` block.
 
     Threads may share it as they may share torch tensors; `drop` must not run while another thread uses it.
+
+    Its copies are made of copies of its shards (see `Cache`): ``copy.deepcopy`` returns one with memory of its own; `copy.copy`
+    one that shares the memory, and is dropped by itself; pickling raises `UnsupportedError`. A copy of a dropped one is dropped.
     """
 
-    def __init__(self, spec: KVSpec, shards: Sequence[StaticKVCache], ops: OpSource) -> None:
-        self._spec = spec
+    def __init__(self, shards: Sequence[StaticKVCache]) -> None:
         self._shards: tuple[StaticKVCache, ...] | None = tuple(shards)
-        self._ops = ops
 
     @classmethod
     def create(cls, spec: KVSpec, max_len: int, devices: Sequence[str | torch.device], *, ops: OpSource | None = None) -> Self:
@@ -42,7 +44,8 @@ class ShardedKVCache:
             ops: where its ops come from; default is the process's runtime.
 
         Raises:
-            ArgumentValueError: no devices, heads that do not divide, or more positions than the model supports.
+            ArgumentValueError: no devices, heads that do not divide, more positions than the model supports, or more bytes than
+                an address space has.
             BackendError: no backend can be chosen for a device.
         """
         check_int("ShardedKVCache.create: max_len", max_len, 1)
@@ -57,7 +60,7 @@ class ShardedKVCache:
         source = ops if ops is not None else active_dispatcher()
         config = StaticKVCacheConfig(max_batch_size=1, max_cache_len=max_len)
         ranks = [RankInfo(device, tp_size=len(devices), tp_rank=i) for i, device in enumerate(devices)]
-        return cls(spec, [StaticKVCache(spec, config, rank, source) for rank in ranks], source)
+        return cls([StaticKVCache(spec, config, rank, source) for rank in ranks])
 
     @property
     def shards(self) -> tuple[StaticKVCache, ...]:
@@ -123,6 +126,8 @@ class ShardedKVCache:
     def duplicate(self, seq_len: int) -> Self:
         """Return a cache of the same size and devices that holds the first ``seq_len`` tokens of this one, and zeros after.
 
+        It keeps the backend that this one was made with, as a deep copy does.
+
         Args:
             seq_len: tokens to copy, 0 to ``max_len``.
 
@@ -137,11 +142,11 @@ class ShardedKVCache:
                 got=seq_len,
                 fix="ask for no more tokens than the cache has positions",
             )
-        twin = type(self).create(self._spec, self.max_len, self.devices, ops=self._ops)
-        for mine, its in zip(self.shards, twin.shards, strict=True):
-            for layer in range(self.num_layers):
-                its.k_cache(layer)[:, :, :seq_len].copy_(mine.k_cache(layer)[:, :, :seq_len])
-                its.v_cache(layer)[:, :, :seq_len].copy_(mine.v_cache(layer)[:, :, :seq_len])
+        twin = copy.deepcopy(self)
+        for shard in twin.shards:
+            for layer in range(twin.num_layers):
+                shard.k_cache(layer)[:, :, seq_len:].zero_()
+                shard.v_cache(layer)[:, :, seq_len:].zero_()
         return twin
 
     def reset(self) -> None:

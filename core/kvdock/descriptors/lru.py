@@ -13,12 +13,12 @@ import threading
 from collections.abc import Callable, Hashable, Iterable
 from operator import itemgetter
 from types import FrameType
-from typing import Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from kvdock.descriptors.departures import Departures, is_pinned
 from kvdock.descriptors.lifetimes import track
 from kvdock.descriptors.stats import CacheStats
-from kvdock.errors import WrongThreadError
+from kvdock.errors import UnsupportedError, WrongThreadError
 from kvdock.spec import check_int
 
 __all__ = ["Entry", "LRUDescriptorCache"]
@@ -47,6 +47,8 @@ class LRUDescriptorCache(Generic[V]):
 
     A descriptor with a true attribute ``pinned`` never leaves, since a captured graph may launch it again: it does not
     count towards the capacity, stays when the cache is cleared, and is destroyed when the interpreter exits.
+
+    It cannot be copied or pickled, which raises `UnsupportedError`: a descriptor may be in one cache only.
 
     Args:
         capacity: descriptors held at most, at least 1.
@@ -222,6 +224,10 @@ class LRUDescriptorCache(Generic[V]):
         if not sys.is_finalizing():  # nothing that a destroyer needs may be left then; `finish` has been called before
             self.close()
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        fix = f"make another, LRUDescriptorCache({self._capacity}), and prepare its own descriptors"
+        raise UnsupportedError("LRUDescriptorCache", expected="one owner of each descriptor", got="copy, deepcopy or pickle", fix=fix)
+
     def __len__(self) -> int:
         return len(self.entries)
 
@@ -236,13 +242,7 @@ class LRUDescriptorCache(Generic[V]):
     @property
     def stats(self) -> CacheStats:
         """What happened so far. Any thread may ask."""
+        hits, gone = self.clock - self._puts, self._departures
         return CacheStats(
-            self.clock - self._puts,
-            self._misses,
-            self._evictions,
-            self._departures.destroyed,
-            self._departures.failures,
-            len(self.entries),
-            self._capacity,
-            self._prepare_s,
+            hits, self._misses, self._evictions, gone.destroyed, gone.failures, len(self.entries), self._capacity, self._prepare_s
         )

@@ -17,6 +17,7 @@ from kvdock.ops.entry import OpEntry
 from kvdock.ops.portable import PORTABLE_KERNELS
 from kvdock.ops.schema import OpSchema
 from kvdock.ops.selection import Choice, Chooser, Selection
+from kvdock.ops.shared import Shared
 from kvdock.ops.validate import validate
 
 __all__ = ["PORTABLE", "Explanation", "OpDispatcher", "own_reasons"]
@@ -48,8 +49,8 @@ class Explanation:
     rejected: list[tuple[str, list[str]]]
 
 
-class OpDispatcher:
-    """The ops of one runtime. `dispatcher.op(name)` is callable; threads may share all of it.
+class OpDispatcher(Shared):
+    """The ops of one runtime. `dispatcher.op(name)` is callable; threads may share all of it, and copies of what keeps it do.
 
     Args:
         chooser: knows the backends.

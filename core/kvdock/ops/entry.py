@@ -13,10 +13,12 @@ import torch
 from kvdock.descriptors.manager import DescriptorCacheManager
 from kvdock.errors import BackendError, KVDockWarning, UnsupportedError
 from kvdock.interface import HOST, Descriptor, Request
+from kvdock.ops.bound import BoundOp
 from kvdock.ops.geometry import extent
 from kvdock.ops.modes import MODE, Mode
 from kvdock.ops.schema import OpSchema
 from kvdock.ops.selection import Choice, Chooser, Selection
+from kvdock.ops.shared import Shared
 from kvdock.ops.signature import BODY, GENERATED, compile_binder, compile_call
 from kvdock.ops.validate import validate
 
@@ -73,8 +75,8 @@ class Plan:
             self.descriptor.destroy()
 
 
-class OpEntry:
-    """One op, called with its arguments in the schema's order, None where absent. Threads may share it."""
+class OpEntry(Shared):
+    """One op, called with its arguments in the schema's order, None where absent. Threads and copies share it."""
 
     def __init__(self, schema: OpSchema, dispatcher: Preparer) -> None:
         self.schema = schema
@@ -91,7 +93,7 @@ class OpEntry:
             "chooser": dispatcher.chooser,
         }
         self.call = compile_call(schema, scope)
-        self._bind = compile_binder(schema, scope)
+        self._binder = compile_binder(schema, scope)
 
     def _destroy(self, plan: Plan) -> None:
         """Destroy a plan. A method, so that caches of two dispatchers are never taken for one another's."""
@@ -161,9 +163,10 @@ class OpEntry:
             named: backend to use for good, or None for the usual choice at each call.
 
         Returns:
-            The op as a function of its other arguments, in the schema's order.
+            The op as a function of its other arguments, in the schema's order: a method of a `BoundOp`, which says what comes
+            of copying it.
         """
-        return self._bind(*pools, named)
+        return BoundOp(*self._binder, pools, named).call
 
     @property
     def prepared(self) -> int:

@@ -24,7 +24,8 @@ source, as attrs and dataclasses do for ``__init__``. For `paged_caching_` on ``
 
 What this module calls *slow* decides: a quick check that fails may be wrong, one that passes may not.
 
-For a cache that knows its pool (`OpEntry.bind`) the lines about static arguments run once, when it is bound.
+For a cache that knows its pool (`OpEntry.bind`) the lines about static arguments run once, when it is bound. What they find is
+kept by the object that is the first argument of such a call, and not by cells of a closure, which nobody could copy.
 """
 
 from __future__ import annotations
@@ -231,13 +232,26 @@ class _Source:
 
     def bound_body(self) -> str:
         """Return the same for pools that `static_lines` has read already."""
-        body = [*self._guarded([*self.runtime_lines(), f"key = ({', '.join(self.key)},)"]), *self.launch_lines()]
-        return _function(f"{BODY}{self.variant.number}", [*(n for n in self.schema.arg_names if n not in self.static), "named"], body)
+        known = f"{', '.join(_fixed(self.schema))} = bound.fixed"
+        body = [known, *self._guarded([*self.runtime_lines(), f"key = ({', '.join(self.key)},)"]), *self.launch_lines()]
+        rest = [name for name in self.schema.arg_names if name not in self.static]
+        return _function(f"{BODY}{self.variant.number}", ["bound", *rest, "named"], body)
 
 
 def _function(name: str, args: Sequence[str], lines: Sequence[str]) -> str:
     """Write a function."""
     return "\n".join([f"def {name}({', '.join(args)}):", *("    " + line for text in lines for line in text.splitlines())])
+
+
+def _head(schema: OpSchema) -> list[str]:
+    """Name what the head of a bound call needs of what it is bound to."""
+    return [*(arg.name for arg in schema.static_args), "memory", "own_name"]
+
+
+def _fixed(schema: OpSchema) -> list[str]:
+    """Name what its bodies need: what `_Source.static_lines` finds out about the pools, too."""
+    found = [f"{arg.name}_{what}" for arg in schema.static_args for what in ("shape", "ptr")]
+    return [*_head(schema), *found, "host", "device", "static_key"]
 
 
 def memorable(schema: OpSchema) -> bool:
@@ -290,16 +304,18 @@ def _memo_lines(schema: OpSchema, bound: Sequence[str]) -> Iterator[str]:
 def _entry(schema: OpSchema, variants: Sequence[Variant], args: Sequence[str]) -> str:
     """Write the function that reads the mode, tries the memo, and picks a body by the rank of the pivot argument."""
     every, bound = ", ".join(schema.arg_names), [name for name in schema.arg_names if name not in args]
+    own = ["bound"] if bound else []
     lines = [
+        *([f"{', '.join(_head(schema))} = bound.head"] if bound else ()),
         f"if is_compiling(): return slow(({every},), None)",
         "mode = get_mode()",
         *(_memo_lines(schema, bound) if memorable(schema) else ()),
         f"named = own_name if mode is None else enter(mode, ({every},), own_name)",
         f"rank = {_rank_source(schema.args[pivot_of(schema)])}",
-        *(f"if rank == {variant.pivot_rank}: return {BODY}{variant.number}({', '.join(args)}, named)" for variant in variants),
+        *(f"if rank == {variant.pivot_rank}: return {BODY}{variant.number}({', '.join([*own, *args])}, named)" for variant in variants),
         f"return slow(({every},), named)",
     ]
-    return _function("call", args, lines)
+    return _function("call", [*own, *args], lines)
 
 
 def _rank_source(pivot: Arg) -> str:
@@ -316,18 +332,13 @@ def direct_source(schema: OpSchema) -> str:
 
 
 def binder_source(schema: OpSchema) -> str:
-    """Return the source of ``bind``, which takes the pools and returns a ``call`` for the other arguments."""
+    """Return the source of ``read``, which says what is known of pools, and of ``call``, which takes that and the other arguments."""
     variants = variants_of(schema)
     static = [arg.name for arg in schema.static_args]
-    rest = [name for name in schema.arg_names if name not in static]
-    lines = [
-        "memory = Memory()",
-        *_Source(schema, variants[0]).static_lines(),
-        *(_Source(schema, variant, is_bound=True).bound_body() for variant in variants),
-        _entry(schema, variants, rest),
-        "return call",
-    ]
-    return _function("bind", [*static, "own_name"], lines)
+    known = f"return ({', '.join(_head(schema))}), ({', '.join(_fixed(schema))})"
+    read = _function("read", [*static, "own_name"], ["memory = Memory()", *_Source(schema, variants[0]).static_lines(), known])
+    bodies = [_Source(schema, variant, is_bound=True).bound_body() for variant in variants]
+    return "\n".join([read, *bodies, _entry(schema, variants, [name for name in schema.arg_names if name not in static])])
 
 
 def _elsewhere(name: str) -> str:
@@ -366,7 +377,10 @@ def compile_call(schema: OpSchema, scope: dict[str, Any]) -> Callable[..., None]
     return call
 
 
-def compile_binder(schema: OpSchema, scope: dict[str, Any]) -> Callable[..., Callable[..., None]]:
-    """Return a function that takes the pools and a backend's name or None, and returns the quick path for the rest."""
-    bind: Callable[..., Callable[..., None]] = _compile(binder_source(schema), f"{schema.name} bound", scope)["bind"]
-    return bind
+def compile_binder(schema: OpSchema, scope: dict[str, Any]) -> tuple[Callable[..., tuple[Any, Any]], Callable[..., None]]:
+    """Return what reads the pools, given a backend's name or None too, and the quick path for the other arguments.
+
+    The latter's first argument is an object that keeps what the former returned as ``head`` and ``fixed``.
+    """
+    made = _compile(binder_source(schema), f"{schema.name} bound", scope)
+    return made["read"], made["call"]

@@ -58,7 +58,7 @@ def as_integers(subject: str, values: Any) -> npt.NDArray[Any]:
         raise ArgumentTypeError(subject, expected="integers of at most 64 bits", got=got, fix="pass ids as int32 or int64")
     if array.ndim != 1:
         raise ArgumentValueError(subject, expected="one dimension", got=f"shape {array.shape}", fix="pass one sequence at a time")
-    return array
+    return array.astype(np.int64) if array.dtype == np.uint64 else array  # together with others these would become doubles
 
 
 def _as_array(subject: str, values: Any) -> npt.NDArray[Any]:
@@ -149,9 +149,11 @@ def index_of(subject: str, value: object) -> int:
 
 
 def check_priority(subject: str, priority: object) -> int:
-    """Return a priority, or raise unless it is an int."""
+    """Return a priority, or raise unless it is an int of at most 64 bits."""
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise ArgumentTypeError(subject, expected="an int", got=repr(priority))
+    if not -(2**63) <= priority < 2**63:
+        raise ArgumentValueError(subject, expected="an int of at most 64 bits", got=priority)
     return priority
 
 

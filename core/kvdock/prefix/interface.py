@@ -16,8 +16,8 @@ The life of a prefix, in calls::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
@@ -231,6 +231,29 @@ class PrefixCache(NotCopied, ABC):
                 other tokens (a block's own tokens again are fine); ``behind`` is in another namespace.
             StaleHandleError: ``behind``, as for `lock_handle`; it need not be locked.
         """
+
+    def append_blocks(
+        self, handles: Sequence[PrefixHandle], tokens: npt.NDArray[Any], blocks: BlockIds, priorities: Sequence[int]
+    ) -> npt.NDArray[np.bool_]:
+        """Store one block behind each of several prefixes, and move their handles, with their locks, behind it; where that is simple.
+
+        This is the step of a batch that is decoded: what `insert_prefix` and two calls of `lock_handle` would do for each, in one
+        call. A prefix cache does it for those that it likes to, or for none, as this one: the others are left as they were,
+        and the caller makes these calls.
+
+        Args:
+            handles: of this cache, each locked.
+            tokens: token ids ``[n, block_size]``.
+            blocks: ids of blocks that are not stored, int32 ``[n]``.
+            priorities: as for `insert_prefix`, one for each.
+
+        Returns:
+            which were stored, bool ``[n]``.
+
+        Raises:
+            StaleHandleError, ArgumentValueError: as for `insert_prefix`. Nothing was changed.
+        """
+        return np.zeros(len(handles), dtype=np.bool_)
 
     @abstractmethod
     def evict(self, num_blocks: int) -> BlockIds:

@@ -16,7 +16,8 @@ that `kvdock.prefix.interface` states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +46,6 @@ from kvdock.prefix.stats import PrefixStats
 from kvdock.prefix.tree import RadixTree, joined
 
 __all__ = ["RadixPrefixCache"]
-
 
 _NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
 
@@ -165,6 +165,34 @@ class RadixPrefixCache(OneThread, PrefixCache):
         if event:
             self._events.emit(event)
         return result
+
+    def append_blocks(
+        self, handles: Sequence[PrefixHandle], tokens: npt.NDArray[Any], blocks: BlockIds, priorities: Sequence[int]
+    ) -> npt.NDArray[np.bool_]:
+        """Let leaves grow whose end is locked by their handle only; see `PrefixCache.append_blocks`."""
+        self._enter()
+        tree, stored = self._tree, np.zeros(len(handles), dtype=np.bool_)
+        if self._events or tokens.dtype != tree.dtype:
+            return stored
+        places, nodes, own = list[int](), list[Node](), list[RadixHandle]()
+        for place, (given, priority) in enumerate(zip(handles, priorities, strict=True)):
+            handle = self._checked(given)
+            node = handle.node
+            if node is not None and handle.locks == 1 and tree.can_grow(node, handle.position, priority):
+                places.append(place)
+                nodes.append(node)
+                own.append(handle)
+        if len(set(nodes)) < len(nodes):  # two at one place: the second would branch off
+            return stored
+        chosen = blocks[places]
+        self._owned.claim("append_blocks: blocks", chosen, _NO_BLOCKS)
+        tree.grow_locked(nodes, tokens[places].tobytes(), chosen.tolist())
+        for handle in own:
+            handle.position += 1
+            handle.cached_len += self.block_size
+        self._inserted += len(places)
+        stored[places] = True
+        return stored
 
     def evict(self, num_blocks: int) -> BlockIds:
         """Forget blocks, ends of prefixes first; see `PrefixCache.evict`."""

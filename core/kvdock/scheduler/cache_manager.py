@@ -2,373 +2,498 @@
 
 ::
 
-    pool:   free | cached, evictable | cached, locked by sequences | a sequence's own (and its forks')
+    pool:   free | cached, evictable | cached, locked by sequences and pins | a sequence's own (and its forks')
 
-    begin     match, lock, allocate            extend    allocate; copies due before shared blocks are written
-    commit    own, computed, whole blocks become cached; of two equal blocks the cached one stays
-    fork      share everything                 truncate  release the blocks behind
-    finish    unlock, release own blocks       abort     the same, publishing nothing
+    plan      would it fit?                        begin     match, lock, allocate
+    extend    allocate; copies due before shared   commit    own, computed, whole blocks become cached; of two equal
+              blocks are written                             blocks the cached one stays
+    fork      share everything                     truncate  release the blocks behind
+    finish    unlock, release own blocks           abort     the same, publishing nothing
 
-Every block is in exactly one of these four states, which `CacheManager.check_integrity` proves.
+Every block is in exactly one of these four states, which `CacheManager.check_integrity` proves; `kvdock.scheduler.publishing`
+has the table of who owns what.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.errors import ArgumentTypeError, ArgumentValueError, IndexRangeError, OutOfBlocksError, StaleHandleError
+from kvdock.errors import ArgumentValueError, IndexRangeError, OutOfBlocksError
 from kvdock.prefix.factory import prefix_cache_of_pool
-from kvdock.prefix.inputs import as_integers, check_block_size, check_priority, count_of, slots_of
+from kvdock.prefix.inputs import as_integers, check_block_size, check_priority, count_of
 from kvdock.prefix.interface import Namespace, PrefixCache, PrefixHandle
-from kvdock.prefix.ownership import OneThread
-from kvdock.scheduler.block_allocator import BlockAllocator, BlockIds
+from kvdock.prefix.ownership import NotCopied, OneThread
+from kvdock.scheduler.batches import as_rows, ids_of_step
+from kvdock.scheduler.block_allocator import BlockAllocator, checked_num_blocks
+from kvdock.scheduler.ids import TokenIds
 from kvdock.scheduler.partition import check_partition
-from kvdock.scheduler.sequence import CacheSequence, Growing
+from kvdock.scheduler.pins import Pin, Pins
+from kvdock.scheduler.planning import Fit, Needs, Planner, Prompt
+from kvdock.scheduler.pool_blocks import PoolBlocks
+from kvdock.scheduler.promises import Promises
+from kvdock.scheduler.publishing import NOTHING_MORE, Publisher
+from kvdock.scheduler.rows import Rows
+from kvdock.scheduler.sequence import CacheSequence
+from kvdock.scheduler.steps import Steps
 
 __all__ = ["CacheManager"]
 
 
-class CacheManager(OneThread):
+class CacheManager(NotCopied, OneThread):
     """Gives sequences their blocks, shares what they have in common, and evicts what nobody uses when blocks run out.
 
     A call that raises has changed nothing. What it decides follows from the calls alone, so that the ranks of a
-    tensor-parallel group, fed the same calls, decide alike. It belongs to one thread at a time; see `hand_over`.
+    tensor-parallel group, fed the same calls, decide alike; but for times of pins, where ``clock`` is not such a counter.
+    It belongs to one thread at a time; see `hand_over`. It cannot be copied or pickled.
 
     Args:
         num_blocks: blocks in the pool.
-        block_size: tokens in a block, 1 to 512.
+        block_size: tokens in a block, 1 to 512; at most 2**31 tokens in all.
         prefix: name of a prefix cache, or an empty one of the same block size that nobody else uses.
+        null_block: whether block 0 is never handed out, so that it stays as it was made: zero. What pads a batch can point there.
+        clock: what times of pins are measured with, in seconds unless you pass another: ranks that must decide alike pass
+            the number of steps.
         options: what else a prefix cache made by name takes, such as ``policy="lfu"``.
 
     Raises:
-        ArgumentValueError: a prefix cache of another block size, or with something in it.
+        ArgumentValueError: more slots than 2**31; a prefix cache of another block size, or with something in it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int = 16, prefix: str | PrefixCache = "radix", **options: Any) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        prefix: str | PrefixCache = "radix",
+        *,
+        null_block: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        **options: Any,
+    ) -> None:
         self.block_size = check_block_size("CacheManager", block_size)
-        self.allocator = BlockAllocator(num_blocks)
+        checked_num_blocks("CacheManager", num_blocks, block_size)
         self.prefix = prefix_cache_of_pool("CacheManager", prefix, num_blocks=num_blocks, block_size=block_size, options=options)
-        self._open: dict[int, CacheSequence] = {}
+        self.allocator = BlockAllocator(num_blocks)
+        self.null_block = int(self.allocator.allocate(1)[0]) if null_block else None
+        self.allocator.hand_over()  # to the thread of the first call
+        self._pool = PoolBlocks(self.allocator, self.prefix)
+        self._rows = Rows(block_size)
+        self._ids = TokenIds(self._rows)
+        self._publisher = Publisher(self._pool, self._rows, self._ids)
+        self._promises = Promises(self._pool, self._rows)
+        self._steps = Steps(self._pool, self._rows, self._ids, self._publisher)
+        self._planner = Planner(self.prefix, num_blocks - null_block)
+        self._pins = Pins(clock)
+        self._late: deque[list[CacheSequence]] = deque()
+        self._serial = 0
 
     def __repr__(self) -> str:
-        return f"CacheManager({self.allocator}, {self.prefix}, sequences={len(self._open)})"
+        return f"CacheManager({self.allocator}, {self.prefix}, sequences={self.num_sequences}, pins={len(self._pins)})"
 
     @property
     def available_size(self) -> int:
-        """Tokens that new sequences can have: those of free blocks and of evictable ones."""
-        return self.allocator.num_free * self.block_size + self.prefix.size_info.evictable_size
+        """Tokens of the blocks that are free or evictable, and not promised.
+
+        A prompt of fewer new tokens may still not fit: what it finds in the cache is locked for it, and cannot be evicted
+        then. `plan` counts that.
+        """
+        self._enter()
+        return self._pool.available * self.block_size
 
     @property
     def num_sequences(self) -> int:
         """Sequences that are open."""
-        return len(self._open)
+        return len(self._rows.open())
 
-    def begin(self, tokens: npt.ArrayLike, namespace: Namespace = (), *, priority: int = 0) -> CacheSequence:
+    @property
+    def num_pins(self) -> int:
+        """Pins that are held."""
+        self._enter()
+        return len(self._pins)
+
+    def plan(self, tokens: npt.ArrayLike, namespace: Namespace = (), *, reserve: int = 0, at_most: int | None = None) -> Fit:
+        """Say what `begin` would find and take, with the same arguments, and whether it would succeed. Changes nothing.
+
+        Raises:
+            ArgumentTypeError, ArgumentValueError: as `begin` does.
+        """
+        self._enter()
+        prompt = Prompt.read("CacheManager.plan", tokens, namespace, reserve=reserve, at_most=at_most)
+        needs = self._planner.look_up(prompt, partial=False)
+        self.prefix.lock_handle(needs.handle)
+        fits = needs.blocks <= self._pool.available
+        self.prefix.lock_handle(needs.handle, unlock=True)
+        return Fit(needs.cached_len, needs.blocks, fits)
+
+    def begin(
+        self,
+        tokens: npt.ArrayLike,
+        namespace: Namespace = (),
+        *,
+        reserve: int = 0,
+        at_most: int | None = None,
+        max_cached_len: int | None = None,
+        partial: bool = False,
+        priority: int = 0,
+    ) -> CacheSequence:
         """Start a sequence: find what is cached of it, and make room for the rest.
 
         Args:
             tokens: token ids ``[n]`` of the prompt, at least one.
             namespace: where its prefix is looked up and shared: tenant, adapter, image.
+            reserve: tokens to come for which room is promised: `extend` gets it, whoever else asks. What is truncated is
+                promised again, as far as its blocks became free.
+            at_most: room for at most so many tokens behind the cached ones: a chunk of a long prompt. `extend` makes room for
+                the next chunk, and looks first whether others have published more of the prompt meanwhile.
+            max_cached_len: use at most so many cached tokens, as where rows of a batch go on at one place.
+            partial: where a cached block begins with at least half a block of the tokens that come next, go on behind these:
+                ``block_pairs`` of the sequence then has that block to copy. Costs time in the branches at that place.
             priority: for the eviction policy ``priority``: what it commits stays longer than what has a lower one.
 
         Returns:
-            A sequence with room for ``n`` tokens. Tokens from ``cached_len`` on are to be computed: at least one.
+            A sequence with room for ``n`` tokens, or for the chunk. Tokens from ``cached_len`` on are to be computed: at least
+            one of the prompt.
 
         Raises:
             OutOfBlocksError: the pool is too small, or too full.
             ArgumentTypeError: tokens that are no integers, a namespace that is no tuple.
-            ArgumentValueError: no tokens.
+            ArgumentValueError: no tokens; a number below 0.
         """
         self._enter()
-        ids = as_integers("CacheManager.begin: tokens", tokens)
-        if not ids.size:
-            raise ArgumentValueError("CacheManager.begin: tokens", expected="at least one token", got="none")
+        prompt = Prompt.read("CacheManager.begin", tokens, namespace, reserve=reserve, at_most=at_most, max_cached_len=max_cached_len)
         check_priority("CacheManager.begin: priority", priority)
-        if self._blocks_for(ids.size) > self.allocator.num_blocks:
-            raise self._too_large(ids.size)
-        # Without the last token, so that the block it is in is neither taken nor locked where all of it is cached.
-        most = (ids.size - 1) // self.block_size * self.block_size
-        found = self.prefix.match_prefix(ids[:most], namespace, record=False)
-        cached = found.handle.cached_len
-        self.prefix.lock_handle(found.handle)
+        needs = self._planner.look_up(prompt, partial=partial)
         try:
-            fresh = self._take(self._blocks_for(ids.size) - cached // self.block_size)
-        except BaseException:
-            self.prefix.lock_handle(found.handle, unlock=True)
-            raise
-        self.prefix.record_match(found.handle, ids.size)
-        blocks = Growing(np.concatenate((self._blocks_at(found.indices), fresh.astype(np.int32))))
-        seq = CacheSequence(self, self.block_size, Growing(ids), blocks, namespace, priority)
-        seq.cached_len = seq.computed = cached
-        seq._found, seq._shared, seq._published = cached, cached // self.block_size, cached // self.block_size
-        return self._add(seq, found.handle)
+            return self._begin(prompt, needs, priority)
+        except OutOfBlocksError:
+            if needs.partial is None:
+                raise
+        return self._begin(prompt, self._planner.look_up(prompt, partial=False), priority)
 
-    def extend(self, seq: CacheSequence, n: int) -> tuple[npt.NDArray[np.int64], BlockIds]:
-        """Make room for ``n`` more tokens.
+    @overload
+    def extend(
+        self, seq: CacheSequence, n: int, *, slots: None = None, match: bool = True
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]: ...
+
+    @overload
+    def extend(
+        self, seq: Sequence[CacheSequence], n: int | npt.ArrayLike, *, slots: npt.NDArray[Any] | None = None, match: bool = True
+    ) -> npt.NDArray[np.int64]: ...
+
+    def extend(
+        self,
+        seq: CacheSequence | Sequence[CacheSequence],
+        n: int | npt.ArrayLike,
+        *,
+        slots: npt.NDArray[Any] | None = None,
+        match: bool = True,
+    ) -> Any:
+        """Make room for ``n`` more tokens, in one sequence or in each of a batch, in all or in none.
+
+        A prompt that was begun in chunks is looked up again first, if all of its room is computed: where others have published
+        more of it, the sequence goes on behind that, and no room is made beyond the prompt. What is to be computed then is
+        ``seq.computed`` to ``seq.num_tokens``.
+
+        Args:
+            seq: a sequence, or several.
+            n: how many tokens; for several also one number for each, integers ``[batch]``.
+            slots: for several, an int32 or int64 array ``[sum of n]`` that gets the slots of the new tokens, one sequence behind
+                the other; -1 where a prompt needed fewer.
+            match: whether to look a prompt up again.
 
         Returns:
-            Their slots, int64 ``[n]``, and int64 ``[N, 2]`` pairs (source, destination) of blocks that are shared and must be
-            copied before the new tokens are written; the sequence has the destinations already. Copy at once: a source may
-            be handed out by a later call.
+            For several: pairs (source, destination), int64 ``[N, 2]``, of blocks that are shared and must be copied before the new
+            tokens are written; the sequences have the destinations already. Copy at once: a source may be handed out by a
+            later call. For one sequence: its slots, int64 ``[n]`` or fewer, and the pairs.
 
         Raises:
             OutOfBlocksError: too few blocks are free or evictable.
-            StaleHandleError: the sequence is finished, or another manager's.
+            StaleHandleError: a sequence is over, or another manager's.
+            ArgumentValueError: a sequence is there twice; ``slots`` of another size or dtype.
         """
-        self._check(seq, "extend")
-        start, stop = seq.num_tokens, seq.num_tokens + count_of("CacheManager.extend: n", n)
-        last = start // self.block_size if n and start % self.block_size and self._is_shared(seq, start // self.block_size) else None
-        fresh = self._take(self._blocks_for(stop) - seq._blocks.size + (last is not None)).astype(np.int32)
-        pairs = np.empty((0, 2), dtype=np.int64)
-        if last is not None:
-            pairs = np.array([[seq._blocks.view[last], fresh[0]]], dtype=np.int64)
-            self._replace(seq, last, int(fresh[0]))
-            fresh = fresh[1:]
-        seq._blocks.append(fresh)
-        seq.num_tokens = stop
-        return seq.slot_mapping(start, stop), pairs
+        self._enter()
+        if isinstance(seq, CacheSequence):
+            return self._steps.extend_one(as_rows(self._rows, "CacheManager.extend: seq", [seq]), n, slots, match=match)
+        return self._steps.extend(as_rows(self._rows, "CacheManager.extend: seq", seq), n, slots, match=match)
 
-    def commit(self, seq: CacheSequence, tokens: npt.ArrayLike, *, computed: int) -> None:
-        """Tell what became of a sequence. Whole blocks of computed tokens can be shared from now on.
+    def commit(self, seq: CacheSequence | Sequence[CacheSequence], tokens: Any, *, computed: Any) -> None:
+        """Tell what became of a sequence, or of each of a batch. Whole blocks of computed tokens can be shared from now on.
 
-        Where equal tokens were cached meanwhile, the sequence goes on with the cached blocks and gives its own back: ask for
-        its block table again.
+        Where equal tokens were cached meanwhile, the sequence goes on with the cached blocks and gives its own back: see
+        `CacheSequence.table_version`.
 
         Args:
-            seq: the sequence.
-            tokens: ids that are new since it began or since the last commit; may be none. They may run ahead of the room.
-            computed: how many tokens of the whole sequence have their keys and values written.
+            seq: a sequence, or several.
+            tokens: ids that are new since it began or since the last commit; may be none. They may run ahead of the room. For
+                several: ``[batch]`` for one each, ``[batch, n]``, or a list of as many arrays.
+            computed: how many tokens of the whole sequence have their keys and values written; for several ``[batch]``.
 
         Raises:
             IndexRangeError: ``computed`` is less than before, or more than there is room for or ids are known.
-            StaleHandleError: the sequence is finished, or another manager's.
+            StaleHandleError: a sequence is over, or another manager's.
+            ArgumentValueError: a sequence is there twice; tokens or ``computed`` not for each sequence.
         """
-        self._check(seq, "commit")
-        fresh = as_integers("CacheManager.commit: tokens", tokens)
-        computed = count_of("CacheManager.commit: computed", computed)
-        most = min(seq._ids.size + fresh.size, seq.num_tokens)
-        if not seq.computed <= computed <= most:
-            raise IndexRangeError(
-                "CacheManager.commit: computed",
-                expected=f"{seq.computed} (as before) to {most} (ids known: {seq._ids.size + fresh.size}, room: {seq.num_tokens})",
-                got=computed,
-                fix="count all tokens of the sequence, cached ones too; pass the ids of new ones",
-            )
-        seq._ids.append(fresh)
-        seq.computed = computed
-        whole = computed // self.block_size
-        if whole != seq._published and whole >= seq._shared:  # fewer, where it was cut within a shared block, which stays locked
-            self._publish(seq, whole)
+        self._enter()
+        is_one = isinstance(seq, CacheSequence)
+        rows = as_rows(self._rows, "CacheManager.commit: seq", [seq] if is_one else seq)
+        ids, counts = ids_of_step(tokens, rows.size, is_one=is_one)
+        if is_one:
+            computed = [count_of("CacheManager.commit: computed", computed)]
+        self._steps.commit(rows, ids, counts, as_integers("CacheManager.commit: computed", computed))
 
-    def fork(self, seq: CacheSequence) -> CacheSequence:
+    def fork(self, seq: CacheSequence, num_tokens: int | None = None) -> CacheSequence:
         """Return another sequence that goes on from here. All blocks are shared until one of the two writes into them.
 
-        Room for tokens whose ids are not known yet stays with ``seq``: the fork has tokens of its own to come.
+        What ``seq`` was promised stays with it: the fork has tokens of its own to come.
+
+        Args:
+            seq: the sequence.
+            num_tokens: how many tokens of its room to share; by default those whose ids are known.
 
         Raises:
-            StaleHandleError: the sequence is finished, or another manager's.
+            StaleHandleError: the sequence is over, or another manager's.
+            IndexRangeError: there is room for fewer tokens.
+            OutOfBlocksError: ``seq`` was promised room, and there is no block for the copy that it will need now.
         """
-        handle = self._check(seq, "fork")
-        tokens = min(seq.num_tokens, seq._ids.size)
-        blocks = seq._blocks.view[: self._blocks_for(tokens)]
-        self.prefix.lock_handle(handle)
-        self.allocator.share(blocks[seq._shared :])
-        other = CacheSequence(self, self.block_size, seq._ids.copy(), Growing(blocks), seq.namespace, seq._priority)
-        other.cached_len, other.computed, other.num_tokens = seq.cached_len, seq.computed, tokens
-        other._found, other._shared, other._published = handle.cached_len, min(seq._shared, blocks.size), -1
-        return self._add(other, handle)
+        row, rows = self._row(seq, "fork"), self._rows
+        room, known = int(rows.num_tokens[row]), int(rows.num_known[row])
+        tokens = min(room, known) if num_tokens is None else count_of("CacheManager.fork: num_tokens", num_tokens)
+        if tokens > room:
+            raise IndexRangeError("CacheManager.fork: num_tokens", expected=f"at most the {room} tokens there is room for", got=tokens)
+        self._promises.before_fork(row, self._blocks_for(tokens))
+        handle, blocks, shared = rows.handle(row), rows.blocks(row, 0, self._blocks_for(tokens)).copy(), int(rows.shared[row])
+        self.allocator.share(blocks[shared:])
+        other = self._open(seq.namespace, handle)
+        shared = min(shared, blocks.size)
+        other._cached_len = min(seq._cached_len, tokens)
+        other._row = rows.add(
+            other,
+            blocks,
+            num_tokens=tokens,
+            prompt_len=int(rows.prompt_len[row]),
+            computed=min(int(rows.computed[row]), tokens),
+            shared=shared,
+            published=NOTHING_MORE if rows.published[row] == NOTHING_MORE else shared,
+            priority=int(rows.priority[row]),
+        )
+        self._ids.begin(other._row, self._ids.get(row, 0, known))
+        return other
 
     def truncate(self, seq: CacheSequence, n: int) -> None:
         """Keep the first ``n`` tokens, as when drafted tokens were not accepted, and release the blocks behind them.
 
         Raises:
             IndexRangeError: there are fewer.
-            StaleHandleError: the sequence is finished, or another manager's.
+            StaleHandleError: the sequence is over, or another manager's.
         """
-        handle = self._check(seq, "truncate")
+        row, rows = self._row(seq, "truncate"), self._rows
         n = count_of("CacheManager.truncate: n", n)
-        if n > seq.num_tokens:
-            raise IndexRangeError("CacheManager.truncate: n", expected=f"at most the {seq.num_tokens} tokens there are", got=n)
-        keep = self._blocks_for(n)
-        self.allocator.release(seq._blocks.view[max(keep, seq._shared) :])
-        if keep < seq._shared:
-            shorter = self.prefix.match_prefix(seq._ids.view[: keep * self.block_size], seq.namespace, record=False).handle
-            if shorter.cached_len == keep * self.block_size:
-                self._relock(seq, handle, shorter)
-        seq._blocks.size, seq._ids.size, seq.num_tokens = keep, min(n, seq._ids.size), n
-        seq.computed, seq.cached_len = min(seq.computed, n), min(seq.cached_len, n)
-        seq._shared, seq._published = min(seq._shared, keep), -1
-        seq._found = min(seq._found, n // self.block_size * self.block_size)
+        if n > rows.num_tokens[row]:
+            raise IndexRangeError("CacheManager.truncate: n", expected=f"at most the {rows.num_tokens[row]} tokens there are", got=n)
+        keep, shared = self._blocks_for(n), int(rows.shared[row])
+        self._publisher.remember(seq, n)
+        if keep < rows.num_blocks[row]:
+            self.allocator.release(rows.blocks(row)[max(keep, shared) :])
+            self._publisher.leave(seq, keep)
+            if keep < shared:
+                ids = self._ids.get(row, 0, keep * self.block_size)
+                self._publisher.relock(seq, self.prefix.match_prefix(ids, seq.namespace, record=False).handle)
+            rows.cut(row, keep)
+            rows.touch(np.array([row]))
+        self._ids.truncate(row, min(n, int(rows.num_known[row])))
+        rows.num_tokens[row] = n
+        rows.computed[row] = min(rows.computed[row], n)
+        rows.end_chunks(row)
+        seq._cached_len = min(seq._cached_len, n)
+        self._promises.renew(row)
 
     def finish(self, seq: CacheSequence, keep: bool = True) -> None:
         """End a sequence, and release its blocks.
 
         Args:
             seq: the sequence.
-            keep: whether what it committed stays cached. Otherwise the blocks that it brought into the cache go, as far as
-                nobody has come to use them.
+            keep: whether what it published stays cached. Otherwise exactly what it published itself goes, as far as nobody has
+                come to use it; `kvdock.scheduler.publishing` has the rule.
 
         Raises:
-            StaleHandleError: the sequence is finished already, or another manager's.
+            StaleHandleError: the sequence is over already, or another manager's.
         """
-        handle = self._check(seq, "finish")
-        self._close(seq, handle)
-        if not keep and handle.cached_len > seq._found:
-            self._give_back(self.prefix.discard_prefix(handle, seq._found))
+        row = self._row(seq, "finish")
+        prefixes = [*seq._left, self._ids.get(row, 0, int(self._rows.shared[row]) * self.block_size).copy()]
+        self._close(seq)
+        if not keep:
+            self._publisher.take_back(seq, prefixes)
 
     def abort(self, seq: CacheSequence) -> None:
         """End a sequence that failed: nothing is published that was not committed.
 
         Raises:
-            StaleHandleError: the sequence is finished already, or another manager's.
+            StaleHandleError: the sequence is over already, or another manager's.
         """
-        self._close(seq, self._check(seq, "abort"))
+        self._row(seq, "abort")
+        self._close(seq)
 
-    def reset(self) -> None:
-        """Forget everything that is cached.
+    def abort_later(self, sequences: list[CacheSequence]) -> None:
+        """Abort those of ``sequences`` that are open then, at the next call, whatever it is.
+
+        Changes nothing now and asks for no thread: this is the call for finalizers, which the garbage collector runs anywhere.
+        """
+        self._late.append(sequences)
+
+    def pin(self, tokens: npt.ArrayLike, namespace: Namespace = (), *, ttl: float | None = None) -> Pin:
+        """Keep the whole blocks of a prefix cached, such as a system prompt that was computed and committed.
+
+        Args:
+            tokens: token ids ``[n]``, at least a block of them.
+            namespace: where they are cached.
+            ttl: how long, in seconds, or in what ``clock`` counts; None: until it is released. The pin is gone at the first
+                call of the manager after that.
 
         Raises:
-            ArgumentValueError: sequences are open.
+            ArgumentValueError: fewer are cached than whole blocks were named; a ttl that is not above 0.
+            OutOfBlocksError: the blocks are all that is left for what sequences were promised.
         """
         self._enter()
-        if self._open:
-            fix = "finish or abort them first"
-            raise ArgumentValueError("CacheManager.reset", expected="no open sequences", got=f"{len(self._open)} open", fix=fix)
-        self._give_back(self.prefix.reset())
+        ids = as_integers("CacheManager.pin: tokens", tokens)
+        whole = ids.size // self.block_size * self.block_size
+        handle = self.prefix.match_prefix(ids[:whole], namespace, record=False).handle
+        if not whole or handle.cached_len < whole:
+            raise ArgumentValueError(
+                "CacheManager.pin: tokens",
+                expected=f"at least a block of {self.block_size} tokens that are cached",
+                got=f"{ids.size} tokens, of which {handle.cached_len} are cached",
+                fix="compute and commit the prefix first, and pin it before it is evicted",
+            )
+        if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0):
+            raise ArgumentValueError("CacheManager.pin: ttl", expected="a number above 0, or None", got=repr(ttl))
+        self._pool.lock(handle, "CacheManager.pin")
+        pin = Pin(handle, self._unpin)
+        self._pins.add(pin, ttl)
+        return pin
+
+    def reset(self, *, keep_open: bool = False) -> None:
+        """Forget everything that is cached. With ``keep_open`` open sequences keep their blocks, for themselves, and publish no more.
+
+        Raises:
+            ArgumentValueError: sequences are open, without ``keep_open``; or prefixes are pinned.
+        """
+        self._enter()
+        if len(self._pins) or (self.num_sequences and not keep_open):
+            got, fix = f"{self.num_sequences} open, {len(self._pins)} pins", "end them first"
+            raise ArgumentValueError("CacheManager.reset", expected="no open sequences and no pins", got=got, fix=fix)
+        self._publisher.forget()
 
     def check_integrity(self) -> None:
         """Prove that free blocks, cached ones and those of sequences partition the pool. Costs time in its size.
 
         Raises:
-            IntegrityError: they do not, or locks are not those of open sequences; the text says what.
+            IntegrityError: they do not, or locks are not those of open sequences and pins; the text says what.
         """
         self._enter()
-        check_partition(self.allocator, self.prefix, list(self._open.values()))
+        check_partition(self._pool, self._rows, self._ids, num_pins=len(self._pins), null_block=self.null_block)
 
     def hand_over(self) -> None:
         """Give the manager up: it belongs to the thread that uses it next. Raises `WrongThreadError` in another thread."""
+        self._enter()
+        self._pool.note_size()
         self.prefix.hand_over()
         self.allocator.hand_over()
         super().hand_over()
 
-    def _add(self, seq: CacheSequence, handle: PrefixHandle) -> CacheSequence:
-        """Note an open sequence with its locked handle."""
-        seq._handle = handle
-        self._open[id(seq)] = seq
+    def open_empty(self, namespace: Namespace = (), *, priority: int = 0) -> CacheSequence:
+        """Start a sequence whose token ids come later or never: nothing is looked up, and nothing is held yet."""
+        self._enter()
+        check_priority("CacheManager.open_empty: priority", priority)
+        handle = self.prefix.match_prefix((), namespace, record=False).handle
+        seq = self._open(namespace, handle)
+        seq._row = self._rows.add(seq, np.empty(0, dtype=np.int32), priority=priority)
+        self._ids.begin(seq._row, np.empty(0, dtype=np.int32))
         return seq
 
-    def _check(self, seq: CacheSequence, method: str) -> PrefixHandle:
-        """Return the handle of an open sequence of this manager, or raise."""
+    def _claim(self) -> None:
+        """Belong to the calling thread, unless another has this or its prefix cache, or somebody else has changed that."""
+        self.prefix.hand_over()
+        self._pool.check_unchanged()
+        super()._claim()
+
+    def _enter(self) -> None:
+        """Notice another thread, and end what is over: sequences of finalizers, pins whose time has come."""
+        super()._enter()
+        while self._late:
+            for seq in self._late.popleft():
+                if seq.is_open:
+                    self._close(seq)
+        for pin in self._pins.over():
+            self._unpin(pin)
+
+    def _begin(self, prompt: Prompt, needs: Needs, priority: int) -> CacheSequence:
+        """Lock, allocate, and note the sequence."""
+        self._planner.check_size(needs)
+        ids, shared, rows = prompt.ids, needs.cached_len // self.block_size, self._rows
+        self.prefix.lock_handle(needs.handle)
+        try:
+            self._pool.check(needs.blocks, "CacheManager.begin")
+            fresh = self._pool.take(needs.new, "CacheManager.begin")
+        except BaseException:
+            self.prefix.lock_handle(needs.handle, unlock=True)
+            raise
+        self.prefix.record_match(needs.match.handle, ids.size)
+        seq = self._open(prompt.namespace, needs.match.handle)
+        self.prefix.lock_handle(needs.handle, unlock=True)
+        seq._cached_len = needs.cached_len
+        seq._row = row = rows.add(
+            seq,
+            np.concatenate((needs.match.blocks[:shared], fresh)),
+            num_tokens=needs.num_tokens,
+            prompt_len=ids.size if prompt.is_chunked and needs.num_tokens < ids.size else 0,
+            computed=needs.cached_len,
+            shared=shared,
+            published=shared,
+            limit=needs.num_tokens + prompt.reserve if prompt.reserve else 0,
+            priority=priority,
+        )
+        self._ids.begin(row, ids)
+        self._promises.add(row, needs.promised)
+        if needs.cached_len % self.block_size:
+            source = needs.partial.block if needs.partial else int(needs.match.blocks[shared])
+            seq.block_pairs = np.array([[source, fresh[0]]], dtype=np.int64)
+        return seq
+
+    def _open(self, namespace: Namespace, handle: PrefixHandle) -> CacheSequence:
+        """Make a sequence that has a handle locked, and no row yet."""
+        self._serial += 1
+        seq = CacheSequence(self._rows, self._ids, namespace, handle, self._serial)
+        self.prefix.lock_handle(handle)
+        return seq
+
+    def _row(self, seq: CacheSequence, method: str) -> int:
+        """Return the row of an open sequence of this manager, or raise."""
         self._enter()
-        if not isinstance(seq, CacheSequence):
-            raise ArgumentTypeError(f"CacheManager.{method}: seq", expected="a sequence from begin() or fork()", got=repr(seq)[:80])
-        if seq._manager is not self or seq._handle is None:
-            got = "one that is finished" if seq._manager is self else "another manager's"
-            raise StaleHandleError(f"CacheManager.{method}: seq", expected="an open sequence of this manager", got=f"{got}: {seq}")
-        return seq._handle
+        return int(as_rows(self._rows, f"CacheManager.{method}: seq", [seq])[0])
 
-    def _close(self, seq: CacheSequence, handle: PrefixHandle) -> None:
+    def _close(self, seq: CacheSequence) -> None:
         """Give back all that a sequence holds."""
-        self.prefix.lock_handle(handle, unlock=True)
-        self.allocator.release(seq._blocks.view[seq._shared :])
-        del self._open[id(seq)]
-        seq._handle, seq.is_open = None, False
+        rows, row = self._rows, seq._row
+        self.prefix.lock_handle(rows.handle(row), unlock=True)
+        self.allocator.release(rows.blocks(row)[rows.shared[row] :])
+        self._promises.add(row, -int(rows.promised[row]))
+        rows.remove(row)
+        seq._handle, seq._row = None, -1
 
-    def _publish(self, seq: CacheSequence, count: int) -> None:
-        """Insert the first ``count`` blocks of a sequence, and go on with what is cached of them."""
-        handle, size = seq._handle, count * self.block_size
-        assert handle is not None  # noqa: S101 - `_check` has seen it
-        own = seq._blocks.view[:count].copy()
-        result = self.prefix.insert_prefix(seq._ids.view[:size], slots_of(own, self.block_size), seq.namespace, priority=seq._priority)
-        if result.cached_len > handle.cached_len:
-            seq._found = result.cached_len  # somebody else has stored these meanwhile
-        self._relock(seq, handle, result.handle)
-        owned, known = result.handle.cached_len // self.block_size, result.cached_len // self.block_size
-        canonical = self._blocks_at(result.indices)
-        duplicates = own[seq._shared : known]
-        held_by_others = self.allocator.ref_counts(own[max(known, seq._shared) : owned]) > 1
-        seq._blocks.view[:owned] = canonical
-        seq._shared, seq._published = max(owned, seq._shared), count
-        self.allocator.release(duplicates)
-        if held_by_others.any():
-            self._adopt(canonical, seq._ids.view[: canonical.size * self.block_size])
-
-    def _adopt(self, cached: npt.NDArray[np.int32], ids: npt.NDArray[Any]) -> None:
-        """Let forks share through the cache what has just become cached and was their own too.
-
-        A fork that has a block at the same place as the cache has the same tokens before it, and in it as far as it goes,
-        since a block is copied before it is written; so it can go on with the cached ones before it too, where it had
-        duplicates.
-
-        Args:
-            cached: the blocks.
-            ids: their token ids.
-        """
-        for seq in self._open.values():
-            own, handle = seq._blocks.view, seq._handle
-            size = min(own.size, cached.size)
-            equal = np.flatnonzero(own[:size] == cached[:size])
-            same = int(equal[-1]) + 1 if equal.size else 0
-            if same > seq._shared and handle is not None:
-                found = self.prefix.match_prefix(ids[: same * self.block_size], seq.namespace, record=False)
-                self._relock(seq, handle, found.handle)
-                self.allocator.release(own[seq._shared : same])
-                own[:same] = cached[:same]
-                seq._shared, seq._published = same, -1
-
-    def _relock(self, seq: CacheSequence, old: PrefixHandle, new: PrefixHandle) -> None:
-        """Hold another handle instead of the one before."""
-        self.prefix.lock_handle(new)
-        self.prefix.lock_handle(old, unlock=True)
-        seq._handle = new
-
-    def _is_shared(self, seq: CacheSequence, index: int) -> bool:
-        """Whether a block of a sequence must be copied before it is written."""
-        return index < seq._shared or self.allocator.ref_count(int(seq._blocks.view[index])) > 1
-
-    def _replace(self, seq: CacheSequence, index: int, block: int) -> None:
-        """Put a block of its own in the place of a shared one, the last of a sequence."""
-        if index >= seq._shared:
-            self.allocator.release(seq._blocks.view[index : index + 1])
-        seq._blocks.view[index] = block
-        # The handle stays, and with it what is copied from, until the next commit.
-        seq._shared, seq._published = min(seq._shared, index), -1
-
-    def _take(self, n: int) -> BlockIds:
-        """Allocate blocks, evicting what is missing; all or none."""
-        missing = n - self.allocator.num_free
-        if missing > 0:
-            evictable = self.prefix.size_info.evictable_size // self.block_size
-            if missing > evictable:
-                raise OutOfBlocksError(
-                    "CacheManager",
-                    expected=f"at most {self.allocator.num_free} free and {evictable} evictable blocks, of {self.allocator.num_blocks}",
-                    got=f"a request for {n}",
-                    fix="finish sequences first, or make the pool larger",
-                )
-            self._give_back(self.prefix.evict(missing * self.block_size))
-        return self.allocator.allocate(n)
-
-    def _give_back(self, slots: npt.NDArray[Any]) -> None:
-        """Free blocks that the prefix cache let go."""
-        self.allocator.release(self._blocks_at(slots))
-
-    def _blocks_at(self, slots: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-        """Return the blocks of slots that come in whole blocks."""
-        return (slots[:: self.block_size] // self.block_size).astype(np.int32)
+    def _unpin(self, pin: Pin) -> None:
+        """Release a pin, if it is held."""
+        super()._enter()
+        handle = pin._handle
+        if handle is not None:
+            pin._handle = None
+            self._pins.remove(pin)
+            self.prefix.lock_handle(handle, unlock=True)
 
     def _blocks_for(self, tokens: int) -> int:
         """Return how many blocks hold so many tokens."""
         return -(-tokens // self.block_size)
-
-    def _too_large(self, tokens: int) -> OutOfBlocksError:
-        """Describe a prompt that the pool could never hold."""
-        return OutOfBlocksError(
-            "CacheManager.begin: tokens",
-            expected=f"at most {self.allocator.num_blocks * self.block_size} tokens, the whole pool",
-            got=tokens,
-            fix="refuse the request, or make the pool larger",
-        )

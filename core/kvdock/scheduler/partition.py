@@ -2,52 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-import numpy.typing as npt
 
 from kvdock.errors import IntegrityError
-from kvdock.prefix.interface import PrefixCache
-from kvdock.scheduler.block_allocator import BlockAllocator
-from kvdock.scheduler.sequence import CacheSequence
+from kvdock.prefix.interface import BlockIds
+from kvdock.scheduler.ids import TokenIds
+from kvdock.scheduler.pool_blocks import PoolBlocks
+from kvdock.scheduler.rows import Owner, Rows
 
 __all__ = ["check_partition"]
 
 
-def check_partition(allocator: BlockAllocator, prefix: PrefixCache, sequences: Sequence[CacheSequence]) -> None:
-    """Compare the holders that the allocator counts with who holds what.
+def check_partition(pool: PoolBlocks, rows: Rows, ids: TokenIds, *, num_pins: int, null_block: int | None) -> None:
+    """Compare the holders that the allocator counts with who holds what, and the locks and promises with those of sequences.
 
     The prefix cache holds each of its blocks once, and so does each sequence its own.
 
     Raises:
         IntegrityError: they differ.
     """
+    allocator, prefix, sequences = pool.allocator, pool.prefix, rows.open()
     allocator.check_integrity()
     prefix.check_integrity()
-    holders = np.zeros(allocator.num_blocks, dtype=np.int64)
-    cached = prefix.stored_blocks()
+    holders, cached = np.zeros(allocator.num_blocks, dtype=np.int64), prefix.stored_blocks()
+    if null_block is not None:
+        holders[null_block] += 1
     for seq in sequences:
-        np.add.at(holders, seq._blocks.view[seq._shared :], 1)
-        _check_sequence(seq, cached)
+        np.add.at(holders, rows.blocks(seq._row)[rows.shared[seq._row] :], 1)
+        _check_sequence(seq, rows, ids, cached)
     both = cached[holders[cached] > 0]
     holders[cached] += 1
     wrong = np.flatnonzero(holders != allocator.ref_counts(np.arange(allocator.num_blocks)))
     if both.size or wrong.size:
         got = f"blocks {both[:8].tolist()} in both, {wrong[:8].tolist()} counted otherwise"
         raise IntegrityError("CacheManager", expected="each block free, cached or held by sequences, and counted so", got=got)
-    if prefix.num_locks != len(sequences):
-        raise IntegrityError("CacheManager", expected=f"{len(sequences)} locks, one for each open sequence", got=prefix.num_locks)
-
-
-def _check_sequence(seq: CacheSequence, cached: npt.NDArray[np.int64]) -> None:
-    """Compare a sequence with itself, and its shared blocks with those that are cached."""
-    shared, handle = seq._blocks.view[: seq._shared], seq._handle
     facts = {
-        "blocks for its tokens": seq._blocks.size == -(-seq.num_tokens // seq.block_size),
-        "shared blocks that are cached": bool(np.isin(shared, cached).all()),
-        "a lock on all it shares": handle is not None and handle.cached_len >= seq._shared * seq.block_size,
-        "no more computed than there is": seq.computed <= min(seq.num_tokens, seq._ids.size),
+        f"{len(sequences) + num_pins} locks, one for each open sequence and pin": prefix.num_locks == len(sequences) + num_pins,
+        "the sum of what rows were promised": pool.promised == int(rows.promised.sum()),
+        "as many blocks to be had as are promised": pool.available >= 0,
+        "a count of prompts begun in chunks": rows.num_chunked == int((rows.prompt_len > 0).sum()),
+        "0 behind the blocks of each row": not rows.table[np.arange(rows.table.shape[1]) >= rows.num_blocks[:, None]].any(),
+        "nothing promised to rows of nobody": not rows.promised[[seq is None for seq in rows.sequences]].any(),
     }
-    if not all(facts.values()):
-        raise IntegrityError(repr(seq), expected=", ".join(name for name, holds in facts.items() if not holds), got="something else")
+    _demand("CacheManager", facts, f"{prefix.num_locks} locks, {pool.promised} promised, {pool.available} available")
+
+
+def _check_sequence(seq: Owner, rows: Rows, ids: TokenIds, cached: BlockIds) -> None:
+    """Compare a sequence with itself, and its shared blocks with those that are cached."""
+    row, handle, size = seq._row, rows.handle(seq._row), rows.block_size
+    shared, known = int(rows.shared[row]), int(rows.num_known[row])
+    facts = {
+        "a row of its own": rows.sequences[row] is seq,
+        "blocks for its tokens": rows.num_blocks[row] == rows.blocks_for(rows.num_tokens[row]),
+        "shared blocks that are cached": bool(np.isin(rows.blocks(row, 0, shared), cached).all()),
+        "a lock on all it shares": shared <= rows.locked[row],
+        "its lock where its handle is": rows.locked[row] * size == handle.cached_len,
+        "no more computed than there is": rows.computed[row] <= min(rows.num_tokens[row], known),
+        "the ids of its whole blocks": ids.check(row),
+        "no promise below none": rows.promised[row] >= 0,
+    }
+    _demand(repr(seq), facts, "something else")
+
+
+def _demand(subject: str, facts: dict[str, bool], got: str) -> None:
+    """Raise unless all facts hold."""
+    wrong = ", ".join(name for name, holds in facts.items() if not holds)
+    if wrong:
+        raise IntegrityError(subject, expected=wrong, got=got, fix="report it with the calls before")

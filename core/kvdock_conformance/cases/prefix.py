@@ -71,6 +71,7 @@ _MAKERS: Mapping[str, Callable[[random.Random], Step]] = MappingProxyType(
         "unlock": _handle,
         "insert": _insert,
         "behind": lambda choose: {**_insert(choose), **_handle(choose)},
+        "append": _insert,
         "partial": lambda choose: {**_tokens(choose), **_handle(choose), "skip": choose.choice((0, 0, 1, 5))},
         "evict": _evict,
         "discard": lambda choose: {**_handle(choose), "keep": choose.randrange(6)},
@@ -106,37 +107,32 @@ def sequence(seed: int, length: int, mix: Mapping[str, int] = MIX) -> list[Step]
 
 
 def sequences(
+    about: str,
     mix: Mapping[str, int] = MIX,
     *,
     sizes: Sequence[int] = (1, 3, 16),
     length: int = 80,
     spaces: Sequence[Sequence[str]] = ((), ("a",), ("b",)),
     seeds: int = 2,
-    more: Iterable[Case] = (),
     **data: Any,
 ) -> Callable[[], Iterable[Case]]:
     """Return a function that makes random cases: some at the core level, ten times as many at the extended one.
 
     Args:
+        about: what is compared: names that `kvdock_conformance.checking.prefix_play.Player` knows, with spaces between them.
         mix: weight of each kind of step.
         sizes: block sizes.
         length: steps of a case.
         spaces: the namespaces, each a list of parts; see `kvdock_conformance.checking.prefix_play.namespace_of`.
         seeds: how many per block size at the core level.
-        more: cases in front of the random ones.
         data: what else the check needs to know.
     """
 
     def cases() -> Iterable[Case]:
-        yield from more
         for seed in range(10 * seeds):
             for size in sizes:
-                made = {
-                    "block_size": size,
-                    "spaces": [list(space) for space in spaces],
-                    "steps": sequence(1000 * size + seed, length, mix),
-                    **data,
-                }
+                steps = sequence(1000 * size + seed, length, mix)
+                made = {"block_size": size, "spaces": [list(space) for space in spaces], "steps": steps, "about": about.split(), **data}
                 level = Level.CORE if seed < seeds else Level.EXTENDED
                 yield Case(f"blocks of {size}, seed {seed}", made, level)
 

@@ -24,28 +24,14 @@ __all__ = [
     "DECLARES_AN_ORDER",
     "FINDS_PARTS",
     "STORES",
-    "check_behind",
     "check_block_sizes",
+    "check_calls",
     "check_can_store",
     "check_copies",
     "check_costs",
     "check_deep",
-    "check_discards",
-    "check_events",
-    "check_evictions",
-    "check_forms",
-    "check_handles",
-    "check_inserts",
     "check_late_reads",
-    "check_locks",
-    "check_matches",
     "check_observers",
-    "check_order",
-    "check_partial",
-    "check_refusals",
-    "check_resets",
-    "check_sizes",
-    "check_stats",
     "check_stores_nothing",
     "check_threads",
     "check_without_order",
@@ -58,7 +44,7 @@ __all__ = [
     "why_no_parts",
 ]
 
-ABOUT_ALL = ("match", "insert", "evict", "discard", "reset", "locks", "sizes", "stats", "events", "refused")
+ABOUT_ALL = ["match", "insert", "evict", "discard", "reset", "locks", "sizes", "stats", "events", "refused"]
 """Everything but the order of eviction."""
 
 
@@ -143,81 +129,16 @@ def compared(target: PrefixTarget, data: Mapping[str, Any], about: Collection[st
     return player
 
 
-def check_matches(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check what matches find."""
-    compared(target, data, ("match",))
-
-
-def check_inserts(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check what insertions return."""
-    compared(target, data, ("insert",))
-
-
-def check_forms(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check what matches find and insertions return, after what was passed has been overwritten."""
-    compared(target, data, ("match", "insert"))
+def check_calls(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Check what the case is about."""
+    compared(target, data, data["about"])
 
 
 def check_late_reads(target: PrefixTarget, data: Mapping[str, Any]) -> None:
     """Check what insertions return when it is looked at at last, after all that came behind them."""
-    player = compared(target, data, ("late",))
+    player = compared(target, data, data["about"])
     for made, canonical in player.unread:
         player.named("late", "insert_prefix, first read at the end", canonical, made)
-
-
-def check_behind(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check insertions behind handles, and all that follows from them."""
-    compared(target, data, ABOUT_ALL)
-
-
-def check_partial(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check which blocks are found that begin alike, and that looking for them is no use."""
-    compared(target, data, ("partial", "stats", "sizes", "refused", *(("order",) if target.policy in KEYS else ())))
-
-
-def check_locks(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check what is protected, step by step."""
-    compared(target, data, ("locks",))
-
-
-def check_evictions(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check what evictions free."""
-    compared(target, data, ("evict",))
-
-
-def check_order(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check which blocks evictions free."""
-    compared(target, data, ("order",))
-
-
-def check_handles(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check that bad handles are refused, and that what they leave alone is."""
-    compared(target, data, ("refused", "locks"))
-
-
-def check_refusals(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check that bad arguments are refused."""
-    compared(target, data, ("refused",))
-
-
-def check_discards(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check what is forgotten of a prefix."""
-    compared(target, data, ("discard",))
-
-
-def check_resets(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check what a reset returns and leaves."""
-    compared(target, data, ("reset", "refused", "sizes"))
-
-
-def check_sizes(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check sizes, the list of blocks, and the cache's own check."""
-    compared(target, data, ("sizes",))
-
-
-def check_events(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check what an observer is told."""
-    compared(target, data, ("events",))
 
 
 def check_observers(target: PrefixTarget, data: Mapping[str, Any]) -> None:
@@ -251,11 +172,6 @@ def check_observers(target: PrefixTarget, data: Mapping[str, Any]) -> None:
         raise NonconformanceError("what an observer was told until its end, and another later", expected=["Stored", "again"], got=told)
     if found != [2 * size] * 3:
         raise NonconformanceError("tokens that an observer finds, asked by each event", expected=[2 * size] * 3, got=found)
-
-
-def check_stats(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check what is counted."""
-    compared(target, data, ("stats",))
 
 
 def check_deep(target: PrefixTarget, data: Mapping[str, Any]) -> None:
@@ -307,7 +223,7 @@ def check_copies(target: PrefixTarget, data: Mapping[str, Any]) -> None:
     Raises:
         NonconformanceError: a copy is made, or the original has changed.
     """
-    player = compared(target, data, ("refused",))
+    player = compared(target, data, data["about"])
     for what in (player.cache, *(held.handle for held in player.held)):
         for call in (copy.copy, copy.deepcopy, pickle.dumps):
             player.refused(f"{call.__name__} of {type(what).__name__}", UnsupportedError, functools.partial(call, what))

@@ -225,6 +225,25 @@ class Player:
             else:
                 self.insert(step, held)
 
+    def append(self, step: Mapping[str, Any]) -> None:
+        """Append a block behind each of some locked handles, which move; those for which it is not done stay as they were."""
+        size, chosen = self.block_size, [held for held in self.held if held.locks and not self.is_stale(held)][: len(step["pieces"])]
+        rows = [tokens_of([piece], 0, size) for piece in step["pieces"][: len(chosen)]]
+        numbers, priority = [self.free.pop() for _ in chosen], step["priority"]
+        passed = np.array(rows, dtype=np.int32).reshape(-1, size), np.array(numbers, dtype=np.int32), [priority] * len(chosen)
+        stored = self.cache.append_blocks([held.handle for held in chosen], *passed).tolist()
+        for held, row, number, is_stored in zip(chosen, rows, numbers, stored, strict=True):
+            if is_stored:
+                before, whole = held.path, [token for block in held.path for token in block.tokens]
+                there, held.path = self.model.insert([*whole, *row], [*(one.number for one in before), number], held.space, priority)
+                self.same("insert", "append_blocks: blocks that were there before", len(before), there)
+                for blocks, change in ((before, -held.locks), (held.path, held.locks)):
+                    for block in blocks[-1:]:
+                        block.locks += change
+            else:
+                self.free.append(number)
+            self.same("insert", "append_blocks: handle.cached_len", len(held.path) * size, held.handle.cached_len)
+
     def evict(self, step: Mapping[str, Any]) -> None:
         """Evict, and follow the cache's choice unless it is the order that matters."""
         possible = self.model.size_info().evictable_size // self.block_size

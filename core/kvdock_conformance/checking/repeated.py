@@ -32,6 +32,10 @@ class BoundTarget(Target):
         super().__init__(name, setup, device)
         self._bound: dict[Any, Callable[..., None]] = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoundTarget:
+        """Begin with nothing bound: what is kept by addresses is not that of copied pools."""
+        return BoundTarget(self.name, self.setup, str(self.device))
+
     def call(self, op: str, args: dict[str, Any]) -> None:
         """Call an op with arguments by name, bound to its pools at the first call with them."""
         schema = CATALOG[op]

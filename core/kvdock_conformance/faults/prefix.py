@@ -178,14 +178,6 @@ _fault("lock-of-a-whole-run", "A lock protects the rest of the run that its plac
 # Evictions
 
 
-def _runs(tree: Any, evict: Any, count: int) -> Any:
-    runs: list[Any] = []
-    while sum(run.size for run in runs) < count:
-        node = tree.queue.pop()
-        runs.append(tree.cut(node, node.tail_start))
-    return runs
-
-
 def _what_there_is(cache: Any, evict: Any, num_blocks: int) -> Any:
     try:
         return evict(num_blocks)
@@ -199,7 +191,12 @@ _fault(
     "006",
     evict=lambda cache, evict, count: evict(-(-count // cache.block_size)),
 )
-_fault("eviction-in-whole-runs", "An eviction goes on to the end of a run of blocks.", "006", tree={"evict": _runs})
+_fault(
+    "eviction-of-one-more",
+    "Evicting n blocks frees one more, where there is one.",
+    "006 023",
+    evict=lambda cache, evict, count: evict(count + (count * cache.block_size < cache.size_info.evictable_size)),
+)
 _fault(
     "eviction-returns-slots",
     "An eviction returns the slots of what it frees.",

@@ -116,6 +116,27 @@ _fault(
 _fault("behind-looked-at-again", "What is before the handle is looked up once more.", "022", insert_prefix=_looked_at)
 
 
+# Blocks that are appended
+
+
+def _unmoved(cache: Any, append: Any, handles: Any, *args: Any) -> Any:
+    stored = append(handles, *args)
+    for handle, is_stored in zip(handles, stored, strict=True):
+        handle.cached_len -= cache.block_size * int(is_stored)
+    return stored
+
+
+def _unprotected(tree: Any, grow: Any, nodes: Any, *args: Any) -> None:
+    grow(nodes, *args)
+    tree.protected -= len(nodes)
+
+
+_fault("append-leaves-handles", "A handle behind which a block was appended has the length from before.", "028", append_blocks=_unmoved)
+_fault(
+    "append-leaves-locks", "A block that was appended behind a locked handle is not protected.", "028", tree={"grow_locked": _unprotected}
+)
+
+
 # Handles that live on
 
 

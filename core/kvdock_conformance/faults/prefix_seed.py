@@ -47,6 +47,8 @@ def changed(base: type[Any], **changes: Change) -> type[Any]:
     def around(was: Any, change: Change) -> Any:
         if isinstance(was, property):
             return property(lambda self: change(self, was.__get__(self)))
+        if not callable(was):
+            return change(None, was)
         return lambda self, *args, **how: change(self, functools.partial(was, self), *args, **how)
 
     return type(base.__name__, (base,), {name: around(getattr(base, name), change) for name, change in changes.items()})

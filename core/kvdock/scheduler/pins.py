@@ -1,0 +1,91 @@
+"""Prefixes that must stay cached, such as a system prompt."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvdock.prefix.interface import PrefixHandle
+from kvdock.prefix.ownership import NotCopied
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["Pin", "Pins"]
+
+
+class Pin(NotCopied):
+    """Keeps a prefix cached until it is released: by `release`, by the end of a ``with`` block, or by its time.
+
+    It cannot be copied or pickled; pin the prefix again.
+
+    Attributes:
+        num_tokens: tokens that are pinned, a multiple of the block size.
+    """
+
+    instead_of_copies = "pin the prefix again: each pin holds it by itself"
+
+    def __init__(self, handle: PrefixHandle, release: Callable[[Pin], None]) -> None:
+        self.num_tokens = handle.cached_len
+        self._release = release
+        self._handle: PrefixHandle | None = handle
+
+    def __repr__(self) -> str:
+        return f"Pin(num_tokens={self.num_tokens}, is_held={self._handle is not None})"
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the prefix is still pinned. One whose time is over counts until the manager is called again."""
+        return self._handle is not None
+
+    def release(self) -> None:
+        """Let the prefix be evicted again, as far as this pin is concerned. Once more does nothing.
+
+        Raises:
+            WrongThreadError: the manager is another thread's.
+        """
+        self._release(self)
+
+    def __enter__(self) -> Pin:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+
+class Pins:
+    """The pins of a manager, and when their times are over.
+
+    Args:
+        clock: what the times are compared with.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._held: dict[int, Pin] = {}
+        self._ends: list[tuple[float, int, Pin]] = []
+        self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, pin: Pin, ttl: float | None) -> None:
+        """Keep a pin, for ``ttl`` units of the clock."""
+        self._held[id(pin)] = pin
+        if ttl is not None:
+            self._number += 1
+            heapq.heappush(self._ends, (self._clock() + ttl, self._number, pin))
+
+    def remove(self, pin: Pin) -> None:
+        """Keep a pin no longer."""
+        del self._held[id(pin)]
+        if not self._held:
+            self._ends.clear()
+
+    def over(self) -> list[Pin]:
+        """Return the pins whose time is over, each once."""
+        found: list[Pin] = []
+        while self._ends and self._ends[0][0] <= self._clock():
+            found.append(heapq.heappop(self._ends)[2])
+        return found

@@ -1,0 +1,147 @@
+"""What a prompt finds and needs, before anything is taken for it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import attrs
+import numpy.typing as npt
+
+from kvdock.errors import ArgumentValueError, OutOfBlocksError
+from kvdock.prefix.inputs import as_integers, count_of
+from kvdock.prefix.interface import Namespace, PartialMatch, PrefixCache, PrefixHandle, PrefixMatch
+
+__all__ = ["Fit", "Needs", "Planner", "Prompt"]
+
+
+class Fit(NamedTuple):
+    """What `CacheManager.plan` foresees.
+
+    Args:
+        cached_len: tokens that need not be computed.
+        new_blocks: blocks that `CacheManager.begin` would take, and promise with ``reserve``.
+        fits: whether it would get them now.
+    """
+
+    cached_len: int
+    new_blocks: int
+    fits: bool
+
+
+@attrs.frozen(eq=False)
+class Prompt:
+    """A prompt as `CacheManager.begin` takes it; its arguments say what each part is.
+
+    Args:
+        ids: its token ids, at least one.
+        namespace: where it is looked up.
+        reserve: tokens to come.
+        at_most: tokens behind the cached ones to make room for.
+        max_cached_len: cached tokens to use.
+        is_chunked: whether ``at_most`` was named.
+    """
+
+    ids: npt.NDArray[Any]
+    namespace: Namespace
+    reserve: int
+    at_most: int
+    max_cached_len: int
+    is_chunked: bool
+
+    @classmethod
+    def read(
+        cls,
+        subject: str,
+        tokens: npt.ArrayLike,
+        namespace: Namespace,
+        *,
+        reserve: int,
+        at_most: int | None,
+        max_cached_len: int | None = None,
+    ) -> Prompt:
+        """Check what a caller passed to ``subject``."""
+        ids = as_integers(f"{subject}: tokens", tokens)
+        if not ids.size:
+            fix = "refuse an empty request, or open_empty() a sequence whose ids come later"
+            raise ArgumentValueError(f"{subject}: tokens", expected="at least one token", got="none", fix=fix)
+        return cls(
+            ids,
+            namespace,
+            count_of(f"{subject}: reserve", reserve),
+            ids.size if at_most is None else count_of(f"{subject}: at_most", at_most),
+            ids.size if max_cached_len is None else count_of(f"{subject}: max_cached_len", max_cached_len),
+            at_most is not None,
+        )
+
+
+class Needs(NamedTuple):
+    """What a prompt finds and needs.
+
+    Args:
+        match: what is cached of it; more than is used, where that is limited.
+        partial: a block behind that whose first tokens are used.
+        cached_len: tokens that need not be computed.
+        num_tokens: tokens to make room for, the cached ones included.
+        new: blocks to take.
+        promised: blocks to promise.
+    """
+
+    match: PrefixMatch
+    partial: PartialMatch | None
+    cached_len: int
+    num_tokens: int
+    new: int
+    promised: int
+
+    @property
+    def handle(self) -> PrefixHandle:
+        """What must be locked while blocks are taken."""
+        return self.match.handle if self.partial is None else self.partial.handle
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that must be there."""
+        return self.new + self.promised
+
+
+class Planner:
+    """Looks prompts up. Changes nothing.
+
+    Args:
+        prefix: the prefix cache.
+        num_blocks: blocks that sequences can have at most.
+    """
+
+    def __init__(self, prefix: PrefixCache, num_blocks: int) -> None:
+        self._prefix = prefix
+        self._block_size = prefix.block_size
+        self._num_blocks = num_blocks
+
+    def look_up(self, prompt: Prompt, *, partial: bool) -> Needs:
+        """Return what a prompt finds and needs; with ``partial`` also within a block."""
+        ids, size, most = prompt.ids, self._block_size, prompt.max_cached_len
+        # Without the last token, so that the block it is in is neither taken nor locked where all of it is cached.
+        looked_up = min((ids.size - 1) // size, self._blocks_for(most)) * size
+        match = self._prefix.match_prefix(ids[:looked_up], prompt.namespace, record=False)
+        cached, found = min(match.handle.cached_len, most), None
+        if partial and cached == match.handle.cached_len:
+            found = self._prefix.match_partial(match.handle, ids[cached : min(ids.size - 1, most, cached + size)])
+            cached += found.num_tokens if found else 0
+        tokens = min(ids.size, cached + prompt.at_most)
+        blocks = self._blocks_for(tokens)
+        return Needs(match, found, cached, tokens, blocks - cached // size, self._blocks_for(tokens + prompt.reserve) - blocks)
+
+    def check_size(self, needs: Needs) -> None:
+        """Raise OutOfBlocksError for a prompt that the pool could never hold."""
+        blocks = self._blocks_for(needs.num_tokens) + needs.promised
+        if blocks > self._num_blocks:
+            raise OutOfBlocksError(
+                "CacheManager.begin: tokens",
+                expected=f"at most {self._num_blocks * self._block_size} tokens, the whole pool, reserved ones included",
+                got=f"{needs.num_tokens}, and {needs.promised} blocks to reserve",
+                fix="refuse the request, or make the pool larger",
+            )
+
+    def _blocks_for(self, tokens: int) -> int:
+        """Return how many blocks hold so many tokens."""
+        return -(-tokens // self._block_size)

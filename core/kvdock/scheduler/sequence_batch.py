@@ -1,0 +1,230 @@
+"""The rows of a `generate` as sequences of one manager: one length for all, and what beams do to a batch.
+
+::
+
+    row 0:   - - - a b c d e f        pads[0] = 3: places without a token, which have slot -1
+    row 1:   - p q r s t u v w        pads[1] = 1
+             0 ............. length   the sequence of row i has the tokens from pads[i] on
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdock.errors import ArgumentValueError, IndexRangeError, StaleHandleError
+from kvdock.prefix.inputs import as_integers, count_of
+from kvdock.prefix.interface import BlockIds, Namespace
+from kvdock.prefix.ownership import NotCopied
+from kvdock.scheduler.batches import as_rows
+from kvdock.scheduler.cache_manager import CacheManager
+from kvdock.scheduler.exporters import dense_table
+from kvdock.scheduler.sequence import CacheSequence
+
+__all__ = ["SequenceBatch"]
+
+
+class SequenceBatch(NotCopied):
+    """Sequences that grow and are cut together.
+
+    A batch that is garbage collected aborts its sequences, at the next call of the manager. It belongs to the thread of its
+    manager. It cannot be copied or pickled; `fork` shares its blocks.
+
+    Args:
+        manager: whose sequences they are.
+        sequences: one for each row, at least one; the batch has them for its own from now on.
+        length: places in use in each row; those behind are room that was made already.
+        pads: places at the beginning of each row that have no token, integers ``[rows]``; none by default. They may go beyond
+            ``length``: of such a row only padding is there so far.
+
+    Raises:
+        ArgumentValueError: no rows, a row that is there twice, pads that are not one for each row.
+        IndexRangeError: a pad below 0, or a sequence with room for fewer tokens than its row has places.
+        StaleHandleError: a sequence is over, or another manager's.
+    """
+
+    instead_of_copies = "share its blocks with fork()"
+
+    def __init__(
+        self, manager: CacheManager, sequences: Sequence[CacheSequence], *, length: int = 0, pads: npt.ArrayLike | None = None
+    ) -> None:
+        rows = as_rows(manager._rows, "SequenceBatch: sequences", sequences)
+        self._length = count_of("SequenceBatch: length", length)
+        self._pads = np.zeros(rows.size, dtype=np.intp) if pads is None else as_integers("SequenceBatch: pads", pads).astype(np.intp)
+        if not rows.size or self._pads.shape != rows.shape:
+            raise ArgumentValueError(
+                "SequenceBatch", expected="at least one row, and a pad for each", got=f"{rows.size} rows, {self._pads.size} pads"
+            )
+        room = np.array([seq.num_tokens for seq in sequences])
+        if (self._pads < 0).any() or (room + self._pads < length).any():
+            raise IndexRangeError(
+                "SequenceBatch",
+                expected=f"pads of at least 0, and room for what of the length, {length}, is behind them",
+                got=f"pads {self._pads.tolist()} and room for {room.tolist()} tokens",
+            )
+        self._manager = manager
+        self._sequences = list(sequences)
+        finalizer = weakref.finalize(self, manager.abort_later, self._sequences)
+        finalizer.atexit = False
+
+    @classmethod
+    def empty(cls, manager: CacheManager, batch_size: int, namespace: Namespace = ()) -> SequenceBatch:
+        """Begin with rows of no tokens, whose ids come later or never."""
+        count = count_of("SequenceBatch.empty: batch_size", batch_size, 1)
+        return cls(manager, [manager.open_empty(namespace) for _ in range(count)])
+
+    def __repr__(self) -> str:
+        return f"SequenceBatch(batch_size={self.batch_size}, length={self.length}, block_size={self.block_size})"
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self._manager.block_size
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows."""
+        return len(self._sequences)
+
+    @property
+    def length(self) -> int:
+        """Places that each row has in use, pads included."""
+        return self._length
+
+    @property
+    def pads(self) -> npt.NDArray[np.intp]:
+        """Places at the beginning of each row that have no token, ``[batch_size]``; the caller's own array."""
+        return self._pads.copy()
+
+    @property
+    def sequences(self) -> tuple[CacheSequence, ...]:
+        """The sequence of each row; `select` and `close` change them."""
+        return tuple(self._sequences)
+
+    @property
+    def block_table(self) -> BlockIds:
+        """Block ids of each row's sequence, int32 ``[batch_size, most blocks]``, 0 behind the shorter ones; pads have no blocks."""
+        self._live("block_table")
+        return dense_table(self._sequences)
+
+    @property
+    def num_blocks(self) -> int:
+        """Distinct blocks that the rows have."""
+        self._live("num_blocks")
+        return np.unique(np.concatenate([seq.block_table for seq in self._sequences])).size
+
+    def grow(self, n: int) -> npt.NDArray[np.int64]:
+        """Make room for ``n`` more places in each row, in all rows or in none.
+
+        Returns:
+            pairs (source, destination), int64 ``[N, 2]``, of blocks to copy before the new tokens are written, at once.
+
+        Raises:
+            OutOfBlocksError: too few blocks are free or evictable. Nothing was changed.
+        """
+        self._live("grow")
+        length = self._length + count_of("SequenceBatch.grow: n", n)
+        room = np.array([seq.num_tokens for seq in self._sequences])
+        pairs = self._manager.extend(self._sequences, np.maximum(length - self._pads - room, 0), match=False)
+        self._length = length
+        return pairs
+
+    def truncate(self, length: int) -> None:
+        """Keep the first ``length`` places of each row, and release the blocks behind them.
+
+        Raises:
+            IndexRangeError: the rows are shorter than that. Nothing was changed.
+        """
+        self._live("truncate")
+        count_of("SequenceBatch.truncate: length", length)
+        if length > self._length:
+            raise IndexRangeError("SequenceBatch.truncate: length", expected=f"at most the {self._length} places there are", got=length)
+        for seq, pad in zip(self._sequences, self._pads.tolist(), strict=True):
+            if seq.num_tokens > (tokens := max(length - pad, 0)):
+                self._manager.truncate(seq, tokens)
+        self._length = length
+
+    def select(self, rows: npt.ArrayLike) -> None:
+        """Make row ``rows[i]`` the new row i. Rows may be repeated, left out and reordered; repeated rows share blocks.
+
+        Args:
+            rows: integers ``[new batch size]``, each from 0 to ``batch_size - 1``; at least one.
+
+        Raises:
+            IndexRangeError: a row that does not exist. Nothing was changed.
+            ArgumentTypeError: not integers.
+            ArgumentValueError: no rows, or more than one dimension.
+        """
+        self._live("select")
+        chosen = as_integers("SequenceBatch.select: rows", rows).tolist()
+        if not chosen:
+            raise ArgumentValueError("SequenceBatch.select: rows", expected="at least one row", got="none")
+        if min(chosen) < 0 or max(chosen) >= self.batch_size:
+            raise IndexRangeError("SequenceBatch.select: rows", expected=f"rows from 0 to {self.batch_size - 1}", got=chosen)
+        first = dict(zip(reversed(chosen), range(len(chosen) - 1, -1, -1), strict=True))
+        forks = iter(self._forks([row for at, row in enumerate(chosen) if first[row] != at]))
+        made = [self._sequences[row] if first[row] == at else next(forks) for at, row in enumerate(chosen)]
+        for row, seq in enumerate(self._sequences):
+            if row not in first:
+                self._manager.abort(seq)
+        self._sequences[:] = made
+        self._pads = self._pads[chosen]
+
+    def repeat(self, times: int) -> None:
+        """Put ``times`` of each row beside one another; see `select`."""
+        count_of("SequenceBatch.repeat: times", times, 1)
+        self.select(np.arange(self.batch_size).repeat(times))
+
+    def fork(self) -> SequenceBatch:
+        """Return a batch with the same tokens in the same blocks, shared until one of the two writes."""
+        self._live("fork")
+        return SequenceBatch(self._manager, self._forks(range(self.batch_size)), length=self._length, pads=self._pads)
+
+    def slot_mapping(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return the slots of places ``start`` to ``stop - 1``, int64 ``[batch_size, stop - start]``; -1 for pads.
+
+        Raises:
+            IndexRangeError: not ``0 <= start <= stop <= length``.
+        """
+        self._live("slot_mapping")
+        if not 0 <= start <= stop <= self._length:
+            raise IndexRangeError(
+                "SequenceBatch.slot_mapping", expected=f"0 <= start <= stop <= {self._length}", got=f"start={start}, stop={stop}"
+            )
+        of = self._manager._rows
+        rows = as_rows(of, "SequenceBatch.slot_mapping", self._sequences)
+        places = np.arange(start, stop) - self._pads[:, None]
+        blocks, offsets = np.divmod(np.maximum(places, 0), of.block_size)
+        return np.where(places < 0, -1, of.table[rows[:, None], blocks].astype(np.int64) * of.block_size + offsets)
+
+    def close(self, *, keep: bool = True) -> None:
+        """End all sequences; what they published stays cached with ``keep``. The batch is of no use then."""
+        for seq in self._sequences:
+            self._manager.finish(seq, keep=keep)
+        self._sequences.clear()
+
+    def _forks(self, rows: Iterable[int]) -> list[CacheSequence]:
+        """Return a fork for each of ``rows``, or none where one of them is refused; then nothing is promised for their copies."""
+        made, promised = list[CacheSequence](), {seq._row: int(self._manager._rows.promised[seq._row]) for seq in self._sequences}
+        try:
+            for row in rows:
+                made.append(self._manager.fork(self._sequences[row], self._sequences[row].num_tokens))
+        except BaseException:
+            for fork in made:
+                self._manager.abort(fork)
+            for at, blocks in promised.items():
+                self._manager._promises.add(at, blocks - int(self._manager._rows.promised[at]))
+            raise
+        return made
+
+    def _live(self, what: str) -> None:
+        """Raise unless the batch has rows: it is closed then."""
+        if not self._sequences:
+            fix = "ask for it before close()"
+            raise StaleHandleError(f"SequenceBatch.{what}", expected="an open batch", got="one that is closed", fix=fix)
