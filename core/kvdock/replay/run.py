@@ -48,7 +48,8 @@ class ReplaySettings:
                 or of 2**31 tokens.
             ArgumentTypeError: the prefix cache knows no policies.
         """
-        size, options = check_block_size("replay", self.block_size), {} if self.policy is None else {"policy": self.policy}
+        size = check_block_size("replay", self.block_size)
+        options: dict[str, Any] = {} if self.policy is None else {"policy": self.policy}
         check_int("replay: pool", pool_tokens, 1)
         if not size <= pool_tokens < _MOST_TOKENS:
             expected = f"at least a block of {size} tokens, and fewer than 2**31"
