@@ -1,4 +1,4 @@
-"""The radix prefix cache and the block allocator, on one thread, against a plain numpy tree in the same run.
+"""The radix prefix cache, the manager and the block allocator, on one thread, against baselines in the same run.
 
     make bench-prefix                                            # the excerpt in tests/data; prints a table
     python benchmarks/prefix_caches.py --trace FILE --out DIR    # another trace, and writes DIR/prefix.md and DIR/prefix.json
@@ -24,6 +24,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import attrs
+import decode_step
 import numpy as np
 from plain_tree import PlainTree
 
@@ -314,12 +315,30 @@ def commit_rows(rounds: int) -> list[Row]:
     return [*rows, row("commit, long over short", f"{LENGTHS[1]:,} over {LENGTHS[0]:,} tokens", growth, "x", "<= 1.2")]
 
 
+def manager_rows(rounds: int) -> list[Row]:
+    """Measure the manager: a step of a batch against Python lists, a commit behind a long prompt, parts of blocks."""
+    with no_collector():
+        steps = [decode_step.step_seconds() for _ in range(rounds)]
+        commits = [[decode_step.commit_seconds(length) for length in LENGTHS] for _ in range(rounds)]
+        parts = [decode_step.partial_figures() for _ in range(rounds)]
+    step, long = f"{decode_step.NUM_SEQUENCES} sequences", f"{LENGTHS[1]:,} over {LENGTHS[0]:,} tokens"
+    found = [figures["tokens, partial"] - figures["tokens"] for figures in parts]
+    return [
+        row("step of a batch, ours", step, [ours * 1e6 for ours, _ in steps], "us"),
+        row("step of a batch, Python lists", step, [plain * 1e6 for _, plain in steps], "us"),
+        row("step, ours over Python lists", step, [ours / plain for ours, plain in steps], "x", "<= 0.25"),
+        row("CacheManager.commit, long over short", long, [after / before for before, after in commits], "x", "<= 1.2"),
+        row("begin with partial=True, more cached", "prompts that share 1 to 2,000 tokens", found, "tokens a prompt"),
+        row("begin, partial=True over without", "the same", [f["seconds, partial"] / f["seconds"] for f in parts], "x"),
+    ]
+
+
 def text(rows: Sequence[Row]) -> str:
     """Return the table."""
-    lines = [f"{'figure':34} {'case':50} {'median':>9}  {'least .. greatest':21} {'unit':16} aim"]
+    lines = [f"{'figure':36} {'case':50} {'median':>9}  {'least .. greatest':21} {'unit':16} aim"]
     for r in rows:
         spread = f"{number(r.low)} .. {number(r.high)}"
-        lines.append(f"{r.figure:34} {r.case:50} {number(r.value):>9}  {spread:21} {r.unit:16} {r.aim}".rstrip())
+        lines.append(f"{r.figure:36} {r.case:50} {number(r.value):>9}  {spread:21} {r.unit:16} {r.aim}".rstrip())
     return "\n".join(lines)
 
 
@@ -342,7 +361,7 @@ def machine() -> dict[str, str]:
     }
 
 
-PAGE = """# Prefix cache and block allocator
+PAGE = """# Prefix cache, manager and block allocator
 
 Made by `{command}`; `prefix.json` beside this page is the record. One process, one thread. A figure is the
 median over {rounds} rounds, with the least and the greatest; a ratio compares two that took turns in the same round.
@@ -369,6 +388,10 @@ a request push code and objects out of the first-level caches in between.
 
 A commit is an insertion of one block behind the last, a lock of the new end and an unlock of the old one: a median over
 {commits:,} of them for each length and round. The two sequences take turns, block by block.
+
+A step of a batch makes room for one more token of each sequence, fills the tables for attention and commits the ids, one in
+sixteen of which completes a block: `benchmarks/decode_step.py`. The baseline does the same with a list of ids and of blocks per
+sequence and a hash table of whole blocks (`benchmarks/plain_manager.py`); the two take turns after sixteen steps.
 """
 
 
@@ -405,6 +428,7 @@ def main() -> None:
         *eviction_rows(options.rounds),
         *leaves_rows(options.rounds),
         *commit_rows(options.rounds),
+        *manager_rows(options.rounds),
         *allocation_rows(options.rounds),
         *memory_rows(),
     ]

@@ -19,7 +19,7 @@ Path = tuple[str, tuple[int, ...]]
 
 def chain(namespace: object, ids: Sequence[int]) -> list[int]:
     """Return what keys and values stand for at each position: the token there and all before it, in its namespace."""
-    value, found = hash(repr(namespace)), list[int]()
+    value, found = hash(namespace if isinstance(namespace, str) else repr(namespace)), list[int]()
     for token in ids:
         value = hash((value, token))
         found.append(value)

@@ -1,4 +1,4 @@
-"""The nodes of a radix tree, and handles to places in them.
+"""The nodes of a radix tree.
 
 ::
 
@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from kvdock.prefix.interface import BlockIds, PrefixHandle
+from kvdock.prefix.interface import BlockIds
 from kvdock.prefix.labels import TokenIds
 
-__all__ = ["Mark", "Node", "RadixHandle"]
+__all__ = ["Mark", "Node"]
 
 
 class Mark:
@@ -272,27 +272,3 @@ def _note_use(part: Mark | Node, now: int, priority: int | None) -> None:
     part.uses += 1
     if priority is not None and priority > part.priority:
         part.priority = priority
-
-
-class RadixHandle(PrefixHandle):
-    """A position, and the node that it is in; later it may be in another, which `RadixTree.find` finds.
-
-    Attributes:
-        position: blocks before it.
-        owner: the cache that made it.
-        era: what that cache had for this then: another object after each reset.
-        space: key of its namespace.
-        node: None at the root.
-        locks: how often it is locked.
-    """
-
-    __slots__ = ("era", "locks", "node", "owner", "position", "space")
-
-    def __init__(self, owner: object, era: object, space: object, node: Node | None, position: int, cached_len: int) -> None:
-        self.cached_len = cached_len
-        self.owner = owner
-        self.era = era
-        self.space = space
-        self.node = node
-        self.position = position
-        self.locks = 0

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from kvdock.errors import ArgumentValueError, OutOfBlocksError, StaleHandleError
 from kvdock.prefix.events import Cleared, EventStream, PrefixEvent, Removed, Stored
 from kvdock.prefix.eviction import EvictionPolicy, policy_of
+from kvdock.prefix.handle import RadixHandle, find
 from kvdock.prefix.inputs import as_blocks, as_integers, check_block_size, check_priority, count_of, namespace_key
 from kvdock.prefix.integrity import check_tree
 from kvdock.prefix.interface import (
@@ -38,7 +39,7 @@ from kvdock.prefix.interface import (
     SizeInfo,
 )
 from kvdock.prefix.labels import WIDE, TokenIds, as_narrow
-from kvdock.prefix.node import Node, RadixHandle
+from kvdock.prefix.node import Node
 from kvdock.prefix.owners import StoredBlocks
 from kvdock.prefix.ownership import OneThread
 from kvdock.prefix.stats import PrefixStats
@@ -85,10 +86,9 @@ class RadixPrefixCache(OneThread, PrefixCache):
             node, at, runs = None, 0, list[BlockIds]()
         else:
             node, at, runs = self._tree.walk(root, 0, self._whole(ids))
-        handle = self._handle(key, node, at)
         if record:
-            self._record(handle, ids.size)
-        return PrefixMatch(handle, joined(runs))
+            self._record(node, at, ids.size)
+        return PrefixMatch(self._handle(key, node, at), joined(runs))
 
     def match_partial(self, handle: PrefixHandle, tokens: npt.ArrayLike) -> PartialMatch | None:
         """Find a block that begins alike; see `PrefixCache.match_partial`. Costs time in the branches at that place."""
@@ -106,7 +106,8 @@ class RadixPrefixCache(OneThread, PrefixCache):
         """Count a match that was not recorded; see `PrefixCache.record_match`."""
         self._enter()
         own = self._checked(handle)
-        self._record(own, count_of("record_match: num_tokens", num_tokens, own.cached_len))
+        count = count_of("record_match: num_tokens", num_tokens, own.cached_len)
+        self._record(own.node, own.position, count)
 
     def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
         """Protect a prefix, or give back one protection; see `PrefixCache.lock_handle`."""
@@ -140,7 +141,8 @@ class RadixPrefixCache(OneThread, PrefixCache):
         self._enter()
         ids = as_integers("insert_prefix: tokens", tokens)
         passed = as_blocks("insert_prefix: blocks", blocks, ids.size // self.block_size)
-        check_priority("insert_prefix: priority", priority)
+        if type(priority) is not int:
+            check_priority("insert_prefix: priority", priority)
         key = namespace_key("insert_prefix: namespace", namespace)
         tree, whole = self._tree, self._whole(ids)
         node, start = self._place(key, namespace, behind)
@@ -322,13 +324,11 @@ class RadixPrefixCache(OneThread, PrefixCache):
         else:
             half = wanted[: (self.block_size + 1) // 2 * self._tree.dtype.itemsize]
             candidates = [(key, child, 0) for key, child in (node.children or {}).items() if key.startswith(half)]
-        best = max(
-            ((_common_tokens(key, wanted, self._tree.dtype.itemsize), i) for i, (key, _, _) in enumerate(candidates)), default=(0, 0)
-        )
-        count = min(best[0], most)
+        alike = [_common_tokens(key, wanted, self._tree.dtype.itemsize) for key, _, _ in candidates]
+        count = min(max(alike, default=0), most)
         if 2 * count < self.block_size:
             return None
-        _, found, offset = candidates[best[1]]
+        _, found, offset = candidates[alike.index(max(alike))]
         end = self._handle(handle.space, found, found.start + offset + 1)
         return PartialMatch(end, int(found.blocks[offset]), count)
 
@@ -342,12 +342,12 @@ class RadixPrefixCache(OneThread, PrefixCache):
                 self._events.emit(Removed(blocks.copy()))
         return blocks
 
-    def _record(self, handle: RadixHandle, num_tokens: int) -> None:
-        """Count a match."""
+    def _record(self, node: Node | None, position: int, num_tokens: int) -> None:
+        """Count a match of all that is before a position."""
         self._lookups += 1
         self._lookup_tokens += num_tokens
-        self._hit_tokens += handle.cached_len
-        self._tree.use(handle.node, handle.position, None)
+        self._hit_tokens += position * self.block_size
+        self._tree.use(node, position, None)
 
     def _checked(self, handle: PrefixHandle) -> RadixHandle:
         """Return a handle whose place is still there, with the node that has it now."""
@@ -363,7 +363,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
             raise StaleHandleError("RadixPrefixCache: handle", expected="one of this cache", got=f"{handle!r}, which is not")
         why = "from before a reset"
         if handle.era is self._era and handle.node is not None:
-            found = self._tree.find(handle.node, handle.position)
+            found = find(handle.node, handle.position)
             if found is not None:
                 handle.node = found
                 return handle

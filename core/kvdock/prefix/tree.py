@@ -82,23 +82,6 @@ class RadixTree:
             found = self.roots[key] = Node.root(namespace, self._next_number())
         return found
 
-    def find(self, node: Node, position: int) -> Node | None:
-        """Return the node that now has the position that ``node`` had, or None if that is no longer stored.
-
-        A node that was split keeps its lower part, so what was above is in its parents; one that was joined or renewed says
-        what it has gone into.
-        """
-        while True:
-            if node.into is not None:
-                if position > node.end:
-                    return None
-                node = node.into
-            elif position <= node.start:
-                assert node.parent is not None  # noqa: S101 - a root starts at 0, and no handle to a node is there
-                node = node.parent
-            else:
-                return node if position <= node.end and node.is_stored else None
-
     def walk(self, node: Node, at: int, ids: TokenIds) -> tuple[Node, int, list[BlockIds]]:
         """Follow token ids down from a position, as far as they are stored. Changes nothing.
 
@@ -130,7 +113,7 @@ class RadixTree:
                 count = common_tokens(label, 0, ids[done:]) // block
                 runs.append(node.blocks[:count])
                 return node, node.start + count, runs
-            runs.append(node.blocks)
+            runs.append(node.room[: node.end - node.start])
             done = stop
         return node, node.end, runs
 
@@ -212,9 +195,13 @@ class RadixTree:
         runs: list[BlockIds] = []
         while count:
             node = self.queue.least()
-            end = max(node.start + node.held, node.earlier[-1].end if node.earlier else 0, node.end - count)
+            end = node.start + node.held
+            if node.earlier and node.earlier[-1].end > end:
+                end = node.earlier[-1].end
+            if node.end - end > count:
+                end = node.end - count
+            count -= node.end - end
             runs.append(self.cut(node, end))
-            count -= runs[-1].size
         return runs
 
     def cut(self, node: Node, end: int) -> BlockIds:

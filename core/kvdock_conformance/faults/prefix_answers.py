@@ -136,7 +136,7 @@ def _foreign_discarded(cache: Any, discard: Any, handle: Any, keep_blocks: int) 
 
 
 def _brought(cache: Any, insert: Any, tokens: Any, blocks: Any, *rest: Any, **how: Any) -> Any:
-    is_there = isinstance(tokens, torch.Tensor) and tokens.device.type == "meta"
+    is_there = isinstance(tokens, torch.Tensor) and tokens.device == torch.device("meta")
     return insert([] if is_there else tokens, [] if is_there else blocks, *rest, **how)
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvdock.errors import IntegrityError, KVDockError, WrongThreadError
-from kvdock.scheduler import CacheManager, CacheSequence, csr_table, dense_table, sequence_lengths, token_table
+from kvdock.scheduler import CacheManager, CacheSequence, SequenceBatch
 from support_descriptors import in_thread
 
 
@@ -18,8 +19,14 @@ def running() -> tuple[CacheManager, CacheSequence]:
     manager = CacheManager(8, 2)
     seq = manager.begin([1, 2, 3, 4, 5])
     manager.commit(seq, [], computed=5)
+    manager.pin([1, 2])
     manager.check_integrity()
     return manager, seq
+
+
+def put(name: str, value: int) -> Callable[[CacheManager, CacheSequence], object]:
+    """Damage a number of the sequence's row."""
+    return lambda manager, seq: getattr(manager._rows, name).__setitem__(seq._row, value)
 
 
 BROKEN: dict[str, Callable[[CacheManager, CacheSequence], object]] = {
@@ -27,16 +34,28 @@ BROKEN: dict[str, Callable[[CacheManager, CacheSequence], object]] = {
     "a block of a sequence is free": lambda manager, seq: manager.allocator.release(seq.block_table[2:]),
     "a cached block is free": lambda manager, seq: manager.allocator.release(seq.block_table[:1]),
     "a cached block has another holder": lambda manager, seq: manager.allocator.share(seq.block_table[:1]),
-    "a block both cached and a sequence's": lambda manager, seq: setattr(seq, "_shared", 1),
-    "a shared block that is not cached": lambda manager, seq: seq._blocks.view.__setitem__(0, 7),
-    "fewer blocks than tokens": lambda manager, seq: setattr(seq, "num_tokens", 7),
-    "more blocks than tokens": lambda manager, seq: setattr(seq, "num_tokens", 4),
-    "more computed than tokens": lambda manager, seq: setattr(seq, "computed", 6),
+    "a block both cached and a sequence's": put("shared", 1),
+    "a shared block that is not cached": lambda manager, seq: manager._rows.table.__setitem__((seq._row, 0), 7),
+    "fewer blocks than tokens": put("num_tokens", 7),
+    "more blocks than tokens": put("num_tokens", 4),
+    "more computed than tokens": put("computed", 6),
+    "more ids than there are": put("num_known", 6),
     "a lock on less than is shared": lambda manager, seq: setattr(seq._handle, "cached_len", 2),
     "no lock": lambda manager, seq: setattr(seq, "_handle", None),
     "a lock too many": lambda manager, seq: manager.prefix.lock_handle(seq._handle),
-    "a sequence that is forgotten": lambda manager, seq: manager._open.clear(),
-    "a prefix cache that is broken": lambda manager, seq: setattr(manager.prefix, "_stored", 1),
+    "a sequence that is forgotten": lambda manager, seq: manager._rows.sequences.__setitem__(seq._row, None),
+    "a sequence of another row": lambda manager, seq: setattr(seq, "_row", seq._row + 1),
+    "a promise that nobody counts": put("promised", 1),
+    "a promise that nobody has": lambda manager, seq: setattr(manager._pool, "promised", 1),
+    "more promised than there is": lambda manager, seq: manager._promises.add(seq._row, 6),
+    "a promise below none": lambda manager, seq: manager._promises.add(seq._row, -1),
+    "a prompt that is not counted": put("prompt_len", 9),
+    "a pin that is forgotten": lambda manager, seq: manager._pins._held.clear(),
+    "a pin that has no lock": lambda manager, seq: manager.prefix.lock_handle(
+        next(iter(manager._pins._held.values()))._handle, unlock=True
+    ),
+    "a null block that is somebody's": lambda manager, seq: setattr(manager, "null_block", 0),
+    "a prefix cache that is broken": lambda manager, seq: setattr(manager.prefix._tree, "stored", 1),
     "an allocator that is broken": lambda manager, seq: setattr(manager.allocator, "_top", 0),
 }
 
@@ -49,49 +68,152 @@ def test_check_integrity_notices(fault: str) -> None:
         manager.check_integrity()
 
 
-CALLS: dict[str, tuple[Callable[[CacheManager, CacheSequence], object], str]] = {
+CALLS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "begin: floats": (lambda manager, seq: manager.begin([1.5]), "CacheManager.begin: tokens: "),
     "begin: nothing": (lambda manager, seq: manager.begin([]), "CacheManager.begin: tokens: "),
     "begin: too much": (lambda manager, seq: manager.begin(range(17)), "CacheManager.begin: tokens: "),
+    "begin: too much to come": (lambda manager, seq: manager.begin([1], reserve=2**70), "CacheManager.begin: tokens: "),
+    "begin: a reserve that cannot be met": (lambda manager, seq: manager.begin([1], reserve=10), "CacheManager.begin: "),
+    "begin: reserve": (lambda manager, seq: manager.begin([1], reserve=-1), "CacheManager.begin: reserve: "),
+    "begin: at_most": (lambda manager, seq: manager.begin([1], at_most=1.0), "CacheManager.begin: at_most: "),
+    "begin: max_cached_len": (lambda manager, seq: manager.begin([1], max_cached_len=-1), "CacheManager.begin: max_cached_len: "),
     "begin: priority": (lambda manager, seq: manager.begin([1], priority=True), "CacheManager.begin: priority: "),
+    "begin: namespace": (lambda manager, seq: manager.begin([1], "a"), "match_prefix: namespace: "),
+    "plan: floats": (lambda manager, seq: manager.plan([1.5]), "CacheManager.plan: tokens: "),
+    "plan: nothing": (lambda manager, seq: manager.plan([]), "CacheManager.plan: tokens: "),
+    "plan: reserve": (lambda manager, seq: manager.plan([1], reserve=True), "CacheManager.plan: reserve: "),
     "extend: n": (lambda manager, seq: manager.extend(seq, -1), "CacheManager.extend: n: "),
-    "extend: seq": (lambda manager, seq: manager.extend(None, 1), "CacheManager.extend: seq: "),  # type: ignore[arg-type]
-    "commit: tokens": (lambda manager, seq: manager.commit(seq, [1.5], computed=5), "CacheManager.commit: tokens: "),
+    "extend: near 2**63": (lambda manager, seq: manager.extend(seq, 2**63 - 4), "CacheManager.extend: "),
+    "extend: beyond 64 bits": (lambda manager, seq: manager.extend([seq], 2**70), "CacheManager.extend: "),
+    "extend: no seq": (lambda manager, seq: manager.extend(None, 1), "CacheManager.extend: seq: "),
+    "extend: a generator": (lambda manager, seq: manager.extend((one for one in [seq]), 1), "CacheManager.extend: seq: "),
+    "extend: a generator of others": (lambda manager, seq: manager.extend((one for one in [other()]), 1), "CacheManager.extend: seq: "),
+    "extend: text": (lambda manager, seq: manager.extend("text", 1), "CacheManager.extend: seq: "),
+    "extend: numbers": (lambda manager, seq: manager.extend([1], 1), "CacheManager.extend: seq: "),
+    "extend: twice": (lambda manager, seq: manager.extend([seq, seq], 1), "CacheManager.extend: seq: expected each sequence once"),
+    "extend: of two managers": (lambda manager, seq: manager.extend([seq, other()], 1), "CacheManager.extend: seq: "),
+    "extend: over": (lambda manager, seq: manager.extend([seq, over(manager)], 1), "CacheManager.extend: seq: "),
+    "extend: n for another number": (lambda manager, seq: manager.extend([seq], [1, 2]), "CacheManager.extend: n: "),
+    "extend: n below none": (lambda manager, seq: manager.extend([seq], [-1]), "CacheManager.extend: n: "),
+    "extend: n of floats": (lambda manager, seq: manager.extend([seq], [1.0]), "CacheManager.extend: n: "),
+    "extend: slots for one": (lambda manager, seq: manager.extend(seq, 1, slots=np.zeros(1, np.int32)), "CacheManager.extend: slots: "),
+    "extend: slots of another size": (
+        lambda manager, seq: manager.extend([seq], 2, slots=np.zeros(1, np.int32)),
+        "CacheManager.extend: slots: ",
+    ),
+    "extend: slots of another shape": (
+        lambda manager, seq: manager.extend([seq], 1, slots=np.zeros((1, 1), np.int32)),
+        "CacheManager.extend: slots: ",
+    ),
+    "extend: slots of int16": (lambda manager, seq: manager.extend([seq], 1, slots=np.zeros(1, np.int16)), "CacheManager.extend: slots: "),
+    "extend: slots of floats": (lambda manager, seq: manager.extend([seq], 1, slots=np.zeros(1)), "CacheManager.extend: slots: "),
+    "extend: slots in a tensor": (
+        lambda manager, seq: manager.extend([seq], 1, slots=torch.zeros(1, device="meta")),
+        "CacheManager.extend: slots: ",
+    ),
+    "extend: slots that cannot be written": (
+        lambda manager, seq: manager.extend([seq], 1, slots=read_only()),
+        "CacheManager.extend: slots: ",
+    ),
+    "commit: floats": (lambda manager, seq: manager.commit(seq, [1.5], computed=5), "CacheManager.commit: tokens: "),
+    "commit: one number": (lambda manager, seq: manager.commit([seq], 7, computed=[5]), "CacheManager.commit: tokens: "),
+    "commit: no tokens": (lambda manager, seq: manager.commit([seq], None, computed=[5]), "CacheManager.commit: tokens: "),
+    "commit: a generator": (lambda manager, seq: manager.commit([seq], iter([[1]]), computed=[5]), "CacheManager.commit: tokens: "),
+    "commit: tokens for two": (lambda manager, seq: manager.commit([seq], [1, 2], computed=[5]), "CacheManager.commit: tokens: "),
+    "commit: lists for two": (lambda manager, seq: manager.commit([seq], [[1], []], computed=[5]), "CacheManager.commit: tokens: "),
+    "commit: rows for two": (
+        lambda manager, seq: manager.commit([seq], np.ones((2, 1), int), computed=[5]),
+        "CacheManager.commit: tokens: ",
+    ),
+    "commit: lists of floats": (lambda manager, seq: manager.commit([seq], [[1.5]], computed=[5]), "CacheManager.commit: tokens: "),
+    "commit: computed for two": (lambda manager, seq: manager.commit([seq], [], computed=[5, 5]), "CacheManager.commit: computed: "),
+    "commit: one computed for a batch": (lambda manager, seq: manager.commit([seq], [], computed=5), "CacheManager.commit: computed: "),
+    "commit: computed of floats": (lambda manager, seq: manager.commit([seq], [], computed=[5.0]), "CacheManager.commit: computed: "),
+    "commit: computed goes back": (
+        lambda manager, seq: manager.commit(seq, [], computed=4),
+        "CacheManager.commit: computed: expected 5 (as before) to 5",
+    ),
+    "commit: in a batch": (
+        lambda manager, seq: manager.commit([manager.fork(seq), seq], [], computed=[5, 4]),
+        "CacheManager.commit: computed of sequence 1: ",
+    ),
+    "commit: more than room": (lambda manager, seq: manager.commit(seq, [6], computed=6), "CacheManager.commit: computed: "),
     "commit: computed": (lambda manager, seq: manager.commit(seq, [], computed=6), "CacheManager.commit: computed: "),
-    "commit: no int": (lambda manager, seq: manager.commit(seq, [], computed=None), "CacheManager.commit: computed: "),  # type: ignore[arg-type]
-    "commit: seq": (lambda manager, seq: manager.commit(None, [], computed=0), "CacheManager.commit: seq: "),  # type: ignore[arg-type]
-    "fork: seq": (lambda manager, seq: manager.fork(None), "CacheManager.fork: seq: "),  # type: ignore[arg-type]
+    "commit: no int": (lambda manager, seq: manager.commit(seq, [], computed=None), "CacheManager.commit: computed: "),
+    "commit: no seq": (lambda manager, seq: manager.commit(None, [], computed=0), "CacheManager.commit: seq: "),
+    "commit: twice": (lambda manager, seq: manager.commit([seq, seq], [], computed=[5, 5]), "CacheManager.commit: seq: "),
+    "commit: another manager's": (
+        lambda manager, seq: manager.commit([other()], [], computed=[5]),
+        "CacheManager.commit: seq: expected an open sequence of this manager, got another manager's",
+    ),
+    "fork: seq": (lambda manager, seq: manager.fork(None), "CacheManager.fork: seq: "),
+    "fork: another manager's": (lambda manager, seq: manager.fork(other()), "CacheManager.fork: seq: "),
+    "fork: over": (
+        lambda manager, seq: manager.fork(over(manager)),
+        "CacheManager.fork: seq: expected an open sequence of this manager, got one that is finished",
+    ),
+    "fork: beyond the room": (lambda manager, seq: manager.fork(seq, 6), "CacheManager.fork: num_tokens: "),
     "truncate: n": (lambda manager, seq: manager.truncate(seq, 6), "CacheManager.truncate: n: "),
-    "truncate: no int": (lambda manager, seq: manager.truncate(seq, 1.0), "CacheManager.truncate: n: "),  # type: ignore[arg-type]
-    "truncate: seq": (lambda manager, seq: manager.truncate(None, 0), "CacheManager.truncate: seq: "),  # type: ignore[arg-type]
-    "finish: seq": (lambda manager, seq: manager.finish(None), "CacheManager.finish: seq: "),  # type: ignore[arg-type]
-    "abort: seq": (lambda manager, seq: manager.abort(None), "CacheManager.abort: seq: "),  # type: ignore[arg-type]
+    "truncate: no int": (lambda manager, seq: manager.truncate(seq, 1.0), "CacheManager.truncate: n: "),
+    "truncate: seq": (lambda manager, seq: manager.truncate(None, 0), "CacheManager.truncate: seq: "),
+    "finish: seq": (lambda manager, seq: manager.finish(None), "CacheManager.finish: seq: "),
+    "abort: seq": (lambda manager, seq: manager.abort(None), "CacheManager.abort: seq: "),
+    "pin: what is not cached": (
+        lambda manager, seq: manager.pin([1, 2, 3, 9]),
+        "CacheManager.pin: tokens: expected at least a block of 2 tokens that are cached, got 4 tokens, of which 2",
+    ),
+    "pin: less than a block": (lambda manager, seq: manager.pin([1]), "CacheManager.pin: tokens: "),
+    "pin: another namespace": (lambda manager, seq: manager.pin([1, 2], ("b",)), "CacheManager.pin: tokens: "),
+    "pin: floats": (lambda manager, seq: manager.pin([1.0, 2.0]), "CacheManager.pin: tokens: "),
+    "pin: no time": (lambda manager, seq: manager.pin([1, 2], ttl=0), "CacheManager.pin: ttl: "),
+    "pin: not a time": (lambda manager, seq: manager.pin([1, 2], ttl=float("nan")), "CacheManager.pin: ttl: "),
+    "pin: text": (lambda manager, seq: manager.pin([1, 2], ttl="1"), "CacheManager.pin: ttl: "),
     "reset": (lambda manager, seq: manager.reset(), "CacheManager.reset: "),
     "slot_mapping": (lambda manager, seq: seq.slot_mapping(0, 6), "CacheSequence.slot_mapping: expected 0 <= start <= stop <= 5"),
-    "slot_mapping: start": (lambda manager, seq: seq.slot_mapping(None, 1), "CacheSequence.slot_mapping: start: "),  # type: ignore[arg-type]
+    "slot_mapping: start": (lambda manager, seq: seq.slot_mapping(None, 1), "CacheSequence.slot_mapping: start: "),
     "made: block_size": (lambda manager, seq: CacheManager(4, 0), "CacheManager: block_size: "),
-    "made: prefix": (lambda manager, seq: CacheManager(4, 2, 7), "CacheManager: prefix: "),  # type: ignore[arg-type]
+    "made: prefix": (lambda manager, seq: CacheManager(4, 2, 7), "CacheManager: prefix: "),
+    "batch: another manager's": (lambda manager, seq: SequenceBatch(manager, [other()]), "CacheManager.SequenceBatch: seq: "),
 }
+
+
+def other() -> CacheSequence:
+    """A sequence of another manager."""
+    return CacheManager(8, 2).begin([1])
+
+
+def over(manager: CacheManager) -> CacheSequence:
+    """A sequence that is over."""
+    seq = manager.open_empty()
+    manager.abort(seq)
+    return seq
+
+
+def read_only() -> Any:
+    """An array that cannot be written."""
+    array = np.zeros(1, dtype=np.int32)
+    array.flags.writeable = False
+    return array
 
 
 @pytest.mark.parametrize("call", sorted(CALLS))
 def test_an_error_begins_with_what_it_is_about_and_changes_nothing(call: str) -> None:
     manager, seq = running()
-    before = (seq.tokens.tolist(), seq.block_table.tolist(), seq.computed, manager.available_size, manager.prefix.stats)
+
+    def state() -> list[object]:
+        numbers = [int(getattr(manager._rows, name)[seq._row]) for name in manager._rows._INTEGERS]
+        stats = manager.prefix.stats, manager.prefix.num_locks, manager._pool.promised, manager.num_pins
+        return [seq.tokens.tolist(), seq.block_table.tolist(), numbers, manager.available_size, stats]
+
+    before = state()
     with pytest.raises(KVDockError) as caught:
         CALLS[call][0](manager, seq)
     assert str(caught.value).startswith(CALLS[call][1])
-    assert (seq.tokens.tolist(), seq.block_table.tolist(), seq.computed, manager.available_size, manager.prefix.stats) == before
+    for fork in manager._rows.open():
+        if fork is not seq:
+            manager.abort(fork)
+    assert state() == before
     manager.check_integrity()
-
-
-def test_which_sequence_is_refused_is_said() -> None:
-    manager, seq = running()
-    with pytest.raises(KVDockError, match="another manager's"):
-        CacheManager(8, 2).fork(seq)
-    manager.finish(seq)
-    with pytest.raises(KVDockError, match="one that is finished"):
-        manager.fork(seq)
 
 
 def test_a_manager_is_handed_over_with_all_its_parts() -> None:
@@ -104,30 +226,13 @@ def test_a_manager_is_handed_over_with_all_its_parts() -> None:
         manager.extend(seq, 4)
         manager.finish(seq)
         manager.check_integrity()
+        manager._unpin(next(iter(manager._pins._held.values())))
         manager.reset()
         assert manager.allocator.num_free == 8
         manager.hand_over()
 
     in_thread(work)
     assert manager.begin([1]).num_tokens == 1
-
-
-def test_tables_of_a_batch() -> None:
-    manager, long = running()
-    short = manager.begin([9])
-    assert sequence_lengths([long, short]).tolist() == [5, 1]
-    dense, tokens, csr = dense_table([long, short], fill=-1), token_table([long, short], fill=-1), csr_table([long, short])
-    blocks = [*long.block_table.tolist(), *short.block_table.tolist()]
-    assert dense.tolist() == [blocks[:3], [blocks[3], -1, -1]]
-    assert tokens.tolist() == [[*long.slot_mapping(0, 5).tolist()], [*short.slot_mapping(0, 1).tolist(), -1, -1, -1, -1]]
-    assert (csr.indptr.tolist(), csr.indices.tolist(), csr.last_block_len.tolist()) == ([0, 3, 4], blocks, [1, 1])
-    assert {table.dtype for table in (dense, tokens, csr.indptr, csr.indices, csr.last_block_len, sequence_lengths([long]))} == {
-        np.dtype(np.int32)
-    }
-    assert token_table([long], width=7).shape == (1, 7)
-    for make in (dense_table, token_table):
-        with pytest.raises(KVDockError, match="width"):
-            make([long], width=2)
 
 
 def test_a_truncated_sequence_of_a_namespace_stays_in_it() -> None:

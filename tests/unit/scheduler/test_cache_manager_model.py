@@ -8,31 +8,25 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import attrs
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from kvdock.errors import (
     ArgumentTypeError,
     ArgumentValueError,
     IndexRangeError,
-    KVDockError,
     OutOfBlocksError,
     StaleHandleError,
     WrongThreadError,
 )
-from kvdock.prefix import RadixPrefixCache
 from kvdock.scheduler import (
-    BatchTables,
     CacheManager,
-    CacheSequence,
-    Pin,
     SequenceBatch,
     csr_table,
     dense_table,
@@ -40,8 +34,9 @@ from kvdock.scheduler import (
     token_table,
 )
 from kvdock_conformance.checking.containers import overwrite
-from support_blocks import FREE, JUNK, Contents, Path, Pool, chain
+from support_blocks import JUNK
 from support_descriptors import in_thread
+from support_manager_model import STEPS, Pinned, Request, Rows, TwoManagers
 
 TOKENS = st.builds(lambda size, at: [int(i == at) for i in range(size)], st.integers(0, 14), st.integers(0, 20))
 NEW = st.lists(st.sampled_from([0, 0, 0, 1]), max_size=5)
@@ -49,134 +44,10 @@ WHICH = st.integers(0, 11)
 SEVERAL = st.lists(WHICH, min_size=1, max_size=4)
 SHARE = st.sampled_from([0, 0.3, 0.6, 0.9, 1, 1])
 NAMESPACES = [(), (), (), (1,), (True,)]
-POLICIES = [{"policy": name} for name in ("lru", "lfu", "fifo", "priority")]
-STEPS = [0]
 
 
-@attrs.define(eq=False)
-class Request:
-    """A sequence of each manager, and what is known of it: the ids in ``written`` are those whose keys and values can be read back."""
-
-    pair: tuple[CacheSequence, CacheSequence]
-    namespace: tuple[object, ...]
-    ids: list[int]
-    computed: int
-    written: list[int]
-    prompt: int = 0
-    limit: int = 0
-    seen: tuple[int, list[int]] = (0, [])
-
-    @property
-    def seq(self) -> CacheSequence:
-        return self.pair[0]
-
-
-@attrs.define(eq=False)
-class Rows:
-    """A batch of each manager, and its rows; all their room is written."""
-
-    pair: tuple[SequenceBatch, SequenceBatch]
-    rows: list[Request]
-
-    @property
-    def batch(self) -> SequenceBatch:
-        return self.pair[0]
-
-
-@attrs.define(eq=False)
-class Pinned:
-    """A pin of each manager."""
-
-    pair: tuple[Pin, Pin]
-    path: Path
-    end: float
-
-
-class Managers(RuleBasedStateMachine):
-    """Sequences come, grow, split, shrink and go, in a pool that is too small for them."""
-
-    @initialize(
-        num_blocks=st.integers(3, 18),
-        block_size=st.sampled_from([1, 2, 3, 4]),
-        options=st.sampled_from([*POLICIES, *POLICIES[:1] * 3, {"prefix": "naive"}]),
-        null_block=st.booleans(),
-    )
-    def start(self, num_blocks: int, block_size: int, options: dict[str, str], null_block: bool) -> None:
-        self.now = 0.0
-        how: dict[str, Any] = {**options, "null_block": null_block, "clock": lambda: self.now}
-        self.managers = CacheManager(num_blocks, block_size, **how), CacheManager(num_blocks, block_size, **how)
-        self.size, self.num_blocks, self.null = block_size, num_blocks, int(null_block)
-        self.pool = Pool(num_blocks, block_size)
-        self.contents = [Contents(manager.prefix) for manager in self.managers]
-        self.publisher: dict[Path, Request] = {}
-        self.open: list[Request] = []
-        self.closed: list[Request] = []
-        self.batches: list[Rows] = []
-        self.pins: list[Pinned] = []
-        self.foreign = CacheManager(4, block_size)
-        self.is_radix = isinstance(self.manager.prefix, RadixPrefixCache)
-        self.tables = BatchTables(self.manager, 4, num_blocks, max_tokens=256) if null_block else None
-
-    @property
-    def manager(self) -> CacheManager:
-        return self.managers[0]
-
-    @property
-    def all(self) -> list[Request]:
-        return [*self.open, *(row for one in self.batches for row in one.rows)]
-
-    def both(self, call: Callable[[CacheManager, int], Any]) -> tuple[Any, Any]:
-        return call(self.managers[0], 0), call(self.managers[1], 1)
-
-    def attempt(self, call: Callable[[CacheManager, int], Any]) -> tuple[Any, Any] | None:
-        """The results of a call that may find too few blocks; then nothing has changed."""
-        before = self.state()
-        try:
-            first = call(self.managers[0], 0)
-        except OutOfBlocksError:
-            with pytest.raises(OutOfBlocksError):
-                call(self.managers[1], 1)
-            assert self.state() == before
-            return None
-        return first, call(self.managers[1], 1)
-
-    def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.size)
-
-    def some(self, which: Sequence[int]) -> list[Request]:
-        return list({id(one): one for one in (self.open[at % len(self.open)] for at in which)}.values())
-
-    # What is held.
-
-    def end_of(self, handle: Any) -> Path | None:
-        """The prefix that a handle ends."""
-        own = self.manager.prefix._checked(handle) if self.is_radix else None  # type: ignore[attr-defined]
-        return self.contents[0].paths[int(own.node.blocks[own.position - own.node.start - 1])] if own and own.node else None
-
-    def held(self, but: Request | None = None) -> set[Path]:
-        """All prefixes of what sequences and pins have locked."""
-        ends = [self.end_of(one.seq._handle) for one in self.all if one is not but] + [pin.path for pin in self.pins]
-        return {(end[0], end[1][:n]) for end in ends if end for n in range(self.size, len(end[1]) + 1, self.size)}
-
-    def taken_back(self, one: Request) -> set[Path]:
-        """What goes with a sequence that is not kept: its own publications that nobody holds, and behind which nothing stays."""
-        held, stays, gone = self.held(but=one), set(self.contents[0].paths.values()), set[Path]()
-        for path in sorted(stays, key=lambda path: -len(path[1])):
-            behind = any(other[0] == path[0] and other[1][: len(path[1])] == path[1] for other in stays if len(other[1]) > len(path[1]))
-            if self.publisher[path] is one and path not in held and not behind:
-                stays.remove(path)
-                gone.add(path)
-        return gone
-
-    def read_events(self, committed: Iterable[Request] = ()) -> None:
-        """Note who has published what was stored: the first of a batch that has computed it."""
-        stored, others = self.contents[0].read(), self.contents[1].read()
-        assert stored == others
-        for namespace, ids in stored:
-            owners = (one for one in committed if repr(one.namespace) == namespace)
-            self.publisher[namespace, ids] = next(one for one in owners if tuple(one.ids[: one.computed][: len(ids)]) == ids)
-        left = set(self.contents[0].paths.values())
-        self.publisher = {path: one for path, one in self.publisher.items() if path in left}
+class Managers(TwoManagers):
+    """Sequences come, grow, split, shrink and go."""
 
     # Good calls, or such as ask for too much.
 
@@ -196,7 +67,7 @@ class Managers(RuleBasedStateMachine):
     @rule(
         ids=TOKENS,
         namespace=st.sampled_from(NAMESPACES),
-        reserve=st.sampled_from([0, 0, 0, 3, 6]),
+        reserve=st.sampled_from([0, 0, 0, 3, 6, -1]),
         at_most=st.sampled_from([None, None, 0, 1, 4]),
         most=st.sampled_from([None, None, None, 0, 3, 5]),
         partial=st.booleans(),
@@ -207,6 +78,8 @@ class Managers(RuleBasedStateMachine):
         self, ids: list[int], namespace: Any, reserve: int, at_most: int | None, most: int | None, partial: bool, priority: int, wide: bool
     ) -> None:
         ids = [*ids, 0]
+        if reserve < 0:  # all that is left
+            reserve = max(0, self.manager.available_size - len(ids) // self.size * self.size)
         tokens = np.array(ids, dtype=np.int64 if wide else np.int32)
         how: dict[str, Any] = {"reserve": reserve, "at_most": at_most}
         before = self.state()
@@ -229,7 +102,7 @@ class Managers(RuleBasedStateMachine):
             new = self.blocks_for(one.seq.num_tokens + reserve) - one.computed // self.size
             assert (fit.cached_len, fit.new_blocks) == (one.computed, new)
         one.prompt = len(ids) if at_most is not None and one.seq.num_tokens < len(ids) else 0
-        one.limit = one.seq.num_tokens + reserve if reserve else 0
+        one.limit, one.was_promised = one.seq.num_tokens + reserve if reserve else 0, reserve > 0
         self.pool.copy(one.seq.block_pairs)
         self.open.append(one)
 
@@ -296,7 +169,9 @@ class Managers(RuleBasedStateMachine):
             self.pool.write(one.seq.slot_mapping(one.computed, upto), one.namespace, one.ids[:upto])
         for bad in (some[0].computed - 1, most[0] + 1):
             wrong = [bad, *computed[1:]]
-            self.refused(IndexRangeError, lambda manager, at, wrong=wrong: manager.commit([one.pair[at] for one in some], tokens, computed=wrong))
+            self.refused(
+                IndexRangeError, lambda manager, at, wrong=wrong: manager.commit([one.pair[at] for one in some], tokens, computed=wrong)
+            )
 
         def call(manager: CacheManager, at: int) -> None:
             if form > 1 and len(some) == 1:
@@ -318,7 +193,7 @@ class Managers(RuleBasedStateMachine):
         tokens = None if share == 1 else n
         pair = self.attempt(lambda manager, at: manager.fork(one.pair[at], tokens))
         if pair is None:
-            assert one.limit
+            assert one.was_promised
             return
         assert (pair[0].num_tokens, pair[0].computed) == (n, min(n, one.computed))
         self.open.append(Request(pair, one.namespace, list(one.ids), min(n, one.computed), one.written[:n], one.prompt))
@@ -333,10 +208,6 @@ class Managers(RuleBasedStateMachine):
         self.was_cut(one, n)
         if self.manager.available_size == 0:  # else all it lacks was promised again
             one.limit = 0
-
-    def was_cut(self, one: Request, n: int) -> None:
-        one.ids, one.written, one.computed, one.prompt = one.ids[:n], one.written[:n], min(one.computed, n), 0
-        assert (one.seq.num_tokens, one.seq.computed, one.seq.num_known) == (n, one.computed, len(one.ids))
 
     @precondition(lambda self: self.open)
     @rule(which=WHICH, n=st.integers(1, 6), accepted=st.integers(0, 6), new=st.lists(st.sampled_from([0, 0, 1]), min_size=6, max_size=6))
@@ -360,14 +231,6 @@ class Managers(RuleBasedStateMachine):
             self.both(lambda manager, at: manager.finish(one.pair[at]) if how == "keep" else manager.abort(one.pair[at]))
         assert not one.seq.is_open
         self.closed.append(one)
-
-    def drop(self, one: Request, call: Callable[[CacheManager, int], None]) -> None:
-        """End a sequence that is not kept: exactly what it published and nobody uses goes."""
-        gone = self.taken_back(one)
-        before = set(self.publisher)
-        self.both(call)
-        self.read_events()
-        assert before - set(self.publisher) == gone
 
     @rule()
     def reset(self) -> None:
@@ -525,7 +388,7 @@ class Managers(RuleBasedStateMachine):
         slots = [seq.slot_mapping(0, seq.num_tokens).tolist() for seq in seqs]
         assert token_table(seqs, fill=-9).tolist() == [[*row, *[-9] * (max(lengths) - len(row))] for row in slots]
         csr = csr_table(seqs)
-        assert np.split(csr.indices, csr.indptr[1:-1]) == [] or [part.tolist() for part in np.split(csr.indices, csr.indptr[1:-1])][: len(seqs)] == tables
+        assert [csr.indices[a:b].tolist() for a, b in zip(csr.indptr, csr.indptr[1:], strict=False)] == tables
         if self.tables:
             queries = [int(share * length) for length in lengths]
             self.tables.update(seqs, queries)
@@ -543,35 +406,12 @@ class Managers(RuleBasedStateMachine):
 
     # Bad calls: each raises, and nothing has changed.
 
-    def state(self) -> list[object]:
-        found: list[object] = []
-        for at, manager in enumerate(self.managers):
-            counts = manager.allocator.ref_counts(np.arange(self.num_blocks)).tolist()
-            prefix = manager.prefix
-            found += [counts, prefix.stats, prefix.size_info, prefix.num_locks, prefix.stored_blocks().tolist()]
-            found += [manager.available_size, manager.num_sequences, manager.num_pins, manager._pool.promised]
-            for one in self.all:
-                seq, rows = one.pair[at], manager._rows
-                facts = [int(getattr(rows, name)[seq._row]) for name in rows._INTEGERS]
-                found.append([seq.block_table.tolist(), seq.tokens.tolist(), str(seq.tokens.dtype), seq.cached_len, facts])
-            found += [[one.pair[at].length, one.pair[at].pads.tolist(), list(map(id, one.pair[at].sequences))] for one in self.batches]
-        return found
-
-    def refused(self, error: type[KVDockError], call: Callable[[CacheManager, int], object]) -> None:
-        before = self.state()
-        for at, manager in enumerate(self.managers):
-            with pytest.raises(error):
-                call(manager, at)
-        assert self.state() == before
-
-    @rule(which=WHICH, kind=st.integers(0, 2))
-    def bad_sequence(self, which: int, kind: int) -> None:
-        """One that is over, another manager's, or there twice."""
-        one = [*self.closed, *self.open][which % len(self.closed + self.open)] if self.closed or self.open else None
-        if one is None:
-            return
-        seq = one.pair[1] if one.seq.is_open else one.seq
-        good = [row.seq for row in self.open][:1]
+    @precondition(lambda self: self.open or self.closed)
+    @rule(which=WHICH)
+    def bad_sequence(self, which: int) -> None:
+        """One that is over, or there twice, or another manager's."""
+        one = [*self.closed[-3:], *self.open][which % len(self.closed[-3:] + self.open)]
+        good, seq = [row.seq for row in self.open[:1] if row is not one], one.pair[1] if one.seq.is_open else one.seq
         calls: list[Callable[[CacheManager], object]] = [
             lambda manager: manager.extend([*good, seq], 1),
             lambda manager: manager.commit([seq, *good], [0] * (len(good) + 1), computed=[0] * (len(good) + 1)),
@@ -580,22 +420,17 @@ class Managers(RuleBasedStateMachine):
             lambda manager: manager.finish(seq),
             lambda manager: manager.abort(seq),
             lambda manager: SequenceBatch(manager, [seq]),
-            lambda _: dense_table([*good, seq]) if good else seq._live("it"),
         ]
-        before = self.state()
+        if good or not one.seq.is_open:
+            calls += [lambda _, table=table: table([*good, seq]) for table in (dense_table, token_table, csr_table, sequence_lengths)]
         if one.seq.is_open:
-            for twice in (lambda: self.manager.extend([one.seq, one.seq], 1), lambda: SequenceBatch(self.manager, [one.seq] * 2)):
-                with pytest.raises(ArgumentValueError):
-                    twice()
-        else:
-            for name in ("block_table", "tokens", "num_tokens", "computed", "cached_len", "num_known", "table_version"):
-                with pytest.raises(StaleHandleError):
-                    getattr(seq, name)
-        for call in calls if one.seq.is_open is False or kind else calls[:-1]:
-            if call is not calls[-1] or good or not one.seq.is_open:
-                with pytest.raises(StaleHandleError):
-                    call(self.managers[0])
-        assert self.state() == before
+            self.refused(ArgumentValueError, lambda manager, at: manager.extend([one.pair[at]] * 2, 1))
+            self.refused(ArgumentValueError, lambda manager, at: manager.commit([one.pair[at]] * 2, [], computed=[0, 0]))
+        for call in calls:
+            before = self.state()
+            with pytest.raises(StaleHandleError):
+                call(self.manager)
+            assert self.state() == before
 
     @rule(bad=st.sampled_from([[1.0], [True], np.ones(2), "text", None, [2**64]]), more=st.integers(1, 9))
     def bad_types(self, bad: Any, more: int) -> None:
@@ -617,7 +452,7 @@ class Managers(RuleBasedStateMachine):
                 self.manager.hand_over,
                 self.manager.reset,
                 *(pin.pair[0].release for pin in self.pins),
-                *(one.pair[0].repeat for one in [])
+                *(lambda one=one: one.batch.grow(1) for one in self.batches),
             ]
             for call in calls:
                 with pytest.raises(WrongThreadError):
@@ -626,63 +461,6 @@ class Managers(RuleBasedStateMachine):
         before = self.state()
         in_thread(work)
         assert self.state() == before
-
-    # After each step.
-
-    @invariant()
-    def is_whole(self) -> None:
-        STEPS[0] += 1
-        self.both(lambda manager, _: manager.check_integrity())
-        self.read_events()
-        counts, counts2 = self.both(lambda manager, _: manager.allocator.ref_counts(np.arange(self.num_blocks)).tolist())
-        assert counts == counts2
-        self.pool.blocks[np.array(counts) == 0] = FREE
-        paths, versions = self.contents[0].paths, set[int]()
-        assert paths == self.contents[1].paths
-        for one in self.all:
-            table, whole = one.seq.block_table.tolist(), one.computed // self.size
-            assert table == one.pair[1].block_table.tolist()
-            assert len(table) == len(set(table)) == self.blocks_for(one.seq.num_tokens)
-            assert 0 not in table or not self.null
-            assert self.pool.slots[one.seq.slot_mapping(0, len(one.written))].tolist() == chain(one.namespace, one.written)
-            assert (one.seq.tokens.tolist(), one.seq.num_known, one.seq.computed) == (one.ids, len(one.ids), one.computed)
-            if self.is_radix:
-                prefixes = [(repr(one.namespace), tuple(one.ids[: (at + 1) * self.size])) for at in range(whole)]
-                assert [paths.get(block) for block in table[:whole]] == prefixes, "cached, and the sequence goes on with that"
-            assert table == one.seen[1] or one.seq.table_version != one.seen[0]
-            one.seen = one.seq.table_version, table
-            versions.add(one.seq.table_version)
-        assert len(versions) == len(self.all) == self.manager.num_sequences
-        for block, (namespace, ids) in paths.items():
-            assert self.pool.blocks[block].tolist() == chain(eval(namespace), ids)[-self.size :]
-
-    @invariant()
-    def blocks_are_counted(self) -> None:
-        self.read_events()
-        allocator, size_info = self.manager.allocator, self.manager.prefix.size_info
-        cached, held = set(self.contents[0].paths), self.held()
-        own = {block for one in self.all for block in one.seq.block_table.tolist()} - cached
-        assert allocator.num_used == len(cached) + len(own) + self.null
-        assert size_info.protected_size == len(held) * self.size
-        assert size_info.total_size == len(cached) * self.size
-        promised = sum(int(self.manager._rows.promised[one.seq._row]) for one in self.all)
-        evictable = len(cached) - len(held)
-        assert self.manager.available_size == (allocator.num_free + evictable - promised) * self.size >= 0
-        assert self.manager.num_pins == len(self.pins)
-        assert held <= set(self.publisher), "what is pinned or shared stays"
-
-    def teardown(self) -> None:
-        """Where all is over, so are blocks and locks."""
-        if hasattr(self, "managers"):
-            self.batches.clear()
-            gc.collect(0)
-            for one in self.open:
-                self.both(lambda manager, at, one=one: manager.finish(one.pair[at]))
-            for pin in self.pins:
-                self.both(lambda _, at, pin=pin: pin.pair[at].release())
-            assert self.manager.available_size == (self.num_blocks - self.null) * self.size
-            assert self.manager.prefix.num_locks == 0
-            self.manager.check_integrity()
 
 
 COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "report_multiple_bugs": False}
