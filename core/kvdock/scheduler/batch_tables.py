@@ -23,11 +23,11 @@ import torch
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, IndexRangeError
 from kvdock.prefix.inputs import count_of
 from kvdock.prefix.ownership import NotCopied
+from kvdock.scheduler.batches import as_rows, counts_of
 from kvdock.scheduler.cache_manager import CacheManager
 from kvdock.scheduler.exporters import Int32
 from kvdock.scheduler.rows import Index, positions_of
 from kvdock.scheduler.sequence import CacheSequence
-from kvdock.scheduler.steps import as_rows, counts_of
 
 __all__ = ["BatchTables", "HostTables"]
 
@@ -94,7 +94,7 @@ class BatchTables(NotCopied):
         self.host.slot_mapping.fill(-1)
         self.block_table = torch.from_numpy(self.host.block_table).to(device)
         self._device_flat = torch.from_numpy(self._flat).to(device)
-        self._is_host = self._device_flat.is_cpu
+        self._is_host = self._device_flat.data_ptr() == self._flat.ctypes.data  # then nothing is to be sent
         self._pinned = not self._is_host and _can_pin()
         parts = torch.split(self._device_flat, list(self._sizes))
         self.seq_lens, self.query_lens, self.cu_query_lens, self.positions, self.slot_mapping = parts
@@ -117,7 +117,7 @@ class BatchTables(NotCopied):
             ArgumentValueError: more sequences, blocks or tokens than the tables have room for. Nothing was changed.
             IndexRangeError: more tokens in this step than a sequence has, or lengths beyond its room. Nothing was changed.
         """
-        rows = as_rows(self._manager, "BatchTables.update", sequences)
+        rows = as_rows(self._manager._rows, "BatchTables.update: sequences", sequences)
         of, host, batch = self._manager._rows, self.host, rows.size
         room = of.num_tokens[rows]
         lengths = room if seq_lens is None else counts_of("BatchTables.update: seq_lens", seq_lens, batch)

@@ -29,6 +29,7 @@ from kvdock.prefix.factory import prefix_cache_of_pool
 from kvdock.prefix.inputs import as_integers, check_block_size, check_priority, count_of
 from kvdock.prefix.interface import Namespace, PrefixCache, PrefixHandle
 from kvdock.prefix.ownership import NotCopied, OneThread
+from kvdock.scheduler.batches import as_rows, ids_of_step
 from kvdock.scheduler.block_allocator import BlockAllocator, checked_num_blocks
 from kvdock.scheduler.ids import TokenIds
 from kvdock.scheduler.partition import check_partition
@@ -39,7 +40,7 @@ from kvdock.scheduler.promises import Promises
 from kvdock.scheduler.publishing import NOTHING_MORE, Publisher
 from kvdock.scheduler.rows import Rows
 from kvdock.scheduler.sequence import CacheSequence
-from kvdock.scheduler.steps import Steps, as_rows, ids_of_step
+from kvdock.scheduler.steps import Steps
 
 __all__ = ["CacheManager"]
 
@@ -217,8 +218,8 @@ class CacheManager(NotCopied, OneThread):
         """
         self._enter()
         if isinstance(seq, CacheSequence):
-            return self._steps.extend_one(as_rows(self, "extend", [seq]), n, slots, match=match)
-        return self._steps.extend(as_rows(self, "extend", seq), n, slots, match=match)
+            return self._steps.extend_one(as_rows(self._rows, "CacheManager.extend: seq", [seq]), n, slots, match=match)
+        return self._steps.extend(as_rows(self._rows, "CacheManager.extend: seq", seq), n, slots, match=match)
 
     def commit(self, seq: CacheSequence | Sequence[CacheSequence], tokens: Any, *, computed: Any) -> None:
         """Tell what became of a sequence, or of each of a batch. Whole blocks of computed tokens can be shared from now on.
@@ -239,7 +240,7 @@ class CacheManager(NotCopied, OneThread):
         """
         self._enter()
         is_one = isinstance(seq, CacheSequence)
-        rows = as_rows(self, "commit", [seq] if is_one else seq)
+        rows = as_rows(self._rows, "CacheManager.commit: seq", [seq] if is_one else seq)
         ids, counts = ids_of_step(tokens, rows.size, is_one=is_one)
         if is_one:
             computed = [count_of("CacheManager.commit: computed", computed)]
@@ -371,7 +372,7 @@ class CacheManager(NotCopied, OneThread):
         if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0):
             raise ArgumentValueError("CacheManager.pin: ttl", expected="a number above 0, or None", got=repr(ttl))
         self._pool.lock(handle, "CacheManager.pin")
-        pin = Pin(self, handle)
+        pin = Pin(handle, self._unpin)
         self._pins.add(pin, ttl)
         return pin
 
@@ -466,15 +467,14 @@ class CacheManager(NotCopied, OneThread):
     def _open(self, namespace: Namespace, handle: PrefixHandle) -> CacheSequence:
         """Make a sequence that has a handle locked, and no row yet."""
         self._serial += 1
-        seq = CacheSequence(self, self._rows, self._ids, namespace, self._serial)
+        seq = CacheSequence(self._rows, self._ids, namespace, handle, self._serial)
         self.prefix.lock_handle(handle)
-        seq._handle = handle
         return seq
 
     def _row(self, seq: CacheSequence, method: str) -> int:
         """Return the row of an open sequence of this manager, or raise."""
         self._enter()
-        return int(as_rows(self, method, [seq])[0])
+        return int(as_rows(self._rows, f"CacheManager.{method}: seq", [seq])[0])
 
     def _close(self, seq: CacheSequence) -> None:
         """Give back all that a sequence holds."""

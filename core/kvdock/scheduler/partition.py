@@ -8,8 +8,7 @@ from kvdock.errors import IntegrityError
 from kvdock.prefix.interface import BlockIds
 from kvdock.scheduler.ids import TokenIds
 from kvdock.scheduler.pool_blocks import PoolBlocks
-from kvdock.scheduler.rows import Rows
-from kvdock.scheduler.sequence import CacheSequence
+from kvdock.scheduler.rows import Owner, Rows
 
 __all__ = ["check_partition"]
 
@@ -48,7 +47,7 @@ def check_partition(pool: PoolBlocks, rows: Rows, ids: TokenIds, *, num_pins: in
     _demand("CacheManager", facts, f"{prefix.num_locks} locks, {pool.promised} promised, {pool.available} available")
 
 
-def _check_sequence(seq: CacheSequence, rows: Rows, ids: TokenIds, cached: BlockIds) -> None:
+def _check_sequence(seq: Owner, rows: Rows, ids: TokenIds, cached: BlockIds) -> None:
     """Compare a sequence with itself, and its shared blocks with those that are cached."""
     row, handle, size = seq._row, rows.handle(seq._row), rows.block_size
     shared, known = int(rows.shared[row]), int(rows.num_known[row])

@@ -31,8 +31,7 @@ import numpy.typing as npt
 from kvdock.prefix.interface import BlockIds, PrefixHandle
 from kvdock.scheduler.ids import TokenIds
 from kvdock.scheduler.pool_blocks import PoolBlocks
-from kvdock.scheduler.rows import Index, Rows
-from kvdock.scheduler.sequence import CacheSequence
+from kvdock.scheduler.rows import Index, Owner, Rows
 
 __all__ = ["NOTHING_MORE", "Publisher"]
 
@@ -90,7 +89,7 @@ class Publisher:
             self._publisher[blocks[done]] = r.serial[grown]
         return done
 
-    def _insert(self, seq: CacheSequence, count: int) -> None:
+    def _insert(self, seq: Owner, count: int) -> None:
         """Insert the first ``count`` blocks of a sequence."""
         rows, row, size = self._rows, seq._row, self._rows.block_size
         shared, handle = int(rows.shared[row]), rows.handle(row)
@@ -111,7 +110,7 @@ class Publisher:
             self._share_with_forks(seq, own[:stored])
         self._pool.allocator.release(own[:known])
 
-    def _share_with_forks(self, seq: CacheSequence, own: BlockIds) -> None:
+    def _share_with_forks(self, seq: Owner, own: BlockIds) -> None:
         """Let forks have through the cache what is cached now and was their own too: the last shared blocks of ``seq``, once ``own``.
 
         A fork that has a block at the same place as the cache has the same tokens before it, and in it as far as it goes,
@@ -125,7 +124,7 @@ class Publisher:
             for row in np.flatnonzero(equal).tolist():
                 self._adopt(rows.sequence(row), self._ids.get(seq._row, 0, (index + 1) * rows.block_size), cached[: index + 1])
 
-    def _adopt(self, seq: CacheSequence, ids: npt.NDArray[Any], cached: BlockIds) -> None:
+    def _adopt(self, seq: Owner, ids: npt.NDArray[Any], cached: BlockIds) -> None:
         """Let a sequence go on with cached blocks in the place of its own first ones."""
         rows, row = self._rows, seq._row
         self.relock(seq, self._prefix.match_prefix(ids, seq.namespace, record=False).handle)
@@ -136,7 +135,7 @@ class Publisher:
         rows.shared[row] = cached.size
         rows.published[row] = max(rows.published[row], cached.size)
 
-    def take_over(self, seq: CacheSequence, handle: PrefixHandle, blocks: BlockIds) -> None:
+    def take_over(self, seq: Owner, handle: PrefixHandle, blocks: BlockIds) -> None:
         """Let a sequence whose prompt was begun in chunks go on with what others have published of it, and lock that."""
         rows, row = self._rows, seq._row
         self.relock(seq, handle)
@@ -160,20 +159,20 @@ class Publisher:
             seq._left.clear()
         self._pool.allocator.release(forgotten)
 
-    def relock(self, seq: CacheSequence, handle: PrefixHandle) -> None:
+    def relock(self, seq: Owner, handle: PrefixHandle) -> None:
         """Hold another handle instead of the one before."""
         self._prefix.lock_handle(handle)
         self._prefix.lock_handle(self._rows.handle(seq._row), unlock=True)
         seq._handle, self._rows.locked[seq._row] = handle, handle.cached_len // self._rows.block_size
 
-    def leave(self, seq: CacheSequence, keep: int) -> None:
+    def leave(self, seq: Owner, keep: int) -> None:
         """Note that a sequence uses only its first ``keep`` blocks of those that it shares."""
         rows, row = self._rows, seq._row
         if keep < rows.shared[row]:
             rows.shared[row] = keep
             rows.published[row] = min(int(rows.published[row]), keep)
 
-    def remember(self, seq: CacheSequence, n: int) -> None:
+    def remember(self, seq: Owner, n: int) -> None:
         """Note what a sequence has published and is about to be cut within, while its token ids are known: see `take_back`."""
         rows, row, size = self._rows, seq._row, self._rows.block_size
         shared = int(rows.shared[row])
@@ -181,7 +180,7 @@ class Publisher:
         if is_whole and (self._publisher[rows.table[row, n // size : shared]] == seq._serial).any():
             seq._left.append(self._ids.get(row, 0, shared * size).copy())
 
-    def take_back(self, seq: CacheSequence, prefixes: list[npt.NDArray[Any]]) -> None:
+    def take_back(self, seq: Owner, prefixes: list[npt.NDArray[Any]]) -> None:
         """Free what a sequence that is over has published of prefixes and nobody else uses."""
         for ids in prefixes:
             found = self._prefix.match_prefix(ids, seq.namespace, record=False)

@@ -10,20 +10,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.prefix.interface import BlockIds, PrefixHandle
+from kvdock.prefix.interface import BlockIds, Namespace, PrefixHandle
+from kvdock.prefix.ownership import NotCopied
 
-if TYPE_CHECKING:
-    from kvdock.scheduler.sequence import CacheSequence
-
-__all__ = ["Index", "Rows", "positions_of", "steps"]
+__all__ = ["Index", "Owner", "Rows", "positions_of", "steps"]
 
 Index = npt.NDArray[np.intp]
 """Rows, tokens or positions, as numpy counts them."""
+
+
+class Owner(NotCopied):
+    """Whose a row is: a sequence, as far as what counts rows knows it.
+
+    Attributes:
+        namespace: where its prefix is shared.
+    """
+
+    def __init__(self, rows: Rows, namespace: Namespace, handle: PrefixHandle, serial: int) -> None:
+        self.namespace = namespace
+        self._rows = rows
+        self._row = -1
+        self._handle: PrefixHandle | None = handle  # what it has locked
+        self._serial = serial  # by which the manager knows which blocks it has published
+        self._cached_len = 0
+        self._left: list[npt.NDArray[Any]] = []  # token ids of prefixes that it published and was cut from
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was neither finished nor aborted."""
+        return self._row >= 0
 
 
 class Rows:
@@ -83,15 +103,15 @@ class Rows:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.table: BlockIds = np.zeros((0, 8), dtype=np.int32)
-        self.sequences: list[CacheSequence | None] = []
+        self.sequences: list[Owner | None] = []
         self.num_chunked = 0
-        self.last_batch: tuple[list[CacheSequence], Index] = [], np.empty(0, dtype=np.intp)
+        self.last_batch: tuple[list[Owner], Index] = [], np.empty(0, dtype=np.intp)
         self._free: list[int] = []
         self._version = 0
         for name in self._INTEGERS:
             setattr(self, name, np.zeros(0, dtype=np.intp))
 
-    def sequence(self, row: int) -> CacheSequence:
+    def sequence(self, row: int) -> Owner:
         """Return the sequence of a row that is somebody's."""
         seq = self.sequences[row]
         assert seq is not None  # noqa: S101 - callers have rows of open sequences
@@ -103,11 +123,11 @@ class Rows:
         assert seq is not None and seq._handle is not None  # noqa: S101, PT018 - callers have rows of open sequences
         return seq._handle
 
-    def open(self) -> list[CacheSequence]:
+    def open(self) -> list[Owner]:
         """Return the open sequences, in the order of their rows."""
         return [seq for seq in self.sequences if seq is not None]
 
-    def add(self, seq: CacheSequence, blocks: BlockIds, **values: int) -> int:
+    def add(self, seq: Owner, blocks: BlockIds, **values: int) -> int:
         """Give a sequence a row with these blocks and values, 0 for those that are not named; return the row."""
         if not self._free:
             self._more_rows()

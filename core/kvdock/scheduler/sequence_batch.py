@@ -19,10 +19,10 @@ from kvdock.errors import ArgumentValueError, IndexRangeError, StaleHandleError
 from kvdock.prefix.inputs import as_integers, count_of
 from kvdock.prefix.interface import BlockIds, Namespace
 from kvdock.prefix.ownership import NotCopied
+from kvdock.scheduler.batches import as_rows
 from kvdock.scheduler.cache_manager import CacheManager
 from kvdock.scheduler.exporters import dense_table
 from kvdock.scheduler.sequence import CacheSequence
-from kvdock.scheduler.steps import as_rows
 
 __all__ = ["SequenceBatch"]
 
@@ -51,7 +51,7 @@ class SequenceBatch(NotCopied):
     def __init__(
         self, manager: CacheManager, sequences: Sequence[CacheSequence], *, length: int = 0, pads: npt.ArrayLike | None = None
     ) -> None:
-        rows = as_rows(manager, "SequenceBatch", sequences)
+        rows = as_rows(manager._rows, "SequenceBatch: sequences", sequences)
         self._length = count_of("SequenceBatch: length", length)
         self._pads = np.zeros(rows.size, dtype=np.intp) if pads is None else as_integers("SequenceBatch: pads", pads).astype(np.intp)
         if not rows.size or self._pads.shape != rows.shape:
@@ -198,7 +198,7 @@ class SequenceBatch(NotCopied):
                 "SequenceBatch.slot_mapping", expected=f"0 <= start <= stop <= {self._length}", got=f"start={start}, stop={stop}"
             )
         of = self._manager._rows
-        rows = as_rows(self._manager, "slot_mapping", self._sequences)
+        rows = as_rows(of, "SequenceBatch.slot_mapping", self._sequences)
         places = np.arange(start, stop) - self._pads[:, None]
         blocks, offsets = np.divmod(np.maximum(places, 0), of.block_size)
         return np.where(places < 0, -1, of.table[rows[:, None], blocks].astype(np.int64) * of.block_size + offsets)
