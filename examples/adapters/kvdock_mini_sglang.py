@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from minisgl.kvcache.base import BaseCacheHandle, BaseKVCachePool, BasePrefixCache, InsertResult, MatchResult, SizeInfo
 
 import kvdock
-from kvdock.prefix.inputs import slots_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Handle(BaseCacheHandle):
     """The end of a stored prefix, and the slots of its tokens."""
 
@@ -60,7 +60,8 @@ class PrefixCache(BasePrefixCache):
             blocks = self.prefix.evict(-(-size // self.page_size))
         except kvdock.OutOfBlocksError as error:
             raise RuntimeError(str(error)) from error
-        return torch.from_numpy(slots_of(blocks, self.page_size)).to(self.device)
+        slots = blocks[:, None] * self.page_size + np.arange(self.page_size, dtype=np.int32)
+        return torch.from_numpy(slots.ravel()).to(self.device)
 
     def reset(self) -> None:
         """Forget everything."""
