@@ -186,4 +186,5 @@ def generate(of: Any, cache: Any, scenario: str, inputs: dict[str, torch.Tensor]
     """Generate with a cache, the random numbers started anew."""
     make, settings = SCENARIOS[scenario]
     torch.manual_seed(3)
-    return of.generate(**(inputs or make()), **settings, **{CACHE_KEYWORD: cache}, return_dict_in_generate=True, output_logits=True)
+    how = {**settings, CACHE_KEYWORD: cache, "use_cache": True}  # which some configurations deny
+    return of.generate(**(inputs or make()), **how, return_dict_in_generate=True, output_logits=True)
