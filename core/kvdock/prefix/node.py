@@ -131,6 +131,10 @@ class Node:
             return self.end - self.start
         return max(self.locks) - self.start if self.locks else 0
 
+    def can_grow(self, position: int, priority: int) -> bool:
+        """Whether this is a leaf that ends at a position, and what is appended there is worth as much."""
+        return self.end == position and not self.children and not self.was_trimmed and self.priority == priority
+
     def add_child(self, node: Node) -> None:
         """Put a node behind this one."""
         if self.children is None:

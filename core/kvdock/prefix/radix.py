@@ -179,7 +179,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
         for place, (given, priority) in enumerate(zip(handles, priorities, strict=True)):
             handle = self._checked(given)
             node = handle.node
-            if node is not None and handle.locks == 1 and tree.can_grow(node, handle.position, priority):
+            if node is not None and handle.locks == 1 and node.can_grow(handle.position, priority):
                 places.append(place)
                 nodes.append(node)
                 own.append(handle)

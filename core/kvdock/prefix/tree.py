@@ -136,10 +136,6 @@ class RadixTree:
         self.queue.push(node)  # last: one that is used after it came is looked at once more
         return node
 
-    def can_grow(self, node: Node, position: int, priority: int) -> bool:
-        """Whether a node is a leaf that ends at a position, and what is appended there is worth as much."""
-        return node.end == position and not node.children and not node.was_trimmed and node.priority == priority
-
     def grow_locked(self, nodes: list[Node], labels: bytes, blocks: list[int]) -> None:
         """Append a block to each of several leaves, and move one lock of its end behind it; a use of it all, as appending is."""
         width, at = self.block_bytes, 0
@@ -148,9 +144,10 @@ class RadixTree:
             assert locks is not None  # noqa: S101 - the handle has counted its locks
             node.grow_one(labels[at : at + width], block)
             at += width
-            others = locks.pop(end) - 1
-            if others:
-                locks[end] = others
+            if locks[end] == 1:
+                del locks[end]
+            else:
+                locks[end] -= 1
             locks[end + 1] = 1
             node.held += 1  # all of it was held, and is
             self.use(node, end + 1, None)
