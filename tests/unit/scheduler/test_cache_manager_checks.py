@@ -171,6 +171,8 @@ CALLS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "reset": (lambda manager, seq: manager.reset(), "CacheManager.reset: "),
     "slot_mapping": (lambda manager, seq: seq.slot_mapping(0, 6), "CacheSequence.slot_mapping: expected 0 <= start <= stop <= 5"),
     "slot_mapping: start": (lambda manager, seq: seq.slot_mapping(None, 1), "CacheSequence.slot_mapping: start: "),
+    "slot_mapping: stop": (lambda manager, seq: seq.slot_mapping(0, True), "CacheSequence.slot_mapping: stop: "),
+    "slot_mapping: a float": (lambda manager, seq: seq.slot_mapping(0.0, 1), "CacheSequence.slot_mapping: start: "),
     "made: block_size": (lambda manager, seq: CacheManager(4, 0), "CacheManager: block_size: "),
     "made: prefix": (lambda manager, seq: CacheManager(4, 2, 7), "CacheManager: prefix: "),
     "batch: another manager's": (lambda manager, seq: SequenceBatch(manager, [other()]), "CacheManager.SequenceBatch: seq: "),
