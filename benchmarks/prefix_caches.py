@@ -1,4 +1,4 @@
-"""The radix prefix cache and the block allocator, on one thread, against a plain numpy tree in the same run.
+"""The radix prefix cache, the manager and the block allocator, on one thread, against baselines in the same run.
 
     make bench-prefix                                            # the excerpt in tests/data; prints a table
     python benchmarks/prefix_caches.py --trace FILE --out DIR    # another trace, and writes DIR/prefix.md and DIR/prefix.json
@@ -24,6 +24,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import attrs
+import decode_step
 import numpy as np
 from plain_tree import PlainTree
 
@@ -39,6 +40,7 @@ EXCERPT = Path(__file__).parents[1] / "tests" / "data" / "mooncake_conversation_
 TURN = 100  # requests that one of the two gets before it is the other's turn
 PROMPT, PROMPTS, PROMPT_POOL = 128, 33_000, 4_000_000
 LEAVES = (30_000, 300_000)
+LENGTHS, SEQUENCES, COMMITS = (1_024, 131_072), 40, 32
 
 
 @attrs.frozen
@@ -77,9 +79,9 @@ class Ours:
         self.seconds += perf_counter() - start
         need = (whole - match.handle.cached_len) // BLOCK
         self._make_room(need - self.free.num_free)
-        slots = np.concatenate((match.indices, slots_of(self.free.allocate(need))))
+        blocks, rest = self.free.allocate(need), tokens[match.handle.cached_len : whole]
         start = perf_counter()
-        tree.insert_prefix(tokens[:whole], slots)
+        tree.insert_prefix(rest, blocks, behind=match.handle)
         tree.lock_handle(match.handle, unlock=True)
         self.seconds += perf_counter() - start
         self.hits += match.handle.cached_len
@@ -88,10 +90,10 @@ class Ours:
         """Evict blocks, if that many are missing."""
         if blocks > 0:
             start = perf_counter()
-            slots = self.tree.evict(blocks * BLOCK)
+            gone = self.tree.evict(blocks)
             self.evictions.append(perf_counter() - start)
             self.seconds += self.evictions[-1]
-            self.free.release(slots[::BLOCK] // BLOCK)
+            self.free.release(gone)
 
     def prove(self) -> None:
         """Check that nothing was lost."""
@@ -261,12 +263,12 @@ def memory_rows(prompt: int = 16_000, count: int = 64) -> list[Row]:
     """Measure what the tree allocates while long prompts that share their first half are inserted, and keeps."""
     ids = np.random.default_rng(0).integers(0, 150_000, (count, prompt), dtype=np.int32)
     ids[1::2, : prompt // 2] = ids[::2, : prompt // 2]
-    slots = slots_of(np.arange(count * prompt // BLOCK)).reshape(count, prompt)
+    blocks = np.arange(count * prompt // BLOCK, dtype=np.int32).reshape(count, -1)
     tree = RadixPrefixCache(BLOCK)
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
-    for tokens, places in zip(ids, slots, strict=True):
-        tree.insert_prefix(tokens, places)
+    for tokens, own in zip(ids, blocks, strict=True):
+        tree.insert_prefix(tokens, own)
     gc.collect()
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -274,12 +276,69 @@ def memory_rows(prompt: int = 16_000, count: int = 64) -> list[Row]:
     return [row("memory of the tree", f"{count} prompts of {prompt:,} tokens, half shared by two", [value], "bytes per token", "<= 8")]
 
 
+class Growing:
+    """One sequence in a radix prefix cache of its own, published block by block as it is decoded."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tree, self.block = RadixPrefixCache(BLOCK), np.array([tokens // BLOCK], dtype=np.int32)
+        self.ids = np.random.default_rng(tokens).integers(0, 150_000, tokens, dtype=np.int32)
+        self.end = self.tree.insert_prefix(self.ids, np.arange(tokens // BLOCK, dtype=np.int32)).handle
+        self.tree.lock_handle(self.end)
+
+    def commit(self) -> float:
+        """Publish one block behind the rest, and hold it too; return the microseconds that took."""
+        tree, ids, last = self.tree, self.ids[-BLOCK:], self.end
+        start = perf_counter()
+        self.end = tree.insert_prefix(ids, self.block, behind=last).handle
+        tree.lock_handle(self.end)
+        tree.lock_handle(last, unlock=True)
+        taken = perf_counter() - start
+        self.block += 1
+        return taken * 1e6
+
+
+def commit_rows(rounds: int) -> list[Row]:
+    """Measure the commit of one block, at the end of a short sequence and of a long one, which take turns."""
+    found: dict[int, list[float]] = {length: [] for length in LENGTHS}
+    for _ in range(rounds):
+        taken: dict[int, list[float]] = {length: [] for length in LENGTHS}
+        with no_collector():
+            for _ in range(SEQUENCES):
+                growing = [Growing(length) for length in LENGTHS]
+                for _ in range(COMMITS):
+                    for length, sequence in zip(LENGTHS, growing, strict=True):
+                        taken[length].append(sequence.commit())
+        for length, values in taken.items():
+            found[length].append(statistics.median(values))
+    growth = [long / short for short, long in zip(*found.values(), strict=True)]
+    rows = [row("commit of one block", f"behind {length:,} tokens", found[length], "us") for length in LENGTHS]
+    return [*rows, row("commit, long over short", f"{LENGTHS[1]:,} over {LENGTHS[0]:,} tokens", growth, "x", "<= 1.2")]
+
+
+def manager_rows(rounds: int) -> list[Row]:
+    """Measure the manager: a step of a batch against Python lists, a commit behind a long prompt, parts of blocks."""
+    with no_collector():
+        steps = [decode_step.step_seconds() for _ in range(rounds)]
+        commits = [[decode_step.commit_seconds(length) for length in LENGTHS] for _ in range(rounds)]
+        parts = [decode_step.partial_figures() for _ in range(rounds)]
+    step, long = f"{decode_step.NUM_SEQUENCES} sequences", f"{LENGTHS[1]:,} over {LENGTHS[0]:,} tokens"
+    found = [figures["tokens, partial"] - figures["tokens"] for figures in parts]
+    return [
+        row("step of a batch, ours", step, [ours * 1e6 for ours, _ in steps], "us"),
+        row("step of a batch, Python lists", step, [plain * 1e6 for _, plain in steps], "us"),
+        row("step, ours over Python lists", step, [ours / plain for ours, plain in steps], "x", "<= 0.25"),
+        row("CacheManager.commit, long over short", long, [after / before for before, after in commits], "x", "<= 1.2"),
+        row("begin with partial=True, more cached", "prompts that share 1 to 2,000 tokens", found, "tokens a prompt"),
+        row("begin, partial=True over without", "the same", [f["seconds, partial"] / f["seconds"] for f in parts], "x"),
+    ]
+
+
 def text(rows: Sequence[Row]) -> str:
     """Return the table."""
-    lines = [f"{'figure':34} {'case':50} {'median':>9}  {'least .. greatest':21} {'unit':16} aim"]
+    lines = [f"{'figure':36} {'case':50} {'median':>9}  {'least .. greatest':21} {'unit':16} aim"]
     for r in rows:
         spread = f"{number(r.low)} .. {number(r.high)}"
-        lines.append(f"{r.figure:34} {r.case:50} {number(r.value):>9}  {spread:21} {r.unit:16} {r.aim}".rstrip())
+        lines.append(f"{r.figure:36} {r.case:50} {number(r.value):>9}  {spread:21} {r.unit:16} {r.aim}".rstrip())
     return "\n".join(lines)
 
 
@@ -302,15 +361,16 @@ def machine() -> dict[str, str]:
     }
 
 
-PAGE = """# Prefix cache and block allocator
+PAGE = """# Prefix cache, manager and block allocator
 
 Made by `{command}`; `prefix.json` beside this page is the record. One process, one thread. A figure is the
 median over {rounds} rounds, with the least and the greatest; a ratio compares two that took turns in the same round.
 
 The trace is `{trace}`: {requests:,} requests, {tokens:,} input tokens; blocks of {block}. Ours is
-`RadixPrefixCache` with all its checks: match, lock, evict, insert, unlock. The plain tree is `benchmarks/plain_tree.py`: a numpy
-tree without locks and checks that collects and heapifies its leaves at each eviction. Both get the same token ids and slots,
-both int32. Not in the times: making these, handing out blocks, and Python's cycle collector, which is off.
+`RadixPrefixCache` with all its checks: match, lock, evict, insert behind what was found, unlock. The plain tree is
+`benchmarks/plain_tree.py`: a numpy tree without locks and checks that collects and heapifies its leaves at each eviction, and
+stores a slot for each token. Both get the same token ids, and the same blocks in the form that they store, all int32. Not in the
+times: making these, handing out blocks, and Python's cycle collector, which is off.
 
 ```
 {head}
@@ -319,11 +379,19 @@ both int32. Not in the times: making these, handing out blocks, and Python's cyc
 
 Memory is what `tracemalloc` says was allocated while prompts were inserted, and still was when that was done.
 
-Where the time of ours goes, per request of the conversation trace, timed statement by statement: the check that slots come in whole
-blocks and the claim of the blocks take the most, since they read one slot per token; then the slots that `evict` returns, which
-are made from block ids where the plain tree copies stored ones (they would cost 4 bytes per token to store). The rest is many
-short numpy and Python calls, which take several times as long here as when one is repeated in a loop: the arrays of a request push
-code and objects out of the first-level caches in between.
+Where the time of ours goes, per request of the conversation trace with a pool of 3M, call by call: two fifths in the insertion, of
+which the copy of the new token ids is the largest part; three tenths in the eviction; a quarter in the match, mostly to compare
+token ids; the rest in locks. The blocks of a prompt are checked against those that are stored: that they are the ones that an
+eviction has just let go, in the same order, is seen by one comparison, and takes a fifth of the time of looking up each. Most of
+the rest is short numpy and Python calls, which take two to four times as long here as when one is repeated in a loop: the arrays of
+a request push code and objects out of the first-level caches in between.
+
+A commit is an insertion of one block behind the last, a lock of the new end and an unlock of the old one: a median over
+{commits:,} of them for each length and round. The two sequences take turns, block by block.
+
+A step of a batch makes room for one more token of each sequence, fills the tables for attention and commits the ids, one in
+sixteen of which completes a block: `benchmarks/decode_step.py`. The baseline does the same with a list of ids and of blocks per
+sequence and a hash table of whole blocks (`benchmarks/plain_manager.py`); the two take turns after sixteen steps.
 """
 
 
@@ -339,6 +407,7 @@ def write(folder: Path, trace: Trace, path: Path, rounds: int, rows: Sequence[Ro
         tokens=trace.input_tokens,
         block=BLOCK,
         rounds=rounds,
+        commits=SEQUENCES * COMMITS,
         head=", ".join(f"{key} {value}" for key, value in machine().items()),
         table=text(rows),
     )
@@ -355,7 +424,14 @@ def main() -> None:
     trace = read_trace(options.trace)
     aims = {3_000_000: (">= 0.1413", ">= 1"), 10_000_000: (">= 0.2936", ">= 1.5")} if trace.input_tokens > 100e6 else {}
     rows = [line for pool in POOLS for line in trace_rows(trace, pool, options.rounds, aims.get(pool, ("", "")))]
-    rows += [*eviction_rows(options.rounds), *leaves_rows(options.rounds), *allocation_rows(options.rounds), *memory_rows()]
+    rows += [
+        *eviction_rows(options.rounds),
+        *leaves_rows(options.rounds),
+        *commit_rows(options.rounds),
+        *manager_rows(options.rounds),
+        *allocation_rows(options.rounds),
+        *memory_rows(),
+    ]
     print(", ".join(f"{key} {value}" for key, value in machine().items()))
     print(text(rows))
     if options.out:

@@ -2,58 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from kvdock.prefix import RadixPrefixCache
+from kvdock.prefix.node import Node
 from kvdock_conformance.checking.prefix_model import Path, SlowPrefixCache
 
+Blocks = dict[tuple[str, Path], tuple[int, object, int]]
+"""By namespace and path: the id of the block, what the policy thinks of it, and how often that place is locked."""
 
-def runs_of(model: SlowPrefixCache) -> dict[tuple[str, Path], tuple[object, ...]]:
-    """By namespace and path of its last block, each run: its ids, and how it was used."""
-    found: dict[tuple[str, Path], tuple[object, ...]] = {}
+
+def blocks_of(model: SlowPrefixCache) -> Blocks:
+    """All blocks of the slow cache."""
+    found: Blocks = {}
     for namespace, block in model.blocks():
-        if block.ends_run:
-            path = block.path()
-            run = [block]
-            while len(run) < len(path) and not path[-len(run) - 1].ends_run:
-                run.append(path[-len(run) - 1])
-            how = (block.created, block.last_use, block.uses, block.priority)
-            assert all((one.created, one.last_use, one.uses, one.priority) == how for one in run)
-            found[namespace, tuple(one.tokens for one in path)] = ([one.number for one in run[::-1]], *how, block.locks)
+        found[namespace, tuple(one.tokens for one in block.path())] = (block.number, model.key(block), block.locks)
     return found
 
 
-def tree_of(cache: RadixPrefixCache) -> dict[tuple[str, Path], tuple[object, ...]]:
-    """What `runs_of` says, read from the nodes of a radix tree."""
-    found: dict[tuple[str, Path], tuple[object, ...]] = {}
-    width, size = cache._token_bytes, cache.block_size
-    dtype = {4: np.int32, 8: np.int64}[width]
-    left: list[tuple[Any, str, Path]] = [(root, repr(root.namespace), ()) for root in cache._roots.values()]
+def tree_of(cache: RadixPrefixCache) -> Blocks:
+    """What `blocks_of` says, read from the nodes of a radix tree."""
+    found: Blocks = {}
+    left: list[tuple[Any, str, Path]] = [(root, repr(root.namespace), ()) for root in cache._tree.roots.values()]
     while left:
         node, namespace, path = left.pop()
-        tokens = np.frombuffer(node.label, dtype=dtype)[: len(node.blocks) * size].tolist()
-        path = (*path, *(tuple(tokens[at : at + size]) for at in range(0, len(tokens), size)))
+        for at, (tokens, number) in enumerate(zip(_tokens(cache, node), node.blocks.tolist(), strict=True), node.start + 1):
+            path = (*path, tokens)
+            key: Any = cache.policy.key(next((mark for mark in node.earlier or () if mark.end >= at), node))
+            found[namespace, path] = (number, key if isinstance(key, tuple) else (key,), (node.locks or {}).get(at, 0))
         left.extend((child, namespace, path) for child in (node.children or {}).values())
-        if node.parent is not None:
-            found[namespace, path] = (node.blocks.tolist(), node.created, node.last_use, node.uses, node.priority, node.locks)
     return found
+
+
+def _tokens(cache: RadixPrefixCache, node: Node) -> Iterator[tuple[int, ...]]:
+    """The token ids of each block of a node."""
+    ids = np.frombuffer(bytes(node.label), dtype=cache._tree.dtype).tolist()
+    return (tuple(ids[at : at + cache.block_size]) for at in range(0, len(ids), cache.block_size))
 
 
 def seen(cache: RadixPrefixCache) -> tuple[object, ...]:
     """All that a call which raises must leave alone: each block and how it was used, the clock, sizes, statistics, locks."""
-    blocks = {}
-    for (namespace, path), (numbers, *how, locks) in tree_of(cache).items():
-        assert isinstance(numbers, list)
-        start = len(path) - len(numbers)
-        for at, number in enumerate(numbers):
-            blocks[namespace, path[: start + at + 1]] = (number, tuple(how), locks if at == len(numbers) - 1 else 0)
-    return blocks, cache._clock, cache._epoch, cache.size_info, cache.stats, cache.num_locks, cache.stored_blocks().tolist()
+    stored = cache.stored_blocks().tolist()
+    return tree_of(cache), cache._tree.clock, cache.size_info, cache.stats, cache.num_locks, stored
 
 
 def inside(cache: RadixPrefixCache) -> tuple[object, ...]:
     """`seen`, and how the tree holds it: its nodes, their numbers, the queue."""
-    nodes = sorted((node.number, node.users, node.locks, node.generation, node.is_queued, node.label) for node in cache.nodes())
-    queue = sorted((key, number) for key, number, *_ in cache._queue._entries())
-    return *seen(cache), nodes, queue, cache._number, cache._token_bytes
+    tree = cache._tree
+    nodes = sorted((node.number, node.start, node.end, node.held, node.held_children, node.is_queued) for node in cache.nodes())
+    queue = sorted((key, number) for key, number, *_ in tree.queue._entries())
+    return *seen(cache), nodes, queue, tree._number, tree.dtype

@@ -12,13 +12,16 @@ import torch
 
 from kvdock.errors import ArgumentValueError, UnsupportedError
 
-__all__ = ["read_dtype", "read_layers", "read_max_positions", "text_part"]
+__all__ = ["MOST_LAYERS", "read_dtype", "read_layers", "read_max_positions", "text_part"]
 
 _SUBJECT = "KVSpec.from_hf_config"
 _BY_HAND = "build KVSpec(layers=...) by hand"
 
 _WINDOWS = {"full_attention": None, "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """The kinds of layers that keep keys and values only, and which number says how far each looks back."""
+
+MOST_LAYERS = 2**16
+"""Layers of a model at most: a number that cannot be meant is refused before a list is made of it."""
 
 # A decoder that was taken out of an encoder-decoder still has both halves' numbers: the decoder's come first.
 _LAYERS = ("decoder_layers", "num_decoder_layers", "num_hidden_layers")
@@ -115,6 +118,8 @@ def _number(config: Any, *names: str) -> int:
 def _layer_configs(text: Any) -> Sequence[Any]:
     """Return one configuration per layer: newer versions of Transformers have models whose layers differ."""
     count = len(_listed_kinds(text) or ()) or _number(text, *_LAYERS)
+    if not 0 < count <= MOST_LAYERS:
+        raise ArgumentValueError(f"{_SUBJECT}: number of layers", expected=f"1 to {MOST_LAYERS}", got=count, fix=_BY_HAND)
     own: Any = getattr(text, "per_layer_config", None)
     return list(own) if own is not None and len(own) == count else [text] * count
 

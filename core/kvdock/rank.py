@@ -18,11 +18,20 @@ def _to_device(value: object) -> torch.device:
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise ArgumentTypeError("RankInfo: device", expected='a torch.device or a string such as "cpu"', got=repr(value))
     try:
-        return torch.device(value)
-    except RuntimeError as error:
+        device = torch.device(value)
+    except (OverflowError, RuntimeError, ValueError) as error:
         raise ArgumentValueError(
             "RankInfo: device", expected='a device that torch knows, such as "cpu"', got=repr(value), fix=str(error).splitlines()[0]
         ) from error
+    index = str(value).rpartition(":")[2]
+    if index.isdigit() and int(index) != device.index:
+        raise ArgumentValueError(
+            "RankInfo: device",
+            expected="an index that torch can hold",
+            got=f"{value!r}, which torch takes for {device}",
+            fix="count devices from 0",
+        )
+    return device
 
 
 @attrs.frozen

@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from kvdock.hf_config import read_dtype, read_layers, read_max_positions, text_part
+from kvdock.hf_config import MOST_LAYERS, read_dtype, read_layers, read_max_positions, text_part
 
 __all__ = ["COPY_DTYPES", "QUANTISED_DTYPES", "KVSpec", "LayerSpec", "MLALayerSpec", "check_cache_dtype", "check_int"]
 
@@ -33,6 +33,18 @@ def check_int(subject: str, value: object, minimum: int) -> int:
     if value < minimum:
         raise ArgumentValueError(subject, expected=f"at least {minimum}", got=value)
     return value
+
+
+_MOST_ELEMENTS = 2**31 - 1
+"""Bound on heads and dims: what cannot be meant is refused before anything is made of it."""
+
+
+def _check_size(subject: str, value: object, most: int = _MOST_ELEMENTS) -> int:
+    """Return a size from 1 to ``most``, or raise an error that names ``subject``."""
+    size = check_int(subject, value, 1)
+    if size > most:
+        raise ArgumentValueError(subject, expected=f"at most {most}", got=size, fix="look for a unit or a product that is meant otherwise")
+    return size
 
 
 def check_cache_dtype(subject: str, dtype: object) -> torch.dtype:
@@ -70,7 +82,7 @@ class LayerSpec:
 
     def __attrs_post_init__(self) -> None:
         for name in ("num_k_heads", "num_v_heads", "k_dim", "v_dim"):
-            check_int(f"LayerSpec: {name}", getattr(self, name), 1)
+            _check_size(f"LayerSpec: {name}", getattr(self, name))
         if self.window is not None:
             check_int("LayerSpec: window", self.window, 1)
 
@@ -88,8 +100,8 @@ class MLALayerSpec:
     rope_dim: int
 
     def __attrs_post_init__(self) -> None:
-        check_int("MLALayerSpec: kv_lora_rank", self.kv_lora_rank, 1)
-        check_int("MLALayerSpec: rope_dim", self.rope_dim, 1)
+        _check_size("MLALayerSpec: kv_lora_rank", self.kv_lora_rank)
+        _check_size("MLALayerSpec: rope_dim", self.rope_dim)
 
 
 def _to_layers(value: Iterable[LayerSpec | MLALayerSpec]) -> tuple[LayerSpec | MLALayerSpec, ...]:
@@ -126,7 +138,7 @@ class KVSpec:
     @classmethod
     def uniform(cls, *, num_layers: int, num_kv_heads: int, head_dim: int, max_positions: int, dtype: torch.dtype) -> KVSpec:
         """Describe ``num_layers`` equal layers whose keys and values have the same heads and dims."""
-        check_int("KVSpec.uniform: num_layers", num_layers, 1)
+        _check_size("KVSpec.uniform: num_layers", num_layers, MOST_LAYERS)
         return cls((LayerSpec(num_kv_heads, num_kv_heads, head_dim, head_dim),) * num_layers, max_positions, dtype)
 
     @classmethod

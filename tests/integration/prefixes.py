@@ -26,7 +26,7 @@ class Watched:
     """A cache with a model, and its own account of which tokens are stored in which block."""
 
     def __init__(self, name: str, *, attention: str = "sdpa", block_size: int = 4, num_blocks: int = 128, model: Any = None) -> None:
-        self.model = model or zoo.model(name, "eager" if name in zoo.EAGER_ONLY else attention)
+        self.model = zoo.model(name, "eager" if name in zoo.EAGER_ONLY else attention) if model is None else model
         self.block_size = block_size
         self.cache = reusing(self.model, block_size=block_size, num_blocks=num_blocks)
         self.copies: list[PagedCacheForTransformers] = []
@@ -78,16 +78,14 @@ class Watched:
 
     def check(self) -> None:
         """Prove that everything is whole, every block accounted for, and every stored key and value that of its tokens."""
-        allocator, prefix = self.cache.state.allocator, self.prefix
+        manager, prefix = self.cache.state.manager, self.prefix
         assert prefix is not None
-        allocator.check_integrity()
-        prefix.check_integrity()
+        manager.check_integrity()
         blocks = prefix.stored_blocks()
-        prefix.hand_over()
+        manager.hand_over()
         assert blocks.tolist() == sorted(self.stored)
-        tables = [one.state.table.block_ids.ravel() for one in (self.cache, *self.copies)]
-        counts = np.bincount(np.concatenate([blocks, *tables]), minlength=allocator.num_blocks)
-        assert counts.tolist() == allocator.ref_counts(range(allocator.num_blocks)).tolist(), "each block has the holders that are seen"
+        rows = sum(one.state.batch_size for one in (self.cache, *self.copies))
+        assert manager.num_sequences == rows, "nobody else has any"
         for path in self.paths():
             self.check_content(path)
 
@@ -128,7 +126,7 @@ class Watched:
 
     def poison_free_blocks(self) -> None:
         """Write NaN wherever nobody's tokens are."""
-        pool, allocator = self.cache.state.pool, self.cache.state.allocator
+        pool, allocator = self.cache.state.pool, self.cache.state.manager.allocator
         free = np.flatnonzero(allocator.ref_counts(range(allocator.num_blocks)) == 0)
         for layer in range(pool.num_layers):
             pool.k_cache(layer)[free] = torch.nan

@@ -51,7 +51,7 @@ def test_heads_and_blocks(name: str, attention: str, block_size: int, scenario: 
     assert_identical(reference(made, name, scenario), zoo.generate(made, cache, scenario))
     assert cache.usage.tokens > 0
     cache.reset()
-    assert cache.state.allocator.num_used == 0
+    assert cache.state.manager.allocator.num_used == 0
 
 
 @pytest.mark.parametrize(("name", "attention", "block_size", "scenario"), cases(OTHERS, (4,)))

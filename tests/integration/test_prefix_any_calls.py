@@ -56,7 +56,7 @@ class Script:
         self.watched.cache.reset()
         self.watched.check()
         assert self.watched.prefix.num_locks == 0
-        assert self.watched.cache.state.allocator.num_used == len(self.watched.stored)
+        assert self.watched.cache.state.manager.allocator.num_used == len(self.watched.stored)
 
     def step(self) -> None:
         """Make one call, store what it gave or not, and change something else now and then."""

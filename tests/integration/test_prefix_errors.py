@@ -24,8 +24,8 @@ def seen(watched: Watched) -> Any:
     cache, prefix = watched.cache, watched.prefix
     found = (
         cache.usage,
-        cache.state.table.block_ids.tolist(),
-        list(cache.state.lengths),
+        zoo.table(cache).tolist(),
+        list(cache.state.lengths.of),
         dict(watched.stored),
         prefix.size_info,
         prefix.num_locks,
@@ -191,11 +191,14 @@ OTHERS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "another prompt": (lambda out: torch.cat([out[:, :3] + 1, out[:, 3:]], dim=1), "another beginning in row 0. Fix: commit what"),
     "another last row": (lambda out: torch.cat([out[:1], out[1:] * 0]), "another beginning in row 1"),
     "only what is new": (lambda out: out[:, 18:], "padding included, got too few tokens"),
-    "too short": (
-        lambda out: out[:, :22],
-        r"the 23 tokens that the cache holds, or one more, got 22 tokens. Fix: .*out\[:, :23\]",
+    "another token behind the prompt": (
+        lambda out: torch.cat([out[:, :20], out[:, 20:] + (out[:, 20:] < 30)], dim=1),
+        r"the tokens that were computed, got another for token 2\d of row 0. Fix: commit what",
     ),
-    "too long": (lambda out: torch.cat([out, out[:, :1]], dim=1), "or one more, got 25 tokens"),
+    "too long": (
+        lambda out: torch.cat([out, out[:, :1]], dim=1),
+        r"at most the 23 tokens that the cache holds, and one more, got 25 tokens. Fix: .*out\[:, :23\]",
+    ),
     "one dimension": (lambda out: out[0], r"commit: out: expected token ids of shape \[rows, length\], got shape \(24,\)"),
     "nothing": (lambda out: None, "got none"),
     "rows of several lengths": (lambda out: [[1, 2], [3]], "got shape"),
@@ -225,7 +228,7 @@ def test_what_cannot_be_committed_of_beams() -> None:
 
 def test_what_was_not_computed_cannot_be_committed(watched: Watched) -> None:
     watched.cache.bind(**padded(text(18)))
-    refused(watched, lambda: watched.cache.commit([text(18)]), ArgumentValueError, "expected the 16 tokens that the cache holds")
+    refused(watched, lambda: watched.cache.commit([text(18)]), ArgumentValueError, "expected at most the 16 tokens that the cache holds")
 
 
 def test_a_pass_that_was_interrupted_cannot_be_committed(watched: Watched) -> None:
@@ -269,19 +272,24 @@ def test_a_model_that_the_cache_was_not_made_for(watched: Watched) -> None:
         other.generate(**bound, **GREEDY, prompt_lookup_num_tokens=3)
 
 
-def test_padding_without_a_free_block_leaves_the_cache_empty_and_usable() -> None:
+def test_prompts_without_room_leave_the_cache_empty_and_usable_and_count_no_hits() -> None:
     watched = Watched("llama-gqa", num_blocks=16)
-    watched.same(padded(text(17), text(9, 2)), **GREEDY)
+    inputs = padded(text(17), text(9, 2))
+    watched.same(inputs, **GREEDY)
     watched.cache.reset()
-    other = watched.copy()
-    other.bind(**padded(text(17), text(9, 2)))
-    mine = watched.cache.state.allocator.allocate(watched.cache.state.allocator.num_free + watched.prefix.size_info.evictable_size // 4)
-    with pytest.raises(OutOfBlocksError):
-        watched.cache.bind(**padded(text(17), text(9, 2)))
-    assert (watched.cache.get_seq_length(), watched.cache.state.bound) == (0, None)
-    watched.cache.state.allocator.release(mine)
+    manager = watched.cache.state.manager
+    others = manager.begin(text(32, 7)), manager.begin(text(4 * (16 - 8 - 7), 8))
+    stats = watched.prefix.stats
+    for _ in range(3):
+        with pytest.raises(OutOfBlocksError, match=r"bind: input_ids: expected at most \d blocks to compute, .*Fix: reset\(\) copies"):
+            watched.cache.bind(**padded(text(17), text(28, 2)))
+        assert (watched.cache.get_seq_length(), watched.cache.state.bound) == (0, None)
+    assert watched.prefix.stats == stats
+    for seq in others:
+        manager.abort(seq)
     watched.check()
-    watched.same(padded(text(17), text(9, 2)), **GREEDY)
+    watched.same(inputs, **GREEDY)
+    assert watched.cached > 0
 
 
 def test_without_a_prefix_cache() -> None:
@@ -345,7 +353,7 @@ def test_locks_of_other_threads_garbage_are_given_back_by_the_next_call(watched:
     thread = threading.Thread(target=copies.clear)
     thread.start()
     thread.join()
-    assert watched.prefix.num_locks == locks == 3
+    assert watched.prefix.num_locks == locks == 2
     watched.cache.reset()
     assert watched.prefix.num_locks == 0
     assert np.array_equal(watched.prefix.stored_blocks(), sorted(watched.stored))

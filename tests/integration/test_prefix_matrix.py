@@ -36,7 +36,7 @@ BATCHES: dict[str, dict[str, torch.Tensor]] = {
     "padding of whole blocks": padded(text(9), text(25, 2), text(17, 3)),
     "padding of any length": padded(text(20), text(23, 2), text(11, 3)),
 }
-"""Padding 16, 0, 8: whole blocks of 1 and 4, of 16 where it can be. Padding 3, 0, 12: of 1 and, in one row of two, of 4."""
+"""Padding 16, 0, 8, and 3, 0, 12: rows go on at one place, which may be in the middle of a block of some of them."""
 
 
 def cases() -> list[Any]:
@@ -56,8 +56,8 @@ CHUNKS_KNOW_OF_A_PAST = "past_length = cache.get_seq_length()" in inspect.getsou
 
 def usable(pads: list[int], hits: list[int], length: int, block_size: int) -> int:
     """Return the tokens that need not be computed, by the rule as it is documented."""
-    reach = [pad + (hit if pad % block_size == 0 else 0) for pad, hit in zip(pads, hits, strict=True)]
-    past = min(*reach, length - 1) // block_size * block_size
+    hits = [min(hit, (length - pad - 1) // block_size * block_size) for pad, hit in zip(pads, hits, strict=True)]
+    past = min(pad + hit for pad, hit in zip(pads, hits, strict=True))
     return sum(max(past - pad, 0) for pad in pads)
 
 

@@ -108,7 +108,7 @@ def test_a_model_whose_tokens_see_later_ones_shares_nothing() -> None:
     made = zoo.build("Llama", {})
     made.model.layers[0].register_forward_hook(lambda module, args, output: output + output.mean(dim=1, keepdim=True))
     with pytest.raises(
-        UnsupportedError, match=r"do not depend on later tokens, .*got others when another token followed. Fix: .*without prefix="
+        UnsupportedError, match=r"do not depend on later tokens, .*got others when other tokens followed. Fix: .*without prefix="
     ):
         reusing(made)
     assert not made._forward_pre_hooks, "it was left as it is"

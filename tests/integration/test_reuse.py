@@ -104,11 +104,12 @@ def test_the_blocks_of_a_copy_come_back_when_it_is_dropped() -> None:
         del copied
         gc.collect()
         assert prefix.usage.pool_blocks_used == prefix.usage.blocks == 3
-    prefix.state.allocator.check_integrity()
-    allocator = prefix.state.allocator
+    prefix.state.manager.allocator.check_integrity()
+    manager = prefix.state.manager
     del prefix
     gc.collect()
-    assert allocator.num_used == 0
+    manager.check_integrity()
+    assert manager.allocator.num_used == 0
 
 
 def test_a_copy_of_a_copy_and_a_copy_of_nothing() -> None:
@@ -196,7 +197,7 @@ def test_rows_are_repeated_and_chosen_like_those_of_dynamic_cache(name: str) -> 
     for expected, got in zip(*results, strict=True):
         assert torch.equal(expected, got)
     assert cache.batch_size == 1
-    cache.state.allocator.check_integrity()
+    cache.state.manager.allocator.check_integrity()
 
 
 def test_changing_the_rows_of_an_empty_cache_is_nothing() -> None:
@@ -250,6 +251,6 @@ def test_bind_uses_the_keyword_of_the_installed_version() -> None:
     cache = zoo.paged(made)
     inputs = zoo.prompt(5)
     bound = cache.bind(**inputs)
-    assert set(bound) == {"input_ids", "attention_mask", zoo.CACHE_KEYWORD}
+    assert set(bound) == {"input_ids", "attention_mask", "use_cache", zoo.CACHE_KEYWORD}
     assert bound[zoo.CACHE_KEYWORD] is cache
     assert torch.equal(made.generate(**bound, **zoo.GREEDY), greedy(made, inputs))

@@ -45,7 +45,8 @@ class Caches(RuleBasedStateMachine):
         self.name = name
         made = zoo.model(name)
         paged = PagedCacheForTransformers.for_model(made, PagedKVCacheConfig(num_blocks=num_blocks, block_size=block_size))
-        self.allocator = paged.state.allocator
+        self.manager = paged.state.manager
+        self.allocator = self.manager.allocator
         self.generator = torch.Generator().manual_seed(1)
         self.alive = [Pair(paged, DynamicCache(), 0)]
         return multiple(self.alive[0])
@@ -115,9 +116,7 @@ class Caches(RuleBasedStateMachine):
         return sizes
 
     def seen(self) -> list[Any]:
-        tables = [
-            (one.paged.batch_size, one.paged.state.table.block_ids.ravel().tolist(), list(one.paged.state.lengths)) for one in self.alive
-        ]
+        tables = [(one.paged.batch_size, zoo.table(one.paged).ravel().tolist(), list(one.paged.state.lengths.of)) for one in self.alive]
         return [self.allocator.ref_counts(np.arange(self.allocator.num_blocks)).tolist(), tables]
 
     @invariant()
@@ -129,9 +128,10 @@ class Caches(RuleBasedStateMachine):
 
     @invariant()
     def blocks_are_held_by_caches_that_live(self) -> None:
-        held = {block for one in self.alive for block in one.paged.state.table.block_ids.ravel().tolist()}
+        self.manager.check_integrity()  # which also takes back what was dropped
+        held = {block for one in self.alive for block in zoo.table(one.paged).ravel().tolist()}
         assert self.allocator.num_used == len(held)
-        self.allocator.check_integrity()
+        self.manager.hand_over()
 
 
 Caches.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

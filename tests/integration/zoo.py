@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 from transformers import DynamicCache
@@ -163,6 +165,11 @@ def paged(of: Any, *, block_size: int = 4, num_blocks: int = 128) -> PagedCacheF
     return PagedCacheForTransformers.for_model(of, conf(block_size=block_size, num_blocks=num_blocks))
 
 
+def table(cache: PagedCacheForTransformers) -> npt.NDArray[np.int32]:
+    """Return the blocks of each row, 0 behind the shorter ones; none without rows."""
+    return cache.state.batch.block_table if cache.state.batch else np.empty((0, 0), dtype=np.int32)
+
+
 def dynamic(of: Any) -> DynamicCache:
     """Make the cache that it is compared with."""
     return DynamicCache(config=of.config)
@@ -179,4 +186,5 @@ def generate(of: Any, cache: Any, scenario: str, inputs: dict[str, torch.Tensor]
     """Generate with a cache, the random numbers started anew."""
     make, settings = SCENARIOS[scenario]
     torch.manual_seed(3)
-    return of.generate(**(inputs or make()), **settings, **{CACHE_KEYWORD: cache}, return_dict_in_generate=True, output_logits=True)
+    how = {**settings, CACHE_KEYWORD: cache, "use_cache": True}  # which some configurations deny
+    return of.generate(**(inputs or make()), **how, return_dict_in_generate=True, output_logits=True)

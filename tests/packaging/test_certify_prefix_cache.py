@@ -14,22 +14,32 @@ SOURCE = """
 import os
 
 import kvdock
-from kvdock.prefix import RadixPrefixCache
+from kvdock.prefix import PrefixCache, RadixPrefixCache
 
 KVDOCK_API = (1, 0)
 
 
 class Theirs(RadixPrefixCache):
-    def evict(self, num_tokens):
-        slots = super().evict(num_tokens)
-        return slots[::-1][1:] if "ACME_WRONG" in os.environ else slots
+    def evict(self, num_blocks):
+        blocks = super().evict(num_blocks)
+        return blocks[::-1][1:] if "ACME_WRONG" in os.environ else blocks
+
+
+class OfLongAgo(RadixPrefixCache):
+    def insert_prefix(self, tokens, slots, namespace=(), *, priority=0):
+        return super().insert_prefix(tokens, slots, namespace, priority=priority)
+
+
+class Unfinished(PrefixCache):
+    def __init__(self, block_size=16):
+        self.block_size = block_size
 
 
 @kvdock.hookimpl
 def kvdock_prefix_caches():
-    return {"acme-tree": Theirs}
+    return {"acme-tree": Theirs, "acme-old": OfLongAgo, "acme-begun": Unfinished}
 """
-"""A cache that loses a slot at each eviction where ACME_WRONG is set."""
+"""A cache that loses a block at each eviction where ACME_WRONG is set, and two that are not what the contract asks for."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +72,7 @@ def test_a_wrong_one_is_not_and_its_script_runs_without_the_kit(environment: Env
     code, told = certify(environment, "--report", str(tmp_path), ACME_WRONG="1")
     assert code == 1
     verdicts = {item["id"]: item["verdict"] for item in told["requirements"]}
-    assert verdicts["KVD-PREFIX-006"] == "failed", "evicting n tokens frees exactly so many blocks"
+    assert verdicts["KVD-PREFIX-006"] == "failed", "evicting n blocks frees exactly so many"
     assert verdicts["KVD-PREFIX-003"] == "passed", "what does not evict is as it was"
     blocked = "import sys, runpy; sys.modules['kvdock_conformance'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
     command = [environment.python, "-P", "-c", blocked, str(tmp_path / "failures" / "KVD-PREFIX-006" / "repro.py")]
@@ -71,6 +81,20 @@ def test_a_wrong_one_is_not_and_its_script_runs_without_the_kit(environment: Env
     assert "NonconformanceError" in broken.stderr
     assert "evict(" in broken.stderr
     assert run(command, check=True).stdout.startswith("passes now: KVD-PREFIX-006")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("acme-old", "OfLongAgo.insert_prefix: expected (self, tokens: 'npt.ArrayLike', blocks: "),
+        ("acme-begun", "prefix cache 'acme-begun': Can't instantiate abstract class Unfinished"),
+    ],
+)
+def test_one_that_is_not_what_the_contract_asks_for_is_told_so(environment: Environment, name: str, text: str) -> None:
+    done = environment.kvdock("conformance", "--prefix", name)
+    assert done.returncode == 3, "nothing was run"
+    assert text in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
 
 
 @pytest.mark.slow

@@ -183,6 +183,7 @@ def plain(source: str) -> str:
     KVCache createKVCache duplicateKVCache dropKVCache LRUDescriptorCache CacheManager createDescriptorKey IDescriptorDestroyer
     PagedCaching OpCache OpDispatcher
     BaseKVCache MHAKVCache store_kv KVCacheLayout KVCacheType BaseCacheManager BaseCacheHandle SizeInfo NaiveCacheManager RadixCacheManager
+    BlockAllocator BasePrefixCache PrefillAdder page_table prepare_metadata store_kv available_size removeNode
     create_kvcache create_cache_manager unique_copy update match_prefix insert_prefix lock_handle evict check_integrity
 """,
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 
@@ -13,6 +13,8 @@ from kvdock.ops.modes import MODE
 from kvdock.ops.selection import Choice
 
 __all__ = ["Cache", "CacheConfig", "OpSource", "active_name", "check_layer", "require_backend"]
+
+C = TypeVar("C")
 
 OpSource = Any
 """Where a cache gets its ops: an `OpDispatcher`. Caches use ops through what they are handed."""
@@ -106,10 +108,11 @@ class Cache(ABC):
         """Zero the memory, as when the cache was made. Views handed out before remain valid."""
 
 
-def _remade(cache: Any, memo: dict[int, Any] | None) -> Any:
+def _remade(cache: C, memo: dict[int, Any] | None) -> C:
     """Return a copy of a cache, shallow or deep, whatever its class keeps its attributes in."""
-    make, args, state, *_ = object.__reduce_ex__(cache, 4)
-    twin = make(*args)
+    parts: Any = object.__reduce_ex__(cache, 4)
+    make, args, state, *_ = parts
+    twin: C = make(*args)
     if memo is not None:
         memo[id(cache)] = twin
         state = copy.deepcopy(state, memo)

@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from kvdock.cache.interface import Cache, CacheConfig, OpSource, active_name, check_layer, require_backend
-from kvdock.cache.pool import PagedPool, RankLayer, block_bytes, group_layers, rank_layers
+from kvdock.cache.pool import PagedPool, RankLayer, block_bytes, check_bytes, group_layers, rank_layers
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, CapacityError, UnsupportedError
 from kvdock.layout import HeadLayout, KVCacheLayout
 from kvdock.ops.api import BlockPairs, outputs_for, pairs_tensor
@@ -67,6 +67,7 @@ class PagedKVCacheConfig(CacheConfig):
         """Return how many blocks the pool has.
 
         Raises:
+            ArgumentValueError: more bytes than an address space has.
             CapacityError: the budget holds no block, or fewer than ``num_blocks``; says how many bytes are needed.
         """
         per_block = block_bytes(layers, self.block_size, dtype)
@@ -78,13 +79,16 @@ class PagedKVCacheConfig(CacheConfig):
                 got=self.max_kv_memory_bytes,
                 fix="raise the budget, or choose a smaller block_size or fewer num_blocks",
             )
-        return self.num_blocks or int(self.max_kv_memory_bytes or 0) // per_block
+        num_blocks = self.num_blocks or int(self.max_kv_memory_bytes or 0) // per_block
+        check_bytes(type(self).__name__, num_blocks * per_block, f"{num_blocks} blocks of {self.block_size} tokens in {len(layers)} layers")
+        return num_blocks
 
 
 class PagedKVCache(Cache):
     """A pool of blocks per layer. Which token goes to which slot is the caller's to say.
 
-    A slot is ``block_id * block_size + offset``, the same in every layer, for keys and for values.
+    A slot is ``block_id * block_size + offset``, the same in every layer, for keys and for values. There may be more slots than
+    int32 counts: what comes in int64 reaches them. It copies as `Cache` says.
 
     Args:
         spec: what the layers need.
@@ -93,7 +97,7 @@ class PagedKVCache(Cache):
         ops: where its ops come from.
 
     Raises:
-        ArgumentValueError: heads and ranks do not divide.
+        ArgumentValueError: heads and ranks do not divide, or more bytes than an address space has.
         CapacityError: the budget is too small.
         UnsupportedError: a kind of layer that this cache does not hold.
         BackendError: no backend can be chosen for the device.
@@ -117,21 +121,13 @@ class PagedKVCache(Cache):
 
     def _allocate(self, layers: Sequence[RankLayer]) -> None:
         """Take the memory: one storage for keys and one for values, for each group of equal layers."""
-        config = self.config
+        config, device = self.config, self.rank.device
         self._groups: list[tuple[PagedPool, PagedPool]] = []
         views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for layer, members in group_layers(layers).items():
             k_pool, v_pool = (
                 PagedPool.allocate(
-                    len(members),
-                    self._num_blocks,
-                    config.block_size,
-                    heads,
-                    dim,
-                    self._dtype,
-                    self.rank.device,
-                    config.layout,
-                    config.head_layout,
+                    len(members), self._num_blocks, config.block_size, heads, dim, self._dtype, device, config.layout, config.head_layout
                 )
                 for heads, dim in ((layer.num_k_heads, layer.k_dim), (layer.num_v_heads, layer.v_dim))
             )

@@ -9,12 +9,12 @@ from typing import Any, Self
 import attrs
 import torch
 
-from kvdock.errors import UnsupportedError
+from kvdock.errors import ArgumentValueError, UnsupportedError
 from kvdock.layout import HeadLayout, KVCacheLayout
 from kvdock.rank import RankInfo
 from kvdock.spec import KVSpec, LayerSpec, MLALayerSpec
 
-__all__ = ["PagedPool", "RankLayer", "block_bytes", "group_layers", "rank_layers"]
+__all__ = ["PagedPool", "RankLayer", "block_bytes", "check_bytes", "group_layers", "rank_layers"]
 
 
 @attrs.frozen
@@ -59,6 +59,25 @@ def _rank_layer(layer: LayerSpec | MLALayerSpec, index: int, rank: RankInfo) -> 
 def block_bytes(layers: Sequence[RankLayer], block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block of ``block_size`` tokens over all layers, keys and values."""
     return sum(layer.elements for layer in layers) * block_size * dtype.itemsize
+
+
+_MOST_BYTES = 2**56
+"""What a program can address on the processors there are, with page tables of five levels."""
+
+
+def check_bytes(subject: str, nbytes: int, made_of: str) -> None:
+    """Refuse a cache that no machine could hold, before a device is touched; torch says what this one cannot.
+
+    Raises:
+        ArgumentValueError: more bytes than an address space has.
+    """
+    if nbytes > _MOST_BYTES:
+        raise ArgumentValueError(
+            subject,
+            expected=f"at most {_MOST_BYTES} bytes, an address space",
+            got=f"{nbytes} bytes: {made_of}",
+            fix="ask for a smaller cache",
+        )
 
 
 def group_layers(layers: Sequence[RankLayer]) -> dict[RankLayer, list[int]]:
@@ -110,7 +129,7 @@ class PagedPool:
         return cls(memory, tuple(by_layer.unbind(0)), whole)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy the memory once, and view the copy alike. torch would copy views one by one on some devices, such as ``mps``."""
+        """Copy the memory once, and view the copy alike. torch copies views one by one on some devices."""
         memory, old = copy.deepcopy(self.memory, memo), (*self.layers, self.whole)
         new = [memory.as_strided(view.shape, view.stride(), view.storage_offset()) for view in old]
         memo.update(zip(map(id, old), new, strict=True))

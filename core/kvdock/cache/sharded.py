@@ -44,7 +44,8 @@ class ShardedKVCache:
             ops: where its ops come from; default is the process's runtime.
 
         Raises:
-            ArgumentValueError: no devices, heads that do not divide, or more positions than the model supports.
+            ArgumentValueError: no devices, heads that do not divide, more positions than the model supports, or more bytes than
+                an address space has.
             BackendError: no backend can be chosen for a device.
         """
         check_int("ShardedKVCache.create: max_len", max_len, 1)

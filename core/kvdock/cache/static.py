@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from kvdock.cache.interface import Cache, CacheConfig, OpSource, active_name, check_layer, require_backend
-from kvdock.cache.pool import RankLayer, rank_layers
+from kvdock.cache.pool import RankLayer, block_bytes, check_bytes, rank_layers
 from kvdock.interface import HOST
 from kvdock.ops.api import host_int
 from kvdock.ops.hostcheck import check_lengths
@@ -48,6 +48,8 @@ class StaticKVCacheConfig(CacheConfig):
 class StaticKVCache(Cache):
     """``max_batch_size`` rows of ``max_cache_len`` positions per layer. How full each row is, is the caller's to say.
 
+    It copies as `Cache` says.
+
     Args:
         spec: what the layers need.
         config: what the user chose.
@@ -55,7 +57,7 @@ class StaticKVCache(Cache):
         ops: where its ops come from.
 
     Raises:
-        ArgumentValueError: heads and ranks do not divide.
+        ArgumentValueError: heads and ranks do not divide, or more bytes than an address space has.
         UnsupportedError: a kind of layer that this cache does not hold.
         BackendError: no backend can be chosen for the device.
     """
@@ -64,6 +66,9 @@ class StaticKVCache(Cache):
         self.spec, self.config, self.rank = spec, config, rank
         layers = rank_layers(spec, rank)
         self.max_cache_len = min(config.max_cache_len or spec.max_positions, spec.max_positions)
+        nbytes = config.max_batch_size * block_bytes(layers, self.max_cache_len, spec.dtype)
+        made_of = f"{config.max_batch_size} rows of {self.max_cache_len} tokens in {len(layers)} layers"
+        check_bytes(type(config).__name__, nbytes, made_of)
         named = active_name()
         require_backend(ops, "static_update_", rank.device, named)
         self._views = [self._allocate(layer) for layer in layers]

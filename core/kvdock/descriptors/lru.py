@@ -225,12 +225,8 @@ class LRUDescriptorCache(Generic[V]):
             self.close()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UnsupportedError(
-            "LRUDescriptorCache",
-            expected="one owner of each descriptor, which destroys it once",
-            got="copy, deepcopy or pickle",
-            fix=f"make another, LRUDescriptorCache({self._capacity}), and prepare its own descriptors",
-        )
+        fix = f"make another, LRUDescriptorCache({self._capacity}), and prepare its own descriptors"
+        raise UnsupportedError("LRUDescriptorCache", expected="one owner of each descriptor", got="copy, deepcopy or pickle", fix=fix)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -246,13 +242,7 @@ class LRUDescriptorCache(Generic[V]):
     @property
     def stats(self) -> CacheStats:
         """What happened so far. Any thread may ask."""
+        hits, gone = self.clock - self._puts, self._departures
         return CacheStats(
-            self.clock - self._puts,
-            self._misses,
-            self._evictions,
-            self._departures.destroyed,
-            self._departures.failures,
-            len(self.entries),
-            self._capacity,
-            self._prepare_s,
+            hits, self._misses, self._evictions, gone.destroyed, gone.failures, len(self.entries), self._capacity, self._prepare_s
         )

@@ -1,7 +1,7 @@
 """Which blocks hold the keys and values of which tokens: prefixes that requests share. Integers only.
 
 In the order of reading: `interface` is the contract, `naive` the shortest prefix cache, `radix` the one to use, with `node`,
-`tree`, `labels` (token ids as bytes), `eviction` (policies and the queue), `integrity` and `events`; `factory` makes one by name.
+`tree`, `handle`, `labels` (token ids as bytes), `eviction` (policies and the queue), `integrity` and `events`; `factory` makes one by name.
 """
 
 from kvdock.prefix.events import Cleared, PrefixEvent, Removed, Stored

@@ -1,13 +1,14 @@
 """Which prefixes go first: a policy says how much each is worth, a queue finds the least.
 
 A policy is one small class. Its key may only grow while a prefix is stored; that is what lets the queue look at an entry
-again only when it comes up, so that a use costs nothing and k evictions among n leaves O(k log n).
+again only when it comes up, so that a use costs nothing and k evictions among n leaves O(k log n) at most.
 """
 
 from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -118,13 +119,21 @@ class Evictable(Usage, Protocol):
 E = TypeVar("E", bound=Evictable)
 
 
+_Entry = tuple[Any, int, int, E]
+
+
 class EvictionQueue(Generic[E]):
-    """Candidates by what they are worth. Each has one entry at most; entries of others are dropped when they come up."""
+    """Candidates by what they are worth. Each has one entry at most; entries of others are dropped when they come up.
+
+    Most come in the order in which they will go, as what was used now is worth the most. These stand in a line, which costs the
+    same however long it is; the others are in a heap.
+    """
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._key = policy.key
-        self._heap: list[tuple[Any, int, int, E]] = []
-        self._first: tuple[Any, int, int, E] | None = None  # the least entry, apart: a run that is trimmed, and trimmed again
+        self._line: deque[_Entry[E]] = deque()
+        self._heap: list[_Entry[E]] = []
+        self._first: _Entry[E] | None = None  # what was the least, apart: a run that is trimmed, and trimmed again
         self._serial = 0
         self._dead = 0
 
@@ -134,18 +143,16 @@ class EvictionQueue(Generic[E]):
             return
         item.is_queued = True
         self._serial += 1
-        entry, first = (self._key(item), item.number, self._serial, item), self._first
-        if first is None:
-            self._first = entry
+        entry, line = (self._key(item), item.number, self._serial, item), self._line
+        if not line or line[-1] < entry:
+            line.append(entry)
         else:
-            self._first, later = (entry, first) if entry < first else (first, entry)
-            heapq.heappush(self._heap, later)
+            heapq.heappush(self._heap, entry)
 
     def least(self) -> E:
         """Return the candidate of the least key, which stays one: its end may go, and then it is looked at again. Raises IndexError."""
         while True:
-            first = self._first
-            self._first = first = heapq.heappop(self._heap) if first is None else heapq.heappushpop(self._heap, first)
+            self._first = first = self._take_least()
             key, _, _, item = first
             is_evictable = item.is_evictable
             if is_evictable and self._key(item) == key:
@@ -155,6 +162,18 @@ class EvictionQueue(Generic[E]):
             if is_evictable:
                 self.push(item)  # used since: its turn comes later
 
+    def _take_least(self) -> _Entry[E]:
+        """Take out the least entry."""
+        first, line, heap = self._first, self._line, self._heap
+        if line and (not heap or line[0] < heap[0]):
+            if first is None:
+                return line.popleft()
+            if first < line[0]:
+                return first
+            heapq.heappush(heap, first)
+            return line.popleft()
+        return heapq.heappop(heap) if first is None else heapq.heappushpop(heap, first)
+
     def discard(self, item: E) -> None:
         """Note that an item is no longer stored. Once such entries are half of all, they are dropped."""
         if self._first is not None and self._first[3] is item:
@@ -162,27 +181,29 @@ class EvictionQueue(Generic[E]):
             item.is_queued = False
         elif item.is_queued:
             self._dead += 1
-            if 2 * self._dead > len(self._heap) + 1:
+            if 2 * self._dead > len(self._line) + len(self._heap) + 1:
                 self._rebuild()
 
     def _rebuild(self) -> None:
         """Keep the entries of candidates only."""
+        entries = self._entries()
         for item in self.items():
             item.is_queued = item.is_evictable
-        self._heap, self._first = [entry for entry in self._entries() if entry[3].is_queued], None
+        self.clear()
+        self._heap = [entry for entry in entries if entry[3].is_queued]
         heapq.heapify(self._heap)
-        self._dead = 0
 
     def items(self) -> list[E]:
         """Return what there is an entry for."""
         return [entry[3] for entry in self._entries()]
 
-    def _entries(self) -> list[tuple[Any, int, int, E]]:
+    def _entries(self) -> list[_Entry[E]]:
         """Return all entries, in no order."""
-        return self._heap if self._first is None else [self._first, *self._heap]
+        return [*([] if self._first is None else [self._first]), *self._line, *self._heap]
 
     def clear(self) -> None:
         """Forget all candidates."""
-        self._heap.clear()
+        self._line.clear()
+        self._heap = []
         self._first = None
         self._dead = 0

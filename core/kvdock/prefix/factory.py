@@ -37,11 +37,15 @@ def create_prefix_cache(name: str = "radix", *, block_size: int = 16, **options:
     Raises:
         ArgumentTypeError: a name that is no str, an option that the class does not take.
         ArgumentValueError: nobody brings it; or several plugins do.
-        PluginError: a plugin's class made something that is no `PrefixCache`.
+        PluginError: a plugin's class lacks methods of the contract, or made something that is no `PrefixCache`.
     """
     if not isinstance(name, str):
         raise ArgumentTypeError("create_prefix_cache: name", expected="a str", got=repr(name)[:80])
     factory = _BUILT_IN.get(name) or _of_plugin(name)
+    missing = getattr(factory, "__abstractmethods__", None)
+    if missing:
+        fix = "implement kvdock.PrefixCache of the installed version; `kvdock conformance --prefix` says what else is asked"
+        raise PluginError(f"prefix cache {name!r}", expected="every method of PrefixCache", got=f"none of {sorted(missing)}", fix=fix)
     try:
         made = factory(block_size=block_size, **options)
     except TypeError as error:

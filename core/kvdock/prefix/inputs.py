@@ -88,6 +88,8 @@ def as_blocks(subject: str, values: Any, count: int | None = None) -> npt.NDArra
         ArgumentTypeError: no integers.
         ArgumentValueError: another number of them, or ids beyond int32.
     """
+    if type(values) is np.ndarray and values.dtype is _INT32 and values.ndim == 1 and values.size == count:
+        return values  # mostly: in half the time of what follows
     blocks = as_integers(subject, values)
     if count is not None and blocks.size != count:
         fix = "pass the ids of whole blocks: the first n // block_size of a block table"
@@ -128,7 +130,8 @@ def twice(subject: str, blocks: npt.NDArray[np.int32]) -> ArgumentValueError:
 
 def slots_of(blocks: npt.NDArray[np.int32], block_size: int) -> npt.NDArray[np.int32]:
     """Return the slots of blocks, int32 ``[n * block_size]``, an array of its own."""
-    return np.add.outer(blocks * np.int32(block_size), np.arange(block_size, dtype=np.int32)).ravel()
+    slots: npt.NDArray[np.int32] = np.add.outer(blocks * np.int32(block_size), np.arange(block_size, dtype=np.int32)).ravel()
+    return slots
 
 
 def count_of(subject: str, value: object, minimum: int = 0) -> int:
@@ -146,9 +149,11 @@ def index_of(subject: str, value: object) -> int:
 
 
 def check_priority(subject: str, priority: object) -> int:
-    """Return a priority, or raise unless it is an int."""
+    """Return a priority, or raise unless it is an int of at most 64 bits."""
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise ArgumentTypeError(subject, expected="an int", got=repr(priority))
+    if not -(2**63) <= priority < 2**63:
+        raise ArgumentValueError(subject, expected="an int of at most 64 bits", got=priority)
     return priority
 
 

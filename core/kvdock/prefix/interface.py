@@ -16,19 +16,31 @@ The life of a prefix, in calls::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvdock.errors import ArgumentValueError
 from kvdock.prefix.events import PrefixEvent
 from kvdock.prefix.inputs import slots_of
 from kvdock.prefix.ownership import NotCopied
 from kvdock.prefix.stats import PrefixStats
 
-__all__ = ["BlockIds", "InsertResult", "Namespace", "PartialMatch", "PrefixCache", "PrefixHandle", "PrefixMatch", "SizeInfo", "Slots"]
+__all__ = [
+    "BlockIds",
+    "InsertResult",
+    "Namespace",
+    "PartialMatch",
+    "PrefixCache",
+    "PrefixHandle",
+    "PrefixMatch",
+    "SizeInfo",
+    "Slots",
+    "other_namespace",
+]
 
 BlockIds = npt.NDArray[np.int32]
 """An array of block ids."""
@@ -51,6 +63,8 @@ class PrefixHandle(NotCopied):
     """
 
     __slots__ = ("cached_len",)
+
+    instead_of_copies = "match the tokens again"
 
     def __init__(self, cached_len: int) -> None:
         self.cached_len = cached_len
@@ -230,6 +244,29 @@ class PrefixCache(NotCopied, ABC):
             StaleHandleError: ``behind``, as for `lock_handle`; it need not be locked.
         """
 
+    def append_blocks(
+        self, handles: Sequence[PrefixHandle], tokens: npt.NDArray[Any], blocks: BlockIds, priorities: Sequence[int]
+    ) -> npt.NDArray[np.bool_]:
+        """Store one block behind each of several prefixes, and move their handles, with their locks, behind it; where that is simple.
+
+        This is the step of a batch that is decoded: what `insert_prefix` and two calls of `lock_handle` would do for each, in one
+        call. A prefix cache does it for those that it likes to, or for none, as this one: the others are left as they were,
+        and the caller makes these calls.
+
+        Args:
+            handles: of this cache, each locked.
+            tokens: token ids ``[n, block_size]``.
+            blocks: ids of blocks that are not stored, int32 ``[n]``.
+            priorities: as for `insert_prefix`, one for each.
+
+        Returns:
+            which were stored, bool ``[n]``.
+
+        Raises:
+            StaleHandleError, ArgumentValueError: as for `insert_prefix`. Nothing was changed.
+        """
+        return np.zeros(len(handles), dtype=np.bool_)
+
     @abstractmethod
     def evict(self, num_blocks: int) -> BlockIds:
         """Forget exactly ``num_blocks`` blocks, those that the policy names, ends of prefixes first.
@@ -299,3 +336,13 @@ class PrefixCache(NotCopied, ABC):
     @abstractmethod
     def hand_over(self) -> None:
         """Give the cache up: it belongs to the thread that uses it next. Raises `WrongThreadError` in another thread."""
+
+
+def other_namespace(namespace: Namespace, behind: PrefixHandle) -> ArgumentValueError:
+    """Describe an insertion behind a handle of another namespace."""
+    return ArgumentValueError(
+        "insert_prefix: behind",
+        expected=f"a handle of the namespace that is named, {namespace!r}",
+        got=f"{behind} of another",
+        fix="pass the namespace that the handle was found in, and the tokens that follow it",
+    )

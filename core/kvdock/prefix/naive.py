@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import attrs
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvdock.errors import OutOfBlocksError, StaleHandleError
 from kvdock.prefix.events import Cleared, EventStream, PrefixEvent
 from kvdock.prefix.inputs import as_blocks, as_integers, check_block_size, check_distinct, check_priority, count_of, namespace_key
-from kvdock.prefix.interface import BlockIds, InsertResult, Namespace, PrefixCache, PrefixHandle, PrefixMatch, SizeInfo
+from kvdock.prefix.interface import BlockIds, InsertResult, Namespace, PrefixCache, PrefixHandle, PrefixMatch, SizeInfo, other_namespace
 from kvdock.prefix.ownership import OneThread
 from kvdock.prefix.stats import PrefixStats
 
@@ -21,11 +21,11 @@ __all__ = ["NaivePrefixCache"]
 class _Handle(PrefixHandle):
     """Stands for nothing, and can be locked all the same."""
 
-    __slots__ = ("locks", "owner", "time")
+    __slots__ = ("locks", "owner", "space", "time")
 
-    def __init__(self, owner: NaivePrefixCache, time: int) -> None:
+    def __init__(self, owner: NaivePrefixCache, time: int, space: Hashable) -> None:
         super().__init__(0)
-        self.owner, self.time, self.locks = owner, time, 0
+        self.owner, self.time, self.space, self.locks = owner, time, space, 0
 
 
 class NaivePrefixCache(OneThread, PrefixCache):
@@ -49,8 +49,7 @@ class NaivePrefixCache(OneThread, PrefixCache):
         """Find nothing."""
         self._enter()
         count = as_integers("match_prefix: tokens", tokens).size
-        namespace_key("match_prefix: namespace", namespace)
-        handle = _Handle(self, self._time)
+        handle = _Handle(self, self._time, namespace_key("match_prefix: namespace", namespace))
         if record:
             self.record_match(handle, count)
         return PrefixMatch(handle, _none())
@@ -94,11 +93,11 @@ class NaivePrefixCache(OneThread, PrefixCache):
         ids = as_integers("insert_prefix: tokens", tokens)
         passed = as_blocks("insert_prefix: blocks", blocks, ids.size // self.block_size)
         check_priority("insert_prefix: priority", priority)
-        namespace_key("insert_prefix: namespace", namespace)
+        key = namespace_key("insert_prefix: namespace", namespace)
         check_distinct("insert_prefix: blocks", passed, self.block_size)
-        if behind is not None:
-            self._checked(behind)
-        return InsertResult(0, _Handle(self, self._time), _none(), self.block_size)
+        if behind is not None and self._checked(behind).space != key:
+            raise other_namespace(namespace, behind)
+        return InsertResult(0, _Handle(self, self._time, key), _none(), self.block_size)
 
     def evict(self, num_blocks: int) -> BlockIds:
         """Evict nothing; more is an error."""

@@ -1,4 +1,4 @@
-"""The nodes of a radix tree, and handles to places in them.
+"""The nodes of a radix tree.
 
 ::
 
@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from kvdock.prefix.interface import BlockIds, PrefixHandle
+from kvdock.prefix.interface import BlockIds
 from kvdock.prefix.labels import TokenIds
 
-__all__ = ["Mark", "Node", "RadixHandle"]
+__all__ = ["Mark", "Node"]
 
 
 class Mark:
@@ -31,6 +31,11 @@ class Mark:
     """
 
     __slots__ = ("created", "end", "last_use", "priority", "uses")
+
+    created: int
+    last_use: int
+    priority: int
+    uses: int
 
     def __init__(self, end: int, like: Mark | Node) -> None:
         self.end = end
@@ -126,6 +131,10 @@ class Node:
             return self.end - self.start
         return max(self.locks) - self.start if self.locks else 0
 
+    def can_grow(self, position: int, priority: int) -> bool:
+        """Whether this is a leaf that ends at a position, and what is appended there is worth as much."""
+        return self.end == position and not self.children and not self.was_trimmed and self.priority == priority
+
     def add_child(self, node: Node) -> None:
         """Put a node behind this one."""
         if self.children is None:
@@ -142,6 +151,17 @@ class Node:
         self.room[size : size + blocks.size] = blocks
         self.label += ids.tobytes()
         self.end += blocks.size
+
+    def grow_one(self, label: bytes, block: int) -> None:
+        """Append one block: what `grow` does, at a third of the time."""
+        size = self.end - self.start
+        if size == self.room.size:
+            room = np.empty(size + 1 + size // 8, dtype=np.int32)
+            room[:size] = self.room
+            self.room = room
+        self.room[size] = block
+        self.label += label
+        self.end += 1
 
     def trim(self, end: int, block_bytes: int) -> BlockIds:
         """Take off the blocks from position ``end`` on, and return them; a view, good until the node changes again."""
@@ -167,7 +187,7 @@ class Node:
         self.start, self.parent = at, upper
         return upper
 
-    def absorb(self, upper: Node, policy_key: Callable[[Any], Any]) -> None:
+    def absorb(self, upper: Node, key: Callable[[Any], Any]) -> None:
         """Take over the blocks of the parent, whose only child this is."""
         self.earlier = [*(upper.earlier or ()), Mark(upper.end, upper), *(self.earlier or ())]
         self.room = np.concatenate((upper.blocks, self.blocks))
@@ -177,7 +197,7 @@ class Node:
             self.locks = {**upper.locks, **(self.locks or {})}
         self.start, self.parent, self.key = upper.start, upper.parent, upper.key
         upper.into, upper.is_stored, upper.children = self, False, None
-        self._join_marks(policy_key)
+        self._join_marks(key)
 
     def renew(self) -> Node:
         """Return a node that takes this leaf's place: handles behind its end, and its place in the queue, stay with the old one."""
@@ -187,7 +207,7 @@ class Node:
         self.into, self.is_stored = fresh, False
         return fresh
 
-    def use(self, upto: int, now: int, priority: int | None, policy_key: Callable[[Any], Any]) -> None:
+    def use(self, upto: int, now: int, priority: int | None, key: Callable[[Any], Any]) -> None:
         """Note a use of the blocks before position ``upto``, now."""
         if upto == self.end:
             _note_use(self, now, priority)
@@ -199,7 +219,7 @@ class Node:
             if mark.end > upto:
                 break
             _note_use(mark, now, priority)
-        self._join_marks(policy_key)
+        self._join_marks(key)
 
     def _mark(self, end: int) -> None:
         """See to it that a part ends at position ``end``."""
@@ -212,15 +232,15 @@ class Node:
         """Let what grows from here on be a part of its own."""
         self.earlier = [*(self.earlier or ()), Mark(self.end, self)]
 
-    def _join_marks(self, policy_key: Callable[[Any], Any]) -> None:
-        """Make one part of neighbours that the policy does not tell apart."""
+    def _join_marks(self, key: Callable[[Any], Any]) -> None:
+        """Make one part of neighbours that were used alike."""
         if not self.earlier:
             return
-        marks, kept, later = self.earlier, list[Mark](), policy_key(self)
+        marks, kept, later = self.earlier, list[Mark](), key(self)
         for mark in reversed(marks):
-            if (key := policy_key(mark)) != later:
+            if (this := key(mark)) != later:
                 kept.append(mark)
-                later = key
+                later = this
         self.earlier = kept[::-1] or None
 
     def _share_marks(self, upper: Node) -> None:
@@ -256,27 +276,3 @@ def _note_use(part: Mark | Node, now: int, priority: int | None) -> None:
     part.uses += 1
     if priority is not None and priority > part.priority:
         part.priority = priority
-
-
-class RadixHandle(PrefixHandle):
-    """A position, and the node that it is in; later it may be in another, which `RadixTree.find` finds.
-
-    Attributes:
-        position: blocks before it.
-        owner: the cache that made it.
-        era: what that cache had for this then: another object after each reset.
-        space: key of its namespace.
-        node: None at the root.
-        locks: how often it is locked.
-    """
-
-    __slots__ = ("era", "locks", "node", "owner", "position", "space")
-
-    def __init__(self, owner: object, era: object, space: object, node: Node | None, position: int, cached_len: int) -> None:
-        self.cached_len = cached_len
-        self.owner = owner
-        self.era = era
-        self.space = space
-        self.node = node
-        self.position = position
-        self.locks = 0

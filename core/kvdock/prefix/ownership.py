@@ -43,7 +43,7 @@ class OneThread:
             self._claim()
 
     def _claim(self) -> None:
-        """Belong to the calling thread, unless another has it. The next thread has the number of one that ended, and then its cache."""
+        """Belong to the calling thread, unless another has it: one that runs, and has the number of the last user."""
         here = threading.current_thread()
         owner = next((thread for thread in threading.enumerate() if thread.ident == self._thread), None)
         if owner is not None:

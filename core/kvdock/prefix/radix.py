@@ -16,15 +16,16 @@ that `kvdock.prefix.interface` states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.errors import ArgumentValueError, OutOfBlocksError, StaleHandleError
+from kvdock.errors import OutOfBlocksError, StaleHandleError
 from kvdock.prefix.events import Cleared, EventStream, PrefixEvent, Removed, Stored
 from kvdock.prefix.eviction import EvictionPolicy, policy_of
+from kvdock.prefix.handle import RadixHandle, find
 from kvdock.prefix.inputs import as_blocks, as_integers, check_block_size, check_priority, count_of, namespace_key
 from kvdock.prefix.integrity import check_tree
 from kvdock.prefix.interface import (
@@ -36,15 +37,18 @@ from kvdock.prefix.interface import (
     PrefixHandle,
     PrefixMatch,
     SizeInfo,
+    other_namespace,
 )
 from kvdock.prefix.labels import WIDE, TokenIds, as_narrow
-from kvdock.prefix.node import Node, RadixHandle
+from kvdock.prefix.node import Node
 from kvdock.prefix.owners import StoredBlocks
 from kvdock.prefix.ownership import OneThread
 from kvdock.prefix.stats import PrefixStats
 from kvdock.prefix.tree import RadixTree, joined
 
 __all__ = ["RadixPrefixCache"]
+
+_NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
 
 
 class RadixPrefixCache(OneThread, PrefixCache):
@@ -83,28 +87,28 @@ class RadixPrefixCache(OneThread, PrefixCache):
             node, at, runs = None, 0, list[BlockIds]()
         else:
             node, at, runs = self._tree.walk(root, 0, self._whole(ids))
-        handle = self._handle(key, node, at)
         if record:
-            self._record(handle, ids.size)
-        return PrefixMatch(handle, joined(runs))
+            self._record(node, at, ids.size)
+        return PrefixMatch(self._handle(key, node, at), joined(runs))
 
     def match_partial(self, handle: PrefixHandle, tokens: npt.ArrayLike) -> PartialMatch | None:
         """Find a block that begins alike; see `PrefixCache.match_partial`. Costs time in the branches at that place."""
         self._enter()
         own = self._checked(handle)
         ids = as_integers("match_partial: tokens", tokens)[: self.block_size]
-        node = own.node or self._tree.roots.get(own.space)
-        if node is None or 2 * ids.size < self.block_size:
+        node, fits = own.node or self._tree.roots.get(own.space), self._fitting(ids)
+        if node is None or 2 * fits.size < self.block_size:
             return None
-        wanted = np.zeros(self.block_size, dtype=ids.dtype)
-        wanted[: ids.size] = ids
-        return self._most_alike(own, node, self._whole(wanted).tobytes(), min(ids.size, self.block_size - 1))
+        wanted = np.zeros(self.block_size, dtype=self._tree.dtype)
+        wanted[: fits.size] = fits
+        return self._most_alike(own, node, wanted.tobytes(), min(fits.size, self.block_size - 1))
 
     def record_match(self, handle: PrefixHandle, num_tokens: int) -> None:
         """Count a match that was not recorded; see `PrefixCache.record_match`."""
         self._enter()
         own = self._checked(handle)
-        self._record(own, count_of("record_match: num_tokens", num_tokens, own.cached_len))
+        count = count_of("record_match: num_tokens", num_tokens, own.cached_len)
+        self._record(own.node, own.position, count)
 
     def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
         """Protect a prefix, or give back one protection; see `PrefixCache.lock_handle`."""
@@ -138,12 +142,13 @@ class RadixPrefixCache(OneThread, PrefixCache):
         self._enter()
         ids = as_integers("insert_prefix: tokens", tokens)
         passed = as_blocks("insert_prefix: blocks", blocks, ids.size // self.block_size)
-        check_priority("insert_prefix: priority", priority)
+        if type(priority) is not int:
+            check_priority("insert_prefix: priority", priority)
         key = namespace_key("insert_prefix: namespace", namespace)
         tree, whole = self._tree, self._whole(ids)
         node, start = self._place(key, namespace, behind)
         end, at, runs = tree.walk(node, start, whole) if node is not None else (None, start, list[BlockIds]())
-        known = joined(runs)
+        known = joined(runs) if runs else _NO_BLOCKS
         canonical = self._owned.claim("insert_prefix: blocks", passed, known)
         reached, fresh = start + passed.size, passed[known.size :] if known.size else passed
         event = None
@@ -161,6 +166,34 @@ class RadixPrefixCache(OneThread, PrefixCache):
         if event:
             self._events.emit(event)
         return result
+
+    def append_blocks(
+        self, handles: Sequence[PrefixHandle], tokens: npt.NDArray[Any], blocks: BlockIds, priorities: Sequence[int]
+    ) -> npt.NDArray[np.bool_]:
+        """Let leaves grow whose end is locked by their handle only; see `PrefixCache.append_blocks`."""
+        self._enter()
+        tree, stored = self._tree, np.zeros(len(handles), dtype=np.bool_)
+        if self._events or tokens.dtype != tree.dtype:
+            return stored
+        places, nodes, own = list[int](), list[Node](), list[RadixHandle]()
+        for place, (given, priority) in enumerate(zip(handles, priorities, strict=True)):
+            handle = self._checked(given)
+            node = handle.node
+            if node is not None and handle.locks == 1 and node.can_grow(handle.position, priority):
+                places.append(place)
+                nodes.append(node)
+                own.append(handle)
+        if len(set(nodes)) < len(nodes):  # two at one place: the second would branch off
+            return stored
+        chosen = blocks[places]
+        self._owned.claim("append_blocks: blocks", chosen, _NO_BLOCKS)
+        tree.grow_locked(nodes, tokens[places].tobytes(), chosen.tolist())
+        for handle in own:
+            handle.position += 1
+            handle.cached_len += self.block_size
+        self._inserted += len(places)
+        stored[places] = True
+        return stored
 
     def evict(self, num_blocks: int) -> BlockIds:
         """Forget blocks, ends of prefixes first; see `PrefixCache.evict`."""
@@ -253,26 +286,24 @@ class RadixPrefixCache(OneThread, PrefixCache):
             return self._tree.roots.get(key), 0
         own = self._checked(behind)
         if own.space != key:
-            raise ArgumentValueError(
-                "insert_prefix: behind",
-                expected=f"a handle of the namespace that is named, {namespace!r}",
-                got=f"{behind} of another",
-                fix="pass the namespace that the handle was found in, and the tokens that follow it",
-            )
+            raise other_namespace(namespace, behind)
         return own.node or self._tree.roots.get(key), own.position
 
     def _whole(self, ids: TokenIds) -> TokenIds:
-        """Return the whole blocks of token ids in this tree's dtype, up to the first id that does not fit: none such is stored.
+        """Return the whole blocks of token ids, as `_fitting` returns them."""
+        fits = self._fitting(ids)
+        rest = fits.size % self.block_size
+        return fits[:-rest] if rest else fits
+
+    def _fitting(self, ids: TokenIds) -> TokenIds:
+        """Return token ids in this tree's dtype, up to the first that does not fit: none such is stored.
 
         It may be the caller's memory: what is to be kept is copied out of it.
         """
-        whole, dtype = ids[: ids.size - ids.size % self.block_size], self._tree.dtype
-        if whole.dtype is dtype:  # there is one such object; a comparison takes several times as long
-            return whole
-        if dtype is WIDE:
-            return whole.astype(WIDE)
-        fits = as_narrow(whole)
-        return fits[: fits.size - fits.size % self.block_size]
+        dtype = self._tree.dtype
+        if ids.dtype is dtype:  # there is one such object; a comparison takes several times as long
+            return ids
+        return ids.astype(WIDE) if dtype is WIDE else as_narrow(ids)
 
     def _all_whole(self, ids: TokenIds, whole: TokenIds, known: int) -> TokenIds:
         """Return the whole blocks behind the ``known`` first, all of them: where a token id does not fit, the tree gets wider."""
@@ -289,11 +320,11 @@ class RadixPrefixCache(OneThread, PrefixCache):
         else:
             half = wanted[: (self.block_size + 1) // 2 * self._tree.dtype.itemsize]
             candidates = [(key, child, 0) for key, child in (node.children or {}).items() if key.startswith(half)]
-        best = max(((_common_tokens(key, wanted, self._tree.dtype.itemsize), i) for i, (key, _, _) in enumerate(candidates)), default=(0, 0))
-        count = min(best[0], most)
+        alike = [_common_tokens(key, wanted, self._tree.dtype.itemsize) for key, _, _ in candidates]
+        count = min(max(alike, default=0), most)
         if 2 * count < self.block_size:
             return None
-        _, found, offset = candidates[best[1]]
+        _, found, offset = candidates[alike.index(max(alike))]
         end = self._handle(handle.space, found, found.start + offset + 1)
         return PartialMatch(end, int(found.blocks[offset]), count)
 
@@ -307,12 +338,12 @@ class RadixPrefixCache(OneThread, PrefixCache):
                 self._events.emit(Removed(blocks.copy()))
         return blocks
 
-    def _record(self, handle: RadixHandle, num_tokens: int) -> None:
-        """Count a match."""
+    def _record(self, node: Node | None, position: int, num_tokens: int) -> None:
+        """Count a match of all that is before a position."""
         self._lookups += 1
         self._lookup_tokens += num_tokens
-        self._hit_tokens += handle.cached_len
-        self._tree.use(handle.node, handle.position, None)
+        self._hit_tokens += position * self.block_size
+        self._tree.use(node, position, None)
 
     def _checked(self, handle: PrefixHandle) -> RadixHandle:
         """Return a handle whose place is still there, with the node that has it now."""
@@ -328,7 +359,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
             raise StaleHandleError("RadixPrefixCache: handle", expected="one of this cache", got=f"{handle!r}, which is not")
         why = "from before a reset"
         if handle.era is self._era and handle.node is not None:
-            found = self._tree.find(handle.node, handle.position)
+            found = find(handle.node, handle.position)
             if found is not None:
                 handle.node = found
                 return handle

@@ -43,7 +43,7 @@ class RadixTree:
         self.queue: EvictionQueue[Node] = EvictionQueue(policy)
         self.stored = self.protected = self.clock = self._number = 0
         self.evictions = self.age_sum = self.age_max = 0
-        self._key = policy.key
+        self._alike = lambda usage: (policy.key(usage), usage.last_use)  # the last use is for the statistics
 
     @property
     def block_bytes(self) -> int:
@@ -82,23 +82,6 @@ class RadixTree:
             found = self.roots[key] = Node.root(namespace, self._next_number())
         return found
 
-    def find(self, node: Node, position: int) -> Node | None:
-        """Return the node that now has the position that ``node`` had, or None if that is no longer stored.
-
-        A node that was split keeps its lower part, so what was above is in its parents; one that was joined or renewed says
-        what it has gone into.
-        """
-        while True:
-            if node.into is not None:
-                if position > node.end:
-                    return None
-                node = node.into
-            elif position <= node.start:
-                assert node.parent is not None  # noqa: S101 - a root starts at 0, and no handle to a node is there
-                node = node.parent
-            else:
-                return node if position <= node.end and node.is_stored else None
-
     def walk(self, node: Node, at: int, ids: TokenIds) -> tuple[Node, int, list[BlockIds]]:
         """Follow token ids down from a position, as far as they are stored. Changes nothing.
 
@@ -130,7 +113,7 @@ class RadixTree:
                 count = common_tokens(label, 0, ids[done:]) // block
                 runs.append(node.blocks[:count])
                 return node, node.start + count, runs
-            runs.append(node.blocks)
+            runs.append(node.room[: node.end - node.start])
             done = stop
         return node, node.end, runs
 
@@ -153,10 +136,28 @@ class RadixTree:
         self.queue.push(node)  # last: one that is used after it came is looked at once more
         return node
 
+    def grow_locked(self, nodes: list[Node], labels: bytes, blocks: list[int]) -> None:
+        """Append a block to each of several leaves, and move one lock of its end behind it; a use of it all, as appending is."""
+        width, at = self.block_bytes, 0
+        for node, block in zip(nodes, blocks, strict=True):
+            end, locks = node.end, node.locks
+            assert locks is not None  # noqa: S101 - the handle has counted its locks
+            node.grow_one(labels[at : at + width], block)
+            at += width
+            if locks[end] == 1:
+                del locks[end]
+            else:
+                locks[end] -= 1
+            locks[end + 1] = 1
+            node.held += 1  # all of it was held, and is
+            self.use(node, end + 1, None)
+        self.protected += len(nodes)
+        self.stored += len(nodes)
+
     def use(self, node: Node | None, upto: int, priority: int | None) -> None:
         """Note a use of all that is before a position, now."""
         self.clock += 1
-        now, key = self.clock, self._key
+        now, key = self.clock, self._alike
         while node is not None and node.parent is not None:
             if node.earlier is None and upto == node.end:  # as `Node.use` would, at a fifth of the time; mostly it is this
                 node.last_use = now
@@ -191,9 +192,13 @@ class RadixTree:
         runs: list[BlockIds] = []
         while count:
             node = self.queue.least()
-            end = max(node.start + node.held, node.earlier[-1].end if node.earlier else 0, node.end - count)
+            end = node.start + node.held
+            if node.earlier and node.earlier[-1].end > end:
+                end = node.earlier[-1].end
+            if node.end - end > count:
+                end = node.end - count
+            count -= node.end - end
             runs.append(self.cut(node, end))
-            count -= runs[-1].size
         return runs
 
     def cut(self, node: Node, end: int) -> BlockIds:
@@ -242,8 +247,6 @@ class RadixTree:
             if parent.parent is None:
                 parent.is_stored = False
                 del self.roots[namespace_key("", parent.namespace)]
-            elif parent.is_evictable:
-                self.queue.push(parent)
         elif len(siblings) == 1 and parent.parent is not None:
             self._join(parent, *siblings.values())
 
@@ -251,7 +254,7 @@ class RadixTree:
         """Make one node of a node and its only child."""
         _, siblings = _above(upper)
         siblings[upper.key] = node
-        node.absorb(upper, self._key)
+        node.absorb(upper, self._alike)
         self.queue.discard(upper)
         if node.is_evictable:
             self.queue.push(node)

@@ -1,7 +1,7 @@
-"""Replaying a trace of requests against a prefix cache and a pool of blocks: integers only, no model and no device.
+"""Replaying a trace of requests against a `CacheManager`: integers only, no model and no device.
 
 In the order of reading: `formats` reads a file into a `trace`, by way of `mooncake` and `azure`; `tokens` makes token ids of a
-request; `pool` takes one request through prefix cache and allocator, and `times` says what that took; `arrivals` lets requests
+request; `pool` takes one request through the manager, and `times` says what that took; `arrivals` lets requests
 come one by one or at their times; `bounds` says what could have been hit; `run` puts it together, and `plot` draws it.
 """
 

@@ -76,11 +76,10 @@ class OneByOne(Arrivals):
     def replay(self, requests: Sequence[TraceRequest], pool: ReplayPool, maker: TokenMaker) -> Iterator[Begun]:
         """Let requests begin, store and finish; see `Arrivals.replay`."""
         for request in requests:
-            tokens = maker.tokens(request)
-            begun = pool.begin(request, tokens)
+            begun = pool.begin(request, maker.tokens(request))
             if begun is None:
                 raise _stuck(request)
-            pool.store(begun, tokens)
+            pool.store(begun)
             pool.finish(begun)
             yield begun
 
@@ -134,10 +133,10 @@ class AtTheirTimes(Arrivals):
                     raise _stuck(request)
                 return
             self._line.popleft()
-            self._start(begun, now, pool, maker)
+            self._start(begun, now, pool)
             yield begun
 
-    def _start(self, begun: Begun, now: float, pool: ReplayPool, maker: TokenMaker) -> None:
+    def _start(self, begun: Begun, now: float, pool: ReplayPool) -> None:
         """Note when a request that begins now will have computed its prompt, and when it will finish."""
         request = begun.request
         stored = now + (request.input_length - begun.cached_len) / self._rates.prefill
@@ -149,7 +148,7 @@ class AtTheirTimes(Arrivals):
             pool.finish(begun)
             self._running -= 1
 
-        self._at(stored, lambda: pool.store(begun, maker.tokens(request)))  # ids are made again: those of all who run would be many
+        self._at(stored, lambda: pool.store(begun))
         self._at(stored + request.output_length / self._rates.decode, finish)
 
     def _at(self, time: float, happen: Callable[[], None]) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 import attrs
 
 from kvdock.errors import ArgumentValueError
-from kvdock.prefix import create_prefix_cache
+from kvdock.prefix.inputs import check_block_size
 from kvdock.replay.arrivals import Arrivals, AtTheirTimes, OneByOne, Rates, Waits
 from kvdock.replay.memory import peak_memory_bytes
 from kvdock.replay.pool import ReplayPool
 from kvdock.replay.times import Times
 from kvdock.replay.tokens import TokenMaker
 from kvdock.replay.trace import Trace
+from kvdock.scheduler import CacheManager
 from kvdock.spec import check_int
 
 __all__ = ["ReplaySettings", "Run", "checked_pool", "replay"]
@@ -47,13 +48,14 @@ class ReplaySettings:
                 or of 2**31 tokens.
             ArgumentTypeError: the prefix cache knows no policies.
         """
-        options = {} if self.policy is None else {"policy": self.policy}
-        prefix = create_prefix_cache(self.prefix, block_size=self.block_size, **options)
+        size = check_block_size("replay", self.block_size)
+        options: dict[str, Any] = {} if self.policy is None else {"policy": self.policy}
         check_int("replay: pool", pool_tokens, 1)
-        if not self.block_size <= pool_tokens < _MOST_TOKENS:
-            expected = f"at least a block of {self.block_size} tokens, and fewer than 2**31"
+        if not size <= pool_tokens < _MOST_TOKENS:
+            expected = f"at least a block of {size} tokens, and fewer than 2**31"
             raise ArgumentValueError("replay: pool", expected=expected, got=pool_tokens)
-        return ReplayPool(prefix, pool_tokens // self.block_size, holds_output=self.rates is not None)
+        manager = CacheManager(pool_tokens // size, size, self.prefix, **options)
+        return ReplayPool(manager, holds_output=self.rates is not None)
 
     def arrivals(self) -> Arrivals:
         """Return in which order requests begin and finish."""
@@ -71,7 +73,7 @@ class Run:
         hit_tokens: tokens of those that were there.
         evicted_tokens: tokens that were evicted.
         cached_tokens: tokens that were stored in the end.
-        operations: what each operation of the prefix cache took; see `kvdock.replay.pool.OPERATIONS`.
+        operations: what each call of the manager took; see `kvdock.replay.pool.OPERATIONS`.
         seconds: all of them together.
         waits: who had to wait; None without times.
         peak_memory_bytes: see `kvdock.replay.memory.PEAK_METHOD`.
@@ -95,7 +97,7 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of input per second in the operations of the prefix cache."""
+        """Tokens of input per second in the calls of the manager."""
         return self.input_tokens / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
@@ -129,14 +131,15 @@ def replay(trace: Trace, pool_tokens: int, settings: ReplaySettings, progress: C
     for begun in arrivals.replay(trace.requests, pool, maker):
         hit_tokens += begun.cached_len
         progress()
-    cached, stats = pool.prefix.size_info.total_size, pool.prefix.stats
+    prefix = pool.manager.prefix
+    cached, evicted = prefix.size_info.total_size, prefix.stats.evicted_tokens
     pool.close()
     return Run(
-        pool_tokens=pool.allocator.num_blocks * settings.block_size,
+        pool_tokens=pool.manager.allocator.num_blocks * settings.block_size,
         requests=len(trace.requests),
         input_tokens=trace.input_tokens,
         hit_tokens=hit_tokens,
-        evicted_tokens=stats.evicted_tokens,
+        evicted_tokens=evicted,
         cached_tokens=cached,
         operations=pool.times.summary(),
         seconds=pool.times.total_s(),

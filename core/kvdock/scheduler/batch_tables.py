@@ -23,11 +23,11 @@ import torch
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, IndexRangeError
 from kvdock.prefix.inputs import count_of
 from kvdock.prefix.ownership import NotCopied
+from kvdock.scheduler.batches import as_rows, counts_of
 from kvdock.scheduler.cache_manager import CacheManager
 from kvdock.scheduler.exporters import Int32
-from kvdock.scheduler.rows import Index, steps
+from kvdock.scheduler.rows import Index, positions_of
 from kvdock.scheduler.sequence import CacheSequence
-from kvdock.scheduler.steps import as_rows, counts_of
 
 __all__ = ["BatchTables", "HostTables"]
 
@@ -86,15 +86,15 @@ class BatchTables(NotCopied):
             raise ArgumentValueError("BatchTables: manager", expected="one with a null block, for padding", got=repr(manager), fix=fix)
         rows, width = count_of("BatchTables: batch_size", batch_size, 1), count_of("BatchTables: max_blocks", max_blocks, 1)
         tokens = rows if max_tokens is None else count_of("BatchTables: max_tokens", max_tokens, 1)
-        self._manager, self._null = manager, manager.null_block
+        self._manager = manager
         self._version = np.zeros(rows, dtype=np.intp)  # of what each row shows; 0 is padding
         self._sizes = (rows, rows, rows + 1, tokens, tokens)
         self._flat = np.zeros(sum(self._sizes), dtype=np.int32)
-        self.host = HostTables(np.full((rows, width), self._null, dtype=np.int32), *self._parts(self._flat))
+        self.host = HostTables(np.zeros((rows, width), dtype=np.int32), *self._parts(self._flat))
         self.host.slot_mapping.fill(-1)
         self.block_table = torch.from_numpy(self.host.block_table).to(device)
         self._device_flat = torch.from_numpy(self._flat).to(device)
-        self._is_host = self._device_flat.is_cpu
+        self._is_host = self._device_flat.data_ptr() == self._flat.ctypes.data  # then nothing is to be sent
         self._pinned = not self._is_host and _can_pin()
         parts = torch.split(self._device_flat, list(self._sizes))
         self.seq_lens, self.query_lens, self.cu_query_lens, self.positions, self.slot_mapping = parts
@@ -117,22 +117,21 @@ class BatchTables(NotCopied):
             ArgumentValueError: more sequences, blocks or tokens than the tables have room for. Nothing was changed.
             IndexRangeError: more tokens in this step than a sequence has, or lengths beyond its room. Nothing was changed.
         """
-        rows = as_rows(self._manager, "BatchTables.update", sequences)
+        rows = as_rows(self._manager._rows, "BatchTables.update: sequences", sequences)
         of, host, batch = self._manager._rows, self.host, rows.size
         room = of.num_tokens[rows]
         lengths = room if seq_lens is None else counts_of("BatchTables.update: seq_lens", seq_lens, batch)
         queries = counts_of("BatchTables.update: query_lens", query_lens, batch)
         total = int(queries.sum())
         self._check(batch, int(of.num_blocks[rows].max()) if batch else 0, total)
-        if (queries > lengths).any() or (lengths > room).any():
+        if (queries > lengths).any() or (lengths is not room and (lengths > room).any()):
             expected = "query lengths up to the lengths, and these up to the room"
             raise IndexRangeError("BatchTables.update", expected=expected, got=f"{queries.tolist()}, {lengths.tolist()}, {room.tolist()}")
         starts = lengths - queries
         host.seq_lens[:batch], host.seq_lens[batch:] = lengths, 0
         host.query_lens[:batch], host.query_lens[batch:] = queries, 0
-        queries.cumsum(out=host.cu_query_lens[1 : batch + 1], dtype=np.int32)
-        host.cu_query_lens[batch + 1 :] = total
-        host.positions[:total], host.positions[total:] = starts.repeat(queries) + steps(queries), 0
+        host.cu_query_lens[1 : batch + 1], host.cu_query_lens[batch + 1 :] = queries.cumsum(), total
+        host.positions[:total], host.positions[total:] = positions_of(starts, queries), 0
         host.slot_mapping[:total], host.slot_mapping[total:] = of.slots(rows, starts, queries), -1
         changed = self._write_blocks(rows)
         self.num_sequences, self.num_tokens = batch, total
@@ -146,11 +145,9 @@ class BatchTables(NotCopied):
         versions[: rows.size] = of.version[rows]
         changed = np.flatnonzero(versions != self._version)
         if changed.size:
-            table[changed] = self._null
-            shown = changed[changed < rows.size]
-            width = min(table.shape[1], of.table.shape[1])
-            inside = np.arange(width) < of.num_blocks[rows[shown], None]
-            table[shown, :width] = np.where(inside, of.table[rows[shown], :width], self._null)
+            table[changed] = 0  # the null block, as in the manager's own table behind the blocks of a row
+            shown, width = changed[changed < rows.size], min(table.shape[1], of.table.shape[1])
+            table[shown, :width] = of.table[rows[shown], :width]
             self._version = versions
         return changed
 

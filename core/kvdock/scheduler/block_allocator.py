@@ -50,6 +50,9 @@ class BlockAllocator(NotCopied, OneThread):
 
     Args:
         num_blocks: blocks in the pool, 1 to 2**31. Their ids are 0 to ``num_blocks - 1``.
+
+    Attributes:
+        num_extra: holders beyond one of each block in use: 0 where nothing is shared.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -58,6 +61,7 @@ class BlockAllocator(NotCopied, OneThread):
         self._stack = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self._top = num_blocks
         self._place = np.empty(num_blocks, dtype=np.int32)  # scratch of `_distinct`
+        self.num_extra = 0
 
     def __repr__(self) -> str:
         return f"BlockAllocator(num_blocks={self.num_blocks}, num_free={self.num_free})"
@@ -80,6 +84,10 @@ class BlockAllocator(NotCopied, OneThread):
     def ref_counts(self, blocks: npt.ArrayLike) -> npt.NDArray[np.int32]:
         """Return how many hold each of ``blocks``, in their order; 0 for free ones. `IndexRangeError` for ids outside the pool."""
         return self._counts[self._checked("ref_counts", blocks)]
+
+    def holders(self, blocks: BlockIds) -> npt.NDArray[np.int32]:
+        """Return how many hold each of ``blocks``, ids of this pool, which are not checked."""
+        return self._counts[blocks]
 
     def allocate(self, n: int) -> BlockIds:
         """Take ``n`` free blocks, all or none; each has one holder then.
@@ -119,6 +127,7 @@ class BlockAllocator(NotCopied, OneThread):
                 "BlockAllocator.share: blocks", expected="blocks in use", got=f"free blocks {_some(free)}", fix="allocate them first"
             )
         np.add.at(self._counts, ids, _ONE)
+        self.num_extra += ids.size
 
     def release(self, blocks: npt.ArrayLike) -> None:
         """Take a holder from each of ``blocks``; from one that is named twice, two. Without holders a block is free.
@@ -142,6 +151,7 @@ class BlockAllocator(NotCopied, OneThread):
         free = self._distinct(ids[left == 0])
         self._stack[self._top : self._top + free.size] = free[::-1]
         self._top += free.size
+        self.num_extra -= ids.size - free.size
 
     def check_integrity(self) -> None:
         """Prove that free and used blocks partition the pool. Costs time in its size.
@@ -157,6 +167,7 @@ class BlockAllocator(NotCopied, OneThread):
             "with no holder": int((self._counts == 0).sum()),
             "on the stack with a holder": int((self._counts[free] != 0).sum()),
             "with fewer than no holder": int((self._counts < 0).sum()),
+            "extra holders uncounted": int(self._counts.sum()) - self.num_used - self.num_extra,
         }
         expected = {"blocks": self.num_blocks, "on the free stack": self._top, "distinct there": self._top, "with no holder": self._top}
         if any(count != expected.get(what, 0) for what, count in numbers.items()):

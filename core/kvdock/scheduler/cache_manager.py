@@ -29,16 +29,18 @@ from kvdock.prefix.factory import prefix_cache_of_pool
 from kvdock.prefix.inputs import as_integers, check_block_size, check_priority, count_of
 from kvdock.prefix.interface import Namespace, PrefixCache, PrefixHandle
 from kvdock.prefix.ownership import NotCopied, OneThread
+from kvdock.scheduler.batches import as_rows, ids_of_step
 from kvdock.scheduler.block_allocator import BlockAllocator, checked_num_blocks
+from kvdock.scheduler.ids import TokenIds
 from kvdock.scheduler.partition import check_partition
 from kvdock.scheduler.pins import Pin, Pins
 from kvdock.scheduler.planning import Fit, Needs, Planner, Prompt
 from kvdock.scheduler.pool_blocks import PoolBlocks, in_the_middle
 from kvdock.scheduler.promises import Promises
-from kvdock.scheduler.publishing import Publisher
+from kvdock.scheduler.publishing import NOTHING_MORE, Publisher
 from kvdock.scheduler.rows import Rows
 from kvdock.scheduler.sequence import CacheSequence
-from kvdock.scheduler.steps import Steps, as_rows, ids_of_step
+from kvdock.scheduler.steps import Steps
 
 __all__ = ["CacheManager"]
 
@@ -78,12 +80,13 @@ class CacheManager(NotCopied, OneThread):
         self.prefix = prefix_cache_of_pool("CacheManager", prefix, num_blocks=num_blocks, block_size=block_size, options=options)
         self.allocator = BlockAllocator(num_blocks)
         self.null_block = int(self.allocator.allocate(1)[0]) if null_block else None
-        self.allocator.hand_over()  # else it would be this thread's
+        self.allocator.hand_over()  # to the thread of the first call
         self._pool = PoolBlocks(self.allocator, self.prefix)
         self._rows = Rows(block_size)
-        self._publisher = Publisher(self._pool, self._rows)
+        self._ids = TokenIds(self._rows)
+        self._publisher = Publisher(self._pool, self._rows, self._ids)
         self._promises = Promises(self._pool, self._rows)
-        self._steps = Steps(self._pool, self._rows, self._publisher)
+        self._steps = Steps(self._pool, self._rows, self._ids, self._publisher)
         self._planner = Planner(self.prefix, num_blocks - null_block)
         self._pins = Pins(clock)
         self._late: deque[list[CacheSequence]] = deque()
@@ -215,8 +218,8 @@ class CacheManager(NotCopied, OneThread):
         """
         self._enter()
         if isinstance(seq, CacheSequence):
-            return self._steps.extend_one(as_rows(self, "extend", [seq]), n, slots, match=match)
-        return self._steps.extend(as_rows(self, "extend", seq), n, slots, match=match)
+            return self._steps.extend_one(as_rows(self._rows, "CacheManager.extend: seq", [seq]), n, slots, match=match)
+        return self._steps.extend(as_rows(self._rows, "CacheManager.extend: seq", seq), n, slots, match=match)
 
     def commit(self, seq: CacheSequence | Sequence[CacheSequence], tokens: Any, *, computed: Any) -> None:
         """Tell what became of a sequence, or of each of a batch. Whole blocks of computed tokens can be shared from now on.
@@ -237,7 +240,7 @@ class CacheManager(NotCopied, OneThread):
         """
         self._enter()
         is_one = isinstance(seq, CacheSequence)
-        rows = as_rows(self, "commit", [seq] if is_one else seq)
+        rows = as_rows(self._rows, "CacheManager.commit: seq", [seq] if is_one else seq)
         ids, counts = ids_of_step(tokens, rows.size, is_one=is_one)
         if is_one:
             computed = [count_of("CacheManager.commit: computed", computed)]
@@ -263,23 +266,22 @@ class CacheManager(NotCopied, OneThread):
         if tokens > room:
             raise IndexRangeError("CacheManager.fork: num_tokens", expected=f"at most the {room} tokens there is room for", got=tokens)
         self._promises.before_fork(row, rows.blocks_for(tokens))
-        handle, blocks, shared = seq._handle, rows.blocks(row, 0, rows.blocks_for(tokens)).copy(), int(rows.shared[row])
-        assert handle is not None  # noqa: S101 - `_row` has seen that it is open
+        handle, blocks, shared = rows.handle(row), rows.blocks(row, 0, rows.blocks_for(tokens)).copy(), int(rows.shared[row])
         self.allocator.share(blocks[shared:])
-        other = self._open(seq._ids.view, seq.namespace, seq._priority, handle)
+        other = self._open(seq.namespace, handle)
         shared = min(shared, blocks.size)
         other._cached_len = min(seq._cached_len, tokens)
         other._row = rows.add(
             other,
             blocks,
             num_tokens=tokens,
-            num_known=known,
             prompt_len=int(rows.prompt_len[row]),
             computed=min(int(rows.computed[row]), tokens),
             shared=shared,
-            published=shared,
+            published=NOTHING_MORE if rows.published[row] == NOTHING_MORE else shared,
+            priority=int(rows.priority[row]),
         )
-        rows.tail[other._row] = rows.tail[row]
+        self._ids.begin(other._row, self._ids.get(row, 0, known))
         return other
 
     def truncate(self, seq: CacheSequence, n: int) -> None:
@@ -299,11 +301,11 @@ class CacheManager(NotCopied, OneThread):
             self.allocator.release(rows.blocks(row)[max(keep, shared) :])
             self._publisher.leave(seq, keep)
             if keep < shared:
-                ids = seq._ids.view[: keep * self.block_size]
+                ids = self._ids.get(row, 0, keep * self.block_size)
                 self._publisher.relock(seq, self.prefix.match_prefix(ids, seq.namespace, record=False).handle)
-            rows.num_blocks[row] = keep
+            rows.cut(row, keep)
             rows.touch(np.array([row]))
-        self._steps.forget_ids(seq, min(n, int(rows.num_known[row])))
+        self._ids.truncate(row, min(n, int(rows.num_known[row])))
         rows.num_tokens[row] = n
         rows.computed[row] = min(rows.computed[row], n)
         rows.end_chunks(row)
@@ -322,7 +324,7 @@ class CacheManager(NotCopied, OneThread):
             StaleHandleError: the sequence is over already, or another manager's.
         """
         row = self._row(seq, "finish")
-        prefixes = [*seq._left, seq._ids.view[: int(self._rows.shared[row]) * self.block_size].copy()]
+        prefixes = [*seq._left, self._ids.get(row, 0, int(self._rows.shared[row]) * self.block_size).copy()]
         self._close(seq)
         if not keep:
             self._publisher.take_back(seq, prefixes)
@@ -369,22 +371,22 @@ class CacheManager(NotCopied, OneThread):
             )
         if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0):
             raise ArgumentValueError("CacheManager.pin: ttl", expected="a number above 0, or None", got=repr(ttl))
-        self._lock_for_good(handle, "CacheManager.pin")
-        pin = Pin(self, handle)
+        self._pool.lock(handle, "CacheManager.pin")
+        pin = Pin(handle, self._unpin)
         self._pins.add(pin, ttl)
         return pin
 
-    def reset(self) -> None:
-        """Forget everything that is cached.
+    def reset(self, *, keep_open: bool = False) -> None:
+        """Forget everything that is cached. With ``keep_open`` open sequences keep their blocks, for themselves, and publish no more.
 
         Raises:
-            ArgumentValueError: sequences are open, or prefixes are pinned.
+            ArgumentValueError: sequences are open, without ``keep_open``; or prefixes are pinned.
         """
         self._enter()
-        if self.num_sequences or len(self._pins):
-            fix, got = "finish or abort sequences and release pins first", f"{self.num_sequences} open, {len(self._pins)} pins"
+        if len(self._pins) or (self.num_sequences and not keep_open):
+            got, fix = f"{self.num_sequences} open, {len(self._pins)} pins", "end them first"
             raise ArgumentValueError("CacheManager.reset", expected="no open sequences and no pins", got=got, fix=fix)
-        self.allocator.release(self._pool.change(self.prefix.reset))
+        self._publisher.forget()
 
     def check_integrity(self) -> None:
         """Prove that free blocks, cached ones and those of sequences partition the pool. Costs time in its size.
@@ -393,10 +395,12 @@ class CacheManager(NotCopied, OneThread):
             IntegrityError: they do not, or locks are not those of open sequences and pins; the text says what.
         """
         self._enter()
-        check_partition(self._pool, self._rows, num_pins=len(self._pins), null_block=self.null_block)
+        check_partition(self._pool, self._rows, self._ids, num_pins=len(self._pins), null_block=self.null_block)
 
     def hand_over(self) -> None:
         """Give the manager up: it belongs to the thread that uses it next. Raises `WrongThreadError` in another thread."""
+        self._enter()
+        self._pool.note_size()
         self.prefix.hand_over()
         self.allocator.hand_over()
         super().hand_over()
@@ -404,10 +408,18 @@ class CacheManager(NotCopied, OneThread):
     def open_empty(self, namespace: Namespace = (), *, priority: int = 0) -> CacheSequence:
         """Start a sequence whose token ids come later or never: nothing is looked up, and nothing is held yet."""
         self._enter()
+        check_priority("CacheManager.open_empty: priority", priority)
         handle = self.prefix.match_prefix((), namespace, record=False).handle
-        seq = self._open(np.empty(0, dtype=np.int32), namespace, priority, handle)
-        seq._row = self._rows.add(seq, np.empty(0, dtype=np.int32))
+        seq = self._open(namespace, handle)
+        seq._row = self._rows.add(seq, np.empty(0, dtype=np.int32), priority=priority)
+        self._ids.begin(seq._row, np.empty(0, dtype=np.int32))
         return seq
+
+    def _claim(self) -> None:
+        """Belong to the calling thread, unless another has this or its prefix cache, or somebody else has changed that."""
+        self.prefix.hand_over()
+        self._pool.check_unchanged()
+        super()._claim()
 
     def _enter(self) -> None:
         """Notice another thread, and end what is over: sequences of finalizers, pins whose time has come."""
@@ -433,47 +445,43 @@ class CacheManager(NotCopied, OneThread):
             self.prefix.lock_handle(needs.handle, unlock=True)
             raise
         self.prefix.record_match(needs.match.handle, ids.size)
-        whole = ids.size // self.block_size * self.block_size
-        seq = self._open(ids[:whole], prompt.namespace, priority, needs.match.handle)
+        seq = self._open(prompt.namespace, needs.match.handle)
         self.prefix.lock_handle(needs.handle, unlock=True)
         seq._cached_len = needs.cached_len
         seq._row = row = rows.add(
             seq,
             np.concatenate((needs.match.blocks[:shared], fresh)),
             num_tokens=needs.num_tokens,
-            num_known=ids.size,
             prompt_len=ids.size if prompt.is_chunked and needs.num_tokens < ids.size else 0,
             computed=needs.cached_len,
             shared=shared,
             published=shared,
             limit=needs.num_tokens + prompt.reserve if prompt.reserve else 0,
+            priority=priority,
         )
-        rest = rows.fitting(ids[whole:])
-        rows.tail[row, : rest.size] = rest
+        self._ids.begin(row, ids)
         self._promises.add(row, needs.promised)
         if needs.cached_len % self.block_size:
             source = needs.partial.block if needs.partial else int(needs.match.blocks[shared])
             seq.block_pairs = np.array([[source, fresh[0]]], dtype=np.int64)
         return seq
 
-    def _open(self, ids: npt.NDArray[Any], namespace: Namespace, priority: int, handle: PrefixHandle) -> CacheSequence:
+    def _open(self, namespace: Namespace, handle: PrefixHandle) -> CacheSequence:
         """Make a sequence that has a handle locked, and no row yet."""
         self._serial += 1
-        seq = CacheSequence(self, self._rows, ids, namespace, priority, self._serial)
+        seq = CacheSequence(self._rows, self._ids, namespace, handle, self._serial)
         self.prefix.lock_handle(handle)
-        seq._handle = handle
         return seq
 
     def _row(self, seq: CacheSequence, method: str) -> int:
         """Return the row of an open sequence of this manager, or raise."""
         self._enter()
-        return int(as_rows(self, method, [seq])[0])
+        return int(as_rows(self._rows, f"CacheManager.{method}: seq", [seq])[0])
 
     def _close(self, seq: CacheSequence) -> None:
         """Give back all that a sequence holds."""
-        rows, row, handle = self._rows, seq._row, seq._handle
-        assert handle is not None  # noqa: S101 - it is open
-        self.prefix.lock_handle(handle, unlock=True)
+        rows, row = self._rows, seq._row
+        self.prefix.lock_handle(rows.handle(row), unlock=True)
         self.allocator.release(rows.blocks(row)[rows.shared[row] :])
         self._promises.add(row, -int(rows.promised[row]))
         rows.remove(row)
@@ -487,12 +495,3 @@ class CacheManager(NotCopied, OneThread):
             pin._handle = None
             self._pins.remove(pin)
             self.prefix.lock_handle(handle, unlock=True)
-
-    def _lock_for_good(self, handle: PrefixHandle, subject: str) -> None:
-        """Lock what may have been evictable, unless a promise would be broken."""
-        self.prefix.lock_handle(handle)
-        try:
-            self._pool.check(0, subject)
-        except BaseException:
-            self.prefix.lock_handle(handle, unlock=True)
-            raise

@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.prefix.inputs import count_of, index_of
+from kvdock.scheduler.batches import as_rows
 from kvdock.scheduler.rows import Index, Rows, steps
 from kvdock.scheduler.sequence import CacheSequence
-from kvdock.scheduler.steps import as_rows
 
 __all__ = ["CSRTable", "csr_table", "dense_table", "sequence_lengths", "token_table"]
 
@@ -113,10 +113,10 @@ def _batch(subject: str, sequences: Sequence[CacheSequence]) -> tuple[Index, Row
         raise ArgumentTypeError(f"{subject}: sequences", expected="a list of sequences of a CacheManager", got=repr(sequences)[:80])
     if not sequences:
         return np.empty(0, dtype=np.intp), Rows(1)
-    manager = sequences[0]._manager
+    of = sequences[0]._rows
     distinct = {id(seq): seq for seq in sequences}
-    as_rows(manager, subject, list(distinct.values()))
-    return np.array([seq._row for seq in sequences], dtype=np.intp), manager._rows
+    as_rows(of, f"{subject}: sequences", list(distinct.values()))
+    return np.array([seq._row for seq in sequences], dtype=np.intp), of
 
 
 def _table(subject: str, sizes: Index, fill: int, width: int | None, out: Int32 | None) -> Int32:

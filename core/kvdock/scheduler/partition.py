@@ -6,14 +6,14 @@ import numpy as np
 
 from kvdock.errors import IntegrityError
 from kvdock.prefix.interface import BlockIds
+from kvdock.scheduler.ids import TokenIds
 from kvdock.scheduler.pool_blocks import PoolBlocks
-from kvdock.scheduler.rows import Rows
-from kvdock.scheduler.sequence import CacheSequence
+from kvdock.scheduler.rows import Owner, Rows
 
 __all__ = ["check_partition"]
 
 
-def check_partition(pool: PoolBlocks, rows: Rows, *, num_pins: int, null_block: int | None) -> None:
+def check_partition(pool: PoolBlocks, rows: Rows, ids: TokenIds, *, num_pins: int, null_block: int | None) -> None:
     """Compare the holders that the allocator counts with who holds what, and the locks and promises with those of sequences.
 
     The prefix cache holds each of its blocks once, and so does each sequence its own.
@@ -29,7 +29,7 @@ def check_partition(pool: PoolBlocks, rows: Rows, *, num_pins: int, null_block: 
         holders[null_block] += 1
     for seq in sequences:
         np.add.at(holders, rows.blocks(seq._row)[rows.shared[seq._row] :], 1)
-        _check_sequence(seq, rows, cached)
+        _check_sequence(seq, rows, ids, cached)
     both = cached[holders[cached] > 0]
     holders[cached] += 1
     wrong = np.flatnonzero(holders != allocator.ref_counts(np.arange(allocator.num_blocks)))
@@ -41,22 +41,24 @@ def check_partition(pool: PoolBlocks, rows: Rows, *, num_pins: int, null_block: 
         "the sum of what rows were promised": pool.promised == int(rows.promised.sum()),
         "as many blocks to be had as are promised": pool.available >= 0,
         "a count of prompts begun in chunks": rows.num_chunked == int((rows.prompt_len > 0).sum()),
+        "0 behind the blocks of each row": not rows.table[np.arange(rows.table.shape[1]) >= rows.num_blocks[:, None]].any(),
         "nothing promised to rows of nobody": not rows.promised[[seq is None for seq in rows.sequences]].any(),
     }
     _demand("CacheManager", facts, f"{prefix.num_locks} locks, {pool.promised} promised, {pool.available} available")
 
 
-def _check_sequence(seq: CacheSequence, rows: Rows, cached: BlockIds) -> None:
+def _check_sequence(seq: Owner, rows: Rows, ids: TokenIds, cached: BlockIds) -> None:
     """Compare a sequence with itself, and its shared blocks with those that are cached."""
-    row, handle, size = seq._row, seq._handle, rows.block_size
+    row, handle, size = seq._row, rows.handle(seq._row), rows.block_size
     shared, known = int(rows.shared[row]), int(rows.num_known[row])
     facts = {
         "a row of its own": rows.sequences[row] is seq,
         "blocks for its tokens": rows.num_blocks[row] == rows.blocks_for(rows.num_tokens[row]),
         "shared blocks that are cached": bool(np.isin(rows.blocks(row, 0, shared), cached).all()),
-        "a lock on all it shares": handle is not None and handle.cached_len >= shared * size,
+        "a lock on all it shares": shared <= rows.locked[row],
+        "its lock where its handle is": rows.locked[row] * size == handle.cached_len,
         "no more computed than there is": rows.computed[row] <= min(rows.num_tokens[row], known),
-        "the ids of its whole blocks": seq._ids.size == known // size * size,
+        "the ids of its whole blocks": ids.check(row),
         "no promise below none": rows.promised[row] >= 0,
     }
     _demand(repr(seq), facts, "something else")

@@ -12,8 +12,6 @@ from kvdock.prefix.ownership import NotCopied
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from kvdock.scheduler.cache_manager import CacheManager
-
 __all__ = ["Pin", "Pins"]
 
 
@@ -28,9 +26,9 @@ class Pin(NotCopied):
 
     instead_of_copies = "pin the prefix again: each pin holds it by itself"
 
-    def __init__(self, manager: CacheManager, handle: PrefixHandle) -> None:
+    def __init__(self, handle: PrefixHandle, release: Callable[[Pin], None]) -> None:
         self.num_tokens = handle.cached_len
-        self._manager = manager
+        self._release = release
         self._handle: PrefixHandle | None = handle
 
     def __repr__(self) -> str:
@@ -47,7 +45,7 @@ class Pin(NotCopied):
         Raises:
             WrongThreadError: the manager is another thread's.
         """
-        self._manager._unpin(self)
+        self._release(self)
 
     def __enter__(self) -> Pin:
         return self

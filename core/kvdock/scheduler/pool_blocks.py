@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kvdock.errors import OutOfBlocksError, UnsupportedError
-from kvdock.prefix.interface import BlockIds, PrefixCache
+from kvdock.errors import ArgumentValueError, OutOfBlocksError, UnsupportedError
+from kvdock.prefix.interface import BlockIds, PrefixCache, PrefixHandle
 from kvdock.scheduler.block_allocator import BlockAllocator
 
 __all__ = ["PoolBlocks", "in_the_middle"]
@@ -37,6 +37,22 @@ class PoolBlocks:
         self.prefix = prefix
         self.promised = 0
         self.is_busy = False
+        self._size = 0  # of the prefix cache, when the manager was handed over
+
+    def note_size(self) -> None:
+        """Note how much is stored, since the pool will be left alone."""
+        self._size = self.prefix.size_info.total_size
+
+    def check_unchanged(self) -> None:
+        """Raise if somebody else has stored, evicted or reset since: then the prefix cache names blocks that hold something else."""
+        size = self.prefix.size_info.total_size
+        if size != self._size:
+            raise ArgumentValueError(
+                "CacheManager: prefix",
+                expected=f"the {self._size} tokens that were stored here",
+                got=size,
+                fix="let nobody else store, evict or reset in it: each manager has its own, and reset() empties it",
+            )
 
     @property
     def evictable(self) -> int:
@@ -68,6 +84,15 @@ class PoolBlocks:
                 got=f"a request for {n}",
                 fix="finish sequences or release pins first, ask plan() whether a prompt fits, or make the pool larger",
             )
+
+    def lock(self, handle: PrefixHandle, subject: str) -> None:
+        """Lock what may have been evictable, unless a promise would be broken; OutOfBlocksError then."""
+        self.prefix.lock_handle(handle)
+        try:
+            self.check(0, subject)
+        except BaseException:
+            self.prefix.lock_handle(handle, unlock=True)
+            raise
 
     def take(self, n: int, subject: str, *, promised: int = 0) -> BlockIds:
         """Allocate ``n`` blocks, of which ``promised`` were promised to whoever asks; all or none. They are not promised any more.

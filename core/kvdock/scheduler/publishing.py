@@ -29,11 +29,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdock.prefix.interface import BlockIds, PrefixHandle
+from kvdock.scheduler.ids import TokenIds
 from kvdock.scheduler.pool_blocks import PoolBlocks
-from kvdock.scheduler.rows import Rows
-from kvdock.scheduler.sequence import CacheSequence
+from kvdock.scheduler.rows import Index, Owner, Rows
 
-__all__ = ["Publisher"]
+__all__ = ["NOTHING_MORE", "Publisher"]
+
+NOTHING_MORE = int(np.iinfo(np.intp).max)
+"""A number of published blocks that no sequence reaches."""
 
 
 class Publisher:
@@ -42,24 +45,60 @@ class Publisher:
     Args:
         pool: the blocks and the prefix cache.
         rows: what is known of the sequences.
+        ids: their token ids.
     """
 
-    def __init__(self, pool: PoolBlocks, rows: Rows) -> None:
+    def __init__(self, pool: PoolBlocks, rows: Rows, ids: TokenIds) -> None:
         self._pool = pool
         self._prefix = pool.prefix
         self._rows = rows
+        self._ids = ids
         self._publisher = np.zeros(pool.allocator.num_blocks, dtype=np.int64)  # serial numbers; of free blocks anything
 
-    def publish(self, seq: CacheSequence, count: int) -> None:
-        """Insert the first ``count`` blocks of a sequence, and let it go on with what is cached of them."""
+    def publish(self, rows: Index, counts: Index, *, just_completed: npt.NDArray[np.bool_]) -> None:
+        """Insert the first ``counts`` blocks of rows, more than were published, and let them go on with what is cached of them.
+
+        Args:
+            rows: the rows.
+            counts: how many blocks of each.
+            just_completed: which rows have just completed the last of these blocks, id by id.
+        """
+        done = self._append(rows, counts, just_completed)
+        for row, count in zip(rows[~done].tolist(), counts[~done].tolist(), strict=True):
+            if count > self._rows.published[row]:  # one before it may have published for it, as for a fork
+                self._insert(self._rows.sequence(row), count)
+
+    def _append(self, rows: Index, counts: Index, just_completed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Publish where one block is new and nobody else has it, all such rows in one call; return where that was done.
+
+        This is what a step of decoding does, and takes a quarter of the time of `_insert` for each.
+        """
+        r, done = self._rows, np.zeros(rows.size, dtype=np.bool_)
+        shared = r.shared[rows]
+        blocks = r.table[rows, shared]
+        is_alone = just_completed & (counts - shared == 1) & (shared == r.locked[rows]) & (self._pool.allocator.holders(blocks) == 1)
+        places = np.flatnonzero(is_alone)
+        if places.size:
+            chosen = rows[places]
+            handles = [r.handle(row) for row in chosen.tolist()]
+            tokens, priorities = self._ids.last_blocks(chosen), r.priority[chosen].tolist()
+            done[places] = self._pool.change(self._prefix.append_blocks, handles, tokens, blocks[places], priorities)
+            grown = rows[done]
+            r.shared[grown] += 1
+            r.published[grown] = r.locked[grown] = r.shared[grown]
+            self._publisher[blocks[done]] = r.serial[grown]
+        return done
+
+    def _insert(self, seq: Owner, count: int) -> None:
+        """Insert the first ``count`` blocks of a sequence."""
         rows, row, size = self._rows, seq._row, self._rows.block_size
-        shared, handle = int(rows.shared[row]), seq._handle
-        if handle is None or handle.cached_len != shared * size:  # it was cut, and has more locked than it uses
-            handle = self._prefix.match_prefix(seq._ids.view[: shared * size], seq.namespace, record=False).handle
+        shared, handle = int(rows.shared[row]), rows.handle(row)
+        if rows.locked[row] != shared:  # it was cut, and has more locked than it uses
+            handle = self._prefix.match_prefix(self._ids.get(row, 0, shared * size), seq.namespace, record=False).handle
         own = rows.table[row, shared:count].copy()
-        ids = seq._ids.view[shared * size : count * size]
-        insert = self._prefix.insert_prefix
-        result = self._pool.change(insert, ids, own, seq.namespace, behind=handle, priority=seq._priority)
+        ids = self._ids.get(row, shared * size, count * size)
+        insert, priority = self._prefix.insert_prefix, int(rows.priority[row])
+        result = self._pool.change(insert, ids, own, seq.namespace, behind=handle, priority=priority)
         known, stored = max(result.cached_len // size - shared, 0), max(result.handle.cached_len // size - shared, 0)
         fresh = own[known:stored]
         self._publisher[fresh] = seq._serial
@@ -68,11 +107,11 @@ class Publisher:
         if known:
             rows.table[row, shared : shared + known] = result.blocks[:known]
             rows.touch(np.array([row]))
-        if stored and self._pool.allocator.ref_counts(own[:stored]).max() > 1:
+        if stored and self._pool.allocator.holders(own[:stored]).max() > 1:
             self._share_with_forks(seq, own[:stored])
         self._pool.allocator.release(own[:known])
 
-    def _share_with_forks(self, seq: CacheSequence, own: BlockIds) -> None:
+    def _share_with_forks(self, seq: Owner, own: BlockIds) -> None:
         """Let forks have through the cache what is cached now and was their own too: the last shared blocks of ``seq``, once ``own``.
 
         A fork that has a block at the same place as the cache has the same tokens before it, and in it as far as it goes,
@@ -84,9 +123,9 @@ class Publisher:
         for index in range(stop - 1, stop - own.size - 1, -1):
             equal = (rows.table[:, index] == own[index - stop]) & (rows.num_blocks > index) & (rows.shared <= index)
             for row in np.flatnonzero(equal).tolist():
-                self._adopt(rows.sequence(row), seq._ids.view[: (index + 1) * rows.block_size], cached[: index + 1])
+                self._adopt(rows.sequence(row), self._ids.get(seq._row, 0, (index + 1) * rows.block_size), cached[: index + 1])
 
-    def _adopt(self, seq: CacheSequence, ids: npt.NDArray[Any], cached: BlockIds) -> None:
+    def _adopt(self, seq: Owner, ids: npt.NDArray[Any], cached: BlockIds) -> None:
         """Let a sequence go on with cached blocks in the place of its own first ones."""
         rows, row = self._rows, seq._row
         self.relock(seq, self._prefix.match_prefix(ids, seq.namespace, record=False).handle)
@@ -97,40 +136,52 @@ class Publisher:
         rows.shared[row] = cached.size
         rows.published[row] = max(rows.published[row], cached.size)
 
-    def take_over(self, seq: CacheSequence, handle: PrefixHandle, blocks: BlockIds) -> None:
+    def take_over(self, seq: Owner, handle: PrefixHandle, blocks: BlockIds) -> None:
         """Let a sequence whose prompt was begun in chunks go on with what others have published of it, and lock that."""
         rows, row = self._rows, seq._row
         self.relock(seq, handle)
         self._pool.allocator.release(rows.blocks(row)[rows.shared[row] :])
+        rows.cut(row, 0)
         rows.reserve_width(blocks.size)
         rows.table[row, : blocks.size] = blocks
         rows.num_blocks[row] = rows.shared[row] = rows.published[row] = blocks.size
         rows.num_tokens[row] = rows.computed[row] = seq._cached_len = handle.cached_len
         rows.touch(np.array([row]))
 
-    def relock(self, seq: CacheSequence, handle: PrefixHandle) -> None:
+    def forget(self) -> None:
+        """Empty the prefix cache. What open sequences had of it they hold themselves now, and publish no more."""
+        rows, forgotten = self._rows, self._pool.change(self._prefix.reset)
+        for seq in rows.open():
+            row, handle = seq._row, self._prefix.match_prefix((), seq.namespace, record=False).handle
+            self._prefix.lock_handle(handle)
+            self._pool.allocator.share(rows.blocks(row, 0, int(rows.shared[row])))
+            rows.shared[row], rows.locked[row], rows.published[row] = 0, 0, NOTHING_MORE
+            seq._handle = handle
+            seq._left.clear()
+        self._pool.allocator.release(forgotten)
+
+    def relock(self, seq: Owner, handle: PrefixHandle) -> None:
         """Hold another handle instead of the one before."""
         self._prefix.lock_handle(handle)
-        if seq._handle is not None:
-            self._prefix.lock_handle(seq._handle, unlock=True)
-        seq._handle = handle
+        self._prefix.lock_handle(self._rows.handle(seq._row), unlock=True)
+        seq._handle, self._rows.locked[seq._row] = handle, handle.cached_len // self._rows.block_size
 
-    def leave(self, seq: CacheSequence, keep: int) -> None:
+    def leave(self, seq: Owner, keep: int) -> None:
         """Note that a sequence uses only its first ``keep`` blocks of those that it shares."""
         rows, row = self._rows, seq._row
         if keep < rows.shared[row]:
             rows.shared[row] = keep
             rows.published[row] = min(int(rows.published[row]), keep)
 
-    def remember(self, seq: CacheSequence, n: int) -> None:
+    def remember(self, seq: Owner, n: int) -> None:
         """Note what a sequence has published and is about to be cut within, while its token ids are known: see `take_back`."""
         rows, row, size = self._rows, seq._row, self._rows.block_size
         shared = int(rows.shared[row])
         is_whole = n < shared * size <= rows.num_tokens[row]  # else nothing is cut, or it was before
         if is_whole and (self._publisher[rows.table[row, n // size : shared]] == seq._serial).any():
-            seq._left.append(seq._ids.view[: shared * size].copy())
+            seq._left.append(self._ids.get(row, 0, shared * size).copy())
 
-    def take_back(self, seq: CacheSequence, prefixes: list[npt.NDArray[Any]]) -> None:
+    def take_back(self, seq: Owner, prefixes: list[npt.NDArray[Any]]) -> None:
         """Free what a sequence that is over has published of prefixes and nobody else uses."""
         for ids in prefixes:
             found = self._prefix.match_prefix(ids, seq.namespace, record=False)

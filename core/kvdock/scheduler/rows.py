@@ -10,52 +10,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.prefix.interface import BlockIds
+from kvdock.prefix.interface import BlockIds, Namespace, PrefixHandle
+from kvdock.prefix.ownership import NotCopied
 
-if TYPE_CHECKING:
-    from kvdock.scheduler.sequence import CacheSequence
-
-__all__ = ["Growing", "Index", "Rows", "steps"]
+__all__ = ["Index", "Owner", "Rows", "positions_of", "steps"]
 
 Index = npt.NDArray[np.intp]
 """Rows, tokens or positions, as numpy counts them."""
 
-_INT32 = np.iinfo(np.int32)
 
+class Owner(NotCopied):
+    """Whose a row is: a sequence, as far as what counts rows knows it.
 
-class Growing:
-    """An array that grows at its end, at a constant cost per element."""
+    Attributes:
+        namespace: where its prefix is shared.
+    """
 
-    __slots__ = ("_room", "size")
-
-    def __init__(self, values: npt.NDArray[Any]) -> None:
-        self._room = values.copy()
-        self.size = values.size
+    def __init__(self, rows: Rows, namespace: Namespace, handle: PrefixHandle, serial: int) -> None:
+        self.namespace = namespace
+        self._rows = rows
+        self._row = -1
+        self._handle: PrefixHandle | None = handle  # what it has locked
+        self._serial = serial  # by which the manager knows which blocks it has published
+        self._cached_len = 0
+        self._left: list[npt.NDArray[Any]] = []  # token ids of prefixes that it published and was cut from
 
     @property
-    def view(self) -> npt.NDArray[Any]:
-        """The elements in use; good until the next change."""
-        return self._room[: self.size]
-
-    def append(self, values: npt.NDArray[Any]) -> None:
-        """Add elements. Integers that do not fit the dtype widen it; there are none beyond int64."""
-        size = self.size + values.size
-        dtype = np.promote_types(self._room.dtype, values.dtype) if values.dtype != self._room.dtype and values.size else self._room.dtype
-        if size > self._room.size or dtype != self._room.dtype:
-            room = np.empty(max(size, 2 * self._room.size), dtype=dtype)
-            room[: self.size] = self.view
-            self._room = room
-        self._room[self.size : size] = values
-        self.size = size
-
-    def copy(self) -> Growing:
-        """Return another with the same elements."""
-        return Growing(self.view)
+    def is_open(self) -> bool:
+        """Whether it was neither finished nor aborted."""
+        return self._row >= 0
 
 
 class Rows:
@@ -65,7 +53,7 @@ class Rows:
         block_size: tokens in a block.
 
     Attributes:
-        table: block ids, int32 ``[rows, width]``; behind ``num_blocks`` of a row anything may stand.
+        table: block ids, int32 ``[rows, width]``; 0 behind ``num_blocks`` of a row.
         num_tokens: tokens that there is room for, ``[rows]`` as all that follow.
         num_known: tokens whose ids are known.
         prompt_len: tokens to look for in the prefix cache again when the row grows; 0 for none.
@@ -76,10 +64,27 @@ class Rows:
         limit: tokens up to which blocks were promised.
         promised: blocks that were promised and not taken yet.
         version: another number whenever blocks of the row change, and in no two rows the same.
-        tail: ids of the known tokens behind the last whole block, ``[rows, block_size]``; the sequence has the others.
+        serial: the number by which the publisher knows the sequence.
+        locked: blocks before the place that the sequence has locked in the prefix cache.
+        priority: for the eviction policy.
+        last_batch: the sequences that came last, all of them open still, and their rows.
     """
 
-    _INTEGERS = ("num_tokens", "num_known", "prompt_len", "computed", "num_blocks", "shared", "published", "limit", "promised", "version")
+    _INTEGERS = (
+        "num_tokens",
+        "num_known",
+        "prompt_len",
+        "computed",
+        "num_blocks",
+        "shared",
+        "published",
+        "limit",
+        "promised",
+        "version",
+        "serial",
+        "locked",
+        "priority",
+    )
 
     num_tokens: Index
     num_known: Index
@@ -91,29 +96,38 @@ class Rows:
     limit: Index
     promised: Index
     version: Index
+    serial: Index
+    locked: Index
+    priority: Index
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.table: BlockIds = np.zeros((0, 8), dtype=np.int32)
-        self.tail: npt.NDArray[Any] = np.zeros((0, block_size), dtype=np.int32)
-        self.sequences: list[CacheSequence | None] = []
+        self.sequences: list[Owner | None] = []
         self.num_chunked = 0
+        self.last_batch: tuple[list[Owner], Index] = [], np.empty(0, dtype=np.intp)
         self._free: list[int] = []
         self._version = 0
         for name in self._INTEGERS:
             setattr(self, name, np.zeros(0, dtype=np.intp))
 
-    def sequence(self, row: int) -> CacheSequence:
+    def sequence(self, row: int) -> Owner:
         """Return the sequence of a row that is somebody's."""
         seq = self.sequences[row]
         assert seq is not None  # noqa: S101 - callers have rows of open sequences
         return seq
 
-    def open(self) -> list[CacheSequence]:
+    def handle(self, row: int) -> PrefixHandle:
+        """Return what the sequence of a row has locked."""
+        seq = self.sequences[row]
+        assert seq is not None and seq._handle is not None  # noqa: S101, PT018 - callers have rows of open sequences
+        return seq._handle
+
+    def open(self) -> list[Owner]:
         """Return the open sequences, in the order of their rows."""
         return [seq for seq in self.sequences if seq is not None]
 
-    def add(self, seq: CacheSequence, blocks: BlockIds, **values: int) -> int:
+    def add(self, seq: Owner, blocks: BlockIds, **values: int) -> int:
         """Give a sequence a row with these blocks and values, 0 for those that are not named; return the row."""
         if not self._free:
             self._more_rows()
@@ -123,17 +137,24 @@ class Rows:
         self.table[row, : blocks.size] = blocks
         for name in self._INTEGERS:
             getattr(self, name)[row] = values.get(name, 0)
-        self.num_blocks[row] = blocks.size
+        handle = self.handle(row)
+        self.num_blocks[row], self.serial[row], self.locked[row] = blocks.size, seq._serial, handle.cached_len // self.block_size
         self.num_chunked += self.prompt_len[row] > 0
         self.touch(np.array([row]))
         return row
 
     def remove(self, row: int) -> None:
         """Take a row back."""
-        self.num_chunked -= self.prompt_len[row] > 0
-        self.prompt_len[row] = self.num_blocks[row] = 0
+        self.end_chunks(row)
+        self.cut(row, 0)
         self.sequences[row] = None
+        self.last_batch = [], np.empty(0, dtype=np.intp)
         self._free.append(row)
+
+    def cut(self, row: int, keep: int) -> None:
+        """Keep the first ``keep`` blocks of a row."""
+        self.table[row, keep : self.num_blocks[row]] = 0
+        self.num_blocks[row] = keep
 
     def touch(self, rows: Index) -> None:
         """Note that the blocks of rows have changed."""
@@ -155,12 +176,11 @@ class Rows:
 
     def slots(self, rows: Index, starts: Index, counts: Index) -> Index:
         """Return the slots of ``counts`` tokens of each row from ``starts`` on, one row behind the other."""
-        if counts.size and counts.min() == counts.max() == 1:
-            positions = starts
-        else:
-            rows, positions = rows.repeat(counts), starts.repeat(counts) + steps(counts)
-        blocks, offsets = np.divmod(positions, self.block_size)
-        slots: Index = self.table[rows, blocks].astype(np.intp) * self.block_size + offsets
+        positions = positions_of(starts, counts)
+        if positions is not starts:
+            rows = rows.repeat(counts)
+        blocks = positions // self.block_size
+        slots: Index = (self.table[rows, blocks] - blocks) * self.block_size + positions
         return slots
 
     def reserve_width(self, blocks: int) -> None:
@@ -170,22 +190,21 @@ class Rows:
             wider[:, : self.table.shape[1]] = self.table
             self.table = wider
 
-    def fitting(self, ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return token ids in the type of ``tail``, which gets wider with the first that does not fit 32 bits."""
-        if ids.dtype != self.tail.dtype:
-            if self.tail.dtype == np.int32 and ids.size and (ids.max() > _INT32.max or ids.min() < _INT32.min):
-                self.tail = self.tail.astype(np.int64)
-            ids = ids.astype(self.tail.dtype)
-        return ids
-
     def _more_rows(self) -> None:
         """Double the number of rows."""
         count, more = len(self.sequences), max(8, len(self.sequences))
-        for name in ("table", "tail", *self._INTEGERS):
+        for name in ("table", *self._INTEGERS):
             array = getattr(self, name)
             setattr(self, name, np.concatenate((array, np.zeros((more, *array.shape[1:]), dtype=array.dtype))))
         self.sequences += [None] * more
         self._free += range(count + more - 1, count - 1, -1)
+
+
+def positions_of(starts: Index, counts: Index) -> Index:
+    """Return the ``counts`` positions of each row from ``starts`` on, one row behind the other; ``starts`` itself for one of each."""
+    if (counts == 1).all():  # a step of decoding: half of the time is saved
+        return starts
+    return starts.repeat(counts) + steps(counts)
 
 
 def steps(counts: Index) -> Index:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,18 +10,15 @@ import numpy.typing as npt
 from kvdock.errors import IndexRangeError, StaleHandleError
 from kvdock.prefix.inputs import index_of
 from kvdock.prefix.interface import BlockIds, Namespace, PrefixHandle
-from kvdock.prefix.ownership import NotCopied
-from kvdock.scheduler.rows import Growing, Rows
-
-if TYPE_CHECKING:
-    from kvdock.scheduler.cache_manager import CacheManager
+from kvdock.scheduler.ids import TokenIds
+from kvdock.scheduler.rows import Owner, Rows
 
 __all__ = ["CacheSequence"]
 
 _NO_PAIRS: npt.NDArray[np.int64] = np.empty((0, 2), dtype=np.int64)
 
 
-class CacheSequence(NotCopied):
+class CacheSequence(Owner):
     """A sequence that a `CacheManager` has made room for. Only its manager changes it.
 
     Once it is finished or aborted its blocks may be another's: then all but ``namespace`` and ``is_open`` raise `StaleHandleError`.
@@ -35,28 +32,15 @@ class CacheSequence(NotCopied):
 
     instead_of_copies = "share its blocks with CacheManager.fork(), or begin another with its tokens"
 
-    def __init__(self, manager: CacheManager, rows: Rows, ids: npt.NDArray[Any], namespace: Namespace, priority: int, serial: int) -> None:
-        self.namespace = namespace
+    def __init__(self, rows: Rows, ids: TokenIds, namespace: Namespace, handle: PrefixHandle, serial: int) -> None:
+        super().__init__(rows, namespace, handle, serial)
         self.block_pairs = _NO_PAIRS
-        self._manager = manager
-        self._rows = rows
-        self._row = -1
-        self._ids = Growing(ids)  # of whole blocks; the rest is in the tail of its row
-        self._priority = priority
-        self._serial = serial  # by which the manager knows which blocks it has published
-        self._cached_len = 0
-        self._handle: PrefixHandle | None = None
-        self._left: list[npt.NDArray[Any]] = []  # token ids of prefixes that it published and was cut from
+        self._ids = ids
 
     def __repr__(self) -> str:
         if not self.is_open:
             return "CacheSequence(closed)"
         return f"CacheSequence(num_tokens={self.num_tokens}, cached_len={self._cached_len}, computed={self.computed})"
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it was neither finished nor aborted."""
-        return self._row >= 0
 
     @property
     def block_size(self) -> int:
@@ -93,7 +77,7 @@ class CacheSequence(NotCopied):
     def tokens(self) -> npt.NDArray[Any]:
         """The token ids that are known, ``[num_known]``; the caller's own array."""
         row = self._live("tokens")
-        return np.concatenate((self._ids.view, self._rows.tail[row, : self._rows.num_known[row] % self.block_size]))
+        return self._ids.get(row, 0, int(self._rows.num_known[row])).copy()
 
     @property
     def block_table(self) -> BlockIds:

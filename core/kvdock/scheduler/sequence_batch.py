@@ -19,10 +19,10 @@ from kvdock.errors import ArgumentValueError, IndexRangeError, StaleHandleError
 from kvdock.prefix.inputs import as_integers, count_of
 from kvdock.prefix.interface import BlockIds, Namespace
 from kvdock.prefix.ownership import NotCopied
+from kvdock.scheduler.batches import as_rows
 from kvdock.scheduler.cache_manager import CacheManager
 from kvdock.scheduler.exporters import dense_table
 from kvdock.scheduler.sequence import CacheSequence
-from kvdock.scheduler.steps import as_rows
 
 __all__ = ["SequenceBatch"]
 
@@ -37,11 +37,12 @@ class SequenceBatch(NotCopied):
         manager: whose sequences they are.
         sequences: one for each row, at least one; the batch has them for its own from now on.
         length: places in use in each row; those behind are room that was made already.
-        pads: places at the beginning of each row that have no token, integers ``[rows]``; none by default.
+        pads: places at the beginning of each row that have no token, integers ``[rows]``; none by default. They may go beyond
+            ``length``: of such a row only padding is there so far.
 
     Raises:
         ArgumentValueError: no rows, a row that is there twice, pads that are not one for each row.
-        IndexRangeError: a pad below 0 or beyond ``length``, or a sequence with room for fewer tokens than its row has places.
+        IndexRangeError: a pad below 0, or a sequence with room for fewer tokens than its row has places.
         StaleHandleError: a sequence is over, or another manager's.
     """
 
@@ -50,7 +51,7 @@ class SequenceBatch(NotCopied):
     def __init__(
         self, manager: CacheManager, sequences: Sequence[CacheSequence], *, length: int = 0, pads: npt.ArrayLike | None = None
     ) -> None:
-        rows = as_rows(manager, "SequenceBatch", sequences)
+        rows = as_rows(manager._rows, "SequenceBatch: sequences", sequences)
         self._length = count_of("SequenceBatch: length", length)
         self._pads = np.zeros(rows.size, dtype=np.intp) if pads is None else as_integers("SequenceBatch: pads", pads).astype(np.intp)
         if not rows.size or self._pads.shape != rows.shape:
@@ -58,10 +59,10 @@ class SequenceBatch(NotCopied):
                 "SequenceBatch", expected="at least one row, and a pad for each", got=f"{rows.size} rows, {self._pads.size} pads"
             )
         room = np.array([seq.num_tokens for seq in sequences])
-        if (self._pads < 0).any() or (self._pads > length).any() or (room + self._pads < length).any():
+        if (self._pads < 0).any() or (room + self._pads < length).any():
             raise IndexRangeError(
                 "SequenceBatch",
-                expected=f"pads from 0 to the length, {length}, and room for what is behind them",
+                expected=f"pads of at least 0, and room for what of the length, {length}, is behind them",
                 got=f"pads {self._pads.tolist()} and room for {room.tolist()} tokens",
             )
         self._manager = manager
@@ -148,7 +149,6 @@ class SequenceBatch(NotCopied):
             if seq.num_tokens > (tokens := max(length - pad, 0)):
                 self._manager.truncate(seq, tokens)
         self._length = length
-        np.minimum(self._pads, length, out=self._pads)
 
     def select(self, rows: npt.ArrayLike) -> None:
         """Make row ``rows[i]`` the new row i. Rows may be repeated, left out and reordered; repeated rows share blocks.
@@ -198,7 +198,7 @@ class SequenceBatch(NotCopied):
                 "SequenceBatch.slot_mapping", expected=f"0 <= start <= stop <= {self._length}", got=f"start={start}, stop={stop}"
             )
         of = self._manager._rows
-        rows = as_rows(self._manager, "slot_mapping", self._sequences)
+        rows = as_rows(of, "SequenceBatch.slot_mapping", self._sequences)
         places = np.arange(start, stop) - self._pads[:, None]
         blocks, offsets = np.divmod(np.maximum(places, 0), of.block_size)
         return np.where(places < 0, -1, of.table[rows[:, None], blocks].astype(np.int64) * of.block_size + offsets)

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.errors import ArgumentTypeError, ArgumentValueError, IndexRangeError, OutOfBlocksError, StaleHandleError
-from kvdock.prefix.inputs import as_integers, count_of
+from kvdock.errors import ArgumentValueError, IndexRangeError, OutOfBlocksError
+from kvdock.prefix.inputs import count_of
 from kvdock.prefix.interface import PrefixMatch
+from kvdock.scheduler.batches import check_slots, counts_of
+from kvdock.scheduler.ids import TokenIds
 from kvdock.scheduler.pool_blocks import PoolBlocks
 from kvdock.scheduler.publishing import Publisher
 from kvdock.scheduler.rows import Index, Rows, steps
-from kvdock.scheduler.sequence import CacheSequence
 
-if TYPE_CHECKING:
-    from kvdock.scheduler.cache_manager import CacheManager
+__all__ = ["Steps"]
 
-__all__ = ["Steps", "as_rows", "counts_of", "ids_of_step"]
-
-_row_of = attrgetter("_row")
-
-_TOO_MANY = 2**40
-"""More tokens than any pool has room for."""
+_NO_ROWS: Index = np.empty(0, dtype=np.intp)
 
 _NO_PAIRS: npt.NDArray[np.int64] = np.empty((0, 2), dtype=np.int64)
 
@@ -36,12 +29,14 @@ class Steps:
     Args:
         pool: the blocks.
         rows: what is known of the sequences.
+        ids: their token ids.
         publisher: makes computed blocks shared.
     """
 
-    def __init__(self, pool: PoolBlocks, rows: Rows, publisher: Publisher) -> None:
+    def __init__(self, pool: PoolBlocks, rows: Rows, ids: TokenIds, publisher: Publisher) -> None:
         self._pool = pool
         self._rows = rows
+        self._ids = ids
         self._publisher = publisher
 
     def extend_one(self, rows: Index, n: Any, slots: Any, *, match: bool) -> tuple[Index, npt.NDArray[np.int64]]:
@@ -58,7 +53,7 @@ class Steps:
         """Make room in each row, and write the slots; return the pairs to copy."""
         counts = counts_of("CacheManager.extend: n", n, rows.size)
         if slots is not None:
-            _check_slots(slots, int(counts.sum()))
+            check_slots(slots, int(counts.sum()))
         starts, pairs = self._extend(rows, counts, match=match)
         if slots is not None:
             made = self._rows.num_tokens[rows] - starts
@@ -79,22 +74,16 @@ class Steps:
         wrong = np.flatnonzero((computed < before) | (computed > most))
         if wrong.size:
             raise self._cannot_be_computed(rows, int(wrong[0]), known + counts, computed)
-        self._append_ids(rows, known, ids, counts)
+        is_one_each = ids.size == rows.size and bool((counts == 1).all())
+        self._ids.append(rows, ids, counts, is_one_each=is_one_each)
         r.computed[rows] = computed
         if self._pool.prefix.can_store:
             whole = computed // r.block_size
-            for index in np.flatnonzero(whole > r.published[rows]).tolist():
-                if whole[index] > r.published[rows[index]]:  # one before it may have published for it, as for a fork
-                    self._publisher.publish(r.sequence(rows[index]), int(whole[index]))
-
-    def forget_ids(self, seq: CacheSequence, known: int) -> None:
-        """Keep the first ``known`` token ids of a sequence."""
-        r, row, size = self._rows, seq._row, self._rows.block_size
-        whole = known // size * size
-        if whole < seq._ids.size:
-            r.tail[row, : known - whole] = seq._ids.view[whole:known]
-            seq._ids.size = whole
-        r.num_known[row] = known
+            due = np.flatnonzero(whole > r.published[rows])
+            if due.size:
+                self._publisher.publish(
+                    rows[due], whole[due], just_completed=is_one_each & (r.num_known[rows[due]] == whole[due] * r.block_size)
+                )
 
     def _extend(self, rows: Index, counts: Index, *, match: bool) -> tuple[Index, npt.NDArray[np.int64]]:
         """Make room for ``counts`` more tokens in each row; return where these start, and the pairs to copy."""
@@ -117,8 +106,8 @@ class Steps:
             if copied.size:
                 asked = need.copy()
                 asked[copied] += 1
-            used = np.minimum(asked, r.promised[rows])
-            fresh = self._pool.take(total, "CacheManager.extend", promised=int(used.sum()))
+            used = np.minimum(asked, r.promised[rows]) if self._pool.promised else 0
+            fresh = self._pool.take(total, "CacheManager.extend", promised=int(np.sum(used)))
             r.promised[rows] -= used
             pairs = self._replace(rows[copied], starts[copied] // r.block_size, fresh[: copied.size]) if copied.size else _NO_PAIRS
             self._append_blocks(rows, have, need, fresh[copied.size :])
@@ -136,12 +125,14 @@ class Steps:
 
         Where all its holders are among them, the first keeps it.
         """
-        r = self._rows
+        r, allocator = self._rows, self._pool.allocator
+        if not allocator.num_extra and not (r.shared[rows] * r.block_size > starts).any():
+            return _NO_ROWS  # nobody forked, and nobody was cut within what is cached: mostly
         within = np.flatnonzero((starts % r.block_size != 0) & (stops > starts))
         index = starts[within] // r.block_size
         blocks = r.table[rows[within], index]
         cached = index < r.shared[rows[within]]
-        holders = self._pool.allocator.ref_counts(blocks)
+        holders = allocator.holders(blocks)
         shared = cached | (holders > 1)
         if shared.any():
             _, first, times = np.unique(blocks, return_index=True, return_counts=True)
@@ -182,7 +173,7 @@ class Steps:
             row = int(rows[place])
             seq = r.sequence(row)
             most = (int(r.prompt_len[row]) - 1) // r.block_size * r.block_size
-            match = prefix.match_prefix(seq._ids.view[:most], seq.namespace, record=False)
+            match = prefix.match_prefix(self._ids.get(row, 0, most), seq.namespace, record=False)
             if match.handle.cached_len > r.num_tokens[row]:
                 found[place] = match
         return found
@@ -218,35 +209,6 @@ class Steps:
         for match in found.values():
             self._pool.prefix.lock_handle(match.handle, unlock=True)
 
-    def _append_ids(self, rows: Index, known: Index, ids: npt.NDArray[Any], counts: Index) -> None:
-        """Append new token ids to rows."""
-        r, size = self._rows, self._rows.block_size
-        ids = r.fitting(ids)
-        if ids.size == rows.size and (counts == 1).all():
-            offsets = known % size
-            r.tail[rows, offsets] = ids
-            for row in rows[offsets == size - 1].tolist():
-                self._flush(row, r.tail[row])
-        else:
-            ends = counts.cumsum().tolist()
-            for row, length, stop, count in zip(rows.tolist(), known.tolist(), ends, counts.tolist(), strict=True):
-                if count:
-                    self._append_many(row, length % size, ids[stop - count : stop])
-        r.num_known[rows] = known + counts
-
-    def _append_many(self, row: int, offset: int, ids: npt.NDArray[Any]) -> None:
-        """Append several token ids behind ``offset`` ones in the tail of a row."""
-        r = self._rows
-        both = np.concatenate((r.tail[row, :offset], ids))
-        whole = both.size // r.block_size * r.block_size
-        if whole:
-            self._flush(row, both[:whole])
-        r.tail[row, : both.size - whole] = both[whole:]
-
-    def _flush(self, row: int, ids: npt.NDArray[Any]) -> None:
-        """Append the ids of whole blocks to a sequence."""
-        self._rows.sequence(row)._ids.append(ids)
-
     def _cannot_be_computed(self, rows: Index, place: int, known: Index, computed: npt.NDArray[Any]) -> IndexRangeError:
         """Describe the first number that cannot be."""
         r, row = self._rows, int(rows[place])
@@ -257,83 +219,4 @@ class Steps:
             f"(ids known: {known[place]}, room: {r.num_tokens[row]})",
             got=int(computed[place]),
             fix="count all tokens of the sequence, cached ones too; pass the ids of new ones",
-        )
-
-
-def as_rows(manager: CacheManager, method: str, sequences: Any) -> Index:
-    """Return the rows of open sequences of a manager, each there once, or raise."""
-    by_row = manager._rows.sequences
-    try:
-        if not isinstance(sequences, Sequence):  # what can be read only once would be found empty
-            raise TypeError
-        numbers = list(map(_row_of, sequences))
-        if all(map(is_, map(by_row.__getitem__, numbers), sequences)) and (len(numbers) < 2 or len(set(numbers)) == len(numbers)):
-            return np.array(numbers, dtype=np.intp)
-    except (AttributeError, IndexError, TypeError):
-        pass
-    raise _not_a_batch(manager, f"CacheManager.{method}: seq", sequences)
-
-
-def _not_a_batch(manager: CacheManager, subject: str, sequences: Any) -> Exception:
-    """Say what is wrong with sequences."""
-    if not isinstance(sequences, Sequence) or isinstance(sequences, str | bytes):
-        return ArgumentTypeError(subject, expected="a sequence from begin() or fork(), or a list of them", got=repr(sequences)[:80])
-    for seq in sequences:
-        if not isinstance(seq, CacheSequence):
-            return ArgumentTypeError(subject, expected="sequences from begin() or fork()", got=repr(seq)[:80])
-        if seq._manager is not manager or not seq.is_open:
-            got = "one that is finished or aborted" if seq._manager is manager else f"another manager's: {seq}"
-            return StaleHandleError(subject, expected="an open sequence of this manager", got=got, fix="begin it again, in this manager")
-    return ArgumentValueError(subject, expected="each sequence once", got="one that is there twice", fix="fork it for a second row")
-
-
-def ids_of_step(tokens: Any, batch: int, *, is_one: bool) -> tuple[npt.NDArray[Any], Index]:
-    """Return the new token ids of a batch, one sequence behind the other, and how many each has."""
-    subject = "CacheManager.commit: tokens"
-    if is_one:
-        ids = as_integers(subject, tokens)
-        return ids, np.array([ids.size])
-    shape = getattr(tokens, "shape", None)
-    if shape is None and isinstance(tokens, Sequence) and any(hasattr(row, "__len__") for row in tokens):
-        parts = [as_integers(subject, row) for row in tokens]
-        _check_batch(subject, len(parts), batch)
-        return np.concatenate(parts), np.array([part.size for part in parts])
-    if shape is not None and len(shape) == 2:
-        _check_batch(subject, shape[0], batch)
-        return as_integers(subject, tokens.reshape(-1)), np.full(batch, shape[1])
-    ids = as_integers(subject, tokens)
-    if ids.size == 0:
-        return ids, np.zeros(batch, dtype=np.intp)
-    _check_batch(subject, ids.size, batch)
-    return ids, np.ones(batch, dtype=np.intp)
-
-
-def _check_batch(subject: str, got: int, batch: int) -> None:
-    """Raise unless there is something for each sequence."""
-    if got != batch:
-        fix = "pass [batch] ids for one each, [batch, n], or a list of as many arrays"
-        raise ArgumentValueError(subject, expected=f"ids for {batch} sequences", got=f"for {got}", fix=fix)
-
-
-def counts_of(subject: str, n: Any, batch: int) -> Index:
-    """Return how many tokens each sequence gets; what no pool has is cut down to more than any pool has, and can be added up."""
-    if isinstance(n, int | np.integer) and not isinstance(n, bool):
-        return np.full(batch, min(count_of(subject, n), _TOO_MANY))
-    counts = as_integers(subject, n).astype(np.intp)
-    if counts.size != batch:
-        raise ArgumentValueError(subject, expected=f"one number, or {batch}: one for each sequence", got=counts.size)
-    if counts.size and counts.min() < 0:
-        raise ArgumentValueError(subject, expected="at least 0", got=int(counts.min()))
-    return np.minimum(counts, _TOO_MANY)
-
-
-def _check_slots(slots: Any, size: int) -> None:
-    """Raise unless an array can take so many slots."""
-    is_array = isinstance(slots, np.ndarray) and slots.flags.writeable
-    if not is_array or slots.shape != (size,) or slots.dtype.char not in (np.dtype(np.int32).char, np.dtype(np.int64).char):
-        raise ArgumentValueError(
-            "CacheManager.extend: slots",
-            expected=f"a numpy array of int32 or int64 [{size}], the sum of n, that can be written",
-            got=f"{slots.dtype} {list(slots.shape)}" if is_array else repr(slots)[:80],
-            fix="pass tensor.numpy() of a tensor on the host; BatchTables copies to a device",
         )

@@ -22,18 +22,18 @@ FORMS = ("int32", "int64", "uint64", "big-endian", "strided", "row of a tensor",
 """Names of `kvdock_conformance.checking.containers.CONTAINERS`."""
 
 BAD_CALLS = (
-    *(f"slots {kind}" for kind in ("short", "long", "negative", "twice", "misplaced", "owned", "high")),
+    *(f"blocks {kind}" for kind in ("short", "long", "negative", "twice", "owned", "high")),
     *(f"tokens {kind}" for kind in ("floats", "float array", "float tensor", "bools", "strings", "too big", "none", "text")),
-    *(f"slots {kind}" for kind in ("floats", "float array", "bools")),
+    *(f"blocks {kind}" for kind in ("floats", "float array", "bools")),
     *(f"shape {kind}" for kind in ("of a table", "of a number", "of no rows")),
     *(f"namespace {kind}" for kind in ("list", "text", "none", "float", "nested list")),
     *(f"evict {kind}" for kind in ("negative", "float", "text", "none", "bool", "too much")),
     *(f"priority {kind}" for kind in ("float", "text", "none")),
-    "discard within a block",
-    *(f"start {kind}" for kind in ("negative", "float", "none")),
+    *(f"behind {kind}" for kind in ("owned", "elsewhere")),
+    *(f"keep {kind}" for kind in ("negative", "float", "none")),
     *(f"record {kind}" for kind in ("negative", "float", "none")),
     "tokens on a device",
-    "slots on a device",
+    "blocks on a device",
 )
 """Calls with arguments that no prefix cache takes; `kvdock_conformance.checking.prefix_bad` makes them."""
 
@@ -48,14 +48,14 @@ def _tokens(choose: random.Random) -> Step:
 
 
 def _insert(choose: random.Random) -> Step:
-    """Return an insertion: ``own`` says for each block that is stored already whether it comes with its own slots or others."""
+    """Return an insertion: ``own`` says for each block that is stored already whether it comes with its own id or another."""
     own = [choose.randrange(2) for _ in range(6)]
-    return {**_tokens(choose), "slots_form": choose.choice(FORMS), "own": own, "priority": choose.choice((0, 0, 1, -1, 5))}
+    return {**_tokens(choose), "blocks_form": choose.choice(FORMS), "own": own, "priority": choose.choice((0, 0, 1, -1, 5))}
 
 
 def _evict(choose: random.Random) -> Step:
-    """Return an eviction of so many tokens, or of a share of what can be evicted."""
-    return {"size": choose.randrange(60)} if choose.randrange(2) else {"share": choose.choice((0, 0.25, 0.5, 1))}
+    """Return an eviction of so many blocks, or of a share of what can be evicted."""
+    return {"count": choose.randrange(12)} if choose.randrange(2) else {"share": choose.choice((0, 0.25, 0.5, 1))}
 
 
 def _handle(choose: random.Random) -> Step:
@@ -70,21 +70,26 @@ _MAKERS: Mapping[str, Callable[[random.Random], Step]] = MappingProxyType(
         "lock": _handle,
         "unlock": _handle,
         "insert": _insert,
+        "behind": lambda choose: {**_insert(choose), **_handle(choose)},
+        "append": _insert,
+        "partial": lambda choose: {**_tokens(choose), **_handle(choose), "skip": choose.choice((0, 0, 1, 5))},
         "evict": _evict,
-        "discard": lambda choose: {**_handle(choose), "start": choose.randrange(6)},
+        "discard": lambda choose: {**_handle(choose), "keep": choose.randrange(6)},
         "reset": lambda choose: {},
         "bad": lambda choose: {"call": choose.choice(BAD_CALLS), "pieces": _tokens(choose)["pieces"], "at": choose.randrange(6)},
         "foreign": lambda choose: {
             **_handle(choose),
             "unlock": choose.randrange(2) > 0,
             "whose": choose.choice(("equal", "naive", "none")),
-            "call": choose.choice(("lock_handle", "record_match", "discard_prefix")),
+            "call": choose.choice(("lock_handle", "record_match", "discard_prefix", "insert_prefix")),
         },
     }
 )
 """What a step of each kind needs."""
 
-MIX: Mapping[str, int] = MappingProxyType({"match": 6, "record": 1, "lock": 4, "unlock": 4, "insert": 8, "evict": 4, "discard": 1})
+MIX: Mapping[str, int] = MappingProxyType(
+    {"match": 6, "record": 1, "lock": 4, "unlock": 4, "insert": 5, "behind": 4, "evict": 4, "discard": 1}
+)
 """How often each kind of step comes, in an ordinary sequence."""
 
 
@@ -102,32 +107,32 @@ def sequence(seed: int, length: int, mix: Mapping[str, int] = MIX) -> list[Step]
 
 
 def sequences(
+    about: str,
     mix: Mapping[str, int] = MIX,
     *,
     sizes: Sequence[int] = (1, 3, 16),
     length: int = 80,
     spaces: Sequence[Sequence[str]] = ((), ("a",), ("b",)),
     seeds: int = 2,
-    more: Iterable[Case] = (),
     **data: Any,
 ) -> Callable[[], Iterable[Case]]:
     """Return a function that makes random cases: some at the core level, ten times as many at the extended one.
 
     Args:
+        about: what is compared: names that `kvdock_conformance.checking.prefix_play.Player` knows, with spaces between them.
         mix: weight of each kind of step.
         sizes: block sizes.
         length: steps of a case.
         spaces: the namespaces, each a list of parts; see `kvdock_conformance.checking.prefix_play.namespace_of`.
         seeds: how many per block size at the core level.
-        more: cases in front of the random ones.
         data: what else the check needs to know.
     """
 
     def cases() -> Iterable[Case]:
-        yield from more
         for seed in range(10 * seeds):
             for size in sizes:
-                made = {"block_size": size, "spaces": [list(space) for space in spaces], "steps": sequence(seed, length, mix), **data}
+                steps = sequence(1000 * size + seed, length, mix)
+                made = {"block_size": size, "spaces": [list(space) for space in spaces], "steps": steps, "about": about.split(), **data}
                 level = Level.CORE if seed < seeds else Level.EXTENDED
                 yield Case(f"blocks of {size}, seed {seed}", made, level)
 

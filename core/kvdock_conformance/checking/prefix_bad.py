@@ -11,20 +11,9 @@ import torch
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, OutOfBlocksError
 from kvdock.prefix import PrefixCache
-from kvdock_conformance.checking.prefix_model import SlowPrefixCache, slots_of
+from kvdock_conformance.checking.prefix_model import SlowPrefixCache
 
-__all__ = [
-    "BAD_PRIORITIES",
-    "BAD_SHAPES",
-    "BAD_SIZES",
-    "BAD_SPACES",
-    "BAD_VALUES",
-    "ON_A_DEVICE",
-    "TYPE",
-    "VALUE",
-    "Refusal",
-    "bad_call",
-]
+__all__ = ["BAD_PRIORITIES", "BAD_SHAPES", "BAD_SIZES", "BAD_SPACES", "BAD_VALUES", "ON_A_DEVICE", "TYPE", "VALUE", "Refusal", "bad_call"]
 
 Refusal = tuple[tuple[type[Exception], ...], Callable[[], object]]
 """The errors that a call may raise, and the call."""
@@ -64,45 +53,45 @@ def bad_call(
         free: blocks that would be good.
     """
     subject, _, kind = step["call"].partition(" ")
+    handle, size = cache.match_prefix(tokens, record=False).handle, cache.block_size
     if kind == "on a device":
-        passed = (ON_A_DEVICE, range(6)) if subject == "tokens" else (range(6), ON_A_DEVICE)
+        passed = (ON_A_DEVICE, range(6 // size)) if subject == "tokens" else ([7] * 6 * size, ON_A_DEVICE)
         return VALUE, lambda: cache.insert_prefix(*passed)
-    if subject == "slots" and kind not in BAD_VALUES:
-        slots = _bad_slots(model, kind, step["at"], tokens, free)
-        return None if slots is None else (VALUE, lambda: cache.insert_prefix(tokens, slots))
+    if subject == "blocks" and kind not in BAD_VALUES:
+        blocks = _bad_blocks(model, kind, step["at"], tokens, free)
+        return None if blocks is None else (VALUE, lambda: cache.insert_prefix(tokens, blocks))
+    if subject == "behind":
+        own = [block.number for block in model.find(tokens, ())][: step["at"] + 1]
+        good, space = (own, ()) if kind == "owned" else (free[-1:], ("elsewhere",))
+        is_bad = own if kind == "owned" else True
+        tokens = tokens[: size * len(good)]
+        return (VALUE, lambda: cache.insert_prefix(tokens, good, space, behind=handle)) if is_bad else None
     calls: dict[str, Callable[[], Refusal]] = {
-        "slots": lambda: (TYPE, lambda: cache.insert_prefix([0], BAD_VALUES[kind]())),
+        "blocks": lambda: (TYPE, lambda: cache.insert_prefix([0] * size, BAD_VALUES[kind]())),
         "tokens": lambda: (TYPE, lambda: cache.match_prefix(BAD_VALUES[kind]())),
         "shape": lambda: (VALUE, lambda: cache.match_prefix(np.zeros(BAD_SHAPES[kind], dtype=np.int64))),
-        "namespace": lambda: (TYPE, lambda: cache.insert_prefix([1], [0], BAD_SPACES[kind])),
-        "priority": lambda: (TYPE, lambda: cache.insert_prefix([1], [0], priority=BAD_PRIORITIES[kind])),
+        "namespace": lambda: (TYPE, lambda: cache.insert_prefix([1] * size, [0], BAD_SPACES[kind])),
+        "priority": lambda: (TYPE, lambda: cache.insert_prefix([1] * size, [0], priority=BAD_PRIORITIES[kind])),
         "evict": lambda: (TYPE + VALUE, lambda: cache.evict(BAD_SIZES[kind])),
-        "start": lambda: (TYPE + VALUE, lambda: cache.discard_prefix(handle, BAD_SIZES[kind])),
+        "keep": lambda: (TYPE + VALUE, lambda: cache.discard_prefix(handle, BAD_SIZES[kind])),
         "record": lambda: (TYPE + VALUE, lambda: cache.record_match(handle, BAD_SIZES[kind])),
     }
     if step["call"] == "evict too much":
-        return (OutOfBlocksError,), lambda: cache.evict(model.size_info().evictable_size + 1)
-    handle = cache.match_prefix(tokens, record=False).handle
-    if step["call"] == "discard within a block":
-        return (VALUE, lambda: cache.discard_prefix(handle, 1)) if cache.block_size > 1 else None
+        return (OutOfBlocksError,), lambda: cache.evict(model.size_info().evictable_size // size + 1)
     return calls[subject]()
 
 
-def _bad_slots(model: SlowPrefixCache, kind: str, at: int, tokens: Sequence[int], free: Sequence[int]) -> list[int] | None:
-    """Return slots for tokens that are wrong in one block, or in number."""
-    size, known = model.block_size, [block.number for block in model.look(tokens, ())]
-    count = len(tokens) // size
-    numbers = [*known, *free[-1 : -count - 1 + len(known) : -1]]
+def _bad_blocks(model: SlowPrefixCache, kind: str, at: int, tokens: Sequence[int], free: Sequence[int]) -> list[int] | None:
+    """Return blocks for tokens that are wrong in one, or in number."""
+    blocks = [block.number for block in model.find(tokens, ())]
+    count = len(tokens) // model.block_size
+    blocks += free[-1 : -count - 1 + len(blocks) : -1]
     at %= count
-    taken = sorted({block.number for _, block in model.blocks()} - set(numbers))
-    if (kind == "owned" and not taken) or (kind == "twice" and count == 1) or (kind == "misplaced" and size == 1):
+    taken = sorted({block.number for _, block in model.blocks()} - set(blocks))
+    if (kind == "owned" and not taken) or (kind == "twice" and count == 1):
         return None
-    slots = slots_of(numbers, size)
-    if kind == "misplaced":
-        slots[at * size + 1] += 1
-    elif kind in ("short", "long"):
-        return slots[:-1] if kind == "short" else [*slots, 0]
-    else:
-        bad = {"owned": taken[at % len(taken)] if taken else 0, "twice": numbers[at - 1], "negative": -1, "high": 2**31 // size}[kind]
-        slots[at * size : at * size + size] = slots_of([bad], size)
-    return slots
+    if kind in ("short", "long"):
+        return blocks[:-1] if kind == "short" else [*blocks, free[0]]
+    high = 2**31 // model.block_size
+    blocks[at] = {"owned": taken[at % len(taken)] if taken else 0, "twice": blocks[at - 1], "negative": -1, "high": high}[kind]
+    return blocks

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
+import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kvdock.errors import ArgumentValueError, WrongThreadError
+from kvdock.errors import ArgumentValueError, UnsupportedError, WrongThreadError
+from kvdock.prefix import PrefixCache
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.prefix_model import KEYS, SlowPrefixCache, StoresNothing
 from kvdock_conformance.checking.prefix_play import Player, play
@@ -17,34 +22,29 @@ from kvdock_conformance.requirement import Capability, Check
 __all__ = [
     "ABOUT_ALL",
     "DECLARES_AN_ORDER",
+    "FINDS_PARTS",
     "STORES",
     "check_block_sizes",
+    "check_calls",
+    "check_can_store",
+    "check_copies",
+    "check_costs",
     "check_deep",
-    "check_discards",
-    "check_events",
-    "check_evictions",
-    "check_handles",
-    "check_inserts",
     "check_late_reads",
-    "check_locks",
-    "check_matches",
     "check_observers",
-    "check_order",
-    "check_refusals",
-    "check_resets",
-    "check_sizes",
-    "check_stats",
     "check_stores_nothing",
     "check_threads",
     "check_without_order",
+    "check_without_parts",
     "compared",
     "same_number",
     "stores_nothing",
     "why_it_stores_nothing",
     "why_no_order",
+    "why_no_parts",
 ]
 
-ABOUT_ALL = ("match", "insert", "evict", "discard", "reset", "locks", "sizes", "stats", "events", "refused")
+ABOUT_ALL = ["match", "insert", "evict", "discard", "reset", "locks", "sizes", "stats", "events", "refused"]
 """Everything but the order of eviction."""
 
 
@@ -73,6 +73,26 @@ def check_stores_nothing(target: PrefixTarget, data: Mapping[str, Any], reasons:
 
 STORES = Capability("stores blocks", why_it_stores_nothing, check_stores_nothing)
 """The capability of storing anything at all."""
+
+
+def why_no_parts(target: PrefixTarget, data: Mapping[str, Any]) -> Sequence[str]:
+    """Return the reason against asking for blocks that begin alike: it leaves `match_partial` as it is."""
+    return [f"{target.name} does not offer match_partial"] if target.kind.match_partial is PrefixCache.match_partial else []
+
+
+def check_without_parts(target: PrefixTarget, data: Mapping[str, Any], reasons: Sequence[str], check: Check) -> None:
+    """Check that nothing is found.
+
+    Raises:
+        NonconformanceError: something is.
+    """
+    cache = target.make(data["block_size"])
+    handle = cache.insert_prefix([7] * data["block_size"], [0]).handle
+    same_number("match_partial: whether it finds nothing", True, cache.match_partial(handle, [7]) is None)
+
+
+FINDS_PARTS = Capability("finds blocks that begin alike", why_no_parts, check_without_parts)
+"""The capability of `PrefixCache.match_partial`."""
 
 
 def why_no_order(target: PrefixTarget, data: Mapping[str, Any]) -> Sequence[str]:
@@ -109,66 +129,16 @@ def compared(target: PrefixTarget, data: Mapping[str, Any], about: Collection[st
     return player
 
 
-def check_matches(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check what matches find."""
-    compared(target, data, ("match",))
-
-
-def check_inserts(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check what insertions return."""
-    compared(target, data, ("insert",))
+def check_calls(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Check what the case is about."""
+    compared(target, data, data["about"])
 
 
 def check_late_reads(target: PrefixTarget, data: Mapping[str, Any]) -> None:
     """Check what insertions return when it is looked at at last, after all that came behind them."""
-    player = compared(target, data, ("late",))
+    player = compared(target, data, data["about"])
     for made, canonical in player.unread:
-        player.array("late", "insert_prefix: indices, first read at the end", canonical, made.indices)
-
-
-def check_locks(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check what is protected, step by step."""
-    compared(target, data, ("locks",))
-
-
-def check_evictions(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check what evictions free."""
-    compared(target, data, ("evict",))
-
-
-def check_order(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check which blocks evictions free."""
-    compared(target, data, ("order",))
-
-
-def check_handles(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check that bad handles are refused, and that what they leave alone is."""
-    compared(target, data, ("refused", "locks"))
-
-
-def check_refusals(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check that bad arguments are refused."""
-    compared(target, data, ("refused",))
-
-
-def check_discards(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check what is forgotten of a prefix."""
-    compared(target, data, ("discard",))
-
-
-def check_resets(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check what a reset returns and leaves."""
-    compared(target, data, ("reset", "refused", "sizes"))
-
-
-def check_sizes(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check sizes, the list of blocks, and the cache's own check."""
-    compared(target, data, ("sizes",))
-
-
-def check_events(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check what an observer is told."""
-    compared(target, data, ("events",))
+        player.named("late", "insert_prefix, first read at the end", canonical, made)
 
 
 def check_observers(target: PrefixTarget, data: Mapping[str, Any]) -> None:
@@ -182,7 +152,7 @@ def check_observers(target: PrefixTarget, data: Mapping[str, Any]) -> None:
     prefix = [list(range(100 * number, 100 * number + 2 * size)) for number in range(3)]
 
     def insert(number: int) -> None:
-        made = cache.insert_prefix(prefix[number], range(2 * number * size, 2 * (number + 1) * size))
+        made = cache.insert_prefix(prefix[number], range(2 * number, 2 * (number + 1)))
         same_number(f"insertion {number}, with observers: tokens", 2 * size, made.handle.cached_len)
 
     def raises(event: object) -> None:
@@ -204,30 +174,64 @@ def check_observers(target: PrefixTarget, data: Mapping[str, Any]) -> None:
         raise NonconformanceError("tokens that an observer finds, asked by each event", expected=[2 * size] * 3, got=found)
 
 
-def check_stats(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Check what is counted."""
-    compared(target, data, ("stats",))
-
-
 def check_deep(target: PrefixTarget, data: Mapping[str, Any]) -> None:
-    """Store one long prefix, cut it at every block, walk down, lock its end, and evict it block by block.
+    """Store one long prefix, let another branch off it at every block, walk down, lock its end, and evict all block by block.
 
     Raises:
         NonconformanceError: an answer is wrong.
     """
     depth, size = data["depth"], data["block_size"]
     cache, tokens = target.make(size), list(range(depth * size))
-    cache.insert_prefix(tokens, tokens)
+    cache.insert_prefix(tokens, range(depth))
     for count in range(depth - 1, 0, -1):
-        cache.match_prefix(tokens[: count * size], record=False)
+        place = cache.match_prefix(tokens[: count * size], record=False).handle
+        cache.insert_prefix([-1] * size, [depth + count], behind=place)
     handle = cache.match_prefix(tokens).handle
     cache.lock_handle(handle)
     cache.check_integrity()
     same_number(f"protected tokens of a chain of {depth} blocks", depth * size, cache.size_info.protected_size)
+    same_number("blocks that go while the chain is locked, the least", depth + 1, min(cache.evict(depth - 1).tolist()))
     cache.lock_handle(handle, unlock=True)
     for left in range(depth - 1, depth // 2, -1):
-        same_number("slots of an eviction", left, int(cache.evict(1)[0]) // size)
-    same_number("tokens that reset forgets", len(cache.match_prefix(tokens).indices), len(cache.reset()))
+        same_number("block of an eviction", left, int(cache.evict(1)[0]))
+    same_number("blocks that reset forgets", len(cache.match_prefix(tokens).blocks), len(cache.reset()))
+
+
+def check_costs(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Take the time of insertions of one block behind a short prefix, and behind a long one.
+
+    Raises:
+        NonconformanceError: what is before the handle counts.
+    """
+    size, seconds = data["block_size"], list[float]()
+    for blocks in data["blocks"]:
+        cache, times = target.make(size), list[float]()
+        handle = cache.insert_prefix(range(blocks * size), range(blocks)).handle
+        for number in range(blocks, blocks + data["times"]):
+            start = time.perf_counter()
+            handle = cache.insert_prefix([number] * size, [number], behind=handle).handle
+            times.append(time.perf_counter() - start)
+        seconds.append(min(times))
+    if seconds[1] > data["most"] * seconds[0]:
+        blocks = " and ".join(map(str, data["blocks"]))
+        raise NonconformanceError(f"seconds of an insertion behind {blocks} blocks", expected=f"at most {data['most']} times", got=seconds)
+
+
+def check_copies(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Copy and pickle a cache with something in it, and its handles.
+
+    Raises:
+        NonconformanceError: a copy is made, or the original has changed.
+    """
+    player = compared(target, data, data["about"])
+    for what in (player.cache, *(held.handle for held in player.held)):
+        for call in (copy.copy, copy.deepcopy, pickle.dumps):
+            player.refused(f"{call.__name__} of {type(what).__name__}", UnsupportedError, functools.partial(call, what))
+
+
+def check_can_store(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Check that a cache says whether it stores anything."""
+    same_number("can_store", not stores_nothing(target), target.make(data["block_size"]).can_store)
 
 
 def same_number(what: str, expected: int, got: int) -> None:
@@ -248,7 +252,7 @@ def check_threads(target: PrefixTarget, data: Mapping[str, Any]) -> None:
         "match_prefix": lambda: cache.match_prefix([1]),
         "record_match": lambda: cache.record_match(handle, 100),
         "lock_handle": lambda: cache.lock_handle(handle),
-        "insert_prefix": lambda: cache.insert_prefix([1] * player.block_size, range(4000, 4000 + player.block_size)),
+        "insert_prefix": lambda: cache.insert_prefix([1] * player.block_size, [4000]),
         "evict": lambda: cache.evict(0),
         "discard_prefix": lambda: cache.discard_prefix(handle, 0),
         "reset": cache.reset,

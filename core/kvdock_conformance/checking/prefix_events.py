@@ -43,7 +43,8 @@ class Replayed:
     def _stored(self, event: Stored) -> None:
         """Note blocks that came."""
         parent, size, space = event.parent, self.block_size, repr(event.namespace)
-        if not event.tokens.dtype == event.blocks.dtype == np.int64 or not event.tokens.size == event.blocks.size * size > 0:
+        is_right = event.tokens.dtype == np.int64 and event.blocks.dtype == np.int32
+        if not is_right or not event.tokens.size == event.blocks.size * size > 0:
             self.wrong.append(f"Stored with {event.blocks!r} for {event.tokens!r}")
             return
         for at, block in enumerate(event.blocks.tolist()):
@@ -57,7 +58,7 @@ class Replayed:
     def _removed(self, event: Removed) -> None:
         """Note blocks that went."""
         gone = set(event.blocks.tolist())
-        if not len(gone) == event.blocks.size > 0 or gone - self.where.keys():
+        if event.blocks.dtype != np.int32 or not len(gone) == event.blocks.size > 0 or gone - self.where.keys():
             self.wrong.append(f"Removed with {event.blocks!r}, of {sorted(self.where)}")
         for block in gone & self.where.keys():
             del self.where[block]

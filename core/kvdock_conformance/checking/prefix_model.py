@@ -26,7 +26,6 @@ class Block:
     uses: int = 0
     priority: int = 0
     locks: int = 0
-    ends_run: bool = False
     is_stored: bool = True
     children: dict[tuple[int, ...], Block] = attrs.Factory(dict)
 
@@ -59,8 +58,8 @@ KEYS: Mapping[str, Callable[[Block], tuple[int, ...]]] = {
 class SlowPrefixCache:
     """What a prefix cache must do, block by block.
 
-    Runs of blocks are those of a radix tree, so that its order of eviction can be told block by block: one that takes the
-    blocks of equal rank in another order takes the same ones.
+    How each block was used is kept block by block, so that the order of eviction can be told whatever runs a cache makes of
+    them. What goes on behind an end is worth what that is, unless it comes with a lower priority.
 
     Args:
         block_size: tokens in a block.
@@ -93,13 +92,6 @@ class SlowPrefixCache:
         return {one.number for _, block in self.blocks() if block.locks for one in block.path()}
 
     def find(self, tokens: Sequence[int], namespace: object) -> list[Block]:
-        """Return the longest stored prefix; a run ends where it ends."""
-        found = self.look(tokens, namespace)
-        if found:
-            found[-1].ends_run = True
-        return found
-
-    def look(self, tokens: Sequence[int], namespace: object) -> list[Block]:
         """Return the longest stored prefix."""
         block, found = self.roots.get(repr(namespace)), list[Block]()
         for piece in self.cut(tokens):
@@ -107,6 +99,16 @@ class SlowPrefixCache:
                 break
             block = block.children[piece]
             found.append(block)
+        return found
+
+    def alike(self, path: Sequence[Block], namespace: object, tokens: Sequence[int]) -> dict[int, int]:
+        """Return the blocks behind a place, by id, with how many of their first tokens come next: half a block, or more."""
+        place = path[-1] if path else self.roots.get(repr(namespace))
+        most, found = min(len(tokens), self.block_size - 1), dict[int, int]()
+        for block in place.children.values() if place else ():
+            same = next((at for at in range(most) if block.tokens[at] != tokens[at]), most)
+            if 2 * same >= self.block_size:
+                found[block.number] = same
         return found
 
     def use(self, path: list[Block], priority: int | None = None) -> None:
@@ -131,49 +133,39 @@ class SlowPrefixCache:
         for piece, number in list(zip(pieces, numbers, strict=True))[known:]:
             above = path[-1] if path else self.roots.setdefault(repr(namespace), Block((), -1, None))
             block = Block(piece, number, above, created=self.clock + 1, priority=priority)
+            if path and not above.children and priority >= above.priority:
+                block.created, block.uses, block.priority = above.created, above.uses, above.priority
             above.children[piece] = block
             path.append(block)
             self.inserted += 1
-        if path:
-            path[-1].ends_run = True
         self.use(path, priority)
         return known, path
 
-    def evict(self, count: int) -> list[list[int]] | None:
-        """Take blocks one by one from the ends; returns them in runs, or None when there are too few."""
-        held = self.protected()
+    def evict(self, count: int) -> list[int] | None:
+        """Take blocks one by one from the ends, and return them, run by run; None when there are too few."""
+        held, gone = self.protected(), list[int]()
         if count > sum(block.number not in held for _, block in self.blocks()):
             return None
-        runs: list[list[int]] = []
-        while count:
-            ends = [
-                (self.key(block), namespace, block) for namespace, block in self.blocks() if not block.children and block.number not in held
-            ]
-            block = min(ends, key=lambda entry: entry[0])[-1]
-            runs.append(self._remove_run(block, count))
-            count -= len(runs[-1])
-        return runs
+        while len(gone) < count:
+            ends = [block for _, block in self.blocks() if not block.children and block.number not in held]
+            block, run = min(ends, key=self.key), list[int]()
+            worth, last_use = self.key(block), block.last_use
+            while len(gone) + len(run) < count and block in ends and (self.key(block), block.last_use) == (worth, last_use):
+                run.append(self._remove(block))
+                block = block.above
+                ends = [] if block.children or block.parent is None or block.number in held else [block]
+            self.ages.append(self.clock - last_use)
+            gone += run[::-1]
+        return gone
 
-    def discard(self, path: list[Block], start: int) -> list[list[int]]:
-        """Take blocks from the end of a path that nobody holds and that nothing is behind; returns them in runs."""
-        held, runs, left = self.protected(), list[list[int]](), list(path)
-        while len(left) > start and not left[-1].children and left[-1].number not in held:
-            runs.append(self._remove_run(left[-1], len(left) - start))
-            del left[-len(runs[-1]) :]
-        return runs
-
-    def _remove_run(self, block: Block, count: int) -> list[int]:
-        """Take so many blocks off the end of a run, or all of it."""
-        self.ages.append(self.clock - block.last_use)
-        run = [self._remove(block)]
-        while len(run) < count and block.above.parent is not None and not block.above.ends_run:
-            block = block.above
-            run.append(self._remove(block))
-        above = block.above
-        above.ends_run = True
-        if above.parent is None and not above.children:
-            self.roots = {namespace: root for namespace, root in self.roots.items() if root is not above}
-        return run[::-1]
+    def discard(self, path: list[Block], keep: int) -> list[int]:
+        """Take blocks from the end of a path that nobody holds and that nothing is behind, and return them."""
+        held, left = self.protected(), list(path)
+        while len(left) > keep and not left[-1].children and left[-1].number not in held:
+            self._remove(left.pop())
+        gone = path[len(left) :]
+        self.ages += [self.clock - block.last_use for block in gone[-1:]]
+        return [block.number for block in gone]
 
     def _remove(self, block: Block) -> int:
         """Take one block that nothing is behind and nobody holds."""
@@ -224,7 +216,7 @@ class SlowPrefixCache:
             if left:
                 return f"block {number}, but not block {left[0]} behind it"
         for number in sorted(chosen, key=lambda number: -len(stored[number].path())):
-            self._remove_run(stored[number], 1)
+            self._remove(stored[number])
         return ""
 
 

@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from kvdock.errors import OutOfBlocksError, StaleHandleError
-from kvdock.prefix import InsertResult, NaivePrefixCache, PrefixCache, PrefixHandle
+from kvdock.prefix import InsertResult, NaivePrefixCache, PrefixCache, PrefixHandle, PrefixMatch
 from kvdock_conformance.checking.containers import CONTAINERS, overwrite
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.prefix_bad import bad_call
@@ -27,12 +27,14 @@ class Held:
     Args:
         handle: what the cache returned.
         path: its blocks in the slow cache.
+        space: its namespace.
         epoch: how many resets came before it.
         locks: how often it is locked.
     """
 
     handle: PrefixHandle
     path: list[Block]
+    space: tuple[Any, ...]
     epoch: int
     locks: int = 0
 
@@ -64,7 +66,7 @@ class Player:
         model: the slow one.
         data: the case.
         other: makes another cache like it.
-        about: what is compared: ``"match"``, ``"insert"``, ``"evict"``, ``"order"``, ``"discard"``, ``"reset"`` are the
+        about: what is compared: ``"match"``, ``"insert"``, ``"evict"``, ``"order"``, ``"discard"``, ``"reset"``, ``"partial"`` are the
             answers of these calls, ``"late"`` keeps what insertions return in `unread`, ``"locks"``, ``"sizes"``, ``"stats"``,
             ``"events"`` are looked at after each step, and ``"refused"`` is that bad calls raise and change nothing. All else is
             followed, and not judged.
@@ -82,11 +84,11 @@ class Player:
         self.block_size: int = data["block_size"]
         self.spaces = [namespace_of(space) for space in data["spaces"]]
         self.is_wide: bool = data.get("wide", False)
-        self.free = list(range(400))[::-1]
+        self.free = list(range(1000))[::-1]
         self.held: list[Held] = []
         self.epoch = self.num_locks = 0
         self.unread: list[tuple[InsertResult, list[int]]] = []
-        """What insertions returned, with the slots that it must name whenever it is asked."""
+        """What insertions returned, with the blocks that it must name whenever it is asked."""
         self.answers: list[Any] = []
         """What the cache said, call by call."""
         self.observer = Replayed(self.block_size)
@@ -100,11 +102,15 @@ class Player:
             raise NonconformanceError(what, expected=expected, got=got)
 
     def array(self, about: str, what: str, expected: list[int], got: Any) -> None:
-        """Compare an array of slots, and overwrite it: it is the caller's own."""
-        is_slots = isinstance(got, np.ndarray) and got.dtype == np.int32
-        self.same(about, f"{what}: kind of array", True, is_slots)
+        """Compare an array of int32, and overwrite it: it is the caller's own."""
+        self.same(about, f"{what}: kind of array", "int32", str(got.dtype) if isinstance(got, np.ndarray) else type(got).__name__)
         self.same(about, what, expected, got.tolist())
         got[...] = -5
+
+    def named(self, about: str, what: str, blocks: list[int], got: PrefixMatch | InsertResult) -> None:
+        """Compare the blocks that an answer names, and their slots."""
+        self.array(about, f"{what}: indices", slots_of(blocks, self.block_size), got.indices)
+        self.array(about, f"{what}: blocks", blocks, got.blocks)
 
     def tokens(self, step: Mapping[str, Any]) -> list[int]:
         """Return the tokens of a step."""
@@ -115,10 +121,10 @@ class Player:
         found: tuple[Any, ...] = self.spaces[step["space"] % len(self.spaces)]
         return found
 
-    def hold(self, about: str, what: str, handle: PrefixHandle, path: list[Block]) -> None:
+    def hold(self, about: str, what: str, handle: PrefixHandle, path: list[Block], space: tuple[Any, ...]) -> None:
         """Keep a handle."""
         self.same(about, f"{what}: handle.cached_len", len(path) * self.block_size, handle.cached_len)
-        self.held.append(Held(handle, path, self.epoch))
+        self.held.append(Held(handle, path, space, self.epoch))
 
     def is_stale(self, held: Held) -> bool:
         """Whether what a handle stands for is gone."""
@@ -133,8 +139,24 @@ class Player:
         path = self.model.find(tokens, space)
         if step["record"]:
             self.model.record(path, len(tokens))
-        self.array("match", "match_prefix: indices", slots_of([block.number for block in path], self.block_size), found.indices)
-        self.hold("match", "match_prefix", found.handle, path)
+        self.named("match", "match_prefix", [block.number for block in path], found)
+        self.hold("match", "match_prefix", found.handle, path, space)
+
+    def partial(self, step: Mapping[str, Any]) -> None:
+        """Look for a block that begins like some tokens."""
+        tokens = self.tokens(step)[step["skip"] % self.block_size :]
+        for held in self.chosen(step):
+            if self.is_stale(held):
+                call = functools.partial(self.cache.match_partial, held.handle, tokens)
+                self.refused("match_partial of a stale handle", StaleHandleError, call)
+                continue
+            alike, found = self.model.alike(held.path, held.space, tokens), self.cache.match_partial(held.handle, tokens)
+            best = max(alike.values(), default=None)
+            self.same("partial", "match_partial: num_tokens", best, found and found.num_tokens)
+            if found is not None:
+                (block,) = [block for _, block in self.model.blocks() if block.number == found.block]
+                self.same("partial", f"match_partial: tokens that block {found.block} begins with", best, alike.get(found.block))
+                self.hold("partial", "match_partial", found.handle, block.path(), held.space)
 
     def record(self, step: Mapping[str, Any]) -> None:
         """Count a match later."""
@@ -170,85 +192,113 @@ class Player:
         """Unlock a handle; one that is stale or not locked is refused."""
         self.lock(step, -1)
 
-    def insert(self, step: Mapping[str, Any]) -> None:
-        """Insert; blocks that are stored already come with their own slots, or with others that stay the caller's."""
-        tokens, space = self.tokens(step), self.space(step)
-        known = [block.number for block in self.model.find(tokens, space)]
+    def insert(self, step: Mapping[str, Any], behind: Held | None = None) -> None:
+        """Insert; blocks that are stored already come with their own ids, or with others that stay the caller's."""
+        before, space = (behind.path, behind.space) if behind else ([], self.space(step))
+        tokens = self.tokens(step)
+        whole = [token for block in before for token in block.tokens] + tokens
+        known = [block.number for block in self.model.find(whole, space)[len(before) :]]
         fresh = [self.free.pop() for _ in step["pieces"]]
         numbers = [known[at] if at < len(known) and step["own"][at] else fresh[at] for at in range(len(fresh))]
-        rest = [0] * (len(tokens) - len(numbers) * self.block_size)
-        passed, slots = CONTAINERS[step["form"]](tokens), CONTAINERS[step["slots_form"]](slots_of(numbers, self.block_size) + rest)
-        made = self.cache.insert_prefix(passed, slots, space, priority=step["priority"])
+        passed, blocks = CONTAINERS[step["form"]](tokens), CONTAINERS[step["blocks_form"]](numbers)
+        options = {"behind": behind.handle} if behind else {}
+        made = self.cache.insert_prefix(passed, blocks, space, priority=step["priority"], **options)
         overwrite(passed)
-        overwrite(slots)
-        there, path = self.model.insert(tokens, numbers, space, step["priority"])
+        overwrite(blocks)
+        there, path = self.model.insert(whole, [*(block.number for block in before), *numbers], space, step["priority"])
         self.same("insert", "insert_prefix: cached_len", there * self.block_size, made.cached_len)
-        canonical = slots_of([block.number for block in path], self.block_size)
+        canonical = [block.number for block in path[len(before) :]]
         if "late" in self.about:
             self.unread.append((made, canonical))
         else:
-            self.array("insert", "insert_prefix: indices", canonical, made.indices)
-        stored = {block.number for block in path}
-        self.free.extend(number for number in fresh[::-1] if number not in stored)
-        self.hold("insert", "insert_prefix", made.handle, path)
+            self.named("insert", "insert_prefix", canonical, made)
+        self.free.extend(number for number in fresh[::-1] if number not in canonical)
+        self.hold("insert", "insert_prefix", made.handle, path, space)
+
+    def behind(self, step: Mapping[str, Any]) -> None:
+        """Insert behind a handle; one that is stale is refused."""
+        for held in self.chosen(step):
+            if self.is_stale(held):
+                passed = [7] * self.block_size, self.free[-1:], held.space
+                call = functools.partial(self.cache.insert_prefix, *passed, behind=held.handle)
+                self.refused("insert_prefix behind a stale handle", StaleHandleError, call)
+            else:
+                self.insert(step, held)
+
+    def append(self, step: Mapping[str, Any]) -> None:
+        """Append a block behind each of some locked handles, which move; those for which it is not done stay as they were."""
+        size, chosen = self.block_size, [held for held in self.held if held.locks and not self.is_stale(held)][: len(step["pieces"])]
+        rows = [tokens_of([piece], 0, size) for piece in step["pieces"][: len(chosen)]]
+        numbers, priority = [self.free.pop() for _ in chosen], step["priority"]
+        passed = np.array(rows, dtype=np.int32).reshape(-1, size), np.array(numbers, dtype=np.int32), [priority] * len(chosen)
+        stored = self.cache.append_blocks([held.handle for held in chosen], *passed).tolist()
+        for held, row, number, is_stored in zip(chosen, rows, numbers, stored, strict=True):
+            if is_stored:
+                before, whole = held.path, [token for block in held.path for token in block.tokens]
+                there, held.path = self.model.insert([*whole, *row], [*(one.number for one in before), number], held.space, priority)
+                self.same("insert", "append_blocks: blocks that were there before", len(before), there)
+                for blocks, change in ((before, -held.locks), (held.path, held.locks)):
+                    for block in blocks[-1:]:
+                        block.locks += change
+            else:
+                self.free.append(number)
+            self.same("insert", "append_blocks: handle.cached_len", len(held.path) * size, held.handle.cached_len)
 
     def evict(self, step: Mapping[str, Any]) -> None:
         """Evict, and follow the cache's choice unless it is the order that matters."""
-        possible = self.model.size_info().evictable_size
-        size = step["size"] if "size" in step else int(step["share"] * possible)
-        if size > possible:
-            self.refused(f"evict({size}) with {possible} evictable tokens", OutOfBlocksError, lambda: self.cache.evict(size))
+        possible = self.model.size_info().evictable_size // self.block_size
+        count = step["count"] if "count" in step else int(step["share"] * possible)
+        if count > possible:
+            self.refused(f"evict({count}) with {possible} evictable blocks", OutOfBlocksError, lambda: self.cache.evict(count))
             return
-        count = -(-size // self.block_size)
-        slots = self.cache.evict(size)
-        numbers = (slots[:: self.block_size] // self.block_size).tolist()
-        self.array("evict", "evict: slots, in whole blocks", slots_of(numbers, self.block_size), slots.copy())
-        self.same("evict", f"evict({size}): number of blocks", count, len(numbers))
-        self.same("evict", f"evict({size}): distinct blocks", count, len(set(numbers)))
+        blocks = self.cache.evict(count)
+        numbers = blocks.tolist()
+        self.array("evict", f"evict({count})", numbers, blocks)
+        self.same("evict", f"evict({count}): number of blocks, and of distinct ones", [count] * 2, [len(numbers), len(set(numbers))])
         if "order" in self.about:
-            chosen = sorted(number for run in self.model.evict(count) or [] for number in run)
-            self.same("order", f"evict({size}): blocks", chosen, sorted(numbers))
+            self.same("order", f"evict({count}): blocks", sorted(self.model.evict(count) or []), sorted(numbers))
         else:
             wrong = self.model.follow(numbers)
             if wrong:
-                raise NonconformanceError(f"evict({size})", expected="ends of prefixes that nobody has locked", got=wrong)
+                raise NonconformanceError(f"evict({count})", expected="ends of prefixes that nobody has locked", got=wrong)
         self.free.extend(numbers)
 
     def discard(self, step: Mapping[str, Any]) -> None:
         """Forget the end of a prefix."""
+        keep = step["keep"]
         for held in self.chosen(step):
-            start = step["start"] * self.block_size
             if self.is_stale(held):
-                self.refused(
-                    "discard_prefix of a stale handle", StaleHandleError, functools.partial(self.cache.discard_prefix, held.handle, start)
-                )
+                call = functools.partial(self.cache.discard_prefix, held.handle, keep)
+                self.refused("discard_prefix of a stale handle", StaleHandleError, call)
                 continue
-            numbers = [number for run in self.model.discard(held.path, step["start"]) for number in run]
-            slots = self.cache.discard_prefix(held.handle, start)
-            self.same("discard", "discard_prefix: slots", sorted(slots_of(numbers, self.block_size)), sorted(slots.tolist()))
+            numbers = self.model.discard(held.path, keep)
+            blocks = self.cache.discard_prefix(held.handle, keep)
+            self.same("discard", f"discard_prefix, all but {keep} blocks", sorted(numbers), sorted(blocks.tolist()))
+            self.array("discard", "discard_prefix", blocks.tolist(), blocks)
             self.free.extend(numbers)
 
     def reset(self, step: Mapping[str, Any]) -> None:
         """Forget everything."""
         stored = sorted(block.number for _, block in self.model.blocks())
-        self.same("reset", "reset: slots", slots_of(stored, self.block_size), sorted(self.cache.reset().tolist()))
+        self.array("reset", "reset: blocks, sorted", stored, self.cache.reset())
         self.free.extend(stored)
         self.model.reset()
         self.epoch += 1
         self.num_locks = 0
 
     def foreign(self, step: Mapping[str, Any]) -> None:
-        """Pass a handle of another cache, or none."""
+        """Pass a handle of another cache, or what is none."""
         others: dict[str, Callable[[], Any]] = {
             "equal": lambda: self.other(self.block_size).match_prefix([1]).handle,
             "naive": lambda: NaivePrefixCache(self.block_size).match_prefix([1]).handle,
-            "none": lambda: None,
+            "none": lambda: (),
         }
-        handle, whose = others[step["whose"]](), {"equal": "another cache's handle", "naive": "another kind's handle", "none": "None"}
+        handle, whose = others[step["whose"]](), {"equal": "another cache's handle", "naive": "another kind's handle", "none": "a tuple"}
         calls: dict[str, Callable[[], object]] = {
             "lock_handle": lambda: self.cache.lock_handle(handle, unlock=step["unlock"]),
             "record_match": lambda: self.cache.record_match(handle, 100 * self.block_size),
             "discard_prefix": lambda: self.cache.discard_prefix(handle, 0),
+            "insert_prefix": lambda: self.cache.insert_prefix([7] * self.block_size, self.free[-1:], behind=handle),
         }
         self.refused(f"{step['call']} of {whose[step['whose']]}", StaleHandleError, calls[step["call"]])
 
@@ -284,7 +334,7 @@ class Player:
         for space in self.spaces:
             for _, block in [entry for entry in self.model.blocks() if entry[0] == repr(space) and not entry[1].children]:
                 tokens = [token for one in block.path() for token in one.tokens]
-                matches.append(self.cache.match_prefix(tokens, space, record=False).indices.tolist())
+                matches.append(self.cache.match_prefix(tokens, space, record=False).blocks.tolist())
         cache = self.cache
         numbers = {"sizes": cache.size_info, "locks": cache.num_locks, "stats": cache.stats}
         return {**numbers, "blocks": cache.stored_blocks().tolist(), "matches": matches}
@@ -298,10 +348,7 @@ class Player:
         if "sizes" in self.about:
             cache.check_integrity()
             stored = sorted(block.number for _, block in model.blocks())
-            listed = cache.stored_blocks()
-            self.same("sizes", "stored_blocks", stored, listed.tolist())
-            self.same("sizes", "stored_blocks: dtype", "int64", str(listed.dtype))
-            listed[...] = -5  # it is the caller's own
+            self.array("sizes", "stored_blocks", stored, cache.stored_blocks())
             self.same("sizes", "stored_blocks again", stored, cache.stored_blocks().tolist())
             self.same("sizes", "size_info: total_size", len(stored) * self.block_size, cache.size_info.total_size)
             self.same("sizes", "size_info", size, cache.size_info)

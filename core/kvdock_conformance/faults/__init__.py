@@ -31,6 +31,7 @@ AREAS = (
     "hygiene",
     "prefix",
     "prefix_answers",
+    "prefix_behind",
 )
 """Modules of this package."""
 

@@ -1,19 +1,18 @@
-"""Faults of prefix caches: the radix tree, wrong in one way each."""
+"""Faults of prefix caches in what they find, store, lock and evict: the radix tree, wrong in one way each."""
 
 from __future__ import annotations
 
-import contextlib
 import random
-import threading
 import time
 from typing import Any
 
 import numpy as np
 
-from kvdock.errors import ArgumentTypeError, ArgumentValueError, OutOfBlocksError, StaleHandleError
-from kvdock.prefix import EvictionPolicy, InsertResult, MatchResult, PrefixHandle, RadixPrefixCache, Removed, SizeInfo, Usage
+from kvdock.errors import ArgumentTypeError, OutOfBlocksError, StaleHandleError
+from kvdock.prefix import EvictionPolicy, InsertResult, PrefixMatch, SizeInfo
+from kvdock.prefix.inputs import slots_of
 from kvdock_conformance.faults.fault import Fault
-from kvdock_conformance.faults.prefix_seed import adding
+from kvdock_conformance.faults.prefix_seed import Change, adding, changed
 
 __all__ = ["FAULTS"]
 
@@ -24,419 +23,305 @@ _fault = adding(FAULTS)
 # Matches
 
 
-@_fault("last-block-not-matched", "A match that goes to the end of the tokens leaves their last block out.", "001")
-class _LastBlock(RadixPrefixCache):
-    def match_prefix(self, tokens: Any, namespace: Any = (), *, record: bool = True) -> MatchResult:
-        found = super().match_prefix(tokens, namespace, record=record)
-        whole = len(tokens) // self.block_size * self.block_size
-        if 0 < whole == found.handle.cached_len:
-            return super().match_prefix(tokens[: whole - self.block_size], namespace, record=False)
-        return found
+def _last_block(cache: Any, match: Any, tokens: Any, *rest: Any, **how: Any) -> Any:
+    found, whole = match(tokens, *rest, **how), len(tokens) // cache.block_size * cache.block_size
+    return match(tokens[: whole - cache.block_size], *rest, record=False) if 0 < whole == found.handle.cached_len else found
 
 
-@_fault("slots-of-64-bits", "Slots come back as int64.", "001")
-class _WideSlots(RadixPrefixCache):
-    def match_prefix(self, tokens: Any, namespace: Any = (), *, record: bool = True) -> MatchResult:
-        handle, indices = super().match_prefix(tokens, namespace, record=record)
-        return MatchResult(handle, indices.astype(np.int64))
+_fault("last-block-not-matched", "A match that goes to the end of the tokens leaves their last block out.", "001", match_prefix=_last_block)
 
 
-@_fault("handle-of-the-root", "The handle of a match stands for no token.", "001", "005")
-class _RootHandle(RadixPrefixCache):
-    def match_prefix(self, tokens: Any, namespace: Any = (), *, record: bool = True) -> MatchResult:
-        found = super().match_prefix(tokens, namespace, record=record)
-        return MatchResult(super().match_prefix([], namespace, record=False).handle, found.indices)
+def _wide(cache: Any, match: Any, *args: Any, **how: Any) -> Any:
+    handle, blocks = match(*args, **how)
+    return PrefixMatch(handle, blocks.astype(np.int64))
 
 
-@_fault("answers-shared", "The same array is returned for equal matches, whatever a caller has done with it.", "003")
-class _SharedAnswers(RadixPrefixCache):
-    def match_prefix(self, tokens: Any, namespace: Any = (), *, record: bool = True) -> MatchResult:
-        handle, indices = super().match_prefix(tokens, namespace, record=record)
-        kept: dict[int, Any] = self.__dict__.setdefault("kept", {})
-        return MatchResult(handle, kept.setdefault(indices.size, indices))
+def _named(answer: type[Any]) -> Change:
+    """Return a change that takes the blocks of an answer for its slots."""
+    return lambda cache, call, *args, **how: changed(answer, indices=lambda made, slots: made.blocks)(*call(*args, **how))
 
 
-@_fault("slots-aliased", "Stored slots are a view of the caller's array.", "003")
-class _AliasedSlots(RadixPrefixCache):
-    def insert_prefix(self, tokens: Any, slots: Any, namespace: Any = (), *, priority: int = 0) -> InsertResult:
-        made = super().insert_prefix(tokens, slots, namespace, priority=priority)
-        node: Any = getattr(made.handle, "node", None)
-        if node is not None and self.block_size == 1 and isinstance(slots, np.ndarray) and slots.dtype == np.int32 and not made.cached_len:
-            node.blocks = slots
-        return made
+_fault("blocks-of-64-bits", "Blocks come back as int64.", "001", match_prefix=_wide)
+_fault("indices-in-blocks", "Indices are blocks.", "001 002", match_prefix=_named(PrefixMatch), insert_prefix=_named(InsertResult))
+_fault(
+    "handle-of-the-root",
+    "The handle of a match stands for no token.",
+    "001 005",
+    match_prefix=lambda cache, match, tokens, *rest, **how: match(tokens, *rest, **how)._replace(handle=match([], *rest).handle),
+)
 
 
-@_fault("ids-cut-to-32-bits", "Of a token id the lower 32 bits count.", "003")
-class _CutIds(RadixPrefixCache):
-    def _data(self, ids: Any) -> memoryview:
-        return super()._data(ids.astype(np.int32))
+def _shared(cache: Any, match: Any, *args: Any, **how: Any) -> Any:
+    found = match(*args, **how)
+    return found._replace(blocks=vars(cache).setdefault("kept", {}).setdefault(found.blocks.size, found.blocks))
 
 
-@_fault("numpy-only", "Lists are refused.", "003")
-class _NumpyOnly(RadixPrefixCache):
-    def match_prefix(self, tokens: Any, namespace: Any = (), *, record: bool = True) -> MatchResult:
-        if isinstance(tokens, list):
-            raise ArgumentTypeError("match_prefix: tokens", expected="an array", got="a list")
-        return super().match_prefix(tokens, namespace, record=record)
+def _aliased(cache: Any, insert: Any, tokens: Any, blocks: Any, *rest: Any, **how: Any) -> Any:
+    made = insert(tokens, blocks, *rest, **how)
+    if isinstance(blocks, np.ndarray) and blocks.dtype == np.int32:
+        vars(cache).setdefault("kept", {})[blocks.size] = blocks
+    return made
+
+
+def _passed_back(cache: Any, insert: Any, tokens: Any, blocks: Any, *rest: Any, **how: Any) -> Any:
+    made = insert(tokens, blocks, *rest, **how)
+    is_same = isinstance(blocks, np.ndarray) and blocks.dtype == np.int32 and np.array_equal(made.blocks, blocks)
+    return made._replace(blocks=blocks) if is_same else made
+
+
+def _cut(cache: Any, call: Any, tokens: Any, *rest: Any, **how: Any) -> Any:
+    return call([int(token) % 2**32 for token in tokens], *rest, **how)
+
+
+def _numpy_only(cache: Any, match: Any, tokens: Any, *rest: Any, **how: Any) -> Any:
+    if isinstance(tokens, list):
+        raise ArgumentTypeError("match_prefix: tokens", expected="an array", got="a list")
+    return match(tokens, *rest, **how)
+
+
+_fault("answers-shared", "The same array is returned for equal matches, whatever a caller has done with it.", "003", match_prefix=_shared)
+_fault("blocks-aliased", "Stored blocks are the caller's array.", "003", match_prefix=_shared, insert_prefix=_aliased)
+_fault("blocks-passed-back", "An insertion of what is new returns the caller's array.", "003 020", insert_prefix=_passed_back)
+_fault("ids-cut-to-32-bits", "Of a token id the lower 32 bits count.", "003", match_prefix=_cut, insert_prefix=_cut)
+_fault("numpy-only", "Lists are refused.", "003", match_prefix=_numpy_only)
 
 
 # Namespaces
 
 
-class _OtherSpaces(RadixPrefixCache):
-    """Changes namespaces before it looks at them."""
-
-    def space(self, namespace: Any) -> Any:
-        """Return another namespace."""
-        raise NotImplementedError
-
-    def match_prefix(self, tokens: Any, namespace: Any = (), *, record: bool = True) -> MatchResult:
-        return super().match_prefix(tokens, self.space(namespace), record=record)
-
-    def insert_prefix(self, tokens: Any, slots: Any, namespace: Any = (), *, priority: int = 0) -> InsertResult:
-        return super().insert_prefix(tokens, slots, self.space(namespace), priority=priority)
+def _spaces(change: Change) -> dict[str, Change]:
+    """Return changes that take a namespace for another."""
+    return {
+        "match_prefix": lambda cache, match, tokens, space=(), **how: match(tokens, change(space), **how),
+        "insert_prefix": lambda cache, insert, tokens, blocks, space=(), **how: insert(tokens, blocks, change(space), **how),
+    }
 
 
-@_fault("types-of-parts-dropped", "Parts of a namespace that print alike are equal.", "004")
-class _Printed(_OtherSpaces):
-    def space(self, namespace: Any) -> Any:
-        return tuple(str(part) for part in namespace)
-
-
-@_fault("parts-joined", "The parts of a namespace are joined without a mark between them.", "004")
-class _Joined(_OtherSpaces):
-    def space(self, namespace: Any) -> Any:
-        return ("".join(map(repr, namespace)).replace("''", ""),)
-
-
-@_fault("true-is-one", "A part True is taken for 1.", "004")
-class _TrueIsOne(_OtherSpaces):
-    def space(self, namespace: Any) -> Any:
-        return tuple(int(part) if isinstance(part, bool) else part for part in namespace)
-
-
-@_fault("namespaces-by-hash", "Namespaces are compared by their hashes.", "004")
-class _Hashed(_OtherSpaces):
-    def space(self, namespace: Any) -> Any:
-        return tuple(hash(part) for part in namespace)
+_fault("types-of-parts-dropped", "Parts of a namespace that print alike are equal.", "004", **_spaces(lambda space: tuple(map(str, space))))
+_fault(
+    "parts-joined",
+    "The parts of a namespace are joined without a mark between them.",
+    "004",
+    **_spaces(lambda space: ("".join(map(repr, space)).replace("''", ""),)),
+)
+_fault(
+    "true-is-one",
+    "A part True is taken for 1.",
+    "004",
+    **_spaces(lambda space: tuple(int(part) if isinstance(part, bool) else part for part in space)),
+)
+_fault("namespaces-by-hash", "Namespaces are compared by their hashes.", "004", **_spaces(lambda space: tuple(map(hash, space))))
 
 
 # Insertions
 
+_fault(
+    "duplicates-not-canonical",
+    "An insertion returns the blocks that the caller passed.",
+    "002 021",
+    insert_prefix=lambda cache, insert, tokens, blocks, *rest, **how: insert(tokens, blocks, *rest, **how)._replace(
+        blocks=np.array(blocks, dtype=np.int32)
+    ),
+)
 
-@_fault("duplicates-not-canonical", "An insertion returns the slots that the caller passed.", "002")
-class _NotCanonical(RadixPrefixCache):
-    def insert_prefix(self, tokens: Any, slots: Any, namespace: Any = (), *, priority: int = 0) -> InsertResult:
-        passed = np.array(slots, dtype=np.int32)
-        made = super().insert_prefix(tokens, slots, namespace, priority=priority)
-        return InsertResult(made.cached_len, made.handle, passed[: made.handle.cached_len])
+
+def _miscounted(cache: Any, insert: Any, *args: Any, **how: Any) -> Any:
+    made = insert(*args, **how)
+    return made._replace(cached_len=made.handle.cached_len)
 
 
-@_fault("what-was-there-miscounted", "cached_len of an insertion counts what is stored behind it.", "002")
-class _Miscounted(RadixPrefixCache):
-    def insert_prefix(self, tokens: Any, slots: Any, namespace: Any = (), *, priority: int = 0) -> InsertResult:
-        made = super().insert_prefix(tokens, slots, namespace, priority=priority)
-        return InsertResult(made.handle.cached_len, made.handle, made.indices)
+_fault("what-was-there-miscounted", "cached_len of an insertion counts what is stored by it.", "002", insert_prefix=_miscounted)
 
 
 # Locks
 
 
-@_fault("split-loses-its-lock", "The upper part of a node that is split is not locked.", "006")
-class _UnlockedSplit(RadixPrefixCache):
-    def _split(self, node: Any, count: int) -> Any:
-        upper = super()._split(node, count)
-        if upper.users:
-            upper.users = 0
-            self._protected -= len(upper.blocks)
-        return upper
+def _unlocked_split(tree: Any, split: Any, node: Any, at: int) -> Any:
+    upper = split(node, at)
+    tree.protected -= upper.held
+    upper.held = 0
+    return upper
 
 
-@_fault("end-not-locked", "A lock protects what is before the node that it is about, and not that.", "005", "006")
-class _EndNotLocked(RadixPrefixCache):
-    def _hold(self, node: Any) -> None:
-        if node.parent is not None:
-            super()._hold(node.parent)
-
-    def _let_go(self, node: Any) -> None:
-        if node.parent is not None:
-            super()._let_go(node.parent)
+def _one_too_few(tree: Any, call: Any, node: Any, position: int) -> None:
+    if node.start < position - 1:
+        call(node, position - 1)
+    elif node.parent.parent is not None:
+        call(node.parent, position - 1)
 
 
-@_fault("one-lock-for-all", "The first unlock gives back all locks of a place.", "005")
-class _OneLock(RadixPrefixCache):
-    def _let_go(self, node: Any) -> None:
-        if node.parent is not None and not node.children and node.users > 1:
-            node.users = 1
-        super()._let_go(node)
+def _first_unlock(tree: Any, unlock: Any, node: Any, position: int) -> None:
+    if position in (node.locks or {}):
+        node.locks[position] = 1
+        unlock(node, position)
 
-    def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
-        node: Any = getattr(handle, "node", None)
-        was_free = unlock and node is not None and node.parent is not None and not node.users
-        held: Any = handle
-        if was_free and held.locks:
-            node.users = 1
-            self._protected += len(node.blocks)
-        super().lock_handle(handle, unlock)
+
+def _whole_run(cache: Any, lock: Any, handle: Any, unlock: bool = False) -> None:
+    lock(handle, unlock)
+    if not unlock and handle.node is not None:
+        cache._tree.unlock(handle.node, handle.position)
+        handle.position = handle.node.end
+        cache._tree.lock(handle.node, handle.position)
+
+
+_fault("split-loses-its-lock", "The upper part of a run that is split is not locked.", "005 006", tree={"_split": _unlocked_split})
+_fault(
+    "end-not-locked",
+    "A lock protects what is before the last block of its prefix, and not that.",
+    "005 006",
+    tree={"lock": _one_too_few, "unlock": _one_too_few},
+)
+_fault("one-lock-for-all", "The first unlock gives back all locks of a place.", "005", tree={"unlock": _first_unlock})
+_fault("lock-of-a-whole-run", "A lock protects the rest of the run that its place is in.", "005 023", lock_handle=_whole_run)
 
 
 # Evictions
 
 
-@_fault("eviction-rounds-down", "Evicting n tokens frees as many blocks as n holds.", "006")
-class _RoundsDown(RadixPrefixCache):
-    def evict(self, size: int) -> Any:
-        return super().evict(size // self.block_size * self.block_size if isinstance(size, int) and size > 0 else size)
+def _what_there_is(cache: Any, evict: Any, num_blocks: int) -> Any:
+    try:
+        return evict(num_blocks)
+    except OutOfBlocksError:
+        return evict(cache.size_info.evictable_size // cache.block_size)
 
 
-@_fault("eviction-in-whole-runs", "An eviction goes on to the end of a run of blocks.", "006")
-class _WholeRuns(RadixPrefixCache):
-    def _trim(self, node: Any, count: int) -> Any:
-        return self._remove(node)
+_fault(
+    "eviction-in-tokens",
+    "Evicting n blocks frees those of n tokens.",
+    "006",
+    evict=lambda cache, evict, count: evict(-(-count // cache.block_size)),
+)
+_fault(
+    "eviction-of-one-more",
+    "Evicting n blocks frees one more, where there is one.",
+    "006 023",
+    evict=lambda cache, evict, count: evict(count + (count * cache.block_size < cache.size_info.evictable_size)),
+)
+_fault(
+    "eviction-returns-slots",
+    "An eviction returns the slots of what it frees.",
+    "006",
+    evict=lambda cache, evict, count: slots_of(evict(count), cache.block_size),
+)
+_fault(
+    "eviction-returns-what-there-is", "Evicting more than there is frees what there is, and does not raise.", "009", evict=_what_there_is
+)
 
-    def evict(self, size: int) -> Any:
-        with contextlib.suppress(ValueError):
-            return super().evict(size)
-        return np.empty(0, dtype=np.int32)
+
+class _By(EvictionPolicy):
+    """Asks a function once for each time of creation.
+
+    Args:
+        name: what it says that it is.
+        key: the function.
+    """
+
+    def __init__(self, name: str, key: Any) -> None:
+        self.name, self._key, self._found = name, key, dict[int, Any]()
+
+    def key(self, usage: Any) -> Any:
+        """Return what the function said first."""
+        return self._found.setdefault(usage.created, self._key(usage))
 
 
-@_fault("eviction-returns-blocks", "An eviction returns numbers of blocks.", "006")
-class _Blocks(RadixPrefixCache):
-    def evict(self, size: int) -> Any:
-        return super().evict(size)[:: self.block_size] // self.block_size
+def _policy(name: str, key: Change) -> Change:
+    """Return a change of ``__init__`` that brings another policy."""
+    return lambda cache, init, block_size=16, policy=None: init(block_size, _By(name, key))
 
 
-@_fault("eviction-returns-what-there-is", "Evicting more than there is frees what there is, and does not raise.", "009")
-class _WhatThereIs(RadixPrefixCache):
-    def evict(self, size: int) -> Any:
+_fault(
+    "a-use-does-not-count",
+    "The cache declares lru, and evicts what was stored first.",
+    "007",
+    __init__=_policy("lru", lambda usage: usage.created),
+)
+_fault(
+    "a-look-is-a-use",
+    "A match that is not recorded counts as a use.",
+    "007 014",
+    match_prefix=lambda cache, match, tokens, space=(), record=True: match(tokens, space),
+)
+_fault(
+    "evicts-by-the-clock",
+    "What is evicted first depends on the time of day.",
+    "015",
+    __init__=_policy("by the clock", lambda usage: time.time_ns()),
+)
+_fault(
+    "evicts-by-chance",
+    "What is evicted first is a matter of chance.",
+    "015",
+    __init__=_policy("by chance", lambda usage: random.random()),  # noqa: S311 - the fault
+)
+_fault(
+    "discard-forgets-one-more",
+    "Discarding the end of a prefix keeps one block less than it is told.",
+    "010",
+    discard_prefix=lambda cache, discard, handle, keep: discard(handle, max(keep - 1, 0)),
+)
+_fault(
+    "discard-in-tokens",
+    "Discarding the end of a prefix keeps so many tokens.",
+    "010",
+    discard_prefix=lambda cache, discard, handle, keep: discard(handle, keep // cache.block_size),
+)
+
+
+# Handles and resets
+
+
+def _good_when(text: str) -> Change:
+    """Return a change that takes a handle in silence that is refused with a text."""
+
+    def lock_handle(cache: Any, lock: Any, handle: Any, unlock: bool = False) -> None:
         try:
-            return super().evict(size)
-        except OutOfBlocksError:
-            return super().evict(self.size_info.evictable_size)
-
-
-class _Oldest(EvictionPolicy):
-    """Says lru, and is fifo."""
-
-    name = "lru"
-
-    def key(self, usage: Usage) -> int:
-        return usage.created
-
-
-@_fault("a-use-does-not-count", "The cache declares lru, and evicts what was stored first.", "007")
-class _WrongOrder(RadixPrefixCache):
-    def __init__(self, block_size: int = 16, policy: Any = None) -> None:
-        super().__init__(block_size, _Oldest())
-
-
-@_fault("a-look-is-a-use", "A match that is not recorded counts as a use.", "007", "014")
-class _LookIsUse(RadixPrefixCache):
-    def match_prefix(self, tokens: Any, namespace: Any = (), *, record: bool = True) -> MatchResult:
-        return super().match_prefix(tokens, namespace, record=True)
-
-
-class _Clock(EvictionPolicy):
-    """Asks the clock on the wall."""
-
-    name = "by the clock"
-
-    def __init__(self) -> None:
-        self.stamps: dict[int, int] = {}
-
-    def key(self, usage: Any) -> int:
-        return self.stamps.setdefault(usage.number, time.time_ns())
-
-
-@_fault("evicts-by-the-clock", "What is evicted first depends on the time of day.", "015")
-class _ByTheClock(RadixPrefixCache):
-    def __init__(self, block_size: int = 16, policy: Any = None) -> None:
-        super().__init__(block_size, _Clock())
-
-
-class _Chance(EvictionPolicy):
-    """Throws a coin."""
-
-    name = "by chance"
-
-    def __init__(self) -> None:
-        self.coins: dict[int, float] = {}
-
-    def key(self, usage: Any) -> float:
-        return self.coins.setdefault(usage.number, random.random())  # noqa: S311 - the fault
-
-
-@_fault("evicts-by-chance", "What is evicted first is a matter of chance.", "015")
-class _ByChance(RadixPrefixCache):
-    def __init__(self, block_size: int = 16, policy: Any = None) -> None:
-        super().__init__(block_size, _Chance())
-
-
-@_fault("discard-forgets-all", "Discarding the end of a prefix does not stop where it is told to.", "010")
-class _ForgetsAll(RadixPrefixCache):
-    def discard_prefix(self, handle: PrefixHandle, start: int) -> Any:
-        super().discard_prefix(handle, start)
-        return super().discard_prefix(handle, 0) if handle.cached_len == 0 else self._rest(handle, start)
-
-    def _rest(self, handle: PrefixHandle, start: int) -> Any:
-        """Free one block more than was asked for."""
-        return super().discard_prefix(handle, max(start - self.block_size, 0)) if start else np.empty(0, dtype=np.int32)
-
-
-# Handles
-
-
-@_fault("foreign-handles-taken", "A handle of another cache is taken for one of its own.", "008")
-class _ForeignTaken(RadixPrefixCache):
-    def _checked(self, handle: Any) -> Any:
-        if getattr(handle, "owner", self) is not self and hasattr(handle, "node"):
-            return handle
-        return super()._checked(handle)
-
-
-@_fault("second-unlock-taken", "An unlock without a lock does nothing.", "008")
-class _SecondUnlock(RadixPrefixCache):
-    def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
-        if not unlock or self._checked(handle).locks:
-            super().lock_handle(handle, unlock)
-
-
-@_fault("stale-handles-ignored", "Locking what was evicted does nothing.", "008")
-class _StaleIgnored(RadixPrefixCache):
-    def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
-        try:
-            super().lock_handle(handle, unlock)
+            lock(handle, unlock)
         except StaleHandleError as error:
-            if "evicted" not in str(error):
+            if text not in str(error):
                 raise
 
-
-@_fault("handles-outlive-a-reset", "A handle from before a reset is good after it.", "011", "008")
-class _OutliveReset(RadixPrefixCache):
-    def reset(self) -> Any:
-        slots = super().reset()
-        self._epoch -= 1
-        return slots
+    return lock_handle
 
 
-@_fault("reset-keeps-what-is-locked", "A reset leaves locked prefixes where they are.", "011")
-class _KeepsLocked(RadixPrefixCache):
-    def reset(self) -> Any:
-        return self.evict(self.size_info.evictable_size)
+_fault("foreign-handles-taken", "Locking by a handle of another cache does nothing.", "008", lock_handle=_good_when("one of this cache"))
+_fault("second-unlock-taken", "An unlock without a lock does nothing.", "008", lock_handle=_good_when("expected a locked one"))
+_fault("stale-handles-ignored", "Locking what was evicted does nothing.", "008", lock_handle=_good_when("which is evicted"))
+_fault(
+    "handles-outlive-a-reset", "A handle from before a reset is good after it.", "011 008", lock_handle=_good_when("from before a reset")
+)
+_fault(
+    "reset-keeps-what-is-locked",
+    "A reset leaves locked prefixes where they are.",
+    "011",
+    reset=lambda cache, reset: cache.evict(cache.size_info.evictable_size // cache.block_size),
+)
 
 
-# Arguments
+# Sizes, depth and threads
 
 
-@_fault("lengths-cut", "Of tokens and slots of different number, those that both have are stored.", "009")
-class _LengthsCut(RadixPrefixCache):
-    def insert_prefix(self, tokens: Any, slots: Any, namespace: Any = (), *, priority: int = 0) -> InsertResult:
-        if hasattr(slots, "__len__") and hasattr(tokens, "__len__") and not isinstance(tokens, str):
-            count = min(len(tokens), len(slots))
-            tokens, slots = tokens[:count], slots[:count]
-        return super().insert_prefix(tokens, slots, namespace, priority=priority)
+def _depth(node: Any) -> int:
+    """Return how deep a node is."""
+    return 0 if node is None or node.parent is None else 1 + _depth(node.parent)
 
 
-@_fault("error-after-a-partial-insertion", "The first block is stored before the slots of the others are looked at.", "009")
-class _PartialInsertion(RadixPrefixCache):
-    def insert_prefix(self, tokens: Any, slots: Any, namespace: Any = (), *, priority: int = 0) -> InsertResult:
-        try:
-            return super().insert_prefix(tokens, slots, namespace, priority=priority)
-        except ArgumentValueError:
-            if isinstance(slots, list):
-                super().insert_prefix(tokens[: self.block_size], slots[: self.block_size], namespace, priority=priority)
-            raise
+def _recursive(cache: Any, lock: Any, handle: Any, unlock: bool = False) -> None:
+    lock(handle, unlock)
+    _depth(getattr(handle, "node", None))
 
 
-@_fault("floats-rounded", "Tokens that are floats are rounded.", "009")
-class _FloatsRounded(RadixPrefixCache):
-    def match_prefix(self, tokens: Any, namespace: Any = (), *, record: bool = True) -> MatchResult:
-        if isinstance(tokens, np.ndarray) and tokens.dtype.kind == "f":
-            tokens = tokens.astype(np.int64)
-        return super().match_prefix(tokens, namespace, record=record)
-
-
-@_fault("owned-slots-taken", "Slots that are stored for other tokens are stored again.", "009")
-class _OwnedTaken(RadixPrefixCache):
-    def insert_prefix(self, tokens: Any, slots: Any, namespace: Any = (), *, priority: int = 0) -> InsertResult:
-        try:
-            return super().insert_prefix(tokens, slots, namespace, priority=priority)
-        except ArgumentValueError as error:
-            if "for another token" not in str(error):
-                raise
-            self._owned.clear()
-            return super().insert_prefix(tokens, slots, namespace, priority=priority)
-
-
-@_fault("any-block-size", "A block of no tokens is made one of one, and one of too many is made.", "018")
-class _AnySize(RadixPrefixCache):
-    def __init__(self, block_size: int = 16, policy: Any = "lru") -> None:
-        super().__init__(max(1, min(block_size, 512)), policy)
-
-
-# Books
-
-
-@_fault("protected-counted-twice", "evictable_size counts what is locked too.", "012")
-class _CountedTwice(RadixPrefixCache):
-    @property
-    def size_info(self) -> SizeInfo:
-        return SizeInfo(self._stored * self.block_size, self._protected * self.block_size)
-
-
-@_fault("blocks-unsorted", "stored_blocks is in no order.", "012")
-class _Unsorted(RadixPrefixCache):
-    def stored_blocks(self) -> Any:
-        return super().stored_blocks()[::-1]
-
-
-@_fault("hits-miscounted", "Every token that is looked up counts as a hit.", "014")
-class _HitsMiscounted(RadixPrefixCache):
-    def _record(self, handle: Any, num_tokens: int) -> None:
-        super()._record(handle, num_tokens)
-        self._hit_tokens = self._lookup_tokens
-
-
-@_fault("events-of-removal-missing", "Nobody is told what was evicted.", "013")
-class _SilentRemoval(RadixPrefixCache):
-    def _removed(self, blocks: Any) -> Any:
-        emit, self._events.emit = self._events.emit, lambda event: None  # type: ignore[method-assign]  # the fault
-        try:
-            return super()._removed(blocks)
-        finally:
-            self._events.emit = emit  # type: ignore[method-assign]  # as it was
-
-
-@_fault("events-name-slots", "Events of removal name slots instead of blocks.", "013")
-class _SlotEvents(RadixPrefixCache):
-    def _removed(self, blocks: Any) -> Any:
-        emit, size = self._events.emit, self.block_size
-
-        def with_slots(event: Any) -> None:
-            emit(Removed(event.blocks * size + (size == 1)))
-
-        self._events.emit = with_slots  # type: ignore[method-assign]  # the fault
-        try:
-            return super()._removed(blocks)
-        finally:
-            self._events.emit = emit  # type: ignore[method-assign]  # as it was
-
-
-# Depth and threads
-
-
-@_fault("walks-by-recursion", "Paths are walked by recursion.", "016")
-class _Recursive(RadixPrefixCache):
-    def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
-        super().lock_handle(handle, unlock)
-        self._depth(getattr(handle, "node", None))
-
-    def _depth(self, node: Any) -> int:
-        """Return how deep a node is."""
-        return 0 if node is None or node.parent is None else 1 + self._depth(node.parent)
-
-
-@_fault("threads-unnoticed", "Any thread may call at any time.", "017")
-class _AnyThread(RadixPrefixCache):
-    def _enter(self) -> None:
-        self._owner = threading.current_thread()
+_fault(
+    "any-block-size",
+    "A block of no tokens is made one of one, and one of too many is made.",
+    "018",
+    __init__=lambda cache, init, block_size=16: init(max(1, min(block_size, 512))),
+)
+_fault(
+    "protected-counted-twice",
+    "evictable_size counts what is locked too.",
+    "012",
+    size_info=lambda cache, sizes: SizeInfo(sizes.total_size, sizes.protected_size),
+)
+_fault("blocks-unsorted", "stored_blocks is in no order.", "012", stored_blocks=lambda cache, stored: stored()[::-1])
+_fault("walks-by-recursion", "Paths are walked by recursion.", "016", lock_handle=_recursive)
+_fault("threads-unnoticed", "Any thread may call at any time.", "017", _enter=lambda cache, enter: None)

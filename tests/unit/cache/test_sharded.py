@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -213,3 +215,56 @@ def test_use_backend_is_kept_for_good() -> None:
         cache = create(runtime.dispatcher)
     fill(cache)
     assert set(calls) == {("other", "static_update_")}
+
+
+def test_a_duplicate_keeps_the_backend() -> None:
+    runtime, calls = counting_runtime("first", "second")
+    with kvdock.use_backend("second"):
+        cache = create(runtime.dispatcher)
+    for twin in (cache.duplicate(3), copy.deepcopy(cache), copy.copy(cache)):
+        calls.clear()
+        fill(twin)
+        assert {backend for backend, _ in calls} == {"second"}
+    with kvdock.use_backend("second"):
+        free = create(runtime.dispatcher, ["cpu"])
+    with kvdock.use_backend("first"):
+        calls.clear()
+        fill(free.duplicate(0))
+    assert {backend for backend, _ in calls} == {"second"}
+
+
+@pytest.mark.parametrize("inferring", [False, True])
+def test_a_deep_copy_has_memory_of_its_own(ops: kvdock.OpDispatcher, inferring: bool) -> None:
+    cache = create(ops)
+    fill(cache)
+    before = [bits(view).clone() for view in views(cache)]
+    with torch.inference_mode(inferring):
+        one, other = copy.deepcopy([cache, cache])
+    assert one is other
+    assert type(one) is type(cache)
+    assert one.devices == cache.devices
+    assert all(torch.equal(bits(view), old) for view, old in zip(views(one), before, strict=True))
+    one.reset()
+    fill(one)
+    one.reset()
+    assert not any(view.any() for view in views(one))
+    assert all(torch.equal(bits(view), old) for view, old in zip(views(cache), before, strict=True))
+    one.drop()
+    assert cache.shards, "each is dropped by itself"
+
+
+def test_a_shallow_copy_shares_the_memory_and_is_dropped_by_itself(ops: kvdock.OpDispatcher) -> None:
+    cache = create(ops)
+    twin = copy.copy(cache)
+    fill(twin)
+    assert all(x is y for x, y in zip(views(cache), views(twin), strict=True))
+    twin.drop()
+    assert cache.shards
+    for dropped in (copy.copy(twin), copy.deepcopy(twin)):
+        with pytest.raises(kvdock.errors.DroppedCacheError):
+            _ = dropped.shards
+
+
+def test_pickling_says_what_to_do(ops: kvdock.OpDispatcher) -> None:
+    with pytest.raises(kvdock.errors.UnsupportedError, match="pickling a StaticKVCache"):
+        pickle.dumps(create(ops))

@@ -12,6 +12,7 @@ import torch
 
 import kvdock
 from kvdock.errors import BackendUnavailableError
+from kvdock.prefix import NaivePrefixCache, PrefixCache, factory
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.kinds import KINDS, UNKNOWN_DEVICE, hardware
 from kvdock_conformance.stand_ins import StandIn, register_backend
@@ -67,6 +68,38 @@ def test_what_a_kind_says_of_itself() -> None:
     assert about["hardware"] == hardware.processor()
     with pytest.raises(BackendUnavailableError, match="none, since a prefix cache runs on no device"):
         KINDS["prefix"].open("radix", None, "cpu")
+
+
+class Lacking(PrefixCache):
+    """Has a constructor only."""
+
+    def __init__(self, block_size: int = 16) -> None:
+        self.block_size = block_size
+
+
+class Old(NaivePrefixCache):
+    """Inserts as by the contract before blocks."""
+
+    def insert_prefix(self, tokens: Any, slots: Any, namespace: Any = (), *, priority: int = 0) -> Any:  # type: ignore[override]  # old
+        raise AssertionError("not to be called")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Lacking, r"prefix cache 'mine': Can't instantiate abstract class Lacking"),
+        (
+            Old,
+            r"prefix cache 'mine': Old\.insert_prefix: expected \(self, tokens: .*behind: .*got \(self, tokens: .*\)"
+            r".* Fix: write it for the contract of this version: kvdock\.prefix\.PrefixCache",
+        ),
+    ],
+)
+def test_a_prefix_cache_of_another_contract_cannot_be_tested(monkeypatch: pytest.MonkeyPatch, kind: Any, text: str) -> None:
+    monkeypatch.setattr(factory, "_plugins", lambda: {"theirs": {"mine": kind}})
+    with pytest.raises(BackendUnavailableError, match=text) as caught:
+        KINDS["prefix"].open("mine", None, None)
+    assert caught.value.got == "unusable"
 
 
 def test_the_processor_has_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import pytest
@@ -32,3 +33,14 @@ def test_both_ways_of_a_repeated_call_are_on_the_device_that_was_asked_for(monke
         check_repeated(Target("two-of-them", device=device), case.data)
     where = [torch.device("cpu"), torch.device("meta")]
     assert seen == [(kind, device) for device in where for kind in (Target, BoundTarget)]
+
+
+def test_a_deep_copy_writes_to_no_pool_but_the_one_it_is_given() -> None:
+    register_backend(StandIn("copied", PORTABLE_KERNELS))
+    target, pools = BoundTarget("copied"), torch.zeros(2, 4, 2, 1, 8)
+    new = {"k": torch.ones(1, 1, 8), "v": torch.ones(1, 1, 8), "slot_mapping": torch.tensor([3])}
+    args = {"k_cache": pools[0], "v_cache": pools[1], **new}
+    target.call("paged_caching_", args)
+    pools.zero_()
+    copy.deepcopy(target).call("paged_caching_", args)
+    assert torch.equal(pools[:, 1, 1, 0], torch.ones(2, 8))

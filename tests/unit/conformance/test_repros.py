@@ -86,8 +86,8 @@ class Backend(kvdock.Backend):
 
 
 class Cache(RadixPrefixCache):
-    def evict(self, num_tokens):
-        return super().evict(num_tokens)[1:] if "evict" in FAULTS else super().evict(num_tokens)
+    def evict(self, num_blocks):
+        return super().evict(num_blocks)[1:] if "evict" in FAULTS else super().evict(num_blocks)
 
 
 if "end" in FAULTS:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
+import pickle
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import attrs
 import pytest
 
-from kvdock import ArgumentTypeError, ArgumentValueError, LRUDescriptorCache, WrongThreadError
+from kvdock import ArgumentTypeError, ArgumentValueError, LRUDescriptorCache, UnsupportedError, WrongThreadError
 from kvdock.descriptors.stats import CacheStats
 from support_descriptors import Ledger, Watched, in_thread
 
@@ -349,3 +352,14 @@ def test_nothing_is_kept_of_what_has_left() -> None:
     assert (ledger.alive, len(ledger.destroyed)) == (3, 97)
     lru.clear()
     assert (ledger.alive, ledger.faults) == (0, [])
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_is_refused_since_two_would_destroy_the_same(way: Callable[[Any], Any]) -> None:
+    destroyed: list[str] = []
+    lru = filled(3, "ab", destroyed)
+    with pytest.raises(UnsupportedError, match=r"LRUDescriptorCache: .*Fix: make another, LRUDescriptorCache\(3\)"):
+        way(lru)
+    gc.collect()
+    assert destroyed == []
+    assert lru.get("A") == "a"

@@ -11,7 +11,6 @@ import pytest
 from kvdock.errors import KVDockError, KVDockWarning
 from kvdock.prefix import Cleared, NaivePrefixCache, RadixPrefixCache, Removed, Stored
 from kvdock_conformance.checking.prefix_events import Replayed
-from kvdock_conformance.checking.prefix_model import slots_of
 from support_prefix import tree_of
 
 
@@ -25,9 +24,9 @@ def told(cache: RadixPrefixCache) -> list[Any]:
 def test_stored_says_the_block_before_and_only_what_is_new() -> None:
     cache = RadixPrefixCache(2)
     events = told(cache)
-    cache.insert_prefix([1, 2, 3, 4, 5], [*slots_of([7, 3], 2), 0], ("a",))
-    cache.insert_prefix([1, 2, 8, 8], slots_of([9, 4], 2), ("a",))
-    cache.insert_prefix([1, 2], slots_of([5], 2), ("a",))
+    cache.insert_prefix([1, 2, 3, 4, 5], [7, 3], ("a",))
+    cache.insert_prefix([1, 2, 8, 8], [9, 4], ("a",))
+    cache.insert_prefix([1, 2], [5], ("a",))
     first, second = events
     assert isinstance(first, Stored)
     assert (first.namespace, first.parent, first.tokens.tolist(), first.blocks.tolist()) == (("a",), None, [1, 2, 3, 4], [7, 3])
@@ -43,12 +42,23 @@ def test_one_eviction_is_one_event_and_a_refused_one_none() -> None:
         cache.evict(5)
     cache.evict(0)
     assert events == []
-    slots = cache.evict(3)
+    blocks = cache.evict(3)
     (event,) = events
     assert isinstance(event, Removed)
-    assert event.blocks.tolist() == slots.tolist() == [0, 1, 3]
+    assert event.blocks.tolist() == blocks.tolist() == [0, 1, 3]
     cache.reset()
     assert isinstance(events[1], Cleared)
+
+
+def test_what_is_stored_behind_a_handle_says_the_block_before_it() -> None:
+    cache = RadixPrefixCache(2)
+    first = cache.insert_prefix([1, 2, 3, 4], [5, 6])
+    events = told(cache)
+    end = cache.insert_prefix([7, 8], [9], behind=first.handle).handle
+    middle = cache.match_prefix([1, 2]).handle
+    cache.insert_prefix([2**40, 2], [1], behind=middle)
+    cache.insert_prefix([], [], behind=end)
+    assert [(event.parent, event.tokens.tolist(), event.blocks.tolist()) for event in events] == [(6, [7, 8], [9]), (5, [2**40, 2], [1])]
 
 
 @pytest.mark.parametrize("block_size", [1, 3])
@@ -62,30 +72,17 @@ def test_the_stream_alone_says_what_is_stored_where(block_size: int) -> None:
         space = choose.choice([(), (1,), (True,)])
         count = len(tokens) // block_size
         if len(free) < count:
-            free += [slot // block_size for slot in cache.evict(count * block_size).tolist()[::block_size]]
+            free += cache.evict(count).tolist()
         blocks = [free.pop() for _ in range(count)]
-        cache.insert_prefix(tokens, slots_of(blocks, block_size) + [0] * (len(tokens) % block_size), space)
+        cache.insert_prefix(tokens, blocks, space)
         free += [block for block in blocks if block not in observer.where]
         stored: dict[int, tuple[str, int | None, tuple[int, ...]]] = {}
-        for (namespace, path), run in tree_of(cache).items():
-            ids = run[0]
-            assert isinstance(ids, list)
-            start = len(path) - len(ids)
-            for at, number in enumerate(ids):
-                above = ids[at - 1] if at else (last_of(cache, namespace, path[:start]) if start else None)
-                stored[number] = namespace, above, path[start + at]
+        blocks_at = tree_of(cache)
+        for (namespace, path), (number, *_) in blocks_at.items():
+            stored[number] = namespace, blocks_at[namespace, path[:-1]][0] if path[1:] else None, path[-1]
         assert observer.where == stored
     assert observer.wrong == []
     assert len(observer.events) > 300
-
-
-def last_of(cache: RadixPrefixCache, namespace: str, path: tuple[tuple[int, ...], ...]) -> int:
-    """The block that a prefix ends with."""
-    run = tree_of(cache)[namespace, path][0]
-    assert isinstance(run, list)
-    number = run[-1]
-    assert isinstance(number, int)
-    return number
 
 
 def test_an_observer_that_raises_is_reported_and_the_others_and_the_call_go_on() -> None:
@@ -143,7 +140,7 @@ def test_an_event_does_not_alias_what_is_stored() -> None:
     events[0].blocks[:] = 99
     assert cache.match_prefix([1, 2]).indices.tolist() == [0, 1]
     cache.check_integrity()
-    assert events[0].blocks.dtype == events[0].tokens.dtype == np.int64
+    assert (events[0].blocks.dtype, events[0].tokens.dtype) == (np.int32, np.int64)
 
 
 def test_a_naive_cache_tells_of_resets_only() -> None:

@@ -38,21 +38,22 @@ BAD: dict[str, tuple[Callable[[NaivePrefixCache, Any], object], type[Exception],
     "tokens": (lambda cache, handle: cache.match_prefix([1.5]), ArgumentTypeError, "match_prefix: tokens"),
     "namespace": (lambda cache, handle: cache.match_prefix([1], "a"), ArgumentTypeError, "match_prefix: namespace"),  # type: ignore[arg-type]
     "recorded": (lambda cache, handle: cache.record_match(handle, -1), ArgumentValueError, "record_match: num_tokens"),
-    "inserted": (lambda cache, handle: cache.insert_prefix([1.5, 2.5], [0, 1]), ArgumentTypeError, "insert_prefix: tokens"),
-    "slots": (lambda cache, handle: cache.insert_prefix([1, 2], [0.5, 1.5]), ArgumentTypeError, "insert_prefix: slots"),
-    "lengths": (lambda cache, handle: cache.insert_prefix([1, 2], [0]), ArgumentValueError, "insert_prefix: slots"),
+    "inserted": (lambda cache, handle: cache.insert_prefix([1.5, 2.5], [0]), ArgumentTypeError, "insert_prefix: tokens"),
+    "blocks": (lambda cache, handle: cache.insert_prefix([1, 2], [0.5]), ArgumentTypeError, "insert_prefix: blocks"),
+    "lengths": (lambda cache, handle: cache.insert_prefix([1, 2], [0, 1]), ArgumentValueError, "insert_prefix: blocks"),
     "priority": (
-        lambda cache, handle: cache.insert_prefix([1, 2], [0, 1], priority="a"),  # type: ignore[arg-type]
+        lambda cache, handle: cache.insert_prefix([1, 2], [0], priority="a"),  # type: ignore[arg-type]
         ArgumentTypeError,
         "insert_prefix: priority",
     ),
-    "where": (lambda cache, handle: cache.insert_prefix([1, 2], [0, 1], ["a"]), ArgumentTypeError, "insert_prefix: namespace"),  # type: ignore[arg-type]
-    "misplaced": (lambda cache, handle: cache.insert_prefix([1, 2], [1, 2]), ArgumentValueError, "insert_prefix: slots"),
-    "twice": (lambda cache, handle: cache.insert_prefix([1, 2, 3, 4], [2, 3, 2, 3]), ArgumentValueError, "insert_prefix: slots"),
-    "negative": (lambda cache, handle: cache.insert_prefix([1, 2], [-2, -1]), ArgumentValueError, "insert_prefix: slots"),
-    "evicted": (lambda cache, handle: cache.evict(1), OutOfBlocksError, "evict: size"),
-    "evicted size": (lambda cache, handle: cache.evict(-1), ArgumentValueError, "evict: size"),
-    "start": (lambda cache, handle: cache.discard_prefix(handle, 1), ArgumentValueError, "discard_prefix: start"),
+    "where": (lambda cache, handle: cache.insert_prefix([1, 2], [0], ["a"]), ArgumentTypeError, "insert_prefix: namespace"),  # type: ignore[arg-type]
+    "behind": (lambda cache, handle: cache.insert_prefix([1, 2], [1], behind=object()), StaleHandleError, "handle"),  # type: ignore[arg-type]
+    "too large": (lambda cache, handle: cache.insert_prefix([1, 2], [2**30]), ArgumentValueError, "insert_prefix: blocks"),
+    "twice": (lambda cache, handle: cache.insert_prefix([1, 2, 3, 4], [2, 2]), ArgumentValueError, "insert_prefix: blocks"),
+    "negative": (lambda cache, handle: cache.insert_prefix([1, 2], [-2]), ArgumentValueError, "insert_prefix: blocks"),
+    "evicted": (lambda cache, handle: cache.evict(1), OutOfBlocksError, "evict: num_blocks"),
+    "evicted size": (lambda cache, handle: cache.evict(-1), ArgumentValueError, "evict: num_blocks"),
+    "kept": (lambda cache, handle: cache.discard_prefix(handle, -1), ArgumentValueError, "discard_prefix: keep_blocks"),
     "unlocked": (lambda cache, handle: cache.lock_handle(handle, unlock=True), StaleHandleError, "lock_handle: handle"),
     "foreign": (lambda cache, handle: cache.lock_handle(NaivePrefixCache(2).match_prefix([]).handle), StaleHandleError, "handle"),
     "no handle": (lambda cache, handle: cache.record_match(object(), 1), StaleHandleError, "handle"),  # type: ignore[arg-type]
@@ -74,10 +75,10 @@ def test_what_is_refused(case: str) -> None:
 def test_a_life_without_storing() -> None:
     cache, seen = NaivePrefixCache(2), list[object]()
     end = cache.subscribe(seen.append)
-    handle, indices = cache.match_prefix([1, 2, 3])
-    result = cache.insert_prefix([1, 2], [4, 5])
+    handle, blocks = cache.match_prefix([1, 2, 3])
+    result = cache.insert_prefix([1, 2], [4], behind=handle)
     assert (handle.cached_len, result.cached_len, result.handle.cached_len) == (0, 0, 0)
-    for empty in (indices, result.indices, cache.evict(0), cache.discard_prefix(handle, 2), cache.reset()):
+    for empty in (blocks, result.blocks, result.indices, cache.evict(0), cache.discard_prefix(handle, 2), cache.reset()):
         assert (empty.size, empty.dtype) == (0, np.int32)
     assert (cache.stats.lookups, cache.stats.lookup_tokens, cache.stats.hit_tokens, cache.stored_blocks().size) == (1, 3, 0, 0)
     assert [type(event) for event in seen] == [Cleared]

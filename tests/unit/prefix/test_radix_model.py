@@ -28,12 +28,12 @@ from hypothesis.stateful import (
 )
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, KVDockError, OutOfBlocksError, StaleHandleError, WrongThreadError
-from kvdock.prefix import NaivePrefixCache, PrefixHandle, RadixPrefixCache
+from kvdock.prefix import InsertResult, NaivePrefixCache, PrefixHandle, PrefixMatch, RadixPrefixCache
 from kvdock_conformance.checking.containers import CONTAINERS, overwrite
 from kvdock_conformance.checking.prefix_events import Replayed, where
 from kvdock_conformance.checking.prefix_model import KEYS, Block, SlowPrefixCache, slots_of
 from support_descriptors import in_thread
-from support_prefix import runs_of, seen, tree_of
+from support_prefix import blocks_of, seen, tree_of
 
 OTHERS: list[list[tuple[object, ...]]] = [
     [],
@@ -46,6 +46,9 @@ OTHERS: list[list[tuple[object, ...]]] = [
 ]
 PIECES = st.lists(st.integers(0, 5), max_size=6)
 HOW = st.sampled_from(sorted(CONTAINERS))
+REST = st.integers(0, 15)
+OWN = st.lists(st.booleans(), min_size=6, max_size=6)
+PRIORITY = st.sampled_from([0, 0, 1, -1, 5])
 STEPS = [0]
 
 
@@ -55,6 +58,7 @@ class Held:
 
     handle: PrefixHandle
     path: list[Block]
+    namespace: Any
     epoch: int
     locks: int = 0
 
@@ -99,7 +103,7 @@ class Caches(RuleBasedStateMachine):
 
     # Good calls.
 
-    @rule(target=handles, pieces=PIECES, rest=st.integers(0, 15), space=st.integers(0, 2), how=HOW, record=st.booleans())
+    @rule(target=handles, pieces=PIECES, rest=REST, space=st.integers(0, 2), how=HOW, record=st.booleans())
     def match(self, pieces: list[int], rest: int, space: int, how: str, record: bool) -> Held:
         tokens, namespace = self.tokens(pieces, rest), self.namespaces[space % len(self.namespaces)]
         passed = CONTAINERS[how](tokens)
@@ -108,14 +112,18 @@ class Caches(RuleBasedStateMachine):
         path = self.model.find(tokens, namespace)
         if record:
             self.model.record(path, len(tokens))
-        assert found.indices.dtype == np.int32
-        assert found.indices.tolist() == slots_of([block.number for block in path], self.block_size)
-        found.indices[...] = -5
-        return self.hold(found.handle, path)
+        self.named([block.number for block in path], found)
+        return self.hold(found.handle, path, namespace)
 
-    def hold(self, handle: PrefixHandle, path: list[Block]) -> Held:
+    def named(self, blocks: list[int], found: PrefixMatch | InsertResult) -> None:
+        assert found.blocks.dtype == found.indices.dtype == np.int32
+        assert found.blocks.tolist() == blocks
+        assert found.indices.tolist() == slots_of(blocks, self.block_size)
+        found.blocks[...] = -5
+
+    def hold(self, handle: PrefixHandle, path: list[Block], namespace: Any) -> Held:
         assert handle.cached_len == len(path) * self.block_size
-        held = Held(handle, path, self.epoch)
+        held = Held(handle, path, namespace, self.epoch)
         self.held.append(held)
         return held
 
@@ -160,65 +168,103 @@ class Caches(RuleBasedStateMachine):
             while held.locks and not self.is_stale(held):
                 self.unlock(held)
 
-    @rule(
-        target=handles,
-        pieces=PIECES,
-        rest=st.integers(0, 15),
-        space=st.integers(0, 2),
-        how=HOW,
-        slots_how=HOW,
-        own=st.lists(st.booleans(), min_size=6, max_size=6),
-        priority=st.sampled_from([0, 0, 1, -1, 5]),
-    )
-    def insert(self, pieces: list[int], rest: int, space: int, how: str, slots_how: str, own: list[bool], priority: int) -> Held:
-        """Slots of known tokens are their own, or duplicates that stay the caller's."""
-        tokens, namespace = self.tokens(pieces, rest), self.namespaces[space % len(self.namespaces)]
-        known = [block.number for block in self.model.find(tokens, namespace)]
-        fresh = [self.free.pop() for _ in pieces]
-        numbers = [known[at] if at < len(known) and own[at] else fresh[at] for at in range(len(pieces))]
-        passed = CONTAINERS[how](tokens)
-        slots = CONTAINERS[slots_how](slots_of(numbers, self.block_size) + [0] * (len(tokens) - len(numbers) * self.block_size))
-        made = self.cache.insert_prefix(passed, slots, namespace, priority=priority)
-        overwrite(passed)
-        overwrite(slots)
-        there, path = self.model.insert(tokens, numbers, namespace, priority)
-        assert there == len(known)
-        assert made.cached_len == there * self.block_size
-        assert made.indices.dtype == np.int32
-        assert made.indices.tolist() == slots_of([block.number for block in path], self.block_size)
-        made.indices[...] = -5
-        stored = {block.number for block in path}
-        self.free.extend(number for number in fresh[::-1] if number not in stored)
-        return self.hold(made.handle, path)
+    @rule(target=handles, pieces=PIECES, space=st.integers(0, 2), how=HOW, blocks_how=HOW, rest=REST, own=OWN, priority=PRIORITY)
+    def insert(self, pieces: list[int], space: int, how: str, blocks_how: str, rest: int, own: list[bool], priority: int) -> Held:
+        """Blocks of known tokens are their own, or duplicates that stay the caller's."""
+        namespace = self.namespaces[space % len(self.namespaces)]
+        return self.store([], self.tokens(pieces, rest), namespace, None, (how, blocks_how), own, priority)
 
-    @rule(size=st.integers(0, 60), share=st.sampled_from([None, None, 0, 1, 0.5]))
-    def evict(self, size: int, share: float | None) -> None:
-        """As many tokens as asked for, in whole blocks; or none."""
-        if share is not None:
-            size = int(share * self.cache.size_info.evictable_size)
-        runs = self.model.evict(-(-size // self.block_size))
-        if runs is None:
-            self.refused(OutOfBlocksError, lambda: self.cache.evict(size))
-            return
-        asked: Any = np.int64(size) if size % 2 else size
-        slots = self.cache.evict(asked)
-        assert slots.dtype == np.int32
-        numbers = [number for run in runs for number in run]
-        assert slots.tolist() == slots_of(numbers, self.block_size)
-        assert not set(numbers) & set(self.free)
-        self.free.extend(numbers)
-
-    @rule(held=handles, start=st.integers(0, 6))
-    def discard(self, held: Held, start: int) -> None:
+    @rule(target=handles, held=handles, pieces=PIECES, how=HOW, blocks_how=HOW, rest=REST, own=OWN, priority=PRIORITY)
+    def insert_behind(self, held: Held, pieces: list[int], how: str, blocks_how: str, rest: int, own: list[bool], priority: int) -> Any:
+        """What follows a handle, wherever its place is by now."""
         if self.is_stale(held):
-            self.refused(StaleHandleError, lambda: self.cache.discard_prefix(held.handle, start * self.block_size))
+            self.refused(
+                StaleHandleError, lambda: self.cache.insert_prefix([7] * self.block_size, [299], held.namespace, behind=held.handle)
+            )
+            return multiple()
+        return self.store(held.path, self.tokens(pieces, rest), held.namespace, held.handle, (how, blocks_how), own, priority)
+
+    @rule(target=handles, held=handles, count=st.integers(1, 9), piece=st.integers(0, 3))
+    def generate(self, held: Held, count: int, piece: int) -> Any:
+        """Block by block, each behind the last, which is locked."""
+        for _ in range(count):
+            if self.is_stale(held) or len(self.free) < 20:
+                return multiple()
+            made = self.store(held.path, self.tokens([piece], 0), held.namespace, held.handle, ("int32", "int32"), [True], 0)
+            if held.locks == 1:
+                self.lock(made)
+                self.unlock(held)
+            held = made
+        return held
+
+    def store(
+        self,
+        before: list[Block],
+        tokens: list[int],
+        namespace: Any,
+        behind: PrefixHandle | None,
+        how: tuple[str, str],
+        own: list[bool],
+        priority: int,
+    ) -> Held:
+        whole, count = [token for block in before for token in block.tokens] + tokens, len(tokens) // self.block_size
+        known = [block.number for block in self.model.find(whole, namespace)[len(before) :]]
+        if len(self.free) < count + 20:
+            self.evict(count, None)
+        known = [block.number for block in self.model.find(whole, namespace)[len(before) :]]
+        fresh = [self.free.pop() for _ in range(count)]
+        numbers = [known[at] if at < len(known) and own[at] else fresh[at] for at in range(count)]
+        passed, blocks = CONTAINERS[how[0]](tokens), CONTAINERS[how[1]](numbers)
+        made = self.cache.insert_prefix(passed, blocks, namespace, behind=behind, priority=priority)
+        canonical = made.blocks.tolist()
+        overwrite(passed)
+        overwrite(blocks)
+        there, path = self.model.insert(whole, [*(block.number for block in before), *numbers], namespace, priority)
+        assert there == len(known) + len(before)
+        assert made.cached_len == there * self.block_size
+        assert canonical == [block.number for block in path[len(before) :]]
+        self.free.extend(number for number in fresh[::-1] if number not in canonical)
+        return self.hold(made.handle, path, namespace)
+
+    @rule(held=handles, pieces=PIECES, skip=st.integers(0, 15))
+    def match_partial(self, held: Held, pieces: list[int], skip: int) -> None:
+        tokens = self.tokens(pieces, 15)[skip % self.block_size :]
+        if self.is_stale(held):
+            self.refused(StaleHandleError, lambda: self.cache.match_partial(held.handle, tokens))
             return
-        if self.block_size > 1:
-            self.refused(ArgumentValueError, lambda: self.cache.discard_prefix(held.handle, start * self.block_size + 1))
-        runs = self.model.discard(held.path, start)
-        slots = self.cache.discard_prefix(held.handle, start * self.block_size)
-        numbers = [number for run in runs for number in run]
-        assert slots.tolist() == slots_of(numbers, self.block_size)
+        before, alike = seen(self.cache), self.model.alike(held.path, held.namespace, tokens)
+        found = self.cache.match_partial(held.handle, tokens)
+        assert seen(self.cache) == before
+        assert (found and found.num_tokens) == max(alike.values(), default=None)
+        if found is not None:
+            assert alike[found.block] == found.num_tokens
+            assert found.handle.cached_len == held.handle.cached_len + self.block_size
+
+    @rule(count=st.integers(0, 60), share=st.sampled_from([None, None, 0, 1, 0.5]))
+    def evict(self, count: int, share: float | None) -> None:
+        """As many blocks as asked for; or none."""
+        if share is not None:
+            count = int(share * self.cache.size_info.evictable_size / self.block_size)
+        numbers = self.model.evict(count)
+        if numbers is None:
+            self.refused(OutOfBlocksError, lambda: self.cache.evict(count))
+            return
+        asked: Any = np.int64(count) if count % 2 else count
+        blocks = self.cache.evict(asked)
+        assert blocks.dtype == np.int32
+        assert blocks.tolist() == numbers
+        assert not set(numbers) & set(self.free)
+        self.free.extend(numbers[::-1] if count % 3 else numbers)
+
+    @rule(held=handles, keep=st.integers(0, 6))
+    def discard(self, held: Held, keep: int) -> None:
+        if self.is_stale(held):
+            self.refused(StaleHandleError, lambda: self.cache.discard_prefix(held.handle, keep))
+            return
+        numbers = self.model.discard(held.path, keep)
+        blocks = self.cache.discard_prefix(held.handle, keep)
+        assert blocks.dtype == np.int32
+        assert sorted(blocks.tolist()) == sorted(numbers)
         self.free.extend(numbers)
 
     @precondition(lambda self: self.model.clock > 6)
@@ -226,7 +272,7 @@ class Caches(RuleBasedStateMachine):
     def reset(self, sure: int) -> None:
         if not sure:
             stored = sorted(block.number for _, block in self.model.blocks())
-            assert self.cache.reset().tolist() == slots_of(stored, self.block_size)
+            assert self.cache.reset().tolist() == stored
             self.free.extend(stored)
             self.model.reset()
             self.epoch += 1
@@ -265,40 +311,41 @@ class Caches(RuleBasedStateMachine):
         handle: Any = {
             "foreign": lambda: self.foreign.match_prefix([1]).handle,
             "naive": lambda: NaivePrefixCache(self.block_size).match_prefix([1]).handle,
-            "none": lambda: None,
+            "none": lambda: (),
         }[kind]()
         self.refused(StaleHandleError, lambda: self.cache.lock_handle(handle, unlock=unlock))
         self.refused(StaleHandleError, lambda: self.cache.record_match(handle, 1))
+        self.refused(StaleHandleError, lambda: self.cache.discard_prefix(handle, 0))
+        self.refused(StaleHandleError, lambda: self.cache.match_partial(handle, [1]))
+        self.refused(StaleHandleError, lambda: self.cache.insert_prefix([7] * self.block_size, self.free[-1:], behind=handle))
 
-    @rule(pieces=PIECES, kind=st.sampled_from(["short", "long", "negative", "twice", "misplaced", "owned", "high"]), at=st.integers(0, 5))
-    def bad_slots(self, pieces: list[int], kind: str, at: int) -> None:
-        tokens, size = self.tokens([*pieces, 1], 0), self.block_size
-        known = [block.number for block in self.model.look(tokens, ())]
+    @rule(held=handles)
+    def bad_namespace_behind(self, held: Held) -> None:
+        if not self.is_stale(held):
+            one = [7] * self.block_size, self.free[-1:], ("another",)
+            self.refused(ArgumentValueError, lambda: self.cache.insert_prefix(*one, behind=held.handle))
+
+    @rule(pieces=PIECES, kind=st.sampled_from(["short", "long", "negative", "twice", "owned", "high"]), at=st.integers(0, 5))
+    def bad_blocks(self, pieces: list[int], kind: str, at: int) -> None:
+        tokens = self.tokens([*pieces, 1], 0)
+        known = [block.number for block in self.model.find(tokens, ())]
         numbers = [*known, *self.free[-1 : -len(pieces) - 2 + len(known) : -1]]
         assert len(numbers) == len(pieces) + 1
         at %= len(numbers)
-        slots = slots_of(numbers, size)
-        place = slice(at * size, at * size + size)
         if kind == "owned":
             taken = sorted({block.number for _, block in self.model.blocks()} - set(numbers))
             if not taken:
                 return
-            slots[place] = slots_of([taken[at % len(taken)]], size)
+            numbers[at] = taken[at % len(taken)]
         elif kind == "twice":
             if len(numbers) == 1:
                 return
-            slots[place] = slots_of([numbers[at - 1]], size)
-        elif kind == "negative":
-            slots[place] = range(-size, 0)
-        elif kind == "misplaced":
-            if size == 1:
-                return
-            slots[at * size + 1] += 1
-        elif kind == "high":
-            slots[place] = slots_of([2**31 // size], size)
+            numbers[at] = numbers[at - 1]
+        elif kind in ("negative", "high"):
+            numbers[at] = -1 if kind == "negative" else 2**31 // self.block_size
         else:
-            slots = slots[:-1] if kind == "short" else [*slots, 0]
-        self.refused(ArgumentValueError, lambda: self.cache.insert_prefix(tokens, slots))
+            numbers = numbers[:-1] if kind == "short" else [*numbers, 0]
+        self.refused(ArgumentValueError, lambda: self.cache.insert_prefix(tokens, numbers))
 
     @rule(
         held=handles,
@@ -309,14 +356,14 @@ class Caches(RuleBasedStateMachine):
         calls: list[Callable[[], object]] = [
             lambda: self.cache.match_prefix(bad),
             lambda: self.cache.insert_prefix(bad, [0]),
-            lambda: self.cache.insert_prefix([0], bad),
+            lambda: self.cache.insert_prefix([0] * self.block_size, bad),
         ]
         self.refused(ArgumentTypeError, calls[which])
 
     @rule(bad=st.sampled_from([[1], "tenant", None, (1.0,), ([],), ((1, 2.0),), (np.int64(1),), 7]))
     def bad_namespace(self, bad: Any) -> None:
         self.refused(ArgumentTypeError, lambda: self.cache.match_prefix([1], bad))
-        self.refused(ArgumentTypeError, lambda: self.cache.insert_prefix([1], [0], bad))
+        self.refused(ArgumentTypeError, lambda: self.cache.insert_prefix([1] * self.block_size, [299], bad))
 
     @rule(bad=st.sampled_from([-1, 1.5, "3", None, True]))
     def bad_size(self, bad: Any) -> None:
@@ -327,7 +374,7 @@ class Caches(RuleBasedStateMachine):
 
     @rule(bad=st.sampled_from([1.0, "high", None, True]))
     def bad_priority(self, bad: Any) -> None:
-        self.refused(ArgumentTypeError, lambda: self.cache.insert_prefix([1], [0], priority=bad))
+        self.refused(ArgumentTypeError, lambda: self.cache.insert_prefix([1] * self.block_size, [299], priority=bad))
 
     @rule(held=handles, shape=st.sampled_from([(1, 1), (), (0, 4)]))
     def bad_shape(self, held: Held, shape: tuple[int, ...]) -> None:
@@ -361,7 +408,7 @@ class Caches(RuleBasedStateMachine):
         assert self.cache.size_info == self.model.size_info()
         assert self.cache.stats == self.model.stats()
         assert self.cache.num_locks == self.num_locks
-        assert tree_of(self.cache) == runs_of(self.model)
+        assert tree_of(self.cache) == blocks_of(self.model)
         assert self.cache.stored_blocks().tolist() == sorted(block.number for _, block in self.model.blocks())
         if self.observer is not None:
             assert self.observer.wrong == []

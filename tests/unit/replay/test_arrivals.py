@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, OutOfBlocksError
-from kvdock.prefix import create_prefix_cache
 from kvdock.replay import Rates, Trace, read_trace
 from kvdock.replay.arrivals import AtTheirTimes, OneByOne, Waits
 from kvdock.replay.pool import Begun, ReplayPool
 from kvdock.replay.tokens import TokenIds, TokenMaker
 from kvdock.replay.trace import TraceRequest
+from kvdock.scheduler import CacheManager
 from support_replay import AZURE, CONVERSATION, row, trace_of
 
 SLOW = Rates(prefill=512, decode=10)  # a block of the trace in a second, ten tokens of output in another
@@ -19,13 +19,14 @@ SLOW = Rates(prefill=512, decode=10)  # a block of the trace in a second, ten to
 
 def timed(trace: Trace, blocks: int, rates: Rates = SLOW, block_size: int = 512) -> tuple[list[Begun], Waits, ReplayPool]:
     """Replay a trace at its times; the pool is proved to be whole and emptied behind it."""
-    pool, arrivals = ReplayPool(create_prefix_cache("radix", block_size=block_size), blocks, holds_output=True), AtTheirTimes(rates)
+    manager, arrivals = CacheManager(blocks, block_size), AtTheirTimes(rates)
+    pool = ReplayPool(manager, holds_output=True)
     begun = list(arrivals.replay(trace.requests, pool, TokenMaker()))
-    assert pool.prefix.num_locks == 0
-    assert pool.prefix.size_info.protected_size == 0
-    assert pool.allocator.num_used * block_size == pool.prefix.size_info.total_size, "only what is cached is left"
+    assert manager.num_sequences == 0
+    assert manager.prefix.size_info.protected_size == 0
+    assert manager.allocator.num_used * block_size == manager.prefix.size_info.total_size, "only what is cached is left"
     pool.close()
-    assert pool.allocator.num_used == 0
+    assert manager.allocator.num_used == 0
     return begun, arrivals.waits, pool
 
 
@@ -71,7 +72,7 @@ def test_who_came_long_after_the_end_of_all_does_not_wait() -> None:
     begun, waits, pool = timed(trace_of(row([1, 2]), row([3, 4], at_ms=60_000), row([1, 2], at_ms=120_000)), 2)
     assert waits == Waits(0, 0.0, 1)
     assert [hit for _, hit in found(begun)] == [0, 0, 0]
-    assert pool.prefix.stats.evicted_tokens == 2048
+    assert pool.manager.prefix.stats.evicted_tokens == 2048
 
 
 def test_no_output_and_equal_times() -> None:
@@ -86,7 +87,7 @@ def test_quick_enough_it_is_one_by_one() -> None:
         "mooncake", tuple(one.__class__(one.line, number, one.input_length, 0, one.block_ids) for number, one in enumerate(trace.requests))
     )
     at_times, waits, _ = timed(spread, 40_000, Rates(1e9, 1e9), block_size=16)
-    pool = ReplayPool(create_prefix_cache("radix", block_size=16), 40_000)
+    pool = ReplayPool(CacheManager(40_000, 16))
     one_by_one = list(OneByOne().replay(trace.requests, pool, TokenMaker()))
     assert found(at_times) == found(one_by_one)
     assert waits == Waits(0, 0.0, 1)
@@ -110,35 +111,25 @@ def test_more_blocks_never_make_them_wait_longer() -> None:
 
 
 class Watched(ReplayPool):
-    """A pool that knows who holds blocks, and compares all owners after each step."""
+    """A pool whose manager proves after each step that every block has one owner."""
 
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(create_prefix_cache("radix", block_size=128), num_blocks, holds_output=True)
-        self.running: list[Begun] = []
-        self.steps = 0
+    steps = 0
 
     def begin(self, request: TraceRequest, tokens: TokenIds) -> Begun | None:
         begun = super().begin(request, tokens)
-        self.running += [begun] if begun else []
-        self.compare()
+        self.prove()
         return begun
 
-    def store(self, begun: Begun, tokens: TokenIds) -> None:
-        super().store(begun, tokens)
-        self.compare()
+    def store(self, begun: Begun) -> None:
+        super().store(begun)
+        self.prove()
 
     def finish(self, begun: Begun) -> None:
         super().finish(begun)
-        self.running.remove(begun)
-        self.compare()
+        self.prove()
 
-    def compare(self) -> None:
-        owned = np.concatenate([self.prefix.stored_blocks(), *(one.own for one in self.running)])
-        assert np.unique(owned).size == owned.size, "no block has two owners"
-        assert owned.size == self.allocator.num_used, "every block in use has one"
-        assert self.prefix.num_locks == len(self.running)
-        self.prefix.check_integrity()
-        self.allocator.check_integrity()
+    def prove(self) -> None:
+        self.manager.check_integrity()
         self.steps += 1
 
 
@@ -150,7 +141,7 @@ def test_every_block_has_one_owner_at_each_step(seed: int) -> None:
         ids = [100 * depth + int(random.integers(0, 2)) for depth in range(int(random.integers(1, 5)))]
         length = 512 * len(ids) - int(random.integers(0, 512))
         rows.append(row(ids, length=length, at_ms=float(at), output=int(random.integers(0, 900))))
-    pool, arrivals = Watched(60), AtTheirTimes(Rates(2000, 500))
+    pool, arrivals = Watched(CacheManager(60, 128), holds_output=True), AtTheirTimes(Rates(2000, 500))
     begun = list(arrivals.replay(trace_of(*rows).requests, pool, TokenMaker()))
     assert len(begun) == 60
     assert arrivals.waits.waited > 0
@@ -164,7 +155,7 @@ def test_a_prefix_cache_that_keeps_all_is_named() -> None:
             return None
 
     for arrivals in (OneByOne(), AtTheirTimes(SLOW)):
-        pool = Greedy(create_prefix_cache("radix", block_size=512), 8)
+        pool = Greedy(CacheManager(8, 512))
         with pytest.raises(OutOfBlocksError, match="line 1: expected room for a request that fits in the pool, when no other runs"):
             list(arrivals.replay(THREE.requests, pool, TokenMaker()))
 

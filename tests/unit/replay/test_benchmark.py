@@ -17,7 +17,7 @@ from kvdock.replay.bounds import ceiling
 from support_docs import ROOT
 from support_replay import CONVERSATION, endless_hits
 
-NAMES = ("plain_tree", "prefix_caches")
+NAMES = ("plain_tree", "plain_manager", "decode_step", "prefix_caches")
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,41 @@ def test_allocation_and_memory(bench: ModuleType) -> None:
     assert allocate.value > 0 < free.value
     (memory,) = bench.memory_rows(prompt=1600, count=4)
     assert 4 < memory.value < 8, "the ids of a cached token take four bytes"
+
+
+def test_both_sides_of_a_step_do_the_same(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = sys.modules["decode_step"]
+    monkeypatch.setattr(steps, "NUM_SEQUENCES", 5)
+    monkeypatch.setattr(steps, "LENGTHS", (20, 90))
+    ours, plain = steps.step_seconds()  # compares lengths and positions in the end, and raises where they differ
+    assert ours > 0 < plain
+    one, other = steps.Ours([np.arange(20, dtype=np.int32)], 100), steps.Plain([np.arange(20, dtype=np.int32)], 100)
+    one.step(np.array([1]))
+    other.step(np.array([1]))
+    steps._compare(one, other)
+    other.step(np.array([1]))
+    with pytest.raises(AssertionError, match="different"):
+        steps._compare(one, other)
+
+
+def test_the_plain_manager_by_hand(bench: ModuleType) -> None:
+    manager = sys.modules["plain_manager"].PlainManager(8, 2)
+    first, second = manager.begin([1, 2, 3]), manager.begin([1, 2])
+    assert (first.blocks, second.blocks) == ([7, 6], [5])
+    assert manager.by_hash == {hash((0, (1, 2))): 7}
+    slots = manager.extend([first, second])
+    assert slots == [6 * 2 + 1, 4 * 2]
+    tables = manager.tables([first, second], slots)
+    assert [table.tolist() for table in tables] == [[[7, 6], [5, 4]], [4, 3], [1, 1], [0, 1, 2], [3, 2], slots]
+    manager.commit([first, second], [4, 9])
+    assert manager.by_hash[hash((hash((0, (1, 2))), (3, 4)))] == 6
+
+
+def test_parts_of_blocks_are_found_and_a_commit_is_timed(bench: ModuleType) -> None:
+    steps = sys.modules["decode_step"]
+    figures = steps.partial_figures(count=20, prompt=200)
+    assert 0 < figures["tokens, partial"] - figures["tokens"] < 16
+    assert steps.commit_seconds(64, times=3) > 0
 
 
 def test_the_page_and_the_record(bench: ModuleType, tmp_path: Path) -> None:

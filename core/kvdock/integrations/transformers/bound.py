@@ -12,7 +12,7 @@ import torch
 
 from kvdock.errors import ArgumentValueError
 from kvdock.integrations.transformers.prompts import Prompts
-from kvdock.integrations.transformers.reuse import Hold
+from kvdock.integrations.transformers.seen import Oddity, Seen
 from kvdock.integrations.transformers.sharing import Sharing
 
 __all__ = ["Bound"]
@@ -27,26 +27,30 @@ class Bound:
     Args:
         prompts: what was bound.
         past: tokens that each row of the table began with, padding included.
-        hold: keeps the prefixes in the table locked, together with the other copies that have it.
+        epoch: how often everything was forgotten before.
         origin: for each row of the table its prompt; ``generate`` repeats rows for beams and for several results.
         sharing: what of it can be shared.
+        hooks: what ran before and behind the parts of the model when it was bound; None if a call may change that.
+        seen: what was seen to be computed.
         is_fresh: no step has ended yet.
         is_checked: the tokens of the first step do not begin with those that are cached, see `begins_anew`.
         steady: tokens of each row that no longer pass computed.
         is_reordered: rows went on from other rows, so that what was generated cannot be told from the output.
-        closed: why nothing can be committed any more, or "".
+        closed: why nothing can be committed any more, or None.
     """
 
     prompts: Prompts
     past: int
-    hold: Hold
+    epoch: int
     origin: Rows
     sharing: Sharing
+    hooks: int | None
+    seen: Seen = attrs.field(default=attrs.Factory(lambda self: Seen(self.past), takes_self=True))
     is_fresh: bool = True
     is_checked: bool = False
     is_reordered: bool = False
     steady: int = sys.maxsize
-    closed: str = ""
+    closed: Oddity | None = None
 
     @property
     def cached_tokens(self) -> int:
@@ -54,8 +58,8 @@ class Bound:
         return int(np.maximum(self.past - self.prompts.pads, 0).sum())
 
     def fork(self) -> Bound:
-        """Return the same for a copy of the table. Locks are shared: they last as long as one of the two."""
-        return attrs.evolve(self)
+        """Return the same for a copy of the table."""
+        return attrs.evolve(self, seen=self.seen.fork())
 
     def repeated(self, batch: int) -> Rows:
         """Return the rows to take for a first step with ``batch`` rows, each prompt equally often, one after another.
@@ -79,10 +83,25 @@ class Bound:
         chosen = np.asarray(rows)
         self.is_reordered |= not np.array_equal(chosen, np.arange(len(self.origin)))
         self.origin = self.origin[chosen]
+        self.seen.select(chosen)
 
-    def close(self, why: str) -> None:
-        """Let nothing be committed any more."""
-        self.closed = self.closed or why
+    def close(self, why: str, fix: str = "") -> None:
+        """Let nothing be committed any more.
+
+        Args:
+            why: what the batch is now.
+            fix: what to do; to bind the prompts anew if empty.
+        """
+        self.closed = self.closed or Oddity(why, fix)
+
+    def pads(self, batch: int) -> npt.NDArray[np.int64]:
+        """Return the tokens of padding of each row, ``[batch]``.
+
+        Raises:
+            ArgumentValueError: see `repeated`.
+        """
+        prompts = self.origin if batch == len(self.origin) else self.origin[self.repeated(batch)]
+        return self.prompts.pads[prompts]
 
     def positions(self, start: int, tokens: int, batch: int) -> npt.NDArray[np.int64]:
         """Return where the tokens of a pass are in their prompts, ``[batch, tokens]``; below 0 in padding.
@@ -90,56 +109,50 @@ class Bound:
         Raises:
             ArgumentValueError: see `repeated`.
         """
-        prompts = self.origin if batch == len(self.origin) else self.origin[self.repeated(batch)]
-        places: npt.NDArray[np.int64] = np.arange(start, start + tokens) - self.prompts.pads[prompts][:, None]
+        places: npt.NDArray[np.int64] = np.arange(start, start + tokens) - self.pads(batch)[:, None]
         return places
 
-    def is_as_bound(self, start: int, ids: torch.Tensor, positions: Any, mask: Any) -> bool:
-        """Return whether a pass from ``start`` on has the positions of the prompts, and hides their padding only.
+    def is_as_bound(self, start: int, ids: torch.Tensor, positions: Any) -> bool:
+        """Return whether a pass from ``start`` on has the positions of the prompts.
 
         Args:
             start: tokens before the first of the pass.
             ids: ``[rows, tokens]``.
-            positions: ``[rows or 1, tokens]``; or something else that tells nothing.
-            mask: ``[rows, all tokens so far]``; or something else that tells nothing.
+            positions: ``[rows or 1, tokens]``, or planes of these; or None.
         """
         expected = self.positions(start, ids.shape[1], len(ids))
-        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and len(mask) == len(expected):
-            hidden = mask.shape[1] - (mask != 0).sum(dim=1).cpu().numpy()
-            if (hidden != np.minimum(start - expected[:, 0], mask.shape[1])).any():
-                return False
-        if not (isinstance(positions, torch.Tensor) and positions.ndim == 2 and len(positions) in (1, len(expected))):
+        if positions is None:
             return True
-        return bool(((positions.detach().cpu().numpy() == expected) | (expected < 0)).all())
+        return bool(((positions.detach().cpu().numpy() == expected + self.sharing.first) | (expected < 0)).all())
 
     def is_before(self, start: int, ids: torch.Tensor, positions: Any) -> bool:
         """Return whether a pass has positions that some of the first ``start`` tokens have."""
-        first = self.positions(start, 1, len(ids))[:, 0]
-        return isinstance(positions, torch.Tensor) and bool((positions[:, 0].cpu().numpy() < first).any())
+        first = self.positions(start, 1, len(ids))[:, 0] + self.sharing.first
+        return isinstance(positions, torch.Tensor) and bool((positions[..., 0].cpu().numpy() < first).any())
 
     def begins_anew(self, ids: torch.Tensor, positions: Any, mask: Any) -> bool:
         """Return whether a first pass begins with the first token of the prompts, instead of behind what is cached.
 
         Args:
             ids: ``[rows, tokens]``.
-            positions: ``[rows or 1, tokens]``; or something else that tells nothing.
-            mask: ``[rows, all tokens so far]``; or something else that tells nothing.
+            positions: ``[rows or 1, tokens]``, or planes of these; or None.
+            mask: ``[rows, all tokens so far]``; or None.
 
         Raises:
             ArgumentValueError: it begins elsewhere. What is cached was computed for other positions.
         """
         self.is_checked = True
-        starts = [start for start in (0, self.past) if self.is_as_bound(start, ids, positions, None)]
+        starts = [start for start in (0, self.past) if self.is_as_bound(start, ids, positions)]
         if not starts:
             raise ArgumentValueError(
                 "PagedCacheForTransformers: position_ids",
                 expected=f"those of the prompts, from 0 or, behind the {self.past} tokens that are cached, from there on",
-                got=f"{positions[:, :4].tolist()} for the first tokens",
+                got=f"{positions[..., :4].tolist()} for the first tokens",
                 fix="leave position_ids out: they follow from the attention_mask",
             )
         if len(starts) == 1:
             return not starts[0]
-        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] < self.past + ids.shape[1]:
+        if mask is not None and mask.shape[1] < self.past + ids.shape[1]:
             return True
         return self._is_at(0, ids) and (ids.shape[1] >= self.prompts.length or not self._is_at(self.past, ids))
 
@@ -149,6 +162,12 @@ class Bound:
         expected = self.prompts.ids[:, start : start + ids.shape[1]]
         got = ids[:, : expected.shape[1]].detach().cpu().numpy()
         return not odd and np.array_equal(got, np.repeat(expected, times, axis=0))
+
+    def begin(self, start: int, batch: int, tokens: int, stop: int) -> None:
+        """Note a pass that begins to write behind ``start`` tokens, and what was seen of it."""
+        self.seen.take(batch, tokens)
+        if stop > self.sharing.limit:
+            self.steady = min(self.steady, start)
 
     def check_first(self, tokens: int) -> None:
         """Check the number of tokens of a first step that nobody else has checked.

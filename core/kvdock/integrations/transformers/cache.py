@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, SupportsIndex
+from collections.abc import Iterator
+from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
 import torch
@@ -15,10 +16,10 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErro
 from kvdock.integrations.transformers.bound import Bound
 from kvdock.integrations.transformers.commit import committable, computed_rows
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, CROPS_TO_LENGTH, DUMMY_LAYER
-from kvdock.integrations.transformers.hook import watch
+from kvdock.integrations.transformers.hook import Watch, what_runs
 from kvdock.integrations.transformers.layer import PagedLayer
 from kvdock.integrations.transformers.measure import measure
-from kvdock.integrations.transformers.prompts import check_not_held, read_prompts
+from kvdock.integrations.transformers.prompts import ADAPTERS, check_not_held, check_use, read_prompts
 from kvdock.integrations.transformers.reuse import PrefixReuse
 from kvdock.integrations.transformers.sharing import sharing_of
 from kvdock.integrations.transformers.state import PagedState
@@ -26,7 +27,7 @@ from kvdock.integrations.transformers.usage import CacheUsage, usage_of
 from kvdock.prefix.factory import prefix_cache_of_pool
 from kvdock.prefix.interface import Namespace, PrefixCache
 from kvdock.rank import RankInfo
-from kvdock.scheduler import BlockAllocator
+from kvdock.scheduler import CacheManager
 
 __all__ = ["CacheUsage", "PagedCacheForTransformers"]
 
@@ -38,7 +39,10 @@ class PagedCacheForTransformers(Cache):
 
     It gives the tokens that ``DynamicCache`` gives, in greedy decoding, sampling, beam search, assisted decoding and chunked
     prefill, and takes blocks as sequences grow. Make one with `for_model`. It can be used by one ``generate`` call after another:
-    `reset` it for a new conversation, or keep it and pass the longer prompt. `copy.deepcopy` shares blocks until one writes.
+    `reset` it for a new conversation, or keep it and pass the longer prompt.
+
+    Copies: `copy.deepcopy`, Transformers' way to go on from one prefix several times, and `copy.copy` give a cache in the same pool that
+    shares blocks until one of the two writes; neither ever writes into what the other has. `pickle` raises `UnsupportedError`.
 
     With a prefix cache (``for_model(..., prefix="radix")``) what was computed once is used by all later calls whose prompts
     begin with the same tokens, in any row and any order::
@@ -48,9 +52,9 @@ class PagedCacheForTransformers(Cache):
 
     * `bind` begins a new batch: the rows of the last one are given back, and for each new row as much is taken from the
       prefix cache as all rows have. `commit` is optional; what is not committed is gone with the next `bind`.
-    * Whole blocks are stored, so a prefix is found up to a multiple of the block size. In a batch of prompts with padding on
-      their left, the rows whose padding is a multiple of the block size find and store; the others do not. A small block
-      size makes that likely, one prompt at a time makes it certain.
+    * Whole blocks are stored, so a prefix is found up to a multiple of the block size. Padding on the left of the rows of a batch
+      needs no blocks, and may have any length: all rows go on at one place, that of the row that has found least. Where that
+      is in the middle of a cached block of another row, that row gets a copy of it.
     * ``generate`` repeats prompts for beams and for several results before it computes them. To compute a prompt once, let it
       be computed first: ``cache.commit(model.generate(**cache.bind(**inputs), max_new_tokens=1))``; each beam then computes
       what is left of a block. Of beams only the prompts are stored.
@@ -71,18 +75,19 @@ class PagedCacheForTransformers(Cache):
     """
 
     def __init__(
-        self, state: PagedState, windows: tuple[int | None, ...], stored: tuple[bool, ...], reuse: PrefixReuse | None = None
+        self, state: PagedState, windows: tuple[int | None, ...], stored: tuple[bool, ...], reuse: PrefixReuse | None, watch: Watch
     ) -> None:
         self.state = state
         self._windows = windows
         self._stored = stored
         self._reuse = reuse
+        self._watch = watch
         paged = iter(PagedLayer(state, index, window) for index, window in enumerate(windows))
         super().__init__(layers=[next(paged) if real else DUMMY_LAYER() for real in stored])
 
     def __repr__(self) -> str:
-        table, pool = self.state.table, self.state.allocator
-        return f"PagedCacheForTransformers(layers={len(self)}, batch_size={table.batch_size}, length={table.length}, pool={pool})"
+        state = self.state
+        return f"PagedCacheForTransformers(layers={len(self)}, batch_size={state.batch_size}, length={state.length}, pool={state.manager})"
 
     @classmethod
     def for_model(
@@ -112,15 +117,15 @@ class PagedCacheForTransformers(Cache):
         """
         if prefix is None and options:
             raise ArgumentTypeError(_FOR_MODEL, expected="no options without prefix=", got=", ".join(options))
-        found = measure(model)
-        pool, reuse = kvdock.create_cache(found.spec, conf, RankInfo(found.device)), None
-        if prefix is not None:
-            size = {"num_blocks": pool.num_blocks, "block_size": pool.block_size}
-            made = prefix_cache_of_pool(_FOR_MODEL, prefix, **size, options=options)
-            reuse = PrefixReuse(made, pool.num_blocks, getattr(model, "generation_config", None), sharing_of(model))
-            watch(model)
-        state = PagedState(pool, reuse.allocator if reuse else BlockAllocator(pool.num_blocks))
-        return cls(state, found.windows, found.stored, reuse)
+        model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: it would trace it without the hook
+        found, runs = measure(model), what_runs(model)
+        pool = kvdock.create_cache(found.spec, conf, RankInfo(found.device))
+        num_blocks, block_size, name = pool.num_blocks, pool.block_size, "naive" if prefix is None else prefix
+        made = prefix_cache_of_pool(_FOR_MODEL, name, num_blocks=num_blocks, block_size=block_size, options=options)
+        manager = CacheManager(num_blocks, block_size, made)
+        reuse = PrefixReuse(manager, getattr(model, "generation_config", None), sharing_of(runs)) if prefix is not None else None
+        state = PagedState(pool, manager)
+        return cls(state, found.windows, found.stored, reuse, Watch(runs, pool))
 
     def bind(self, *, namespace: Namespace = (), **inputs: Any) -> dict[str, Any]:
         """Return the arguments of a ``generate`` or ``forward`` call together with this cache.
@@ -138,8 +143,10 @@ class PagedCacheForTransformers(Cache):
             ArgumentValueError: without a prefix cache, the cache already holds the whole prompt, so that there is no token to
                 compute, and Transformers itself would feed the prompt a second time. With one, padding that is not on the
                 left, or inputs whose keys and values depend on more than token ids; see `read_prompts`. Nothing was changed.
-            OutOfBlocksError: padding, and no block for it. The cache is empty then.
+            OutOfBlocksError: with a prefix cache, the prompts do not fit. The cache is empty then.
         """
+        check_use(inputs)
+        inputs["use_cache"] = True  # whatever the model's configuration says
         if self._reuse:
             return self._bind_prefix(self._reuse, namespace, inputs)
         check_not_held(inputs, self.get_seq_length())
@@ -159,17 +166,16 @@ class PagedCacheForTransformers(Cache):
             UnsupportedError: there is no prefix cache.
         """
         reuse = self._needed("commit")
-        self.state.check_whole("commit")
+        self.state.lengths.check_whole("commit")
         bound = committable(self.state.bound, reuse.epoch)
-        rows = computed_rows(bound, self.state.table, out)
-        with self.state.change():
-            reuse.store(rows, bound.prompts.namespace, bound.hold)
+        if self.state.batch:
+            self.state.publish(computed_rows(bound, self.state.batch, out))
         bound.close("one that is committed")
 
     @property
     def prefix(self) -> PrefixCache | None:
         """The prefix cache, or None; to look at, see `forget_prefixes`."""
-        return self._reuse.prefix if self._reuse else None
+        return self.state.manager.prefix if self._reuse else None
 
     def forget_prefixes(self) -> None:
         """Forget all prefixes, in every namespace, as after a change of the model's weights.
@@ -191,7 +197,7 @@ class PagedCacheForTransformers(Cache):
     @property
     def batch_size(self) -> int:
         """Rows of the sequences that the cache holds, or -1 without any."""
-        return self.state.table.batch_size if self.state.table.length else -1
+        return self.state.batch_size if self.state.length else -1
 
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` tokens of every row, and release the blocks behind them.
@@ -210,7 +216,7 @@ class PagedCacheForTransformers(Cache):
         Raises:
             ArgumentValueError: it is positive, from Transformers 5.16 on. Nothing was changed.
         """
-        length, change = self.state.table.length, operator.index(tokens_to_remove)  # some versions pass a tensor
+        length, change = self.state.length, operator.index(tokens_to_remove)  # some versions pass a tensor
         if change <= 0:
             self.truncate(max(length + change, 0))
         elif CROPS_TO_LENGTH:
@@ -226,8 +232,6 @@ class PagedCacheForTransformers(Cache):
     def reset(self) -> None:
         """Release all blocks. The cache is empty then, for a batch of any size. What is in a prefix cache stays there."""
         self.state.truncate(0)
-        if self._reuse:
-            self._reuse.settle()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row ``beam_idx[i]`` the new row i; rows that go on from one share its blocks.
@@ -241,7 +245,7 @@ class PagedCacheForTransformers(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row ``repeats`` times; the copies share its blocks."""
         if self._has_rows:
-            self.state.select(np.repeat(np.arange(self.state.table.batch_size), repeats))
+            self.state.select(np.repeat(np.arange(self.state.batch_size), repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only some rows.
@@ -250,27 +254,48 @@ class PagedCacheForTransformers(Cache):
             indices: row numbers, or a mask of booleans over the rows; one dimension.
         """
         if self._has_rows:
-            self.state.select(np.arange(self.state.table.batch_size)[indices.cpu().numpy()])
+            self.state.select(np.arange(self.state.batch_size)[indices.cpu().numpy()])
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
+        """Yield keys, values and window of each layer, as Transformers' own cache does; keys and values are gathered anew."""
+        for layer in self.layers:
+            window = getattr(layer, "window", None)
+            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+            yield keys, values, None if window is None else torch.tensor(window)
+
+    def __copy__(self) -> PagedCacheForTransformers:
+        return self.__deepcopy__({})
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError(
+            "PagedCacheForTransformers",
+            expected="a copy in this process, by copy.deepcopy",
+            got="a request to pickle it",
+            fix="pickle the token ids, and let another cache compute them",
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCacheForTransformers:
         """Return a cache that goes on from here in the same pool. No key or value is copied before one of the two writes."""
-        copied = type(self)(self.state.fork(), self._windows, self._stored, self._reuse)
+        copied = type(self)(self.state.fork(), self._windows, self._stored, self._reuse, self._watch)
         memo[id(self)] = copied
         return copied
 
     @property
     def _has_rows(self) -> bool:
         """Whether rows mean anything: there are tokens, or prompts that were bound."""
-        return bool(self.state.table.length or self.state.bound)
+        return bool(self.state.length or self.state.bound)
 
     def _bind_prefix(self, reuse: PrefixReuse, namespace: Namespace, inputs: dict[str, Any]) -> dict[str, Any]:
         """Begin a new batch with what the prefix cache has of it."""
         prompts, mask = read_prompts(inputs, namespace, reuse.generation)
         self.state.truncate(0)
-        found = reuse.find(prompts)
-        bound = Bound(prompts, found.past, found.hold, np.arange(len(found.blocks)), reuse.sharing)
-        self.state.begin_with(bound, found.blocks)
-        return {**inputs, "attention_mask": mask, CACHE_KEYWORD: self}
+        hooks = None if inputs.get(ADAPTERS) else self._watch.hooks
+        with self.state.change():
+            batch = reuse.begin(prompts)
+            bound = Bound(prompts, batch.length, reuse.epoch, np.arange(batch.batch_size), reuse.sharing, hooks)
+            self.state.begin_with(bound, batch)
+        positions = {"position_ids": (mask.cumsum(dim=-1) - 1).clamp(min=0)} if reuse.sharing.own_positions else {}
+        return {**inputs, "attention_mask": mask, **positions, CACHE_KEYWORD: self}
 
     def _needed(self, method: str) -> PrefixReuse:
         """Return what reuses prefixes, or raise if nothing does."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvdock.errors import ArgumentValueError
 from kvdock.integrations.transformers.bound import Bound
 from kvdock.integrations.transformers.prompts import Prompts, read_ids
-from kvdock.scheduler import BlockIds, BlockTable
+from kvdock.scheduler import SequenceBatch
 
 __all__ = ["committable", "computed_rows"]
 
@@ -30,26 +30,28 @@ def committable(bound: Bound | None, epoch: int) -> Bound:
     Raises:
         ArgumentValueError: there is none; the text says why.
     """
-    if bound and bound.hold.epoch != epoch:
+    if bound and bound.epoch != epoch:
         bound.close("one from before forget_prefixes(), perhaps of other weights")
+    if bound and (oddity := bound.seen.judge()):
+        bound.close(f"one that was computed {oddity.why}", oddity.fix)
     if bound is None or bound.closed:
         raise ArgumentValueError(
             "PagedCacheForTransformers.commit",
             expected="a batch that bind() began and generate() computed",
-            got=bound.closed if bound else "none",
-            fix="call out = model.generate(**cache.bind(**inputs)), then commit(out) once",
+            got=bound.closed.why if bound and bound.closed else "none",
+            fix=(bound and bound.closed and bound.closed.fix) or "call out = model.generate(**cache.bind(**inputs)), then commit(out) once",
         )
     return bound
 
 
-def computed_rows(bound: Bound, table: BlockTable, out: Any) -> list[tuple[Ids, BlockIds]]:
-    """Return the whole blocks that a batch computed, for each row their token ids ``[n * block_size]`` and blocks ``[n]``.
+def computed_rows(bound: Bound, batch: SequenceBatch, out: Any) -> dict[int, tuple[Ids, int]]:
+    """Return what a batch computed, by row: the token ids that its sequence does not know, and how many of it are worth keeping.
 
     Where rows were reordered, only prompts are: what was generated behind them cannot be told from the output.
 
     Args:
         bound: the batch.
-        table: its blocks.
+        batch: its rows.
         out: what ``generate`` returned, or ids ``[rows, length]``.
 
     Raises:
@@ -62,15 +64,16 @@ def computed_rows(bound: Bound, table: BlockTable, out: Any) -> list[tuple[Ids, 
     _check_prompts(ids, bound.prompts, origin)
     if bound.is_reordered:
         prompts, rows = np.unique(bound.origin, return_index=True)
-        ends = np.full(len(prompts), min(bound.prompts.length, table.length))
+        ends = np.full(len(prompts), min(bound.prompts.length, batch.length))
         ids = bound.prompts.ids[prompts]
     else:
-        _check_length(ids.shape[1], table.length)
+        _check_length(ids.shape[1], batch.length)
         prompts, rows = bound.origin, np.arange(len(bound.origin))
-        ends = _ends(ids[:, : table.length], bound.prompts)
+        ends = _ends(ids[:, : batch.length], bound.prompts)
+    _check_fed(ids, bound.seen.fed(len(bound.origin))[rows], bound.seen.start)
     pads = bound.prompts.pads[prompts]
     ends = np.where(bound.sharing.padded | (pads == 0), np.minimum(ends, bound.steady), 0)
-    return list(_whole_blocks(table, ids, rows, pads, ends))
+    return dict(_new_tokens(batch, ids, rows, pads, ends))
 
 
 def _check_prompts(ids: Ids, prompts: Prompts, origin: npt.NDArray[np.intp]) -> None:
@@ -92,13 +95,29 @@ def _check_prompts(ids: Ids, prompts: Prompts, origin: npt.NDArray[np.intp]) -> 
 
 
 def _check_length(length: int, held: int) -> None:
-    """Raise unless the sequences are those that the cache holds, and at most one token that was not fed."""
-    if not held <= length <= held + 1:
+    """Raise if the sequences are longer than what the cache holds and one token that was not fed.
+
+    They may be shorter: with ``synced_gpus`` a rank that is done goes on until all are.
+    """
+    if length > held + 1:
         raise ArgumentValueError(
             _COMMIT,
-            expected=f"the {held} tokens that the cache holds, or one more",
+            expected=f"at most the {held} tokens that the cache holds, and one more",
             got=f"{length} tokens",
             fix=f"commit what generate() returned, or what of it was computed: out[:, :{held}]",
+        )
+
+
+def _check_fed(ids: Ids, fed: Ids, start: int) -> None:
+    """Raise unless sequences have the tokens that were fed behind the first ``start``."""
+    length = min(ids.shape[1] - start, fed.shape[1])
+    if (others := ids[:, start : start + length] != fed[:, :length]).any():
+        row, token = (int(place[0]) for place in others.nonzero())
+        raise ArgumentValueError(
+            _COMMIT,
+            expected="the tokens that were computed",
+            got=f"another for token {start + token} of row {row}",
+            fix="commit what generate() returned for the last bind()",
         )
 
 
@@ -110,12 +129,11 @@ def _ends(computed: Ids, prompts: Prompts) -> npt.NDArray[np.intp]:
     return ends
 
 
-def _whole_blocks(
-    table: BlockTable, ids: Ids, rows: npt.NDArray[np.intp], pads: Ids, ends: npt.NDArray[np.intp]
-) -> Iterator[tuple[Ids, BlockIds]]:
-    """Yield token ids and blocks of row ``rows[i]``, from ``pads[i]`` to the last whole block before ``ends[i]``."""
-    size = table.block_size
+def _new_tokens(
+    batch: SequenceBatch, ids: Ids, rows: npt.NDArray[np.intp], pads: Ids, ends: npt.NDArray[np.intp]
+) -> Iterator[tuple[int, tuple[Ids, int]]]:
+    """Yield each row with tokens from ``pads[i]`` to ``ends[i]``, those of them that its sequence does not know, and their number."""
     for line, row, pad, end in zip(ids, rows.tolist(), pads.tolist(), ends.tolist(), strict=True):
-        last = end // size
-        if pad % size == 0 and last * size > pad:
-            yield line[pad : last * size], table.block_ids[row, pad // size : last]
+        seq = batch.sequences[row]
+        if end - pad > seq.computed:
+            yield row, (line[pad + seq.num_known : end], end - pad)

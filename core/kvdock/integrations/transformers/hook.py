@@ -1,81 +1,171 @@
-"""What happens to each forward pass over a batch that was bound, before the model sees it.
+"""What happens to each forward pass that gets a paged cache, before the model sees it.
 
 * What is cached is not computed again. ``generate`` leaves it out, except in assisted decoding, whose first pass is over the
   whole prompt (up to Transformers 5.24 at least), and in chunked prefill up to 5.18: silently, the prompt is put behind
   itself. A forward pass by hand does the same.
 * Padding stays padding. ``generate`` names positions and masks; a forward pass by hand may leave them out, and most models
   then count padding as tokens, so that keys are turned by another angle than those of the same tokens elsewhere.
-* What does not fit to what is cached is refused, or else not stored.
+* Positions are those of the prompts, where a model makes them from what an earlier call left behind (``rope_deltas``).
+* What does not fit to what is cached is refused; what may be fit for its caller only is not stored.
 """
 
 from __future__ import annotations
 
-import inspect
+import weakref
 from typing import Any
 
 import torch
+from transformers import GenerationMixin
 
 from kvdock.errors import ArgumentValueError
 from kvdock.integrations.transformers.bound import Bound
+from kvdock.integrations.transformers.plain import CACHES, by_name, hooks_of, odd_argument, odd_places, parameters_of
+from kvdock.integrations.transformers.seen import HIDDEN, Oddity
 from kvdock.integrations.transformers.state import PagedState
 
-__all__ = ["prepare_pass", "watch"]
+__all__ = ["Watch", "prepare_pass", "what_runs"]
 
-_BY_TOKEN = ("input_ids", "position_ids", "token_type_ids", "cache_position")
-"""Arguments with one entry per new token, in their last dimension. A mask has one for the cached ones too, and stays."""
+_BY_TOKEN = ("input_ids", "position_ids", "cache_position")
+"""Plain arguments with one entry per new token, in their last dimension. A mask has one for the cached ones too, and stays."""
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_CHANGED = Oddity(
+    "with hooks that came or went since bind(), such as PEFT's for adapter_names", "name the adapter in bind(), with a namespace for it"
+)
 
-
-def watch(model: torch.nn.Module) -> None:
-    """Let `prepare_pass` see every call of a model from now on; once is enough for all caches of a model."""
-    if prepare_pass not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(prepare_pass, with_kwargs=True)
+_USERS: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref[object]]] = weakref.WeakKeyDictionary()
 
 
-def prepare_pass(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+def what_runs(model: Any) -> Any:
+    """Return what ``generate`` of a model calls: the model, or what `torch.compile` or PEFT wrapped."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    return next((module for module in modules if isinstance(module, GenerationMixin)), model)
+
+
+class Watch:
+    """The hook on a model, which leaves it when the last pool with a cache for it goes.
+
+    Args:
+        model: what runs, see `what_runs`.
+        pool: what all copies of a cache share.
+    """
+
+    def __init__(self, model: torch.nn.Module, pool: object) -> None:
+        self._model = weakref.ref(model)
+        if prepare_pass not in model._forward_pre_hooks.values():
+            model.register_forward_pre_hook(prepare_pass, with_kwargs=True)
+        _USERS.setdefault(model, []).append(weakref.ref(pool))
+        weakref.finalize(pool, _leave, self._model).atexit = False
+
+    @property
+    def hooks(self) -> int:
+        """What runs before and behind the parts of the model."""
+        model = self._model()
+        return hooks_of(model) if model is not None else 0
+
+
+def _leave(watched: weakref.ref[torch.nn.Module]) -> None:
+    """Take the hook off a model that no cache is left for."""
+    model = watched()
+    if model is None:
+        return
+    _USERS[model] = [pool for pool in _USERS.get(model, []) if pool() is not None]
+    if not _USERS[model]:
+        for key in [key for key, hook in model._forward_pre_hooks.items() if hook is prepare_pass]:
+            del model._forward_pre_hooks[key]
+            model._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not annotate it
+def prepare_pass(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Make a pass over a bound batch fit to what is cached.
 
     A function without state, so that models with it can be copied and pickled as before.
 
     Returns:
-        the arguments to call with, or None to leave them as they are.
+        the arguments to call with, all by name, or None to leave them as they are.
 
     Raises:
-        ArgumentValueError: a mask that does not reach over what is cached, or positions that are not those of the prompts.
+        ArgumentValueError: a pass that is to use no cache; over a bound batch also a mask that does not reach over what is
+            cached, positions that are not those of the prompts, or where something is cached, what else could change it.
     """
-    state = _bound_state(kwargs)
-    bound = state.bound if state else None
-    if state is None or bound is None:
+    told = by_name(model, args, kwargs) if args else kwargs
+    state = _paged_state(told)
+    if state is None:
         return None
-    ids = args[0] if args else kwargs.get("input_ids")
+    _check_use(told)
+    bound = state.bound
+    if bound is None:
+        return None
+    ids = told.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or not ids.numel():
-        bound.close("one that was computed from something else than token ids")
+        _judge(bound, odd_argument(model, told, 0))
         return None
-    state.check_whole("a forward pass")
+    state.lengths.check_whole("a forward pass")
     if not bound.is_fresh and len(ids) != len(bound.origin):
         return None  # which the table refuses
-    if bound.is_fresh and bound.past and bound.begins_anew(ids, kwargs.get("position_ids"), kwargs.get("attention_mask")):
-        if ids.shape[1] < bound.prompts.length:
-            state.forget_past()  # the first of several chunks
-        else:
-            args, kwargs = _without(bound.past, args, kwargs, ids.shape[1])
-            ids = ids[:, bound.past :]
-    _check_start(state.table.length, bound, ids, kwargs.get("position_ids"), kwargs.get("attention_mask"))
-    return args, {**kwargs, **_left_out(model, bound, state.table.length, ids, kwargs)}
+    told = _with_own_positions(state, bound, told)
+    _judge(bound, odd_argument(model, told, len(ids)) or _changed(model, bound))
+    if bound.is_fresh and bound.past and bound.begins_anew(ids, told.get("position_ids"), told.get("attention_mask")):
+        told = _behind_past(state, bound, told)
+    return (), _announced(model, state, bound, told)
 
 
-def _bound_state(kwargs: dict[str, Any]) -> PagedState | None:
+def _changed(model: torch.nn.Module, bound: Bound) -> Oddity | None:
+    """Return whether hooks came or went since a batch was bound that just begins."""
+    return _CHANGED if bound.is_fresh and bound.hooks not in (None, hooks_of(model)) else None
+
+
+def _check_use(told: dict[str, Any]) -> None:
+    """Raise if a pass is to use no cache: ``generate`` then feeds the whole text to it again at each step."""
+    if told.get("use_cache") is False:
+        raise ArgumentValueError(
+            "PagedCacheForTransformers: use_cache",
+            expected="True where a cache is passed",
+            got="False, from the call or from the model's configuration",
+            fix="call model.generate(**cache.bind(**inputs)), which sets it, or pass use_cache=True",
+        )
+
+
+def _judge(bound: Bound, oddity: Oddity | None) -> None:
+    """Refuse an odd pass where its prompts are cached, and note it elsewhere."""
+    if oddity is None:
+        return
+    if bound.is_fresh and bound.past:
+        raise ArgumentValueError(
+            "PagedCacheForTransformers: first pass",
+            expected=f"what was bound and nothing else, behind the {bound.past} tokens of each row that are cached",
+            got=f"one that is computed {oddity.why}",
+            fix=oddity.fix,
+        )
+    bound.seen.note(oddity)
+
+
+def _paged_state(told: dict[str, Any]) -> PagedState | None:
     """Return the state of the cache in a call, if it is one of ours."""
-    cache = next((kwargs[name] for name in ("cache", "past_key_values") if kwargs.get(name) is not None), None)
+    cache = next((told[name] for name in CACHES if told.get(name) is not None), None)
     state = getattr(cache, "state", None)
     return state if isinstance(state, PagedState) else None
 
 
-def _without(past: int, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> Arguments:
-    """Leave out the first ``past`` of ``count`` tokens."""
-    cut = {name: kwargs[name][..., past:] for name in _BY_TOKEN if _is_by_token(kwargs.get(name), count)}
-    return (args[0][..., past:], *args[1:]) if args else (), {**kwargs, **cut}
+def _with_own_positions(state: PagedState, bound: Bound, told: dict[str, Any]) -> dict[str, Any]:
+    """Leave out positions of several planes that a model made, behind what is cached, of what an earlier call left behind.
+
+    In a plain batch there is text only, of which all planes say the same but for an offset; so these are filled in anew.
+    """
+    planes = told.get("position_ids")
+    if not (isinstance(planes, torch.Tensor) and planes.ndim == 3 and state.length and bound.seen.oddity is None):
+        return told
+    steps = planes - planes[..., :1]
+    return {**told, "position_ids": None} if bool((steps == steps[:1]).all()) else told
+
+
+def _behind_past(state: PagedState, bound: Bound, told: dict[str, Any]) -> dict[str, Any]:
+    """Leave out of a pass that begins anew what is cached, or let it be computed: a chunk of a prompt may be shorter than that."""
+    count = told["input_ids"].shape[1]
+    if count < bound.prompts.length:
+        state.forget_past()
+        return told
+    return {name: value[..., bound.past :] if name in _BY_TOKEN and _is_by_token(value, count) else value for name, value in told.items()}
 
 
 def _is_by_token(value: Any, count: int) -> bool:
@@ -83,34 +173,49 @@ def _is_by_token(value: Any, count: int) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[-1] == count
 
 
+def _announced(model: torch.nn.Module, state: PagedState, bound: Bound, told: dict[str, Any]) -> dict[str, Any]:
+    """Check a pass, fill in what its caller left out, and announce it."""
+    start, ids = state.length, told["input_ids"]
+    _check_start(start, bound, ids, told.get("position_ids"), told.get("attention_mask"))
+    told = {**told, **_left_out(model, bound, start, ids, told)}
+    doubt = None
+    if bound.seen.oddity is None:
+        pads = torch.from_numpy(bound.pads(len(ids)))[:, None].to(ids.device)
+        doubt = odd_places(pads, start, bound.sharing.first, told)
+        if bound.is_fresh and bound.past and doubt is not None and bool(doubt):
+            _judge(bound, HIDDEN)
+    bound.seen.announce(ids, doubt)
+    return told
+
+
 def _check_start(start: int, bound: Bound, ids: torch.Tensor, positions: Any, mask: Any) -> None:
-    """Raise if a pass is not over what comes behind the ``start`` tokens that are there; close a batch if it may not be.
+    """Raise if a pass is not over what comes behind the ``start`` tokens that are there.
 
     A mask that is too short Transformers would fill up with 0s, and so hide the new tokens.
     """
     reach = start + ids.shape[1]
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] < reach:
-        raise _misplaced("attention_mask", f"{reach} entries in a row: for the {start} tokens that the cache holds, too", mask)
-    if ids.shape[1] == 1 or bound.is_as_bound(start, ids, positions, mask):
-        return
-    if mask is None and bound.is_before(start, ids, positions):
-        raise _misplaced("position_ids", f"those behind the {start} tokens that the cache holds", positions)
-    bound.close("one that was computed with another attention_mask or other position_ids than its prompts have")
+        raise _misplaced(bound, "attention_mask", f"{reach} entries in a row: for the {start} tokens that the cache holds, too", mask)
+    if ids.shape[1] > 1 and mask is None and bound.is_before(start, ids, positions):
+        raise _misplaced(bound, "position_ids", f"those behind the {start} tokens that the cache holds", positions)
 
 
-def _misplaced(name: str, expected: str, value: torch.Tensor) -> ArgumentValueError:
+def _misplaced(bound: Bound, name: str, expected: str, value: torch.Tensor) -> ArgumentValueError:
     """Make the error for a pass over tokens that are cached already."""
     got = f"{value.shape[1]}" if name == "attention_mask" else f"{value[0, :4].tolist()} for the first tokens of row 0"
-    fix = "bind() the prompts anew before each generate(); in a loop of your own, append to the mask and pass new tokens only"
+    fix = "in a loop of your own, append to the mask that bind() returned and pass new tokens only"
+    if not bound.is_fresh:
+        fix = f"bind() the prompts anew before each generate(); {fix}"
     return ArgumentValueError(f"PagedCacheForTransformers: {name}", expected=expected, got=got, fix=fix)
 
 
-def _left_out(model: torch.nn.Module, bound: Bound, start: int, ids: torch.Tensor, kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the positions and the mask of a pass from ``start`` on over rows with padding, where the caller has none."""
-    missing = [name for name in ("position_ids", "attention_mask") if kwargs.get(name) is None]
-    if not (missing and bound.prompts.is_padded):
+def _left_out(model: torch.nn.Module, bound: Bound, start: int, ids: torch.Tensor, told: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the positions and the mask of a pass from ``start`` on, where the model would not find the right ones itself."""
+    wanted = {"position_ids": bound.prompts.is_padded or (start and bound.sharing.own_positions), "attention_mask": bound.prompts.is_padded}
+    taken = parameters_of(model)
+    missing = [name for name, needed in wanted.items() if needed and told.get(name) is None and name in taken]
+    if not missing:
         return {}
     positions = torch.from_numpy(bound.positions(0, start + ids.shape[1], len(ids))).to(ids.device)
-    made = {"position_ids": positions[:, start:].clamp(min=0), "attention_mask": (positions >= 0).long()}
-    taken = inspect.signature(model.forward).parameters
-    return {name: made[name] for name in missing if name in taken}
+    made = {"position_ids": positions[:, start:].clamp(min=0) + bound.sharing.first, "attention_mask": (positions >= 0).long()}
+    return {name: made[name] for name in missing}

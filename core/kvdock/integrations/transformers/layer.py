@@ -54,6 +54,16 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base 
         """All values, gathered anew as ``[batch, heads, tokens, dim]``; None without tokens."""
         return self._content()[1]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the pool is."""
+        return self.state.pool.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the keys and values in the pool."""
+        return self.state.pool.dtype
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Do nothing: the pool is there from the start."""
 
@@ -83,7 +93,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base 
 
     def get_seq_length(self) -> int:
         """Return the number of tokens that this layer holds."""
-        return self.state.lengths[self.index]
+        return self.state.lengths.of[self.index]
 
     def get_max_length(self) -> int:
         """Return the window as Transformers' own layers do, or -1: no length but the pool's."""

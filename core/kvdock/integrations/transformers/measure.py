@@ -20,7 +20,7 @@ from kvdock.errors import UnsupportedError
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, DUMMY_LAYER
 from kvdock.spec import KVSpec, LayerSpec
 
-__all__ = ["Measurement", "measure", "run_tokens"]
+__all__ = ["Measurement", "input_device", "measure", "run_tokens"]
 
 _STORED: tuple[type, ...] = (DynamicLayer, DynamicSlidingWindowLayer)
 
@@ -95,7 +95,7 @@ def run_tokens(model: Any, ids: list[list[int]], *, keep_all: bool = False, **to
     if keep_all:
         full: Any = DynamicLayer
         cache.layers = [full() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
-    inputs = {name: torch.tensor(value, device=model.device) for name, value in {"input_ids": ids, **told}.items()}
+    inputs = {name: torch.tensor(value, device=input_device(model)) for name, value in {"input_ids": ids, **told}.items()}
     inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
     try:
         with torch.no_grad():
@@ -107,6 +107,12 @@ def run_tokens(model: Any, ids: list[list[int]], *, keep_all: bool = False, **to
     if returned is not None and returned is not cache:
         raise _refusal(model, "a model that uses the cache it is given", f"one that wraps it in {type(returned).__name__}")
     return cache
+
+
+def input_device(model: Any) -> torch.device:
+    """Return where a model takes its inputs; weights that accelerate has put elsewhere are on "meta" meanwhile, and it moves inputs."""
+    device: torch.device = model.device
+    return torch.device("cpu") if device == torch.device("meta") else device
 
 
 def _layer_spec(layer: Any) -> LayerSpec:

@@ -18,7 +18,7 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.prefix.inputs import namespace_key
 from kvdock.prefix.interface import Namespace
 
-__all__ = ["Prompts", "check_not_held", "read_ids", "read_prompts"]
+__all__ = ["ADAPTERS", "Prompts", "check_not_held", "check_use", "read_ids", "read_prompts"]
 
 _BIND = "PagedCacheForTransformers.bind"
 
@@ -26,7 +26,7 @@ _NEGATIVE = ("negative_prompt_ids", "negative_prompt_attention_mask")  # which g
 _HARMLESS = ("input_ids", "attention_mask", "eos_token_id", "pad_token_id", "bos_token_id", *_NEGATIVE)
 """Arguments that may be tensors."""
 
-_ADAPTERS = "adapter_names"
+ADAPTERS = "adapter_names"
 """PEFT's argument for the adapter of each row."""
 
 
@@ -98,6 +98,18 @@ def read_prompts(inputs: Mapping[str, Any], namespace: Namespace, generation: An
             )
         mask = torch.ones(ids.shape, dtype=torch.long, device=getattr(inputs["input_ids"], "device", None))
     return Prompts(ids, _pads(mask, ids.shape), namespace, stops), mask
+
+
+def check_use(inputs: Mapping[str, Any]) -> None:
+    """Check that a call is to use a cache.
+
+    Raises:
+        ArgumentValueError: it says ``use_cache=False``.
+    """
+    if inputs.get("use_cache") is False:
+        raise ArgumentValueError(
+            f"{_BIND}: use_cache", expected="True, or none", got=False, fix="leave it out; or call generate() without this cache"
+        )
 
 
 def check_not_held(inputs: Mapping[str, Any], held: int) -> None:
@@ -185,10 +197,10 @@ def _refuse_what_else_counts(inputs: Mapping[str, Any], namespace: Namespace) ->
             got=", ".join(tensors),
             fix="make a cache without prefix= for these inputs: for_model(model, conf)",
         )
-    adapters = sorted(set(map(str, inputs.get(_ADAPTERS) or ())))
+    adapters = sorted(set(map(str, inputs.get(ADAPTERS) or ())))
     if len(adapters) > bool(namespace):
         raise ArgumentValueError(
-            f"{_BIND}: {_ADAPTERS}",
+            f"{_BIND}: {ADAPTERS}",
             expected="one adapter for all rows, and a namespace for it",
             got=f"{', '.join(adapters)} in namespace {namespace}",
             fix=f"bind the rows of one adapter at a time, with namespace=('adapter', {adapters[0]!r})",

@@ -6,16 +6,18 @@ turn all keys of a pass by its length, ``longrope`` from a length on, ``dynamic`
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import attrs
 import torch
+from transformers import DynamicCache, GenerationMixin
 
 from kvdock.errors import UnsupportedError
-from kvdock.integrations.transformers.measure import run_tokens
+from kvdock.integrations.transformers.compat import CACHE_KEYWORD
+from kvdock.integrations.transformers.measure import input_device, run_tokens
+from kvdock.integrations.transformers.plain import parameters_of
 
 __all__ = ["Sharing", "sharing_of"]
 
@@ -32,10 +34,14 @@ class Sharing:
         limit: length up to which a pass over the same tokens gives the same keys; for most models `sys.maxsize`.
         padded: whether tokens behind padding have the same keys as without. Some models count padding as tokens whatever
             they are told.
+        first: the position that ``generate`` gives the first token of a prompt; for most models 0.
+        own_positions: whether ``generate`` gets positions from the model, which some make of what their last call left behind.
     """
 
     limit: int = sys.maxsize
     padded: bool = True
+    first: int = 0
+    own_positions: bool = False
 
 
 def sharing_of(model: Any) -> Sharing:
@@ -47,30 +53,62 @@ def sharing_of(model: Any) -> Sharing:
     Raises:
         UnsupportedError: what comes behind them does.
     """
-    told = {"position_ids": [[0, 0, 1, 2]]} if "position_ids" in inspect.signature(model.forward).parameters else {}
-    plain = _stored(run_tokens(model, [[1, 2, 3, 0]], keep_all=True), slice(0, 3))
-    other = _stored(run_tokens(model, [[1, 2, 3, 1]], keep_all=True), slice(0, 3))
-    padded = _stored(run_tokens(model, [[0, 1, 2, 3]], keep_all=True, attention_mask=[[0, 1, 1, 1]], **told), slice(1, 4))
-    if not _same(plain, other):
+    first = _first_position(model)
+    plain, other, padded = (
+        _stored(run_tokens(model, [ids], keep_all=True, attention_mask=[mask], **_positions(first, mask)), mask.index(1))
+        for ids, mask in (
+            ([1, 2, 3, 0, 0, 0, 0, 0], [1] * 8),
+            ([1, 2, 3, 3, 1, 2, 1, 3], [1] * 8),
+            ([0, 1, 2, 3], [0, 1, 1, 1]),
+        )
+    )
+    if not _same(plain, other, _rounding(model.dtype)):
         raise UnsupportedError(
             f"PagedCacheForTransformers: {type(model).__name__}",
             expected="keys and values that do not depend on later tokens, so that prompts can share them",
-            got="others when another token followed",
+            got="others when other tokens followed",
             fix="call model.eval() if it drops out at random; else make the cache without prefix=",
         )
     limit = min((length for module in model.modules() for length in _lengths(module)), default=sys.maxsize)
-    return Sharing(limit, _same(plain, padded))
+    makes = getattr(type(model), "_prepare_position_ids_for_generation", None)
+    return Sharing(
+        limit, _same(plain, padded, _CLOSE), first or 0, makes is not getattr(GenerationMixin, "_prepare_position_ids_for_generation", None)
+    )
 
 
-def _stored(cache: Any, tokens: slice) -> list[torch.Tensor]:
-    """Return keys and values of some tokens, layer by layer."""
+def _first_position(model: Any) -> int | None:
+    """Return the position that ``generate`` would give the first token of a prompt; None if the model takes no positions."""
+    if "position_ids" not in parameters_of(model):
+        return None
+    ids = torch.tensor([[1, 2]], device=input_device(model))
+    told = {"position_ids": torch.arange(2, device=ids.device)[None], "attention_mask": torch.ones_like(ids), "use_cache": True}
+    made = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **told, **{CACHE_KEYWORD: DynamicCache()})
+    positions = made.get("position_ids")
+    return 0 if positions is None else int(positions.flatten()[0])
+
+
+def _positions(first: int | None, mask: list[int]) -> dict[str, list[list[int]]]:
+    """Return the positions of a row, if the model takes any."""
+    return {} if first is None else {"position_ids": [[first + max(place - mask.index(1), 0) for place in range(len(mask))]]}
+
+
+def _stored(cache: Any, start: int) -> list[torch.Tensor]:
+    """Return keys and values of three tokens, layer by layer."""
+    tokens = slice(start, start + 3)
     layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
     return [states[:, :, tokens].float() for layer in layers for states in (layer.keys, layer.values)]
 
 
-def _same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    """Whether two passes gave the same, but for rounding."""
+def _rounding(dtype: torch.dtype) -> tuple[float, float]:
+    """Return how far keys or values may be apart, see `_CLOSE`, of tokens that are multiplied in the same places."""
     first, behind = _CLOSE
+    limit = max(1e-3, 8 * torch.finfo(dtype).eps)
+    return min(first, limit), min(behind, limit)
+
+
+def _same(left: list[torch.Tensor], right: list[torch.Tensor], limit: tuple[float, float]) -> bool:
+    """Whether two passes gave the same, but for rounding."""
+    first, behind = limit
     limits = [first, first, *[behind] * len(left)]
     return all(bool((a - b).norm() <= limit * a.norm()) for a, b, limit in zip(left, right, limits, strict=False))
 

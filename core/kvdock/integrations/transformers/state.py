@@ -1,26 +1,23 @@
-"""The pool and the table that all layers of a cache share.
+"""The pool and the batch that all layers of a cache share.
 
-A step is one forward pass. The first layer that writes grows the table for all; the last one ends the step. Whatever the
-order of the layers, each has its own length, and the table's length is the longest::
-
-    layer 0  ############----        # written    - this step
-    layer 1  ############            the table already has room for this step
+The first layer that writes in a step makes room for all; the last one ends the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvdock.cache.paged import PagedKVCache
-from kvdock.errors import ArgumentValueError, IndexRangeError
+from kvdock.errors import ArgumentValueError, IndexRangeError, KVDockError, OutOfBlocksError
 from kvdock.integrations.transformers.bound import Bound
-from kvdock.integrations.transformers.slots import SlotTensor
-from kvdock.scheduler import BlockAllocator, BlockIds, BlockTable
+from kvdock.integrations.transformers.lengths import Lengths
+from kvdock.integrations.transformers.slots import SlotTensor, read, write
+from kvdock.scheduler import CacheManager, SequenceBatch
 
 __all__ = ["PagedState"]
 
@@ -32,51 +29,50 @@ class PagedState:
 
     Args:
         pool: where keys and values are.
-        allocator: which blocks of it are free; one for each pool.
+        manager: who has which of its blocks; one for each pool.
     """
 
-    def __init__(self, pool: PagedKVCache, allocator: BlockAllocator) -> None:
+    def __init__(self, pool: PagedKVCache, manager: CacheManager) -> None:
         self.pool = pool
-        self.allocator = allocator
-        self.table = BlockTable(allocator, pool.block_size)
-        self.lengths = [0] * pool.num_layers
+        self.manager = manager
+        self.batch: SequenceBatch | None = None
+        self.lengths = Lengths(pool.num_layers)
         self.bound: Bound | None = None
         self._slots = SlotTensor(pool.device)
-        self._start = 0  # of the current step
-        self._behind = 0  # layers that have not written in it
+
+    @property
+    def length(self) -> int:
+        """Tokens of each row, padding included, with those of the current step."""
+        return self.batch.length if self.batch else 0
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows."""
+        return self.batch.batch_size if self.batch else 0
 
     def fork(self) -> PagedState:
         """Return the same tokens in the same blocks, for another future."""
-        self.check_whole("deepcopy")
-        other = PagedState(self.pool, self.allocator)
+        self.lengths.check_whole("deepcopy")
+        other = PagedState(self.pool, self.manager)
         with self.change():
-            other.table = self.table.fork()
-        other.lengths = list(self.lengths)
+            other.batch = self.batch and self.batch.fork()
+        other.lengths.of = list(self.lengths.of)
         other.bound = self.bound and self.bound.fork()
         return other
 
-    def begin_with(self, bound: Bound, blocks: BlockIds) -> None:
-        """Begin a batch, in an empty table, with blocks of a prefix cache.
+    def begin_with(self, bound: Bound, batch: SequenceBatch) -> None:
+        """Begin a batch, in an empty state, with what is cached of it.
 
         Args:
             bound: the batch.
-            blocks: int64 ``[prompts, bound.past / block_size]``; -1 for padding, which is read as zeros.
-
-        Raises:
-            OutOfBlocksError: there is padding, and no free block for it. Nothing was changed.
+            batch: its rows, of ``bound.past`` tokens.
         """
-        with self.change():
-            padding = self.allocator.allocate(int((blocks < 0).any()))
-            try:
-                for layer in range(len(self.lengths) if padding.size else 0):
-                    self.pool.k_cache(layer)[int(padding[0])].zero_()
-                    self.pool.v_cache(layer)[int(padding[0])].zero_()
-                self.table.adopt(np.where(blocks < 0, padding, blocks) if padding.size else blocks)
-            finally:
-                self.allocator.release(padding)
+        self.batch, self.bound = batch, bound
         self._slots.forget(0)
-        self.lengths = [bound.past] * len(self.lengths)
-        self.bound = bound
+        self.lengths.set(bound.past)
+        pairs = [pair for seq in batch.sequences for pair in seq.block_pairs.tolist()]
+        if pairs:
+            self._copy_blocks(torch.tensor(pairs))
 
     def forget_past(self) -> None:
         """Let a batch that just begins be computed from its first token."""
@@ -95,32 +91,26 @@ class PagedState:
             ArgumentValueError: another batch size than that of the tokens already there, or more tokens than are left of a
                 prompt that was bound. Nothing was changed.
         """
-        start, tokens = self.lengths[layer], keys.shape[2]
+        start, tokens = self.lengths.of[layer], keys.shape[2]
         if not tokens:
             return start
         stop = start + tokens
-        if stop > self.table.length:
+        if stop > self.length:
             self._begin(keys.shape[0], tokens)
         try:
-            slots = self._slots.upto(self.table, stop)[:, start:]
-            with torch.no_grad():
-                self.pool.update(layer, _token_major(keys), _token_major(values), slots)
+            write(self.pool, layer, keys, values, self._slots_of(start, stop))
         except BaseException:
-            self._undo()
+            self.lengths.undo()
+            if self.length > self.lengths.start:
+                self._truncate(self.lengths.start)
             raise
-        self.lengths[layer] = stop
-        self._behind -= 1
-        if not self._behind:
+        if self.lengths.written(layer, stop):
             self._end()
         return start
 
     def read(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of tokens ``start`` to ``stop - 1`` as new ``[batch, heads, tokens, dim]``, contiguous."""
-        slots = self._slots.upto(self.table, stop)[:, start:]
-        keys, values = (_buffer(cache, *slots.shape) for cache in (self.pool.k_cache(layer), self.pool.v_cache(layer)))
-        with torch.no_grad():
-            self.pool.gather(layer, slots, out=(keys.transpose(1, 2), values.transpose(1, 2)))
-        return keys, values
+        return read(self.pool, layer, self._slots_of(start, stop))
 
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` tokens. Also the way on after a forward pass that failed in between.
@@ -128,121 +118,132 @@ class PagedState:
         Raises:
             IndexRangeError: a layer has fewer. Nothing was changed.
         """
-        if length > min(self.lengths):
+        if length > (most := min(self.lengths.of)):
             raise IndexRangeError(
-                "PagedCacheForTransformers: length", expected=f"at most the {min(self.lengths)} tokens that every layer has", got=length
+                "PagedCacheForTransformers: length", expected=f"at most the {most} tokens that every layer has", got=length
             )
+        if not length:
+            self._drop()
+            return
         self._truncate(length)
         if self.bound and length < self.bound.prompts.length:
             self.bound.close(f"one whose prompts were cut to {length} tokens since")
             if self.bound.is_fresh:
                 self.bound.past = min(self.bound.past, length)
-        if not length:
-            self.bound = None
+
+    def publish(self, ends: dict[int, tuple[npt.NDArray[np.int64], int]]) -> None:
+        """Let prefixes of rows be found from now on.
+
+        Args:
+            ends: by row the ids of tokens behind those that its sequence knows, and how many of the sequence are computed.
+        """
+        rows = self.batch.sequences if self.batch else ()
+        with self.change():
+            self.manager.commit(
+                [rows[row] for row in ends], [ids for ids, _ in ends.values()], computed=[stop for _, stop in ends.values()]
+            )
+        self._slots.forget(0)
 
     def select(self, rows: npt.ArrayLike) -> None:
-        """Make row ``rows[i]`` the new row i; see `BlockTable.select`."""
-        self.check_whole("changing the batch")
+        """Make row ``rows[i]`` the new row i; see `SequenceBatch.select`."""
+        self.lengths.check_whole("changing the batch")
         with self.change():
-            self.table.select(rows)
+            if self.batch:
+                self.batch.select(rows)
         self._slots.forget(0)
         if self.bound:
             self.bound.select(rows)
 
     def _begin(self, batch: int, tokens: int) -> None:
         """Start a step: make room in the table, and copy shared blocks that will be written, in all layers."""
-        self.check_whole("a step")
+        self.lengths.check_whole("a step")
         if self.bound:
             self.bound.check_first(tokens)
         with self.change(keep=True):
-            if batch != self.table.batch_size:
-                self._rebatch(batch)
-            self._start = self.table.length
-            pairs = self.table.grow(tokens)
-            if self.bound and self.table.length > self.bound.sharing.limit:
-                self.bound.steady = min(self.bound.steady, self._start)
-            self._behind = len(self.lengths)
+            grown = self._batch_of(batch)
+            start, pairs = grown.length, self._grown(grown, tokens)
+            if self.bound:
+                self.bound.begin(start, batch, tokens, grown.length)
+            self.lengths.begin(start)
             if len(pairs):
-                self._slots.forget(self._start - self._start % self.table.block_size)
-                self._copy_blocks(pairs)
+                self._slots.forget(0)
+                self._copy_blocks(torch.from_numpy(pairs))
 
-    def _copy_blocks(self, pairs: BlockIds) -> None:
+    def _grown(self, batch: SequenceBatch, tokens: int) -> npt.NDArray[np.int64]:
+        """Make room; return the pairs of blocks to copy."""
+        try:
+            return batch.grow(tokens)
+        except OutOfBlocksError as error:
+            fix = "reset() copies of the cache, or make the pool larger: num_blocks or max_kv_memory_bytes"
+            raise OutOfBlocksError("PagedCacheForTransformers", expected=error.expected, got=error.got, fix=fix) from error
+
+    def _copy_blocks(self, pairs: torch.Tensor) -> None:
         """Copy blocks in all layers. If that fails the table names blocks without content, so it is emptied."""
         try:
-            self.pool.copy_blocks(torch.from_numpy(pairs).to(self.pool.device))
+            self.pool.copy_blocks(pairs.to(self.pool.device))
         except BaseException:
-            self.lengths = [0] * len(self.lengths)
-            self.truncate(0)
+            self._drop()
             raise
+
+    def _slots_of(self, start: int, stop: int) -> torch.Tensor:
+        """Return the slots of tokens ``start`` to ``stop - 1``, int64 ``[batch, stop - start]``; -1 for padding."""
+        assert self.batch is not None  # noqa: S101 - there are tokens
+        return self._slots.upto(self.batch, stop)[:, start:]
 
     def _end(self) -> None:
         """End a step: every layer has written."""
         if self.bound:
             self.bound.is_fresh = False
-        self.allocator.hand_over()
+        self.manager.hand_over()
 
-    def _rebatch(self, batch: int) -> None:
-        """Change the number of rows: of an empty table, or by repeating the prompts of a batch that just begins."""
+    def _batch_of(self, rows: int) -> SequenceBatch:
+        """Return the batch with so many rows: an empty one, or one that just begins, by repeating its prompts."""
+        if self.batch and rows == self.batch_size:
+            return self.batch
         bound = self.bound if self.bound and self.bound.is_fresh else None
-        if bound:
-            rows = bound.repeated(batch)
-            if self.table.length:
-                self.table.select(rows)
-                self._slots.forget(0)
-            bound.origin = bound.origin[rows]
-        elif self.table.length:
+        if bound and self.batch:
+            chosen = bound.repeated(rows)
+            self.batch.select(chosen)
+            bound.origin = bound.origin[chosen]
+        elif self.length:
             raise ArgumentValueError(
                 "PagedCacheForTransformers: batch size",
-                expected=f"{self.table.batch_size}, as in the {self.table.length} tokens that the cache holds",
-                got=batch,
+                expected=f"{self.batch_size}, as in the {self.length} tokens that the cache holds",
+                got=rows,
                 fix="reset() it first, or bring the rows in with batch_repeat_interleave() or batch_select_indices()",
             )
-        if not self.table.length:
-            self.table.clear(batch)
-
-    def _undo(self) -> None:
-        """Go back to before a step that failed."""
-        self.lengths = [min(length, self._start) for length in self.lengths]
-        if self.table.length > self._start:
-            self._truncate(self._start)
+        else:
+            self.batch = SequenceBatch.empty(self.manager, rows)
+        self._slots.forget(0)
+        return self.batch
 
     def _truncate(self, length: int) -> None:
         """Cut table and layers."""
         with self.change():
-            self.table.truncate(length)
+            if self.batch:
+                self.batch.truncate(length)
+        if self.bound:
+            self.bound.seen.cut(length)
         self._slots.forget(length)
-        self.lengths = [length] * len(self.lengths)
-        self._behind = 0
+        self.lengths.set(length)
 
-    def check_whole(self, what: str) -> None:
-        """Raise unless all layers are equally long."""
-        if self._behind:
-            raise ArgumentValueError(
-                f"PagedCacheForTransformers: {what}",
-                expected="layers of one length",
-                got=f"lengths from {min(self.lengths)} to {max(self.lengths)}: a forward pass was interrupted, or two run at once",
-                fix=f"go back with truncate({min(self.lengths)}), or reset()",
-            )
+    def _drop(self) -> None:
+        """Give all rows back."""
+        with self.change():
+            if self.batch:
+                self.batch.close()
+        self.batch = self.bound = None
+        self._slots.forget(0)
+        self.lengths.set(0)
 
     @contextmanager
     def change(self, *, keep: bool = False) -> Iterator[None]:
-        """Own the allocator for a change; ``keep`` it afterwards unless the change failed."""
-        self.allocator.claim()
+        """Hand the manager over behind a change; ``keep`` it instead unless the change failed."""
         try:
             yield
         except BaseException:
-            self.allocator.hand_over()
+            with suppress(KVDockError):  # what is wrong was said
+                self.manager.hand_over()
             raise
         if not keep:
-            self.allocator.hand_over()
-
-
-def _token_major(states: torch.Tensor) -> torch.Tensor:
-    """View ``[batch, heads, tokens, dim]`` as ``[batch, tokens, heads, dim]``, elements of a head side by side."""
-    states = states.transpose(1, 2)
-    return states if states.stride(-1) == 1 or states.shape[-1] == 1 else states.contiguous()
-
-
-def _buffer(cache: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
-    """Allocate ``[batch, heads, tokens, dim]`` for what lies in a pool's ``[blocks, block_size, heads, dim]``."""
-    return torch.empty((batch, cache.shape[2], tokens, cache.shape[3]), dtype=cache.dtype, device=cache.device)
+            self.manager.hand_over()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import attrs
 
+from kvdock.errors import KVDockError
 from kvdock.integrations.transformers.state import PagedState
 
 __all__ = ["CacheUsage", "usage_of"]
@@ -35,14 +38,18 @@ class CacheUsage:
 
 
 def usage_of(state: PagedState) -> CacheUsage:
-    """Return what a batch holds now."""
-    pool, table, bound = state.pool, state.table, state.bound
-    blocks = table.num_blocks
+    """Return what a batch holds now, and its pool: without what was dropped, unless another thread is in a step."""
+    with suppress(KVDockError):
+        state.manager.available_size  # noqa: B018 - the manager ends what is over at any call
+        if state.lengths.is_whole:
+            state.manager.hand_over()
+    pool, bound = state.pool, state.bound
+    blocks = state.batch.num_blocks if state.batch else 0
     return CacheUsage(
-        tokens=table.batch_size * table.length,
+        tokens=state.batch_size * state.length,
         blocks=blocks,
         bytes=pool.nbytes // pool.num_blocks * blocks,
-        pool_blocks_used=state.allocator.num_used,
+        pool_blocks_used=state.manager.allocator.num_used,
         pool_blocks=pool.num_blocks,
         pool_bytes=pool.nbytes,
         prompt_tokens=bound.prompts.tokens if bound else 0,
