@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import attrs
 import numpy as np
@@ -12,10 +13,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
-from kvdock.errors import (
-    KVDockError,
-    OutOfBlocksError,
-)
+from kvdock.errors import KVDockError, OutOfBlocksError
 from kvdock.prefix import RadixPrefixCache
 from kvdock.scheduler import (
     BatchTables,
@@ -24,6 +22,7 @@ from kvdock.scheduler import (
     Pin,
     SequenceBatch,
 )
+from kvdock.scheduler import ids as token_ids
 from support_blocks import FREE, Contents, Path, Pool, chain
 
 WHICH = st.integers(0, 11)
@@ -79,11 +78,13 @@ class TwoManagers(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 3, 4]),
         options=st.sampled_from([*POLICIES, *POLICIES[:1] * 3, {"prefix": "naive"}]),
         null_block=st.booleans(),
+        chunk=st.sampled_from([1, 4, 128]),
     )
-    def start(self, num_blocks: int, block_size: int, options: dict[str, str], null_block: bool) -> None:
+    def start(self, num_blocks: int, block_size: int, options: dict[str, str], null_block: bool, chunk: int) -> None:
         self.now = 0.0
         how: dict[str, Any] = {**options, "null_block": null_block, "clock": lambda: self.now}
-        self.managers = CacheManager(num_blocks, block_size, **how), CacheManager(num_blocks, block_size, **how)
+        with patch.object(token_ids, "_CHUNK", chunk):  # few sequences here would be as long as the real one
+            self.managers = CacheManager(num_blocks, block_size, **how), CacheManager(num_blocks, block_size, **how)
         self.size, self.num_blocks, self.null = block_size, num_blocks, int(null_block)
         self.pool = Pool(num_blocks, block_size)
         self.contents = [Contents(manager.prefix) for manager in self.managers]

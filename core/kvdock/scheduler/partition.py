@@ -49,14 +49,14 @@ def check_partition(pool: PoolBlocks, rows: Rows, ids: TokenIds, *, num_pins: in
 
 def _check_sequence(seq: Owner, rows: Rows, ids: TokenIds, cached: BlockIds) -> None:
     """Compare a sequence with itself, and its shared blocks with those that are cached."""
-    row, handle, size = seq._row, rows.handle(seq._row), rows.block_size
+    row, handle, size = seq._row, seq._handle, rows.block_size
     shared, known = int(rows.shared[row]), int(rows.num_known[row])
     facts = {
         "a row of its own": rows.sequences[row] is seq,
         "blocks for its tokens": rows.num_blocks[row] == rows.blocks_for(rows.num_tokens[row]),
         "shared blocks that are cached": bool(np.isin(rows.blocks(row, 0, shared), cached).all()),
         "a lock on all it shares": shared <= rows.locked[row],
-        "its lock where its handle is": rows.locked[row] * size == handle.cached_len,
+        "its lock where its handle is": handle is not None and rows.locked[row] * size == handle.cached_len,
         "no more computed than there is": rows.computed[row] <= min(rows.num_tokens[row], known),
         "the ids of its whole blocks": ids.check(row),
         "no promise below none": rows.promised[row] >= 0,

@@ -39,7 +39,9 @@ BROKEN: dict[str, Callable[[CacheManager, CacheSequence], object]] = {
     "fewer blocks than tokens": put("num_tokens", 7),
     "more blocks than tokens": put("num_tokens", 4),
     "more computed than tokens": put("computed", 6),
-    "more ids than there are": put("num_known", 6),
+    "fewer ids than are computed": put("num_known", 4),
+    "ids of another number": put("num_known", 200),
+    "a lock elsewhere": put("locked", 3),
     "a lock on less than is shared": lambda manager, seq: setattr(seq._handle, "cached_len", 2),
     "no lock": lambda manager, seq: setattr(seq, "_handle", None),
     "a lock too many": lambda manager, seq: manager.prefix.lock_handle(seq._handle),
@@ -175,7 +177,7 @@ CALLS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "slot_mapping: a float": (lambda manager, seq: seq.slot_mapping(0.0, 1), "CacheSequence.slot_mapping: start: "),
     "made: block_size": (lambda manager, seq: CacheManager(4, 0), "CacheManager: block_size: "),
     "made: prefix": (lambda manager, seq: CacheManager(4, 2, 7), "CacheManager: prefix: "),
-    "batch: another manager's": (lambda manager, seq: SequenceBatch(manager, [other()]), "CacheManager.SequenceBatch: seq: "),
+    "batch: another manager's": (lambda manager, seq: SequenceBatch(manager, [other()]), "SequenceBatch: sequences: "),
 }
 
 

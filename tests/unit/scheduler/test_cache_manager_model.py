@@ -309,8 +309,10 @@ class Managers(TwoManagers):
             self.pool.copy(pairs[0])
             slots = one.batch.slot_mapping(start, start + n)
             for at, (row, row_slots) in enumerate(zip(one.rows, slots, strict=True)):
-                row.written = [*row.written, *new[at : at + n]]
-                self.pool.write(row_slots, row.namespace, row.written)
+                slots_of_tokens = row_slots[row_slots >= 0]
+                row.written = [*row.written, *new[at : at + len(slots_of_tokens)]]
+                assert row.seq.num_tokens == len(row.written)
+                self.pool.write(slots_of_tokens, row.namespace, row.written)
 
     @precondition(lambda self: self.batches)
     @rule(which=WHICH, share=SHARE)

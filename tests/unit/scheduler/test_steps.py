@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from kvdock.errors import IndexRangeError, OutOfBlocksError
 from kvdock.prefix import InsertResult, Namespace, PrefixHandle, RadixPrefixCache
 from kvdock.scheduler import CacheManager, CacheSequence
+from kvdock.scheduler import ids as token_ids
 from support_prefix_calls import cached, run
 
 CALL = st.tuples(
@@ -27,7 +29,8 @@ class Player:
     """Makes calls on many sequences, in one call or one by one."""
 
     def __init__(self, block_size: int, prefix: str, *, is_batched: bool) -> None:
-        self.manager = CacheManager(400, block_size, prefix)
+        with patch.object(token_ids, "_CHUNK", 4):
+            self.manager = CacheManager(400, block_size, prefix)
         self.is_batched = is_batched
         self.sequences = [self.manager.begin(ids) for ids in ([1], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [2, 2])]
 
@@ -146,6 +149,29 @@ def test_ids_may_run_ahead_of_the_room_and_of_what_is_computed() -> None:
     manager.extend(one, 3)
     manager.commit(one, [], computed=6)
     assert cached(manager, [1, 2, 3, 7, 8, 9]) == 6
+
+
+@pytest.mark.parametrize("wide", [None, 5, 127, 128, 300], ids=lambda at: f"wide at {at}")
+@pytest.mark.parametrize("block_size", [1, 3, 16, 200])
+def test_ids_of_long_sequences_are_all_known(block_size: int, wide: int | None) -> None:
+    """However they come, and wherever they are cut; a wide one makes those of others wide too."""
+    ids = [at % 50 if at != wide else 2**40 for at in range(400)]
+    manager = CacheManager(4000 // block_size + 8, block_size)
+    many, single = manager.begin(ids[:130]), manager.begin(ids[:2])
+    manager.extend([many, single], [270, 398])
+    for at in range(2, 400):
+        manager.commit([single], [ids[at]], computed=[at + 1])
+    manager.commit(many, ids[130:], computed=400)
+    assert many.tokens.tolist() == single.tokens.tolist() == ids
+    assert many.block_table.tolist()[: 400 // block_size] == single.block_table.tolist()[: 400 // block_size]
+    for cut in (399, 300, 256, 255, 129, 128, 127, 1, 0):
+        manager.truncate(many, cut)
+        assert many.tokens.tolist() == ids[:cut]
+        manager.extend(many, 1)
+        manager.commit(many, [7], computed=cut + 1)
+        assert many.tokens.tolist() == [*ids[:cut], 7]
+        assert manager.fork(many, 0).tokens.tolist() == [*ids[:cut], 7]
+        manager.check_integrity()
 
 
 def test_nothing_is_done_to_no_sequences_and_for_no_tokens() -> None:

@@ -252,8 +252,8 @@ def test_the_null_block_is_never_handed_out() -> None:
 
 
 BAD: dict[str, tuple[Callable[[BatchTables, CacheSequence, CacheSequence], object], type[KVDockError]]] = {
-    "too many rows": (lambda tables, one, two_: tables.update([one, two_, one._manager.begin([1])]), ArgumentValueError),
-    "too many blocks": (lambda tables, one, two_: tables.update([one._manager.begin(range(9))]), ArgumentValueError),
+    "too many rows": (lambda tables, one, two_: tables.update([one, two_, tables._manager.begin([1])]), ArgumentValueError),
+    "too many blocks": (lambda tables, one, two_: tables.update([tables._manager.begin(range(9))]), ArgumentValueError),
     "too many tokens": (lambda tables, one, two_: tables.update([one, two_], [3, 1]), ArgumentValueError),
     "there twice": (lambda tables, one, two_: tables.update([one, one]), ArgumentValueError),
     "another manager's": (lambda tables, one, two_: tables.update([one, two()[1][0]]), StaleHandleError),
