@@ -80,8 +80,9 @@ class Pins:
     def remove(self, pin: Pin) -> None:
         """Keep a pin no longer."""
         del self._held[id(pin)]
-        if not self._held:
-            self._ends.clear()
+        if len(self._ends) > 2 * len(self._held):  # those released before their time would stay till then
+            self._ends = [entry for entry in self._ends if id(entry[2]) in self._held]
+            heapq.heapify(self._ends)
 
     def over(self) -> list[Pin]:
         """Return the pins whose time is over, each once."""

@@ -309,6 +309,17 @@ def test_a_pin_is_over_at_the_first_call_after_its_time() -> None:
     assert manager.available_size == 8
 
 
+def test_pins_that_are_released_before_their_time_are_forgotten() -> None:
+    steps = [0.0]
+    manager = pinned_manager(clock=lambda: steps[0])
+    kept = [manager.pin([1, 2], ttl=9), manager.pin([1, 2])]
+    for _ in range(100):
+        manager.pin([1, 2], ttl=1000).release()
+    assert len(manager._pins._ends) < 10
+    steps[0] = 9
+    assert (manager.num_pins, [pin.is_held for pin in kept]) == (1, [False, True])
+
+
 def test_time_is_in_seconds_by_default() -> None:
     manager = pinned_manager()
     manager.pin([1, 2], ttl=1e-9)
