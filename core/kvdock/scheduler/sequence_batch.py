@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.errors import ArgumentValueError, IndexRangeError, StaleHandleError
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, IndexRangeError, StaleHandleError
 from kvdock.prefix.inputs import as_integers, count_of
 from kvdock.prefix.interface import BlockIds, Namespace
 from kvdock.prefix.ownership import NotCopied
@@ -51,7 +51,7 @@ class SequenceBatch(NotCopied):
     def __init__(
         self, manager: CacheManager, sequences: Sequence[CacheSequence], *, length: int = 0, pads: npt.ArrayLike | None = None
     ) -> None:
-        rows = as_rows(manager._rows, "SequenceBatch: sequences", sequences)
+        rows = as_rows(_checked(manager)._rows, "SequenceBatch: sequences", sequences)
         self._length = count_of("SequenceBatch: length", length)
         self._pads = np.zeros(rows.size, dtype=np.intp) if pads is None else as_integers("SequenceBatch: pads", pads).astype(np.intp)
         if not rows.size or self._pads.shape != rows.shape:
@@ -74,7 +74,7 @@ class SequenceBatch(NotCopied):
     def empty(cls, manager: CacheManager, batch_size: int, namespace: Namespace = ()) -> SequenceBatch:
         """Begin with rows of no tokens, whose ids come later or never."""
         count = count_of("SequenceBatch.empty: batch_size", batch_size, 1)
-        return cls(manager, [manager.open_empty(namespace) for _ in range(count)])
+        return cls(manager, [_checked(manager).open_empty(namespace) for _ in range(count)])
 
     def __repr__(self) -> str:
         return f"SequenceBatch(batch_size={self.batch_size}, length={self.length}, block_size={self.block_size})"
@@ -228,3 +228,10 @@ class SequenceBatch(NotCopied):
         if not self._sequences:
             fix = "ask for it before close()"
             raise StaleHandleError(f"SequenceBatch.{what}", expected="an open batch", got="one that is closed", fix=fix)
+
+
+def _checked(manager: object) -> CacheManager:
+    """Return a manager, or raise."""
+    if not isinstance(manager, CacheManager):
+        raise ArgumentTypeError("SequenceBatch: manager", expected="a CacheManager", got=repr(manager)[:80])
+    return manager

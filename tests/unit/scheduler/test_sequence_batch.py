@@ -156,6 +156,8 @@ BAD: dict[str, tuple[Any, type[KVDockError], str]] = {
     "made: no rows": (lambda batch: SequenceBatch(batch._manager, []), ArgumentValueError, "at least one row"),
     "made: twice": (lambda batch: SequenceBatch(batch._manager, batch.sequences[:1] * 2), ArgumentValueError, "there twice"),
     "made: another manager's": (lambda batch: SequenceBatch(CacheManager(4, 4), batch.sequences), StaleHandleError, "another manager's"),
+    "made: no manager": (lambda batch: SequenceBatch(None, batch.sequences), ArgumentTypeError, "manager: expected a CacheManager"),  # type: ignore[arg-type]
+    "empty: no manager": (lambda batch: SequenceBatch.empty(None, 1), ArgumentTypeError, "manager: expected a CacheManager"),  # type: ignore[arg-type]
     "empty": (lambda batch: SequenceBatch.empty(batch._manager, 0), ArgumentValueError, "batch_size"),
 }
 
