@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, IndexRangeError
-from kvdock.prefix.inputs import count_of
+from kvdock.prefix.inputs import MAX_SLOTS, count_of
 from kvdock.prefix.ownership import NotCopied
 from kvdock.scheduler.batches import as_rows, counts_of
 from kvdock.scheduler.cache_manager import CacheManager
@@ -71,7 +71,7 @@ class BatchTables(NotCopied):
         num_tokens: tokens of the last step.
 
     Raises:
-        ArgumentValueError: a manager without a null block, a size that is not above 0.
+        ArgumentValueError: a manager without a null block, a size that is not above 0, or more than 2**31 numbers in a table.
     """
 
     instead_of_copies = "make others with the same manager: sequences may be in several"
@@ -86,6 +86,9 @@ class BatchTables(NotCopied):
             raise ArgumentValueError("BatchTables: manager", expected="one with a null block, for padding", got=repr(manager), fix=fix)
         rows, width = count_of("BatchTables: batch_size", batch_size, 1), count_of("BatchTables: max_blocks", max_blocks, 1)
         tokens = rows if max_tokens is None else count_of("BatchTables: max_tokens", max_tokens, 1)
+        if max(rows * width, 3 * rows + 2 * tokens) > MAX_SLOTS:
+            expected, fix = "tables of at most 2**31 numbers", "as many columns and tokens as the longest batch needs"
+            raise ArgumentValueError("BatchTables", expected=expected, got=f"[{rows}, {width}], and {tokens} tokens", fix=fix)
         self._manager = manager
         self._version = np.zeros(rows, dtype=np.intp)  # of what each row shows; 0 is padding
         self._sizes = (rows, rows, rows + 1, tokens, tokens)

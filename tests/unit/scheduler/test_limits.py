@@ -18,6 +18,11 @@ from kvdock.scheduler import BatchTables, BlockAllocator, CacheManager, Sequence
 from support_descriptors import in_thread
 from support_prefix_calls import cached, run
 
+
+def tables(*sizes: int, **how: int) -> BatchTables:
+    return BatchTables(CacheManager(8, 1, null_block=True), *sizes, **how)
+
+
 SIZES: dict[str, tuple[Callable[[], object], str]] = {
     "one token too many": (lambda: CacheManager(2**31 + 1, 1), "CacheManager: num_blocks: expected at most 2147483648, since"),
     "one block too many": (lambda: CacheManager(2**27 + 1, 16), "CacheManager: num_blocks: expected at most 134217728, since"),
@@ -28,6 +33,9 @@ SIZES: dict[str, tuple[Callable[[], object], str]] = {
     "a block size": (lambda: CacheManager(2**30, 513), "CacheManager: block_size: expected 1 to 512"),
     "no int": (lambda: CacheManager(8.0), "CacheManager: num_blocks"),  # type: ignore[arg-type]
     "a prefix cache of another block size": (lambda: CacheManager(8, 2, create_prefix_cache(block_size=1)), "CacheManager: prefix"),
+    "the rows of tables": (lambda: tables(2**31, 2), "BatchTables: expected tables of at most 2**31 numbers, got [2147483648, 2]"),
+    "the columns of tables": (lambda: tables(1, 2**62), "BatchTables: "),
+    "the tokens of tables": (lambda: tables(1, 1, max_tokens=2**30 + 1), "BatchTables: "),
     "an allocator": (lambda: BlockAllocator(2**31 + 1), "BlockAllocator: num_blocks: expected at most 2147483648"),
     "an allocator beyond 64 bits": (lambda: BlockAllocator(2**70), "BlockAllocator: num_blocks"),
 }
