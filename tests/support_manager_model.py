@@ -40,6 +40,7 @@ class Request:
     computed: int
     written: list[int]
     prompt: int = 0
+    is_forgotten: bool = False
     limit: int = 0
     was_promised: bool = False
     seen: tuple[int, list[int]] = (0, [])
@@ -152,7 +153,7 @@ class TwoManagers(RuleBasedStateMachine):
         stored, others = self.contents[0].read(), self.contents[1].read()
         assert stored == others
         for namespace, ids in stored:
-            owners = (one for one in committed if repr(one.namespace) == namespace)
+            owners = (one for one in committed if repr(one.namespace) == namespace and not one.is_forgotten)
             self.publisher[namespace, ids] = next(one for one in owners if tuple(one.ids[: one.computed][: len(ids)]) == ids)
         left = set(self.contents[0].paths.values())
         self.publisher = {path: one for path, one in self.publisher.items() if path in left}
@@ -209,7 +210,7 @@ class TwoManagers(RuleBasedStateMachine):
             assert 0 not in table or not self.null
             assert self.pool.slots[one.seq.slot_mapping(0, len(one.written))].tolist() == chain(one.namespace, one.written)
             assert (one.seq.tokens.tolist(), one.seq.num_known, one.seq.computed) == (one.ids, len(one.ids), one.computed)
-            if self.is_radix:
+            if self.is_radix and not one.is_forgotten:
                 prefixes = [(repr(one.namespace), tuple(one.ids[: (at + 1) * self.size])) for at in range(whole)]
                 assert [paths.get(block) for block in table[:whole]] == prefixes, "cached, and the sequence goes on with that"
             assert table == one.seen[1] or one.seq.table_version != one.seen[0]

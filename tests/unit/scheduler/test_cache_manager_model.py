@@ -146,7 +146,7 @@ class Managers(TwoManagers):
             found = self.contents[0].longest(one.namespace, one.ids[: (one.prompt - 1) // self.size * self.size], self.size)
         if one.seq.computed != one.computed:
             assert one.seq.computed == one.seq.cached_len == found > start
-            one.computed, one.written = found, one.ids[:found]
+            one.computed, one.written, one.is_forgotten = found, one.ids[:found], False
             start, stop = found, min(found + count, max(one.prompt, stop))
         assert one.seq.num_tokens == stop
         assert slots.tolist() == [*one.seq.slot_mapping(start, stop).tolist(), *[-1] * (count - (stop - start))]
@@ -196,7 +196,7 @@ class Managers(TwoManagers):
             assert one.was_promised
             return
         assert (pair[0].num_tokens, pair[0].computed) == (n, min(n, one.computed))
-        self.open.append(Request(pair, one.namespace, list(one.ids), min(n, one.computed), one.written[:n], one.prompt))
+        self.open.append(Request(pair, one.namespace, list(one.ids), min(n, one.computed), one.written[:n], one.prompt, one.is_forgotten))
 
     @precondition(lambda self: self.open)
     @rule(which=WHICH, share=SHARE, less=st.integers(0, 2))
@@ -232,9 +232,16 @@ class Managers(TwoManagers):
         assert not one.seq.is_open
         self.closed.append(one)
 
-    @rule()
-    def reset(self) -> None:
-        if self.all or self.pins:
+    @rule(keep_open=st.sampled_from([False, False, True]))
+    def reset(self, keep_open: bool) -> None:
+        """Forget everything; what is open then goes on by itself, and is never published."""
+        if keep_open and not self.pins:
+            free = self.manager.available_size
+            self.both(lambda manager, _: manager.reset(keep_open=True))
+            assert self.manager.available_size >= free
+            for one in self.all:
+                one.is_forgotten = True
+        elif self.all or self.pins:
             self.refused(ArgumentValueError, lambda manager, _: manager.reset())
         else:
             self.both(lambda manager, _: manager.reset())
@@ -339,7 +346,7 @@ class Managers(TwoManagers):
         """The rows of a batch, like ``rows``: the same requests where it has the same sequences, or forks of them."""
         sequences = zip(pair[0].sequences, pair[1].sequences, strict=True)
         return [
-            row if row.seq is seqs[0] else Request(seqs, row.namespace, list(row.ids), row.computed, list(row.written))
+            row if row.seq is seqs[0] else Request(seqs, row.namespace, list(row.ids), row.computed, list(row.written), 0, row.is_forgotten)
             for row, seqs in zip(rows, sequences, strict=True)
         ]
 
