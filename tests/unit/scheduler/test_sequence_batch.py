@@ -67,9 +67,9 @@ def test_places_of_padding_have_no_slot_and_no_block() -> None:
     batch.select([1, 1, 0])
     assert batch.pads.tolist() == [3, 3, 0]
     batch.truncate(2)
-    assert (batch.pads.tolist(), [row.num_tokens for row in batch.sequences]) == ([2, 2, 0], [0, 0, 2])
-    batch.grow(1)
-    assert batch.slot_mapping(2, 3).min() >= 0
+    assert (batch.pads.tolist(), [row.num_tokens for row in batch.sequences]) == ([3, 3, 0], [0, 0, 2])
+    batch.grow(2)
+    assert (batch.slot_mapping(2, 4) >= 0).tolist() == [[False, True], [False, True], [True, True]], "padding stays padding"
 
 
 def test_room_that_is_there_already_is_used_first() -> None:
@@ -146,7 +146,7 @@ BAD: dict[str, tuple[Any, type[KVDockError], str]] = {
     "truncate: float": (lambda batch: batch.truncate(2.0), ArgumentTypeError, "an int"),
     "slots": (lambda batch: batch.slot_mapping(2, 7), IndexRangeError, r"0 <= start <= stop <= 6, got start=2, stop=7"),
     "made: pads": (lambda batch: SequenceBatch(batch._manager, batch.sequences, pads=[0]), ArgumentValueError, "a pad for each"),
-    "made: long pads": (lambda batch: SequenceBatch(batch._manager, batch.sequences, length=3, pads=[0, 4]), IndexRangeError, "pads"),
+    "made: pads below 0": (lambda batch: SequenceBatch(batch._manager, batch.sequences, length=3, pads=[0, -1]), IndexRangeError, "pads"),
     "made: room": (lambda batch: SequenceBatch(batch._manager, batch.sequences, length=7), IndexRangeError, "room for"),
     "made: no rows": (lambda batch: SequenceBatch(batch._manager, []), ArgumentValueError, "at least one row"),
     "made: twice": (lambda batch: SequenceBatch(batch._manager, batch.sequences[:1] * 2), ArgumentValueError, "there twice"),
