@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,7 +17,9 @@ NAMES = ("block_table", "seq_lens", "query_lens", "cu_query_lens", "positions", 
 @contextmanager
 def no_waiting() -> Iterator[None]:
     """Whatever waits for the device raises."""
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

@@ -195,6 +195,41 @@ def test_a_mask_by_position_over_padded_rows(name: str) -> None:
         watched.check()
 
 
+def test_a_mask_over_what_is_new_only_is_refused_with_advice_that_helps() -> None:
+    """Binding anew would not: the mask of a loop by hand is too short, and the prompts have just been bound."""
+    watched = Watched("llama-gqa")
+    watched.same(PROMPT, do_sample=False, max_new_tokens=6)
+    watched.cache.bind(**PROMPT)
+    for _ in range(2):
+        with pytest.raises(ArgumentValueError, match="attention_mask: expected 18 entries in a row") as caught:
+            forward(watched, IDS[:, 16:], attention_mask=MASK[:, 16:])
+        assert caught.value.fix == "in a loop of your own, append to the mask that bind() returned and pass new tokens only"
+    forward(watched, IDS[:, 16:], attention_mask=MASK)
+    with pytest.raises(ArgumentValueError, match="attention_mask: expected 19 entries in a row") as caught:
+        forward(watched, IDS[:, :1], attention_mask=MASK[:, :1])
+    assert caught.value.fix.startswith("bind() the prompts anew before each generate(); in a loop of your own")
+
+
+@pytest.mark.parametrize(
+    ("way", "fix"),
+    [
+        (
+            {"token_type_ids": torch.ones_like(IDS)},
+            "pass nothing beside what bind() returns, or make a cache without prefix= for such calls",
+        ),
+        ({"attention_mask": HOLE}, "leave out what bind() does not return, or do not commit"),
+    ],
+    ids=["an argument", "a mask"],
+)
+def test_what_cannot_be_committed_is_not_mended_by_binding_anew(way: dict[str, Any], fix: str) -> None:
+    watched = Watched("gpt2")
+    watched.cache.bind(**PROMPT)
+    forward(watched, IDS, **way)
+    with pytest.raises(ArgumentValueError) as caught:
+        watched.cache.commit(IDS)
+    assert caught.value.fix == fix
+
+
 def test_the_cache_by_position_is_watched_too() -> None:
     watched = Watched("llama-gqa")
     watched.cache.bind(**PROMPT)

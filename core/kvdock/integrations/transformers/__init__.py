@@ -13,11 +13,12 @@ With a prefix cache, prompts are computed only as far as no earlier call has::
     out = model.generate(**cache.bind(**inputs))
     cache.commit(out)
 
-In the order of a call: `cache` is what ``generate`` sees, `layer` what each attention layer sees, `state` the table and the
-pool that all layers share, `measure` how a model is asked what it caches, `compat` what differs between versions. Where
-prefixes are reused: `prompts` reads what is bound, `reuse` finds, stores and evicts it, `bound` is the batch meanwhile, `hook`
-makes each forward pass fit to it, `sharing` says what of it can be shared, and `commit` says which of its blocks hold
-which tokens.
+In the order of a call: `cache` is what ``generate`` sees, `layer` what each attention layer sees, `state` the batch and the
+pool that all layers share (`lengths`: how far each layer is; `slots`: where its tokens are), `measure` how a model is asked
+what it caches, `compat` what differs between versions. Which blocks there are is `kvdock.scheduler`'s to say, here as
+everywhere. Where prefixes are reused: `prompts` reads what is bound, `reuse` begins its rows, `bound` is the batch meanwhile,
+`hook` makes each forward pass fit to it, `plain` says whether a pass may be stored and `seen` remembers that, `sharing` says
+what of a model can be shared, and `commit` which tokens were computed.
 """
 
 from kvdock.integrations.transformers.cache import CacheUsage, PagedCacheForTransformers

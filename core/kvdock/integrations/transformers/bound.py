@@ -153,7 +153,7 @@ class Bound:
         if len(starts) == 1:
             return not starts[0]
         if mask is not None and mask.shape[1] < self.past + ids.shape[1]:
-            return True
+            return self._is_at(0, ids)
         return self._is_at(0, ids) and (ids.shape[1] >= self.prompts.length or not self._is_at(self.past, ids))
 
     def _is_at(self, start: int, ids: torch.Tensor) -> bool:
