@@ -87,7 +87,7 @@ def test_a_wrong_one_is_not_and_its_script_runs_without_the_kit(environment: Env
     ("name", "text"),
     [
         ("acme-old", "OfLongAgo.insert_prefix: expected (self, tokens: 'npt.ArrayLike', blocks: "),
-        ("acme-begun", "prefix cache 'acme-begun': Can't instantiate abstract class Unfinished"),
+        ("acme-begun", "prefix cache 'acme-begun': expected every method of PrefixCache"),
     ],
 )
 def test_one_that_is_not_what_the_contract_asks_for_is_told_so(environment: Environment, name: str, text: str) -> None:

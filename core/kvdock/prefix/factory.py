@@ -45,7 +45,9 @@ def create_prefix_cache(name: str = "radix", *, block_size: int = 16, **options:
     missing = getattr(factory, "__abstractmethods__", None)
     if missing:
         fix = "implement kvdock.PrefixCache of the installed version; `kvdock conformance --prefix` says what else is asked"
-        raise PluginError(f"prefix cache {name!r}", expected="every method of PrefixCache", got=f"none of {sorted(missing)}", fix=fix)
+        raise PluginError(
+            f"prefix cache {name!r}", expected="every method of PrefixCache", got=f"a class without {sorted(missing)}", fix=fix
+        )
     try:
         made = factory(block_size=block_size, **options)
     except TypeError as error:
