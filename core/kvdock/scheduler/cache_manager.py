@@ -87,7 +87,7 @@ class CacheManager(NotCopied, OneThread):
         self._publisher = Publisher(self._pool, self._rows, self._ids)
         self._promises = Promises(self._pool, self._rows)
         self._steps = Steps(self._pool, self._rows, self._ids, self._publisher)
-        self._planner = Planner(self.prefix, num_blocks - null_block)
+        self._planner = Planner(self.prefix, num_blocks - (self.null_block is not None))
         self._pins = Pins(clock)
         self._late: deque[list[CacheSequence]] = deque()
         self._serial = 0
@@ -147,10 +147,10 @@ class CacheManager(NotCopied, OneThread):
             tokens: token ids ``[n]`` of the prompt, at least one.
             namespace: where its prefix is looked up and shared: tenant, adapter, image.
             reserve: tokens to come for which room is promised: `extend` gets it, whoever else asks. What is truncated is
-                promised again, as far as its blocks became free.
+                promised again, as far as its blocks became free. With ``at_most`` they count from the end of the chunk.
             at_most: room for at most so many tokens behind the cached ones: a chunk of a long prompt. `extend` makes room for
                 the next chunk, and looks first whether others have published more of the prompt meanwhile.
-            max_cached_len: use at most so many cached tokens, as where rows of a batch go on at one place.
+            max_cached_len: use at most so many cached tokens, as where rows of a batch go on at one place; in later chunks too.
             partial: where a cached block begins with at least half a block of the tokens that come next, go on behind these:
                 ``block_pairs`` of the sequence then has that block to copy. Costs time in the branches at that place.
             priority: for the eviction policy ``priority``: what it commits stays longer than what has a lower one.
@@ -452,7 +452,7 @@ class CacheManager(NotCopied, OneThread):
             seq,
             np.concatenate((needs.match.blocks[:shared], fresh)),
             num_tokens=needs.num_tokens,
-            prompt_len=ids.size if prompt.is_chunked and needs.num_tokens < ids.size else 0,
+            prompt_len=ids.size if prompt.matches_again and needs.num_tokens < ids.size else 0,
             computed=needs.cached_len,
             shared=shared,
             published=shared,

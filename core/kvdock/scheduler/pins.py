@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvdock.errors import ArgumentTypeError
 from kvdock.prefix.interface import PrefixHandle
 from kvdock.prefix.ownership import NotCopied
 
@@ -62,6 +63,9 @@ class Pins:
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        if not callable(clock):
+            fix = "pass time.monotonic, or a function that returns the number of steps"
+            raise ArgumentTypeError("CacheManager: clock", expected="a function without arguments", got=repr(clock)[:80], fix=fix)
         self._clock = clock
         self._held: dict[int, Pin] = {}
         self._ends: list[tuple[float, int, Pin]] = []

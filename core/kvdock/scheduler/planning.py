@@ -38,7 +38,7 @@ class Prompt:
         reserve: tokens to come.
         at_most: tokens behind the cached ones to make room for.
         max_cached_len: cached tokens to use.
-        is_chunked: whether ``at_most`` was named.
+        matches_again: whether it is looked up again for each chunk: ``at_most`` was named, and no limit to what is cached.
     """
 
     ids: npt.NDArray[Any]
@@ -46,7 +46,7 @@ class Prompt:
     reserve: int
     at_most: int
     max_cached_len: int
-    is_chunked: bool
+    matches_again: bool
 
     @classmethod
     def read(
@@ -70,7 +70,7 @@ class Prompt:
             count_of(f"{subject}: reserve", reserve),
             ids.size if at_most is None else count_of(f"{subject}: at_most", at_most),
             ids.size if max_cached_len is None else count_of(f"{subject}: max_cached_len", max_cached_len),
-            at_most is not None,
+            at_most is not None and max_cached_len is None,
         )
 
 

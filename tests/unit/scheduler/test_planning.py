@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdock.errors import ArgumentValueError, OutOfBlocksError
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, OutOfBlocksError
 from kvdock.scheduler import CacheManager, CacheSequence
 from support_prefix_calls import cached, run
 
@@ -326,3 +326,31 @@ def test_time_is_in_seconds_by_default() -> None:
     assert manager.num_pins == 0
     manager.pin([1, 2], ttl=100)
     assert manager.num_pins == 1
+
+
+def test_a_limit_to_what_is_cached_holds_for_later_chunks_too() -> None:
+    manager, prompt = CacheManager(32, 4), list(range(100, 120))
+    first = manager.begin(prompt)
+    manager.commit(first, [], computed=20)
+    limited = manager.begin(prompt, at_most=4, max_cached_len=4)
+    free = manager.begin(prompt, at_most=4, namespace=("other",))
+    manager.commit(limited, [], computed=limited.num_tokens)
+    slots, pairs = manager.extend(limited, 4)
+    assert (limited.cached_len, limited.num_tokens, len(slots), len(pairs)) == (4, 12, 4, 0)
+    assert free.num_tokens == 4
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("clock", [None, 3.0, "now"])
+def test_a_clock_is_a_function(clock: Any) -> None:
+    with pytest.raises(
+        ArgumentTypeError, match=r"CacheManager: clock: expected a function without arguments, got .*Fix: pass time.monotonic"
+    ):
+        CacheManager(4, 4, clock=clock)
+
+
+def test_any_true_null_block_takes_one_block() -> None:
+    manager = CacheManager(4, 4, null_block=2)  # type: ignore[arg-type] - what is true is taken for True
+    assert manager.null_block == 0
+    assert manager.plan([1] * 12).fits
+    assert not manager.plan([1] * 13).fits
