@@ -317,7 +317,7 @@ class Managers(TwoManagers):
             slots = one.batch.slot_mapping(start, start + n)
             for at, (row, row_slots) in enumerate(zip(one.rows, slots, strict=True)):
                 slots_of_tokens = row_slots[row_slots >= 0]
-                row.written = [*row.written, *new[at : at + len(slots_of_tokens)]]
+                row.written = [*row.written, *(new[(at + place) % len(new)] for place in range(len(slots_of_tokens)))]
                 assert row.seq.num_tokens == len(row.written)
                 self.pool.write(slots_of_tokens, row.namespace, row.written)
 
