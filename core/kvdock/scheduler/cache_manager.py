@@ -369,7 +369,7 @@ class CacheManager(NotCopied, OneThread):
                 got=f"{ids.size} tokens, of which {handle.cached_len} are cached",
                 fix="compute and commit the prefix first, and pin it before it is evicted",
             )
-        if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0):
+        if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float | np.integer | np.floating) or not ttl > 0):
             raise ArgumentValueError("CacheManager.pin: ttl", expected="a number above 0, or None", got=repr(ttl))
         self._pool.lock(handle, "CacheManager.pin")
         pin = Pin(handle, self._unpin)
