@@ -119,6 +119,18 @@ def test_positions_of_ones_own_are_refused_where_something_is_cached() -> None:
     watched.check()
 
 
+def test_what_is_left_of_a_prompt_is_not_taken_for_its_beginning() -> None:
+    """What is cached would be thrown away, and these tokens computed as if nothing were before them."""
+    watched = Watched("llama-gqa")
+    inputs = padded(text(18))
+    watched.same(inputs, **GREEDY)
+    watched.cache.bind(**inputs)
+    with pytest.raises(ArgumentValueError, match="position_ids: expected those of the prompts"):
+        forward(watched, inputs["input_ids"][:, 16:], position_ids=torch.arange(2)[None])
+    assert watched.cache.get_seq_length() == 16
+    watched.check()
+
+
 def test_positions_of_ones_own_are_the_callers_business_where_nothing_is_cached() -> None:
     watched = Watched("gpt2")
     inputs, positions = padded(text(18)), torch.arange(5, 23)[None]

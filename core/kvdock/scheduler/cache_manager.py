@@ -152,7 +152,8 @@ class CacheManager(NotCopied, OneThread):
                 the next chunk, and looks first whether others have published more of the prompt meanwhile.
             max_cached_len: use at most so many cached tokens, as where rows of a batch go on at one place; in later chunks too.
             partial: where a cached block begins with at least half a block of the tokens that come next, go on behind these:
-                ``block_pairs`` of the sequence then has that block to copy. Costs time in the branches at that place.
+                ``block_pairs`` of the sequence then has that block to copy, at once: a later call may hand it out. Costs time in
+                the branches at that place.
             priority: for the eviction policy ``priority``: what it commits stays longer than what has a lower one.
 
         Returns:
@@ -253,7 +254,8 @@ class CacheManager(NotCopied, OneThread):
 
         Args:
             seq: the sequence.
-            num_tokens: how many tokens of its room to share; by default those whose ids are known.
+            num_tokens: how many tokens of its room to share; by default those whose ids are known. The fork knows all ids that
+                ``seq`` does, and goes on to compute those; to go on with others, `truncate` it to ``num_tokens`` as well.
 
         Raises:
             StaleHandleError: the sequence is over, or another manager's.
@@ -369,7 +371,7 @@ class CacheManager(NotCopied, OneThread):
                 got=f"{ids.size} tokens, of which {handle.cached_len} are cached",
                 fix="compute and commit the prefix first, and pin it before it is evicted",
             )
-        if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0):
+        if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float | np.integer | np.floating) or not ttl > 0):
             raise ArgumentValueError("CacheManager.pin: ttl", expected="a number above 0, or None", got=repr(ttl))
         self._pool.lock(handle, "CacheManager.pin")
         pin = Pin(handle, self._unpin)

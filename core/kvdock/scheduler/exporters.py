@@ -98,7 +98,7 @@ def csr_table(sequences: Sequence[CacheSequence], *, out: CSRTable | None = None
         raise ArgumentTypeError("csr_table: out", expected="a CSRTable", got=repr(out)[:80])
     indptr = _out("csr_table: out.indptr", out and out.indptr, (rows.size + 1,))
     last = _out("csr_table: out.last_block_len", out and out.last_block_len, (rows.size,))
-    room = total if out is None else max(total, getattr(out.indices, "size", 0))
+    room = max(total, out.indices.size) if out is not None and isinstance(out.indices, np.ndarray) else total
     indices = _out("csr_table: out.indices", out and out.indices, (room,))
     indptr[0] = 0
     sizes.cumsum(out=indptr[1:], dtype=np.int32)

@@ -26,8 +26,8 @@ class CacheSequence(Owner):
 
     Attributes:
         namespace: where its prefix is shared.
-        block_pairs: blocks to copy before the first of its tokens is computed, int64 ``[N, 2]`` (source, destination); there are
-            none unless `CacheManager.begin` was asked for a part of a block.
+        block_pairs: blocks to copy as soon as it has begun, int64 ``[N, 2]`` (source, destination): a later call may hand out a
+            source. There are none unless `CacheManager.begin` was asked for a part of a block.
     """
 
     instead_of_copies = "share its blocks with CacheManager.fork(), or begin another with its tokens"

@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, IndexRangeError, StaleHandleError
-from kvdock.prefix.inputs import as_integers, count_of
+from kvdock.prefix.inputs import as_integers, count_of, index_of
 from kvdock.prefix.interface import BlockIds, Namespace
 from kvdock.prefix.ownership import NotCopied
-from kvdock.scheduler.batches import as_rows
+from kvdock.scheduler.batches import as_rows, counts_of
 from kvdock.scheduler.cache_manager import CacheManager
 from kvdock.scheduler.exporters import dense_table
+from kvdock.scheduler.rows import Index
 from kvdock.scheduler.sequence import CacheSequence
 
 __all__ = ["SequenceBatch"]
@@ -129,7 +130,7 @@ class SequenceBatch(NotCopied):
             OutOfBlocksError: too few blocks are free or evictable. Nothing was changed.
         """
         self._live("grow")
-        length = self._length + count_of("SequenceBatch.grow: n", n)
+        length = self._length + int(counts_of("SequenceBatch.grow: n", count_of("SequenceBatch.grow: n", n), 1)[0])
         room = np.array([seq.num_tokens for seq in self._sequences])
         pairs = self._manager.extend(self._sequences, np.maximum(length - self._pads - room, 0), match=False)
         self._length = length
@@ -192,19 +193,24 @@ class SequenceBatch(NotCopied):
         Raises:
             IndexRangeError: not ``0 <= start <= stop <= length``.
         """
-        self._live("slot_mapping")
+        rows = self._live("slot_mapping")
+        start, stop = (index_of(f"SequenceBatch.slot_mapping: {name}", value) for name, value in (("start", start), ("stop", stop)))
         if not 0 <= start <= stop <= self._length:
             raise IndexRangeError(
                 "SequenceBatch.slot_mapping", expected=f"0 <= start <= stop <= {self._length}", got=f"start={start}, stop={stop}"
             )
         of = self._manager._rows
-        rows = as_rows(of, "SequenceBatch.slot_mapping", self._sequences)
         places = np.arange(start, stop) - self._pads[:, None]
         blocks, offsets = np.divmod(np.maximum(places, 0), of.block_size)
         return np.where(places < 0, -1, of.table[rows[:, None], blocks].astype(np.int64) * of.block_size + offsets)
 
     def close(self, *, keep: bool = True) -> None:
-        """End all sequences; what they published stays cached with ``keep``. The batch is of no use then."""
+        """End all sequences; what they published stays cached with ``keep``. The batch is of no use then.
+
+        Raises:
+            StaleHandleError: somebody else has ended one of them. Nothing was changed.
+        """
+        as_rows(self._manager._rows, "SequenceBatch.close", self._sequences)
         for seq in self._sequences:
             self._manager.finish(seq, keep=keep)
         self._sequences.clear()
@@ -223,11 +229,12 @@ class SequenceBatch(NotCopied):
             raise
         return made
 
-    def _live(self, what: str) -> None:
-        """Raise unless the batch has rows: it is closed then."""
+    def _live(self, what: str) -> Index:
+        """Return the rows, or raise: there are none once the batch is closed, and somebody may have ended a sequence of it."""
         if not self._sequences:
             fix = "ask for it before close()"
             raise StaleHandleError(f"SequenceBatch.{what}", expected="an open batch", got="one that is closed", fix=fix)
+        return as_rows(self._manager._rows, f"SequenceBatch.{what}", self._sequences)
 
 
 def _checked(manager: object) -> CacheManager:

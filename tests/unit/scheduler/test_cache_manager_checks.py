@@ -169,6 +169,7 @@ CALLS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "pin: floats": (lambda manager, seq: manager.pin([1.0, 2.0]), "CacheManager.pin: tokens: "),
     "pin: no time": (lambda manager, seq: manager.pin([1, 2], ttl=0), "CacheManager.pin: ttl: "),
     "pin: not a time": (lambda manager, seq: manager.pin([1, 2], ttl=float("nan")), "CacheManager.pin: ttl: "),
+    "pin: a truth": (lambda manager, seq: manager.pin([1, 2], ttl=True), "CacheManager.pin: ttl: "),
     "pin: text": (lambda manager, seq: manager.pin([1, 2], ttl="1"), "CacheManager.pin: ttl: "),
     "reset": (lambda manager, seq: manager.reset(), "CacheManager.reset: "),
     "slot_mapping": (lambda manager, seq: seq.slot_mapping(0, 6), "CacheSequence.slot_mapping: expected 0 <= start <= stop <= 5"),

@@ -292,7 +292,7 @@ def test_each_pin_holds_by_itself_and_a_with_block_releases_one() -> None:
 def test_a_pin_is_over_at_the_first_call_after_its_time() -> None:
     steps = [0.0]
     manager = pinned_manager(clock=lambda: steps[0])
-    short, long, forever = manager.pin([1, 2], ttl=2), manager.pin([1, 2], ttl=5), manager.pin([1, 2])
+    short, long, forever = manager.pin([1, 2], ttl=np.int64(2)), manager.pin([1, 2], ttl=5), manager.pin([1, 2])
     released = manager.pin([1, 2], ttl=1)
     released.release()
     steps[0] = 1.9

@@ -142,10 +142,13 @@ BAD: dict[str, tuple[Any, type[KVDockError], str]] = {
     "repeat": (lambda batch: batch.repeat(0), ArgumentValueError, "repeat: times"),
     "grow": (lambda batch: batch.grow(-1), ArgumentValueError, "grow: n"),
     "grow: huge": (lambda batch: batch.grow(2**63 - 8), OutOfBlocksError, "at most 60 blocks"),
+    "grow: beyond 64 bits": (lambda batch: batch.grow(2**70), OutOfBlocksError, "at most 60 blocks"),
     "truncate": (lambda batch: batch.truncate(7), IndexRangeError, "at most the 6 places there are, got 7"),
     "truncate: negative": (lambda batch: batch.truncate(-1), ArgumentValueError, "at least 0"),
     "truncate: float": (lambda batch: batch.truncate(2.0), ArgumentTypeError, "an int"),
     "slots": (lambda batch: batch.slot_mapping(2, 7), IndexRangeError, r"0 <= start <= stop <= 6, got start=2, stop=7"),
+    "slots: floats": (lambda batch: batch.slot_mapping(0, 2.0), ArgumentTypeError, "slot_mapping: stop: expected an int, got 2.0"),
+    "slots: text": (lambda batch: batch.slot_mapping("0", 2), ArgumentTypeError, "slot_mapping: start: expected an int, got '0'"),
     "made: pads": (lambda batch: SequenceBatch(batch._manager, batch.sequences, pads=[0]), ArgumentValueError, "a pad for each"),
     "made: pads below none": (
         lambda batch: SequenceBatch(batch._manager, batch.sequences, length=3, pads=[0, -1]),
@@ -232,3 +235,15 @@ def test_a_batch_that_is_closed_says_so(keep: bool) -> None:
     for call in (*calls, *looks):
         with pytest.raises(StaleHandleError, match=r"SequenceBatch\.\w+: expected an open batch"):
             call()
+
+
+def test_a_batch_of_which_somebody_ended_a_row_is_refused_as_a_whole() -> None:
+    """Not halfway: forks that were made already would be held for ever, and other rows ended."""
+    manager, batch = make(3, length=6)
+    manager.abort(batch.sequences[1])
+    before = manager.available_size, manager.num_sequences
+    calls = [lambda: batch.grow(1), lambda: batch.truncate(0), lambda: batch.select([0, 0, 2]), lambda: batch.repeat(2), batch.fork]
+    for call in (*calls, batch.close):
+        with pytest.raises(StaleHandleError, match=r"SequenceBatch\.\w+: expected an open sequence of this manager"):
+            call()
+        assert (manager.available_size, manager.num_sequences, len(batch)) == (*before, 3)

@@ -102,6 +102,11 @@ OUTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "csr: an array": ("csr_table", {"out": int32(8)}, "csr_table: out: expected a CSRTable"),
     "csr: indptr": ("csr_table", {"out": CSRTable(int32(2), int32(9), int32(2))}, "csr_table: out.indptr"),
     "csr: indices": ("csr_table", {"out": CSRTable(int32(3), int32(2), int32(2))}, "csr_table: out.indices"),
+    "csr: indices, a tensor": (
+        "csr_table",
+        {"out": CSRTable(int32(3), torch.zeros(9, dtype=torch.int32), int32(2))},  # type: ignore[arg-type]
+        "csr_table: out.indices",
+    ),
     "csr: last": ("csr_table", {"out": CSRTable(int32(3), int32(9), int32(3))}, "csr_table: out.last_block_len"),
 }
 

@@ -142,7 +142,8 @@ class Bound:
             ArgumentValueError: it begins elsewhere. What is cached was computed for other positions.
         """
         self.is_checked = True
-        starts = [start for start in (0, self.past) if self.is_as_bound(start, ids, positions)]
+        fits = [start for start in (0, self.past) if self.is_as_bound(start, ids, positions)]
+        starts = [start for start in fits if start or self._is_at(0, ids)]  # others with the first positions are a mistake
         if not starts:
             raise ArgumentValueError(
                 "PagedCacheForTransformers: position_ids",
