@@ -303,8 +303,7 @@ class CacheManager(NotCopied, OneThread):
             self.allocator.release(rows.blocks(row)[max(keep, shared) :])
             self._publisher.leave(seq, keep)
             if keep < shared:
-                ids = self._ids.get(row, 0, keep * self.block_size)
-                self._publisher.relock(seq, self.prefix.match_prefix(ids, seq.namespace, record=False).handle)
+                self._publisher.lock_less(seq, keep)
             rows.cut(row, keep)
             rows.touch(np.array([row]))
         self._ids.truncate(row, min(n, int(rows.num_known[row])))
@@ -326,7 +325,7 @@ class CacheManager(NotCopied, OneThread):
             StaleHandleError: the sequence is over already, or another manager's.
         """
         row = self._row(seq, "finish")
-        prefixes = [*seq._left, self._ids.get(row, 0, int(self._rows.shared[row]) * self.block_size).copy()]
+        prefixes = [*seq._left, self._publisher.shared_ids(row)]
         self._close(seq)
         if not keep:
             self._publisher.take_back(seq, prefixes)

@@ -179,7 +179,21 @@ class Publisher:
         shared = int(rows.shared[row])
         is_whole = n < shared * size <= rows.num_tokens[row]  # else nothing is cut, or it was before
         if is_whole and (self._publisher[rows.table[row, n // size : shared]] == seq._serial).any():
-            seq._left.append(self._ids.get(row, 0, shared * size).copy())
+            seq._left.append(self.shared_ids(row))
+
+    def shared_ids(self, row: int) -> npt.NDArray[Any]:
+        """Return the token ids of the blocks that a row shares, as far as it knows them, in an array of its own.
+
+        A fork that was made before its ids were known shares what another has published with them.
+        """
+        rows, size = self._rows, self._rows.block_size
+        return self._ids.get(row, 0, min(int(rows.shared[row]), int(rows.num_known[row]) // size) * size).copy()
+
+    def lock_less(self, seq: Owner, keep: int) -> None:
+        """Hold the first ``keep`` blocks only. Where a sequence does not know their ids it goes on to hold more."""
+        tokens = keep * self._rows.block_size
+        if tokens <= self._rows.num_known[seq._row]:
+            self.relock(seq, self._prefix.match_prefix(self._ids.get(seq._row, 0, tokens), seq.namespace, record=False).handle)
 
     def take_back(self, seq: Owner, prefixes: list[npt.NDArray[Any]]) -> None:
         """Free what a sequence that is over has published of prefixes and nobody else uses."""

@@ -247,3 +247,35 @@ def test_a_batch_of_which_somebody_ended_a_row_is_refused_as_a_whole() -> None:
         with pytest.raises(StaleHandleError, match=r"SequenceBatch\.\w+: expected an open sequence of this manager"):
             call()
         assert (manager.available_size, manager.num_sequences, len(batch)) == (*before, 3)
+
+
+def test_a_row_that_shares_what_a_fork_has_published_is_cut_without_knowing_the_ids() -> None:
+    manager = CacheManager(9, 1)
+    batch = SequenceBatch(manager, [manager.begin([7])], length=1)
+    batch.grow(3)
+    fork = batch.fork()
+    manager.commit(list(fork.sequences), [[8, 9, 10]], computed=[4])
+    shared = batch.block_table[0, :3].tolist()
+    batch.truncate(3)  # what it keeps is cached and locked, though it knows one id of it only
+    manager.check_integrity()
+    fork.close()
+    manager.begin(range(20, 20 + manager.available_size // 1))  # evicts all that is not held
+    manager.check_integrity()
+    assert batch.block_table[0].tolist() == shared
+    batch.close(keep=False)
+    manager.check_integrity()
+
+
+def test_what_is_taken_back_is_looked_up_by_known_ids_only() -> None:
+    manager = CacheManager(12, 1)
+    batch = SequenceBatch(manager, [manager.begin([7, 5])], length=2)
+    manager.commit(list(batch.sequences), [[]], computed=[2])
+    batch.grow(2)
+    fork = batch.fork()
+    manager.commit(list(fork.sequences), [[8, 9]], computed=[4])
+    batch.truncate(1)
+    manager.check_integrity()
+    fork.close()
+    batch.close(keep=False)
+    manager.check_integrity()
+    assert manager.plan([7, 5, 8, 9, 1]).cached_len == 4, "behind what it published lies what the fork has published"
