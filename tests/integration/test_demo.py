@@ -53,7 +53,8 @@ def test_it_fails_when_they_are_not() -> None:
 def test_it_fails_when_reuse_changes_a_token() -> None:
     """The keys of what is found are negated in one layer."""
     spoil = "from kvdock.integrations.transformers.state import PagedState as S; begin = S.begin_with\n"
-    spoil += "def negated(self, bound, blocks):\n    begin(self, bound, blocks)\n    self.pool.k_cache(0)[blocks.ravel()] *= -1\n"
+    spoil += "def negated(self, bound, batch):\n    begin(self, bound, batch)\n    slots = batch.slot_mapping(0, batch.length)\n"
+    spoil += "    self.pool.k_cache(0)[sorted(set((slots[slots >= 0] // batch.block_size).tolist()))] *= -1\n"
     spoil += "S.begin_with = negated\n"
     done = run(spoil)
     assert done.returncode == 1, done.stderr

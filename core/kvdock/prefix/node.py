@@ -233,12 +233,12 @@ class Node:
         self.earlier = [*(self.earlier or ()), Mark(self.end, self)]
 
     def _join_marks(self, key: Callable[[Any], Any]) -> None:
-        """Make one part of neighbours that were used alike."""
+        """Make one part of neighbours that were used alike, and of one priority: what grows there is compared with it."""
         if not self.earlier:
             return
-        marks, kept, later = self.earlier, list[Mark](), key(self)
+        marks, kept, later = self.earlier, list[Mark](), (key(self), self.priority)
         for mark in reversed(marks):
-            if (this := key(mark)) != later:
+            if (this := (key(mark), mark.priority)) != later:
                 kept.append(mark)
                 later = this
         self.earlier = kept[::-1] or None

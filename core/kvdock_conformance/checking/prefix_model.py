@@ -149,8 +149,8 @@ class SlowPrefixCache:
         while len(gone) < count:
             ends = [block for _, block in self.blocks() if not block.children and block.number not in held]
             block, run = min(ends, key=self.key), list[int]()
-            worth, last_use = self.key(block), block.last_use
-            while len(gone) + len(run) < count and block in ends and (self.key(block), block.last_use) == (worth, last_use):
+            last_use, alike = block.last_use, (self.key(block), block.last_use, block.priority)
+            while len(gone) + len(run) < count and block in ends and (self.key(block), block.last_use, block.priority) == alike:
                 run.append(self._remove(block))
                 block = block.above
                 ends = [] if block.children or block.parent is None or block.number in held else [block]

@@ -403,3 +403,19 @@ def test_caches_and_handles_refuse_to_be_copied(make: Callable[..., Any], how: C
             with pytest.raises(UnsupportedError):
                 how(pair)
     cache.check_integrity()
+
+
+def test_a_part_keeps_its_priority_though_the_policy_does_not_look_at_it() -> None:
+    """What grows behind it later is compared with that priority: of a lower one, it is a part that is as old as itself."""
+    cache = RadixPrefixCache(1, "fifo")
+    first = cache.insert_prefix([1], [0]).handle
+    cache.lock_handle(first)
+    cache.insert_prefix([2], [1], behind=first)
+    cache.insert_prefix([], [], behind=first, priority=1)  # raises the first block only
+    both = cache.insert_prefix([2], [1], behind=first).handle
+    assert cache.discard_prefix(both, 0).tolist() == [1]
+    cache.insert_prefix([9], [2])
+    cache.insert_prefix([3], [3], behind=first)  # lower than what it follows: newer than the other leaf
+    cache.lock_handle(first, unlock=True)
+    assert [cache.evict(1).tolist() for _ in range(3)] == [[2], [3], [0]]
+    cache.check_integrity()
