@@ -128,8 +128,10 @@ def test_what_takes_the_child_away_is_a_failure(one: Hostile, behaviour: str, ho
 
 
 def test_a_call_that_comes_back_in_two_processes_is_noticed(one: Hostile) -> None:
-    # Each of the two would go on with the kit's work. Which of them is first is chance: then the next case notices.
-    found = [one.case("forks"), one.case("good")]
+    # Each of the two would go on with the kit's work. Which of them is first is chance: then a later case notices, mostly the next.
+    found = [one.case("forks")]
+    while len(found) < 6 and (len(found) < 2 or all(case.verdict is Verdict.PASSED for case in found)):
+        found.append(one.case("good"))
     failed = [case for case in found if case.verdict is Verdict.FAILED]
     assert failed
     assert failed[0].failure is not None
