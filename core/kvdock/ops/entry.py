@@ -11,11 +11,12 @@ from typing import Any, Protocol
 import torch
 
 from kvdock.descriptors.manager import DescriptorCacheManager
-from kvdock.errors import BackendError, KVDockWarning, UnsupportedError
+from kvdock.errors import KVDockWarning, UnsupportedError
 from kvdock.interface import HOST, Descriptor, Request
 from kvdock.ops.bound import BoundOp
 from kvdock.ops.geometry import extent
 from kvdock.ops.modes import MODE, Mode
+from kvdock.ops.plan import Plan
 from kvdock.ops.schema import OpSchema
 from kvdock.ops.selection import Choice, Chooser, Selection
 from kvdock.ops.shared import Shared
@@ -42,37 +43,6 @@ class Preparer(Protocol):
     def prepare(self, request: Request, selection: Selection) -> Descriptor:
         """Return a descriptor made by that kernel."""
         ...
-
-
-class Plan:
-    """A descriptor with what the quick checks need: ``run`` is its call, ``extents`` the bytes each pool spans."""
-
-    __slots__ = ("captured", "descriptor", "extents", "run", "selection")
-
-    def __init__(self, descriptor: Descriptor, extents: tuple[int, ...], selection: Selection) -> None:
-        self.captured = False
-        self.descriptor = descriptor
-        self.extents = extents
-        self.selection = selection
-        self.run = _runner(self)
-
-    @property
-    def pinned(self) -> bool:
-        """Whether a graph recorded a call of it, and may launch it again for as long as the process lives."""
-        return self.captured or self.descriptor.pinned
-
-    def fix(self, values: tuple[Any, ...]) -> Callable[..., None] | None:
-        """Return what repeats a call on other addresses, if a call of the descriptor is all there is to it.
-
-        One whose calls `_runner` puts something in front of is not asked: the function would do without that.
-        """
-        return self.descriptor.fix(*values) if self.run == self.descriptor.__call__ else None
-
-    def destroy(self) -> None:
-        """Let the descriptor go, under its device."""
-        self.run = _run_destroyed  # which also parts the plan from what may refer back to it
-        with self.selection.choice.backend.device_guard(self.selection.device):
-            self.descriptor.destroy()
 
 
 class OpEntry(Shared):
@@ -208,45 +178,6 @@ def _may_use(frame: FrameType, inner: str, plan: Plan) -> bool:
     if names.get("entry") is not None:
         return names["entry"].value is plan
     return inner != OpEntry._prepare.__name__  # it is looking for a plan, and may have found this one, unless none was there
-
-
-def _run_destroyed(*values: Any) -> None:
-    """Refuse to run a plan whose descriptor is no more."""
-    raise BackendError("a plan", expected="one that is not destroyed", got="a destroyed one", fix="report this: it is a bug in kvdock")
-
-
-def _runner(plan: Plan) -> Callable[..., None]:
-    """Return what to call at each call of a plan: its descriptor, behind what that does not do itself."""
-    run: Callable[..., None] = plan.descriptor.__call__  # a bound method is called quicker than an instance
-    if plan.descriptor.uses_autograd:
-        run = _outside_autograd(run)
-    if plan.selection.choice.capabilities.graph_capture and not plan.descriptor.notes_capture:
-        run = _noting_capture(run, plan)
-    return run
-
-
-def _outside_autograd(run: Callable[..., None]) -> Callable[..., None]:
-    """Keep autograd away from a call: a cache records no gradients, and must not be drawn into a graph."""
-
-    def run_outside_autograd(*values: Any) -> None:
-        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in values):
-            with torch.no_grad():
-                return run(*values)
-        return run(*values)
-
-    return run_outside_autograd
-
-
-def _noting_capture(run: Callable[..., None], plan: Plan) -> Callable[..., None]:
-    """Note when a call is recorded into a graph, so that its plan stays."""
-    is_capturing, device = plan.selection.choice.backend.is_capturing, plan.selection.device
-
-    def run_noting_capture(*values: Any) -> None:
-        if not plan.captured and is_capturing(device):
-            plan.captured = True
-        run(*values)
-
-    return run_noting_capture
 
 
 def _is_noop(schema: OpSchema, values: tuple[Any, ...]) -> bool:
