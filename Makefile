@@ -8,7 +8,7 @@ PYTEST := $(TEST_ENV) $(PY) -m pytest
 # The interpreter of the gpu targets: the one they are called with, since such machines bring their own torch.
 PYTHON ?= python3
 
-.PHONY: setup demo test test-all check format bench bench-prefix aot matrix gpu-test gpu-bench clean
+.PHONY: setup demo test test-all check format bench bench-prefix aot calls matrix gpu-test gpu-bench clean
 
 setup: $(VENV)/.ready
 
@@ -54,6 +54,10 @@ bench-prefix: setup
 # Compiles for GPUs without one: Triton, which `dev` brings, has the compilers for both vendors.
 aot: setup
 	$(PY) -m kvdock_triton.aot
+
+# The code of each op's call, after a change to a schema or to what writes it; tests compare.
+calls: setup
+	$(PY) -m kvdock.ops.calls
 
 # The page of what the conformance kit asks, after a change to its requirements or faults.
 matrix: setup

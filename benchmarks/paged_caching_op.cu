@@ -66,9 +66,50 @@ void paged_caching(at::Tensor k_cache, at::Tensor v_cache, at::Tensor k, at::Ten
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+// One block per token, as above; a slot that is negative or beyond the pool reads as zeros.
+__global__ void gather_paged_kernel(const uint4* k_cache, const uint4* v_cache, uint4* k, uint4* v, const int64_t* slots, int64_t capacity,
+                                    int k_words, int v_words) {
+  const int64_t token = blockIdx.x;
+  const int64_t slot = slots[token];
+  const bool live = slot >= 0 && slot < capacity;
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+  for (int i = threadIdx.x; i < k_words; i += blockDim.x) k[token * k_words + i] = live ? k_cache[slot * k_words + i] : zero;
+  for (int i = threadIdx.x; i < v_words; i += blockDim.x) v[token * v_words + i] = live ? v_cache[slot * v_words + i] : zero;
+}
+
+std::tuple<at::Tensor, at::Tensor> gather_paged(at::Tensor k_cache, at::Tensor v_cache, at::Tensor slots) {
+  TORCH_CHECK(k_cache.is_cuda() && v_cache.device() == k_cache.device() && slots.device() == k_cache.device(), "wrong device");
+  TORCH_CHECK(slots.dim() == 1 && slots.scalar_type() == at::kLong && slots.is_contiguous(), "slots");
+  TORCH_CHECK(k_cache.size(0) == v_cache.size(0) && k_cache.size(1) == v_cache.size(1), "caches disagree");
+  const int64_t tokens = slots.size(0);
+  auto k = at::empty({tokens, k_cache.size(2), k_cache.size(3)}, k_cache.options());
+  auto v = at::empty({tokens, v_cache.size(2), v_cache.size(3)}, v_cache.options());
+  check_pair(k_cache, k, slots, "k");
+  check_pair(v_cache, v, slots, "v");
+  for (const auto* out : {&k, &v}) {
+    check_apart(k_cache, *out, "k_cache");
+    check_apart(v_cache, *out, "v_cache");
+    check_apart(slots, *out, "slots");
+  }
+  if (tokens == 0) return {k, v};
+  const c10::cuda::CUDAGuard guard(k_cache.device());
+  const int64_t per_word = 16 / k.element_size();
+  const int k_words = k.size(1) * k.size(2) / per_word, v_words = v.size(1) * v.size(2) / per_word;
+  const int threads = std::min(std::max(k_words, v_words), 512);
+  gather_paged_kernel<<<tokens, threads, 0, at::cuda::getCurrentCUDAStream()>>>(
+      static_cast<const uint4*>(k_cache.data_ptr()), static_cast<const uint4*>(v_cache.data_ptr()), static_cast<uint4*>(k.data_ptr()),
+      static_cast<uint4*>(v.data_ptr()), slots.data_ptr<int64_t>(), k_cache.size(0) * k_cache.size(1), k_words, v_words);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return {k, v};
+}
+
 }  // namespace
 
 TORCH_LIBRARY(kvdock_baseline, m) {
+  m.def("gather_paged(Tensor k_cache, Tensor v_cache, Tensor slots) -> (Tensor, Tensor)");
   m.def("paged_caching(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots, Tensor(c!) skipped) -> ()");
 }
-TORCH_LIBRARY_IMPL(kvdock_baseline, CUDA, m) { m.impl("paged_caching", &paged_caching); }
+TORCH_LIBRARY_IMPL(kvdock_baseline, CUDA, m) {
+  m.impl("paged_caching", &paged_caching);
+  m.impl("gather_paged", &gather_paged);
+}

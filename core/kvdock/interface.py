@@ -180,7 +180,7 @@ class Descriptor(ABC):
         """
 
     def fix(self, *args: Any) -> Callable[..., None] | None:
-        """Return a function that repeats this very call on other addresses, or None to be called as usual.
+        """Return a function that repeats this call on other addresses and run-time sizes, or None to be called as usual.
 
         Asked only where a call of the descriptor is all that core would do: it does without core's care for autograd
         (`uses_autograd`), and takes care of capture itself (`notes_capture`) unless its backend captures nothing.
@@ -189,11 +189,13 @@ class Descriptor(ABC):
             args: as for a call.
 
         Returns:
-            A function of the addresses of the tensors among the arguments, in the schema's order. It is called in place of
-            the descriptor when shapes, strides, dtypes and devices are those of ``args``, and row tensors lie at multiples
-            of 16 bytes; core has checked the rest as for any call. It must do all that a call would: one that is captured sets
-            `pinned` where a call would have set it, and what a replay needs is held by the descriptor, since core drops the
-            function as soon as calls differ.
+            A function of the addresses of the required tensors, in the schema's order; then the run-time sizes, each once, in the
+            order in which tensors have them (``T``, or ``B`` and ``S``; of `static_update_` the rows and new positions of ``k``,
+            and how many lengths there are where they have a dimension); then the host integers in place of tensors. It is called
+            instead of the descriptor when strides, dtypes, devices and all other sizes are those of ``args``, and each tensor is as
+            aligned as its rows allow; core has checked the rest as for any call, and sizes are not 0. It must do all that a call
+            would: one that is captured sets `pinned` where a call would have set it, and what a replay needs is held by the
+            descriptor, since core drops the function with it.
         """
         return None
 

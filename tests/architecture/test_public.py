@@ -20,7 +20,7 @@ IDS = [module.where for module in MODULES]
 UNLISTED: dict[tuple[str, str], str] = {
     ("kvdock.ops.api", "BlockPairs"): "the type of an argument; `kvdock.ops` lists the ops and nothing else",
     ("kvdock.ops.api", "host_int"): "turns an argument into what an op takes; shared with the caches",
-    ("kvdock.ops.api", "outputs_for"): "turns an argument into what an op takes; shared with the caches",
+    ("kvdock.ops.api", "output_pair"): "turns an argument into what an op takes; shared with the caches",
     ("kvdock.ops.api", "pairs_tensor"): "turns an argument into what an op takes; shared with the caches",
     ("kvdock.ops.entry", "Plan"): "what a table holds; never leaves its module",
 }

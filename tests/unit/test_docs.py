@@ -15,7 +15,6 @@ import pytest
 
 import kvdock
 from kvdock.ops.catalog import PAGED_CACHING
-from kvdock.ops.signature import direct_source
 from kvdock.plugins import settings
 from support_docs import PAGES, ROOT, blocks, prose, read
 

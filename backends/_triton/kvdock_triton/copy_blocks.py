@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ import triton.language as tl
 import kvdock
 from kvdock.ops.hostcheck import pairs_on_device
 from kvdock_triton.elements import Element, chunk_for, element_for, index_type
-from kvdock_triton.launch import KernelSpec, Launch
+from kvdock_triton.launch import KernelSpec
 from kvdock_triton.support import TritonKernel, ceil_div, quantised_reasons
 from kvdock_triton.tuning import Tile
+from kvdock_triton.written import Launch
 
 __all__ = ["CopyBlocks", "CopyBlocksDescriptor", "copy_blocks_kernel", "copy_piece", "spec_for"]
 
@@ -174,6 +175,14 @@ class CopyBlocksDescriptor(kvdock.Descriptor):
         """Launch with pairs that the kernel can read, and checks by itself."""
         pointers = (k_cache.data_ptr(), v_cache.data_ptr(), block_pairs.data_ptr(), self._skipped)
         self._launch.run(block_pairs.shape[0] * self._pieces, 1, *pointers, self._num_blocks, block_pairs.stride(0))
+
+    def fix(self, *args: Any) -> Callable[..., None] | None:
+        """Settle the strides; what is left are the three addresses and how many pairs there are. Pairs on the host are read each time."""
+        pairs = args[2]
+        if pairs.is_cpu:
+            return None
+        values = {"skipped": self._skipped, "num_blocks": self._num_blocks, "pair_step": pairs.stride(0), "pieces": self._pieces}
+        return self._launch.fix(["k_cache", "v_cache", "pairs", "number"], "number * pieces", "1", values)
 
 
 class CopyBlocks(TritonKernel):

@@ -11,10 +11,11 @@ import triton.language as tl
 
 import kvdock
 from kvdock_triton.elements import chunk_for, element_for, index_type
-from kvdock_triton.launch import KernelSpec, Launch
+from kvdock_triton.launch import KernelSpec
 from kvdock_triton.rows import move_rows
 from kvdock_triton.support import TritonKernel, ceil_div, quantised_reasons, row_bytes
 from kvdock_triton.tuning import Tile
+from kvdock_triton.written import Launch
 
 __all__ = ["GatherPaged", "GatherPagedDescriptor", "gather_paged_kernel", "spec_for"]
 
@@ -146,23 +147,28 @@ class GatherPagedDescriptor(kvdock.Descriptor):
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, *rest: torch.Tensor) -> None:
         """Fill the outputs, which are the last two arguments, on the current stream of the tensors' device."""
         k_out, v_out = rest[-2:]
-        grid, tail = self._plan(slot_mapping, k_out, v_out)
-        self._launch.run(*grid, k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr(), k_out.data_ptr(), v_out.data_ptr(), *tail)
+        tokens, steps = slot_mapping.numel(), self._steps(slot_mapping, k_out, v_out)
+        pointers = (k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr(), k_out.data_ptr(), v_out.data_ptr())
+        width = (slot_mapping.shape[1],) if self._rows else ()
+        self._launch.run(ceil_div(tokens, self._tile), 2, *pointers, tokens, self._capacity, *steps[:5], *width, *steps[5:])
 
     def fix(self, *args: Any) -> Callable[..., None]:
-        """Settle grid and strides; what is left are the five addresses."""
-        grid, tail = self._plan(args[2], *args[-2:])
-        return self._launch.fix(*grid, 5, tail)
+        """Settle the strides; what is left are the five addresses and how many tokens there are."""
+        steps = self._steps(args[2], *args[-2:])
+        names = [*_TOKEN_ARGS[7:], *_ROW_ARGS[1:]][: len(steps)]
+        values = {"capacity": self._capacity, "tile": self._tile, **dict(zip(names, steps, strict=True))}
+        sizes = ["rows", "width"] if self._rows else ["tokens"]
+        tokens = " * ".join(sizes)
+        return self._launch.fix([*_TOKEN_ARGS[:5], *sizes], f"-(-{tokens} // tile)", "2", values | {"tokens": tokens})
 
-    def _plan(self, slot_mapping: torch.Tensor, k_out: torch.Tensor, v_out: torch.Tensor) -> tuple[tuple[int, int], tuple[int, ...]]:
-        """Return the grid, and the arguments behind the addresses."""
-        tokens, (k_items, v_items) = slot_mapping.numel(), self._items
+    def _steps(self, slot_mapping: torch.Tensor, k_out: torch.Tensor, v_out: torch.Tensor) -> tuple[int, ...]:
+        """Return the strides, those of rows last."""
+        k_items, v_items = self._items
         *k_row, k_token, k_head, _ = k_out.stride()
         *v_row, v_token, v_head, _ = v_out.stride()
         *slot_row, slot_token = slot_mapping.stride()
-        steps = (slot_token, k_token // k_items, k_head // k_items, v_token // v_items, v_head // v_items)
-        rows = (slot_mapping.shape[1], slot_row[0], k_row[0] // k_items, v_row[0] // v_items) if self._rows else ()
-        return (ceil_div(tokens, self._tile), 2), (tokens, self._capacity, *steps, *rows)
+        rows = (slot_row[0], k_row[0] // k_items, v_row[0] // v_items) if self._rows else ()
+        return (slot_token, k_token // k_items, k_head // k_items, v_token // v_items, v_head // v_items, *rows)
 
 
 class GatherPaged(TritonKernel):

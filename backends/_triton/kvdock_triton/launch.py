@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvdock_triton import direct
+from kvdock_triton.written import Launch
 
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
     raise ImportError(f"Triton {triton.__version__} is too old. Fix: pip install 'kvdock[triton]', which asks for 3.6 or newer")
@@ -31,7 +32,6 @@ __all__ = [
     "COMPILED",
     "Guard",
     "KernelSpec",
-    "Launch",
     "compile_for",
     "describe_launch",
     "is_interpreting",
@@ -42,27 +42,9 @@ Guard = Callable[[torch.device], AbstractContextManager[Any]]
 """Makes a device current: `kvdock.Backend.device_guard`."""
 
 
-@attrs.frozen
-class Launch:
-    """A compiled kernel, ready to be launched on the current stream of its device.
-
-    Args:
-        run: ``run(grid_x, grid_y, *run-time arguments)``, pointers as addresses.
-        fix: ``fix(grid_x, grid_y, pointers, tail)`` returns a function of the first ``pointers`` arguments alone, which
-            launches with this grid and these remaining arguments: what can be settled beforehand is.
-    """
-
-    run: Callable[..., None]
-    fix: Callable[[int, int, int, tuple[int, ...]], Callable[..., None]]
-
-
-def _plain(run: Callable[..., None]) -> Launch:
-    """Return a launch whose fixed form does nothing beforehand."""
-
-    def fix(grid_x: int, grid_y: int, pointers: int, tail: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *addresses: run(grid_x, grid_y, *addresses, *tail)
-
-    return Launch(run, fix)
+def _plain(spec: KernelSpec, run: Callable[..., None]) -> Launch:
+    """Return a launch by a function of the grid and all run-time arguments."""
+    return Launch([name for name, _ in spec.types], ["run({grid}, {arguments})"], {"run": run})
 
 
 @attrs.frozen
@@ -152,7 +134,8 @@ def launcher_for(spec: KernelSpec, device: torch.device, guard: Guard) -> Launch
         if kernel is None:
             kernel = COMPILED[spec, device] = compile_for(spec, driver.get_current_target())
     if not direct.why_not() and direct.fits(kernel, driver):
-        return Launch(*direct.build(kernel, spec.types, spec.kernel, device.index))
+        names, types = zip(*spec.types, strict=True)
+        return direct.build(kernel, spec.kernel, names, types, device.index)
     return _public(kernel, spec, device, guard)
 
 
@@ -168,7 +151,7 @@ def _public(kernel: Any, spec: KernelSpec, device: torch.device, guard: Guard) -
             stream = driver.get_current_stream(index)
             kernel[(grid_x, grid_y, 1)](*(args[place] if place >= 0 else value for place, value in order), stream=stream)
 
-    return _plain(launch)
+    return _plain(spec, launch)
 
 
 def _interpreted(spec: KernelSpec, device: torch.device) -> Launch:
@@ -190,7 +173,7 @@ def _interpreted(spec: KernelSpec, device: torch.device) -> Launch:
             named = {name: argument(name, value) for name, value in zip(types, args, strict=True)}
             spec.kernel[(grid_x, grid_y, 1)](**named, **constants)
 
-    return _plain(launch)
+    return _plain(spec, launch)
 
 
 def describe_launch() -> str:

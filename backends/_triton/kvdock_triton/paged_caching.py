@@ -11,10 +11,11 @@ import triton.language as tl
 
 import kvdock
 from kvdock_triton.elements import Element, chunk_for, element_for, index_type
-from kvdock_triton.launch import KernelSpec, Launch
+from kvdock_triton.launch import KernelSpec
 from kvdock_triton.rows import count_skipped, move_rows
 from kvdock_triton.support import TritonKernel, ceil_div, quantised_reasons, row_bytes
 from kvdock_triton.tuning import Tile, Tuning
+from kvdock_triton.written import Launch
 
 __all__ = ["PagedCaching", "PagedCachingDescriptor", "paged_caching_kernel", "specs_for"]
 
@@ -166,26 +167,33 @@ class PagedCachingDescriptor(kvdock.Descriptor):
         self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, *scales: Any
     ) -> None:
         """Launch on the current stream of the tensors' device."""
-        launch, grid, tail = self._plan(k, v, slot_mapping)
-        launch.run(*grid, k_cache.data_ptr(), v_cache.data_ptr(), k.data_ptr(), v.data_ptr(), slot_mapping.data_ptr(), *tail)
+        launch, tile, columns, steps = self._plan(k, v, slot_mapping)
+        tokens = slot_mapping.numel()
+        pointers = (k_cache.data_ptr(), v_cache.data_ptr(), k.data_ptr(), v.data_ptr(), slot_mapping.data_ptr(), self._skipped)
+        width = (slot_mapping.shape[1],) if self._rows else ()
+        steps = (*steps[:5], *width, *steps[5:])
+        launch.run(ceil_div(tokens, tile), columns, *pointers, tokens, self._capacity, *steps)
 
     def fix(self, *args: Any) -> Callable[..., None]:
-        """Settle grid and strides; what is left are the five addresses."""
-        launch, grid, tail = self._plan(*args[2:5])
-        return launch.fix(*grid, 5, tail)
+        """Settle the kernel and strides; what is left are the five addresses and how many tokens there are."""
+        launch, tile, columns, steps = self._plan(*args[2:5])
+        names = [*_TOKEN_ARGS[8:], *_ROW_ARGS[1:]][: len(steps)]
+        values = {"skipped": self._skipped, "capacity": self._capacity, "tile": tile, **dict(zip(names, steps, strict=True))}
+        sizes = ["rows", "width"] if self._rows else ["tokens"]
+        tokens = " * ".join(sizes)
+        return launch.fix([*_TOKEN_ARGS[:5], *sizes], f"-(-{tokens} // tile)", str(columns), values | {"tokens": tokens})
 
-    def _plan(self, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> tuple[Launch, tuple[int, int], tuple[int, ...]]:
-        """Return the kernel, its grid, and its arguments behind the addresses."""
-        tokens, k_items, v_items = slot_mapping.numel(), self._k_items, self._v_items
+    def _plan(self, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> tuple[Launch, int, int, tuple[int, ...]]:
+        """Return the kernel, the tokens of a program, the grid's second size, and the strides, those of rows last."""
+        k_items, v_items = self._k_items, self._v_items
         *k_row, k_token, k_head, _ = k.stride()
         *v_row, v_token, v_head, _ = v.stride()
         *slot_row, slot_token = slot_mapping.stride()
-        rows = (slot_mapping.shape[1], k_row[0] // k_items, v_row[0] // v_items, slot_row[0]) if self._rows else ()
-        steps = (k_token // k_items, k_head // k_items, v_token // v_items, v_head // v_items, slot_token)
-        tail = (self._skipped, tokens, self._capacity, *steps, *rows)
+        rows = (k_row[0] // k_items, v_row[0] // v_items, slot_row[0]) if self._rows else ()
+        steps = (k_token // k_items, k_head // k_items, v_token // v_items, v_head // v_items, slot_token, *rows)
         if k_token == self._dense:
-            return self._separate, (ceil_div(tokens, self._separate_tile), 2), tail
-        return self._fused, (ceil_div(tokens, self._fused_tile), 1), tail
+            return self._separate, self._separate_tile, 2, steps
+        return self._fused, self._fused_tile, 1, steps
 
 
 class PagedCaching(TritonKernel):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ import triton.language as tl
 import kvdock
 from kvdock.ops.hostcheck import check_lengths
 from kvdock_triton.elements import chunk_for, element_for, index_type
-from kvdock_triton.launch import KernelSpec, Launch
+from kvdock_triton.launch import KernelSpec
 from kvdock_triton.rows import count_skipped, move_rows
 from kvdock_triton.support import TritonKernel, ceil_div, quantised_reasons, row_bytes
 from kvdock_triton.tuning import Tile
+from kvdock_triton.written import Launch
 
 __all__ = ["StaticUpdate", "StaticUpdateDescriptor", "spec_for", "static_update_kernel"]
 
@@ -137,6 +138,35 @@ class StaticUpdateDescriptor(kvdock.Descriptor):
         pointers = (k_cache.data_ptr(), v_cache.data_ptr(), k.data_ptr(), v.data_ptr(), self._skipped)
         steps = [stride // items for tensor, items in zip((k, v), self._items, strict=True) for stride in tensor.stride()[:3]]
         self._launch.run(ceil_div(rows * new, self._tile), 1, *pointers, rows, new, self._capacity, *steps, *tail)
+
+    def fix(self, *args: Any) -> Callable[..., None]:
+        """Settle the strides; what is left are the addresses, the sizes, and a length that the host knows."""
+        _, _, k, v, lengths = args
+        from_tensor = isinstance(lengths, torch.Tensor)
+        steps = [stride // items for tensor, items in zip((k, v), self._items, strict=True) for stride in tensor.stride()[:3]]
+        values: dict[str, int | str] = {"skipped": self._skipped, "capacity": self._capacity, "tile": self._tile}
+        values |= dict(zip(_INTEGERS[3:], steps, strict=True))
+        parameters = ["k_cache", "v_cache", "k", "v", *(["lengths"] if from_tensor else []), "rows", "new"]
+        if not from_tensor:
+            parameters.append("length")
+        elif lengths.dim():
+            parameters.append("number")
+            values |= {"step": lengths.stride(0), "length_row": "step if number > 1 else 0"}
+        else:
+            values["length_row"] = 0
+        launch = self._launch.fix(parameters, "-(-rows * new // tile)", "1", values)
+        return launch if from_tensor else self._checking(launch)
+
+    def _checking(self, launch: Callable[..., None]) -> Callable[..., None]:
+        """Check a length that the host knows before a launch."""
+        op, capacity = self._op, self._capacity
+
+        def checked(k_cache: int, v_cache: int, k: int, v: int, rows: int, new: int, length: int) -> None:
+            if length < 0 or length + new > capacity:
+                check_lengths(op, [length], new, capacity)
+            launch(k_cache, v_cache, k, v, rows, new, length)
+
+        return checked
 
 
 class StaticUpdate(TritonKernel):

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 import kvdock
-from kvdock_triton.launch import KernelSpec, Launch, launcher_for
+from kvdock_triton.launch import KernelSpec, launcher_for
 from kvdock_triton.tuning import Tuning
+from kvdock_triton.written import Launch
 
 if TYPE_CHECKING:
     from kvdock_triton.base import TritonBackend

@@ -12,7 +12,7 @@ from kvdock.cache.interface import Cache, CacheConfig, OpSource, active_name, ch
 from kvdock.cache.pool import PagedPool, RankLayer, block_bytes, check_bytes, group_layers, rank_layers
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, CapacityError, UnsupportedError
 from kvdock.layout import HeadLayout, KVCacheLayout
-from kvdock.ops.api import BlockPairs, outputs_for, pairs_tensor
+from kvdock.ops.api import BlockPairs, output_pair, pairs_tensor
 from kvdock.rank import RankInfo
 from kvdock.spec import KVSpec, check_cache_dtype, check_int
 
@@ -216,10 +216,11 @@ class PagedKVCache(Cache):
         Raises:
             KVDockError: as `kvdock.ops.gather_paged`.
         """
-        k_cache, v_cache = self._views[check_layer("PagedKVCache", layer, len(self._views))]
-        k_out, v_out = outputs_for(k_cache, v_cache, slot_mapping, out)
-        self._read[layer](slot_mapping, None, None, k_out, v_out)
-        return k_out, v_out
+        if layer.__class__ is not int or layer < 0 or layer >= len(self._views):
+            check_layer("PagedKVCache", layer, len(self._views))
+        k_out, v_out = (None, None) if out is None else output_pair(out)
+        pair: tuple[torch.Tensor, torch.Tensor] = self._read[layer](slot_mapping, None, None, k_out, v_out)
+        return pair
 
     def copy_blocks(self, block_pairs: BlockPairs) -> None:
         """Copy whole blocks in every layer, keys and values: one launch for each group of equal layers.

@@ -103,13 +103,16 @@ class LRUDescriptorCache(Generic[V]):
         self.clock += 1
         entry.used = self.clock
 
-    def put(self, key: Hashable, value: V, *, prepare_s: float = 0.0) -> None:
+    def put(self, key: Hashable, value: V, *, prepare_s: float = 0.0) -> Entry[V]:
         """Keep a descriptor. One that was there under the key is destroyed, unless it is the same object.
 
         Args:
             key: exact static signature; compared for equality.
             value: the descriptor. It may be in one cache only, under one key.
             prepare_s: seconds that preparing it took, for the statistics.
+
+        Returns:
+            Its entry.
 
         Raises:
             WrongThreadError: called from another thread than the one that made the cache.
@@ -118,12 +121,13 @@ class LRUDescriptorCache(Generic[V]):
         old = self.entries.get(key)
         self.clock += 1
         self._puts += 1
-        self.entries[key] = Entry(value, self.clock)
+        entry = self.entries[key] = Entry(value, self.clock)
         self._prepare_s += prepare_s
         if old is not None and old.value is not value:
             self.removals += 1
             self.dispose(old.value)
         self._make_room()
+        return entry
 
     def count_miss(self) -> None:
         """Count a look-up that the quick path of a call did itself, without finding anything."""

@@ -6,6 +6,7 @@ The runtime sits above ops, so it hands itself in here rather than being importe
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ def active_dispatcher() -> OpDispatcher:
     return _provider()
 
 
-class _ActiveOps(dict[str, Callable[..., None]]):
+class _ActiveOps(dict[str, Callable[..., Any]]):
     """The ops of the process's runtime, resolved once each: a look-up costs less than a function call."""
 
     def __missing__(self, name: str) -> Callable[..., None]:

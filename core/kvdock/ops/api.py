@@ -128,23 +128,16 @@ def gather_paged(
         ArgumentValueError: a wrong device, rank, shape or stride, or an output that overlaps a cache.
         IndexRangeError: on host memory, a slot is not below ``NB * block``; on a device it reads as zeros.
     """
-    k_out, v_out = outputs_for(k_cache, v_cache, slot_mapping, out)
-    ACTIVE_OPS["gather_paged"](k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
-    return k_out, v_out
+    k_out, v_out = (None, None) if out is None else output_pair(out)
+    pair: tuple[torch.Tensor, torch.Tensor] = ACTIVE_OPS["gather_paged"](k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
+    return pair
 
 
-def outputs_for(k_cache: Any, v_cache: Any, slot_mapping: Any, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tensors that a gather fills: those given, or new ones. Wrong arguments are left for the op to refuse."""
-    if out is not None:
-        if not isinstance(out, (tuple, list)) or len(out) != 2:
-            raise ArgumentTypeError(
-                "gather_paged: out", expected="a pair (k, v) of tensors", got=type(out).__name__, fix="pass both, or None"
-            )
-        return out[0], out[1]
-    if not all(isinstance(x, torch.Tensor) for x in (k_cache, v_cache, slot_mapping)):
-        return k_cache, v_cache
-    lead = tuple(slot_mapping.shape)
-    return k_cache.new_empty((*lead, *k_cache.shape[2:])), v_cache.new_empty((*lead, *v_cache.shape[2:]))
+def output_pair(out: Any) -> tuple[Any, Any]:
+    """Return the two tensors of ``out``."""
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        raise ArgumentTypeError("gather_paged: out", expected="a pair (k, v) of tensors", got=type(out).__name__, fix="pass both, or None")
+    return out[0], out[1]
 
 
 def copy_blocks_(k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: BlockPairs) -> None:

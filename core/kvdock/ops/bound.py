@@ -10,33 +10,36 @@ from typing import Any, NoReturn, Self
 import torch
 
 from kvdock.errors import UnsupportedError
+from kvdock.ops.geometry import extent
+from kvdock.ops.signatures import Recent
 
 __all__ = ["BoundOp"]
 
 
 class BoundOp:
-    """What `OpEntry.bind` knows of its pools: the ``self`` of the function that it returns.
+    """What `OpEntry.bind` knows of its pools: the first argument of ``bound_call`` in `kvdock.ops.calls`.
 
-    Copying that function copies right, and so does copying what keeps it: a deep copy is bound to the deep copies of the
-    pools, with the same backend; a shallow one to the same pools. It cannot be pickled.
+    It is kept here, and not by cells of a closure, which nobody could copy. Copying the function that `OpEntry.bind` returns copies
+    right, and so does copying what keeps it: a deep copy is bound to the deep copies of the pools, with the same backend; a shallow
+    one to the same pools. It cannot be pickled.
 
     Args:
-        read: what reads the pools; see `kvdock.ops.signature.compile_binder`.
         function: the function of which this is the first argument, shared by everything that is bound to the op.
         pools: the op's static tensor arguments.
-        named: backend to use for good, or None.
+        own_name: backend to use for good, or None.
     """
 
-    __slots__ = ("_function", "_named", "_pools", "_read", "fixed", "head")
+    __slots__ = ("_function", "_pools", "fixed", "own_name", "recent")
 
-    def __init__(
-        self, read: Callable[..., tuple[Any, Any]], function: Callable[..., None], pools: tuple[torch.Tensor, ...], named: str | None
-    ) -> None:
-        self._read, self._function, self._pools, self._named = read, function, pools, named
-        self.head, self.fixed = read(*pools, named)
+    def __init__(self, function: Callable[..., Any], pools: tuple[torch.Tensor, ...], own_name: str | None) -> None:
+        self._function, self._pools, self.own_name = function, pools, own_name
+        self.recent = Recent(own_name, is_bound=True)
+        ranges = [(pool.data_ptr(), pool.data_ptr() + extent(pool)) for pool in pools]
+        low, high = (min(at for at, _ in ranges), max(end for _, end in ranges)) if ranges else (0, 0)
+        self.fixed = (*pools, *(address for each in ranges for address in each), low, high)
 
     @property
-    def call(self) -> Callable[..., None]:
+    def call(self) -> Callable[..., Any]:
         """The op as a function of its other arguments. Not kept here: in a cycle the pools would outlive their last user."""
         return MethodType(self._function, self)
 
@@ -44,7 +47,7 @@ class BoundOp:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)(self._read, self._function, copy.deepcopy(self._pools, memo), self._named)
+        return type(self)(self._function, copy.deepcopy(self._pools, memo), self.own_name)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(

@@ -106,8 +106,8 @@ GATHER_PAGED = OpSchema(
         *_paged(Role.TENSOR),
         _SLOTS,
         *_scales(),
-        Arg("k_out", Role.MUTATED, ("... Hk Dk",), COPY_DTYPES, same_dtype="k_cache"),
-        Arg("v_out", Role.MUTATED, ("... Hv Dv",), COPY_DTYPES, same_dtype="v_cache"),
+        Arg("k_out", Role.MUTATED, ("... Hk Dk",), COPY_DTYPES, same_dtype="k_cache", returned=True),
+        Arg("v_out", Role.MUTATED, ("... Hv Dv",), COPY_DTYPES, same_dtype="v_cache", returned=True),
     ),
     check_values=_check_gather_paged,
 )

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import time
 import warnings
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
 
+from kvdock.descriptors.lru import Entry
 from kvdock.descriptors.manager import DescriptorCacheManager
 from kvdock.errors import KVDockWarning, UnsupportedError
 from kvdock.interface import HOST, Descriptor, Request
 from kvdock.ops.bound import BoundOp
-from kvdock.ops.geometry import extent
+from kvdock.ops.catalog import CATALOG
+from kvdock.ops.codegen import compile_source
 from kvdock.ops.modes import MODE, Mode
 from kvdock.ops.plan import Plan
 from kvdock.ops.schema import OpSchema
 from kvdock.ops.selection import Choice, Chooser, Selection
 from kvdock.ops.shared import Shared
-from kvdock.ops.signature import BODY, GENERATED, compile_binder, compile_call
+from kvdock.ops.signatures import Recent, Signature
 from kvdock.ops.validate import validate
+from kvdock.ops.variants import HOST_INT_RANK, Variant, pivot_of, variants_of
 
 __all__ = ["OpEntry", "Preparer", "compiling_error"]
 
@@ -45,25 +49,45 @@ class Preparer(Protocol):
         ...
 
 
+MOST_SIGNATURES = 64
+"""Signatures of an op that a thread keeps: the oldest leaves, and is validated again when it comes."""
+
+_Maker = Callable[[Any], tuple[Callable[..., Any], Callable[..., Any]]]
+
+
+def _maker_of(schema: OpSchema) -> _Maker:
+    """Return what makes the ways into an op: its committed module, or code written now for an op that is not of kvdock's own."""
+    if CATALOG.get(schema.name) != schema:
+        return compile_source(schema)
+    make: _Maker = importlib.import_module(f"kvdock.ops.calls.{schema.name}").make
+    return make
+
+
+def _place(device: torch.device) -> torch.device | None:
+    """Return what descriptor caches call a device: None is host memory."""
+    return None if device == HOST else device
+
+
 class OpEntry(Shared):
-    """One op, called with its arguments in the schema's order, None where absent. Threads and copies share it."""
+    """One op, called with its arguments in the schema's order, None where absent. Threads and copies share it.
+
+    Attributes:
+        call: the op as a function of all arguments: the code in `kvdock.ops.calls`, and where a call begins.
+    """
+
+    is_compiling = staticmethod(torch.compiler.is_dynamo_compiling)  # half the price of `is_compiling`: a guard knows the rest
+    get_mode = staticmethod(MODE.get)
 
     def __init__(self, schema: OpSchema, dispatcher: Preparer) -> None:
         self.schema = schema
+        self.chooser = dispatcher.chooser
+        self.recent = Recent()
         self._dispatcher = dispatcher
-        self._settings, self._local = dispatcher.descriptors.declare(schema.name, self._destroy, _is_running)
+        self.settings, self._local = dispatcher.descriptors.declare(schema.name, self._destroy, None)
         self._epoch = dispatcher.chooser.epoch
-        scope = {
-            "slow": self.run_slowly,
-            "prepare": self._prepare,
-            "enter": self.enter,
-            "get_mode": MODE.get,
-            "local": self._local,
-            "settings": self._settings,
-            "chooser": dispatcher.chooser,
-        }
-        self.call = compile_call(schema, scope)
-        self._binder = compile_binder(schema, scope)
+        self._variants = variants_of(schema)
+        self._pivot = pivot_of(schema)
+        self.call, self._bound_call = _maker_of(schema)(self)
 
     def _destroy(self, plan: Plan) -> None:
         """Destroy a plan. A method, so that caches of two dispatchers are never taken for one another's."""
@@ -89,43 +113,113 @@ class OpEntry(Shared):
         for finding in self.schema.check_values(_index_values_on_host(self.schema, values)):
             warnings.warn(f"{self.schema.name}: {finding}", KVDockWarning, stacklevel=5)
 
-    def run_slowly(self, values: tuple[Any, ...], named: str | None) -> None:
-        """Say why the quick path gave up; run the op all the same when it had no reason to."""
+    def run_slowly(self, values: tuple[Any, ...], named: str | None, signature: Signature | None = None) -> None:
+        """Say why the quick path gave up; run the op all the same when it had no reason to.
+
+        Args:
+            values: all arguments.
+            named: backend that was asked for.
+            signature: that of the call, where it was known.
+        """
         if torch.compiler.is_compiling():
             raise compiling_error(self.schema.name)
         request = validate(self.schema, values)
         if _is_noop(self.schema, values):
             return
-        plan = self._make_plan(request, values, named)
-        try:
-            plan.run(*values)
-        finally:
-            self._local.open(None if request.device == HOST else request.device).dispose(plan)
+        if signature is not None:
+            signature.note_apart(self.schema, values)
+        _, plan = self._entry_for(request, values, named)
+        plan.run(*values)
 
-    def _make_plan(self, request: Request, values: tuple[Any, ...], named: str | None) -> Plan:
-        """Prepare a plan for a request."""
-        selection = self._dispatcher.select(request, named)
+    def find(self, recent: Recent, key: tuple[Any, ...], values: tuple[Any, ...]) -> Signature | None:
+        """Return the signature of a call: one that this thread has met, or a new one, once the call is found valid.
+
+        None if the rank of no argument tells which variant it is: the slow path decides then.
+
+        Args:
+            recent: what is to remember it.
+            key: the backend asked for, whether a host int is in place of a tensor, and what `Signature` has of its key.
+            values: all arguments.
+
+        Raises:
+            KVDockError: the call is not valid.
+        """
+        rank = HOST_INT_RANK if key[1] else getattr(values[self._pivot], "ndim", None)
+        variant = next((variant for variant in self._variants if variant.pivot_rank == rank), None)
+        if variant is None:
+            return None
+        signature = self._met(key, variant, values) or self._new_signature(key, variant, values)
+        if key[1]:
+            recent.signature1 = signature
+        else:
+            recent.signature0 = signature
+        return signature
+
+    def _met(self, key: tuple[Any, ...], variant: Variant, values: tuple[Any, ...]) -> Signature | None:
+        """Look a signature up among those that this thread has met."""
         args = self.schema.bind(values)
-        extents = tuple(extent(args[arg.name]) for arg in self.schema.static_args)
-        return Plan(self._dispatcher.prepare(request, selection), extents, selection)
+        tensors = [args[name] for name in variant.dims]
+        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            return None
+        likely = (signature for signature in self.recent.signatures if self._is_current(signature) and signature.key == key)
+        return next((signature for signature in likely if signature.accepts(tensors, values)), None)
 
-    def _prepare(self, values: tuple[Any, ...], key: Any, named: str | None, device: torch.device | None) -> Plan:
-        """Validate a new signature, prepare its plan, and keep it in this thread's cache."""
+    def _is_current(self, signature: Signature) -> bool:
+        return (signature.epoch, signature.generation) == (self.chooser.epoch, self.settings.generation)
+
+    def _new_signature(self, key: tuple[Any, ...], variant: Variant, values: tuple[Any, ...]) -> Signature:
+        """Validate a call, and remember its signature."""
+        if torch.compiler.is_compiling():
+            raise compiling_error(self.schema.name)
         request = validate(self.schema, values)
-        self._dispatcher.choose(self.schema.name, request.device, named)  # finds backends, the first time: no part of preparing
-        epoch = self._dispatcher.chooser.epoch
-        if self._epoch != epoch:  # what is registered has changed: no older plan will be found
-            self._epoch = epoch
-            self._settings.new_generation()
-        cache = self._local.open(device)
-        cache.count_miss()
-        generation = self._local.generation  # a clear during what follows is one of this plan too
-        start = time.perf_counter()
-        plan = self._make_plan(request, values, named)
-        cache.put((epoch, generation, *key[2:]), plan, prepare_s=time.perf_counter() - start)
-        return plan
+        self._choose(request.device, key[0])
+        cache = self._local.open(_place(request.device))
+        known = filter(self._is_current, self.recent.signatures)
+        signature = Signature(self.schema, variant, key, values, cache, self._epoch, self._local.generation)
+        self.recent.signatures = [signature, *itertools.islice(known, MOST_SIGNATURES - 1)]
+        return signature
 
-    def bind(self, *pools: torch.Tensor, named: str | None = None) -> Callable[..., None]:
+    def _choose(self, device: torch.device, named: str | None) -> None:
+        """Find backends, the first time; where what is registered has changed, no older plan is found any more."""
+        self._dispatcher.choose(self.schema.name, device, named)
+        if self._epoch != self.chooser.epoch:
+            self._epoch = self.chooser.epoch
+            self.settings.new_generation()
+
+    def prepare(
+        self, signature: Signature, values: tuple[Any, ...], classes: tuple[int, ...] | None, named: str | None
+    ) -> tuple[Entry[Plan], Plan]:
+        """Return the plan for a signature whose tensors have some alignment, and its entry.
+
+        Args:
+            signature: that of the call.
+            values: all arguments.
+            classes: alignment of each tensor; None where it is the best there can be.
+            named: backend that was asked for.
+        """
+        entry, plan = self._entry_for(validate(self.schema, values), values, named)
+        if classes is None:
+            signature.full = entry
+        else:
+            signature.entries[classes] = entry
+        return entry, plan
+
+    def _entry_for(self, request: Request, values: tuple[Any, ...], named: str | None) -> tuple[Entry[Plan], Plan]:
+        """Look a plan up by its exact key in this thread's cache; prepare and keep it if it is not there."""
+        self._choose(request.device, named)  # before the clock starts: it is no part of preparing
+        cache = self._local.open(_place(request.device))
+        key = (self._epoch, self._local.generation, named, *request.args.values())  # a clear during what follows is one of this too
+        entry = cache.entries.get(key)
+        plan = entry.value if entry is not None else None
+        if entry is None or plan is None:
+            cache.count_miss()
+            start = time.perf_counter()
+            selection = self._dispatcher.select(request, named)
+            plan = Plan(self._dispatcher.prepare(request, selection), selection)
+            entry = cache.put(key, plan, prepare_s=time.perf_counter() - start)
+        return entry, plan
+
+    def bind(self, *pools: torch.Tensor, named: str | None = None) -> Callable[..., Any]:
         """Fix the pool arguments, so that calls no longer read them.
 
         Args:
@@ -136,7 +230,7 @@ class OpEntry(Shared):
             The op as a function of its other arguments, in the schema's order: a method of a `BoundOp`, which says what comes
             of copying it.
         """
-        return BoundOp(*self._binder, pools, named).call
+        return BoundOp(self._bound_call, pools, named).call
 
     @property
     def prepared(self) -> int:
@@ -149,35 +243,6 @@ def compiling_error(op: str) -> UnsupportedError:
     advice = "call it outside the compiled function; support comes later"
     torch._dynamo.graph_break(msg=f"kvdock: {op} cannot be traced. Fix: {advice}")  # what fullgraph=True shows
     return UnsupportedError(f"{op} under torch.compile", got="a call that is being traced", fix=advice)
-
-
-def _is_running(plan: Plan, frame: FrameType) -> bool:
-    """Whether a call of a plan is on a stack, given its innermost frame, as when a kernel calls an op itself.
-
-    Asked only when a plan is to be destroyed, so that calls need not keep count. What may have found the plan just now, and
-    not have given it a name yet, counts too: a signal handler or another thread can look at any moment.
-    """
-    inner = ""
-    outer: FrameType | None = frame
-    while outer is not None:
-        if outer.f_code.co_filename.startswith(GENERATED) and _may_use(outer, inner, plan):
-            return True
-        if outer.f_code is OpEntry._prepare.__code__ and outer.f_locals.get("plan") is plan:
-            return True
-        inner, outer = outer.f_code.co_name, outer.f_back
-    return False
-
-
-def _may_use(frame: FrameType, inner: str, plan: Plan) -> bool:
-    """Whether a function of `signature` runs a plan, or is about to; ``inner`` is the name of what it is calling."""
-    names = frame.f_locals
-    if not frame.f_code.co_name.startswith(BODY):  # it may run what it remembers, unless it has left the call to a body
-        return not inner.startswith(BODY) and any(value is plan for value in names.get("memo") or ())
-    if "plan" in names:
-        return names["plan"] is plan
-    if names.get("entry") is not None:
-        return names["entry"].value is plan
-    return inner != OpEntry._prepare.__name__  # it is looking for a plan, and may have found this one, unless none was there
 
 
 def _is_noop(schema: OpSchema, values: tuple[Any, ...]) -> bool:

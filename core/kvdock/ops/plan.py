@@ -15,14 +15,13 @@ __all__ = ["Plan"]
 
 
 class Plan:
-    """A descriptor with what the quick checks need: ``run`` is its call, ``extents`` the bytes each pool spans."""
+    """A descriptor, the kernel that made it, and ``run``, which is its call."""
 
-    __slots__ = ("captured", "descriptor", "extents", "run", "selection")
+    __slots__ = ("captured", "descriptor", "run", "selection")
 
-    def __init__(self, descriptor: Descriptor, extents: tuple[int, ...], selection: Selection) -> None:
+    def __init__(self, descriptor: Descriptor, selection: Selection) -> None:
         self.captured = False
         self.descriptor = descriptor
-        self.extents = extents
         self.selection = selection
         self.run = _runner(self)
 

@@ -85,6 +85,7 @@ class Arg:
         optional: whether it may be None.
         host: whether it may lie in host memory, whatever the op's device.
         scale_of: name of the quantised cache that it is the scale of. An error for a cache that is not quantised.
+        returned: whether the op returns it, made anew where it is None. Its dtype is that of ``same_dtype``, its sizes those of others.
     """
 
     name: str
@@ -95,11 +96,12 @@ class Arg:
     optional: bool = False
     host: bool = False
     scale_of: str | None = None
+    returned: bool = False
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is a tensor in most calls (a run-time int may be one)."""
-        return self.role is not Role.STATIC
+        """Whether it is a tensor in most calls: a run-time int may be one where it has sizes."""
+        return self.role in (Role.TENSOR, Role.MUTATED) or (self.role is Role.RUNTIME_INT and bool(self.dims))
 
     def shapes(self) -> tuple[tuple[Dim, ...], ...]:
         """Return every list of dimensions it may have."""

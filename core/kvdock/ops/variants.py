@@ -28,11 +28,10 @@ class Variant:
 
 
 def pivot_of(schema: OpSchema) -> int:
-    """Return the index of the argument whose rank tells the variants apart (0 when there is but one)."""
-    for index, arg in enumerate(schema.args):
-        if not arg.optional and arg.is_tensor and (len(arg.shapes()) > 1 or arg.role is Role.RUNTIME_INT):
-            return index
-    return 0
+    """Return the index of the argument whose rank tells the variants apart: the first tensor when there is but one."""
+    tensors = [index for index, arg in enumerate(schema.args) if not arg.optional and arg.is_tensor]
+    telling = (i for i in tensors if len(schema.args[i].shapes()) > 1 or schema.args[i].role is Role.RUNTIME_INT)
+    return next(telling, tensors[0])
 
 
 def variants_of(schema: OpSchema) -> list[Variant]:

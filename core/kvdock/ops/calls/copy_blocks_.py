@@ -1,0 +1,181 @@
+"""The quick path of `copy_blocks_`. Written by ``make calls`` from its schema: see `kvdock.ops.codegen`, and do not edit it."""
+
+from kvdock.ops.signatures import EMPTY, FastCall
+
+
+def make(op):
+    """Return the op as a function of all its arguments, and as one of a `BoundOp` and the rest."""
+    is_compiling, get_mode, enter = op.is_compiling, op.get_mode, op.enter
+    recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
+    find, prepare, slow = op.find, op.prepare, op.run_slowly
+
+    def body0(recent, k_cache, v_cache, block_pairs, named):
+        key = (named, 0, ())
+        signature = recent.signature0
+        try:
+            known = (
+                signature.key == key
+                and signature.epoch == chooser.epoch
+                and signature.generation == settings.generation
+                and signature.guard(k_cache, v_cache, block_pairs)
+            )
+        except TypeError:  # what is no tensor
+            known = False
+        if not known:
+            signature = find(recent, key, (k_cache, v_cache, block_pairs))
+            if signature is None:  # nothing that can be known by a guard, such as an int of a class of its own
+                return slow((k_cache, v_cache, block_pairs), named)
+        k_cache_extent, v_cache_extent, block_pairs_size, block_pairs_full = signature.numbers
+        N, block_pairs_n1 = block_pairs.shape
+        block_pairs_t0, block_pairs_t1 = block_pairs.stride()
+        block_pairs_ptr = block_pairs.data_ptr()
+        block_pairs_end = block_pairs_ptr + (1 + (N - 1) * block_pairs_t0 + (block_pairs_n1 - 1) * block_pairs_t1) * block_pairs_size
+        block_pairs_bits = block_pairs_ptr | block_pairs_full
+        if N > 1:
+            block_pairs_bits |= block_pairs_t0 * block_pairs_size
+        k_cache_ptr = k_cache.data_ptr()
+        k_cache_end = k_cache_ptr + k_cache_extent
+        v_cache_ptr = v_cache.data_ptr()
+        v_cache_end = v_cache_ptr + v_cache_extent
+        low = k_cache_ptr
+        if v_cache_ptr < low:
+            low = v_cache_ptr
+        high = k_cache_end
+        if v_cache_end > high:
+            high = v_cache_end
+        if (
+            not N
+            or (
+                k_cache_ptr < v_cache_end
+                and v_cache_ptr < k_cache_end
+                and ("k_cache", "v_cache", v_cache_ptr - k_cache_ptr) not in signature.apart
+            )
+            or (
+                block_pairs_ptr < high
+                and low < block_pairs_end
+                and (
+                    (block_pairs_ptr < k_cache_end and k_cache_ptr < block_pairs_end)
+                    or (block_pairs_ptr < v_cache_end and v_cache_ptr < block_pairs_end)
+                )
+            )
+        ):
+            return slow((k_cache, v_cache, block_pairs), named, signature)
+        is_full = not ((k_cache_ptr | v_cache_ptr) & 15 or block_pairs_bits & (block_pairs_full - 1))
+        if is_full:
+            classes, entry = None, signature.full
+        else:
+            classes = (
+                (k_cache_ptr | 16) & -(k_cache_ptr | 16),
+                (v_cache_ptr | 16) & -(v_cache_ptr | 16),
+                block_pairs_bits & -block_pairs_bits,
+            )
+            entry = signature.entries.get(classes, EMPTY)
+        plan = entry.value  # held until it has run, whatever becomes of the entry
+        if plan is None:
+            entry, plan = prepare(signature, (k_cache, v_cache, block_pairs), classes, named)
+        cache = signature.cache
+        entry.used = cache.clock = cache.clock + 1
+        if is_full and named == recent.own_name:
+            strides = (block_pairs_t0, block_pairs_t1)
+            fast = signature.fast.get(strides)
+            if fast.__class__ is not FastCall or fast.entry is not entry:
+                fast = None
+                if signature.is_due(strides):
+                    numbers = (
+                        k_cache_extent,
+                        v_cache_extent,
+                        block_pairs_full - 1,
+                        block_pairs_n1,
+                        block_pairs_t0 * block_pairs_size,
+                        (1 + (block_pairs_n1 - 1) * block_pairs_t1 - block_pairs_t0) * block_pairs_size,
+                    )
+                    fast = signature.settle(schema, entry, strides, numbers, (k_cache, v_cache, block_pairs))
+            if fast is not None:
+                recent.adopt(fast, 0)
+                if fast.launch is not None:
+                    return fast.launch(k_cache_ptr, v_cache_ptr, block_pairs_ptr, N)
+        return plan.run(k_cache, v_cache, block_pairs)
+
+    def call(k_cache, v_cache, block_pairs):
+        if is_compiling():
+            return slow((k_cache, v_cache, block_pairs), None)
+        mode = get_mode()
+        guard, variant, entry, cache, epoch, generation, static, launch, numbers = recent.fast0
+        plan = entry.value  # held until it has run, whatever becomes of the entry
+        if plan is not None and epoch == chooser.epoch and generation == settings.generation and mode is None:
+            try:
+                same = guard(k_cache, v_cache, block_pairs)
+            except TypeError:  # what is no tensor
+                same = False
+            if same:
+                k_cache_extent, v_cache_extent, block_pairs_mask, block_pairs_row, block_pairs_step0, block_pairs_rest = numbers
+                N, block_pairs_n1 = block_pairs.shape
+                k_cache_ptr = k_cache.data_ptr()
+                k_cache_end = k_cache_ptr + k_cache_extent
+                v_cache_ptr = v_cache.data_ptr()
+                v_cache_end = v_cache_ptr + v_cache_extent
+                block_pairs_ptr = block_pairs.data_ptr()
+                block_pairs_end = block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                low = k_cache_ptr
+                if v_cache_ptr < low:
+                    low = v_cache_ptr
+                high = k_cache_end
+                if v_cache_end > high:
+                    high = v_cache_end
+                if N and not (
+                    (k_cache_ptr | v_cache_ptr) & 15
+                    or block_pairs_ptr & block_pairs_mask
+                    or (k_cache_ptr < v_cache_end and v_cache_ptr < k_cache_end)
+                    or (
+                        block_pairs_ptr < high
+                        and low < block_pairs_end
+                        and (
+                            (block_pairs_ptr < k_cache_end and k_cache_ptr < block_pairs_end)
+                            or (block_pairs_ptr < v_cache_end and v_cache_ptr < block_pairs_end)
+                        )
+                    )
+                ):
+                    entry.used = cache.clock = cache.clock + 1
+                    if launch is not None:
+                        return launch(k_cache_ptr, v_cache_ptr, block_pairs_ptr, N)
+                    return plan.run(k_cache, v_cache, block_pairs)
+        named = None if mode is None else enter(mode, (k_cache, v_cache, block_pairs), None)
+        return body0(recent, k_cache, v_cache, block_pairs, named)
+
+    def bound_call(bound, block_pairs):
+        recent, own_name = bound.recent, bound.own_name
+        k_cache, v_cache, k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high = bound.fixed
+        if is_compiling():
+            return slow((k_cache, v_cache, block_pairs), None)
+        mode = get_mode()
+        guard, variant, entry, cache, epoch, generation, static, launch, numbers = recent.fast0
+        plan = entry.value  # held until it has run, whatever becomes of the entry
+        if plan is not None and epoch == chooser.epoch and generation == settings.generation and mode is None:
+            try:
+                same = guard(block_pairs)
+            except TypeError:  # what is no tensor
+                same = False
+            if same:
+                k_cache_extent, v_cache_extent, block_pairs_mask, block_pairs_row, block_pairs_step0, block_pairs_rest = numbers
+                N, block_pairs_n1 = block_pairs.shape
+                block_pairs_ptr = block_pairs.data_ptr()
+                block_pairs_end = block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                if N and not (
+                    block_pairs_ptr & block_pairs_mask
+                    or (
+                        block_pairs_ptr < high
+                        and low < block_pairs_end
+                        and (
+                            (block_pairs_ptr < k_cache_end and k_cache_ptr < block_pairs_end)
+                            or (block_pairs_ptr < v_cache_end and v_cache_ptr < block_pairs_end)
+                        )
+                    )
+                ):
+                    entry.used = cache.clock = cache.clock + 1
+                    if launch is not None:
+                        return launch(k_cache_ptr, v_cache_ptr, block_pairs_ptr, N)
+                    return plan.run(k_cache, v_cache, block_pairs)
+        named = own_name if mode is None else enter(mode, (k_cache, v_cache, block_pairs), own_name)
+        return body0(recent, k_cache, v_cache, block_pairs, named)
+
+    return call, bound_call

@@ -1,0 +1,654 @@
+"""The quick path of `gather_paged`. Written by ``make calls`` from its schema: see `kvdock.ops.codegen`, and do not edit it."""
+
+from kvdock.ops.geometry import has_internal_overlap
+from kvdock.ops.signatures import EMPTY, FastCall
+
+
+def make(op):
+    """Return the op as a function of all its arguments, and as one of a `BoundOp` and the rest."""
+    is_compiling, get_mode, enter = op.is_compiling, op.get_mode, op.enter
+    recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
+    find, prepare, slow = op.find, op.prepare, op.run_slowly
+
+    def body0(recent, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out, named):
+        key = (named, 0, (), k_scale is None, v_scale is None)
+        signature = recent.signature0
+        try:
+            known = (
+                signature.key == key
+                and signature.epoch == chooser.epoch
+                and signature.generation == settings.generation
+                and signature.guard(k_cache, v_cache, slot_mapping, k_out, v_out)
+                and (
+                    signature.optional is None
+                    or signature.optional.accept((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out))
+                )
+            )
+        except TypeError:  # what is no tensor
+            known = False
+        if not known:
+            signature = find(recent, key, (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out))
+            if signature is None:  # nothing that can be known by a guard, such as an int of a class of its own
+                slow((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), named)
+                return k_out, v_out
+        if signature.variant == 0:
+            k_cache_extent, v_cache_extent, slot_mapping_size, slot_mapping_full, k_out_size, k_out_full, v_out_size, v_out_full = (
+                signature.numbers
+            )
+            (lead0,) = slot_mapping.shape
+            (slot_mapping_t0,) = slot_mapping.stride()
+            slot_mapping_ptr = slot_mapping.data_ptr()
+            slot_mapping_end = slot_mapping_ptr + (1 + (lead0 - 1) * slot_mapping_t0) * slot_mapping_size
+            k_out_n0, k_out_n1, k_out_n2 = k_out.shape
+            k_out_t0, k_out_t1, k_out_t2 = k_out.stride()
+            k_out_ptr = k_out.data_ptr()
+            k_out_end = k_out_ptr + (1 + (k_out_n0 - 1) * k_out_t0 + (k_out_n1 - 1) * k_out_t1 + (k_out_n2 - 1) * k_out_t2) * k_out_size
+            k_out_bits = k_out_ptr | k_out_full
+            if k_out_n0 > 1:
+                k_out_bits |= k_out_t0 * k_out_size
+            if k_out_n1 > 1:
+                k_out_bits |= k_out_t1 * k_out_size
+            v_out_n0, v_out_n1, v_out_n2 = v_out.shape
+            v_out_t0, v_out_t1, v_out_t2 = v_out.stride()
+            v_out_ptr = v_out.data_ptr()
+            v_out_end = v_out_ptr + (1 + (v_out_n0 - 1) * v_out_t0 + (v_out_n1 - 1) * v_out_t1 + (v_out_n2 - 1) * v_out_t2) * v_out_size
+            v_out_bits = v_out_ptr | v_out_full
+            if v_out_n0 > 1:
+                v_out_bits |= v_out_t0 * v_out_size
+            if v_out_n1 > 1:
+                v_out_bits |= v_out_t1 * v_out_size
+            k_cache_ptr = k_cache.data_ptr()
+            k_cache_end = k_cache_ptr + k_cache_extent
+            v_cache_ptr = v_cache.data_ptr()
+            v_cache_end = v_cache_ptr + v_cache_extent
+            low = k_out_ptr
+            if v_out_ptr < low:
+                low = v_out_ptr
+            high = k_out_end
+            if v_out_end > high:
+                high = v_out_end
+            if (
+                not lead0
+                or slot_mapping_ptr & (slot_mapping_size - 1)
+                or k_out_n0 != lead0
+                or v_out_n0 != lead0
+                or (not k_out.is_contiguous() and has_internal_overlap(k_out))
+                or (not v_out.is_contiguous() and has_internal_overlap(v_out))
+                or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
+                or (
+                    k_cache_ptr < high
+                    and low < k_cache_end
+                    and ((k_cache_ptr < k_out_end and k_out_ptr < k_cache_end) or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end))
+                )
+                or (
+                    v_cache_ptr < high
+                    and low < v_cache_end
+                    and ((v_cache_ptr < k_out_end and k_out_ptr < v_cache_end) or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end))
+                )
+                or (
+                    slot_mapping_ptr < high
+                    and low < slot_mapping_end
+                    and (
+                        (slot_mapping_ptr < k_out_end and k_out_ptr < slot_mapping_end)
+                        or (slot_mapping_ptr < v_out_end and v_out_ptr < slot_mapping_end)
+                    )
+                )
+            ):
+                slow((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), named, signature)
+                return k_out, v_out
+            is_full = not ((k_cache_ptr | v_cache_ptr) & 15 or k_out_bits & (k_out_full - 1) or v_out_bits & (v_out_full - 1))
+            more = ()
+            if signature.optional is not None:
+                is_full = False
+                more = signature.optional.read(
+                    (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), {"lead0": lead0}, low, high
+                )
+                if more is None:
+                    slow((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), named)
+                    return k_out, v_out
+            if is_full:
+                classes, entry = None, signature.full
+            else:
+                classes = (
+                    (k_cache_ptr | 16) & -(k_cache_ptr | 16),
+                    (v_cache_ptr | 16) & -(v_cache_ptr | 16),
+                    k_out_bits & -k_out_bits,
+                    v_out_bits & -v_out_bits,
+                    *more,
+                )
+                entry = signature.entries.get(classes, EMPTY)
+            plan = entry.value  # held until it has run, whatever becomes of the entry
+            if plan is None:
+                entry, plan = prepare(signature, (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), classes, named)
+            cache = signature.cache
+            entry.used = cache.clock = cache.clock + 1
+            if is_full and named == recent.own_name:
+                strides = (slot_mapping_t0, k_out_t0, k_out_t1, k_out_t2, v_out_t0, v_out_t1, v_out_t2)
+                fast = signature.fast.get(strides)
+                if fast.__class__ is not FastCall or fast.entry is not entry:
+                    fast = None
+                    if signature.is_due(strides):
+                        numbers = (
+                            k_cache_extent,
+                            v_cache_extent,
+                            slot_mapping_size - 1,
+                            slot_mapping_t0 * slot_mapping_size,
+                            (1 - slot_mapping_t0) * slot_mapping_size,
+                            k_out_full - 1,
+                            k_out_n1 * k_out_n2,
+                            k_out_t0 * k_out_size,
+                            (1 + (k_out_n1 - 1) * k_out_t1 + (k_out_n2 - 1) * k_out_t2 - k_out_t0) * k_out_size,
+                            v_out_full - 1,
+                            v_out_n1 * v_out_n2,
+                            v_out_t0 * v_out_size,
+                            (1 + (v_out_n1 - 1) * v_out_t1 + (v_out_n2 - 1) * v_out_t2 - v_out_t0) * v_out_size,
+                        )
+                        fast = signature.settle(
+                            schema, entry, strides, numbers, (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
+                        )
+                if fast is not None:
+                    recent.adopt(fast, 0)
+                    if fast.launch is not None:
+                        fast.launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0)
+                        return k_out, v_out
+            plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
+            return k_out, v_out
+        k_cache_extent, v_cache_extent, slot_mapping_size, slot_mapping_full, k_out_size, k_out_full, v_out_size, v_out_full = (
+            signature.numbers
+        )
+        lead0, lead1 = slot_mapping.shape
+        slot_mapping_t0, slot_mapping_t1 = slot_mapping.stride()
+        slot_mapping_ptr = slot_mapping.data_ptr()
+        slot_mapping_end = slot_mapping_ptr + (1 + (lead0 - 1) * slot_mapping_t0 + (lead1 - 1) * slot_mapping_t1) * slot_mapping_size
+        k_out_n0, k_out_n1, k_out_n2, k_out_n3 = k_out.shape
+        k_out_t0, k_out_t1, k_out_t2, k_out_t3 = k_out.stride()
+        k_out_ptr = k_out.data_ptr()
+        k_out_end = (
+            k_out_ptr
+            + (1 + (k_out_n0 - 1) * k_out_t0 + (k_out_n1 - 1) * k_out_t1 + (k_out_n2 - 1) * k_out_t2 + (k_out_n3 - 1) * k_out_t3)
+            * k_out_size
+        )
+        k_out_bits = k_out_ptr | k_out_full
+        if k_out_n0 > 1:
+            k_out_bits |= k_out_t0 * k_out_size
+        if k_out_n1 > 1:
+            k_out_bits |= k_out_t1 * k_out_size
+        if k_out_n2 > 1:
+            k_out_bits |= k_out_t2 * k_out_size
+        v_out_n0, v_out_n1, v_out_n2, v_out_n3 = v_out.shape
+        v_out_t0, v_out_t1, v_out_t2, v_out_t3 = v_out.stride()
+        v_out_ptr = v_out.data_ptr()
+        v_out_end = (
+            v_out_ptr
+            + (1 + (v_out_n0 - 1) * v_out_t0 + (v_out_n1 - 1) * v_out_t1 + (v_out_n2 - 1) * v_out_t2 + (v_out_n3 - 1) * v_out_t3)
+            * v_out_size
+        )
+        v_out_bits = v_out_ptr | v_out_full
+        if v_out_n0 > 1:
+            v_out_bits |= v_out_t0 * v_out_size
+        if v_out_n1 > 1:
+            v_out_bits |= v_out_t1 * v_out_size
+        if v_out_n2 > 1:
+            v_out_bits |= v_out_t2 * v_out_size
+        k_cache_ptr = k_cache.data_ptr()
+        k_cache_end = k_cache_ptr + k_cache_extent
+        v_cache_ptr = v_cache.data_ptr()
+        v_cache_end = v_cache_ptr + v_cache_extent
+        low = k_out_ptr
+        if v_out_ptr < low:
+            low = v_out_ptr
+        high = k_out_end
+        if v_out_end > high:
+            high = v_out_end
+        if (
+            not lead0
+            or not lead1
+            or slot_mapping_ptr & (slot_mapping_size - 1)
+            or k_out_n0 != lead0
+            or k_out_n1 != lead1
+            or v_out_n0 != lead0
+            or v_out_n1 != lead1
+            or (not k_out.is_contiguous() and has_internal_overlap(k_out))
+            or (not v_out.is_contiguous() and has_internal_overlap(v_out))
+            or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
+            or (
+                k_cache_ptr < high
+                and low < k_cache_end
+                and ((k_cache_ptr < k_out_end and k_out_ptr < k_cache_end) or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end))
+            )
+            or (
+                v_cache_ptr < high
+                and low < v_cache_end
+                and ((v_cache_ptr < k_out_end and k_out_ptr < v_cache_end) or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end))
+            )
+            or (
+                slot_mapping_ptr < high
+                and low < slot_mapping_end
+                and (
+                    (slot_mapping_ptr < k_out_end and k_out_ptr < slot_mapping_end)
+                    or (slot_mapping_ptr < v_out_end and v_out_ptr < slot_mapping_end)
+                )
+            )
+        ):
+            slow((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), named, signature)
+            return k_out, v_out
+        is_full = not ((k_cache_ptr | v_cache_ptr) & 15 or k_out_bits & (k_out_full - 1) or v_out_bits & (v_out_full - 1))
+        more = ()
+        if signature.optional is not None:
+            is_full = False
+            more = signature.optional.read(
+                (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), {"lead0": lead0, "lead1": lead1}, low, high
+            )
+            if more is None:
+                slow((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), named)
+                return k_out, v_out
+        if is_full:
+            classes, entry = None, signature.full
+        else:
+            classes = (
+                (k_cache_ptr | 16) & -(k_cache_ptr | 16),
+                (v_cache_ptr | 16) & -(v_cache_ptr | 16),
+                k_out_bits & -k_out_bits,
+                v_out_bits & -v_out_bits,
+                *more,
+            )
+            entry = signature.entries.get(classes, EMPTY)
+        plan = entry.value  # held until it has run, whatever becomes of the entry
+        if plan is None:
+            entry, plan = prepare(signature, (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), classes, named)
+        cache = signature.cache
+        entry.used = cache.clock = cache.clock + 1
+        if is_full and named == recent.own_name:
+            strides = (slot_mapping_t0, slot_mapping_t1, k_out_t0, k_out_t1, k_out_t2, k_out_t3, v_out_t0, v_out_t1, v_out_t2, v_out_t3)
+            fast = signature.fast.get(strides)
+            if fast.__class__ is not FastCall or fast.entry is not entry:
+                fast = None
+                if signature.is_due(strides):
+                    numbers = (
+                        k_cache_extent,
+                        v_cache_extent,
+                        slot_mapping_size - 1,
+                        slot_mapping_t0 * slot_mapping_size,
+                        slot_mapping_t1 * slot_mapping_size,
+                        (1 - slot_mapping_t0 - slot_mapping_t1) * slot_mapping_size,
+                        k_out_full - 1,
+                        k_out_t0 * k_out_size,
+                        k_out_t1 * k_out_size,
+                        (1 + (k_out_n2 - 1) * k_out_t2 + (k_out_n3 - 1) * k_out_t3 - k_out_t0 - k_out_t1) * k_out_size,
+                        v_out_full - 1,
+                        v_out_t0 * v_out_size,
+                        v_out_t1 * v_out_size,
+                        (1 + (v_out_n2 - 1) * v_out_t2 + (v_out_n3 - 1) * v_out_t3 - v_out_t0 - v_out_t1) * v_out_size,
+                    )
+                    fast = signature.settle(
+                        schema, entry, strides, numbers, (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
+                    )
+            if fast is not None:
+                recent.adopt(fast, 0)
+                if fast.launch is not None:
+                    fast.launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0, lead1)
+                    return k_out, v_out
+        plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
+        return k_out, v_out
+
+    def call(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out):
+        if is_compiling():
+            slow((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), None)
+            return k_out, v_out
+        if k_out is None and v_out is None:
+            try:
+                k_out = k_cache.new_empty((*slot_mapping.shape, k_cache.shape[-2], k_cache.shape[-1]))
+                v_out = v_cache.new_empty((*slot_mapping.shape, v_cache.shape[-2], v_cache.shape[-1]))
+            except (AttributeError, IndexError, RuntimeError, TypeError):  # wrong arguments, which the slow path explains
+                pass
+        mode = get_mode()
+        guard, variant, entry, cache, epoch, generation, static, launch, numbers = recent.fast0
+        plan = entry.value  # held until it has run, whatever becomes of the entry
+        if (
+            plan is not None
+            and epoch == chooser.epoch
+            and generation == settings.generation
+            and mode is None
+            and k_scale is None
+            and v_scale is None
+        ):
+            try:
+                same = guard(k_cache, v_cache, slot_mapping, k_out, v_out)
+            except TypeError:  # what is no tensor
+                same = False
+            if same and variant == 0:
+                (
+                    k_cache_extent,
+                    v_cache_extent,
+                    slot_mapping_mask,
+                    slot_mapping_step0,
+                    slot_mapping_rest,
+                    k_out_mask,
+                    k_out_row,
+                    k_out_step0,
+                    k_out_rest,
+                    v_out_mask,
+                    v_out_row,
+                    v_out_step0,
+                    v_out_rest,
+                ) = numbers
+                lead0 = slot_mapping.numel()
+                k_cache_ptr = k_cache.data_ptr()
+                k_cache_end = k_cache_ptr + k_cache_extent
+                v_cache_ptr = v_cache.data_ptr()
+                v_cache_end = v_cache_ptr + v_cache_extent
+                slot_mapping_ptr = slot_mapping.data_ptr()
+                slot_mapping_end = slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                k_out_ptr = k_out.data_ptr()
+                k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0
+                v_out_ptr = v_out.data_ptr()
+                v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0
+                low = k_out_ptr
+                if v_out_ptr < low:
+                    low = v_out_ptr
+                high = k_out_end
+                if v_out_end > high:
+                    high = v_out_end
+                if (
+                    lead0
+                    and k_out.numel() == lead0 * k_out_row
+                    and v_out.numel() == lead0 * v_out_row
+                    and not (
+                        (k_cache_ptr | v_cache_ptr) & 15
+                        or slot_mapping_ptr & slot_mapping_mask
+                        or k_out_ptr & k_out_mask
+                        or v_out_ptr & v_out_mask
+                        or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
+                        or (
+                            k_cache_ptr < high
+                            and low < k_cache_end
+                            and (
+                                (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end)
+                                or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
+                            )
+                        )
+                        or (
+                            v_cache_ptr < high
+                            and low < v_cache_end
+                            and (
+                                (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end)
+                                or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
+                            )
+                        )
+                        or (
+                            slot_mapping_ptr < high
+                            and low < slot_mapping_end
+                            and (
+                                (slot_mapping_ptr < k_out_end and k_out_ptr < slot_mapping_end)
+                                or (slot_mapping_ptr < v_out_end and v_out_ptr < slot_mapping_end)
+                            )
+                        )
+                    )
+                ):
+                    entry.used = cache.clock = cache.clock + 1
+                    if launch is not None:
+                        launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0)
+                        return k_out, v_out
+                    plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
+                    return k_out, v_out
+            elif same and variant == 1:
+                (
+                    k_cache_extent,
+                    v_cache_extent,
+                    slot_mapping_mask,
+                    slot_mapping_step0,
+                    slot_mapping_step1,
+                    slot_mapping_rest,
+                    k_out_mask,
+                    k_out_step0,
+                    k_out_step1,
+                    k_out_rest,
+                    v_out_mask,
+                    v_out_step0,
+                    v_out_step1,
+                    v_out_rest,
+                ) = numbers
+                lead0, lead1 = slot_mapping.shape
+                k_out_n0, k_out_n1, k_out_n2, k_out_n3 = k_out.shape
+                v_out_n0, v_out_n1, v_out_n2, v_out_n3 = v_out.shape
+                k_cache_ptr = k_cache.data_ptr()
+                k_cache_end = k_cache_ptr + k_cache_extent
+                v_cache_ptr = v_cache.data_ptr()
+                v_cache_end = v_cache_ptr + v_cache_extent
+                slot_mapping_ptr = slot_mapping.data_ptr()
+                slot_mapping_end = slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                k_out_ptr = k_out.data_ptr()
+                k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0 + lead1 * k_out_step1
+                v_out_ptr = v_out.data_ptr()
+                v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0 + lead1 * v_out_step1
+                low = k_out_ptr
+                if v_out_ptr < low:
+                    low = v_out_ptr
+                high = k_out_end
+                if v_out_end > high:
+                    high = v_out_end
+                if (
+                    lead0
+                    and lead1
+                    and k_out_n0 == lead0
+                    and k_out_n1 == lead1
+                    and v_out_n0 == lead0
+                    and v_out_n1 == lead1
+                    and not (
+                        (k_cache_ptr | v_cache_ptr) & 15
+                        or slot_mapping_ptr & slot_mapping_mask
+                        or k_out_ptr & k_out_mask
+                        or v_out_ptr & v_out_mask
+                        or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
+                        or (
+                            k_cache_ptr < high
+                            and low < k_cache_end
+                            and (
+                                (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end)
+                                or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
+                            )
+                        )
+                        or (
+                            v_cache_ptr < high
+                            and low < v_cache_end
+                            and (
+                                (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end)
+                                or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
+                            )
+                        )
+                        or (
+                            slot_mapping_ptr < high
+                            and low < slot_mapping_end
+                            and (
+                                (slot_mapping_ptr < k_out_end and k_out_ptr < slot_mapping_end)
+                                or (slot_mapping_ptr < v_out_end and v_out_ptr < slot_mapping_end)
+                            )
+                        )
+                    )
+                ):
+                    entry.used = cache.clock = cache.clock + 1
+                    if launch is not None:
+                        launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0, lead1)
+                        return k_out, v_out
+                    plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
+                    return k_out, v_out
+        named = None if mode is None else enter(mode, (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), None)
+        return body0(recent, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out, named)
+
+    def bound_call(bound, slot_mapping, k_scale, v_scale, k_out, v_out):
+        recent, own_name = bound.recent, bound.own_name
+        k_cache, v_cache, k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high = bound.fixed
+        if is_compiling():
+            slow((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), None)
+            return k_out, v_out
+        if k_out is None and v_out is None:
+            try:
+                k_out = k_cache.new_empty((*slot_mapping.shape, k_cache.shape[-2], k_cache.shape[-1]))
+                v_out = v_cache.new_empty((*slot_mapping.shape, v_cache.shape[-2], v_cache.shape[-1]))
+            except (AttributeError, IndexError, RuntimeError, TypeError):  # wrong arguments, which the slow path explains
+                pass
+        mode = get_mode()
+        guard, variant, entry, cache, epoch, generation, static, launch, numbers = recent.fast0
+        plan = entry.value  # held until it has run, whatever becomes of the entry
+        if (
+            plan is not None
+            and epoch == chooser.epoch
+            and generation == settings.generation
+            and mode is None
+            and k_scale is None
+            and v_scale is None
+        ):
+            try:
+                same = guard(slot_mapping, k_out, v_out)
+            except TypeError:  # what is no tensor
+                same = False
+            if same and variant == 0:
+                (
+                    k_cache_extent,
+                    v_cache_extent,
+                    slot_mapping_mask,
+                    slot_mapping_step0,
+                    slot_mapping_rest,
+                    k_out_mask,
+                    k_out_row,
+                    k_out_step0,
+                    k_out_rest,
+                    v_out_mask,
+                    v_out_row,
+                    v_out_step0,
+                    v_out_rest,
+                ) = numbers
+                lead0 = slot_mapping.numel()
+                slot_mapping_ptr = slot_mapping.data_ptr()
+                slot_mapping_end = slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                k_out_ptr = k_out.data_ptr()
+                k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0
+                v_out_ptr = v_out.data_ptr()
+                v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0
+                low = k_out_ptr
+                if v_out_ptr < low:
+                    low = v_out_ptr
+                high = k_out_end
+                if v_out_end > high:
+                    high = v_out_end
+                if (
+                    lead0
+                    and k_out.numel() == lead0 * k_out_row
+                    and v_out.numel() == lead0 * v_out_row
+                    and not (
+                        slot_mapping_ptr & slot_mapping_mask
+                        or k_out_ptr & k_out_mask
+                        or v_out_ptr & v_out_mask
+                        or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
+                        or (
+                            k_cache_ptr < high
+                            and low < k_cache_end
+                            and (
+                                (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end)
+                                or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
+                            )
+                        )
+                        or (
+                            v_cache_ptr < high
+                            and low < v_cache_end
+                            and (
+                                (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end)
+                                or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
+                            )
+                        )
+                        or (
+                            slot_mapping_ptr < high
+                            and low < slot_mapping_end
+                            and (
+                                (slot_mapping_ptr < k_out_end and k_out_ptr < slot_mapping_end)
+                                or (slot_mapping_ptr < v_out_end and v_out_ptr < slot_mapping_end)
+                            )
+                        )
+                    )
+                ):
+                    entry.used = cache.clock = cache.clock + 1
+                    if launch is not None:
+                        launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0)
+                        return k_out, v_out
+                    plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
+                    return k_out, v_out
+            elif same and variant == 1:
+                (
+                    k_cache_extent,
+                    v_cache_extent,
+                    slot_mapping_mask,
+                    slot_mapping_step0,
+                    slot_mapping_step1,
+                    slot_mapping_rest,
+                    k_out_mask,
+                    k_out_step0,
+                    k_out_step1,
+                    k_out_rest,
+                    v_out_mask,
+                    v_out_step0,
+                    v_out_step1,
+                    v_out_rest,
+                ) = numbers
+                lead0, lead1 = slot_mapping.shape
+                k_out_n0, k_out_n1, k_out_n2, k_out_n3 = k_out.shape
+                v_out_n0, v_out_n1, v_out_n2, v_out_n3 = v_out.shape
+                slot_mapping_ptr = slot_mapping.data_ptr()
+                slot_mapping_end = slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                k_out_ptr = k_out.data_ptr()
+                k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0 + lead1 * k_out_step1
+                v_out_ptr = v_out.data_ptr()
+                v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0 + lead1 * v_out_step1
+                low = k_out_ptr
+                if v_out_ptr < low:
+                    low = v_out_ptr
+                high = k_out_end
+                if v_out_end > high:
+                    high = v_out_end
+                if (
+                    lead0
+                    and lead1
+                    and k_out_n0 == lead0
+                    and k_out_n1 == lead1
+                    and v_out_n0 == lead0
+                    and v_out_n1 == lead1
+                    and not (
+                        slot_mapping_ptr & slot_mapping_mask
+                        or k_out_ptr & k_out_mask
+                        or v_out_ptr & v_out_mask
+                        or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
+                        or (
+                            k_cache_ptr < high
+                            and low < k_cache_end
+                            and (
+                                (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end)
+                                or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
+                            )
+                        )
+                        or (
+                            v_cache_ptr < high
+                            and low < v_cache_end
+                            and (
+                                (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end)
+                                or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
+                            )
+                        )
+                        or (
+                            slot_mapping_ptr < high
+                            and low < slot_mapping_end
+                            and (
+                                (slot_mapping_ptr < k_out_end and k_out_ptr < slot_mapping_end)
+                                or (slot_mapping_ptr < v_out_end and v_out_ptr < slot_mapping_end)
+                            )
+                        )
+                    )
+                ):
+                    entry.used = cache.clock = cache.clock + 1
+                    if launch is not None:
+                        launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0, lead1)
+                        return k_out, v_out
+                    plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
+                    return k_out, v_out
+        named = own_name if mode is None else enter(mode, (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), own_name)
+        return body0(recent, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out, named)
+
+    return call, bound_call

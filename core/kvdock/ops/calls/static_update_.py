@@ -1,0 +1,764 @@
+"""The quick path of `static_update_`. Written by ``make calls`` from its schema: see `kvdock.ops.codegen`, and do not edit it."""
+
+from kvdock.ops.signatures import EMPTY, FastCall
+
+
+def make(op):
+    """Return the op as a function of all its arguments, and as one of a `BoundOp` and the rest."""
+    is_compiling, get_mode, enter = op.is_compiling, op.get_mode, op.enter
+    recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
+    find, prepare, slow = op.find, op.prepare, op.run_slowly
+
+    def body0(recent, k_cache, v_cache, k, v, cache_lengths, named):
+        key = (named, 0, ())
+        signature = recent.signature0
+        try:
+            known = (
+                signature.key == key
+                and signature.epoch == chooser.epoch
+                and signature.generation == settings.generation
+                and signature.guard(k_cache, v_cache, k, v, cache_lengths)
+            )
+        except TypeError:  # what is no tensor
+            known = False
+        if not known:
+            signature = find(recent, key, (k_cache, v_cache, k, v, cache_lengths))
+            if signature is None:  # nothing that can be known by a guard, such as an int of a class of its own
+                return slow((k_cache, v_cache, k, v, cache_lengths), named)
+        if signature.variant == 1:
+            k_cache_extent, v_cache_extent, k_size, k_full, v_size, v_full, cache_lengths_size, cache_lengths_full = signature.numbers
+            b, k_n1, s, k_n3 = k.shape
+            k_t0, k_t1, k_t2, k_t3 = k.stride()
+            k_ptr = k.data_ptr()
+            k_end = k_ptr + (1 + (b - 1) * k_t0 + (k_n1 - 1) * k_t1 + (s - 1) * k_t2 + (k_n3 - 1) * k_t3) * k_size
+            k_bits = k_ptr | k_full
+            if b > 1:
+                k_bits |= k_t0 * k_size
+            if k_n1 > 1:
+                k_bits |= k_t1 * k_size
+            if s > 1:
+                k_bits |= k_t2 * k_size
+            v_n0, v_n1, v_n2, v_n3 = v.shape
+            v_t0, v_t1, v_t2, v_t3 = v.stride()
+            v_ptr = v.data_ptr()
+            v_end = v_ptr + (1 + (v_n0 - 1) * v_t0 + (v_n1 - 1) * v_t1 + (v_n2 - 1) * v_t2 + (v_n3 - 1) * v_t3) * v_size
+            v_bits = v_ptr | v_full
+            if v_n0 > 1:
+                v_bits |= v_t0 * v_size
+            if v_n1 > 1:
+                v_bits |= v_t1 * v_size
+            if v_n2 > 1:
+                v_bits |= v_t2 * v_size
+            cache_lengths_ptr = cache_lengths.data_ptr()
+            cache_lengths_end = cache_lengths_ptr + (1) * cache_lengths_size
+            k_cache_ptr = k_cache.data_ptr()
+            k_cache_end = k_cache_ptr + k_cache_extent
+            v_cache_ptr = v_cache.data_ptr()
+            v_cache_end = v_cache_ptr + v_cache_extent
+            low = k_cache_ptr
+            if v_cache_ptr < low:
+                low = v_cache_ptr
+            high = k_cache_end
+            if v_cache_end > high:
+                high = v_cache_end
+            if (
+                not b
+                or not s
+                or v_n0 != b
+                or v_n2 != s
+                or cache_lengths_ptr & (cache_lengths_size - 1)
+                or not (b <= v_cache.shape[0])
+                or (
+                    k_cache_ptr < v_cache_end
+                    and v_cache_ptr < k_cache_end
+                    and ("k_cache", "v_cache", v_cache_ptr - k_cache_ptr) not in signature.apart
+                )
+                or (
+                    k_ptr < high
+                    and low < k_end
+                    and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+                )
+                or (
+                    v_ptr < high
+                    and low < v_end
+                    and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+                )
+                or (
+                    cache_lengths_ptr < high
+                    and low < cache_lengths_end
+                    and (
+                        (cache_lengths_ptr < k_cache_end and k_cache_ptr < cache_lengths_end)
+                        or (cache_lengths_ptr < v_cache_end and v_cache_ptr < cache_lengths_end)
+                    )
+                )
+            ):
+                return slow((k_cache, v_cache, k, v, cache_lengths), named, signature)
+            is_full = not ((k_cache_ptr | v_cache_ptr) & 15 or k_bits & (k_full - 1) or v_bits & (v_full - 1))
+            if is_full:
+                classes, entry = None, signature.full
+            else:
+                classes = (
+                    (k_cache_ptr | 16) & -(k_cache_ptr | 16),
+                    (v_cache_ptr | 16) & -(v_cache_ptr | 16),
+                    k_bits & -k_bits,
+                    v_bits & -v_bits,
+                )
+                entry = signature.entries.get(classes, EMPTY)
+            plan = entry.value  # held until it has run, whatever becomes of the entry
+            if plan is None:
+                entry, plan = prepare(signature, (k_cache, v_cache, k, v, cache_lengths), classes, named)
+            cache = signature.cache
+            entry.used = cache.clock = cache.clock + 1
+            if is_full and named == recent.own_name:
+                strides = (k_t0, k_t1, k_t2, k_t3, v_t0, v_t1, v_t2, v_t3)
+                fast = signature.fast.get(strides)
+                if fast.__class__ is not FastCall or fast.entry is not entry:
+                    fast = None
+                    if signature.is_due(strides):
+                        numbers = (
+                            k_cache_extent,
+                            v_cache_extent,
+                            k_full - 1,
+                            k_t0 * k_size,
+                            k_t2 * k_size,
+                            (1 + (k_n1 - 1) * k_t1 + (k_n3 - 1) * k_t3 - k_t0 - k_t2) * k_size,
+                            v_full - 1,
+                            v_t0 * v_size,
+                            v_t2 * v_size,
+                            (1 + (v_n1 - 1) * v_t1 + (v_n3 - 1) * v_t3 - v_t0 - v_t2) * v_size,
+                            cache_lengths_size - 1,
+                            (1) * cache_lengths_size,
+                        )
+                        fast = signature.settle(schema, entry, strides, numbers, (k_cache, v_cache, k, v, cache_lengths))
+                if fast is not None:
+                    recent.adopt(fast, 0)
+                    if fast.launch is not None:
+                        return fast.launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s)
+            return plan.run(k_cache, v_cache, k, v, cache_lengths)
+        k_cache_extent, v_cache_extent, k_size, k_full, v_size, v_full, cache_lengths_size, cache_lengths_full = signature.numbers
+        b, k_n1, s, k_n3 = k.shape
+        k_t0, k_t1, k_t2, k_t3 = k.stride()
+        k_ptr = k.data_ptr()
+        k_end = k_ptr + (1 + (b - 1) * k_t0 + (k_n1 - 1) * k_t1 + (s - 1) * k_t2 + (k_n3 - 1) * k_t3) * k_size
+        k_bits = k_ptr | k_full
+        if b > 1:
+            k_bits |= k_t0 * k_size
+        if k_n1 > 1:
+            k_bits |= k_t1 * k_size
+        if s > 1:
+            k_bits |= k_t2 * k_size
+        v_n0, v_n1, v_n2, v_n3 = v.shape
+        v_t0, v_t1, v_t2, v_t3 = v.stride()
+        v_ptr = v.data_ptr()
+        v_end = v_ptr + (1 + (v_n0 - 1) * v_t0 + (v_n1 - 1) * v_t1 + (v_n2 - 1) * v_t2 + (v_n3 - 1) * v_t3) * v_size
+        v_bits = v_ptr | v_full
+        if v_n0 > 1:
+            v_bits |= v_t0 * v_size
+        if v_n1 > 1:
+            v_bits |= v_t1 * v_size
+        if v_n2 > 1:
+            v_bits |= v_t2 * v_size
+        (n,) = cache_lengths.shape
+        (cache_lengths_t0,) = cache_lengths.stride()
+        cache_lengths_ptr = cache_lengths.data_ptr()
+        cache_lengths_end = cache_lengths_ptr + (1 + (n - 1) * cache_lengths_t0) * cache_lengths_size
+        k_cache_ptr = k_cache.data_ptr()
+        k_cache_end = k_cache_ptr + k_cache_extent
+        v_cache_ptr = v_cache.data_ptr()
+        v_cache_end = v_cache_ptr + v_cache_extent
+        low = k_cache_ptr
+        if v_cache_ptr < low:
+            low = v_cache_ptr
+        high = k_cache_end
+        if v_cache_end > high:
+            high = v_cache_end
+        if (
+            not b
+            or not s
+            or not n
+            or v_n0 != b
+            or v_n2 != s
+            or cache_lengths_ptr & (cache_lengths_size - 1)
+            or not (b <= v_cache.shape[0])
+            or (not (n == 1 or n == b))
+            or (
+                k_cache_ptr < v_cache_end
+                and v_cache_ptr < k_cache_end
+                and ("k_cache", "v_cache", v_cache_ptr - k_cache_ptr) not in signature.apart
+            )
+            or (
+                k_ptr < high
+                and low < k_end
+                and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+            )
+            or (
+                v_ptr < high
+                and low < v_end
+                and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+            )
+            or (
+                cache_lengths_ptr < high
+                and low < cache_lengths_end
+                and (
+                    (cache_lengths_ptr < k_cache_end and k_cache_ptr < cache_lengths_end)
+                    or (cache_lengths_ptr < v_cache_end and v_cache_ptr < cache_lengths_end)
+                )
+            )
+        ):
+            return slow((k_cache, v_cache, k, v, cache_lengths), named, signature)
+        is_full = not ((k_cache_ptr | v_cache_ptr) & 15 or k_bits & (k_full - 1) or v_bits & (v_full - 1))
+        if is_full:
+            classes, entry = None, signature.full
+        else:
+            classes = (
+                (k_cache_ptr | 16) & -(k_cache_ptr | 16),
+                (v_cache_ptr | 16) & -(v_cache_ptr | 16),
+                k_bits & -k_bits,
+                v_bits & -v_bits,
+            )
+            entry = signature.entries.get(classes, EMPTY)
+        plan = entry.value  # held until it has run, whatever becomes of the entry
+        if plan is None:
+            entry, plan = prepare(signature, (k_cache, v_cache, k, v, cache_lengths), classes, named)
+        cache = signature.cache
+        entry.used = cache.clock = cache.clock + 1
+        if is_full and named == recent.own_name:
+            strides = (k_t0, k_t1, k_t2, k_t3, v_t0, v_t1, v_t2, v_t3, cache_lengths_t0)
+            fast = signature.fast.get(strides)
+            if fast.__class__ is not FastCall or fast.entry is not entry:
+                fast = None
+                if signature.is_due(strides):
+                    numbers = (
+                        k_cache_extent,
+                        v_cache_extent,
+                        k_full - 1,
+                        k_t0 * k_size,
+                        k_t2 * k_size,
+                        (1 + (k_n1 - 1) * k_t1 + (k_n3 - 1) * k_t3 - k_t0 - k_t2) * k_size,
+                        v_full - 1,
+                        v_t0 * v_size,
+                        v_t2 * v_size,
+                        (1 + (v_n1 - 1) * v_t1 + (v_n3 - 1) * v_t3 - v_t0 - v_t2) * v_size,
+                        cache_lengths_size - 1,
+                        cache_lengths_t0 * cache_lengths_size,
+                        (1 - cache_lengths_t0) * cache_lengths_size,
+                    )
+                    fast = signature.settle(schema, entry, strides, numbers, (k_cache, v_cache, k, v, cache_lengths))
+            if fast is not None:
+                recent.adopt(fast, 0)
+                if fast.launch is not None:
+                    return fast.launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s, n)
+        return plan.run(k_cache, v_cache, k, v, cache_lengths)
+
+    def body1(recent, k_cache, v_cache, k, v, cache_lengths, named):
+        key = (named, 1, ())
+        signature = recent.signature1
+        try:
+            known = (
+                signature.key == key
+                and signature.epoch == chooser.epoch
+                and signature.generation == settings.generation
+                and signature.guard(k_cache, v_cache, k, v)
+            )
+        except TypeError:  # what is no tensor
+            known = False
+        if not known:
+            signature = find(recent, key, (k_cache, v_cache, k, v, cache_lengths))
+            if signature is None:  # nothing that can be known by a guard, such as an int of a class of its own
+                return slow((k_cache, v_cache, k, v, cache_lengths), named)
+        k_cache_extent, v_cache_extent, k_size, k_full, v_size, v_full = signature.numbers
+        b, k_n1, s, k_n3 = k.shape
+        k_t0, k_t1, k_t2, k_t3 = k.stride()
+        k_ptr = k.data_ptr()
+        k_end = k_ptr + (1 + (b - 1) * k_t0 + (k_n1 - 1) * k_t1 + (s - 1) * k_t2 + (k_n3 - 1) * k_t3) * k_size
+        k_bits = k_ptr | k_full
+        if b > 1:
+            k_bits |= k_t0 * k_size
+        if k_n1 > 1:
+            k_bits |= k_t1 * k_size
+        if s > 1:
+            k_bits |= k_t2 * k_size
+        v_n0, v_n1, v_n2, v_n3 = v.shape
+        v_t0, v_t1, v_t2, v_t3 = v.stride()
+        v_ptr = v.data_ptr()
+        v_end = v_ptr + (1 + (v_n0 - 1) * v_t0 + (v_n1 - 1) * v_t1 + (v_n2 - 1) * v_t2 + (v_n3 - 1) * v_t3) * v_size
+        v_bits = v_ptr | v_full
+        if v_n0 > 1:
+            v_bits |= v_t0 * v_size
+        if v_n1 > 1:
+            v_bits |= v_t1 * v_size
+        if v_n2 > 1:
+            v_bits |= v_t2 * v_size
+        k_cache_ptr = k_cache.data_ptr()
+        k_cache_end = k_cache_ptr + k_cache_extent
+        v_cache_ptr = v_cache.data_ptr()
+        v_cache_end = v_cache_ptr + v_cache_extent
+        low = k_cache_ptr
+        if v_cache_ptr < low:
+            low = v_cache_ptr
+        high = k_cache_end
+        if v_cache_end > high:
+            high = v_cache_end
+        if (
+            not b
+            or not s
+            or v_n0 != b
+            or v_n2 != s
+            or not (b <= v_cache.shape[0])
+            or (
+                k_cache_ptr < v_cache_end
+                and v_cache_ptr < k_cache_end
+                and ("k_cache", "v_cache", v_cache_ptr - k_cache_ptr) not in signature.apart
+            )
+            or (
+                k_ptr < high
+                and low < k_end
+                and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+            )
+            or (
+                v_ptr < high
+                and low < v_end
+                and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+            )
+        ):
+            return slow((k_cache, v_cache, k, v, cache_lengths), named, signature)
+        is_full = not ((k_cache_ptr | v_cache_ptr) & 15 or k_bits & (k_full - 1) or v_bits & (v_full - 1))
+        if is_full:
+            classes, entry = None, signature.full
+        else:
+            classes = (
+                (k_cache_ptr | 16) & -(k_cache_ptr | 16),
+                (v_cache_ptr | 16) & -(v_cache_ptr | 16),
+                k_bits & -k_bits,
+                v_bits & -v_bits,
+            )
+            entry = signature.entries.get(classes, EMPTY)
+        plan = entry.value  # held until it has run, whatever becomes of the entry
+        if plan is None:
+            entry, plan = prepare(signature, (k_cache, v_cache, k, v, cache_lengths), classes, named)
+        cache = signature.cache
+        entry.used = cache.clock = cache.clock + 1
+        if is_full and named == recent.own_name:
+            strides = (k_t0, k_t1, k_t2, k_t3, v_t0, v_t1, v_t2, v_t3)
+            fast = signature.fast.get(strides)
+            if fast.__class__ is not FastCall or fast.entry is not entry:
+                fast = None
+                if signature.is_due(strides):
+                    numbers = (
+                        k_cache_extent,
+                        v_cache_extent,
+                        k_full - 1,
+                        k_t0 * k_size,
+                        k_t2 * k_size,
+                        (1 + (k_n1 - 1) * k_t1 + (k_n3 - 1) * k_t3 - k_t0 - k_t2) * k_size,
+                        v_full - 1,
+                        v_t0 * v_size,
+                        v_t2 * v_size,
+                        (1 + (v_n1 - 1) * v_t1 + (v_n3 - 1) * v_t3 - v_t0 - v_t2) * v_size,
+                    )
+                    fast = signature.settle(schema, entry, strides, numbers, (k_cache, v_cache, k, v, cache_lengths))
+            if fast is not None:
+                recent.adopt(fast, 1)
+                if fast.launch is not None:
+                    return fast.launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, b, s, cache_lengths)
+        return plan.run(k_cache, v_cache, k, v, cache_lengths)
+
+    def call(k_cache, v_cache, k, v, cache_lengths):
+        if is_compiling():
+            return slow((k_cache, v_cache, k, v, cache_lengths), None)
+        mode = get_mode()
+        guard, variant, entry, cache, epoch, generation, static, launch, numbers = recent.fast0
+        plan = entry.value  # held until it has run, whatever becomes of the entry
+        if plan is not None and epoch == chooser.epoch and generation == settings.generation and mode is None:
+            try:
+                same = guard(k_cache, v_cache, k, v, cache_lengths)
+            except TypeError:  # what is no tensor
+                same = False
+            if same and variant == 1:
+                (
+                    k_cache_extent,
+                    v_cache_extent,
+                    k_mask,
+                    k_step0,
+                    k_step2,
+                    k_rest,
+                    v_mask,
+                    v_step0,
+                    v_step2,
+                    v_rest,
+                    cache_lengths_mask,
+                    cache_lengths_rest,
+                ) = numbers
+                b, k_n1, s, k_n3 = k.shape
+                v_n0, v_n1, v_n2, v_n3 = v.shape
+                k_cache_ptr = k_cache.data_ptr()
+                k_cache_end = k_cache_ptr + k_cache_extent
+                v_cache_ptr = v_cache.data_ptr()
+                v_cache_end = v_cache_ptr + v_cache_extent
+                k_ptr = k.data_ptr()
+                k_end = k_ptr + k_rest + b * k_step0 + s * k_step2
+                v_ptr = v.data_ptr()
+                v_end = v_ptr + v_rest + b * v_step0 + s * v_step2
+                cache_lengths_ptr = cache_lengths.data_ptr()
+                cache_lengths_end = cache_lengths_ptr + cache_lengths_rest
+                low = k_cache_ptr
+                if v_cache_ptr < low:
+                    low = v_cache_ptr
+                high = k_cache_end
+                if v_cache_end > high:
+                    high = v_cache_end
+                if (
+                    b
+                    and s
+                    and v_n0 == b
+                    and v_n2 == s
+                    and not (
+                        (k_cache_ptr | v_cache_ptr) & 15
+                        or k_ptr & k_mask
+                        or v_ptr & v_mask
+                        or cache_lengths_ptr & cache_lengths_mask
+                        or (k_cache_ptr < v_cache_end and v_cache_ptr < k_cache_end)
+                        or (
+                            k_ptr < high
+                            and low < k_end
+                            and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+                        )
+                        or (
+                            v_ptr < high
+                            and low < v_end
+                            and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+                        )
+                        or (
+                            cache_lengths_ptr < high
+                            and low < cache_lengths_end
+                            and (
+                                (cache_lengths_ptr < k_cache_end and k_cache_ptr < cache_lengths_end)
+                                or (cache_lengths_ptr < v_cache_end and v_cache_ptr < cache_lengths_end)
+                            )
+                        )
+                    )
+                    and (b <= v_cache.shape[0])
+                ):
+                    entry.used = cache.clock = cache.clock + 1
+                    if launch is not None:
+                        return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s)
+                    return plan.run(k_cache, v_cache, k, v, cache_lengths)
+            elif same and variant == 2:
+                (
+                    k_cache_extent,
+                    v_cache_extent,
+                    k_mask,
+                    k_step0,
+                    k_step2,
+                    k_rest,
+                    v_mask,
+                    v_step0,
+                    v_step2,
+                    v_rest,
+                    cache_lengths_mask,
+                    cache_lengths_step0,
+                    cache_lengths_rest,
+                ) = numbers
+                n = cache_lengths.numel()
+                b, k_n1, s, k_n3 = k.shape
+                v_n0, v_n1, v_n2, v_n3 = v.shape
+                k_cache_ptr = k_cache.data_ptr()
+                k_cache_end = k_cache_ptr + k_cache_extent
+                v_cache_ptr = v_cache.data_ptr()
+                v_cache_end = v_cache_ptr + v_cache_extent
+                k_ptr = k.data_ptr()
+                k_end = k_ptr + k_rest + b * k_step0 + s * k_step2
+                v_ptr = v.data_ptr()
+                v_end = v_ptr + v_rest + b * v_step0 + s * v_step2
+                cache_lengths_ptr = cache_lengths.data_ptr()
+                cache_lengths_end = cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
+                low = k_cache_ptr
+                if v_cache_ptr < low:
+                    low = v_cache_ptr
+                high = k_cache_end
+                if v_cache_end > high:
+                    high = v_cache_end
+                if (
+                    b
+                    and s
+                    and n
+                    and v_n0 == b
+                    and v_n2 == s
+                    and not (
+                        (k_cache_ptr | v_cache_ptr) & 15
+                        or k_ptr & k_mask
+                        or v_ptr & v_mask
+                        or cache_lengths_ptr & cache_lengths_mask
+                        or (k_cache_ptr < v_cache_end and v_cache_ptr < k_cache_end)
+                        or (
+                            k_ptr < high
+                            and low < k_end
+                            and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+                        )
+                        or (
+                            v_ptr < high
+                            and low < v_end
+                            and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+                        )
+                        or (
+                            cache_lengths_ptr < high
+                            and low < cache_lengths_end
+                            and (
+                                (cache_lengths_ptr < k_cache_end and k_cache_ptr < cache_lengths_end)
+                                or (cache_lengths_ptr < v_cache_end and v_cache_ptr < cache_lengths_end)
+                            )
+                        )
+                    )
+                    and (b <= v_cache.shape[0])
+                    and (n == 1 or n == b)
+                ):
+                    entry.used = cache.clock = cache.clock + 1
+                    if launch is not None:
+                        return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s, n)
+                    return plan.run(k_cache, v_cache, k, v, cache_lengths)
+        guard, variant, entry, cache, epoch, generation, static, launch, numbers = recent.fast1
+        plan = entry.value  # held until it has run, whatever becomes of the entry
+        if (
+            plan is not None
+            and epoch == chooser.epoch
+            and generation == settings.generation
+            and mode is None
+            and type(cache_lengths) is int
+        ):
+            try:
+                same = guard(k_cache, v_cache, k, v)
+            except TypeError:  # what is no tensor
+                same = False
+            if same:
+                k_cache_extent, v_cache_extent, k_mask, k_step0, k_step2, k_rest, v_mask, v_step0, v_step2, v_rest = numbers
+                b, k_n1, s, k_n3 = k.shape
+                v_n0, v_n1, v_n2, v_n3 = v.shape
+                k_cache_ptr = k_cache.data_ptr()
+                k_cache_end = k_cache_ptr + k_cache_extent
+                v_cache_ptr = v_cache.data_ptr()
+                v_cache_end = v_cache_ptr + v_cache_extent
+                k_ptr = k.data_ptr()
+                k_end = k_ptr + k_rest + b * k_step0 + s * k_step2
+                v_ptr = v.data_ptr()
+                v_end = v_ptr + v_rest + b * v_step0 + s * v_step2
+                low = k_cache_ptr
+                if v_cache_ptr < low:
+                    low = v_cache_ptr
+                high = k_cache_end
+                if v_cache_end > high:
+                    high = v_cache_end
+                if (
+                    b
+                    and s
+                    and v_n0 == b
+                    and v_n2 == s
+                    and not (
+                        (k_cache_ptr | v_cache_ptr) & 15
+                        or k_ptr & k_mask
+                        or v_ptr & v_mask
+                        or (k_cache_ptr < v_cache_end and v_cache_ptr < k_cache_end)
+                        or (
+                            k_ptr < high
+                            and low < k_end
+                            and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+                        )
+                        or (
+                            v_ptr < high
+                            and low < v_end
+                            and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+                        )
+                    )
+                    and (b <= v_cache.shape[0])
+                ):
+                    entry.used = cache.clock = cache.clock + 1
+                    if launch is not None:
+                        return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, b, s, cache_lengths)
+                    return plan.run(k_cache, v_cache, k, v, cache_lengths)
+        named = None if mode is None else enter(mode, (k_cache, v_cache, k, v, cache_lengths), None)
+        if type(cache_lengths) is int:
+            return body1(recent, k_cache, v_cache, k, v, cache_lengths, named)
+        return body0(recent, k_cache, v_cache, k, v, cache_lengths, named)
+
+    def bound_call(bound, k, v, cache_lengths):
+        recent, own_name = bound.recent, bound.own_name
+        k_cache, v_cache, k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high = bound.fixed
+        if is_compiling():
+            return slow((k_cache, v_cache, k, v, cache_lengths), None)
+        mode = get_mode()
+        guard, variant, entry, cache, epoch, generation, static, launch, numbers = recent.fast0
+        plan = entry.value  # held until it has run, whatever becomes of the entry
+        if plan is not None and epoch == chooser.epoch and generation == settings.generation and mode is None:
+            try:
+                same = guard(k, v, cache_lengths)
+            except TypeError:  # what is no tensor
+                same = False
+            if same and variant == 1:
+                (
+                    k_cache_extent,
+                    v_cache_extent,
+                    k_mask,
+                    k_step0,
+                    k_step2,
+                    k_rest,
+                    v_mask,
+                    v_step0,
+                    v_step2,
+                    v_rest,
+                    cache_lengths_mask,
+                    cache_lengths_rest,
+                ) = numbers
+                b, k_n1, s, k_n3 = k.shape
+                v_n0, v_n1, v_n2, v_n3 = v.shape
+                k_ptr = k.data_ptr()
+                k_end = k_ptr + k_rest + b * k_step0 + s * k_step2
+                v_ptr = v.data_ptr()
+                v_end = v_ptr + v_rest + b * v_step0 + s * v_step2
+                cache_lengths_ptr = cache_lengths.data_ptr()
+                cache_lengths_end = cache_lengths_ptr + cache_lengths_rest
+                if (
+                    b
+                    and s
+                    and v_n0 == b
+                    and v_n2 == s
+                    and not (
+                        k_ptr & k_mask
+                        or v_ptr & v_mask
+                        or cache_lengths_ptr & cache_lengths_mask
+                        or (
+                            k_ptr < high
+                            and low < k_end
+                            and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+                        )
+                        or (
+                            v_ptr < high
+                            and low < v_end
+                            and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+                        )
+                        or (
+                            cache_lengths_ptr < high
+                            and low < cache_lengths_end
+                            and (
+                                (cache_lengths_ptr < k_cache_end and k_cache_ptr < cache_lengths_end)
+                                or (cache_lengths_ptr < v_cache_end and v_cache_ptr < cache_lengths_end)
+                            )
+                        )
+                    )
+                    and (b <= v_cache.shape[0])
+                ):
+                    entry.used = cache.clock = cache.clock + 1
+                    if launch is not None:
+                        return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s)
+                    return plan.run(k_cache, v_cache, k, v, cache_lengths)
+            elif same and variant == 2:
+                (
+                    k_cache_extent,
+                    v_cache_extent,
+                    k_mask,
+                    k_step0,
+                    k_step2,
+                    k_rest,
+                    v_mask,
+                    v_step0,
+                    v_step2,
+                    v_rest,
+                    cache_lengths_mask,
+                    cache_lengths_step0,
+                    cache_lengths_rest,
+                ) = numbers
+                n = cache_lengths.numel()
+                b, k_n1, s, k_n3 = k.shape
+                v_n0, v_n1, v_n2, v_n3 = v.shape
+                k_ptr = k.data_ptr()
+                k_end = k_ptr + k_rest + b * k_step0 + s * k_step2
+                v_ptr = v.data_ptr()
+                v_end = v_ptr + v_rest + b * v_step0 + s * v_step2
+                cache_lengths_ptr = cache_lengths.data_ptr()
+                cache_lengths_end = cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
+                if (
+                    b
+                    and s
+                    and n
+                    and v_n0 == b
+                    and v_n2 == s
+                    and not (
+                        k_ptr & k_mask
+                        or v_ptr & v_mask
+                        or cache_lengths_ptr & cache_lengths_mask
+                        or (
+                            k_ptr < high
+                            and low < k_end
+                            and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+                        )
+                        or (
+                            v_ptr < high
+                            and low < v_end
+                            and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+                        )
+                        or (
+                            cache_lengths_ptr < high
+                            and low < cache_lengths_end
+                            and (
+                                (cache_lengths_ptr < k_cache_end and k_cache_ptr < cache_lengths_end)
+                                or (cache_lengths_ptr < v_cache_end and v_cache_ptr < cache_lengths_end)
+                            )
+                        )
+                    )
+                    and (b <= v_cache.shape[0])
+                    and (n == 1 or n == b)
+                ):
+                    entry.used = cache.clock = cache.clock + 1
+                    if launch is not None:
+                        return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s, n)
+                    return plan.run(k_cache, v_cache, k, v, cache_lengths)
+        guard, variant, entry, cache, epoch, generation, static, launch, numbers = recent.fast1
+        plan = entry.value  # held until it has run, whatever becomes of the entry
+        if (
+            plan is not None
+            and epoch == chooser.epoch
+            and generation == settings.generation
+            and mode is None
+            and type(cache_lengths) is int
+        ):
+            try:
+                same = guard(k, v)
+            except TypeError:  # what is no tensor
+                same = False
+            if same:
+                k_cache_extent, v_cache_extent, k_mask, k_step0, k_step2, k_rest, v_mask, v_step0, v_step2, v_rest = numbers
+                b, k_n1, s, k_n3 = k.shape
+                v_n0, v_n1, v_n2, v_n3 = v.shape
+                k_ptr = k.data_ptr()
+                k_end = k_ptr + k_rest + b * k_step0 + s * k_step2
+                v_ptr = v.data_ptr()
+                v_end = v_ptr + v_rest + b * v_step0 + s * v_step2
+                if (
+                    b
+                    and s
+                    and v_n0 == b
+                    and v_n2 == s
+                    and not (
+                        k_ptr & k_mask
+                        or v_ptr & v_mask
+                        or (
+                            k_ptr < high
+                            and low < k_end
+                            and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+                        )
+                        or (
+                            v_ptr < high
+                            and low < v_end
+                            and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+                        )
+                    )
+                    and (b <= v_cache.shape[0])
+                ):
+                    entry.used = cache.clock = cache.clock + 1
+                    if launch is not None:
+                        return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, b, s, cache_lengths)
+                    return plan.run(k_cache, v_cache, k, v, cache_lengths)
+        named = own_name if mode is None else enter(mode, (k_cache, v_cache, k, v, cache_lengths), own_name)
+        if type(cache_lengths) is int:
+            return body1(recent, k_cache, v_cache, k, v, cache_lengths, named)
+        return body0(recent, k_cache, v_cache, k, v, cache_lengths, named)
+
+    return call, bound_call

@@ -1,0 +1,470 @@
+"""From a schema to the code of a call: what `kvdock.ops.calls` holds was written by this.
+
+A call must not cost more than the kernel it launches, and what costs in Python is every attribute read and every function call.
+So what `validate` finds out by looping over a schema is written out here once per op as straight-line source, as attrs and
+dataclasses do for ``__init__``. The result is committed, and read there: `kvdock/ops/calls/paged_caching_.py` is the code of
+`paged_caching_`. ``make calls`` writes it anew after a schema has changed. For the op of a plugin it is written when the op is
+registered, and `linecache` shows it to debuggers.
+
+A module has one function, ``make``, which is given an `kvdock.ops.entry.OpEntry` and returns its two ways in: for all
+arguments, and for those that are left once pools are bound. Both try a `FastCall` first; ``body`` is what they share when that does not fit. What is called
+``slow`` decides: a quick check that fails may be wrong, one that passes may not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from kvdock.ops.geometry import MAX_ALIGNMENT
+from kvdock.ops.schema import Dim, OpSchema, Role
+from kvdock.ops.variants import HOST_INT_RANK, Variant, pivot_of, variants_of
+
+__all__ = ["compile_source", "source_of"]
+
+_HEAD = '''"""The quick path of `{op}`. Written by ``make calls`` from its schema: see `kvdock.ops.codegen`, and do not edit it."""
+
+
+from kvdock.ops.geometry import has_internal_overlap
+from kvdock.ops.signatures import EMPTY, FastCall
+
+
+def make(op):
+    """Return the op as a function of all its arguments, and as one of a `BoundOp` and the rest."""
+    is_compiling, get_mode, enter = op.is_compiling, op.get_mode, op.enter
+    recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
+    find, prepare, slow = op.find, op.prepare, op.run_slowly
+
+'''
+
+
+class _Source:
+    """Writes the code of one variant.
+
+    Args:
+        schema: the op.
+        variant: the combination of ranks.
+    """
+
+    def __init__(self, schema: OpSchema, variant: Variant) -> None:
+        self.schema, self.variant = schema, variant
+        self.pools = [arg.name for arg in schema.static_args]
+        self.rest = [name for name in variant.dims if name not in self.pools]
+        self.mutated = [arg.name for arg in schema.mutated]
+        self.outputs = [name for name in self.mutated if name not in self.pools]
+        self.words = list(dict.fromkeys(dim.name for name in self.rest for dim in variant.dims[name] if dim.runtime))
+        self.optional = [arg.name for arg in schema.args if arg.optional and arg.role is Role.TENSOR]
+
+    # Names
+
+    def rows(self, name: str) -> bool:
+        """Whether a tensor holds rows, whose innermost dimension is static."""
+        dims = self.variant.dims[name]
+        return bool(dims) and not dims[-1].runtime
+
+    def runtime(self, name: str) -> list[tuple[int, Dim]]:
+        """Return the dimensions of a tensor whose sizes are run-time values."""
+        return [(i, dim) for i, dim in enumerate(self.variant.dims[name]) if dim.runtime]
+
+    @property
+    def strides(self) -> str:
+        """Write the tuple of all strides but the pools'."""
+        return _tuple(f"{name}_t{i}" for name in self.rest for i in range(len(self.variant.dims[name])))
+
+    @property
+    def launch_args(self) -> str:
+        """Write what `Descriptor.fix` promises a launch: addresses, run-time sizes, host ints."""
+        ints = [arg.name for arg in self.schema.args if arg.role is Role.RUNTIME_INT and arg.name not in self.variant.dims]
+        return ", ".join([*(f"{name}_ptr" for name in self.variant.dims), *self.words, *ints])
+
+    # Pools
+
+    def pool_lines(self) -> Iterator[str]:
+        """Read where pools lie."""
+        for name in self.pools:
+            yield f"{name}_ptr = {name}.data_ptr()"
+            yield f"{name}_end = {name}_ptr + {name}_extent"
+
+    def range_lines(self) -> Iterator[str]:
+        """Write the common range of all that is written."""
+        for which, end, sign in (("low", "ptr", "<"), ("high", "end", ">")):
+            yield f"{which} = {self.mutated[0]}_{end}"
+            yield from (f"if {name}_{end} {sign} {which}: {which} = {name}_{end}" for name in self.mutated[1:])
+
+    def doubled(self, *, fast: bool) -> list[str]:
+        """Write which pairs of destinations share addresses; pools may lie interleaved where that was looked into."""
+        found = []
+        for a, b in itertools.combinations(self.mutated, 2):
+            pair = f"{a}_ptr < {b}_end and {b}_ptr < {a}_end"
+            if a in self.pools and b in self.pools and not fast:
+                pair += f' and ("{a}", "{b}", {b}_ptr - {a}_ptr) not in signature.apart'
+            found.append(pair)
+        return found
+
+    # The quick call
+
+    @property
+    def fast_numbers(self) -> list[tuple[str, str]]:
+        """List what is settled of a `FastCall`: the name it is unpacked to, and how the body writes it."""
+        found = [(f"{name}_extent", f"{name}_extent") for name in self.pools]
+        for name in self.rest:
+            dims, size = self.variant.dims[name], f"{name}_size"
+            static = [f"{name}_n{i}" for i, dim in enumerate(dims) if not dim.runtime]
+            found.append((f"{name}_mask", f"{name}_full - 1" if self.rows(name) else f"{size} - 1"))
+            if static and len(self.runtime(name)) == 1:
+                found.append((f"{name}_row", " * ".join(static)))
+            found += [(f"{name}_step{i}", f"{name}_t{i} * {size}") for i, _ in self.runtime(name)]
+            spans = [f"({name}_n{i} - 1) * {name}_t{i}" for i, dim in enumerate(dims) if not dim.runtime]
+            ends = [f"- {name}_t{i}" for i, _ in self.runtime(name)]
+            found.append((f"{name}_rest", f"({' '.join([' + '.join(['1', *spans]), *ends])}) * {size}"))
+        return found
+
+    def fast_lines(self, is_bound: bool) -> Iterator[str]:
+        """Write a call whose strides are settled."""
+        numbers = [name for name, _ in self.fast_numbers]
+        if numbers:
+            yield f"{_names(numbers)} = numbers"
+        conditions = list(self.words)
+        yield from self._fast_sizes(conditions)
+        if not is_bound:
+            yield from self.pool_lines()
+        for name in self.rest:
+            steps = [f" + {dim.name} * {name}_step{i}" for i, dim in self.runtime(name)]
+            yield f"{name}_ptr = {name}.data_ptr()"
+            yield f"{name}_end = {name}_ptr + {name}_rest{''.join(steps)}"
+        if not (is_bound and not self.outputs):
+            yield from self.range_lines()
+        pools = [] if is_bound else [f"{name}_ptr" for name in self.pools]
+        masks = ([f"({' | '.join(pools)}) & {MAX_ALIGNMENT - 1}"] if pools else []) + [f"{name}_ptr & {name}_mask" for name in self.rest]
+        refused = [*masks, *(d for d in self.doubled(fast=True) if not (is_bound and not self.outputs)), *self._overlap()]
+        conditions += [f"not ({' or '.join(_alone(check) for check in refused)})"] if refused else []
+        conditions += [f"({check})" for check in self.relations({})]
+        yield f"if {' and '.join(conditions) or 'True'}:"
+        yield "    entry.used = cache.clock = cache.clock + 1"
+        yield "    if launch is not None:"
+        yield from (f"        {line}" for line in self.finish(f"launch({self.launch_args})"))
+        yield from (f"    {line}" for line in self.finish(f"plan.run({', '.join(self.schema.arg_names)})"))
+
+    def _fast_sizes(self, conditions: list[str]) -> Iterator[str]:
+        """Read run-time sizes: the number of elements says as much as a shape where one size is unknown, and costs half."""
+        known: set[str] = set()
+        for name in sorted(self.rest, key=lambda name: (len(self.runtime(name)) != 1, self.rows(name))):
+            dims, unknown = self.variant.dims[name], self.runtime(name)
+            row = f" * {name}_row" if len(dims) > 1 else ""
+            if len(unknown) == 1 and (unknown[0][1].name in known or not row):
+                word = unknown[0][1].name
+                if word in known:
+                    conditions.append(f"{name}.numel() == {word}{row}")
+                else:
+                    yield f"{word} = {name}.numel()"
+            elif unknown:
+                sizes = (f"{name}_n{i}" if d.name in known or not d.runtime else d.name for i, d in enumerate(dims))
+                yield f"{_names(sizes)} = {name}.shape"
+                conditions += [f"{name}_n{i} == {dim.name}" for i, dim in unknown if dim.name in known]
+            known.update(dim.name for _, dim in unknown)
+
+    def _overlap(self) -> list[str]:
+        """Write which sources may lie in what is written: one comparison with the range of all of that is enough for most."""
+        sources = [name for name in self.variant.dims if name not in self.mutated]
+        if not sources or not self.mutated:
+            return []
+        found = []
+        for source in sources:
+            near = f"{source}_ptr < high and low < {source}_end"
+            pairs = " or ".join(f"{source}_ptr < {target}_end and {target}_ptr < {source}_end" for target in self.mutated)
+            found.append(near if len(self.mutated) == 1 else f"{near} and ({pairs})")
+        return found
+
+    def relations(self, pools: dict[str, str]) -> list[str]:
+        """Return the conditions of the schema whose words this variant has."""
+        sizes = {dim.name: f"{name}.shape[{i}]" for name in self.pools for i, dim in enumerate(self.variant.dims[name])}
+        found = []
+        for relation in self.schema.relations:
+            names = compile(relation.expression, "<relation>", "eval").co_names
+            if all(word in self.words or word in sizes for word in names):
+                found.append(_substitute(relation.expression, {w: sizes[w] for w in names if w not in self.words} | pools))
+        return found
+
+    def finish(self, call: str) -> list[str]:
+        """Write a call that is the last, and what is returned."""
+        returned = [arg.name for arg in self.schema.args if arg.returned]
+        return [call, f"return {', '.join(returned)}"] if returned else [f"return {call}"]
+
+    # The body
+
+    def body_lines(self) -> Iterator[str]:
+        """Write a call of a known signature."""
+        names = [*(f"{name}_extent" for name in self.pools), *(f"{name}_{what}" for name in self.rest for what in ("size", "full"))]
+        if names:
+            yield f"{_names(names)} = signature.numbers"
+        doubts, bound = [f"not {word}" for word in self.words], set[str]()
+        for name in self.rest:
+            yield from self._read(name, doubts, bound)
+        yield from self.pool_lines()
+        if self.mutated:
+            yield from self.range_lines()
+        doubts += [f"not ({check})" for check in self.relations({})]
+        doubts += [f"not {name}.is_contiguous() and has_internal_overlap({name})" for name in self.outputs]
+        doubts += [*self.doubled(fast=False), *self._overlap()]
+        if doubts:
+            yield f"if {' or '.join(_alone(doubt) for doubt in doubts)}:"
+            yield from (f"    {line}" for line in self.finish(f"slow({self.values}, named, signature)"))
+        yield from self._entry_lines()
+        yield "cache = signature.cache"
+        yield "entry.used = cache.clock = cache.clock + 1"
+        yield "if is_full and named == recent.own_name:"
+        yield f"    strides = {self.strides}"
+        yield "    fast = signature.fast.get(strides)"
+        yield "    if fast.__class__ is not FastCall or fast.entry is not entry:"
+        numbers = _tuple(expression for _, expression in self.fast_numbers)
+        yield "        fast = None"
+        yield "        if signature.is_due(strides):"
+        yield f"            numbers = {numbers}"
+        yield f"            fast = signature.settle(schema, entry, strides, numbers, {self.values})"
+        yield "    if fast is not None:"
+        yield f"        recent.adopt(fast, {self.group})"
+        yield "        if fast.launch is not None:"
+        yield from (f"            {line}" for line in self.finish(f"fast.launch({self.launch_args})"))
+        yield from self.finish(f"plan.run({', '.join(self.schema.arg_names)})")
+
+    @property
+    def values(self) -> str:
+        """Write the tuple of all arguments."""
+        return _tuple(self.schema.arg_names)
+
+    @property
+    def group(self) -> int:
+        """1 where a host int stands in place of a tensor, else 0: their calls are remembered apart."""
+        return int(self.variant.pivot_rank == HOST_INT_RANK)
+
+    def _read(self, name: str, doubts: list[str], bound: set[str]) -> Iterator[str]:
+        """Read a tensor with run-time sizes."""
+        dims = self.variant.dims[name]
+        if dims:
+            sizes = []
+            for i, dim in enumerate(dims):
+                is_new = dim.runtime and dim.name not in bound
+                sizes.append(dim.name if is_new else f"{name}_n{i}")
+                if dim.runtime and not is_new:
+                    doubts.append(f"{name}_n{i} != {dim.name}")
+                bound.add(dim.name)
+            yield f"{_names(sizes)} = {name}.shape"
+            yield f"{_names(f'{name}_t{i}' for i in range(len(dims)))} = {name}.stride()"
+            spans = " + ".join(f"({size} - 1) * {name}_t{i}" for i, size in enumerate(sizes))
+        yield f"{name}_ptr = {name}.data_ptr()"
+        yield f"{name}_end = {name}_ptr + (1{f' + {spans}' if dims else ''}) * {name}_size"
+        if not self.rows(name):
+            doubts.append(f"{name}_ptr & ({name}_size - 1)")
+            return
+        yield f"{name}_bits = {name}_ptr | {name}_full"
+        for i, size in enumerate(sizes[:-1]):
+            yield f"if {size} > 1: {name}_bits |= {name}_t{i} * {name}_size"
+
+    def _entry_lines(self) -> Iterator[str]:
+        """Find the entry for the alignment of the tensors."""
+        rows = [name for name in self.rest if self.rows(name)]
+        pools = " | ".join(f"{name}_ptr" for name in self.pools)
+        short = ([f"({pools}) & {MAX_ALIGNMENT - 1}"] if pools else []) + [f"{name}_bits & ({name}_full - 1)" for name in rows]
+        yield f"is_full = not ({' or '.join(short)})" if short else "is_full = True"
+        optional = []
+        if self.optional:
+            sizes = "{" + ", ".join(f'"{word}": {word}' for word in self.words) + "}"
+            limits = "low, high" if self.mutated else "0, 0"
+            yield "more = ()"
+            yield "if signature.optional is not None:"
+            yield "    is_full = False"
+            yield f"    more = signature.optional.read({self.values}, {sizes}, {limits})"
+            yield "    if more is None:"
+            yield from (f"        {line}" for line in self.finish(f"slow({self.values}, named)"))
+            optional = ["*more"]
+        bits = [*(f"({name}_ptr | {MAX_ALIGNMENT})" for name in self.pools), *(f"{name}_bits" for name in rows)]
+        classes = _tuple([*(f"{bit} & -{bit}" for bit in bits), *optional])
+        yield "if is_full:"
+        yield "    classes, entry = None, signature.full"
+        yield "else:"
+        yield f"    classes = {classes}"
+        yield "    entry = signature.entries.get(classes, EMPTY)"
+        yield "plan = entry.value  # held until it has run, whatever becomes of the entry"
+        yield "if plan is None:"
+        yield f"    entry, plan = prepare(signature, {self.values}, classes, named)"
+
+
+def _tuple(parts: Iterable[str]) -> str:
+    """Write a tuple."""
+    return f"({_names(parts)})"
+
+
+def _names(parts: Iterable[str]) -> str:
+    """Write what is inside of a tuple, or to the left of one that is unpacked."""
+    text = ", ".join(parts)
+    return text if ", " in text or not text else text + ","
+
+
+def _alone(check: str) -> str:
+    """Put a condition in brackets where it has an operator that binds less than ``or``'s neighbours should."""
+    return f"({check})" if " and " in check or " or " in check else check
+
+
+def _substitute(expression: str, words: dict[str, str]) -> str:
+    """Replace whole words in an expression of the schema."""
+    tokens = expression.replace("(", " ( ").replace(")", " ) ").split()
+    return " ".join(words.get(token, token) for token in tokens)
+
+
+def _indent(lines: Iterable[str], by: int) -> list[str]:
+    """Indent lines of source."""
+    return ["    " * by + line for text in lines for line in text.splitlines()]
+
+
+class _Module:
+    """Writes the module of an op."""
+
+    def __init__(self, schema: OpSchema) -> None:
+        self.schema = schema
+        self.sources = [_Source(schema, variant) for variant in variants_of(schema)]
+        self.groups = sorted({source.group for source in self.sources})
+        self.pools = self.sources[0].pools
+        self.pivot = schema.args[pivot_of(schema)].name
+        self.ints = [arg.name for arg in schema.args if arg.role is Role.RUNTIME_INT and not arg.dims]
+
+    def text(self) -> str:
+        """Return the source, which a formatter will lay out."""
+        parts = [_HEAD.format(op=self.schema.name)]
+        for group in self.groups:
+            parts.append("\n".join(_indent(self._body(group), 1)))
+        parts.append("\n".join(_indent(self._call(is_bound=False), 1)))
+        parts.append("\n".join(_indent(self._call(is_bound=True), 1)))
+        parts.append("    return call, bound_call\n")
+        return "\n\n".join(parts)
+
+    def _of(self, group: int) -> list[_Source]:
+        """Return the variants of a group."""
+        return [source for source in self.sources if source.group == group]
+
+    def _key(self, group: int) -> str:
+        """Write what a signature is found by, beside its tensors."""
+        present = [f"{name} is None" for name in self.sources[0].optional]
+        return _tuple(["named", str(group), self._static, *present])
+
+    @property
+    def _static(self) -> str:
+        """Write the static values with their types: 1, 1.0 and True are equal, and need not mean the same."""
+        static = [arg.name for arg in self.schema.args if arg.role is Role.STATIC]
+        return _tuple(part for name in static for part in (f"type({name})", name))
+
+    def _body(self, group: int) -> Iterator[str]:
+        """Write the function that serves every call of a known signature."""
+        sources, names, values = self._of(group), ", ".join(self.schema.arg_names), self.sources[0].values
+        tensors = ", ".join(sources[0].variant.dims)
+        yield f"def body{group}(recent, {names}, named):"
+        yield f"    key = {self._key(group)}"
+        yield f"    signature = recent.signature{group}"
+        yield "    try:"
+        optional = f" and (signature.optional is None or signature.optional.accept({values}))" if sources[0].optional else ""
+        current = "signature.key == key and signature.epoch == chooser.epoch and signature.generation == settings.generation"
+        yield f"        known = {current} and signature.guard({tensors}){optional}"
+        yield "    except TypeError:  # what is no tensor"
+        yield "        known = False"
+        yield "    if not known:"
+        yield f"        signature = find(recent, key, {values})"
+        yield "        if signature is None:  # nothing that can be known by a guard, such as an int of a class of its own"
+        yield from _indent(sources[0].finish(f"slow({values}, named)"), 3)
+        for source in sources[:-1]:
+            yield f"    if signature.variant == {source.variant.number}:"
+            yield from _indent(source.body_lines(), 2)
+        yield from _indent(sources[-1].body_lines(), 1)
+
+    def _call(self, *, is_bound: bool) -> Iterator[str]:
+        """Write a way in."""
+        schema, values = self.schema, self.sources[0].values
+        finish = self.sources[0].finish
+        args = [name for name in schema.arg_names if not (is_bound and name in self.pools)]
+        yield f"def {'bound_call' if is_bound else 'call'}({', '.join([*(['bound'] if is_bound else []), *args])}):"
+        if is_bound:
+            yield "    recent, own_name = bound.recent, bound.own_name"
+            fixed = [*self.pools, *(f"{name}_{what}" for name in self.pools for what in ("ptr", "end")), "low", "high"]
+            yield f"    {_names(fixed)} = bound.fixed"
+        yield "    if is_compiling():"
+        yield from _indent(finish(f"slow({values}, None)"), 2)
+        yield from _indent(_allocation(schema, self.sources[0]), 1)
+        yield "    mode = get_mode()"
+        absent = [f"{name} is None" for name in self.sources[0].optional]
+        for group in self.groups:
+            yield from _indent(self._fast(group, is_bound, ["mode is None", *absent]), 1)
+        own = "own_name" if is_bound else "None"
+        yield f"    named = {own} if mode is None else enter(mode, {values}, {own})"
+        ints = " or ".join(f"type({name}) is not int" for name in self.ints)
+        if ints:
+            yield f"    if {ints}:"
+            yield from _indent(finish(f"slow({values}, named)"), 2)
+        names = ", ".join(schema.arg_names)
+        if len(self.groups) == 2:
+            yield f"    if type({self.pivot}) is int:"
+            yield f"        return body1(recent, {names}, named)"
+        yield f"    return body{self.groups[0]}(recent, {names}, named)"
+
+    def _fast(self, group: int, is_bound: bool, conditions: Sequence[str]) -> Iterator[str]:
+        """Write the attempt to serve a call like an earlier one."""
+        sources = self._of(group)
+        tensors = ", ".join(name for name in sources[0].variant.dims if not (is_bound and name in self.pools))
+        kind = [f"type({self.pivot}) is int"] if group else []
+        kind += [f"type({name}) is int" for name in self.ints]
+        kind += [f"static == {self._static}"] if self._static != "()" else []
+        yield f"guard, variant, entry, cache, epoch, generation, static, launch, numbers = recent.fast{group}"
+        yield "plan = entry.value  # held until it has run, whatever becomes of the entry"
+        current = ["plan is not None", "epoch == chooser.epoch", "generation == settings.generation"]
+        yield f"if {' and '.join([*current, *conditions, *kind])}:"
+        yield "    try:"
+        yield f"        same = guard({tensors})"
+        yield "    except TypeError:  # what is no tensor"
+        yield "        same = False"
+        yield "    if same:" if len(sources) == 1 else f"    if same and variant == {sources[0].variant.number}:"
+        for source in sources:
+            if source is not sources[0]:
+                yield f"    elif same and variant == {source.variant.number}:"
+            yield from _indent(source.fast_lines(is_bound), 2)
+
+
+def _allocation(schema: OpSchema, source: _Source) -> Iterator[str]:
+    """Write how outputs that are returned are made where they are absent: as large as other arguments say."""
+    returned = [arg for arg in schema.args if arg.returned]
+    if not returned:
+        return
+    yield f"if {' and '.join(f'{arg.name} is None' for arg in returned)}:"
+    yield "    try:"
+    for arg in returned:
+        shape = ", ".join(_size_source(schema, word) for word in arg.dims[0].split())
+        yield f"        {arg.name} = {arg.same_dtype}.new_empty(({shape}))"
+    yield "    except (AttributeError, IndexError, RuntimeError, TypeError):  # wrong arguments, which the slow path explains"
+    yield "        pass"
+
+
+def _size_source(schema: OpSchema, word: str) -> str:
+    """Write where a size can be read: from the first argument that has it and is always there."""
+    if word.isdigit():
+        return word
+    for arg in schema.args:
+        words = arg.dims[0].split() if arg.dims and not arg.optional and not arg.returned else []
+        if word in words:
+            if word == "...":
+                return f"*{arg.name}.shape[:-{len(words) - 1}]" if len(words) > 1 else f"*{arg.name}.shape"
+            return f"{arg.name}.shape[{words.index(word) - len(words)}]"
+    raise AssertionError(f"{schema.name}: no argument has a size {word}")
+
+
+def source_of(schema: OpSchema) -> str:
+    """Return the source of an op's module, not yet laid out by a formatter."""
+    return _Module(schema).text()
+
+
+def compile_source(schema: OpSchema) -> Callable[[Any], tuple[Callable[..., Any], Callable[..., Any]]]:
+    """Return ``make`` of a schema that no committed module is for, such as a plugin's. Debuggers find its source."""
+    source, name = source_of(schema), f"<kvdock call of {schema.name}>"
+    module = types.ModuleType(f"kvdock.ops.calls.{schema.name}")
+    exec(compile(source, name, "exec"), module.__dict__)  # noqa: S102 - made from schemas only, never from what a user passes
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    make: Callable[[Any], tuple[Callable[..., Any], Callable[..., Any]]] = module.__dict__["make"]
+    return make
