@@ -165,7 +165,7 @@ def _copy(geometry: Geometry, alignment: int, hnd: bool) -> Case:
         "copy_blocks_",
         f"{geometry} {'HND' if hnd else 'NHD'} align {alignment}",
         alignment == 16,
-        lambda tuning: copy_blocks.spec_for(request, tuning.copy),
+        lambda tuning: copy_blocks.specs_for(request, tuning.copy)[0],
     )
 
 

@@ -10,14 +10,14 @@ import triton
 import triton.language as tl
 
 import kvdock
-from kvdock.ops.hostcheck import pairs_on_device
+from kvdock.ops.hostcheck import live_pairs, pairs_on_device
 from kvdock_triton.elements import Element, chunk_for, element_for, index_type
 from kvdock_triton.launch import KernelSpec
 from kvdock_triton.support import TritonKernel, ceil_div, quantised_reasons
 from kvdock_triton.tuning import Tile
 from kvdock_triton.written import Launch
 
-__all__ = ["CopyBlocks", "CopyBlocksDescriptor", "copy_blocks_kernel", "copy_piece", "spec_for"]
+__all__ = ["CopyBlocks", "CopyBlocksDescriptor", "copy_blocks_kernel", "copy_few_blocks_kernel", "copy_piece", "specs_for"]
 
 PIECE = 4096
 """Elements of a block that one program copies."""
@@ -98,6 +98,60 @@ def copy_blocks_kernel(
             copy_piece(v_cache, source, to, piece, V_BLOCK, V_OUTER, V_MIDDLE, V_INNER, V_OUTER_STEP, V_MIDDLE_STEP, V_UNIT, V_CHUNK)
 
 
+FEW = 8
+"""Pairs that are passed by value: bringing a list to the device costs more than the launch."""
+
+
+@triton.jit
+def copy_few_blocks_kernel(
+    k_cache,
+    v_cache,
+    pair0,
+    pair1,
+    pair2,
+    pair3,
+    pair4,
+    pair5,
+    pair6,
+    pair7,
+    K_BLOCK: tl.constexpr,
+    K_OUTER: tl.constexpr,
+    K_MIDDLE: tl.constexpr,
+    K_INNER: tl.constexpr,
+    K_OUTER_STEP: tl.constexpr,
+    K_MIDDLE_STEP: tl.constexpr,
+    K_UNIT: tl.constexpr,
+    K_CHUNK: tl.constexpr,
+    K_PIECES: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    V_OUTER: tl.constexpr,
+    V_MIDDLE: tl.constexpr,
+    V_INNER: tl.constexpr,
+    V_OUTER_STEP: tl.constexpr,
+    V_MIDDLE_STEP: tl.constexpr,
+    V_UNIT: tl.constexpr,
+    V_CHUNK: tl.constexpr,
+    V_PIECES: tl.constexpr,
+):
+    """Copy one piece of one pair, as `copy_blocks_kernel` does: each ``pair`` is ``source << 32 | destination``, checked before."""
+    number = tl.program_id(0) // (K_PIECES + V_PIECES)
+    piece = tl.program_id(0) % (K_PIECES + V_PIECES)
+    pair = tl.where(number == 1, pair1, pair0)
+    pair = tl.where(number == 2, pair2, pair)
+    pair = tl.where(number == 3, pair3, pair)
+    pair = tl.where(number == 4, pair4, pair)
+    pair = tl.where(number == 5, pair5, pair)
+    pair = tl.where(number == 6, pair6, pair)
+    pair = tl.where(number == 7, pair7, pair)
+    source = pair >> 32
+    to = pair & 0xFFFFFFFF
+    if piece < K_PIECES:
+        copy_piece(k_cache, source, to, piece, K_BLOCK, K_OUTER, K_MIDDLE, K_INNER, K_OUTER_STEP, K_MIDDLE_STEP, K_UNIT, K_CHUNK)
+    else:
+        piece -= K_PIECES
+        copy_piece(v_cache, source, to, piece, V_BLOCK, V_OUTER, V_MIDDLE, V_INNER, V_OUTER_STEP, V_MIDDLE_STEP, V_UNIT, V_CHUNK)
+
+
 def _collapsed(pool: kvdock.TensorMeta) -> tuple[tuple[int, int], tuple[int, int], int]:
     """Merge what lies together in a block, whatever order its dims are in: outer and middle ``(size, stride)``, and the inner run.
 
@@ -136,21 +190,27 @@ def _pool_constants(pool: kvdock.TensorMeta, element: Element) -> dict[str, int]
     }
 
 
-def spec_for(request: kvdock.Request, tile: Tile) -> KernelSpec:
-    """Return what to compile for a request."""
-    types = {"pairs": index_type(request.tensor("block_pairs")), "skipped": "*i64", "num_blocks": "i64", "pair_step": "i64"}
+def specs_for(request: kvdock.Request, tile: Tile) -> tuple[KernelSpec, KernelSpec]:
+    """Return what to compile for a request: for pairs in a tensor, and for a few that are passed by value."""
+    pointers: dict[str, str] = {}
     constants: dict[str, Any] = {}
     aligned: tuple[str, ...] = ()
     smallest = _LEAST_PER_WARP * tile.warps
     for name in ("k", "v"):
         pool = request.tensor(f"{name}_cache")
         element = element_for(pool)
-        types[f"{name}_cache"] = element.pointer
+        pointers[f"{name}_cache"] = element.pointer
         aligned += (f"{name}_cache",) if element.is_aligned else ()
         values = _pool_constants(pool, element)
         constants |= {f"{name.upper()}_{key}": value for key, value in values.items()}
         smallest = min(smallest, values["CHUNK"] * element.size)
-    return KernelSpec.build(copy_blocks_kernel, types, constants, aligned, max(smallest // _LEAST_PER_WARP, 1))
+    warps = max(smallest // _LEAST_PER_WARP, 1)
+    types = pointers | {"pairs": index_type(request.tensor("block_pairs")), "skipped": "*i64", "num_blocks": "i64", "pair_step": "i64"}
+    few = pointers | {f"pair{number}": "i64" for number in range(FEW)}
+    return (
+        KernelSpec.build(copy_blocks_kernel, types, constants, aligned, warps),
+        KernelSpec.build(copy_few_blocks_kernel, few, constants, aligned, warps),
+    )
 
 
 class CopyBlocksDescriptor(kvdock.Descriptor):
@@ -159,17 +219,23 @@ class CopyBlocksDescriptor(kvdock.Descriptor):
     uses_autograd = False  # memory is moved by address
     notes_capture = True  # a graph needs the compiled kernel alone, which the process keeps
 
-    def __init__(self, request: kvdock.Request, spec: KernelSpec, launch: Launch, skipped: int) -> None:
-        constants = dict(spec.constants)
-        self._op, self._launch, self._skipped = request.op, launch, skipped
+    def __init__(self, request: kvdock.Request, pieces: int, launches: tuple[Launch, Launch], skipped: int) -> None:
+        self._op, self._pieces, self._skipped = request.op, pieces, skipped
+        self._launch, self._few = launches
         self._num_blocks = int(request.tensor("k_cache").shape[0] or 0)
-        self._pieces = constants["K_PIECES"] + constants["V_PIECES"]
 
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torch.Tensor) -> None:
         """Launch on the current stream of the caches' device."""
-        if block_pairs.is_cpu:
-            block_pairs = pairs_on_device(self._op, block_pairs, self._num_blocks, k_cache.device)
-        self.run(k_cache, v_cache, block_pairs)
+        if not block_pairs.is_cpu:
+            self.run(k_cache, v_cache, block_pairs)
+        elif block_pairs.shape[0] <= FEW and self._num_blocks < 1 << 31:
+            pairs = live_pairs(self._op, block_pairs, self._num_blocks)
+            packed = [source << 32 | to for source, to in pairs]
+            if packed:
+                packed += [0] * (FEW - len(packed))
+                self._few.run(len(pairs) * self._pieces, 1, k_cache.data_ptr(), v_cache.data_ptr(), *packed)
+        else:
+            self.run(k_cache, v_cache, pairs_on_device(self._op, block_pairs, self._num_blocks, k_cache.device))
 
     def run(self, k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torch.Tensor) -> None:
         """Launch with pairs that the kernel can read, and checks by itself."""
@@ -193,6 +259,8 @@ class CopyBlocks(TritonKernel):
         return quantised_reasons(request)
 
     def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
-        """Compile the kernel."""
-        spec = spec_for(request, self.tuning(request.device).copy)
-        return CopyBlocksDescriptor(request, spec, self.launch(spec, request), self.skipped(request.device))
+        """Compile both kernels."""
+        specs = specs_for(request, self.tuning(request.device).copy)
+        launches = self.launch(specs[0], request), self.launch(specs[1], request)
+        pieces = specs[0].constant("K_PIECES") + specs[0].constant("V_PIECES")
+        return CopyBlocksDescriptor(request, pieces, launches, self.skipped(request.device))

@@ -13,7 +13,7 @@ import kvdock
 from kvdock_triton.elements import chunk_for, element_for, index_type
 from kvdock_triton.launch import KernelSpec
 from kvdock_triton.rows import move_rows
-from kvdock_triton.support import TritonKernel, ceil_div, quantised_reasons, row_bytes
+from kvdock_triton.support import TritonKernel, ceil_div, ceil_div_source, quantised_reasons, row_bytes
 from kvdock_triton.tuning import Tile
 from kvdock_triton.written import Launch
 
@@ -156,10 +156,10 @@ class GatherPagedDescriptor(kvdock.Descriptor):
         """Settle the strides; what is left are the five addresses and how many tokens there are."""
         steps = self._steps(args[2], *args[-2:])
         names = [*_TOKEN_ARGS[7:], *_ROW_ARGS[1:]][: len(steps)]
-        values = {"capacity": self._capacity, "tile": self._tile, **dict(zip(names, steps, strict=True))}
+        values = {"capacity": self._capacity, **dict(zip(names, steps, strict=True))}
         sizes = ["rows", "width"] if self._rows else ["tokens"]
         tokens = " * ".join(sizes)
-        return self._launch.fix([*_TOKEN_ARGS[:5], *sizes], f"-(-{tokens} // tile)", "2", values | {"tokens": tokens})
+        return self._launch.fix([*_TOKEN_ARGS[:5], *sizes], ceil_div_source(tokens, self._tile), "2", values | {"tokens": tokens})
 
     def _steps(self, slot_mapping: torch.Tensor, k_out: torch.Tensor, v_out: torch.Tensor) -> tuple[int, ...]:
         """Return the strides, those of rows last."""

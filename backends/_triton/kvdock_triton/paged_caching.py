@@ -13,7 +13,7 @@ import kvdock
 from kvdock_triton.elements import Element, chunk_for, element_for, index_type
 from kvdock_triton.launch import KernelSpec
 from kvdock_triton.rows import count_skipped, move_rows
-from kvdock_triton.support import TritonKernel, ceil_div, quantised_reasons, row_bytes
+from kvdock_triton.support import TritonKernel, ceil_div, ceil_div_source, quantised_reasons, row_bytes
 from kvdock_triton.tuning import Tile, Tuning
 from kvdock_triton.written import Launch
 
@@ -178,10 +178,10 @@ class PagedCachingDescriptor(kvdock.Descriptor):
         """Settle the kernel and strides; what is left are the five addresses and how many tokens there are."""
         launch, tile, columns, steps = self._plan(*args[2:5])
         names = [*_TOKEN_ARGS[8:], *_ROW_ARGS[1:]][: len(steps)]
-        values = {"skipped": self._skipped, "capacity": self._capacity, "tile": tile, **dict(zip(names, steps, strict=True))}
+        values = {"skipped": self._skipped, "capacity": self._capacity, **dict(zip(names, steps, strict=True))}
         sizes = ["rows", "width"] if self._rows else ["tokens"]
         tokens = " * ".join(sizes)
-        return launch.fix([*_TOKEN_ARGS[:5], *sizes], f"-(-{tokens} // tile)", str(columns), values | {"tokens": tokens})
+        return launch.fix([*_TOKEN_ARGS[:5], *sizes], ceil_div_source(tokens, tile), str(columns), values | {"tokens": tokens})
 
     def _plan(self, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> tuple[Launch, int, int, tuple[int, ...]]:
         """Return the kernel, the tokens of a program, the grid's second size, and the strides, those of rows last."""

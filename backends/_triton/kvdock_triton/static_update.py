@@ -14,7 +14,7 @@ from kvdock.ops.hostcheck import check_lengths
 from kvdock_triton.elements import chunk_for, element_for, index_type
 from kvdock_triton.launch import KernelSpec
 from kvdock_triton.rows import count_skipped, move_rows
-from kvdock_triton.support import TritonKernel, ceil_div, quantised_reasons, row_bytes
+from kvdock_triton.support import TritonKernel, ceil_div, ceil_div_source, quantised_reasons, row_bytes
 from kvdock_triton.tuning import Tile
 from kvdock_triton.written import Launch
 
@@ -144,7 +144,7 @@ class StaticUpdateDescriptor(kvdock.Descriptor):
         _, _, k, v, lengths = args
         from_tensor = isinstance(lengths, torch.Tensor)
         steps = [stride // items for tensor, items in zip((k, v), self._items, strict=True) for stride in tensor.stride()[:3]]
-        values: dict[str, int | str] = {"skipped": self._skipped, "capacity": self._capacity, "tile": self._tile}
+        values: dict[str, int | str] = {"skipped": self._skipped, "capacity": self._capacity}
         values |= dict(zip(_INTEGERS[3:], steps, strict=True))
         parameters = ["k_cache", "v_cache", "k", "v", *(["lengths"] if from_tensor else []), "rows", "new"]
         if not from_tensor:
@@ -154,7 +154,7 @@ class StaticUpdateDescriptor(kvdock.Descriptor):
             values |= {"step": lengths.stride(0), "length_row": "step if number > 1 else 0"}
         else:
             values["length_row"] = 0
-        launch = self._launch.fix(parameters, "-(-rows * new // tile)", "1", values)
+        launch = self._launch.fix(parameters, ceil_div_source("rows * new", self._tile), "1", values)
         return launch if from_tensor else self._checking(launch)
 
     def _checking(self, launch: Callable[..., None]) -> Callable[..., None]:

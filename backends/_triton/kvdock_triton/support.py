@@ -15,7 +15,7 @@ from kvdock_triton.written import Launch
 if TYPE_CHECKING:
     from kvdock_triton.base import TritonBackend
 
-__all__ = ["TritonKernel", "ceil_div", "quantised_reasons", "row_bytes"]
+__all__ = ["TritonKernel", "ceil_div", "ceil_div_source", "quantised_reasons", "row_bytes"]
 
 
 _INSTEAD = "kvdock.use_backend('portable') serves the same ops without Triton"
@@ -64,6 +64,11 @@ def _said(error: BaseException | None) -> str:
 def ceil_div(number: int, by: int) -> int:
     """Divide, rounding up."""
     return -(-number // by)
+
+
+def ceil_div_source(number: str, by: int) -> str:
+    """Write the same for an expression."""
+    return number if by == 1 else f"-(-{number} // {by})"
 
 
 def quantised_reasons(request: kvdock.Request) -> Sequence[str]:

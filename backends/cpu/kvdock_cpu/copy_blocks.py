@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 import kvdock
-from kvdock.ops.hostcheck import check_pairs
+from kvdock.ops.hostcheck import live_pairs
 from kvdock_cpu.rows import as_bits, quantised_reasons
 
 __all__ = ["CopyBlocks", "CopyBlocksDescriptor"]
@@ -25,8 +25,7 @@ class CopyBlocksDescriptor(kvdock.Descriptor):
 
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torch.Tensor) -> None:
         """Check all pairs, then copy."""
-        check_pairs(self._op, block_pairs, k_cache.shape[0])
-        pairs = [(src, dst) for src, dst in block_pairs.tolist() if src >= 0 and dst >= 0]
+        pairs = live_pairs(self._op, block_pairs, k_cache.shape[0])
         for cache in (as_bits(k_cache), as_bits(v_cache)):
             for src, dst in pairs:
                 cache[dst].copy_(cache[src])

@@ -33,7 +33,7 @@ class BoundOp:
 
     def __init__(self, function: Callable[..., Any], pools: tuple[torch.Tensor, ...], own_name: str | None) -> None:
         self._function, self._pools, self.own_name = function, pools, own_name
-        self.recent = Recent(own_name, is_bound=True)
+        self.recent = Recent(own_name)
         ranges = [(pool.data_ptr(), pool.data_ptr() + extent(pool)) for pool in pools]
         low, high = (min(at for at, _ in ranges), max(end for _, end in ranges)) if ranges else (0, 0)
         self.fixed = (*pools, *(address for each in ranges for address in each), low, high)

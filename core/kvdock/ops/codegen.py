@@ -7,8 +7,11 @@ dataclasses do for ``__init__``. The result is committed, and read there: `kvdoc
 registered, and `linecache` shows it to debuggers.
 
 A module has one function, ``make``, which is given an `kvdock.ops.entry.OpEntry` and returns its two ways in: for all
-arguments, and for those that are left once pools are bound. Both try a `FastCall` first; ``body`` is what they share when that does not fit. What is called
-``slow`` decides: a quick check that fails may be wrong, one that passes may not.
+arguments, and for those that are left once pools are bound. Both try fast calls first; ``body`` is what they share when none fits
+(see `kvdock.ops.signatures`). What is called ``slow`` decides: a quick check that fails may be wrong, one that passes may not.
+
+A name in the source begins with that of the argument it is about: ``k_n0`` is the first size of ``k``, ``k_t0`` its first stride
+in elements, ``k_step0`` the same in bytes, ``k_ptr`` its address, ``k_end`` the address behind it.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ def make(op):
     """Return the op as a function of all its arguments, and as one of a `BoundOp` and the rest."""
     is_compiling, get_mode, enter = op.is_compiling, op.get_mode, op.enter
     recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
-    find, prepare, slow = op.find, op.prepare, op.run_slowly
+    find, prepare, make_outputs, slow = op.find, op.prepare, op.make_outputs, op.run_slowly
 
 '''
 
@@ -80,28 +83,46 @@ class _Source:
         ints = [arg.name for arg in self.schema.args if arg.role is Role.RUNTIME_INT and arg.name not in self.variant.dims]
         return ", ".join([*(f"{name}_ptr" for name in self.variant.dims), *self.words, *ints])
 
-    # Pools
+    # What is written
 
     def pool_lines(self) -> Iterator[str]:
         """Read where pools lie."""
+        if self.pools:
+            yield f"{_names(f'{name}_extent' for name in self.pools)} = pools.extents"
         for name in self.pools:
             yield f"{name}_ptr = {name}.data_ptr()"
             yield f"{name}_end = {name}_ptr + {name}_extent"
 
-    def range_lines(self) -> Iterator[str]:
-        """Write the common range of all that is written."""
+    def range_lines(self, names: Sequence[str]) -> Iterator[str]:
+        """Write the common range of what is written."""
         for which, end, sign in (("low", "ptr", "<"), ("high", "end", ">")):
-            yield f"{which} = {self.mutated[0]}_{end}"
-            yield from (f"if {name}_{end} {sign} {which}: {which} = {name}_{end}" for name in self.mutated[1:])
+            yield f"{which} = {names[0]}_{end}"
+            yield from (f"if {name}_{end} {sign} {which}: {which} = {name}_{end}" for name in names[1:])
 
-    def doubled(self, *, fast: bool) -> list[str]:
+    def doubled(self) -> list[str]:
         """Write which pairs of destinations share addresses; pools may lie interleaved where that was looked into."""
         found = []
         for a, b in itertools.combinations(self.mutated, 2):
             pair = f"{a}_ptr < {b}_end and {b}_ptr < {a}_end"
-            if a in self.pools and b in self.pools and not fast:
-                pair += f' and ("{a}", "{b}", {b}_ptr - {a}_ptr) not in signature.apart'
+            if a in self.pools and b in self.pools:
+                pair += f' and ("{a}", "{b}", {b}_ptr - {a}_ptr) not in pools.apart'
             found.append(pair)
+        return found
+
+    def overlap(self, ends: dict[str, str]) -> list[str]:
+        """Write which sources may lie in what is written: one comparison with the range of all of that is enough for most.
+
+        Args:
+            ends: the expression for the end of a source, where it is not known yet: it is worked out when it matters.
+        """
+        found = []
+        for source in self.variant.dims if self.mutated else ():
+            if source in self.mutated:
+                continue
+            end = ends.get(source, f"{source}_end")
+            near = f"{source}_ptr < high and low < {end}"
+            pairs = " or ".join(f"{source}_ptr < {target}_end and {target}_ptr < {end}" for target in self.mutated)
+            found.append(near if len(self.mutated) == 1 else f"{near} and ({pairs})")
         return found
 
     # The quick call
@@ -109,12 +130,13 @@ class _Source:
     @property
     def fast_numbers(self) -> list[tuple[str, str]]:
         """List what is settled of a `FastCall`: the name it is unpacked to, and how the body writes it."""
-        found = [(f"{name}_extent", f"{name}_extent") for name in self.pools]
+        found = []
         for name in self.rest:
             dims, size = self.variant.dims[name], f"{name}_size"
             static = [f"{name}_n{i}" for i, dim in enumerate(dims) if not dim.runtime]
-            found.append((f"{name}_mask", f"{name}_full - 1" if self.rows(name) else f"{size} - 1"))
-            if static and len(self.runtime(name)) == 1:
+            if not self.rows(name):
+                found.append((f"{name}_mask", f"{size} - 1"))
+            if static and self._is_counted(name):
                 found.append((f"{name}_row", " * ".join(static)))
             found += [(f"{name}_step{i}", f"{name}_t{i} * {size}") for i, _ in self.runtime(name)]
             spans = [f"({name}_n{i} - 1) * {name}_t{i}" for i, dim in enumerate(dims) if not dim.runtime]
@@ -129,24 +151,33 @@ class _Source:
             yield f"{_names(numbers)} = numbers"
         conditions = list(self.words)
         yield from self._fast_sizes(conditions)
-        if not is_bound:
-            yield from self.pool_lines()
+        ends = {}
         for name in self.rest:
             steps = [f" + {dim.name} * {name}_step{i}" for i, dim in self.runtime(name)]
+            ends[name] = f"{name}_ptr + {name}_rest{''.join(steps)}"
             yield f"{name}_ptr = {name}.data_ptr()"
-            yield f"{name}_end = {name}_ptr + {name}_rest{''.join(steps)}"
-        if not (is_bound and not self.outputs):
-            yield from self.range_lines()
-        pools = [] if is_bound else [f"{name}_ptr" for name in self.pools]
-        masks = ([f"({' | '.join(pools)}) & {MAX_ALIGNMENT - 1}"] if pools else []) + [f"{name}_ptr & {name}_mask" for name in self.rest]
-        refused = [*masks, *(d for d in self.doubled(fast=True) if not (is_bound and not self.outputs)), *self._overlap()]
+        for name in self.outputs:
+            yield f"{name}_end = {ends[name]}"
+        if self.outputs:
+            yield from self.range_lines(self.outputs if is_bound or not set(self.mutated) & set(self.pools) else self.mutated)
+        rows = [f"{name}_ptr" for name in [*([] if is_bound else self.pools), *filter(self.rows, self.rest)]]
+        masks = [f"({' | '.join(rows)}) & {MAX_ALIGNMENT - 1}"] if rows else []
+        masks += [f"{name}_ptr & {name}_mask" for name in self.rest if not self.rows(name)]
+        doubled = [
+            f"{a}_ptr < {b}_end and {b}_ptr < {a}_end" for a, b in itertools.combinations(self.mutated, 2) if {a, b} - set(self.pools)
+        ]
+        refused = [*masks, *doubled, *self.overlap(ends)]
         conditions += [f"not ({' or '.join(_alone(check) for check in refused)})"] if refused else []
-        conditions += [f"({check})" for check in self.relations({})]
+        conditions += [f"({check})" for check in self.relations()]
         yield f"if {' and '.join(conditions) or 'True'}:"
         yield "    entry.used = cache.clock = cache.clock + 1"
         yield "    if launch is not None:"
         yield from (f"        {line}" for line in self.finish(f"launch({self.launch_args})"))
         yield from (f"    {line}" for line in self.finish(f"plan.run({', '.join(self.schema.arg_names)})"))
+
+    def _is_counted(self, name: str) -> bool:
+        """Whether the number of elements tells the size that is not known: it costs half of a shape."""
+        return len(self.runtime(name)) == 1
 
     def _fast_sizes(self, conditions: list[str]) -> Iterator[str]:
         """Read run-time sizes: the number of elements says as much as a shape where one size is unknown, and costs half."""
@@ -154,7 +185,7 @@ class _Source:
         for name in sorted(self.rest, key=lambda name: (len(self.runtime(name)) != 1, self.rows(name))):
             dims, unknown = self.variant.dims[name], self.runtime(name)
             row = f" * {name}_row" if len(dims) > 1 else ""
-            if len(unknown) == 1 and (unknown[0][1].name in known or not row):
+            if self._is_counted(name) and (unknown[0][1].name in known or not row):
                 word = unknown[0][1].name
                 if word in known:
                     conditions.append(f"{name}.numel() == {word}{row}")
@@ -166,26 +197,14 @@ class _Source:
                 conditions += [f"{name}_n{i} == {dim.name}" for i, dim in unknown if dim.name in known]
             known.update(dim.name for _, dim in unknown)
 
-    def _overlap(self) -> list[str]:
-        """Write which sources may lie in what is written: one comparison with the range of all of that is enough for most."""
-        sources = [name for name in self.variant.dims if name not in self.mutated]
-        if not sources or not self.mutated:
-            return []
-        found = []
-        for source in sources:
-            near = f"{source}_ptr < high and low < {source}_end"
-            pairs = " or ".join(f"{source}_ptr < {target}_end and {target}_ptr < {source}_end" for target in self.mutated)
-            found.append(near if len(self.mutated) == 1 else f"{near} and ({pairs})")
-        return found
-
-    def relations(self, pools: dict[str, str]) -> list[str]:
+    def relations(self) -> list[str]:
         """Return the conditions of the schema whose words this variant has."""
         sizes = {dim.name: f"{name}.shape[{i}]" for name in self.pools for i, dim in enumerate(self.variant.dims[name])}
         found = []
         for relation in self.schema.relations:
             names = compile(relation.expression, "<relation>", "eval").co_names
             if all(word in self.words or word in sizes for word in names):
-                found.append(_substitute(relation.expression, {w: sizes[w] for w in names if w not in self.words} | pools))
+                found.append(_substitute(relation.expression, {w: sizes[w] for w in names if w not in self.words}))
         return found
 
     def finish(self, call: str) -> list[str]:
@@ -197,7 +216,7 @@ class _Source:
 
     def body_lines(self) -> Iterator[str]:
         """Write a call of a known signature."""
-        names = [*(f"{name}_extent" for name in self.pools), *(f"{name}_{what}" for name in self.rest for what in ("size", "full"))]
+        names = [f"{name}_{what}" for name in self.rest for what in ("size", "full")]
         if names:
             yield f"{_names(names)} = signature.numbers"
         doubts, bound = [f"not {word}" for word in self.words], set[str]()
@@ -205,13 +224,13 @@ class _Source:
             yield from self._read(name, doubts, bound)
         yield from self.pool_lines()
         if self.mutated:
-            yield from self.range_lines()
-        doubts += [f"not ({check})" for check in self.relations({})]
+            yield from self.range_lines(self.mutated)
+        doubts += [f"not ({check})" for check in self.relations()]
         doubts += [f"not {name}.is_contiguous() and has_internal_overlap({name})" for name in self.outputs]
-        doubts += [*self.doubled(fast=False), *self._overlap()]
+        doubts += [*self.doubled(), *self.overlap({})]
         if doubts:
             yield f"if {' or '.join(_alone(doubt) for doubt in doubts)}:"
-            yield from (f"    {line}" for line in self.finish(f"slow({self.values}, named, signature)"))
+            yield from (f"    {line}" for line in self.finish(f"slow({self.values}, named, pools)"))
         yield from self._entry_lines()
         yield "cache = signature.cache"
         yield "entry.used = cache.clock = cache.clock + 1"
@@ -225,7 +244,7 @@ class _Source:
         yield f"            numbers = {numbers}"
         yield f"            fast = signature.settle(schema, entry, strides, numbers, {self.values})"
         yield "    if fast is not None:"
-        yield f"        recent.adopt(fast, {self.group})"
+        yield f"        recent.adopt({self.group}, fast)"
         yield "        if fast.launch is not None:"
         yield from (f"            {line}" for line in self.finish(f"fast.launch({self.launch_args})"))
         yield from self.finish(f"plan.run({', '.join(self.schema.arg_names)})")
@@ -328,6 +347,7 @@ class _Module:
         self.groups = sorted({source.group for source in self.sources})
         self.pools = self.sources[0].pools
         self.pivot = schema.args[pivot_of(schema)].name
+        self.returned = [arg.name for arg in schema.args if arg.returned]
         self.ints = [arg.name for arg in schema.args if arg.role is Role.RUNTIME_INT and not arg.dims]
 
     def text(self) -> str:
@@ -339,6 +359,23 @@ class _Module:
         parts.append("\n".join(_indent(self._call(is_bound=True), 1)))
         parts.append("    return call, bound_call\n")
         return "\n\n".join(parts)
+
+    def _made_outputs(self) -> Iterator[str]:
+        """Write how outputs that are returned are made where they are absent and the first size is of any rank, as `OpEntry.make_outputs` does for any op."""
+        if not self.returned or not all(arg.dims[0].startswith("... ") for arg in self.schema.args if arg.returned):
+            return
+        leading = next(arg.name for arg in self.schema.args if arg.dims == ("...",))
+        yield f"if {' and '.join(f'{name} is None' for name in self.returned)}:"
+        sizes = {arg.name: [f"{arg.name}_{word}" for word in arg.dims[0].split()[1:]] for arg in self.schema.args if arg.returned}
+        yield f"    {_names(size for each in sizes.values() for size in each)} = pools.output_sizes"
+        yield f"    rank = getattr({leading}, 'ndim', None)"
+        yield "    if rank == 1:  # sizes one by one: half the price of a tuple"
+        yield f"        count = {leading}.numel()"
+        for name, each in sizes.items():
+            yield f"        {name} = {self.schema.arg(name).same_dtype}.new_empty(count, {', '.join(each)})"
+        yield "    elif rank == 2:"
+        for name, each in sizes.items():
+            yield f"        {name} = {self.schema.arg(name).same_dtype}.new_empty((*{leading}.shape, {', '.join(each)}))"
 
     def _of(self, group: int) -> list[_Source]:
         """Return the variants of a group."""
@@ -356,22 +393,26 @@ class _Module:
         return _tuple(part for name in static for part in (f"type({name})", name))
 
     def _body(self, group: int) -> Iterator[str]:
-        """Write the function that serves every call of a known signature."""
+        """Write the function that serves every call of a known signature, given its pools if they are known."""
         sources, names, values = self._of(group), ", ".join(self.schema.arg_names), self.sources[0].values
-        tensors = ", ".join(sources[0].variant.dims)
-        yield f"def body{group}(recent, {names}, named):"
+        tensors = ", ".join(sources[0].rest)
+        yield f"def body{group}(recent, pools, {names}, named):"
+        if self.returned:
+            yield f"    if {' and '.join(f'{name} is None' for name in self.returned)}:"
+            yield f"        {_names(self.returned)} = make_outputs({values})"
         yield f"    key = {self._key(group)}"
         yield f"    signature = recent.signature{group}"
         yield "    try:"
         optional = f" and (signature.optional is None or signature.optional.accept({values}))" if sources[0].optional else ""
-        current = "signature.key == key and signature.epoch == chooser.epoch and signature.generation == settings.generation"
-        yield f"        known = {current} and signature.guard({tensors}){optional}"
+        known = "pools is not None and signature.pools is pools and signature.key == key"
+        yield f"        known = {known} and signature.guard({tensors}){optional}"
         yield "    except TypeError:  # what is no tensor"
         yield "        known = False"
         yield "    if not known:"
         yield f"        signature = find(recent, key, {values})"
         yield "        if signature is None:  # nothing that can be known by a guard, such as an int of a class of its own"
         yield from _indent(sources[0].finish(f"slow({values}, named)"), 3)
+        yield "        pools = signature.pools"
         for source in sources[:-1]:
             yield f"    if signature.variant == {source.variant.number}:"
             yield from _indent(source.body_lines(), 2)
@@ -379,8 +420,8 @@ class _Module:
 
     def _call(self, *, is_bound: bool) -> Iterator[str]:
         """Write a way in."""
-        schema, values = self.schema, self.sources[0].values
-        finish = self.sources[0].finish
+        schema, values, names = self.schema, self.sources[0].values, ", ".join(self.schema.arg_names)
+        finish, own = self.sources[0].finish, "own_name" if is_bound else "None"
         args = [name for name in schema.arg_names if not (is_bound and name in self.pools)]
         yield f"def {'bound_call' if is_bound else 'call'}({', '.join([*(['bound'] if is_bound else []), *args])}):"
         if is_bound:
@@ -389,70 +430,61 @@ class _Module:
             yield f"    {_names(fixed)} = bound.fixed"
         yield "    if is_compiling():"
         yield from _indent(finish(f"slow({values}, None)"), 2)
-        yield from _indent(_allocation(schema, self.sources[0]), 1)
         yield "    mode = get_mode()"
-        absent = [f"{name} is None" for name in self.sources[0].optional]
-        for group in self.groups:
-            yield from _indent(self._fast(group, is_bound, ["mode is None", *absent]), 1)
-        own = "own_name" if is_bound else "None"
-        yield f"    named = {own} if mode is None else enter(mode, {values}, {own})"
-        ints = " or ".join(f"type({name}) is not int" for name in self.ints)
-        if ints:
-            yield f"    if {ints}:"
-            yield from _indent(finish(f"slow({values}, named)"), 2)
-        names = ", ".join(schema.arg_names)
-        if len(self.groups) == 2:
-            yield f"    if type({self.pivot}) is int:"
-            yield f"        return body1(recent, {names}, named)"
-        yield f"    return body{self.groups[0]}(recent, {names}, named)"
+        for group in reversed(self.groups):
+            last = group == self.groups[0]
+            if not last:
+                yield f"    if type({self.pivot}) is int:"
+            yield from _indent(self._fast(group, is_bound), 1 if last else 2)
+            by = 1 if last else 2
+            yield from _indent([f"named = {own} if mode is None else enter(mode, {values}, {own})"], by)
+            if self.ints:
+                yield from _indent([f"if {' or '.join(f'type({name}) is not int' for name in self.ints)}:"], by)
+                yield from _indent(finish(f"slow({values}, named)"), by + 1)
+            yield from _indent([f"return body{group}(recent, pools, {names}, named)"], by)
 
-    def _fast(self, group: int, is_bound: bool, conditions: Sequence[str]) -> Iterator[str]:
-        """Write the attempt to serve a call like an earlier one."""
-        sources = self._of(group)
-        tensors = ", ".join(name for name in sources[0].variant.dims if not (is_bound and name in self.pools))
-        kind = [f"type({self.pivot}) is int"] if group else []
-        kind += [f"type({name}) is int" for name in self.ints]
-        kind += [f"static == {self._static}"] if self._static != "()" else []
-        yield f"guard, variant, entry, cache, epoch, generation, static, launch, numbers = recent.fast{group}"
-        yield "plan = entry.value  # held until it has run, whatever becomes of the entry"
-        current = ["plan is not None", "epoch == chooser.epoch", "generation == settings.generation"]
-        yield f"if {' and '.join([*current, *conditions, *kind])}:"
-        yield "    try:"
-        yield f"        same = guard({tensors})"
-        yield "    except TypeError:  # what is no tensor"
-        yield "        same = False"
-        yield "    if same:" if len(sources) == 1 else f"    if same and variant == {sources[0].variant.number}:"
-        for source in sources:
-            if source is not sources[0]:
-                yield f"    elif same and variant == {source.variant.number}:"
-            yield from _indent(source.fast_lines(is_bound), 2)
-
-
-def _allocation(schema: OpSchema, source: _Source) -> Iterator[str]:
-    """Write how outputs that are returned are made where they are absent: as large as other arguments say."""
-    returned = [arg for arg in schema.args if arg.returned]
-    if not returned:
-        return
-    yield f"if {' and '.join(f'{arg.name} is None' for arg in returned)}:"
-    yield "    try:"
-    for arg in returned:
-        shape = ", ".join(_size_source(schema, word) for word in arg.dims[0].split())
-        yield f"        {arg.name} = {arg.same_dtype}.new_empty(({shape}))"
-    yield "    except (AttributeError, IndexError, RuntimeError, TypeError):  # wrong arguments, which the slow path explains"
-    yield "        pass"
-
-
-def _size_source(schema: OpSchema, word: str) -> str:
-    """Write where a size can be read: from the first argument that has it and is always there."""
-    if word.isdigit():
-        return word
-    for arg in schema.args:
-        words = arg.dims[0].split() if arg.dims and not arg.optional and not arg.returned else []
-        if word in words:
-            if word == "...":
-                return f"*{arg.name}.shape[:-{len(words) - 1}]" if len(words) > 1 else f"*{arg.name}.shape"
-            return f"{arg.name}.shape[{words.index(word) - len(words)}]"
-    raise AssertionError(f"{schema.name}: no argument has a size {word}")
+    def _fast(self, group: int, is_bound: bool) -> Iterator[str]:
+        """Write the attempts to serve a call like earlier ones."""
+        sources, pools = self._of(group), [] if is_bound else self.pools
+        yield f"epoch, generation, guard, pools, fast_calls = recent.state{group}"
+        current = "epoch == chooser.epoch and generation == settings.generation"
+        if pools:
+            yield "try:"
+            yield f"    known = {current} and guard({', '.join(pools)})"
+            yield "except TypeError:  # what is no tensor"
+            yield "    known = False"
+            yield "if not known:"
+        else:
+            yield f"if not ({current}):"
+        yield "    pools = None"
+        conditions = ["fast_calls", "mode is None", *(f"{name} is None" for name in sources[0].optional)]
+        conditions += [f"type({name}) is int" for name in self.ints]
+        yield f"elif {' and '.join(conditions)}:"
+        written = [name for name in sources[0].mutated if name in self.pools]
+        if pools:
+            yield from _indent(sources[0].pool_lines(), 1)
+        if pools and written:
+            yield from _indent(sources[0].range_lines(written), 1)
+        apart = [f"{a}_ptr < {b}_end and {b}_ptr < {a}_end" for a, b in itertools.combinations(written, 2)] if pools else []
+        if apart:
+            yield f"    if {' or '.join(apart)}:"
+            yield "        fast_calls = ()  # interleaved pools, or wrong ones: the body tells"
+        yield from _indent(self._made_outputs(), 1)
+        yield "    for guard, variant, entry, cache, static, launch, numbers in fast_calls:"
+        yield "        plan = entry.value  # held until it has run, whatever becomes of the entry"
+        yield "        try:"
+        static = f" and static == {self._static}" if self._static != "()" else ""
+        yield f"            same = plan is not None and guard({', '.join(sources[0].rest)}){static}"
+        yield "        except TypeError:  # what is no tensor"
+        yield "            break"
+        yield "        if not same:"
+        yield "            continue"
+        for source in sources[:-1]:
+            yield f"        if variant == {source.variant.number}:"
+            yield from _indent(source.fast_lines(is_bound), 3)
+            yield "            break"
+        yield from _indent(sources[-1].fast_lines(is_bound), 2)
+        yield "        break"
 
 
 def source_of(schema: OpSchema) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import time
 import warnings
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from kvdock.ops.plan import Plan
 from kvdock.ops.schema import OpSchema
 from kvdock.ops.selection import Choice, Chooser, Selection
 from kvdock.ops.shared import Shared
-from kvdock.ops.signatures import Recent, Signature
+from kvdock.ops.signatures import Pools, Recent, Signature, known_sizes
 from kvdock.ops.validate import validate
 from kvdock.ops.variants import HOST_INT_RANK, Variant, pivot_of, variants_of
 
@@ -85,8 +84,11 @@ class OpEntry(Shared):
         self._dispatcher = dispatcher
         self.settings, self._local = dispatcher.descriptors.declare(schema.name, self._destroy, None)
         self._epoch = dispatcher.chooser.epoch
-        self._variants = variants_of(schema)
+        self._variants: dict[int | None, Variant] = {variant.pivot_rank: variant for variant in variants_of(schema)}
         self._pivot = pivot_of(schema)
+        places = {name: place for place, name in enumerate(schema.arg_names)}
+        self._pools = [places[arg.name] for arg in schema.static_args]
+        self._rest = {v.number: [places[name] for name in v.dims if places[name] not in self._pools] for v in self._variants.values()}
         self.call, self._bound_call = _maker_of(schema)(self)
 
     def _destroy(self, plan: Plan) -> None:
@@ -113,23 +115,36 @@ class OpEntry(Shared):
         for finding in self.schema.check_values(_index_values_on_host(self.schema, values)):
             warnings.warn(f"{self.schema.name}: {finding}", KVDockWarning, stacklevel=5)
 
-    def run_slowly(self, values: tuple[Any, ...], named: str | None, signature: Signature | None = None) -> None:
+    def run_slowly(self, values: tuple[Any, ...], named: str | None, pools: Pools | None = None) -> None:
         """Say why the quick path gave up; run the op all the same when it had no reason to.
 
         Args:
             values: all arguments.
             named: backend that was asked for.
-            signature: that of the call, where it was known.
+            pools: those of the call, where they are known.
         """
-        if torch.compiler.is_compiling():
-            raise compiling_error(self.schema.name)
-        request = validate(self.schema, values)
+        request = self._validate(values)
         if _is_noop(self.schema, values):
             return
-        if signature is not None:
-            signature.note_apart(self.schema, values)
+        if pools is not None:
+            pools.note_apart(self.schema.bind(values))
         _, plan = self._entry_for(request, values, named)
         plan.run(*values)
+
+    def _validate(self, values: tuple[Any, ...]) -> Request:
+        if torch.compiler.is_compiling():
+            raise compiling_error(self.schema.name)
+        return validate(self.schema, values)
+
+    def make_outputs(self, values: tuple[Any, ...]) -> list[torch.Tensor | None]:
+        """Return new outputs for a call that brings none, as large as its other arguments say; None where these are wrong."""
+        args, returned = self.schema.bind(values), [arg for arg in self.schema.args if arg.returned]
+        try:
+            sizes = known_sizes(self.schema, args)
+            shapes = [[size for word in arg.dims[0].split() for size in sizes[word.lstrip("*")]] for arg in returned]
+            return [args[arg.same_dtype or ""].new_empty(shape) for arg, shape in zip(returned, shapes, strict=True)]
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return [None] * len(returned)  # wrong arguments, which the slow path explains
 
     def find(self, recent: Recent, key: tuple[Any, ...], values: tuple[Any, ...]) -> Signature | None:
         """Return the signature of a call: one that this thread has met, or a new one, once the call is found valid.
@@ -137,46 +152,55 @@ class OpEntry(Shared):
         None if the rank of no argument tells which variant it is: the slow path decides then.
 
         Args:
-            recent: what is to remember it.
-            key: the backend asked for, whether a host int is in place of a tensor, and what `Signature` has of its key.
+            recent: what is to try it first from now on.
+            key: the backend asked for, whether a host int is in place of a tensor, static values, and which optional tensors are
+                absent.
             values: all arguments.
 
         Raises:
             KVDockError: the call is not valid.
         """
-        rank = HOST_INT_RANK if key[1] else getattr(values[self._pivot], "ndim", None)
-        variant = next((variant for variant in self._variants if variant.pivot_rank == rank), None)
+        rank: int | None = HOST_INT_RANK if key[1] else getattr(values[self._pivot], "ndim", None)
+        variant = self._variants.get(rank)
         if variant is None:
             return None
-        signature = self._met(key, variant, values) or self._new_signature(key, variant, values)
-        if key[1]:
-            recent.signature1 = signature
-        else:
-            recent.signature0 = signature
+        try:
+            signature = self._met(key, variant, values)
+        except TypeError:  # what is no tensor
+            signature = None
+        signature = signature or self._new_signature(key, variant, values)
+        recent.use(key[1], signature)
         return signature
 
     def _met(self, key: tuple[Any, ...], variant: Variant, values: tuple[Any, ...]) -> Signature | None:
         """Look a signature up among those that this thread has met."""
-        args = self.schema.bind(values)
-        tensors = [args[name] for name in variant.dims]
-        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-            return None
-        likely = (signature for signature in self.recent.signatures if self._is_current(signature) and signature.key == key)
-        return next((signature for signature in likely if signature.accepts(tensors, values)), None)
+        pools, tensors = self._met_pools(values), [values[place] for place in self._rest[variant.number]]
+        for signature in self.recent.signatures if pools is not None else ():
+            optional = signature.optional
+            like = signature.pools is pools and signature.key == key and signature.guard(*tensors)
+            if like and (optional is None or optional.accept(values)):
+                return signature
+        return None
 
-    def _is_current(self, signature: Signature) -> bool:
-        return (signature.epoch, signature.generation) == (self.chooser.epoch, self.settings.generation)
+    def _met_pools(self, values: tuple[Any, ...]) -> Pools | None:
+        """Look the geometry of pools up."""
+        tensors = [values[place] for place in self._pools]
+        for pools in self.recent.pools:
+            if pools.epoch == self.chooser.epoch and pools.generation == self.settings.generation and pools.guard(*tensors):
+                return pools
+        return None
 
     def _new_signature(self, key: tuple[Any, ...], variant: Variant, values: tuple[Any, ...]) -> Signature:
         """Validate a call, and remember its signature."""
-        if torch.compiler.is_compiling():
-            raise compiling_error(self.schema.name)
-        request = validate(self.schema, values)
+        request, recent = self._validate(values), self.recent
         self._choose(request.device, key[0])
         cache = self._local.open(_place(request.device))
-        known = filter(self._is_current, self.recent.signatures)
-        signature = Signature(self.schema, variant, key, values, cache, self._epoch, self._local.generation)
-        self.recent.signatures = [signature, *itertools.islice(known, MOST_SIGNATURES - 1)]
+        pools = self._met_pools(values)
+        if pools is None:
+            pools = Pools(self.schema, self.schema.bind(values), self._epoch, self._local.generation)
+            recent.pools = [pools, *recent.pools[: MOST_SIGNATURES - 1]]
+        signature = Signature(self.schema, variant, key, values, pools, cache)
+        recent.signatures = [signature, *recent.signatures[: MOST_SIGNATURES - 1]]
         return signature
 
     def _choose(self, device: torch.device, named: str | None) -> None:

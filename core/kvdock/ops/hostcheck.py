@@ -7,13 +7,12 @@ anything is written and names the first bad position, and returns doubtful findi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from kvdock.errors import ArgumentValueError, IndexRangeError
 
-__all__ = ["check_lengths", "check_pairs", "check_slots", "equal_slots", "pairs_on_device", "slots_in_range"]
+__all__ = ["check_lengths", "check_pairs", "check_slots", "equal_slots", "live_pairs", "pairs_on_device", "slots_in_range"]
 
 _FEW = 8
 """Up to so many values a Python loop is quicker than two reductions."""
@@ -91,7 +90,13 @@ def check_lengths(op: str, lengths: Sequence[int], new: int, capacity: int) -> l
 
 
 def check_pairs(op: str, pairs: torch.Tensor, num_blocks: int) -> list[str]:
-    """Raise unless ``pairs`` copies blocks of one pool whose order does not matter.
+    """Raise as `live_pairs` does; nothing about pairs is doubtful."""
+    live_pairs(op, pairs, num_blocks)
+    return []
+
+
+def live_pairs(op: str, pairs: torch.Tensor, num_blocks: int) -> list[tuple[int, int]]:
+    """Return the pairs that are no padding, once it is clear that they copy blocks of one pool whose order does not matter.
 
     Args:
         op: name of the op, for the error.
@@ -102,23 +107,24 @@ def check_pairs(op: str, pairs: torch.Tensor, num_blocks: int) -> list[str]:
         IndexRangeError: a block id is not below ``num_blocks``; names the first such position.
         ArgumentValueError: two pairs have one destination, or a destination is also a source.
     """
-    wrong = ((pairs >= num_blocks) & (pairs >= 0).all(1, keepdim=True)).nonzero()
-    if len(wrong):
-        place = wrong[0].tolist()
-        raise IndexRangeError(
-            f"{op}: block_pairs{place}",
-            expected=f"a block id below {num_blocks}, or a negative one for padding",
-            got=int(pairs[tuple(place)]),
-            fix="pass (src, dst) block ids of this pool, not slots",
-        )
-    sources, seen = _live_sources(pairs), set[Any]()
-    for row, (src, dst) in enumerate(pairs.tolist()):
-        if src < 0 or dst < 0:
-            continue
-        if dst in seen or dst in sources:
-            raise _pair_error(op, row, dst, twice=dst in seen)
-        seen.add(dst)
-    return []
+    live = [(src, dst) for src, dst in pairs.tolist() if src >= 0 and dst >= 0]
+    sources, destinations = {src for src, _ in live}, {dst for _, dst in live}
+    if live and (max(sources) >= num_blocks or max(destinations) >= num_blocks):
+        raise _block_error(op, pairs, num_blocks)
+    if len(destinations) < len(live) or not sources.isdisjoint(destinations):
+        raise _pair_error(op, pairs, sources)
+    return live
+
+
+def _block_error(op: str, pairs: torch.Tensor, num_blocks: int) -> IndexRangeError:
+    """Say which block id is the first outside the pool."""
+    place = ((pairs >= num_blocks) & (pairs >= 0).all(1, keepdim=True)).nonzero()[0].tolist()
+    return IndexRangeError(
+        f"{op}: block_pairs{place}",
+        expected=f"a block id below {num_blocks}, or a negative one for padding",
+        got=int(pairs[tuple(place)]),
+        fix="pass (src, dst) block ids of this pool, not slots",
+    )
 
 
 def pairs_on_device(op: str, pairs: torch.Tensor, num_blocks: int, device: torch.device) -> torch.Tensor:
@@ -150,13 +156,15 @@ def pairs_on_device(op: str, pairs: torch.Tensor, num_blocks: int, device: torch
         raise
 
 
-def _live_sources(pairs: torch.Tensor) -> set[int]:
-    """Return the sources of the pairs that are no padding."""
-    return {src for src, dst in pairs.tolist() if src >= 0 and dst >= 0}
-
-
-def _pair_error(op: str, row: int, dst: int, *, twice: bool) -> ArgumentValueError:
-    """Say which pair depends on the order of copies."""
+def _pair_error(op: str, pairs: torch.Tensor, sources: set[int]) -> ArgumentValueError:
+    """Say which pair is the first to depend on the order of copies."""
+    seen: set[int] = set()
+    for row, (src, dst) in enumerate(pairs.tolist()):
+        if src >= 0 and dst >= 0 and (dst in seen or dst in sources):
+            break
+        if src >= 0 and dst >= 0:
+            seen.add(dst)
+    twice = dst in seen
     return ArgumentValueError(
         f"{op}: block_pairs[{row}]",
         expected="destinations that occur once and are no source, so that the order of copies does not matter",

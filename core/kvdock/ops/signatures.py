@@ -1,34 +1,34 @@
-"""What a thread knows of the calls it has made: signatures, which are recognised without reading them again.
+"""What a thread knows of the calls it has made: pools, signatures and fast calls, each recognised without reading it again.
 
 A call goes down this list, and stops at the first that serves it:
 
-1. `FastCall`: a call just like an earlier one but for addresses and run-time sizes. One guard recognises it, and what its
-   strides come to is settled.
-2. `Signature`: a call with the static signature of an earlier one. One guard recognises it; sizes and strides are read.
+1. `FastCall`: pools as they were, and all else like an earlier call but for addresses and run-time sizes. What its strides come to
+   is settled; it is left to look at sizes and addresses.
+2. `Signature`: a call with the static signature of an earlier one. Sizes and strides are read, and looked up among fast calls.
 3. `kvdock.ops.entry.OpEntry.find`: all else is validated, once.
 
-The first two are the code in `kvdock.ops.calls`. Neither depends on what the last call was: a thread keeps all signatures that
-it meets, and what is settled belongs to a signature, not to a call. A `FastCall` is made once its strides were read often
-enough that making it is cheap beside that: it is counted for each pattern of strides by itself, and at most a logarithm of times.
+The first two are the code in `kvdock.ops.calls`. Neither depends on what the last call was like: a thread keeps what it meets, and
+what is settled belongs to a signature, not to a call. A `FastCall` is made once its strides were read often enough that making it
+is cheap beside that, and tried first from then on; both are counted for each pattern of strides by itself, and done at most a
+logarithm of times. So a pattern that comes again costs less, and one that never does costs nothing more.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import attrs
 import torch
 
 from kvdock.descriptors.lru import Entry, LRUDescriptorCache
 from kvdock.ops.geometry import MAX_ALIGNMENT, alignment_of, extent
-from kvdock.ops.guards import Guard, make_guard, never
+from kvdock.ops.guards import make_guard, never
 from kvdock.ops.schema import Arg, Dim, OpSchema, Role
 from kvdock.ops.variants import Variant
 
-__all__ = ["EMPTY", "FastCall", "Recent", "Signature", "full_alignment"]
+__all__ = ["EMPTY", "FastCall", "Pools", "Recent", "Signature", "known_sizes"]
 
 MOST_PATTERNS = 64
 """Patterns of strides that a signature counts. Those that never come again must not fill memory."""
@@ -36,53 +36,113 @@ MOST_PATTERNS = 64
 FIRST_WORTH = 32
 """How often a pattern of strides is read before it is settled: that costs as much as it saves in some ten calls."""
 
+MOST_TRIED = 3
+"""Fast calls that are tried before strides are read: each that does not fit costs a tenth of reading them."""
+
 EMPTY: Entry[Any] = Entry(None, 0)
 """Stands for an entry that is not there."""
 
-_NO_CALL: tuple[Any, ...] = (never, -1, EMPTY, None, 0, 0, (), None, ())
 
-
-@attrs.frozen(eq=False)
-class FastCall:
-    """What is settled of calls with one pattern of strides, as tuples that a call unpacks.
+class Pools:
+    """Pools of one geometry: what a call has in its static tensor arguments. An op without such has one of these for all calls.
 
     Args:
-        entry: the descriptor's entry in the cache.
-        launch: see `kvdock.interface.Descriptor.fix`.
-        direct: for a call with all arguments: guard, number of the variant, entry, cache, epoch, generation, static values, launch, and
-            numbers.
-        bound: the same for a call that is bound to its pools, whose guard leaves them out.
+        schema: the op.
+        args: all arguments of a valid call, by name.
+        epoch: `Chooser.epoch` for which it holds.
+        generation: generation of the descriptor caches for which it holds.
+
+    Attributes:
+        guard: accepts pools of this geometry.
+        extents: bytes that each pool spans.
+        output_sizes: static sizes of outputs that are returned.
+        apart: names of two written pools and differences of their addresses at which they lie interleaved, without sharing a byte.
     """
 
-    entry: Entry[Any]
-    launch: Callable[..., None] | None
-    direct: tuple[Any, ...]
-    bound: tuple[Any, ...]
+    __slots__ = ("_written", "apart", "epoch", "extents", "generation", "guard", "output_sizes")
+
+    def __init__(self, schema: OpSchema, args: dict[str, Any], epoch: int, generation: int) -> None:
+        tensors = [args[arg.name] for arg in schema.static_args]
+        self.epoch, self.generation = epoch, generation
+        self.guard = make_guard(tensors, [tensor.shape for tensor in tensors], [tensor.stride() for tensor in tensors])
+        self.extents = tuple(extent(tensor) for tensor in tensors)
+        self._written = [arg.name for arg in schema.static_args if arg.role is Role.MUTATED]
+        self.apart: set[tuple[str, str, int]] = set()
+        self.note_apart(args)
+        sizes = known_sizes(schema, args)
+        words = [word for arg in schema.args if arg.returned for word in arg.dims[0].split() if not word.startswith(("*", "..."))]
+        self.output_sizes = tuple(sizes[word][0] for word in words)
+
+    def note_apart(self, args: dict[str, Any]) -> None:
+        """Remember how the pools of a valid call lie to one another: they share no byte."""
+        pairs = itertools.combinations(self._written, 2)
+        self.apart.update((a, b, args[b].data_ptr() - args[a].data_ptr()) for a, b in pairs)
+
+
+class FastCall:
+    """What is settled of calls with one pattern of strides.
+
+    Args:
+        parts: what a call unpacks: guard, number of the variant, entry, cache, static values, launch (see
+            `kvdock.interface.Descriptor.fix`), and numbers.
+    """
+
+    __slots__ = ("entry", "launch", "parts")
+
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        self.parts = parts
+        _, _, self.entry, _, _, self.launch, _ = parts
 
 
 class Recent(threading.local):
-    """What the calling thread used last, of one op or of one op bound to its pools. A host int in place of a tensor goes apart.
+    """What the calling thread used last, of one op or of one op bound to its pools. Calls with a host int for a tensor go apart.
 
     Args:
         own_name: the backend that a bound op uses for good, if any.
-        is_bound: whether calls leave out the pools.
+
+    Attributes:
+        state0: what a call unpacks: epoch, generation, guard of the pools, the `Pools`, and the fast calls to try.
+        signature0: the signature to try.
+        pools, signatures: all that the thread knows of the op.
     """
 
-    def __init__(self, own_name: str | None = None, is_bound: bool = False) -> None:
+    def __init__(self, own_name: str | None = None) -> None:
         self.own_name = own_name
-        self.is_bound = is_bound
-        self.fast0 = self.fast1 = _NO_CALL
-        self.signature0: Signature = UNKNOWN
-        self.signature1: Signature = UNKNOWN
+        self.state0: tuple[Any, ...] = _NOTHING
+        self.state1: tuple[Any, ...] = _NOTHING
+        self.signature0: Signature | None = None
+        self.signature1: Signature | None = None
+        self.pools: list[Pools] = []
         self.signatures: list[Signature] = []
+        self._found: dict[FastCall, int] = {}
 
-    def adopt(self, fast: FastCall, group: int) -> None:
-        """Try this first from now on."""
-        parts = fast.bound if self.is_bound else fast.direct
+    def use(self, group: int, signature: Signature) -> None:
+        """Try a signature first from now on, and its pools."""
+        pools, state = signature.pools, self.state1 if group else self.state0
+        if state[3] is not pools:
+            state = (pools.epoch, pools.generation, pools.guard, pools, ())
         if group:
-            self.fast1 = parts
+            self.state1, self.signature1 = state, signature
         else:
-            self.fast0 = parts
+            self.state0, self.signature0 = state, signature
+
+    def adopt(self, group: int, fast: FastCall) -> None:
+        """Try a fast call first from now on: the first time that it is found by reading strides, the second, the fourth, ..."""
+        if len(self._found) >= MOST_PATTERNS:
+            self._found.clear()
+        self._found[fast] = found = self._found.get(fast, 0) + 1  # one's own count: other layers find the same fast call
+        if found & (found - 1):
+            return
+        *head, fasts = self.state1 if group else self.state0
+        others = [parts for parts in fasts if parts is not fast.parts]
+        state = (*head, (fast.parts, *others[: MOST_TRIED - 1]))
+        if group:
+            self.state1 = state
+        else:
+            self.state0 = state
+
+
+_NOTHING: tuple[Any, ...] = (-1, -1, never, None, ())
 
 
 class Signature:
@@ -91,38 +151,21 @@ class Signature:
     Args:
         schema: the op.
         variant: the combination of ranks.
-        key: what else tells calls apart: the backend asked for, which optional tensors are there, and static values.
+        key: what tells calls apart beside tensors: see `kvdock.ops.codegen`.
         values: all arguments of a valid call.
+        pools: its pools.
         cache: the calling thread's descriptor cache for the device.
-        epoch: `Chooser.epoch` for which it holds.
-        generation: generation of the descriptor caches for which it holds.
 
     Attributes:
-        guard: accepts the tensors of `Variant.dims` in a call of this signature.
+        guard: accepts the other tensors of `Variant.dims` in a call of this signature.
         optional: checks the optional tensors that are there; None when there are none.
         full: the entry for tensors that are as aligned as their rows allow, which nearly all are.
         entries: the entries for others, by the alignment of each tensor.
-        numbers: for each pool the bytes it spans, and for each other tensor its bytes per element and best alignment.
-        apart: differences of addresses at which two pools lie interleaved, without sharing a byte.
+        numbers: bytes per element, and best alignment, of each tensor that is no pool.
         fast: by pattern of strides: a `FastCall`, or how often it was read so far.
     """
 
-    __slots__ = (
-        "_dims",
-        "apart",
-        "cache",
-        "entries",
-        "epoch",
-        "fast",
-        "full",
-        "generation",
-        "guard",
-        "key",
-        "numbers",
-        "optional",
-        "pools",
-        "variant",
-    )
+    __slots__ = ("_dims", "cache", "entries", "fast", "full", "guard", "key", "numbers", "optional", "pools", "variant")
 
     def __init__(
         self,
@@ -130,50 +173,21 @@ class Signature:
         variant: Variant,
         key: tuple[Any, ...],
         values: tuple[Any, ...],
+        pools: Pools,
         cache: LRUDescriptorCache[Any],
-        epoch: int,
-        generation: int,
     ) -> None:
-        args = schema.bind(values)
-        self.variant, self.key, self.cache, self.epoch, self.generation = variant.number, key, cache, epoch, generation
-        self.pools = [arg.name for arg in schema.static_args]
-        self._dims = variant.dims
-        self.guard = self._guard(args, list(variant.dims), self._free_strides)
+        args, static = schema.bind(values), {arg.name for arg in schema.static_args}
+        self.variant, self.key, self.pools, self.cache = variant.number, key, pools, cache
+        self._dims = {name: dims for name, dims in variant.dims.items() if name not in static}
+        tensors = [args[name] for name in self._dims]
+        dims = list(self._dims.values())
+        self.guard = make_guard(tensors, _static_sizes(dims, tensors), [_innermost(*pair) for pair in zip(dims, tensors, strict=True)])
         present = [arg for arg in schema.args if arg.optional and arg.role is Role.TENSOR and args[arg.name] is not None]
         self.optional = OptionalTensors(schema, present, args) if present else None
         self.full: Entry[Any] = EMPTY
         self.entries: dict[tuple[int, ...], Entry[Any]] = {}
-        rest = [(name, args[name]) for name in variant.dims if name not in self.pools]
-        self.numbers = [extent(args[name]) for name in self.pools]
-        for name, tensor in rest:
-            self.numbers += [tensor.element_size(), full_alignment(variant.dims[name], tensor)]
-        self.apart: set[tuple[str, str, int]] = set()
-        self.note_apart(schema, values)
+        self.numbers = [n for d, tensor in zip(dims, tensors, strict=True) for n in (tensor.element_size(), full_alignment(d, tensor))]
         self.fast: dict[tuple[int, ...], FastCall | int] = {}
-
-    def _guard(self, args: dict[str, Any], names: Sequence[str], strides: Callable[[str, torch.Tensor], list[int | None]]) -> Guard:
-        tensors = [args[name] for name in names]
-        sizes = [
-            [None if dim.runtime else size for dim, size in zip(self._dims[name], tensor.shape, strict=True)]
-            for name, tensor in zip(names, tensors, strict=True)
-        ]
-        return make_guard(tensors, sizes, [strides(name, tensor) for name, tensor in zip(names, tensors, strict=True)])
-
-    def _free_strides(self, name: str, tensor: torch.Tensor) -> list[int | None]:
-        """Return the strides that are static: all of a pool's, and the innermost of a row."""
-        if name in self.pools:
-            return list(tensor.stride())
-        dims = self._dims[name]
-        return _innermost(dims, tensor)
-
-    def accepts(self, tensors: Sequence[torch.Tensor], values: tuple[Any, ...]) -> bool:
-        """Whether a call has this signature, given its required tensors and all arguments."""
-        return self.guard(*tensors) and (self.optional is None or self.optional.accept(values))
-
-    def note_apart(self, schema: OpSchema, values: tuple[Any, ...]) -> None:
-        """Remember of a call that was validated how its pools lie to one another: they share no byte."""
-        places = [(arg.name, schema.bind(values)[arg.name].data_ptr()) for arg in schema.static_args if arg.role is Role.MUTATED]
-        self.apart.update((a, b, b_at - a_at) for (a, a_at), (b, b_at) in itertools.combinations(places, 2))
 
     def is_due(self, strides: tuple[int, ...]) -> bool:
         """Count that a pattern of strides was read, and say whether it is worth settling now: the 32nd time, the 64th, ..."""
@@ -197,46 +211,20 @@ class Signature:
             numbers: what the code in `kvdock.ops.calls` makes of them.
             values: all arguments.
         """
-        plan, args = entry.value, schema.bind(values)
-        outputs = [args[arg.name] for arg in schema.mutated if arg.name not in self.pools]
-        names = list(self._dims)
-        steady = all(_keeps_alignment(dims, args[name]) for name, dims in self._dims.items())
-        if plan is None or not steady or not all(_is_dense(output) for output in outputs):
+        plan, args, dims = entry.value, schema.bind(values), list(self._dims.values())
+        tensors = [args[name] for name in self._dims]
+        outputs = [args[arg.name] for arg in schema.mutated if arg.name in self._dims]
+        steady = all(map(_keeps_alignment, dims, tensors)) and all(map(_is_dense, outputs))
+        if plan is None or not steady:
             return None
-        launch = plan.fix(values)
-        rest = (self.variant, entry, self.cache, self.epoch, self.generation, self.key[2], launch, numbers)
-        guards = (self._guard(args, which, self._all_strides) for which in (names, [name for name in names if name not in self.pools]))
-        direct, bound = ((guard, *rest) for guard in guards)
-        fast = self.fast[strides] = FastCall(entry, launch, direct, bound)
+        sizes = _static_sizes(dims, tensors)
+        for free, tensor in zip(sizes, tensors, strict=True):
+            if any(tensor is output for output in outputs):
+                free[1:] = tensor.shape[1:]  # an output that is dense at these strides need not be at another inner size
+        guard = make_guard(tensors, sizes, [tensor.stride() for tensor in tensors])
+        fast = FastCall((guard, self.variant, entry, self.cache, self.key[2], plan.fix(values), numbers))
+        self.fast[strides] = fast
         return fast
-
-    def _all_strides(self, name: str, tensor: torch.Tensor) -> list[int | None]:
-        return list(tensor.stride())
-
-
-def _keeps_alignment(dims: tuple[Dim, ...], tensor: torch.Tensor) -> bool:
-    """Whether steps between rows are as aligned as rows. Those of a size of 1 do not count, and may be any, until it grows."""
-    best = full_alignment(dims, tensor)
-    return all(not dim.runtime or step * tensor.element_size() % best == 0 for dim, step in zip(dims, tensor.stride(), strict=True))
-
-
-def _is_dense(output: torch.Tensor) -> bool:
-    """Whether an output is dense at any first size: then its places never coincide."""
-    return output.is_contiguous() and output.dim() > 0 and output.stride(0) * output.shape[0] == output.numel()
-
-
-def _innermost(dims: tuple[Dim, ...], tensor: torch.Tensor) -> list[int | None]:
-    """Return the strides that a tensor with run-time sizes may not change: the innermost of rows."""
-    strides: list[int | None] = [None] * len(dims)
-    if dims and not dims[-1].runtime:
-        strides[-1] = tensor.stride(-1)
-    return strides
-
-
-def full_alignment(dims: tuple[Dim, ...], tensor: torch.Tensor) -> int:
-    """Return the best alignment class that a tensor with run-time sizes can have: that of its rows, or of its elements."""
-    size = tensor.element_size()
-    return alignment_of([size if not dims or dims[-1].runtime else int(tensor.shape[-1]) * size])
 
 
 class OptionalTensors:
@@ -252,10 +240,8 @@ class OptionalTensors:
         self._places = [schema.arg_names.index(arg.name) for arg in present]
         self._dims = [arg.dims_of_rank(args[arg.name].dim()) or () for arg in present]
         tensors = [args[arg.name] for arg in present]
-        sizes = [
-            [None if d.runtime else n for d, n in zip(dims, t.shape, strict=True)] for dims, t in zip(self._dims, tensors, strict=True)
-        ]
-        self._guard = make_guard(tensors, sizes, [_innermost(dims, t) for dims, t in zip(self._dims, tensors, strict=True)])
+        strides = [_innermost(*pair) for pair in zip(self._dims, tensors, strict=True)]
+        self._guard = make_guard(tensors, _static_sizes(self._dims, tensors), strides)
 
     def accept(self, values: tuple[Any, ...]) -> bool:
         """Whether they are like those of the signature."""
@@ -276,13 +262,50 @@ class OptionalTensors:
         return tuple(classes)
 
 
-class _Unknown(Signature):
-    """Accepts nothing: what a thread starts with."""
+def known_sizes(schema: OpSchema, args: dict[str, Any]) -> dict[str, list[int]]:
+    """Return sizes by word, as tensors that are always there have them: one each, and for ``...`` all that it stands for."""
+    sizes: dict[str, list[int]] = {}
+    for arg in schema.args:
+        words = arg.dims[0].split() if arg.is_tensor and not arg.optional and not arg.returned else []
+        shape = list(args[arg.name].shape) if isinstance(args[arg.name], torch.Tensor) else []
+        if words[:1] == ["..."]:
+            count = len(shape) - len(words) + 1
+            sizes.setdefault("...", shape[:count])
+            words, shape = words[1:], shape[count:]
+        for word, size in zip(words, shape, strict=False):
+            sizes.setdefault(word if word.isdigit() else word.lstrip("*"), [int(word) if word.isdigit() else size])
+    return sizes
 
-    def __init__(self) -> None:
-        self.guard, self.key, self.epoch, self.generation = never, (), -1, -1
+
+def _static_sizes(dims: Sequence[tuple[Dim, ...]], tensors: Sequence[torch.Tensor]) -> list[list[int | None]]:
+    """Return the sizes that may not change."""
+    pairs = zip(dims, tensors, strict=True)
+    return [[None if dim.runtime else size for dim, size in zip(each, tensor.shape, strict=True)] for each, tensor in pairs]
 
 
-UNKNOWN = _Unknown()
+def _innermost(dims: tuple[Dim, ...], tensor: torch.Tensor) -> list[int | None]:
+    """Return the strides that may not change whatever the sizes: the innermost of rows."""
+    strides: list[int | None] = [None] * len(dims)
+    if dims and not dims[-1].runtime:
+        strides[-1] = tensor.stride(-1)
+    return strides
+
+
+def _keeps_alignment(dims: tuple[Dim, ...], tensor: torch.Tensor) -> bool:
+    """Whether steps between rows are as aligned as rows. Those of a size of 1 do not count, and may be any, until it grows."""
+    best = full_alignment(dims, tensor)
+    return all(not dim.runtime or step * tensor.element_size() % best == 0 for dim, step in zip(dims, tensor.stride(), strict=True))
+
+
+def _is_dense(output: torch.Tensor) -> bool:
+    """Whether an output is dense at any first size: then its places never coincide."""
+    return output.is_contiguous() and output.dim() > 0 and output.stride(0) * output.shape[0] == output.numel()
+
+
+def full_alignment(dims: tuple[Dim, ...], tensor: torch.Tensor) -> int:
+    """Return the best alignment class that a tensor with run-time sizes can have: that of its rows, or of its elements."""
+    size = tensor.element_size()
+    return alignment_of([size if not dims or dims[-1].runtime else int(tensor.shape[-1]) * size])
+
 
 assert MAX_ALIGNMENT == 16  # noqa: S101 - the code in `kvdock.ops.calls` compares with it

@@ -53,7 +53,7 @@ def _subject(schema: OpSchema, name: str) -> str:
 
 def _check_kind(schema: OpSchema, arg: Arg, value: Any) -> None:
     """Refuse what is no tensor (or no int), and tensors without strides."""
-    if not arg.is_tensor or (value is None and arg.optional):
+    if not arg.is_tensor or (value is None and (arg.optional or arg.returned)):
         return
     if arg.role is Role.RUNTIME_INT and isinstance(value, int) and not isinstance(value, bool):
         return

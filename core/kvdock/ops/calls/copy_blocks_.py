@@ -1,5 +1,6 @@
 """The quick path of `copy_blocks_`. Written by ``make calls`` from its schema: see `kvdock.ops.codegen`, and do not edit it."""
 
+from kvdock.ops.geometry import has_internal_overlap
 from kvdock.ops.signatures import EMPTY, FastCall
 
 
@@ -7,25 +8,21 @@ def make(op):
     """Return the op as a function of all its arguments, and as one of a `BoundOp` and the rest."""
     is_compiling, get_mode, enter = op.is_compiling, op.get_mode, op.enter
     recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
-    find, prepare, slow = op.find, op.prepare, op.run_slowly
+    find, prepare, make_outputs, slow = op.find, op.prepare, op.make_outputs, op.run_slowly
 
-    def body0(recent, k_cache, v_cache, block_pairs, named):
+    def body0(recent, pools, k_cache, v_cache, block_pairs, named):
         key = (named, 0, ())
         signature = recent.signature0
         try:
-            known = (
-                signature.key == key
-                and signature.epoch == chooser.epoch
-                and signature.generation == settings.generation
-                and signature.guard(k_cache, v_cache, block_pairs)
-            )
+            known = pools is not None and signature.pools is pools and signature.key == key and signature.guard(block_pairs)
         except TypeError:  # what is no tensor
             known = False
         if not known:
             signature = find(recent, key, (k_cache, v_cache, block_pairs))
             if signature is None:  # nothing that can be known by a guard, such as an int of a class of its own
                 return slow((k_cache, v_cache, block_pairs), named)
-        k_cache_extent, v_cache_extent, block_pairs_size, block_pairs_full = signature.numbers
+            pools = signature.pools
+        block_pairs_size, block_pairs_full = signature.numbers
         N, block_pairs_n1 = block_pairs.shape
         block_pairs_t0, block_pairs_t1 = block_pairs.stride()
         block_pairs_ptr = block_pairs.data_ptr()
@@ -33,6 +30,7 @@ def make(op):
         block_pairs_bits = block_pairs_ptr | block_pairs_full
         if N > 1:
             block_pairs_bits |= block_pairs_t0 * block_pairs_size
+        k_cache_extent, v_cache_extent = pools.extents
         k_cache_ptr = k_cache.data_ptr()
         k_cache_end = k_cache_ptr + k_cache_extent
         v_cache_ptr = v_cache.data_ptr()
@@ -48,18 +46,20 @@ def make(op):
             or (
                 k_cache_ptr < v_cache_end
                 and v_cache_ptr < k_cache_end
-                and ("k_cache", "v_cache", v_cache_ptr - k_cache_ptr) not in signature.apart
+                and ("k_cache", "v_cache", v_cache_ptr - k_cache_ptr) not in pools.apart
             )
             or (
                 block_pairs_ptr < high
                 and low < block_pairs_end
                 and (
-                    (block_pairs_ptr < k_cache_end and k_cache_ptr < block_pairs_end)
-                    or (block_pairs_ptr < v_cache_end and v_cache_ptr < block_pairs_end)
+                    block_pairs_ptr < k_cache_end
+                    and k_cache_ptr < block_pairs_end
+                    or block_pairs_ptr < v_cache_end
+                    and v_cache_ptr < block_pairs_end
                 )
             )
         ):
-            return slow((k_cache, v_cache, block_pairs), named, signature)
+            return slow((k_cache, v_cache, block_pairs), named, pools)
         is_full = not ((k_cache_ptr | v_cache_ptr) & 15 or block_pairs_bits & (block_pairs_full - 1))
         if is_full:
             classes, entry = None, signature.full
@@ -82,16 +82,13 @@ def make(op):
                 fast = None
                 if signature.is_due(strides):
                     numbers = (
-                        k_cache_extent,
-                        v_cache_extent,
-                        block_pairs_full - 1,
                         block_pairs_n1,
                         block_pairs_t0 * block_pairs_size,
                         (1 + (block_pairs_n1 - 1) * block_pairs_t1 - block_pairs_t0) * block_pairs_size,
                     )
                     fast = signature.settle(schema, entry, strides, numbers, (k_cache, v_cache, block_pairs))
             if fast is not None:
-                recent.adopt(fast, 0)
+                recent.adopt(0, fast)
                 if fast.launch is not None:
                     return fast.launch(k_cache_ptr, v_cache_ptr, block_pairs_ptr, N)
         return plan.run(k_cache, v_cache, block_pairs)
@@ -100,38 +97,48 @@ def make(op):
         if is_compiling():
             return slow((k_cache, v_cache, block_pairs), None)
         mode = get_mode()
-        guard, variant, entry, cache, epoch, generation, static, launch, numbers = recent.fast0
-        plan = entry.value  # held until it has run, whatever becomes of the entry
-        if plan is not None and epoch == chooser.epoch and generation == settings.generation and mode is None:
-            try:
-                same = guard(k_cache, v_cache, block_pairs)
-            except TypeError:  # what is no tensor
-                same = False
-            if same:
-                k_cache_extent, v_cache_extent, block_pairs_mask, block_pairs_row, block_pairs_step0, block_pairs_rest = numbers
+        epoch, generation, guard, pools, fast_calls = recent.state0
+        try:
+            known = epoch == chooser.epoch and generation == settings.generation and guard(k_cache, v_cache)
+        except TypeError:  # what is no tensor
+            known = False
+        if not known:
+            pools = None
+        elif fast_calls and mode is None:
+            k_cache_extent, v_cache_extent = pools.extents
+            k_cache_ptr = k_cache.data_ptr()
+            k_cache_end = k_cache_ptr + k_cache_extent
+            v_cache_ptr = v_cache.data_ptr()
+            v_cache_end = v_cache_ptr + v_cache_extent
+            low = k_cache_ptr
+            if v_cache_ptr < low:
+                low = v_cache_ptr
+            high = k_cache_end
+            if v_cache_end > high:
+                high = v_cache_end
+            if k_cache_ptr < v_cache_end and v_cache_ptr < k_cache_end:
+                fast_calls = ()  # interleaved pools, or wrong ones: the body tells
+            for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                plan = entry.value  # held until it has run, whatever becomes of the entry
+                try:
+                    same = plan is not None and guard(block_pairs)
+                except TypeError:  # what is no tensor
+                    break
+                if not same:
+                    continue
+                block_pairs_row, block_pairs_step0, block_pairs_rest = numbers
                 N, block_pairs_n1 = block_pairs.shape
-                k_cache_ptr = k_cache.data_ptr()
-                k_cache_end = k_cache_ptr + k_cache_extent
-                v_cache_ptr = v_cache.data_ptr()
-                v_cache_end = v_cache_ptr + v_cache_extent
                 block_pairs_ptr = block_pairs.data_ptr()
-                block_pairs_end = block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
-                low = k_cache_ptr
-                if v_cache_ptr < low:
-                    low = v_cache_ptr
-                high = k_cache_end
-                if v_cache_end > high:
-                    high = v_cache_end
                 if N and not (
-                    (k_cache_ptr | v_cache_ptr) & 15
-                    or block_pairs_ptr & block_pairs_mask
-                    or (k_cache_ptr < v_cache_end and v_cache_ptr < k_cache_end)
+                    (k_cache_ptr | v_cache_ptr | block_pairs_ptr) & 15
                     or (
                         block_pairs_ptr < high
-                        and low < block_pairs_end
+                        and low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
                         and (
-                            (block_pairs_ptr < k_cache_end and k_cache_ptr < block_pairs_end)
-                            or (block_pairs_ptr < v_cache_end and v_cache_ptr < block_pairs_end)
+                            block_pairs_ptr < k_cache_end
+                            and k_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                            or block_pairs_ptr < v_cache_end
+                            and v_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
                         )
                     )
                 ):
@@ -139,8 +146,9 @@ def make(op):
                     if launch is not None:
                         return launch(k_cache_ptr, v_cache_ptr, block_pairs_ptr, N)
                     return plan.run(k_cache, v_cache, block_pairs)
+                break
         named = None if mode is None else enter(mode, (k_cache, v_cache, block_pairs), None)
-        return body0(recent, k_cache, v_cache, block_pairs, named)
+        return body0(recent, pools, k_cache, v_cache, block_pairs, named)
 
     def bound_call(bound, block_pairs):
         recent, own_name = bound.recent, bound.own_name
@@ -148,26 +156,31 @@ def make(op):
         if is_compiling():
             return slow((k_cache, v_cache, block_pairs), None)
         mode = get_mode()
-        guard, variant, entry, cache, epoch, generation, static, launch, numbers = recent.fast0
-        plan = entry.value  # held until it has run, whatever becomes of the entry
-        if plan is not None and epoch == chooser.epoch and generation == settings.generation and mode is None:
-            try:
-                same = guard(block_pairs)
-            except TypeError:  # what is no tensor
-                same = False
-            if same:
-                k_cache_extent, v_cache_extent, block_pairs_mask, block_pairs_row, block_pairs_step0, block_pairs_rest = numbers
+        epoch, generation, guard, pools, fast_calls = recent.state0
+        if not (epoch == chooser.epoch and generation == settings.generation):
+            pools = None
+        elif fast_calls and mode is None:
+            for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                plan = entry.value  # held until it has run, whatever becomes of the entry
+                try:
+                    same = plan is not None and guard(block_pairs)
+                except TypeError:  # what is no tensor
+                    break
+                if not same:
+                    continue
+                block_pairs_row, block_pairs_step0, block_pairs_rest = numbers
                 N, block_pairs_n1 = block_pairs.shape
                 block_pairs_ptr = block_pairs.data_ptr()
-                block_pairs_end = block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
                 if N and not (
-                    block_pairs_ptr & block_pairs_mask
+                    (block_pairs_ptr) & 15
                     or (
                         block_pairs_ptr < high
-                        and low < block_pairs_end
+                        and low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
                         and (
-                            (block_pairs_ptr < k_cache_end and k_cache_ptr < block_pairs_end)
-                            or (block_pairs_ptr < v_cache_end and v_cache_ptr < block_pairs_end)
+                            block_pairs_ptr < k_cache_end
+                            and k_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                            or block_pairs_ptr < v_cache_end
+                            and v_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
                         )
                     )
                 ):
@@ -175,7 +188,8 @@ def make(op):
                     if launch is not None:
                         return launch(k_cache_ptr, v_cache_ptr, block_pairs_ptr, N)
                     return plan.run(k_cache, v_cache, block_pairs)
+                break
         named = own_name if mode is None else enter(mode, (k_cache, v_cache, block_pairs), own_name)
-        return body0(recent, k_cache, v_cache, block_pairs, named)
+        return body0(recent, pools, k_cache, v_cache, block_pairs, named)
 
     return call, bound_call

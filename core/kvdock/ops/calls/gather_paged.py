@@ -8,17 +8,19 @@ def make(op):
     """Return the op as a function of all its arguments, and as one of a `BoundOp` and the rest."""
     is_compiling, get_mode, enter = op.is_compiling, op.get_mode, op.enter
     recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
-    find, prepare, slow = op.find, op.prepare, op.run_slowly
+    find, prepare, make_outputs, slow = op.find, op.prepare, op.make_outputs, op.run_slowly
 
-    def body0(recent, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out, named):
+    def body0(recent, pools, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out, named):
+        if k_out is None and v_out is None:
+            k_out, v_out = make_outputs((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out))
         key = (named, 0, (), k_scale is None, v_scale is None)
         signature = recent.signature0
         try:
             known = (
-                signature.key == key
-                and signature.epoch == chooser.epoch
-                and signature.generation == settings.generation
-                and signature.guard(k_cache, v_cache, slot_mapping, k_out, v_out)
+                pools is not None
+                and signature.pools is pools
+                and signature.key == key
+                and signature.guard(slot_mapping, k_out, v_out)
                 and (
                     signature.optional is None
                     or signature.optional.accept((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out))
@@ -31,10 +33,9 @@ def make(op):
             if signature is None:  # nothing that can be known by a guard, such as an int of a class of its own
                 slow((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), named)
                 return k_out, v_out
+            pools = signature.pools
         if signature.variant == 0:
-            k_cache_extent, v_cache_extent, slot_mapping_size, slot_mapping_full, k_out_size, k_out_full, v_out_size, v_out_full = (
-                signature.numbers
-            )
+            slot_mapping_size, slot_mapping_full, k_out_size, k_out_full, v_out_size, v_out_full = signature.numbers
             (lead0,) = slot_mapping.shape
             (slot_mapping_t0,) = slot_mapping.stride()
             slot_mapping_ptr = slot_mapping.data_ptr()
@@ -57,6 +58,7 @@ def make(op):
                 v_out_bits |= v_out_t0 * v_out_size
             if v_out_n1 > 1:
                 v_out_bits |= v_out_t1 * v_out_size
+            k_cache_extent, v_cache_extent = pools.extents
             k_cache_ptr = k_cache.data_ptr()
             k_cache_end = k_cache_ptr + k_cache_extent
             v_cache_ptr = v_cache.data_ptr()
@@ -78,23 +80,25 @@ def make(op):
                 or (
                     k_cache_ptr < high
                     and low < k_cache_end
-                    and ((k_cache_ptr < k_out_end and k_out_ptr < k_cache_end) or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end))
+                    and (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end or k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
                 )
                 or (
                     v_cache_ptr < high
                     and low < v_cache_end
-                    and ((v_cache_ptr < k_out_end and k_out_ptr < v_cache_end) or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end))
+                    and (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end or v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
                 )
                 or (
                     slot_mapping_ptr < high
                     and low < slot_mapping_end
                     and (
-                        (slot_mapping_ptr < k_out_end and k_out_ptr < slot_mapping_end)
-                        or (slot_mapping_ptr < v_out_end and v_out_ptr < slot_mapping_end)
+                        slot_mapping_ptr < k_out_end
+                        and k_out_ptr < slot_mapping_end
+                        or slot_mapping_ptr < v_out_end
+                        and v_out_ptr < slot_mapping_end
                     )
                 )
             ):
-                slow((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), named, signature)
+                slow((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), named, pools)
                 return k_out, v_out
             is_full = not ((k_cache_ptr | v_cache_ptr) & 15 or k_out_bits & (k_out_full - 1) or v_out_bits & (v_out_full - 1))
             more = ()
@@ -129,16 +133,12 @@ def make(op):
                     fast = None
                     if signature.is_due(strides):
                         numbers = (
-                            k_cache_extent,
-                            v_cache_extent,
                             slot_mapping_size - 1,
                             slot_mapping_t0 * slot_mapping_size,
                             (1 - slot_mapping_t0) * slot_mapping_size,
-                            k_out_full - 1,
                             k_out_n1 * k_out_n2,
                             k_out_t0 * k_out_size,
                             (1 + (k_out_n1 - 1) * k_out_t1 + (k_out_n2 - 1) * k_out_t2 - k_out_t0) * k_out_size,
-                            v_out_full - 1,
                             v_out_n1 * v_out_n2,
                             v_out_t0 * v_out_size,
                             (1 + (v_out_n1 - 1) * v_out_t1 + (v_out_n2 - 1) * v_out_t2 - v_out_t0) * v_out_size,
@@ -147,15 +147,13 @@ def make(op):
                             schema, entry, strides, numbers, (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
                         )
                 if fast is not None:
-                    recent.adopt(fast, 0)
+                    recent.adopt(0, fast)
                     if fast.launch is not None:
                         fast.launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0)
                         return k_out, v_out
             plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
             return k_out, v_out
-        k_cache_extent, v_cache_extent, slot_mapping_size, slot_mapping_full, k_out_size, k_out_full, v_out_size, v_out_full = (
-            signature.numbers
-        )
+        slot_mapping_size, slot_mapping_full, k_out_size, k_out_full, v_out_size, v_out_full = signature.numbers
         lead0, lead1 = slot_mapping.shape
         slot_mapping_t0, slot_mapping_t1 = slot_mapping.stride()
         slot_mapping_ptr = slot_mapping.data_ptr()
@@ -190,6 +188,7 @@ def make(op):
             v_out_bits |= v_out_t1 * v_out_size
         if v_out_n2 > 1:
             v_out_bits |= v_out_t2 * v_out_size
+        k_cache_extent, v_cache_extent = pools.extents
         k_cache_ptr = k_cache.data_ptr()
         k_cache_end = k_cache_ptr + k_cache_extent
         v_cache_ptr = v_cache.data_ptr()
@@ -214,23 +213,25 @@ def make(op):
             or (
                 k_cache_ptr < high
                 and low < k_cache_end
-                and ((k_cache_ptr < k_out_end and k_out_ptr < k_cache_end) or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end))
+                and (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end or k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
             )
             or (
                 v_cache_ptr < high
                 and low < v_cache_end
-                and ((v_cache_ptr < k_out_end and k_out_ptr < v_cache_end) or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end))
+                and (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end or v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
             )
             or (
                 slot_mapping_ptr < high
                 and low < slot_mapping_end
                 and (
-                    (slot_mapping_ptr < k_out_end and k_out_ptr < slot_mapping_end)
-                    or (slot_mapping_ptr < v_out_end and v_out_ptr < slot_mapping_end)
+                    slot_mapping_ptr < k_out_end
+                    and k_out_ptr < slot_mapping_end
+                    or slot_mapping_ptr < v_out_end
+                    and v_out_ptr < slot_mapping_end
                 )
             )
         ):
-            slow((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), named, signature)
+            slow((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), named, pools)
             return k_out, v_out
         is_full = not ((k_cache_ptr | v_cache_ptr) & 15 or k_out_bits & (k_out_full - 1) or v_out_bits & (v_out_full - 1))
         more = ()
@@ -265,17 +266,13 @@ def make(op):
                 fast = None
                 if signature.is_due(strides):
                     numbers = (
-                        k_cache_extent,
-                        v_cache_extent,
                         slot_mapping_size - 1,
                         slot_mapping_t0 * slot_mapping_size,
                         slot_mapping_t1 * slot_mapping_size,
                         (1 - slot_mapping_t0 - slot_mapping_t1) * slot_mapping_size,
-                        k_out_full - 1,
                         k_out_t0 * k_out_size,
                         k_out_t1 * k_out_size,
                         (1 + (k_out_n2 - 1) * k_out_t2 + (k_out_n3 - 1) * k_out_t3 - k_out_t0 - k_out_t1) * k_out_size,
-                        v_out_full - 1,
                         v_out_t0 * v_out_size,
                         v_out_t1 * v_out_size,
                         (1 + (v_out_n2 - 1) * v_out_t2 + (v_out_n3 - 1) * v_out_t3 - v_out_t0 - v_out_t1) * v_out_size,
@@ -284,7 +281,7 @@ def make(op):
                         schema, entry, strides, numbers, (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
                     )
             if fast is not None:
-                recent.adopt(fast, 0)
+                recent.adopt(0, fast)
                 if fast.launch is not None:
                     fast.launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0, lead1)
                     return k_out, v_out
@@ -295,115 +292,117 @@ def make(op):
         if is_compiling():
             slow((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), None)
             return k_out, v_out
-        if k_out is None and v_out is None:
-            try:
-                k_out = k_cache.new_empty((*slot_mapping.shape, k_cache.shape[-2], k_cache.shape[-1]))
-                v_out = v_cache.new_empty((*slot_mapping.shape, v_cache.shape[-2], v_cache.shape[-1]))
-            except (AttributeError, IndexError, RuntimeError, TypeError):  # wrong arguments, which the slow path explains
-                pass
         mode = get_mode()
-        guard, variant, entry, cache, epoch, generation, static, launch, numbers = recent.fast0
-        plan = entry.value  # held until it has run, whatever becomes of the entry
-        if (
-            plan is not None
-            and epoch == chooser.epoch
-            and generation == settings.generation
-            and mode is None
-            and k_scale is None
-            and v_scale is None
-        ):
-            try:
-                same = guard(k_cache, v_cache, slot_mapping, k_out, v_out)
-            except TypeError:  # what is no tensor
-                same = False
-            if same and variant == 0:
-                (
-                    k_cache_extent,
-                    v_cache_extent,
-                    slot_mapping_mask,
-                    slot_mapping_step0,
-                    slot_mapping_rest,
-                    k_out_mask,
-                    k_out_row,
-                    k_out_step0,
-                    k_out_rest,
-                    v_out_mask,
-                    v_out_row,
-                    v_out_step0,
-                    v_out_rest,
-                ) = numbers
-                lead0 = slot_mapping.numel()
-                k_cache_ptr = k_cache.data_ptr()
-                k_cache_end = k_cache_ptr + k_cache_extent
-                v_cache_ptr = v_cache.data_ptr()
-                v_cache_end = v_cache_ptr + v_cache_extent
-                slot_mapping_ptr = slot_mapping.data_ptr()
-                slot_mapping_end = slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                k_out_ptr = k_out.data_ptr()
-                k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0
-                v_out_ptr = v_out.data_ptr()
-                v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0
-                low = k_out_ptr
-                if v_out_ptr < low:
-                    low = v_out_ptr
-                high = k_out_end
-                if v_out_end > high:
-                    high = v_out_end
-                if (
-                    lead0
-                    and k_out.numel() == lead0 * k_out_row
-                    and v_out.numel() == lead0 * v_out_row
-                    and not (
-                        (k_cache_ptr | v_cache_ptr) & 15
-                        or slot_mapping_ptr & slot_mapping_mask
-                        or k_out_ptr & k_out_mask
-                        or v_out_ptr & v_out_mask
-                        or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
-                        or (
-                            k_cache_ptr < high
-                            and low < k_cache_end
-                            and (
-                                (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end)
-                                or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
+        epoch, generation, guard, pools, fast_calls = recent.state0
+        try:
+            known = epoch == chooser.epoch and generation == settings.generation and guard(k_cache, v_cache)
+        except TypeError:  # what is no tensor
+            known = False
+        if not known:
+            pools = None
+        elif fast_calls and mode is None and k_scale is None and v_scale is None:
+            k_cache_extent, v_cache_extent = pools.extents
+            k_cache_ptr = k_cache.data_ptr()
+            k_cache_end = k_cache_ptr + k_cache_extent
+            v_cache_ptr = v_cache.data_ptr()
+            v_cache_end = v_cache_ptr + v_cache_extent
+            if k_out is None and v_out is None:
+                k_out_Hk, k_out_Dk, v_out_Hv, v_out_Dv = pools.output_sizes
+                rank = getattr(slot_mapping, "ndim", None)
+                if rank == 1:  # sizes one by one: half the price of a tuple
+                    count = slot_mapping.numel()
+                    k_out = k_cache.new_empty(count, k_out_Hk, k_out_Dk)
+                    v_out = v_cache.new_empty(count, v_out_Hv, v_out_Dv)
+                elif rank == 2:
+                    k_out = k_cache.new_empty((*slot_mapping.shape, k_out_Hk, k_out_Dk))
+                    v_out = v_cache.new_empty((*slot_mapping.shape, v_out_Hv, v_out_Dv))
+            for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                plan = entry.value  # held until it has run, whatever becomes of the entry
+                try:
+                    same = plan is not None and guard(slot_mapping, k_out, v_out)
+                except TypeError:  # what is no tensor
+                    break
+                if not same:
+                    continue
+                if variant == 0:
+                    (
+                        slot_mapping_mask,
+                        slot_mapping_step0,
+                        slot_mapping_rest,
+                        k_out_row,
+                        k_out_step0,
+                        k_out_rest,
+                        v_out_row,
+                        v_out_step0,
+                        v_out_rest,
+                    ) = numbers
+                    lead0 = slot_mapping.numel()
+                    slot_mapping_ptr = slot_mapping.data_ptr()
+                    k_out_ptr = k_out.data_ptr()
+                    v_out_ptr = v_out.data_ptr()
+                    k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0
+                    v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0
+                    low = k_out_ptr
+                    if v_out_ptr < low:
+                        low = v_out_ptr
+                    high = k_out_end
+                    if v_out_end > high:
+                        high = v_out_end
+                    if (
+                        lead0
+                        and k_out.numel() == lead0 * k_out_row
+                        and v_out.numel() == lead0 * v_out_row
+                        and not (
+                            (k_cache_ptr | v_cache_ptr | k_out_ptr | v_out_ptr) & 15
+                            or slot_mapping_ptr & slot_mapping_mask
+                            or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
+                            or (
+                                k_cache_ptr < high
+                                and low < k_cache_end
+                                and (
+                                    k_cache_ptr < k_out_end
+                                    and k_out_ptr < k_cache_end
+                                    or k_cache_ptr < v_out_end
+                                    and v_out_ptr < k_cache_end
+                                )
+                            )
+                            or (
+                                v_cache_ptr < high
+                                and low < v_cache_end
+                                and (
+                                    v_cache_ptr < k_out_end
+                                    and k_out_ptr < v_cache_end
+                                    or v_cache_ptr < v_out_end
+                                    and v_out_ptr < v_cache_end
+                                )
+                            )
+                            or (
+                                slot_mapping_ptr < high
+                                and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                and (
+                                    slot_mapping_ptr < k_out_end
+                                    and k_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    or slot_mapping_ptr < v_out_end
+                                    and v_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                )
                             )
                         )
-                        or (
-                            v_cache_ptr < high
-                            and low < v_cache_end
-                            and (
-                                (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end)
-                                or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
-                            )
-                        )
-                        or (
-                            slot_mapping_ptr < high
-                            and low < slot_mapping_end
-                            and (
-                                (slot_mapping_ptr < k_out_end and k_out_ptr < slot_mapping_end)
-                                or (slot_mapping_ptr < v_out_end and v_out_ptr < slot_mapping_end)
-                            )
-                        )
-                    )
-                ):
-                    entry.used = cache.clock = cache.clock + 1
-                    if launch is not None:
-                        launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0)
+                    ):
+                        entry.used = cache.clock = cache.clock + 1
+                        if launch is not None:
+                            launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0)
+                            return k_out, v_out
+                        plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
                         return k_out, v_out
-                    plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
-                    return k_out, v_out
-            elif same and variant == 1:
+                    break
                 (
-                    k_cache_extent,
-                    v_cache_extent,
                     slot_mapping_mask,
                     slot_mapping_step0,
                     slot_mapping_step1,
                     slot_mapping_rest,
-                    k_out_mask,
                     k_out_step0,
                     k_out_step1,
                     k_out_rest,
-                    v_out_mask,
                     v_out_step0,
                     v_out_step1,
                     v_out_rest,
@@ -411,15 +410,10 @@ def make(op):
                 lead0, lead1 = slot_mapping.shape
                 k_out_n0, k_out_n1, k_out_n2, k_out_n3 = k_out.shape
                 v_out_n0, v_out_n1, v_out_n2, v_out_n3 = v_out.shape
-                k_cache_ptr = k_cache.data_ptr()
-                k_cache_end = k_cache_ptr + k_cache_extent
-                v_cache_ptr = v_cache.data_ptr()
-                v_cache_end = v_cache_ptr + v_cache_extent
                 slot_mapping_ptr = slot_mapping.data_ptr()
-                slot_mapping_end = slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                 k_out_ptr = k_out.data_ptr()
-                k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0 + lead1 * k_out_step1
                 v_out_ptr = v_out.data_ptr()
+                k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0 + lead1 * k_out_step1
                 v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0 + lead1 * v_out_step1
                 low = k_out_ptr
                 if v_out_ptr < low:
@@ -435,33 +429,29 @@ def make(op):
                     and v_out_n0 == lead0
                     and v_out_n1 == lead1
                     and not (
-                        (k_cache_ptr | v_cache_ptr) & 15
+                        (k_cache_ptr | v_cache_ptr | k_out_ptr | v_out_ptr) & 15
                         or slot_mapping_ptr & slot_mapping_mask
-                        or k_out_ptr & k_out_mask
-                        or v_out_ptr & v_out_mask
                         or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
                         or (
                             k_cache_ptr < high
                             and low < k_cache_end
-                            and (
-                                (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end)
-                                or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
-                            )
+                            and (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end or k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
                         )
                         or (
                             v_cache_ptr < high
                             and low < v_cache_end
-                            and (
-                                (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end)
-                                or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
-                            )
+                            and (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end or v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
                         )
                         or (
                             slot_mapping_ptr < high
-                            and low < slot_mapping_end
+                            and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             and (
-                                (slot_mapping_ptr < k_out_end and k_out_ptr < slot_mapping_end)
-                                or (slot_mapping_ptr < v_out_end and v_out_ptr < slot_mapping_end)
+                                slot_mapping_ptr < k_out_end
+                                and k_out_ptr
+                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                or slot_mapping_ptr < v_out_end
+                                and v_out_ptr
+                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             )
                         )
                     )
@@ -472,8 +462,9 @@ def make(op):
                         return k_out, v_out
                     plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
                     return k_out, v_out
+                break
         named = None if mode is None else enter(mode, (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), None)
-        return body0(recent, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out, named)
+        return body0(recent, pools, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out, named)
 
     def bound_call(bound, slot_mapping, k_scale, v_scale, k_out, v_out):
         recent, own_name = bound.recent, bound.own_name
@@ -481,110 +472,108 @@ def make(op):
         if is_compiling():
             slow((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), None)
             return k_out, v_out
-        if k_out is None and v_out is None:
-            try:
-                k_out = k_cache.new_empty((*slot_mapping.shape, k_cache.shape[-2], k_cache.shape[-1]))
-                v_out = v_cache.new_empty((*slot_mapping.shape, v_cache.shape[-2], v_cache.shape[-1]))
-            except (AttributeError, IndexError, RuntimeError, TypeError):  # wrong arguments, which the slow path explains
-                pass
         mode = get_mode()
-        guard, variant, entry, cache, epoch, generation, static, launch, numbers = recent.fast0
-        plan = entry.value  # held until it has run, whatever becomes of the entry
-        if (
-            plan is not None
-            and epoch == chooser.epoch
-            and generation == settings.generation
-            and mode is None
-            and k_scale is None
-            and v_scale is None
-        ):
-            try:
-                same = guard(slot_mapping, k_out, v_out)
-            except TypeError:  # what is no tensor
-                same = False
-            if same and variant == 0:
-                (
-                    k_cache_extent,
-                    v_cache_extent,
-                    slot_mapping_mask,
-                    slot_mapping_step0,
-                    slot_mapping_rest,
-                    k_out_mask,
-                    k_out_row,
-                    k_out_step0,
-                    k_out_rest,
-                    v_out_mask,
-                    v_out_row,
-                    v_out_step0,
-                    v_out_rest,
-                ) = numbers
-                lead0 = slot_mapping.numel()
-                slot_mapping_ptr = slot_mapping.data_ptr()
-                slot_mapping_end = slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                k_out_ptr = k_out.data_ptr()
-                k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0
-                v_out_ptr = v_out.data_ptr()
-                v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0
-                low = k_out_ptr
-                if v_out_ptr < low:
-                    low = v_out_ptr
-                high = k_out_end
-                if v_out_end > high:
-                    high = v_out_end
-                if (
-                    lead0
-                    and k_out.numel() == lead0 * k_out_row
-                    and v_out.numel() == lead0 * v_out_row
-                    and not (
-                        slot_mapping_ptr & slot_mapping_mask
-                        or k_out_ptr & k_out_mask
-                        or v_out_ptr & v_out_mask
-                        or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
-                        or (
-                            k_cache_ptr < high
-                            and low < k_cache_end
-                            and (
-                                (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end)
-                                or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
+        epoch, generation, guard, pools, fast_calls = recent.state0
+        if not (epoch == chooser.epoch and generation == settings.generation):
+            pools = None
+        elif fast_calls and mode is None and k_scale is None and v_scale is None:
+            if k_out is None and v_out is None:
+                k_out_Hk, k_out_Dk, v_out_Hv, v_out_Dv = pools.output_sizes
+                rank = getattr(slot_mapping, "ndim", None)
+                if rank == 1:  # sizes one by one: half the price of a tuple
+                    count = slot_mapping.numel()
+                    k_out = k_cache.new_empty(count, k_out_Hk, k_out_Dk)
+                    v_out = v_cache.new_empty(count, v_out_Hv, v_out_Dv)
+                elif rank == 2:
+                    k_out = k_cache.new_empty((*slot_mapping.shape, k_out_Hk, k_out_Dk))
+                    v_out = v_cache.new_empty((*slot_mapping.shape, v_out_Hv, v_out_Dv))
+            for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                plan = entry.value  # held until it has run, whatever becomes of the entry
+                try:
+                    same = plan is not None and guard(slot_mapping, k_out, v_out)
+                except TypeError:  # what is no tensor
+                    break
+                if not same:
+                    continue
+                if variant == 0:
+                    (
+                        slot_mapping_mask,
+                        slot_mapping_step0,
+                        slot_mapping_rest,
+                        k_out_row,
+                        k_out_step0,
+                        k_out_rest,
+                        v_out_row,
+                        v_out_step0,
+                        v_out_rest,
+                    ) = numbers
+                    lead0 = slot_mapping.numel()
+                    slot_mapping_ptr = slot_mapping.data_ptr()
+                    k_out_ptr = k_out.data_ptr()
+                    v_out_ptr = v_out.data_ptr()
+                    k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0
+                    v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0
+                    low = k_out_ptr
+                    if v_out_ptr < low:
+                        low = v_out_ptr
+                    high = k_out_end
+                    if v_out_end > high:
+                        high = v_out_end
+                    if (
+                        lead0
+                        and k_out.numel() == lead0 * k_out_row
+                        and v_out.numel() == lead0 * v_out_row
+                        and not (
+                            (k_out_ptr | v_out_ptr) & 15
+                            or slot_mapping_ptr & slot_mapping_mask
+                            or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
+                            or (
+                                k_cache_ptr < high
+                                and low < k_cache_end
+                                and (
+                                    k_cache_ptr < k_out_end
+                                    and k_out_ptr < k_cache_end
+                                    or k_cache_ptr < v_out_end
+                                    and v_out_ptr < k_cache_end
+                                )
+                            )
+                            or (
+                                v_cache_ptr < high
+                                and low < v_cache_end
+                                and (
+                                    v_cache_ptr < k_out_end
+                                    and k_out_ptr < v_cache_end
+                                    or v_cache_ptr < v_out_end
+                                    and v_out_ptr < v_cache_end
+                                )
+                            )
+                            or (
+                                slot_mapping_ptr < high
+                                and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                and (
+                                    slot_mapping_ptr < k_out_end
+                                    and k_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    or slot_mapping_ptr < v_out_end
+                                    and v_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                )
                             )
                         )
-                        or (
-                            v_cache_ptr < high
-                            and low < v_cache_end
-                            and (
-                                (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end)
-                                or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
-                            )
-                        )
-                        or (
-                            slot_mapping_ptr < high
-                            and low < slot_mapping_end
-                            and (
-                                (slot_mapping_ptr < k_out_end and k_out_ptr < slot_mapping_end)
-                                or (slot_mapping_ptr < v_out_end and v_out_ptr < slot_mapping_end)
-                            )
-                        )
-                    )
-                ):
-                    entry.used = cache.clock = cache.clock + 1
-                    if launch is not None:
-                        launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0)
+                    ):
+                        entry.used = cache.clock = cache.clock + 1
+                        if launch is not None:
+                            launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0)
+                            return k_out, v_out
+                        plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
                         return k_out, v_out
-                    plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
-                    return k_out, v_out
-            elif same and variant == 1:
+                    break
                 (
-                    k_cache_extent,
-                    v_cache_extent,
                     slot_mapping_mask,
                     slot_mapping_step0,
                     slot_mapping_step1,
                     slot_mapping_rest,
-                    k_out_mask,
                     k_out_step0,
                     k_out_step1,
                     k_out_rest,
-                    v_out_mask,
                     v_out_step0,
                     v_out_step1,
                     v_out_rest,
@@ -593,10 +582,9 @@ def make(op):
                 k_out_n0, k_out_n1, k_out_n2, k_out_n3 = k_out.shape
                 v_out_n0, v_out_n1, v_out_n2, v_out_n3 = v_out.shape
                 slot_mapping_ptr = slot_mapping.data_ptr()
-                slot_mapping_end = slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                 k_out_ptr = k_out.data_ptr()
-                k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0 + lead1 * k_out_step1
                 v_out_ptr = v_out.data_ptr()
+                k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0 + lead1 * k_out_step1
                 v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0 + lead1 * v_out_step1
                 low = k_out_ptr
                 if v_out_ptr < low:
@@ -612,32 +600,29 @@ def make(op):
                     and v_out_n0 == lead0
                     and v_out_n1 == lead1
                     and not (
-                        slot_mapping_ptr & slot_mapping_mask
-                        or k_out_ptr & k_out_mask
-                        or v_out_ptr & v_out_mask
+                        (k_out_ptr | v_out_ptr) & 15
+                        or slot_mapping_ptr & slot_mapping_mask
                         or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
                         or (
                             k_cache_ptr < high
                             and low < k_cache_end
-                            and (
-                                (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end)
-                                or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
-                            )
+                            and (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end or k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
                         )
                         or (
                             v_cache_ptr < high
                             and low < v_cache_end
-                            and (
-                                (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end)
-                                or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
-                            )
+                            and (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end or v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
                         )
                         or (
                             slot_mapping_ptr < high
-                            and low < slot_mapping_end
+                            and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             and (
-                                (slot_mapping_ptr < k_out_end and k_out_ptr < slot_mapping_end)
-                                or (slot_mapping_ptr < v_out_end and v_out_ptr < slot_mapping_end)
+                                slot_mapping_ptr < k_out_end
+                                and k_out_ptr
+                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                or slot_mapping_ptr < v_out_end
+                                and v_out_ptr
+                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             )
                         )
                     )
@@ -648,7 +633,8 @@ def make(op):
                         return k_out, v_out
                     plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
                     return k_out, v_out
+                break
         named = own_name if mode is None else enter(mode, (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), own_name)
-        return body0(recent, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out, named)
+        return body0(recent, pools, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out, named)
 
     return call, bound_call

@@ -1,5 +1,6 @@
 """The quick path of `paged_caching_`. Written by ``make calls`` from its schema: see `kvdock.ops.codegen`, and do not edit it."""
 
+from kvdock.ops.geometry import has_internal_overlap
 from kvdock.ops.signatures import EMPTY, FastCall
 
 
@@ -7,17 +8,17 @@ def make(op):
     """Return the op as a function of all its arguments, and as one of a `BoundOp` and the rest."""
     is_compiling, get_mode, enter = op.is_compiling, op.get_mode, op.enter
     recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
-    find, prepare, slow = op.find, op.prepare, op.run_slowly
+    find, prepare, make_outputs, slow = op.find, op.prepare, op.make_outputs, op.run_slowly
 
-    def body0(recent, k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale, named):
+    def body0(recent, pools, k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale, named):
         key = (named, 0, (), k_scale is None, v_scale is None)
         signature = recent.signature0
         try:
             known = (
-                signature.key == key
-                and signature.epoch == chooser.epoch
-                and signature.generation == settings.generation
-                and signature.guard(k_cache, v_cache, k, v, slot_mapping)
+                pools is not None
+                and signature.pools is pools
+                and signature.key == key
+                and signature.guard(k, v, slot_mapping)
                 and (signature.optional is None or signature.optional.accept((k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)))
             )
         except TypeError:  # what is no tensor
@@ -26,8 +27,9 @@ def make(op):
             signature = find(recent, key, (k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale))
             if signature is None:  # nothing that can be known by a guard, such as an int of a class of its own
                 return slow((k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), named)
+            pools = signature.pools
         if signature.variant == 0:
-            k_cache_extent, v_cache_extent, k_size, k_full, v_size, v_full, slot_mapping_size, slot_mapping_full = signature.numbers
+            k_size, k_full, v_size, v_full, slot_mapping_size, slot_mapping_full = signature.numbers
             lead0, k_n1, k_n2 = k.shape
             k_t0, k_t1, k_t2 = k.stride()
             k_ptr = k.data_ptr()
@@ -50,6 +52,7 @@ def make(op):
             (slot_mapping_t0,) = slot_mapping.stride()
             slot_mapping_ptr = slot_mapping.data_ptr()
             slot_mapping_end = slot_mapping_ptr + (1 + (slot_mapping_n0 - 1) * slot_mapping_t0) * slot_mapping_size
+            k_cache_extent, v_cache_extent = pools.extents
             k_cache_ptr = k_cache.data_ptr()
             k_cache_end = k_cache_ptr + k_cache_extent
             v_cache_ptr = v_cache.data_ptr()
@@ -68,28 +71,30 @@ def make(op):
                 or (
                     k_cache_ptr < v_cache_end
                     and v_cache_ptr < k_cache_end
-                    and ("k_cache", "v_cache", v_cache_ptr - k_cache_ptr) not in signature.apart
+                    and ("k_cache", "v_cache", v_cache_ptr - k_cache_ptr) not in pools.apart
                 )
                 or (
                     k_ptr < high
                     and low < k_end
-                    and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+                    and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
                 )
                 or (
                     v_ptr < high
                     and low < v_end
-                    and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+                    and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
                 )
                 or (
                     slot_mapping_ptr < high
                     and low < slot_mapping_end
                     and (
-                        (slot_mapping_ptr < k_cache_end and k_cache_ptr < slot_mapping_end)
-                        or (slot_mapping_ptr < v_cache_end and v_cache_ptr < slot_mapping_end)
+                        slot_mapping_ptr < k_cache_end
+                        and k_cache_ptr < slot_mapping_end
+                        or slot_mapping_ptr < v_cache_end
+                        and v_cache_ptr < slot_mapping_end
                     )
                 )
             ):
-                return slow((k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), named, signature)
+                return slow((k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), named, pools)
             is_full = not ((k_cache_ptr | v_cache_ptr) & 15 or k_bits & (k_full - 1) or v_bits & (v_full - 1))
             more = ()
             if signature.optional is not None:
@@ -120,13 +125,9 @@ def make(op):
                     fast = None
                     if signature.is_due(strides):
                         numbers = (
-                            k_cache_extent,
-                            v_cache_extent,
-                            k_full - 1,
                             k_n1 * k_n2,
                             k_t0 * k_size,
                             (1 + (k_n1 - 1) * k_t1 + (k_n2 - 1) * k_t2 - k_t0) * k_size,
-                            v_full - 1,
                             v_n1 * v_n2,
                             v_t0 * v_size,
                             (1 + (v_n1 - 1) * v_t1 + (v_n2 - 1) * v_t2 - v_t0) * v_size,
@@ -136,11 +137,11 @@ def make(op):
                         )
                         fast = signature.settle(schema, entry, strides, numbers, (k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale))
                 if fast is not None:
-                    recent.adopt(fast, 0)
+                    recent.adopt(0, fast)
                     if fast.launch is not None:
                         return fast.launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0)
             return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
-        k_cache_extent, v_cache_extent, k_size, k_full, v_size, v_full, slot_mapping_size, slot_mapping_full = signature.numbers
+        k_size, k_full, v_size, v_full, slot_mapping_size, slot_mapping_full = signature.numbers
         lead0, lead1, k_n2, k_n3 = k.shape
         k_t0, k_t1, k_t2, k_t3 = k.stride()
         k_ptr = k.data_ptr()
@@ -169,6 +170,7 @@ def make(op):
         slot_mapping_end = (
             slot_mapping_ptr + (1 + (slot_mapping_n0 - 1) * slot_mapping_t0 + (slot_mapping_n1 - 1) * slot_mapping_t1) * slot_mapping_size
         )
+        k_cache_extent, v_cache_extent = pools.extents
         k_cache_ptr = k_cache.data_ptr()
         k_cache_end = k_cache_ptr + k_cache_extent
         v_cache_ptr = v_cache.data_ptr()
@@ -190,28 +192,30 @@ def make(op):
             or (
                 k_cache_ptr < v_cache_end
                 and v_cache_ptr < k_cache_end
-                and ("k_cache", "v_cache", v_cache_ptr - k_cache_ptr) not in signature.apart
+                and ("k_cache", "v_cache", v_cache_ptr - k_cache_ptr) not in pools.apart
             )
             or (
                 k_ptr < high
                 and low < k_end
-                and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+                and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
             )
             or (
                 v_ptr < high
                 and low < v_end
-                and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+                and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
             )
             or (
                 slot_mapping_ptr < high
                 and low < slot_mapping_end
                 and (
-                    (slot_mapping_ptr < k_cache_end and k_cache_ptr < slot_mapping_end)
-                    or (slot_mapping_ptr < v_cache_end and v_cache_ptr < slot_mapping_end)
+                    slot_mapping_ptr < k_cache_end
+                    and k_cache_ptr < slot_mapping_end
+                    or slot_mapping_ptr < v_cache_end
+                    and v_cache_ptr < slot_mapping_end
                 )
             )
         ):
-            return slow((k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), named, signature)
+            return slow((k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), named, pools)
         is_full = not ((k_cache_ptr | v_cache_ptr) & 15 or k_bits & (k_full - 1) or v_bits & (v_full - 1))
         more = ()
         if signature.optional is not None:
@@ -244,13 +248,9 @@ def make(op):
                 fast = None
                 if signature.is_due(strides):
                     numbers = (
-                        k_cache_extent,
-                        v_cache_extent,
-                        k_full - 1,
                         k_t0 * k_size,
                         k_t1 * k_size,
                         (1 + (k_n2 - 1) * k_t2 + (k_n3 - 1) * k_t3 - k_t0 - k_t1) * k_size,
-                        v_full - 1,
                         v_t0 * v_size,
                         v_t1 * v_size,
                         (1 + (v_n2 - 1) * v_t2 + (v_n3 - 1) * v_t3 - v_t0 - v_t1) * v_size,
@@ -261,7 +261,7 @@ def make(op):
                     )
                     fast = signature.settle(schema, entry, strides, numbers, (k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale))
             if fast is not None:
-                recent.adopt(fast, 0)
+                recent.adopt(0, fast)
                 if fast.launch is not None:
                     return fast.launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0, lead1)
         return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
@@ -270,96 +270,89 @@ def make(op):
         if is_compiling():
             return slow((k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), None)
         mode = get_mode()
-        guard, variant, entry, cache, epoch, generation, static, launch, numbers = recent.fast0
-        plan = entry.value  # held until it has run, whatever becomes of the entry
-        if (
-            plan is not None
-            and epoch == chooser.epoch
-            and generation == settings.generation
-            and mode is None
-            and k_scale is None
-            and v_scale is None
-        ):
-            try:
-                same = guard(k_cache, v_cache, k, v, slot_mapping)
-            except TypeError:  # what is no tensor
-                same = False
-            if same and variant == 0:
-                (
-                    k_cache_extent,
-                    v_cache_extent,
-                    k_mask,
-                    k_row,
-                    k_step0,
-                    k_rest,
-                    v_mask,
-                    v_row,
-                    v_step0,
-                    v_rest,
-                    slot_mapping_mask,
-                    slot_mapping_step0,
-                    slot_mapping_rest,
-                ) = numbers
-                lead0 = slot_mapping.numel()
-                k_cache_ptr = k_cache.data_ptr()
-                k_cache_end = k_cache_ptr + k_cache_extent
-                v_cache_ptr = v_cache.data_ptr()
-                v_cache_end = v_cache_ptr + v_cache_extent
-                k_ptr = k.data_ptr()
-                k_end = k_ptr + k_rest + lead0 * k_step0
-                v_ptr = v.data_ptr()
-                v_end = v_ptr + v_rest + lead0 * v_step0
-                slot_mapping_ptr = slot_mapping.data_ptr()
-                slot_mapping_end = slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                low = k_cache_ptr
-                if v_cache_ptr < low:
-                    low = v_cache_ptr
-                high = k_cache_end
-                if v_cache_end > high:
-                    high = v_cache_end
-                if (
-                    lead0
-                    and k.numel() == lead0 * k_row
-                    and v.numel() == lead0 * v_row
-                    and not (
-                        (k_cache_ptr | v_cache_ptr) & 15
-                        or k_ptr & k_mask
-                        or v_ptr & v_mask
-                        or slot_mapping_ptr & slot_mapping_mask
-                        or (k_cache_ptr < v_cache_end and v_cache_ptr < k_cache_end)
-                        or (
-                            k_ptr < high
-                            and low < k_end
-                            and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
-                        )
-                        or (
-                            v_ptr < high
-                            and low < v_end
-                            and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
-                        )
-                        or (
-                            slot_mapping_ptr < high
-                            and low < slot_mapping_end
-                            and (
-                                (slot_mapping_ptr < k_cache_end and k_cache_ptr < slot_mapping_end)
-                                or (slot_mapping_ptr < v_cache_end and v_cache_ptr < slot_mapping_end)
+        epoch, generation, guard, pools, fast_calls = recent.state0
+        try:
+            known = epoch == chooser.epoch and generation == settings.generation and guard(k_cache, v_cache)
+        except TypeError:  # what is no tensor
+            known = False
+        if not known:
+            pools = None
+        elif fast_calls and mode is None and k_scale is None and v_scale is None:
+            k_cache_extent, v_cache_extent = pools.extents
+            k_cache_ptr = k_cache.data_ptr()
+            k_cache_end = k_cache_ptr + k_cache_extent
+            v_cache_ptr = v_cache.data_ptr()
+            v_cache_end = v_cache_ptr + v_cache_extent
+            low = k_cache_ptr
+            if v_cache_ptr < low:
+                low = v_cache_ptr
+            high = k_cache_end
+            if v_cache_end > high:
+                high = v_cache_end
+            if k_cache_ptr < v_cache_end and v_cache_ptr < k_cache_end:
+                fast_calls = ()  # interleaved pools, or wrong ones: the body tells
+            for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                plan = entry.value  # held until it has run, whatever becomes of the entry
+                try:
+                    same = plan is not None and guard(k, v, slot_mapping)
+                except TypeError:  # what is no tensor
+                    break
+                if not same:
+                    continue
+                if variant == 0:
+                    k_row, k_step0, k_rest, v_row, v_step0, v_rest, slot_mapping_mask, slot_mapping_step0, slot_mapping_rest = numbers
+                    lead0 = slot_mapping.numel()
+                    k_ptr = k.data_ptr()
+                    v_ptr = v.data_ptr()
+                    slot_mapping_ptr = slot_mapping.data_ptr()
+                    if (
+                        lead0
+                        and k.numel() == lead0 * k_row
+                        and v.numel() == lead0 * v_row
+                        and not (
+                            (k_cache_ptr | v_cache_ptr | k_ptr | v_ptr) & 15
+                            or slot_mapping_ptr & slot_mapping_mask
+                            or (
+                                k_ptr < high
+                                and low < k_ptr + k_rest + lead0 * k_step0
+                                and (
+                                    k_ptr < k_cache_end
+                                    and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0
+                                    or k_ptr < v_cache_end
+                                    and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0
+                                )
+                            )
+                            or (
+                                v_ptr < high
+                                and low < v_ptr + v_rest + lead0 * v_step0
+                                and (
+                                    v_ptr < k_cache_end
+                                    and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0
+                                    or v_ptr < v_cache_end
+                                    and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0
+                                )
+                            )
+                            or (
+                                slot_mapping_ptr < high
+                                and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                and (
+                                    slot_mapping_ptr < k_cache_end
+                                    and k_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    or slot_mapping_ptr < v_cache_end
+                                    and v_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                )
                             )
                         )
-                    )
-                ):
-                    entry.used = cache.clock = cache.clock + 1
-                    if launch is not None:
-                        return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0)
-                    return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
-            elif same and variant == 1:
+                    ):
+                        entry.used = cache.clock = cache.clock + 1
+                        if launch is not None:
+                            return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0)
+                        return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
+                    break
                 (
-                    k_cache_extent,
-                    v_cache_extent,
-                    k_mask,
                     k_step0,
                     k_step1,
                     k_rest,
-                    v_mask,
                     v_step0,
                     v_step1,
                     v_rest,
@@ -371,22 +364,9 @@ def make(op):
                 lead0, lead1 = slot_mapping.shape
                 k_n0, k_n1, k_n2, k_n3 = k.shape
                 v_n0, v_n1, v_n2, v_n3 = v.shape
-                k_cache_ptr = k_cache.data_ptr()
-                k_cache_end = k_cache_ptr + k_cache_extent
-                v_cache_ptr = v_cache.data_ptr()
-                v_cache_end = v_cache_ptr + v_cache_extent
                 k_ptr = k.data_ptr()
-                k_end = k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
                 v_ptr = v.data_ptr()
-                v_end = v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
                 slot_mapping_ptr = slot_mapping.data_ptr()
-                slot_mapping_end = slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                low = k_cache_ptr
-                if v_cache_ptr < low:
-                    low = v_cache_ptr
-                high = k_cache_end
-                if v_cache_end > high:
-                    high = v_cache_end
                 if (
                     lead0
                     and lead1
@@ -395,27 +375,38 @@ def make(op):
                     and v_n0 == lead0
                     and v_n1 == lead1
                     and not (
-                        (k_cache_ptr | v_cache_ptr) & 15
-                        or k_ptr & k_mask
-                        or v_ptr & v_mask
+                        (k_cache_ptr | v_cache_ptr | k_ptr | v_ptr) & 15
                         or slot_mapping_ptr & slot_mapping_mask
-                        or (k_cache_ptr < v_cache_end and v_cache_ptr < k_cache_end)
                         or (
                             k_ptr < high
-                            and low < k_end
-                            and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+                            and low < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
+                            and (
+                                k_ptr < k_cache_end
+                                and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
+                                or k_ptr < v_cache_end
+                                and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
+                            )
                         )
                         or (
                             v_ptr < high
-                            and low < v_end
-                            and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+                            and low < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
+                            and (
+                                v_ptr < k_cache_end
+                                and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
+                                or v_ptr < v_cache_end
+                                and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
+                            )
                         )
                         or (
                             slot_mapping_ptr < high
-                            and low < slot_mapping_end
+                            and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             and (
-                                (slot_mapping_ptr < k_cache_end and k_cache_ptr < slot_mapping_end)
-                                or (slot_mapping_ptr < v_cache_end and v_cache_ptr < slot_mapping_end)
+                                slot_mapping_ptr < k_cache_end
+                                and k_cache_ptr
+                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                or slot_mapping_ptr < v_cache_end
+                                and v_cache_ptr
+                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             )
                         )
                     )
@@ -424,8 +415,9 @@ def make(op):
                     if launch is not None:
                         return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0, lead1)
                     return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
+                break
         named = None if mode is None else enter(mode, (k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), None)
-        return body0(recent, k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale, named)
+        return body0(recent, pools, k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale, named)
 
     def bound_call(bound, k, v, slot_mapping, k_scale, v_scale):
         recent, own_name = bound.recent, bound.own_name
@@ -433,84 +425,72 @@ def make(op):
         if is_compiling():
             return slow((k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), None)
         mode = get_mode()
-        guard, variant, entry, cache, epoch, generation, static, launch, numbers = recent.fast0
-        plan = entry.value  # held until it has run, whatever becomes of the entry
-        if (
-            plan is not None
-            and epoch == chooser.epoch
-            and generation == settings.generation
-            and mode is None
-            and k_scale is None
-            and v_scale is None
-        ):
-            try:
-                same = guard(k, v, slot_mapping)
-            except TypeError:  # what is no tensor
-                same = False
-            if same and variant == 0:
-                (
-                    k_cache_extent,
-                    v_cache_extent,
-                    k_mask,
-                    k_row,
-                    k_step0,
-                    k_rest,
-                    v_mask,
-                    v_row,
-                    v_step0,
-                    v_rest,
-                    slot_mapping_mask,
-                    slot_mapping_step0,
-                    slot_mapping_rest,
-                ) = numbers
-                lead0 = slot_mapping.numel()
-                k_ptr = k.data_ptr()
-                k_end = k_ptr + k_rest + lead0 * k_step0
-                v_ptr = v.data_ptr()
-                v_end = v_ptr + v_rest + lead0 * v_step0
-                slot_mapping_ptr = slot_mapping.data_ptr()
-                slot_mapping_end = slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                if (
-                    lead0
-                    and k.numel() == lead0 * k_row
-                    and v.numel() == lead0 * v_row
-                    and not (
-                        k_ptr & k_mask
-                        or v_ptr & v_mask
-                        or slot_mapping_ptr & slot_mapping_mask
-                        or (
-                            k_ptr < high
-                            and low < k_end
-                            and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
-                        )
-                        or (
-                            v_ptr < high
-                            and low < v_end
-                            and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
-                        )
-                        or (
-                            slot_mapping_ptr < high
-                            and low < slot_mapping_end
-                            and (
-                                (slot_mapping_ptr < k_cache_end and k_cache_ptr < slot_mapping_end)
-                                or (slot_mapping_ptr < v_cache_end and v_cache_ptr < slot_mapping_end)
+        epoch, generation, guard, pools, fast_calls = recent.state0
+        if not (epoch == chooser.epoch and generation == settings.generation):
+            pools = None
+        elif fast_calls and mode is None and k_scale is None and v_scale is None:
+            for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                plan = entry.value  # held until it has run, whatever becomes of the entry
+                try:
+                    same = plan is not None and guard(k, v, slot_mapping)
+                except TypeError:  # what is no tensor
+                    break
+                if not same:
+                    continue
+                if variant == 0:
+                    k_row, k_step0, k_rest, v_row, v_step0, v_rest, slot_mapping_mask, slot_mapping_step0, slot_mapping_rest = numbers
+                    lead0 = slot_mapping.numel()
+                    k_ptr = k.data_ptr()
+                    v_ptr = v.data_ptr()
+                    slot_mapping_ptr = slot_mapping.data_ptr()
+                    if (
+                        lead0
+                        and k.numel() == lead0 * k_row
+                        and v.numel() == lead0 * v_row
+                        and not (
+                            (k_ptr | v_ptr) & 15
+                            or slot_mapping_ptr & slot_mapping_mask
+                            or (
+                                k_ptr < high
+                                and low < k_ptr + k_rest + lead0 * k_step0
+                                and (
+                                    k_ptr < k_cache_end
+                                    and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0
+                                    or k_ptr < v_cache_end
+                                    and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0
+                                )
+                            )
+                            or (
+                                v_ptr < high
+                                and low < v_ptr + v_rest + lead0 * v_step0
+                                and (
+                                    v_ptr < k_cache_end
+                                    and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0
+                                    or v_ptr < v_cache_end
+                                    and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0
+                                )
+                            )
+                            or (
+                                slot_mapping_ptr < high
+                                and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                and (
+                                    slot_mapping_ptr < k_cache_end
+                                    and k_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    or slot_mapping_ptr < v_cache_end
+                                    and v_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                )
                             )
                         )
-                    )
-                ):
-                    entry.used = cache.clock = cache.clock + 1
-                    if launch is not None:
-                        return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0)
-                    return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
-            elif same and variant == 1:
+                    ):
+                        entry.used = cache.clock = cache.clock + 1
+                        if launch is not None:
+                            return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0)
+                        return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
+                    break
                 (
-                    k_cache_extent,
-                    v_cache_extent,
-                    k_mask,
                     k_step0,
                     k_step1,
                     k_rest,
-                    v_mask,
                     v_step0,
                     v_step1,
                     v_rest,
@@ -523,11 +503,8 @@ def make(op):
                 k_n0, k_n1, k_n2, k_n3 = k.shape
                 v_n0, v_n1, v_n2, v_n3 = v.shape
                 k_ptr = k.data_ptr()
-                k_end = k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
                 v_ptr = v.data_ptr()
-                v_end = v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
                 slot_mapping_ptr = slot_mapping.data_ptr()
-                slot_mapping_end = slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                 if (
                     lead0
                     and lead1
@@ -536,25 +513,38 @@ def make(op):
                     and v_n0 == lead0
                     and v_n1 == lead1
                     and not (
-                        k_ptr & k_mask
-                        or v_ptr & v_mask
+                        (k_ptr | v_ptr) & 15
                         or slot_mapping_ptr & slot_mapping_mask
                         or (
                             k_ptr < high
-                            and low < k_end
-                            and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+                            and low < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
+                            and (
+                                k_ptr < k_cache_end
+                                and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
+                                or k_ptr < v_cache_end
+                                and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
+                            )
                         )
                         or (
                             v_ptr < high
-                            and low < v_end
-                            and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+                            and low < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
+                            and (
+                                v_ptr < k_cache_end
+                                and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
+                                or v_ptr < v_cache_end
+                                and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
+                            )
                         )
                         or (
                             slot_mapping_ptr < high
-                            and low < slot_mapping_end
+                            and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             and (
-                                (slot_mapping_ptr < k_cache_end and k_cache_ptr < slot_mapping_end)
-                                or (slot_mapping_ptr < v_cache_end and v_cache_ptr < slot_mapping_end)
+                                slot_mapping_ptr < k_cache_end
+                                and k_cache_ptr
+                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                or slot_mapping_ptr < v_cache_end
+                                and v_cache_ptr
+                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             )
                         )
                     )
@@ -563,7 +553,8 @@ def make(op):
                     if launch is not None:
                         return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0, lead1)
                     return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
+                break
         named = own_name if mode is None else enter(mode, (k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), own_name)
-        return body0(recent, k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale, named)
+        return body0(recent, pools, k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale, named)
 
     return call, bound_call

@@ -1,5 +1,6 @@
 """The quick path of `static_update_`. Written by ``make calls`` from its schema: see `kvdock.ops.codegen`, and do not edit it."""
 
+from kvdock.ops.geometry import has_internal_overlap
 from kvdock.ops.signatures import EMPTY, FastCall
 
 
@@ -7,26 +8,22 @@ def make(op):
     """Return the op as a function of all its arguments, and as one of a `BoundOp` and the rest."""
     is_compiling, get_mode, enter = op.is_compiling, op.get_mode, op.enter
     recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
-    find, prepare, slow = op.find, op.prepare, op.run_slowly
+    find, prepare, make_outputs, slow = op.find, op.prepare, op.make_outputs, op.run_slowly
 
-    def body0(recent, k_cache, v_cache, k, v, cache_lengths, named):
+    def body0(recent, pools, k_cache, v_cache, k, v, cache_lengths, named):
         key = (named, 0, ())
         signature = recent.signature0
         try:
-            known = (
-                signature.key == key
-                and signature.epoch == chooser.epoch
-                and signature.generation == settings.generation
-                and signature.guard(k_cache, v_cache, k, v, cache_lengths)
-            )
+            known = pools is not None and signature.pools is pools and signature.key == key and signature.guard(k, v, cache_lengths)
         except TypeError:  # what is no tensor
             known = False
         if not known:
             signature = find(recent, key, (k_cache, v_cache, k, v, cache_lengths))
             if signature is None:  # nothing that can be known by a guard, such as an int of a class of its own
                 return slow((k_cache, v_cache, k, v, cache_lengths), named)
+            pools = signature.pools
         if signature.variant == 1:
-            k_cache_extent, v_cache_extent, k_size, k_full, v_size, v_full, cache_lengths_size, cache_lengths_full = signature.numbers
+            k_size, k_full, v_size, v_full, cache_lengths_size, cache_lengths_full = signature.numbers
             b, k_n1, s, k_n3 = k.shape
             k_t0, k_t1, k_t2, k_t3 = k.stride()
             k_ptr = k.data_ptr()
@@ -51,6 +48,7 @@ def make(op):
                 v_bits |= v_t2 * v_size
             cache_lengths_ptr = cache_lengths.data_ptr()
             cache_lengths_end = cache_lengths_ptr + (1) * cache_lengths_size
+            k_cache_extent, v_cache_extent = pools.extents
             k_cache_ptr = k_cache.data_ptr()
             k_cache_end = k_cache_ptr + k_cache_extent
             v_cache_ptr = v_cache.data_ptr()
@@ -71,28 +69,30 @@ def make(op):
                 or (
                     k_cache_ptr < v_cache_end
                     and v_cache_ptr < k_cache_end
-                    and ("k_cache", "v_cache", v_cache_ptr - k_cache_ptr) not in signature.apart
+                    and ("k_cache", "v_cache", v_cache_ptr - k_cache_ptr) not in pools.apart
                 )
                 or (
                     k_ptr < high
                     and low < k_end
-                    and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+                    and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
                 )
                 or (
                     v_ptr < high
                     and low < v_end
-                    and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+                    and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
                 )
                 or (
                     cache_lengths_ptr < high
                     and low < cache_lengths_end
                     and (
-                        (cache_lengths_ptr < k_cache_end and k_cache_ptr < cache_lengths_end)
-                        or (cache_lengths_ptr < v_cache_end and v_cache_ptr < cache_lengths_end)
+                        cache_lengths_ptr < k_cache_end
+                        and k_cache_ptr < cache_lengths_end
+                        or cache_lengths_ptr < v_cache_end
+                        and v_cache_ptr < cache_lengths_end
                     )
                 )
             ):
-                return slow((k_cache, v_cache, k, v, cache_lengths), named, signature)
+                return slow((k_cache, v_cache, k, v, cache_lengths), named, pools)
             is_full = not ((k_cache_ptr | v_cache_ptr) & 15 or k_bits & (k_full - 1) or v_bits & (v_full - 1))
             if is_full:
                 classes, entry = None, signature.full
@@ -116,13 +116,9 @@ def make(op):
                     fast = None
                     if signature.is_due(strides):
                         numbers = (
-                            k_cache_extent,
-                            v_cache_extent,
-                            k_full - 1,
                             k_t0 * k_size,
                             k_t2 * k_size,
                             (1 + (k_n1 - 1) * k_t1 + (k_n3 - 1) * k_t3 - k_t0 - k_t2) * k_size,
-                            v_full - 1,
                             v_t0 * v_size,
                             v_t2 * v_size,
                             (1 + (v_n1 - 1) * v_t1 + (v_n3 - 1) * v_t3 - v_t0 - v_t2) * v_size,
@@ -131,11 +127,11 @@ def make(op):
                         )
                         fast = signature.settle(schema, entry, strides, numbers, (k_cache, v_cache, k, v, cache_lengths))
                 if fast is not None:
-                    recent.adopt(fast, 0)
+                    recent.adopt(0, fast)
                     if fast.launch is not None:
                         return fast.launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s)
             return plan.run(k_cache, v_cache, k, v, cache_lengths)
-        k_cache_extent, v_cache_extent, k_size, k_full, v_size, v_full, cache_lengths_size, cache_lengths_full = signature.numbers
+        k_size, k_full, v_size, v_full, cache_lengths_size, cache_lengths_full = signature.numbers
         b, k_n1, s, k_n3 = k.shape
         k_t0, k_t1, k_t2, k_t3 = k.stride()
         k_ptr = k.data_ptr()
@@ -162,6 +158,7 @@ def make(op):
         (cache_lengths_t0,) = cache_lengths.stride()
         cache_lengths_ptr = cache_lengths.data_ptr()
         cache_lengths_end = cache_lengths_ptr + (1 + (n - 1) * cache_lengths_t0) * cache_lengths_size
+        k_cache_extent, v_cache_extent = pools.extents
         k_cache_ptr = k_cache.data_ptr()
         k_cache_end = k_cache_ptr + k_cache_extent
         v_cache_ptr = v_cache.data_ptr()
@@ -184,28 +181,30 @@ def make(op):
             or (
                 k_cache_ptr < v_cache_end
                 and v_cache_ptr < k_cache_end
-                and ("k_cache", "v_cache", v_cache_ptr - k_cache_ptr) not in signature.apart
+                and ("k_cache", "v_cache", v_cache_ptr - k_cache_ptr) not in pools.apart
             )
             or (
                 k_ptr < high
                 and low < k_end
-                and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+                and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
             )
             or (
                 v_ptr < high
                 and low < v_end
-                and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+                and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
             )
             or (
                 cache_lengths_ptr < high
                 and low < cache_lengths_end
                 and (
-                    (cache_lengths_ptr < k_cache_end and k_cache_ptr < cache_lengths_end)
-                    or (cache_lengths_ptr < v_cache_end and v_cache_ptr < cache_lengths_end)
+                    cache_lengths_ptr < k_cache_end
+                    and k_cache_ptr < cache_lengths_end
+                    or cache_lengths_ptr < v_cache_end
+                    and v_cache_ptr < cache_lengths_end
                 )
             )
         ):
-            return slow((k_cache, v_cache, k, v, cache_lengths), named, signature)
+            return slow((k_cache, v_cache, k, v, cache_lengths), named, pools)
         is_full = not ((k_cache_ptr | v_cache_ptr) & 15 or k_bits & (k_full - 1) or v_bits & (v_full - 1))
         if is_full:
             classes, entry = None, signature.full
@@ -229,13 +228,9 @@ def make(op):
                 fast = None
                 if signature.is_due(strides):
                     numbers = (
-                        k_cache_extent,
-                        v_cache_extent,
-                        k_full - 1,
                         k_t0 * k_size,
                         k_t2 * k_size,
                         (1 + (k_n1 - 1) * k_t1 + (k_n3 - 1) * k_t3 - k_t0 - k_t2) * k_size,
-                        v_full - 1,
                         v_t0 * v_size,
                         v_t2 * v_size,
                         (1 + (v_n1 - 1) * v_t1 + (v_n3 - 1) * v_t3 - v_t0 - v_t2) * v_size,
@@ -245,28 +240,24 @@ def make(op):
                     )
                     fast = signature.settle(schema, entry, strides, numbers, (k_cache, v_cache, k, v, cache_lengths))
             if fast is not None:
-                recent.adopt(fast, 0)
+                recent.adopt(0, fast)
                 if fast.launch is not None:
                     return fast.launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s, n)
         return plan.run(k_cache, v_cache, k, v, cache_lengths)
 
-    def body1(recent, k_cache, v_cache, k, v, cache_lengths, named):
+    def body1(recent, pools, k_cache, v_cache, k, v, cache_lengths, named):
         key = (named, 1, ())
         signature = recent.signature1
         try:
-            known = (
-                signature.key == key
-                and signature.epoch == chooser.epoch
-                and signature.generation == settings.generation
-                and signature.guard(k_cache, v_cache, k, v)
-            )
+            known = pools is not None and signature.pools is pools and signature.key == key and signature.guard(k, v)
         except TypeError:  # what is no tensor
             known = False
         if not known:
             signature = find(recent, key, (k_cache, v_cache, k, v, cache_lengths))
             if signature is None:  # nothing that can be known by a guard, such as an int of a class of its own
                 return slow((k_cache, v_cache, k, v, cache_lengths), named)
-        k_cache_extent, v_cache_extent, k_size, k_full, v_size, v_full = signature.numbers
+            pools = signature.pools
+        k_size, k_full, v_size, v_full = signature.numbers
         b, k_n1, s, k_n3 = k.shape
         k_t0, k_t1, k_t2, k_t3 = k.stride()
         k_ptr = k.data_ptr()
@@ -289,6 +280,7 @@ def make(op):
             v_bits |= v_t1 * v_size
         if v_n2 > 1:
             v_bits |= v_t2 * v_size
+        k_cache_extent, v_cache_extent = pools.extents
         k_cache_ptr = k_cache.data_ptr()
         k_cache_end = k_cache_ptr + k_cache_extent
         v_cache_ptr = v_cache.data_ptr()
@@ -308,20 +300,20 @@ def make(op):
             or (
                 k_cache_ptr < v_cache_end
                 and v_cache_ptr < k_cache_end
-                and ("k_cache", "v_cache", v_cache_ptr - k_cache_ptr) not in signature.apart
+                and ("k_cache", "v_cache", v_cache_ptr - k_cache_ptr) not in pools.apart
             )
             or (
                 k_ptr < high
                 and low < k_end
-                and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+                and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
             )
             or (
                 v_ptr < high
                 and low < v_end
-                and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+                and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
             )
         ):
-            return slow((k_cache, v_cache, k, v, cache_lengths), named, signature)
+            return slow((k_cache, v_cache, k, v, cache_lengths), named, pools)
         is_full = not ((k_cache_ptr | v_cache_ptr) & 15 or k_bits & (k_full - 1) or v_bits & (v_full - 1))
         if is_full:
             classes, entry = None, signature.full
@@ -345,20 +337,16 @@ def make(op):
                 fast = None
                 if signature.is_due(strides):
                     numbers = (
-                        k_cache_extent,
-                        v_cache_extent,
-                        k_full - 1,
                         k_t0 * k_size,
                         k_t2 * k_size,
                         (1 + (k_n1 - 1) * k_t1 + (k_n3 - 1) * k_t3 - k_t0 - k_t2) * k_size,
-                        v_full - 1,
                         v_t0 * v_size,
                         v_t2 * v_size,
                         (1 + (v_n1 - 1) * v_t1 + (v_n3 - 1) * v_t3 - v_t0 - v_t2) * v_size,
                     )
                     fast = signature.settle(schema, entry, strides, numbers, (k_cache, v_cache, k, v, cache_lengths))
             if fast is not None:
-                recent.adopt(fast, 1)
+                recent.adopt(1, fast)
                 if fast.launch is not None:
                     return fast.launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, b, s, cache_lengths)
         return plan.run(k_cache, v_cache, k, v, cache_lengths)
@@ -367,117 +355,167 @@ def make(op):
         if is_compiling():
             return slow((k_cache, v_cache, k, v, cache_lengths), None)
         mode = get_mode()
-        guard, variant, entry, cache, epoch, generation, static, launch, numbers = recent.fast0
-        plan = entry.value  # held until it has run, whatever becomes of the entry
-        if plan is not None and epoch == chooser.epoch and generation == settings.generation and mode is None:
+        if type(cache_lengths) is int:
+            epoch, generation, guard, pools, fast_calls = recent.state1
             try:
-                same = guard(k_cache, v_cache, k, v, cache_lengths)
+                known = epoch == chooser.epoch and generation == settings.generation and guard(k_cache, v_cache)
             except TypeError:  # what is no tensor
-                same = False
-            if same and variant == 1:
-                (
-                    k_cache_extent,
-                    v_cache_extent,
-                    k_mask,
-                    k_step0,
-                    k_step2,
-                    k_rest,
-                    v_mask,
-                    v_step0,
-                    v_step2,
-                    v_rest,
-                    cache_lengths_mask,
-                    cache_lengths_rest,
-                ) = numbers
-                b, k_n1, s, k_n3 = k.shape
-                v_n0, v_n1, v_n2, v_n3 = v.shape
+                known = False
+            if not known:
+                pools = None
+            elif fast_calls and mode is None:
+                k_cache_extent, v_cache_extent = pools.extents
                 k_cache_ptr = k_cache.data_ptr()
                 k_cache_end = k_cache_ptr + k_cache_extent
                 v_cache_ptr = v_cache.data_ptr()
                 v_cache_end = v_cache_ptr + v_cache_extent
-                k_ptr = k.data_ptr()
-                k_end = k_ptr + k_rest + b * k_step0 + s * k_step2
-                v_ptr = v.data_ptr()
-                v_end = v_ptr + v_rest + b * v_step0 + s * v_step2
-                cache_lengths_ptr = cache_lengths.data_ptr()
-                cache_lengths_end = cache_lengths_ptr + cache_lengths_rest
                 low = k_cache_ptr
                 if v_cache_ptr < low:
                     low = v_cache_ptr
                 high = k_cache_end
                 if v_cache_end > high:
                     high = v_cache_end
-                if (
-                    b
-                    and s
-                    and v_n0 == b
-                    and v_n2 == s
-                    and not (
-                        (k_cache_ptr | v_cache_ptr) & 15
-                        or k_ptr & k_mask
-                        or v_ptr & v_mask
-                        or cache_lengths_ptr & cache_lengths_mask
-                        or (k_cache_ptr < v_cache_end and v_cache_ptr < k_cache_end)
-                        or (
-                            k_ptr < high
-                            and low < k_end
-                            and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
-                        )
-                        or (
-                            v_ptr < high
-                            and low < v_end
-                            and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
-                        )
-                        or (
-                            cache_lengths_ptr < high
-                            and low < cache_lengths_end
-                            and (
-                                (cache_lengths_ptr < k_cache_end and k_cache_ptr < cache_lengths_end)
-                                or (cache_lengths_ptr < v_cache_end and v_cache_ptr < cache_lengths_end)
+                if k_cache_ptr < v_cache_end and v_cache_ptr < k_cache_end:
+                    fast_calls = ()  # interleaved pools, or wrong ones: the body tells
+                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                    plan = entry.value  # held until it has run, whatever becomes of the entry
+                    try:
+                        same = plan is not None and guard(k, v)
+                    except TypeError:  # what is no tensor
+                        break
+                    if not same:
+                        continue
+                    k_step0, k_step2, k_rest, v_step0, v_step2, v_rest = numbers
+                    b, k_n1, s, k_n3 = k.shape
+                    v_n0, v_n1, v_n2, v_n3 = v.shape
+                    k_ptr = k.data_ptr()
+                    v_ptr = v.data_ptr()
+                    if (
+                        b
+                        and s
+                        and v_n0 == b
+                        and v_n2 == s
+                        and not (
+                            (k_cache_ptr | v_cache_ptr | k_ptr | v_ptr) & 15
+                            or (
+                                k_ptr < high
+                                and low < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                and (
+                                    k_ptr < k_cache_end
+                                    and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                    or k_ptr < v_cache_end
+                                    and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                )
+                            )
+                            or (
+                                v_ptr < high
+                                and low < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                and (
+                                    v_ptr < k_cache_end
+                                    and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    or v_ptr < v_cache_end
+                                    and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                )
                             )
                         )
-                    )
-                    and (b <= v_cache.shape[0])
-                ):
-                    entry.used = cache.clock = cache.clock + 1
-                    if launch is not None:
-                        return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s)
-                    return plan.run(k_cache, v_cache, k, v, cache_lengths)
-            elif same and variant == 2:
-                (
-                    k_cache_extent,
-                    v_cache_extent,
-                    k_mask,
-                    k_step0,
-                    k_step2,
-                    k_rest,
-                    v_mask,
-                    v_step0,
-                    v_step2,
-                    v_rest,
-                    cache_lengths_mask,
-                    cache_lengths_step0,
-                    cache_lengths_rest,
-                ) = numbers
+                        and (b <= v_cache.shape[0])
+                    ):
+                        entry.used = cache.clock = cache.clock + 1
+                        if launch is not None:
+                            return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, b, s, cache_lengths)
+                        return plan.run(k_cache, v_cache, k, v, cache_lengths)
+                    break
+            named = None if mode is None else enter(mode, (k_cache, v_cache, k, v, cache_lengths), None)
+            return body1(recent, pools, k_cache, v_cache, k, v, cache_lengths, named)
+        epoch, generation, guard, pools, fast_calls = recent.state0
+        try:
+            known = epoch == chooser.epoch and generation == settings.generation and guard(k_cache, v_cache)
+        except TypeError:  # what is no tensor
+            known = False
+        if not known:
+            pools = None
+        elif fast_calls and mode is None:
+            k_cache_extent, v_cache_extent = pools.extents
+            k_cache_ptr = k_cache.data_ptr()
+            k_cache_end = k_cache_ptr + k_cache_extent
+            v_cache_ptr = v_cache.data_ptr()
+            v_cache_end = v_cache_ptr + v_cache_extent
+            low = k_cache_ptr
+            if v_cache_ptr < low:
+                low = v_cache_ptr
+            high = k_cache_end
+            if v_cache_end > high:
+                high = v_cache_end
+            if k_cache_ptr < v_cache_end and v_cache_ptr < k_cache_end:
+                fast_calls = ()  # interleaved pools, or wrong ones: the body tells
+            for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                plan = entry.value  # held until it has run, whatever becomes of the entry
+                try:
+                    same = plan is not None and guard(k, v, cache_lengths)
+                except TypeError:  # what is no tensor
+                    break
+                if not same:
+                    continue
+                if variant == 1:
+                    k_step0, k_step2, k_rest, v_step0, v_step2, v_rest, cache_lengths_mask, cache_lengths_rest = numbers
+                    b, k_n1, s, k_n3 = k.shape
+                    v_n0, v_n1, v_n2, v_n3 = v.shape
+                    k_ptr = k.data_ptr()
+                    v_ptr = v.data_ptr()
+                    cache_lengths_ptr = cache_lengths.data_ptr()
+                    if (
+                        b
+                        and s
+                        and v_n0 == b
+                        and v_n2 == s
+                        and not (
+                            (k_cache_ptr | v_cache_ptr | k_ptr | v_ptr) & 15
+                            or cache_lengths_ptr & cache_lengths_mask
+                            or (
+                                k_ptr < high
+                                and low < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                and (
+                                    k_ptr < k_cache_end
+                                    and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                    or k_ptr < v_cache_end
+                                    and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                )
+                            )
+                            or (
+                                v_ptr < high
+                                and low < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                and (
+                                    v_ptr < k_cache_end
+                                    and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    or v_ptr < v_cache_end
+                                    and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                )
+                            )
+                            or (
+                                cache_lengths_ptr < high
+                                and low < cache_lengths_ptr + cache_lengths_rest
+                                and (
+                                    cache_lengths_ptr < k_cache_end
+                                    and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest
+                                    or cache_lengths_ptr < v_cache_end
+                                    and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest
+                                )
+                            )
+                        )
+                        and (b <= v_cache.shape[0])
+                    ):
+                        entry.used = cache.clock = cache.clock + 1
+                        if launch is not None:
+                            return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s)
+                        return plan.run(k_cache, v_cache, k, v, cache_lengths)
+                    break
+                k_step0, k_step2, k_rest, v_step0, v_step2, v_rest, cache_lengths_mask, cache_lengths_step0, cache_lengths_rest = numbers
                 n = cache_lengths.numel()
                 b, k_n1, s, k_n3 = k.shape
                 v_n0, v_n1, v_n2, v_n3 = v.shape
-                k_cache_ptr = k_cache.data_ptr()
-                k_cache_end = k_cache_ptr + k_cache_extent
-                v_cache_ptr = v_cache.data_ptr()
-                v_cache_end = v_cache_ptr + v_cache_extent
                 k_ptr = k.data_ptr()
-                k_end = k_ptr + k_rest + b * k_step0 + s * k_step2
                 v_ptr = v.data_ptr()
-                v_end = v_ptr + v_rest + b * v_step0 + s * v_step2
                 cache_lengths_ptr = cache_lengths.data_ptr()
-                cache_lengths_end = cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
-                low = k_cache_ptr
-                if v_cache_ptr < low:
-                    low = v_cache_ptr
-                high = k_cache_end
-                if v_cache_end > high:
-                    high = v_cache_end
                 if (
                     b
                     and s
@@ -485,27 +523,36 @@ def make(op):
                     and v_n0 == b
                     and v_n2 == s
                     and not (
-                        (k_cache_ptr | v_cache_ptr) & 15
-                        or k_ptr & k_mask
-                        or v_ptr & v_mask
+                        (k_cache_ptr | v_cache_ptr | k_ptr | v_ptr) & 15
                         or cache_lengths_ptr & cache_lengths_mask
-                        or (k_cache_ptr < v_cache_end and v_cache_ptr < k_cache_end)
                         or (
                             k_ptr < high
-                            and low < k_end
-                            and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+                            and low < k_ptr + k_rest + b * k_step0 + s * k_step2
+                            and (
+                                k_ptr < k_cache_end
+                                and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                or k_ptr < v_cache_end
+                                and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                            )
                         )
                         or (
                             v_ptr < high
-                            and low < v_end
-                            and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+                            and low < v_ptr + v_rest + b * v_step0 + s * v_step2
+                            and (
+                                v_ptr < k_cache_end
+                                and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                or v_ptr < v_cache_end
+                                and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                            )
                         )
                         or (
                             cache_lengths_ptr < high
-                            and low < cache_lengths_end
+                            and low < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
                             and (
-                                (cache_lengths_ptr < k_cache_end and k_cache_ptr < cache_lengths_end)
-                                or (cache_lengths_ptr < v_cache_end and v_cache_ptr < cache_lengths_end)
+                                cache_lengths_ptr < k_cache_end
+                                and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
+                                or cache_lengths_ptr < v_cache_end
+                                and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
                             )
                         )
                     )
@@ -516,68 +563,9 @@ def make(op):
                     if launch is not None:
                         return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s, n)
                     return plan.run(k_cache, v_cache, k, v, cache_lengths)
-        guard, variant, entry, cache, epoch, generation, static, launch, numbers = recent.fast1
-        plan = entry.value  # held until it has run, whatever becomes of the entry
-        if (
-            plan is not None
-            and epoch == chooser.epoch
-            and generation == settings.generation
-            and mode is None
-            and type(cache_lengths) is int
-        ):
-            try:
-                same = guard(k_cache, v_cache, k, v)
-            except TypeError:  # what is no tensor
-                same = False
-            if same:
-                k_cache_extent, v_cache_extent, k_mask, k_step0, k_step2, k_rest, v_mask, v_step0, v_step2, v_rest = numbers
-                b, k_n1, s, k_n3 = k.shape
-                v_n0, v_n1, v_n2, v_n3 = v.shape
-                k_cache_ptr = k_cache.data_ptr()
-                k_cache_end = k_cache_ptr + k_cache_extent
-                v_cache_ptr = v_cache.data_ptr()
-                v_cache_end = v_cache_ptr + v_cache_extent
-                k_ptr = k.data_ptr()
-                k_end = k_ptr + k_rest + b * k_step0 + s * k_step2
-                v_ptr = v.data_ptr()
-                v_end = v_ptr + v_rest + b * v_step0 + s * v_step2
-                low = k_cache_ptr
-                if v_cache_ptr < low:
-                    low = v_cache_ptr
-                high = k_cache_end
-                if v_cache_end > high:
-                    high = v_cache_end
-                if (
-                    b
-                    and s
-                    and v_n0 == b
-                    and v_n2 == s
-                    and not (
-                        (k_cache_ptr | v_cache_ptr) & 15
-                        or k_ptr & k_mask
-                        or v_ptr & v_mask
-                        or (k_cache_ptr < v_cache_end and v_cache_ptr < k_cache_end)
-                        or (
-                            k_ptr < high
-                            and low < k_end
-                            and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
-                        )
-                        or (
-                            v_ptr < high
-                            and low < v_end
-                            and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
-                        )
-                    )
-                    and (b <= v_cache.shape[0])
-                ):
-                    entry.used = cache.clock = cache.clock + 1
-                    if launch is not None:
-                        return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, b, s, cache_lengths)
-                    return plan.run(k_cache, v_cache, k, v, cache_lengths)
+                break
         named = None if mode is None else enter(mode, (k_cache, v_cache, k, v, cache_lengths), None)
-        if type(cache_lengths) is int:
-            return body1(recent, k_cache, v_cache, k, v, cache_lengths, named)
-        return body0(recent, k_cache, v_cache, k, v, cache_lengths, named)
+        return body0(recent, pools, k_cache, v_cache, k, v, cache_lengths, named)
 
     def bound_call(bound, k, v, cache_lengths):
         recent, own_name = bound.recent, bound.own_name
@@ -585,95 +573,133 @@ def make(op):
         if is_compiling():
             return slow((k_cache, v_cache, k, v, cache_lengths), None)
         mode = get_mode()
-        guard, variant, entry, cache, epoch, generation, static, launch, numbers = recent.fast0
-        plan = entry.value  # held until it has run, whatever becomes of the entry
-        if plan is not None and epoch == chooser.epoch and generation == settings.generation and mode is None:
-            try:
-                same = guard(k, v, cache_lengths)
-            except TypeError:  # what is no tensor
-                same = False
-            if same and variant == 1:
-                (
-                    k_cache_extent,
-                    v_cache_extent,
-                    k_mask,
-                    k_step0,
-                    k_step2,
-                    k_rest,
-                    v_mask,
-                    v_step0,
-                    v_step2,
-                    v_rest,
-                    cache_lengths_mask,
-                    cache_lengths_rest,
-                ) = numbers
-                b, k_n1, s, k_n3 = k.shape
-                v_n0, v_n1, v_n2, v_n3 = v.shape
-                k_ptr = k.data_ptr()
-                k_end = k_ptr + k_rest + b * k_step0 + s * k_step2
-                v_ptr = v.data_ptr()
-                v_end = v_ptr + v_rest + b * v_step0 + s * v_step2
-                cache_lengths_ptr = cache_lengths.data_ptr()
-                cache_lengths_end = cache_lengths_ptr + cache_lengths_rest
-                if (
-                    b
-                    and s
-                    and v_n0 == b
-                    and v_n2 == s
-                    and not (
-                        k_ptr & k_mask
-                        or v_ptr & v_mask
-                        or cache_lengths_ptr & cache_lengths_mask
-                        or (
-                            k_ptr < high
-                            and low < k_end
-                            and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
-                        )
-                        or (
-                            v_ptr < high
-                            and low < v_end
-                            and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
-                        )
-                        or (
-                            cache_lengths_ptr < high
-                            and low < cache_lengths_end
-                            and (
-                                (cache_lengths_ptr < k_cache_end and k_cache_ptr < cache_lengths_end)
-                                or (cache_lengths_ptr < v_cache_end and v_cache_ptr < cache_lengths_end)
+        if type(cache_lengths) is int:
+            epoch, generation, guard, pools, fast_calls = recent.state1
+            if not (epoch == chooser.epoch and generation == settings.generation):
+                pools = None
+            elif fast_calls and mode is None:
+                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                    plan = entry.value  # held until it has run, whatever becomes of the entry
+                    try:
+                        same = plan is not None and guard(k, v)
+                    except TypeError:  # what is no tensor
+                        break
+                    if not same:
+                        continue
+                    k_step0, k_step2, k_rest, v_step0, v_step2, v_rest = numbers
+                    b, k_n1, s, k_n3 = k.shape
+                    v_n0, v_n1, v_n2, v_n3 = v.shape
+                    k_ptr = k.data_ptr()
+                    v_ptr = v.data_ptr()
+                    if (
+                        b
+                        and s
+                        and v_n0 == b
+                        and v_n2 == s
+                        and not (
+                            (k_ptr | v_ptr) & 15
+                            or (
+                                k_ptr < high
+                                and low < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                and (
+                                    k_ptr < k_cache_end
+                                    and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                    or k_ptr < v_cache_end
+                                    and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                )
+                            )
+                            or (
+                                v_ptr < high
+                                and low < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                and (
+                                    v_ptr < k_cache_end
+                                    and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    or v_ptr < v_cache_end
+                                    and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                )
                             )
                         )
-                    )
-                    and (b <= v_cache.shape[0])
-                ):
-                    entry.used = cache.clock = cache.clock + 1
-                    if launch is not None:
-                        return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s)
-                    return plan.run(k_cache, v_cache, k, v, cache_lengths)
-            elif same and variant == 2:
-                (
-                    k_cache_extent,
-                    v_cache_extent,
-                    k_mask,
-                    k_step0,
-                    k_step2,
-                    k_rest,
-                    v_mask,
-                    v_step0,
-                    v_step2,
-                    v_rest,
-                    cache_lengths_mask,
-                    cache_lengths_step0,
-                    cache_lengths_rest,
-                ) = numbers
+                        and (b <= v_cache.shape[0])
+                    ):
+                        entry.used = cache.clock = cache.clock + 1
+                        if launch is not None:
+                            return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, b, s, cache_lengths)
+                        return plan.run(k_cache, v_cache, k, v, cache_lengths)
+                    break
+            named = own_name if mode is None else enter(mode, (k_cache, v_cache, k, v, cache_lengths), own_name)
+            return body1(recent, pools, k_cache, v_cache, k, v, cache_lengths, named)
+        epoch, generation, guard, pools, fast_calls = recent.state0
+        if not (epoch == chooser.epoch and generation == settings.generation):
+            pools = None
+        elif fast_calls and mode is None:
+            for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                plan = entry.value  # held until it has run, whatever becomes of the entry
+                try:
+                    same = plan is not None and guard(k, v, cache_lengths)
+                except TypeError:  # what is no tensor
+                    break
+                if not same:
+                    continue
+                if variant == 1:
+                    k_step0, k_step2, k_rest, v_step0, v_step2, v_rest, cache_lengths_mask, cache_lengths_rest = numbers
+                    b, k_n1, s, k_n3 = k.shape
+                    v_n0, v_n1, v_n2, v_n3 = v.shape
+                    k_ptr = k.data_ptr()
+                    v_ptr = v.data_ptr()
+                    cache_lengths_ptr = cache_lengths.data_ptr()
+                    if (
+                        b
+                        and s
+                        and v_n0 == b
+                        and v_n2 == s
+                        and not (
+                            (k_ptr | v_ptr) & 15
+                            or cache_lengths_ptr & cache_lengths_mask
+                            or (
+                                k_ptr < high
+                                and low < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                and (
+                                    k_ptr < k_cache_end
+                                    and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                    or k_ptr < v_cache_end
+                                    and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                )
+                            )
+                            or (
+                                v_ptr < high
+                                and low < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                and (
+                                    v_ptr < k_cache_end
+                                    and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    or v_ptr < v_cache_end
+                                    and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                )
+                            )
+                            or (
+                                cache_lengths_ptr < high
+                                and low < cache_lengths_ptr + cache_lengths_rest
+                                and (
+                                    cache_lengths_ptr < k_cache_end
+                                    and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest
+                                    or cache_lengths_ptr < v_cache_end
+                                    and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest
+                                )
+                            )
+                        )
+                        and (b <= v_cache.shape[0])
+                    ):
+                        entry.used = cache.clock = cache.clock + 1
+                        if launch is not None:
+                            return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s)
+                        return plan.run(k_cache, v_cache, k, v, cache_lengths)
+                    break
+                k_step0, k_step2, k_rest, v_step0, v_step2, v_rest, cache_lengths_mask, cache_lengths_step0, cache_lengths_rest = numbers
                 n = cache_lengths.numel()
                 b, k_n1, s, k_n3 = k.shape
                 v_n0, v_n1, v_n2, v_n3 = v.shape
                 k_ptr = k.data_ptr()
-                k_end = k_ptr + k_rest + b * k_step0 + s * k_step2
                 v_ptr = v.data_ptr()
-                v_end = v_ptr + v_rest + b * v_step0 + s * v_step2
                 cache_lengths_ptr = cache_lengths.data_ptr()
-                cache_lengths_end = cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
                 if (
                     b
                     and s
@@ -681,25 +707,36 @@ def make(op):
                     and v_n0 == b
                     and v_n2 == s
                     and not (
-                        k_ptr & k_mask
-                        or v_ptr & v_mask
+                        (k_ptr | v_ptr) & 15
                         or cache_lengths_ptr & cache_lengths_mask
                         or (
                             k_ptr < high
-                            and low < k_end
-                            and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+                            and low < k_ptr + k_rest + b * k_step0 + s * k_step2
+                            and (
+                                k_ptr < k_cache_end
+                                and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                or k_ptr < v_cache_end
+                                and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                            )
                         )
                         or (
                             v_ptr < high
-                            and low < v_end
-                            and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+                            and low < v_ptr + v_rest + b * v_step0 + s * v_step2
+                            and (
+                                v_ptr < k_cache_end
+                                and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                or v_ptr < v_cache_end
+                                and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                            )
                         )
                         or (
                             cache_lengths_ptr < high
-                            and low < cache_lengths_end
+                            and low < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
                             and (
-                                (cache_lengths_ptr < k_cache_end and k_cache_ptr < cache_lengths_end)
-                                or (cache_lengths_ptr < v_cache_end and v_cache_ptr < cache_lengths_end)
+                                cache_lengths_ptr < k_cache_end
+                                and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
+                                or cache_lengths_ptr < v_cache_end
+                                and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
                             )
                         )
                     )
@@ -710,55 +747,8 @@ def make(op):
                     if launch is not None:
                         return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s, n)
                     return plan.run(k_cache, v_cache, k, v, cache_lengths)
-        guard, variant, entry, cache, epoch, generation, static, launch, numbers = recent.fast1
-        plan = entry.value  # held until it has run, whatever becomes of the entry
-        if (
-            plan is not None
-            and epoch == chooser.epoch
-            and generation == settings.generation
-            and mode is None
-            and type(cache_lengths) is int
-        ):
-            try:
-                same = guard(k, v)
-            except TypeError:  # what is no tensor
-                same = False
-            if same:
-                k_cache_extent, v_cache_extent, k_mask, k_step0, k_step2, k_rest, v_mask, v_step0, v_step2, v_rest = numbers
-                b, k_n1, s, k_n3 = k.shape
-                v_n0, v_n1, v_n2, v_n3 = v.shape
-                k_ptr = k.data_ptr()
-                k_end = k_ptr + k_rest + b * k_step0 + s * k_step2
-                v_ptr = v.data_ptr()
-                v_end = v_ptr + v_rest + b * v_step0 + s * v_step2
-                if (
-                    b
-                    and s
-                    and v_n0 == b
-                    and v_n2 == s
-                    and not (
-                        k_ptr & k_mask
-                        or v_ptr & v_mask
-                        or (
-                            k_ptr < high
-                            and low < k_end
-                            and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
-                        )
-                        or (
-                            v_ptr < high
-                            and low < v_end
-                            and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
-                        )
-                    )
-                    and (b <= v_cache.shape[0])
-                ):
-                    entry.used = cache.clock = cache.clock + 1
-                    if launch is not None:
-                        return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, b, s, cache_lengths)
-                    return plan.run(k_cache, v_cache, k, v, cache_lengths)
+                break
         named = own_name if mode is None else enter(mode, (k_cache, v_cache, k, v, cache_lengths), own_name)
-        if type(cache_lengths) is int:
-            return body1(recent, k_cache, v_cache, k, v, cache_lengths, named)
-        return body0(recent, k_cache, v_cache, k, v, cache_lengths, named)
+        return body0(recent, pools, k_cache, v_cache, k, v, cache_lengths, named)
 
     return call, bound_call
