@@ -6,7 +6,7 @@ B=torch.ops.kvdock_baseline
 sk=torch.zeros((),dtype=torch.int64,device='cuda')
 base=lambda a,b,c,d,e: B.paged_caching(a,b,c,d,e,sk)
 op=B.paged_caching
-def base(a,b,c,d,e,op=op,sk=sk): return op(a,b,c,d,e,sk)
+base=op
 S=torch.cuda.synchronize
 for p in hp.write_patterns('cuda:0',base)+hp.gather_patterns('cuda:0',B.gather_paged)+hp.copy_patterns('cuda:0'):
     r=hp.measure(p,S)

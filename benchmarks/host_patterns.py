@@ -79,7 +79,7 @@ def write_patterns(device: str, baseline: Callable[..., Any] | None) -> list[Pat
 
     Args:
         device: where.
-        baseline: a C++ op of caches, keys, values and slots; None where there is none.
+        baseline: a C++ op of caches, keys, values, slots and a counter; None where there is none.
     """
     one: dict[str, list[Tokens]] = {
         "the same call": [tokens_of(device, 8)],
@@ -104,13 +104,13 @@ def _write(device: str, name: str, layers: int, steps: Sequence[Tokens], baselin
     cache = caches(device, layers)
     pools = [(cache.k_cache(layer), cache.v_cache(layer)) for layer in range(layers)]
     plain = [(k if k.stride(1) == DIM else k.contiguous(), v if v.stride(1) == DIM else v.contiguous(), s.long()) for k, v, s in steps]
-    op, update = kvdock.ops.paged_caching_, cache.update
+    op, update, counter = kvdock.ops.paged_caching_, cache.update, torch.zeros((), dtype=torch.int64, device=device)
 
     def run_baseline() -> None:
         assert baseline is not None
         for k, v, slots in plain:
             for k_cache, v_cache in pools:
-                baseline(k_cache, v_cache, k, v, slots)
+                baseline(k_cache, v_cache, k, v, slots, counter)
 
     def run_op() -> None:
         for k, v, slots in steps:

@@ -135,7 +135,7 @@ def gather_paged(
 
 def output_pair(out: Any) -> tuple[Any, Any]:
     """Return the two tensors of ``out``."""
-    if not isinstance(out, (tuple, list)) or len(out) != 2:
+    if not isinstance(out, (tuple, list)) or len(out) != 2 or (out[0] is None and out[1] is None):
         raise ArgumentTypeError("gather_paged: out", expected="a pair (k, v) of tensors", got=type(out).__name__, fix="pass both, or None")
     return out[0], out[1]
 

@@ -159,8 +159,8 @@ class _Source:
         for name in self.outputs:
             yield f"{name}_end = {ends[name]}"
         if self.outputs:
-            yield from self.range_lines(self.outputs if is_bound or not set(self.mutated) & set(self.pools) else self.mutated)
-        rows = [f"{name}_ptr" for name in [*([] if is_bound else self.pools), *filter(self.rows, self.rest)]]
+            yield from self.range_lines(self.mutated)
+        rows = [f"{name}_ptr" for name in filter(self.rows, self.rest)]
         masks = [f"({' | '.join(rows)}) & {MAX_ALIGNMENT - 1}"] if rows else []
         masks += [f"{name}_ptr & {name}_mask" for name in self.rest if not self.rows(name)]
         doubled = [
@@ -360,6 +360,22 @@ class _Module:
         parts.append("    return call, bound_call\n")
         return "\n\n".join(parts)
 
+    @property
+    def place(self) -> list[str]:
+        """Name what is known of where pools lie."""
+        return [*(f"{name}_{what}" for name in self.pools for what in ("ptr", "end")), "low", "high"]
+
+    def _place_lines(self) -> Iterator[str]:
+        """Write where pools lie. Addresses are large integers, on which every operation makes another: so it is looked up."""
+        first, *others = self.pools
+        yield f"place = pools.places.get({first}.data_ptr())"
+        different = "".join(f" or place[{2 * number}] != {name}.data_ptr()" for number, name in enumerate(others, 1))
+        yield f"if place is None{different}:"
+        yield f"    place = pools.place({', '.join(self.pools)})"
+        yield f"{_names([*self.place, 'plain'])} = place"
+        yield "if not plain:"
+        yield "    fast_calls = ()  # the body finds out more"
+
     def _made_outputs(self) -> Iterator[str]:
         """Write how outputs that are returned are made where they are absent and the first size is of any rank, as `OpEntry.make_outputs` does for any op."""
         if not self.returned or not all(arg.dims[0].startswith("... ") for arg in self.schema.args if arg.returned):
@@ -426,8 +442,7 @@ class _Module:
         yield f"def {'bound_call' if is_bound else 'call'}({', '.join([*(['bound'] if is_bound else []), *args])}):"
         if is_bound:
             yield "    recent, own_name = bound.recent, bound.own_name"
-            fixed = [*self.pools, *(f"{name}_{what}" for name in self.pools for what in ("ptr", "end")), "low", "high"]
-            yield f"    {_names(fixed)} = bound.fixed"
+            yield f"    {_names([*self.pools, *self.place])} = bound.fixed"
         yield "    if is_compiling():"
         yield from _indent(finish(f"slow({values}, None)"), 2)
         yield "    mode = get_mode()"
@@ -460,15 +475,8 @@ class _Module:
         conditions = ["fast_calls", "mode is None", *(f"{name} is None" for name in sources[0].optional)]
         conditions += [f"type({name}) is int" for name in self.ints]
         yield f"elif {' and '.join(conditions)}:"
-        written = [name for name in sources[0].mutated if name in self.pools]
         if pools:
-            yield from _indent(sources[0].pool_lines(), 1)
-        if pools and written:
-            yield from _indent(sources[0].range_lines(written), 1)
-        apart = [f"{a}_ptr < {b}_end and {b}_ptr < {a}_end" for a, b in itertools.combinations(written, 2)] if pools else []
-        if apart:
-            yield f"    if {' or '.join(apart)}:"
-            yield "        fast_calls = ()  # interleaved pools, or wrong ones: the body tells"
+            yield from _indent(self._place_lines(), 1)
         yield from _indent(self._made_outputs(), 1)
         yield "    for guard, variant, entry, cache, static, launch, numbers in fast_calls:"
         yield "        plan = entry.value  # held until it has run, whatever becomes of the entry"

@@ -39,6 +39,9 @@ FIRST_WORTH = 32
 MOST_TRIED = 3
 """Fast calls that are tried before strides are read: each that does not fit costs a tenth of reading them."""
 
+MOST_PLACES = 4096
+"""Addresses of pools that are remembered: a layer has one."""
+
 EMPTY: Entry[Any] = Entry(None, 0)
 """Stands for an entry that is not there."""
 
@@ -55,23 +58,40 @@ class Pools:
     Attributes:
         guard: accepts pools of this geometry.
         extents: bytes that each pool spans.
+        places: by the address of the first pool, what `place` returned.
         output_sizes: static sizes of outputs that are returned.
         apart: names of two written pools and differences of their addresses at which they lie interleaved, without sharing a byte.
     """
 
-    __slots__ = ("_written", "apart", "epoch", "extents", "generation", "guard", "output_sizes")
+    __slots__ = ("_names", "_written", "apart", "epoch", "extents", "generation", "guard", "output_sizes", "places")
 
     def __init__(self, schema: OpSchema, args: dict[str, Any], epoch: int, generation: int) -> None:
         tensors = [args[arg.name] for arg in schema.static_args]
         self.epoch, self.generation = epoch, generation
         self.guard = make_guard(tensors, [tensor.shape for tensor in tensors], [tensor.stride() for tensor in tensors])
         self.extents = tuple(extent(tensor) for tensor in tensors)
+        self._names = [arg.name for arg in schema.static_args]
         self._written = [arg.name for arg in schema.static_args if arg.role is Role.MUTATED]
         self.apart: set[tuple[str, str, int]] = set()
+        self.places: dict[int, tuple[int, ...]] = {}
         self.note_apart(args)
         sizes = known_sizes(schema, args)
         words = [word for arg in schema.args if arg.returned for word in arg.dims[0].split() if not word.startswith(("*", "..."))]
         self.output_sizes = tuple(sizes[word][0] for word in words)
+
+    def place(self, *tensors: torch.Tensor) -> tuple[int, ...]:
+        """Return where pools of this geometry lie: address and end of each, the range of all that are written, and whether fast calls
+        may have them: they are aligned, and apart from one another."""
+        if len(self.places) >= MOST_PLACES:
+            self.places.clear()
+        starts = [tensor.data_ptr() for tensor in tensors]
+        ranges = [(start, start + extent) for start, extent in zip(starts, self.extents, strict=True)]
+        written = [each for name, each in zip(self._names, ranges, strict=True) if name in self._written]
+        low, high = (min(a for a, _ in written), max(b for _, b in written)) if written else (0, 0)
+        apart = all(a[1] <= b[0] or b[1] <= a[0] for a, b in itertools.combinations(written, 2))
+        plain = apart and not any(start % MAX_ALIGNMENT for start in starts)
+        place = self.places[starts[0]] = (*(address for each in ranges for address in each), low, high, plain)
+        return place
 
     def note_apart(self, args: dict[str, Any]) -> None:
         """Remember how the pools of a valid call lie to one another: they share no byte."""

@@ -31,8 +31,10 @@ def validate(schema: OpSchema, values: tuple[Any, ...]) -> Request:
         ArgumentValueError: a wrong device, rank, shape or stride, or memory that overlaps.
     """
     args = schema.bind(values)
+    is_made = all(args[arg.name] is None for arg in schema.args if arg.returned)  # outputs that could not be: something else is wrong
     for arg in schema.args:
-        _check_kind(schema, arg, args[arg.name])
+        if not (arg.returned and is_made):
+            _check_kind(schema, arg, args[arg.name])
     tensors = {arg.name: args[arg.name] for arg in schema.args if isinstance(args[arg.name], torch.Tensor)}
     device = tensors[schema.args[0].name].device
     for name, tensor in tensors.items():
@@ -53,7 +55,7 @@ def _subject(schema: OpSchema, name: str) -> str:
 
 def _check_kind(schema: OpSchema, arg: Arg, value: Any) -> None:
     """Refuse what is no tensor (or no int), and tensors without strides."""
-    if not arg.is_tensor or (value is None and (arg.optional or arg.returned)):
+    if not arg.is_tensor or (value is None and arg.optional):
         return
     if arg.role is Role.RUNTIME_INT and isinstance(value, int) and not isinstance(value, bool):
         return
@@ -224,7 +226,7 @@ def _check_strides(schema: OpSchema, arg: Arg, tensor: torch.Tensor) -> None:
 
 def _check_overlap(schema: OpSchema, tensors: dict[str, torch.Tensor]) -> None:
     """Refuse a source in the address range of a destination, and one tensor as two destinations."""
-    mutated = {arg.name: tensors[arg.name] for arg in schema.mutated}
+    mutated = {arg.name: tensors[arg.name] for arg in schema.mutated if arg.name in tensors}
     for target_name, target in mutated.items():
         for name, tensor in tensors.items():
             if name == target_name or tensor.device != target.device:

@@ -105,19 +105,12 @@ def make(op):
         if not known:
             pools = None
         elif fast_calls and mode is None:
-            k_cache_extent, v_cache_extent = pools.extents
-            k_cache_ptr = k_cache.data_ptr()
-            k_cache_end = k_cache_ptr + k_cache_extent
-            v_cache_ptr = v_cache.data_ptr()
-            v_cache_end = v_cache_ptr + v_cache_extent
-            low = k_cache_ptr
-            if v_cache_ptr < low:
-                low = v_cache_ptr
-            high = k_cache_end
-            if v_cache_end > high:
-                high = v_cache_end
-            if k_cache_ptr < v_cache_end and v_cache_ptr < k_cache_end:
-                fast_calls = ()  # interleaved pools, or wrong ones: the body tells
+            place = pools.places.get(k_cache.data_ptr())
+            if place is None or place[2] != v_cache.data_ptr():
+                place = pools.place(k_cache, v_cache)
+            k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
+            if not plain:
+                fast_calls = ()  # the body finds out more
             for guard, variant, entry, cache, static, launch, numbers in fast_calls:
                 plan = entry.value  # held until it has run, whatever becomes of the entry
                 try:
@@ -130,7 +123,7 @@ def make(op):
                 N, block_pairs_n1 = block_pairs.shape
                 block_pairs_ptr = block_pairs.data_ptr()
                 if N and not (
-                    (k_cache_ptr | v_cache_ptr | block_pairs_ptr) & 15
+                    (block_pairs_ptr) & 15
                     or (
                         block_pairs_ptr < high
                         and low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0

@@ -301,11 +301,12 @@ def make(op):
         if not known:
             pools = None
         elif fast_calls and mode is None and k_scale is None and v_scale is None:
-            k_cache_extent, v_cache_extent = pools.extents
-            k_cache_ptr = k_cache.data_ptr()
-            k_cache_end = k_cache_ptr + k_cache_extent
-            v_cache_ptr = v_cache.data_ptr()
-            v_cache_end = v_cache_ptr + v_cache_extent
+            place = pools.places.get(k_cache.data_ptr())
+            if place is None or place[2] != v_cache.data_ptr():
+                place = pools.place(k_cache, v_cache)
+            k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
+            if not plain:
+                fast_calls = ()  # the body finds out more
             if k_out is None and v_out is None:
                 k_out_Hk, k_out_Dk, v_out_Hv, v_out_Dv = pools.output_sizes
                 rank = getattr(slot_mapping, "ndim", None)
@@ -353,7 +354,7 @@ def make(op):
                         and k_out.numel() == lead0 * k_out_row
                         and v_out.numel() == lead0 * v_out_row
                         and not (
-                            (k_cache_ptr | v_cache_ptr | k_out_ptr | v_out_ptr) & 15
+                            (k_out_ptr | v_out_ptr) & 15
                             or slot_mapping_ptr & slot_mapping_mask
                             or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
                             or (
@@ -429,7 +430,7 @@ def make(op):
                     and v_out_n0 == lead0
                     and v_out_n1 == lead1
                     and not (
-                        (k_cache_ptr | v_cache_ptr | k_out_ptr | v_out_ptr) & 15
+                        (k_out_ptr | v_out_ptr) & 15
                         or slot_mapping_ptr & slot_mapping_mask
                         or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
                         or (

@@ -278,19 +278,12 @@ def make(op):
         if not known:
             pools = None
         elif fast_calls and mode is None and k_scale is None and v_scale is None:
-            k_cache_extent, v_cache_extent = pools.extents
-            k_cache_ptr = k_cache.data_ptr()
-            k_cache_end = k_cache_ptr + k_cache_extent
-            v_cache_ptr = v_cache.data_ptr()
-            v_cache_end = v_cache_ptr + v_cache_extent
-            low = k_cache_ptr
-            if v_cache_ptr < low:
-                low = v_cache_ptr
-            high = k_cache_end
-            if v_cache_end > high:
-                high = v_cache_end
-            if k_cache_ptr < v_cache_end and v_cache_ptr < k_cache_end:
-                fast_calls = ()  # interleaved pools, or wrong ones: the body tells
+            place = pools.places.get(k_cache.data_ptr())
+            if place is None or place[2] != v_cache.data_ptr():
+                place = pools.place(k_cache, v_cache)
+            k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
+            if not plain:
+                fast_calls = ()  # the body finds out more
             for guard, variant, entry, cache, static, launch, numbers in fast_calls:
                 plan = entry.value  # held until it has run, whatever becomes of the entry
                 try:
@@ -310,7 +303,7 @@ def make(op):
                         and k.numel() == lead0 * k_row
                         and v.numel() == lead0 * v_row
                         and not (
-                            (k_cache_ptr | v_cache_ptr | k_ptr | v_ptr) & 15
+                            (k_ptr | v_ptr) & 15
                             or slot_mapping_ptr & slot_mapping_mask
                             or (
                                 k_ptr < high
@@ -375,7 +368,7 @@ def make(op):
                     and v_n0 == lead0
                     and v_n1 == lead1
                     and not (
-                        (k_cache_ptr | v_cache_ptr | k_ptr | v_ptr) & 15
+                        (k_ptr | v_ptr) & 15
                         or slot_mapping_ptr & slot_mapping_mask
                         or (
                             k_ptr < high

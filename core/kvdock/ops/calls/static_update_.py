@@ -364,19 +364,12 @@ def make(op):
             if not known:
                 pools = None
             elif fast_calls and mode is None:
-                k_cache_extent, v_cache_extent = pools.extents
-                k_cache_ptr = k_cache.data_ptr()
-                k_cache_end = k_cache_ptr + k_cache_extent
-                v_cache_ptr = v_cache.data_ptr()
-                v_cache_end = v_cache_ptr + v_cache_extent
-                low = k_cache_ptr
-                if v_cache_ptr < low:
-                    low = v_cache_ptr
-                high = k_cache_end
-                if v_cache_end > high:
-                    high = v_cache_end
-                if k_cache_ptr < v_cache_end and v_cache_ptr < k_cache_end:
-                    fast_calls = ()  # interleaved pools, or wrong ones: the body tells
+                place = pools.places.get(k_cache.data_ptr())
+                if place is None or place[2] != v_cache.data_ptr():
+                    place = pools.place(k_cache, v_cache)
+                k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
+                if not plain:
+                    fast_calls = ()  # the body finds out more
                 for guard, variant, entry, cache, static, launch, numbers in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry
                     try:
@@ -396,7 +389,7 @@ def make(op):
                         and v_n0 == b
                         and v_n2 == s
                         and not (
-                            (k_cache_ptr | v_cache_ptr | k_ptr | v_ptr) & 15
+                            (k_ptr | v_ptr) & 15
                             or (
                                 k_ptr < high
                                 and low < k_ptr + k_rest + b * k_step0 + s * k_step2
@@ -435,19 +428,12 @@ def make(op):
         if not known:
             pools = None
         elif fast_calls and mode is None:
-            k_cache_extent, v_cache_extent = pools.extents
-            k_cache_ptr = k_cache.data_ptr()
-            k_cache_end = k_cache_ptr + k_cache_extent
-            v_cache_ptr = v_cache.data_ptr()
-            v_cache_end = v_cache_ptr + v_cache_extent
-            low = k_cache_ptr
-            if v_cache_ptr < low:
-                low = v_cache_ptr
-            high = k_cache_end
-            if v_cache_end > high:
-                high = v_cache_end
-            if k_cache_ptr < v_cache_end and v_cache_ptr < k_cache_end:
-                fast_calls = ()  # interleaved pools, or wrong ones: the body tells
+            place = pools.places.get(k_cache.data_ptr())
+            if place is None or place[2] != v_cache.data_ptr():
+                place = pools.place(k_cache, v_cache)
+            k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
+            if not plain:
+                fast_calls = ()  # the body finds out more
             for guard, variant, entry, cache, static, launch, numbers in fast_calls:
                 plan = entry.value  # held until it has run, whatever becomes of the entry
                 try:
@@ -469,7 +455,7 @@ def make(op):
                         and v_n0 == b
                         and v_n2 == s
                         and not (
-                            (k_cache_ptr | v_cache_ptr | k_ptr | v_ptr) & 15
+                            (k_ptr | v_ptr) & 15
                             or cache_lengths_ptr & cache_lengths_mask
                             or (
                                 k_ptr < high
@@ -523,7 +509,7 @@ def make(op):
                     and v_n0 == b
                     and v_n2 == s
                     and not (
-                        (k_cache_ptr | v_cache_ptr | k_ptr | v_ptr) & 15
+                        (k_ptr | v_ptr) & 15
                         or cache_lengths_ptr & cache_lengths_mask
                         or (
                             k_ptr < high
