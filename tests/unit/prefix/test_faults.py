@@ -16,7 +16,7 @@ import torch
 
 from kvdock.errors import ArgumentValueError, IntegrityError, OutOfBlocksError, StaleHandleError, UnsupportedError
 from kvdock.prefix import EvictionPolicy, RadixPrefixCache, SizeInfo, Usage
-from kvdock.prefix.node import Mark
+from kvdock.prefix.marks import Mark
 from kvdock_conformance.checking.containers import CONTAINERS, overwrite
 from support_isolated import answer
 from support_prefix import inside, seen
