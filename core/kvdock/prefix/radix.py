@@ -16,7 +16,7 @@ that `kvdock.prefix.interface` states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -266,10 +266,6 @@ class RadixPrefixCache(OneThread, PrefixCache):
         """Walk over the whole tree; see `PrefixCache.check_integrity`."""
         self._enter()
         check_tree(self._tree, num_locks=self._num_locks, owned=self.stored_blocks())
-
-    def nodes(self) -> Iterator[Node]:
-        """Yield every node but the roots, parents before children."""
-        return self._tree.nodes()
 
     def _handle(self, key: Hashable, node: Node | None, position: int) -> RadixHandle:
         """Make a handle to a position."""
