@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -13,12 +14,16 @@ from typing import Any
 import torch
 
 from kvdock.ops.portable import PORTABLE_KERNELS
+from kvdock_conformance import reports
 from kvdock_conformance.requirement import Case, Requirement, Requirements
 from kvdock_conformance.session import Plan
 from kvdock_conformance.stand_ins import StandIn, register_backend
 from support_plugins import CallKernel
 
 TESTS = Path(__file__).parent
+
+SCHEMA = json.loads(Path(reports.__file__).with_name("report.schema.json").read_text(encoding="utf-8"))
+"""What a report in JSON looks like: it lies beside what writes it, so that it is in the wheel."""
 
 CHILD = (sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(TESTS)!r}); from kvdock_conformance.worker import main; main()")
 """A child that finds the modules of this folder."""

@@ -52,6 +52,6 @@ def seen(cache: RadixPrefixCache) -> tuple[object, ...]:
 def inside(cache: RadixPrefixCache) -> tuple[object, ...]:
     """`seen`, and how the tree holds it: its nodes, their numbers, the queue."""
     tree = cache._tree
-    nodes = sorted((node.number, node.start, node.end, node.held, node.held_children, node.is_queued) for node in cache.nodes())
+    nodes = sorted((node.number, node.start, node.end, node.held, node.held_children, node.is_queued) for node in cache._tree.nodes())
     queue = sorted((key, number) for key, number, *_ in tree.queue._entries())
     return *seen(cache), nodes, queue, tree._number, tree.dtype

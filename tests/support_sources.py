@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import attrs
@@ -92,3 +92,16 @@ def kvdock_modules() -> tuple[Module, ...]:
 def resolve(name: str, known: frozenset[str]) -> str:
     """Return the module that a dotted name of ``from x import y`` is, or is in."""
     return name if name in known else name.rpartition(".")[0]
+
+
+def circle(modules: Iterable[Module], but: frozenset[tuple[str, str]] = frozenset()) -> dict[str, list[str]]:
+    """Return modules that import one another, with what each imports of the others; empty if there are none.
+
+    Imports for type checkers and inside functions count too. ``but`` lists imports, from and to, that do not.
+    """
+    named = {module.name: module for module in modules}
+    edges = {name: {resolve(other, frozenset(named)) for _, other in module.imports()} - {name} for name, module in named.items()}
+    left = {name: {other for other in others if other in named and (name, other) not in but} for name, others in edges.items()}
+    while free := {name for name, others in left.items() if not others & set(left)}:
+        left = {name: others for name, others in left.items() if name not in free}
+    return {name: sorted(others & set(left)) for name, others in left.items()}

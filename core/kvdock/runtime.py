@@ -1,7 +1,7 @@
 """The composition root: where registry and dispatcher are put together.
 
 A process has one default runtime, made at the first use; `kvdock.ops.*` and `create_cache` go through it. Tests and
-embedders can make their own and pass its dispatcher.
+embedders can make their own and pass its dispatcher, or make it the process's.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from collections.abc import Mapping
 
 import torch
 
-from kvdock.ops.active import set_provider
+from kvdock.ops.active import ACTIVE_OPS
 from kvdock.ops.dispatcher import OpDispatcher
 from kvdock.ops.modes import MODE
 from kvdock.ops.portable import SKIPPED
 from kvdock.ops.shared import Shared
 from kvdock.plugins.registry import Registry
-from kvdock.prefix.factory import set_plugins
 
-__all__ = ["Runtime", "default", "made"]
+__all__ = ["Runtime", "default", "made", "set_default"]
 
 
 class Runtime(Shared):
@@ -65,5 +64,12 @@ def made() -> Runtime | None:
     return _default
 
 
-set_provider(lambda: default().dispatcher)
-set_plugins(lambda: default().registry.prefix_caches())
+def set_default(runtime: Runtime | None) -> None:
+    """Make a runtime the process's, for all calls from now on; None for a new one at the next use.
+
+    Caches keep the ops that they were made with. No other thread may call an op meanwhile.
+    """
+    global _default
+    with _lock:
+        _default = runtime
+        ACTIVE_OPS.clear()

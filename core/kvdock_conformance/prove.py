@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -15,7 +15,7 @@ from kvdock_conformance.run import INTERRUPTED
 from kvdock_conformance.session import Plan, Session
 from kvdock_conformance.verdict import Outcome, Verdict
 
-__all__ = ["Proof", "faults_of", "prove", "prove_one", "requirements_of", "without_fault"]
+__all__ = ["Proof", "faults_of", "prove", "prove_one", "requirements_of"]
 
 
 @attrs.frozen
@@ -25,7 +25,6 @@ class Proof:
     Args:
         fault: the fault.
         killed_by: ids of the requirements that failed with it.
-        passed: ids of those that did not.
         reason: why it could not be seeded; empty when it was.
         always: ids of those that failed with it, and at the same cases without it: their failure proves nothing.
         refused: ids of the fault's killers that did not notice, and have cases that the backend refuses, as it may.
@@ -34,7 +33,6 @@ class Proof:
 
     fault: Fault
     killed_by: tuple[str, ...]
-    passed: tuple[str, ...]
     reason: str = ""
     always: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
@@ -100,7 +98,7 @@ def prove_one(session: Session, fault: Fault, requirements: Requirements, *, onl
     """
     reason = session.seed(fault.name)
     if reason:
-        return Proof(fault, (), (), reason)
+        return Proof(fault, (), reason)
     fault = attrs.evolve(fault, killers=fault.killers_where(must_raise=session.about.get("must_raise", True)))
     outcomes = [_outcome(session, item) for item in requirements_of(fault, requirements, only_killers=only_killers)]
     session.seed(None)
@@ -109,7 +107,6 @@ def prove_one(session: Session, fault: Fault, requirements: Requirements, *, onl
     return Proof(
         fault,
         killed_by=tuple(outcome.requirement.id for outcome in failed if outcome.requirement.id not in always),
-        passed=tuple(outcome.requirement.id for outcome in outcomes if outcome.verdict is not Verdict.FAILED),
         always=tuple(always),
         refused=tuple(outcome.requirement.id for outcome in outcomes if outcome.requirement.id in fault.killers and _is_refused(outcome)),
     )
@@ -125,26 +122,23 @@ def _outcome(session: Session, requirement: Requirement, last: str = "") -> Outc
     return session.requirement(requirement, requirement.level, stop_at_failure=True, last=last)
 
 
-def prove(
-    plan: Plan, faults: Mapping[str, Fault], listen: Callable[[Proof], None] = lambda proof: None, *, only_killers: bool = False
-) -> list[Proof]:
+def prove(plan: Plan, faults: Mapping[str, Fault], listen: Callable[[Proof], None] = lambda proof: None) -> list[Proof]:
     """Seed each fault of the plan's area, or of all, into the backend. An interrupt (Ctrl-C) leaves the rest unclear.
 
     Args:
         plan: which backend, and which area; expected failures do not matter.
         faults: the faults by name.
         listen: called with each proof as it comes.
-        only_killers: run only the requirements that each fault names.
     """
     proofs, lost = [], ""
     with Session(plan) as session:
         for fault in faults_of(plan, faults):
             try:
-                found = Proof(fault, (), (), lost=lost) if lost else _proof(session, fault, plan.requirements, only_killers=only_killers)
+                found = Proof(fault, (), lost=lost) if lost else _proof(session, fault, plan.requirements)
                 listen(found)
             except KeyboardInterrupt:
                 lost = INTERRUPTED
-                found = Proof(fault, (), (), lost=lost)
+                found = Proof(fault, (), lost=lost)
             proofs.append(found)
     return proofs
 
@@ -154,17 +148,11 @@ def faults_of(plan: Plan, faults: Mapping[str, Fault]) -> list[Fault]:
     return [fault for fault in faults.values() if fault.kind == plan.kind and plan.area in (None, fault.area)]
 
 
-def _proof(session: Session, fault: Fault, requirements: Requirements, *, only_killers: bool) -> Proof:
+def _proof(session: Session, fault: Fault, requirements: Requirements) -> Proof:
     """Prove one fault; where it cannot be put in or out, because that crashes or hangs, nothing is known."""
     try:
-        return prove_one(session, fault, requirements, only_killers=only_killers)
+        return prove_one(session, fault, requirements)
     except ChildEndedError as error:
-        return Proof(fault, (), (), lost=f"seeding it {error.how}")
+        return Proof(fault, (), lost=f"seeding it {error.how}")
     except BackendUnavailableError as error:
-        return Proof(fault, (), (), lost=f"the backend could not be opened: {error.subject}")
-
-
-def without_fault(requirements: Iterable[Requirement], faults: Mapping[str, Fault]) -> Sequence[str]:
-    """Return the ids of requirements that no fault names: nothing shows that they can fail."""
-    named = {name for fault in faults.values() for name in fault.killers}
-    return [item.id for item in requirements if item.id not in named]
+        return Proof(fault, (), lost=f"the backend could not be opened: {error.subject}")

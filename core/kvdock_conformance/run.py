@@ -16,11 +16,10 @@ from kvdock_conformance.requirement import Level, Requirement
 from kvdock_conformance.session import Plan, Session
 from kvdock_conformance.verdict import CaseOutcome, Outcome, Verdict, counted
 
-__all__ = ["EXIT_FAILED", "EXIT_GREEN", "EXIT_INCOMPLETE", "EXIT_USAGE", "Run", "run"]
+__all__ = ["EXIT_FAILED", "EXIT_GREEN", "EXIT_INCOMPLETE", "Run", "run"]
 
 EXIT_GREEN = 0
 EXIT_FAILED = 1
-EXIT_USAGE = 2
 EXIT_INCOMPLETE = 3
 INTERRUPTED = "interrupted"
 

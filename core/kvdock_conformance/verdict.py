@@ -84,10 +84,6 @@ class Outcome:
         """What its cases took together."""
         return sum(case.seconds for case in self.cases)
 
-    def counts(self) -> dict[str, int]:
-        """Return how many of its cases have each verdict, without those that none has."""
-        return counted(case.verdict for case in self.cases)
-
 
 def counted(verdicts: Iterable[Verdict]) -> dict[str, int]:
     """Return how often each verdict occurs, in the order of `Verdict`, without those that do not occur."""

@@ -12,7 +12,7 @@ import pytest
 
 import kvdock
 from kvdock.ops.catalog import CATALOG
-from support_sources import BACKENDS, CORE, ROOT, modules_below
+from support_sources import BACKENDS, CORE, ROOT, circle, modules_below
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 FOLDERS = sorted(folder for folder in BACKENDS.iterdir() if folder.is_dir())
@@ -61,6 +61,11 @@ def test_a_backend_imports_only_kvdock(folder: Path) -> None:
                 source = name if name in known else name.rpartition(".")[0]
                 assert source == "kvdock" or source in HELPERS, f"{module.where}:{line} imports from {source}"
                 assert source in HELPERS or name == "kvdock" or name.split(".")[1] in kvdock.__all__, name
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_no_module_of_a_backend_is_in_a_circle(folder: Path) -> None:
+    assert not circle(modules_below(folder))
 
 
 @pytest.mark.parametrize("folder", REGISTERED, ids=lambda folder: folder.name)

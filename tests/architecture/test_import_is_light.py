@@ -22,7 +22,7 @@ print(json.dumps({{
     "imported": sorted({{name.partition(".")[0] for name in set(sys.modules) - before}}),
     "kvdock": sorted(name for name in sys.modules if name.startswith("kvdock")),
     "touched": touched,
-    "runtime": runtime._default is not None,
+    "runtime": runtime.made() is not None,
     "contexts": [name for name in ("cuda", "xpu", "mtia") if getattr(torch, name).is_initialized()],
     "threads": threading.active_count(),
 }}))

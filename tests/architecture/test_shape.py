@@ -54,7 +54,6 @@ def test_tests_are_longer_than_what_they_test() -> None:
 
 
 REASON_NEARBY: dict[tuple[str, str], str] = {
-    ("core/kvdock/ops/active.py", "S101"): "the text of the assertion is the reason",
     ("core/kvdock/ops/signature.py", "S102"): "the docstring of the function is the reason",
     ("core/kvdock/integrations/transformers/layer.py", "untyped-decorator"): "torch does not annotate torch.compiler.disable",
 }

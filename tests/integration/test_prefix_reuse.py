@@ -14,9 +14,12 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from integration import zoo
 from integration.prefixes import Watched, assert_same, longer, padded, reusing, text
-from kvdock import hookimpl
+from kvdock import KVDOCK_API, Runtime
 from kvdock.errors import OutOfBlocksError
-from kvdock.prefix import NaivePrefixCache, RadixPrefixCache, factory
+from kvdock.plugins.registry import Registry
+from kvdock.prefix import NaivePrefixCache, RadixPrefixCache
+from opskit import active
+from support_plugins import module
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6}
 
@@ -207,13 +210,14 @@ def test_naive_finds_nothing_and_keeps_nothing() -> None:
     assert cache.state.manager.allocator.num_used == 0
 
 
-def test_a_plugins_prefix_cache_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugins_prefix_cache_by_name() -> None:
     class Mine(RadixPrefixCache):
         pass
 
-    assert hookimpl
-    monkeypatch.setattr(factory, "_plugins", lambda: {"acme": {"mine": Mine}})
-    cache = reusing(zoo.model("llama-gqa"), prefix="mine", block_size=8)
+    registry = Registry()
+    registry.register(module("acme", kvdock_prefix_caches=lambda: {"mine": Mine}, KVDOCK_API=KVDOCK_API), "acme")
+    with active(Runtime(registry)):
+        cache = reusing(zoo.model("llama-gqa"), prefix="mine", block_size=8)
     assert isinstance(cache.prefix, Mine)
     assert cache.prefix.block_size == 8
     cache.commit(zoo.model("llama-gqa").generate(**cache.bind(**padded(text(18))), **GREEDY))

@@ -16,13 +16,12 @@ import torch
 
 import kvdock
 from kvdock.interface import HOST_INT
-from kvdock.ops.active import set_provider
 from kvdock.ops.portable import PORTABLE_KERNELS, SKIPPED, copy_blocks
 from kvdock.ops.portable.gather_paged import GatherPagedDescriptor
 from kvdock.ops.portable.paged_caching import PagedCachingDescriptor
 from kvdock.ops.portable.static_update import HostLength, TensorLengths
 from kvdock.plugins.registry import Registry
-from kvdock.runtime import default
+from kvdock.runtime import made, set_default
 from opskit.kernels import runtime_of
 from support_plugins import QUIET, InProcessBackend
 
@@ -79,12 +78,13 @@ class Target:
 @contextlib.contextmanager
 def active(runtime: kvdock.Runtime, named: str | None = None) -> Iterator[kvdock.Runtime]:
     """Let the functions in `kvdock.ops` run on a runtime, and on a backend of it, for a block."""
-    set_provider(lambda: runtime.dispatcher)
+    before = made()
+    set_default(runtime)
     try:
         with kvdock.use_backend(named) if named else contextlib.nullcontext():
             yield runtime
     finally:
-        set_provider(lambda: default().dispatcher)
+        set_default(before)
 
 
 @contextlib.contextmanager

@@ -92,3 +92,24 @@ def test_skipped_writes_are_those_of_the_backend_that_is_named() -> None:
 def test_skipped_writes_on_a_device_that_nobody_claims() -> None:
     with pytest.raises(kvdock.NoBackendError, match="claims meta"):
         runtime_of(InProcessBackend("lossy", claims=["cpu"], devices=["cpu"])).skipped_writes("meta")
+
+
+def test_a_runtime_may_be_made_the_processs_and_then_serves_every_public_call() -> None:
+    before = runtime.made()
+    own, calls = counting_runtime("mine")
+    k, v = torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8)
+    runtime.set_default(own)
+    try:
+        kvdock.ops.copy_blocks_(k, v, [(0, 1)])
+        kvdock.create_cache(SPECS["uniform"], kvdock.PagedKVCacheConfig(num_blocks=2), CPU).copy_blocks([(0, 1)])
+        assert calls == {("mine", "copy_blocks_"): 2}
+        assert active_dispatcher() is own.dispatcher
+        other, others = counting_runtime("other")
+        runtime.set_default(other)
+        kvdock.ops.copy_blocks_(k, v, [(0, 1)])
+        assert (calls, others) == ({("mine", "copy_blocks_"): 2}, {("other", "copy_blocks_"): 1}), "ops are resolved anew"
+        runtime.set_default(None)
+        assert runtime.made() is None
+        assert runtime.default() not in (own, other)
+    finally:
+        runtime.set_default(before)

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import kvdock
 from kvdock_triton.copy_blocks import CopyBlocks
 from kvdock_triton.gather_paged import GatherPaged
 from kvdock_triton.paged_caching import PagedCaching
 from kvdock_triton.static_update import StaticUpdate
-
-if TYPE_CHECKING:
-    from kvdock_triton.base import TritonBackend
+from kvdock_triton.support import KernelOwner
 
 __all__ = ["kernels_for"]
 
 
-def kernels_for(backend: TritonBackend) -> Mapping[str, kvdock.Kernel]:
-    """Return the kernels of a backend."""
+def kernels_for(owner: KernelOwner) -> Mapping[str, kvdock.Kernel]:
+    """Return the kernels that run on the devices of ``owner``."""
     return {
-        "paged_caching_": PagedCaching(backend),
-        "static_update_": StaticUpdate(backend),
-        "gather_paged": GatherPaged(backend),
-        "copy_blocks_": CopyBlocks(backend),
+        "paged_caching_": PagedCaching(owner),
+        "static_update_": StaticUpdate(owner),
+        "gather_paged": GatherPaged(owner),
+        "copy_blocks_": CopyBlocks(owner),
     }

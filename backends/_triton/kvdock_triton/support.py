@@ -1,9 +1,10 @@
-"""What the kernels need from the backend that they belong to."""
+"""The base of the kernels, and what they need of whom they belong to."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
@@ -12,32 +13,45 @@ from kvdock_triton.launch import KernelSpec, launcher_for
 from kvdock_triton.tuning import Tuning
 from kvdock_triton.written import Launch
 
-if TYPE_CHECKING:
-    from kvdock_triton.base import TritonBackend
-
-__all__ = ["TritonKernel", "ceil_div", "ceil_div_source", "quantised_reasons", "row_bytes"]
+__all__ = ["KernelOwner", "TritonKernel", "ceil_div", "ceil_div_source", "quantised_reasons", "row_bytes"]
 
 
 _INSTEAD = "kvdock.use_backend('portable') serves the same ops without Triton"
+
+
+class KernelOwner(Protocol):
+    """Whose devices kernels run on, as far as they need to know. `kvdock_triton.TritonBackend`, which sits above, is one."""
+
+    def tuning(self, device: torch.device) -> Tuning:
+        """Return the tiles for a device."""
+        ...
+
+    def skip_counter(self, device: torch.device) -> torch.Tensor:
+        """Return a device's count of skipped writes, int64 ``[]`` in its memory, always the same tensor."""
+        ...
+
+    def device_guard(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return a context in which a device is the current one."""
+        ...
 
 
 class TritonKernel(kvdock.Kernel):
     """Base of the kernels.
 
     Args:
-        backend: whose devices it runs on.
+        owner: whose devices it runs on.
     """
 
-    def __init__(self, backend: TritonBackend) -> None:
-        self._backend = backend
+    def __init__(self, owner: KernelOwner) -> None:
+        self._owner = owner
 
     def tuning(self, device: torch.device) -> Tuning:
         """Return the tiles for a device."""
-        return self._backend.tuning(device)
+        return self._owner.tuning(device)
 
     def skipped(self, device: torch.device) -> int:
         """Return the address of a device's count of skipped writes."""
-        return self._backend.skip_counter(device).data_ptr()
+        return self._owner.skip_counter(device).data_ptr()
 
     def launch(self, spec: KernelSpec, request: kvdock.Request) -> Launch:
         """Return the launch of a kernel, compiled now.
@@ -46,7 +60,7 @@ class TritonKernel(kvdock.Kernel):
             BackendError: Triton could not compile it; nothing was kept.
         """
         try:
-            return launcher_for(spec, request.device, self._backend.device_guard)
+            return launcher_for(spec, request.device, self._owner.device_guard)
         except Exception as error:
             text = f"{request.op}: Triton could not compile {spec.kernel.__name__} for {request.device}: {_said(error)}"
             raise kvdock.BackendError(text, fix=_INSTEAD) from error

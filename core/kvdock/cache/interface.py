@@ -4,20 +4,55 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from typing import Any, NoReturn, Self, TypeVar
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol, Self, SupportsIndex, TypeVar
 
 import torch
 
 from kvdock.errors import ArgumentTypeError, IndexRangeError, UnsupportedError
 from kvdock.ops.modes import MODE
 from kvdock.ops.selection import Choice
+from kvdock.rank import RankInfo
+from kvdock.spec import KVSpec
 
-__all__ = ["Cache", "CacheConfig", "OpSource", "active_name", "check_layer", "require_backend"]
+__all__ = ["BindableOp", "Cache", "CacheConfig", "OpSource", "active_name", "check_layer", "require_backend"]
 
 C = TypeVar("C")
 
-OpSource = Any
-"""Where a cache gets its ops: an `OpDispatcher`. Caches use ops through what they are handed."""
+
+class BindableOp(Protocol):
+    """An op, as caches use it: bound to their memory once."""
+
+    def bind(self, *pools: torch.Tensor, named: str | None = None) -> Callable[..., None]:
+        """Return the op as a function of its other arguments, in the schema's order.
+
+        Copying the function must copy right: a deep copy is bound to the deep copies of the pools, see `Cache`.
+
+        Args:
+            pools: the op's static tensor arguments, in the schema's order. The result holds them.
+            named: backend to use for good, or None for the usual choice at each call.
+        """
+        ...
+
+
+class OpSource(Protocol):
+    """Where a cache gets its ops: all that it may ask of what it is handed. `kvdock.OpDispatcher` is one."""
+
+    def op(self, name: str) -> BindableOp:
+        """Return an op by its name, such as ``"paged_caching_"``.
+
+        Raises:
+            ArgumentValueError: there is no such op.
+        """
+        ...
+
+    def choose(self, op: str, device: torch.device, named: str | None) -> Choice:
+        """Return the backend that would serve an op on a device; ``named``, where it is not None, is the one asked for.
+
+        Raises:
+            BackendError: no backend can be chosen for the device.
+        """
+        ...
 
 
 def active_name() -> str | None:
@@ -34,8 +69,11 @@ class CacheConfig(ABC):
         """Return an equal configuration that is a distinct object. To change a field, use `attrs.evolve`."""
 
     @abstractmethod
-    def build(self, spec: Any, rank: Any, ops: OpSource) -> Cache:
-        """Make the cache that this configures; called by `create_cache`, which describes the arguments and errors."""
+    def build(self, spec: KVSpec, rank: RankInfo, ops: OpSource) -> Cache:
+        """Make the cache that this configures; called by `create_cache`, which describes the arguments and errors.
+
+        It may return a subclass of `Cache`, and takes its ops from ``ops`` alone.
+        """
 
 
 class Cache(ABC):
@@ -59,7 +97,7 @@ class Cache(ABC):
         with torch.inference_mode(False):  # a copy made while inferring must be writable afterwards too, as the cache is
             return _remade(self, memo)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise UnsupportedError(
             f"pickling a {type(self).__name__}",
             expected="a copy in this process, by copy.deepcopy",
@@ -147,5 +185,4 @@ def require_backend(ops: OpSource, op: str, device: torch.device, named: str | N
     Raises:
         BackendError: no backend can be chosen for the device.
     """
-    choice: Choice = ops.choose(op, device, named)
-    return choice
+    return ops.choose(op, device, named)

@@ -15,7 +15,6 @@ from kvdock.cli.isolated import examine
 from kvdock.cli.output import JsonFlag, errors_shown, show_json, show_lines, show_table
 from kvdock.cli.versions import versions
 from kvdock.plugins.entry_points import collect, plan
-from kvdock.plugins.environment import MARKER
 from kvdock.plugins.records import PluginRecord, mark_name_conflicts
 from kvdock.plugins.settings import Settings
 
@@ -74,7 +73,7 @@ def diagnose(timeout_s: float) -> Diagnosis:
         examined = list(pool.map(lambda item: examine(item, timeout_s), todo.load))
     records = sorted([*todo.refused, *(item.record for item in examined)], key=lambda record: (record.name, record.distribution or ""))
     notes = (*unreadable, *todo.notes, *(note for item in examined for note in item.notes))
-    environment = {key: value for key, value in sorted(os.environ.items()) if key.startswith("KVDOCK_") and key != MARKER}
+    environment = {key: value for key, value in sorted(os.environ.items()) if key.startswith("KVDOCK_")}
     return Diagnosis(versions(), environment, tuple(mark_name_conflicts(records)), notes, tuple(counters(runtime.made())))
 
 

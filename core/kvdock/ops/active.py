@@ -1,7 +1,4 @@
-"""Which dispatcher the public functions use: that of the process's runtime, resolved at the first call.
-
-The runtime sits above ops, so it hands itself in here rather than being imported.
-"""
+"""Which dispatcher the public functions use: that of the process's runtime, resolved at the first call."""
 
 from __future__ import annotations
 
@@ -12,16 +9,14 @@ import torch
 
 from kvdock.ops.dispatcher import OpDispatcher
 from kvdock.ops.entry import compiling_error
+from kvdock.process import process_runtime
 
-__all__ = ["ACTIVE_OPS", "active_dispatcher", "set_provider"]
-
-_provider: Callable[[], OpDispatcher] | None = None
+__all__ = ["ACTIVE_OPS", "active_dispatcher"]
 
 
 def active_dispatcher() -> OpDispatcher:
     """Return the dispatcher of the process's runtime."""
-    assert _provider is not None, "kvdock/__init__ imports the runtime, which sets the provider"  # noqa: S101
-    return _provider()
+    return process_runtime().dispatcher
 
 
 class _ActiveOps(dict[str, Callable[..., Any]]):
@@ -35,11 +30,5 @@ class _ActiveOps(dict[str, Callable[..., Any]]):
 
 
 ACTIVE_OPS = _ActiveOps()
-"""``ACTIVE_OPS[name]`` is an op of the process's runtime, as a function of its arguments in the schema's order."""
-
-
-def set_provider(provider: Callable[[], OpDispatcher]) -> None:
-    """Say where the dispatcher comes from, and forget the one in use."""
-    global _provider
-    _provider = provider
-    ACTIVE_OPS.clear()
+"""``ACTIVE_OPS[name]`` is an op of the process's runtime, as a function of its arguments in the schema's order. Cleared by
+`kvdock.runtime.set_default`, they are resolved anew."""

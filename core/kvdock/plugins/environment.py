@@ -1,7 +1,7 @@
 """Notices an environment that changed after plugins were loaded: too late in this process, or on the way to a child.
 
 A forked child has its parent's plugins, whatever it puts into its environment. A spawned child loads its own; so that it
-can compare, the parent leaves a line in the environment, which is read only in children of `multiprocessing`.
+can compare, the parent leaves a line in what `multiprocessing` hands on to its children. Environments are only read.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ import multiprocessing
 import os
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 from kvdock.errors import KVDockError, KVDockWarning
 from kvdock.plugins.settings import Settings
 
-__all__ = ["MARKER", "EnvironmentWatch"]
+__all__ = ["EnvironmentWatch"]
 
-MARKER = "KVDOCK_DISCOVERED_WITH"
-"""Variable in which a process leaves, for its children, what it loaded plugins with."""
+_LINE = "kvdock: plugins were loaded with"
+"""Under which name a process leaves, for its children, what it loaded plugins with."""
 
 
 class EnvironmentWatch:
     """Reads settings from an environment, and warns once for each that came too late.
 
     Args:
-        environ: the environment; None is the process's own, the only one that children inherit.
+        environ: the environment; None is the process's own, the only one that says something to children.
     """
 
     def __init__(self, environ: Mapping[str, str] | None) -> None:
@@ -40,8 +41,8 @@ class EnvironmentWatch:
         """Compare with what the parent loaded, and leave a line for the children."""
         if not self._inherited:
             return
-        parents = os.environ.get(MARKER)
-        os.environ[MARKER] = settings.lists()
+        handed_on = _handed_on()
+        parents, handed_on[_LINE] = handed_on.get(_LINE), settings.lists()
         if multiprocessing.parent_process() is not None and parents not in (None, settings.lists()):
             _warn(f"this child process loads other plugins than its parent: {settings.lists()} here, {parents} there")
 
@@ -56,6 +57,16 @@ class EnvironmentWatch:
             return
         self._warned = now
         _warn(f"plugins were loaded with {_show(settings)}; {_show(now)} came too late and changes nothing in this process")
+
+
+def _handed_on() -> dict[str, Any]:
+    """Return what each child of `multiprocessing` gets a copy of when it is made, however it is started.
+
+    It has no public name, and holds such things as the key by which processes know one another. A release that has it no
+    longer would cost the comparison, and nothing else.
+    """
+    handed_on: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
+    return handed_on
 
 
 def _show(settings: Settings) -> str:

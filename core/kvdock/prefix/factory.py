@@ -10,19 +10,11 @@ from kvdock.prefix.inputs import MAX_SLOTS
 from kvdock.prefix.interface import PrefixCache
 from kvdock.prefix.naive import NaivePrefixCache
 from kvdock.prefix.radix import RadixPrefixCache
+from kvdock.process import process_runtime
 
-__all__ = ["create_prefix_cache", "prefix_cache_of_pool", "set_plugins"]
+__all__ = ["create_prefix_cache", "prefix_cache_of_pool"]
 
 _BUILT_IN: Mapping[str, Callable[..., PrefixCache]] = {"naive": NaivePrefixCache, "radix": RadixPrefixCache}
-
-_plugins: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
-"""What plugins bring: classes by name, by plugin. The runtime, which sits above, says where from."""
-
-
-def set_plugins(plugins: Callable[[], Mapping[str, Mapping[str, Any]]]) -> None:
-    """Say where the prefix caches of plugins come from."""
-    global _plugins
-    _plugins = plugins
 
 
 def create_prefix_cache(name: str = "radix", *, block_size: int = 16, **options: Any) -> PrefixCache:
@@ -93,7 +85,7 @@ def prefix_cache_of_pool(
 
 def _of_plugin(name: str) -> Callable[..., PrefixCache]:
     """Return the class that one plugin brings under a name."""
-    found = _plugins()
+    found = process_runtime().registry.prefix_caches()
     owners = sorted(plugin for plugin, caches in found.items() if name in caches)
     if len(owners) > 1:
         raise ArgumentValueError(

@@ -4,10 +4,9 @@
 
     position (in blocks):   start ......... start + held ......... end
     blocks of a node:       | protected     | not                  |      `held` reaches to the last lock, or to the end
-    how it was used:        | earlier[0] | earlier[1] | the rest   |      where a lock is held behind the node
+                                                                          where a lock is held behind the node
 
-Prompts that end within a node use only what is before their end. So a node knows, for each of its parts that was used
-alike, how: what is behind such an end may be worth less. The last part is described by the node itself.
+How a node was used is said in `kvdock.prefix.marks`.
 """
 
 from __future__ import annotations
@@ -19,30 +18,12 @@ import numpy as np
 
 from kvdock.prefix.interface import BlockIds
 from kvdock.prefix.labels import TokenIds
+from kvdock.prefix.marks import Mark, Marked
 
-__all__ = ["Mark", "Node"]
-
-
-class Mark:
-    """How a part of a node was used, as a policy looks at it; see `kvdock.prefix.eviction.Usage`.
-
-    Attributes:
-        end: position behind the part.
-    """
-
-    __slots__ = ("created", "end", "last_use", "priority", "uses")
-
-    created: int
-    last_use: int
-    priority: int
-    uses: int
-
-    def __init__(self, end: int, like: Mark | Node) -> None:
-        self.end = end
-        self.last_use, self.uses, self.created, self.priority = like.last_use, like.uses, like.created, like.priority
+__all__ = ["Node"]
 
 
-class Node:
+class Node(Marked):
     """A run of blocks with their token ids, behind another.
 
     Attributes:
@@ -51,12 +32,10 @@ class Node:
         key: bytes of its first block of token ids.
         label: token ids as bytes, so that one call compares a run with a prompt wherever that one is.
         room: ids of its blocks, and room for more of them behind.
-        start: position of its first block, counted from the root.
-        end: position behind its last block.
+        start: position of its first block, counted from the root. `Mark.end` is that behind its last.
         locks: how often each position in it is locked, by position; None before the first lock.
         held_children: how many of its children have a lock in or behind them.
         held: blocks of it that are protected, from its first on.
-        earlier: how its parts but the last were used, in order; None where all of it was used alike.
         into: the node that has taken this one's blocks over; None for one that is stored, or was evicted.
         is_stored: whether it is in the tree.
         was_trimmed: whether handles may exist to positions behind its end.
@@ -65,9 +44,6 @@ class Node:
 
     __slots__ = (
         "children",
-        "created",
-        "earlier",
-        "end",
         "held",
         "held_children",
         "into",
@@ -75,15 +51,12 @@ class Node:
         "is_stored",
         "key",
         "label",
-        "last_use",
         "locks",
         "namespace",
         "number",
         "parent",
-        "priority",
         "room",
         "start",
-        "uses",
         "was_trimmed",
     )
 
@@ -119,6 +92,10 @@ class Node:
     def blocks(self) -> BlockIds:
         """Ids of its blocks; a view, good until the node changes."""
         return self.room[: self.end - self.start]
+
+    def block_before(self, position: int) -> int:
+        """Return the id of the block that ends at a position in this node."""
+        return int(self.room[position - self.start - 1])
 
     @property
     def is_evictable(self) -> bool:
@@ -168,19 +145,17 @@ class Node:
         size = end - self.start
         gone = self.room[size : self.end - self.start]
         del self.label[size * block_bytes :]
-        self.end = end
+        self.end_at(end)
         self.was_trimmed = True
         if 2 * size < self.room.size:
             self.room = self.room[:size].copy()
-        while self.earlier and end <= self.earlier[-1].end:
-            self._be_like(self.earlier.pop())
         return gone
 
     def split(self, at: int, block_bytes: int, number: int) -> Node:
         """Return a new node with the blocks before position ``at``, between the parent and this one, which keeps the rest."""
         size = at - self.start
         upper = Node(self.parent, self.start, self.key, self.label[: size * block_bytes], self.blocks[:size].copy(), number)
-        self._share_marks(upper)
+        self.share_marks(upper)
         self._share_locks(upper)
         self.label, self.room = self.label[size * block_bytes :], self.blocks[size:].copy()
         self.key = bytes(self.label[:block_bytes])
@@ -197,63 +172,15 @@ class Node:
             self.locks = {**upper.locks, **(self.locks or {})}
         self.start, self.parent, self.key = upper.start, upper.parent, upper.key
         upper.into, upper.is_stored, upper.children = self, False, None
-        self._join_marks(key)
+        self.join_marks(key)
 
     def renew(self) -> Node:
         """Return a node that takes this leaf's place: handles behind its end, and its place in the queue, stay with the old one."""
         fresh = Node(self.parent, self.start, self.key, self.label, self.room, self.number)
         fresh.end, fresh.held, fresh.locks, fresh.earlier = self.end, self.held, self.locks, self.earlier
-        fresh._be_like(self)
+        fresh.be_like(self)
         self.into, self.is_stored = fresh, False
         return fresh
-
-    def use(self, upto: int, now: int, priority: int | None, key: Callable[[Any], Any]) -> None:
-        """Note a use of the blocks before position ``upto``, now."""
-        if upto == self.end:
-            _note_use(self, now, priority)
-            if not self.earlier:
-                return
-        else:
-            self._mark(upto)
-        for mark in self.earlier or ():
-            if mark.end > upto:
-                break
-            _note_use(mark, now, priority)
-        self._join_marks(key)
-
-    def _mark(self, end: int) -> None:
-        """See to it that a part ends at position ``end``."""
-        marks = self.earlier = self.earlier or []
-        index = next((i for i, mark in enumerate(marks) if mark.end >= end), len(marks))
-        if index == len(marks) or marks[index].end != end:
-            marks.insert(index, Mark(end, marks[index] if index < len(marks) else self))
-
-    def mark_end(self) -> None:
-        """Let what grows from here on be a part of its own."""
-        self.earlier = [*(self.earlier or ()), Mark(self.end, self)]
-
-    def _join_marks(self, key: Callable[[Any], Any]) -> None:
-        """Make one part of neighbours that were used alike, and of one priority: what grows there is compared with it."""
-        if not self.earlier:
-            return
-        marks, kept, later = self.earlier, list[Mark](), (key(self), self.priority)
-        for mark in reversed(marks):
-            if (this := (key(mark), mark.priority)) != later:
-                kept.append(mark)
-                later = this
-        self.earlier = kept[::-1] or None
-
-    def _share_marks(self, upper: Node) -> None:
-        """Give the part above this node's new start what is known of it. ``upper`` ends there."""
-        marks = self.earlier
-        if not marks:
-            upper._be_like(self)
-            return
-        above = [mark for mark in marks if mark.end < upper.end]
-        below = [mark for mark in marks if mark.end > upper.end]
-        at_end = marks[len(above)] if len(above) < len(marks) else self
-        upper._be_like(at_end)
-        upper.earlier, self.earlier = above or None, below or None
 
     def _share_locks(self, upper: Node) -> None:
         """Give the part above its locks, and what it holds."""
@@ -264,15 +191,3 @@ class Node:
         upper.held = min(self.held, at - upper.start)
         self.held -= upper.held
         upper.held_children = 1 if self.held else 0
-
-    def _be_like(self, other: Mark | Node) -> None:
-        """Take over how another was used."""
-        self.last_use, self.uses, self.created, self.priority = other.last_use, other.uses, other.created, other.priority
-
-
-def _note_use(part: Mark | Node, now: int, priority: int | None) -> None:
-    """Note a use of a part of a node; the last part is the node itself."""
-    part.last_use = now
-    part.uses += 1
-    if priority is not None and priority > part.priority:
-        part.priority = priority

@@ -16,7 +16,7 @@ that `kvdock.prefix.interface` states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,8 @@ from kvdock.prefix.node import Node
 from kvdock.prefix.owners import StoredBlocks
 from kvdock.prefix.ownership import OneThread
 from kvdock.prefix.stats import PrefixStats
-from kvdock.prefix.tree import RadixTree, joined
+from kvdock.prefix.tree import RadixTree
+from kvdock.prefix.walk import joined, most_alike, walk
 
 __all__ = ["RadixPrefixCache"]
 
@@ -86,7 +87,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
         if root is None:
             node, at, runs = None, 0, list[BlockIds]()
         else:
-            node, at, runs = self._tree.walk(root, 0, self._whole(ids))
+            node, at, runs = walk(root, 0, self._whole(ids), self.block_size)
         if record:
             self._record(node, at, ids.size)
         return PrefixMatch(self._handle(key, node, at), joined(runs))
@@ -96,12 +97,12 @@ class RadixPrefixCache(OneThread, PrefixCache):
         self._enter()
         own = self._checked(handle)
         ids = as_integers("match_partial: tokens", tokens)[: self.block_size]
-        node, fits = own.node or self._tree.roots.get(own.space), self._fitting(ids)
-        if node is None or 2 * fits.size < self.block_size:
+        node = own.node or self._tree.roots.get(own.space)
+        found = None if node is None else most_alike(node, own.position, self._fitting(ids), self.block_size)
+        if found is None:
             return None
-        wanted = np.zeros(self.block_size, dtype=self._tree.dtype)
-        wanted[: fits.size] = fits
-        return self._most_alike(own, node, wanted.tobytes(), min(fits.size, self.block_size - 1))
+        at, end, count = found
+        return PartialMatch(self._handle(own.space, at, end), at.block_before(end), count)
 
     def record_match(self, handle: PrefixHandle, num_tokens: int) -> None:
         """Count a match that was not recorded; see `PrefixCache.record_match`."""
@@ -147,7 +148,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
         key = namespace_key("insert_prefix: namespace", namespace)
         tree, whole = self._tree, self._whole(ids)
         node, start = self._place(key, namespace, behind)
-        end, at, runs = tree.walk(node, start, whole) if node is not None else (None, start, list[BlockIds]())
+        end, at, runs = walk(node, start, whole, self.block_size) if node is not None else (None, start, list[BlockIds]())
         known = joined(runs) if runs else _NO_BLOCKS
         canonical = self._owned.claim("insert_prefix: blocks", passed, known)
         reached, fresh = start + passed.size, passed[known.size :] if known.size else passed
@@ -156,7 +157,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
             whole = self._all_whole(ids, whole, known.size)
             end = tree.root(key, namespace) if end is None else end
             if self._events:
-                before = int(end.blocks[at - end.start - 1]) if at else None
+                before = end.block_before(at) if at else None
                 event = Stored(namespace, before, whole.astype(np.int64), fresh.copy())
             end = tree.append(end, at, whole, fresh, priority)
             self._inserted += fresh.size
@@ -213,13 +214,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
         """Forget the end of a prefix; see `PrefixCache.discard_prefix`."""
         self._enter()
         own, keep = self._checked(handle), count_of("discard_prefix: keep_blocks", keep_blocks)
-        node, at, runs = own.node, own.position, list[BlockIds]()
-        while node is not None and node.is_evictable and node.end == at > keep:
-            end = max(keep, node.start + node.held)
-            parent, is_whole = node.parent, end == node.start
-            runs.append(self._tree.cut(node, end))
-            node, at = parent if is_whole else None, end
-        return self._removed(runs)
+        return self._removed(self._tree.discard(own.node, own.position, keep))
 
     def reset(self) -> BlockIds:
         """Forget everything; see `PrefixCache.reset`."""
@@ -272,10 +267,6 @@ class RadixPrefixCache(OneThread, PrefixCache):
         self._enter()
         check_tree(self._tree, num_locks=self._num_locks, owned=self.stored_blocks())
 
-    def nodes(self) -> Iterator[Node]:
-        """Yield every node but the roots, parents before children."""
-        return self._tree.nodes()
-
     def _handle(self, key: Hashable, node: Node | None, position: int) -> RadixHandle:
         """Make a handle to a position."""
         return RadixHandle(self, self._era, key, node if position else None, position, position * self.block_size)
@@ -311,22 +302,6 @@ class RadixPrefixCache(OneThread, PrefixCache):
             self._tree.widen()
             whole = self._whole(ids)
         return whole[known * self.block_size :] if known else whole
-
-    def _most_alike(self, handle: RadixHandle, node: Node, wanted: bytes, most: int) -> PartialMatch | None:
-        """Return the block behind a place whose first tokens are most alike, of at most ``most`` tokens."""
-        width, at = self._tree.block_bytes, handle.position - node.start
-        if handle.position < node.end:
-            candidates = [(bytes(node.label[at * width : (at + 1) * width]), node, at)]
-        else:
-            half = wanted[: (self.block_size + 1) // 2 * self._tree.dtype.itemsize]
-            candidates = [(key, child, 0) for key, child in (node.children or {}).items() if key.startswith(half)]
-        alike = [_common_tokens(key, wanted, self._tree.dtype.itemsize) for key, _, _ in candidates]
-        count = min(max(alike, default=0), most)
-        if 2 * count < self.block_size:
-            return None
-        _, found, offset = candidates[alike.index(max(alike))]
-        end = self._handle(handle.space, found, found.start + offset + 1)
-        return PartialMatch(end, int(found.blocks[offset]), count)
 
     def _removed(self, runs: list[BlockIds]) -> BlockIds:
         """Give blocks back to the caller."""
@@ -367,9 +342,3 @@ class RadixPrefixCache(OneThread, PrefixCache):
         raise StaleHandleError(
             "RadixPrefixCache: handle", expected="one of what is stored", got=f"{handle}, which is {why}", fix="match the tokens again"
         )
-
-
-def _common_tokens(key: bytes, wanted: bytes, token_bytes: int) -> int:
-    """Return how many first tokens two blocks have in common."""
-    differ = np.frombuffer(key, dtype=np.uint8) != np.frombuffer(wanted, dtype=np.uint8)
-    return int(differ.argmax()) // token_bytes if differ.any() else len(key) // token_bytes

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 
-import numpy as np
-
 from kvdock.errors import IntegrityError
 from kvdock.prefix.eviction import EvictionPolicy, EvictionQueue
 from kvdock.prefix.inputs import namespace_key
 from kvdock.prefix.interface import BlockIds, Namespace
-from kvdock.prefix.labels import NARROW, WIDE, TokenIds, common_tokens, widened
+from kvdock.prefix.labels import NARROW, WIDE, TokenIds, widened
 from kvdock.prefix.node import Node
 
-__all__ = ["RadixTree", "joined"]
+__all__ = ["RadixTree"]
 
 
 class RadixTree:
@@ -81,41 +79,6 @@ class RadixTree:
         if found is None:
             found = self.roots[key] = Node.root(namespace, self._next_number())
         return found
-
-    def walk(self, node: Node, at: int, ids: TokenIds) -> tuple[Node, int, list[BlockIds]]:
-        """Follow token ids down from a position, as far as they are stored. Changes nothing.
-
-        Args:
-            node: where to start.
-            at: position in it; ``node.end`` to begin with its children.
-            ids: token ids of whole blocks, of this tree's dtype.
-
-        Returns:
-            the node where they end or differ, the position there, and the blocks on the way, as views.
-        """
-        block, end, done = self.block_size, ids.size, 0
-        runs: list[BlockIds] = []
-        if at < node.end:
-            first = at - node.start
-            count = common_tokens(node.label, first * block, ids) // block
-            runs.append(node.blocks[first : first + count])
-            at, done = at + count, count * block
-            if at < node.end:
-                return node, at, runs
-        while done < end and node.children is not None:
-            child = node.children.get(ids[done : done + block].tobytes())
-            if child is None:
-                break
-            node, label = child, child.label
-            stop = done + (node.end - node.start) * block
-            # Where the last block is the same, so are mostly all: then one comparison of the whole tells. Else it would read in vain.
-            if not label.endswith(ids[stop - block : stop].tobytes()) or stop > end or ids[done:stop].tobytes() != label:
-                count = common_tokens(label, 0, ids[done:]) // block
-                runs.append(node.blocks[:count])
-                return node, node.start + count, runs
-            runs.append(node.room[: node.end - node.start])
-            done = stop
-        return node, node.end, runs
 
     def append(self, node: Node, at: int, ids: TokenIds, blocks: BlockIds, priority: int) -> Node:
         """Store blocks at a position of a node, where their token ids branch off or go on, and note that use.
@@ -201,6 +164,22 @@ class RadixTree:
             runs.append(self.cut(node, end))
         return runs
 
+    def discard(self, node: Node | None, at: int, keep: int) -> list[BlockIds]:
+        """Take out what is before position ``at``, from the end on, as far as nothing goes on there and nobody holds it.
+
+        Args:
+            node: the node that has the position; None for the root.
+            at: where the prefix ends.
+            keep: blocks of it that stay in any case.
+        """
+        runs: list[BlockIds] = []
+        while node is not None and node.is_evictable and node.end == at > keep:
+            end = max(keep, node.start + node.held)
+            parent, is_whole = node.parent, end == node.start
+            runs.append(self.cut(node, end))
+            node, at = parent if is_whole else None, end
+        return runs
+
     def cut(self, node: Node, end: int) -> BlockIds:
         """Take out the blocks of a leaf from position ``end`` on, which nobody holds; return them."""
         self.stored -= node.end - end
@@ -284,10 +263,3 @@ def _above(node: Node) -> tuple[Node, dict[bytes, Node]]:
     if parent is None or parent.children is None:
         raise IntegrityError("RadixPrefixCache", expected="a stored node", got=repr(node))
     return parent, parent.children
-
-
-def joined(runs: list[BlockIds]) -> BlockIds:
-    """Return blocks in one array of its own."""
-    if len(runs) == 1:
-        return runs[0].copy()
-    return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32)

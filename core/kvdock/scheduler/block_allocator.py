@@ -198,7 +198,7 @@ class BlockAllocator(NotCopied, OneThread):
         return ids
 
 
-def _some(values: npt.NDArray[Any], limit: int = 8) -> str:
+def _some(values: npt.NDArray[Any]) -> str:
     """Print the first few values of an array."""
-    shown: Sequence[object] = values.ravel()[:limit].tolist()
-    return f"{shown} and {values.size - limit} more" if values.size > limit else f"{shown}"
+    shown: Sequence[object] = values.ravel()[:8].tolist()
+    return f"{shown} and {values.size - 8} more" if values.size > 8 else f"{shown}"

@@ -406,13 +406,12 @@ class CacheManager(NotCopied, OneThread):
         self.allocator.hand_over()
         super().hand_over()
 
-    def open_empty(self, namespace: Namespace = (), *, priority: int = 0) -> CacheSequence:
+    def open_empty(self, namespace: Namespace = ()) -> CacheSequence:
         """Start a sequence whose token ids come later or never: nothing is looked up, and nothing is held yet."""
         self._enter()
-        check_priority("CacheManager.open_empty: priority", priority)
         handle = self.prefix.match_prefix((), namespace, record=False).handle
         seq = self._open(namespace, handle)
-        seq._row = self._rows.add(seq, np.empty(0, dtype=np.int32), priority=priority)
+        seq._row = self._rows.add(seq, np.empty(0, dtype=np.int32))
         self._ids.begin(seq._row, np.empty(0, dtype=np.int32))
         return seq
 

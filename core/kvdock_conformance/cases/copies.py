@@ -17,10 +17,10 @@ __all__ = ["Copy", "fanned"]
 _SMALL = Geometry()
 
 
-def fanned(num_blocks: int, count: int, shift: int = 0) -> list[tuple[int, int]]:
+def fanned(num_blocks: int, count: int) -> list[tuple[int, int]]:
     """Return so many pairs in no order: sources are the first half of a pool, destinations the second, each of them once."""
     half = num_blocks // 2
-    return [((7 * i + 3 + shift) % half, half + (i + shift) % (num_blocks - half)) for i in range(count)]
+    return [((7 * i + 3) % half, half + i % (num_blocks - half)) for i in range(count)]
 
 
 @attrs.frozen

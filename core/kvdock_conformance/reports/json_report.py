@@ -1,21 +1,17 @@
-"""A run as one JSON object; `SCHEMA_FILE` says what is in it."""
+"""A run as one JSON object; ``report.schema.json`` beside this says what is in it, as a JSON schema, draft 2020-12."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from kvdock_conformance.run import Run
 from kvdock_conformance.verdict import CaseOutcome, Outcome, Verdict
 
-__all__ = ["SCHEMA_FILE", "VERSION", "as_dict", "text"]
+__all__ = ["VERSION", "as_dict", "text"]
 
 VERSION = 1
 """Version of the schema: counted up when a field changes its meaning or goes; new fields do not count."""
-
-SCHEMA_FILE = Path(__file__).with_name("report.schema.json")
-"""The JSON schema, draft 2020-12."""
 
 
 def as_dict(run: Run) -> dict[str, Any]:

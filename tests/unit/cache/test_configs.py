@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kvdock
+from kvdock.cache.interface import OpSource
 from support_caches import CPU, SPECS
 
 CONFIGS: dict[str, kvdock.CacheConfig] = {
@@ -133,7 +134,7 @@ def test_a_config_of_ones_own_makes_its_own_cache(ops: kvdock.OpDispatcher) -> N
         def unique_copy(self) -> Doubled:
             return attrs.evolve(self)
 
-        def build(self, spec: Any, rank: Any, ops: Any) -> kvdock.Cache:
+        def build(self, spec: kvdock.KVSpec, rank: kvdock.RankInfo, ops: OpSource) -> kvdock.Cache:
             made.append(ops)
             return kvdock.StaticKVCacheConfig(max_batch_size=2 * self.rows).build(spec, rank, ops)
 

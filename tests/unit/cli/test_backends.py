@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvdock import runtime
 from kvdock.cli.app import build
 from kvdock.cli.isolated_child import said_by
 from kvdock.runtime import Runtime
-from opskit import runtime_of
+from opskit import active, runtime_of
 from support_plugins import CallKernel, InProcessBackend
 
 
@@ -80,15 +79,14 @@ class Talking(InProcessBackend):
         return self.said
 
 
-def test_notes_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = runtime_of(Talking("talking", "direct launches", "two queues"), Talking("broken"), InProcessBackend("silent"))
-    monkeypatch.setattr(runtime, "default", lambda: mine)
-    assert [row(name)["notes"] for name in ("talking", "broken", "silent")] == [
-        ["direct launches", "two queues"],
-        ["notes() raised OSError: libacme is gone"],
-        [],
-    ]
-    lines = run().splitlines()
+def test_notes_are_shown() -> None:
+    with active(runtime_of(Talking("talking", "direct launches", "two queues"), Talking("broken"), InProcessBackend("silent"))):
+        assert [row(name)["notes"] for name in ("talking", "broken", "silent")] == [
+            ["direct launches", "two queues"],
+            ["notes() raised OSError: libacme is gone"],
+            [],
+        ]
+        lines = run().splitlines()
     assert lines[-3:] == ["talking: direct launches", "talking: two queues", "broken: notes() raised OSError: libacme is gone"]
 
 

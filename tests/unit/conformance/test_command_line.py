@@ -18,12 +18,11 @@ from xml.etree import ElementTree
 import jsonschema
 import pytest
 
-from kvdock_conformance.reports.json_report import SCHEMA_FILE
 from kvdock_conformance.requirement import Level
 from kvdock_conformance.requirements import load
-from support_conformance import PLUGIN, install
+from support_conformance import PLUGIN, SCHEMA, install
 
-CHECK = jsonschema.Draft202012Validator(json.loads(SCHEMA_FILE.read_text(encoding="utf-8")))
+CHECK = jsonschema.Draft202012Validator(SCHEMA)
 COMMAND = (sys.executable, "-P", "-m", "kvdock.cli", "conformance")
 HANGING = PLUGIN.replace(
     "    def __call__(self, k_cache",

@@ -17,7 +17,7 @@ import pytest
 
 import kvdock
 from kvdock_conformance import reports
-from kvdock_conformance.reports.json_report import SCHEMA_FILE, VERSION, as_dict
+from kvdock_conformance.reports.json_report import VERSION, as_dict
 from kvdock_conformance.reports.junit import text as junit_text
 from kvdock_conformance.reports.repro import Extract, script
 from kvdock_conformance.reports.text import bug_report, summary
@@ -25,9 +25,8 @@ from kvdock_conformance.requirement import Level
 from kvdock_conformance.requirements import load
 from kvdock_conformance.run import Run, run
 from kvdock_conformance.verdict import CaseOutcome, Verdict
-from support_conformance import chosen, install, plan, requirement
+from support_conformance import SCHEMA, chosen, install, plan, requirement
 
-SCHEMA = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
 CHECK = jsonschema.Draft202012Validator(SCHEMA, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
 
 
@@ -291,7 +290,3 @@ def test_one_name_for_two_things_is_refused() -> None:
         ValueError, match=r"slot_name means something in kvdock_conformance\.elsewhere and in kvdock_conformance\.requirements"
     ):
         extract.take(load()["KVD-WRITE-001"].check)
-
-
-def test_the_schema_lies_beside_what_it_describes() -> None:
-    assert SCHEMA_FILE.parent == Path(reports.__file__).parent, "so that it is in the wheel"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from kvdock.cli.app import build
 from kvdock.cli.counters import counters
 from kvdock.ops.catalog import CATALOG
 from kvdock.plugins.registry import Registry
+from opskit import active
 from support_descriptors import Pool, WatchingBackend, in_thread
 from support_plugins import QUIET, plugin
 
@@ -22,15 +24,13 @@ OPTIONS = ("--heads", "2", "--head-dim", "8", "--block-size", "4", "--dtype", "f
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> WatchingBackend:
+def backend() -> Iterator[WatchingBackend]:
     """Make the process's runtime one that has this backend alone, and has been used."""
     made = WatchingBackend()
     registry = Registry(QUIET)
     registry.register(plugin(made), "made by a test")
-    mine = runtime.Runtime(registry)
-    monkeypatch.setattr(runtime, "default", lambda: mine)
-    monkeypatch.setattr(runtime, "_default", mine)
-    return made
+    with active(runtime.Runtime(registry)):
+        yield made
 
 
 def run(*arguments: str, code: int = 0) -> str:
@@ -120,7 +120,7 @@ def test_doctor_shows_what_this_process_has_prepared(backend: WatchingBackend, m
 
 def test_doctor_in_a_process_that_has_called_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVDOCK_DISABLE_AUTOLOAD", "1")
-    monkeypatch.setattr(runtime, "_default", None)
+    runtime.set_default(None)
     assert answer("doctor")["descriptors"] == []
     assert "descriptors: this process has called no op; `kvdock explain OP --run 3` prepares one, calls it and counts" in run("doctor")
     assert runtime.made() is None, "doctor loads nothing into this process"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,20 +10,30 @@ import pytest
 
 import kvdock
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, OutOfBlocksError, PluginError, StaleHandleError, WrongThreadError
-from kvdock.prefix import LFU, NaivePrefixCache, RadixPrefixCache, SizeInfo, create_prefix_cache, factory
+from kvdock.plugins.registry import Registry
+from kvdock.prefix import LFU, NaivePrefixCache, RadixPrefixCache, SizeInfo, create_prefix_cache
+from opskit import active
 from support_descriptors import in_thread
+from support_plugins import QUIET, module
 
 
 class Ours(NaivePrefixCache):
     """A plugin's."""
 
 
+Bring = Callable[..., None]
+
+
 @pytest.fixture
-def plugins(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
-    """What plugins bring."""
-    found: dict[str, dict[str, Any]] = {}
-    monkeypatch.setattr(factory, "_plugins", lambda: found)
-    return found
+def bring() -> Iterator[Bring]:
+    """Register plugins that bring these prefix caches, by name, in a runtime that is the process's for the test."""
+    registry = Registry(QUIET)
+
+    def register(plugin: str, **caches: Any) -> None:
+        registry.register(module(plugin, kvdock_prefix_caches=lambda: caches, KVDOCK_API=kvdock.KVDOCK_API), plugin)
+
+    with active(kvdock.Runtime(registry)):
+        yield register
 
 
 def test_by_name_and_with_options() -> None:
@@ -58,8 +68,8 @@ def test_wrong_options_are_named(options: dict[str, Any], error: type[Exception]
         create_prefix_cache("naive", **options)
 
 
-def test_an_unknown_name_lists_the_known_ones(plugins: dict[str, dict[str, Any]]) -> None:
-    plugins["acme"] = {"theirs": Ours}
+def test_an_unknown_name_lists_the_known_ones(bring: Bring) -> None:
+    bring("acme", theirs=Ours)
     with pytest.raises(ArgumentValueError, match="one of naive, radix, theirs, got 'tree'"):
         create_prefix_cache("tree")
 
@@ -70,26 +80,27 @@ def test_a_name_is_text(bad: Any) -> None:
         create_prefix_cache(bad)
 
 
-def test_a_plugins_cache_is_made_with_its_options(plugins: dict[str, dict[str, Any]]) -> None:
-    plugins["acme"] = {"theirs": Ours}
+def test_a_plugins_cache_is_made_with_its_options(bring: Bring) -> None:
+    bring("acme", theirs=Ours)
     assert isinstance(create_prefix_cache("theirs", block_size=4), Ours)
     with pytest.raises(ArgumentTypeError, match="policy"):
         create_prefix_cache("theirs", policy="lru")
 
 
-def test_one_name_of_two_plugins_is_an_error_that_names_both(plugins: dict[str, dict[str, Any]]) -> None:
-    plugins.update(zeta={"theirs": Ours}, acme={"theirs": Ours})
+def test_one_name_of_two_plugins_is_an_error_that_names_both(bring: Bring) -> None:
+    bring("zeta", theirs=Ours)
+    bring("acme", theirs=Ours)
     with pytest.raises(ArgumentValueError, match=r"'theirs' from acme, zeta.*KVDOCK_BACKENDS_DENY"):
         create_prefix_cache("theirs")
 
 
-def test_a_plugin_cannot_take_a_built_in_name(plugins: dict[str, dict[str, Any]]) -> None:
-    plugins["acme"] = {"radix": Ours}
+def test_a_plugin_cannot_take_a_built_in_name(bring: Bring) -> None:
+    bring("acme", radix=Ours)
     assert isinstance(create_prefix_cache("radix"), RadixPrefixCache)
 
 
-def test_what_a_plugins_class_makes_must_be_a_prefix_cache(plugins: dict[str, dict[str, Any]]) -> None:
-    plugins["acme"] = {"theirs": lambda block_size: object()}
+def test_what_a_plugins_class_makes_must_be_a_prefix_cache(bring: Bring) -> None:
+    bring("acme", theirs=lambda block_size: object())
     with pytest.raises(PluginError, match="theirs"):
         create_prefix_cache("theirs")
 

@@ -16,7 +16,7 @@ import torch
 
 from kvdock.errors import ArgumentValueError, IntegrityError, OutOfBlocksError, StaleHandleError, UnsupportedError
 from kvdock.prefix import EvictionPolicy, RadixPrefixCache, SizeInfo, Usage
-from kvdock.prefix.node import Mark
+from kvdock.prefix.marks import Mark
 from kvdock_conformance.checking.containers import CONTAINERS, overwrite
 from support_isolated import answer
 from support_prefix import inside, seen
@@ -364,8 +364,8 @@ def test_nothing_that_is_stored_pins_more_than_itself(block_size: int) -> None:
     for row, ids in zip(rows, blocks, strict=True):
         cache.insert_prefix(row, ids[:64])
         cache.insert_prefix(torch.cat((row[: 3 * block_size], row[:block_size])), torch.cat((ids[:3], ids[64:65])))
-    assert sum(1 for _ in cache.nodes()) == 12
-    for node in cache.nodes():
+    assert sum(1 for _ in cache._tree.nodes()) == 12
+    for node in cache._tree.nodes():
         assert node.room.base is None
         assert node.room.size == len(node.blocks)
         assert len(node.label) == 4 * block_size * len(node.blocks)
@@ -375,7 +375,7 @@ def test_a_trimmed_run_pins_at_most_as_much_again() -> None:
     cache = filled(list(range(64)))
     for _ in range(63):
         cache.evict(1)
-        (node,) = cache.nodes()
+        (node,) = cache._tree.nodes()
         assert node.room.base is None
         assert node.room.size <= 2 * len(node.blocks)
         assert len(node.label) <= 2 * 4 * len(node.blocks)
@@ -451,7 +451,7 @@ def test_chains_of_2_000_nodes_need_no_recursion() -> None:
     length = 2_000
     limit, tokens = sys.getrecursionlimit(), np.zeros(length, dtype=np.int32)
     cache = chain(length)
-    assert sum(1 for _ in cache.nodes()) == 2 * length
+    assert sum(1 for _ in cache._tree.nodes()) == 2 * length
     with pytest.raises(UnsupportedError, match=r"RadixPrefixCache.*Fix: make a new one"):
         copy.deepcopy(cache)
     sys.setrecursionlimit(200)
@@ -558,7 +558,7 @@ def test_check_integrity_notices(fault: str) -> None:
     cache.insert_prefix([7, 8], [6, 7])
     cache.lock_handle(cache.match_prefix([1, 2, 3, 4]).handle)
     cache.check_integrity()
-    leaf = next(node for node in cache.nodes() if (node.start, node.end) == (2, 6))
+    leaf = next(node for node in cache._tree.nodes() if (node.start, node.end) == (2, 6))
     BROKEN[fault](cache, leaf)
     with pytest.raises(IntegrityError):
         cache.check_integrity()

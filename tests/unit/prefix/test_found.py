@@ -160,7 +160,7 @@ def test_looking_up_a_large_token_does_not_double_the_memory_of_all(call: str) -
     else:
         with pytest.raises(ArgumentValueError):
             cache.insert_prefix([1, 2**40], [0, 2])
-    assert sum(len(node.label) for node in cache.nodes()) == 3 * 4
+    assert sum(len(node.label) for node in cache._tree.nodes()) == 3 * 4
 
 
 class NoPreference(EvictionPolicy):

@@ -19,7 +19,7 @@ from support_prefix import blocks_of, inside, seen, tree_of
 
 def spans(cache: RadixPrefixCache) -> list[tuple[int, int]]:
     """Where each node begins and ends, in blocks."""
-    return sorted((node.start, node.end) for node in cache.nodes())
+    return sorted((node.start, node.end) for node in cache._tree.nodes())
 
 
 def grown(cache: RadixPrefixCache, tokens: list[int], first: int = 0, behind: PrefixHandle | None = None, **options: Any) -> PrefixHandle:
