@@ -48,13 +48,13 @@ class Case:
     Args:
         kernel: name of the op.
         variant: what distinguishes it, for people.
-        aligned: whether all its data accesses should be 16 bytes wide: it is in the alignment class 16.
+        alignment: its alignment class in bytes: how wide all its accesses to data should be.
         spec: given tiles, returns what to compile.
     """
 
     kernel: str
     variant: str
-    aligned: bool
+    alignment: int
     spec: Callable[[Tuning], KernelSpec]
 
 
@@ -108,12 +108,11 @@ def _paged(geometry: Geometry, alignment: int, lead: int, hnd: bool, index: torc
         v_scale=None,
     )
     order, slots = "HND" if hnd else "NHD", str(index).removeprefix("torch.")
-    aligned = alignment == 16
     return [
         Case(
             "paged_caching_",
             f"{name} {geometry} {order} {lead}-D {slots} align {alignment}",
-            aligned,
+            alignment,
             _paged_spec(request, number),
         )
         for number, name in enumerate(("fused", "separate"))
@@ -131,7 +130,7 @@ def _static(geometry: Geometry, alignment: int, from_tensor: bool) -> Case:
     return Case(
         "static_update_",
         f"{geometry} lengths {'int64' if from_tensor else 'host'} align {alignment}",
-        alignment == 16,
+        alignment,
         lambda tuning: static_update.spec_for(request, tuning.static.for_rows(row_bytes(request, heads_at=1))),
     )
 
@@ -149,7 +148,7 @@ def _gather(geometry: Geometry, alignment: int, lead: int, hnd: bool) -> Case:
     return Case(
         "gather_paged",
         f"{geometry} {'HND' if hnd else 'NHD'} {lead}-D align {alignment}",
-        alignment == 16,
+        alignment,
         lambda tuning: gather_paged.spec_for(request, tuning.gather.for_rows(row_bytes(request))),
     )
 
@@ -164,7 +163,7 @@ def _copy(geometry: Geometry, alignment: int, hnd: bool) -> Case:
     return Case(
         "copy_blocks_",
         f"{geometry} {'HND' if hnd else 'NHD'} align {alignment}",
-        alignment == 16,
+        alignment,
         lambda tuning: copy_blocks.spec_for(request, tuning.copy),
     )
 
