@@ -29,7 +29,7 @@ SOURCES = [*ROOT.glob("core/**/*.py"), *ROOT.glob("backends/*/**/*.py")]
 MAKE_TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-WRITTEN = {"repro.py"}
+WRITTEN = {"repro.py", "digest.md", "failures/"}
 """Files that commands write, and that are not in the repository."""
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=str)
