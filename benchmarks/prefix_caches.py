@@ -397,8 +397,8 @@ The next insertion mostly brings the blocks that an eviction released, in the sa
 released last, as in `CacheManager`. The prefix cache sees this with one comparison. Blocks in another order are looked up one by one.
 "blocks turned round" measures that, with an allocator that returns evicted blocks in the opposite order.
 
-A commit inserts one block behind the last, locks the new end and unlocks the old one. The figure is a median over {commits:,} commits for each
-length and round. The two sequences take turns, block by block.
+A commit inserts one block behind the last, locks the new end and unlocks the old one. The figure is a median over {commits:,} commits for
+each length and round. The two sequences take turns, block by block.
 
 A step of a batch makes room for one more token of each sequence, fills the tables for attention and commits the ids. One id in sixteen
 completes a block: `benchmarks/decode_step.py`. The baseline does the same with Python lists of ids and blocks for each sequence, and a

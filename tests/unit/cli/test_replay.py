@@ -101,7 +101,7 @@ def test_lines_for_people(small: Path) -> None:
     assert lines[:3] == [
         f"{small}: mooncake, 4 requests, 4,096 input tokens",
         "prefix cache: radix, blocks of 512; one request after the other",
-        "ceiling (a cache without end): 0.5000 of the tokens, 0.5000 of the trace's blocks",
+        "ceiling (a cache that never evicts): 0.5000 of the tokens, 0.5000 of the trace's blocks",
     ]
     cells = [re.sub(r"\s+", " ", line.strip("│┃ ")) for line in lines]
     assert any(re.match(r"1,536 │ 0\.3750 │ 0\.3750 │ [\d.]+ │ 1,024 │ \d+ MiB", cell) for cell in cells), cells
