@@ -17,7 +17,6 @@ import pytest
 
 import kvdock
 from kvdock_conformance import reports
-from kvdock_conformance.reports import digest
 from kvdock_conformance.reports.json_report import SCHEMA_FILE, VERSION, as_dict
 from kvdock_conformance.reports.junit import text as junit_text
 from kvdock_conformance.reports.repro import Extract, script
@@ -175,7 +174,7 @@ def test_a_folder_of_reports(found: Run, tmp_path: Path) -> None:
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     failures = ["failures/KVD-WRITE-001/report.txt", "failures/KVD-WRITE-001/repro.py"]
     assert names == ["digest.md", *failures, "junit.xml", "report.json"]
-    assert (folder / "digest.md").read_text(encoding="utf-8") == digest.text(found)
+    assert (folder / "digest.md").read_text(encoding="utf-8") == reports.digest.text(found)
     CHECK.validate(json.loads((folder / "report.json").read_text()))
     reports.write(attrs.evolve(found, outcomes=[found.outcomes[1]]), folder)
     assert not (folder / "failures").exists(), "what is mended is not told again"
