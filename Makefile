@@ -51,9 +51,9 @@ bench: setup
 bench-prefix: setup
 	OMP_NUM_THREADS=1 $(PY) benchmarks/prefix_caches.py $(if $(TRACE),--trace $(TRACE)) $(BENCH)
 
-# Compiles for GPUs without one: Triton, which `dev` brings, has the compilers for both vendors.
+# Compiles for GPUs without one, and records it: Triton, which `dev` brings, has the compilers for both vendors.
 aot: setup
-	$(PY) -m kvdock_triton.aot
+	$(PY) -m kvdock_triton.aot --out docs/benchmarks/aot.md
 
 # The code of each op's call, after a change to a schema or to what writes it; tests compare.
 calls: setup

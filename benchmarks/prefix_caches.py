@@ -378,32 +378,31 @@ def machine() -> dict[str, str]:
 PAGE = """# Prefix cache, manager and block allocator
 
 Made by `{command}`; `prefix.json` beside this page is the record. One process, one thread. A figure is the
-median over {rounds} rounds, with the least and the greatest; a ratio compares two that took turns in the same round.
+median over {rounds} rounds, with the least and the greatest. A ratio compares two that took turns in the same round.
 
-The trace is `{trace}`: {requests:,} requests, {tokens:,} input tokens; blocks of {block}. Ours is
+The trace is `{trace}`: {requests:,} requests, {tokens:,} input tokens; blocks of {block}. "Ours" is
 `RadixPrefixCache` with all its checks: match, lock, evict, insert behind what was found, unlock. The plain tree is
-`benchmarks/plain_tree.py`: a numpy tree without locks and checks that collects and heapifies its leaves at each eviction, and
-stores a slot for each token. Both get the same token ids, and the same blocks in the form that they store, all int32. Not in the
-times: making these, handing out blocks, and Python's cycle collector, which is off.
+`benchmarks/plain_tree.py`: a numpy tree without locks and checks. It collects and heapifies its leaves at each eviction, and stores a
+slot for each token. Both get the same token ids, and the same blocks in the form that they store, all int32. Not timed: making these
+arrays, handing out blocks, and Python's cycle collector, which is off.
 
 ```
 {head}
 {table}
 ```
 
-Memory is what `tracemalloc` says was allocated while prompts were inserted, and still was when that was done.
+Memory is what `tracemalloc` counts as allocated while prompts were inserted and not freed at the end.
 
-The blocks that an eviction lets go are mostly the ones that the next insertion brings, in the same order, since `BlockAllocator`
-hands out first what was released last, as `CacheManager` uses it. The prefix cache sees that by one comparison. Where they come in
-another order each is looked up: "blocks turned round" is that, with an allocator that gives evicted blocks back in the opposite
-order.
+The next insertion mostly brings the blocks that an eviction released, in the same order: `BlockAllocator` first hands out what was
+released last, as in `CacheManager`. The prefix cache sees this with one comparison. Blocks in another order are looked up one by one.
+"blocks turned round" measures that, with an allocator that returns evicted blocks in the opposite order.
 
-A commit is an insertion of one block behind the last, a lock of the new end and an unlock of the old one: a median over
-{commits:,} of them for each length and round. The two sequences take turns, block by block.
+A commit inserts one block behind the last, locks the new end and unlocks the old one. The figure is a median over {commits:,} commits for
+each length and round. The two sequences take turns, block by block.
 
-A step of a batch makes room for one more token of each sequence, fills the tables for attention and commits the ids, one in
-sixteen of which completes a block: `benchmarks/decode_step.py`. The baseline does the same with a list of ids and of blocks per
-sequence and a hash table of whole blocks (`benchmarks/plain_manager.py`); the two take turns after sixteen steps.
+A step of a batch makes room for one more token of each sequence, fills the tables for attention and commits the ids. One id in sixteen
+completes a block: `benchmarks/decode_step.py`. The baseline does the same with Python lists of ids and blocks for each sequence, and a
+hash table of whole blocks (`benchmarks/plain_manager.py`). The two take turns every sixteen steps.
 """
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import attrs
 
 ROOT = Path(__file__).parents[1]
-_FOLDERS = ("", "docs/", "docs/backends/", "examples/", "examples/*/")
+_FOLDERS = ("", "docs/", "docs/backends/", "docs/benchmarks/", "docs/benchmarks/*/", "examples/", "examples/*/", "tests/data/")
 PAGES = sorted(path.relative_to(ROOT) for folder in _FOLDERS for path in ROOT.glob(f"{folder}*.md"))
 
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)

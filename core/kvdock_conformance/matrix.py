@@ -13,21 +13,22 @@ from kvdock_conformance.requirement import Requirement, Requirements
 __all__ = ["main", "page"]
 
 _HEAD = """\
-# What the conformance kit asks, and which faults prove that it notices
+# The conformance matrix: requirements, and the faults that prove the checks
 
 Made by `make matrix` from `kvdock_conformance.requirements` and `kvdock_conformance.faults`; a test compares. {requirements}
-requirements, {faults} seeded faults, each of them a backend (or a prefix cache) that is wrong in one way.
+requirements and {faults} seeded faults. Each fault is a backend (or a prefix cache) that is wrong in one way.
 
-`tests/unit/conformance/test_faults.py` seeds every fault, into the CPU backend or the radix prefix cache, and asserts both ways:
-each requirement that a row names fails with the fault, and passes at the same cases without it. An eighth of the faults runs in
-`make test`, all of them in `make test-all`. No requirement is without a fault. `kvdock conformance --backend NAME --prove` seeds
-them into another backend's own kernels, on its own device.
+`tests/unit/conformance/test_faults.py` seeds every fault into the CPU backend or the radix prefix cache. It checks that each
+requirement in the row fails with the fault, and passes the same cases without it. `make test` runs an eighth of the faults,
+`make test-all` all of them. Every requirement has a fault. `kvdock conformance --backend NAME --prove` seeds the faults into another
+backend's own kernels, on its own device.
 
 * **level**: *core* is what an engine needs; *extended* adds the long and the large cases.
-* **unless it says no**: a backend that does not claim this is asked the other way round: it must say why, refuse, and change nothing.
-* **needs**: what a machine must have for the requirement to be checked there. Elsewhere its refusal is verified.
-* **noticed by**: ids without `KVD-`. Each of them must fail with the fault. Those marked `*` notice it only in host memory, where
-  an index out of range must raise; `--prove` does not hold other backends to them.
+* **capability**: a backend may say that it lacks this. The kit then checks the refusal instead: the backend must say why, refuse,
+  and change nothing.
+* **needs**: what a machine must have to check the requirement. Without it, the kit checks the refusal.
+* **noticed by**: ids without `KVD-`. Each of these requirements must fail with the fault. Those marked `*` notice it only in host
+  memory, where an index out of range must raise; `--prove` does not ask other backends for them.
 """
 
 
@@ -55,7 +56,7 @@ def _area(area: str, asked: Sequence[Requirement], seeded: Sequence[Fault]) -> I
     """Yield the lines of one area."""
     yield from ("", f"## `{area}`", "")
     counts = {item.id: sum(item.id in fault.killers for fault in seeded) for item in asked}
-    columns = ("requirement", "what must be so", "level", "unless it says no: it", "needs", "faults")
+    columns = ("requirement", "what must be so", "level", "capability", "needs", "faults")
     yield from _table(columns, [_requirement_row(item, counts[item.id]) for item in asked])
     yield ""
     yield from _table(("fault", "what is wrong", "noticed by"), map(_fault_row, seeded))

@@ -36,16 +36,17 @@ def run(*arguments: str, timeout: float = 1800) -> subprocess.CompletedProcess[s
 
 def compiled(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     """Compile, and return the figures."""
-    done = run("--json", str(folder / "aot.json"), *arguments)
+    done = run("--json", str(folder / "aot.json"), "--out", str(folder / "aot.md"), *arguments)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert (folder / "aot.md").read_text(encoding="utf-8") == done.stdout
     content = json.loads((folder / "aot.json").read_text(encoding="utf-8"))
-    assert set(content["versions"]) == {"triton", "torch", "python"}
+    assert set(content["versions"]) == {"Triton", "torch", "Python"}
     return list(content["results"])
 
 
 def assert_wide(results: Sequence[dict[str, Any]]) -> None:
     """Check that every data access of the aligned class has 16 bytes, and that there is such a kernel of every op."""
-    aligned = [result for result in results if result["aligned"]]
+    aligned = [result for result in results if result["alignment"] == 16]
     assert {result["kernel"] for result in aligned} == KERNELS
     for result in aligned:
         assert result["load"] >= 16, result
@@ -98,8 +99,8 @@ from kvdock_triton import aot, aot_cases
 texts = json.loads(sys.argv[1])
 print(json.dumps({
     "widths": [aot.ptx_widths(texts[0]), aot.amd_widths(texts[1])],
-    "cases": [[case.kernel, case.variant, case.aligned] for case in aot_cases.all_cases()],
-    "quick": [[case.kernel, case.variant, case.aligned] for case in aot_cases.all_cases(quick=True)],
+    "cases": [[case.kernel, case.variant, case.alignment] for case in aot_cases.all_cases()],
+    "quick": [[case.kernel, case.variant, case.alignment] for case in aot_cases.all_cases(quick=True)],
     "lanes": {name: target.warp_size for name, target in aot.TARGETS.items()},
 }))
 """
@@ -135,7 +136,7 @@ def test_the_cases_are_all_variants(facts: Any) -> None:
 
 def test_the_chosen_subset_is_aligned_and_part_of_the_whole(facts: Any) -> None:
     assert all(case in facts["cases"] for case in facts["quick"])
-    assert all(aligned for _, _, aligned in facts["quick"])
+    assert all(alignment == 16 for _, _, alignment in facts["quick"])
     assert {kernel for kernel, _, _ in facts["quick"]} == KERNELS
 
 

@@ -125,7 +125,7 @@ def test_old_firmware_conforms_but_for_what_its_file_says(installed: Environment
     assert (report["exit_code"], report["complete"], not_green(report)) == (0, True, ["KVD-WRITE-003"])
     entry = by_id(report)["KVD-WRITE-003"]
     assert entry["verdict"] == "expected failure"
-    assert "firmware 3 mends it" in entry["reason"]
+    assert "firmware 3 fixes it" in entry["reason"]
 
 
 @pytest.mark.slow  # the whole of core level

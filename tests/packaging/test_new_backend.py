@@ -234,7 +234,7 @@ def test_a_backend_for_a_type_that_another_serves(tmp_path: Path) -> None:
     """It is written, and what it will meet where both claim a device is said."""
     done = new_backend("acme", "--device-type", "cuda", "--dir", str(tmp_path / "text"))
     assert done.exit_code == 0, done.output
-    assert "Note: cuda is for cuda devices too." in done.output
+    assert "Note: cuda serves cuda devices too." in done.output
     assert "KVDOCK_BACKEND_CUDA=acme" in done.output
     for device_type, notes in (("cuda", 1), ("npu", 0)):
         done = new_backend("acme", "--device-type", device_type, "--dir", str(tmp_path / device_type), "--json")

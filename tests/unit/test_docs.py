@@ -20,11 +20,15 @@ from support_docs import PAGES, ROOT, blocks, prose, read
 
 ARCHITECTURE = Path("docs/architecture.md")
 DOCUMENTS = Path("docs/from-the-documents.md")
+USE = [
+    Path("README.md"),
+    *(Path(f"docs/{name}.md") for name in ("caches", "transformers", "prefix-and-scheduler", "command-line", "plugins")),
+]
 SOURCES = [*ROOT.glob("core/**/*.py"), *ROOT.glob("backends/*/**/*.py")]
 MAKE_TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-WRITTEN = {"repro.py"}
+WRITTEN = {"repro.py", "digest.md", "failures/"}
 """Files that commands write, and that are not in the repository."""
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=str)
@@ -123,7 +127,7 @@ def theirs(page: Path) -> set[str]:
     return {name for line in re.findall(r"^\*Describes (.*)\*$", prose(page), re.MULTILINE) for name in re.findall(r"`([^`]+)`", line)}
 
 
-@pytest.mark.parametrize("page", [ARCHITECTURE, Path("README.md"), Path("CONTRIBUTING.md"), Path("CHANGELOG.md")], ids=str)
+@pytest.mark.parametrize("page", [*USE, ARCHITECTURE, Path("CONTRIBUTING.md"), Path("CHANGELOG.md")], ids=str)
 def test_functions_and_methods_exist(page: Path) -> None:
     """`Class.method` and `function()` are names of the code, wherever they are defined."""
     classes, names = defined()
@@ -151,11 +155,18 @@ def test_extras_exist(page: Path) -> None:
     assert wanted <= set(PROJECT["optional-dependencies"])
 
 
-def test_the_readme_lists_every_extra_and_every_variable() -> None:
-    text = read(Path("README.md"))
+def test_every_extra_and_every_variable_is_listed() -> None:
+    text = read(Path("README.md")) + read(Path("docs/plugins.md"))
     listed = set(re.findall(r"^\| `([\w<>]+)` \|", text, re.MULTILINE))
     variables = {settings.ALLOW, settings.DENY, settings.DISABLE, f"{settings.PER_DEVICE}<DEVICE_TYPE>"}
     assert listed == variables | set(PROJECT["optional-dependencies"])
+
+
+def test_the_readme_is_short_and_leads_to_every_page_of_use() -> None:
+    text = read(Path("README.md"))
+    assert len(text.splitlines()) <= 180
+    for page in (page for page in PAGES if page.parent in (Path("docs"), Path("docs/backends"))):
+        assert f"]({page})" in text or page.stem == "conformance-internals", f"the README does not lead to {page}"
 
 
 def test_the_architecture_spells_out_the_real_key() -> None:

@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
@@ -24,10 +23,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kvdock_triton.aot_cases import all_cases
+from kvdock_triton.aot_page import Result, page
 from kvdock_triton.launch import compile_for
 from kvdock_triton.tuning import HOPPER, Tuning, tuning_for
 
-__all__ = ["TARGETS", "TUNED", "Result", "amd_widths", "compile_all", "main", "ptx_widths"]
+__all__ = ["TARGETS", "TUNED", "amd_widths", "compile_all", "main", "ptx_widths"]
 
 TARGETS: dict[str, GPUTarget] = {
     **{f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 90, 100, 120)},
@@ -40,35 +40,6 @@ TUNED: dict[str, Tuning] = {"sm_90": HOPPER}
 """Tiles of those that have been measured; the others take those for the lanes of their warps."""
 
 PROCESSES = 2
-
-
-@attrs.frozen
-class Result:
-    """What became of one kernel on one architecture.
-
-    Args:
-        kernel: name of the op.
-        variant: which of its variants.
-        target: name of the architecture.
-        aligned: whether all data accesses should be 16 bytes wide.
-        registers: of a thread (NVIDIA), vector registers of a lane (AMD).
-        spills: bytes that a thread spills to memory (NVIDIA), registers that are spilled (AMD).
-        shared: bytes of shared memory of a program.
-        load: bytes of the widest load from global memory.
-        store: bytes of the widest store.
-        narrowest_store: bytes of the narrowest; only data is stored, and counters are added to.
-    """
-
-    kernel: str
-    variant: str
-    target: str
-    aligned: bool
-    registers: int
-    spills: int
-    shared: int
-    load: int
-    store: int
-    narrowest_store: int
 
 
 _PTX_ACCESS = re.compile(r"\b(ld|st)\.global((?:\.[\w:]+)*?)(?:\.v(\d))?\.[busf](\d+)\b")
@@ -140,7 +111,7 @@ def _compile(job: tuple[bool, int, str]) -> Result:
         kernel=case.kernel,
         variant=case.variant,
         target=name,
-        aligned=case.aligned,
+        alignment=case.alignment,
         registers=registers,
         spills=spills,
         shared=int(compiled.metadata.shared),
@@ -162,46 +133,24 @@ def compile_all(quick: bool = False, targets: Iterable[str] = tuple(TARGETS)) ->
         return list(pool.map(_compile, jobs, chunksize=4))
 
 
-_COLUMNS = ("kernel", "variant", "target", "registers", "spills", "shared", "load", "store")
-
-
-def _table(results: Sequence[Result]) -> str:
-    """Return results as a Markdown table."""
-    rows = [_COLUMNS, *(tuple(str(getattr(result, column)) for column in _COLUMNS) for result in results)]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(_COLUMNS))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
-    rule = "| " + " | ".join("-" * width for width in widths) + " |"
-    return "\n".join([lines[0], rule, *lines[1:]])
-
-
-def _verdict(results: Sequence[Result]) -> tuple[str, bool]:
-    """Sum up: how many kernels spill, and whether the aligned class has 16-byte accesses everywhere."""
-    spilling = [result for result in results if result.spills]
-    narrow = [result for result in results if result.aligned and (result.load < 16 or result.narrowest_store < 16)]
-    lines = [
-        f"{len(results)} kernels compiled with Triton {triton.__version__} and torch {torch.__version__}",
-        f"{len(spilling)} spill registers",
-        f"{len(narrow)} of {sum(result.aligned for result in results)} of the aligned class have accesses below 16 bytes",
-    ]
-    bad = [f"  {result.kernel} {result.variant} {result.target}" for result in (*spilling, *narrow)]
-    return "\n".join(lines + bad), not bad
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile, print the table, and say (1) if a kernel spills or the aligned class has narrow accesses."""
+    """Compile, print the page, and return 1 if a kernel spills or has accesses narrower than its alignment class."""
     parser = argparse.ArgumentParser(prog="python -m kvdock_triton.aot", description="Compile every kernel for every architecture.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the page there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of each kernel there")
     parser.add_argument("--quick", action="store_true", help="one aligned variant of each kernel only")
     parser.add_argument("--target", action="append", choices=list(TARGETS), help="an architecture, instead of all; may be repeated")
     options = parser.parse_args(arguments)
     results = compile_all(options.quick, options.target or TARGETS)
-    verdict, good = _verdict(results)
-    sys.stdout.write(f"{_table(results)}\n\n{verdict}\n")
+    versions = {"Triton": triton.__version__, "torch": torch.__version__, "Python": sys.version.split()[0]}
+    said = page(results, versions)
+    sys.stdout.write(said)
+    if options.out:
+        options.out.write_text(said, encoding="utf-8")
     if options.json:
-        versions = {"triton": triton.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
-        content: dict[str, Any] = {"versions": versions, "results": [attrs.asdict(result) for result in results]}
+        content = {"versions": versions, "results": [attrs.asdict(result) for result in results]}
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return 0 if good else 1
+    return int(any(result.faults for result in results))
 
 
 if __name__ == "__main__":

@@ -48,13 +48,13 @@ class Case:
     Args:
         kernel: name of the op.
         variant: what distinguishes it, for people.
-        aligned: whether all its data accesses should be 16 bytes wide: it is in the alignment class 16.
+        alignment: its alignment class in bytes: how wide all its accesses to data should be.
         spec: given tiles, returns what to compile.
     """
 
     kernel: str
     variant: str
-    aligned: bool
+    alignment: int
     spec: Callable[[Tuning], KernelSpec]
 
 
@@ -108,12 +108,11 @@ def _paged(geometry: Geometry, alignment: int, lead: int, hnd: bool, index: torc
         v_scale=None,
     )
     order, slots = "HND" if hnd else "NHD", str(index).removeprefix("torch.")
-    aligned = alignment == 16
     return [
         Case(
             "paged_caching_",
             f"{name} {geometry} {order} {lead}-D {slots} align {alignment}",
-            aligned,
+            alignment,
             _paged_spec(request, number),
         )
         for number, name in enumerate(("fused", "separate"))
@@ -131,7 +130,7 @@ def _static(geometry: Geometry, alignment: int, from_tensor: bool) -> Case:
     return Case(
         "static_update_",
         f"{geometry} lengths {'int64' if from_tensor else 'host'} align {alignment}",
-        alignment == 16,
+        alignment,
         lambda tuning: static_update.spec_for(request, tuning.static.for_rows(row_bytes(request, heads_at=1))),
     )
 
@@ -149,24 +148,27 @@ def _gather(geometry: Geometry, alignment: int, lead: int, hnd: bool) -> Case:
     return Case(
         "gather_paged",
         f"{geometry} {'HND' if hnd else 'NHD'} {lead}-D align {alignment}",
-        alignment == 16,
+        alignment,
         lambda tuning: gather_paged.spec_for(request, tuning.gather.for_rows(row_bytes(request))),
     )
 
 
-def _copy(geometry: Geometry, alignment: int, hnd: bool) -> Case:
-    """Return `copy_blocks_`."""
+def _copy_spec(request: kvdock.Request, number: int) -> Callable[[Tuning], KernelSpec]:
+    """Return what makes one of the two specs of `copy_blocks_`."""
+    return lambda tuning: copy_blocks.specs_for(request, tuning.copy)[number]
+
+
+def _copy(geometry: Geometry, alignment: int, hnd: bool) -> list[Case]:
+    """Return both kernels of `copy_blocks_`: for pairs in a tensor, and for a few that are passed by value."""
     request = _request(
         "copy_blocks_",
         **{f"{name}_cache": _pool(geometry, name, alignment, hnd) for name in ("k", "v")},
         block_pairs=_index(None, 2),
     )
-    return Case(
-        "copy_blocks_",
-        f"{geometry} {'HND' if hnd else 'NHD'} align {alignment}",
-        alignment == 16,
-        lambda tuning: copy_blocks.specs_for(request, tuning.copy)[0],
-    )
+    name = f"{geometry} {'HND' if hnd else 'NHD'} align {alignment}"
+    return [
+        Case("copy_blocks_", f"{pairs} {name}", alignment, _copy_spec(request, number)) for number, pairs in enumerate(("tensor", "few"))
+    ]
 
 
 def _geometry_cases(geometry: Geometry) -> list[Case]:
@@ -176,7 +178,7 @@ def _geometry_cases(geometry: Geometry) -> list[Case]:
     cases = [case for lead in (1, 2) for hnd in both for case in _paged(geometry, alignment, lead, hnd, torch.int64)]
     cases += [_static(geometry, alignment, from_tensor) for from_tensor in both]
     cases += [_gather(geometry, alignment, lead, hnd) for lead in (1, 2) for hnd in both]
-    return [*cases, *(_copy(geometry, alignment, hnd) for hnd in both)]
+    return [*cases, *(case for hnd in both for case in _copy(geometry, alignment, hnd))]
 
 
 def _alignment_cases(alignment: int) -> list[Case]:
@@ -184,13 +186,13 @@ def _alignment_cases(alignment: int) -> list[Case]:
     cases = [case for lead in (1, 2) for case in _paged(USUAL, alignment, lead, False, torch.int64)]
     cases += [_static(USUAL, alignment, False), _static(USUAL, alignment, True)]
     cases += [_gather(USUAL, alignment, lead, False) for lead in (1, 2)]
-    return [*cases, _copy(USUAL, alignment, False)]
+    return [*cases, *_copy(USUAL, alignment, False)]
 
 
 def _quick_cases() -> list[Case]:
     """Return one variant of each kernel, in the aligned class."""
     cases = _paged(USUAL, 16, 1, False, torch.int64)
-    return [*cases, _static(USUAL, 16, True), _gather(USUAL, 16, 1, False), _copy(USUAL, 16, False)]
+    return [*cases, _static(USUAL, 16, True), _gather(USUAL, 16, 1, False), *_copy(USUAL, 16, False)]
 
 
 def all_cases(quick: bool = False) -> Sequence[Case]:

@@ -32,7 +32,7 @@ def build(arguments: Sequence[str] = ()) -> typer.Typer:
     """
     app = typer.Typer(
         name="kvdock",
-        help="Inspect kvdock: its plugins, its backends, and which kernel serves an op.",
+        help="Show what kvdock runs on this machine, check backends, and replay traces.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -45,4 +45,4 @@ def build(arguments: Sequence[str] = ()) -> typer.Typer:
 
 
 def _root() -> None:
-    """Inspect kvdock: its plugins, its backends, and which kernel serves an op."""  # its presence keeps a lone command a sub-command
+    """Show what kvdock runs on this machine, check backends, and replay traces."""  # its presence keeps a lone command a sub-command

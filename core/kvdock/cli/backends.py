@@ -50,13 +50,13 @@ def _abilities(loaded: LoadedBackend) -> dict[str, Any]:
 
 
 def command(json_output: JsonFlag = False) -> None:
-    """List the backends, and the ops each serves itself or by portable kernels."""
+    """List the backends, and the ops that each serves with its own or with portable kernels."""
     with errors_shown("backends", json_output):
         rows = describe(runtime.default().registry)
     if json_output:
         show_json("backends", {"backends": rows})
     else:
-        columns = ("backend", "device type", "state", "devices, or why none", "priority", "dtypes", "native ops", "portable ops", "plugin")
+        columns = ("backend", "device type", "state", "devices or reason", "priority", "dtypes", "native ops", "portable ops", "plugin")
         show_table(columns, [_cells(row) for row in rows])
         show_lines(*(f"{row['name']}: {note}" for row in rows for note in row.get("notes", ())))
 
@@ -66,7 +66,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     if "devices" not in row:
         able: tuple[str, ...] = (row["reason"], "", "", "", "")
     else:
-        dtypes = "each kernel decides" if row["dtypes"] is None else "\n".join(row["dtypes"])
+        dtypes = "up to each kernel" if row["dtypes"] is None else "\n".join(row["dtypes"])
         native = [f"{op} (overridden)" if op in row["overridden"] else op for op in row["native"]]
         able = ("\n".join(row["devices"]), row["priority"], dtypes, "\n".join(native), "\n".join(row["portable"]))
     return (

@@ -59,15 +59,17 @@ def certify(plan: Plan, *, with_faults: bool) -> Run:
 def command(
     backend: Annotated[str | None, typer.Option(help="Name of the backend, as `kvdock backends` lists it.")] = None,
     prefix: Annotated[str | None, typer.Option(help="Name of a prefix cache, in place of a backend.")] = None,
-    level: Annotated[LevelName, typer.Option(help="How much is asked of it.")] = LevelName.CORE,
-    op: Annotated[str | None, typer.Option(help="Check this op, or area, only. The report says what was left out.")] = None,
-    device: Annotated[str | None, typer.Option(help="One of the backend's devices, such as acme:1. Default: its first.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Folder for report.json, junit.xml, and a repro.py for each failure.")] = None,
+    level: Annotated[LevelName, typer.Option(help="How much to check.")] = LevelName.CORE,
+    op: Annotated[str | None, typer.Option(help="Check only this op or area. The report lists what was left out.")] = None,
+    device: Annotated[str | None, typer.Option(help="One of the backend's devices, such as acme:1. Default: the first.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Folder for report.json, junit.xml, digest.md (one page), and a repro.py for each failure.")
+    ] = None,
     expected_file: Annotated[Path | None, typer.Option("--expected", help="TOML file of expected failures.")] = None,
-    prove_it: Annotated[bool, typer.Option("--prove", help="Also seed faults into the backend: each must be noticed.")] = False,
+    prove_it: Annotated[bool, typer.Option("--prove", help="Also seed faults into the backend. The kit must notice each.")] = False,
     json_output: JsonFlag = False,
 ) -> None:
-    """Check a backend, or a prefix cache. Exits with 0: all conforms, 1: something failed, 3: something was not run."""
+    """Check a backend or a prefix cache. Exits with 0 if it conforms, 1 if something failed, 3 if something was not run."""
     with errors_shown("conformance", json_output):
         kind, name = _wanted(backend=backend, prefix=prefix)
         every = requirements.load()
@@ -128,7 +130,7 @@ def _show_end(found: Run, report: Path | None) -> None:
     """Print where the reports are, what was left out, and a last line that says it all."""
     if report is not None:
         any_failed = any(outcome.failed for outcome in found.outcomes)
-        show_lines(f"reports are in {report}" + ("; failures/ holds a repro.py for each" if any_failed else ""))
+        show_lines(f"reports are in {report}" + ("; failures/ has a repro.py for each failure" if any_failed else ""))
     left = found.plan.left_out()
     if left:
         show_lines(f"left out: {', '.join(left[:_SHOWN])}" + (f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""))
@@ -146,6 +148,6 @@ def _proof_row(proof: Any) -> tuple[object, ...]:
     """Return the row of one fault."""
     noticed = ", ".join(proof["killed_by"]) or proof["reason"] or "nothing"
     missed = f"; not by {', '.join(proof['missed'])}" if proof["missed"] else ""
-    always = f"; without it too: {', '.join(proof['always'])}" if proof["always"] else ""
-    refused = "; it refuses some of their cases" if proof["verdict"] == "out of reach" else ""
+    always = f"; these fail without the fault too: {', '.join(proof['always'])}" if proof["always"] else ""
+    refused = "; the backend refuses some of their cases" if proof["verdict"] == "out of reach" else ""
     return proof["fault"], proof["verdict"], noticed + missed + refused + always, proof["sentence"]

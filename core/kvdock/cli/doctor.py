@@ -110,7 +110,7 @@ def _show_descriptors(diagnosis: Diagnosis) -> None:
     if diagnosis.descriptors:
         show_counters(diagnosis.descriptors)
     else:
-        show_lines("descriptors: this process has called no op; `kvdock explain OP --run 3` prepares one, calls it and counts")
+        show_lines("descriptors: none yet; `kvdock explain OP --run 3` calls an op three times and shows the counters")
 
 
 def _row(record: PluginRecord) -> tuple[str, ...]:

@@ -98,11 +98,11 @@ def command(
     heads: Annotated[int, typer.Option(min=1, help="KV heads.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="Elements per head.")] = 128,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = 16,
-    backend: Annotated[str | None, typer.Option(help="Backend to ask for by name.")] = None,
-    run: Annotated[int, typer.Option(min=0, help="Prepare it, call it this often with small tensors, and show the counters.")] = 0,
+    backend: Annotated[str | None, typer.Option(help="Use this backend, whatever else would be chosen.")] = None,
+    run: Annotated[int, typer.Option(min=0, help="Call the op this many times with small tensors, and show times and counters.")] = 0,
     json_output: JsonFlag = False,
 ) -> None:
-    """Say which kernel would serve OP, and why each other candidate would not."""
+    """Show which kernel would serve OP, and why the other candidates would not."""
     sizes = {"heads": heads, "head_dim": head_dim, "block_size": block_size}
     with errors_shown("explain", json_output):
         found = explain(op, device=device, dtype=dtype, backend=backend, sizes=sizes, calls=run)
@@ -124,7 +124,7 @@ def _show(found: dict[str, Any]) -> None:
     if found["descriptors"]:
         show_counters(found["descriptors"])
     else:
-        show_lines("descriptors: this process has not called it; --run 3 prepares one, calls it and counts")
+        show_lines("descriptors: none yet; --run 3 calls the op three times and shows the counters")
 
 
 def _run_text(run: dict[str, Any]) -> str:

@@ -19,12 +19,12 @@ __all__ = ["command"]
 
 def command(
     name: Annotated[str, typer.Argument(help="Name of the backend, such as acme.")],
-    device_type: Annotated[str, typer.Option(help="torch's name for the type of device that it serves.")],
+    device_type: Annotated[str, typer.Option(help="torch's name for the device type that it serves.")],
     folder: Annotated[Path | None, typer.Option("--dir", help="Where to write it. Default: kvdock-NAME in this folder.")] = None,
-    license_id: Annotated[str | None, typer.Option("--license", help="SPDX id for its metadata, such as Apache-2.0.")] = None,
+    license_id: Annotated[str | None, typer.Option("--license", help="SPDX id of its licence, such as Apache-2.0.")] = None,
     json_output: JsonFlag = False,
 ) -> None:
-    """Write a project for a new backend: kernels in torch, tests, CI. Exits with 2 if a name cannot be used, or files are there."""
+    """Write a project for a new backend: kernels in torch, tests, CI. Exits with 2 if a name cannot be used or files exist already."""
     project = NewBackend(name, device_type, license_id)
     with errors_shown("new-backend", json_output):
         root = folder if folder is not None else Path(project.distribution)
@@ -48,6 +48,6 @@ def _notes(name: str, device_type: str) -> list[str]:
         return []
     chosen = f"KVDOCK_BACKEND_{device_type.upper()}={name}"
     return [
-        f"Note: {', '.join(others)} is for {device_type} devices too. Where both claim a device a call is refused until one is chosen, "
-        f"such as by {chosen}, or by another priority in the backend's capabilities."
+        f"Note: {', '.join(others)} serves {device_type} devices too. If two backends claim a device, calls on it are refused until "
+        f"you choose one: set {chosen}, or change the priority in the backend's capabilities."
     ]

@@ -96,19 +96,19 @@ def _step(bars: Progress, task: Any) -> Callable[[], None]:
 
 def command(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace file: Mooncake's JSON lines or Azure's CSV.")],
-    pool: Annotated[list[str], typer.Option(help="Tokens in the pool, such as 3M or 10e6; several behind commas, or again.")] = ["3M"],  # noqa: B006 - typer reads it, nobody changes it
+    pool: Annotated[list[str], typer.Option(help="Tokens in the pool, such as 3M or 10e6, or several: 1M,3M.")] = ["3M"],  # noqa: B006 - typer reads it, nobody changes it
     block_size: Annotated[int, typer.Option(min=1, max=512, help="Tokens per block of the pool.")] = 16,
     policy: Annotated[str | None, typer.Option(help="What is evicted first: lru, lfu, fifo or priority.")] = None,
     prefix: Annotated[str, typer.Option(help="Name of the prefix cache: radix, naive, or a plugin's.")] = "radix",
-    limit: Annotated[int | None, typer.Option(min=1, help="Replay the first so many requests only.")] = None,
-    timed: Annotated[bool, typer.Option("--timed", help="Replay at the trace's times: running requests hold their blocks.")] = False,
-    prefill_rate: Annotated[float, typer.Option(help="With --timed: uncached input tokens a second, of each request.")] = 10_000.0,
-    decode_rate: Annotated[float, typer.Option(help="With --timed: output tokens a second, of each request.")] = 30.0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Replay only this many requests, the first ones.")] = None,
+    timed: Annotated[bool, typer.Option("--timed", help="Replay at the trace's times. Running requests hold their blocks.")] = False,
+    prefill_rate: Annotated[float, typer.Option(help="With --timed: uncached input tokens per second, for each request.")] = 10_000.0,
+    decode_rate: Annotated[float, typer.Option(help="With --timed: output tokens per second, for each request.")] = 30.0,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON object to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw hit rate against pool size into this .png or .svg.")] = None,
     json_output: JsonFlag = False,
 ) -> None:
-    """Replay TRACE against a prefix cache, and say what it hits, how quickly, and what could have been hit."""
+    """Replay TRACE on a prefix cache, and report its hit rate, its speed, and the highest possible hit rate."""
     with errors_shown("replay", json_output):
         _check_writable(out, plot)
         rates = Rates(prefill_rate, decode_rate) if timed else None
@@ -148,7 +148,7 @@ def _show(found: dict[str, Any]) -> None:
     show_lines(
         f"{trace['path']}: {trace['format']}, {trace['requests']:,} requests, {trace['input_tokens']:,} input tokens",
         f"prefix cache: {settings['prefix']}{policy}, blocks of {settings['block_size']}; {_order(settings['rates'])}",
-        f"ceiling (a cache without end): {top['tokens']:.4f} of the tokens, {top['blocks']:.4f} of the trace's blocks",
+        f"ceiling (a cache that never evicts): {top['tokens']:.4f} of the tokens, {top['blocks']:.4f} of the trace's blocks",
     )
     waiting = ("waited", "longest wait", "most running") if settings["rates"] else ()
     show_table(("pool", "hit rate", "LRU of 512-token blocks", "Mtokens/s", "evicted", "peak memory", *waiting), map(_row, found["runs"]))

@@ -36,7 +36,7 @@ def plot_runs(runs: Sequence[dict[str, Any]], ceiling: float, title: str, path: 
 
     Args:
         runs: for each its ``pool_tokens``, its ``hit_rate`` and its ``block_lru``; at least one.
-        ceiling: the hit rate of a cache without end.
+        ceiling: the hit rate of a cache that never evicts.
         title: what stands above.
         path: where to write; .png or .svg.
 
@@ -58,7 +58,7 @@ def plot_runs(runs: Sequence[dict[str, Any]], ceiling: float, title: str, path: 
 def _draw(axes: Axes, runs: Sequence[dict[str, Any]], ceiling: float, title: str) -> None:
     """Draw lines and names."""
     sizes = [run["pool_tokens"] for run in runs]
-    axes.axhline(ceiling, color="0.5", linestyle=":", label="cache without end")
+    axes.axhline(ceiling, color="0.5", linestyle=":", label="cache that never evicts")
     axes.plot(sizes, [run["block_lru"]["tokens"] for run in runs], "s--", color="tab:orange", label="LRU of 512-token blocks")
     axes.plot(sizes, [run["hit_rate"] for run in runs], "o-", color="tab:blue", label="replayed")
     axes.set_xscale("log")

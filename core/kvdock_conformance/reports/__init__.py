@@ -1,6 +1,7 @@
 """What a run is told as. A new format is a new module, and a line in `FILES`.
 
-`text` tells a failure as a bug report, `repro` as a script, `json_report` and `junit` tell the whole run to programs.
+`text` tells a failure as a bug report, `repro` as a script. `json_report` and `junit` tell the whole run to programs, `digest` tells
+it to people on one page.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from pathlib import Path
 from types import MappingProxyType
 
 from kvdock.errors import ArgumentValueError
-from kvdock_conformance.reports import failures, json_report, junit
+from kvdock_conformance.reports import digest, failures, json_report, junit
 from kvdock_conformance.run import Run
 
 __all__ = ["FILES", "prepare", "write"]
 
-FILES: Mapping[str, Callable[[Run], str]] = MappingProxyType({"report.json": json_report.text, "junit.xml": junit.text})
+FILES: Mapping[str, Callable[[Run], str]] = MappingProxyType(
+    {"report.json": json_report.text, "junit.xml": junit.text, "digest.md": digest.text}
+)
 """What is written into the folder of a report, by file name."""
 
 _FAILURES = "failures"

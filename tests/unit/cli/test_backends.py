@@ -62,7 +62,7 @@ def test_backend_that_is_not_ready(acme_runtime: Runtime, name: str, state: str,
 
 def test_table_for_people(acme_runtime: Runtime) -> None:
     table = run()
-    for text in ("acme", "READY", "own_op", "gather_paged", "each kernel decides", "UNUSABLE", "driver 3 is too old", "this process"):
+    for text in ("acme", "READY", "own_op", "gather_paged", "up to each kernel", "UNUSABLE", "driver 3 is too old", "this process"):
         assert text in table
 
 

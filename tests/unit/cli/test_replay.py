@@ -101,7 +101,7 @@ def test_lines_for_people(small: Path) -> None:
     assert lines[:3] == [
         f"{small}: mooncake, 4 requests, 4,096 input tokens",
         "prefix cache: radix, blocks of 512; one request after the other",
-        "ceiling (a cache without end): 0.5000 of the tokens, 0.5000 of the trace's blocks",
+        "ceiling (a cache that never evicts): 0.5000 of the tokens, 0.5000 of the trace's blocks",
     ]
     cells = [re.sub(r"\s+", " ", line.strip("│┃ ")) for line in lines]
     assert any(re.match(r"1,536 │ 0\.3750 │ 0\.3750 │ [\d.]+ │ 1,024 │ \d+ MiB", cell) for cell in cells), cells
@@ -222,12 +222,14 @@ def test_progress_is_shown_on_stderr_and_never_on_stdout() -> None:
     assert same(json.loads(shown.stdout)) == same(json.loads(quiet.stdout))
 
 
-README_COMMANDS = [(block, line) for block in blocks(Path("README.md"), "sh") for line in block.text.splitlines() if " replay " in line]
+PAGE_COMMANDS = [
+    (block, line) for block in blocks(Path("docs/command-line.md"), "sh") for line in block.text.splitlines() if " replay " in line
+]
 
 
-def test_the_readme_shows_what_it_prints() -> None:
+def test_the_page_shows_what_it_prints() -> None:
     """All but times and memory, which differ each time."""
-    (block, line), *more = README_COMMANDS
+    (block, line), *more = PAGE_COMMANDS
     assert not more
     assert block.output is not None
     done = program(shlex.split(line, comments=True)[1:], cwd=ROOT)

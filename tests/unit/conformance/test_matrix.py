@@ -48,4 +48,4 @@ def test_rows_of_a_small_kit() -> None:
     (row,) = [line for line in text.splitlines() if line.startswith("| KVD-TEST-002")]
     assert cells(row)[2] == "extended"
     assert cells(row)[-1].strip(" |") == "1"
-    assert "2\nrequirements, 1 seeded faults" in text
+    assert "2\nrequirements and 1 seeded faults" in text

@@ -171,7 +171,9 @@ def test_a_folder_of_reports(found: Run, tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "report"
     reports.write(found, folder)
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    assert names == ["failures/KVD-WRITE-001/report.txt", "failures/KVD-WRITE-001/repro.py", "junit.xml", "report.json"]
+    failures = ["failures/KVD-WRITE-001/report.txt", "failures/KVD-WRITE-001/repro.py"]
+    assert names == ["digest.md", *failures, "junit.xml", "report.json"]
+    assert (folder / "digest.md").read_text(encoding="utf-8") == reports.digest.text(found)
     CHECK.validate(json.loads((folder / "report.json").read_text()))
     reports.write(attrs.evolve(found, outcomes=[found.outcomes[1]]), folder)
     assert not (folder / "failures").exists(), "what is mended is not told again"

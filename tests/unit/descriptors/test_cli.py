@@ -73,7 +73,7 @@ def test_explain_prepares_nothing_unless_asked(backend: WatchingBackend) -> None
     assert "run" not in found
     assert backend.ledger.made == []
     assert run("explain", "gather_paged").splitlines()[-1] == (
-        "descriptors: this process has not called it; --run 3 prepares one, calls it and counts"
+        "descriptors: none yet; --run 3 calls the op three times and shows the counters"
     )
 
 
@@ -122,6 +122,6 @@ def test_doctor_in_a_process_that_has_called_nothing(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("KVDOCK_DISABLE_AUTOLOAD", "1")
     runtime.set_default(None)
     assert answer("doctor")["descriptors"] == []
-    assert "descriptors: this process has called no op; `kvdock explain OP --run 3` prepares one, calls it and counts" in run("doctor")
+    assert "descriptors: none yet; `kvdock explain OP --run 3` calls an op three times and shows the counters" in run("doctor")
     assert runtime.made() is None, "doctor loads nothing into this process"
     assert counters(None) == []

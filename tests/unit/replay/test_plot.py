@@ -35,7 +35,7 @@ def test_svg_says_what_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path = tmp_path / "rates.SVG"
     plot_runs(RUNS, 0.37, "a trace", path)
     words = " ".join(text.strip() for text in ElementTree.parse(path).getroot().itertext())  # noqa: S314 - it was written two lines above
-    for word in ("a trace", "10M", "3M", "999", "cache without end", "LRU of 512-token blocks", "replayed", "hit rate (tokens)"):
+    for word in ("a trace", "10M", "3M", "999", "cache that never evicts", "LRU of 512-token blocks", "replayed", "hit rate (tokens)"):
         assert word in words
 
 
