@@ -4,8 +4,8 @@
     python benchmarks/gpu_ops.py --out DIR   # and writes DIR/<card>.json and DIR/<card>.md
 
 Device time is taken with events around single calls, the L2 cache flushed in between (`triton.testing.do_bench`, median);
-for small sizes from replays of a captured graph of many calls, which hides launch gaps. Host time is that of the call alone:
-nothing waits for the device, rounds of all candidates are interleaved since they drift together, and the median is taken.
+for small sizes from replays of a captured graph of many calls, which hides launch gaps. Host time is that of the call alone,
+in patterns of changing calls: see `host_patterns`.
 A ratio on the device is a speed relative to one contiguous `copy_` of the same bytes.
 """
 
@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import gpu_report
+import host_patterns
 import torch
 import triton
 from torch.utils.cpp_extension import load
@@ -109,20 +109,6 @@ def graph_us(call: Call, calls: int = 20, rounds: int = 40) -> float:
     return statistics.median(times)
 
 
-def host_us(calls: dict[str, Call], rounds: int = 80, number: int = 200) -> dict[str, tuple[float, float, float]]:
-    """Return the quartiles of each call's host time, in microseconds, in interleaved rounds."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(number):
-                call()
-            times[name].append((time.perf_counter() - start) / number * 1e6)
-    quartiles = {name: statistics.quantiles(values[5:], n=4) for name, values in times.items()}
-    return {name: (values[0], values[1], values[2]) for name, values in quartiles.items()}
-
-
 def copy_us(k: torch.Tensor, v: torch.Tensor) -> float:
     """Return the time of one contiguous `copy_` of the bytes of keys and values: the floor."""
     size = k.numel() * k.element_size() + v.numel() * v.element_size()
@@ -202,38 +188,16 @@ def other_table() -> list[dict[str, Any]]:
     return rows
 
 
-def jit_call(pool: PagedKVCache, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> Call:
-    """Return the same kernel launched by Triton's own launcher, without any check."""
-    from kvdock_triton.paged_caching import paged_caching_kernel
-
-    skipped = torch.zeros((), dtype=torch.int64, device="cuda")
-    views = [tensor.view(torch.int32) for tensor in (pool.k_cache(0), pool.v_cache(0), k, v)]
-    integers = (len(slots), pool.num_blocks * BLOCK, 128, 16, 128, 16, 1, 1, 0, 0, 0)
-    constants = (BLOCK, 2048, 128, 16, 2048, 128, 16, 8, 64, 8, 64, 4, 4, 512, 512, False, False, 1, ".cs")
-    return lambda: paged_caching_kernel[(len(slots), 2)](*views, slots, skipped, *integers, *constants, num_warps=2)
-
-
-def host_table(cpp: Callable[..., None]) -> list[dict[str, Any]]:
-    """Measure the host time of whole calls for 8 tokens, none of them waiting for the device."""
-    geometry = GEOMETRIES[0]
-    pool, (k, v), slots = geometry.pool(64), geometry.fused(8), torch.arange(8, device="cuda")
-    dense_k, dense_v = k.contiguous(), v.contiguous()
-    k_cache, v_cache, skipped = pool.k_cache(0), pool.v_cache(0), torch.zeros((), dtype=torch.int64, device="cuda")
-    k_flat, v_flat = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-    calls: dict[str, Call] = {
-        "C++ op with the same checks": lambda: cpp(k_cache, v_cache, k, v, slots, skipped),
-        "kvdock.ops.paged_caching_": lambda: kvdock.ops.paged_caching_(k_cache, v_cache, k, v, slots),
-        "PagedKVCache.update": lambda: pool.update(0, k, v, slots),
-        "Triton's own launch, no checks": jit_call(pool, dense_k, dense_v, slots),
-        "2 index_copy_": lambda: (k_flat.index_copy_(0, slots, k), v_flat.index_copy_(0, slots, v)),
+def host_tables() -> dict[str, list[dict[str, Any]]]:
+    """Measure the host time of whole calls in every pattern, none of them waiting for the device."""
+    ops, device = torch.ops.kvdock_baseline, "cuda:0"
+    patterns = {
+        "paged_caching_": host_patterns.write_patterns(device, ops.paged_caching),
+        "gather_paged": host_patterns.gather_patterns(device, ops.gather_paged),
+        "static_update_": host_patterns.static_patterns(device),
+        "copy_blocks_": host_patterns.copy_patterns(device),
     }
-    for call in calls.values():
-        call()
-    found = host_us(calls)
-    base, jit = found["C++ op with the same checks"][1], found["Triton's own launch, no checks"][1]
-    return [
-        {"call": n, "low_us": lo, "us": mid, "high_us": hi, "to_cpp": mid / base, "to_jit": mid / jit} for n, (lo, mid, hi) in found.items()
-    ]
+    return {op: [host_patterns.row(pattern, torch.cuda.synchronize) for pattern in each] for op, each in patterns.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -249,7 +213,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     only = options.only or ["host", "write", "sizes", "other"]
     report: dict[str, Any] = {"machine": gpu_report.machine()}
     if "host" in only:
-        report["host"] = host_table(cpp)
+        report["host"] = host_tables()
+        report["first"] = host_patterns.first_steps("cuda:0", torch.cuda.synchronize)
     if "write" in only:
         report["write"] = [row for geometry in GEOMETRIES for tokens in (16384, 65536) for row in write_table(geometry, cpp, tokens)]
     if "sizes" in only:

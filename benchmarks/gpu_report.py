@@ -52,12 +52,18 @@ def markdown(report: dict[str, Any]) -> str:
         f"# {report['machine']['card']}\n",
         ", ".join(f"{k} {v}" for k, v in report["machine"].items()) + ". Made by `make gpu-bench`.\n",
     ]
-    if "host" in report:
-        head = ["call", "us", "quartiles", "to the C++ op", "to Triton's launch"]
-        rows = [
-            [r["call"], round(r["us"], 2), f"{r['low_us']:.2f} .. {r['high_us']:.2f}", r["to_cpp"], r["to_jit"]] for r in report["host"]
+    for op, rows in report.get("host", {}).items():
+        names = list(rows[0]["us"])
+        lines = [[r["pattern"], *(f"{r['us'][n][1]:.2f} ({r['us'][n][0]:.2f} .. {r['us'][n][2]:.2f})" for n in names)] for r in rows]
+        ratios = [[" / ".join(f"{r['us'][n][1] / r['us'][names[0]][1]:.2f}" for n in names[1:])] for r in rows]
+        head = ["pattern", *(f"{name}, us" for name in names), f"{' / '.join(names[1:])} to {names[0]}"]
+        parts += [
+            f"## Host time of a call of `{op}`, bf16, 8 x 128: median (quartiles)\n",
+            table(head, [line + ratio for line, ratio in zip(lines, ratios, strict=True)]),
         ]
-        parts += ["## Host time of a call, 8 tokens, bf16, 8 x 128\n", table(head, rows)]
+    if "first" in report:
+        steps = ", ".join(f"{us:.1f}" for us in report["first"])
+        parts.append(f"A thread's first ten steps of 32 layers through `PagedKVCache.update`, us a call: {steps}.\n")
     if "write" in report:
         names = ["kvdock", "C++, one block per token", "2 index_copy_", "2 strided copy_"]
         rows = [[r["geometry"], r["tokens"], r["case"], *(r.get(n) for n in names), r["copy_us"]] for r in report["write"]]

@@ -23,7 +23,7 @@ from kvdock import KVSpec, PagedKVCache, PagedKVCacheConfig, RankInfo
 HEADS, DIM, BLOCK, BLOCKS = 8, 128, 16, 64
 Step = Callable[[], None]
 
-__all__ = ["Pattern", "copy_patterns", "first_steps", "gather_patterns", "measure", "write_patterns"]
+__all__ = ["Pattern", "copy_patterns", "first_steps", "gather_patterns", "measure", "row", "static_patterns", "write_patterns"]
 
 
 @attrs.frozen
@@ -187,6 +187,25 @@ def copy_patterns(device: str) -> list[Pattern]:
         }
         found.append(Pattern(f"{count} pair(s)", 1, candidates))
     return found
+
+
+def static_patterns(device: str) -> list[Pattern]:
+    """List patterns of `static_update_`: a host length, which is the baseline, lengths in a tensor, and a changing count."""
+    spec = KVSpec.uniform(num_layers=1, num_kv_heads=HEADS, head_dim=DIM, max_positions=256, dtype=torch.bfloat16)
+    cache = kvdock.create_cache(spec, kvdock.StaticKVCacheConfig(max_batch_size=4), RankInfo(device))
+    new = [torch.randn(4, HEADS, n, DIM, device=device).to(torch.bfloat16) for n in range(1, 33)]
+    lengths = torch.arange(4, device=device)
+    candidates: dict[str, Step] = {
+        "host length": lambda: cache.update(0, new[0], new[0], 7),
+        "lengths in a tensor": lambda: cache.update(0, new[0], new[0], lengths),
+    }
+    growing: dict[str, Step] = {"host length": lambda: [cache.update(0, each, each, 7) for each in new]}  # type: ignore[dict-item, return-value]
+    return [Pattern("1 layer, one position", 1, candidates), Pattern("1 layer, 1 to 32 positions", 32, growing)]
+
+
+def row(pattern: Pattern, wait: Callable[[], Any], seconds: float = 1.5) -> dict[str, Any]:
+    """Measure a pattern, and return it as a record has it."""
+    return {"pattern": pattern.name, "us": {name: list(quartiles) for name, quartiles in measure(pattern, wait, seconds).items()}}
 
 
 def measure(pattern: Pattern, wait: Callable[[], Any], seconds: float = 1.5) -> dict[str, tuple[float, float, float]]:

@@ -377,7 +377,7 @@ class _Module:
         yield "    fast_calls = ()  # the body finds out more"
 
     def _made_outputs(self) -> Iterator[str]:
-        """Write how outputs that are returned are made where they are absent and the first size is of any rank, as `OpEntry.make_outputs` does for any op."""
+        """Write how absent outputs are made where they have the leading sizes of an index; `OpEntry.make_outputs` makes all others."""
         if not self.returned or not all(arg.dims[0].startswith("... ") for arg in self.schema.args if arg.returned):
             return
         leading = next(arg.name for arg in self.schema.args if arg.dims == ("...",))

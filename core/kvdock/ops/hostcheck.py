@@ -158,13 +158,9 @@ def pairs_on_device(op: str, pairs: torch.Tensor, num_blocks: int, device: torch
 
 def _pair_error(op: str, pairs: torch.Tensor, sources: set[int]) -> ArgumentValueError:
     """Say which pair is the first to depend on the order of copies."""
-    seen: set[int] = set()
-    for row, (src, dst) in enumerate(pairs.tolist()):
-        if src >= 0 and dst >= 0 and (dst in seen or dst in sources):
-            break
-        if src >= 0 and dst >= 0:
-            seen.add(dst)
-    twice = dst in seen
+    live = [(row, dst) for row, (src, dst) in enumerate(pairs.tolist()) if src >= 0 and dst >= 0]
+    before = [{dst for _, dst in live[:place]} for place in range(len(live))]
+    row, dst, twice = next((row, dst, dst in seen) for (row, dst), seen in zip(live, before, strict=True) if dst in seen or dst in sources)
     return ArgumentValueError(
         f"{op}: block_pairs[{row}]",
         expected="destinations that occur once and are no source, so that the order of copies does not matter",

@@ -81,7 +81,8 @@ class Pools:
 
     def place(self, *tensors: torch.Tensor) -> tuple[int, ...]:
         """Return where pools of this geometry lie: address and end of each, the range of all that are written, and whether fast calls
-        may have them: they are aligned, and apart from one another."""
+        may have them: they are aligned, and apart from one another.
+        """
         if len(self.places) >= MOST_PLACES:
             self.places.clear()
         starts = [tensor.data_ptr() for tensor in tensors]

@@ -1,6 +1,5 @@
 """The quick path of `copy_blocks_`. Written by ``make calls`` from its schema: see `kvdock.ops.codegen`, and do not edit it."""
 
-from kvdock.ops.geometry import has_internal_overlap
 from kvdock.ops.signatures import EMPTY, FastCall
 
 
@@ -52,10 +51,8 @@ def make(op):
                 block_pairs_ptr < high
                 and low < block_pairs_end
                 and (
-                    block_pairs_ptr < k_cache_end
-                    and k_cache_ptr < block_pairs_end
-                    or block_pairs_ptr < v_cache_end
-                    and v_cache_ptr < block_pairs_end
+                    (block_pairs_ptr < k_cache_end and k_cache_ptr < block_pairs_end)
+                    or (block_pairs_ptr < v_cache_end and v_cache_ptr < block_pairs_end)
                 )
             )
         ):
@@ -128,10 +125,8 @@ def make(op):
                         block_pairs_ptr < high
                         and low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
                         and (
-                            block_pairs_ptr < k_cache_end
-                            and k_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
-                            or block_pairs_ptr < v_cache_end
-                            and v_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                            (block_pairs_ptr < k_cache_end and k_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0)
+                            or (block_pairs_ptr < v_cache_end and v_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0)
                         )
                     )
                 ):
@@ -170,10 +165,8 @@ def make(op):
                         block_pairs_ptr < high
                         and low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
                         and (
-                            block_pairs_ptr < k_cache_end
-                            and k_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
-                            or block_pairs_ptr < v_cache_end
-                            and v_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                            (block_pairs_ptr < k_cache_end and k_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0)
+                            or (block_pairs_ptr < v_cache_end and v_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0)
                         )
                     )
                 ):

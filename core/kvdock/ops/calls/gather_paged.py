@@ -80,21 +80,19 @@ def make(op):
                 or (
                     k_cache_ptr < high
                     and low < k_cache_end
-                    and (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end or k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
+                    and ((k_cache_ptr < k_out_end and k_out_ptr < k_cache_end) or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end))
                 )
                 or (
                     v_cache_ptr < high
                     and low < v_cache_end
-                    and (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end or v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
+                    and ((v_cache_ptr < k_out_end and k_out_ptr < v_cache_end) or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end))
                 )
                 or (
                     slot_mapping_ptr < high
                     and low < slot_mapping_end
                     and (
-                        slot_mapping_ptr < k_out_end
-                        and k_out_ptr < slot_mapping_end
-                        or slot_mapping_ptr < v_out_end
-                        and v_out_ptr < slot_mapping_end
+                        (slot_mapping_ptr < k_out_end and k_out_ptr < slot_mapping_end)
+                        or (slot_mapping_ptr < v_out_end and v_out_ptr < slot_mapping_end)
                     )
                 )
             ):
@@ -213,21 +211,19 @@ def make(op):
             or (
                 k_cache_ptr < high
                 and low < k_cache_end
-                and (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end or k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
+                and ((k_cache_ptr < k_out_end and k_out_ptr < k_cache_end) or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end))
             )
             or (
                 v_cache_ptr < high
                 and low < v_cache_end
-                and (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end or v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
+                and ((v_cache_ptr < k_out_end and k_out_ptr < v_cache_end) or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end))
             )
             or (
                 slot_mapping_ptr < high
                 and low < slot_mapping_end
                 and (
-                    slot_mapping_ptr < k_out_end
-                    and k_out_ptr < slot_mapping_end
-                    or slot_mapping_ptr < v_out_end
-                    and v_out_ptr < slot_mapping_end
+                    (slot_mapping_ptr < k_out_end and k_out_ptr < slot_mapping_end)
+                    or (slot_mapping_ptr < v_out_end and v_out_ptr < slot_mapping_end)
                 )
             )
         ):
@@ -361,30 +357,30 @@ def make(op):
                                 k_cache_ptr < high
                                 and low < k_cache_end
                                 and (
-                                    k_cache_ptr < k_out_end
-                                    and k_out_ptr < k_cache_end
-                                    or k_cache_ptr < v_out_end
-                                    and v_out_ptr < k_cache_end
+                                    (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end)
+                                    or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
                                 )
                             )
                             or (
                                 v_cache_ptr < high
                                 and low < v_cache_end
                                 and (
-                                    v_cache_ptr < k_out_end
-                                    and k_out_ptr < v_cache_end
-                                    or v_cache_ptr < v_out_end
-                                    and v_out_ptr < v_cache_end
+                                    (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end)
+                                    or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
                                 )
                             )
                             or (
                                 slot_mapping_ptr < high
                                 and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
                                 and (
-                                    slot_mapping_ptr < k_out_end
-                                    and k_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                                    or slot_mapping_ptr < v_out_end
-                                    and v_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    (
+                                        slot_mapping_ptr < k_out_end
+                                        and k_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    )
+                                    or (
+                                        slot_mapping_ptr < v_out_end
+                                        and v_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    )
                                 )
                             )
                         )
@@ -436,23 +432,33 @@ def make(op):
                         or (
                             k_cache_ptr < high
                             and low < k_cache_end
-                            and (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end or k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
+                            and (
+                                (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end)
+                                or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
+                            )
                         )
                         or (
                             v_cache_ptr < high
                             and low < v_cache_end
-                            and (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end or v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
+                            and (
+                                (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end)
+                                or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
+                            )
                         )
                         or (
                             slot_mapping_ptr < high
                             and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             and (
-                                slot_mapping_ptr < k_out_end
-                                and k_out_ptr
-                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                or slot_mapping_ptr < v_out_end
-                                and v_out_ptr
-                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                (
+                                    slot_mapping_ptr < k_out_end
+                                    and k_out_ptr
+                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                )
+                                or (
+                                    slot_mapping_ptr < v_out_end
+                                    and v_out_ptr
+                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                )
                             )
                         )
                     )
@@ -532,30 +538,30 @@ def make(op):
                                 k_cache_ptr < high
                                 and low < k_cache_end
                                 and (
-                                    k_cache_ptr < k_out_end
-                                    and k_out_ptr < k_cache_end
-                                    or k_cache_ptr < v_out_end
-                                    and v_out_ptr < k_cache_end
+                                    (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end)
+                                    or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
                                 )
                             )
                             or (
                                 v_cache_ptr < high
                                 and low < v_cache_end
                                 and (
-                                    v_cache_ptr < k_out_end
-                                    and k_out_ptr < v_cache_end
-                                    or v_cache_ptr < v_out_end
-                                    and v_out_ptr < v_cache_end
+                                    (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end)
+                                    or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
                                 )
                             )
                             or (
                                 slot_mapping_ptr < high
                                 and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
                                 and (
-                                    slot_mapping_ptr < k_out_end
-                                    and k_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                                    or slot_mapping_ptr < v_out_end
-                                    and v_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    (
+                                        slot_mapping_ptr < k_out_end
+                                        and k_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    )
+                                    or (
+                                        slot_mapping_ptr < v_out_end
+                                        and v_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    )
                                 )
                             )
                         )
@@ -607,23 +613,33 @@ def make(op):
                         or (
                             k_cache_ptr < high
                             and low < k_cache_end
-                            and (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end or k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
+                            and (
+                                (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end)
+                                or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
+                            )
                         )
                         or (
                             v_cache_ptr < high
                             and low < v_cache_end
-                            and (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end or v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
+                            and (
+                                (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end)
+                                or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
+                            )
                         )
                         or (
                             slot_mapping_ptr < high
                             and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             and (
-                                slot_mapping_ptr < k_out_end
-                                and k_out_ptr
-                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                or slot_mapping_ptr < v_out_end
-                                and v_out_ptr
-                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                (
+                                    slot_mapping_ptr < k_out_end
+                                    and k_out_ptr
+                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                )
+                                or (
+                                    slot_mapping_ptr < v_out_end
+                                    and v_out_ptr
+                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                )
                             )
                         )
                     )

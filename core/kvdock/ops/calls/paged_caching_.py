@@ -1,6 +1,5 @@
 """The quick path of `paged_caching_`. Written by ``make calls`` from its schema: see `kvdock.ops.codegen`, and do not edit it."""
 
-from kvdock.ops.geometry import has_internal_overlap
 from kvdock.ops.signatures import EMPTY, FastCall
 
 
@@ -76,21 +75,19 @@ def make(op):
                 or (
                     k_ptr < high
                     and low < k_end
-                    and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
+                    and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
                 )
                 or (
                     v_ptr < high
                     and low < v_end
-                    and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
+                    and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
                 )
                 or (
                     slot_mapping_ptr < high
                     and low < slot_mapping_end
                     and (
-                        slot_mapping_ptr < k_cache_end
-                        and k_cache_ptr < slot_mapping_end
-                        or slot_mapping_ptr < v_cache_end
-                        and v_cache_ptr < slot_mapping_end
+                        (slot_mapping_ptr < k_cache_end and k_cache_ptr < slot_mapping_end)
+                        or (slot_mapping_ptr < v_cache_end and v_cache_ptr < slot_mapping_end)
                     )
                 )
             ):
@@ -197,21 +194,19 @@ def make(op):
             or (
                 k_ptr < high
                 and low < k_end
-                and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
+                and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
             )
             or (
                 v_ptr < high
                 and low < v_end
-                and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
+                and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
             )
             or (
                 slot_mapping_ptr < high
                 and low < slot_mapping_end
                 and (
-                    slot_mapping_ptr < k_cache_end
-                    and k_cache_ptr < slot_mapping_end
-                    or slot_mapping_ptr < v_cache_end
-                    and v_cache_ptr < slot_mapping_end
+                    (slot_mapping_ptr < k_cache_end and k_cache_ptr < slot_mapping_end)
+                    or (slot_mapping_ptr < v_cache_end and v_cache_ptr < slot_mapping_end)
                 )
             )
         ):
@@ -309,30 +304,30 @@ def make(op):
                                 k_ptr < high
                                 and low < k_ptr + k_rest + lead0 * k_step0
                                 and (
-                                    k_ptr < k_cache_end
-                                    and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0
-                                    or k_ptr < v_cache_end
-                                    and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0
+                                    (k_ptr < k_cache_end and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0)
+                                    or (k_ptr < v_cache_end and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0)
                                 )
                             )
                             or (
                                 v_ptr < high
                                 and low < v_ptr + v_rest + lead0 * v_step0
                                 and (
-                                    v_ptr < k_cache_end
-                                    and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0
-                                    or v_ptr < v_cache_end
-                                    and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0
+                                    (v_ptr < k_cache_end and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0)
+                                    or (v_ptr < v_cache_end and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0)
                                 )
                             )
                             or (
                                 slot_mapping_ptr < high
                                 and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
                                 and (
-                                    slot_mapping_ptr < k_cache_end
-                                    and k_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                                    or slot_mapping_ptr < v_cache_end
-                                    and v_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    (
+                                        slot_mapping_ptr < k_cache_end
+                                        and k_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    )
+                                    or (
+                                        slot_mapping_ptr < v_cache_end
+                                        and v_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    )
                                 )
                             )
                         )
@@ -374,32 +369,32 @@ def make(op):
                             k_ptr < high
                             and low < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
                             and (
-                                k_ptr < k_cache_end
-                                and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
-                                or k_ptr < v_cache_end
-                                and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
+                                (k_ptr < k_cache_end and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1)
+                                or (k_ptr < v_cache_end and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1)
                             )
                         )
                         or (
                             v_ptr < high
                             and low < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
                             and (
-                                v_ptr < k_cache_end
-                                and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
-                                or v_ptr < v_cache_end
-                                and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
+                                (v_ptr < k_cache_end and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1)
+                                or (v_ptr < v_cache_end and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1)
                             )
                         )
                         or (
                             slot_mapping_ptr < high
                             and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             and (
-                                slot_mapping_ptr < k_cache_end
-                                and k_cache_ptr
-                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                or slot_mapping_ptr < v_cache_end
-                                and v_cache_ptr
-                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                (
+                                    slot_mapping_ptr < k_cache_end
+                                    and k_cache_ptr
+                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                )
+                                or (
+                                    slot_mapping_ptr < v_cache_end
+                                    and v_cache_ptr
+                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                )
                             )
                         )
                     )
@@ -447,30 +442,30 @@ def make(op):
                                 k_ptr < high
                                 and low < k_ptr + k_rest + lead0 * k_step0
                                 and (
-                                    k_ptr < k_cache_end
-                                    and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0
-                                    or k_ptr < v_cache_end
-                                    and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0
+                                    (k_ptr < k_cache_end and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0)
+                                    or (k_ptr < v_cache_end and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0)
                                 )
                             )
                             or (
                                 v_ptr < high
                                 and low < v_ptr + v_rest + lead0 * v_step0
                                 and (
-                                    v_ptr < k_cache_end
-                                    and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0
-                                    or v_ptr < v_cache_end
-                                    and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0
+                                    (v_ptr < k_cache_end and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0)
+                                    or (v_ptr < v_cache_end and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0)
                                 )
                             )
                             or (
                                 slot_mapping_ptr < high
                                 and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
                                 and (
-                                    slot_mapping_ptr < k_cache_end
-                                    and k_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                                    or slot_mapping_ptr < v_cache_end
-                                    and v_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    (
+                                        slot_mapping_ptr < k_cache_end
+                                        and k_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    )
+                                    or (
+                                        slot_mapping_ptr < v_cache_end
+                                        and v_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    )
                                 )
                             )
                         )
@@ -512,32 +507,32 @@ def make(op):
                             k_ptr < high
                             and low < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
                             and (
-                                k_ptr < k_cache_end
-                                and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
-                                or k_ptr < v_cache_end
-                                and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
+                                (k_ptr < k_cache_end and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1)
+                                or (k_ptr < v_cache_end and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1)
                             )
                         )
                         or (
                             v_ptr < high
                             and low < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
                             and (
-                                v_ptr < k_cache_end
-                                and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
-                                or v_ptr < v_cache_end
-                                and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
+                                (v_ptr < k_cache_end and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1)
+                                or (v_ptr < v_cache_end and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1)
                             )
                         )
                         or (
                             slot_mapping_ptr < high
                             and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             and (
-                                slot_mapping_ptr < k_cache_end
-                                and k_cache_ptr
-                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                or slot_mapping_ptr < v_cache_end
-                                and v_cache_ptr
-                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                (
+                                    slot_mapping_ptr < k_cache_end
+                                    and k_cache_ptr
+                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                )
+                                or (
+                                    slot_mapping_ptr < v_cache_end
+                                    and v_cache_ptr
+                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                )
                             )
                         )
                     )

@@ -1,6 +1,5 @@
 """The quick path of `static_update_`. Written by ``make calls`` from its schema: see `kvdock.ops.codegen`, and do not edit it."""
 
-from kvdock.ops.geometry import has_internal_overlap
 from kvdock.ops.signatures import EMPTY, FastCall
 
 
@@ -74,21 +73,19 @@ def make(op):
                 or (
                     k_ptr < high
                     and low < k_end
-                    and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
+                    and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
                 )
                 or (
                     v_ptr < high
                     and low < v_end
-                    and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
+                    and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
                 )
                 or (
                     cache_lengths_ptr < high
                     and low < cache_lengths_end
                     and (
-                        cache_lengths_ptr < k_cache_end
-                        and k_cache_ptr < cache_lengths_end
-                        or cache_lengths_ptr < v_cache_end
-                        and v_cache_ptr < cache_lengths_end
+                        (cache_lengths_ptr < k_cache_end and k_cache_ptr < cache_lengths_end)
+                        or (cache_lengths_ptr < v_cache_end and v_cache_ptr < cache_lengths_end)
                     )
                 )
             ):
@@ -186,21 +183,19 @@ def make(op):
             or (
                 k_ptr < high
                 and low < k_end
-                and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
+                and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
             )
             or (
                 v_ptr < high
                 and low < v_end
-                and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
+                and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
             )
             or (
                 cache_lengths_ptr < high
                 and low < cache_lengths_end
                 and (
-                    cache_lengths_ptr < k_cache_end
-                    and k_cache_ptr < cache_lengths_end
-                    or cache_lengths_ptr < v_cache_end
-                    and v_cache_ptr < cache_lengths_end
+                    (cache_lengths_ptr < k_cache_end and k_cache_ptr < cache_lengths_end)
+                    or (cache_lengths_ptr < v_cache_end and v_cache_ptr < cache_lengths_end)
                 )
             )
         ):
@@ -305,12 +300,12 @@ def make(op):
             or (
                 k_ptr < high
                 and low < k_end
-                and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
+                and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
             )
             or (
                 v_ptr < high
                 and low < v_end
-                and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
+                and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
             )
         ):
             return slow((k_cache, v_cache, k, v, cache_lengths), named, pools)
@@ -394,20 +389,16 @@ def make(op):
                                 k_ptr < high
                                 and low < k_ptr + k_rest + b * k_step0 + s * k_step2
                                 and (
-                                    k_ptr < k_cache_end
-                                    and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                    or k_ptr < v_cache_end
-                                    and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                    (k_ptr < k_cache_end and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
+                                    or (k_ptr < v_cache_end and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
                                 )
                             )
                             or (
                                 v_ptr < high
                                 and low < v_ptr + v_rest + b * v_step0 + s * v_step2
                                 and (
-                                    v_ptr < k_cache_end
-                                    and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                    or v_ptr < v_cache_end
-                                    and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    (v_ptr < k_cache_end and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
+                                    or (v_ptr < v_cache_end and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
                                 )
                             )
                         )
@@ -461,30 +452,24 @@ def make(op):
                                 k_ptr < high
                                 and low < k_ptr + k_rest + b * k_step0 + s * k_step2
                                 and (
-                                    k_ptr < k_cache_end
-                                    and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                    or k_ptr < v_cache_end
-                                    and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                    (k_ptr < k_cache_end and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
+                                    or (k_ptr < v_cache_end and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
                                 )
                             )
                             or (
                                 v_ptr < high
                                 and low < v_ptr + v_rest + b * v_step0 + s * v_step2
                                 and (
-                                    v_ptr < k_cache_end
-                                    and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                    or v_ptr < v_cache_end
-                                    and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    (v_ptr < k_cache_end and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
+                                    or (v_ptr < v_cache_end and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
                                 )
                             )
                             or (
                                 cache_lengths_ptr < high
                                 and low < cache_lengths_ptr + cache_lengths_rest
                                 and (
-                                    cache_lengths_ptr < k_cache_end
-                                    and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest
-                                    or cache_lengths_ptr < v_cache_end
-                                    and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest
+                                    (cache_lengths_ptr < k_cache_end and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest)
+                                    or (cache_lengths_ptr < v_cache_end and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest)
                                 )
                             )
                         )
@@ -515,30 +500,30 @@ def make(op):
                             k_ptr < high
                             and low < k_ptr + k_rest + b * k_step0 + s * k_step2
                             and (
-                                k_ptr < k_cache_end
-                                and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                or k_ptr < v_cache_end
-                                and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                (k_ptr < k_cache_end and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
+                                or (k_ptr < v_cache_end and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
                             )
                         )
                         or (
                             v_ptr < high
                             and low < v_ptr + v_rest + b * v_step0 + s * v_step2
                             and (
-                                v_ptr < k_cache_end
-                                and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                or v_ptr < v_cache_end
-                                and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                (v_ptr < k_cache_end and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
+                                or (v_ptr < v_cache_end and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
                             )
                         )
                         or (
                             cache_lengths_ptr < high
                             and low < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
                             and (
-                                cache_lengths_ptr < k_cache_end
-                                and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
-                                or cache_lengths_ptr < v_cache_end
-                                and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
+                                (
+                                    cache_lengths_ptr < k_cache_end
+                                    and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
+                                )
+                                or (
+                                    cache_lengths_ptr < v_cache_end
+                                    and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
+                                )
                             )
                         )
                     )
@@ -588,20 +573,16 @@ def make(op):
                                 k_ptr < high
                                 and low < k_ptr + k_rest + b * k_step0 + s * k_step2
                                 and (
-                                    k_ptr < k_cache_end
-                                    and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                    or k_ptr < v_cache_end
-                                    and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                    (k_ptr < k_cache_end and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
+                                    or (k_ptr < v_cache_end and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
                                 )
                             )
                             or (
                                 v_ptr < high
                                 and low < v_ptr + v_rest + b * v_step0 + s * v_step2
                                 and (
-                                    v_ptr < k_cache_end
-                                    and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                    or v_ptr < v_cache_end
-                                    and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    (v_ptr < k_cache_end and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
+                                    or (v_ptr < v_cache_end and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
                                 )
                             )
                         )
@@ -645,30 +626,24 @@ def make(op):
                                 k_ptr < high
                                 and low < k_ptr + k_rest + b * k_step0 + s * k_step2
                                 and (
-                                    k_ptr < k_cache_end
-                                    and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                    or k_ptr < v_cache_end
-                                    and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                    (k_ptr < k_cache_end and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
+                                    or (k_ptr < v_cache_end and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
                                 )
                             )
                             or (
                                 v_ptr < high
                                 and low < v_ptr + v_rest + b * v_step0 + s * v_step2
                                 and (
-                                    v_ptr < k_cache_end
-                                    and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                    or v_ptr < v_cache_end
-                                    and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    (v_ptr < k_cache_end and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
+                                    or (v_ptr < v_cache_end and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
                                 )
                             )
                             or (
                                 cache_lengths_ptr < high
                                 and low < cache_lengths_ptr + cache_lengths_rest
                                 and (
-                                    cache_lengths_ptr < k_cache_end
-                                    and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest
-                                    or cache_lengths_ptr < v_cache_end
-                                    and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest
+                                    (cache_lengths_ptr < k_cache_end and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest)
+                                    or (cache_lengths_ptr < v_cache_end and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest)
                                 )
                             )
                         )
@@ -699,30 +674,30 @@ def make(op):
                             k_ptr < high
                             and low < k_ptr + k_rest + b * k_step0 + s * k_step2
                             and (
-                                k_ptr < k_cache_end
-                                and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                or k_ptr < v_cache_end
-                                and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                (k_ptr < k_cache_end and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
+                                or (k_ptr < v_cache_end and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
                             )
                         )
                         or (
                             v_ptr < high
                             and low < v_ptr + v_rest + b * v_step0 + s * v_step2
                             and (
-                                v_ptr < k_cache_end
-                                and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                or v_ptr < v_cache_end
-                                and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                (v_ptr < k_cache_end and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
+                                or (v_ptr < v_cache_end and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
                             )
                         )
                         or (
                             cache_lengths_ptr < high
                             and low < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
                             and (
-                                cache_lengths_ptr < k_cache_end
-                                and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
-                                or cache_lengths_ptr < v_cache_end
-                                and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
+                                (
+                                    cache_lengths_ptr < k_cache_end
+                                    and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
+                                )
+                                or (
+                                    cache_lengths_ptr < v_cache_end
+                                    and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
+                                )
                             )
                         )
                     )
