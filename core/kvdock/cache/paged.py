@@ -219,7 +219,8 @@ class PagedKVCache(Cache):
         if layer.__class__ is not int or layer < 0 or layer >= len(self._views):
             check_layer("PagedKVCache", layer, len(self._views))
         k_out, v_out = (None, None) if out is None else output_pair(out)
-        return self._read[layer](slot_mapping, None, None, k_out, v_out)
+        pair: tuple[torch.Tensor, torch.Tensor] = self._read[layer](slot_mapping, None, None, k_out, v_out)
+        return pair
 
     def copy_blocks(self, block_pairs: BlockPairs) -> None:
         """Copy whole blocks in every layer, keys and values: one launch for each group of equal layers.

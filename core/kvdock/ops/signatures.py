@@ -80,8 +80,9 @@ class Pools:
         self.output_sizes = tuple(sizes[word][0] for word in words)
 
     def place(self, *tensors: torch.Tensor) -> tuple[int, ...]:
-        """Return where pools of this geometry lie: address and end of each, the range of all that are written, and whether fast calls
-        may have them: they are aligned, and apart from one another.
+        """Return address and end of each pool, the range of all that are written, and whether they are plain.
+
+        Plain are those that a fast call may have: aligned, and apart from one another.
         """
         if len(self.places) >= MOST_PLACES:
             self.places.clear()
