@@ -46,6 +46,17 @@ def _cell(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) and value < 2 else f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
+def _quartiles(times: Sequence[float] | None) -> str:
+    """Write the median and the quartiles."""
+    return "-" if times is None else f"{times[1]:.2f} ({times[0]:.2f} .. {times[2]:.2f})"
+
+
+def _ratios(us: dict[str, Sequence[float]]) -> str:
+    """Write what each costs of the first."""
+    first, *others = us.values()
+    return " / ".join(f"{other[1] / first[1]:.2f}" for other in others) or "-"
+
+
 def markdown(report: dict[str, Any]) -> str:
     """Return the page."""
     parts = [
@@ -53,13 +64,12 @@ def markdown(report: dict[str, Any]) -> str:
         ", ".join(f"{k} {v}" for k, v in report["machine"].items()) + ". Made by `make gpu-bench`.\n",
     ]
     for op, rows in report.get("host", {}).items():
-        names = list(rows[0]["us"])
-        lines = [[r["pattern"], *(f"{r['us'][n][1]:.2f} ({r['us'][n][0]:.2f} .. {r['us'][n][2]:.2f})" for n in names)] for r in rows]
-        ratios = [[" / ".join(f"{r['us'][n][1] / r['us'][names[0]][1]:.2f}" for n in names[1:])] for r in rows]
-        head = ["pattern", *(f"{name}, us" for name in names), f"{' / '.join(names[1:])} to {names[0]}"]
+        names = list(dict.fromkeys(name for r in rows for name in r["us"]))
+        lines = [[r["pattern"], *(_quartiles(r["us"].get(name)) for name in names), _ratios(r["us"])] for r in rows]
+        head = ["pattern", *(f"{name}, us" for name in names), "ratios to the first"]
         parts += [
             f"## Host time of a call of `{op}`, bf16, 8 x 128: median (quartiles)\n",
-            table(head, [line + ratio for line, ratio in zip(lines, ratios, strict=True)]),
+            table(head, lines),
         ]
     if "first" in report:
         steps = ", ".join(f"{us:.1f}" for us in report["first"])

@@ -193,13 +193,13 @@ def static_patterns(device: str) -> list[Pattern]:
     """List patterns of `static_update_`: a host length, which is the baseline, lengths in a tensor, and a changing count."""
     spec = KVSpec.uniform(num_layers=1, num_kv_heads=HEADS, head_dim=DIM, max_positions=256, dtype=torch.bfloat16)
     cache = kvdock.create_cache(spec, kvdock.StaticKVCacheConfig(max_batch_size=4), RankInfo(device))
-    new = [torch.randn(4, HEADS, n, DIM, device=device).to(torch.bfloat16) for n in range(1, 33)]
+    new = [[torch.randn(4, HEADS, n, DIM, device=device).to(torch.bfloat16) for _ in range(2)] for n in range(1, 33)]
     lengths = torch.arange(4, device=device)
     candidates: dict[str, Step] = {
-        "host length": lambda: cache.update(0, new[0], new[0], 7),
-        "lengths in a tensor": lambda: cache.update(0, new[0], new[0], lengths),
+        "host length": lambda: cache.update(0, *new[0], 7),
+        "lengths in a tensor": lambda: cache.update(0, *new[0], lengths),
     }
-    growing: dict[str, Step] = {"host length": lambda: [cache.update(0, each, each, 7) for each in new]}  # type: ignore[dict-item, return-value]
+    growing: dict[str, Step] = {"host length": lambda: [cache.update(0, *each, 7) for each in new]}  # type: ignore[dict-item, return-value]
     return [Pattern("1 layer, one position", 1, candidates), Pattern("1 layer, 1 to 32 positions", 32, growing)]
 
 

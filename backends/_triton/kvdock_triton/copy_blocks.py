@@ -98,7 +98,7 @@ def copy_blocks_kernel(
             copy_piece(v_cache, source, to, piece, V_BLOCK, V_OUTER, V_MIDDLE, V_INNER, V_OUTER_STEP, V_MIDDLE_STEP, V_UNIT, V_CHUNK)
 
 
-FEW = 8
+FEW = 16
 """Pairs that are passed by value: bringing a list to the device costs more than the launch."""
 
 
@@ -114,6 +114,14 @@ def copy_few_blocks_kernel(
     pair5,
     pair6,
     pair7,
+    pair8,
+    pair9,
+    pair10,
+    pair11,
+    pair12,
+    pair13,
+    pair14,
+    pair15,
     K_BLOCK: tl.constexpr,
     K_OUTER: tl.constexpr,
     K_MIDDLE: tl.constexpr,
@@ -143,6 +151,14 @@ def copy_few_blocks_kernel(
     pair = tl.where(number == 5, pair5, pair)
     pair = tl.where(number == 6, pair6, pair)
     pair = tl.where(number == 7, pair7, pair)
+    pair = tl.where(number == 8, pair8, pair)
+    pair = tl.where(number == 9, pair9, pair)
+    pair = tl.where(number == 10, pair10, pair)
+    pair = tl.where(number == 11, pair11, pair)
+    pair = tl.where(number == 12, pair12, pair)
+    pair = tl.where(number == 13, pair13, pair)
+    pair = tl.where(number == 14, pair14, pair)
+    pair = tl.where(number == 15, pair15, pair)
     source = pair >> 32
     to = pair & 0xFFFFFFFF
     if piece < K_PIECES:

@@ -171,6 +171,7 @@ class _Source:
         conditions += [f"({check})" for check in self.relations()]
         yield f"if {' and '.join(conditions) or 'True'}:"
         yield "    entry.used = cache.clock = cache.clock + 1"
+        yield f"    if late: recent.promote({self.group}, guard)"
         yield "    if launch is not None:"
         yield from (f"        {line}" for line in self.finish(f"launch({self.launch_args})"))
         yield from (f"    {line}" for line in self.finish(f"plan.run({', '.join(self.schema.arg_names)})"))
@@ -478,6 +479,7 @@ class _Module:
         if pools:
             yield from _indent(self._place_lines(), 1)
         yield from _indent(self._made_outputs(), 1)
+        yield "    late = False"
         yield "    for guard, variant, entry, cache, static, launch, numbers in fast_calls:"
         yield "        plan = entry.value  # held until it has run, whatever becomes of the entry"
         yield "        try:"
@@ -486,6 +488,7 @@ class _Module:
         yield "        except TypeError:  # what is no tensor"
         yield "            break"
         yield "        if not same:"
+        yield "            late = True"
         yield "            continue"
         for source in sources[:-1]:
             yield f"        if variant == {source.variant.number}:"

@@ -24,7 +24,7 @@ import torch
 
 from kvdock.descriptors.lru import Entry, LRUDescriptorCache
 from kvdock.ops.geometry import MAX_ALIGNMENT, alignment_of, extent
-from kvdock.ops.guards import make_guard, never
+from kvdock.ops.guards import Guard, make_guard, never
 from kvdock.ops.schema import Arg, Dim, OpSchema, Role
 from kvdock.ops.variants import Variant
 
@@ -137,6 +137,7 @@ class Recent(threading.local):
         self.pools: list[Pools] = []
         self.signatures: list[Signature] = []
         self._found: dict[FastCall, int] = {}
+        self._late = 0
 
     def use(self, group: int, signature: Signature) -> None:
         """Try a signature first from now on, and its pools."""
@@ -153,11 +154,20 @@ class Recent(threading.local):
         if len(self._found) >= MOST_PATTERNS:
             self._found.clear()
         self._found[fast] = found = self._found.get(fast, 0) + 1  # one's own count: other layers find the same fast call
-        if found & (found - 1):
-            return
+        if not found & (found - 1):
+            self._put_first(group, fast.parts)
+
+    def promote(self, group: int, guard: Guard) -> None:
+        """Count that a fast call was tried in vain before this one, and try this one first the 64th time: it may be what goes on now."""
+        self._late += 1
+        if not self._late % 64:
+            fasts = (self.state1 if group else self.state0)[4]
+            self._put_first(group, next(parts for parts in fasts if parts[0] is guard))
+
+    def _put_first(self, group: int, first: tuple[Any, ...]) -> None:
         *head, fasts = self.state1 if group else self.state0
-        others = [parts for parts in fasts if parts is not fast.parts]
-        state = (*head, (fast.parts, *others[: MOST_TRIED - 1]))
+        others = [parts for parts in fasts if parts is not first]
+        state = (*head, (first, *others[: MOST_TRIED - 1]))
         if group:
             self.state1 = state
         else:

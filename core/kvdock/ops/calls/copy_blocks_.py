@@ -1,5 +1,6 @@
 """The quick path of `copy_blocks_`. Written by ``make calls`` from its schema: see `kvdock.ops.codegen`, and do not edit it."""
 
+from kvdock.ops.geometry import has_internal_overlap
 from kvdock.ops.signatures import EMPTY, FastCall
 
 
@@ -51,8 +52,10 @@ def make(op):
                 block_pairs_ptr < high
                 and low < block_pairs_end
                 and (
-                    (block_pairs_ptr < k_cache_end and k_cache_ptr < block_pairs_end)
-                    or (block_pairs_ptr < v_cache_end and v_cache_ptr < block_pairs_end)
+                    block_pairs_ptr < k_cache_end
+                    and k_cache_ptr < block_pairs_end
+                    or block_pairs_ptr < v_cache_end
+                    and v_cache_ptr < block_pairs_end
                 )
             )
         ):
@@ -108,6 +111,7 @@ def make(op):
             k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
             if not plain:
                 fast_calls = ()  # the body finds out more
+            late = False
             for guard, variant, entry, cache, static, launch, numbers in fast_calls:
                 plan = entry.value  # held until it has run, whatever becomes of the entry
                 try:
@@ -115,6 +119,7 @@ def make(op):
                 except TypeError:  # what is no tensor
                     break
                 if not same:
+                    late = True
                     continue
                 block_pairs_row, block_pairs_step0, block_pairs_rest = numbers
                 N, block_pairs_n1 = block_pairs.shape
@@ -125,12 +130,16 @@ def make(op):
                         block_pairs_ptr < high
                         and low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
                         and (
-                            (block_pairs_ptr < k_cache_end and k_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0)
-                            or (block_pairs_ptr < v_cache_end and v_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0)
+                            block_pairs_ptr < k_cache_end
+                            and k_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                            or block_pairs_ptr < v_cache_end
+                            and v_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
                         )
                     )
                 ):
                     entry.used = cache.clock = cache.clock + 1
+                    if late:
+                        recent.promote(0, guard)
                     if launch is not None:
                         return launch(k_cache_ptr, v_cache_ptr, block_pairs_ptr, N)
                     return plan.run(k_cache, v_cache, block_pairs)
@@ -148,6 +157,7 @@ def make(op):
         if not (epoch == chooser.epoch and generation == settings.generation):
             pools = None
         elif fast_calls and mode is None:
+            late = False
             for guard, variant, entry, cache, static, launch, numbers in fast_calls:
                 plan = entry.value  # held until it has run, whatever becomes of the entry
                 try:
@@ -155,6 +165,7 @@ def make(op):
                 except TypeError:  # what is no tensor
                     break
                 if not same:
+                    late = True
                     continue
                 block_pairs_row, block_pairs_step0, block_pairs_rest = numbers
                 N, block_pairs_n1 = block_pairs.shape
@@ -165,12 +176,16 @@ def make(op):
                         block_pairs_ptr < high
                         and low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
                         and (
-                            (block_pairs_ptr < k_cache_end and k_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0)
-                            or (block_pairs_ptr < v_cache_end and v_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0)
+                            block_pairs_ptr < k_cache_end
+                            and k_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                            or block_pairs_ptr < v_cache_end
+                            and v_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
                         )
                     )
                 ):
                     entry.used = cache.clock = cache.clock + 1
+                    if late:
+                        recent.promote(0, guard)
                     if launch is not None:
                         return launch(k_cache_ptr, v_cache_ptr, block_pairs_ptr, N)
                     return plan.run(k_cache, v_cache, block_pairs)

@@ -80,19 +80,21 @@ def make(op):
                 or (
                     k_cache_ptr < high
                     and low < k_cache_end
-                    and ((k_cache_ptr < k_out_end and k_out_ptr < k_cache_end) or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end))
+                    and (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end or k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
                 )
                 or (
                     v_cache_ptr < high
                     and low < v_cache_end
-                    and ((v_cache_ptr < k_out_end and k_out_ptr < v_cache_end) or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end))
+                    and (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end or v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
                 )
                 or (
                     slot_mapping_ptr < high
                     and low < slot_mapping_end
                     and (
-                        (slot_mapping_ptr < k_out_end and k_out_ptr < slot_mapping_end)
-                        or (slot_mapping_ptr < v_out_end and v_out_ptr < slot_mapping_end)
+                        slot_mapping_ptr < k_out_end
+                        and k_out_ptr < slot_mapping_end
+                        or slot_mapping_ptr < v_out_end
+                        and v_out_ptr < slot_mapping_end
                     )
                 )
             ):
@@ -211,19 +213,21 @@ def make(op):
             or (
                 k_cache_ptr < high
                 and low < k_cache_end
-                and ((k_cache_ptr < k_out_end and k_out_ptr < k_cache_end) or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end))
+                and (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end or k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
             )
             or (
                 v_cache_ptr < high
                 and low < v_cache_end
-                and ((v_cache_ptr < k_out_end and k_out_ptr < v_cache_end) or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end))
+                and (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end or v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
             )
             or (
                 slot_mapping_ptr < high
                 and low < slot_mapping_end
                 and (
-                    (slot_mapping_ptr < k_out_end and k_out_ptr < slot_mapping_end)
-                    or (slot_mapping_ptr < v_out_end and v_out_ptr < slot_mapping_end)
+                    slot_mapping_ptr < k_out_end
+                    and k_out_ptr < slot_mapping_end
+                    or slot_mapping_ptr < v_out_end
+                    and v_out_ptr < slot_mapping_end
                 )
             )
         ):
@@ -313,6 +317,7 @@ def make(op):
                 elif rank == 2:
                     k_out = k_cache.new_empty((*slot_mapping.shape, k_out_Hk, k_out_Dk))
                     v_out = v_cache.new_empty((*slot_mapping.shape, v_out_Hv, v_out_Dv))
+            late = False
             for guard, variant, entry, cache, static, launch, numbers in fast_calls:
                 plan = entry.value  # held until it has run, whatever becomes of the entry
                 try:
@@ -320,6 +325,7 @@ def make(op):
                 except TypeError:  # what is no tensor
                     break
                 if not same:
+                    late = True
                     continue
                 if variant == 0:
                     (
@@ -357,35 +363,37 @@ def make(op):
                                 k_cache_ptr < high
                                 and low < k_cache_end
                                 and (
-                                    (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end)
-                                    or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
+                                    k_cache_ptr < k_out_end
+                                    and k_out_ptr < k_cache_end
+                                    or k_cache_ptr < v_out_end
+                                    and v_out_ptr < k_cache_end
                                 )
                             )
                             or (
                                 v_cache_ptr < high
                                 and low < v_cache_end
                                 and (
-                                    (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end)
-                                    or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
+                                    v_cache_ptr < k_out_end
+                                    and k_out_ptr < v_cache_end
+                                    or v_cache_ptr < v_out_end
+                                    and v_out_ptr < v_cache_end
                                 )
                             )
                             or (
                                 slot_mapping_ptr < high
                                 and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
                                 and (
-                                    (
-                                        slot_mapping_ptr < k_out_end
-                                        and k_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                                    )
-                                    or (
-                                        slot_mapping_ptr < v_out_end
-                                        and v_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                                    )
+                                    slot_mapping_ptr < k_out_end
+                                    and k_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    or slot_mapping_ptr < v_out_end
+                                    and v_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
                                 )
                             )
                         )
                     ):
                         entry.used = cache.clock = cache.clock + 1
+                        if late:
+                            recent.promote(0, guard)
                         if launch is not None:
                             launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0)
                             return k_out, v_out
@@ -432,38 +440,30 @@ def make(op):
                         or (
                             k_cache_ptr < high
                             and low < k_cache_end
-                            and (
-                                (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end)
-                                or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
-                            )
+                            and (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end or k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
                         )
                         or (
                             v_cache_ptr < high
                             and low < v_cache_end
-                            and (
-                                (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end)
-                                or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
-                            )
+                            and (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end or v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
                         )
                         or (
                             slot_mapping_ptr < high
                             and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             and (
-                                (
-                                    slot_mapping_ptr < k_out_end
-                                    and k_out_ptr
-                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                )
-                                or (
-                                    slot_mapping_ptr < v_out_end
-                                    and v_out_ptr
-                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                )
+                                slot_mapping_ptr < k_out_end
+                                and k_out_ptr
+                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                or slot_mapping_ptr < v_out_end
+                                and v_out_ptr
+                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             )
                         )
                     )
                 ):
                     entry.used = cache.clock = cache.clock + 1
+                    if late:
+                        recent.promote(0, guard)
                     if launch is not None:
                         launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0, lead1)
                         return k_out, v_out
@@ -494,6 +494,7 @@ def make(op):
                 elif rank == 2:
                     k_out = k_cache.new_empty((*slot_mapping.shape, k_out_Hk, k_out_Dk))
                     v_out = v_cache.new_empty((*slot_mapping.shape, v_out_Hv, v_out_Dv))
+            late = False
             for guard, variant, entry, cache, static, launch, numbers in fast_calls:
                 plan = entry.value  # held until it has run, whatever becomes of the entry
                 try:
@@ -501,6 +502,7 @@ def make(op):
                 except TypeError:  # what is no tensor
                     break
                 if not same:
+                    late = True
                     continue
                 if variant == 0:
                     (
@@ -538,35 +540,37 @@ def make(op):
                                 k_cache_ptr < high
                                 and low < k_cache_end
                                 and (
-                                    (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end)
-                                    or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
+                                    k_cache_ptr < k_out_end
+                                    and k_out_ptr < k_cache_end
+                                    or k_cache_ptr < v_out_end
+                                    and v_out_ptr < k_cache_end
                                 )
                             )
                             or (
                                 v_cache_ptr < high
                                 and low < v_cache_end
                                 and (
-                                    (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end)
-                                    or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
+                                    v_cache_ptr < k_out_end
+                                    and k_out_ptr < v_cache_end
+                                    or v_cache_ptr < v_out_end
+                                    and v_out_ptr < v_cache_end
                                 )
                             )
                             or (
                                 slot_mapping_ptr < high
                                 and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
                                 and (
-                                    (
-                                        slot_mapping_ptr < k_out_end
-                                        and k_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                                    )
-                                    or (
-                                        slot_mapping_ptr < v_out_end
-                                        and v_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                                    )
+                                    slot_mapping_ptr < k_out_end
+                                    and k_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    or slot_mapping_ptr < v_out_end
+                                    and v_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
                                 )
                             )
                         )
                     ):
                         entry.used = cache.clock = cache.clock + 1
+                        if late:
+                            recent.promote(0, guard)
                         if launch is not None:
                             launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0)
                             return k_out, v_out
@@ -613,38 +617,30 @@ def make(op):
                         or (
                             k_cache_ptr < high
                             and low < k_cache_end
-                            and (
-                                (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end)
-                                or (k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
-                            )
+                            and (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end or k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
                         )
                         or (
                             v_cache_ptr < high
                             and low < v_cache_end
-                            and (
-                                (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end)
-                                or (v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
-                            )
+                            and (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end or v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
                         )
                         or (
                             slot_mapping_ptr < high
                             and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             and (
-                                (
-                                    slot_mapping_ptr < k_out_end
-                                    and k_out_ptr
-                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                )
-                                or (
-                                    slot_mapping_ptr < v_out_end
-                                    and v_out_ptr
-                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                )
+                                slot_mapping_ptr < k_out_end
+                                and k_out_ptr
+                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                or slot_mapping_ptr < v_out_end
+                                and v_out_ptr
+                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             )
                         )
                     )
                 ):
                     entry.used = cache.clock = cache.clock + 1
+                    if late:
+                        recent.promote(0, guard)
                     if launch is not None:
                         launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0, lead1)
                         return k_out, v_out

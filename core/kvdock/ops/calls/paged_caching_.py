@@ -1,5 +1,6 @@
 """The quick path of `paged_caching_`. Written by ``make calls`` from its schema: see `kvdock.ops.codegen`, and do not edit it."""
 
+from kvdock.ops.geometry import has_internal_overlap
 from kvdock.ops.signatures import EMPTY, FastCall
 
 
@@ -75,19 +76,21 @@ def make(op):
                 or (
                     k_ptr < high
                     and low < k_end
-                    and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+                    and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
                 )
                 or (
                     v_ptr < high
                     and low < v_end
-                    and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+                    and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
                 )
                 or (
                     slot_mapping_ptr < high
                     and low < slot_mapping_end
                     and (
-                        (slot_mapping_ptr < k_cache_end and k_cache_ptr < slot_mapping_end)
-                        or (slot_mapping_ptr < v_cache_end and v_cache_ptr < slot_mapping_end)
+                        slot_mapping_ptr < k_cache_end
+                        and k_cache_ptr < slot_mapping_end
+                        or slot_mapping_ptr < v_cache_end
+                        and v_cache_ptr < slot_mapping_end
                     )
                 )
             ):
@@ -194,19 +197,21 @@ def make(op):
             or (
                 k_ptr < high
                 and low < k_end
-                and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+                and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
             )
             or (
                 v_ptr < high
                 and low < v_end
-                and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+                and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
             )
             or (
                 slot_mapping_ptr < high
                 and low < slot_mapping_end
                 and (
-                    (slot_mapping_ptr < k_cache_end and k_cache_ptr < slot_mapping_end)
-                    or (slot_mapping_ptr < v_cache_end and v_cache_ptr < slot_mapping_end)
+                    slot_mapping_ptr < k_cache_end
+                    and k_cache_ptr < slot_mapping_end
+                    or slot_mapping_ptr < v_cache_end
+                    and v_cache_ptr < slot_mapping_end
                 )
             )
         ):
@@ -279,6 +284,7 @@ def make(op):
             k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
             if not plain:
                 fast_calls = ()  # the body finds out more
+            late = False
             for guard, variant, entry, cache, static, launch, numbers in fast_calls:
                 plan = entry.value  # held until it has run, whatever becomes of the entry
                 try:
@@ -286,6 +292,7 @@ def make(op):
                 except TypeError:  # what is no tensor
                     break
                 if not same:
+                    late = True
                     continue
                 if variant == 0:
                     k_row, k_step0, k_rest, v_row, v_step0, v_rest, slot_mapping_mask, slot_mapping_step0, slot_mapping_rest = numbers
@@ -304,35 +311,37 @@ def make(op):
                                 k_ptr < high
                                 and low < k_ptr + k_rest + lead0 * k_step0
                                 and (
-                                    (k_ptr < k_cache_end and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0)
-                                    or (k_ptr < v_cache_end and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0)
+                                    k_ptr < k_cache_end
+                                    and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0
+                                    or k_ptr < v_cache_end
+                                    and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0
                                 )
                             )
                             or (
                                 v_ptr < high
                                 and low < v_ptr + v_rest + lead0 * v_step0
                                 and (
-                                    (v_ptr < k_cache_end and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0)
-                                    or (v_ptr < v_cache_end and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0)
+                                    v_ptr < k_cache_end
+                                    and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0
+                                    or v_ptr < v_cache_end
+                                    and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0
                                 )
                             )
                             or (
                                 slot_mapping_ptr < high
                                 and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
                                 and (
-                                    (
-                                        slot_mapping_ptr < k_cache_end
-                                        and k_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                                    )
-                                    or (
-                                        slot_mapping_ptr < v_cache_end
-                                        and v_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                                    )
+                                    slot_mapping_ptr < k_cache_end
+                                    and k_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    or slot_mapping_ptr < v_cache_end
+                                    and v_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
                                 )
                             )
                         )
                     ):
                         entry.used = cache.clock = cache.clock + 1
+                        if late:
+                            recent.promote(0, guard)
                         if launch is not None:
                             return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0)
                         return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
@@ -369,37 +378,39 @@ def make(op):
                             k_ptr < high
                             and low < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
                             and (
-                                (k_ptr < k_cache_end and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1)
-                                or (k_ptr < v_cache_end and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1)
+                                k_ptr < k_cache_end
+                                and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
+                                or k_ptr < v_cache_end
+                                and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
                             )
                         )
                         or (
                             v_ptr < high
                             and low < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
                             and (
-                                (v_ptr < k_cache_end and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1)
-                                or (v_ptr < v_cache_end and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1)
+                                v_ptr < k_cache_end
+                                and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
+                                or v_ptr < v_cache_end
+                                and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
                             )
                         )
                         or (
                             slot_mapping_ptr < high
                             and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             and (
-                                (
-                                    slot_mapping_ptr < k_cache_end
-                                    and k_cache_ptr
-                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                )
-                                or (
-                                    slot_mapping_ptr < v_cache_end
-                                    and v_cache_ptr
-                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                )
+                                slot_mapping_ptr < k_cache_end
+                                and k_cache_ptr
+                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                or slot_mapping_ptr < v_cache_end
+                                and v_cache_ptr
+                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             )
                         )
                     )
                 ):
                     entry.used = cache.clock = cache.clock + 1
+                    if late:
+                        recent.promote(0, guard)
                     if launch is not None:
                         return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0, lead1)
                     return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
@@ -417,6 +428,7 @@ def make(op):
         if not (epoch == chooser.epoch and generation == settings.generation):
             pools = None
         elif fast_calls and mode is None and k_scale is None and v_scale is None:
+            late = False
             for guard, variant, entry, cache, static, launch, numbers in fast_calls:
                 plan = entry.value  # held until it has run, whatever becomes of the entry
                 try:
@@ -424,6 +436,7 @@ def make(op):
                 except TypeError:  # what is no tensor
                     break
                 if not same:
+                    late = True
                     continue
                 if variant == 0:
                     k_row, k_step0, k_rest, v_row, v_step0, v_rest, slot_mapping_mask, slot_mapping_step0, slot_mapping_rest = numbers
@@ -442,35 +455,37 @@ def make(op):
                                 k_ptr < high
                                 and low < k_ptr + k_rest + lead0 * k_step0
                                 and (
-                                    (k_ptr < k_cache_end and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0)
-                                    or (k_ptr < v_cache_end and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0)
+                                    k_ptr < k_cache_end
+                                    and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0
+                                    or k_ptr < v_cache_end
+                                    and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0
                                 )
                             )
                             or (
                                 v_ptr < high
                                 and low < v_ptr + v_rest + lead0 * v_step0
                                 and (
-                                    (v_ptr < k_cache_end and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0)
-                                    or (v_ptr < v_cache_end and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0)
+                                    v_ptr < k_cache_end
+                                    and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0
+                                    or v_ptr < v_cache_end
+                                    and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0
                                 )
                             )
                             or (
                                 slot_mapping_ptr < high
                                 and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
                                 and (
-                                    (
-                                        slot_mapping_ptr < k_cache_end
-                                        and k_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                                    )
-                                    or (
-                                        slot_mapping_ptr < v_cache_end
-                                        and v_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
-                                    )
+                                    slot_mapping_ptr < k_cache_end
+                                    and k_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    or slot_mapping_ptr < v_cache_end
+                                    and v_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
                                 )
                             )
                         )
                     ):
                         entry.used = cache.clock = cache.clock + 1
+                        if late:
+                            recent.promote(0, guard)
                         if launch is not None:
                             return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0)
                         return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
@@ -507,37 +522,39 @@ def make(op):
                             k_ptr < high
                             and low < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
                             and (
-                                (k_ptr < k_cache_end and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1)
-                                or (k_ptr < v_cache_end and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1)
+                                k_ptr < k_cache_end
+                                and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
+                                or k_ptr < v_cache_end
+                                and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
                             )
                         )
                         or (
                             v_ptr < high
                             and low < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
                             and (
-                                (v_ptr < k_cache_end and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1)
-                                or (v_ptr < v_cache_end and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1)
+                                v_ptr < k_cache_end
+                                and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
+                                or v_ptr < v_cache_end
+                                and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
                             )
                         )
                         or (
                             slot_mapping_ptr < high
                             and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             and (
-                                (
-                                    slot_mapping_ptr < k_cache_end
-                                    and k_cache_ptr
-                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                )
-                                or (
-                                    slot_mapping_ptr < v_cache_end
-                                    and v_cache_ptr
-                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                )
+                                slot_mapping_ptr < k_cache_end
+                                and k_cache_ptr
+                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
+                                or slot_mapping_ptr < v_cache_end
+                                and v_cache_ptr
+                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             )
                         )
                     )
                 ):
                     entry.used = cache.clock = cache.clock + 1
+                    if late:
+                        recent.promote(0, guard)
                     if launch is not None:
                         return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0, lead1)
                     return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)

@@ -1,5 +1,6 @@
 """The quick path of `static_update_`. Written by ``make calls`` from its schema: see `kvdock.ops.codegen`, and do not edit it."""
 
+from kvdock.ops.geometry import has_internal_overlap
 from kvdock.ops.signatures import EMPTY, FastCall
 
 
@@ -73,19 +74,21 @@ def make(op):
                 or (
                     k_ptr < high
                     and low < k_end
-                    and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+                    and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
                 )
                 or (
                     v_ptr < high
                     and low < v_end
-                    and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+                    and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
                 )
                 or (
                     cache_lengths_ptr < high
                     and low < cache_lengths_end
                     and (
-                        (cache_lengths_ptr < k_cache_end and k_cache_ptr < cache_lengths_end)
-                        or (cache_lengths_ptr < v_cache_end and v_cache_ptr < cache_lengths_end)
+                        cache_lengths_ptr < k_cache_end
+                        and k_cache_ptr < cache_lengths_end
+                        or cache_lengths_ptr < v_cache_end
+                        and v_cache_ptr < cache_lengths_end
                     )
                 )
             ):
@@ -183,19 +186,21 @@ def make(op):
             or (
                 k_ptr < high
                 and low < k_end
-                and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+                and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
             )
             or (
                 v_ptr < high
                 and low < v_end
-                and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+                and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
             )
             or (
                 cache_lengths_ptr < high
                 and low < cache_lengths_end
                 and (
-                    (cache_lengths_ptr < k_cache_end and k_cache_ptr < cache_lengths_end)
-                    or (cache_lengths_ptr < v_cache_end and v_cache_ptr < cache_lengths_end)
+                    cache_lengths_ptr < k_cache_end
+                    and k_cache_ptr < cache_lengths_end
+                    or cache_lengths_ptr < v_cache_end
+                    and v_cache_ptr < cache_lengths_end
                 )
             )
         ):
@@ -300,12 +305,12 @@ def make(op):
             or (
                 k_ptr < high
                 and low < k_end
-                and ((k_ptr < k_cache_end and k_cache_ptr < k_end) or (k_ptr < v_cache_end and v_cache_ptr < k_end))
+                and (k_ptr < k_cache_end and k_cache_ptr < k_end or k_ptr < v_cache_end and v_cache_ptr < k_end)
             )
             or (
                 v_ptr < high
                 and low < v_end
-                and ((v_ptr < k_cache_end and k_cache_ptr < v_end) or (v_ptr < v_cache_end and v_cache_ptr < v_end))
+                and (v_ptr < k_cache_end and k_cache_ptr < v_end or v_ptr < v_cache_end and v_cache_ptr < v_end)
             )
         ):
             return slow((k_cache, v_cache, k, v, cache_lengths), named, pools)
@@ -365,6 +370,7 @@ def make(op):
                 k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
                 if not plain:
                     fast_calls = ()  # the body finds out more
+                late = False
                 for guard, variant, entry, cache, static, launch, numbers in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry
                     try:
@@ -372,6 +378,7 @@ def make(op):
                     except TypeError:  # what is no tensor
                         break
                     if not same:
+                        late = True
                         continue
                     k_step0, k_step2, k_rest, v_step0, v_step2, v_rest = numbers
                     b, k_n1, s, k_n3 = k.shape
@@ -389,22 +396,28 @@ def make(op):
                                 k_ptr < high
                                 and low < k_ptr + k_rest + b * k_step0 + s * k_step2
                                 and (
-                                    (k_ptr < k_cache_end and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
-                                    or (k_ptr < v_cache_end and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
+                                    k_ptr < k_cache_end
+                                    and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                    or k_ptr < v_cache_end
+                                    and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
                                 )
                             )
                             or (
                                 v_ptr < high
                                 and low < v_ptr + v_rest + b * v_step0 + s * v_step2
                                 and (
-                                    (v_ptr < k_cache_end and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
-                                    or (v_ptr < v_cache_end and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
+                                    v_ptr < k_cache_end
+                                    and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    or v_ptr < v_cache_end
+                                    and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
                                 )
                             )
                         )
                         and (b <= v_cache.shape[0])
                     ):
                         entry.used = cache.clock = cache.clock + 1
+                        if late:
+                            recent.promote(1, guard)
                         if launch is not None:
                             return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, b, s, cache_lengths)
                         return plan.run(k_cache, v_cache, k, v, cache_lengths)
@@ -425,6 +438,7 @@ def make(op):
             k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
             if not plain:
                 fast_calls = ()  # the body finds out more
+            late = False
             for guard, variant, entry, cache, static, launch, numbers in fast_calls:
                 plan = entry.value  # held until it has run, whatever becomes of the entry
                 try:
@@ -432,6 +446,7 @@ def make(op):
                 except TypeError:  # what is no tensor
                     break
                 if not same:
+                    late = True
                     continue
                 if variant == 1:
                     k_step0, k_step2, k_rest, v_step0, v_step2, v_rest, cache_lengths_mask, cache_lengths_rest = numbers
@@ -452,30 +467,38 @@ def make(op):
                                 k_ptr < high
                                 and low < k_ptr + k_rest + b * k_step0 + s * k_step2
                                 and (
-                                    (k_ptr < k_cache_end and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
-                                    or (k_ptr < v_cache_end and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
+                                    k_ptr < k_cache_end
+                                    and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                    or k_ptr < v_cache_end
+                                    and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
                                 )
                             )
                             or (
                                 v_ptr < high
                                 and low < v_ptr + v_rest + b * v_step0 + s * v_step2
                                 and (
-                                    (v_ptr < k_cache_end and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
-                                    or (v_ptr < v_cache_end and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
+                                    v_ptr < k_cache_end
+                                    and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    or v_ptr < v_cache_end
+                                    and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
                                 )
                             )
                             or (
                                 cache_lengths_ptr < high
                                 and low < cache_lengths_ptr + cache_lengths_rest
                                 and (
-                                    (cache_lengths_ptr < k_cache_end and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest)
-                                    or (cache_lengths_ptr < v_cache_end and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest)
+                                    cache_lengths_ptr < k_cache_end
+                                    and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest
+                                    or cache_lengths_ptr < v_cache_end
+                                    and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest
                                 )
                             )
                         )
                         and (b <= v_cache.shape[0])
                     ):
                         entry.used = cache.clock = cache.clock + 1
+                        if late:
+                            recent.promote(0, guard)
                         if launch is not None:
                             return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s)
                         return plan.run(k_cache, v_cache, k, v, cache_lengths)
@@ -500,30 +523,30 @@ def make(op):
                             k_ptr < high
                             and low < k_ptr + k_rest + b * k_step0 + s * k_step2
                             and (
-                                (k_ptr < k_cache_end and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
-                                or (k_ptr < v_cache_end and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
+                                k_ptr < k_cache_end
+                                and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                or k_ptr < v_cache_end
+                                and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
                             )
                         )
                         or (
                             v_ptr < high
                             and low < v_ptr + v_rest + b * v_step0 + s * v_step2
                             and (
-                                (v_ptr < k_cache_end and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
-                                or (v_ptr < v_cache_end and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
+                                v_ptr < k_cache_end
+                                and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                or v_ptr < v_cache_end
+                                and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
                             )
                         )
                         or (
                             cache_lengths_ptr < high
                             and low < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
                             and (
-                                (
-                                    cache_lengths_ptr < k_cache_end
-                                    and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
-                                )
-                                or (
-                                    cache_lengths_ptr < v_cache_end
-                                    and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
-                                )
+                                cache_lengths_ptr < k_cache_end
+                                and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
+                                or cache_lengths_ptr < v_cache_end
+                                and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
                             )
                         )
                     )
@@ -531,6 +554,8 @@ def make(op):
                     and (n == 1 or n == b)
                 ):
                     entry.used = cache.clock = cache.clock + 1
+                    if late:
+                        recent.promote(0, guard)
                     if launch is not None:
                         return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s, n)
                     return plan.run(k_cache, v_cache, k, v, cache_lengths)
@@ -549,6 +574,7 @@ def make(op):
             if not (epoch == chooser.epoch and generation == settings.generation):
                 pools = None
             elif fast_calls and mode is None:
+                late = False
                 for guard, variant, entry, cache, static, launch, numbers in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry
                     try:
@@ -556,6 +582,7 @@ def make(op):
                     except TypeError:  # what is no tensor
                         break
                     if not same:
+                        late = True
                         continue
                     k_step0, k_step2, k_rest, v_step0, v_step2, v_rest = numbers
                     b, k_n1, s, k_n3 = k.shape
@@ -573,22 +600,28 @@ def make(op):
                                 k_ptr < high
                                 and low < k_ptr + k_rest + b * k_step0 + s * k_step2
                                 and (
-                                    (k_ptr < k_cache_end and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
-                                    or (k_ptr < v_cache_end and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
+                                    k_ptr < k_cache_end
+                                    and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                    or k_ptr < v_cache_end
+                                    and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
                                 )
                             )
                             or (
                                 v_ptr < high
                                 and low < v_ptr + v_rest + b * v_step0 + s * v_step2
                                 and (
-                                    (v_ptr < k_cache_end and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
-                                    or (v_ptr < v_cache_end and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
+                                    v_ptr < k_cache_end
+                                    and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    or v_ptr < v_cache_end
+                                    and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
                                 )
                             )
                         )
                         and (b <= v_cache.shape[0])
                     ):
                         entry.used = cache.clock = cache.clock + 1
+                        if late:
+                            recent.promote(1, guard)
                         if launch is not None:
                             return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, b, s, cache_lengths)
                         return plan.run(k_cache, v_cache, k, v, cache_lengths)
@@ -599,6 +632,7 @@ def make(op):
         if not (epoch == chooser.epoch and generation == settings.generation):
             pools = None
         elif fast_calls and mode is None:
+            late = False
             for guard, variant, entry, cache, static, launch, numbers in fast_calls:
                 plan = entry.value  # held until it has run, whatever becomes of the entry
                 try:
@@ -606,6 +640,7 @@ def make(op):
                 except TypeError:  # what is no tensor
                     break
                 if not same:
+                    late = True
                     continue
                 if variant == 1:
                     k_step0, k_step2, k_rest, v_step0, v_step2, v_rest, cache_lengths_mask, cache_lengths_rest = numbers
@@ -626,30 +661,38 @@ def make(op):
                                 k_ptr < high
                                 and low < k_ptr + k_rest + b * k_step0 + s * k_step2
                                 and (
-                                    (k_ptr < k_cache_end and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
-                                    or (k_ptr < v_cache_end and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
+                                    k_ptr < k_cache_end
+                                    and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                    or k_ptr < v_cache_end
+                                    and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
                                 )
                             )
                             or (
                                 v_ptr < high
                                 and low < v_ptr + v_rest + b * v_step0 + s * v_step2
                                 and (
-                                    (v_ptr < k_cache_end and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
-                                    or (v_ptr < v_cache_end and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
+                                    v_ptr < k_cache_end
+                                    and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    or v_ptr < v_cache_end
+                                    and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
                                 )
                             )
                             or (
                                 cache_lengths_ptr < high
                                 and low < cache_lengths_ptr + cache_lengths_rest
                                 and (
-                                    (cache_lengths_ptr < k_cache_end and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest)
-                                    or (cache_lengths_ptr < v_cache_end and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest)
+                                    cache_lengths_ptr < k_cache_end
+                                    and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest
+                                    or cache_lengths_ptr < v_cache_end
+                                    and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest
                                 )
                             )
                         )
                         and (b <= v_cache.shape[0])
                     ):
                         entry.used = cache.clock = cache.clock + 1
+                        if late:
+                            recent.promote(0, guard)
                         if launch is not None:
                             return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s)
                         return plan.run(k_cache, v_cache, k, v, cache_lengths)
@@ -674,30 +717,30 @@ def make(op):
                             k_ptr < high
                             and low < k_ptr + k_rest + b * k_step0 + s * k_step2
                             and (
-                                (k_ptr < k_cache_end and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
-                                or (k_ptr < v_cache_end and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2)
+                                k_ptr < k_cache_end
+                                and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                or k_ptr < v_cache_end
+                                and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
                             )
                         )
                         or (
                             v_ptr < high
                             and low < v_ptr + v_rest + b * v_step0 + s * v_step2
                             and (
-                                (v_ptr < k_cache_end and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
-                                or (v_ptr < v_cache_end and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2)
+                                v_ptr < k_cache_end
+                                and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                or v_ptr < v_cache_end
+                                and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
                             )
                         )
                         or (
                             cache_lengths_ptr < high
                             and low < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
                             and (
-                                (
-                                    cache_lengths_ptr < k_cache_end
-                                    and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
-                                )
-                                or (
-                                    cache_lengths_ptr < v_cache_end
-                                    and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
-                                )
+                                cache_lengths_ptr < k_cache_end
+                                and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
+                                or cache_lengths_ptr < v_cache_end
+                                and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
                             )
                         )
                     )
@@ -705,6 +748,8 @@ def make(op):
                     and (n == 1 or n == b)
                 ):
                     entry.used = cache.clock = cache.clock + 1
+                    if late:
+                        recent.promote(0, guard)
                     if launch is not None:
                         return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s, n)
                     return plan.run(k_cache, v_cache, k, v, cache_lengths)
