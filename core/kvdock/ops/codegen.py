@@ -30,17 +30,14 @@ __all__ = ["compile_source", "source_of"]
 
 _HEAD = '''"""The quick path of `{op}`. Written by ``make calls`` from its schema: see `kvdock.ops.codegen`, and do not edit it."""
 
-
-from kvdock.ops.geometry import has_internal_overlap
-from kvdock.ops.signatures import EMPTY, FastCall
+{imports}from kvdock.ops.signatures import EMPTY, FastCall
 
 
 def make(op):
     """Return the op as a function of all its arguments, and as one of a `BoundOp` and the rest."""
     is_compiling, get_mode, enter = op.is_compiling, op.get_mode, op.enter
     recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
-    find, prepare, make_outputs, slow = op.find, op.prepare, op.make_outputs, op.run_slowly
-
+    find, prepare, slow = op.find, op.prepare, op.run_slowly
 '''
 
 
@@ -353,7 +350,8 @@ class _Module:
 
     def text(self) -> str:
         """Return the source, which a formatter will lay out."""
-        parts = [_HEAD.format(op=self.schema.name)]
+        imports = "from kvdock.ops.geometry import has_internal_overlap\n" if self.sources[0].outputs else ""
+        parts = [_HEAD.format(op=self.schema.name, imports=imports) + ("    make_outputs = op.make_outputs\n" if self.returned else "")]
         for group in self.groups:
             parts.append("\n".join(_indent(self._body(group), 1)))
         parts.append("\n".join(_indent(self._call(is_bound=False), 1)))

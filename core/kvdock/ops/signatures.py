@@ -243,17 +243,12 @@ class Signature:
             numbers: what the code in `kvdock.ops.calls` makes of them.
             values: all arguments.
         """
-        plan, args, dims = entry.value, schema.bind(values), list(self._dims.values())
-        tensors = [args[name] for name in self._dims]
-        outputs = [args[arg.name] for arg in schema.mutated if arg.name in self._dims]
-        steady = all(map(_keeps_alignment, dims, tensors)) and all(map(_is_dense, outputs))
-        if plan is None or not steady:
+        plan, args = entry.value, schema.bind(values)
+        outputs = {arg.name for arg in schema.mutated}
+        settled = [_settled(dims, args[name], is_output=name in outputs) for name, dims in self._dims.items()]
+        if plan is None or None in settled:
             return None
-        sizes = _static_sizes(dims, tensors)
-        for free, tensor in zip(sizes, tensors, strict=True):
-            if any(tensor is output for output in outputs):
-                free[1:] = tensor.shape[1:]  # an output that is dense at these strides need not be at another inner size
-        guard = make_guard(tensors, sizes, [tensor.stride() for tensor in tensors])
+        guard = make_guard([args[name] for name in self._dims], *zip(*filter(None, settled), strict=True))
         fast = FastCall((guard, self.variant, entry, self.cache, self.key[2], plan.fix(values), numbers))
         self.fast[strides] = fast
         return fast
@@ -323,15 +318,33 @@ def _innermost(dims: tuple[Dim, ...], tensor: torch.Tensor) -> list[int | None]:
     return strides
 
 
-def _keeps_alignment(dims: tuple[Dim, ...], tensor: torch.Tensor) -> bool:
-    """Whether steps between rows are as aligned as rows. Those of a size of 1 do not count, and may be any, until it grows."""
-    best = full_alignment(dims, tensor)
-    return all(not dim.runtime or step * tensor.element_size() % best == 0 for dim, step in zip(dims, tensor.stride(), strict=True))
+_Fixed = list[int | None]
 
 
-def _is_dense(output: torch.Tensor) -> bool:
-    """Whether an output is dense at any first size: then its places never coincide."""
-    return output.is_contiguous() and output.dim() > 0 and output.stride(0) * output.shape[0] == output.numel()
+def _settled(dims: tuple[Dim, ...], tensor: torch.Tensor, *, is_output: bool) -> tuple[_Fixed, _Fixed] | None:
+    """Return which sizes and strides a fast call insists on, or None if what holds of a tensor need not hold at other sizes.
+
+    A run-time size of 1 stays 1, and its stride, which says nothing, may be any: so a batch of one keeps its fast call as it grows.
+    Steps between rows must be as aligned as rows. An output must be dense, and only its outermost size may change: at these strides,
+    places would coincide if another grew.
+    """
+    best, item = full_alignment(dims, tensor), tensor.element_size()
+    sizes: _Fixed = []
+    strides: _Fixed = []
+    dense = tensor.numel()
+    for dim, size, stride in zip(dims, tensor.shape, tensor.stride(), strict=True):
+        if dim.runtime and size == 1:
+            sizes.append(1)
+            strides.append(None)
+            continue
+        if dim.runtime and stride * item % best:
+            return None
+        dense //= size
+        if is_output and size > 1 and stride != dense:
+            return None
+        sizes.append(None if dim.runtime and not (is_output and any(kept != 1 for kept in sizes)) else size)
+        strides.append(stride)
+    return sizes, strides
 
 
 def full_alignment(dims: tuple[Dim, ...], tensor: torch.Tensor) -> int:

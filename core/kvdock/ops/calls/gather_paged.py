@@ -8,7 +8,8 @@ def make(op):
     """Return the op as a function of all its arguments, and as one of a `BoundOp` and the rest."""
     is_compiling, get_mode, enter = op.is_compiling, op.get_mode, op.enter
     recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
-    find, prepare, make_outputs, slow = op.find, op.prepare, op.make_outputs, op.run_slowly
+    find, prepare, slow = op.find, op.prepare, op.run_slowly
+    make_outputs = op.make_outputs
 
     def body0(recent, pools, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out, named):
         if k_out is None and v_out is None:

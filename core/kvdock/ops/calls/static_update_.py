@@ -1,6 +1,5 @@
 """The quick path of `static_update_`. Written by ``make calls`` from its schema: see `kvdock.ops.codegen`, and do not edit it."""
 
-from kvdock.ops.geometry import has_internal_overlap
 from kvdock.ops.signatures import EMPTY, FastCall
 
 
@@ -8,7 +7,7 @@ def make(op):
     """Return the op as a function of all its arguments, and as one of a `BoundOp` and the rest."""
     is_compiling, get_mode, enter = op.is_compiling, op.get_mode, op.enter
     recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
-    find, prepare, make_outputs, slow = op.find, op.prepare, op.make_outputs, op.run_slowly
+    find, prepare, slow = op.find, op.prepare, op.run_slowly
 
     def body0(recent, pools, k_cache, v_cache, k, v, cache_lengths, named):
         key = (named, 0, ())
