@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from types import FrameType
+from operator import methodcaller
 from typing import Any, Protocol
 
 import torch
 
+from kvdock.descriptors.lifetimes import Owner
 from kvdock.descriptors.manager import DescriptorCacheManager
 from kvdock.errors import KVDockWarning, UnsupportedError
 from kvdock.interface import HOST, Descriptor, Request
@@ -20,7 +21,7 @@ from kvdock.ops.plan import Plan
 from kvdock.ops.schema import OpSchema
 from kvdock.ops.selection import Choice, Chooser, Selection
 from kvdock.ops.shared import Shared
-from kvdock.ops.signature import BODY, GENERATED, compile_binder, compile_call
+from kvdock.ops.signature import compile_binder, compile_call
 from kvdock.ops.validate import validate
 
 __all__ = ["OpEntry", "Preparer", "compiling_error"]
@@ -51,7 +52,8 @@ class OpEntry(Shared):
     def __init__(self, schema: OpSchema, dispatcher: Preparer) -> None:
         self.schema = schema
         self._dispatcher = dispatcher
-        self._settings, self._local = dispatcher.descriptors.declare(schema.name, self._destroy, _is_running)
+        # Its own, so that caches of two dispatchers are never taken for one another's.
+        self._settings, self._local = dispatcher.descriptors.declare(schema.name, methodcaller("destroy"))
         self._epoch = dispatcher.chooser.epoch
         scope = {
             "slow": self.run_slowly,
@@ -64,10 +66,6 @@ class OpEntry(Shared):
         }
         self.call = compile_call(schema, scope)
         self._binder = compile_binder(schema, scope)
-
-    def _destroy(self, plan: Plan) -> None:
-        """Destroy a plan. A method, so that caches of two dispatchers are never taken for one another's."""
-        plan.destroy()
 
     def __call__(self, *values: Any) -> None:
         """Run the op. See its public function in `kvdock.ops` for arguments and errors."""
@@ -96,18 +94,16 @@ class OpEntry(Shared):
         request = validate(self.schema, values)
         if _is_noop(self.schema, values):
             return
-        plan = self._make_plan(request, values, named)
-        try:
-            plan.run(*values)
-        finally:
-            self._local.open(None if request.device == HOST else request.device).dispose(plan)
+        cache = self._local.open(None if request.device == HOST else request.device)
+        plan = self._make_plan(request, values, named, cache.owner)  # held by its name while it runs
+        plan.run(*values)
 
-    def _make_plan(self, request: Request, values: tuple[Any, ...], named: str | None) -> Plan:
+    def _make_plan(self, request: Request, values: tuple[Any, ...], named: str | None, owner: Owner) -> Plan:
         """Prepare a plan for a request."""
         selection = self._dispatcher.select(request, named)
         args = self.schema.bind(values)
         extents = tuple(extent(args[arg.name]) for arg in self.schema.static_args)
-        return Plan(self._dispatcher.prepare(request, selection), extents, selection)
+        return Plan(self._dispatcher.prepare(request, selection), extents, selection, owner)
 
     def _prepare(self, values: tuple[Any, ...], key: Any, named: str | None, device: torch.device | None) -> Plan:
         """Validate a new signature, prepare its plan, and keep it in this thread's cache."""
@@ -121,7 +117,7 @@ class OpEntry(Shared):
         cache.count_miss()
         generation = self._local.generation  # a clear during what follows is one of this plan too
         start = time.perf_counter()
-        plan = self._make_plan(request, values, named)
+        plan = self._make_plan(request, values, named, cache.owner)
         cache.put((epoch, generation, *key[2:]), plan, prepare_s=time.perf_counter() - start)
         return plan
 
@@ -149,35 +145,6 @@ def compiling_error(op: str) -> UnsupportedError:
     advice = "call it outside the compiled function; support comes later"
     torch._dynamo.graph_break(msg=f"kvdock: {op} cannot be traced. Fix: {advice}")  # what fullgraph=True shows
     return UnsupportedError(f"{op} under torch.compile", got="a call that is being traced", fix=advice)
-
-
-def _is_running(plan: Plan, frame: FrameType) -> bool:
-    """Whether a call of a plan is on a stack, given its innermost frame, as when a kernel calls an op itself.
-
-    Asked only when a plan is to be destroyed, so that calls need not keep count. What may have found the plan just now, and
-    not have given it a name yet, counts too: a signal handler or another thread can look at any moment.
-    """
-    inner = ""
-    outer: FrameType | None = frame
-    while outer is not None:
-        if outer.f_code.co_filename.startswith(GENERATED) and _may_use(outer, inner, plan):
-            return True
-        if outer.f_code is OpEntry._prepare.__code__ and outer.f_locals.get("plan") is plan:
-            return True
-        inner, outer = outer.f_code.co_name, outer.f_back
-    return False
-
-
-def _may_use(frame: FrameType, inner: str, plan: Plan) -> bool:
-    """Whether a function of `signature` runs a plan, or is about to; ``inner`` is the name of what it is calling."""
-    names = frame.f_locals
-    if not frame.f_code.co_name.startswith(BODY):  # it may run what it remembers, unless it has left the call to a body
-        return not inner.startswith(BODY) and any(value is plan for value in names.get("memo") or ())
-    if "plan" in names:
-        return names["plan"] is plan
-    if names.get("entry") is not None:
-        return names["entry"].value is plan
-    return inner != OpEntry._prepare.__name__  # it is looking for a plan, and may have found this one, unless none was there
 
 
 def _is_noop(schema: OpSchema, values: tuple[Any, ...]) -> bool:

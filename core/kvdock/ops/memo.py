@@ -90,7 +90,7 @@ def remember(
         state.wait = _PATIENCE
         return
     fixed = plan.fix(values)
-    state.memo = (check, epoch, generation, cache.removals, fixed, plan, entry, cache, *(extent(tensor) for tensor in tensors))
+    state.memo = (check, epoch, generation, fixed, entry, cache, *(extent(tensor) for tensor in tensors))
 
 
 def guard_for(tensors: Sequence[torch.Tensor]) -> Guard | None:

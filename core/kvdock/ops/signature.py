@@ -205,9 +205,9 @@ class _Source:
             yield f"if not ({' and '.join(sorted(self.sized))}): {self._give_up}"
         yield "cache = local.caches.get(device)"
         yield "entry = None if cache is None else cache.entries.get(key)"
-        yield f"if entry is None: plan = prepare(({names},), key, named, device)"
+        yield "plan = None if entry is None else entry.value"
+        yield f"if plan is None: plan = prepare(({names},), key, named, device)"
         yield "else:"
-        yield "    plan = entry.value"
         yield "    entry.used = cache.clock = cache.clock + 1"
         yield from self.overlap_lines()
         if memorable(self.schema):
@@ -278,10 +278,11 @@ def _memo_lines(schema: OpSchema, bound: Sequence[str]) -> Iterator[str]:
     absent = "".join(f" and {arg.name} is None" for arg in schema.args if arg.optional)
     yield "memo = memory.state.memo"
     yield f"if memo is not None and mode is None{absent}:"
-    yield f"    check, epoch, generation, removals, fixed, plan, entry, cache, {extents} = memo"
+    yield f"    check, epoch, generation, fixed, entry, cache, {extents} = memo"
     yield f"    try: same = check({', '.join(name for name in tensors if name not in bound)})"
     yield "    except TypeError: same = False"
-    yield "    if same and epoch == chooser.epoch and generation == settings.generation and removals == cache.removals:"
+    yield "    plan = entry.value"
+    yield "    if same and plan is not None and epoch == chooser.epoch and generation == settings.generation:"
     for name in tensors:
         yield f"        {name}_ptr = {name}.data_ptr()"
     yield f"        low, high = {mutated[0]}_ptr, {mutated[0]}_ptr + {mutated[0]}_extent"
