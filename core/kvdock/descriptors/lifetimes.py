@@ -11,7 +11,7 @@ go last ends it. Until then, and until it is destroyed, a descriptor is also *pe
 * **The interpreter exits.** `close_all` empties every cache, and destroys what nobody holds, pinned or not. What a call of a
   x
 * **A process forks.** The handles that a child inherits mean nothing there. It forgets them, and even what their
-  deallocation would do must not happen: `leak` holds them until the process is gone.
+  deallocation would do must not happen: `_leak` holds them until the process is gone.
 * **A graph was captured.** It launches what its descriptors hold whenever it is replayed, from any thread: what is pinned
   stays pending until the interpreter exits, though its cache or its thread ends.
 
@@ -33,34 +33,20 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from operator import length_hint
-from typing import Any, Protocol
+from typing import Any
 
-__all__ = ["GRACE_S", "Ending", "Held", "Owner", "Tracked", "close_all", "track"]
+__all__ = ["Ending", "Held", "Owner", "close_all", "track"]
 
 _log = logging.getLogger("kvdock.descriptors")
 
-GRACE_S = 1.0
-"""How long calls of other threads are waited for, all together, when the interpreter exits."""
+_GRACE_S = 1.0  # how long calls of other threads are waited for, all together, when the interpreter exits
 
-
-class Tracked(Protocol):
-    """What hears of the end of the interpreter and of a fork."""
-
-    def finish(self) -> None:
-        """Let go of everything, as the interpreter exits."""
-        ...
-
-    def abandon(self) -> None:
-        """Forget what a forked child inherited."""
-        ...
-
-
-_tracked: dict[int, weakref.ReferenceType[Tracked]] = {}
+_tracked: dict[int, weakref.ReferenceType[Any]] = {}
 _pending: dict[int, Ending] = {}
 
 
-def track(thing: Tracked) -> None:
-    """Let an object know when the interpreter exits or the process has forked. It is not kept alive."""
+def track(thing: Any) -> None:
+    """Call ``finish()`` of an object when the interpreter exits, and ``abandon()`` in a forked child. It is not kept alive."""
     key, forget = id(thing), _tracked.pop  # bound here: the last objects die after this module's names
     _tracked[key] = weakref.ref(thing, lambda _: forget(key, None))
 
@@ -73,26 +59,14 @@ class Owner:
     """
 
     def __init__(self, destroyer: Callable[[Any], None] | None) -> None:
-        self.destroyer = destroyer or _nothing
+        self.destroyer: Callable[[Any], object] = destroyer or id  # which does nothing to it
         self.thread = threading.get_ident()
         self.pid = os.getpid()
-        self.due: deque[Any] = deque()
-        """Endings whose holders are gone, most of them destroyed already. See `settle`."""
-        self.destroyed = 0
-        """Descriptors handed to the destroyer."""
-        self.failures = 0
-        """How often that raised."""
-        self.is_closed = False
-        """Whether the cache has ended: nobody will settle what is due, and whoever lets go last destroys."""
-        self.is_final = False
-        """Whether the interpreter exits: what is pinned goes too."""
-        self.late: Callable[[bool], None] | None = None
-        """Told of each that is destroyed after the counts have been taken, and whether that failed."""
-
-    @property
-    def may_destroy(self) -> bool:
-        """Whether that is for the calling thread to do."""
-        return self.is_closed or self.thread == threading.get_ident()
+        self.due: deque[Ending] = deque()  # their holders are gone, and most of them are over
+        self.destroyed = self.failures = 0  # descriptors handed to the destroyer, and how often that raised
+        self.is_closed = False  # the cache has ended: nobody will settle what is due, and whoever lets go last destroys
+        self.is_final = False  # the interpreter exits: what is pinned goes too
+        self.late: Callable[[bool], None] | None = None  # told of each that ends when the counts have been taken
 
     def settle(self) -> None:
         """End what another thread let go of, or whose finaliser was interrupted. Called by the thread that owns it."""
@@ -125,11 +99,6 @@ class Held:
         ending.captured, ending.guard, ending.owner, ending.value, ending.once = False, guard, owner, value, iter((value,))
         _pending[id(ending)] = self.ending = ending
 
-    @property
-    def pinned(self) -> bool:
-        """Whether the descriptor must stay for the life of the process: a graph may launch it again."""
-        return self.ending.pinned
-
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # Nothing that a destroyer needs may be left then; `close_all` has been called before.
         if not is_finalizing() and hasattr(self, "ending"):
@@ -148,7 +117,7 @@ class Ending(weakref.ref[Held]):
 
     @property
     def pinned(self) -> bool:
-        """Whether a graph recorded a call of the descriptor. It may say so itself."""
+        """Whether the descriptor must stay, since a graph recorded a call of it. It may say so itself."""
         return self.captured or bool(getattr(self.value, "pinned", False))
 
     @property
@@ -161,8 +130,8 @@ class Ending(weakref.ref[Held]):
         """Destroy the descriptor, unless it stays pending: pinned, or for its own thread to end."""
         owner = self.owner
         if owner.pid != os.getpid():  # also in a fork of which Python was not told, as with a C library's
-            leak(_pending.pop(id(self), None))
-        elif id(self) in _pending and owner.may_destroy and (owner.is_final or not self.pinned):
+            _leak(_pending.pop(id(self), None))
+        elif id(self) in _pending and (owner.is_final or not self.pinned) and (owner.is_closed or owner.thread == threading.get_ident()):
             list(self._destroying())
 
     def _destroying(self) -> Iterator[None]:
@@ -183,16 +152,12 @@ class Ending(weakref.ref[Held]):
                 self.owner.count(failed)
 
 
-def _nothing(value: object) -> None:
-    """Destroy what needs nothing."""
-
-
-def leak(value: object) -> None:
+def _leak(value: object) -> None:
     """Hold an object until the process is gone: not even the interpreter's last clearing up deallocates it."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
-def _everything() -> list[Tracked]:
+def _everything() -> list[Any]:
     """Return what is tracked and still there."""
     return [thing for thing in (reference() for reference in list(_tracked.values())) if thing is not None]
 
@@ -201,7 +166,7 @@ def close_all() -> None:
     """Destroy what is left when the interpreter exits, except what another thread goes on running."""
     for thing in _everything():
         thing.finish()
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + _GRACE_S
     for ending in list(_pending.values()):
         while ending.may_run and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -212,7 +177,7 @@ def close_all() -> None:
 
 def _abandon_all() -> None:
     """Forget what the parent process prepared."""
-    leak(list(_pending.values()))
+    _leak(list(_pending.values()))
     _pending.clear()
     for thing in _everything():
         thing.abandon()

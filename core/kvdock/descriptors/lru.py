@@ -49,7 +49,7 @@ class Entry:
     @property
     def pinned(self) -> bool:
         """Whether it must stay."""
-        return self.value is not None and self.value.pinned
+        return self.value is not None and self.value.ending.pinned
 
     def leave(self) -> None:
         """Let go. A descriptor that only the cache held is destroyed now."""
@@ -86,7 +86,7 @@ class LRUDescriptorCache(Generic[V]):
 
     def __init__(self, capacity: int, destroyer: Callable[[V], None] | None = None) -> None:
         self.entries: dict[Hashable, Entry] = {}
-        """The entries by key: read by the quick path of a call, which stamps what it finds (see `touch`)."""
+        """The entries by key: read by the quick path of a call, which stamps what it finds, as `get` does."""
         self.clock = 0
         """Uses so far: hits and puts. An entry is stamped with it."""
         self._destroyer = destroyer
@@ -112,14 +112,9 @@ class LRUDescriptorCache(Generic[V]):
         if entry is None:
             self._misses += 1
             return None
-        self.touch(entry)
+        entry.used = self.clock = self.clock + 1
         found: V = entry.content
         return found
-
-    def touch(self, entry: Entry) -> None:
-        """Count a hit of an entry. The quick path of a call does this in place."""
-        self.clock += 1
-        entry.used = self.clock
 
     def put(self, key: Hashable, value: V, *, prepare_s: float = 0.0) -> None:
         """Keep a descriptor. One that was there under the key is destroyed, unless it is the same object.
