@@ -6,17 +6,13 @@ which is rare and over at most `capacity` entries.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable
 from operator import itemgetter
-from types import FrameType
 from typing import Any, Generic, NoReturn, TypeVar
 
-from kvdock.descriptors.departures import Departures, is_pinned
-from kvdock.descriptors.lifetimes import track
+from kvdock.descriptors.lifetimes import Held, Owner, track
 from kvdock.descriptors.stats import CacheStats
 from kvdock.errors import UnsupportedError, WrongThreadError
 from kvdock.spec import check_int
@@ -26,14 +22,40 @@ __all__ = ["Entry", "LRUDescriptorCache"]
 V = TypeVar("V")
 
 
-class Entry(Generic[V]):
-    """A descriptor in a cache, and when it was last used: ``used`` counts look-ups, not time."""
+class _Value(Held):
+    """A descriptor held for who put it, by the cache alone."""
+
+    __slots__ = ()
+
+
+class Entry:
+    """What holds a descriptor in a cache, and when it was last used: ``used`` counts look-ups, not time.
+
+    ``value`` is None from the moment when the entry leaves its cache. Who has found an entry may run what it reads from there:
+    holding that, it keeps the descriptor from being destroyed.
+    """
 
     __slots__ = ("used", "value")
 
-    def __init__(self, value: V, used: int) -> None:
-        self.value = value
+    def __init__(self, value: Held | None, used: int) -> None:
+        self.value: Any = value
         self.used = used
+
+    @property
+    def content(self) -> Any:
+        """What was put: itself what holds a descriptor, like a plan, or a descriptor that is held for who put it."""
+        return self.value.ending.value if isinstance(self.value, _Value) else self.value
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it must stay."""
+        return self.value is not None and self.value.ending.pinned
+
+    def leave(self) -> None:
+        """Let go. A descriptor that only the cache held is destroyed now."""
+        held, self.value = self.value, None
+        if isinstance(held, _Value):  # now, and not by its finaliser: that could not raise an interrupt of the destroyer
+            held.ending.end()
 
 
 class LRUDescriptorCache(Generic[V]):
@@ -48,38 +70,33 @@ class LRUDescriptorCache(Generic[V]):
     A descriptor with a true attribute ``pinned`` never leaves, since a captured graph may launch it again: it does not
     count towards the capacity, stays when the cache is cleared, and is destroyed when the interpreter exits.
 
+    What is put may also be a `Held`, like a plan. The cache then only lets go of it, and it ends when its last call does.
+
     It cannot be copied or pickled, which raises `UnsupportedError`: a descriptor may be in one cache only.
 
     Args:
         capacity: descriptors held at most, at least 1.
         destroyer: called once with each descriptor that leaves. One that raises is logged and counted, and the others are
             destroyed all the same.
-        in_use: given a descriptor and the innermost frame of a thread, says whether it is running further up that stack. It
-            then leaves, and is destroyed at a later call. Without it, descriptors are taken to be idle between calls.
 
     Raises:
         ArgumentTypeError: a capacity that is no int.
         ArgumentValueError: a capacity below 1.
     """
 
-    def __init__(
-        self, capacity: int, destroyer: Callable[[V], None] | None = None, *, in_use: Callable[[V, FrameType], bool] | None = None
-    ) -> None:
-        self.entries: dict[Hashable, Entry[V]] = {}
-        """The entries by key: read by the quick path of a call, which stamps what it finds (see `touch`)."""
+    def __init__(self, capacity: int, destroyer: Callable[[V], None] | None = None) -> None:
+        self.entries: dict[Hashable, Entry] = {}
+        """The entries by key: read by the quick path of a call, which stamps what it finds, as `get` does."""
         self.clock = 0
         """Uses so far: hits and puts. An entry is stamped with it."""
-        self.removals = 0
-        """Counted up whenever descriptors leave. Who kept one must look it up again when this changes."""
-        self._departures = Departures(destroyer, in_use)
+        self._destroyer = destroyer
         self._begin()
         self._capacity = check_int("LRUDescriptorCache: capacity", capacity, 1)
         track(self)
 
     def _begin(self) -> None:
         """Belong to the calling thread of this process, and start counting."""
-        self._owner = threading.get_ident()
-        self._pid = os.getpid()
+        self.owner = Owner(self._destroyer)
         self._clear_requested = False
         self.clock = self._puts = self._misses = self._evictions = 0
         self._prepare_s = 0.0
@@ -95,15 +112,11 @@ class LRUDescriptorCache(Generic[V]):
         if entry is None:
             self._misses += 1
             return None
-        self.touch(entry)
-        return entry.value
+        entry.used = self.clock = self.clock + 1
+        found: V = entry.content
+        return found
 
-    def touch(self, entry: Entry[V]) -> None:
-        """Count a hit of an entry. The quick path of a call does this in place."""
-        self.clock += 1
-        entry.used = self.clock
-
-    def put(self, key: Hashable, value: V, *, prepare_s: float = 0.0) -> Entry[V]:
+    def put(self, key: Hashable, value: V, *, prepare_s: float = 0.0) -> Entry:
         """Keep a descriptor. One that was there under the key is destroyed, unless it is the same object.
 
         Args:
@@ -121,22 +134,19 @@ class LRUDescriptorCache(Generic[V]):
         old = self.entries.get(key)
         self.clock += 1
         self._puts += 1
-        entry = self.entries[key] = Entry(value, self.clock)
         self._prepare_s += prepare_s
-        if old is not None and old.value is not value:
-            self.removals += 1
-            self.dispose(old.value)
+        if old is not None and old.content is value:
+            old.used = self.clock
+            return old
+        entry = self.entries[key] = Entry(value if isinstance(value, Held) else _Value(value, self.owner), self.clock)
+        if old is not None:
+            old.leave()
         self._make_room()
         return entry
 
     def count_miss(self) -> None:
         """Count a look-up that the quick path of a call did itself, without finding anything."""
         self._misses += 1
-
-    def dispose(self, value: V) -> None:
-        """Destroy a descriptor that was prepared and used without being kept here; it is counted like the others."""
-        self._departures.add([value])
-        self._departures.settle()
 
     def resize(self, capacity: int) -> None:
         """Change the capacity; what is too much leaves at once.
@@ -154,29 +164,37 @@ class LRUDescriptorCache(Generic[V]):
     def clear(self) -> None:
         """Destroy everything, pinned descriptors aside. From another thread: ask the owner to, at its next call."""
         self._clear_requested = True
-        if threading.get_ident() == self._owner:
+        if threading.get_ident() == self.owner.thread:
             self._settle()
 
     def _settle(self) -> None:
-        """Do what was put off: a clear that was asked for, and descriptors that were running."""
-        if threading.get_ident() != self._owner:
+        """Do what was put off: a clear that was asked for, and descriptors that could not be destroyed yet."""
+        if threading.get_ident() != self.owner.thread:
             raise WrongThreadError(
                 "LRUDescriptorCache",
-                expected=f"calls from thread {self._owner}, which made it",
+                expected=f"calls from thread {self.owner.thread}, which made it",
                 got=f"a call from thread {threading.get_ident()}",
                 fix="make one in each thread; only clear() may come from another",
             )
         if self._clear_requested:
+            self._clear()
+        if self.owner.due:
+            self.owner.settle()
+
+    def _clear(self) -> None:
+        """Let everything go, pinned descriptors aside. An interrupt puts off what is left."""
+        try:
             self._clear_requested = False
-            self._remove([key for key, entry in list(self.entries.items()) if not is_pinned(entry.value)])
-        if self._departures:
-            self._departures.settle()
+            self._remove([key for key, entry in list(self.entries.items()) if not entry.pinned])
+        except BaseException:
+            self._clear_requested = True
+            raise
 
     def _make_room(self) -> None:
         """Let the least recently used go until no more than ``capacity`` are left, pinned ones aside."""
         if len(self.entries) <= self._capacity:
             return
-        free = [(entry.used, key) for key, entry in list(self.entries.items()) if not is_pinned(entry.value)]
+        free = [(entry.used, key) for key, entry in list(self.entries.items()) if not entry.pinned]
         excess = len(free) - self._capacity
         if excess > 0:
             free.sort(key=itemgetter(0))  # keys need not have an order
@@ -184,48 +202,32 @@ class LRUDescriptorCache(Generic[V]):
 
     def _remove(self, keys: Iterable[Hashable]) -> int:
         """Let entries go, and count those that were still there: a signal handler may have let some go in between."""
-        self.removals += 1
         found = 0
         for key in keys:
             entry = self.entries.pop(key, None)
             if entry is not None:
                 found += 1
-                self._departures.add([entry.value])
-        self._departures.settle()
+                entry.leave()
         return found
 
-    def _take_all(self) -> None:
-        """Take everything out, one by one, so that nobody finds it any more."""
-        self.removals += 1
-        with contextlib.suppress(KeyError):
-            while self.entries:
-                self._departures.add([self.entries.popitem()[1].value])
-
     def close(self) -> None:
-        """End the cache, as it does by itself when it is dropped: destroy everything but what is pinned or running."""
-        self._check_process()
-        self._take_all()
-        self._departures.keep()
+        """End the cache, as it does by itself when it is dropped: what is idle and not pinned is destroyed."""
+        self.owner.is_closed = True
+        self._remove(list(self.entries))
+        self.owner.settle()
 
-    def finish(self, deadline: float) -> None:
-        """Destroy everything, pinned or not, as the interpreter exits, from whatever thread. See `Departures.finish`."""
-        self._check_process()
-        self._take_all()
-        self._departures.finish(self._owner, deadline)
-
-    def _check_process(self) -> None:
-        """Notice a fork of which Python has not told yet, as before its hooks run, or never will, as with a C library's."""
-        if os.getpid() != self._pid:
-            self.abandon()
+    def finish(self) -> None:
+        """Let everything go, pinned or not, from whatever thread: the interpreter exits."""
+        self.owner.is_closed = self.owner.is_final = True
+        self._remove(list(self.entries))
 
     def abandon(self) -> None:
         """Forget everything without destroying it: a forked child must not touch its parent's descriptors."""
-        self._take_all()
-        self._departures.abandon()
+        self._remove(list(self.entries))
         self._begin()
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # nothing that a destroyer needs may be left then; `finish` has been called before
+        if not sys.is_finalizing():  # see `Held`
             self.close()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -246,7 +248,6 @@ class LRUDescriptorCache(Generic[V]):
     @property
     def stats(self) -> CacheStats:
         """What happened so far. Any thread may ask."""
-        hits, gone = self.clock - self._puts, self._departures
-        return CacheStats(
-            hits, self._misses, self._evictions, gone.destroyed, gone.failures, len(self.entries), self._capacity, self._prepare_s
-        )
+        owner, size = self.owner, len(self.entries)
+        hits, failures = self.clock - self._puts, owner.failures
+        return CacheStats(hits, self._misses, self._evictions, owner.destroyed, failures, size, self._capacity, self._prepare_s)

@@ -6,7 +6,6 @@ The same caches hold the descriptors of kvdock's own ops and of any op that a pl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import FrameType
 from typing import Any
 
 from kvdock.descriptors.lru import LRUDescriptorCache
@@ -36,25 +35,19 @@ class DescriptorCacheManager:
         self._capacities = {op: _checked(op, value) for op, value in (capacities or {}).items()}
         self._declared: dict[str, tuple[CacheSettings, ThreadCaches]] = {}
 
-    def declare(
-        self,
-        op: str,
-        destroyer: Callable[[Any], None] | None = None,
-        in_use: Callable[[Any, FrameType], bool] | None = None,
-    ) -> tuple[CacheSettings, ThreadCaches]:
+    def declare(self, op: str, destroyer: Callable[[Any], None] | None = None) -> tuple[CacheSettings, ThreadCaches]:
         """Make the caches of an op known. Declaring it again in the same way returns what is there.
 
         Args:
             op: name of the op, any.
             destroyer: called once with each descriptor that leaves, in the thread that owns it.
-            in_use: given a descriptor and the innermost frame of a thread, says whether it is running further up that stack.
 
         Raises:
             ArgumentValueError: the op is declared already with another destroyer, so that descriptors would be mixed up.
         """
-        settings = CacheSettings(op, self._capacities.get(op, DEFAULT_CAPACITY), destroyer, in_use)
+        settings = CacheSettings(op, self._capacities.get(op, DEFAULT_CAPACITY), destroyer)
         found = self._declared.setdefault(op, (settings, ThreadCaches(settings)))  # one step: of two threads one wins
-        if (found[0].destroyer, found[0].in_use) != (destroyer, in_use):
+        if found[0].destroyer != destroyer:
             raise ArgumentValueError(
                 f"descriptor caches of {op}",
                 expected="one owner",

@@ -10,7 +10,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import Any
 
 from kvdock.descriptors.lifetimes import track
@@ -29,16 +29,12 @@ class CacheSettings:
         op: name of the op.
         capacity: descriptors per device and thread.
         destroyer: see `LRUDescriptorCache`.
-        in_use: see `LRUDescriptorCache`.
     """
 
-    def __init__(
-        self, op: str, capacity: int, destroyer: Callable[[Any], None] | None, in_use: Callable[[Any, FrameType], bool] | None
-    ) -> None:
+    def __init__(self, op: str, capacity: int, destroyer: Callable[[Any], None] | None) -> None:
         self.op = op
         self.capacity = capacity
         self.destroyer = destroyer
-        self.in_use = in_use
         self.generation = 0
         """Part of every key of a call: what was prepared under an earlier one is never found again."""
         self._living: dict[int, weakref.ref[_OpCache]] = {}
@@ -57,10 +53,15 @@ class CacheSettings:
     def ended(self, cache: _OpCache) -> None:
         """Keep what a cache counted."""
         counted = cache.stats.of_the_past()
-        if self._living.pop(id(cache), None) is None or counted == CacheStats():  # a forked child must not wait for the lock
-            return
+        device = cache.device  # and not the cache: what is late refers to this
+        cache.owner.late = lambda failed: self._count(device, CacheStats(destroyed=1, failures=failed))
+        if self._living.pop(id(cache), None) is not None and counted != CacheStats():  # a forked child must not wait for the lock
+            self._count(device, counted)
+
+    def _count(self, device: Any, counted: CacheStats) -> None:
+        """Add what happened in a cache that has ended."""
         with self._lock:
-            self._past[cache.device] = self._past.get(cache.device, CacheStats()) + counted
+            self._past[device] = self._past.get(device, CacheStats()) + counted
 
     def stats(self) -> dict[Any, CacheStats]:
         """Return the statistics over all threads of this process, those that have ended included, by device."""
@@ -71,7 +72,7 @@ class CacheSettings:
                     total[cache.device] = total.get(cache.device, CacheStats()) + cache.stats
         return total
 
-    def finish(self, deadline: float) -> None:
+    def finish(self) -> None:
         """Nothing ends with the interpreter here: the caches hear of it themselves."""
 
     def abandon(self) -> None:
@@ -84,7 +85,7 @@ class _OpCache(LRUDescriptorCache[Any]):
     """One thread's cache of one op on one device."""
 
     def __init__(self, settings: CacheSettings, device: Any) -> None:
-        super().__init__(settings.capacity, settings.destroyer, in_use=settings.in_use)
+        super().__init__(settings.capacity, settings.destroyer)
         self.device = device
         self._settings = settings
         settings.began(self)

@@ -6,6 +6,7 @@ import importlib
 import time
 import warnings
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any, Protocol
 
 import torch
@@ -82,7 +83,8 @@ class OpEntry(Shared):
         self.chooser = dispatcher.chooser
         self.recent = Recent()
         self._dispatcher = dispatcher
-        self.settings, self._local = dispatcher.descriptors.declare(schema.name, self._destroy, None)
+        # Its own destroyer, so that caches of two dispatchers are never taken for one another's.
+        self.settings, self._local = dispatcher.descriptors.declare(schema.name, methodcaller("destroy"))
         self._epoch = dispatcher.chooser.epoch
         self._variants: dict[int | None, Variant] = {variant.pivot_rank: variant for variant in variants_of(schema)}
         self._pivot = pivot_of(schema)
@@ -90,10 +92,6 @@ class OpEntry(Shared):
         self._pools = [places[arg.name] for arg in schema.static_args]
         self._rest = {v.number: [places[name] for name in v.dims if places[name] not in self._pools] for v in self._variants.values()}
         self.call, self._bound_call = _maker_of(schema)(self)
-
-    def _destroy(self, plan: Plan) -> None:
-        """Destroy a plan. A method, so that caches of two dispatchers are never taken for one another's."""
-        plan.destroy()
 
     def __call__(self, *values: Any) -> None:
         """Run the op. See its public function in `kvdock.ops` for arguments and errors."""
@@ -212,7 +210,7 @@ class OpEntry(Shared):
 
     def prepare(
         self, signature: Signature, values: tuple[Any, ...], classes: tuple[int, ...] | None, named: str | None
-    ) -> tuple[Entry[Plan], Plan]:
+    ) -> tuple[Entry, Plan]:
         """Return the plan for a signature whose tensors have some alignment, and its entry.
 
         Args:
@@ -228,7 +226,7 @@ class OpEntry(Shared):
             signature.entries[classes] = entry
         return entry, plan
 
-    def _entry_for(self, request: Request, values: tuple[Any, ...], named: str | None) -> tuple[Entry[Plan], Plan]:
+    def _entry_for(self, request: Request, values: tuple[Any, ...], named: str | None) -> tuple[Entry, Plan]:
         """Look a plan up by its exact key in this thread's cache; prepare and keep it if it is not there."""
         self._choose(request.device, named)  # before the clock starts: it is no part of preparing
         cache = self._local.open(_place(request.device))
@@ -239,7 +237,7 @@ class OpEntry(Shared):
             cache.count_miss()
             start = time.perf_counter()
             selection = self._dispatcher.select(request, named)
-            plan = Plan(self._dispatcher.prepare(request, selection), selection)
+            plan = Plan(self._dispatcher.prepare(request, selection), selection, cache.owner)
             entry = cache.put(key, plan, prepare_s=time.perf_counter() - start)
         return entry, plan
 

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from kvdock.errors import BackendError
+from kvdock.descriptors.lifetimes import Ending, Held, Owner
 from kvdock.interface import Descriptor
 from kvdock.ops.selection import Selection
 
 __all__ = ["Plan"]
 
 
-class Plan:
-    """A descriptor, the kernel that made it, and ``run``, which is its call."""
+class Plan(Held):
+    """A descriptor, and ``run``, which is its call.
 
-    __slots__ = ("captured", "descriptor", "run", "selection")
+    Who runs it holds it, by a name of its own, since ``run`` alone does not. When the last lets go, its descriptor is destroyed
+    under its device: nothing may refer to a plan but its cache and the frames that run it, least of all what it refers to itself.
 
-    def __init__(self, descriptor: Descriptor, selection: Selection) -> None:
-        self.captured = False
+    Args:
+        descriptor: what a kernel prepared.
+        selection: that kernel.
+        owner: of the cache that the plan is for.
+    """
+
+    __slots__ = ("descriptor", "run")
+
+    def __init__(self, descriptor: Descriptor, selection: Selection, owner: Owner) -> None:
+        super().__init__(descriptor, owner, functools.partial(selection.choice.backend.device_guard, selection.device))
         self.descriptor = descriptor
-        self.selection = selection
-        self.run = _runner(self)
-
-    @property
-    def pinned(self) -> bool:
-        """Whether a graph recorded a call of it, and may launch it again for as long as the process lives."""
-        return self.captured or self.descriptor.pinned
+        self.run = _runner(descriptor, selection, self.ending)
 
     def fix(self, values: tuple[Any, ...]) -> Callable[..., None] | None:
         """Return what repeats a call on other addresses, if a call of the descriptor is all there is to it.
@@ -37,25 +41,14 @@ class Plan:
         """
         return self.descriptor.fix(*values) if self.run == self.descriptor.__call__ else None
 
-    def destroy(self) -> None:
-        """Let the descriptor go, under its device."""
-        self.run = _run_destroyed  # which also parts the plan from what may refer back to it
-        with self.selection.choice.backend.device_guard(self.selection.device):
-            self.descriptor.destroy()
 
-
-def _run_destroyed(*values: Any) -> None:
-    """Refuse to run a plan whose descriptor is no more."""
-    raise BackendError("a plan", expected="one that is not destroyed", got="a destroyed one", fix="report this: it is a bug in kvdock")
-
-
-def _runner(plan: Plan) -> Callable[..., None]:
+def _runner(descriptor: Descriptor, selection: Selection, ending: Ending) -> Callable[..., None]:
     """Return what to call at each call of a plan: its descriptor, behind what that does not do itself."""
-    run: Callable[..., None] = plan.descriptor.__call__  # a bound method is called quicker than an instance
-    if plan.descriptor.uses_autograd:
+    run: Callable[..., None] = descriptor.__call__  # a bound method is called quicker than an instance
+    if descriptor.uses_autograd:
         run = _outside_autograd(run)
-    if plan.selection.choice.capabilities.graph_capture and not plan.descriptor.notes_capture:
-        run = _noting_capture(run, plan)
+    if selection.choice.capabilities.graph_capture and not descriptor.notes_capture:
+        run = _noting_capture(run, selection, ending)
     return run
 
 
@@ -71,13 +64,13 @@ def _outside_autograd(run: Callable[..., None]) -> Callable[..., None]:
     return run_outside_autograd
 
 
-def _noting_capture(run: Callable[..., None], plan: Plan) -> Callable[..., None]:
-    """Note when a call is recorded into a graph, so that its plan stays."""
-    is_capturing, device = plan.selection.choice.backend.is_capturing, plan.selection.device
+def _noting_capture(run: Callable[..., None], selection: Selection, ending: Ending) -> Callable[..., None]:
+    """Note when a call is recorded into a graph, so that its descriptor stays."""
+    is_capturing, device = selection.choice.backend.is_capturing, selection.device
 
     def run_noting_capture(*values: Any) -> None:
-        if not plan.captured and is_capturing(device):
-            plan.captured = True
+        if not ending.captured and is_capturing(device):
+            ending.captured = True
         run(*values)
 
     return run_noting_capture

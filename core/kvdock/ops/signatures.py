@@ -42,7 +42,7 @@ MOST_TRIED = 3
 MOST_PLACES = 4096
 """Addresses of pools that are remembered: a layer has one."""
 
-EMPTY: Entry[Any] = Entry(None, 0)
+EMPTY: Entry = Entry(None, 0)
 """Stands for an entry that is not there."""
 
 
@@ -216,8 +216,8 @@ class Signature:
         self.guard = make_guard(tensors, _static_sizes(dims, tensors), [_innermost(*pair) for pair in zip(dims, tensors, strict=True)])
         present = [arg for arg in schema.args if arg.optional and arg.role is Role.TENSOR and args[arg.name] is not None]
         self.optional = OptionalTensors(schema, present, args) if present else None
-        self.full: Entry[Any] = EMPTY
-        self.entries: dict[tuple[int, ...], Entry[Any]] = {}
+        self.full: Entry = EMPTY
+        self.entries: dict[tuple[int, ...], Entry] = {}
         self.numbers = [n for d, tensor in zip(dims, tensors, strict=True) for n in (tensor.element_size(), full_alignment(d, tensor))]
         self.fast: dict[tuple[int, ...], FastCall | int] = {}
 
@@ -232,7 +232,7 @@ class Signature:
         return count >= FIRST_WORTH and not count & (count - 1)
 
     def settle(
-        self, schema: OpSchema, entry: Entry[Any], strides: tuple[int, ...], numbers: tuple[int, ...], values: tuple[Any, ...]
+        self, schema: OpSchema, entry: Entry, strides: tuple[int, ...], numbers: tuple[int, ...], values: tuple[Any, ...]
     ) -> FastCall | None:
         """Make the `FastCall` of a call that has just been checked, if that says enough about the same strides at other sizes.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,35 @@ def test_it_survives_a_change_of_what_is_registered(notes: bool) -> None:
     )
     captured.write(2)
     assert (captured.prepared, captured.destroyed, captured.backend.ledger.faults) == (3, 1, [])
+
+
+@pytest.mark.parametrize("cause", ["evicted", "cleared"])
+def test_it_survives_though_it_left_its_cache_before_it_was_captured(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """During the call that is captured then: when that ends, nobody holds the plan but the graph."""
+    backend = WatchingBackend(graph_capture=True, notes_capture=True)
+    dispatcher = dispatcher_of(backend, 1)
+    pools = [Pool("cpu", heads) for heads in (1, 2)]
+    assert pools[0].write(dispatcher, 1.0)
+    call = WatchedDescriptor.__call__
+
+    def leave_first(self: WatchedDescriptor, *args: Any) -> None:
+        monkeypatch.setattr(WatchedDescriptor, "__call__", call)
+        backend.capturing = False
+        assert pools[1].write(dispatcher, 1.0)
+        if cause == "cleared":
+            dispatcher.descriptors.clear()
+        backend.capturing = True
+        call(self, *args)
+
+    monkeypatch.setattr(WatchedDescriptor, "__call__", leave_first)
+    dispatcher.descriptors.clear()
+    before = len(backend.ledger.destroyed)
+    captured = len(backend.ledger.made)
+    assert pools[0].write(dispatcher, 2.0)
+    backend.capturing = False
+    gc.collect()
+    assert len(backend.ledger.destroyed) == before + (cause == "cleared")
+    assert (backend.ledger.made[captured]() is not None, backend.ledger.faults) == (True, [])
 
 
 @NOTING

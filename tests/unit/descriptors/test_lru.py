@@ -8,13 +8,14 @@ import logging
 import pickle
 import threading
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import attrs
 import pytest
 
 from kvdock import ArgumentTypeError, ArgumentValueError, LRUDescriptorCache, UnsupportedError, WrongThreadError
+from kvdock.descriptors.lifetimes import Held
+from kvdock.descriptors.manager import DescriptorCacheManager
 from kvdock.descriptors.stats import CacheStats
 from support_descriptors import Ledger, Watched, in_thread
 
@@ -189,7 +190,7 @@ class TestDestroyer:
             lru.resize(1)
         elif cause == "close":
             lru.close()
-        assert tried == {"evict": ["a"], "replace": ["a"], "resize": ["a"], "close": ["b", "a"], "drop": []}[cause]
+        assert tried == {"evict": ["a"], "replace": ["a"], "resize": ["a"], "close": ["a", "b"], "drop": []}[cause]
         del lru
         gc.collect()
         assert sorted(tried) == (["a", "b", "c"] if cause in ("evict", "replace") else ["a", "b"])
@@ -211,6 +212,13 @@ class TestDestroyer:
         lru.clear()
         lru.clear()
         assert sorted(destroyed) == [*range(10), *range(100, 110)]
+
+    def test_a_request_clears_once_though_destroyers_use_the_cache(self) -> None:
+        lru: LRUDescriptorCache[int] = LRUDescriptorCache(9, lambda value: lru.put(value + 100, value + 100) if value < 5 else None)
+        for value in range(5):
+            lru.put(value, value)
+        lru.clear()
+        assert sorted(lru.entries) == [100, 101, 102, 103, 104]  # type: ignore[type-var]
 
     def test_an_interrupt_does_not_lose_the_others(self) -> None:
         destroyed: list[str] = []
@@ -274,34 +282,86 @@ class TestPinned:
         assert (lru.get("a"), ledger.destroyed) == (found, ["b"])
 
 
-class TestInUse:
-    def test_it_leaves_at_once_and_is_destroyed_later(self) -> None:
-        destroyed: list[str] = []
-        running: list[str] = ["a"]
+class TestHeld:
+    """What is put as a `Held` ends when its last holder lets go."""
 
-        def in_use(name: str, frame: FrameType) -> bool:
-            assert frame.f_code.co_name
-            return name in running
-
-        lru: LRUDescriptorCache[str] = LRUDescriptorCache(1, destroyed.append, in_use=in_use)
-        lru.put("A", "a")
-        lru.put("B", "b")
-        assert (lru.get("A"), destroyed, len(lru)) == (None, [], 1)
-        lru.put("C", "c")
-        assert destroyed == ["b"]
-        running.clear()
-        lru.get("C")
-        assert destroyed == ["b", "a"]
-
-    def test_what_runs_when_its_cache_ends_is_held(self) -> None:
+    @pytest.mark.parametrize("cause", ["evict", "replace", "clear", "resize", "close", "drop"])
+    def test_the_cache_lets_go_and_the_last_holder_ends_it(self, cause: str) -> None:
         ledger = Ledger()
-        lru: LRUDescriptorCache[Watched] = LRUDescriptorCache(1, Watched.destroy, in_use=lambda value, frame: value.uses > 0)
-        one = Watched(ledger, "a")
+        lru: LRUDescriptorCache[Held] = LRUDescriptorCache(2, Watched.destroy)
+        one = Held(Watched(ledger, "a"), lru.owner)
         lru.put("a", one)
-        with one.in_use():
-            lru.close()
+        lru.put("b", Held(Watched(ledger, "b"), lru.owner))
+        assert lru.get("a") is one
+        lru.get("b")
+        entry = lru.entries["a"]
+        owner = lru.owner
+        if cause == "evict":
+            lru.put("c", Held(Watched(ledger, "c"), owner))
+        elif cause == "replace":
+            lru.put("a", Held(Watched(ledger, "new"), owner))
+        elif cause == "resize":
+            lru.resize(1)
+        elif cause == "drop":
             del lru
-        assert (ledger.destroyed, ledger.faults) == ([], [])
+        else:
+            getattr(lru, cause)()
+        others = ["b"] if cause in ("clear", "close", "drop") else []
+        assert (entry.value, ledger.destroyed) == (None, others), "who has found the entry does not run it any more"
+        del one
+        assert (ledger.destroyed, owner.destroyed, ledger.faults) == ([*others, "a"], len(others) + 1, [])
+        assert ledger.made[0]() is None
+
+    def test_one_that_becomes_pinned_after_it_has_left_stays(self) -> None:
+        ledger = Ledger()
+        lru: LRUDescriptorCache[Held] = LRUDescriptorCache(1, Watched.destroy)
+        one = Held(Watched(ledger, "a"), lru.owner)
+        lru.put("a", one)
+        lru.clear()
+        one.ending.captured = True
+        del one
+        lru.get("a")
+        del lru
+        gc.collect()
+        assert (ledger.destroyed, ledger.alive) == ([], 1)
+
+    def test_what_another_thread_lets_go_of_is_ended_by_its_own(self) -> None:
+        """As when a traceback or a cycle of garbage held it last."""
+        ledger = Ledger()
+        lru: LRUDescriptorCache[Held] = LRUDescriptorCache(1, Watched.destroy)
+        holders = [Held(Watched(ledger, "a"), lru.owner)]
+        lru.put("a", holders[0])
+        lru.clear()
+        in_thread(holders.clear)
+        assert (ledger.destroyed, ledger.alive) == ([], 1)
+        lru.get("a")
+        assert (ledger.destroyed, ledger.alive, ledger.faults) == (["a"], 0, [])
+
+    def test_or_by_whoever_does_it_once_its_own_has_ended(self) -> None:
+        ledger, manager, holders = Ledger(), DescriptorCacheManager(), []
+        manager.declare("add", Watched.destroy)
+
+        def work() -> None:
+            cache = manager.cache("add", 0)
+            holders.append(Held(Watched(ledger, "a"), cache.owner))
+            cache.put("a", holders[0])
+
+        in_thread(work)
+        assert (ledger.destroyed, manager.stats()["add"]) == ([], {})
+        holders.clear()
+        assert (ledger.destroyed, manager.stats()["add"][0]) == (["a"], CacheStats(destroyed=1))
+
+    def test_a_guard_that_refuses_is_reported(self, caplog: pytest.LogCaptureFixture) -> None:
+        def guard() -> Any:
+            raise OSError("no such device")
+
+        ledger = Ledger()
+        lru: LRUDescriptorCache[Held] = LRUDescriptorCache(1, Watched.destroy)
+        lru.put("a", Held(Watched(ledger, "a"), lru.owner, guard))
+        lru.clear()
+        lru.get("a")
+        assert (lru.stats.destroyed, lru.stats.failures, ledger.destroyed) == (1, 1, [])
+        assert [str(record.exc_info and record.exc_info[1]) for record in caplog.records] == ["no such device"], "once"
 
 
 class TestThreads:

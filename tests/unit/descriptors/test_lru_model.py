@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from typing import Any
 
 import attrs
 from hypothesis import settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvdock import LRUDescriptorCache
+from kvdock.descriptors.lifetimes import Held
 from support_descriptors import in_thread
 
 KEYS = st.integers(0, 7).map(lambda n: (n % 2 - 2, n // 2))  # -1 and -2 have one hash
@@ -21,7 +23,6 @@ class Item:
 
     key: tuple[int, int]
     pinned: bool = False
-    running: bool = False
     fails: bool = False
 
 
@@ -33,13 +34,14 @@ class Model(RuleBasedStateMachine):
         self.destroyed: Counter[int] = Counter()
         self.items: list[Item] = []
         self.expected: Counter[int] = Counter()
+        self.running: dict[int, Held] = {}
         self.waiting: list[Item] = []
         self.kept: list[Item] = []
         self.model: OrderedDict[tuple[int, int], Item] = OrderedDict()
         self.capacity = capacity
         self.hits = self.misses = self.evictions = self.failures = 0
         self.clear_requested = False
-        self.lru: LRUDescriptorCache[Item] = LRUDescriptorCache(capacity, self.destroyer, in_use=lambda item, frame: item.running)
+        self.lru: LRUDescriptorCache[Any] = LRUDescriptorCache(capacity, self.destroyer)
 
     def destroyer(self, item: Item) -> None:
         self.destroyed[id(item)] += 1
@@ -49,7 +51,7 @@ class Model(RuleBasedStateMachine):
     # What the model does.
 
     def leave(self, item: Item) -> None:
-        if item.running:
+        if id(item) in self.running:
             self.waiting.append(item)
         elif item.pinned:
             self.kept.append(item)
@@ -61,9 +63,6 @@ class Model(RuleBasedStateMachine):
         if self.clear_requested:
             self.clear_requested = False
             self.drop_all()
-        waiting, self.waiting = self.waiting, []
-        for item in waiting:
-            self.leave(item)
 
     def drop_all(self) -> None:
         for key in [key for key, item in self.model.items() if not item.pinned]:
@@ -86,10 +85,11 @@ class Model(RuleBasedStateMachine):
         else:
             self.hits += 1
             self.model.move_to_end(key)
-        assert self.lru.get(key) is found
+        value = self.lru.get(key)
+        assert (value.ending.value if isinstance(value, Held) else value) is found
 
-    @rule(key=KEYS, fails=st.booleans())
-    def put(self, key: tuple[int, int], fails: bool) -> None:
+    @rule(key=KEYS, fails=st.booleans(), way=st.sampled_from(["plain", "held", "held and running"]))
+    def put(self, key: tuple[int, int], fails: bool, way: str) -> None:
         item = Item(key, fails=fails)
         self.items.append(item)
         self.settle()
@@ -98,14 +98,17 @@ class Model(RuleBasedStateMachine):
         if old is not None:
             self.leave(old)
         self.make_room()
-        self.lru.put(key, item)
+        value = item if way == "plain" else Held(item, self.lru.owner)
+        if way == "held and running":
+            self.running[id(item)] = value
+        self.lru.put(key, value)
 
     @rule(key=KEYS)
     def put_the_same_again(self, key: tuple[int, int]) -> None:
         self.settle()
         if key in self.model:
             self.model.move_to_end(key)
-            self.lru.put(key, self.model[key])
+            self.lru.put(key, self.lru.entries[key].content)
             self.make_room()
         else:
             self.misses += 1
@@ -129,17 +132,19 @@ class Model(RuleBasedStateMachine):
         self.clear_requested = True
         in_thread(self.lru.clear)
 
-    @precondition(lambda self: self.items)
-    @rule(data=st.data(), running=st.booleans())
-    def run_or_end(self, data: st.DataObject, running: bool) -> None:
-        held = [*self.model.values(), *self.waiting]
-        if held:
-            data.draw(st.sampled_from(held)).running = running
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def end_a_run(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.running)))
+        del self.running[number]
+        for item in [item for item in self.waiting if id(item) == number]:
+            self.waiting.remove(item)
+            self.leave(item)
 
-    @precondition(lambda self: self.model)
+    @precondition(lambda self: self.model or self.waiting)
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
-        data.draw(st.sampled_from(list(self.model.values()))).pinned = True
+        data.draw(st.sampled_from([*self.model.values(), *self.waiting])).pinned = True
 
     @invariant()
     def same(self) -> None:
@@ -155,9 +160,12 @@ class Model(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "lru"):
             self.lru.close()
-            self.kept += [item for item in (*self.model.values(), *self.waiting) if item.pinned or item.running]
-            held = [item for item in (*self.model.values(), *self.waiting) if not item.pinned and not item.running]
-            self.expected.update(id(item) for item in held)
+            for item in self.model.values():
+                self.leave(item)
+            assert self.destroyed == self.expected
+            self.running.clear()
+            for item in self.waiting:
+                self.leave(item)
             assert self.destroyed == self.expected
             for item in self.kept:  # until this process exits
                 item.fails = False

@@ -89,6 +89,26 @@ for name in "abc":
         assert errors.startswith("destroying descriptor 'b' raised;")
         assert errors.count("ValueError: not now") == 1
 
+    def test_what_a_traceback_holds_is_destroyed_too(self, interpreters: Interpreters) -> None:
+        """Of a call that raised, and that nobody goes on with: in this thread, and in one that has ended."""
+        code = """
+backend = WatchingBackend({"paged_caching_": Nap()})
+ledger, kept = backend.ledger, []
+dispatcher = dispatcher_of(backend)
+def refuse(*args):
+    raise RuntimeError("as planned")
+Nap.rest = refuse
+def work():
+    try:
+        Pool().write(dispatcher, 1.0)
+    except RuntimeError as error:
+        kept.append(error)
+work()
+in_thread(work)
+"""
+        before, after = interpreters.answers(HEAD + code + TAIL)
+        assert (before, after) == ([2, 0, 0, []], [2, 2, 1, []])
+
 
 class TestDaemons:
     """Threads that nobody waits for may be anywhere when the interpreter exits."""
@@ -279,3 +299,52 @@ thread.join()
         in_children, before, after = interpreters.answers(HEAD + FORK + code + TAIL)
         assert in_children == [[15, 0, []]] * 3
         assert (before, after) == ([11, 4, 0, []], [11, 11, 0, []])
+
+    @pytest.mark.parametrize("way", ["os.fork", "a C library's fork"])
+    def test_a_child_in_the_middle_of_a_call(self, interpreters: Interpreters, way: str) -> None:
+        """The frame that runs a plan is the last to let go of it, in the child as well: there that must do nothing.
+
+        A descriptor that has left the cache in its parent is in no cache that the child could empty.
+        """
+        code = """
+import ctypes
+read, write = os.pipe()
+backend = WatchingBackend()
+ledger = backend.ledger
+dispatcher = dispatcher_of(backend, 1)
+first, second = Pool("cpu", 1), Pool("cpu", 2)
+class Handle(Watched):
+    def __del__(self):
+        os.write(write, b"x")
+kernel = backend.own["paged_caching_"]
+children = []
+def fork_in_a_call(descriptor):
+    run = descriptor.run
+    def fork(*args):
+        if not children:
+            children.append(None)
+            assert second.write(dispatcher, 1.0)  # evicts what runs
+            children.append(os.fork() if sys.argv[1] == "os.fork" else ctypes.PyDLL(None).fork())
+        run(*args)
+    descriptor.run, descriptor.watched = fork, Handle(ledger, "handle")
+    return descriptor
+prepare = type(kernel).prepare
+type(kernel).prepare = lambda self, request: fork_in_a_call(prepare(self, request))
+assert first.write(dispatcher, 1.0)
+if children[1] == 0:
+    dispatcher.descriptors.clear()
+    lifetimes.close_all()
+    print(json.dumps([len(ledger.destroyed), ledger.faults]), flush=True)
+    sys.exit()
+os.waitpid(children[1], 0)
+os.set_blocking(read, False)
+try:
+    print(json.dumps(len(os.read(read, 100)) - len(ledger.destroyed)), flush=True)
+except BlockingIOError:
+    print(json.dumps("nothing"), flush=True)
+"""
+        in_child, deallocated, before, after = interpreters.answers(HEAD + code + TAIL, way)
+        assert in_child == [0, []]
+        assert deallocated == 0, "what the parent destroyed, and nothing by the child"
+        assert before[1:] == [1, 0, []], "in the parent the first ended with its call"
+        assert after[1:] == [2, 0, []]

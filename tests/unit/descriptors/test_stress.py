@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvdock.descriptors.lifetimes import Held
 from kvdock.descriptors.manager import DescriptorCacheManager
 from kvdock.descriptors.stats import CacheStats
 from support_descriptors import DEVICES, Ledger, Pool, RowsKernel, Watched, WatchingBackend, dispatcher_of
@@ -58,7 +59,7 @@ def check(ledger: Ledger, stats: dict[str, CacheStats], calls: int) -> None:
 def test_the_caches_by_hand() -> None:
     """100,000 look-ups; now and then somebody clears all or changes the capacity, and what is looked up is used."""
     ledger, manager = Ledger(), DescriptorCacheManager({"gemm": CAPACITY})
-    manager.declare("gemm", Watched.destroy, lambda value, frame: value.uses > 0)
+    manager.declare("gemm", Watched.destroy)
     rounds = 100_000 // THREADS // 2
 
     def work(number: int) -> None:
@@ -69,11 +70,12 @@ def test_the_caches_by_hand() -> None:
                 cache = manager.cache("gemm", device)
                 found = cache.get(name)
                 if found is None:
-                    found = Watched(ledger, name)
+                    found = Held(Watched(ledger, name), cache.owner)
                     cache.put(name, found)
-                with found.in_use():
-                    if found.name != name:
-                        ledger.faults.append(f"{found.name} instead of {name}")
+                watched = found.ending.value
+                with watched.in_use():
+                    if watched.name != name:
+                        ledger.faults.append(f"{watched.name} instead of {name}")
                     if step % 500 == number:
                         manager.clear("gemm")
                         manager.set_capacity("gemm", rng.randint(1, 3))
