@@ -230,8 +230,6 @@ class _Source:
             yield f"if {' or '.join(_alone(doubt) for doubt in doubts)}:"
             yield from (f"    {line}" for line in self.finish(f"slow({self.values}, named, pools)"))
         yield from self._entry_lines()
-        yield "cache = signature.cache"
-        yield "entry.used = cache.clock = cache.clock + 1"
         yield "if is_full and named == recent.own_name:"
         yield f"    strides = {self.strides}"
         yield "    fast = signature.fast.get(strides)"
@@ -307,6 +305,9 @@ class _Source:
         yield "plan = entry.value  # held until it has run, whatever becomes of the entry"
         yield "if plan is None:"
         yield f"    entry, plan = prepare(signature, {self.values}, classes, named)"
+        yield "else:"
+        yield "    cache = signature.cache"
+        yield "    entry.used = cache.clock = cache.clock + 1"
 
 
 def _tuple(parts: Iterable[str]) -> str:

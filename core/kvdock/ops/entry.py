@@ -23,7 +23,7 @@ from kvdock.ops.plan import Plan
 from kvdock.ops.schema import OpSchema
 from kvdock.ops.selection import Choice, Chooser, Selection
 from kvdock.ops.shared import Shared
-from kvdock.ops.signatures import Pools, Recent, Signature, known_sizes
+from kvdock.ops.signatures import EMPTY, Pools, Recent, Signature, known_sizes
 from kvdock.ops.validate import validate
 from kvdock.ops.variants import HOST_INT_RANK, Variant, pivot_of, variants_of
 
@@ -230,10 +230,13 @@ class OpEntry(Shared):
         """Look a plan up by its exact key in this thread's cache; prepare and keep it if it is not there."""
         self._choose(request.device, named)  # before the clock starts: it is no part of preparing
         cache = self._local.open(_place(request.device))
-        key = (self._epoch, self._local.generation, named, *request.args.values())  # a clear during what follows is one of this too
-        entry = cache.entries.get(key)
-        plan = entry.value if entry is not None else None
-        if entry is None or plan is None:
+        # 1, 1.0 and True are equal, and need not mean the same. A clear during what follows is one of this plan too.
+        key = (self._epoch, self._local.generation, named, *map(type, request.args.values()), *request.args.values())
+        entry = cache.entries.get(key, EMPTY)
+        plan = entry.value
+        if plan is not None:
+            entry.used = cache.clock = cache.clock + 1
+        else:
             cache.count_miss()
             start = time.perf_counter()
             selection = self._dispatcher.select(request, named)

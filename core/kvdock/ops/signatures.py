@@ -116,6 +116,9 @@ class FastCall:
         _, _, self.entry, _, _, self.launch, _ = parts
 
 
+_NOTHING: tuple[Any, ...] = (-1, -1, never, None, ())
+
+
 class Recent(threading.local):
     """What the calling thread used last, of one op or of one op bound to its pools. Calls with a host int for a tensor go apart.
 
@@ -128,16 +131,17 @@ class Recent(threading.local):
         pools, signatures: all that the thread knows of the op.
     """
 
+    __slots__ = ("own_name",)  # the same for all threads, and there even where a signal handler looks into what is being made
+    state0: tuple[Any, ...] = _NOTHING
+    state1: tuple[Any, ...] = _NOTHING
+    signature0: Signature | None = None
+    signature1: Signature | None = None
+    pools: Sequence[Pools] = ()
+    signatures: Sequence[Signature] = ()
+    _late = 0
+
     def __init__(self, own_name: str | None = None) -> None:
         self.own_name = own_name
-        self.state0: tuple[Any, ...] = _NOTHING
-        self.state1: tuple[Any, ...] = _NOTHING
-        self.signature0: Signature | None = None
-        self.signature1: Signature | None = None
-        self.pools: list[Pools] = []
-        self.signatures: list[Signature] = []
-        self._found: dict[FastCall, int] = {}
-        self._late = 0
 
     def use(self, group: int, signature: Signature) -> None:
         """Try a signature first from now on, and its pools."""
@@ -151,9 +155,10 @@ class Recent(threading.local):
 
     def adopt(self, group: int, fast: FastCall) -> None:
         """Try a fast call first from now on: the first time that it is found by reading strides, the second, the fourth, ..."""
-        if len(self._found) >= MOST_PATTERNS:
-            self._found.clear()
-        self._found[fast] = found = self._found.get(fast, 0) + 1  # one's own count: other layers find the same fast call
+        counts: dict[FastCall, int] = self.__dict__.setdefault("counts", {})  # one's own: other layers find the same fast call
+        if len(counts) >= MOST_PATTERNS:
+            counts.clear()
+        counts[fast] = found = counts.get(fast, 0) + 1
         if not found & (found - 1):
             self._put_first(group, fast.parts)
 
@@ -172,9 +177,6 @@ class Recent(threading.local):
             self.state1 = state
         else:
             self.state0 = state
-
-
-_NOTHING: tuple[Any, ...] = (-1, -1, never, None, ())
 
 
 class Signature:

@@ -334,8 +334,8 @@ def test_a_plan_ends_with_its_last_reference_and_keeps_nothing(settings: dict[st
         gc.enable()
 
 
-def test_what_only_the_slow_path_takes_is_destroyed_after_the_call() -> None:
-    """An int of a class of its own is a length all the same; the quick path does not know it, and keeps no plan."""
+def test_what_only_the_slow_path_takes_is_prepared_once_and_ends_like_all_else() -> None:
+    """An int of a class of its own is a length all the same; no guard knows it, and its plan is kept under its exact key."""
 
     class Length(int):
         pass
@@ -345,5 +345,7 @@ def test_what_only_the_slow_path_takes_is_destroyed_after_the_call() -> None:
     caches, new = [torch.zeros(1, 1, 8, 4) for _ in range(2)], torch.ones(1, 1, 1, 4)
     for _ in range(3):
         dispatcher.op("static_update_").call(*caches, new, new.clone(), Length(4))
-    assert (len(backend.ledger.made), len(backend.ledger.destroyed), backend.ledger.faults) == (3, 3, [])
-    assert dispatcher.descriptors.stats()["static_update_"][None].destroyed == 3
+    assert (len(backend.ledger.made), len(backend.ledger.destroyed), backend.ledger.faults) == (1, 0, [])
+    dispatcher.descriptors.clear()
+    assert (len(backend.ledger.destroyed), backend.ledger.faults) == (1, [])
+    assert dispatcher.descriptors.stats()["static_update_"][None].destroyed == 1

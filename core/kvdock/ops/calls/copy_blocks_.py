@@ -72,8 +72,9 @@ def make(op):
         plan = entry.value  # held until it has run, whatever becomes of the entry
         if plan is None:
             entry, plan = prepare(signature, (k_cache, v_cache, block_pairs), classes, named)
-        cache = signature.cache
-        entry.used = cache.clock = cache.clock + 1
+        else:
+            cache = signature.cache
+            entry.used = cache.clock = cache.clock + 1
         if is_full and named == recent.own_name:
             strides = (block_pairs_t0, block_pairs_t1)
             fast = signature.fast.get(strides)

@@ -125,8 +125,9 @@ def make(op):
             plan = entry.value  # held until it has run, whatever becomes of the entry
             if plan is None:
                 entry, plan = prepare(signature, (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), classes, named)
-            cache = signature.cache
-            entry.used = cache.clock = cache.clock + 1
+            else:
+                cache = signature.cache
+                entry.used = cache.clock = cache.clock + 1
             if is_full and named == recent.own_name:
                 strides = (slot_mapping_t0, k_out_t0, k_out_t1, k_out_t2, v_out_t0, v_out_t1, v_out_t2)
                 fast = signature.fast.get(strides)
@@ -258,8 +259,9 @@ def make(op):
         plan = entry.value  # held until it has run, whatever becomes of the entry
         if plan is None:
             entry, plan = prepare(signature, (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), classes, named)
-        cache = signature.cache
-        entry.used = cache.clock = cache.clock + 1
+        else:
+            cache = signature.cache
+            entry.used = cache.clock = cache.clock + 1
         if is_full and named == recent.own_name:
             strides = (slot_mapping_t0, slot_mapping_t1, k_out_t0, k_out_t1, k_out_t2, k_out_t3, v_out_t0, v_out_t1, v_out_t2, v_out_t3)
             fast = signature.fast.get(strides)

@@ -115,8 +115,9 @@ def make(op):
             plan = entry.value  # held until it has run, whatever becomes of the entry
             if plan is None:
                 entry, plan = prepare(signature, (k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), classes, named)
-            cache = signature.cache
-            entry.used = cache.clock = cache.clock + 1
+            else:
+                cache = signature.cache
+                entry.used = cache.clock = cache.clock + 1
             if is_full and named == recent.own_name:
                 strides = (k_t0, k_t1, k_t2, v_t0, v_t1, v_t2, slot_mapping_t0)
                 fast = signature.fast.get(strides)
@@ -238,8 +239,9 @@ def make(op):
         plan = entry.value  # held until it has run, whatever becomes of the entry
         if plan is None:
             entry, plan = prepare(signature, (k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), classes, named)
-        cache = signature.cache
-        entry.used = cache.clock = cache.clock + 1
+        else:
+            cache = signature.cache
+            entry.used = cache.clock = cache.clock + 1
         if is_full and named == recent.own_name:
             strides = (k_t0, k_t1, k_t2, k_t3, v_t0, v_t1, v_t2, v_t3, slot_mapping_t0, slot_mapping_t1)
             fast = signature.fast.get(strides)

@@ -106,8 +106,9 @@ def make(op):
             plan = entry.value  # held until it has run, whatever becomes of the entry
             if plan is None:
                 entry, plan = prepare(signature, (k_cache, v_cache, k, v, cache_lengths), classes, named)
-            cache = signature.cache
-            entry.used = cache.clock = cache.clock + 1
+            else:
+                cache = signature.cache
+                entry.used = cache.clock = cache.clock + 1
             if is_full and named == recent.own_name:
                 strides = (k_t0, k_t1, k_t2, k_t3, v_t0, v_t1, v_t2, v_t3)
                 fast = signature.fast.get(strides)
@@ -218,8 +219,9 @@ def make(op):
         plan = entry.value  # held until it has run, whatever becomes of the entry
         if plan is None:
             entry, plan = prepare(signature, (k_cache, v_cache, k, v, cache_lengths), classes, named)
-        cache = signature.cache
-        entry.used = cache.clock = cache.clock + 1
+        else:
+            cache = signature.cache
+            entry.used = cache.clock = cache.clock + 1
         if is_full and named == recent.own_name:
             strides = (k_t0, k_t1, k_t2, k_t3, v_t0, v_t1, v_t2, v_t3, cache_lengths_t0)
             fast = signature.fast.get(strides)
@@ -327,8 +329,9 @@ def make(op):
         plan = entry.value  # held until it has run, whatever becomes of the entry
         if plan is None:
             entry, plan = prepare(signature, (k_cache, v_cache, k, v, cache_lengths), classes, named)
-        cache = signature.cache
-        entry.used = cache.clock = cache.clock + 1
+        else:
+            cache = signature.cache
+            entry.used = cache.clock = cache.clock + 1
         if is_full and named == recent.own_name:
             strides = (k_t0, k_t1, k_t2, k_t3, v_t0, v_t1, v_t2, v_t3)
             fast = signature.fast.get(strides)
