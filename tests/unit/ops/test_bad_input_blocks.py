@@ -37,12 +37,12 @@ BAD_GATHER = {
         TYPE,
     ),
     "out of fewer tokens": Bad(
-        "k_out: expected shape [lead0=3, Hk=2, Dk=8] to agree with k_cache, slot_mapping, got shape [2, 2, 8]. Fix: "
+        "k_out: expected shape [T=3, Hk=2, Dk=8] to agree with k_cache, slot_mapping, got shape [2, 2, 8]. Fix: "
         "check the order of dimensions and of arguments",
         lambda a: {"out": (a.out[0][:2], a.out[1])},
     ),
     "out of a smaller dim": Bad(
-        "v_out: expected shape [lead0=3, Hv=2, Dv=8] to agree with slot_mapping, v_cache, got shape [3, 2, 4]. Fix: "
+        "v_out: expected shape [T=3, Hv=2, Dv=8] to agree with slot_mapping, v_cache, got shape [3, 2, 4]. Fix: "
         "check the order of dimensions and of arguments",
         lambda a: {"out": (a.out[0], a.out[1][..., :4])},
     ),
@@ -75,7 +75,7 @@ BAD_GATHER = {
         TYPE,
     ),
     "slots of rank 3": Bad(
-        "slot_mapping: expected shape [lead0] or [lead0, lead1], got shape [1, 1, 3]. Fix: check the order of dimensions and of arguments",
+        "slot_mapping: expected shape [T] or [B, S], got shape [1, 1, 3]. Fix: check the order of dimensions and of arguments",
         lambda a: {"slot_mapping": a.slot_mapping[None, None]},
     ),
     "slots of floats, without out": Bad(
