@@ -13,8 +13,8 @@ from kvdock.hf_config import MOST_LAYERS, read_dtype, read_layers, read_max_posi
 
 __all__ = ["COPY_DTYPES", "QUANTISED_DTYPES", "KVSpec", "LayerSpec", "MLALayerSpec", "check_cache_dtype", "check_int"]
 
-COPY_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Dtypes a cache stores as they come, bit for bit."""
+COPY_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8)
+"""Dtypes a cache stores as they come, bit for bit. ``uint8`` is for bytes in whatever format: no op looks into them."""
 
 QUANTISED_DTYPES = (
     torch.int8,

@@ -146,8 +146,7 @@ BAD = {
         lambda a: {"slot_mapping": a.slot_mapping[:, None]},
     ),
     "slots [3] for tokens [1, 3]": Bad(
-        "slot_mapping: expected shape [B=1, S=3] to agree with k, got shape [3]. Fix: check the order of "
-        "dimensions and of arguments",
+        "slot_mapping: expected shape [B=1, S=3] to agree with k, got shape [3]. Fix: check the order of dimensions and of arguments",
         lambda a: {"k": a.k[None], "v": a.v[None]},
     ),
     "slots [3, 2] for tokens [3]": Bad(
@@ -165,18 +164,15 @@ BAD = {
         lambda a: {"v": a.v[:2]},
     ),
     "k of fewer heads": Bad(
-        "k: expected shape [T, Hk=2, Dk=8] to agree with k_cache, got shape [3, 1, 8]. Fix: check the order of "
-        "dimensions and of arguments",
+        "k: expected shape [T, Hk=2, Dk=8] to agree with k_cache, got shape [3, 1, 8]. Fix: check the order of dimensions and of arguments",
         lambda a: {"k": a.k[:, :1]},
     ),
     "k of a smaller dim": Bad(
-        "k: expected shape [T, Hk=2, Dk=8] to agree with k_cache, got shape [3, 2, 4]. Fix: check the order of "
-        "dimensions and of arguments",
+        "k: expected shape [T, Hk=2, Dk=8] to agree with k_cache, got shape [3, 2, 4]. Fix: check the order of dimensions and of arguments",
         lambda a: {"k": a.k[..., :4]},
     ),
     "k with heads before tokens": Bad(
-        "k: expected shape [T, Hk=2, Dk=8] to agree with k_cache, got shape [2, 3, 8]. Fix: check the order of "
-        "dimensions and of arguments",
+        "k: expected shape [T, Hk=2, Dk=8] to agree with k_cache, got shape [2, 3, 8]. Fix: check the order of dimensions and of arguments",
         lambda a: {"k": a.k.transpose(0, 1)},
     ),
     "v_cache of fewer blocks": Bad(
@@ -224,6 +220,11 @@ BAD = {
         "v_cache: expected a destination in which every place has memory of its own, got strides [0, 16, 8, 1] for shape "
         "[6, 4, 2, 8]. Fix: pass a real tensor rather than one made by expand or as_strided",
         lambda a: {"v_cache": a.v_cache[:1].expand(6, 4, 2, 8)},
+    ),
+    "caches that share memory": Bad(
+        "v_cache: expected memory outside k_cache, which is written, got address * within k_cache from *. Fix: pass two "
+        "tensors for k_cache and v_cache",
+        lambda a: {"k_cache": a.k_cache[:-1], "v_cache": a.k_cache[1:]},
     ),
     "one cache for both": Bad(
         "v_cache: expected memory outside k_cache, which is written, got address * within k_cache from *. Fix: pass two "
