@@ -14,7 +14,7 @@ import torch
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, KVDockError, UnsupportedError
 from kvdock.interface import HOST, HOST_INT, Request, TensorMeta
-from kvdock.ops.geometry import alignment_of, has_internal_overlap, normalised, ranges_overlap, share_memory
+from kvdock.ops.geometry import alignment_of, extent, has_internal_overlap, normalised, ranges_overlap, share_memory
 from kvdock.ops.plain import unlike_memory
 from kvdock.ops.schema import Arg, Dim, OpSchema, Role
 from kvdock.spec import QUANTISED_DTYPES
@@ -64,11 +64,9 @@ def _check_kind(schema: OpSchema, arg: Arg, value: Any) -> None:
     if arg.role is Role.RUNTIME_INT and isinstance(value, int) and not isinstance(value, bool):
         return
     subject = _subject(schema, arg.name)
-    kind = "an int or a torch.Tensor" if arg.role is Role.RUNTIME_INT else "a torch.Tensor"
     if not isinstance(value, torch.Tensor):
-        raise ArgumentTypeError(
-            subject, expected=kind, got=f"{type(value).__name__} {value!r}"[:120], fix="convert it with torch.as_tensor"
-        )
+        kind, got = "an int or a " if arg.role is Role.RUNTIME_INT else "a ", f"{type(value).__name__} {value!r}"[:120]
+        raise ArgumentTypeError(subject, expected=f"{kind}torch.Tensor", got=got, fix="convert it with torch.as_tensor")
     if value.layout != torch.strided:
         raise ArgumentTypeError(subject, expected="a dense tensor with strides", got=value.layout, fix=f"{arg.name}.to_dense()")
     found = unlike_memory(arg.name, value)
@@ -229,13 +227,10 @@ def _check_memory(schema: OpSchema, arg: Arg, tensor: torch.Tensor) -> None:
     """Refuse elements without memory, rows that are not dense, and destinations that overlap themselves."""
     dims = arg.dims_of_rank(tensor.dim()) or ()
     subject, strides = _subject(schema, arg.name), list(tensor.stride())
-    if tensor.data_ptr() == 0 and not tensor.is_meta:  # as meta tensors are meant to be: nobody serves them by address
-        raise ArgumentValueError(
-            subject,
-            expected="memory for its elements",
-            got=f"address 0 for shape {list(tensor.shape)}",
-            fix="call it before the storage is given back, as by resize_(0)",
-        )
+    needed, there = tensor.storage_offset() * tensor.element_size() + extent(tensor), tensor.untyped_storage().nbytes()
+    if needed > there:
+        fix = "call it before the storage is given back, as by resize_(0)"
+        raise ArgumentValueError(subject, expected=f"a storage of at least {needed} bytes", got=f"one of {there}", fix=fix)
     if dims and not dims[-1].runtime and tensor.shape[-1] != 1 and strides[-1] != 1:
         raise ArgumentValueError(
             subject,

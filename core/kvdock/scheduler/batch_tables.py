@@ -23,12 +23,12 @@ import torch
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, IndexRangeError
 from kvdock.prefix.inputs import MAX_SLOTS, count_of
 from kvdock.prefix.ownership import NotCopied
-from kvdock.rank import device_of
 from kvdock.scheduler.batches import as_rows, counts_of
 from kvdock.scheduler.cache_manager import CacheManager
 from kvdock.scheduler.exporters import Int32
 from kvdock.scheduler.rows import Index, positions_of
 from kvdock.scheduler.sequence import CacheSequence
+from kvdock.spec import device_of
 
 __all__ = ["BatchTables", "HostTables"]
 

@@ -22,25 +22,25 @@ def spec(layers: int = 1) -> kvdock.KVSpec:
     return kvdock.KVSpec.uniform(num_layers=layers, num_kv_heads=1, head_dim=8, max_positions=2**60, dtype=torch.float32)
 
 
-def paged(config: dict[str, int]) -> kvdock.Cache:
-    return kvdock.create_cache(spec(), kvdock.PagedKVCacheConfig(block_size=16, **config), CPU)
+def paged(ops: kvdock.OpDispatcher, **config: int) -> kvdock.Cache:
+    return kvdock.create_cache(spec(), kvdock.PagedKVCacheConfig(block_size=16, **config), CPU, ops=ops)
 
 
-TOO_LARGE: dict[str, tuple[Callable[[], Any], str]] = {
-    "paged, blocks": (lambda: paged({"num_blocks": MOST // 1024}), "PagedKVCacheConfig"),
-    "paged, a budget": (lambda: paged({"max_kv_memory_bytes": MOST}), "PagedKVCacheConfig"),
-    "static": (lambda: kvdock.create_cache(spec(), kvdock.StaticKVCacheConfig(1, MOST // 64), CPU), "StaticKVCacheConfig"),
-    "sharded": (lambda: kvdock.ShardedKVCache.create(spec(), MOST // 64, ["cpu"]), "StaticKVCacheConfig"),
+TOO_LARGE: dict[str, tuple[Callable[[kvdock.OpDispatcher], Any], str]] = {
+    "paged, blocks": (lambda ops: paged(ops, num_blocks=MOST // 1024), "PagedKVCacheConfig"),
+    "paged, a budget": (lambda ops: paged(ops, max_kv_memory_bytes=MOST), "PagedKVCacheConfig"),
+    "static": (lambda ops: kvdock.create_cache(spec(), kvdock.StaticKVCacheConfig(1, MOST // 64), CPU, ops=ops), "StaticKVCacheConfig"),
+    "sharded": (lambda ops: kvdock.ShardedKVCache.create(spec(), MOST // 64, ["cpu"], ops=ops), "StaticKVCacheConfig"),
 }
 
 
 @pytest.mark.parametrize("kind", TOO_LARGE)
-def test_memory_that_the_device_has_not_is_a_capacity_error(kind: str) -> None:
+def test_memory_that_the_device_has_not_is_a_capacity_error(kind: str, ops: kvdock.OpDispatcher) -> None:
     make, subject = TOO_LARGE[kind]
     with pytest.raises(
         kvdock.CapacityError, match=f"^{subject}: expected {MOST} bytes of memory on cpu, got fewer: .*Fix: ask for a smaller"
     ):
-        make()
+        make(ops)
 
 
 @pytest.mark.parametrize("raised", [RuntimeError("can't allocate memory: you tried"), MemoryError(), torch.OutOfMemoryError("CUDA out of")])
@@ -71,7 +71,7 @@ def test_an_error_about_something_else_comes_through() -> None:
         allocated("a cache", 12, torch.device("cpu"), make)
 
 
-def test_shards_that_fitted_are_let_go_with_the_one_that_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_that_fitted_are_let_go_with_the_one_that_did_not(monkeypatch: pytest.MonkeyPatch, ops: kvdock.OpDispatcher) -> None:
     """The allocator of the host is made to refuse the second shard, as a device with less memory would."""
     zeros, made = torch.zeros, list[weakref.ref[torch.Tensor]]()
 
@@ -85,6 +85,6 @@ def test_shards_that_fitted_are_let_go_with_the_one_that_did_not(monkeypatch: py
     monkeypatch.setattr(torch, "zeros", short)
     two_heads = kvdock.KVSpec.uniform(num_layers=1, num_kv_heads=2, head_dim=8, max_positions=64, dtype=torch.float32)
     with pytest.raises(kvdock.CapacityError, match="expected 512 bytes of memory on cpu") as caught:
-        kvdock.ShardedKVCache.create(two_heads, 8, ["cpu", "cpu"])
+        kvdock.ShardedKVCache.create(two_heads, 8, ["cpu", "cpu"], ops=ops)
     assert [reference() for reference in made] == [None] * 3
     assert caught.value.fix
