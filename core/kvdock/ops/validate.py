@@ -53,7 +53,6 @@ def validate(schema: OpSchema, values: tuple[Any, ...]) -> Request:
 
 
 def _subject(schema: OpSchema, name: str) -> str:
-    """Say which argument of which op an error is about."""
     return f"{schema.name}: {name}"
 
 
@@ -75,7 +74,6 @@ def _check_kind(schema: OpSchema, arg: Arg, value: Any) -> None:
 
 
 def _check_device(schema: OpSchema, arg: Arg, tensor: torch.Tensor, device: torch.device) -> None:
-    """Refuse a tensor that lies elsewhere than the op's first argument."""
     if tensor.device == device or (arg.host and tensor.device == HOST):
         return
     raise ArgumentValueError(
@@ -87,7 +85,6 @@ def _check_device(schema: OpSchema, arg: Arg, tensor: torch.Tensor, device: torc
 
 
 def _check_dtype(schema: OpSchema, arg: Arg, args: dict[str, Any]) -> None:
-    """Refuse a dtype that the argument may not have, or another one than its cache's."""
     dtype, subject = args[arg.name].dtype, _subject(schema, arg.name)
     if dtype not in arg.dtypes:
         raise ArgumentTypeError(
@@ -114,7 +111,6 @@ def _dtype_to_take(arg: Arg, args: dict[str, Any]) -> torch.dtype:
 
 
 def _is_scaled(schema: OpSchema, cache: str, args: dict[str, Any]) -> bool:
-    """Whether a cache is quantised and its scale is given."""
     return args[cache].dtype in QUANTISED_DTYPES and any(arg.scale_of == cache and args[arg.name] is not None for arg in schema.args)
 
 
@@ -149,7 +145,6 @@ def _check_scales(schema: OpSchema, args: dict[str, Any]) -> None:
 
 
 def _check_sizes(schema: OpSchema, tensors: dict[str, torch.Tensor]) -> None:
-    """Refuse ranks and sizes that do not agree, within an argument and between them."""
     sizes: dict[str, tuple[int, str]] = {}
     for name, tensor in tensors.items():
         dims = schema.arg(name).dims_of_rank(tensor.dim())
@@ -174,7 +169,6 @@ def _bind(dim: Dim, size: int, name: str, sizes: dict[str, tuple[int, str]]) -> 
 
 
 def _lead(dims: tuple[Dim, ...]) -> int:
-    """Return how many dimensions ``...`` stands for."""
     return sum(dim.name.startswith("lead") for dim in dims)
 
 
@@ -264,7 +258,6 @@ def _check_overlap(schema: OpSchema, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _meta(arg: Arg, value: Any) -> Any:
-    """Return the static part of an argument."""
     if not isinstance(value, torch.Tensor):
         return HOST_INT if arg.role is Role.RUNTIME_INT and value is not None else value
     dims = arg.dims_of_rank(value.dim()) or ()

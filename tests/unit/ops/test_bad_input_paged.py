@@ -53,8 +53,8 @@ BAD = {
         TYPE,
     ),
     "k of integers": Bad(
-        "k: expected one of torch.float16, torch.bfloat16, torch.float32, torch.float64, got torch.int16. Fix: "
-        "k.to(torch.bfloat16), if that keeps its meaning",
+        "k: expected one of torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, got torch.int16. "
+        "Fix: k.to(torch.bfloat16), if that keeps its meaning",
         lambda a: {"k": a.k.view(torch.int16)},
         TYPE,
     ),
