@@ -13,7 +13,9 @@ import torch
 
 import kvdock
 from kvdock.descriptors.manager import DescriptorCacheManager
+from kvdock.ops import validate
 from kvdock.ops.dispatcher import OpDispatcher
+from kvdock.ops.plain import unlike_memory
 from kvdock.ops.portable import PORTABLE_KERNELS
 from kvdock.ops.schema import OpSchema
 from kvdock.plugins.registry import Registry
@@ -91,9 +93,20 @@ class DeviceTensor(torch.Tensor):
     def data_ptr(self) -> int:
         return self.host.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.host.untyped_storage()
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(f"{func} on a device that has no operations but kvdock's")
+
+
+def _unlike_memory(name: str, tensor: torch.Tensor) -> tuple[str, str] | None:
+    """Take a `DeviceTensor` for the plain tensor of a device that it stands for; judge all others."""
+    return None if isinstance(tensor, DeviceTensor) else unlike_memory(name, tensor)
+
+
+validate.unlike_memory = _unlike_memory
 
 
 def on(device: str, tensor: torch.Tensor) -> torch.Tensor:

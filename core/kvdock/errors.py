@@ -6,7 +6,7 @@ Each derives from `KVDockError` and from the built-in that fits, so that `except
     ├── ArgumentTypeError      (TypeError)            not a tensor, wrong dtype
     ├── ArgumentValueError     (ValueError)           device, rank, shape, stride, overlap, configuration
     ├── IndexRangeError        (IndexError)           slot, block, position or layer out of range
-    ├── CapacityError          (MemoryError)          a budget that holds not even one block
+    ├── CapacityError          (MemoryError)          a budget or a device with less memory than asked for
     │   └── OutOfBlocksError                          a pool without enough free blocks
     ├── UnsupportedError       (NotImplementedError)  a request that no kernel serves (yet)
     ├── DroppedCacheError      (RuntimeError)         a cache used after `drop()`
@@ -97,7 +97,7 @@ class IndexRangeError(KVDockError, IndexError):
 
 
 class CapacityError(KVDockError, MemoryError):
-    """A memory budget too small for what is asked."""
+    """A memory budget, or a device, too small for what is asked. Nothing is left of what was made."""
 
 
 class OutOfBlocksError(CapacityError):

@@ -6,32 +6,13 @@ import attrs
 import torch
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
-from kvdock.spec import check_int
+from kvdock.spec import check_int, device_of
 
 __all__ = ["RankInfo"]
 
 
 def _to_device(value: object) -> torch.device:
-    """Turn what a user writes for a device into a `torch.device`."""
-    if isinstance(value, torch.device):
-        return value
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise ArgumentTypeError("RankInfo: device", expected='a torch.device or a string such as "cpu"', got=repr(value))
-    try:
-        device = torch.device(value)
-    except (OverflowError, RuntimeError, ValueError) as error:
-        raise ArgumentValueError(
-            "RankInfo: device", expected='a device that torch knows, such as "cpu"', got=repr(value), fix=str(error).splitlines()[0]
-        ) from error
-    index = str(value).rpartition(":")[2]
-    if index.isdigit() and int(index) != device.index:
-        raise ArgumentValueError(
-            "RankInfo: device",
-            expected="an index that torch can hold",
-            got=f"{value!r}, which torch takes for {device}",
-            fix="count devices from 0",
-        )
-    return device
+    return device_of("RankInfo: device", value)
 
 
 @attrs.frozen

@@ -11,10 +11,10 @@ import torch
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from kvdock.hf_config import MOST_LAYERS, read_dtype, read_layers, read_max_positions, text_part
 
-__all__ = ["COPY_DTYPES", "QUANTISED_DTYPES", "KVSpec", "LayerSpec", "MLALayerSpec", "check_cache_dtype", "check_int"]
+__all__ = ["COPY_DTYPES", "QUANTISED_DTYPES", "KVSpec", "LayerSpec", "MLALayerSpec", "check_cache_dtype", "check_int", "device_of"]
 
-COPY_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Dtypes a cache stores as they come, bit for bit."""
+COPY_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8)
+"""Dtypes a cache stores as they come, bit for bit. ``uint8`` is for bytes in whatever format: no op looks into them."""
 
 QUANTISED_DTYPES = (
     torch.int8,
@@ -33,6 +33,34 @@ def check_int(subject: str, value: object, minimum: int) -> int:
     if value < minimum:
         raise ArgumentValueError(subject, expected=f"at least {minimum}", got=value)
     return value
+
+
+def device_of(subject: str, value: object) -> torch.device:
+    """Turn what a user writes for a device into a `torch.device`, or raise an error that names ``subject``.
+
+    Raises:
+        ArgumentTypeError: neither a device nor what torch makes one of.
+        ArgumentValueError: a device that torch does not know.
+    """
+    if isinstance(value, torch.device):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise ArgumentTypeError(subject, expected='a torch.device or a string such as "cpu"', got=repr(value))
+    try:
+        device = torch.device(value)
+    except (OverflowError, RuntimeError, ValueError) as error:
+        raise ArgumentValueError(
+            subject, expected='a device that torch knows, such as "cpu"', got=repr(value), fix=str(error).splitlines()[0]
+        ) from error
+    index = str(value).rpartition(":")[2]
+    if index.isdigit() and int(index) != device.index:
+        raise ArgumentValueError(
+            subject,
+            expected="an index that torch can hold",
+            got=f"{value!r}, which torch takes for {device}",
+            fix="count devices from 0",
+        )
+    return device
 
 
 _MOST_ELEMENTS = 2**31 - 1

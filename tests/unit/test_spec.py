@@ -89,7 +89,7 @@ def test_uniform_names_a_wrong_number_of_layers(num_layers: Any) -> None:
 
 
 def test_the_dtypes_are_those_that_are_stored() -> None:
-    assert set(kvdock.COPY_DTYPES) == {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+    assert set(kvdock.COPY_DTYPES) == {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8}
     assert not set(kvdock.COPY_DTYPES) & set(kvdock.QUANTISED_DTYPES)
     for dtype in kvdock.COPY_DTYPES:
         assert check_cache_dtype("x", dtype) is dtype

@@ -33,7 +33,7 @@ def create_cache(spec: KVSpec, config: CacheConfig, rank: RankInfo, *, ops: OpSo
     Raises:
         ArgumentTypeError: an argument of the wrong type.
         ArgumentValueError: heads and ranks do not divide, or more bytes than an address space has.
-        CapacityError: a memory budget that is too small.
+        CapacityError: a memory budget that is too small, or a device with less memory.
         UnsupportedError: a layer or dtype that no cache holds yet.
         BackendError: no backend can be chosen for the device; lists who is registered and why each is not usable.
     """

@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from kvdock.cache.interface import Cache, CacheConfig, OpSource, active_name, check_layer, require_backend
-from kvdock.cache.pool import PagedPool, RankLayer, block_bytes, check_bytes, group_layers, rank_layers
+from kvdock.cache.pool import PagedPool, RankLayer, allocated, block_bytes, check_bytes, group_layers, rank_layers
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, CapacityError, UnsupportedError
 from kvdock.layout import HeadLayout, KVCacheLayout
 from kvdock.ops.api import BlockPairs, output_pair, pairs_tensor
@@ -98,7 +98,7 @@ class PagedKVCache(Cache):
 
     Raises:
         ArgumentValueError: heads and ranks do not divide, or more bytes than an address space has.
-        CapacityError: the budget is too small.
+        CapacityError: the budget is too small, or the device has not as much memory.
         UnsupportedError: a kind of layer that this cache does not hold.
         BackendError: no backend can be chosen for the device.
     """
@@ -116,13 +116,14 @@ class PagedKVCache(Cache):
         self._num_blocks = config.blocks_for(layers, self._dtype)
         self._named = active_name()
         require_backend(ops, "paged_caching_", rank.device, self._named)
-        self._allocate(layers)
+        nbytes = self._num_blocks * block_bytes(layers, config.block_size, self._dtype)
+        self._groups, self._views = allocated(type(config).__name__, nbytes, rank.device, lambda: self._allocate(layers))
         self._bind(ops)
 
-    def _allocate(self, layers: Sequence[RankLayer]) -> None:
-        """Take the memory: one storage for keys and one for values, for each group of equal layers."""
+    def _allocate(self, layers: Sequence[RankLayer]) -> tuple[list[tuple[PagedPool, PagedPool]], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Take the memory: one storage for keys and one for values, for each group of equal layers; and the views of each layer."""
         config, device = self.config, self.rank.device
-        self._groups: list[tuple[PagedPool, PagedPool]] = []
+        groups: list[tuple[PagedPool, PagedPool]] = []
         views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for layer, members in group_layers(layers).items():
             k_pool, v_pool = (
@@ -131,9 +132,9 @@ class PagedKVCache(Cache):
                 )
                 for heads, dim in ((layer.num_k_heads, layer.k_dim), (layer.num_v_heads, layer.v_dim))
             )
-            self._groups.append((k_pool, v_pool))
+            groups.append((k_pool, v_pool))
             views.update(zip(members, zip(k_pool.layers, v_pool.layers, strict=True), strict=True))
-        self._views = [views[index] for index in range(len(layers))]
+        return groups, [views[index] for index in range(len(layers))]
 
     def _bind(self, ops: OpSource) -> None:
         """Fix each layer's pools in the ops, so that a call no longer reads them."""

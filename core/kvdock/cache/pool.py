@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any, Self
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeVar
 
 import attrs
 import torch
 
-from kvdock.errors import ArgumentValueError, UnsupportedError
+from kvdock.errors import ArgumentValueError, CapacityError, KVDockError, UnsupportedError
 from kvdock.layout import HeadLayout, KVCacheLayout
 from kvdock.rank import RankInfo
 from kvdock.spec import KVSpec, LayerSpec, MLALayerSpec
 
-__all__ = ["PagedPool", "RankLayer", "block_bytes", "check_bytes", "group_layers", "rank_layers"]
+__all__ = ["PagedPool", "RankLayer", "allocated", "block_bytes", "check_bytes", "group_layers", "rank_layers"]
+
+T = TypeVar("T")
 
 
 @attrs.frozen
@@ -80,6 +83,38 @@ def check_bytes(subject: str, nbytes: int, made_of: str) -> None:
         )
 
 
+def allocated(subject: str, nbytes: int, device: torch.device, make: Callable[[], T]) -> T:
+    """Return what ``make`` allocates. When it raises, all that it had made is let go at once, whoever keeps the error.
+
+    Args:
+        subject: what is made, for the error.
+        nbytes: how many bytes it takes.
+        device: where.
+        make: makes it, and keeps it in variables of its own until it returns.
+
+    Raises:
+        CapacityError: the device has not as much memory.
+    """
+    try:
+        return make()
+    except (MemoryError, RuntimeError) as error:
+        traceback.clear_frames(error.__traceback__)
+        if isinstance(error, KVDockError) or not _is_about_memory(error):
+            raise
+        said = str(error).partition("\n")[0][:200]
+    raise CapacityError(
+        subject,
+        expected=f"{nbytes} bytes of memory on {device}",
+        got=f"fewer: {said}",
+        fix="ask for a smaller cache, or free memory on the device first",
+    )
+
+
+def _is_about_memory(error: Exception) -> bool:
+    """Whether a device refused memory. That of the host has no class of errors for it."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
+
+
 def group_layers(layers: Sequence[RankLayer]) -> dict[RankLayer, list[int]]:
     """Return the indices of equal layers: each group shares a pool."""
     groups: dict[RankLayer, list[int]] = {}
@@ -130,7 +165,9 @@ class PagedPool:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the memory once, and view the copy alike. torch copies views one by one on some devices."""
-        memory, old = copy.deepcopy(self.memory, memo), (*self.layers, self.whole)
+        nbytes, device = self.memory.nbytes, self.memory.device
+        memory = allocated("a copy of a cache", nbytes, device, lambda: copy.deepcopy(self.memory, memo))
+        old = (*self.layers, self.whole)
         new = [memory.as_strided(view.shape, view.stride(), view.storage_offset()) for view in old]
         memo.update(zip(map(id, old), new, strict=True))
         return type(self)(memory, tuple(new[:-1]), new[-1])

@@ -10,6 +10,7 @@ from typing import Self
 import torch
 
 from kvdock.cache.interface import OpSource
+from kvdock.cache.pool import allocated
 from kvdock.cache.static import StaticKVCache, StaticKVCacheConfig
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, DroppedCacheError, IndexRangeError
 from kvdock.ops.active import active_dispatcher
@@ -46,6 +47,7 @@ class ShardedKVCache:
         Raises:
             ArgumentValueError: no devices, heads that do not divide, more positions than the model supports, or more bytes than
                 an address space has.
+            CapacityError: a device has not as much memory. No shard is left.
             BackendError: no backend can be chosen for a device.
         """
         check_int("ShardedKVCache.create: max_len", max_len, 1)
@@ -60,7 +62,8 @@ class ShardedKVCache:
         source = ops if ops is not None else active_dispatcher()
         config = StaticKVCacheConfig(max_batch_size=1, max_cache_len=max_len)
         ranks = [RankInfo(device, tp_size=len(devices), tp_rank=i) for i, device in enumerate(devices)]
-        return cls([StaticKVCache(spec, config, rank, source) for rank in ranks])
+        device = ranks[0].device  # of the first; each shard's error says what it asked for, and where
+        return cls(allocated("ShardedKVCache", 0, device, lambda: [StaticKVCache(spec, config, rank, source) for rank in ranks]))
 
     @property
     def shards(self) -> tuple[StaticKVCache, ...]:
@@ -142,7 +145,7 @@ class ShardedKVCache:
                 got=seq_len,
                 fix="ask for no more tokens than the cache has positions",
             )
-        twin = copy.deepcopy(self)
+        twin = allocated("ShardedKVCache.duplicate", self.nbytes, self.devices[0], lambda: copy.deepcopy(self))
         for shard in twin.shards:
             for layer in range(twin.num_layers):
                 shard.k_cache(layer)[:, :, seq_len:].zero_()

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from kvdock.cache.interface import Cache, CacheConfig, OpSource, active_name, check_layer, require_backend
-from kvdock.cache.pool import RankLayer, block_bytes, check_bytes, rank_layers
+from kvdock.cache.pool import RankLayer, allocated, block_bytes, check_bytes, rank_layers
 from kvdock.interface import HOST
 from kvdock.ops.api import host_int
 from kvdock.ops.hostcheck import check_lengths
@@ -58,6 +58,7 @@ class StaticKVCache(Cache):
 
     Raises:
         ArgumentValueError: heads and ranks do not divide, or more bytes than an address space has.
+        CapacityError: the device has not as much memory.
         UnsupportedError: a kind of layer that this cache does not hold.
         BackendError: no backend can be chosen for the device.
     """
@@ -71,7 +72,7 @@ class StaticKVCache(Cache):
         check_bytes(type(config).__name__, nbytes, made_of)
         named = active_name()
         require_backend(ops, "static_update_", rank.device, named)
-        self._views = [self._allocate(layer) for layer in layers]
+        self._views = allocated(type(config).__name__, nbytes, rank.device, lambda: [self._allocate(layer) for layer in layers])
         self._write = [ops.op("static_update_").bind(*pair, named=named) for pair in self._views]
 
     def _allocate(self, layer: RankLayer) -> tuple[torch.Tensor, torch.Tensor]:

@@ -146,7 +146,7 @@ class _Source:
         numbers = [name for name, _ in self.fast_numbers]
         if numbers:
             yield f"{_names(numbers)} = numbers"
-        conditions = list(self.words)
+        conditions = [*self.words, *(f"{name}_ptr" for name in self.rest)]
         yield from self._fast_sizes(conditions)
         ends = {}
         for name in self.rest:
@@ -218,6 +218,7 @@ class _Source:
         if names:
             yield f"{_names(names)} = signature.numbers"
         doubts, bound = [f"not {word}" for word in self.words], set[str]()
+        doubts += [f"not {name}_ptr" for name in (*self.rest, *self.pools)]  # a storage that was given back
         for name in self.rest:
             yield from self._read(name, doubts, bound)
         yield from self.pool_lines()

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-__all__ = ["MAX_ALIGNMENT", "alignment_of", "extent", "has_internal_overlap", "normalised", "ranges_overlap"]
+from kvdock.errors import ArgumentValueError
+
+__all__ = ["MAX_ALIGNMENT", "alignment_of", "extent", "has_internal_overlap", "normalised", "ranges_overlap", "share_memory"]
 
 MAX_ALIGNMENT = 16
 """Bytes. No device kvdock knows moves more than 16 bytes in one memory instruction of a thread."""
@@ -37,6 +43,37 @@ def ranges_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the address ranges of two tensors of one device share a byte. A tensor without memory has none."""
     a_start, b_start = a.data_ptr(), b.data_ptr()
     return 0 not in (a_start, b_start) and a_start < b_start + extent(b) and b_start < a_start + extent(a)
+
+
+_MOST_WORK = 100_000
+"""Steps of numpy's search for a common byte: some milliseconds. Pools interleaved in one storage take about ten."""
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one device share a byte; interleaved ones, whose address ranges overlap, need not.
+
+    Raises:
+        ArgumentValueError: it would take too long to find out, as for strides without a common divisor.
+    """
+    if not ranges_overlap(a, b):
+        return False
+    try:
+        return np.shares_memory(_described(a), _described(b), max_work=_MOST_WORK)  # type: ignore[arg-type] # the stub has two values only
+    except np.exceptions.TooHardError:
+        raise ArgumentValueError(
+            "two tensors in one address range",
+            expected="strides of which it can be told whether they meet",
+            got=f"strides {list(a.stride())} and {list(b.stride())} for shapes {list(a.shape)} and {list(b.shape)}",
+            fix="give each memory of its own, or equal strides",
+        ) from None
+
+
+def _described(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """Return an array of the same addresses, on whatever device: it must not be read."""
+    size = tensor.element_size()
+    place = {"data": (tensor.data_ptr(), False), "typestr": f"|V{size}", "version": 3}
+    steps = {"shape": tuple(tensor.shape), "strides": tuple(stride * size for stride in tensor.stride())}
+    return np.asarray(SimpleNamespace(__array_interface__=place | steps))
 
 
 def has_internal_overlap(tensor: torch.Tensor) -> bool:

@@ -78,11 +78,12 @@ def check_lengths(op: str, lengths: Sequence[int], new: int, capacity: int) -> l
     Raises:
         IndexRangeError: a length is negative, or ``length + new > capacity``; names the first such row.
     """
+    room = f"between 0 and {capacity - new}" if new <= capacity else "none"
     for row, length in enumerate(lengths):
         if length < 0 or length + new > capacity:
             raise IndexRangeError(
                 f"{op}: cache_lengths[{row}]" if len(lengths) > 1 else f"{op}: cache_lengths",
-                expected=f"between 0 and {capacity - new}: {new} new positions must fit into {capacity}",
+                expected=f"{room}: {new} new positions must fit into {capacity}",
                 got=length,
                 fix="make the cache longer (max_cache_len), or pass fewer new positions",
             )

@@ -53,10 +53,14 @@ def _runner(descriptor: Descriptor, selection: Selection, ending: Ending) -> Cal
 
 
 def _outside_autograd(run: Callable[..., None]) -> Callable[..., None]:
-    """Keep autograd away from a call: a cache records no gradients, and must not be drawn into a graph."""
+    """Keep autograd away from a call: a cache records no gradients, must not be drawn into a graph, and may be made for inference."""
 
     def run_outside_autograd(*values: Any) -> None:
-        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in values):
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if not torch.is_inference_mode_enabled() and any(tensor.is_inference() for tensor in tensors):
+            with torch.inference_mode():  # torch refuses to write them elsewhere, to some kernels half-way
+                return run(*values)
+        if any(tensor.requires_grad for tensor in tensors):
             with torch.no_grad():
                 return run(*values)
         return run(*values)

@@ -91,7 +91,7 @@ class Pools:
         written = [each for name, each in zip(self._names, ranges, strict=True) if name in self._written]
         low, high = (min(a for a, _ in written), max(b for _, b in written)) if written else (0, 0)
         apart = all(a[1] <= b[0] or b[1] <= a[0] for a, b in itertools.combinations(written, 2))
-        plain = apart and not any(start % MAX_ALIGNMENT for start in starts)
+        plain = apart and all(starts) and not any(start % MAX_ALIGNMENT for start in starts)
         place = self.places[starts[0]] = (*(address for each in ranges for address in each), low, high, plain)
         return place
 

@@ -6,13 +6,16 @@ This is the slow and complete reading of a schema. It runs once per static signa
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from kvdock.errors import ArgumentTypeError, ArgumentValueError, KVDockError
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, KVDockError, UnsupportedError
 from kvdock.interface import HOST, HOST_INT, Request, TensorMeta
-from kvdock.ops.geometry import alignment_of, has_internal_overlap, normalised, ranges_overlap
+from kvdock.ops.geometry import alignment_of, extent, has_internal_overlap, normalised, ranges_overlap, share_memory
+from kvdock.ops.plain import unlike_memory
 from kvdock.ops.schema import Arg, Dim, OpSchema, Role
 from kvdock.spec import QUANTISED_DTYPES
 
@@ -27,8 +30,9 @@ def validate(schema: OpSchema, values: tuple[Any, ...]) -> Request:
         values: the arguments in the schema's order, None where absent.
 
     Raises:
-        ArgumentTypeError: an argument of the wrong type or dtype.
-        ArgumentValueError: a wrong device, rank, shape or stride, or memory that overlaps.
+        ArgumentTypeError: an argument of the wrong type or dtype, or a tensor that is more than plain memory.
+        ArgumentValueError: a wrong device, rank, shape or stride, or memory that overlaps, or was given back.
+        UnsupportedError: a quantised cache without its scale, or rows that are quantised already.
     """
     args = schema.bind(values)
     is_made = all(args[arg.name] is None for arg in schema.args if arg.returned)  # outputs that could not be: something else is wrong
@@ -37,40 +41,41 @@ def validate(schema: OpSchema, values: tuple[Any, ...]) -> Request:
             _check_kind(schema, arg, args[arg.name])
     tensors = {arg.name: args[arg.name] for arg in schema.args if isinstance(args[arg.name], torch.Tensor)}
     device = tensors[schema.args[0].name].device
+    _check_quantised(schema, args)
     for name, tensor in tensors.items():
         _check_device(schema, schema.arg(name), tensor, device)
         _check_dtype(schema, schema.arg(name), args)
     _check_scales(schema, args)
     _check_sizes(schema, tensors)
-    for name, tensor in tensors.items():
-        _check_strides(schema, schema.arg(name), tensor)
-    _check_overlap(schema, tensors)
+    filled = {name: tensor for name, tensor in tensors.items() if tensor.numel()}  # where nothing lies, nothing can lie wrongly
+    for name, tensor in filled.items():
+        _check_memory(schema, schema.arg(name), tensor)
+    _check_overlap(schema, filled)
     return Request(schema.name, device, {arg.name: _meta(arg, args[arg.name]) for arg in schema.args})
 
 
 def _subject(schema: OpSchema, name: str) -> str:
-    """Say which argument of which op an error is about."""
     return f"{schema.name}: {name}"
 
 
 def _check_kind(schema: OpSchema, arg: Arg, value: Any) -> None:
-    """Refuse what is no tensor (or no int), and tensors without strides."""
+    """Refuse what is no tensor (or no int), and tensors that are more than plain memory."""
     if not arg.is_tensor or (value is None and arg.optional):
         return
     if arg.role is Role.RUNTIME_INT and isinstance(value, int) and not isinstance(value, bool):
         return
     subject = _subject(schema, arg.name)
-    kind = "an int or a torch.Tensor" if arg.role is Role.RUNTIME_INT else "a torch.Tensor"
     if not isinstance(value, torch.Tensor):
-        raise ArgumentTypeError(
-            subject, expected=kind, got=f"{type(value).__name__} {value!r}"[:120], fix="convert it with torch.as_tensor"
-        )
+        kind, got = "an int or a " if arg.role is Role.RUNTIME_INT else "a ", f"{type(value).__name__} {value!r}"[:120]
+        raise ArgumentTypeError(subject, expected=f"{kind}torch.Tensor", got=got, fix="convert it with torch.as_tensor")
     if value.layout != torch.strided:
         raise ArgumentTypeError(subject, expected="a dense tensor with strides", got=value.layout, fix=f"{arg.name}.to_dense()")
+    found = unlike_memory(arg.name, value)
+    if found is not None:
+        raise ArgumentTypeError(subject, expected="a plain torch.Tensor: its bytes are moved as they lie", got=found[0], fix=found[1])
 
 
 def _check_device(schema: OpSchema, arg: Arg, tensor: torch.Tensor, device: torch.device) -> None:
-    """Refuse a tensor that lies elsewhere than the op's first argument."""
     if tensor.device == device or (arg.host and tensor.device == HOST):
         return
     raise ArgumentValueError(
@@ -82,7 +87,6 @@ def _check_device(schema: OpSchema, arg: Arg, tensor: torch.Tensor, device: torc
 
 
 def _check_dtype(schema: OpSchema, arg: Arg, args: dict[str, Any]) -> None:
-    """Refuse a dtype that the argument may not have, or another one than its cache's."""
     dtype, subject = args[arg.name].dtype, _subject(schema, arg.name)
     if dtype not in arg.dtypes:
         raise ArgumentTypeError(
@@ -109,9 +113,22 @@ def _dtype_to_take(arg: Arg, args: dict[str, Any]) -> torch.dtype:
 
 
 def _is_scaled(schema: OpSchema, cache: str, args: dict[str, Any]) -> bool:
-    """Whether a cache is quantised and its scale is given."""
-    scale = next((arg.name for arg in schema.args if arg.scale_of == cache), None)
-    return scale is not None and args[scale] is not None and args[cache].dtype in QUANTISED_DTYPES
+    return args[cache].dtype in QUANTISED_DTYPES and any(arg.scale_of == cache and args[arg.name] is not None for arg in schema.args)
+
+
+def _check_quantised(schema: OpSchema, args: dict[str, Any]) -> None:
+    """Refuse rows of quantised caches that have no scale, or are quantised themselves: before dtypes, where no advice would help."""
+    for arg in schema.args:
+        cache = arg.same_dtype
+        if cache is None or args[cache].dtype not in QUANTISED_DTYPES or args[cache].dtype in arg.dtypes:
+            continue
+        if args[arg.name].dtype in QUANTISED_DTYPES or not _is_scaled(schema, cache, args):
+            raise UnsupportedError(
+                _subject(schema, cache),
+                expected="one of " + ", ".join(map(str, arg.dtypes)),
+                got=f"{args[cache].dtype}: quantised caches are not there yet",
+                fix="store the model's own dtype; to move what is quantised already, pass all of it as bytes, by .view(torch.uint8)",
+            )
 
 
 def _check_scales(schema: OpSchema, args: dict[str, Any]) -> None:
@@ -130,7 +147,6 @@ def _check_scales(schema: OpSchema, args: dict[str, Any]) -> None:
 
 
 def _check_sizes(schema: OpSchema, tensors: dict[str, torch.Tensor]) -> None:
-    """Refuse ranks and sizes that do not agree, within an argument and between them."""
     sizes: dict[str, tuple[int, str]] = {}
     for name, tensor in tensors.items():
         dims = schema.arg(name).dims_of_rank(tensor.dim())
@@ -155,7 +171,6 @@ def _bind(dim: Dim, size: int, name: str, sizes: dict[str, tuple[int, str]]) -> 
 
 
 def _lead(dims: tuple[Dim, ...]) -> int:
-    """Return how many dimensions ``...`` stands for."""
     return sum(dim.name.startswith("lead") for dim in dims)
 
 
@@ -172,7 +187,7 @@ def _size_error(schema: OpSchema, name: str, tensor: torch.Tensor, sizes: dict[s
     shapes = [dims for dims in leads if len(dims) == tensor.dim()] or leads
     settled = {word: where for word, (_, where) in sizes.items() if where != name}
     sources = sorted({settled[d.name] for dims in shapes for d in dims if d.name in settled})
-    expected = " or ".join("[" + ", ".join(_size_text(d, sizes, name) for d in dims) + "]" for dims in shapes)
+    expected = " or ".join("[" + ", ".join(_size_texts(dims, sizes, name)) + "]" for dims in shapes)
     return ArgumentValueError(
         _subject(schema, name),
         expected=f"shape {expected}" + (f" to agree with {', '.join(sources)}" if sources else " with no size 0" * (0 in tensor.shape)),
@@ -181,12 +196,12 @@ def _size_error(schema: OpSchema, name: str, tensor: torch.Tensor, sizes: dict[s
     )
 
 
-def _size_text(dim: Dim, sizes: dict[str, tuple[int, str]], name: str) -> str:
-    """Write one size: the number where another argument settled it, else its word."""
-    settled = sizes.get(dim.name)
-    if settled is not None and settled[1] != name:
-        return f"{dim.name}={settled[0]}"
-    return dim.name
+def _size_texts(dims: tuple[Dim, ...], sizes: dict[str, tuple[int, str]], name: str) -> Iterator[str]:
+    """Write sizes: their words, with the number where another argument settled it."""
+    lead = {1: ("T",), 2: ("B", "S")}.get(_lead(dims), ())
+    for word, dim in itertools.zip_longest(lead, dims):
+        size, where = sizes.get(dim.name, (0, name))
+        yield word or dim.name if where == name else f"{word or dim.name}={size}"
 
 
 def _check_relation(schema: OpSchema, relation: Any, tensors: dict[str, torch.Tensor], sizes: dict[str, int]) -> None:
@@ -204,10 +219,14 @@ def _check_relation(schema: OpSchema, relation: Any, tensors: dict[str, torch.Te
         )
 
 
-def _check_strides(schema: OpSchema, arg: Arg, tensor: torch.Tensor) -> None:
-    """Refuse rows that are not dense, and destinations that overlap themselves."""
+def _check_memory(schema: OpSchema, arg: Arg, tensor: torch.Tensor) -> None:
+    """Refuse elements without memory, rows that are not dense, and destinations that overlap themselves."""
     dims = arg.dims_of_rank(tensor.dim()) or ()
     subject, strides = _subject(schema, arg.name), list(tensor.stride())
+    needed, there = tensor.storage_offset() * tensor.element_size() + extent(tensor), tensor.untyped_storage().nbytes()
+    if needed > there:
+        fix = "call it before the storage is given back, as by resize_(0)"
+        raise ArgumentValueError(subject, expected=f"a storage of at least {needed} bytes", got=f"one of {there}", fix=fix)
     if dims and not dims[-1].runtime and tensor.shape[-1] != 1 and strides[-1] != 1:
         raise ArgumentValueError(
             subject,
@@ -225,14 +244,13 @@ def _check_strides(schema: OpSchema, arg: Arg, tensor: torch.Tensor) -> None:
 
 
 def _check_overlap(schema: OpSchema, tensors: dict[str, torch.Tensor]) -> None:
-    """Refuse a source in the address range of a destination, and one tensor as two destinations."""
+    """Refuse a source in the address range of a destination, and two destinations that share a byte."""
     mutated = {arg.name: tensors[arg.name] for arg in schema.mutated if arg.name in tensors}
     for target_name, target in mutated.items():
         for name, tensor in tensors.items():
             if name == target_name or tensor.device != target.device:
                 continue
-            same = name in mutated and tensor.data_ptr() == target.data_ptr() != 0 and tensor.numel() > 0 < target.numel()
-            if same or (name not in mutated and ranges_overlap(tensor, target)):
+            if share_memory(target, tensor) if name in mutated else ranges_overlap(target, tensor):
                 raise ArgumentValueError(
                     _subject(schema, name),
                     expected=f"memory outside {target_name}, which is written",
@@ -242,7 +260,6 @@ def _check_overlap(schema: OpSchema, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _meta(arg: Arg, value: Any) -> Any:
-    """Return the static part of an argument."""
     if not isinstance(value, torch.Tensor):
         return HOST_INT if arg.role is Role.RUNTIME_INT and value is not None else value
     dims = arg.dims_of_rank(value.dim()) or ()

@@ -13,6 +13,7 @@ from kvdock.spec import check_int
 
 __all__ = [
     "MAX_SLOTS",
+    "as_array",
     "as_blocks",
     "as_integers",
     "check_block_size",
@@ -52,7 +53,7 @@ def as_integers(subject: str, values: Any) -> npt.NDArray[Any]:
     """
     if type(values) is np.ndarray and values.dtype.char in _PLAIN and values.ndim == 1:
         return values
-    array = values if isinstance(values, np.ndarray) else _as_array(subject, values)
+    array = as_array(subject, values)
     if array.dtype.kind not in "iu" or (array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max):
         got = f"{array.dtype}" if array.dtype.kind not in "uO" else "numbers beyond 64 bits, or no numbers"
         raise ArgumentTypeError(subject, expected="integers of at most 64 bits", got=got, fix="pass ids as int32 or int64")
@@ -61,15 +62,25 @@ def as_integers(subject: str, values: Any) -> npt.NDArray[Any]:
     return array.astype(np.int64) if array.dtype == np.uint64 else array  # together with others these would become doubles
 
 
-def _as_array(subject: str, values: Any) -> npt.NDArray[Any]:
-    """Return what numpy makes of values."""
+def as_array(subject: str, values: Any) -> npt.NDArray[Any]:
+    """Return what numpy makes of values; it may alias the caller's memory.
+
+    Raises:
+        ArgumentTypeError: a tensor of floats.
+        ArgumentValueError: numpy makes nothing of them: lists of unlike length, memory of a device.
+    """
+    if isinstance(values, np.ndarray):
+        return values
     if "float" in (dtype := str(getattr(values, "dtype", ""))):  # some kinds of torch's are not numpy's
         raise ArgumentTypeError(subject, expected="integers of at most 64 bits", got=dtype, fix="pass ids as int32 or int64")
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # torch names the device, numpy the ragged list
-        fix = "bring a tensor to the host first: tensor.cpu()"
-        raise ArgumentValueError(subject, expected="integers on the host", got=str(error), fix=fix) from error
+        if hasattr(values, "device"):
+            fix = "bring a tensor to the host first: tensor.cpu()"
+            raise ArgumentValueError(subject, expected="integers on the host", got=str(error), fix=fix) from error
+        fix = "pass one flat list of ints, such as [1, 2, 3]"
+        raise ArgumentValueError(subject, expected="integers in one dimension", got=repr(values)[:80], fix=fix) from error
     empty = not array.size and isinstance(values, list | tuple)  # which numpy takes for floats
     return array.astype(np.int64) if empty else array
 
@@ -118,7 +129,8 @@ def check_distinct(subject: str, blocks: npt.NDArray[np.int32], block_size: int)
 def out_of_range(subject: str, block: int, block_size: int) -> ArgumentValueError:
     """Describe a block that no pool has."""
     most = MAX_SLOTS // block_size - 1
-    return ArgumentValueError(subject, expected=f"blocks from 0 to {most}, since a pool has at most 2**31 slots", got=f"block {block}")
+    expected, fix = f"blocks from 0 to {most}, since a pool has at most 2**31 slots", "pass ids of the pool's blocks, not slots or padding"
+    return ArgumentValueError(subject, expected=expected, got=f"block {block}", fix=fix)
 
 
 def twice(subject: str, blocks: npt.NDArray[np.int32]) -> ArgumentValueError:
@@ -144,7 +156,7 @@ def count_of(subject: str, value: object, minimum: int = 0) -> int:
 def index_of(subject: str, value: object) -> int:
     """Return an int or numpy integer of any size as an int, or raise."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ArgumentTypeError(subject, expected="an int", got=repr(value))
+        raise ArgumentTypeError(subject, expected="an int", got=repr(value), fix="pass an int or an integer of numpy's")
     return int(value)
 
 

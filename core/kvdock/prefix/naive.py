@@ -77,7 +77,12 @@ class NaivePrefixCache(OneThread, PrefixCache):
         """Return a handle of this cache, from after the last reset."""
         if isinstance(handle, _Handle) and handle.owner is self and handle.time == self._time:
             return handle
-        raise StaleHandleError("NaivePrefixCache: handle", expected="one of this cache, since its last reset", got=repr(handle))
+        raise StaleHandleError(
+            "NaivePrefixCache: handle",
+            expected="one of this cache, since its last reset",
+            got=repr(handle),
+            fix="match the tokens again, in this cache",
+        )
 
     def insert_prefix(
         self,

@@ -331,7 +331,12 @@ class RadixPrefixCache(OneThread, PrefixCache):
     def _sought(self, handle: PrefixHandle) -> RadixHandle:
         """Return a handle whose node is another one now, or raise."""
         if not isinstance(handle, RadixHandle) or handle.owner is not self:
-            raise StaleHandleError("RadixPrefixCache: handle", expected="one of this cache", got=f"{handle!r}, which is not")
+            raise StaleHandleError(
+                "RadixPrefixCache: handle",
+                expected="one of this cache",
+                got=f"{handle!r}, which is not",
+                fix="pass the handle of a match in this very cache",
+            )
         why = "from before a reset"
         if handle.era is self._era and handle.node is not None:
             found = find(handle.node, handle.position)

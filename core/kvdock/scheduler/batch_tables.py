@@ -28,6 +28,7 @@ from kvdock.scheduler.cache_manager import CacheManager
 from kvdock.scheduler.exporters import Int32
 from kvdock.scheduler.rows import Index, positions_of
 from kvdock.scheduler.sequence import CacheSequence
+from kvdock.spec import device_of
 
 __all__ = ["BatchTables", "HostTables"]
 
@@ -71,7 +72,9 @@ class BatchTables(NotCopied):
         num_tokens: tokens of the last step.
 
     Raises:
-        ArgumentValueError: a manager without a null block, a size that is not above 0, or more than 2**31 numbers in a table.
+        ArgumentTypeError: no manager, or what is no device.
+        ArgumentValueError: a manager without a null block, a device that torch does not know, a size that is not above 0, or more
+            than 2**31 numbers in a table.
     """
 
     instead_of_copies = "make others with the same manager: sequences may be in several"
@@ -89,14 +92,15 @@ class BatchTables(NotCopied):
         if max(rows * width, 3 * rows + 2 * tokens) > MAX_SLOTS:
             expected, fix = "tables of at most 2**31 numbers", "as many columns and tokens as the longest batch needs"
             raise ArgumentValueError("BatchTables", expected=expected, got=f"[{rows}, {width}], and {tokens} tokens", fix=fix)
+        to = device_of("BatchTables: device", device)
         self._manager = manager
         self._version = np.zeros(rows, dtype=np.intp)  # of what each row shows; 0 is padding
         self._sizes = (rows, rows, rows + 1, tokens, tokens)
         self._flat = np.zeros(sum(self._sizes), dtype=np.int32)
         self.host = HostTables(np.zeros((rows, width), dtype=np.int32), *self._parts(self._flat))
         self.host.slot_mapping.fill(-1)
-        self.block_table = torch.from_numpy(self.host.block_table).to(device)
-        self._device_flat = torch.from_numpy(self._flat).to(device)
+        self.block_table = torch.from_numpy(self.host.block_table).to(to)
+        self._device_flat = torch.from_numpy(self._flat).to(to)
         self._is_host = self._device_flat.data_ptr() == self._flat.ctypes.data  # then nothing is to be sent
         self._pinned = not self._is_host and _can_pin()
         parts = torch.split(self._device_flat, list(self._sizes))

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, IndexRangeError, IntegrityError, OutOfBlocksError
-from kvdock.prefix.inputs import MAX_SLOTS, count_of
+from kvdock.prefix.inputs import MAX_SLOTS, as_array, count_of
 from kvdock.prefix.interface import BlockIds
 from kvdock.prefix.ownership import NotCopied, OneThread
 
@@ -183,7 +183,7 @@ class BlockAllocator(NotCopied, OneThread):
 
     def _checked(self, method: str, blocks: npt.ArrayLike) -> npt.NDArray[np.intp]:
         """Return ids as a flat array of indices, all of them inside the pool."""
-        ids = np.asarray(blocks)
+        ids = as_array(f"BlockAllocator.{method}: blocks", blocks)
         if ids.dtype.kind not in "iu" and ids.size:
             raise ArgumentTypeError(f"BlockAllocator.{method}: blocks", expected="integers", got=f"{ids.dtype} {_some(ids)}")
         ids = ids.astype(np.intp, copy=False).ravel()

@@ -372,9 +372,10 @@ class CacheManager(NotCopied, OneThread):
             )
         if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float | np.integer | np.floating) or not ttl > 0):
             raise ArgumentValueError("CacheManager.pin: ttl", expected="a number above 0, or None", got=repr(ttl))
+        end = None if ttl is None else self._pins.now() + ttl  # before the lock, since a clock may raise
         self._pool.lock(handle, "CacheManager.pin")
         pin = Pin(handle, self._unpin)
-        self._pins.add(pin, ttl)
+        self._pins.add(pin, end)
         return pin
 
     def reset(self, *, keep_open: bool = False) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
-from kvdock.prefix.inputs import count_of, index_of
+from kvdock.prefix.inputs import MAX_SLOTS, count_of, index_of
 from kvdock.scheduler.batches import as_rows
 from kvdock.scheduler.rows import Index, Rows, steps
 from kvdock.scheduler.sequence import CacheSequence
@@ -129,6 +129,9 @@ def _table(subject: str, sizes: Index, fill: int, width: int | None, out: Int32 
         raise ArgumentValueError(
             f"{subject}: width", expected=f"at least {longest}, as long as the longest row", got=columns, fix="pass a larger width or out"
         )
+    if sizes.size * columns > MAX_SLOTS:
+        got, fix = f"[{sizes.size}, {columns}]", "pass the columns of the longest row"
+        raise ArgumentValueError(f"{subject}: width", expected="a table of at most 2**31 numbers", got=got, fix=fix)
     table = _out(f"{subject}: out", out, (sizes.size, columns))
     table.fill(_int32(f"{subject}: fill", fill))
     return table

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import numbers
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvdock.errors import ArgumentTypeError
 from kvdock.prefix.interface import PrefixHandle
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 __all__ = ["Pin", "Pins"]
+
+_FIX = "pass time.monotonic, or a function that returns the number of steps"
 
 
 class Pin(NotCopied):
@@ -64,8 +67,7 @@ class Pins:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         if not callable(clock):
-            fix = "pass time.monotonic, or a function that returns the number of steps"
-            raise ArgumentTypeError("CacheManager: clock", expected="a function without arguments", got=repr(clock)[:80], fix=fix)
+            raise ArgumentTypeError("CacheManager: clock", expected="a function without arguments", got=repr(clock)[:80], fix=_FIX)
         self._clock = clock
         self._held: dict[int, Pin] = {}
         self._ends: list[tuple[float, int, Pin]] = []
@@ -74,12 +76,19 @@ class Pins:
     def __len__(self) -> int:
         return len(self._held)
 
-    def add(self, pin: Pin, ttl: float | None) -> None:
-        """Keep a pin, for ``ttl`` units of the clock."""
+    def now(self) -> Any:
+        """Return what the clock says. It is the caller's: what it raises comes through, so nothing may be half done by then."""
+        now: Any = self._clock()
+        if not isinstance(now, numbers.Real):
+            raise ArgumentTypeError("CacheManager: clock", expected="a function that returns a number", got=repr(now)[:80], fix=_FIX)
+        return now
+
+    def add(self, pin: Pin, end: float | None) -> None:
+        """Keep a pin, until the clock says ``end``."""
         self._held[id(pin)] = pin
-        if ttl is not None:
+        if end is not None:
             self._number += 1
-            heapq.heappush(self._ends, (self._clock() + ttl, self._number, pin))
+            heapq.heappush(self._ends, (end, self._number, pin))
 
     def remove(self, pin: Pin) -> None:
         """Keep a pin no longer."""
@@ -91,6 +100,7 @@ class Pins:
     def over(self) -> list[Pin]:
         """Return the pins whose time is over, each once."""
         found: list[Pin] = []
-        while self._ends and self._ends[0][0] <= self._clock():
+        now = self.now() if self._ends else 0.0
+        while self._ends and self._ends[0][0] <= now:
             found.append(heapq.heappop(self._ends)[2])
         return found

@@ -32,6 +32,7 @@ ITEMSIZE: Mapping[str, int] = MappingProxyType(
         "int32": 4,
         "int64": 8,
         "int8": 1,
+        "uint8": 1,
     }
 )
 """Bytes of an element, by torch's name of the dtype."""

@@ -31,7 +31,7 @@ __all__ = [
     "wrong_dtypes",
 ]
 
-TYPE, VALUE, RANGE = "ArgumentTypeError", "ArgumentValueError", "IndexRangeError"
+TYPE, VALUE, RANGE, UNSUPPORTED = "ArgumentTypeError", "ArgumentValueError", "IndexRangeError", "UnsupportedError"
 _CALL = {op: OpCall(op, tokens=3, geometry=Geometry(num_blocks=8, block=8, hk=2, dk=8, hv=2, dv=16)) for op in OPS}
 _ROWS = {"paged_caching_": ("k", "v"), "static_update_": ("k", "v"), "gather_paged": ("k_out", "v_out"), "copy_blocks_": ()}
 _INDEX = {
@@ -166,8 +166,7 @@ def other_dtypes_than_the_cache() -> Iterator[Mistake]:
                 yield Mistake(op, f"{name} in {dtype}", _retyped(name, dtype), TYPE, (f": {name}: ", f"torch.{dtype}", "torch.bfloat16"))
     for op in ("paged_caching_", "static_update_"):
         for dtype in ("float8_e4m3fn", "int8"):
-            texts = (": k: ", "torch.bfloat16", f"torch.{dtype}")
-            yield Mistake(op, f"a cache in {dtype} without a scale", _caches_in(dtype), TYPE, texts)
+            yield Mistake(op, f"a cache in {dtype} without a scale", _caches_in(dtype), UNSUPPORTED, (": k_cache: ", f"torch.{dtype}"))
 
 
 def _caches_in(dtype: str) -> Change:
@@ -292,7 +291,6 @@ def no_tokens() -> Iterator[Mistake]:
         for name, change, error, text in (
             ("k in float32", _retyped("k", "float32"), TYPE, "torch.float32"),
             ("v with other heads", _resized("v", 1, 5), VALUE, "shape ["),
-            ("strided v", _strided("v"), VALUE, "strides ["),
             ("a slot that is a float", _retyped(_INDEX[op], "float32"), TYPE, "torch.float32"),
         ):
             yield Mistake(op, name, _emptied(change, op, at), error, (text,))

@@ -20,7 +20,12 @@ from kvdock_conformance.checking.target import Target
 __all__ = ["BUILT_IN", "check_mistake", "check_recovery", "check_refusal", "check_served_or_refused"]
 
 BUILT_IN: Mapping[str, type[Exception]] = MappingProxyType(
-    {"ArgumentTypeError": TypeError, "ArgumentValueError": ValueError, "IndexRangeError": IndexError}
+    {
+        "ArgumentTypeError": TypeError,
+        "ArgumentValueError": ValueError,
+        "IndexRangeError": IndexError,
+        "UnsupportedError": NotImplementedError,
+    }
 )
 """The built-in that an error must be, too."""
 

@@ -32,7 +32,8 @@ REQUIREMENTS = [
     _require(3, "A dtype that an argument may not have raises ArgumentTypeError", mistakes.wrong_dtypes),
     _require(
         4,
-        "Rows in another dtype than their cache's raise ArgumentTypeError, and are neither converted nor reinterpreted",
+        "Rows in another dtype than their cache's raise ArgumentTypeError, or UnsupportedError where a quantised cache has no scale, "
+        "and are neither converted nor reinterpreted",
         mistakes.other_dtypes_than_the_cache,
     ),
     _require(5, "A tensor on another device than the first one raises ArgumentValueError", mistakes.other_devices),
@@ -41,7 +42,11 @@ REQUIREMENTS = [
     _require(8, "Destinations that share memory, or whose places do, raise ArgumentValueError", mistakes.destinations_that_share),
     _require(9, "A scale for a cache that is not quantised raises ArgumentValueError", mistakes.scales_for_nothing),
     _require(10, "What is no tensor where one is needed raises ArgumentTypeError, or ArgumentValueError in pairs", mistakes.no_tensors),
-    _require(11, "A call without tokens is checked like any other: a mistake in it raises", mistakes.no_tokens),
+    _require(
+        11,
+        "A call without tokens is checked like any other, but for strides, which say nothing there: a mistake in it raises",
+        mistakes.no_tokens,
+    ),
     _require(12, "An index out of range that the host can read raises IndexRangeError", mistakes.out_of_range),
     _require(
         13,

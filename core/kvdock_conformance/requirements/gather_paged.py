@@ -119,8 +119,8 @@ REFUSED: Sequence[tuple[str, str, Sequence[str], Change]] = (
         ["v_out: ", "bfloat16", "float32"],
         lambda drawing, _: {"v_out": drawing.tensor("float32", (3, 2, 8))},
     ),
-    ("an output of fewer tokens", _VALUE, ["k_out: ", "lead0=3", "[2, 2, 8]"], lambda _, a: {"k_out": a["k_out"].slice(0, 0, 2)}),
-    ("an output of more tokens", _VALUE, ["k_out: ", "lead0=3", "[4, 2, 8]"], lambda d, _: {"k_out": d.tensor("bfloat16", (4, 2, 8))}),
+    ("an output of fewer tokens", _VALUE, ["k_out: ", "T=3", "[2, 2, 8]"], lambda _, a: {"k_out": a["k_out"].slice(0, 0, 2)}),
+    ("an output of more tokens", _VALUE, ["k_out: ", "T=3", "[4, 2, 8]"], lambda d, _: {"k_out": d.tensor("bfloat16", (4, 2, 8))}),
     ("an output of fewer heads", _VALUE, ["k_out: ", "Hk=2", "[3, 1, 8]"], lambda _, a: {"k_out": a["k_out"].slice(1, 0, 1)}),
     ("an output of a smaller dim", _VALUE, ["v_out: ", "Dv=8", "[3, 2, 4]"], lambda _, a: {"v_out": a["v_out"].slice(2, 0, 4)}),
     (

@@ -25,6 +25,12 @@ def good_copy(memory: Memory) -> Args:
     return {"k_cache": k_cache, "v_cache": v_cache, "block_pairs": memory.index([[0, 5], [3, 2]])}
 
 
+def outs_that_share_memory(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two outputs of three tokens, the second one element behind the first."""
+    memory = cache.new_zeros(3 * 2 * 8 + 1)
+    return memory[:-1].view(3, 2, 8), memory[1:].view(3, 2, 8)
+
+
 BAD_GATHER = {
     "out on another device": Bad(
         'k_out: expected a tensor on {device}, where k_cache is, got a tensor on meta. Fix: k_out.to("{device}")',
@@ -37,12 +43,12 @@ BAD_GATHER = {
         TYPE,
     ),
     "out of fewer tokens": Bad(
-        "k_out: expected shape [lead0=3, Hk=2, Dk=8] to agree with k_cache, slot_mapping, got shape [2, 2, 8]. Fix: "
+        "k_out: expected shape [T=3, Hk=2, Dk=8] to agree with k_cache, slot_mapping, got shape [2, 2, 8]. Fix: "
         "check the order of dimensions and of arguments",
         lambda a: {"out": (a.out[0][:2], a.out[1])},
     ),
     "out of a smaller dim": Bad(
-        "v_out: expected shape [lead0=3, Hv=2, Dv=8] to agree with slot_mapping, v_cache, got shape [3, 2, 4]. Fix: "
+        "v_out: expected shape [T=3, Hv=2, Dv=8] to agree with slot_mapping, v_cache, got shape [3, 2, 4]. Fix: "
         "check the order of dimensions and of arguments",
         lambda a: {"out": (a.out[0], a.out[1][..., :4])},
     ),
@@ -58,6 +64,11 @@ BAD_GATHER = {
         "v_out: expected a destination in which every place has memory of its own, got strides [0, 0, 1] for shape [3, "
         "2, 8]. Fix: pass a real tensor rather than one made by expand or as_strided",
         lambda a: {"out": (a.out[0], a.slot_mapping.view(G.dtype)[:8].expand(3, 2, 8))},
+    ),
+    "outs that share memory": Bad(
+        "v_out: expected memory outside k_out, which is written, got address * within k_out from *. Fix: pass two "
+        "tensors for k_out and v_out",
+        lambda a: {"out": outs_that_share_memory(a.k_cache)},
     ),
     "out that is one tensor": Bad(
         "out: expected a pair (k, v) of tensors, got Tensor. Fix: pass both, or None",
@@ -75,7 +86,7 @@ BAD_GATHER = {
         TYPE,
     ),
     "slots of rank 3": Bad(
-        "slot_mapping: expected shape [lead0] or [lead0, lead1], got shape [1, 1, 3]. Fix: check the order of dimensions and of arguments",
+        "slot_mapping: expected shape [T] or [B, S], got shape [1, 1, 3]. Fix: check the order of dimensions and of arguments",
         lambda a: {"slot_mapping": a.slot_mapping[None, None]},
     ),
     "slots of floats, without out": Bad(
@@ -167,6 +178,11 @@ BAD_COPY = {
         "v_cache.to(torch.bfloat16), or create the cache in torch.float16",
         lambda a: {"v_cache": a.v_cache.half()},
         TYPE,
+    ),
+    "caches that share memory": Bad(
+        "v_cache: expected memory outside k_cache, which is written, got address * within k_cache from *. Fix: pass two "
+        "tensors for k_cache and v_cache",
+        lambda a: {"k_cache": a.k_cache[:-1], "v_cache": a.k_cache[1:]},
     ),
     "one cache for both": Bad(
         "v_cache: expected memory outside k_cache, which is written, got address * within k_cache from *. Fix: pass two "

@@ -53,8 +53,8 @@ BAD = {
         TYPE,
     ),
     "k of integers": Bad(
-        "k: expected one of torch.float16, torch.bfloat16, torch.float32, torch.float64, got torch.int16. Fix: "
-        "k.to(torch.bfloat16), if that keeps its meaning",
+        "k: expected one of torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, got torch.int16. "
+        "Fix: k.to(torch.bfloat16), if that keeps its meaning",
         lambda a: {"k": a.k.view(torch.int16)},
         TYPE,
     ),
@@ -112,71 +112,67 @@ BAD = {
         lambda a: {"k_cache": a.k_cache[0]},
     ),
     "k as 2-D rows": Bad(
-        "k: expected shape [lead0, Hk=2, Dk=8] or [lead0, lead1, Hk=2, Dk=8] to agree with k_cache, got shape [3, 16]. "
+        "k: expected shape [T, Hk=2, Dk=8] or [B, S, Hk=2, Dk=8] to agree with k_cache, got shape [3, 16]. "
         "Fix: check the order of dimensions and of arguments",
         lambda a: {"k": a.k.flatten(1)},
     ),
     "k of rank 5": Bad(
-        "k: expected shape [lead0, Hk=2, Dk=8] or [lead0, lead1, Hk=2, Dk=8] to agree with k_cache, got shape [1, 1, 3, "
+        "k: expected shape [T, Hk=2, Dk=8] or [B, S, Hk=2, Dk=8] to agree with k_cache, got shape [1, 1, 3, "
         "2, 8]. Fix: check the order of dimensions and of arguments",
         lambda a: {"k": a.k[None, None]},
     ),
     "slots of rank 0": Bad(
-        "slot_mapping: expected shape [lead0=3] to agree with k, got shape []. Fix: check the order of dimensions and of arguments",
+        "slot_mapping: expected shape [T=3] to agree with k, got shape []. Fix: check the order of dimensions and of arguments",
         lambda a: {"slot_mapping": a.slot_mapping[0]},
     ),
     "slots of rank 3": Bad(
-        "slot_mapping: expected shape [lead0=3] to agree with k, got shape [1, 1, 3]. Fix: check the order of dimensions and of arguments",
+        "slot_mapping: expected shape [T=3] to agree with k, got shape [1, 1, 3]. Fix: check the order of dimensions and of arguments",
         lambda a: {"slot_mapping": a.slot_mapping[None, None]},
     ),
     "fewer slots than tokens": Bad(
-        "slot_mapping: expected shape [lead0=3] to agree with k, got shape [2]. Fix: check the order of dimensions and of arguments",
+        "slot_mapping: expected shape [T=3] to agree with k, got shape [2]. Fix: check the order of dimensions and of arguments",
         lambda a: {"slot_mapping": a.slot_mapping[:2]},
     ),
     "more slots than tokens": Bad(
-        "slot_mapping: expected shape [lead0=3] to agree with k, got shape [6]. Fix: check the order of dimensions and of arguments",
+        "slot_mapping: expected shape [T=3] to agree with k, got shape [6]. Fix: check the order of dimensions and of arguments",
         lambda a: {"slot_mapping": a.slot_mapping.repeat(2)},
     ),
     "no slots for some tokens": Bad(
-        "slot_mapping: expected shape [lead0=3] to agree with k, got shape [0]. Fix: check the order of dimensions and of arguments",
+        "slot_mapping: expected shape [T=3] to agree with k, got shape [0]. Fix: check the order of dimensions and of arguments",
         lambda a: {"slot_mapping": a.slot_mapping[:0]},
     ),
     "slots [3, 1] for tokens [3]": Bad(
-        "slot_mapping: expected shape [lead0=3] to agree with k, got shape [3, 1]. Fix: check the order of dimensions and of arguments",
+        "slot_mapping: expected shape [T=3] to agree with k, got shape [3, 1]. Fix: check the order of dimensions and of arguments",
         lambda a: {"slot_mapping": a.slot_mapping[:, None]},
     ),
     "slots [3] for tokens [1, 3]": Bad(
-        "slot_mapping: expected shape [lead0=1, lead1=3] to agree with k, got shape [3]. Fix: check the order of "
-        "dimensions and of arguments",
+        "slot_mapping: expected shape [B=1, S=3] to agree with k, got shape [3]. Fix: check the order of dimensions and of arguments",
         lambda a: {"k": a.k[None], "v": a.v[None]},
     ),
     "slots [3, 2] for tokens [3]": Bad(
-        "slot_mapping: expected shape [lead0=3] to agree with k, got shape [3, 2]. Fix: check the order of dimensions and of arguments",
+        "slot_mapping: expected shape [T=3] to agree with k, got shape [3, 2]. Fix: check the order of dimensions and of arguments",
         lambda a: {"slot_mapping": a.slot_mapping[:, None].expand(3, 2)},
     ),
     "values [3, 1] for keys [3]": Bad(
-        "v: expected shape [lead0=3, Hv=2, Dv=8] to agree with k, v_cache, got shape [3, 1, 2, 8]. "
+        "v: expected shape [T=3, Hv=2, Dv=8] to agree with k, v_cache, got shape [3, 1, 2, 8]. "
         "Fix: check the order of dimensions and of arguments",
         lambda a: {"v": a.v[:, None]},
     ),
     "fewer values than keys": Bad(
-        "v: expected shape [lead0=3, Hv=2, Dv=8] to agree with k, v_cache, got shape [2, 2, 8]. Fix: check the order of "
+        "v: expected shape [T=3, Hv=2, Dv=8] to agree with k, v_cache, got shape [2, 2, 8]. Fix: check the order of "
         "dimensions and of arguments",
         lambda a: {"v": a.v[:2]},
     ),
     "k of fewer heads": Bad(
-        "k: expected shape [lead0, Hk=2, Dk=8] to agree with k_cache, got shape [3, 1, 8]. Fix: check the order of "
-        "dimensions and of arguments",
+        "k: expected shape [T, Hk=2, Dk=8] to agree with k_cache, got shape [3, 1, 8]. Fix: check the order of dimensions and of arguments",
         lambda a: {"k": a.k[:, :1]},
     ),
     "k of a smaller dim": Bad(
-        "k: expected shape [lead0, Hk=2, Dk=8] to agree with k_cache, got shape [3, 2, 4]. Fix: check the order of "
-        "dimensions and of arguments",
+        "k: expected shape [T, Hk=2, Dk=8] to agree with k_cache, got shape [3, 2, 4]. Fix: check the order of dimensions and of arguments",
         lambda a: {"k": a.k[..., :4]},
     ),
     "k with heads before tokens": Bad(
-        "k: expected shape [lead0, Hk=2, Dk=8] to agree with k_cache, got shape [2, 3, 8]. Fix: check the order of "
-        "dimensions and of arguments",
+        "k: expected shape [T, Hk=2, Dk=8] to agree with k_cache, got shape [2, 3, 8]. Fix: check the order of dimensions and of arguments",
         lambda a: {"k": a.k.transpose(0, 1)},
     ),
     "v_cache of fewer blocks": Bad(
@@ -224,6 +220,11 @@ BAD = {
         "v_cache: expected a destination in which every place has memory of its own, got strides [0, 16, 8, 1] for shape "
         "[6, 4, 2, 8]. Fix: pass a real tensor rather than one made by expand or as_strided",
         lambda a: {"v_cache": a.v_cache[:1].expand(6, 4, 2, 8)},
+    ),
+    "caches that share memory": Bad(
+        "v_cache: expected memory outside k_cache, which is written, got address * within k_cache from *. Fix: pass two "
+        "tensors for k_cache and v_cache",
+        lambda a: {"k_cache": a.k_cache[:-1], "v_cache": a.k_cache[1:]},
     ),
     "one cache for both": Bad(
         "v_cache: expected memory outside k_cache, which is written, got address * within k_cache from *. Fix: pass two "

@@ -132,6 +132,11 @@ BAD = {
         "k: expected an innermost stride of 1, got strides [96, 48, 16, 2] for shape [4, 2, 3, 8]. Fix: k.contiguous()",
         lambda a: {"k": a.k.repeat(1, 1, 1, 2)[..., ::2]},
     ),
+    "caches that share memory": Bad(
+        "v_cache: expected memory outside k_cache, which is written, got address * within k_cache from *. Fix: pass two "
+        "tensors for k_cache and v_cache",
+        lambda a: {"k_cache": a.k_cache[:-1], "v_cache": a.k_cache[1:]},
+    ),
     "one cache for both": Bad(
         "v_cache: expected memory outside k_cache, which is written, got address * within k_cache from *. Fix: pass two "
         "tensors for k_cache and v_cache",

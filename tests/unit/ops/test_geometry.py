@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 
-from kvdock.ops.geometry import MAX_ALIGNMENT, alignment_of, extent, has_internal_overlap, normalised, ranges_overlap
+import kvdock
+from kvdock.ops.geometry import MAX_ALIGNMENT, alignment_of, extent, has_internal_overlap, normalised, ranges_overlap, share_memory
 from opskit import PROPERTY
 from opskit.memory import strides_of
 
@@ -85,10 +88,55 @@ def test_ranges_overlap_when_they_share_a_byte(one: tuple[int, int], other: tupl
     assert ranges_overlap(a, b) is ranges_overlap(b, a)
 
 
+STRIDED = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=4)
+
+
+def bytes_of(tensor: torch.Tensor) -> set[int]:
+    return {address + byte for address in addresses(tensor) for byte in range(tensor.element_size())}
+
+
+@PROPERTY
+@given(STRIDED, STRIDED, st.integers(0, 30), st.sampled_from([torch.int8, torch.int16, torch.int64]))
+def test_two_tensors_share_memory_when_they_share_a_byte(one: Any, other: Any, at: int, dtype: torch.dtype) -> None:
+    memory = torch.zeros(1000, dtype=torch.uint8)
+    a = memory.view(torch.int16).as_strided([size for size, _ in one], [stride for _, stride in one], 20)
+    b = memory.view(dtype).as_strided([size for size, _ in other], [stride for _, stride in other], at)
+    assert share_memory(a, b) is share_memory(b, a) is bool(bytes_of(a) & bytes_of(b))
+
+
+INTERLEAVED = {
+    "K and V of a block": lambda x: (x[:, 0], x[:, 1]),
+    "halves of the rows": lambda x: (x[..., :5], x[..., 5:]),
+    "heads in turn": lambda x: (x[:, 0, :, ::2], x[:, 0, :, 1::2]),
+    "slots in turn": lambda x: (x[:, 1, ::2], x[:, 1, 1::2]),
+}
+
+
+@pytest.mark.parametrize("halves", INTERLEAVED.values(), ids=INTERLEAVED)
+@pytest.mark.parametrize("num_blocks", [3, 100_000])
+def test_interleaved_pools_share_nothing(num_blocks: int, halves: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """However large they are: nothing is read, so the pool may be as large as it likes."""
+    memory = np.empty((num_blocks, 2, 16, 6, 10), dtype=np.int16)  # pages that nobody touches take no memory
+    k, v = halves(torch.from_numpy(memory).view(torch.bfloat16))
+    assert ranges_overlap(k, v)
+    assert not share_memory(k, v)
+    assert share_memory(k, k[1:])
+    assert share_memory(k[1:], k[:, :, :1])
+
+
+def test_what_cannot_be_told_in_time_is_an_error() -> None:
+    memory = torch.zeros(2_000_000, dtype=torch.int8)
+    a = memory.as_strided((7, 16, 8, 128), (49157, 1027, 129, 1))
+    b = memory.as_strided((7, 16, 8, 128), (49159, 1026, 131, 1), 65537)
+    with pytest.raises(kvdock.ArgumentValueError, match=r"^two tensors in one address range: .* got strides \[49157, .* Fix: give each"):
+        share_memory(a, b)
+
+
 def test_tensors_without_memory_overlap_nothing() -> None:
     meta = torch.zeros(4, device="meta")
     assert not ranges_overlap(meta, meta)
     assert not ranges_overlap(torch.zeros(0), torch.zeros(0))
+    assert not share_memory(meta, meta)
 
 
 @PROPERTY

@@ -137,3 +137,8 @@ def test_pairs_for_the_host_are_checked_and_not_copied() -> None:
     assert pairs_on_device("op", pairs, 6, torch.device("cpu")) is pairs
     with pytest.raises(kvdock.IndexRangeError, match="expected a block id below 1"):
         pairs_on_device("op", pairs, 1, torch.device("cpu"))
+
+
+def test_where_no_length_would_do_none_is_named() -> None:
+    with pytest.raises(kvdock.IndexRangeError, match=r"^op: cache_lengths: expected none: 3 new positions must fit into 1, got 0\. Fix: "):
+        check_lengths("op", [0], 3, 1)

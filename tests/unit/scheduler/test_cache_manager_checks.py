@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvdock.errors import IntegrityError, KVDockError, WrongThreadError
-from kvdock.scheduler import CacheManager, CacheSequence, SequenceBatch
+from kvdock.scheduler import BatchTables, CacheManager, CacheSequence, SequenceBatch, dense_table, token_table
 from support_descriptors import in_thread
 
 
@@ -72,6 +72,50 @@ def test_check_integrity_notices(fault: str) -> None:
 
 CALLS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "begin: floats": (lambda manager, seq: manager.begin([1.5]), "CacheManager.begin: tokens: "),
+    "begin: lists of unlike length": (
+        lambda manager, seq: manager.begin([[1], [2, 3]]),
+        "CacheManager.begin: tokens: expected integers in one dimension, got [[1], [2, 3]]. Fix: pass one flat list",
+    ),
+    "begin: on a device": (
+        lambda manager, seq: manager.begin(torch.zeros(2, dtype=torch.int64, device="meta")),
+        "CacheManager.begin: tokens: expected integers on the host, got ",
+    ),
+    "slot_mapping: None": (
+        lambda manager, seq: seq.slot_mapping(None, 1),
+        "CacheSequence.slot_mapping: start: expected an int, got None. Fix: pass an int",
+    ),
+    "share: lists of unlike length": (
+        lambda manager, seq: manager.allocator.share([[1], [2, 3]]),
+        "BlockAllocator.share: blocks: expected integers in one dimension, got [[1], [2, 3]]. Fix: pass one flat list",
+    ),
+    "release: on a device": (
+        lambda manager, seq: manager.allocator.release(torch.zeros(2, dtype=torch.int64, device="meta")),
+        "BlockAllocator.release: blocks: expected integers on the host, got ",
+    ),
+    "insert_prefix: padding": (
+        lambda manager, seq: manager.prefix.insert_prefix([7, 8], [-1]),
+        "insert_prefix: blocks: expected blocks from 0 to 2147483647, since a pool has at most 2**31 slots, got block -1. Fix: pass ids",
+    ),
+    "lock_handle: None": (
+        lambda manager, seq: manager.prefix.lock_handle(None),
+        "RadixPrefixCache: handle: expected one of this cache, got None, which is not. Fix: pass the handle of a match",
+    ),
+    "dense_table: too wide": (
+        lambda manager, seq: dense_table([seq], width=2**62),
+        "dense_table: width: expected a table of at most 2**31 numbers, got [1, 4611686018427387904]. Fix: pass the columns",
+    ),
+    "token_table: too wide for two": (
+        lambda manager, seq: token_table([seq, seq], width=2**30 + 1),
+        "token_table: width: expected a table of at most 2**31 numbers, got [2, 1073741825]. Fix: pass the columns",
+    ),
+    "BatchTables: no device": (
+        lambda manager, seq: BatchTables(CacheManager(4, 2, null_block=True), 2, 2, device="nope"),
+        "BatchTables: device: expected a device that torch knows, such as \"cpu\", got 'nope'. Fix: ",
+    ),
+    "BatchTables: a list for a device": (
+        lambda manager, seq: BatchTables(CacheManager(4, 2, null_block=True), 2, 2, device=["cpu"]),  # type: ignore[arg-type] # the test
+        "BatchTables: device: expected a torch.device or a string such as \"cpu\", got ['cpu']",
+    ),
     "begin: nothing": (lambda manager, seq: manager.begin([]), "CacheManager.begin: tokens: "),
     "begin: too much": (lambda manager, seq: manager.begin(range(17)), "CacheManager.begin: tokens: "),
     "begin: too much to come": (lambda manager, seq: manager.begin([1], reserve=2**70), "CacheManager.begin: tokens: "),

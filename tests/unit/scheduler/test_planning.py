@@ -320,6 +320,33 @@ def test_pins_that_are_released_before_their_time_are_forgotten() -> None:
     assert (manager.num_pins, [pin.is_held for pin in kept]) == (1, [False, True])
 
 
+@pytest.mark.parametrize("says", [None, "soon", [1]])
+def test_a_clock_that_says_no_number_changes_nothing(says: Any) -> None:
+    time: list[Any] = [says]
+    manager = pinned_manager(clock=lambda: time[0])
+    with pytest.raises(ArgumentTypeError, match=r"CacheManager: clock: expected a function that returns a number, got .*Fix: pass time"):
+        manager.pin([1, 2], ttl=1)
+    assert (manager.num_pins, manager.prefix.num_locks) == (0, 0)
+    manager.check_integrity()
+
+
+def test_a_clock_that_raises_leaves_nothing_locked_and_loses_no_pin() -> None:
+    times: list[float] = []
+    manager = pinned_manager(clock=lambda: times[0])
+    with pytest.raises(IndexError, match="list index out of range"):
+        manager.pin([1, 2], ttl=1)
+    assert (manager.num_pins, manager.prefix.num_locks) == (0, 0)
+    manager.check_integrity()
+    times.append(0.0)
+    pins = [manager.pin([1, 2], ttl=1), manager.pin([1, 2], ttl=1)]
+    times.clear()
+    with pytest.raises(IndexError, match="list index out of range"):
+        manager.begin([1])
+    times.append(2.0)
+    assert (manager.num_pins, [pin.is_held for pin in pins], manager.prefix.num_locks) == (0, [False, False], 0)
+    manager.check_integrity()
+
+
 def test_time_is_in_seconds_by_default() -> None:
     manager = pinned_manager()
     manager.pin([1, 2], ttl=1e-9)

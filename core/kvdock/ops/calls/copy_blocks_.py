@@ -42,6 +42,9 @@ def make(op):
             high = v_cache_end
         if (
             not N
+            or not block_pairs_ptr
+            or not k_cache_ptr
+            or not v_cache_ptr
             or (
                 k_cache_ptr < v_cache_end
                 and v_cache_ptr < k_cache_end
@@ -124,16 +127,20 @@ def make(op):
                 block_pairs_row, block_pairs_step0, block_pairs_rest = numbers
                 N, block_pairs_n1 = block_pairs.shape
                 block_pairs_ptr = block_pairs.data_ptr()
-                if N and not (
-                    (block_pairs_ptr) & 15
-                    or (
-                        block_pairs_ptr < high
-                        and low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
-                        and (
-                            block_pairs_ptr < k_cache_end
-                            and k_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
-                            or block_pairs_ptr < v_cache_end
-                            and v_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                if (
+                    N
+                    and block_pairs_ptr
+                    and not (
+                        (block_pairs_ptr) & 15
+                        or (
+                            block_pairs_ptr < high
+                            and low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                            and (
+                                block_pairs_ptr < k_cache_end
+                                and k_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                                or block_pairs_ptr < v_cache_end
+                                and v_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                            )
                         )
                     )
                 ):
@@ -170,16 +177,20 @@ def make(op):
                 block_pairs_row, block_pairs_step0, block_pairs_rest = numbers
                 N, block_pairs_n1 = block_pairs.shape
                 block_pairs_ptr = block_pairs.data_ptr()
-                if N and not (
-                    (block_pairs_ptr) & 15
-                    or (
-                        block_pairs_ptr < high
-                        and low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
-                        and (
-                            block_pairs_ptr < k_cache_end
-                            and k_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
-                            or block_pairs_ptr < v_cache_end
-                            and v_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                if (
+                    N
+                    and block_pairs_ptr
+                    and not (
+                        (block_pairs_ptr) & 15
+                        or (
+                            block_pairs_ptr < high
+                            and low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                            and (
+                                block_pairs_ptr < k_cache_end
+                                and k_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                                or block_pairs_ptr < v_cache_end
+                                and v_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                            )
                         )
                     )
                 ):

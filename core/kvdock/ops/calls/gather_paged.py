@@ -72,6 +72,11 @@ def make(op):
                 high = v_out_end
             if (
                 not lead0
+                or not slot_mapping_ptr
+                or not k_out_ptr
+                or not v_out_ptr
+                or not k_cache_ptr
+                or not v_cache_ptr
                 or slot_mapping_ptr & (slot_mapping_size - 1)
                 or k_out_n0 != lead0
                 or v_out_n0 != lead0
@@ -204,6 +209,11 @@ def make(op):
         if (
             not lead0
             or not lead1
+            or not slot_mapping_ptr
+            or not k_out_ptr
+            or not v_out_ptr
+            or not k_cache_ptr
+            or not v_cache_ptr
             or slot_mapping_ptr & (slot_mapping_size - 1)
             or k_out_n0 != lead0
             or k_out_n1 != lead1
@@ -356,6 +366,9 @@ def make(op):
                         high = v_out_end
                     if (
                         lead0
+                        and slot_mapping_ptr
+                        and k_out_ptr
+                        and v_out_ptr
                         and k_out.numel() == lead0 * k_out_row
                         and v_out.numel() == lead0 * v_out_row
                         and not (
@@ -432,6 +445,9 @@ def make(op):
                 if (
                     lead0
                     and lead1
+                    and slot_mapping_ptr
+                    and k_out_ptr
+                    and v_out_ptr
                     and k_out_n0 == lead0
                     and k_out_n1 == lead1
                     and v_out_n0 == lead0
@@ -533,6 +549,9 @@ def make(op):
                         high = v_out_end
                     if (
                         lead0
+                        and slot_mapping_ptr
+                        and k_out_ptr
+                        and v_out_ptr
                         and k_out.numel() == lead0 * k_out_row
                         and v_out.numel() == lead0 * v_out_row
                         and not (
@@ -609,6 +628,9 @@ def make(op):
                 if (
                     lead0
                     and lead1
+                    and slot_mapping_ptr
+                    and k_out_ptr
+                    and v_out_ptr
                     and k_out_n0 == lead0
                     and k_out_n1 == lead1
                     and v_out_n0 == lead0

@@ -64,6 +64,11 @@ def make(op):
                 high = v_cache_end
             if (
                 not lead0
+                or not k_ptr
+                or not v_ptr
+                or not slot_mapping_ptr
+                or not k_cache_ptr
+                or not v_cache_ptr
                 or v_n0 != lead0
                 or slot_mapping_n0 != lead0
                 or slot_mapping_ptr & (slot_mapping_size - 1)
@@ -184,6 +189,11 @@ def make(op):
         if (
             not lead0
             or not lead1
+            or not k_ptr
+            or not v_ptr
+            or not slot_mapping_ptr
+            or not k_cache_ptr
+            or not v_cache_ptr
             or v_n0 != lead0
             or v_n1 != lead1
             or slot_mapping_n0 != lead0
@@ -303,6 +313,9 @@ def make(op):
                     slot_mapping_ptr = slot_mapping.data_ptr()
                     if (
                         lead0
+                        and k_ptr
+                        and v_ptr
+                        and slot_mapping_ptr
                         and k.numel() == lead0 * k_row
                         and v.numel() == lead0 * v_row
                         and not (
@@ -368,6 +381,9 @@ def make(op):
                 if (
                     lead0
                     and lead1
+                    and k_ptr
+                    and v_ptr
+                    and slot_mapping_ptr
                     and k_n0 == lead0
                     and k_n1 == lead1
                     and v_n0 == lead0
@@ -447,6 +463,9 @@ def make(op):
                     slot_mapping_ptr = slot_mapping.data_ptr()
                     if (
                         lead0
+                        and k_ptr
+                        and v_ptr
+                        and slot_mapping_ptr
                         and k.numel() == lead0 * k_row
                         and v.numel() == lead0 * v_row
                         and not (
@@ -512,6 +531,9 @@ def make(op):
                 if (
                     lead0
                     and lead1
+                    and k_ptr
+                    and v_ptr
+                    and slot_mapping_ptr
                     and k_n0 == lead0
                     and k_n1 == lead1
                     and v_n0 == lead0

@@ -61,6 +61,11 @@ def make(op):
             if (
                 not b
                 or not s
+                or not k_ptr
+                or not v_ptr
+                or not cache_lengths_ptr
+                or not k_cache_ptr
+                or not v_cache_ptr
                 or v_n0 != b
                 or v_n2 != s
                 or cache_lengths_ptr & (cache_lengths_size - 1)
@@ -173,6 +178,11 @@ def make(op):
             not b
             or not s
             or not n
+            or not k_ptr
+            or not v_ptr
+            or not cache_lengths_ptr
+            or not k_cache_ptr
+            or not v_cache_ptr
             or v_n0 != b
             or v_n2 != s
             or cache_lengths_ptr & (cache_lengths_size - 1)
@@ -295,6 +305,10 @@ def make(op):
         if (
             not b
             or not s
+            or not k_ptr
+            or not v_ptr
+            or not k_cache_ptr
+            or not v_cache_ptr
             or v_n0 != b
             or v_n2 != s
             or not (b <= v_cache.shape[0])
@@ -390,6 +404,8 @@ def make(op):
                     if (
                         b
                         and s
+                        and k_ptr
+                        and v_ptr
                         and v_n0 == b
                         and v_n2 == s
                         and not (
@@ -460,6 +476,9 @@ def make(op):
                     if (
                         b
                         and s
+                        and k_ptr
+                        and v_ptr
+                        and cache_lengths_ptr
                         and v_n0 == b
                         and v_n2 == s
                         and not (
@@ -516,6 +535,9 @@ def make(op):
                     b
                     and s
                     and n
+                    and k_ptr
+                    and v_ptr
+                    and cache_lengths_ptr
                     and v_n0 == b
                     and v_n2 == s
                     and not (
@@ -594,6 +616,8 @@ def make(op):
                     if (
                         b
                         and s
+                        and k_ptr
+                        and v_ptr
                         and v_n0 == b
                         and v_n2 == s
                         and not (
@@ -654,6 +678,9 @@ def make(op):
                     if (
                         b
                         and s
+                        and k_ptr
+                        and v_ptr
+                        and cache_lengths_ptr
                         and v_n0 == b
                         and v_n2 == s
                         and not (
@@ -710,6 +737,9 @@ def make(op):
                     b
                     and s
                     and n
+                    and k_ptr
+                    and v_ptr
+                    and cache_lengths_ptr
                     and v_n0 == b
                     and v_n2 == s
                     and not (
