@@ -107,7 +107,6 @@ def read_dtype(text: Any) -> torch.dtype:
 
 
 def _number(config: Any, *names: str) -> int:
-    """Read the first of several numbers that the configuration has."""
     name = next((name for name in names if getattr(config, name, None) is not None), names[-1])
     value = getattr(config, name, None)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -125,12 +124,10 @@ def _layer_configs(text: Any) -> Sequence[Any]:
 
 
 def _listed_kinds(text: Any) -> Sequence[str] | None:
-    """Return the kinds of the layers where the configuration lists them."""
     return getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
 
 
 def _kind(layer: Any) -> str:
-    """Tell the kind of a layer from its numbers."""
     if getattr(layer, "sliding_window", None) is not None and getattr(layer, "use_sliding_window", True):
         return "sliding_attention"
     return "full_attention" if getattr(layer, "attention_chunk_size", None) is None else "chunked_attention"
@@ -161,7 +158,6 @@ def _kv_heads(layer: Any, heads: int) -> int:
 
 
 def _is_latent(layer: Any) -> bool:
-    """Return whether a layer has latent attention."""
     return bool(getattr(layer, "kv_lora_rank", None))
 
 
@@ -174,7 +170,6 @@ def _hands_over_latents(layer: Any) -> bool:
 
 
 def _refusal(config: Any, reasons: Sequence[str]) -> UnsupportedError:
-    """Make the error for a model that a spec would get wrong."""
     return UnsupportedError(
         f"{_SUBJECT}: {type(config).__name__}",
         expected=f"only layers of {', '.join(_WINDOWS)}, each with keys and values of its own",
@@ -202,7 +197,6 @@ def _strange(config: Any, text: Any, layers: Sequence[Any]) -> Iterator[str]:
 
 
 def _strange_layers(layers: Sequence[Any], kinds: Sequence[str]) -> Iterator[str]:
-    """Say what of the layers a KVSpec could not describe."""
     unknown = sorted({str(kind) for kind in kinds} - set(_WINDOWS))
     if unknown:
         yield f"layers of another kind: {', '.join(unknown)}"

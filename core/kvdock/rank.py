@@ -12,7 +12,6 @@ __all__ = ["RankInfo"]
 
 
 def _to_device(value: object) -> torch.device:
-    """Turn what a user writes for a device into a `torch.device`."""
     if isinstance(value, torch.device):
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int)):

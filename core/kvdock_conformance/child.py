@@ -145,7 +145,6 @@ class Child:
             os.ftruncate(self._output.fileno(), 0)
 
     def _end_of_output(self) -> bytes:
-        """Return the end of what it has written."""
         start = max(os.fstat(self._output.fileno()).st_size - _SHOWN, 0)
         return (self._kept + os.pread(self._output.fileno(), _SHOWN, start))[-_SHOWN:]
 
@@ -179,7 +178,6 @@ class Child:
 
 
 def _how(code: int | None) -> str:
-    """Say how a process ended by itself."""
     if code is None:
         return "closed its pipe and did not end"
     if code >= 0:

@@ -82,7 +82,6 @@ def read(path: Path, requirements: Requirements) -> dict[str, Expected]:
 
 
 def _entry(subject: str, entry: Any) -> Expected:
-    """Check one entry."""
     if not isinstance(entry, Mapping) or set(entry) != set(_TYPES):
         got = ", ".join(entry) if isinstance(entry, Mapping) else repr(entry)
         raise ArgumentValueError(subject, expected=f"a table with exactly {', '.join(_TYPES)}", got=got or "an empty one")
@@ -109,7 +108,6 @@ def apply(outcomes: Sequence[Outcome], expected: Mapping[str, Expected], today: 
 
 
 def _judged(outcome: Outcome, entry: Expected | None, today: datetime.date) -> Outcome:
-    """Return one outcome with what was expected of it taken into account."""
     if entry is None or outcome.verdict is Verdict.NOT_RUN:
         return outcome
     about = f"{entry.reason} ({entry.link})"

@@ -117,6 +117,5 @@ def _why_not_open(session: Session, plan: Plan) -> str:
 
 
 def _not_run(requirement: Requirement, level: Level, reason: str) -> Outcome:
-    """Return the outcome of a requirement that was not run."""
     cases = [CaseOutcome(case.name, Verdict.NOT_RUN, case.data, reason=reason) for case in requirement.selected(level)]
     return Outcome(requirement, Verdict.NOT_RUN, cases, reason)

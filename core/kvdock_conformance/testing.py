@@ -112,13 +112,11 @@ def _open(plan: Plan) -> _Opened:
 
 
 def _outcome(session: Session, plan: Plan, requirement: Requirement) -> Outcome:
-    """Run one requirement."""
     outcome = session.requirement(requirement, plan.level)
     return apply([outcome], plan.expected, datetime.datetime.now(datetime.UTC).date())[0]
 
 
 def _text(session: Session, plan: Plan, outcome: Outcome) -> str:
-    """Return what to say about a failure."""
     run = Run(attrs.evolve(plan), session.about, [outcome], datetime.datetime.now(datetime.UTC), outcome.seconds)
     reports = [bug_report(run, outcome, case) for case in outcome.failed[:1]]
     return "\n".join([*([f"{outcome.requirement.id}: {outcome.verdict.value}: {outcome.reason}"] if outcome.reason else []), *reports])

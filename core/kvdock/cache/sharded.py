@@ -113,7 +113,6 @@ class ShardedKVCache:
         return self._shard(shard).update(layer, k, v, cache_lengths)
 
     def _shard(self, index: int) -> StaticKVCache:
-        """Return a shard by number."""
         shards = self.shards
         if isinstance(index, bool) or not isinstance(index, int):
             raise ArgumentTypeError("ShardedKVCache: shard", expected=f"an int from 0 to {len(shards) - 1}", got=repr(index))

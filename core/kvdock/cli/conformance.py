@@ -114,7 +114,6 @@ def _wanted(**names: str | None) -> tuple[str, str]:
 
 
 def _show(found: Run) -> None:
-    """Print a run for people: a table, why something was not run where that is long, and a bug report for each failure."""
     show_table(("requirement", "verdict", "cases", "seconds", "sentence"), [_row(outcome) for outcome in found.outcomes])
     if found.proofs:
         show_table(("fault", "verdict", "noticed by", "sentence"), [_proof_row(proof) for proof in found.proofs])
@@ -125,7 +124,6 @@ def _show(found: Run) -> None:
 
 
 def _show_end(found: Run, report: Path | None) -> None:
-    """Print where the reports are, what was left out, and a last line that says it all."""
     if report is not None:
         any_failed = any(outcome.failed for outcome in found.outcomes)
         show_lines(f"reports are in {report}" + ("; failures/ holds a repro.py for each" if any_failed else ""))
@@ -143,7 +141,6 @@ def _row(outcome: Outcome) -> tuple[object, ...]:
 
 
 def _proof_row(proof: Any) -> tuple[object, ...]:
-    """Return the row of one fault."""
     noticed = ", ".join(proof["killed_by"]) or proof["reason"] or "nothing"
     missed = f"; not by {', '.join(proof['missed'])}" if proof["missed"] else ""
     always = f"; without it too: {', '.join(proof['always'])}" if proof["always"] else ""

@@ -93,7 +93,6 @@ def command(
 
 
 def _show(diagnosis: Diagnosis) -> None:
-    """Print a diagnosis for people."""
     show_lines(" · ".join(f"{name} {version}" for name, version in diagnosis.versions.items()))
     show_lines(*(f"{name}={value}" for name, value in diagnosis.environment.items()))
     show_table(("plugin", "from", "state", "backends", "reason"), [_row(record) for record in diagnosis.plugins])
@@ -107,7 +106,6 @@ def _show(diagnosis: Diagnosis) -> None:
 
 
 def _show_descriptors(diagnosis: Diagnosis) -> None:
-    """Print what was prepared in this process, or how to try it."""
     if diagnosis.descriptors:
         show_counters(diagnosis.descriptors)
     else:
@@ -115,6 +113,5 @@ def _show_descriptors(diagnosis: Diagnosis) -> None:
 
 
 def _row(record: PluginRecord) -> tuple[str, ...]:
-    """Return a plugin's row."""
     backends = "\n".join(f"{backend.name}: {backend.state.name}" for backend in record.backends)
     return record.name, f"{record.distribution} {record.version}", record.state.name, backends, record.reason

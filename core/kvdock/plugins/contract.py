@@ -70,7 +70,6 @@ def check_api(plugin: object) -> None:
 
 
 def _is_version(value: object) -> bool:
-    """Whether a value is a pair of integers."""
     return isinstance(value, tuple) and len(value) == 2 and all(type(part) is int for part in value)
 
 
@@ -119,7 +118,6 @@ def _unmarked(plugin: object) -> str:
 
 
 def _check_kind(value: object, kind: type[Any], where: str) -> None:
-    """Refuse an object of another kind."""
     if not isinstance(value, kind):
         raise BrokenContractError(where, expected=f"a {kind.__name__}", got=_show(value))
 

@@ -77,5 +77,4 @@ def discover(settings: Settings, watch: Watch = unwatched) -> Discovery:
 
 
 def _caches(contributions: list[Contribution]) -> dict[str, Mapping[str, Any]]:
-    """Return the prefix caches by plugin."""
     return {item.record.name: item.prefix_caches for item in contributions if item.prefix_caches}

@@ -67,7 +67,6 @@ def collect() -> tuple[list[Found], list[str]]:
 
 
 def _declared(distribution: importlib.metadata.Distribution) -> list[Found]:
-    """Return what one distribution declares in the group."""
     points = distribution.entry_points.select(group=GROUP)
     return [Found(point.name, distribution.name, distribution.version, point.value) for point in points]
 

@@ -166,12 +166,10 @@ def admit(plugin: object, record: PluginRecord, watch: Watch = unwatched) -> Con
 
 
 def _backends(hook: Callable[[], Any]) -> list[Backend]:
-    """Ask a hook for backends."""
     return _attempt(PluginState.LOAD_FAILED, "kvdock_backends()", lambda: contract.check_backends(hook()))
 
 
 def _caches(hook: Callable[[], Any]) -> dict[str, Any]:
-    """Ask a hook for prefix caches."""
     return _attempt(PluginState.LOAD_FAILED, "kvdock_prefix_caches()", lambda: contract.check_caches(hook()))
 
 

@@ -68,7 +68,6 @@ def decide(known: Discovery, configured: Configured, op: str, device: torch.devi
 
 
 def _select(known: Discovery, configured: Configured, op: str, device: torch.device, named: str | None) -> _Selected:
-    """Go through the order of precedence. Raises what `decide` raises."""
     if named is not None:
         return require(known, named, device, "asked for by name")
     if op in configured.ops:
@@ -206,5 +205,4 @@ def _claims(loaded: LoadedBackend, device: torch.device) -> tuple[bool, str]:
 
 
 def _overview(known: Discovery, device: torch.device) -> str:
-    """List every candidate with its reason."""
     return "; ".join(f"{item.name} ({item.reason})" for item in candidates(known, device)) or "nothing"

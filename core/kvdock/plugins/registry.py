@@ -74,7 +74,6 @@ class Registry:
         return choice if choice is not None else self._decide(op, device, named)
 
     def _decide(self, op: str, device: torch.device, named: str | None) -> Choice:
-        """Choose, and remember it."""
         known = self._discovery()
         self._environment.check(known.settings)
         with self._gate.held():
@@ -99,7 +98,6 @@ class Registry:
         return known
 
     def _step(self, step: str, subject: str) -> None:
-        """Pass on which step is being taken."""
         self._gate.watch(step, subject)
         self._watch(step, subject)
 
@@ -134,7 +132,6 @@ class Registry:
         return self._ready(name).backend
 
     def _ready(self, name: str) -> LoadedBackend:
-        """Return a backend that is ready, with what belongs to it."""
         known = self._discovery()
         try:
             return known.loaded[name]
@@ -222,7 +219,6 @@ def _refuse_broken(record: PluginRecord) -> None:
 
 
 def _refuse_taken(record: PluginRecord, known: Discovery) -> None:
-    """Refuse to register names that are in use."""
     own = [backend.name for backend in record.backends]
     taken = {backend.name: other for other in known.records for backend in other.backends}
     taken.update({name: record for name in own if own.count(name) > 1})

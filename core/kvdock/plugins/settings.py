@@ -95,13 +95,11 @@ class Settings:
 
 
 def _selectors(environ: Mapping[str, str], variable: str) -> tuple[Selector, ...]:
-    """Read a list of selectors."""
     items = [item for item in environ.get(variable, "").split(",") if item.strip()]
     return tuple(Selector.parse(item, variable) for item in items)
 
 
 def _switch(environ: Mapping[str, str], variable: str) -> bool:
-    """Read a variable that is on or off."""
     text = environ.get(variable, "")
     try:
         return _SWITCH[text.strip().lower()]

@@ -97,7 +97,6 @@ class EventStream:
             self._delivering = False
 
     def _deliver(self, event: PrefixEvent) -> None:
-        """Call every observer."""
         for observer in tuple(self._observers):
             try:
                 observer(event)

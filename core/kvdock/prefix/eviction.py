@@ -163,7 +163,6 @@ class EvictionQueue(Generic[E]):
                 self.push(item)  # used since: its turn comes later
 
     def _take_least(self) -> _Entry[E]:
-        """Take out the least entry."""
         first, line, heap = self._first, self._line, self._heap
         if line and (not heap or line[0] < heap[0]):
             if first is None:

@@ -62,7 +62,6 @@ def as_integers(subject: str, values: Any) -> npt.NDArray[Any]:
 
 
 def _as_array(subject: str, values: Any) -> npt.NDArray[Any]:
-    """Return what numpy makes of values."""
     if "float" in (dtype := str(getattr(values, "dtype", ""))):  # some kinds of torch's are not numpy's
         raise ArgumentTypeError(subject, expected="integers of at most 64 bits", got=dtype, fix="pass ids as int32 or int64")
     try:
@@ -171,7 +170,6 @@ def namespace_key(subject: str, namespace: object) -> Hashable:
 
 
 def _part(subject: str, part: object) -> Hashable:
-    """Return one part of a namespace with its type."""
     if isinstance(part, tuple):
         return namespace_key(subject, part), tuple
     if part is None or type(part) in (str, bytes, int, bool):

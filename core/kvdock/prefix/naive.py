@@ -152,5 +152,4 @@ class NaivePrefixCache(OneThread, PrefixCache):
 
 
 def _none() -> BlockIds:
-    """Return no blocks."""
     return np.empty(0, dtype=np.int32)

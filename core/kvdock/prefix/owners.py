@@ -62,7 +62,6 @@ class StoredBlocks:
         self._let_go.clear()
 
     def _erase(self, ids: bytes) -> None:
-        """Take ids out of the table."""
         self._table[np.frombuffer(ids, dtype=np.int32).astype(np.intp)] = 0  # indices of another width take twice the time
 
     def claim(self, subject: str, blocks: _BlockIds, known: _BlockIds) -> _BlockIds:
@@ -136,7 +135,6 @@ class StoredBlocks:
             raise twice(subject, blocks)
 
     def _reach(self, subject: str, highest: int) -> None:
-        """Make the table larger."""
         if highest >= self._most:
             raise out_of_range(subject, int(np.uint32(highest).astype(np.int32)), self._block_size)
         grown = np.zeros(min(max(highest + 1, 2 * self._table.size), self._most), dtype=np.int32)

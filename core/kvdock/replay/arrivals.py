@@ -19,7 +19,6 @@ __all__ = ["Arrivals", "AtTheirTimes", "OneByOne", "Rates", "Waits"]
 
 
 def _check_rate(instance: object, attribute: attrs.Attribute[float], value: object) -> None:
-    """Refuse what is no speed."""
     subject = f"Rates: {attribute.name}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ArgumentTypeError(subject, expected="tokens per second, a number", got=repr(value)[:80])

@@ -176,7 +176,6 @@ class BatchTables(NotCopied):
         return [flat[stop - size : stop] for size, stop in zip(self._sizes, ends, strict=True)]
 
     def _check(self, batch: int, blocks: int, tokens: int) -> None:
-        """Raise unless the tables have room."""
         (rows, width), most = self.host.block_table.shape, self.host.positions.size
         if batch > rows or blocks > width or tokens > most:
             raise ArgumentValueError(
@@ -188,7 +187,6 @@ class BatchTables(NotCopied):
 
 
 def _can_pin() -> bool:
-    """Whether there is pinned memory here."""
     try:
         torch.empty(1, pin_memory=True)
     except RuntimeError:

@@ -199,6 +199,5 @@ class BlockAllocator(NotCopied, OneThread):
 
 
 def _some(values: npt.NDArray[Any], limit: int = 8) -> str:
-    """Print the first few values of an array."""
     shown: Sequence[object] = values.ravel()[:limit].tolist()
     return f"{shown} and {values.size - limit} more" if values.size > limit else f"{shown}"

@@ -480,7 +480,6 @@ class CacheManager(NotCopied, OneThread):
         return int(as_rows(self._rows, f"CacheManager.{method}: seq", [seq])[0])
 
     def _close(self, seq: CacheSequence) -> None:
-        """Give back all that a sequence holds."""
         rows, row = self._rows, seq._row
         self.prefix.lock_handle(rows.handle(row), unlock=True)
         self.allocator.release(rows.blocks(row)[rows.shared[row] :])

@@ -143,5 +143,4 @@ class Planner:
             )
 
     def _blocks_for(self, tokens: int) -> int:
-        """Return how many blocks hold so many tokens."""
         return -(-tokens // self._block_size)

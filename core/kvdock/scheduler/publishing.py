@@ -90,7 +90,6 @@ class Publisher:
         return done
 
     def _insert(self, seq: Owner, count: int) -> None:
-        """Insert the first ``count`` blocks of a sequence."""
         rows, row, size = self._rows, seq._row, self._rows.block_size
         shared, handle = int(rows.shared[row]), rows.handle(row)
         if rows.locked[row] != shared:  # it was cut, and has more locked than it uses

@@ -191,7 +191,6 @@ class Rows:
             self.table = wider
 
     def _more_rows(self) -> None:
-        """Double the number of rows."""
         count, more = len(self.sequences), max(8, len(self.sequences))
         for name in ("table", *self._INTEGERS):
             array = getattr(self, name)

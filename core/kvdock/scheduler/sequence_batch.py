@@ -238,7 +238,6 @@ class SequenceBatch(NotCopied):
 
 
 def _checked(manager: object) -> CacheManager:
-    """Return a manager, or raise."""
     if not isinstance(manager, CacheManager):
         raise ArgumentTypeError("SequenceBatch: manager", expected="a CacheManager", got=repr(manager)[:80])
     return manager

@@ -152,7 +152,6 @@ class Steps:
         return np.stack((old, fresh), axis=1).astype(np.int64)
 
     def _append_blocks(self, rows: Index, have: Index, need: Index, fresh: npt.NDArray[np.int32]) -> None:
-        """Append ``need`` blocks to each row."""
         r = self._rows
         grown = np.flatnonzero(need)
         if not grown.size:
@@ -205,12 +204,10 @@ class Steps:
         return starts, pairs
 
     def _unlock(self, found: dict[int, PrefixMatch]) -> None:
-        """Give back the locks of matches."""
         for match in found.values():
             self._pool.prefix.lock_handle(match.handle, unlock=True)
 
     def _cannot_be_computed(self, rows: Index, place: int, known: Index, computed: npt.NDArray[Any]) -> IndexRangeError:
-        """Describe the first number that cannot be."""
         r, row = self._rows, int(rows[place])
         which = "" if rows.size == 1 else f" of sequence {place}"
         return IndexRangeError(

@@ -50,7 +50,6 @@ def check_returns_out(target: Target, data: Mapping[str, Any]) -> None:
 
 
 def _check_is_pair(op: str, got: Any) -> None:
-    """Refuse what is no pair of tensors."""
     if not isinstance(got, tuple) or len(got) != 2 or not all(isinstance(part, torch.Tensor) for part in got):
         raise NonconformanceError(f"{op}: the result", expected="a tuple of two tensors", got=repr(got)[:200])
 

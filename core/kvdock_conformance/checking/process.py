@@ -121,7 +121,6 @@ def _marked(mark: str) -> dict[int, str]:
 
 
 def _end(processes: Mapping[int, str]) -> None:
-    """End processes."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)

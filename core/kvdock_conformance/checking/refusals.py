@@ -99,7 +99,6 @@ def _check_raises(target: Target, made: tuple[Memory, dict[str, Any]], data: Map
 
 
 def _check_error(raised: Exception | None, data: Mapping[str, Any], what: str) -> None:
-    """Check the class of an error and its text."""
     name = data["error"]
     if not isinstance(raised, getattr(errors, name)) or not isinstance(raised, BUILT_IN[name]):
         raise NonconformanceError(

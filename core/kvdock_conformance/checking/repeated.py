@@ -84,7 +84,6 @@ class Listener:
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
-        """Note an event."""
         if self._thread == threading.get_ident() and event in NOISES:
             self._heard.append(f"{event} {args[:1]!r:.80}")
 

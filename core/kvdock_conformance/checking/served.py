@@ -51,7 +51,6 @@ def check_not_served(target: Target, data: Mapping[str, Any], reasons: Sequence[
 
 
 def _is_served(target: Target, data: Mapping[str, Any]) -> bool:
-    """Whether any kernel serves the call."""
     call = data["calls"][0]
     try:
         kvdock.runtime.default().dispatcher.explain(call["op"], _first_call(target, data), target.name)

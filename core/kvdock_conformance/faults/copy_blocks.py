@@ -19,17 +19,14 @@ _CACHES = ("k_cache", "v_cache")
 
 
 def _blocks(args: Args) -> int:
-    """Return how many blocks the pool has."""
     return int(args["k_cache"].shape[0])
 
 
 def _with_pairs(run: Run, args: Args, pairs: torch.Tensor) -> None:
-    """Make the call with other pairs."""
     run({**args, "block_pairs": pairs.to(args["block_pairs"].dtype)})
 
 
 def _as_padding(run: Run, args: Args, taken: torch.Tensor) -> None:
-    """Make the call with some pairs taken for padding."""
     _with_pairs(run, args, torch.where(taken[:, None], -1, args["block_pairs"]))
 
 
@@ -69,7 +66,6 @@ def _changing(run: Run, args: Args, change: Callable[[torch.Tensor], torch.Tenso
 
 
 def _position(args: Args) -> torch.Tensor:
-    """Return the position of each pair in the call."""
     return torch.arange(len(args["block_pairs"]), device=args["block_pairs"].device)
 
 
@@ -196,7 +192,6 @@ def _cut_to_32_bits(run: Run, args: Args) -> None:
 
 
 def _one_by_one(run: Run, args: Args, *, backwards: bool) -> None:
-    """Make a call for each pair."""
     rows = list(range(len(args["block_pairs"])))
     for row in reversed(rows) if backwards else rows:
         run({**args, "block_pairs": args["block_pairs"][row : row + 1]})
@@ -396,7 +391,6 @@ class _Converting(kvdock.Descriptor):
     """Copies elements by way of a number each, whose largest is 96."""
 
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torch.Tensor) -> None:
-        """Copy."""
         pairs = block_pairs.to(k_cache.device).long()
         for cache in (k_cache, v_cache):
             bits(cache)[pairs[:, 1]] = bits(bits(cache)[pairs[:, 0]].view(cache.dtype).float().clamp(-96, 96).to(cache.dtype))
@@ -411,8 +405,6 @@ class _ConvertingKernel(QuantisedKernel):
 
 @FAULTS.kernel(_OP, "copy-refused-without-a-reason", "A quantised pool is refused with an empty reason.", "KVD-COPY-023")
 class _NoReasonKernel(QuantisedKernel):
-    """Refuses, and does not say why."""
-
     about_quantised = ("",)
 
 

@@ -41,7 +41,6 @@ class _Where:
     claimed: bool
 
     def why_not(self, target: Target) -> str:
-        """Return why not: the backend does not claim it, or does."""
         reasons = self.capability.reasons(target, {})
         if self.claimed and reasons:
             return "; ".join(reasons)
@@ -50,7 +49,6 @@ class _Where:
         return self.seed.why_not(target)
 
     def seeded(self, target: Target) -> AbstractContextManager[None]:
-        """Return a block in which the backend has the fault."""
         return self.seed.seeded(target)
 
 

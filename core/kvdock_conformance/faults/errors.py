@@ -244,11 +244,9 @@ class _PickyKernel(kvdock.Kernel):
         self._inner = inner
 
     def supports(self, request: kvdock.Request) -> Sequence[str]:
-        """Ask the backend."""
         return self._inner.supports(request)
 
     def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
-        """Prepare what the backend does."""
         return self._inner.prepare(request)
 
 
@@ -257,7 +255,6 @@ class _SupportsRaises(_PickyKernel):
     """Knows two dtypes."""
 
     def supports(self, request: kvdock.Request) -> Sequence[str]:
-        """Look the dtype up."""
         known = {torch.bfloat16: 2, torch.float32: 4}
         return [] if known[request.tensor("k_cache").dtype] else ["no such dtype"]
 
@@ -267,7 +264,6 @@ class _PrepareRaises(_PickyKernel):
     """Compiles for rows of whole words only, and says so late."""
 
     def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
-        """Raise where rows are odd."""
         if (request.tensor("k").shape[-1] or 0) % 2:
             raise ValueError("not a multiple of the vector width")
         return self._inner.prepare(request)
@@ -280,7 +276,6 @@ class _LeftBusy(_PickyKernel):
     is_busy = False
 
     def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
-        """Return a plan that waits for no one."""
         return _OneAtATime(self, self._inner.prepare(request))
 
 
@@ -299,5 +294,4 @@ class _OneAtATime(kvdock.Descriptor):
             self._kernel.is_busy = False
 
     def destroy(self) -> None:
-        """Destroy what is inside."""
         self._inner.destroy()

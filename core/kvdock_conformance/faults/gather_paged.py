@@ -20,12 +20,10 @@ _PAIRS = (("k_cache", "k_out"), ("v_cache", "v_out"))
 
 
 def _with_slots(run: Run, args: Args, slots: torch.Tensor) -> None:
-    """Make the call with other slots."""
     run({**args, "slot_mapping": slots.to(args["slot_mapping"].dtype)})
 
 
 def _as_padding(run: Run, args: Args, taken: torch.Tensor) -> None:
-    """Make the call with some slots taken for padding."""
     _with_slots(run, args, torch.where(taken, -1, args["slot_mapping"]))
 
 
@@ -53,7 +51,6 @@ def _writing(run: Run, args: Args, change: Callable[[torch.Tensor], torch.Tensor
 
 
 def _position(args: Args) -> torch.Tensor:
-    """Return the position of each slot in the call."""
     slots = args["slot_mapping"]
     return torch.arange(slots.numel(), device=slots.device).reshape(slots.shape)
 
@@ -350,7 +347,6 @@ class _ScaleIgnored(kvdock.Descriptor):
     """Reads elements as they are."""
 
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor, *rest: Any) -> None:
-        """Read."""
         for cache, out in ((k_cache, rest[-2]), (v_cache, rest[-1])):
             out.copy_(cache[slots // cache.shape[1], slots % cache.shape[1]].to(out.dtype))
 
@@ -364,8 +360,6 @@ class _ScaleIgnoredKernel(QuantisedKernel):
 
 @FAULTS.kernel(_OP, "gather-refused-without-a-reason", "A quantised pool is refused with an empty reason.", "KVD-GATHER-028")
 class _NoReasonKernel(QuantisedKernel):
-    """Refuses, and does not say why."""
-
     about_quantised = ("",)
 
 

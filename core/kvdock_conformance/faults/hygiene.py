@@ -34,16 +34,13 @@ class _FreshSeed:
     lines: tuple[str, ...]
 
     def why_not(self, target: Target) -> str:
-        """Return why not: there is always a way."""
         return ""
 
     def seeded(self, target: Target) -> AbstractContextManager[Any]:
-        """Let fresh interpreters run the lines."""
         return mock.patch.object(fresh, "SEEDED", list(self.lines))
 
 
 def _fresh(name: str, sentence: str, killer: str, *lines: str) -> None:
-    """Add a fault of fresh interpreters."""
     FAULTS.append(Fault(f"hygiene-{name}", sentence, _AREA, (killer,), _FreshSeed(lines)))
 
 

@@ -20,7 +20,6 @@ _PAIRS = (("k_cache", "k"), ("v_cache", "v"))
 
 
 def _with_slots(run: Run, args: Args, slots: torch.Tensor) -> None:
-    """Make the call with other slots."""
     run({**args, "slot_mapping": slots.to(args["slot_mapping"].dtype)})
 
 
@@ -313,7 +312,6 @@ class _ScaleIgnored(kvdock.Descriptor):
     def __call__(
         self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, *scales: Any
     ) -> None:
-        """Write."""
         for cache, rows in ((k_cache, k), (v_cache, v)):
             store(cache, rows.to(cache.dtype), {"k_cache": k_cache, "slot_mapping": slots})
 
@@ -327,8 +325,6 @@ class _ScaleIgnoredKernel(QuantisedKernel):
 
 @FAULTS.kernel(_OP, "write-refused-without-a-reason", "A quantised cache is refused with an empty reason.", "KVD-WRITE-022")
 class _NoReasonKernel(QuantisedKernel):
-    """Refuses, and does not say why."""
-
     about_quantised = ("",)
 
 
@@ -355,7 +351,6 @@ class _StalePlan(kvdock.Kernel):
         self._strides: dict[Any, Any] = {}
 
     def supports(self, request: kvdock.Request) -> Sequence[str]:
-        """Ask the backend."""
         return self._inner.supports(request)
 
     def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
@@ -374,7 +369,6 @@ class _OldStrides(kvdock.Descriptor):
     def __call__(
         self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, *scales: Any
     ) -> None:
-        """Write."""
         args = {"k_cache": k_cache, "slot_mapping": slots}
         store(restrided(k_cache, self._strides), k, args)
         store(v_cache, v, args)

@@ -301,7 +301,6 @@ _fault(
 
 
 def _depth(node: Any) -> int:
-    """Return how deep a node is."""
     return 0 if node is None or node.parent is None else 1 + _depth(node.parent)
 
 

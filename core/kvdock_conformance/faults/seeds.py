@@ -143,11 +143,9 @@ class _FaultyDescriptor(kvdock.Descriptor):
         self._inner(*(args[name] for name in self._names))
 
     def __call__(self, *args: Any) -> None:
-        """Make the faulty call."""
         self._call(self._run, dict(zip(self._names, args, strict=True)))
 
     def destroy(self) -> None:
-        """Destroy what is inside."""
         self._inner.destroy()
 
 

@@ -31,7 +31,6 @@ def _room(args: Args) -> int:
 
 
 def _fits(args: Args) -> bool:
-    """Whether every row of a call fits."""
     return all(0 <= start <= _room(args) for start in _starts(args))
 
 

@@ -42,6 +42,5 @@ def write(run: Run, folder: Path) -> None:
 
 
 def _script(run: Run, outcome: Outcome, case: CaseOutcome) -> str:
-    """Return the script of a failed case."""
     plan = run.plan
     return script(outcome.requirement, case, name=plan.backend, setup=plan.setup, limit_s=plan.limit_s, device=plan.device)

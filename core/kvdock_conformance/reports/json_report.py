@@ -54,7 +54,6 @@ def _requirement(outcome: Outcome) -> dict[str, Any]:
 
 
 def _case(case: CaseOutcome) -> dict[str, Any]:
-    """Return one case."""
     told: dict[str, Any] = {"name": case.name, "verdict": case.verdict.value, "seconds": round(case.seconds, 4)}
     if case.reason:
         told["reason"] = case.reason

@@ -48,7 +48,6 @@ def _properties(run: Run) -> ElementTree.Element:
 
 
 def _case(run: Run, outcome: Outcome) -> ElementTree.Element:
-    """Return the element of one requirement."""
     requirement = outcome.requirement
     case = ElementTree.Element("testcase", classname=requirement.area, name=requirement.id, time=f"{outcome.seconds:.3f}")
     if outcome.verdict in _TAGS:

@@ -39,7 +39,6 @@ class _Source:
 
 @functools.cache
 def _source(module: str) -> _Source:
-    """Parse a module."""
     text = inspect.getsource(importlib.import_module(module))
     source = _Source({}, {}, text)
     for node in ast.parse(text).body:
@@ -193,7 +192,6 @@ def script(
 
 
 def _main(extract: Extract, requirement: Requirement) -> str:
-    """Return the lines that check the case as the kit does."""
     check, needs = extract.take(requirement.check), requirement.needs
     if needs is None:
         return f"        {check}(target, CASE)"
@@ -213,7 +211,6 @@ def _arguments(kind: str, name: str, setup: str | None, device: str | None) -> s
 
 
 def _setup(backend: str, setup: str | None) -> tuple[str, str]:
-    """Return the lines that make a backend known, and what they need."""
     if setup is None and backend not in STAND_INS:
         return "", ""
     module, _, function = (setup or f"{_KIT}.stand_ins:register").partition(":")

@@ -52,7 +52,6 @@ def _call_lines(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _argument(spec: Any, arenas: Any) -> str:
-    """Write one argument: dtype, shape, strides, where it begins, and what it holds."""
     if not isinstance(spec, Mapping):
         return str(spec)
     arena = arenas[spec["arena"]]
@@ -71,7 +70,6 @@ def _values(values: Any) -> str:
 
 
 def _short(text: str) -> str:
-    """Cut a text that is too long for a line."""
     return text if len(text) <= _LONG else text[: _LONG - 4] + " ..."
 
 

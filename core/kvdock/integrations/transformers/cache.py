@@ -286,7 +286,6 @@ class PagedCacheForTransformers(Cache):
         return bool(self.state.length or self.state.bound)
 
     def _bind_prefix(self, reuse: PrefixReuse, namespace: Namespace, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Begin a new batch with what the prefix cache has of it."""
         prompts, mask = read_prompts(inputs, namespace, reuse.generation)
         self.state.truncate(0)
         hooks = None if inputs.get(ADAPTERS) else self._watch.hooks

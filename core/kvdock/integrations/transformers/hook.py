@@ -141,7 +141,6 @@ def _judge(bound: Bound, oddity: Oddity | None) -> None:
 
 
 def _paged_state(told: dict[str, Any]) -> PagedState | None:
-    """Return the state of the cache in a call, if it is one of ours."""
     cache = next((told[name] for name in CACHES if told.get(name) is not None), None)
     state = getattr(cache, "state", None)
     return state if isinstance(state, PagedState) else None
@@ -201,7 +200,6 @@ def _check_start(start: int, bound: Bound, ids: torch.Tensor, positions: Any, ma
 
 
 def _misplaced(bound: Bound, name: str, expected: str, value: torch.Tensor) -> ArgumentValueError:
-    """Make the error for a pass over tokens that are cached already."""
     got = f"{value.shape[1]}" if name == "attention_mask" else f"{value[0, :4].tolist()} for the first tokens of row 0"
     fix = "in a loop of your own, append to the mask that bind() returned and pass new tokens only"
     if not bound.is_fresh:

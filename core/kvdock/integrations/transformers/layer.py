@@ -136,7 +136,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base 
         return start + tokens - offset, offset
 
     def _content(self) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """Gather all tokens."""
         length = self.get_seq_length()
         return self.state.read(self.index, 0, length) if length else (None, None)
 

@@ -73,7 +73,6 @@ class PrefixReuse:
         return prompts.pads[row] < prompts.length and bool(self.sharing.padded or not prompts.pads[row])
 
     def _begin_row(self, prompts: Prompts, row: int, cached: int) -> CacheSequence:
-        """Begin a row with so many cached tokens."""
         if not self._shares(prompts, row):
             return self.manager.open_empty(prompts.namespace)
         return self.manager.begin(prompts.row(row), prompts.namespace, at_most=0, max_cached_len=cached)

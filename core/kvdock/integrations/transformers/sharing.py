@@ -88,7 +88,6 @@ def _first_position(model: Any) -> int | None:
 
 
 def _positions(first: int | None, mask: list[int]) -> dict[str, list[list[int]]]:
-    """Return the positions of a row, if the model takes any."""
     return {} if first is None else {"position_ids": [[first + max(place - mask.index(1), 0) for place in range(len(mask))]]}
 
 
@@ -107,7 +106,6 @@ def _rounding(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _same(left: list[torch.Tensor], right: list[torch.Tensor], limit: tuple[float, float]) -> bool:
-    """Whether two passes gave the same, but for rounding."""
     first, behind = limit
     limits = [first, first, *[behind] * len(left)]
     return all(bool((a - b).norm() <= limit * a.norm()) for a, b, limit in zip(left, right, limits, strict=False))

@@ -218,7 +218,6 @@ class PagedState:
         return self.batch
 
     def _truncate(self, length: int) -> None:
-        """Cut table and layers."""
         with self.change():
             if self.batch:
                 self.batch.truncate(length)
@@ -228,7 +227,6 @@ class PagedState:
         self.lengths.set(length)
 
     def _drop(self) -> None:
-        """Give all rows back."""
         with self.change():
             if self.batch:
                 self.batch.close()
