@@ -12,7 +12,7 @@ from kvdock_conformance.child import ChildEndedError
 from kvdock_conformance.faults.fault import Fault
 from kvdock_conformance.requirement import Level, Requirement, Requirements
 from kvdock_conformance.run import INTERRUPTED
-from kvdock_conformance.session import Plan, Session
+from kvdock_conformance.session import ConformancePlan, Session
 from kvdock_conformance.verdict import Outcome, Verdict
 
 __all__ = ["Proof", "faults_of", "prove", "prove_one", "requirements_of", "without_fault"]
@@ -126,7 +126,7 @@ def _outcome(session: Session, requirement: Requirement, last: str = "") -> Outc
 
 
 def prove(
-    plan: Plan, faults: Mapping[str, Fault], listen: Callable[[Proof], None] = lambda proof: None, *, only_killers: bool = False
+    plan: ConformancePlan, faults: Mapping[str, Fault], listen: Callable[[Proof], None] = lambda proof: None, *, only_killers: bool = False
 ) -> list[Proof]:
     """Seed each fault of the plan's area, or of all, into the backend. An interrupt (Ctrl-C) leaves the rest unclear.
 
@@ -149,7 +149,7 @@ def prove(
     return proofs
 
 
-def faults_of(plan: Plan, faults: Mapping[str, Fault]) -> list[Fault]:
+def faults_of(plan: ConformancePlan, faults: Mapping[str, Fault]) -> list[Fault]:
     """Return the faults that a plan is about."""
     return [fault for fault in faults.values() if fault.kind == plan.kind and plan.area in (None, fault.area)]
 

@@ -13,7 +13,7 @@ from kvdock_conformance.expected import Expected
 from kvdock_conformance.requirement import Case, Level, Requirement, Requirements
 from kvdock_conformance.verdict import CaseOutcome, Outcome, Verdict, outcome_of
 
-__all__ = ["Plan", "Session"]
+__all__ = ["ConformancePlan", "Session"]
 
 _START_S = 300.0
 _LOST_CHILDREN = 3  # so many crashes, hangs or spoilt devices of one requirement are looked at; more would only take time
@@ -21,7 +21,7 @@ _FAILED_STARTS = 3  # so often in a row the backend is tried to be opened; more 
 
 
 @attrs.frozen
-class Plan:
+class ConformancePlan:
     """What to run.
 
     Args:
@@ -69,7 +69,7 @@ class Session:
         plan: what to open, and how.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ConformancePlan) -> None:
         self._plan = plan
         self._child: Child | None = None
         self._fault: str | None = None

@@ -24,8 +24,8 @@ from kvdock_conformance.prove import faults_of, prove
 from kvdock_conformance.reports.json_report import as_dict
 from kvdock_conformance.reports.text import bug_report, summary
 from kvdock_conformance.requirement import Level
-from kvdock_conformance.run import Run, run
-from kvdock_conformance.session import Plan
+from kvdock_conformance.run import ConformanceRun, run
+from kvdock_conformance.session import ConformancePlan
 from kvdock_conformance.verdict import Outcome
 
 __all__ = ["LevelName", "certify", "command"]
@@ -40,7 +40,7 @@ class LevelName(enum.StrEnum):
     EXTENDED = "extended"
 
 
-def certify(plan: Plan, *, with_faults: bool) -> Run:
+def certify(plan: ConformancePlan, *, with_faults: bool) -> ConformanceRun:
     """Run a plan, and after it the seeded faults if they are asked for and the backend could be opened.
 
     Raises:
@@ -72,7 +72,7 @@ def command(
         kind, name = _wanted(backend=backend, prefix=prefix)
         every = requirements.load()
         known = expected.read(expected_file, every) if expected_file is not None else {}
-        plan = Plan(name, every, Level(level.value), op, known, kind=kind, device=device)
+        plan = ConformancePlan(name, every, Level(level.value), op, known, kind=kind, device=device)
         plan.selected()
         if report is not None:
             reports.prepare(report)  # before the run: it may be long
@@ -113,7 +113,7 @@ def _wanted(**names: str | None) -> tuple[str, str]:
     return given[0]
 
 
-def _show(found: Run) -> None:
+def _show(found: ConformanceRun) -> None:
     show_table(("requirement", "verdict", "cases", "seconds", "sentence"), [_row(outcome) for outcome in found.outcomes])
     if found.proofs:
         show_table(("fault", "verdict", "noticed by", "sentence"), [_proof_row(proof) for proof in found.proofs])
@@ -123,7 +123,7 @@ def _show(found: Run) -> None:
         show_lines("", *(bug_report(found, outcome, case) for case in outcome.failed[:1]))
 
 
-def _show_end(found: Run, report: Path | None) -> None:
+def _show_end(found: ConformanceRun, report: Path | None) -> None:
     if report is not None:
         any_failed = any(outcome.failed for outcome in found.outcomes)
         show_lines(f"reports are in {report}" + ("; failures/ holds a repro.py for each" if any_failed else ""))

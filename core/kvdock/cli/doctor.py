@@ -17,7 +17,7 @@ from kvdock.cli.versions import versions
 from kvdock.plugins.entry_points import collect, plan
 from kvdock.plugins.environment import MARKER
 from kvdock.plugins.records import PluginRecord, mark_name_conflicts
-from kvdock.plugins.settings import Settings
+from kvdock.plugins.settings import PluginSettings
 
 __all__ = ["Diagnosis", "command", "diagnose"]
 
@@ -69,7 +69,7 @@ def diagnose(timeout_s: float) -> Diagnosis:
         ArgumentValueError: an environment variable cannot be read.
     """
     found, unreadable = collect()
-    todo = plan(found, Settings.from_environ(os.environ))
+    todo = plan(found, PluginSettings.from_environ(os.environ))
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         examined = list(pool.map(lambda item: examine(item, timeout_s), todo.load))
     records = sorted([*todo.refused, *(item.record for item in examined)], key=lambda record: (record.name, record.distribution or ""))

@@ -19,12 +19,12 @@ import attrs
 from kvdock.errors import DiscoveryReentryError
 from kvdock.interface import Backend, Capabilities, Kernel
 from kvdock.plugins import contract
-from kvdock.plugins.entry_points import Found
+from kvdock.plugins.entry_points import FoundEntryPoint
 from kvdock.plugins.records import BackendRecord, PluginRecord, PluginState, summarise
 
-__all__ = ["Contribution", "LoadedBackend", "Watch", "admit", "is_half_imported", "load", "unwatched"]
+__all__ = ["Contribution", "LoadedBackend", "StepWatcher", "admit", "is_half_imported", "load", "unwatched"]
 
-Watch = Callable[[str, str], None]
+StepWatcher = Callable[[str, str], None]
 """Called with each step before it is taken: ``"import"``, ``"hooks"``, ``"probe"`` or ``"kernels"``, and what it is about."""
 
 _T = TypeVar("_T")
@@ -74,7 +74,7 @@ def unwatched(step: str, subject: str) -> None:
     """Watch nothing."""
 
 
-def load(found: Found, watch: Watch = unwatched) -> Contribution:
+def load(found: FoundEntryPoint, watch: StepWatcher = unwatched) -> Contribution:
     """Import an entry point and admit what it names. Whatever the plugin raises ends up in the record.
 
     Raises:
@@ -111,7 +111,7 @@ def is_half_imported(module: ModuleType) -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
-def _import(found: Found) -> object:
+def _import(found: FoundEntryPoint) -> object:
     """Import what an entry point names, package by package, so that none of them is used half imported."""
     name, _, attribute = found.value.partition(":")
     parts = name.strip().split(".")
@@ -127,7 +127,7 @@ def _import(found: Found) -> object:
     return functools.reduce(getattr, [part for part in attribute.strip().split(".") if part], sys.modules[name.strip()])
 
 
-def _stale(found: Found, error: ModuleNotFoundError) -> _RefusedError:
+def _stale(found: FoundEntryPoint, error: ModuleNotFoundError) -> _RefusedError:
     """Explain an entry point whose module is gone."""
     return _RefusedError(
         PluginState.LOAD_FAILED,
@@ -137,7 +137,7 @@ def _stale(found: Found, error: ModuleNotFoundError) -> _RefusedError:
     )
 
 
-def admit(plugin: object, record: PluginRecord, watch: Watch = unwatched) -> Contribution:
+def admit(plugin: object, record: PluginRecord, watch: StepWatcher = unwatched) -> Contribution:
     """Verify an imported plugin and probe its backends; the door for entry points and for plugins of this process.
 
     Args:
@@ -180,7 +180,7 @@ def _without_backends(record: PluginRecord, caches: Mapping[str, Any]) -> Plugin
     return attrs.evolve(record, state=PluginState.ABSENT, reason="kvdock_backends() returned no backend")
 
 
-def _probe(backend: Backend, watch: Watch) -> tuple[list[LoadedBackend], BackendRecord, str]:
+def _probe(backend: Backend, watch: StepWatcher) -> tuple[list[LoadedBackend], BackendRecord, str]:
     """Probe one backend, and if it is ready ask for its kernels and capabilities. Returns it if usable, its record, a traceback."""
     name = backend.name
     watch("probe", name)

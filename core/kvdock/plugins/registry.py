@@ -16,7 +16,7 @@ from kvdock.ops.selection import Choice
 from kvdock.plugins.discovery import Discovery, discover
 from kvdock.plugins.environment import EnvironmentWatch
 from kvdock.plugins.gate import Gate
-from kvdock.plugins.loading import LoadedBackend, Watch, admit, is_half_imported, unwatched
+from kvdock.plugins.loading import LoadedBackend, StepWatcher, admit, is_half_imported, unwatched
 from kvdock.plugins.precedence import Candidate, Configured, candidates, decide, why_unavailable
 from kvdock.plugins.records import PluginRecord, PluginState
 
@@ -33,7 +33,7 @@ class Registry:
         op_backends: name of the backend to use for an op, by op name.
         device_backends: name of the backend to use for a device type, by type; before the environment's.
         wait_s: how long a thread waits while another one loads plugins, in seconds.
-        watch: called before each step of each plugin, as `kvdock.plugins.loading.Watch` describes.
+        watch: called before each step of each plugin, as `kvdock.plugins.loading.StepWatcher` describes.
     """
 
     epoch: int
@@ -46,7 +46,7 @@ class Registry:
         op_backends: Mapping[str, str] | None = None,
         device_backends: Mapping[str, str] | None = None,
         wait_s: float = 300.0,
-        watch: Watch = unwatched,
+        watch: StepWatcher = unwatched,
     ) -> None:
         self.epoch = 0
         self._configured = Configured(dict(op_backends or {}), dict(device_backends or {}))

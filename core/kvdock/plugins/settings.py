@@ -9,7 +9,7 @@ import attrs
 
 from kvdock.errors import ArgumentValueError
 
-__all__ = ["ALLOW", "DENY", "DISABLE", "PER_DEVICE", "Selector", "Settings", "normalise"]
+__all__ = ["ALLOW", "DENY", "DISABLE", "PER_DEVICE", "PluginSettings", "Selector", "normalise"]
 
 ALLOW = "KVDOCK_BACKENDS"
 DENY = "KVDOCK_BACKENDS_DENY"
@@ -58,7 +58,7 @@ class Selector:
 
 
 @attrs.frozen
-class Settings:
+class PluginSettings:
     """What the environment variables say.
 
     Args:
@@ -74,7 +74,7 @@ class Settings:
     device_backends: Mapping[str, str] = attrs.field(factory=dict)
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str]) -> Settings:
+    def from_environ(cls, environ: Mapping[str, str]) -> PluginSettings:
         """Read the variables; an empty variable counts as one that is not set.
 
         Raises:

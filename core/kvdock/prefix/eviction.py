@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["FIFO", "LFU", "LRU", "POLICIES", "Evictable", "EvictionPolicy", "EvictionQueue", "Priority", "Usage", "policy_of"]
+__all__ = ["FIFO", "LFU", "LRU", "POLICIES", "Evictable", "EvictionPolicy", "EvictionQueue", "LowestPriority", "Usage", "policy_of"]
 
 
 class Usage(Protocol):
@@ -70,7 +70,7 @@ class FIFO(EvictionPolicy):
         return usage.created
 
 
-class Priority(EvictionPolicy):
+class LowestPriority(EvictionPolicy):
     """What was inserted with the lowest priority; of those, what was used least recently."""
 
     name = "priority"
@@ -80,7 +80,7 @@ class Priority(EvictionPolicy):
         return usage.priority, usage.last_use
 
 
-POLICIES: Mapping[str, type[EvictionPolicy]] = {policy.name: policy for policy in (LRU, LFU, FIFO, Priority)}
+POLICIES: Mapping[str, type[EvictionPolicy]] = {policy.name: policy for policy in (LRU, LFU, FIFO, LowestPriority)}
 """The policies that can be asked for by name."""
 
 

@@ -11,7 +11,7 @@ import torch
 
 import kvdock
 from kvdock.ops.catalog import CATALOG
-from kvdock_conformance.faults.fault import Args, Faults, Run
+from kvdock_conformance.faults.fault import Args, BackendCall, Faults
 from kvdock_conformance.faults.tensors import bits
 
 __all__ = ["FAULTS"]
@@ -139,13 +139,13 @@ def _doubled_dropped(function: Function) -> Function:
 
 
 @FAULTS.call(_COPY, "error-pairs-in-their-order", "Pairs whose order matters are copied one after the other.", "KVD-ERROR-013")
-def _in_their_order(run: Run, args: Args) -> None:
+def _in_their_order(run: BackendCall, args: Args) -> None:
     for row in range(len(args["block_pairs"])):
         run({**args, "block_pairs": args["block_pairs"][row : row + 1]})
 
 
 @FAULTS.call(_COPY, "error-pairs-checked-late", "Pairs are copied, and then looked at.", "KVD-ERROR-013")
-def _checked_late(run: Run, args: Args) -> None:
+def _checked_late(run: BackendCall, args: Args) -> None:
     for row in range(len(args["block_pairs"])):
         with contextlib.suppress(kvdock.ArgumentValueError):
             run({**args, "block_pairs": args["block_pairs"][row : row + 1]})
@@ -206,7 +206,7 @@ def _without_fix(error: kvdock.KVDockError) -> Exception:
 
 
 @FAULTS.call(_STATIC, "error-of-the-device-let-through", "An index out of range raises the device's own RuntimeError.", "KVD-ERROR-012")
-def _let_through(run: Run, args: Args) -> None:
+def _let_through(run: BackendCall, args: Args) -> None:
     try:
         run(args)
     except kvdock.IndexRangeError:
@@ -276,10 +276,10 @@ class _LeftBusy(_PickyKernel):
     is_busy = False
 
     def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
-        return _OneAtATime(self, self._inner.prepare(request))
+        return _BusyPlan(self, self._inner.prepare(request))
 
 
-class _OneAtATime(kvdock.Descriptor):
+class _BusyPlan(kvdock.Descriptor):
     """Does nothing while its kernel is busy."""
 
     def __init__(self, kernel: _LeftBusy, inner: kvdock.Descriptor) -> None:

@@ -10,7 +10,7 @@ import torch
 import kvdock
 from kvdock.ops.catalog import CATALOG
 from kvdock_conformance.faults.descriptors import OwnKernel, OwnPlan
-from kvdock_conformance.faults.fault import Args, Faults, FaultyCall, Run
+from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
 from kvdock_conformance.faults.tensors import restrided, store
 
 __all__ = ["FAULTS"]
@@ -65,7 +65,7 @@ class _DoneBefore(_Fixed):
 def _first_lengths() -> FaultyCall:
     kept: dict[Any, torch.Tensor] = {}
 
-    def call(run: Run, args: Args) -> None:
+    def call(run: BackendCall, args: Args) -> None:
         run({**args, "cache_lengths": kept.setdefault(args["cache_lengths"].shape, args["cache_lengths"].clone())})
 
     return call
@@ -110,7 +110,7 @@ def _late(op: str, name: str, sentence: str, load: Callable[[int], object]) -> N
     def make() -> FaultyCall:
         counts: set[int] = set()
 
-        def call(run: Run, args: Args) -> None:
+        def call(run: BackendCall, args: Args) -> None:
             count = next(value for value in args.values() if isinstance(value, torch.Tensor) and not value.is_floating_point()).numel()
             if count not in counts:
                 counts.add(count)

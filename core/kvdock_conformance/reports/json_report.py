@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvdock_conformance.run import Run
+from kvdock_conformance.run import ConformanceRun
 from kvdock_conformance.verdict import CaseOutcome, Outcome, Verdict
 
 __all__ = ["SCHEMA_FILE", "VERSION", "as_dict", "text"]
@@ -18,7 +18,7 @@ SCHEMA_FILE = Path(__file__).with_name("report.schema.json")
 """The JSON schema, draft 2020-12."""
 
 
-def as_dict(run: Run) -> dict[str, Any]:
+def as_dict(run: ConformanceRun) -> dict[str, Any]:
     """Return a run as what JSON can hold."""
     return {
         "schema": VERSION,
@@ -62,6 +62,6 @@ def _case(case: CaseOutcome) -> dict[str, Any]:
     return told
 
 
-def text(run: Run) -> str:
+def text(run: ConformanceRun) -> str:
     """Return a run as JSON."""
     return json.dumps(as_dict(run), indent=2) + "\n"

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from kvdock_conformance.run import Run
+from kvdock_conformance.run import ConformanceRun
 from kvdock_conformance.verdict import CaseOutcome, Outcome
 
 __all__ = ["bug_report", "summary"]
@@ -18,7 +18,7 @@ _LONG = 100
 _MANY = 12
 
 
-def bug_report(run: Run, outcome: Outcome, case: CaseOutcome) -> str:
+def bug_report(run: ConformanceRun, outcome: Outcome, case: CaseOutcome) -> str:
     """Return the report of one failed case: requirement, backend, calls with shapes and strides, what was expected, what came."""
     about, failure = run.about, case.failure or {}
     on = f" on {about['device']}" if "device" in about else ""
@@ -73,7 +73,7 @@ def _short(text: str) -> str:
     return text if len(text) <= _LONG else text[: _LONG - 4] + " ..."
 
 
-def summary(run: Run) -> str:
+def summary(run: ConformanceRun) -> str:
     """Return one line about a run: how many requirements have each verdict, and whether they were all that the level has."""
     counts = ", ".join(f"{count} {verdict}" for verdict, count in run.counts().items())
     left = run.plan.left_out()

@@ -16,7 +16,7 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErro
 from kvdock.integrations.transformers.bound import Bound
 from kvdock.integrations.transformers.commit import committable, computed_rows
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, CROPS_TO_LENGTH, DUMMY_LAYER
-from kvdock.integrations.transformers.hook import Watch, what_runs
+from kvdock.integrations.transformers.hook import HookWatch, what_runs
 from kvdock.integrations.transformers.layer import PagedLayer
 from kvdock.integrations.transformers.measure import measure
 from kvdock.integrations.transformers.prompts import ADAPTERS, check_not_held, check_use, read_prompts
@@ -75,7 +75,7 @@ class PagedCacheForTransformers(Cache):
     """
 
     def __init__(
-        self, state: PagedState, windows: tuple[int | None, ...], stored: tuple[bool, ...], reuse: PrefixReuse | None, watch: Watch
+        self, state: PagedState, windows: tuple[int | None, ...], stored: tuple[bool, ...], reuse: PrefixReuse | None, watch: HookWatch
     ) -> None:
         self.state = state
         self._windows = windows
@@ -125,7 +125,7 @@ class PagedCacheForTransformers(Cache):
         manager = CacheManager(num_blocks, block_size, made)
         reuse = PrefixReuse(manager, getattr(model, "generation_config", None), sharing_of(runs)) if prefix is not None else None
         state = PagedState(pool, manager)
-        return cls(state, found.windows, found.stored, reuse, Watch(runs, pool))
+        return cls(state, found.windows, found.stored, reuse, HookWatch(runs, pool))
 
     def bind(self, *, namespace: Namespace = (), **inputs: Any) -> dict[str, Any]:
         """Return the arguments of a ``generate`` or ``forward`` call together with this cache.

@@ -23,7 +23,7 @@ from kvdock.integrations.transformers.plain import CACHES, by_name, hooks_of, od
 from kvdock.integrations.transformers.seen import HIDDEN, Oddity
 from kvdock.integrations.transformers.state import PagedState
 
-__all__ = ["Watch", "prepare_pass", "what_runs"]
+__all__ = ["HookWatch", "prepare_pass", "what_runs"]
 
 _BY_TOKEN = ("input_ids", "position_ids", "cache_position")
 """Plain arguments with one entry per new token, in their last dimension. A mask has one for the cached ones too, and stays."""
@@ -41,7 +41,7 @@ def what_runs(model: Any) -> Any:
     return next((module for module in modules if isinstance(module, GenerationMixin)), model)
 
 
-class Watch:
+class HookWatch:
     """The hook on a model, which leaves it when the last pool with a cache for it goes.
 
     Args:
