@@ -117,6 +117,7 @@ def _number(config: Any, *names: str) -> int:
 def _layer_configs(text: Any) -> Sequence[Any]:
     """Return one configuration per layer: newer versions of Transformers have models whose layers differ."""
     count = len(_listed_kinds(text) or ()) or _number(text, *_LAYERS)
+    # Checked before a list of that length is made.
     if not 0 < count <= MOST_LAYERS:
         raise ArgumentValueError(f"{_SUBJECT}: number of layers", expected=f"1 to {MOST_LAYERS}", got=count, fix=_BY_HAND)
     own: Any = getattr(text, "per_layer_config", None)
@@ -187,6 +188,7 @@ def _strange(config: Any, text: Any, layers: Sequence[Any]) -> Iterator[str]:
         yield "layers that reuse the keys and values of another layer"
     names = _declared(text)
     known = _READ | _HARMLESS | (_LATENT if any(map(_is_latent, layers)) else set())
+    # What is unknown is refused and not ignored: a spec that is wrong would go unnoticed until a model writes into it.
     unknown = sorted(name for name in names - known if _TELLING.search(name))
     if unknown:
         yield f"settings of which kvdock does not know what they mean for the cache: {', '.join(unknown)}"

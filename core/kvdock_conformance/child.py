@@ -66,6 +66,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
+                # A process group of its own, so that `_kill` reaches whatever the backend starts.
                 start_new_session=True,
             )
         finally:
@@ -115,6 +116,7 @@ class Child:
 
     def _send(self, content: bytes, deadline: float) -> None:
         """Write a request; a child that does not read it within its time is found out when its answer is waited for."""
+        # A child that hangs does not read, and a write that blocks would make the parent hang with it.
         os.set_blocking(self._requests, False)
         while content and time.monotonic() < deadline and self._process.poll() is None:
             _, ready, _ = select.select((), (self._requests,), (), _POLL_S)

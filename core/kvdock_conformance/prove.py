@@ -103,6 +103,7 @@ def prove_one(session: Session, fault: Fault, requirements: Requirements, *, onl
         return Proof(fault, (), (), reason)
     fault = attrs.evolve(fault, killers=fault.killers_where(must_raise=session.about.get("must_raise", True)))
     outcomes = [_outcome(session, item) for item in requirements_of(fault, requirements, only_killers=only_killers)]
+    # Taken out before the failures are judged: what fails at the same case without the fault proves nothing.
     session.seed(None)
     failed = [outcome for outcome in outcomes if outcome.verdict is Verdict.FAILED]
     always = [outcome.requirement.id for outcome in failed if _outcome(session, outcome.requirement, outcome.failed[0].name).failed]

@@ -98,6 +98,7 @@ class Session:
         """
         if self._child is not None:
             return
+        # Counted first, and set to 0 at the end: whatever raises in between has failed.
         self._failed_starts += 1
         plan, self._child = self._plan, Child(self._plan.command, self._plan.environ)
         wanted = {"kind": plan.kind, "name": plan.backend, "setup": plan.setup, "device": plan.device}

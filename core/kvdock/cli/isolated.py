@@ -96,6 +96,7 @@ def _wait(child: subprocess.Popen[bytes], result: Path, timeout_s: float) -> int
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return child.wait(_POLL_S)
+        # The limit counts from the first line: until then the time is that of Python and torch, not of the plugin.
         if not started and result.exists() and result.stat().st_size > 0:
             deadline, started = time.monotonic() + timeout_s, True
         if time.monotonic() > deadline:

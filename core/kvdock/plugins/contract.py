@@ -55,6 +55,7 @@ def check_api(plugin: object) -> None:
     """
     made_for = getattr(plugin, "KVDOCK_API", None)
     if made_for is None:
+        # A plugin that is an object has the constant in the module of its class.
         module = sys.modules.get(getattr(plugin, "__module__", None) or "")
         made_for = getattr(module, "KVDOCK_API", None)
     known = _is_version(made_for)

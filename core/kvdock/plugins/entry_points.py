@@ -81,12 +81,14 @@ def plan(found: Sequence[FoundEntryPoint], settings: PluginSettings) -> LoadingP
             refused.append(item.record(PluginState.BLOCKED, reason))
         else:
             allowed.append(item)
+    # Behind the lists, so that denying one of two rivals settles their conflict.
     load: list[FoundEntryPoint] = []
     for _, same_name in itertools.groupby(allowed, key=lambda item: item.name):
         rivals = _distinct(same_name)
         if len(rivals) == 1:
             load += rivals
         else:
+            # None of them is loaded: the order of the path would decide between them, and nobody would know.
             refused += [item.record(PluginState.CONFLICT, _conflict(rivals)) for item in rivals]
     return LoadingPlan(tuple(load), tuple(refused), tuple(_missing(found, settings)))
 

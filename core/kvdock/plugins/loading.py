@@ -97,6 +97,7 @@ def _attempt(state: PluginState, doing: str, call: Callable[[], _T]) -> _T:
     """Run a step of a plugin; whatever it raises refuses the plugin with ``state``."""
     try:
         return call()
+    # Ctrl-C is no fault of the plugin, and the others are already what they should be.
     except (KeyboardInterrupt, _RefusedError, _HalfImportedError):
         raise
     except contract.BrokenContractError as error:
@@ -121,6 +122,7 @@ def _import(found: FoundEntryPoint) -> object:
             if is_half_imported(module):
                 raise _HalfImportedError(module.__name__)
     except ModuleNotFoundError as error:
+        # Only where the plugin's own module is gone: a dependency that it lacks is another mistake, and keeps its own error.
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             raise _stale(found, error) from error
         raise
@@ -153,6 +155,7 @@ def admit(plugin: object, record: PluginRecord, watch: StepWatcher = unwatched) 
         caches = {name: cache for hook in hooks.get("kvdock_prefix_caches", ()) for name, cache in _caches(hook).items()}
     except _RefusedError as refused:
         return Contribution(attrs.evolve(record, state=refused.state, reason=refused.reason, traceback=refused.trace))
+    # Backend by backend: one that fails does not take the others of its plugin with it.
     loaded, records, traces = [], [], []
     for backend in backends:
         ready, outcome, trace = _probe(backend, watch)

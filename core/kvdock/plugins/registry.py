@@ -94,6 +94,7 @@ class Registry:
             with self._gate.loading():
                 known = self._known = discover(settings, self._step)
         self._environment.loaded_with(settings)
+        # Outside the lock: a warning may raise, or run code that asks for a backend.
         _report(known)
         return known
 
@@ -195,6 +196,7 @@ class Registry:
         """Take over a change, and forget what was chosen before it."""
         self._known = known
         self._choices.clear()
+        # Last: whoever sees the new number finds no old choice.
         self.epoch += 1
 
     def _after_fork(self) -> None:

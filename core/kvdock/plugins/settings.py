@@ -95,6 +95,7 @@ class PluginSettings:
 
 
 def _selectors(environ: Mapping[str, str], variable: str) -> tuple[Selector, ...]:
+    # Empty items count for nothing, so that a list may end in a comma.
     items = [item for item in environ.get(variable, "").split(",") if item.strip()]
     return tuple(Selector.parse(item, variable) for item in items)
 

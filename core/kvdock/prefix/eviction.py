@@ -155,6 +155,7 @@ class EvictionQueue(Generic[E]):
             self._first = first = self._take_least()
             key, _, _, item = first
             is_evictable = item.is_evictable
+            # Keys are compared here and not updated at each use. They only grow, so an old entry comes up too early, never too late.
             if is_evictable and self._key(item) == key:
                 return item
             self._first = None
@@ -163,6 +164,7 @@ class EvictionQueue(Generic[E]):
                 self.push(item)  # used since: its turn comes later
 
     def _take_least(self) -> _Entry[E]:
+        # `_first` stays apart until something less comes: a run that is trimmed block by block sifts nothing.
         first, line, heap = self._first, self._line, self._heap
         if line and (not heap or line[0] < heap[0]):
             if first is None:
@@ -180,6 +182,7 @@ class EvictionQueue(Generic[E]):
             item.is_queued = False
         elif item.is_queued:
             self._dead += 1
+            # At half of all, each rebuild is paid for by as many discards, so that one costs O(1) on average.
             if 2 * self._dead > len(self._line) + len(self._heap) + 1:
                 self._rebuild()
 

@@ -99,6 +99,7 @@ class StoredBlocks:
         if blocks.size == 1 and 0 <= first < self._table.size and not self._table[first]:
             self._table[first] = 1  # a sequence that generates publishes one at a time: a tenth of the time of what follows
             return
+        # Mostly they are back from an eviction in the same order: the table has them still, and one comparison of bytes is enough.
         gone, ids = self._let_go.get(first), blocks.tobytes()
         if gone == ids:
             del self._let_go[first]
@@ -108,6 +109,7 @@ class StoredBlocks:
             places = self._places(subject, blocks[back:])
             if not self._are_free(places):
                 self._settle()
+                # What is in the table now is stored: those that were only kept in mind are out of it.
                 back, places = 0, self._places(subject, blocks)
                 if not self._are_free(places):
                     raise self._stored(subject, int(blocks[self._table[places] != 0][0]))

@@ -109,6 +109,7 @@ class AtTheirTimes(Arrivals):
     def replay(self, requests: Sequence[TraceRequest], pool: ReplayPool, maker: TokenMaker) -> Iterator[Begun]:
         """Let requests begin, store and finish; see `Arrivals.replay`."""
         for request in requests:
+            # What is due by now comes first: it may release the blocks that this request needs.
             yield from self._until(request.arrival_s, pool, maker)
             self._line.append(request)
             yield from self._admit(request.arrival_s, pool, maker)
@@ -128,6 +129,7 @@ class AtTheirTimes(Arrivals):
             request = self._line[0]
             begun = pool.begin(request, maker.tokens(request))
             if begun is None:
+                # Nobody runs, so nobody will release a block: waiting would never end.
                 if not self._running:
                     raise _stuck(request)
                 return

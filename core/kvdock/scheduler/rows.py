@@ -148,6 +148,7 @@ class Rows:
         self.end_chunks(row)
         self.cut(row, 0)
         self.sequences[row] = None
+        # It may name this sequence, and holds open ones only.
         self.last_batch = [], np.empty(0, dtype=np.intp)
         self._free.append(row)
 
@@ -180,12 +181,14 @@ class Rows:
         if positions is not starts:
             rows = rows.repeat(counts)
         blocks = positions // self.block_size
+        # block * size + (position - index * size), with one multiplication less.
         slots: Index = (self.table[rows, blocks] - blocks) * self.block_size + positions
         return slots
 
     def reserve_width(self, blocks: int) -> None:
         """Make rows long enough for so many blocks."""
         if blocks > self.table.shape[1]:
+            # Doubled, so that a sequence that grows block by block does not copy the table each time.
             wider = np.zeros((len(self.table), max(blocks, 2 * self.table.shape[1])), dtype=np.int32)
             wider[:, : self.table.shape[1]] = self.table
             self.table = wider
@@ -196,6 +199,7 @@ class Rows:
             array = getattr(self, name)
             setattr(self, name, np.concatenate((array, np.zeros((more, *array.shape[1:]), dtype=array.dtype))))
         self.sequences += [None] * more
+        # Backwards, since rows are popped from the end: the lowest is used first.
         self._free += range(count + more - 1, count - 1, -1)
 
 

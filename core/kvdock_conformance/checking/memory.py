@@ -78,10 +78,12 @@ def filled(arena: Mapping[str, Any], device: torch.device) -> torch.Tensor:
     on_host = arena.get("host", False) or device == torch.device("cpu")
     if arena.get("fill") == "zeros":  # numpy's zeros take up no memory until they are written
         return torch.from_numpy(np.zeros(count, np.uint8)) if on_host else torch.zeros(count, dtype=torch.uint8, device=device)
+    # Random and not zero, so that a byte that was written by mistake differs from what was there.
     content = np.random.default_rng(arena["seed"]).integers(0, 256, count, dtype=np.uint8)
     if not on_host:
         return torch.from_numpy(content).to(device)
     room = np.empty(count + 64 + shift, dtype=np.uint8)
+    # numpy promises 16 bytes only, and a case says how its tensors are aligned.
     start = -room.ctypes.data % 64 + shift
     room[start : start + count] = content
     return torch.from_numpy(room[start : start + count])

@@ -86,6 +86,7 @@ class WatchedPlan(kvdock.Descriptor):
 
     def __call__(self, *args: Any) -> None:
         """Make the call, if the plan fits it and is still there."""
+        # Refused here and not by the plan: a kernel whose plans survive destroy() would hide the mistake.
         if self._inner is None:
             raise NonconformanceError(f"{self.request.op}: a plan", expected="no call after destroy()", got="a call")
         wrong = misfit(self.request, validate(CATALOG[self.request.op], args))

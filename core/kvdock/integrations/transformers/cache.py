@@ -288,6 +288,7 @@ class PagedCacheForTransformers(Cache):
     def _bind_prefix(self, reuse: PrefixReuse, namespace: Namespace, inputs: dict[str, Any]) -> dict[str, Any]:
         prompts, mask = read_prompts(inputs, namespace, reuse.generation)
         self.state.truncate(0)
+        # With adapter_names PEFT adds hooks for the call, so that a change of hooks says nothing.
         hooks = None if inputs.get(ADAPTERS) else self._watch.hooks
         with self.state.change():
             batch = reuse.begin(prompts)

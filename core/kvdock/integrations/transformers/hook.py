@@ -51,9 +51,11 @@ class HookWatch:
 
     def __init__(self, model: torch.nn.Module, pool: object) -> None:
         self._model = weakref.ref(model)
+        # One hook serves all caches of a model: it finds the cache in the arguments of the call.
         if prepare_pass not in model._forward_pre_hooks.values():
             model.register_forward_pre_hook(prepare_pass, with_kwargs=True)
         _USERS.setdefault(model, []).append(weakref.ref(pool))
+        # By the pool and not by the cache: copies of a cache share it, and need the hook as long as any of them lives.
         weakref.finalize(pool, _leave, self._model).atexit = False
 
     @property
@@ -180,6 +182,7 @@ def _announced(model: torch.nn.Module, state: PagedState, bound: Bound, told: di
     doubt = None
     if bound.seen.oddity is None:
         pads = torch.from_numpy(bound.pads(len(ids)))[:, None].to(ids.device)
+        # A boolean on the device, which is read only where the answer decides something now: decoding does not wait for it.
         doubt = odd_places(pads, start, bound.sharing.first, told)
         if bound.is_fresh and bound.past and doubt is not None and bool(doubt):
             _judge(bound, HIDDEN)

@@ -81,6 +81,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base 
             OutOfBlocksError: the pool has too few free blocks. Nothing was changed, in no layer.
         """
         start = self.state.update(self.index, key_states, value_states)
+        # The new tokens are all there are, so they need not be gathered from the pool.
         if start == 0:
             return key_states, value_states
         length, offset = self._visible(start, key_states.shape[2])
