@@ -142,7 +142,7 @@ def _window(layer: Any, kind: str) -> int | None:
 
 def _sizes(layer: Any) -> tuple[int, int, int]:
     """Return heads, and elements of one key and of one value."""
-    if _is_latent(layer):  # what all heads share: the latent is handed over as key, the rotary part as value
+    if _is_latent(layer):  # what all heads share: the latent is passed as key, the rotary part as value
         return 1, _number(layer, "kv_lora_rank"), _number(layer, "qk_rope_head_dim")
     heads = _number(layer, *_HEADS)
     dim = _number(layer, "head_dim") if getattr(layer, "head_dim", None) else _number(layer, "hidden_size") // heads
@@ -162,7 +162,7 @@ def _is_latent(layer: Any) -> bool:
     return bool(getattr(layer, "kv_lora_rank", None))
 
 
-def _hands_over_latents(layer: Any) -> bool:
+def _caches_latents(layer: Any) -> bool:
     """Return whether a model with latent attention caches the latent. Code from elsewhere may cache anything."""
     if not type(layer).__module__.startswith("transformers.models."):
         return False
@@ -180,7 +180,7 @@ def _refusal(config: Any, reasons: Sequence[str]) -> UnsupportedError:
 
 
 def _strange(config: Any, text: Any, layers: Sequence[Any]) -> Iterator[str]:
-    """Say what of a whole model a KVSpec could not describe."""
+    """Report what of a whole model a KVSpec could not describe."""
     crossing = ("is_encoder_decoder", "add_cross_attention", "cross_attention_layers", "cross_attention_hidden_size")
     if any(getattr(part, name, False) for part in (config, text) for name in crossing):
         yield "cross-attention, whose keys and values belong to another sequence"
@@ -202,7 +202,7 @@ def _strange_layers(layers: Sequence[Any], kinds: Sequence[str]) -> Iterator[str
     unknown = sorted({str(kind) for kind in kinds} - set(_WINDOWS))
     if unknown:
         yield f"layers of another kind: {', '.join(unknown)}"
-    if any(_is_latent(layer) and not _hands_over_latents(layer) for layer in layers):
+    if any(_is_latent(layer) and not _caches_latents(layer) for layer in layers):
         yield "latent attention of which kvdock does not know whether the latent is cached or what it expands to"
 
 

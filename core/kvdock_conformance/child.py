@@ -22,7 +22,7 @@ __all__ = ["Child", "ChildEndedError"]
 _POLL_S = 0.1
 _TRACEBACK_S = 1.0  # how long a child that hangs gets to write where it hangs
 _SHOWN = 6000  # bytes of its output to keep
-_OUTPUT = 1 << 25  # bytes of its output on disk, above which all but the end is let go
+_OUTPUT = 1 << 25  # bytes of its output on disk, above which all but the end is dropped
 _QUOTED = 200  # bytes to show of what is no answer
 _LONGEST = 1 << 24  # bytes of an answer; more without an end of line is none
 COMMAND = (sys.executable, "-P", "-m", "kvdock_conformance.worker")
@@ -141,7 +141,7 @@ class Child:
         return line or b"\n"
 
     def _cut_output(self) -> None:
-        """Let go of what it has written, but the end, where it fills the disk."""
+        """Drop what it has written, but the end, where it fills the disk."""
         if os.fstat(self._output.fileno()).st_size > _OUTPUT:
             self._kept = self._end_of_output()
             os.ftruncate(self._output.fileno(), 0)
@@ -151,7 +151,7 @@ class Child:
         return (self._kept + os.pread(self._output.fileno(), _SHOWN, start))[-_SHOWN:]
 
     def _ended(self, how: str) -> ChildEndedError:
-        """End the child, and say how it ended: by itself, unless ``how`` is given."""
+        """End the child, and report how it ended: by itself, unless ``how`` is given."""
         if how:
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 self._process.send_signal(signal.SIGUSR1)  # it answers with the traceback of every thread
@@ -170,7 +170,7 @@ class Child:
         self._process.wait()
 
     def close(self) -> None:
-        """End the child, and give back what it held. May be called more than once."""
+        """End the child, and release what it held. May be called more than once."""
         if self._output.closed:
             return
         self._kill()

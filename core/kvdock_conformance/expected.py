@@ -4,7 +4,7 @@
 
     [[expected]]
     requirement = "KVD-WRITE-019"
-    reason = "the copy engine needs 4-byte addresses; firmware 3 mends it"
+    reason = "the copy engine needs 4-byte addresses; firmware 3 fixes it"
     link = "https://example.com/issues/17"
     expires = 2027-01-31
 
@@ -112,7 +112,7 @@ def _judged(outcome: Outcome, entry: Expected | None, today: datetime.date) -> O
         return outcome
     about = f"{entry.reason} ({entry.link})"
     if today > entry.expires:
-        reason = f"the expected failure has expired on {entry.expires}: {about}. Fix: mend it, or decide anew until when it may fail"
+        reason = f"the expected failure has expired on {entry.expires}: {about}. Fix: repair it, or decide anew until when it may fail"
         return attrs.evolve(outcome, verdict=Verdict.FAILED, reason=reason)
     if outcome.verdict is Verdict.FAILED:
         return attrs.evolve(outcome, verdict=Verdict.EXPECTED_FAILURE, reason=f"{about}, until {entry.expires}")

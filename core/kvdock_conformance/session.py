@@ -136,7 +136,7 @@ class Session:
         return CaseOutcome(case.name, verdict, case.data, failure or None, answer.get("reason", ""), answer["seconds"])
 
     def _ask(self, request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """Ask the child, and let it go if it is gone."""
+        """Ask the child, and drop it if it is gone."""
         assert self._child is not None, "every caller opens the session first"  # noqa: S101 - for the type checker
         try:
             return self._child.ask(request, limit_s)

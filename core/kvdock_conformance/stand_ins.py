@@ -48,7 +48,7 @@ class StandIn(kvdock.Backend):
         return [HOST]
 
     def kernels(self) -> Mapping[str, kvdock.Kernel]:
-        """Hand over the kernels."""
+        """Return the kernels."""
         return self._kernels
 
 

@@ -22,7 +22,7 @@ __all__ = ["ShardedKVCache"]
 class ShardedKVCache:
     """The keys and values of one sequence, its heads split evenly over several devices.
 
-    Each shard is a `StaticKVCache` of one row. The memory is given back by `drop`, or at the end of a ``with`` block.
+    Each shard is a `StaticKVCache` of one row. The memory is released by `drop`, or at the end of a ``with`` block.
 
     Threads may share it as they may share torch tensors; `drop` must not run while another thread uses it.
 
@@ -73,7 +73,7 @@ class ShardedKVCache:
             raise DroppedCacheError(
                 "ShardedKVCache",
                 expected="a live cache",
-                got="one whose memory was given back by drop()",
+                got="one whose memory was released by drop()",
                 fix="create or duplicate another one",
             )
         return self._shards
@@ -154,7 +154,7 @@ class ShardedKVCache:
             shard.reset()
 
     def drop(self) -> None:
-        """Give the memory back. Dropping twice is fine; any other use afterwards raises `DroppedCacheError`."""
+        """Release the memory. Dropping twice is fine; any other use afterwards raises `DroppedCacheError`."""
         self._shards = None
 
     def __enter__(self) -> Self:

@@ -35,7 +35,7 @@ class LoadedBackend:
     """A backend that is ready, with what it was asked for once.
 
     Args:
-        backend: the object that the plugin handed over.
+        backend: the object that the plugin returned.
         kernels: its kernels by op name, with what was registered over them; never changed in place.
         capabilities: what it said it can do.
         overridden: ops whose kernel of the plugin was replaced.

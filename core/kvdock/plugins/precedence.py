@@ -81,7 +81,7 @@ def _select(known: Discovery, configured: Configured, op: str, device: torch.dev
     if not claimants:
         raise NoBackendError(
             f"{op}: no backend that is ready claims {device}. Installed: {_overview(known, device)}",
-            fix="install a plugin for this kind of device, or mend the one listed; `kvdock doctor` shows tracebacks",
+            fix="install a plugin for this kind of device, or repair the one listed; `kvdock doctor` shows tracebacks",
         )
     loaded, reason = _preferred(op, device, claimants)
     return loaded, "; ".join([reason, *_broken_rivals(known, device, loaded)])

@@ -129,7 +129,7 @@ class NaivePrefixCache(OneThread, PrefixCache):
 
     @property
     def num_locks(self) -> int:
-        """Locks that were taken and not given back."""
+        """Locks that were taken and not released."""
         return self._locks
 
     @property

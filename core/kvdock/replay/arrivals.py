@@ -162,6 +162,6 @@ def _stuck(request: TraceRequest) -> OutOfBlocksError:
     return OutOfBlocksError(
         f"trace: line {request.line}",
         expected="room for a request that fits in the pool, when no other runs",
-        got="a prefix cache that gives back too little",
+        got="a prefix cache that releases too little",
         fix="report it, with the name of the prefix cache",
     )

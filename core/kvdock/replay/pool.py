@@ -92,7 +92,7 @@ class ReplayPool:
         self.times.call("commit", self.manager.commit, begun.sequence, (), computed=begun.request.input_length)
 
     def finish(self, begun: Begun) -> None:
-        """Let a request give back what it holds."""
+        """Release what a request holds."""
         self.times.call("finish", self.manager.finish, begun.sequence)
 
     def close(self) -> None:

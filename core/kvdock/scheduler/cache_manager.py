@@ -150,7 +150,7 @@ class CacheManager(NotCopied, OneThread):
             reserve: tokens to come for which room is promised: `extend` gets it, whoever else asks. What is truncated is
                 promised again, as far as its blocks became free. With ``at_most`` they count from the end of the chunk.
             at_most: room for at most so many tokens behind the cached ones: a chunk of a long prompt. `extend` makes room for
-                the next chunk, and looks first whether others have published more of the prompt meanwhile.
+                the next chunk, and matches first, in case others have published more of the prompt meanwhile.
             max_cached_len: use at most so many cached tokens, as where rows of a batch go on at one place; in later chunks too.
             partial: where a cached block begins with at least half a block of the tokens that come next, go on behind these:
                 ``block_pairs`` of the sequence then has that block to copy, at once: a later call may hand it out. Costs time in
@@ -198,7 +198,7 @@ class CacheManager(NotCopied, OneThread):
     ) -> Any:
         """Make room for ``n`` more tokens, in one sequence or in each of a batch, in all or in none.
 
-        A prompt that was begun in chunks is looked up again first, if all of its room is computed: where others have published
+        A prompt that was begun in chunks is matched again first, if all of its room is computed: where others have published
         more of it, the sequence goes on behind that, and no room is made beyond the prompt. What is to be computed then is
         ``seq.computed`` to ``seq.num_tokens``.
 
@@ -207,7 +207,7 @@ class CacheManager(NotCopied, OneThread):
             n: how many tokens; for several also one number for each, integers ``[batch]``.
             slots: for several, an int32 or int64 array ``[sum of n]`` that gets the slots of the new tokens, one sequence behind
                 the other; -1 where a prompt needed fewer.
-            match: whether to look a prompt up again.
+            match: whether to match a prompt again.
 
         Returns:
             For several: pairs (source, destination), int64 ``[N, 2]``, of blocks that are shared and must be copied before the new
@@ -227,7 +227,7 @@ class CacheManager(NotCopied, OneThread):
     def commit(self, seq: CacheSequence | Sequence[CacheSequence], tokens: Any, *, computed: Any) -> None:
         """Tell what became of a sequence, or of each of a batch. Whole blocks of computed tokens can be shared from now on.
 
-        Where equal tokens were cached meanwhile, the sequence goes on with the cached blocks and gives its own back: see
+        Where equal tokens were cached meanwhile, the sequence goes on with the cached blocks and releases its own: see
         `CacheSequence.table_version`.
 
         Args:

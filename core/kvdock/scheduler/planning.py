@@ -38,7 +38,7 @@ class Prompt:
         reserve: tokens to come.
         at_most: tokens behind the cached ones to make room for.
         max_cached_len: cached tokens to use.
-        matches_again: whether it is looked up again for each chunk: ``at_most`` was named, and no limit to what is cached.
+        matches_again: whether it is matched again for each chunk: ``at_most`` was named, and no limit to what is cached.
     """
 
     ids: npt.NDArray[Any]

@@ -56,7 +56,7 @@ class Rows:
         table: block ids, int32 ``[rows, width]``; 0 behind ``num_blocks`` of a row.
         num_tokens: tokens that there is room for, ``[rows]`` as all that follow.
         num_known: tokens whose ids are known.
-        prompt_len: tokens to look for in the prefix cache again when the row grows; 0 for none.
+        prompt_len: tokens to match again when the row grows; 0 for none.
         computed: tokens whose keys and values are written.
         num_blocks: blocks.
         shared: leading blocks that belong to the prefix cache.
@@ -163,7 +163,7 @@ class Rows:
         self._version += rows.size
 
     def end_chunks(self, row: int) -> None:
-        """Look no longer for the prompt of a row."""
+        """Match the prompt of a row no longer."""
         self.num_chunked -= self.prompt_len[row] > 0
         self.prompt_len[row] = 0
 

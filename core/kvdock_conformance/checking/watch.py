@@ -96,7 +96,7 @@ class WatchedPlan(kvdock.Descriptor):
         self._inner(*args)
 
     def destroy(self) -> None:
-        """Destroy what is watched, and let go of it."""
+        """Destroy what is watched, and release it."""
         self._inner = None
         self._destroy()
         del self._destroy

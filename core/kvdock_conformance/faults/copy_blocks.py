@@ -144,7 +144,7 @@ def _padding_checked(run: BackendCall, args: Args) -> None:
     beyond = (args["block_pairs"] >= _blocks(args)).nonzero()
     if len(beyond):
         raise kvdock.IndexRangeError(
-            f"{_OP}: block_pairs{beyond[0].tolist()}", expected="a block of the pool", got="another", fix="mend it"
+            f"{_OP}: block_pairs{beyond[0].tolist()}", expected="a block of the pool", got="another", fix="correct it"
         )
     run(args)
 
@@ -182,7 +182,9 @@ def _another_place(run: BackendCall, args: Args) -> None:
     beyond = ((pairs >= _blocks(args)) & (pairs >= 0).all(1, keepdim=True)).nonzero()
     if len(beyond):
         place = beyond[-1].tolist()
-        raise kvdock.IndexRangeError(f"{_OP}: block_pairs{place}", expected="a block of the pool", got=pairs[tuple(place)], fix="mend it")
+        raise kvdock.IndexRangeError(
+            f"{_OP}: block_pairs{place}", expected="a block of the pool", got=pairs[tuple(place)], fix="correct it"
+        )
     run(args)
 
 

@@ -92,7 +92,7 @@ Change = Callable[[Drawing, dict[str, View]], dict[str, View]]
 
 
 def _refused() -> Iterable[Case]:
-    """Return a good call with a bad one each, with the error and what it must say: the argument, what came, how to mend it."""
+    """Return a good call with a bad one each, with the error and what it must say: the argument, what came, how to fix it."""
     for name, error, texts, change in REFUSED:
         drawing, copy = Drawing(), Copy("")
         args = copy.args(drawing, copy.pools(drawing))

@@ -131,7 +131,7 @@ REQUIREMENTS = [
     _require(4, "Equal tokens in namespaces whose parts differ in value or type are different prefixes.", check_calls, _apart),
     _require(
         5,
-        "A lock protects every block from the first to the end of its handle until it is given back, however often others lock them.",
+        "A lock protects every block from the first to the end of its handle until it is released, however often others lock them.",
         check_calls,
         sequences("locks", _MORE_LOCKS),
     ),

@@ -50,7 +50,7 @@ class PagedCacheForTransformers(Cache):
         out = model.generate(**cache.bind(**inputs), max_new_tokens=64)   # computes what is not cached of inputs
         cache.commit(out)                                                 # lets it be found from now on
 
-    * `bind` begins a new batch: the rows of the last one are given back, and for each new row as much is taken from the
+    * `bind` begins a new batch: the rows of the last one are released, and for each new row as much is taken from the
       prefix cache as all rows have. `commit` is optional; what is not committed is gone with the next `bind`.
     * Whole blocks are stored, so a prefix is found up to a multiple of the block size. Padding on the left of the rows of a batch
       needs no blocks, and may have any length: all rows go on at one place, that of the row that has found least. Where that
