@@ -126,8 +126,7 @@ class CacheManager(NotCopied, OneThread):
         prompt = Prompt.read("CacheManager.plan", tokens, namespace, reserve=reserve, at_most=at_most)
         needs = self._planner.look_up(prompt, partial=False)
         self.prefix.lock_handle(needs.handle)
-        # Counted under a lock: the blocks that are found cannot also be evicted to make room.
-        fits = needs.blocks <= self._pool.available
+        fits = needs.blocks <= self._pool.available  # under a lock: what is found cannot be evicted to make room, too
         self.prefix.lock_handle(needs.handle, unlock=True)
         return Fit(needs.cached_len, needs.blocks, fits)
 
@@ -269,11 +268,9 @@ class CacheManager(NotCopied, OneThread):
         tokens = min(room, known) if num_tokens is None else count_of("CacheManager.fork: num_tokens", num_tokens)
         if tokens > room:
             raise IndexRangeError("CacheManager.fork: num_tokens", expected=f"at most the {room} tokens there is room for", got=tokens)
-        # First, since it may raise: nothing has been shared yet.
-        self._promises.before_fork(row, rows.blocks_for(tokens))
+        self._promises.before_fork(row, rows.blocks_for(tokens))  # first: it may be refused
         handle, blocks, shared = rows.handle(row), rows.blocks(row, 0, rows.blocks_for(tokens)).copy(), int(rows.shared[row])
-        # Only own blocks get another holder: shared ones belong to the prefix cache, where the lock of the fork protects them.
-        self.allocator.share(blocks[shared:])
+        self.allocator.share(blocks[shared:])  # the others are protected by the lock of the fork
         other = self._open(seq.namespace, handle)
         shared = min(shared, blocks.size)
         other._cached_len = min(seq._cached_len, tokens)
@@ -302,8 +299,7 @@ class CacheManager(NotCopied, OneThread):
         if n > rows.num_tokens[row]:
             raise IndexRangeError("CacheManager.truncate: n", expected=f"at most the {rows.num_tokens[row]} tokens there are", got=n)
         keep, shared = rows.blocks_for(n), int(rows.shared[row])
-        # Before `_ids.truncate` below forgets the ids behind n, by which finish(keep=False) finds what was published.
-        self._publisher.remember(seq, n)
+        self._publisher.remember(seq, n)  # before `_ids.truncate` forgets the ids behind n
         if keep < rows.num_blocks[row]:
             self.allocator.release(rows.blocks(row)[max(keep, shared) :])
             self._publisher.leave(seq, keep)
@@ -330,11 +326,9 @@ class CacheManager(NotCopied, OneThread):
             StaleHandleError: the sequence is over already, or another manager's.
         """
         row = self._row(seq, "finish")
-        # Read before the sequence is closed: it has no row afterwards.
-        prefixes = [*seq._left, self._publisher.shared_ids(row)]
+        prefixes = [*seq._left, self._publisher.shared_ids(row)]  # before `_close` frees its row
         self._close(seq)
-        # Behind `_close`, since what is still locked by this very sequence would not be discarded.
-        if not keep:
+        if not keep:  # behind `_close`: what it still locks would not be discarded
             self._publisher.take_back(seq, prefixes)
 
     def abort(self, seq: CacheSequence) -> None:
@@ -379,8 +373,7 @@ class CacheManager(NotCopied, OneThread):
             )
         if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float | np.integer | np.floating) or not ttl > 0):
             raise ArgumentValueError("CacheManager.pin: ttl", expected="a number above 0, or None", got=repr(ttl))
-        # A pin takes evictable blocks away, so it must not break what sequences were promised.
-        self._pool.lock(handle, "CacheManager.pin")
+        self._pool.lock(handle, "CacheManager.pin")  # a pin must not break a promise
         pin = Pin(handle, self._unpin)
         self._pins.add(pin, ttl)
         return pin
@@ -433,11 +426,9 @@ class CacheManager(NotCopied, OneThread):
     def _enter(self) -> None:
         """Notice another thread, and end what is over: sequences of finalizers, pins whose time has come."""
         super()._enter()
-        # Called by an observer of the prefix cache: what was just stored is not locked yet, and could be handed out again.
-        if self._pool.is_busy:
+        if self._pool.is_busy:  # by an observer: what was just stored is not locked yet
             raise in_the_middle()
-        # Finalizers only leave a note here: the garbage collector runs them in any thread, and in the middle of a call.
-        while self._late:
+        while self._late:  # the garbage collector runs finalizers anywhere, so these only leave a note
             for seq in self._late.popleft():
                 if seq.is_open:
                     self._close(seq)
@@ -450,16 +441,13 @@ class CacheManager(NotCopied, OneThread):
         ids, shared, rows = prompt.ids, needs.cached_len // self.block_size, self._rows
         self.prefix.lock_handle(needs.handle)
         try:
-            # All blocks are checked, the promised ones too, though only `needs.new` of them are taken now.
-            self._pool.check(needs.blocks, "CacheManager.begin")
+            self._pool.check(needs.blocks, "CacheManager.begin")  # promised ones too, though only `needs.new` are taken now
             fresh = self._pool.take(needs.new, "CacheManager.begin")
         except BaseException:
             self.prefix.lock_handle(needs.handle, unlock=True)
             raise
-        # Only now, when nothing can be refused any more: a prompt that was refused must not count as a match.
-        self.prefix.record_match(needs.match.handle, ids.size)
-        # The sequence has its own lock before that on `needs.handle`, which may reach one block further, is released.
-        seq = self._open(prompt.namespace, needs.match.handle)
+        self.prefix.record_match(needs.match.handle, ids.size)  # a refused prompt must not count as a match
+        seq = self._open(prompt.namespace, needs.match.handle)  # its own lock, before that on `needs.handle` is released
         self.prefix.lock_handle(needs.handle, unlock=True)
         seq._cached_len = needs.cached_len
         seq._row = row = rows.add(
@@ -496,8 +484,7 @@ class CacheManager(NotCopied, OneThread):
     def _close(self, seq: CacheSequence) -> None:
         rows, row = self._rows, seq._row
         self.prefix.lock_handle(rows.handle(row), unlock=True)
-        # Shared blocks stay with the prefix cache: the lock was all that the sequence had on them.
-        self.allocator.release(rows.blocks(row)[rows.shared[row] :])
+        self.allocator.release(rows.blocks(row)[rows.shared[row] :])  # shared ones stay the prefix cache's
         self._promises.add(row, -int(rows.promised[row]))
         rows.remove(row)
         seq._handle, seq._row = None, -1
