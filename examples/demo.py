@@ -69,7 +69,7 @@ class Engine:
 
 
 @attrs.frozen
-class Run:
+class Timed:
     """What one ``generate`` call gave: token ids ``[rows, length]``, and the seconds it took."""
 
     ids: torch.Tensor
@@ -195,7 +195,7 @@ def answer(engine: Engine, ids: torch.Tensor, prompt: dict[str, torch.Tensor]) -
     return text.strip()
 
 
-def generate(name: str, engine: Engine, inputs: dict[str, torch.Tensor], cache: Any, settings: dict[str, Any]) -> Run:
+def generate(name: str, engine: Engine, inputs: dict[str, torch.Tensor], cache: Any, settings: dict[str, Any]) -> Timed:
     """Generate greedily with one cache, and show how far it is."""
     tokens = engine.max_new_tokens
     with stage(f"generating on {name}", tokens) as (progress, task):
@@ -209,10 +209,10 @@ def generate(name: str, engine: Engine, inputs: dict[str, torch.Tensor], cache: 
             pad_token_id=engine.tokenizer.pad_token_id,
             stopping_criteria=StoppingCriteriaList([Steps(progress, task)]),
         )
-        return Run(ids, time.perf_counter() - start)
+        return Timed(ids, time.perf_counter() - start)
 
 
-def figures(ours: Run, theirs: Run, paged: PagedCacheForTransformers, dynamic: DynamicCache) -> Table:
+def figures(ours: Timed, theirs: Timed, paged: PagedCacheForTransformers, dynamic: DynamicCache) -> Table:
     """Make the table of what the two caches hold at the end."""
     usage = paged.usage
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in dynamic.layers)

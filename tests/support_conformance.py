@@ -16,7 +16,7 @@ import torch
 from kvdock.ops.portable import PORTABLE_KERNELS
 from kvdock_conformance import reports
 from kvdock_conformance.requirement import Case, Requirement, Requirements
-from kvdock_conformance.session import Plan
+from kvdock_conformance.session import ConformancePlan
 from kvdock_conformance.stand_ins import StandIn, register_backend
 from support_plugins import CallKernel
 
@@ -124,9 +124,9 @@ def crash() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def plan(backend: str, requirements: Requirements, **settings: Any) -> Plan:
+def plan(backend: str, requirements: Requirements, **settings: Any) -> ConformancePlan:
     """Return a plan for one of the backends above."""
-    return Plan(backend, requirements, setup="support_conformance:register", **{"command": CHILD, **settings})
+    return ConformancePlan(backend, requirements, setup="support_conformance:register", **{"command": CHILD, **settings})
 
 
 def requirement(number: int = 1, area: str = "paged_caching_", **settings: Any) -> Requirement:

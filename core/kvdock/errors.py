@@ -73,7 +73,6 @@ class KVDockError(Exception):
 
 
 def _compose(subject: str, expected: object, got: object, fix: str | None) -> str:
-    """Join the parts of an error into one sentence."""
     found = [f"expected {expected}"] if expected is not None else []
     found += [f"got {got}"] if got is not None else []
     text = f"{subject}: {', '.join(found)}" if found else subject

@@ -107,7 +107,6 @@ def read_dtype(text: Any) -> torch.dtype:
 
 
 def _number(config: Any, *names: str) -> int:
-    """Read the first of several numbers that the configuration has."""
     name = next((name for name in names if getattr(config, name, None) is not None), names[-1])
     value = getattr(config, name, None)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -118,6 +117,7 @@ def _number(config: Any, *names: str) -> int:
 def _layer_configs(text: Any) -> Sequence[Any]:
     """Return one configuration per layer: newer versions of Transformers have models whose layers differ."""
     count = len(_listed_kinds(text) or ()) or _number(text, *_LAYERS)
+    # Checked before a list of that length is made.
     if not 0 < count <= MOST_LAYERS:
         raise ArgumentValueError(f"{_SUBJECT}: number of layers", expected=f"1 to {MOST_LAYERS}", got=count, fix=_BY_HAND)
     own: Any = getattr(text, "per_layer_config", None)
@@ -125,12 +125,10 @@ def _layer_configs(text: Any) -> Sequence[Any]:
 
 
 def _listed_kinds(text: Any) -> Sequence[str] | None:
-    """Return the kinds of the layers where the configuration lists them."""
     return getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
 
 
 def _kind(layer: Any) -> str:
-    """Tell the kind of a layer from its numbers."""
     if getattr(layer, "sliding_window", None) is not None and getattr(layer, "use_sliding_window", True):
         return "sliding_attention"
     return "full_attention" if getattr(layer, "attention_chunk_size", None) is None else "chunked_attention"
@@ -144,7 +142,7 @@ def _window(layer: Any, kind: str) -> int | None:
 
 def _sizes(layer: Any) -> tuple[int, int, int]:
     """Return heads, and elements of one key and of one value."""
-    if _is_latent(layer):  # what all heads share: the latent is handed over as key, the rotary part as value
+    if _is_latent(layer):  # what all heads share: the latent is passed as key, the rotary part as value
         return 1, _number(layer, "kv_lora_rank"), _number(layer, "qk_rope_head_dim")
     heads = _number(layer, *_HEADS)
     dim = _number(layer, "head_dim") if getattr(layer, "head_dim", None) else _number(layer, "hidden_size") // heads
@@ -161,11 +159,10 @@ def _kv_heads(layer: Any, heads: int) -> int:
 
 
 def _is_latent(layer: Any) -> bool:
-    """Return whether a layer has latent attention."""
     return bool(getattr(layer, "kv_lora_rank", None))
 
 
-def _hands_over_latents(layer: Any) -> bool:
+def _caches_latents(layer: Any) -> bool:
     """Return whether a model with latent attention caches the latent. Code from elsewhere may cache anything."""
     if not type(layer).__module__.startswith("transformers.models."):
         return False
@@ -174,7 +171,6 @@ def _hands_over_latents(layer: Any) -> bool:
 
 
 def _refusal(config: Any, reasons: Sequence[str]) -> UnsupportedError:
-    """Make the error for a model that a spec would get wrong."""
     return UnsupportedError(
         f"{_SUBJECT}: {type(config).__name__}",
         expected=f"only layers of {', '.join(_WINDOWS)}, each with keys and values of its own",
@@ -184,7 +180,7 @@ def _refusal(config: Any, reasons: Sequence[str]) -> UnsupportedError:
 
 
 def _strange(config: Any, text: Any, layers: Sequence[Any]) -> Iterator[str]:
-    """Say what of a whole model a KVSpec could not describe."""
+    """Report what of a whole model a KVSpec could not describe."""
     crossing = ("is_encoder_decoder", "add_cross_attention", "cross_attention_layers", "cross_attention_hidden_size")
     if any(getattr(part, name, False) for part in (config, text) for name in crossing):
         yield "cross-attention, whose keys and values belong to another sequence"
@@ -192,6 +188,7 @@ def _strange(config: Any, text: Any, layers: Sequence[Any]) -> Iterator[str]:
         yield "layers that reuse the keys and values of another layer"
     names = _declared(text)
     known = _READ | _HARMLESS | (_LATENT if any(map(_is_latent, layers)) else set())
+    # What is unknown is refused and not ignored: a spec that is wrong would go unnoticed until a model writes into it.
     unknown = sorted(name for name in names - known if _TELLING.search(name))
     if unknown:
         yield f"settings of which kvdock does not know what they mean for the cache: {', '.join(unknown)}"
@@ -202,11 +199,10 @@ def _strange(config: Any, text: Any, layers: Sequence[Any]) -> Iterator[str]:
 
 
 def _strange_layers(layers: Sequence[Any], kinds: Sequence[str]) -> Iterator[str]:
-    """Say what of the layers a KVSpec could not describe."""
     unknown = sorted({str(kind) for kind in kinds} - set(_WINDOWS))
     if unknown:
         yield f"layers of another kind: {', '.join(unknown)}"
-    if any(_is_latent(layer) and not _hands_over_latents(layer) for layer in layers):
+    if any(_is_latent(layer) and not _caches_latents(layer) for layer in layers):
         yield "latent attention of which kvdock does not know whether the latent is cached or what it expands to"
 
 

@@ -2,7 +2,7 @@
 
 This module is a leaf: a plugin that imports it imports nothing else of kvdock but the errors.
 
-A backend says which devices it serves and hands over one `Kernel` per op, as data, once. A kernel says whether it
+A backend says which devices it serves and returns one `Kernel` per op, as data, once. A kernel says whether it
 supports a `Request` and prepares a `Descriptor` for it; the descriptor is called for every later call of the same static
 signature. Core has validated whatever the schema can express by then (see `kvdock.ops.schema`), so that a kernel only
 does what its device needs.
@@ -71,7 +71,7 @@ class Probe:
 
     @classmethod
     def unusable(cls, reason: str) -> Probe:
-        """The hardware may be there, and something is broken. Loud: ``reason`` says what, and how to mend it."""
+        """The hardware may be there, and something is broken. Loud: ``reason`` says what, and how to fix it."""
         return cls(ProbeState.UNUSABLE, reason)
 
 
@@ -200,7 +200,7 @@ class Descriptor(ABC):
         return None
 
     def destroy(self) -> None:  # noqa: B027 - most descriptors hold nothing that needs it
-        """Give back what the descriptor holds. Called once, under `Backend.device_guard`; never called again after."""
+        """Release what the descriptor holds. Called once, under `Backend.device_guard`; never called again after."""
 
 
 class Kernel(ABC):

@@ -68,7 +68,6 @@ _MOST_ELEMENTS = 2**31 - 1
 
 
 def _check_size(subject: str, value: object, most: int = _MOST_ELEMENTS) -> int:
-    """Return a size from 1 to ``most``, or raise an error that names ``subject``."""
     size = check_int(subject, value, 1)
     if size > most:
         raise ArgumentValueError(subject, expected=f"at most {most}", got=size, fix="look for a unit or a product that is meant otherwise")
@@ -133,7 +132,6 @@ class MLALayerSpec:
 
 
 def _to_layers(value: Iterable[LayerSpec | MLALayerSpec]) -> tuple[LayerSpec | MLALayerSpec, ...]:
-    """Freeze the layers, refusing anything that is no layer."""
     if not isinstance(value, Iterable):
         raise ArgumentTypeError("KVSpec: layers", expected="a sequence of layers", got=repr(value), fix="write (layer,) for a single one")
     layers = tuple(value)

@@ -22,7 +22,7 @@ __all__ = ["Child", "ChildEndedError"]
 _POLL_S = 0.1
 _TRACEBACK_S = 1.0  # how long a child that hangs gets to write where it hangs
 _SHOWN = 6000  # bytes of its output to keep
-_OUTPUT = 1 << 25  # bytes of its output on disk, above which all but the end is let go
+_OUTPUT = 1 << 25  # bytes of its output on disk, above which all but the end is dropped
 _QUOTED = 200  # bytes to show of what is no answer
 _LONGEST = 1 << 24  # bytes of an answer; more without an end of line is none
 COMMAND = (sys.executable, "-P", "-m", "kvdock_conformance.worker")
@@ -66,6 +66,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
+                # A process group of its own, so that `_kill` reaches whatever the backend starts.
                 start_new_session=True,
             )
         finally:
@@ -115,6 +116,7 @@ class Child:
 
     def _send(self, content: bytes, deadline: float) -> None:
         """Write a request; a child that does not read it within its time is found out when its answer is waited for."""
+        # A child that hangs does not read, and a write that blocks would make the parent hang with it.
         os.set_blocking(self._requests, False)
         while content and time.monotonic() < deadline and self._process.poll() is None:
             _, ready, _ = select.select((), (self._requests,), (), _POLL_S)
@@ -139,18 +141,17 @@ class Child:
         return line or b"\n"
 
     def _cut_output(self) -> None:
-        """Let go of what it has written, but the end, where it fills the disk."""
+        """Drop what it has written, but the end, where it fills the disk."""
         if os.fstat(self._output.fileno()).st_size > _OUTPUT:
             self._kept = self._end_of_output()
             os.ftruncate(self._output.fileno(), 0)
 
     def _end_of_output(self) -> bytes:
-        """Return the end of what it has written."""
         start = max(os.fstat(self._output.fileno()).st_size - _SHOWN, 0)
         return (self._kept + os.pread(self._output.fileno(), _SHOWN, start))[-_SHOWN:]
 
     def _ended(self, how: str) -> ChildEndedError:
-        """End the child, and say how it ended: by itself, unless ``how`` is given."""
+        """End the child, and report how it ended: by itself, unless ``how`` is given."""
         if how:
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 self._process.send_signal(signal.SIGUSR1)  # it answers with the traceback of every thread
@@ -169,7 +170,7 @@ class Child:
         self._process.wait()
 
     def close(self) -> None:
-        """End the child, and give back what it held. May be called more than once."""
+        """End the child, and release what it held. May be called more than once."""
         if self._output.closed:
             return
         self._kill()
@@ -179,7 +180,6 @@ class Child:
 
 
 def _how(code: int | None) -> str:
-    """Say how a process ended by itself."""
     if code is None:
         return "closed its pipe and did not end"
     if code >= 0:

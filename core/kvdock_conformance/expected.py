@@ -4,7 +4,7 @@
 
     [[expected]]
     requirement = "KVD-WRITE-019"
-    reason = "the copy engine needs 4-byte addresses; firmware 3 mends it"
+    reason = "the copy engine needs 4-byte addresses; firmware 3 fixes it"
     link = "https://example.com/issues/17"
     expires = 2027-01-31
 
@@ -82,7 +82,6 @@ def read(path: Path, requirements: Requirements) -> dict[str, Expected]:
 
 
 def _entry(subject: str, entry: Any) -> Expected:
-    """Check one entry."""
     if not isinstance(entry, Mapping) or set(entry) != set(_TYPES):
         got = ", ".join(entry) if isinstance(entry, Mapping) else repr(entry)
         raise ArgumentValueError(subject, expected=f"a table with exactly {', '.join(_TYPES)}", got=got or "an empty one")
@@ -109,12 +108,11 @@ def apply(outcomes: Sequence[Outcome], expected: Mapping[str, Expected], today: 
 
 
 def _judged(outcome: Outcome, entry: Expected | None, today: datetime.date) -> Outcome:
-    """Return one outcome with what was expected of it taken into account."""
     if entry is None or outcome.verdict is Verdict.NOT_RUN:
         return outcome
     about = f"{entry.reason} ({entry.link})"
     if today > entry.expires:
-        reason = f"the expected failure has expired on {entry.expires}: {about}. Fix: mend it, or decide anew until when it may fail"
+        reason = f"the expected failure has expired on {entry.expires}: {about}. Fix: repair it, or decide anew until when it may fail"
         return attrs.evolve(outcome, verdict=Verdict.FAILED, reason=reason)
     if outcome.verdict is Verdict.FAILED:
         return attrs.evolve(outcome, verdict=Verdict.EXPECTED_FAILURE, reason=f"{about}, until {entry.expires}")

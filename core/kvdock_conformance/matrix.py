@@ -41,19 +41,16 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[st
 
 
 def _requirement_row(requirement: Requirement, mutants: int) -> tuple[str, ...]:
-    """Return the row of one requirement."""
     needs = requirement.needs.name if requirement.needs else ""
     return requirement.id, requirement.sentence, requirement.level.value, needs, requirement.hardware, str(mutants)
 
 
 def _fault_row(fault: Fault) -> tuple[str, ...]:
-    """Return the row of one fault."""
     killers = [name.removeprefix("KVD-") + ("*" if name in fault.host_only else "") for name in fault.killers]
     return f"`{fault.name}`", fault.sentence, ", ".join(killers)
 
 
 def _area(area: str, asked: Sequence[Requirement], seeded: Sequence[Fault]) -> Iterator[str]:
-    """Yield the lines of one area."""
     yield from ("", f"## `{area}`", "")
     counts = {item.id: sum(item.id in fault.killers for fault in seeded) for item in asked}
     columns = ("requirement", "what must be so", "level", "capability", "needs", "faults")

@@ -12,7 +12,7 @@ from kvdock_conformance.child import ChildEndedError
 from kvdock_conformance.faults.fault import Fault
 from kvdock_conformance.requirement import Level, Requirement, Requirements
 from kvdock_conformance.run import INTERRUPTED
-from kvdock_conformance.session import Plan, Session
+from kvdock_conformance.session import ConformancePlan, Session
 from kvdock_conformance.verdict import Outcome, Verdict
 
 __all__ = ["Proof", "faults_of", "prove", "prove_one", "requirements_of"]
@@ -101,6 +101,7 @@ def prove_one(session: Session, fault: Fault, requirements: Requirements, *, onl
         return Proof(fault, (), reason)
     fault = attrs.evolve(fault, killers=fault.killers_where(must_raise=session.about.get("must_raise", True)))
     outcomes = [_outcome(session, item) for item in requirements_of(fault, requirements, only_killers=only_killers)]
+    # Taken out before the failures are judged: what fails at the same case without the fault proves nothing.
     session.seed(None)
     failed = [outcome for outcome in outcomes if outcome.verdict is Verdict.FAILED]
     always = [outcome.requirement.id for outcome in failed if _outcome(session, outcome.requirement, outcome.failed[0].name).failed]
@@ -122,7 +123,7 @@ def _outcome(session: Session, requirement: Requirement, last: str = "") -> Outc
     return session.requirement(requirement, requirement.level, stop_at_failure=True, last=last)
 
 
-def prove(plan: Plan, faults: Mapping[str, Fault], listen: Callable[[Proof], None] = lambda proof: None) -> list[Proof]:
+def prove(plan: ConformancePlan, faults: Mapping[str, Fault], listen: Callable[[Proof], None] = lambda proof: None) -> list[Proof]:
     """Seed each fault of the plan's area, or of all, into the backend. An interrupt (Ctrl-C) leaves the rest unclear.
 
     Args:
@@ -143,7 +144,7 @@ def prove(plan: Plan, faults: Mapping[str, Fault], listen: Callable[[Proof], Non
     return proofs
 
 
-def faults_of(plan: Plan, faults: Mapping[str, Fault]) -> list[Fault]:
+def faults_of(plan: ConformancePlan, faults: Mapping[str, Fault]) -> list[Fault]:
     """Return the faults that a plan is about."""
     return [fault for fault in faults.values() if fault.kind == plan.kind and plan.area in (None, fault.area)]
 

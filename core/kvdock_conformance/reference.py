@@ -171,12 +171,10 @@ def _values(index: torch.Tensor) -> Iterator[tuple[Place, int]]:
 
 
 def _capacity(cache: torch.Tensor) -> int:
-    """Return how many slots a paged cache has."""
     return cache.shape[0] * cache.shape[1]
 
 
 def _lengths(cache_lengths: int | torch.Tensor, rows: int) -> list[int]:
-    """Return one length for each row."""
     if isinstance(cache_lengths, int):
         return [cache_lengths] * rows
     lengths = [int(length) for length in cache_lengths.reshape(-1)]

@@ -82,13 +82,11 @@ class Capability:
 
 
 def _check_id(requirement: Requirement, attribute: Any, value: str) -> None:
-    """Refuse an id of another form."""
     if not _ID.fullmatch(value):
         raise ArgumentValueError("Requirement: id", expected="KVD-<AREA>-<three digits>", got=repr(value), fix="such as KVD-WRITE-007")
 
 
 def _check_sentence(requirement: Requirement, attribute: Any, value: str) -> None:
-    """Refuse what is not one sentence."""
     if not value[:1].isupper() or not value.endswith(".") or ". " in value:
         raise ArgumentValueError(f"{requirement.id}: sentence", expected="one sentence", got=repr(value), fix="say what must be so, once")
 

@@ -13,10 +13,10 @@ from kvdock_conformance.child import ChildEndedError
 from kvdock_conformance.expected import apply
 from kvdock_conformance.kinds import KINDS, UNKNOWN_DEVICE
 from kvdock_conformance.requirement import Level, Requirement
-from kvdock_conformance.session import Plan, Session
+from kvdock_conformance.session import ConformancePlan, Session
 from kvdock_conformance.verdict import CaseOutcome, Outcome, Verdict, counted
 
-__all__ = ["EXIT_FAILED", "EXIT_GREEN", "EXIT_INCOMPLETE", "Run", "run"]
+__all__ = ["EXIT_FAILED", "EXIT_GREEN", "EXIT_INCOMPLETE", "ConformanceRun", "run"]
 
 EXIT_GREEN = 0
 EXIT_FAILED = 1
@@ -25,7 +25,7 @@ INTERRUPTED = "interrupted"
 
 
 @attrs.frozen
-class Run:
+class ConformanceRun:
     """What came of a run.
 
     Args:
@@ -37,7 +37,7 @@ class Run:
         proofs: what came of each seeded fault, as `kvdock_conformance.prove.Proof.as_dict` tells it, if any was.
     """
 
-    plan: Plan
+    plan: ConformancePlan
     about: Mapping[str, Any]
     outcomes: Sequence[Outcome]
     started: datetime.datetime
@@ -72,7 +72,7 @@ class Run:
         return counted(outcome.verdict for outcome in self.outcomes)
 
 
-def run(plan: Plan, listen: Callable[[Outcome], None] = lambda outcome: None) -> Run:
+def run(plan: ConformancePlan, listen: Callable[[Outcome], None] = lambda outcome: None) -> ConformanceRun:
     """Run a plan to its end. An interrupt (Ctrl-C) ends it early, with the rest not run.
 
     Args:
@@ -95,10 +95,10 @@ def run(plan: Plan, listen: Callable[[Outcome], None] = lambda outcome: None) ->
                 outcome = _not_run(requirement, plan.level, reason)
             outcomes.append(outcome)
         seconds = (datetime.datetime.now(datetime.UTC) - started).total_seconds()
-        return Run(plan, session.about, apply(outcomes, plan.expected, started.date()), started, seconds)
+        return ConformanceRun(plan, session.about, apply(outcomes, plan.expected, started.date()), started, seconds)
 
 
-def _why_not_open(session: Session, plan: Plan) -> str:
+def _why_not_open(session: Session, plan: ConformancePlan) -> str:
     """Open the backend, and return why it cannot be tested; empty when it can."""
     try:
         session.open()
@@ -116,6 +116,5 @@ def _why_not_open(session: Session, plan: Plan) -> str:
 
 
 def _not_run(requirement: Requirement, level: Level, reason: str) -> Outcome:
-    """Return the outcome of a requirement that was not run."""
     cases = [CaseOutcome(case.name, Verdict.NOT_RUN, case.data, reason=reason) for case in requirement.selected(level)]
     return Outcome(requirement, Verdict.NOT_RUN, cases, reason)

@@ -13,7 +13,7 @@ from kvdock_conformance.expected import Expected
 from kvdock_conformance.requirement import Case, Level, Requirement, Requirements
 from kvdock_conformance.verdict import CaseOutcome, Outcome, Verdict, outcome_of
 
-__all__ = ["Plan", "Session"]
+__all__ = ["ConformancePlan", "Session"]
 
 _START_S = 300.0
 _LOST_CHILDREN = 3  # so many crashes, hangs or spoilt devices of one requirement are looked at; more would only take time
@@ -21,7 +21,7 @@ _FAILED_STARTS = 3  # so often in a row the backend is tried to be opened; more 
 
 
 @attrs.frozen
-class Plan:
+class ConformancePlan:
     """What to run.
 
     Args:
@@ -69,7 +69,7 @@ class Session:
         plan: what to open, and how.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ConformancePlan) -> None:
         self._plan = plan
         self._child: Child | None = None
         self._fault: str | None = None
@@ -98,6 +98,7 @@ class Session:
         """
         if self._child is not None:
             return
+        # Counted first, and set to 0 at the end: whatever raises in between has failed.
         self._failed_starts += 1
         plan, self._child = self._plan, Child(self._plan.command, self._plan.environ)
         wanted = {"kind": plan.kind, "name": plan.backend, "setup": plan.setup, "device": plan.device}
@@ -135,7 +136,7 @@ class Session:
         return CaseOutcome(case.name, verdict, case.data, failure or None, answer.get("reason", ""), answer["seconds"])
 
     def _ask(self, request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """Ask the child, and let it go if it is gone."""
+        """Ask the child, and drop it if it is gone."""
         assert self._child is not None, "every caller opens the session first"  # noqa: S101 - for the type checker
         try:
             return self._child.ask(request, limit_s)

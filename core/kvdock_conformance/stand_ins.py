@@ -48,7 +48,7 @@ class StandIn(kvdock.Backend):
         return [HOST]
 
     def kernels(self) -> Mapping[str, kvdock.Kernel]:
-        """Hand over the kernels."""
+        """Return the kernels."""
         return self._kernels
 
 
@@ -60,7 +60,6 @@ class _ReferenceDescriptor(kvdock.Descriptor):
         self._reference = getattr(reference, op)
 
     def __call__(self, *args: Any) -> None:
-        """Run the op."""
         bound = self._schema.bind(args)
         if self._schema.check_values is not None:
             self._schema.check_values(bound)
@@ -102,8 +101,6 @@ def register_backend(backend: kvdock.Backend) -> None:
 
 
 def _hook(backend: kvdock.Backend) -> Callable[[], list[kvdock.Backend]]:
-    """Return the hook that hands over a backend."""
-
     def kvdock_backends() -> list[kvdock.Backend]:
         return [backend]
 

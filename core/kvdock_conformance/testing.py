@@ -26,8 +26,8 @@ from kvdock_conformance.expected import apply, read
 from kvdock_conformance.kinds import UNKNOWN_DEVICE
 from kvdock_conformance.reports.text import bug_report
 from kvdock_conformance.requirement import Level, Requirement
-from kvdock_conformance.run import Run
-from kvdock_conformance.session import Plan, Session
+from kvdock_conformance.run import ConformanceRun
+from kvdock_conformance.session import ConformancePlan, Session
 from kvdock_conformance.verdict import Outcome, Verdict
 
 __all__ = ["conformance_tests"]
@@ -67,7 +67,7 @@ def conformance_tests(
 
     every = requirements.load()
     known = read(Path(expected), every) if expected is not None else {}
-    plan = Plan(name, every, Level(level), op, known, setup, environ=environ or {}, kind=kind, device=device)
+    plan = ConformancePlan(name, every, Level(level), op, known, setup, environ=environ or {}, kind=kind, device=device)
     opened: list[_Opened] = []
 
     @pytest.mark.parametrize("requirement", [pytest.param(item, id=item.id) for item in plan.selected()])
@@ -97,7 +97,7 @@ class _Opened:
     is_absent: bool = False
 
 
-def _open(plan: Plan) -> _Opened:
+def _open(plan: ConformancePlan) -> _Opened:
     """Open the backend, once: what cannot be opened is not tried again for each requirement."""
     session = Session(plan)
     atexit.register(session.close)
@@ -111,14 +111,12 @@ def _open(plan: Plan) -> _Opened:
     return _Opened(session)
 
 
-def _outcome(session: Session, plan: Plan, requirement: Requirement) -> Outcome:
-    """Run one requirement."""
+def _outcome(session: Session, plan: ConformancePlan, requirement: Requirement) -> Outcome:
     outcome = session.requirement(requirement, plan.level)
     return apply([outcome], plan.expected, datetime.datetime.now(datetime.UTC).date())[0]
 
 
-def _text(session: Session, plan: Plan, outcome: Outcome) -> str:
-    """Return what to say about a failure."""
-    run = Run(attrs.evolve(plan), session.about, [outcome], datetime.datetime.now(datetime.UTC), outcome.seconds)
+def _text(session: Session, plan: ConformancePlan, outcome: Outcome) -> str:
+    run = ConformanceRun(attrs.evolve(plan), session.about, [outcome], datetime.datetime.now(datetime.UTC), outcome.seconds)
     reports = [bug_report(run, outcome, case) for case in outcome.failed[:1]]
     return "\n".join([*([f"{outcome.requirement.id}: {outcome.verdict.value}: {outcome.reason}"] if outcome.reason else []), *reports])

@@ -94,6 +94,7 @@ def counted(verdicts: Iterable[Verdict]) -> dict[str, int]:
 def outcome_of(requirement: Requirement, cases: Sequence[CaseOutcome]) -> Outcome:
     """Sum up a requirement's cases: one failure fails it, one case not run leaves it open, all unsupported make it unsupported."""
     verdicts = {case.verdict for case in cases}
+    # Worst first: a case that passed does not make up for one that failed or was not run.
     for verdict in (Verdict.FAILED, Verdict.NOT_RUN, Verdict.PASSED, Verdict.UNSUPPORTED):
         if verdict in verdicts:
             return Outcome(requirement, verdict, cases, _reason(verdict, cases))

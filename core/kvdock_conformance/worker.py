@@ -164,6 +164,7 @@ def main() -> None:
     faulthandler.enable(all_threads=True)  # a crash leaves the stack of every thread on stderr
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # and so does the parent's question where it hangs
     requests, answers = (int(number) for number in sys.argv[1:3])
+    # What the backend starts must not hold the pipes open: their end is how the parent knows that this process is gone.
     os.set_inheritable(requests, False)
     os.set_inheritable(answers, False)
     with open(requests, encoding="utf-8") as source, open(answers, "w", encoding="utf-8") as sink:

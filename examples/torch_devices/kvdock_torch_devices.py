@@ -55,5 +55,5 @@ class TorchDevice(kvdock.Backend):
 
 @kvdock.hookimpl
 def kvdock_backends() -> list[kvdock.Backend]:
-    """Hand over one backend for each type of device."""
+    """Return one backend for each type of device."""
     return [TorchDevice(device_type) for device_type in DEVICE_TYPES]

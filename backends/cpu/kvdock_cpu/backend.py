@@ -34,7 +34,7 @@ class CpuBackend(kvdock.Backend):
         return [torch.device("cpu")]
 
     def kernels(self) -> Mapping[str, kvdock.Kernel]:
-        """Hand over one kernel per op."""
+        """Return one kernel per op."""
         return {
             "paged_caching_": PagedCaching(),
             "static_update_": StaticUpdate(),

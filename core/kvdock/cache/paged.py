@@ -114,7 +114,9 @@ class PagedKVCache(Cache):
                 got=f"{self._dtype}: only a quantised cache may differ, and those are not there yet",
             )
         self._num_blocks = config.blocks_for(layers, self._dtype)
+        # Kept, since a cache stays with the backend that it was made under, whichever is active later.
         self._named = active_name()
+        # Before memory is taken, which would be of no use without a backend.
         require_backend(ops, "paged_caching_", rank.device, self._named)
         nbytes = self._num_blocks * block_bytes(layers, config.block_size, self._dtype)
         self._groups, self._views = allocated(type(config).__name__, nbytes, rank.device, lambda: self._allocate(layers))
@@ -140,6 +142,7 @@ class PagedKVCache(Cache):
         """Fix each layer's pools in the ops, so that a call no longer reads them."""
         self._write = [ops.op("paged_caching_").bind(*pair, named=self._named) for pair in self._views]
         self._read = [ops.op("gather_paged").bind(*pair, named=self._named) for pair in self._views]
+        # By group and not by layer: `whole` has the block of every layer as one block.
         self._copy = [ops.op("copy_blocks_").bind(k.whole, v.whole, named=self._named) for k, v in self._groups]
 
     @property
@@ -196,6 +199,7 @@ class PagedKVCache(Cache):
             IndexRangeError: no such layer; or, on host memory, a slot out of range.
             KVDockError: as `kvdock.ops.paged_caching_`; nothing was written.
         """
+        # Written out, as this is called for each layer of each step: only a wrong index goes through the function that explains it.
         if layer.__class__ is not int or layer < 0 or layer >= len(self._views):
             check_layer("PagedKVCache", layer, len(self._views))
         self._write[layer](k, v, slot_mapping, None, None)

@@ -46,7 +46,6 @@ def rank_layers(spec: KVSpec, rank: RankInfo) -> list[RankLayer]:
 
 
 def _rank_layer(layer: LayerSpec | MLALayerSpec, index: int, rank: RankInfo) -> RankLayer:
-    """Return what a rank holds of one layer."""
     if not isinstance(layer, LayerSpec):
         raise UnsupportedError(
             f"KVSpec: layers[{index}]",

@@ -23,7 +23,7 @@ __all__ = ["ShardedKVCache"]
 class ShardedKVCache:
     """The keys and values of one sequence, its heads split evenly over several devices.
 
-    Each shard is a `StaticKVCache` of one row. The memory is given back by `drop`, or at the end of a ``with`` block.
+    Each shard is a `StaticKVCache` of one row. The memory is released by `drop`, or at the end of a ``with`` block.
 
     Threads may share it as they may share torch tensors; `drop` must not run while another thread uses it.
 
@@ -76,7 +76,7 @@ class ShardedKVCache:
             raise DroppedCacheError(
                 "ShardedKVCache",
                 expected="a live cache",
-                got="one whose memory was given back by drop()",
+                got="one whose memory was released by drop()",
                 fix="create or duplicate another one",
             )
         return self._shards
@@ -116,7 +116,6 @@ class ShardedKVCache:
         return self._shard(shard).update(layer, k, v, cache_lengths)
 
     def _shard(self, index: int) -> StaticKVCache:
-        """Return a shard by number."""
         shards = self.shards
         if isinstance(index, bool) or not isinstance(index, int):
             raise ArgumentTypeError("ShardedKVCache: shard", expected=f"an int from 0 to {len(shards) - 1}", got=repr(index))
@@ -158,7 +157,7 @@ class ShardedKVCache:
             shard.reset()
 
     def drop(self) -> None:
-        """Give the memory back. Dropping twice is fine; any other use afterwards raises `DroppedCacheError`."""
+        """Release the memory. Dropping twice is fine; any other use afterwards raises `DroppedCacheError`."""
         self._shards = None
 
     def __enter__(self) -> Self:

@@ -76,7 +76,6 @@ class StaticKVCache(Cache):
         self._write = [ops.op("static_update_").bind(*pair, named=named) for pair in self._views]
 
     def _allocate(self, layer: RankLayer) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take zeroed memory for one layer."""
         rows, length = self.config.max_batch_size, self.max_cache_len
         with torch.inference_mode(False):  # a cache made while inferring must be writable afterwards too
             return (

@@ -35,7 +35,6 @@ def describe(registry: Registry) -> list[dict[str, Any]]:
 
 
 def _abilities(loaded: LoadedBackend) -> dict[str, Any]:
-    """Return what a ready backend runs on and can do."""
     able = loaded.capabilities
     return {
         "devices": [str(device) for device in loaded.backend.devices()],
@@ -62,7 +61,6 @@ def command(json_output: JsonFlag = False) -> None:
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """Return a row of the table."""
     if "devices" not in row:
         able: tuple[str, ...] = (row["reason"], "", "", "", "")
     else:

@@ -24,8 +24,8 @@ from kvdock_conformance.prove import faults_of, prove
 from kvdock_conformance.reports.json_report import as_dict
 from kvdock_conformance.reports.text import bug_report, summary
 from kvdock_conformance.requirement import Level
-from kvdock_conformance.run import Run, run
-from kvdock_conformance.session import Plan
+from kvdock_conformance.run import ConformanceRun, run
+from kvdock_conformance.session import ConformancePlan
 from kvdock_conformance.verdict import Outcome
 
 __all__ = ["LevelName", "certify", "command"]
@@ -40,7 +40,7 @@ class LevelName(enum.StrEnum):
     EXTENDED = "extended"
 
 
-def certify(plan: Plan, *, with_faults: bool) -> Run:
+def certify(plan: ConformancePlan, *, with_faults: bool) -> ConformanceRun:
     """Run a plan, and after it the seeded faults if they are asked for and the backend could be opened.
 
     Raises:
@@ -74,7 +74,7 @@ def command(
         kind, name = _wanted(backend=backend, prefix=prefix)
         every = requirements.load()
         known = expected.read(expected_file, every) if expected_file is not None else {}
-        plan = Plan(name, every, Level(level.value), op, known, kind=kind, device=device)
+        plan = ConformancePlan(name, every, Level(level.value), op, known, kind=kind, device=device)
         plan.selected()
         if report is not None:
             reports.prepare(report)  # before the run: it may be long
@@ -115,8 +115,7 @@ def _wanted(**names: str | None) -> tuple[str, str]:
     return given[0]
 
 
-def _show(found: Run) -> None:
-    """Print a run for people: a table, why something was not run where that is long, and a bug report for each failure."""
+def _show(found: ConformanceRun) -> None:
     show_table(("requirement", "verdict", "cases", "seconds", "sentence"), [_row(outcome) for outcome in found.outcomes])
     if found.proofs:
         show_table(("fault", "verdict", "noticed by", "sentence"), [_proof_row(proof) for proof in found.proofs])
@@ -126,8 +125,7 @@ def _show(found: Run) -> None:
         show_lines("", *(bug_report(found, outcome, case) for case in outcome.failed[:1]))
 
 
-def _show_end(found: Run, report: Path | None) -> None:
-    """Print where the reports are, what was left out, and a last line that says it all."""
+def _show_end(found: ConformanceRun, report: Path | None) -> None:
     if report is not None:
         any_failed = any(outcome.failed for outcome in found.outcomes)
         show_lines(f"reports are in {report}" + ("; failures/ has a repro.py for each failure" if any_failed else ""))
@@ -145,7 +143,6 @@ def _row(outcome: Outcome) -> tuple[object, ...]:
 
 
 def _proof_row(proof: Any) -> tuple[object, ...]:
-    """Return the row of one fault."""
     noticed = ", ".join(proof["killed_by"]) or proof["reason"] or "nothing"
     missed = f"; not by {', '.join(proof['missed'])}" if proof["missed"] else ""
     always = f"; these fail without the fault too: {', '.join(proof['always'])}" if proof["always"] else ""

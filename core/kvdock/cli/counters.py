@@ -40,6 +40,5 @@ def show_counters(rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return a row of the table."""
     counts = [row[name] for name in ("hits", "misses", "evictions", "size", "capacity", "destroyed", "failures")]
     return row["op"], row["device"], *counts, f"{row['prepare_s'] * 1e3:.3f}"

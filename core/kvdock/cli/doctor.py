@@ -16,7 +16,7 @@ from kvdock.cli.output import JsonFlag, errors_shown, show_json, show_lines, sho
 from kvdock.cli.versions import versions
 from kvdock.plugins.entry_points import collect, plan
 from kvdock.plugins.records import PluginRecord, mark_name_conflicts
-from kvdock.plugins.settings import Settings
+from kvdock.plugins.settings import PluginSettings
 
 __all__ = ["Diagnosis", "command", "diagnose"]
 
@@ -68,7 +68,7 @@ def diagnose(timeout_s: float) -> Diagnosis:
         ArgumentValueError: an environment variable cannot be read.
     """
     found, unreadable = collect()
-    todo = plan(found, Settings.from_environ(os.environ))
+    todo = plan(found, PluginSettings.from_environ(os.environ))
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         examined = list(pool.map(lambda item: examine(item, timeout_s), todo.load))
     records = sorted([*todo.refused, *(item.record for item in examined)], key=lambda record: (record.name, record.distribution or ""))
@@ -92,7 +92,6 @@ def command(
 
 
 def _show(diagnosis: Diagnosis) -> None:
-    """Print a diagnosis for people."""
     show_lines(" · ".join(f"{name} {version}" for name, version in diagnosis.versions.items()))
     show_lines(*(f"{name}={value}" for name, value in diagnosis.environment.items()))
     show_table(("plugin", "from", "state", "backends", "reason"), [_row(record) for record in diagnosis.plugins])
@@ -106,7 +105,6 @@ def _show(diagnosis: Diagnosis) -> None:
 
 
 def _show_descriptors(diagnosis: Diagnosis) -> None:
-    """Print what was prepared in this process, or how to try it."""
     if diagnosis.descriptors:
         show_counters(diagnosis.descriptors)
     else:
@@ -114,6 +112,5 @@ def _show_descriptors(diagnosis: Diagnosis) -> None:
 
 
 def _row(record: PluginRecord) -> tuple[str, ...]:
-    """Return a plugin's row."""
     backends = "\n".join(f"{backend.name}: {backend.state.name}" for backend in record.backends)
     return record.name, f"{record.distribution} {record.version}", record.state.name, backends, record.reason

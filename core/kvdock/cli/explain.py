@@ -74,7 +74,6 @@ def _filled(arg: Arg, value: Any) -> Any:
 
 
 def _dtype(name: str) -> torch.dtype:
-    """Look a dtype up by torch's name for it."""
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
         raise ArgumentValueError("--dtype", expected="torch's name of a dtype, such as bfloat16", got=repr(name))
@@ -82,7 +81,6 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _example(op: str, device: str, dtype: torch.dtype, sizes: dict[str, int]) -> tuple[Any, ...]:
-    """Build the arguments of an example call on a device."""
     try:
         return example(op, device=torch.device(device), dtype=dtype, **sizes)
     except (RuntimeError, AssertionError) as error:  # what torch raises for a device that it does not know or cannot reach
@@ -113,7 +111,6 @@ def command(
 
 
 def _show(found: dict[str, Any]) -> None:
-    """Print an explanation for people."""
     show_lines(
         f"{found['op']} on {found['device']} is served by {found['served_by']}: {found['kernel']}",
         f"backend: {found['backend']} ({found['backend_reason']})",
@@ -128,6 +125,5 @@ def _show(found: dict[str, Any]) -> None:
 
 
 def _run_text(run: dict[str, Any]) -> str:
-    """Say what the calls took."""
     later = "" if run["later_call_s"] is None else f", each later one {run['later_call_s'] * 1e6:.1f} us"
     return f"called {run['calls']} times: the first took {run['first_call_s'] * 1e3:.3f} ms of host time{later}"

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import attrs
 
-from kvdock.plugins.entry_points import Found
+from kvdock.plugins.entry_points import FoundEntryPoint
 from kvdock.plugins.records import PluginRecord, PluginState
 from kvdock.plugins.settings import ALLOW, DENY, DISABLE
 
@@ -49,7 +49,7 @@ class Examination:
     notes: tuple[str, ...] = ()
 
 
-def examine(found: Found, timeout_s: float) -> Examination:
+def examine(found: FoundEntryPoint, timeout_s: float) -> Examination:
     """Load and probe one plugin in a child process.
 
     Args:
@@ -66,7 +66,7 @@ def examine(found: Found, timeout_s: float) -> Examination:
         return _verdict(found, _lines(folder / "result"), end, text)
 
 
-def _run(found: Found, result: Path, output: IO[bytes], timeout_s: float) -> str:
+def _run(found: FoundEntryPoint, result: Path, output: IO[bytes], timeout_s: float) -> str:
     """Run the child to its end, its time limit or its crash; return how it ended, empty when by itself."""
     environ = {key: value for key, value in os.environ.items() if key not in (ALLOW, DENY, DISABLE)}
     environ[ALLOW] = f"{found.name}@{found.distribution}"
@@ -96,6 +96,7 @@ def _wait(child: subprocess.Popen[bytes], result: Path, timeout_s: float) -> int
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return child.wait(_POLL_S)
+        # The limit counts from the first line: until then the time is that of Python and torch, not of the plugin.
         if not started and result.exists() and result.stat().st_size > 0:
             deadline, started = time.monotonic() + timeout_s, True
         if time.monotonic() > deadline:
@@ -111,7 +112,7 @@ def _lines(result: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _verdict(found: Found, lines: list[dict[str, Any]], end: str, output: str) -> Examination:
+def _verdict(found: FoundEntryPoint, lines: list[dict[str, Any]], end: str, output: str) -> Examination:
     """Take the child's own record, or make one of where and how it ended."""
     last: dict[str, Any] = lines[-1] if lines else {"step": "start", "subject": ""}
     if "record" in last:

@@ -62,7 +62,6 @@ def _initialised(registry: Registry) -> list[str]:
 
 
 def _opened(name: str, kind: str) -> str:
-    """Say what a plugin must not do."""
     return (
         f"plugin {name!r} opened a context on {kind!r} when it was loaded or probed: a process that forks after that cannot use the device"
     )

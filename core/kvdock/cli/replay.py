@@ -66,7 +66,6 @@ def replay_file(path: Path, pools: Sequence[int], settings: ReplaySettings, limi
 
 
 def _lru(trace: Trace, pool: int) -> dict[str, float]:
-    """Return the yardstick for a size of pool."""
     found: dict[str, float] = attrs.asdict(block_lru(trace, pool))
     return found
 
@@ -81,7 +80,6 @@ def _progress(requests: int, pools: Sequence[int]) -> Iterator[list[Callable[[],
 
 
 def _step(bars: Progress, task: Any) -> Callable[[], None]:
-    """Return what moves one bar on."""
     drawn = time.monotonic()
 
     def step() -> None:
@@ -125,7 +123,6 @@ def command(
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:
-    """Write the JSON object to a file."""
     try:
         path.write_text(json.dumps({"schema": SCHEMA, "command": "replay", **found}, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
@@ -142,7 +139,6 @@ def _check_writable(out: Path | None, plot: Path | None) -> None:
 
 
 def _show(found: dict[str, Any]) -> None:
-    """Print what was found for people."""
     trace, settings, top = found["trace"], found["settings"], found["ceiling"]
     policy = f", {settings['policy']}" if settings["policy"] else ""
     show_lines(
@@ -157,14 +153,12 @@ def _show(found: dict[str, Any]) -> None:
 
 
 def _order(rates: dict[str, float] | None) -> str:
-    """Say in which order requests come."""
     if rates is None:
         return "one request after the other"
     return f"at the trace's times, prefill {rates['prefill']:g} and decode {rates['decode']:g} tokens/s for each request"
 
 
 def _row(run: dict[str, Any]) -> tuple[str, ...]:
-    """Return a run's row of the first table."""
     waits = run["waits"]
     waiting = () if waits is None else (f"{waits['waited']:,}", f"{waits['longest_s']:.1f} s", f"{waits['most_running']:,}")
     return (
@@ -179,7 +173,6 @@ def _row(run: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _operations(run: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return what each operation of a run took."""
     pool = show_size(run["pool_tokens"])
     return [
         (pool, name, f"{one['calls']:,}", f"{one['total_s']:.3f}", f"{one['p50_s'] * 1e6:.1f}", f"{one['p99_s'] * 1e6:.1f}")

@@ -24,7 +24,6 @@ def sizes(option: str, values: Iterable[str]) -> list[int]:
 
 
 def _size(option: str, text: str) -> int:
-    """Return one number."""
     match = _NUMBER.fullmatch(text)
     number = Decimal(match[1]) * _FACTORS[match[2]] if match else Decimal(0)
     if number < 1 or number != int(number):

@@ -55,6 +55,7 @@ def check_api(plugin: object) -> None:
     """
     made_for = getattr(plugin, "KVDOCK_API", None)
     if made_for is None:
+        # A plugin that is an object has the constant in the module of its class.
         module = sys.modules.get(getattr(plugin, "__module__", None) or "")
         made_for = getattr(module, "KVDOCK_API", None)
     known = _is_version(made_for)
@@ -70,7 +71,6 @@ def check_api(plugin: object) -> None:
 
 
 def _is_version(value: object) -> bool:
-    """Whether a value is a pair of integers."""
     return isinstance(value, tuple) and len(value) == 2 and all(type(part) is int for part in value)
 
 
@@ -119,7 +119,6 @@ def _unmarked(plugin: object) -> str:
 
 
 def _check_kind(value: object, kind: type[Any], where: str) -> None:
-    """Refuse an object of another kind."""
     if not isinstance(value, kind):
         raise BrokenContractError(where, expected=f"a {kind.__name__}", got=_show(value))
 

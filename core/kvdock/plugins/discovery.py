@@ -11,9 +11,9 @@ from typing import Any
 import attrs
 
 from kvdock.plugins.entry_points import collect, plan
-from kvdock.plugins.loading import Contribution, LoadedBackend, Watch, load, unwatched
+from kvdock.plugins.loading import Contribution, LoadedBackend, StepWatcher, load, unwatched
 from kvdock.plugins.records import PluginRecord, PluginState, mark_name_conflicts
-from kvdock.plugins.settings import Settings
+from kvdock.plugins.settings import PluginSettings
 
 __all__ = ["Discovery", "discover"]
 
@@ -30,7 +30,7 @@ class Discovery:
         notes: what the user should be told beside the records.
     """
 
-    settings: Settings
+    settings: PluginSettings
     records: tuple[PluginRecord, ...] = ()
     loaded: Mapping[str, LoadedBackend] = attrs.field(factory=dict)
     prefix_caches: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
@@ -50,7 +50,7 @@ class Discovery:
         return attrs.evolve(self, loaded={**self.loaded, loaded.backend.name: loaded})
 
 
-def discover(settings: Settings, watch: Watch = unwatched) -> Discovery:
+def discover(settings: PluginSettings, watch: StepWatcher = unwatched) -> Discovery:
     """Load every plugin that ``settings`` allow, each under its own guard.
 
     Args:
@@ -77,5 +77,4 @@ def discover(settings: Settings, watch: Watch = unwatched) -> Discovery:
 
 
 def _caches(contributions: list[Contribution]) -> dict[str, Mapping[str, Any]]:
-    """Return the prefix caches by plugin."""
     return {item.record.name: item.prefix_caches for item in contributions if item.prefix_caches}

@@ -12,16 +12,16 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from kvdock.plugins.records import PluginRecord, PluginState
-from kvdock.plugins.settings import ALLOW, DENY, DISABLE, Selector, Settings
+from kvdock.plugins.settings import ALLOW, DENY, DISABLE, PluginSettings, Selector
 
-__all__ = ["GROUP", "Found", "Plan", "collect", "plan"]
+__all__ = ["GROUP", "FoundEntryPoint", "LoadingPlan", "collect", "plan"]
 
 GROUP = "kvdock.backends"
 """The entry-point group that every plugin registers in, kvdock's own backends included."""
 
 
 @attrs.frozen(order=True)
-class Found:
+class FoundEntryPoint:
     """One entry point: its name, what it names, and the distribution that declares it."""
 
     name: str
@@ -35,7 +35,7 @@ class Found:
 
 
 @attrs.frozen
-class Plan:
+class LoadingPlan:
     """What discovery is going to do.
 
     Args:
@@ -44,14 +44,14 @@ class Plan:
         notes: what the user should be told beside the records.
     """
 
-    load: tuple[Found, ...]
+    load: tuple[FoundEntryPoint, ...]
     refused: tuple[PluginRecord, ...]
     notes: tuple[str, ...]
 
 
-def collect() -> tuple[list[Found], list[str]]:
+def collect() -> tuple[list[FoundEntryPoint], list[str]]:
     """Return the entry points that are installed, sorted, and a note for each distribution that cannot be read."""
-    found: list[Found] = []
+    found: list[FoundEntryPoint] = []
     notes: list[str] = []
     names: set[str] = set()
     for distribution in importlib.metadata.distributions():
@@ -66,33 +66,34 @@ def collect() -> tuple[list[Found], list[str]]:
     return sorted(found), notes
 
 
-def _declared(distribution: importlib.metadata.Distribution) -> list[Found]:
-    """Return what one distribution declares in the group."""
+def _declared(distribution: importlib.metadata.Distribution) -> list[FoundEntryPoint]:
     points = distribution.entry_points.select(group=GROUP)
-    return [Found(point.name, distribution.name, distribution.version, point.value) for point in points]
+    return [FoundEntryPoint(point.name, distribution.name, distribution.version, point.value) for point in points]
 
 
-def plan(found: Sequence[Found], settings: Settings) -> Plan:
+def plan(found: Sequence[FoundEntryPoint], settings: PluginSettings) -> LoadingPlan:
     """Apply the lists, then look for names that several distributions use."""
     refused: list[PluginRecord] = []
-    allowed: list[Found] = []
+    allowed: list[FoundEntryPoint] = []
     for item in found:
         reason = _blocked(item, settings)
         if reason:
             refused.append(item.record(PluginState.BLOCKED, reason))
         else:
             allowed.append(item)
-    load: list[Found] = []
+    # Behind the lists, so that denying one of two rivals settles their conflict.
+    load: list[FoundEntryPoint] = []
     for _, same_name in itertools.groupby(allowed, key=lambda item: item.name):
         rivals = _distinct(same_name)
         if len(rivals) == 1:
             load += rivals
         else:
+            # None of them is loaded: the order of the path would decide between them, and nobody would know.
             refused += [item.record(PluginState.CONFLICT, _conflict(rivals)) for item in rivals]
-    return Plan(tuple(load), tuple(refused), tuple(_missing(found, settings)))
+    return LoadingPlan(tuple(load), tuple(refused), tuple(_missing(found, settings)))
 
 
-def _blocked(item: Found, settings: Settings) -> str:
+def _blocked(item: FoundEntryPoint, settings: PluginSettings) -> str:
     """Return why an entry point may not be loaded, naming the variable; empty when it may."""
     if not settings.autoload:
         return f"{DISABLE}=1 turns every plugin off"
@@ -104,15 +105,15 @@ def _blocked(item: Found, settings: Settings) -> str:
     return ""
 
 
-def _distinct(same_name: Iterable[Found]) -> list[Found]:
+def _distinct(same_name: Iterable[FoundEntryPoint]) -> list[FoundEntryPoint]:
     """Drop what is the same plugin seen twice, such as installed and in editable mode under another distribution name."""
-    first: dict[str, Found] = {}
+    first: dict[str, FoundEntryPoint] = {}
     for item in same_name:
         first.setdefault(item.value, item)
     return list(first.values())
 
 
-def _conflict(rivals: Sequence[Found]) -> str:
+def _conflict(rivals: Sequence[FoundEntryPoint]) -> str:
     """Name all that use one name, and how to pick one."""
     name = rivals[0].name
     places = " and ".join(f"{item.distribution} {item.version} ({item.value})" for item in rivals)
@@ -123,7 +124,7 @@ def _conflict(rivals: Sequence[Found]) -> str:
     )
 
 
-def _missing(found: Sequence[Found], settings: Settings) -> list[str]:
+def _missing(found: Sequence[FoundEntryPoint], settings: PluginSettings) -> list[str]:
     """Return a note for each allowed name that is not installed."""
     installed = ", ".join(f"{item.name}@{item.distribution}" for item in found) or "none"
     return [

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvdock.errors import KVDockError, KVDockWarning
-from kvdock.plugins.settings import Settings
+from kvdock.plugins.settings import PluginSettings
 
 __all__ = ["EnvironmentWatch"]
 
@@ -31,13 +31,13 @@ class EnvironmentWatch:
     def __init__(self, environ: Mapping[str, str] | None) -> None:
         self._inherited = environ is None
         self._environ: Mapping[str, str] = os.environ if environ is None else environ
-        self._warned: Settings | None = None
+        self._warned: PluginSettings | None = None
 
-    def settings(self) -> Settings:
+    def settings(self) -> PluginSettings:
         """Read the settings. Raises ArgumentValueError when a variable cannot be read."""
-        return Settings.from_environ(self._environ)
+        return PluginSettings.from_environ(self._environ)
 
-    def loaded_with(self, settings: Settings) -> None:
+    def loaded_with(self, settings: PluginSettings) -> None:
         """Compare with what the parent loaded, and leave a line for the children."""
         if not self._inherited:
             return
@@ -46,7 +46,7 @@ class EnvironmentWatch:
         if multiprocessing.parent_process() is not None and parents not in (None, settings.lists()):
             _warn(f"this child process loads other plugins than its parent: {settings.lists()} here, {parents} there")
 
-    def check(self, settings: Settings) -> None:
+    def check(self, settings: PluginSettings) -> None:
         """Warn if the environment no longer says what plugins were loaded with."""
         try:
             now = self.settings()
@@ -69,7 +69,7 @@ def _handed_on() -> dict[str, Any]:
     return handed_on
 
 
-def _show(settings: Settings) -> str:
+def _show(settings: PluginSettings) -> str:
     """Describe settings in one line."""
     devices = "".join(f"; {kind}: {name}" for kind, name in settings.device_backends.items())
     return f"[{settings.lists()}{devices}]"

@@ -28,7 +28,6 @@ class Gate:
         _GATES.add(self)
 
     def _open(self) -> None:
-        """Let anybody in."""
         self._lock = threading.RLock()
         self._step = ""
 
@@ -80,7 +79,6 @@ _GATES: weakref.WeakSet[Gate] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """Open every gate."""
     for gate in _GATES:
         gate.reopen()
 

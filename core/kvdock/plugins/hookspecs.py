@@ -1,4 +1,4 @@
-"""The hooks that a plugin may implement. pluggy is touched at start-up only; kernels are handed over as data."""
+"""The hooks that a plugin may implement. pluggy is touched at start-up only; kernels are returned as data."""
 
 from __future__ import annotations
 

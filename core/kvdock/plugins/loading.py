@@ -19,12 +19,12 @@ import attrs
 from kvdock.errors import DiscoveryReentryError
 from kvdock.interface import Backend, Capabilities, Kernel
 from kvdock.plugins import contract
-from kvdock.plugins.entry_points import Found
+from kvdock.plugins.entry_points import FoundEntryPoint
 from kvdock.plugins.records import BackendRecord, PluginRecord, PluginState, summarise
 
-__all__ = ["Contribution", "LoadedBackend", "Watch", "admit", "is_half_imported", "load", "unwatched"]
+__all__ = ["Contribution", "LoadedBackend", "StepWatcher", "admit", "is_half_imported", "load", "unwatched"]
 
-Watch = Callable[[str, str], None]
+StepWatcher = Callable[[str, str], None]
 """Called with each step before it is taken: ``"import"``, ``"hooks"``, ``"probe"`` or ``"kernels"``, and what it is about."""
 
 _T = TypeVar("_T")
@@ -35,7 +35,7 @@ class LoadedBackend:
     """A backend that is ready, with what it was asked for once.
 
     Args:
-        backend: the object that the plugin handed over.
+        backend: the object that the plugin returned.
         kernels: its kernels by op name, with what was registered over them; never changed in place.
         capabilities: what it said it can do.
         overridden: ops whose kernel of the plugin was replaced.
@@ -74,7 +74,7 @@ def unwatched(step: str, subject: str) -> None:
     """Watch nothing."""
 
 
-def load(found: Found, watch: Watch = unwatched) -> Contribution:
+def load(found: FoundEntryPoint, watch: StepWatcher = unwatched) -> Contribution:
     """Import an entry point and admit what it names. Whatever the plugin raises ends up in the record.
 
     Raises:
@@ -97,6 +97,7 @@ def _attempt(state: PluginState, doing: str, call: Callable[[], _T]) -> _T:
     """Run a step of a plugin; whatever it raises refuses the plugin with ``state``."""
     try:
         return call()
+    # Ctrl-C is no fault of the plugin, and the others are already what they should be.
     except (KeyboardInterrupt, _RefusedError, _HalfImportedError):
         raise
     except contract.BrokenContractError as error:
@@ -111,7 +112,7 @@ def is_half_imported(module: ModuleType) -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
-def _import(found: Found) -> object:
+def _import(found: FoundEntryPoint) -> object:
     """Import what an entry point names, package by package, so that none of them is used half imported."""
     name, _, attribute = found.value.partition(":")
     parts = name.strip().split(".")
@@ -121,13 +122,14 @@ def _import(found: Found) -> object:
             if is_half_imported(module):
                 raise _HalfImportedError(module.__name__)
     except ModuleNotFoundError as error:
+        # Only where the plugin's own module is gone: a dependency that it lacks is another mistake, and keeps its own error.
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             raise _stale(found, error) from error
         raise
     return functools.reduce(getattr, [part for part in attribute.strip().split(".") if part], sys.modules[name.strip()])
 
 
-def _stale(found: Found, error: ModuleNotFoundError) -> _RefusedError:
+def _stale(found: FoundEntryPoint, error: ModuleNotFoundError) -> _RefusedError:
     """Explain an entry point whose module is gone."""
     return _RefusedError(
         PluginState.LOAD_FAILED,
@@ -137,7 +139,7 @@ def _stale(found: Found, error: ModuleNotFoundError) -> _RefusedError:
     )
 
 
-def admit(plugin: object, record: PluginRecord, watch: Watch = unwatched) -> Contribution:
+def admit(plugin: object, record: PluginRecord, watch: StepWatcher = unwatched) -> Contribution:
     """Verify an imported plugin and probe its backends; the door for entry points and for plugins of this process.
 
     Args:
@@ -153,6 +155,7 @@ def admit(plugin: object, record: PluginRecord, watch: Watch = unwatched) -> Con
         caches = {name: cache for hook in hooks.get("kvdock_prefix_caches", ()) for name, cache in _caches(hook).items()}
     except _RefusedError as refused:
         return Contribution(attrs.evolve(record, state=refused.state, reason=refused.reason, traceback=refused.trace))
+    # Backend by backend: one that fails does not take the others of its plugin with it.
     loaded, records, traces = [], [], []
     for backend in backends:
         ready, outcome, trace = _probe(backend, watch)
@@ -166,12 +169,10 @@ def admit(plugin: object, record: PluginRecord, watch: Watch = unwatched) -> Con
 
 
 def _backends(hook: Callable[[], Any]) -> list[Backend]:
-    """Ask a hook for backends."""
     return _attempt(PluginState.LOAD_FAILED, "kvdock_backends()", lambda: contract.check_backends(hook()))
 
 
 def _caches(hook: Callable[[], Any]) -> dict[str, Any]:
-    """Ask a hook for prefix caches."""
     return _attempt(PluginState.LOAD_FAILED, "kvdock_prefix_caches()", lambda: contract.check_caches(hook()))
 
 
@@ -182,7 +183,7 @@ def _without_backends(record: PluginRecord, caches: Mapping[str, Any]) -> Plugin
     return attrs.evolve(record, state=PluginState.ABSENT, reason="kvdock_backends() returned no backend")
 
 
-def _probe(backend: Backend, watch: Watch) -> tuple[list[LoadedBackend], BackendRecord, str]:
+def _probe(backend: Backend, watch: StepWatcher) -> tuple[list[LoadedBackend], BackendRecord, str]:
     """Probe one backend, and if it is ready ask for its kernels and capabilities. Returns it if usable, its record, a traceback."""
     name = backend.name
     watch("probe", name)

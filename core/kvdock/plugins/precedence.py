@@ -68,11 +68,12 @@ def decide(known: Discovery, configured: Configured, op: str, device: torch.devi
 
 
 def _select(known: Discovery, configured: Configured, op: str, device: torch.device, named: str | None) -> _Selected:
-    """Go through the order of precedence. Raises what `decide` raises."""
+    # What the call or the program names is not weighed against claims: if it cannot serve, that is an error and no fallback.
     if named is not None:
         return require(known, named, device, "asked for by name")
     if op in configured.ops:
         return require(known, configured.ops[op], device, f"configured for op {op!r}")
+    # Sorted, so that the order in which plugins were loaded decides nothing, not even the text of an error.
     claimants = [loaded for _, loaded in sorted(known.loaded.items()) if _claims(loaded, device)[0]]
     wanted = _configured_for_device(known, configured, device, claimants)
     if wanted is not None:
@@ -80,7 +81,7 @@ def _select(known: Discovery, configured: Configured, op: str, device: torch.dev
     if not claimants:
         raise NoBackendError(
             f"{op}: no backend that is ready claims {device}. Installed: {_overview(known, device)}",
-            fix="install a plugin for this kind of device, or mend the one listed; `kvdock doctor` shows tracebacks",
+            fix="install a plugin for this kind of device, or repair the one listed; `kvdock doctor` shows tracebacks",
         )
     loaded, reason = _preferred(op, device, claimants)
     return loaded, "; ".join([reason, *_broken_rivals(known, device, loaded)])
@@ -124,6 +125,7 @@ def _configured_for_device(
     by_environ = {kind: (f"{PER_DEVICE}{kind.upper()}", name) for kind, name in known.settings.device_backends.items()}
     for source, kinds in itertools.product((by_program, by_environ), (own_types, [device.type])):
         wanted = dict(source[kind] for kind in kinds if kind in source)
+        # The types that the claimants name are equals: of two that are configured differently, neither is the obvious one.
         if len(set(wanted.values())) > 1:
             raise AmbiguousBackendError(
                 f"{device} is configured more than once: {', '.join(f'{by} says {name}' for by, name in wanted.items())}",
@@ -167,6 +169,7 @@ def why_unavailable(known: Discovery, name: str) -> str:
         for backend in record.backends
         if backend.name == name
     ]
+    # A backend comes before a plugin of the same name: the name of a backend was asked for.
     own = own[:1] if own else [_plugin_instead(record) for record in known.records if record.name == name]
     if own:
         return "; ".join(own)
@@ -206,5 +209,4 @@ def _claims(loaded: LoadedBackend, device: torch.device) -> tuple[bool, str]:
 
 
 def _overview(known: Discovery, device: torch.device) -> str:
-    """List every candidate with its reason."""
     return "; ".join(f"{item.name} ({item.reason})" for item in candidates(known, device)) or "nothing"

@@ -131,7 +131,6 @@ def mark_name_conflicts(records: Sequence[PluginRecord]) -> list[PluginRecord]:
 
 
 def _clash(name: str, owners: Sequence[PluginRecord]) -> str:
-    """Say who brings the backends of one name."""
     labels = " and ".join(owner.label for owner in owners)
     last = owners[-1]
     fix = f"refuse one, such as KVDOCK_BACKENDS_DENY={last.name}@{last.distribution}" if owners[0] != last else "the plugin must rename one"
@@ -139,7 +138,6 @@ def _clash(name: str, owners: Sequence[PluginRecord]) -> str:
 
 
 def _with_clashes(record: PluginRecord, clashes: Mapping[str, str]) -> PluginRecord:
-    """Mark the backends of one plugin."""
     if not any(backend.name in clashes for backend in record.backends):
         return record
     backends = tuple(

@@ -16,7 +16,7 @@ from kvdock.ops.selection import Choice
 from kvdock.plugins.discovery import Discovery, discover
 from kvdock.plugins.environment import EnvironmentWatch
 from kvdock.plugins.gate import Gate
-from kvdock.plugins.loading import LoadedBackend, Watch, admit, is_half_imported, unwatched
+from kvdock.plugins.loading import LoadedBackend, StepWatcher, admit, is_half_imported, unwatched
 from kvdock.plugins.precedence import Candidate, Configured, candidates, decide, why_unavailable
 from kvdock.plugins.records import PluginRecord, PluginState
 
@@ -33,7 +33,7 @@ class Registry:
         op_backends: name of the backend to use for an op, by op name.
         device_backends: name of the backend to use for a device type, by type; before the environment's.
         wait_s: how long a thread waits while another one loads plugins, in seconds.
-        watch: called before each step of each plugin, as `kvdock.plugins.loading.Watch` describes.
+        watch: called before each step of each plugin, as `kvdock.plugins.loading.StepWatcher` describes.
     """
 
     epoch: int
@@ -46,7 +46,7 @@ class Registry:
         op_backends: Mapping[str, str] | None = None,
         device_backends: Mapping[str, str] | None = None,
         wait_s: float = 300.0,
-        watch: Watch = unwatched,
+        watch: StepWatcher = unwatched,
     ) -> None:
         self.epoch = 0
         self._configured = Configured(dict(op_backends or {}), dict(device_backends or {}))
@@ -74,7 +74,6 @@ class Registry:
         return choice if choice is not None else self._decide(op, device, named)
 
     def _decide(self, op: str, device: torch.device, named: str | None) -> Choice:
-        """Choose, and remember it."""
         known = self._discovery()
         self._environment.check(known.settings)
         with self._gate.held():
@@ -95,11 +94,11 @@ class Registry:
             with self._gate.loading():
                 known = self._known = discover(settings, self._step)
         self._environment.loaded_with(settings)
+        # Outside the lock: a warning may raise, or run code that asks for a backend.
         _report(known)
         return known
 
     def _step(self, step: str, subject: str) -> None:
-        """Pass on which step is being taken."""
         self._gate.watch(step, subject)
         self._watch(step, subject)
 
@@ -134,7 +133,6 @@ class Registry:
         return self._ready(name).backend
 
     def _ready(self, name: str) -> LoadedBackend:
-        """Return a backend that is ready, with what belongs to it."""
         known = self._discovery()
         try:
             return known.loaded[name]
@@ -198,6 +196,7 @@ class Registry:
         """Take over a change, and forget what was chosen before it."""
         self._known = known
         self._choices.clear()
+        # Last: whoever sees the new number finds no old choice.
         self.epoch += 1
 
     def _after_fork(self) -> None:
@@ -222,7 +221,6 @@ def _refuse_broken(record: PluginRecord) -> None:
 
 
 def _refuse_taken(record: PluginRecord, known: Discovery) -> None:
-    """Refuse to register names that are in use."""
     own = [backend.name for backend in record.backends]
     taken = {backend.name: other for other in known.records for backend in other.backends}
     taken.update({name: record for name in own if own.count(name) > 1})

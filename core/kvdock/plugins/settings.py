@@ -9,7 +9,7 @@ import attrs
 
 from kvdock.errors import ArgumentValueError
 
-__all__ = ["ALLOW", "DENY", "DISABLE", "PER_DEVICE", "Selector", "Settings", "normalise"]
+__all__ = ["ALLOW", "DENY", "DISABLE", "PER_DEVICE", "PluginSettings", "Selector", "normalise"]
 
 ALLOW = "KVDOCK_BACKENDS"
 DENY = "KVDOCK_BACKENDS_DENY"
@@ -58,7 +58,7 @@ class Selector:
 
 
 @attrs.frozen
-class Settings:
+class PluginSettings:
     """What the environment variables say.
 
     Args:
@@ -74,7 +74,7 @@ class Settings:
     device_backends: Mapping[str, str] = attrs.field(factory=dict)
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str]) -> Settings:
+    def from_environ(cls, environ: Mapping[str, str]) -> PluginSettings:
         """Read the variables; an empty variable counts as one that is not set.
 
         Raises:
@@ -95,13 +95,12 @@ class Settings:
 
 
 def _selectors(environ: Mapping[str, str], variable: str) -> tuple[Selector, ...]:
-    """Read a list of selectors."""
+    # Empty items count for nothing, so that a list may end in a comma.
     items = [item for item in environ.get(variable, "").split(",") if item.strip()]
     return tuple(Selector.parse(item, variable) for item in items)
 
 
 def _switch(environ: Mapping[str, str], variable: str) -> bool:
-    """Read a variable that is on or off."""
     text = environ.get(variable, "")
     try:
         return _SWITCH[text.strip().lower()]

@@ -5,7 +5,7 @@ In the order of reading: `interface` is the contract, `naive` the shortest prefi
 """
 
 from kvdock.prefix.events import Cleared, PrefixEvent, Removed, Stored
-from kvdock.prefix.eviction import FIFO, LFU, LRU, EvictionPolicy, Priority, Usage
+from kvdock.prefix.eviction import FIFO, LFU, LRU, EvictionPolicy, LowestPriority, Usage
 from kvdock.prefix.factory import create_prefix_cache
 from kvdock.prefix.interface import (
     BlockIds,
@@ -30,6 +30,7 @@ __all__ = [
     "Cleared",
     "EvictionPolicy",
     "InsertResult",
+    "LowestPriority",
     "NaivePrefixCache",
     "Namespace",
     "PartialMatch",
@@ -38,7 +39,6 @@ __all__ = [
     "PrefixHandle",
     "PrefixMatch",
     "PrefixStats",
-    "Priority",
     "RadixPrefixCache",
     "Removed",
     "SizeInfo",

@@ -87,6 +87,7 @@ class EventStream:
     def emit(self, event: PrefixEvent) -> None:
         """Deliver an event, or let it wait for the ones before it."""
         self._waiting.append(event)
+        # An observer has called the cache: the loop below, further up in this very thread, goes on with this event.
         if self._delivering:
             return
         self._delivering = True
@@ -97,7 +98,7 @@ class EventStream:
             self._delivering = False
 
     def _deliver(self, event: PrefixEvent) -> None:
-        """Call every observer."""
+        # A copy, since an observer may unsubscribe itself or others while it is called.
         for observer in tuple(self._observers):
             try:
                 observer(event)

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["FIFO", "LFU", "LRU", "POLICIES", "Evictable", "EvictionPolicy", "EvictionQueue", "Priority", "Usage", "policy_of"]
+__all__ = ["FIFO", "LFU", "LRU", "POLICIES", "Evictable", "EvictionPolicy", "EvictionQueue", "LowestPriority", "Usage", "policy_of"]
 
 
 class Usage(Protocol):
@@ -70,7 +70,7 @@ class FIFO(EvictionPolicy):
         return usage.created
 
 
-class Priority(EvictionPolicy):
+class LowestPriority(EvictionPolicy):
     """What was inserted with the lowest priority; of those, what was used least recently."""
 
     name = "priority"
@@ -80,7 +80,7 @@ class Priority(EvictionPolicy):
         return usage.priority, usage.last_use
 
 
-POLICIES: Mapping[str, type[EvictionPolicy]] = {policy.name: policy for policy in (LRU, LFU, FIFO, Priority)}
+POLICIES: Mapping[str, type[EvictionPolicy]] = {policy.name: policy for policy in (LRU, LFU, FIFO, LowestPriority)}
 """The policies that can be asked for by name."""
 
 
@@ -155,6 +155,7 @@ class EvictionQueue(Generic[E]):
             self._first = first = self._take_least()
             key, _, _, item = first
             is_evictable = item.is_evictable
+            # Keys are compared here and not updated at each use. They only grow, so an old entry comes up too early, never too late.
             if is_evictable and self._key(item) == key:
                 return item
             self._first = None
@@ -163,7 +164,7 @@ class EvictionQueue(Generic[E]):
                 self.push(item)  # used since: its turn comes later
 
     def _take_least(self) -> _Entry[E]:
-        """Take out the least entry."""
+        # `_first` stays apart until something less comes: a run that is trimmed block by block sifts nothing.
         first, line, heap = self._first, self._line, self._heap
         if line and (not heap or line[0] < heap[0]):
             if first is None:
@@ -181,6 +182,7 @@ class EvictionQueue(Generic[E]):
             item.is_queued = False
         elif item.is_queued:
             self._dead += 1
+            # At half of all, each rebuild is paid for by as many discards, so that one costs O(1) on average.
             if 2 * self._dead > len(self._line) + len(self._heap) + 1:
                 self._rebuild()
 

@@ -84,7 +84,6 @@ def prefix_cache_of_pool(
 
 
 def _of_plugin(name: str) -> Callable[..., PrefixCache]:
-    """Return the class that one plugin brings under a name."""
     found = process_runtime().registry.prefix_caches()
     owners = sorted(plugin for plugin, caches in found.items() if name in caches)
     if len(owners) > 1:

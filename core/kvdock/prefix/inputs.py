@@ -183,7 +183,6 @@ def namespace_key(subject: str, namespace: object) -> Hashable:
 
 
 def _part(subject: str, part: object) -> Hashable:
-    """Return one part of a namespace with its type."""
     if isinstance(part, tuple):
         return namespace_key(subject, part), tuple
     if part is None or type(part) in (str, bytes, int, bool):

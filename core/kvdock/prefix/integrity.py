@@ -56,7 +56,6 @@ def check_tree(tree: RadixTree, *, num_locks: int, owned: BlockIds) -> None:
 
 
 def _check_node(node: Node, block_bytes: int) -> None:
-    """Compare a node with its parent and children."""
     parent, size, children, locks = node.parent, node.end - node.start, node.children, node.locks or {}
     assert parent is not None  # noqa: S101 - roots are not passed
     behind = sum(1 for child in (children or {}).values() if child.held)
@@ -79,6 +78,5 @@ def _check_node(node: Node, block_bytes: int) -> None:
 
 
 def _demand(holds: object, node: Node, what: str) -> None:
-    """Raise unless it holds."""
     if not holds:
         raise IntegrityError("RadixPrefixCache", expected=what, got=repr(node))

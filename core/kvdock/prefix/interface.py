@@ -208,11 +208,11 @@ class PrefixCache(NotCopied, ABC):
 
     @abstractmethod
     def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
-        """Protect a prefix from eviction, once more; or give back one protection.
+        """Protect a prefix from eviction, once more; or release one protection.
 
         Args:
             handle: from a match or an insertion of this cache.
-            unlock: give back instead. A handle can be unlocked as often as it was locked.
+            unlock: release one instead. A handle can be unlocked as often as it was locked.
 
         Raises:
             StaleHandleError: the handle is another cache's, was evicted, comes from before a reset, or is not locked.
@@ -306,7 +306,7 @@ class PrefixCache(NotCopied, ABC):
     @property
     @abstractmethod
     def num_locks(self) -> int:
-        """Locks that were taken and not given back, over all handles."""
+        """Locks that were taken and not released, over all handles."""
 
     @property
     @abstractmethod

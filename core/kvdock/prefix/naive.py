@@ -134,7 +134,7 @@ class NaivePrefixCache(OneThread, PrefixCache):
 
     @property
     def num_locks(self) -> int:
-        """Locks that were taken and not given back."""
+        """Locks that were taken and not released."""
         return self._locks
 
     @property
@@ -157,5 +157,4 @@ class NaivePrefixCache(OneThread, PrefixCache):
 
 
 def _none() -> BlockIds:
-    """Return no blocks."""
     return np.empty(0, dtype=np.int32)

@@ -12,17 +12,17 @@ __all__ = ["StoredBlocks"]
 
 _BlockIds = npt.NDArray[np.int32]
 
-_MOST_LET_GO = 1000
+_MOST_RELEASED = 1000
 """Runs that are kept in mind: a few 100 KiB."""
 
 
 class StoredBlocks:
-    """A table by block id: 0 for a block that is not stored, and has not been let go lately.
+    """A table by block id: 0 for a block that is not stored, and has not been released lately.
 
     What is taken over gets a number of its own for each block, which is read back then: of a block that is there twice, one
     number is gone. That costs a fifth of sorting the ids.
 
-    Blocks that an eviction lets go mostly come back for other tokens, in the same order. So they stay in the table for the
+    Blocks that an eviction releases mostly come back for other tokens, in the same order. So they stay in the table for the
     time being, and what comes back so is compared as a whole, which costs a tenth of looking up and writing each.
 
     Args:
@@ -34,35 +34,34 @@ class StoredBlocks:
         self._block_size = block_size
         self._table = np.zeros(0, dtype=np.int32)
         self._numbers = np.arange(1, 1025, dtype=np.int32)
-        self._let_go: dict[int, bytes] = {}  # ids by the first of each; they are in the table still, and in one of these at most
+        self._released: dict[int, bytes] = {}  # ids by the first of each; they are in the table still, and in one of these at most
 
     def ids(self) -> _BlockIds:
         """Return the ids of all stored blocks, sorted."""
         is_stored = self._table != 0
-        is_stored[np.frombuffer(b"".join(self._let_go.values()), dtype=np.int32)] = False
+        is_stored[np.frombuffer(b"".join(self._released.values()), dtype=np.int32)] = False
         return np.flatnonzero(is_stored).astype(np.int32)
 
     def clear(self) -> None:
         """Forget all."""
         self._table = np.zeros(0, dtype=np.int32)
-        self._let_go.clear()
+        self._released.clear()
 
     def release(self, blocks: _BlockIds) -> None:
         """Note that blocks are no longer stored; there is one at least."""
         if blocks.size == 1:
             self._table[int(blocks[0])] = 0
             return
-        if len(self._let_go) == _MOST_LET_GO:
+        if len(self._released) == _MOST_RELEASED:
             self._settle()
-        self._let_go[int(blocks[0])] = blocks.tobytes()
+        self._released[int(blocks[0])] = blocks.tobytes()
 
     def _settle(self) -> None:
-        """Take out of the table what was let go."""
-        self._erase(b"".join(self._let_go.values()))
-        self._let_go.clear()
+        """Take out of the table what was released."""
+        self._erase(b"".join(self._released.values()))
+        self._released.clear()
 
     def _erase(self, ids: bytes) -> None:
-        """Take ids out of the table."""
         self._table[np.frombuffer(ids, dtype=np.int32).astype(np.intp)] = 0  # indices of another width take twice the time
 
     def claim(self, subject: str, blocks: _BlockIds, known: _BlockIds) -> _BlockIds:
@@ -100,21 +99,23 @@ class StoredBlocks:
         if blocks.size == 1 and 0 <= first < self._table.size and not self._table[first]:
             self._table[first] = 1  # a sequence that generates publishes one at a time: a tenth of the time of what follows
             return
-        gone, ids = self._let_go.get(first), blocks.tobytes()
+        # Mostly they are back from an eviction in the same order: the table has them still, and one comparison of bytes is enough.
+        gone, ids = self._released.get(first), blocks.tobytes()
         if gone == ids:
-            del self._let_go[first]
+            del self._released[first]
             return
         back = _common_start(gone, ids) if gone is not None else 0
         if back < blocks.size:
             places = self._places(subject, blocks[back:])
             if not self._are_free(places):
                 self._settle()
+                # What is in the table now is stored: those that were only kept in mind are out of it.
                 back, places = 0, self._places(subject, blocks)
                 if not self._are_free(places):
                     raise self._stored(subject, int(blocks[self._table[places] != 0][0]))
             self._write(subject, blocks, places)
         if back:
-            self._erase(self._let_go.pop(first)[4 * back :])
+            self._erase(self._released.pop(first)[4 * back :])
 
     def _places(self, subject: str, blocks: _BlockIds) -> npt.NDArray[np.intp]:
         """Return the places of blocks in the table, which is made larger for them."""
@@ -136,7 +137,6 @@ class StoredBlocks:
             raise twice(subject, blocks)
 
     def _reach(self, subject: str, highest: int) -> None:
-        """Make the table larger."""
         if highest >= self._most:
             raise out_of_range(subject, int(np.uint32(highest).astype(np.int32)), self._block_size)
         grown = np.zeros(min(max(highest + 1, 2 * self._table.size), self._most), dtype=np.int32)

@@ -45,6 +45,7 @@ class OneThread:
     def _claim(self) -> None:
         """Belong to the calling thread, unless another has it: one that runs, and has the number of the last user."""
         here = threading.current_thread()
+        # A thread that has ended is not listed, so that what it used can be claimed.
         owner = next((thread for thread in threading.enumerate() if thread.ident == self._thread), None)
         if owner is not None:
             raise WrongThreadError(

@@ -8,7 +8,7 @@ come one by one or at their times; `bounds` says what could have been hit; `run`
 from kvdock.replay.arrivals import Rates
 from kvdock.replay.formats import FORMATS, read_trace
 from kvdock.replay.plot import plot_runs
-from kvdock.replay.run import ReplaySettings, Run, replay
+from kvdock.replay.run import ReplayRun, ReplaySettings, replay
 from kvdock.replay.trace import Trace, TraceFormat, TraceRequest
 
-__all__ = ["FORMATS", "Rates", "ReplaySettings", "Run", "Trace", "TraceFormat", "TraceRequest", "plot_runs", "read_trace", "replay"]
+__all__ = ["FORMATS", "Rates", "ReplayRun", "ReplaySettings", "Trace", "TraceFormat", "TraceRequest", "plot_runs", "read_trace", "replay"]

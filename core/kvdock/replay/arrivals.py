@@ -19,7 +19,6 @@ __all__ = ["Arrivals", "AtTheirTimes", "OneByOne", "Rates", "Waits"]
 
 
 def _check_rate(instance: object, attribute: attrs.Attribute[float], value: object) -> None:
-    """Refuse what is no speed."""
     subject = f"Rates: {attribute.name}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ArgumentTypeError(subject, expected="tokens per second, a number", got=repr(value)[:80])
@@ -110,6 +109,7 @@ class AtTheirTimes(Arrivals):
     def replay(self, requests: Sequence[TraceRequest], pool: ReplayPool, maker: TokenMaker) -> Iterator[Begun]:
         """Let requests begin, store and finish; see `Arrivals.replay`."""
         for request in requests:
+            # What is due by now comes first: it may release the blocks that this request needs.
             yield from self._until(request.arrival_s, pool, maker)
             self._line.append(request)
             yield from self._admit(request.arrival_s, pool, maker)
@@ -129,6 +129,7 @@ class AtTheirTimes(Arrivals):
             request = self._line[0]
             begun = pool.begin(request, maker.tokens(request))
             if begun is None:
+                # Nobody runs, so nobody will release a block: waiting would never end.
                 if not self._running:
                     raise _stuck(request)
                 return
@@ -161,6 +162,6 @@ def _stuck(request: TraceRequest) -> OutOfBlocksError:
     return OutOfBlocksError(
         f"trace: line {request.line}",
         expected="room for a request that fits in the pool, when no other runs",
-        got="a prefix cache that gives back too little",
+        got="a prefix cache that releases too little",
         fix="report it, with the name of the prefix cache",
     )

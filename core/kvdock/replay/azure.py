@@ -49,6 +49,5 @@ def _seconds(text: str, subject: str) -> float:
 
 
 def _count(subject: str, name: str, text: str, at_least: int) -> int:
-    """Return a field of digits as a number."""
     is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
     return count_of(subject, name, int(text) if is_number else text, at_least)

@@ -56,6 +56,7 @@ def block_lru(trace: Trace, pool_tokens: int) -> HitRate:
     def hits(request: TraceRequest) -> int:
         ids = request.block_ids or ()
         found = _leading(ids, kept)
+        # Backwards, so that the first block of a request was used last: its last blocks are evicted first.
         for number in reversed(ids):
             kept[number] = None
             kept.move_to_end(number)

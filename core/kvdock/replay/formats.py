@@ -47,7 +47,6 @@ def read_trace(path: str | os.PathLike[str], *, limit: int | None = None, format
 
 
 def _read(name: str, first: tuple[int, str], rest: Iterator[tuple[int, str]], limit: int | None, formats: Sequence[TraceFormat]) -> Trace:
-    """Read the lines of a file that has at least one."""
     fits = next((one for one in formats if one.recognises(first[1])), None)
     if fits is None:
         raise ArgumentValueError(
@@ -72,7 +71,6 @@ def _bodies(first: tuple[int, str], rest: Iterator[tuple[int, str]], header_line
 
 
 def _chain(first: tuple[int, str], rest: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """Yield a line that was taken already, and those after it."""
     yield first
     yield from rest
 
@@ -90,5 +88,4 @@ def _checked(request: TraceRequest, before: Sequence[TraceRequest], name: str) -
 
 
 def _known(formats: Sequence[TraceFormat]) -> str:
-    """List the formats, for somebody whose file has none of them."""
     return "pass a file that begins with " + ", or with ".join(f"{one.looks_like} ({one.name})" for one in formats)

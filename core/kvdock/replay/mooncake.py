@@ -40,7 +40,6 @@ class MooncakeFormat(TraceFormat):
 
 
 def _object(text: str, subject: str) -> dict[str, Any]:
-    """Return a JSON object that has all fields."""
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -55,14 +54,12 @@ def _object(text: str, subject: str) -> dict[str, Any]:
 
 
 def _milliseconds(value: object, subject: str) -> float:
-    """Return a time."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LATEST_MS:
         raise ArgumentValueError(f"{subject}: timestamp", expected="milliseconds", got=repr(value)[:80])
     return value
 
 
 def _ids(value: object, input_length: int, subject: str) -> tuple[int, ...]:
-    """Return the ids of an input's blocks."""
     count = -(-input_length // TRACE_BLOCK)
     if not isinstance(value, list) or len(value) != count:
         got = f"{len(value)} of them" if isinstance(value, list) else repr(value)[:80]

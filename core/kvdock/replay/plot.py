@@ -56,7 +56,6 @@ def plot_runs(runs: Sequence[dict[str, Any]], ceiling: float, title: str, path: 
 
 
 def _draw(axes: Axes, runs: Sequence[dict[str, Any]], ceiling: float, title: str) -> None:
-    """Draw lines and names."""
     sizes = [run["pool_tokens"] for run in runs]
     axes.axhline(ceiling, color="0.5", linestyle=":", label="cache that never evicts")
     axes.plot(sizes, [run["block_lru"]["tokens"] for run in runs], "s--", color="tab:orange", label="LRU of 512-token blocks")

@@ -76,6 +76,7 @@ class ReplayPool:
             The request with its blocks; or None if others hold too many, and nothing has changed then.
         """
         call, manager, output = self.times.call, self.manager, self._output_of(request)
+        # Any id will do: it stands for the token to be generated, and at least one must be left to compute.
         ids = np.append(tokens, tokens[:1])
         cached_len = call("plan", manager.plan, ids, at_most=0).cached_len
         try:
@@ -91,7 +92,7 @@ class ReplayPool:
         self.times.call("commit", self.manager.commit, begun.sequence, (), computed=begun.request.input_length)
 
     def finish(self, begun: Begun) -> None:
-        """Let a request give back what it holds."""
+        """Release what a request holds."""
         self.times.call("finish", self.manager.finish, begun.sequence)
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from kvdock.replay.trace import Trace
 from kvdock.scheduler import CacheManager
 from kvdock.spec import check_int
 
-__all__ = ["ReplaySettings", "Run", "checked_pool", "replay"]
+__all__ = ["ReplayRun", "ReplaySettings", "checked_pool", "replay"]
 
 _MOST_TOKENS = 2**31
 """More tokens than slots of 32 bits can name."""
@@ -63,7 +63,7 @@ class ReplaySettings:
 
 
 @attrs.frozen
-class Run:
+class ReplayRun:
     """What a replay found. Sizes are tokens, times are seconds.
 
     Args:
@@ -113,7 +113,7 @@ def checked_pool(trace: Trace, pool_tokens: int, settings: ReplaySettings) -> Re
     return pool
 
 
-def replay(trace: Trace, pool_tokens: int, settings: ReplaySettings, progress: Callable[[], None] = lambda: None) -> Run:
+def replay(trace: Trace, pool_tokens: int, settings: ReplaySettings, progress: Callable[[], None] = lambda: None) -> ReplayRun:
     """Let all requests of a trace go through a pool and a prefix cache, and prove in the end that nothing was lost.
 
     Args:
@@ -134,7 +134,7 @@ def replay(trace: Trace, pool_tokens: int, settings: ReplaySettings, progress: C
     prefix = pool.manager.prefix
     cached, evicted = prefix.size_info.total_size, prefix.stats.evicted_tokens
     pool.close()
-    return Run(
+    return ReplayRun(
         pool_tokens=pool.manager.allocator.num_blocks * settings.block_size,
         requests=len(trace.requests),
         input_tokens=trace.input_tokens,

@@ -100,6 +100,7 @@ class BatchTables(NotCopied):
         self.host = HostTables(np.zeros((rows, width), dtype=np.int32), *self._parts(self._flat))
         self.host.slot_mapping.fill(-1)
         self.block_table = torch.from_numpy(self.host.block_table).to(to)
+        # One tensor for all but the block table, and the others are views of it: one transfer for each step.
         self._device_flat = torch.from_numpy(self._flat).to(to)
         self._is_host = self._device_flat.data_ptr() == self._flat.ctypes.data  # then nothing is to be sent
         self._pinned = not self._is_host and _can_pin()
@@ -130,6 +131,7 @@ class BatchTables(NotCopied):
         lengths = room if seq_lens is None else counts_of("BatchTables.update: seq_lens", seq_lens, batch)
         queries = counts_of("BatchTables.update: query_lens", query_lens, batch)
         total = int(queries.sum())
+        # All is checked before the first array is written: when this raises, the tables still show the last step.
         self._check(batch, int(of.num_blocks[rows].max()) if batch else 0, total)
         if (queries > lengths).any() or (lengths is not room and (lengths > room).any()):
             expected = "query lengths up to the lengths, and these up to the room"
@@ -161,6 +163,7 @@ class BatchTables(NotCopied):
     def _send(self, changed: Index) -> None:
         """Copy to the device what `update` has written on the host."""
         self._device_flat.copy_(self._staged(self._flat), non_blocking=True)
+        # Rows next to each other are one copy; others need their numbers on the device as well.
         if changed.size and changed.size == changed[-1] - changed[0] + 1:
             rows = slice(int(changed[0]), int(changed[-1]) + 1)
             self.block_table[rows].copy_(self._staged(self.host.block_table[rows]), non_blocking=True)
@@ -180,7 +183,6 @@ class BatchTables(NotCopied):
         return [flat[stop - size : stop] for size, stop in zip(self._sizes, ends, strict=True)]
 
     def _check(self, batch: int, blocks: int, tokens: int) -> None:
-        """Raise unless the tables have room."""
         (rows, width), most = self.host.block_table.shape, self.host.positions.size
         if batch > rows or blocks > width or tokens > most:
             raise ArgumentValueError(
@@ -192,7 +194,6 @@ class BatchTables(NotCopied):
 
 
 def _can_pin() -> bool:
-    """Whether there is pinned memory here."""
     try:
         torch.empty(1, pin_memory=True)
     except RuntimeError:

@@ -41,7 +41,6 @@ def as_rows(rows: Rows, subject: str, sequences: Any) -> Index:
 
 
 def _not_a_batch(rows: Rows, subject: str, sequences: Any) -> Exception:
-    """Say what is wrong with sequences."""
     if not isinstance(sequences, Sequence) or isinstance(sequences, str | bytes):
         return ArgumentTypeError(subject, expected="a sequence from begin() or fork(), or a list of them", got=repr(sequences)[:80])
     for seq in sequences:
@@ -75,7 +74,6 @@ def ids_of_step(tokens: Any, batch: int, *, is_one: bool) -> tuple[npt.NDArray[A
 
 
 def _check_batch(subject: str, got: int, batch: int) -> None:
-    """Raise unless there is something for each sequence."""
     if got != batch:
         fix = "pass [batch] ids for one each, [batch, n], or a list of as many arrays"
         raise ArgumentValueError(subject, expected=f"ids for {batch} sequences", got=f"for {got}", fix=fix)

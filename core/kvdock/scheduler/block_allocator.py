@@ -107,6 +107,7 @@ class BlockAllocator(NotCopied, OneThread):
                 fix="release blocks first, or make the pool larger: num_blocks or max_kv_memory_bytes in the cache's config",
             )
         bottom = self._top - n
+        # From the top: what was released last is used first, and a new pool is used from block 0 on.
         blocks = self._stack[bottom : self._top][::-1].copy()
         self._counts[blocks] = 1
         self._top = bottom
@@ -138,6 +139,7 @@ class BlockAllocator(NotCopied, OneThread):
         """
         self._enter()
         ids = self._checked("release", blocks)
+        # `at`, since an id may be named twice, which `counts[ids] -= 1` would count once.
         np.subtract.at(self._counts, ids, _ONE)
         left = self._counts[ids]
         if left.size and left.min() < 0:
@@ -149,6 +151,7 @@ class BlockAllocator(NotCopied, OneThread):
                 fix="release each block once for each allocate or share",
             )
         free = self._distinct(ids[left == 0])
+        # Backwards, so that `allocate` returns them in the order in which they were named.
         self._stack[self._top : self._top + free.size] = free[::-1]
         self._top += free.size
         self.num_extra -= ids.size - free.size
@@ -184,6 +187,7 @@ class BlockAllocator(NotCopied, OneThread):
     def _checked(self, method: str, blocks: npt.ArrayLike) -> npt.NDArray[np.intp]:
         """Return ids as a flat array of indices, all of them inside the pool."""
         ids = as_array(f"BlockAllocator.{method}: blocks", blocks)
+        # numpy takes an empty list for floats.
         if ids.dtype.kind not in "iu" and ids.size:
             raise ArgumentTypeError(f"BlockAllocator.{method}: blocks", expected="integers", got=f"{ids.dtype} {_some(ids)}")
         ids = ids.astype(np.intp, copy=False).ravel()
@@ -199,6 +203,5 @@ class BlockAllocator(NotCopied, OneThread):
 
 
 def _some(values: npt.NDArray[Any]) -> str:
-    """Print the first few values of an array."""
     shown: Sequence[object] = values.ravel()[:8].tolist()
     return f"{shown} and {values.size - 8} more" if values.size > 8 else f"{shown}"

@@ -126,7 +126,7 @@ class CacheManager(NotCopied, OneThread):
         prompt = Prompt.read("CacheManager.plan", tokens, namespace, reserve=reserve, at_most=at_most)
         needs = self._planner.look_up(prompt, partial=False)
         self.prefix.lock_handle(needs.handle)
-        fits = needs.blocks <= self._pool.available
+        fits = needs.blocks <= self._pool.available  # under a lock: what is found cannot be evicted to make room, too
         self.prefix.lock_handle(needs.handle, unlock=True)
         return Fit(needs.cached_len, needs.blocks, fits)
 
@@ -149,7 +149,7 @@ class CacheManager(NotCopied, OneThread):
             reserve: tokens to come for which room is promised: `extend` gets it, whoever else asks. What is truncated is
                 promised again, as far as its blocks became free. With ``at_most`` they count from the end of the chunk.
             at_most: room for at most so many tokens behind the cached ones: a chunk of a long prompt. `extend` makes room for
-                the next chunk, and looks first whether others have published more of the prompt meanwhile.
+                the next chunk, and matches first, in case others have published more of the prompt meanwhile.
             max_cached_len: use at most so many cached tokens, as where rows of a batch go on at one place; in later chunks too.
             partial: where a cached block begins with at least half a block of the tokens that come next, go on behind these:
                 ``block_pairs`` of the sequence then has that block to copy, at once: a later call may hand it out. Costs time in
@@ -174,6 +174,7 @@ class CacheManager(NotCopied, OneThread):
         except OutOfBlocksError:
             if needs.partial is None:
                 raise
+        # Locking the block to copy from takes it from what can be evicted; without it the prompt may fit.
         return self._begin(prompt, self._planner.look_up(prompt, partial=False), priority)
 
     @overload
@@ -196,7 +197,7 @@ class CacheManager(NotCopied, OneThread):
     ) -> Any:
         """Make room for ``n`` more tokens, in one sequence or in each of a batch, in all or in none.
 
-        A prompt that was begun in chunks is looked up again first, if all of its room is computed: where others have published
+        A prompt that was begun in chunks is matched again first, if all of its room is computed: where others have published
         more of it, the sequence goes on behind that, and no room is made beyond the prompt. What is to be computed then is
         ``seq.computed`` to ``seq.num_tokens``.
 
@@ -205,7 +206,7 @@ class CacheManager(NotCopied, OneThread):
             n: how many tokens; for several also one number for each, integers ``[batch]``.
             slots: for several, an int32 or int64 array ``[sum of n]`` that gets the slots of the new tokens, one sequence behind
                 the other; -1 where a prompt needed fewer.
-            match: whether to look a prompt up again.
+            match: whether to match a prompt again.
 
         Returns:
             For several: pairs (source, destination), int64 ``[N, 2]``, of blocks that are shared and must be copied before the new
@@ -225,7 +226,7 @@ class CacheManager(NotCopied, OneThread):
     def commit(self, seq: CacheSequence | Sequence[CacheSequence], tokens: Any, *, computed: Any) -> None:
         """Tell what became of a sequence, or of each of a batch. Whole blocks of computed tokens can be shared from now on.
 
-        Where equal tokens were cached meanwhile, the sequence goes on with the cached blocks and gives its own back: see
+        Where equal tokens were cached meanwhile, the sequence goes on with the cached blocks and releases its own: see
         `CacheSequence.table_version`.
 
         Args:
@@ -267,9 +268,9 @@ class CacheManager(NotCopied, OneThread):
         tokens = min(room, known) if num_tokens is None else count_of("CacheManager.fork: num_tokens", num_tokens)
         if tokens > room:
             raise IndexRangeError("CacheManager.fork: num_tokens", expected=f"at most the {room} tokens there is room for", got=tokens)
-        self._promises.before_fork(row, rows.blocks_for(tokens))
+        self._promises.before_fork(row, rows.blocks_for(tokens))  # first: it may be refused
         handle, blocks, shared = rows.handle(row), rows.blocks(row, 0, rows.blocks_for(tokens)).copy(), int(rows.shared[row])
-        self.allocator.share(blocks[shared:])
+        self.allocator.share(blocks[shared:])  # the others are protected by the lock of the fork
         other = self._open(seq.namespace, handle)
         shared = min(shared, blocks.size)
         other._cached_len = min(seq._cached_len, tokens)
@@ -298,7 +299,7 @@ class CacheManager(NotCopied, OneThread):
         if n > rows.num_tokens[row]:
             raise IndexRangeError("CacheManager.truncate: n", expected=f"at most the {rows.num_tokens[row]} tokens there are", got=n)
         keep, shared = rows.blocks_for(n), int(rows.shared[row])
-        self._publisher.remember(seq, n)
+        self._publisher.remember(seq, n)  # before `_ids.truncate` forgets the ids behind n
         if keep < rows.num_blocks[row]:
             self.allocator.release(rows.blocks(row)[max(keep, shared) :])
             self._publisher.leave(seq, keep)
@@ -325,9 +326,9 @@ class CacheManager(NotCopied, OneThread):
             StaleHandleError: the sequence is over already, or another manager's.
         """
         row = self._row(seq, "finish")
-        prefixes = [*seq._left, self._publisher.shared_ids(row)]
+        prefixes = [*seq._left, self._publisher.shared_ids(row)]  # before `_close` frees its row
         self._close(seq)
-        if not keep:
+        if not keep:  # behind `_close`: what it still locks would not be discarded
             self._publisher.take_back(seq, prefixes)
 
     def abort(self, seq: CacheSequence) -> None:
@@ -373,7 +374,7 @@ class CacheManager(NotCopied, OneThread):
         if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float | np.integer | np.floating) or not ttl > 0):
             raise ArgumentValueError("CacheManager.pin: ttl", expected="a number above 0, or None", got=repr(ttl))
         end = None if ttl is None else self._pins.now() + ttl  # before the lock, since a clock may raise
-        self._pool.lock(handle, "CacheManager.pin")
+        self._pool.lock(handle, "CacheManager.pin")  # a pin must not break a promise
         pin = Pin(handle, self._unpin)
         self._pins.add(pin, end)
         return pin
@@ -425,9 +426,9 @@ class CacheManager(NotCopied, OneThread):
     def _enter(self) -> None:
         """Notice another thread, and end what is over: sequences of finalizers, pins whose time has come."""
         super()._enter()
-        if self._pool.is_busy:
+        if self._pool.is_busy:  # by an observer: what was just stored is not locked yet
             raise in_the_middle()
-        while self._late:
+        while self._late:  # the garbage collector runs finalizers anywhere, so these only leave a note
             for seq in self._late.popleft():
                 if seq.is_open:
                     self._close(seq)
@@ -440,13 +441,13 @@ class CacheManager(NotCopied, OneThread):
         ids, shared, rows = prompt.ids, needs.cached_len // self.block_size, self._rows
         self.prefix.lock_handle(needs.handle)
         try:
-            self._pool.check(needs.blocks, "CacheManager.begin")
+            self._pool.check(needs.blocks, "CacheManager.begin")  # promised ones too, though only `needs.new` are taken now
             fresh = self._pool.take(needs.new, "CacheManager.begin")
         except BaseException:
             self.prefix.lock_handle(needs.handle, unlock=True)
             raise
-        self.prefix.record_match(needs.match.handle, ids.size)
-        seq = self._open(prompt.namespace, needs.match.handle)
+        self.prefix.record_match(needs.match.handle, ids.size)  # a refused prompt must not count as a match
+        seq = self._open(prompt.namespace, needs.match.handle)  # its own lock, before that on `needs.handle` is released
         self.prefix.lock_handle(needs.handle, unlock=True)
         seq._cached_len = needs.cached_len
         seq._row = row = rows.add(
@@ -462,6 +463,7 @@ class CacheManager(NotCopied, OneThread):
         )
         self._ids.begin(row, ids)
         self._promises.add(row, needs.promised)
+        # It goes on within a cached block, which others read: it writes into a copy, which the caller makes.
         if needs.cached_len % self.block_size:
             source = needs.partial.block if needs.partial else int(needs.match.blocks[shared])
             seq.block_pairs = np.array([[source, fresh[0]]], dtype=np.int64)
@@ -480,10 +482,9 @@ class CacheManager(NotCopied, OneThread):
         return int(as_rows(self._rows, f"CacheManager.{method}: seq", [seq])[0])
 
     def _close(self, seq: CacheSequence) -> None:
-        """Give back all that a sequence holds."""
         rows, row = self._rows, seq._row
         self.prefix.lock_handle(rows.handle(row), unlock=True)
-        self.allocator.release(rows.blocks(row)[rows.shared[row] :])
+        self.allocator.release(rows.blocks(row)[rows.shared[row] :])  # shared ones stay the prefix cache's
         self._promises.add(row, -int(rows.promised[row]))
         rows.remove(row)
         seq._handle, seq._row = None, -1
@@ -491,6 +492,7 @@ class CacheManager(NotCopied, OneThread):
     def _unpin(self, pin: Pin) -> None:
         """Release a pin, if it is held."""
         super()._enter()
+        # Above, the base's `_enter`: the manager's own releases pins whose time is over, and would come back here.
         handle = pin._handle
         if handle is not None:
             pin._handle = None

@@ -138,7 +138,6 @@ def _table(subject: str, sizes: Index, fill: int, width: int | None, out: Int32 
 
 
 def _int32(subject: str, value: object) -> int:
-    """Return an int that an int32 can hold, or raise."""
     index = index_of(subject, value)
     if not -(2**31) <= index < 2**31:
         raise ArgumentValueError(subject, expected="an int32", got=index)

@@ -56,6 +56,7 @@ class TokenIds:
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
+        # Whole blocks, so that `last_blocks` finds each block that was just completed in the tail alone.
         self._chunk = rows.block_size * max(1, _CHUNK // rows.block_size)
         self._long: list[Growing] = []
         self._tail: npt.NDArray[Any] = np.zeros((0, self._chunk), dtype=np.int32)
@@ -64,6 +65,7 @@ class TokenIds:
         """Let a row have these ids; nothing that is kept aliases them."""
         if row >= len(self._long):
             more = len(self._rows.sequences) - len(self._long)
+            # The same empty array for all: `begin` gives each row its own before anything is added.
             self._long += [Growing(ids[:0])] * more
             self._tail = np.concatenate((self._tail, np.zeros((more, self._chunk), dtype=self._tail.dtype)))
         whole = ids.size // self._chunk * self._chunk
@@ -88,6 +90,7 @@ class TokenIds:
         if is_one_each:
             offsets = known % self._chunk
             self._tail[rows, offsets] = ids
+            # A full tail is copied and not cleared: `last_blocks` still reads it in this step.
             for row in rows[offsets == self._chunk - 1].tolist():
                 self._long[row].append(self._tail[row])
         else:

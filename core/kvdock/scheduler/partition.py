@@ -65,7 +65,6 @@ def _check_sequence(seq: Owner, rows: Rows, ids: TokenIds, cached: BlockIds) -> 
 
 
 def _demand(subject: str, facts: dict[str, bool], got: str) -> None:
-    """Raise unless all facts hold."""
     wrong = ", ".join(name for name, holds in facts.items() if not holds)
     if wrong:
         raise IntegrityError(subject, expected=wrong, got=got, fix="report it with the calls before")

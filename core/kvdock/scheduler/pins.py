@@ -44,7 +44,7 @@ class Pin(NotCopied):
         return self._handle is not None
 
     def release(self) -> None:
-        """Let the prefix be evicted again, as far as this pin is concerned. Once more does nothing.
+        """Release the prefix: as far as this pin is concerned it may be evicted. Once more does nothing.
 
         Raises:
             WrongThreadError: the manager is another thread's.

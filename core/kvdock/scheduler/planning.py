@@ -38,7 +38,7 @@ class Prompt:
         reserve: tokens to come.
         at_most: tokens behind the cached ones to make room for.
         max_cached_len: cached tokens to use.
-        matches_again: whether it is looked up again for each chunk: ``at_most`` was named, and no limit to what is cached.
+        matches_again: whether it is matched again for each chunk: ``at_most`` was named, and no limit to what is cached.
     """
 
     ids: npt.NDArray[Any]
@@ -143,5 +143,4 @@ class Planner:
             )
 
     def _blocks_for(self, tokens: int) -> int:
-        """Return how many blocks hold so many tokens."""
         return -(-tokens // self._block_size)

@@ -101,10 +101,12 @@ class PoolBlocks:
             OutOfBlocksError: too few; nothing was changed.
         """
         self.check(n - promised, subject)
+        # No more is evicted than is missing: a cached block that nobody needs yet may still be matched.
         missing = n - self.allocator.num_free
         if missing > 0:
             self.allocator.release(self.change(self.prefix.evict, missing))
         blocks = self.allocator.allocate(n)
+        # Last: a request that was refused has used up no promise.
         self.promised -= promised
         return blocks
 

@@ -33,6 +33,7 @@ class Promises:
         """
         rows = self._rows
         room = int(rows.num_tokens[row])
+        # Only a promise makes the copy due now: without one, `extend` asks for the block when it needs it, and may be refused.
         if rows.limit[row] > room and blocks == rows.num_blocks[row] and room % rows.block_size and not self._must_copy(row):
             self._pool.check(1, "CacheManager.fork")
             self.add(row, 1)

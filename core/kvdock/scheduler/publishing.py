@@ -76,6 +76,7 @@ class Publisher:
         r, done = self._rows, np.zeros(rows.size, dtype=np.bool_)
         shared = r.shared[rows]
         blocks = r.table[rows, shared]
+        # One new block, right behind what is locked, that no fork holds: nothing has to be matched, and no fork to be told.
         is_alone = just_completed & (counts - shared == 1) & (shared == r.locked[rows]) & (self._pool.allocator.holders(blocks) == 1)
         places = np.flatnonzero(is_alone)
         if places.size:
@@ -90,7 +91,6 @@ class Publisher:
         return done
 
     def _insert(self, seq: Owner, count: int) -> None:
-        """Insert the first ``count`` blocks of a sequence."""
         rows, row, size = self._rows, seq._row, self._rows.block_size
         shared, handle = int(rows.shared[row]), rows.handle(row)
         if rows.locked[row] != shared:  # it was cut, and has more locked than it uses
@@ -109,6 +109,7 @@ class Publisher:
             rows.touch(np.array([row]))
         if stored and self._pool.allocator.holders(own[:stored]).max() > 1:
             self._share_with_forks(seq, own[:stored])
+        # Not before: the number of holders above, by which forks are noticed, still counts this sequence.
         self._pool.allocator.release(own[:known])
 
     def _share_with_forks(self, seq: Owner, own: BlockIds) -> None:
@@ -120,6 +121,7 @@ class Publisher:
         """
         rows, stop = self._rows, int(self._rows.shared[seq._row])
         cached = rows.table[seq._row, :stop].copy()
+        # From the last block back: a fork that shares a later one is moved once, with all the blocks before it.
         for index in range(stop - 1, stop - own.size - 1, -1):
             equal = (rows.table[:, index] == own[index - stop]) & (rows.num_blocks > index) & (rows.shared <= index)
             for row in np.flatnonzero(equal).tolist():
@@ -162,6 +164,7 @@ class Publisher:
 
     def relock(self, seq: Owner, handle: PrefixHandle) -> None:
         """Hold another handle instead of the one before."""
+        # Lock before unlock: both handles may protect the same blocks, which must not become evictable in between.
         self._prefix.lock_handle(handle)
         self._prefix.lock_handle(self._rows.handle(seq._row), unlock=True)
         seq._handle, self._rows.locked[seq._row] = handle, handle.cached_len // self._rows.block_size
@@ -199,6 +202,7 @@ class Publisher:
         """Free what a sequence that is over has published of prefixes and nobody else uses."""
         for ids in prefixes:
             found = self._prefix.match_prefix(ids, seq.namespace, record=False)
+            # A prefix can only be discarded from its end, so all stays up to the last block that somebody else published.
             others = np.flatnonzero(self._publisher[found.blocks] != seq._serial)
             keep = int(others[-1]) + 1 if others.size else 0
             if keep < found.blocks.size:

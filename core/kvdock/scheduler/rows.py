@@ -56,7 +56,7 @@ class Rows:
         table: block ids, int32 ``[rows, width]``; 0 behind ``num_blocks`` of a row.
         num_tokens: tokens that there is room for, ``[rows]`` as all that follow.
         num_known: tokens whose ids are known.
-        prompt_len: tokens to look for in the prefix cache again when the row grows; 0 for none.
+        prompt_len: tokens to match again when the row grows; 0 for none.
         computed: tokens whose keys and values are written.
         num_blocks: blocks.
         shared: leading blocks that belong to the prefix cache.
@@ -148,6 +148,7 @@ class Rows:
         self.end_chunks(row)
         self.cut(row, 0)
         self.sequences[row] = None
+        # It may name this sequence, and holds open ones only.
         self.last_batch = [], np.empty(0, dtype=np.intp)
         self._free.append(row)
 
@@ -162,7 +163,7 @@ class Rows:
         self._version += rows.size
 
     def end_chunks(self, row: int) -> None:
-        """Look no longer for the prompt of a row."""
+        """Match the prompt of a row no longer."""
         self.num_chunked -= self.prompt_len[row] > 0
         self.prompt_len[row] = 0
 
@@ -180,23 +181,25 @@ class Rows:
         if positions is not starts:
             rows = rows.repeat(counts)
         blocks = positions // self.block_size
+        # block * size + (position - index * size), with one multiplication less.
         slots: Index = (self.table[rows, blocks] - blocks) * self.block_size + positions
         return slots
 
     def reserve_width(self, blocks: int) -> None:
         """Make rows long enough for so many blocks."""
         if blocks > self.table.shape[1]:
+            # Doubled, so that a sequence that grows block by block does not copy the table each time.
             wider = np.zeros((len(self.table), max(blocks, 2 * self.table.shape[1])), dtype=np.int32)
             wider[:, : self.table.shape[1]] = self.table
             self.table = wider
 
     def _more_rows(self) -> None:
-        """Double the number of rows."""
         count, more = len(self.sequences), max(8, len(self.sequences))
         for name in ("table", *self._INTEGERS):
             array = getattr(self, name)
             setattr(self, name, np.concatenate((array, np.zeros((more, *array.shape[1:]), dtype=array.dtype))))
         self.sequences += [None] * more
+        # Backwards, since rows are popped from the end: the lowest is used first.
         self._free += range(count + more - 1, count - 1, -1)
 
 

@@ -68,6 +68,7 @@ class SequenceBatch(NotCopied):
             )
         self._manager = manager
         self._sequences = list(sequences)
+        # The list itself: `select` and `close` change it in place, and what is in it at the end is to be aborted.
         finalizer = weakref.finalize(self, manager.abort_later, self._sequences)
         finalizer.atexit = False
 
@@ -132,6 +133,7 @@ class SequenceBatch(NotCopied):
         self._live("grow")
         length = self._length + int(counts_of("SequenceBatch.grow: n", count_of("SequenceBatch.grow: n", n), 1)[0])
         room = np.array([seq.num_tokens for seq in self._sequences])
+        # No match: all rows go on at one place, and a row that found more would run ahead of the others.
         pairs = self._manager.extend(self._sequences, np.maximum(length - self._pads - room, 0), match=False)
         self._length = length
         return pairs
@@ -168,9 +170,11 @@ class SequenceBatch(NotCopied):
             raise ArgumentValueError("SequenceBatch.select: rows", expected="at least one row", got="none")
         if min(chosen) < 0 or max(chosen) >= self.batch_size:
             raise IndexRangeError("SequenceBatch.select: rows", expected=f"rows from 0 to {self.batch_size - 1}", got=chosen)
+        # The first use of a row keeps its sequence; only repetitions are forked.
         first = dict(zip(reversed(chosen), range(len(chosen) - 1, -1, -1), strict=True))
         forks = iter(self._forks([row for at, row in enumerate(chosen) if first[row] != at]))
         made = [self._sequences[row] if first[row] == at else next(forks) for at, row in enumerate(chosen)]
+        # Behind the forks, which may be refused: then every row is as it was.
         for row, seq in enumerate(self._sequences):
             if row not in first:
                 self._manager.abort(seq)
@@ -210,6 +214,7 @@ class SequenceBatch(NotCopied):
         Raises:
             StaleHandleError: somebody else has ended one of them. Nothing was changed.
         """
+        # All are checked before the first is ended.
         as_rows(self._manager._rows, "SequenceBatch.close", self._sequences)
         for seq in self._sequences:
             self._manager.finish(seq, keep=keep)
@@ -238,7 +243,6 @@ class SequenceBatch(NotCopied):
 
 
 def _checked(manager: object) -> CacheManager:
-    """Return a manager, or raise."""
     if not isinstance(manager, CacheManager):
         raise ArgumentTypeError("SequenceBatch: manager", expected="a CacheManager", got=repr(manager)[:80])
     return manager

@@ -72,8 +72,10 @@ class Steps:
         before, known = r.computed[rows], r.num_known[rows]
         most = np.minimum(known + counts, r.num_tokens[rows])
         wrong = np.flatnonzero((computed < before) | (computed > most))
+        # All rows are checked before any is changed: a call that raises has changed nothing.
         if wrong.size:
             raise self._cannot_be_computed(rows, int(wrong[0]), known + counts, computed)
+        # A step of decoding: one operation for all rows, where anything else needs a loop over them.
         is_one_each = ids.size == rows.size and bool((counts == 1).all())
         self._ids.append(rows, ids, counts, is_one_each=is_one_each)
         r.computed[rows] = computed
@@ -88,6 +90,7 @@ class Steps:
     def _extend(self, rows: Index, counts: Index, *, match: bool) -> tuple[Index, npt.NDArray[np.int64]]:
         """Make room for ``counts`` more tokens in each row; return where these start, and the pairs to copy."""
         r = self._rows
+        # `num_chunked` is a plain number, and 0 in decoding: it spares looking at the rows in every step.
         if match and r.num_chunked and r.prompt_len[rows].any():
             found = self._found_since(rows)
             if found:
@@ -106,7 +109,9 @@ class Steps:
             if copied.size:
                 asked = need.copy()
                 asked[copied] += 1
+            # A row uses up its own promise first; only what goes beyond that competes with the others.
             used = np.minimum(asked, r.promised[rows]) if self._pool.promised else 0
+            # One request for the whole batch, before any row is changed: it is refused for all rows or for none.
             fresh = self._pool.take(total, "CacheManager.extend", promised=int(np.sum(used)))
             r.promised[rows] -= used
             pairs = self._replace(rows[copied], starts[copied] // r.block_size, fresh[: copied.size]) if copied.size else _NO_PAIRS
@@ -115,6 +120,7 @@ class Steps:
         else:
             pairs = _NO_PAIRS
         r.num_tokens[rows] = stops
+        # A prompt that has all of its room is not matched again.
         if r.num_chunked:
             for row in rows[(r.prompt_len[rows] > 0) & (stops >= r.prompt_len[rows])].tolist():
                 r.end_chunks(row)
@@ -136,6 +142,7 @@ class Steps:
         shared = cached | (holders > 1)
         if shared.any():
             _, first, times = np.unique(blocks, return_index=True, return_counts=True)
+            # All holders write in this step: the others get copies, so the first may keep the block. A cached one is kept by nobody.
             shared[first[(holders[first] == times) & ~cached[first]]] = False
         return within[shared]
 
@@ -144,6 +151,7 @@ class Steps:
         r = self._rows
         old = r.table[rows, index]
         own = index >= r.shared[rows]
+        # Only own blocks have a holder to release: the others belong to the prefix cache.
         self._pool.allocator.release(old[own])
         for row, keep in zip(rows[~own].tolist(), index[~own].tolist(), strict=True):
             seq = r.sequence(row)
@@ -152,7 +160,6 @@ class Steps:
         return np.stack((old, fresh), axis=1).astype(np.int64)
 
     def _append_blocks(self, rows: Index, have: Index, need: Index, fresh: npt.NDArray[np.int32]) -> None:
-        """Append ``need`` blocks to each row."""
         r = self._rows
         grown = np.flatnonzero(need)
         if not grown.size:
@@ -172,6 +179,7 @@ class Steps:
         for place in np.flatnonzero((r.prompt_len[rows] > 0) & (r.computed[rows] == r.num_tokens[rows])).tolist():
             row = int(rows[place])
             seq = r.sequence(row)
+            # Without the last token, as in `Planner.look_up`: at least one is left to compute.
             most = (int(r.prompt_len[row]) - 1) // r.block_size * r.block_size
             match = prefix.match_prefix(self._ids.get(row, 0, most), seq.namespace, record=False)
             if match.handle.cached_len > r.num_tokens[row]:
@@ -184,6 +192,7 @@ class Steps:
         starts, have = r.num_tokens[rows], r.num_blocks[rows]
         stops = starts + counts
         for place, match in found.items():
+            # Locked before room is counted: what was found must not be evicted to make that room.
             prefix.lock_handle(match.handle)
             most = max(int(r.prompt_len[rows[place]]), int(stops[place]))
             starts[place], have[place] = match.handle.cached_len, match.blocks.size
@@ -193,11 +202,13 @@ class Steps:
             asked[self._to_copy(rows, r.num_tokens[rows], stops)] += 1
             self._pool.check(int((asked - np.minimum(asked, r.promised[rows])).sum()), "CacheManager.extend")
         except OutOfBlocksError:
+            # The locks themselves may have taken the last evictable blocks: go on as if nothing had been found.
             old = r.num_tokens[rows]
             self._unlock(found)
             return old, self._grow(rows, old, old + counts)
         for place, match in found.items():
             seq = r.sequence(rows[place])
+            # Recorded only here, where nothing can be refused any more.
             prefix.record_match(match.handle, match.handle.cached_len)
             self._publisher.take_over(seq, match.handle, match.blocks)
         pairs = self._grow(rows, starts, stops)
@@ -205,12 +216,10 @@ class Steps:
         return starts, pairs
 
     def _unlock(self, found: dict[int, PrefixMatch]) -> None:
-        """Give back the locks of matches."""
         for match in found.values():
             self._pool.prefix.lock_handle(match.handle, unlock=True)
 
     def _cannot_be_computed(self, rows: Index, place: int, known: Index, computed: npt.NDArray[Any]) -> IndexRangeError:
-        """Describe the first number that cannot be."""
         r, row = self._rows, int(rows[place])
         which = "" if rows.size == 1 else f" of sequence {place}"
         return IndexRangeError(

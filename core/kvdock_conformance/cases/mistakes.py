@@ -83,7 +83,6 @@ def _plain(value: Any) -> Any:
 
 
 def _data(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments as what JSON can hold."""
     return {name: value.spec() if isinstance(value, View) else value for name, value in args.items()}
 
 
@@ -99,17 +98,14 @@ def mistakes(*makers: Callable[[], Iterable[Mistake]]) -> Callable[[], Iterable[
 
 
 def _new(name: str, shape: Callable[[tuple[int, ...]], Sequence[int]]) -> Change:
-    """Return a change of one argument to a new tensor of another shape."""
     return lambda drawing, good: {name: drawing.tensor(good[name].dtype, shape(good[name].shape))}
 
 
 def _resized(name: str, dim: int, size: int) -> Change:
-    """Return a change of one size of an argument."""
     return _new(name, lambda shape: [size if d == dim % len(shape) else own for d, own in enumerate(shape)])
 
 
 def _retyped(name: str, dtype: str) -> Change:
-    """Return a change of an argument to a new tensor of another dtype."""
     return lambda drawing, good: {name: drawing.tensor(dtype, good[name].shape)}
 
 
@@ -170,7 +166,6 @@ def other_dtypes_than_the_cache() -> Iterator[Mistake]:
 
 
 def _caches_in(dtype: str) -> Change:
-    """Return a change of both caches to another dtype."""
     return lambda drawing, good: {name: drawing.tensor(dtype, good[name].shape) for name in ("k_cache", "v_cache")}
 
 
@@ -262,7 +257,6 @@ def scales_for_nothing() -> Iterator[Mistake]:
 
 
 def _scaled(name: str, shape: tuple[int, ...]) -> Change:
-    """Return a change that adds a scale."""
     return lambda drawing, good: {name: drawing.tensor("float32", shape)}
 
 
@@ -280,7 +274,6 @@ def no_tensors() -> Iterator[Mistake]:
 
 
 def _replaced(name: str, value: Any) -> Change:
-    """Return a change of an argument to a value."""
     return lambda drawing, good: {name: value}
 
 
@@ -353,7 +346,6 @@ def pairs_in_no_order() -> Iterator[Mistake]:
 
 
 def _pairs_on_host(pairs: list[int]) -> Change:
-    """Return a change of the pairs to others, in host memory."""
     return lambda drawing, good: {"block_pairs": drawing.tensor("int64", (len(pairs) // 2, 2), values=pairs, host=True)}
 
 

@@ -31,7 +31,6 @@ def beside_the_pool() -> Iterator[Case]:
 
 
 def _side_by_side(drawing: Drawing, g: Geometry, count: int, *, is_behind: bool) -> tuple[View, View]:
-    """Return a pool and tokens in one tensor."""
     both = drawing.tensor(g.dtype, (g.capacity + count, g.hk, g.dk))
     pool, tokens = (0, g.capacity) if is_behind else (count, 0)
     return both.slice(0, pool, pool + g.capacity).split(0, (g.num_blocks, g.block)), both.slice(0, tokens, tokens + count)

@@ -42,7 +42,6 @@ _PIECES = (0, 0, 0, 3, 3, 4, 5)  # some often, so that prefixes are shared
 
 
 def _tokens(choose: random.Random) -> Step:
-    """Return tokens and where they are looked up."""
     pieces = [choose.choice(_PIECES) for _ in range(choose.randrange(7))]
     return {"pieces": pieces, "rest": choose.randrange(16), "space": choose.choice((0, 0, 1)), "form": choose.choice(FORMS)}
 

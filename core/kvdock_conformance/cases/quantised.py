@@ -63,7 +63,6 @@ def _write(
     scale: Sequence[int] | None = None,
     slots: Sequence[int] | None = None,
 ) -> Case:
-    """Return a write."""
     drawing, lead = Drawing(), (_TOKENS if slots is None else len(slots),)
     sizes = Geometry(dtype=dtype)
     k_cache, v_cache = POOLS["nhd"](drawing, sizes)
@@ -85,7 +84,6 @@ def reads() -> Iterator[Case]:
 
 
 def _read(name: str, dtype: str, *, form: str = "", slots: Sequence[int] | None = None) -> Case:
-    """Return a read."""
     # Bytes up to 0x7b: larger ones are NaN or infinite in e4m3fn or e5m2, and what becomes of a NaN's payload is left open. So is
     # that of -0 where it is the one NaN.
     finite_bytes = [byte - 128 * sign for byte in range(1, 0x7C) for sign in (0, 1)] + [0]

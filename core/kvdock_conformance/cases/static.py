@@ -64,7 +64,6 @@ class Update:
         return call("static_update_", k_cache=caches[0], v_cache=caches[1], k=k, v=v, cache_lengths=self._lengths(drawing))
 
     def _lengths(self, drawing: Drawing) -> View | int:
-        """Return the lengths."""
         if isinstance(self.lengths, int):
             return self.lengths
         shape = (len(self.lengths),) if self.shape is None else self.shape

@@ -7,7 +7,7 @@ from typing import Any
 
 import kvdock
 from kvdock_conformance.checking.failure import NonconformanceError
-from kvdock_conformance.checking.memory import Memory, compare
+from kvdock_conformance.checking.memory import Arenas, compare
 from kvdock_conformance.checking.target import Target
 
 __all__ = ["Reference", "check_calls", "check_inputs", "check_range_error", "check_refused", "expect_refusal"]
@@ -31,11 +31,12 @@ def check_calls(
     Raises:
         NonconformanceError: a byte differs; an index out of range neither raised as it must nor was skipped and counted.
     """
-    memory = Memory(data["arenas"], target.device)
+    memory = Arenas(data["arenas"], target.device)
     for place in data.get("places", ()):
         memory.tensor(place)
     for call in data["calls"]:
         args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
+        # The reference runs on a copy of all memory, gaps and margins too, so that one comparison finds every stray byte.
         expected = memory.copy()
         twins = {name: expected.tensor(spec) for name, spec in call["args"].items() if not name.endswith("_scale")}
         skipped = reference(*twins.values())
@@ -47,7 +48,7 @@ def check_calls(
             raise NonconformanceError(f"{call['op']}: writes counted as skipped", expected=count, got=target.skipped() - before)
 
 
-def _check_call(target: Target, call: Mapping[str, Any], args: dict[str, Any], memories: tuple[Memory, Memory], skipped: list[str]) -> bool:
+def _check_call(target: Target, call: Mapping[str, Any], args: dict[str, Any], memories: tuple[Arenas, Arenas], skipped: list[str]) -> bool:
     """Make one call, and return whether it raised because of an index out of range.
 
     ``memories`` are what it writes to and what must come out, ``skipped`` the names of places out of range.
@@ -106,7 +107,7 @@ def check_inputs(target: Target, data: Mapping[str, Any], written: Collection[st
     Raises:
         NonconformanceError: a byte of an input has changed.
     """
-    memory = Memory(data["arenas"], target.device)
+    memory = Arenas(data["arenas"], target.device)
     for call in data["calls"]:
         args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
         pools = {spec["arena"] for name, spec in call["args"].items() if name in written}
@@ -127,12 +128,12 @@ def check_refused(target: Target, data: Mapping[str, Any], error: type[Exception
     Raises:
         NonconformanceError: it does not raise, raises another error or says something else, or a byte has changed.
     """
-    memory, call = Memory(data["arenas"], target.device), data["calls"][0]
+    memory, call = Arenas(data["arenas"], target.device), data["calls"][0]
     expect_refusal(target, memory, call, {name: memory.tensor(spec) for name, spec in call["args"].items()}, error, texts)
 
 
 def expect_refusal(
-    target: Target, memory: Memory, call: Mapping[str, Any], args: dict[str, Any], error: type[Exception], texts: Sequence[str]
+    target: Target, memory: Arenas, call: Mapping[str, Any], args: dict[str, Any], error: type[Exception], texts: Sequence[str]
 ) -> None:
     """Make a call, which must raise and change nothing.
 

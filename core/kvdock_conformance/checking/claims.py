@@ -75,7 +75,7 @@ def check_devices(target: Target, data: Mapping[str, Any]) -> None:
 
 
 def check_capabilities(target: Target, data: Mapping[str, Any]) -> None:
-    """Hold what it says it can do against the kernels that it hands over."""
+    """Hold what it says it can do against the kernels that it returns."""
     claimed, kernels = target.backend.capabilities(), target.backend.kernels()
     expect("capabilities()", isinstance(claimed, kvdock.Capabilities), "kvdock.Capabilities", repr(claimed))
     expect("capabilities() again", claimed == target.backend.capabilities(), claimed, target.backend.capabilities())

@@ -7,7 +7,7 @@ from typing import Any
 
 import kvdock
 from kvdock_conformance.checking.calls import check_calls, check_inputs, expect_refusal
-from kvdock_conformance.checking.memory import Memory, compare
+from kvdock_conformance.checking.memory import Arenas, compare
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.reference import copy_blocks_
 
@@ -35,7 +35,7 @@ def check_copy_forms(target: Target, data: Mapping[str, Any]) -> None:
     Raises:
         NonconformanceError: a byte differs.
     """
-    memory, call = Memory(data["arenas"], target.device), data["calls"][0]
+    memory, call = Arenas(data["arenas"], target.device), data["calls"][0]
     args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
     before, pairs = memory.copy(), args["block_pairs"].cpu()
     expected = memory.copy()
@@ -57,7 +57,7 @@ def check_pairs_refused(target: Target, data: Mapping[str, Any]) -> None:
     Raises:
         NonconformanceError: it does not raise, says something else, or a byte has changed.
     """
-    memory, call = Memory(data["arenas"], target.device), data["calls"][0]
+    memory, call = Arenas(data["arenas"], target.device), data["calls"][0]
     args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
     for form in (args["block_pairs"], args["block_pairs"].tolist()):
         expect_refusal(target, memory, call, {**args, "block_pairs": form}, getattr(kvdock, data["error"]), data["texts"])

@@ -14,7 +14,7 @@ import kvdock
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.target import Target
 
-__all__ = ["CALLS", "Copy", "DeviceCall", "Read", "Update", "Write"]
+__all__ = ["CALLS", "CopyCall", "DeviceCall", "ReadCall", "UpdateCall", "WriteCall"]
 
 
 class DeviceCall(ABC):
@@ -102,7 +102,7 @@ class DeviceCall(ABC):
                 raise NonconformanceError(f"{what}: places of {name} that differ", expected="none", got=wrong)
 
 
-class Write(DeviceCall):
+class WriteCall(DeviceCall):
     """A write of rows into a pool."""
 
     def make(self, device: torch.device, heads: int) -> None:
@@ -124,7 +124,7 @@ class Write(DeviceCall):
         return pool
 
 
-class Read(DeviceCall):
+class ReadCall(DeviceCall):
     """A read of rows from a pool."""
 
     def make(self, device: torch.device, heads: int) -> None:
@@ -147,7 +147,7 @@ class Read(DeviceCall):
         return 0
 
 
-class Update(DeviceCall):
+class UpdateCall(DeviceCall):
     """A write of one new position into each row of a static cache; the slots are the rows' lengths."""
 
     def make(self, device: torch.device, heads: int) -> None:
@@ -174,7 +174,7 @@ class Update(DeviceCall):
         return sum(not 0 <= length < 32 for length in self.slots)
 
 
-class Copy(DeviceCall):
+class CopyCall(DeviceCall):
     """A copy of the first four blocks of a pool, in turns, to others; a slot is a block behind those."""
 
     def make(self, device: torch.device, heads: int) -> None:
@@ -200,5 +200,10 @@ class Copy(DeviceCall):
         return blocks
 
 
-CALLS: Mapping[str, type[DeviceCall]] = {"paged_caching_": Write, "static_update_": Update, "gather_paged": Read, "copy_blocks_": Copy}
+CALLS: Mapping[str, type[DeviceCall]] = {
+    "paged_caching_": WriteCall,
+    "static_update_": UpdateCall,
+    "gather_paged": ReadCall,
+    "copy_blocks_": CopyCall,
+}
 """By op."""

@@ -11,7 +11,7 @@ import torch
 
 import kvdock
 from kvdock import runtime
-from kvdock_conformance.checking.device_calls import CALLS, DeviceCall, Write
+from kvdock_conformance.checking.device_calls import CALLS, DeviceCall, WriteCall
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.target import HOST, Target
 from kvdock_conformance.requirement import Capability, Check
@@ -68,7 +68,7 @@ def check_one_device(target: Target, data: Mapping[str, Any], reasons: Sequence[
     Raises:
         NonconformanceError: it is not, or by another error.
     """
-    write = Write(torch.device("meta"), [1])
+    write = WriteCall(torch.device("meta"), [1])
     try:
         write.call(target)
     except kvdock.BackendUnavailableError as error:
@@ -148,7 +148,7 @@ def check_not_capturing(target: Target, data: Mapping[str, Any]) -> None:
             answer = target.backend.is_capturing(device)
             if answer is not False:
                 raise NonconformanceError(f"is_capturing({device}) {moment}, while no graph is recorded", expected=False, got=repr(answer))
-            Write(device, [1]).call(target)
+            WriteCall(device, [1]).call(target)
 
 
 def check_other_device(target: Target, data: Mapping[str, Any]) -> None:
@@ -300,7 +300,7 @@ def check_foreign_tensor(target: Target, data: Mapping[str, Any]) -> None:
     if device == target.device:
         device = torch.device("meta")
     for is_known in (False, True):
-        write = Write(target.device, [1, 5, 2], heads=4)
+        write = WriteCall(target.device, [1, 5, 2], heads=4)
         if is_known:
             for _ in range(4):
                 write.call(target)

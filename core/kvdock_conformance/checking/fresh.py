@@ -14,7 +14,7 @@ from typing import Any
 
 from kvdock import runtime
 from kvdock_conformance.checking.failure import NonconformanceError
-from kvdock_conformance.checking.settings import Settings
+from kvdock_conformance.checking.settings import ProcessSettings
 from kvdock_conformance.checking.target import Target
 
 __all__ = [
@@ -119,7 +119,7 @@ def contexts():
     return found
 
 if __name__ == "__main__":
-    before, settings = set(sys.modules), Settings()
+    before, settings = set(sys.modules), ProcessSettings()
     start = time.process_time()
     importlib.import_module(MODULE)
     cost = time.process_time() - start
@@ -174,7 +174,7 @@ def _ask(target: Target) -> dict[str, Any]:
         device=str(target.device),
         heavy=HEAVY,
         seeded=seeded_lines(),
-        settings=inspect.getsource(Settings),
+        settings=inspect.getsource(ProcessSettings),
         own=own_names(target),
     )
     with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,7 @@ import torch
 import kvdock
 from kvdock_conformance.checking.calls import check_calls, check_inputs, check_range_error
 from kvdock_conformance.checking.failure import NonconformanceError
-from kvdock_conformance.checking.memory import BITS, Memory, compare, text_of
+from kvdock_conformance.checking.memory import BITS, Arenas, compare, text_of
 from kvdock_conformance.checking.quantised import per_element
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.reference import gather_paged
@@ -39,7 +39,7 @@ def check_returns_out(target: Target, data: Mapping[str, Any]) -> None:
     Raises:
         NonconformanceError: something else comes back.
     """
-    memory = Memory(data["arenas"], target.device)
+    memory = Arenas(data["arenas"], target.device)
     for call in data["calls"]:
         args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
         got = target.call(call["op"], args)
@@ -50,7 +50,6 @@ def check_returns_out(target: Target, data: Mapping[str, Any]) -> None:
 
 
 def _check_is_pair(op: str, got: Any) -> None:
-    """Refuse what is no pair of tensors."""
     if not isinstance(got, tuple) or len(got) != 2 or not all(isinstance(part, torch.Tensor) for part in got):
         raise NonconformanceError(f"{op}: the result", expected="a tuple of two tensors", got=repr(got)[:200])
 
@@ -63,7 +62,7 @@ def check_returned(target: Target, data: Mapping[str, Any]) -> None:
     Raises:
         NonconformanceError: a result differs, has other sizes, or shares memory with something; or a byte has changed.
     """
-    memory = Memory(data["arenas"], target.device)
+    memory = Arenas(data["arenas"], target.device)
     results: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     for call in data["calls"]:
         args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
@@ -114,7 +113,7 @@ def check_dequantised(target: Target, data: Mapping[str, Any]) -> None:
     Raises:
         NonconformanceError: a byte differs.
     """
-    memory, call = Memory(data["arenas"], target.device), data["calls"][0]
+    memory, call = Arenas(data["arenas"], target.device), data["calls"][0]
     args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
     expected = memory.copy()
     twins = {name: expected.tensor(spec) for name, spec in call["args"].items()}

@@ -15,7 +15,7 @@ import torch
 
 from kvdock_conformance.checking.failure import NonconformanceError
 
-__all__ = ["BITS", "MARGIN", "Memory", "compare", "element_at", "expanded", "filled", "text_of"]
+__all__ = ["BITS", "MARGIN", "Arenas", "compare", "element_at", "expanded", "filled", "text_of"]
 
 MARGIN = 256
 """Bytes on either side of an arena's tensors: more than a vector store could write too far."""
@@ -27,7 +27,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of an element's size."""
 
 
-class Memory:
+class Arenas:
     """The arenas of one case.
 
     Args:
@@ -55,9 +55,9 @@ class Memory:
             places.view(bits.dtype).copy_(bits.reshape(places.shape))
         return tensor
 
-    def copy(self) -> Memory:
+    def copy(self) -> Arenas:
         """Return a copy in host memory."""
-        twin = Memory([], torch.device("cpu"))
+        twin = Arenas([], torch.device("cpu"))
         twin.arenas = self.arenas
         twin.bytes = [_copied(arena, content) for arena, content in zip(self.arenas, self.bytes, strict=True)]
         return twin
@@ -78,10 +78,12 @@ def filled(arena: Mapping[str, Any], device: torch.device) -> torch.Tensor:
     on_host = arena.get("host", False) or device == torch.device("cpu")
     if arena.get("fill") == "zeros":  # numpy's zeros take up no memory until they are written
         return torch.from_numpy(np.zeros(count, np.uint8)) if on_host else torch.zeros(count, dtype=torch.uint8, device=device)
+    # Random and not zero, so that a byte that was written by mistake differs from what was there.
     content = np.random.default_rng(arena["seed"]).integers(0, 256, count, dtype=np.uint8)
     if not on_host:
         return torch.from_numpy(content).to(device)
     room = np.empty(count + 64 + shift, dtype=np.uint8)
+    # numpy promises 16 bytes only, and a case says how its tensors are aligned.
     start = -room.ctypes.data % 64 + shift
     room[start : start + count] = content
     return torch.from_numpy(room[start : start + count])
@@ -99,7 +101,7 @@ def _copied(arena: Mapping[str, Any], content: torch.Tensor) -> torch.Tensor:
     return twin
 
 
-def compare(memory: Memory, expected: Memory, args: Mapping[str, Any], what: str, arenas: Collection[int] | None = None) -> None:
+def compare(memory: Arenas, expected: Arenas, args: Mapping[str, Any], what: str, arenas: Collection[int] | None = None) -> None:
     """Compare every byte with what it should be.
 
     Args:
@@ -126,7 +128,7 @@ def _equal(got: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.equal(got[:whole].view(torch.int64), right[:whole].view(torch.int64)) and torch.equal(got[whole:], right[whole:])
 
 
-def _difference(memory: Memory, expected: Memory, args: Mapping[str, Any], what: str, place: tuple[int, int, int]) -> NonconformanceError:
+def _difference(memory: Arenas, expected: Arenas, args: Mapping[str, Any], what: str, place: tuple[int, int, int]) -> NonconformanceError:
     """Describe the first byte that differs: the element of an argument, or where between and around them it is."""
     arena, byte, count = place
     for name, spec in args.items():

@@ -20,7 +20,7 @@ from kvdock.ops.validate import validate
 from kvdock.spec import COPY_DTYPES, QUANTISED_DTYPES
 from kvdock_conformance.checking.calls import Reference
 from kvdock_conformance.checking.failure import NonconformanceError
-from kvdock_conformance.checking.memory import Memory, compare
+from kvdock_conformance.checking.memory import Arenas, compare
 from kvdock_conformance.checking.served import check_not_served, reasons_against
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.checking.watch import WatchedPlan, watched
@@ -66,7 +66,7 @@ class _Calls:
     def __init__(self, target: Target, data: Mapping[str, Any]) -> None:
         self.calls: Sequence[Mapping[str, Any]] = data["calls"]
         self.op: str = self.calls[0]["op"]
-        self.memory = Memory(data["arenas"], target.device)
+        self.memory = Arenas(data["arenas"], target.device)
         self._target = target
 
     def arguments(self, number: int) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class _Calls:
         args = self.arguments(number)
         return tuple(args.get(name) for name in CATALOG[self.op].arg_names)
 
-    def expected(self, *numbers: int) -> Memory:
+    def expected(self, *numbers: int) -> Arenas:
         """Return what memory should hold after calls."""
         twin = self.memory.copy()
         for number in numbers:

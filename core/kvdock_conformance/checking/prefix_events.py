@@ -41,7 +41,6 @@ class Replayed:
             self.wrong.append(f"{event!r} is no event")
 
     def _stored(self, event: Stored) -> None:
-        """Note blocks that came."""
         parent, size, space = event.parent, self.block_size, repr(event.namespace)
         is_right = event.tokens.dtype == np.int64 and event.blocks.dtype == np.int32
         if not is_right or not event.tokens.size == event.blocks.size * size > 0:
@@ -56,7 +55,6 @@ class Replayed:
             parent = block
 
     def _removed(self, event: Removed) -> None:
-        """Note blocks that went."""
         gone = set(event.blocks.tolist())
         if event.blocks.dtype != np.int32 or not len(gone) == event.blocks.size > 0 or gone - self.where.keys():
             self.wrong.append(f"Removed with {event.blocks!r}, of {sorted(self.where)}")

@@ -17,7 +17,7 @@ from typing import Any
 import kvdock
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.fresh import facts_of, own_names, seeded_lines
-from kvdock_conformance.checking.memory import Memory
+from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.checking.settings import unchanged
 from kvdock_conformance.checking.target import Target
 
@@ -63,7 +63,7 @@ def check_settings_of_import(target: Target, data: Mapping[str, Any]) -> None:
 
 def check_settings_of_calls(target: Target, data: Mapping[str, Any]) -> None:
     """Make the calls of a case, those that are served, and check that they change nothing but memory."""
-    memory = Memory(data["arenas"], target.device)
+    memory = Arenas(data["arenas"], target.device)
     with unchanged():
         for call in data["calls"]:
             with contextlib.suppress(kvdock.UnsupportedError):
@@ -121,7 +121,6 @@ def _marked(mark: str) -> dict[int, str]:
 
 
 def _end(processes: Mapping[int, str]) -> None:
-    """End processes."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)

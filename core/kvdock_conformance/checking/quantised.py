@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvdock_conformance.checking.memory import BITS, Memory, compare
+from kvdock_conformance.checking.memory import BITS, Arenas, compare
 from kvdock_conformance.checking.target import Target
 
 __all__ = ["check_quantised", "per_element", "quantised"]
@@ -38,7 +38,7 @@ def check_quantised(target: Target, data: Mapping[str, Any]) -> None:
     Raises:
         NonconformanceError: a byte differs.
     """
-    memory, call = Memory(data["arenas"], target.device), data["calls"][0]
+    memory, call = Arenas(data["arenas"], target.device), data["calls"][0]
     args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
     expected = memory.copy()
     twins = {name: expected.tensor(spec) for name, spec in call["args"].items()}

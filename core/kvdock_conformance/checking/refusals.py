@@ -13,7 +13,7 @@ from kvdock.ops.catalog import CATALOG
 from kvdock.ops.validate import validate
 from kvdock_conformance.checking.calls import expect_refusal
 from kvdock_conformance.checking.failure import NonconformanceError
-from kvdock_conformance.checking.memory import Memory, compare
+from kvdock_conformance.checking.memory import Arenas, compare
 from kvdock_conformance.checking.plans import REFERENCES
 from kvdock_conformance.checking.target import Target
 
@@ -41,7 +41,7 @@ def check_refusal(target: Target, data: Mapping[str, Any]) -> None:
     Raises:
         NonconformanceError: it does not raise, says something else, or a byte has changed.
     """
-    memory = Memory(data["arenas"], target.device)
+    memory = Arenas(data["arenas"], target.device)
     (good, good_args), (bad, bad_args) = (
         (call, {name: memory.tensor(spec) for name, spec in call["args"].items()}) for call in data["calls"]
     )
@@ -56,7 +56,7 @@ def check_mistake(target: Target, data: Mapping[str, Any]) -> None:
     Raises:
         NonconformanceError: it does not raise, raises another error or says something else, or a byte has changed.
     """
-    memory = Memory(data["arenas"], target.device)
+    memory = Arenas(data["arenas"], target.device)
     good, wrong = _arguments(memory, data, 0), _arguments(memory, data, 1)
     _check_raises(target, (memory, wrong), data, "before any good call")
     for _ in range(2):
@@ -70,7 +70,7 @@ def check_recovery(target: Target, data: Mapping[str, Any]) -> None:
     Raises:
         NonconformanceError: a byte differs.
     """
-    memory, call = Memory(data["arenas"], target.device), data["calls"][0]
+    memory, call = Arenas(data["arenas"], target.device), data["calls"][0]
     good, wrong = _arguments(memory, data, 0), _arguments(memory, data, 1)
     for _ in range(2):
         with contextlib.suppress(kvdock.KVDockError):
@@ -81,7 +81,7 @@ def check_recovery(target: Target, data: Mapping[str, Any]) -> None:
         compare(memory, expected, call["args"], f"{call['op']} behind a call that raised")
 
 
-def _arguments(memory: Memory, data: Mapping[str, Any], number: int) -> dict[str, Any]:
+def _arguments(memory: Arenas, data: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Return the arguments of the good call, 0, or of the wrong one, 1."""
     args = {name: memory.tensor(spec) for name, spec in data["calls"][number]["args"].items()}
     for name in data["meta"] if number else ():
@@ -89,7 +89,7 @@ def _arguments(memory: Memory, data: Mapping[str, Any], number: int) -> dict[str
     return args
 
 
-def _check_raises(target: Target, made: tuple[Memory, dict[str, Any]], data: Mapping[str, Any], when: str) -> None:
+def _check_raises(target: Target, made: tuple[Arenas, dict[str, Any]], data: Mapping[str, Any], when: str) -> None:
     """Make the wrong call, and look at its error and at memory."""
     (memory, args), op = made, data["calls"][1]["op"]
     before, raised = memory.copy(), None
@@ -104,7 +104,6 @@ def _check_raises(target: Target, made: tuple[Memory, dict[str, Any]], data: Map
 
 
 def _check_error(raised: Exception | None, data: Mapping[str, Any], what: str) -> None:
-    """Check the class of an error and its text."""
     name = data["error"]
     if not isinstance(raised, getattr(errors, name)) or not isinstance(raised, BUILT_IN[name]):
         raise NonconformanceError(
@@ -121,7 +120,7 @@ def check_served_or_refused(target: Target, data: Mapping[str, Any]) -> None:
     Raises:
         NonconformanceError: preparing raises, or returns something else.
     """
-    memory, call = Memory(data["arenas"], target.device), data["calls"][0]
+    memory, call = Arenas(data["arenas"], target.device), data["calls"][0]
     args = tuple(memory.tensor(call["args"].get(name)) for name in CATALOG[call["op"]].arg_names)
     if not target.reasons_against(call["op"], args):
         with target.backend.device_guard(target.device):

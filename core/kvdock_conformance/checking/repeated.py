@@ -18,7 +18,7 @@ from kvdock_conformance.checking.calls import check_calls
 from kvdock_conformance.checking.copies import pair_name
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.gathers import gathered_slot
-from kvdock_conformance.checking.memory import Memory, compare
+from kvdock_conformance.checking.memory import Arenas, compare
 from kvdock_conformance.checking.plans import REFERENCES
 from kvdock_conformance.checking.target import Target
 
@@ -84,7 +84,6 @@ class Listener:
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
-        """Note an event."""
         if self._thread == threading.get_ident() and event in NOISES:
             self._heard.append(f"{event} {args[:1]!r:.80}")
 
@@ -110,7 +109,7 @@ def check_quiet(target: Target, data: Mapping[str, Any]) -> None:
     Raises:
         NonconformanceError: a byte differs, or Python was asked for one of `NOISES`.
     """
-    memory = Memory(data["arenas"], target.device)
+    memory = Arenas(data["arenas"], target.device)
     for number, call in enumerate(data["calls"]):
         args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
         expected = memory.copy()
@@ -128,7 +127,7 @@ def check_autograd(target: Target, data: Mapping[str, Any]) -> None:
     Raises:
         NonconformanceError: a byte differs, or what was written is part of a graph.
     """
-    memory = Memory(data["arenas"], target.device)
+    memory = Arenas(data["arenas"], target.device)
     for call in data["calls"]:
         op = call["op"]
         args = {name: memory.tensor(spec) for name, spec in call["args"].items()}

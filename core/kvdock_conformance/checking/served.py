@@ -9,7 +9,7 @@ import kvdock
 from kvdock.ops.catalog import CATALOG
 from kvdock_conformance.checking.calls import check_refused
 from kvdock_conformance.checking.failure import NonconformanceError
-from kvdock_conformance.checking.memory import Memory
+from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.requirement import Capability, Check
 
@@ -18,7 +18,7 @@ __all__ = ["SERVED", "check_not_served", "reasons_against"]
 
 def _first_call(target: Target, data: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the arguments of a case's first call in the schema's order."""
-    memory, call = Memory(data["arenas"], target.device), data["calls"][0]
+    memory, call = Arenas(data["arenas"], target.device), data["calls"][0]
     return tuple(memory.tensor(call["args"].get(name)) for name in CATALOG[call["op"]].arg_names)
 
 
@@ -51,7 +51,6 @@ def check_not_served(target: Target, data: Mapping[str, Any], reasons: Sequence[
 
 
 def _is_served(target: Target, data: Mapping[str, Any]) -> bool:
-    """Whether any kernel serves the call."""
     call = data["calls"][0]
     try:
         kvdock.runtime.default().dispatcher.explain(call["op"], _first_call(target, data), target.name)

@@ -1,4 +1,4 @@
-"""Settings of the process that a backend must leave as they are: they belong to whoever runs it."""
+"""ProcessSettings of the process that a backend must leave as they are: they belong to whoever runs it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import torch
 
 from kvdock_conformance.checking.failure import NonconformanceError
 
-__all__ = ["Settings", "unchanged"]
+__all__ = ["ProcessSettings", "unchanged"]
 
 
-class Settings:
+class ProcessSettings:
     """The settings of the process as they are now. Its source goes into fresh interpreters too, so it uses no other of the kit's."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ def unchanged() -> Iterator[None]:
     Raises:
         NonconformanceError: the block ended by itself, and one is otherwise now.
     """
-    before = Settings()
+    before = ProcessSettings()
     try:
         yield
     except BaseException:

@@ -19,10 +19,10 @@ from kvdock.ops.validate import validate
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.target import Target
 
-__all__ = ["Watch", "WatchedKernel", "WatchedPlan", "misfit", "watched"]
+__all__ = ["KernelWatch", "WatchedKernel", "WatchedPlan", "misfit", "watched"]
 
 
-class Watch:
+class KernelWatch:
     """What happened to the plans of one op while it was watched."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Watch:
 class WatchedPlan(kvdock.Descriptor):
     """A plan of the backend, watched."""
 
-    def __init__(self, watch: Watch, request: kvdock.Request, inner: kvdock.Descriptor) -> None:
+    def __init__(self, watch: KernelWatch, request: kvdock.Request, inner: kvdock.Descriptor) -> None:
         self.request = request
         self.ends: list[list[torch.device]] = []
         """For each time that it was destroyed, the devices whose guard was entered."""
@@ -86,6 +86,7 @@ class WatchedPlan(kvdock.Descriptor):
 
     def __call__(self, *args: Any) -> None:
         """Make the call, if the plan fits it and is still there."""
+        # Refused here and not by the plan: a kernel whose plans survive destroy() would hide the mistake.
         if self._inner is None:
             raise NonconformanceError(f"{self.request.op}: a plan", expected="no call after destroy()", got="a call")
         wrong = misfit(self.request, validate(CATALOG[self.request.op], args))
@@ -95,7 +96,7 @@ class WatchedPlan(kvdock.Descriptor):
         self._inner(*args)
 
     def destroy(self) -> None:
-        """Destroy what is watched, and let go of it."""
+        """Destroy what is watched, and release it."""
         self._inner = None
         self._destroy()
         del self._destroy
@@ -104,7 +105,7 @@ class WatchedPlan(kvdock.Descriptor):
 class WatchedKernel(kvdock.Kernel):
     """The backend's own kernel, its plans watched."""
 
-    def __init__(self, watch: Watch, inner: kvdock.Kernel) -> None:
+    def __init__(self, watch: KernelWatch, inner: kvdock.Kernel) -> None:
         self._watch = watch
         self._inner = inner
 
@@ -134,9 +135,9 @@ def misfit(planned: kvdock.Request, actual: kvdock.Request) -> str:
 
 
 @contextlib.contextmanager
-def watched(target: Target, op: str) -> Iterator[Watch]:
+def watched(target: Target, op: str) -> Iterator[KernelWatch]:
     """Watch the backend's kernel for an op in a block. Plans from before are not found in it, nor those of it later."""
-    registry, watch, guard = runtime.default().registry, Watch(), target.backend.device_guard
+    registry, watch, guard = runtime.default().registry, KernelWatch(), target.backend.device_guard
     own = target.kernels[op]
     registry.register_kernel(target.name, op, WatchedKernel(watch, own), override=True)
     try:

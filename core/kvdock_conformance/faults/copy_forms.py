@@ -81,7 +81,7 @@ def _unlike_blocks(function: Op) -> Op:
     return call
 
 
-@FAULTS.function(_OP, "copy-error-without-a-fix", "Errors do not say how to mend it.", "KVD-COPY-027", "KVD-COPY-006", "KVD-COPY-008")
+@FAULTS.function(_OP, "copy-error-without-a-fix", "Errors do not say how to fix it.", "KVD-COPY-027", "KVD-COPY-006", "KVD-COPY-008")
 def _without_a_fix(function: Op) -> Op:
     def call(k_cache: Any, v_cache: Any, pairs: Any) -> None:
         try:

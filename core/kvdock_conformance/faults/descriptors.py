@@ -127,7 +127,6 @@ class _OldStrides(OwnPlan):
         self._strides = strides
 
     def __call__(self, k_cache: torch.Tensor, *args: Any) -> None:
-        """Make the call."""
         self.inner(restrided(k_cache, self._strides), *args)
 
 
@@ -140,7 +139,6 @@ class _FoundByAllButAlignment(OwnKernel):
         self._first: dict[Any, int] = {}
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
-        """Return a plan that reads as much at a time as the first one may."""
         metas = [meta for meta in request.args.values() if isinstance(meta, TensorMeta)]
         key = tuple((meta.dtype, meta.shape, meta.strides) for meta in metas)
         return _WideReads(plan, self._first.setdefault(key, request.tensor("k").alignment))
@@ -154,7 +152,6 @@ class _WideReads(OwnPlan):
         self._alignment = alignment
 
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, *args: Any) -> None:
-        """Make the call."""
         past = k.data_ptr() % self._alignment // k.element_size()
         self.inner(k_cache, v_cache, restrided(k, k.stride(), -past), *args)
 
@@ -171,7 +168,6 @@ class _OnePlanAtATime(OwnKernel):
     last: _Mortal | None = None
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
-        """End the last plan."""
         if self.last is not None:
             self.last.is_alive = False
         self.last = _Mortal(plan)
@@ -184,7 +180,6 @@ class _Mortal(OwnPlan):
     is_alive = True
 
     def __call__(self, *args: Any) -> None:
-        """Make the call, or not."""
         if self.is_alive:
             self.inner(*args)
 
@@ -198,7 +193,6 @@ class _OneForAll(OwnKernel):
         self._kept: dict[str, kvdock.Descriptor] = {}
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
-        """Return what is kept."""
         return self._kept.setdefault(repr(request), plan)
 
 
@@ -211,7 +205,6 @@ class _SharedArguments(OwnKernel):
     arguments: tuple[Any, ...] = ()
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
-        """Return a plan that uses the buffer."""
         return _UsesBuffer(plan, self)
 
 
@@ -262,7 +255,6 @@ class _FreesAll(OwnKernel):
     is_loaded = True
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
-        """Return a plan that uses it."""
         return _Freeing(plan, self)
 
 
@@ -274,12 +266,10 @@ class _Freeing(OwnPlan):
         self._kernel = kernel
 
     def __call__(self, *args: Any) -> None:
-        """Make the call, as long as there is something to call."""
         if self._kernel.is_loaded:
             self.inner(*args)
 
     def destroy(self) -> None:
-        """Free what others use."""
         self._kernel.is_loaded = False
 
 
@@ -290,7 +280,6 @@ class _DestroyedTwice(OwnKernel):
     """Makes plans that clean up after themselves."""
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
-        """Return such a plan."""
         return _CleansUp(plan)
 
 
@@ -303,18 +292,12 @@ class _CleansUp(OwnPlan):
 
 @FAULTS.kernel(_COPY, "desc-destroy-raises", "Destroying a plan raises.", "KVD-DESC-005")
 class _DestroyRaises(OwnKernel):
-    """Makes plans that cannot be destroyed."""
-
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
-        """Return such a plan."""
         return _Undestroyable(plan)
 
 
 class _Undestroyable(OwnPlan):
-    """Raises when it is destroyed."""
-
     def destroy(self) -> None:
-        """Raise."""
         raise RuntimeError("invalid handle")
 
 
@@ -327,7 +310,6 @@ class _DestroysItself(OwnKernel):
     running: OwnPlan | None = None
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
-        """End the plan that was prepared before."""
         if self.running is not None:
             self.running.destroy()
         self.running = OwnPlan(plan)
@@ -339,7 +321,6 @@ class _TensorsKept(OwnKernel):
     """Makes plans that remember."""
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
-        """Return such a plan."""
         return _Remembers(plan)
 
 
@@ -349,7 +330,6 @@ class _Remembers(OwnPlan):
     last: tuple[Any, ...] = ()
 
     def __call__(self, *args: Any) -> None:
-        """Make the call."""
         self.last = args
         self.inner(*args)
 
@@ -362,7 +342,6 @@ class _WorkspaceUnknown(OwnKernel):
     """Makes plans that do not say how much they need."""
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
-        """Return such a plan."""
         found = OwnPlan(plan)
         found.workspace_bytes = None  # type: ignore[assignment]  # that is the fault
         return found
@@ -373,7 +352,6 @@ class _WorkspaceNegative(OwnKernel):
     """Makes plans that give back more than they took."""
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
-        """Return such a plan."""
         return _GivesBack(plan)
 
 
@@ -381,7 +359,6 @@ class _GivesBack(OwnPlan):
     """Counts what it gives back, and not what it takes."""
 
     def __call__(self, *args: Any) -> None:
-        """Make the call."""
         self.inner(*args)
         self.workspace_bytes -= 1024
 
@@ -391,7 +368,6 @@ class _ReasonIsAString(OwnKernel):
     """Says no to float16 in a word."""
 
     def supports(self, request: kvdock.Request) -> Sequence[str]:
-        """Return a text."""
         return "no float16" if request.tensor("k_cache").dtype == torch.float16 else self._inner.supports(request)
 
 
@@ -402,7 +378,6 @@ class _ChangesItsMind(OwnKernel):
     asked = 0
 
     def supports(self, request: kvdock.Request) -> Sequence[str]:
-        """Count, and answer."""
         if request.tensor("k_cache").dtype != torch.float32:
             return self._inner.supports(request)
         self.asked += 1
@@ -416,7 +391,6 @@ class _ChangesTheRequest(OwnKernel):
     """Takes every tensor for one at a multiple of 16 bytes, and says so in the request."""
 
     def supports(self, request: kvdock.Request) -> Sequence[str]:
-        """Change what was asked about."""
         args: Any = request.args
         for name, meta in list(args.items()):
             if isinstance(meta, TensorMeta):

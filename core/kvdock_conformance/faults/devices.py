@@ -16,7 +16,7 @@ import torch
 from kvdock.ops.catalog import CATALOG
 from kvdock_conformance.checking.devices import GRAPHS, STREAMS, SYNC_DEBUG, TWO_DEVICES, module_of
 from kvdock_conformance.checking.target import Target
-from kvdock_conformance.faults.fault import Args, Fault, Faults, FaultyCall, Run, Seed
+from kvdock_conformance.faults.fault import Args, BackendCall, Fault, Faults, FaultyCall, Seed
 from kvdock_conformance.requirement import Capability
 
 __all__ = ["FAULTS"]
@@ -41,7 +41,6 @@ class _Where:
     claimed: bool
 
     def why_not(self, target: Target) -> str:
-        """Return why not: the backend does not claim it, or does."""
         reasons = self.capability.reasons(target, {})
         if self.claimed and reasons:
             return "; ".join(reasons)
@@ -50,7 +49,6 @@ class _Where:
         return self.seed.why_not(target)
 
     def seeded(self, target: Target) -> AbstractContextManager[None]:
-        """Return a block in which the backend has the fault."""
         return self.seed.seeded(target)
 
 
@@ -93,7 +91,7 @@ def _second_is_none(inner: Callable[[], Any]) -> Callable[[], Any]:
 def _later() -> FaultyCall:
     waiting: list[Args] = []
 
-    def call(run: Run, args: Args) -> None:
+    def call(run: BackendCall, args: Args) -> None:
         for earlier in waiting:
             run(earlier)
         waiting[:] = [args]
@@ -106,7 +104,7 @@ for _name, _by in (("", _OP), ("update-", _STATIC), ("gather-", _GATHER), ("copy
 
 
 @_call("call-done-in-a-thread", "A call is made by another thread, for which nobody waits.", "002", "003", needs=STREAMS, claimed=False)
-def _in_a_thread(run: Run, args: Args) -> None:
+def _in_a_thread(run: BackendCall, args: Args) -> None:
     threading.Timer(0.05, run, (args,)).start()
 
 
@@ -139,7 +137,7 @@ _SHARED: dict[str, Args] = {}
 
 
 @_call("threads-share-slots", "The slots of a call are kept where other threads overwrite them.", "008")
-def _shared(run: Run, args: Args) -> None:
+def _shared(run: BackendCall, args: Args) -> None:
     _SHARED["args"] = args
     time.sleep(0.002)
     run({**args, "slot_mapping": _SHARED["args"]["slot_mapping"]})
@@ -185,7 +183,7 @@ def _no_int(inner: Callable[..., int]) -> Callable[..., Any]:
 
 
 @_call("launch-on-the-default-stream", "A call goes to the default stream.", "002", needs=STREAMS)
-def _default_stream(run: Run, args: Args) -> None:
+def _default_stream(run: BackendCall, args: Args) -> None:
     device = args["k_cache"].device
     module = module_of(device)
     with module.stream(module.default_stream(device)):
@@ -196,7 +194,7 @@ _call("copy-on-the-default-stream", "A copy goes to the default stream.", "002",
 
 
 @_call("waits-for-the-device", "A call waits until it is done.", "002", "003", needs=SYNC_DEBUG)
-def _waits(run: Run, args: Args) -> None:
+def _waits(run: BackendCall, args: Args) -> None:
     run(args)
     args["slot_mapping"].max().item()
 
@@ -207,7 +205,7 @@ _call("gather-waits-for-the-device", "A read waits until it is done.", "002", "0
 def _recorded(name: str) -> FaultyCall:
     """Return a call that keeps the indices of the first one of its shape."""
 
-    def call(run: Run, args: Args) -> None:
+    def call(run: BackendCall, args: Args) -> None:
         key = f"{name} {args[name].shape}"
         kept = _SHARED.setdefault(key, {"index": args[name].clone()})
         run({**args, name: kept["index"]})

@@ -1,4 +1,4 @@
-"""Faults of what an op refuses: mistakes mended in silence, errors of another kind, texts that say too little, memory changed."""
+"""Faults of what an op refuses: mistakes fixed in silence, errors of another kind, texts that say too little, memory changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import kvdock
 from kvdock.ops.catalog import CATALOG
-from kvdock_conformance.faults.fault import Args, Faults, Run
+from kvdock_conformance.faults.fault import Args, BackendCall, Faults
 from kvdock_conformance.faults.tensors import bits
 
 __all__ = ["FAULTS"]
@@ -22,15 +22,15 @@ _WRITE, _STATIC, _GATHER, _COPY = CATALOG
 Function = Callable[..., Any]
 
 
-def _mending(mend: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Function], Function]:
-    """Return a change of an op that mends the arguments ``k_cache``, ``v_cache``, ``k`` and ``v``, and what follows, before the call."""
+def _fixing(fix: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Function], Function]:
+    """Return a change of an op that fixes the arguments ``k_cache``, ``v_cache``, ``k`` and ``v``, and what follows, before the call."""
 
     def change(function: Function) -> Function:
         @functools.wraps(function)
         def call(k_cache: Any, v_cache: Any, k: Any, v: Any, index: Any, **scales: Any) -> Any:
             args = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "index": index, **scales}
             if all(isinstance(args[name], torch.Tensor) for name in ("k_cache", "v_cache", "k", "v")):
-                args = mend(args)
+                args = fix(args)
             others = {name: args[name] for name in scales if name in args}
             return function(args["k_cache"], args["v_cache"], args["k"], args["v"], args["index"], **others)
 
@@ -39,11 +39,11 @@ def _mending(mend: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Func
     return change
 
 
-# Mended in silence
+# Fixed in silence
 
 
 @FAULTS.function(_WRITE, "error-one-head-for-all", "Tokens with one head are written to all heads.", "KVD-ERROR-001")
-@_mending
+@_fixing
 def _one_head(args: dict[str, Any]) -> dict[str, Any]:
     k, k_cache = args["k"], args["k_cache"]
     fits = k.dim() in (3, 4) and k.shape[-2] == 1 and k_cache.dim() == 4
@@ -51,67 +51,67 @@ def _one_head(args: dict[str, Any]) -> dict[str, Any]:
 
 
 @FAULTS.function(_WRITE, "error-tokens-cut-to-the-slots", "Tokens for which there is no slot are dropped.", "KVD-ERROR-002")
-@_mending
+@_fixing
 def _cut(args: dict[str, Any]) -> dict[str, Any]:
     count = min(args["k"].shape[0], args["index"].shape[0]) if args["index"].dim() else 0
     return {**args, "k": args["k"][:count], "v": args["v"][:count], "index": args["index"][:count]} if count else args
 
 
 @FAULTS.function(_STATIC, "error-lengths-rounded", "Lengths that are floats are cut to integers.", "KVD-ERROR-003")
-@_mending
+@_fixing
 def _rounded(args: dict[str, Any]) -> dict[str, Any]:
     is_float = isinstance(args["index"], torch.Tensor) and args["index"].is_floating_point()
     return {**args, "index": args["index"].nan_to_num(0, 0, 0).clamp(0, 1).long()} if is_float else args
 
 
 @FAULTS.function(_WRITE, "error-converted-to-the-cache", "Tokens are converted to the dtype of the cache.", "KVD-ERROR-004")
-@_mending
+@_fixing
 def _converted(args: dict[str, Any]) -> dict[str, Any]:
     dtype = args["k_cache"].dtype
     return {**args, "k": args["k"].to(dtype), "v": args["v"].to(dtype)} if args["k"].is_floating_point() else args
 
 
 @FAULTS.function(_STATIC, "error-reinterpreted", "Bits of another dtype of the same size are taken for the cache's.", "KVD-ERROR-004")
-@_mending
+@_fixing
 def _reinterpreted(args: dict[str, Any]) -> dict[str, Any]:
     size, dtype = args["k_cache"].element_size(), args["k_cache"].dtype
     return {**args, **{name: args[name].view(dtype) for name in ("k", "v") if args[name].element_size() == size}}
 
 
 @FAULTS.function(_WRITE, "error-moved-to-the-cache", "Tokens on another device are taken for zeros on that of the cache.", "KVD-ERROR-005")
-@_mending
+@_fixing
 def _moved(args: dict[str, Any]) -> dict[str, Any]:
     cache = args["k_cache"]
     return {**args, **{name: torch.zeros_like(args[name], device=cache.device) for name in ("k", "v") if args[name].device != cache.device}}
 
 
 @FAULTS.function(_WRITE, "error-made-contiguous", "Tokens whose elements do not follow each other are copied together.", "KVD-ERROR-006")
-@_mending
+@_fixing
 def _made_contiguous(args: dict[str, Any]) -> dict[str, Any]:
     return {**args, "k": args["k"].contiguous(), "v": args["v"].contiguous()}
 
 
 @FAULTS.function(_WRITE, "error-overlap-cloned", "Tokens are copied first, so that they overlap nothing.", "KVD-ERROR-007")
-@_mending
+@_fixing
 def _cloned(args: dict[str, Any]) -> dict[str, Any]:
     return {**args, "k": args["k"].clone(memory_format=torch.preserve_format)}
 
 
 @FAULTS.function(_STATIC, "error-one-place-for-all", "A cache whose rows share memory is written in a copy of it.", "KVD-ERROR-008")
-@_mending
+@_fixing
 def _one_place(args: dict[str, Any]) -> dict[str, Any]:
     return {**args, **{name: args[name].contiguous() for name in ("k_cache", "v_cache") if 0 in args[name].stride()}}
 
 
 @FAULTS.function(_WRITE, "error-scale-ignored", "A scale for a cache that is not quantised is ignored.", "KVD-ERROR-009")
-@_mending
+@_fixing
 def _scale_ignored(args: dict[str, Any]) -> dict[str, Any]:
     is_quantised = args["k_cache"].dtype in kvdock.QUANTISED_DTYPES
     return args if is_quantised else {name: value for name, value in args.items() if not name.endswith("_scale")}
 
 
 @FAULTS.function(_WRITE, "error-lists-converted", "A list of slots is made a tensor.", "KVD-ERROR-010")
-@_mending
+@_fixing
 def _lists_converted(args: dict[str, Any]) -> dict[str, Any]:
     return {**args, "index": torch.tensor(args["index"], device=args["k"].device)} if isinstance(args["index"], list) else args
 
@@ -139,13 +139,13 @@ def _doubled_dropped(function: Function) -> Function:
 
 
 @FAULTS.call(_COPY, "error-pairs-in-their-order", "Pairs whose order matters are copied one after the other.", "KVD-ERROR-013")
-def _in_their_order(run: Run, args: Args) -> None:
+def _in_their_order(run: BackendCall, args: Args) -> None:
     for row in range(len(args["block_pairs"])):
         run({**args, "block_pairs": args["block_pairs"][row : row + 1]})
 
 
 @FAULTS.call(_COPY, "error-pairs-checked-late", "Pairs are copied, and then looked at.", "KVD-ERROR-013")
-def _checked_late(run: Run, args: Args) -> None:
+def _checked_late(run: BackendCall, args: Args) -> None:
     for row in range(len(args["block_pairs"])):
         with contextlib.suppress(kvdock.ArgumentValueError):
             run({**args, "block_pairs": args["block_pairs"][row : row + 1]})
@@ -206,7 +206,7 @@ def _without_fix(error: kvdock.KVDockError) -> Exception:
 
 
 @FAULTS.call(_STATIC, "error-of-the-device-let-through", "An index out of range raises the device's own RuntimeError.", "KVD-ERROR-012")
-def _let_through(run: Run, args: Args) -> None:
+def _let_through(run: BackendCall, args: Args) -> None:
     try:
         run(args)
     except kvdock.IndexRangeError:
@@ -244,11 +244,9 @@ class _PickyKernel(kvdock.Kernel):
         self._inner = inner
 
     def supports(self, request: kvdock.Request) -> Sequence[str]:
-        """Ask the backend."""
         return self._inner.supports(request)
 
     def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
-        """Prepare what the backend does."""
         return self._inner.prepare(request)
 
 
@@ -257,7 +255,6 @@ class _SupportsRaises(_PickyKernel):
     """Knows two dtypes."""
 
     def supports(self, request: kvdock.Request) -> Sequence[str]:
-        """Look the dtype up."""
         known = {torch.bfloat16: 2, torch.float32: 4}
         return [] if known[request.tensor("k_cache").dtype] else ["no such dtype"]
 
@@ -267,7 +264,6 @@ class _PrepareRaises(_PickyKernel):
     """Compiles for rows of whole words only, and says so late."""
 
     def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
-        """Raise where rows are odd."""
         if (request.tensor("k").shape[-1] or 0) % 2:
             raise ValueError("not a multiple of the vector width")
         return self._inner.prepare(request)
@@ -280,11 +276,10 @@ class _LeftBusy(_PickyKernel):
     is_busy = False
 
     def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
-        """Return a plan that waits for no one."""
-        return _OneAtATime(self, self._inner.prepare(request))
+        return _BusyPlan(self, self._inner.prepare(request))
 
 
-class _OneAtATime(kvdock.Descriptor):
+class _BusyPlan(kvdock.Descriptor):
     """Does nothing while its kernel is busy."""
 
     def __init__(self, kernel: _LeftBusy, inner: kvdock.Descriptor) -> None:
@@ -299,5 +294,4 @@ class _OneAtATime(kvdock.Descriptor):
             self._kernel.is_busy = False
 
     def destroy(self) -> None:
-        """Destroy what is inside."""
         self._inner.destroy()

@@ -10,7 +10,7 @@ A fault is seeded into the backend under test itself, whatever device it runs on
 Most faults are one function of a call, made into a list entry by `Faults.call`::
 
     @FAULTS.call("paged_caching_", "last-token-dropped", "The last token is dropped.", "KVD-WRITE-001")
-    def _last_token_dropped(run: Run, args: Args) -> None:
+    def _last_token_dropped(run: BackendCall, args: Args) -> None:
         run({**args, "k": args["k"][:-1], ...})
 """
 
@@ -23,9 +23,9 @@ from typing import Any
 import attrs
 
 import kvdock
-from kvdock_conformance.faults.seeds import Args, BackendSeed, FaultyCall, FaultyKernel, FunctionSeed, KernelSeed, Run, Seed
+from kvdock_conformance.faults.seeds import Args, BackendCall, BackendSeed, FaultyCall, FaultyKernel, FunctionSeed, KernelSeed, Seed
 
-__all__ = ["Args", "BackendSeed", "Fault", "Faults", "FaultyCall", "FunctionSeed", "KernelSeed", "Run", "Seed"]
+__all__ = ["Args", "BackendCall", "BackendSeed", "Fault", "Faults", "FaultyCall", "FunctionSeed", "KernelSeed", "Seed"]
 
 
 @attrs.frozen

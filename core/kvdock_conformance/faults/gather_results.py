@@ -128,7 +128,7 @@ def _overlap_unnoticed(function: Op) -> Op:
     return call
 
 
-@FAULTS.function(_OP, "gather-error-without-a-fix", "Errors about arguments do not say how to mend them.", "KVD-GATHER-029")
+@FAULTS.function(_OP, "gather-error-without-a-fix", "Errors about arguments do not say how to fix them.", "KVD-GATHER-029")
 def _without_a_fix(function: Op) -> Op:
     def call(*args: Any, **others: Any) -> tuple[torch.Tensor, torch.Tensor]:
         try:

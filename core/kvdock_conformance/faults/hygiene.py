@@ -15,7 +15,7 @@ import torch
 import kvdock
 from kvdock_conformance.checking import fresh
 from kvdock_conformance.checking.target import Target
-from kvdock_conformance.faults.fault import Args, Fault, Faults, Run
+from kvdock_conformance.faults.fault import Args, BackendCall, Fault, Faults
 
 __all__ = ["FAULTS"]
 
@@ -34,16 +34,13 @@ class _FreshSeed:
     lines: tuple[str, ...]
 
     def why_not(self, target: Target) -> str:
-        """Return why not: there is always a way."""
         return ""
 
     def seeded(self, target: Target) -> AbstractContextManager[Any]:
-        """Let fresh interpreters run the lines."""
         return mock.patch.object(fresh, "SEEDED", list(self.lines))
 
 
 def _fresh(name: str, sentence: str, killer: str, *lines: str) -> None:
-    """Add a fault of fresh interpreters."""
     FAULTS.append(Fault(f"hygiene-{name}", sentence, _AREA, (killer,), _FreshSeed(lines)))
 
 
@@ -200,31 +197,31 @@ def _no_kernel(inner: Callable[[], Any]) -> Callable[[], Any]:
 
 
 @FAULTS.call("paged_caching_", "hygiene-call-changes-the-dtype", "A call changes torch's default dtype.", "KVD-HYGIENE-013")
-def _changes_the_dtype(run: Run, args: Args) -> None:
+def _changes_the_dtype(run: BackendCall, args: Args) -> None:
     run(args)
     torch.set_default_dtype(torch.float64)
 
 
 @FAULTS.call("gather_paged", "hygiene-call-seeds", "A call seeds the random numbers of others.", "KVD-HYGIENE-013")
-def _seeds(run: Run, args: Args) -> None:
+def _seeds(run: BackendCall, args: Args) -> None:
     torch.manual_seed(0)
     run(args)
 
 
 @FAULTS.call("copy_blocks_", "hygiene-call-turns-off-gradients", "A call turns gradients off for good.", "KVD-HYGIENE-013")
-def _turns_off_gradients(run: Run, args: Args) -> None:
+def _turns_off_gradients(run: BackendCall, args: Args) -> None:
     torch.set_grad_enabled(False)
     run(args)
 
 
 @FAULTS.call("static_update_", "hygiene-call-changes-the-folder", "A call changes the current directory.", "KVD-HYGIENE-013")
-def _changes_the_folder(run: Run, args: Args) -> None:
+def _changes_the_folder(run: BackendCall, args: Args) -> None:
     run(args)
     os.chdir("/")
 
 
 @FAULTS.call("static_update_", "hygiene-call-sets-threads", "A call sets torch's number of threads.", "KVD-HYGIENE-013")
-def _sets_threads(run: Run, args: Args) -> None:
+def _sets_threads(run: BackendCall, args: Args) -> None:
     torch.set_num_threads(torch.get_num_threads() + 1)
     run(args)
 

@@ -9,7 +9,7 @@ import torch
 
 import kvdock
 from kvdock.ops.catalog import CATALOG
-from kvdock_conformance.faults.fault import Args, Faults, FaultyCall, Run
+from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
 from kvdock_conformance.faults.tensors import in_range, restrided
 
 __all__ = ["FAULTS"]
@@ -30,7 +30,7 @@ _ROWS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 def _unless(op: str, is_odd: Callable[[torch.Tensor], bool]) -> FaultyCall:
     """Return a call that is left out where a tensor that holds rows is odd."""
 
-    def call(run: Run, args: Args) -> None:
+    def call(run: BackendCall, args: Args) -> None:
         if not any(is_odd(args[name]) for name in _ROWS[op]):
             run(args)
 
@@ -78,7 +78,7 @@ for _op, _prefix, _killer in (
 # Slots
 
 
-def _as_one_row(run: Run, args: Args) -> None:
+def _as_one_row(run: BackendCall, args: Args) -> None:
     """Make the call with the rows of slot_mapping taken to follow each other."""
     slots = args["slot_mapping"]
     if slots.dim() == 2 and slots.stride(0) > slots.shape[1] * slots.stride(1) > 0:
@@ -86,7 +86,7 @@ def _as_one_row(run: Run, args: Args) -> None:
     run({**args, "slot_mapping": slots})
 
 
-def _one_slot_as_many(run: Run, args: Args) -> None:
+def _one_slot_as_many(run: BackendCall, args: Args) -> None:
     """Make the call with slots that are one in memory taken to follow each other."""
     slots = args["slot_mapping"]
     run({**args, "slot_mapping": restrided(slots, [step or 1 for step in slots.stride()])})
@@ -100,7 +100,7 @@ for _op, _prefix, _killers in ((_WRITE, "write", ("KVD-WRITE-006", "KVD-WRITE-00
 
 
 @FAULTS.call(_WRITE, "write-equal-slots-shift-the-rows", "Equal slots are written once, by rows in the order of slots.", "KVD-WRITE-009")
-def _shifted(run: Run, args: Args) -> None:
+def _shifted(run: BackendCall, args: Args) -> None:
     slots = args["slot_mapping"]
     distinct = torch.unique(slots[in_range(args)])
     if int(in_range(args).sum()) == distinct.numel() or not bool((slots < args["k_cache"].shape[0] * args["k_cache"].shape[1]).all()):
@@ -114,7 +114,7 @@ def _shifted(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_WRITE, "write-tokens-beside-the-pool-refused", "Tokens in one storage with their pool are refused.", "KVD-WRITE-017")
-def _beside(run: Run, args: Args) -> None:
+def _beside(run: BackendCall, args: Args) -> None:
     for cache, rows in (("k_cache", "k"), ("v_cache", "v")):
         if args[cache].untyped_storage().data_ptr() == args[rows].untyped_storage().data_ptr():
             raise kvdock.ArgumentValueError(f"{_WRITE}: {rows}", expected="memory of its own", got=f"that of {cache}", fix="copy it")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import kvdock
-from kvdock_conformance.faults.fault import Args, Faults, FaultyCall, Run
+from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
 from kvdock_conformance.faults.quantised import QuantisedKernel
 from kvdock_conformance.faults.tensors import bits, capacity, dense, flip_byte, in_range, restrided, store
 
@@ -19,12 +19,11 @@ _OP = "paged_caching_"
 _PAIRS = (("k_cache", "k"), ("v_cache", "v"))
 
 
-def _with_slots(run: Run, args: Args, slots: torch.Tensor) -> None:
-    """Make the call with other slots."""
+def _with_slots(run: BackendCall, args: Args, slots: torch.Tensor) -> None:
     run({**args, "slot_mapping": slots.to(args["slot_mapping"].dtype)})
 
 
-def _dropping(run: Run, args: Args, dropped: torch.Tensor) -> None:
+def _dropping(run: BackendCall, args: Args, dropped: torch.Tensor) -> None:
     """Make the call with some tokens' slots made padding."""
     _with_slots(run, args, torch.where(dropped, -1, args["slot_mapping"]))
 
@@ -33,23 +32,23 @@ def _dropping(run: Run, args: Args, dropped: torch.Tensor) -> None:
 
 
 @FAULTS.call(_OP, "write-off-by-one-at-a-block-border", "The first slot of a block goes to the last of the one before.", "KVD-WRITE-005")
-def _off_by_one(run: Run, args: Args) -> None:
+def _off_by_one(run: BackendCall, args: Args) -> None:
     slots = args["slot_mapping"]
     _with_slots(run, args, torch.where((slots > 0) & (slots % args["k_cache"].shape[1] == 0) & in_range(args), slots - 1, slots))
 
 
 @FAULTS.call(_OP, "write-last-slot-dropped", "The last slot of the pool is taken for one beyond it.", "KVD-WRITE-005")
-def _last_slot_dropped(run: Run, args: Args) -> None:
+def _last_slot_dropped(run: BackendCall, args: Args) -> None:
     _dropping(run, args, args["slot_mapping"] == capacity(args) - 1)
 
 
 @FAULTS.call(_OP, "write-slot-zero-is-padding", "Slot 0 is taken for padding.", "KVD-WRITE-005")
-def _slot_zero_is_padding(run: Run, args: Args) -> None:
+def _slot_zero_is_padding(run: BackendCall, args: Args) -> None:
     _dropping(run, args, args["slot_mapping"] == 0)
 
 
 @FAULTS.call(_OP, "write-last-token-dropped", "The last of several tokens is dropped.", "KVD-WRITE-001", "KVD-WRITE-014")
-def _last_token_dropped(run: Run, args: Args) -> None:
+def _last_token_dropped(run: BackendCall, args: Args) -> None:
     dropped = torch.zeros_like(args["slot_mapping"], dtype=torch.bool)
     if dropped.numel() > 1:
         dropped.view(-1)[-1] = True
@@ -57,35 +56,35 @@ def _last_token_dropped(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "write-keys-into-values", "Where keys and values have one shape, keys go to both pools.", "KVD-WRITE-001")
-def _keys_into_values(run: Run, args: Args) -> None:
+def _keys_into_values(run: BackendCall, args: Args) -> None:
     run({**args, "v": args["k"]} if args["k"].shape == args["v"].shape and args["k"].stride() == args["v"].stride() else args)
 
 
 @FAULTS.call(_OP, "write-negative-slot-wraps", "A negative slot counts from the end of the pool.", "KVD-WRITE-003")
-def _negative_wraps(run: Run, args: Args) -> None:
+def _negative_wraps(run: BackendCall, args: Args) -> None:
     slots = args["slot_mapping"]
     _with_slots(run, args, torch.where((slots < 0) & (slots >= -capacity(args)), slots + capacity(args), slots))
 
 
 @FAULTS.call(_OP, "write-only-minus-one-is-padding", "Negative slots other than -1 are taken modulo the pool.", "KVD-WRITE-003")
-def _only_minus_one(run: Run, args: Args) -> None:
+def _only_minus_one(run: BackendCall, args: Args) -> None:
     slots = args["slot_mapping"]
     _with_slots(run, args, torch.where(slots < -1, slots % max(capacity(args), 1), slots))
 
 
 @FAULTS.call(_OP, "write-padding-ends-the-call", "Tokens behind the first padding are dropped.", "KVD-WRITE-003")
-def _padding_ends(run: Run, args: Args) -> None:
+def _padding_ends(run: BackendCall, args: Args) -> None:
     flat = args["slot_mapping"].reshape(-1)
     _dropping(run, args, ((flat < 0).cumsum(0) > 0).reshape(args["slot_mapping"].shape))
 
 
 @FAULTS.call(_OP, "write-beyond-the-pool-clamped", "A slot beyond the pool is taken for the last one.", "KVD-WRITE-004")
-def _clamped(run: Run, args: Args) -> None:
+def _clamped(run: BackendCall, args: Args) -> None:
     _with_slots(run, args, args["slot_mapping"].clamp(max=capacity(args) - 1))
 
 
 @FAULTS.call(_OP, "write-beyond-the-pool-silent", "A slot beyond the pool is skipped, and neither raised nor counted.", "KVD-WRITE-004")
-def _silent(run: Run, args: Args) -> None:
+def _silent(run: BackendCall, args: Args) -> None:
     _dropping(run, args, args["slot_mapping"] >= capacity(args))
 
 
@@ -96,7 +95,7 @@ def _silent(run: Run, args: Args) -> None:
     "KVD-WRITE-004",
     host_only=("KVD-WRITE-004",),
 )
-def _partial_write(run: Run, args: Args) -> None:
+def _partial_write(run: BackendCall, args: Args) -> None:
     beyond = args["slot_mapping"] >= capacity(args)
     if bool(beyond.any()):
         _dropping(run, args, beyond)
@@ -104,7 +103,7 @@ def _partial_write(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "write-error-names-another-place", "The error names the last bad place instead of the first.", "KVD-WRITE-004")
-def _another_place(run: Run, args: Args) -> None:
+def _another_place(run: BackendCall, args: Args) -> None:
     beyond = (args["slot_mapping"] >= capacity(args)).nonzero()
     if len(beyond):
         raise kvdock.IndexRangeError(f"{_OP}: slot_mapping{beyond[-1].tolist()}", expected="a slot of the pool", got="another")
@@ -112,18 +111,18 @@ def _another_place(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "write-slots-cut-to-32-bits", "The upper half of an int64 slot is ignored.", "KVD-WRITE-004", "KVD-WRITE-003")
-def _cut_to_32bits(run: Run, args: Args) -> None:
+def _cut_to_32bits(run: BackendCall, args: Args) -> None:
     _with_slots(run, args, args["slot_mapping"].to(torch.int32))
 
 
 @FAULTS.call(_OP, "write-slot-strides-ignored", "slot_mapping is read as if it were dense.", "KVD-WRITE-006")
-def _slot_strides_ignored(run: Run, args: Args) -> None:
+def _slot_strides_ignored(run: BackendCall, args: Args) -> None:
     slots = args["slot_mapping"]
     run({**args, "slot_mapping": restrided(slots, dense(slots.shape))})
 
 
 @FAULTS.call(_OP, "write-first-row-of-a-batch", "Of a batch of rows, the first is written.", "KVD-WRITE-007")
-def _first_row(run: Run, args: Args) -> None:
+def _first_row(run: BackendCall, args: Args) -> None:
     dropped = torch.zeros_like(args["slot_mapping"], dtype=torch.bool)
     if dropped.dim() == 2:
         dropped[1:] = True
@@ -141,7 +140,7 @@ def _no_tokens_refused(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @FAULTS.call(_OP, "write-equal-slots-dropped", "A slot that occurs twice is not written.", "KVD-WRITE-009")
-def _equal_slots_dropped(run: Run, args: Args) -> None:
+def _equal_slots_dropped(run: BackendCall, args: Args) -> None:
     _, inverse, counts = torch.unique(args["slot_mapping"], return_inverse=True, return_counts=True)
     _dropping(run, args, (counts > 1)[inverse] & in_range(args))
 
@@ -150,28 +149,28 @@ def _equal_slots_dropped(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "write-blocks-of-16-at-most", "The place within a block is taken modulo 16.", "KVD-WRITE-010")
-def _blocks_of_16(run: Run, args: Args) -> None:
+def _blocks_of_16(run: BackendCall, args: Args) -> None:
     slots, block = args["slot_mapping"], args["k_cache"].shape[1]
     _with_slots(run, args, torch.where(in_range(args), slots // block * block + slots % block % 16, slots))
 
 
 @FAULTS.call(_OP, "write-dim-rounded-down-to-16", "Elements behind the last multiple of 16 are dropped.", "KVD-WRITE-011")
-def _dim_rounded_down(run: Run, args: Args) -> None:
+def _dim_rounded_down(run: BackendCall, args: Args) -> None:
     _partly(run, args, lambda rows: rows[..., : rows.shape[-1] // 16 * 16] if rows.shape[-1] > 16 else rows)
 
 
 @FAULTS.call(_OP, "write-heads-past-512-threads-dropped", "Heads behind the 512th element are dropped.", "KVD-WRITE-012")
-def _past_512(run: Run, args: Args) -> None:
+def _past_512(run: BackendCall, args: Args) -> None:
     _partly(run, args, lambda rows: rows[..., : max(512 // rows.shape[-1], 1), :])
 
 
 @FAULTS.call(_OP, "write-values-sized-like-keys", "As many heads and elements of values are written as keys have.", "KVD-WRITE-013")
-def _sized_like_keys(run: Run, args: Args) -> None:
+def _sized_like_keys(run: BackendCall, args: Args) -> None:
     heads, dim = args["k"].shape[-2:]
     _partly(run, args, lambda rows: rows[..., :heads, :dim])
 
 
-def _partly(run: Run, args: Args, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _partly(run: BackendCall, args: Args, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Make the call, with only a part of each row written: the rest is put back as it was."""
     kept = [(args[cache], args[cache].clone()) for cache, _ in _PAIRS]
     run(args)
@@ -182,19 +181,19 @@ def _partly(run: Run, args: Args, part: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 @FAULTS.call(_OP, "write-tail-of-tokens-dropped", "Tokens behind the last multiple of 16 are dropped.", "KVD-WRITE-014")
-def _tail_dropped(run: Run, args: Args) -> None:
+def _tail_dropped(run: BackendCall, args: Args) -> None:
     position = torch.arange(args["slot_mapping"].numel(), device=args["k"].device).reshape(args["slot_mapping"].shape)
     _dropping(run, args, position >= max(position.numel() // 16 * 16, 16))
 
 
 @FAULTS.call(_OP, "write-grid-limit", "Tokens behind the 65,535th are dropped.", "KVD-WRITE-015")
-def _grid_limit(run: Run, args: Args) -> None:
+def _grid_limit(run: BackendCall, args: Args) -> None:
     position = torch.arange(args["slot_mapping"].numel(), device=args["k"].device).reshape(args["slot_mapping"].shape)
     _dropping(run, args, position >= 65_535)
 
 
 @FAULTS.call(_OP, "write-int32-offsets", "Rows more than 2**31 elements into a pool are dropped.", "KVD-WRITE-023")
-def _int32_offsets(run: Run, args: Args) -> None:
+def _int32_offsets(run: BackendCall, args: Args) -> None:
     step = max(args[cache].stride(0) for cache, _ in _PAIRS)
     _dropping(run, args, in_range(args) & (args["slot_mapping"] // args["k_cache"].shape[1] * step >= 2**31))
 
@@ -205,14 +204,14 @@ def _int32_offsets(run: Run, args: Args) -> None:
 @FAULTS.call(
     _OP, "write-pool-strides-ignored", "Pools are written as if they were dense.", "KVD-WRITE-016", "KVD-WRITE-017", "KVD-WRITE-024"
 )
-def _pool_strides_ignored(run: Run, args: Args) -> None:
+def _pool_strides_ignored(run: BackendCall, args: Args) -> None:
     run({**args, "slot_mapping": torch.full_like(args["slot_mapping"], -1)} if bool(in_range(args).all()) else args)
     for cache, source in _PAIRS:
         store(restrided(args[cache], dense(args[cache].shape)), args[source], args)
 
 
 @FAULTS.call(_OP, "write-values-by-the-strides-of-keys", "Values are written by the strides of the key pool.", "KVD-WRITE-016")
-def _strides_of_keys(run: Run, args: Args) -> None:
+def _strides_of_keys(run: BackendCall, args: Args) -> None:
     run(args)
     k_cache, v_cache = args["k_cache"], args["v_cache"]
     if k_cache.shape == v_cache.shape and k_cache.stride() != v_cache.stride():
@@ -220,7 +219,7 @@ def _strides_of_keys(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "write-block-stride-ignored", "Blocks are taken to follow each other without a gap.", "KVD-WRITE-017", "KVD-WRITE-002")
-def _block_stride_ignored(run: Run, args: Args) -> None:
+def _block_stride_ignored(run: BackendCall, args: Args) -> None:
     run({**args, "slot_mapping": torch.full_like(args["slot_mapping"], -1)} if bool(in_range(args).all()) else args)
     for cache, source in _PAIRS:
         pool = args[cache]
@@ -229,7 +228,7 @@ def _block_stride_ignored(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "write-token-strides-ignored", "Tokens are read as if they were dense.", "KVD-WRITE-018", "KVD-WRITE-007")
-def _token_strides_ignored(run: Run, args: Args) -> None:
+def _token_strides_ignored(run: BackendCall, args: Args) -> None:
     run(args)
     for cache, source in _PAIRS:
         rows = args[source]
@@ -238,7 +237,7 @@ def _token_strides_ignored(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "write-head-stride-of-tokens-ignored", "Heads of a token are taken to follow each other without a gap.", "KVD-WRITE-018")
-def _head_stride_ignored(run: Run, args: Args) -> None:
+def _head_stride_ignored(run: BackendCall, args: Args) -> None:
     run(args)
     for cache, source in _PAIRS:
         rows = args[source]
@@ -246,7 +245,7 @@ def _head_stride_ignored(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "write-addresses-rounded-to-16", "Rows are read from the multiple of 16 bytes at or before them.", "KVD-WRITE-019")
-def _rounded_addresses(run: Run, args: Args) -> None:
+def _rounded_addresses(run: BackendCall, args: Args) -> None:
     run(args)
     for cache, source in _PAIRS:
         rows = args[source]
@@ -256,7 +255,7 @@ def _rounded_addresses(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "write-one-byte-past-the-row", "The byte behind the first row written is changed.", "KVD-WRITE-002")
-def _byte_past_the_row(run: Run, args: Args) -> None:
+def _byte_past_the_row(run: BackendCall, args: Args) -> None:
     run(args)
     pool, slots = args["v_cache"], args["slot_mapping"][in_range(args)].tolist()
     if slots:
@@ -269,7 +268,7 @@ def _byte_past_the_row(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "write-nan-payload-lost", "Every NaN is written as the one NaN of its dtype.", "KVD-WRITE-020")
-def _nan_payload_lost(run: Run, args: Args) -> None:
+def _nan_payload_lost(run: BackendCall, args: Args) -> None:
     run(args)
     for cache, source in _PAIRS:
         rows = args[source]
@@ -277,7 +276,7 @@ def _nan_payload_lost(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "write-minus-zero-lost", "-0 is written as 0.", "KVD-WRITE-020")
-def _minus_zero_lost(run: Run, args: Args) -> None:
+def _minus_zero_lost(run: BackendCall, args: Args) -> None:
     run(args)
     for cache, source in _PAIRS:
         rows = args[source]
@@ -286,7 +285,7 @@ def _minus_zero_lost(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "write-subnormals-flushed", "Subnormal numbers are written as 0.", "KVD-WRITE-020")
-def _subnormals_flushed(run: Run, args: Args) -> None:
+def _subnormals_flushed(run: BackendCall, args: Args) -> None:
     run(args)
     for cache, source in _PAIRS:
         rows = args[source]
@@ -295,14 +294,14 @@ def _subnormals_flushed(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "write-input-scaled-in-place", "Keys are changed in place.", "KVD-WRITE-021")
-def _input_changed(run: Run, args: Args) -> None:
+def _input_changed(run: BackendCall, args: Args) -> None:
     run(args)
     if args["k"].numel():
         bits(args["k"]).view(-1)[:1].bitwise_not_() if args["k"].is_contiguous() else bits(args["k"])[..., :1].bitwise_not_()
 
 
 @FAULTS.call(_OP, "write-slots-clamped-in-place", "Padding in slot_mapping is overwritten with -1.", "KVD-WRITE-021")
-def _slots_changed(run: Run, args: Args) -> None:
+def _slots_changed(run: BackendCall, args: Args) -> None:
     run(args)
     args["slot_mapping"].clamp_(min=-1)
 
@@ -313,7 +312,6 @@ class _ScaleIgnored(kvdock.Descriptor):
     def __call__(
         self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, *scales: Any
     ) -> None:
-        """Write."""
         for cache, rows in ((k_cache, k), (v_cache, v)):
             store(cache, rows.to(cache.dtype), {"k_cache": k_cache, "slot_mapping": slots})
 
@@ -327,8 +325,6 @@ class _ScaleIgnoredKernel(QuantisedKernel):
 
 @FAULTS.kernel(_OP, "write-refused-without-a-reason", "A quantised cache is refused with an empty reason.", "KVD-WRITE-022")
 class _NoReasonKernel(QuantisedKernel):
-    """Refuses, and does not say why."""
-
     about_quantised = ("",)
 
 
@@ -339,7 +335,7 @@ class _NoReasonKernel(QuantisedKernel):
 def _first_slots_kept() -> FaultyCall:
     kept: dict[torch.Size, torch.Tensor] = {}
 
-    def call(run: Run, args: Args) -> None:
+    def call(run: BackendCall, args: Args) -> None:
         slots = kept.setdefault(args["slot_mapping"].shape, args["slot_mapping"].clone())
         _with_slots(run, args, slots)
 
@@ -355,7 +351,6 @@ class _StalePlan(kvdock.Kernel):
         self._strides: dict[Any, Any] = {}
 
     def supports(self, request: kvdock.Request) -> Sequence[str]:
-        """Ask the backend."""
         return self._inner.supports(request)
 
     def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
@@ -374,7 +369,6 @@ class _OldStrides(kvdock.Descriptor):
     def __call__(
         self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, *scales: Any
     ) -> None:
-        """Write."""
         args = {"k_cache": k_cache, "slot_mapping": slots}
         store(restrided(k_cache, self._strides), k, args)
         store(v_cache, v, args)

@@ -171,7 +171,7 @@ _fault(
     "005 006",
     tree={"lock": _one_too_few, "unlock": _one_too_few},
 )
-_fault("one-lock-for-all", "The first unlock gives back all locks of a place.", "005", tree={"unlock": _first_unlock})
+_fault("one-lock-for-all", "The first unlock releases all locks of a place.", "005", tree={"unlock": _first_unlock})
 _fault("lock-of-a-whole-run", "A lock protects the rest of the run that its place is in.", "005 023", lock_handle=_whole_run)
 
 
@@ -301,7 +301,6 @@ _fault(
 
 
 def _depth(node: Any) -> int:
-    """Return how deep a node is."""
     return 0 if node is None or node.parent is None else 1 + _depth(node.parent)
 
 

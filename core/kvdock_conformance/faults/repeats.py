@@ -10,7 +10,7 @@ import torch
 import kvdock
 from kvdock.ops.catalog import CATALOG
 from kvdock_conformance.faults.descriptors import OwnKernel, OwnPlan
-from kvdock_conformance.faults.fault import Args, Faults, FaultyCall, Run
+from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
 from kvdock_conformance.faults.tensors import restrided, store
 
 __all__ = ["FAULTS"]
@@ -31,7 +31,6 @@ class _FixedAddresses(OwnKernel):
     """Makes plans that repeat their calls without a look."""
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
-        """Return such a plan."""
         return _SameAgain(plan)
 
 
@@ -39,7 +38,6 @@ class _SameAgain(_Fixed):
     """Repeats a call as it was, whatever addresses come."""
 
     def fix(self, *args: Any) -> Callable[..., None]:
-        """Return that call."""
         return lambda *addresses: self(*args)
 
 
@@ -53,7 +51,6 @@ class _FixedAway(OwnKernel):
     """Makes plans that take a repeated call for done."""
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
-        """Return such a plan."""
         return _DoneBefore(plan)
 
 
@@ -61,7 +58,6 @@ class _DoneBefore(_Fixed):
     """Does nothing the second time."""
 
     def fix(self, *args: Any) -> Callable[..., None]:
-        """Return what does nothing."""
         return lambda *addresses: None
 
 
@@ -69,7 +65,7 @@ class _DoneBefore(_Fixed):
 def _first_lengths() -> FaultyCall:
     kept: dict[Any, torch.Tensor] = {}
 
-    def call(run: Run, args: Args) -> None:
+    def call(run: BackendCall, args: Args) -> None:
         run({**args, "cache_lengths": kept.setdefault(args["cache_lengths"].shape, args["cache_lengths"].clone())})
 
     return call
@@ -84,7 +80,6 @@ class _FoundByAddress(OwnKernel):
         self.known: dict[int, tuple[Any, Any]] = {}
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
-        """Return a plan that looks pools up."""
         return _LooksUp(plan, self.known)
 
 
@@ -96,7 +91,6 @@ class _LooksUp(OwnPlan):
         self._known = known
 
     def __call__(self, k_cache: torch.Tensor, *args: Any) -> None:
-        """Make the call."""
         now = (k_cache.shape, k_cache.stride())
         shape, strides = self._known.setdefault(k_cache.data_ptr(), now)
         if shape != k_cache.shape or strides == k_cache.stride():
@@ -116,7 +110,7 @@ def _late(op: str, name: str, sentence: str, load: Callable[[int], object]) -> N
     def make() -> FaultyCall:
         counts: set[int] = set()
 
-        def call(run: Run, args: Args) -> None:
+        def call(run: BackendCall, args: Args) -> None:
             count = next(value for value in args.values() if isinstance(value, torch.Tensor) and not value.is_floating_point()).numel()
             if count not in counts:
                 counts.add(count)
@@ -150,7 +144,6 @@ class _Records(OwnPlan):
     uses_autograd = False
 
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, *args: Any) -> None:
-        """Make the call, and use keys in a sum."""
         self.inner(k_cache, v_cache, k, *args)
         k_cache[:0].add_(k.float().sum() * 0)
 
@@ -160,5 +153,4 @@ class _RecordedWrite(OwnKernel):
     """Makes plans that are recorded."""
 
     def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
-        """Return such a plan."""
         return _Records(plan)

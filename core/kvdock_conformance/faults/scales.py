@@ -19,7 +19,6 @@ class _KeysForValues(Quantises):
     """Divides values by the scale of keys."""
 
     def scales(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> Scales:
-        """Return one of them twice."""
         return k_scale, k_scale
 
 
@@ -27,7 +26,6 @@ class _FirstScale(Quantises):
     """Divides by the first of all scales."""
 
     def scales(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> Scales:
-        """Return single numbers."""
         return k_scale.reshape(-1)[0], v_scale.reshape(-1)[0]
 
 
@@ -35,7 +33,6 @@ class _Truncates(Quantises):
     """Cuts integers."""
 
     def stored(self, quotient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Round to zero."""
         return super().stored(quotient.trunc() if dtype == torch.int8 else quotient, dtype)
 
 
@@ -43,7 +40,6 @@ class _RoundsHalvesUp(Quantises):
     """Rounds halves away from zero."""
 
     def stored(self, quotient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Round integers."""
         up = (quotient.abs() + 0.5).floor() * quotient.sign()
         return super().stored(up if dtype == torch.int8 else quotient, dtype)
 
@@ -52,7 +48,6 @@ class _InfinityIsNaN(Quantises):
     """Clamps finite numbers only."""
 
     def stored(self, quotient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Leave infinities to the conversion."""
         stored = super().stored(quotient, dtype)
         return stored if dtype == torch.int8 else torch.where(quotient.isinf(), torch.nan, stored.float()).to(dtype)
 
@@ -61,7 +56,6 @@ class _LimitOfAnother(Quantises):
     """Clamps to the range of e4m3fn, whatever the format."""
 
     def stored(self, quotient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Clamp to 448."""
         return super().stored(quotient if dtype == torch.int8 else quotient.clamp(-448, 448), dtype)
 
 
@@ -80,7 +74,6 @@ class _KeyScaleRead(Reads):
     """Multiplies values by the scale of keys."""
 
     def scales(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> Scales:
-        """Return one of them twice."""
         return k_scale, k_scale
 
 
@@ -88,7 +81,6 @@ class _FirstScaleRead(Reads):
     """Multiplies by the first of all scales."""
 
     def scales(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> Scales:
-        """Return single numbers."""
         return k_scale.reshape(-1)[0], v_scale.reshape(-1)[0]
 
 

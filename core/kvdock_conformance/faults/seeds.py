@@ -15,15 +15,15 @@ from kvdock import runtime
 from kvdock.ops.catalog import CATALOG
 from kvdock_conformance.checking.target import Target
 
-__all__ = ["Args", "BackendSeed", "FaultyCall", "FaultyKernel", "FunctionSeed", "KernelSeed", "Run", "Seed"]
+__all__ = ["Args", "BackendCall", "BackendSeed", "FaultyCall", "FaultyKernel", "FunctionSeed", "KernelSeed", "Seed"]
 
 Args = dict[str, Any]
 """Arguments of a call by name, in the schema's order, None where absent."""
 
-Run = Callable[[Args], None]
+BackendCall = Callable[[Args], None]
 """Makes the call that the backend's own kernel would make, with these arguments."""
 
-FaultyCall = Callable[[Run, Args], None]
+FaultyCall = Callable[[BackendCall, Args], None]
 """Stands in for a call: may change its arguments, make it or not, and spoil something before or after."""
 
 
@@ -143,11 +143,9 @@ class _FaultyDescriptor(kvdock.Descriptor):
         self._inner(*(args[name] for name in self._names))
 
     def __call__(self, *args: Any) -> None:
-        """Make the faulty call."""
         self._call(self._run, dict(zip(self._names, args, strict=True)))
 
     def destroy(self) -> None:
-        """Destroy what is inside."""
         self._inner.destroy()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import kvdock
-from kvdock_conformance.faults.fault import Args, Faults, FaultyCall, Run
+from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
 from kvdock_conformance.faults.tensors import bits, dense, flip_byte, restrided
 
 __all__ = ["FAULTS"]
@@ -31,7 +31,6 @@ def _room(args: Args) -> int:
 
 
 def _fits(args: Args) -> bool:
-    """Whether every row of a call fits."""
     return all(0 <= start <= _room(args) for start in _starts(args))
 
 
@@ -49,7 +48,7 @@ def _store_at(args: Args, starts: list[int]) -> None:
         _store(args[cache], args[source], starts)
 
 
-def _partly(run: Run, args: Args, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _partly(run: BackendCall, args: Args, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Make the call, with only a part of the cache written: the rest is put back as it was."""
     kept = [(args[cache], args[cache].clone()) for cache, _ in _PAIRS]
     run(args)
@@ -63,13 +62,13 @@ def _partly(run: Run, args: Args, part: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 @FAULTS.call(_OP, "static-lengths-strides-ignored", "cache_lengths is read as if it were dense.", "KVD-STATIC-003")
-def _length_strides_ignored(run: Run, args: Args) -> None:
+def _length_strides_ignored(run: BackendCall, args: Args) -> None:
     lengths = args["cache_lengths"]
     run(args if isinstance(lengths, int) else {**args, "cache_lengths": restrided(lengths, dense(lengths.shape))})
 
 
 @FAULTS.call(_OP, "static-first-length-for-all-rows", "Every row is written behind the length of the first.", "KVD-STATIC-004")
-def _first_length(run: Run, args: Args) -> None:
+def _first_length(run: BackendCall, args: Args) -> None:
     if not _fits(args):
         run(args)
         return
@@ -77,7 +76,7 @@ def _first_length(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "static-rows-behind-the-64th-dropped", "Rows behind the 64th are dropped.", "KVD-STATIC-004")
-def _rows_dropped(run: Run, args: Args) -> None:
+def _rows_dropped(run: BackendCall, args: Args) -> None:
     lengths = args["cache_lengths"]
     if not isinstance(lengths, int) and lengths.numel() > 64:
         lengths = lengths[:64]
@@ -85,7 +84,7 @@ def _rows_dropped(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "static-empty-row-is-padding", "A row of length 0 is taken for padding.", "KVD-STATIC-005")
-def _empty_is_padding(run: Run, args: Args) -> None:
+def _empty_is_padding(run: BackendCall, args: Args) -> None:
     starts = _starts(args)
     if 0 in starts and _fits(args):
         _store_at(args, [start or -1 for start in starts])
@@ -94,14 +93,14 @@ def _empty_is_padding(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "static-full-row-refused", "A row that would be exactly full is taken for one that does not fit.", "KVD-STATIC-005")
-def _full_refused(run: Run, args: Args) -> None:
+def _full_refused(run: BackendCall, args: Args) -> None:
     if _room(args) in _starts(args):
         raise kvdock.IndexRangeError(f"{_OP}: cache_lengths", expected=f"less than {_room(args)}", got=_room(args))
     run(args)
 
 
 @FAULTS.call(_OP, "static-overflow-clamped", "A row that would end beyond the cache is moved back until it fits.", "KVD-STATIC-006")
-def _clamped(run: Run, args: Args) -> None:
+def _clamped(run: BackendCall, args: Args) -> None:
     starts = _starts(args)
     if 0 <= _room(args) < max(starts, default=0) and min(starts) >= 0:
         _store_at(args, [min(start, _room(args)) for start in starts])
@@ -112,7 +111,7 @@ def _clamped(run: Run, args: Args) -> None:
 @FAULTS.call(
     _OP, "static-overflow-cut", "Of a row that would end beyond the cache, what fits is written, and nothing said.", "KVD-STATIC-006"
 )
-def _cut(run: Run, args: Args) -> None:
+def _cut(run: BackendCall, args: Args) -> None:
     starts, length = _starts(args), args["k_cache"].shape[2]
     if _fits(args) or min(starts) < 0:
         run(args)
@@ -126,7 +125,7 @@ def _cut(run: Run, args: Args) -> None:
 @FAULTS.call(
     _OP, "static-overflow-silent", "A row that does not fit is skipped, and neither raised nor counted.", "KVD-STATIC-006", "KVD-STATIC-007"
 )
-def _silent(run: Run, args: Args) -> None:
+def _silent(run: BackendCall, args: Args) -> None:
     if _fits(args):
         run(args)
     else:
@@ -140,14 +139,14 @@ def _silent(run: Run, args: Args) -> None:
     "KVD-STATIC-006",
     host_only=("KVD-STATIC-006",),
 )
-def _partial_write(run: Run, args: Args) -> None:
+def _partial_write(run: BackendCall, args: Args) -> None:
     if not _fits(args):
         _store_at(args, _starts(args))
     run(args)
 
 
 @FAULTS.call(_OP, "static-error-names-another-row", "The error names the last bad row instead of the first.", "KVD-STATIC-006")
-def _another_row(run: Run, args: Args) -> None:
+def _another_row(run: BackendCall, args: Args) -> None:
     bad = [row for row, start in enumerate(_starts(args)) if not 0 <= start <= _room(args)]
     if bad:
         raise kvdock.IndexRangeError(f"{_OP}: cache_lengths[{bad[-1]}]", expected="a length that fits", got="another")
@@ -155,14 +154,14 @@ def _another_row(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "static-lengths-cut-to-32-bits", "The upper half of an int64 length is ignored.", "KVD-STATIC-006", "KVD-STATIC-007")
-def _cut_to_32_bits(run: Run, args: Args) -> None:
+def _cut_to_32_bits(run: BackendCall, args: Args) -> None:
     lengths = args["cache_lengths"]
     is_wide = isinstance(lengths, torch.Tensor) and lengths.dtype == torch.int64
     run({**args, "cache_lengths": lengths.to(torch.int32).to(torch.int64)} if is_wide else args)
 
 
 @FAULTS.call(_OP, "static-negative-length-wraps", "A negative length counts from the end of the cache.", "KVD-STATIC-007")
-def _negative_wraps(run: Run, args: Args) -> None:
+def _negative_wraps(run: BackendCall, args: Args) -> None:
     starts, length = _starts(args), args["k_cache"].shape[2]
     wrapped = [start + length if start < 0 else start for start in starts]
     if wrapped != starts and all(0 <= start <= _room(args) for start in wrapped):
@@ -172,7 +171,7 @@ def _negative_wraps(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "static-negative-length-is-padding", "A row of negative length is skipped as padding.", "KVD-STATIC-007")
-def _negative_is_padding(run: Run, args: Args) -> None:
+def _negative_is_padding(run: BackendCall, args: Args) -> None:
     if min(_starts(args), default=0) < 0:
         _store_at(args, _starts(args))
     else:
@@ -195,14 +194,14 @@ def _checked_without_positions(function: Callable[..., None]) -> Callable[..., N
 
 
 @FAULTS.call(_OP, "static-keys-into-values", "Where keys and values have one shape, keys go to both caches.", "KVD-STATIC-001")
-def _keys_into_values(run: Run, args: Args) -> None:
+def _keys_into_values(run: BackendCall, args: Args) -> None:
     run({**args, "v": args["k"]} if args["k"].shape == args["v"].shape and args["k"].stride() == args["v"].stride() else args)
 
 
 @FAULTS.call(
     _OP, "static-rows-behind-a-smaller-batch", "The last row is written to the rows behind those of the call, too.", "KVD-STATIC-009"
 )
-def _rows_behind(run: Run, args: Args) -> None:
+def _rows_behind(run: BackendCall, args: Args) -> None:
     run(args)
     rows, batch = args["k"].shape[0], args["k_cache"].shape[0]
     for cache, source in _PAIRS:
@@ -210,35 +209,35 @@ def _rows_behind(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "static-last-position-dropped", "The last of several new positions is dropped.", "KVD-STATIC-001", "KVD-STATIC-010")
-def _last_position(run: Run, args: Args) -> None:
+def _last_position(run: BackendCall, args: Args) -> None:
     last = args["k"].shape[2] - 1
     run({**args, "k": args["k"][:, :, :last], "v": args["v"][:, :, :last]} if last and _fits(args) else args)
 
 
 @FAULTS.call(_OP, "static-tail-of-positions-dropped", "New positions behind the last multiple of 16 are dropped.", "KVD-STATIC-010")
-def _tail_dropped(run: Run, args: Args) -> None:
+def _tail_dropped(run: BackendCall, args: Args) -> None:
     kept = max(args["k"].shape[2] // 16 * 16, 16)
     run({**args, "k": args["k"][:, :, :kept], "v": args["v"][:, :, :kept]} if _fits(args) else args)
 
 
 @FAULTS.call(_OP, "static-dim-rounded-down-to-16", "Elements behind the last multiple of 16 are dropped.", "KVD-STATIC-011")
-def _dim_rounded_down(run: Run, args: Args) -> None:
+def _dim_rounded_down(run: BackendCall, args: Args) -> None:
     _partly(run, args, lambda cache: cache[..., : cache.shape[-1] // 16 * 16] if cache.shape[-1] > 16 else cache)
 
 
 @FAULTS.call(_OP, "static-heads-past-512-threads-dropped", "Heads behind the 512th element are dropped.", "KVD-STATIC-012")
-def _past_512(run: Run, args: Args) -> None:
+def _past_512(run: BackendCall, args: Args) -> None:
     _partly(run, args, lambda cache: cache[:, : max(512 // cache.shape[-1], 1)])
 
 
 @FAULTS.call(_OP, "static-values-sized-like-keys", "As many heads and elements of values are written as keys have.", "KVD-STATIC-013")
-def _sized_like_keys(run: Run, args: Args) -> None:
+def _sized_like_keys(run: BackendCall, args: Args) -> None:
     heads, dim = args["k"].shape[1], args["k"].shape[3]
     _partly(run, args, lambda cache: cache[:, :heads, :, :dim])
 
 
 @FAULTS.call(_OP, "static-grid-limit", "Rows behind the 65,535th are dropped.", "KVD-STATIC-022")
-def _grid_limit(run: Run, args: Args) -> None:
+def _grid_limit(run: BackendCall, args: Args) -> None:
     lengths, most = args["cache_lengths"], 65_535
     if not isinstance(lengths, int) and lengths.numel() > most:
         lengths = lengths[:most]
@@ -246,7 +245,7 @@ def _grid_limit(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "static-int32-offsets", "Positions more than 2**31 elements into a cache are dropped.", "KVD-STATIC-021")
-def _int32_offsets(run: Run, args: Args) -> None:
+def _int32_offsets(run: BackendCall, args: Args) -> None:
     cache, starts = args["k_cache"], _starts(args)
     reach = [row * cache.stride(0) + start * cache.stride(2) for row, start in enumerate(starts)]
     if _fits(args) and max(reach, default=0) >= 2**31:
@@ -261,7 +260,7 @@ def _int32_offsets(run: Run, args: Args) -> None:
 @FAULTS.call(
     _OP, "static-cache-strides-ignored", "Caches are written as if they were dense.", "KVD-STATIC-014", "KVD-STATIC-015", "KVD-STATIC-020"
 )
-def _cache_strides_ignored(run: Run, args: Args) -> None:
+def _cache_strides_ignored(run: BackendCall, args: Args) -> None:
     if not _fits(args):
         run(args)
         return
@@ -270,7 +269,7 @@ def _cache_strides_ignored(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "static-values-by-the-strides-of-keys", "Values are written by the strides of the key cache.", "KVD-STATIC-014")
-def _strides_of_keys(run: Run, args: Args) -> None:
+def _strides_of_keys(run: BackendCall, args: Args) -> None:
     k_cache, v_cache = args["k_cache"], args["v_cache"]
     if _fits(args) and k_cache.shape == v_cache.shape and k_cache.stride() != v_cache.stride():
         _store(k_cache, args["k"], _starts(args))
@@ -280,7 +279,7 @@ def _strides_of_keys(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "static-row-stride-ignored", "Rows are taken to follow each other without a gap.", "KVD-STATIC-015", "KVD-STATIC-002")
-def _row_stride_ignored(run: Run, args: Args) -> None:
+def _row_stride_ignored(run: BackendCall, args: Args) -> None:
     if not _fits(args):
         run(args)
         return
@@ -292,7 +291,7 @@ def _row_stride_ignored(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "static-source-strides-ignored", "New positions are read as if they were dense.", "KVD-STATIC-016")
-def _source_strides_ignored(run: Run, args: Args) -> None:
+def _source_strides_ignored(run: BackendCall, args: Args) -> None:
     run(args)
     for cache, source in _PAIRS:
         rows = args[source]
@@ -301,7 +300,7 @@ def _source_strides_ignored(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "static-addresses-rounded-to-16", "Positions are read from the multiple of 16 bytes at or before them.", "KVD-STATIC-017")
-def _rounded_addresses(run: Run, args: Args) -> None:
+def _rounded_addresses(run: BackendCall, args: Args) -> None:
     run(args)
     for cache, source in _PAIRS:
         rows = args[source]
@@ -311,7 +310,7 @@ def _rounded_addresses(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "static-one-byte-past-the-position", "The byte behind the last position written is changed.", "KVD-STATIC-002")
-def _byte_past_the_position(run: Run, args: Args) -> None:
+def _byte_past_the_position(run: BackendCall, args: Args) -> None:
     run(args)
     for row, start in enumerate(_starts(args)[:1]):
         last = args["v_cache"][row, -1, start + args["k"].shape[2] - 1]
@@ -322,14 +321,14 @@ def _byte_past_the_position(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "static-nan-payload-lost", "Every NaN is written as the one NaN of its dtype.", "KVD-STATIC-018")
-def _nan_payload_lost(run: Run, args: Args) -> None:
+def _nan_payload_lost(run: BackendCall, args: Args) -> None:
     run(args)
     for cache, source in _PAIRS:
         _store(args[cache], torch.where(args[source].isnan(), float("nan"), args[source]), _starts(args))
 
 
 @FAULTS.call(_OP, "static-minus-zero-lost-in-many-rows", "Where rows have lengths of their own, -0 is written as 0.", "KVD-STATIC-018")
-def _minus_zero_lost(run: Run, args: Args) -> None:
+def _minus_zero_lost(run: BackendCall, args: Args) -> None:
     run(args)
     for cache, source in _PAIRS if args["k"].shape[0] > 4 else ():
         rows = bits(args[source])
@@ -337,13 +336,13 @@ def _minus_zero_lost(run: Run, args: Args) -> None:
 
 
 @FAULTS.call(_OP, "static-values-scaled-in-place", "Values are changed in place.", "KVD-STATIC-019")
-def _input_changed(run: Run, args: Args) -> None:
+def _input_changed(run: BackendCall, args: Args) -> None:
     run(args)
     bits(args["v"])[:1, :1, :1, :1].bitwise_not_()
 
 
 @FAULTS.call(_OP, "static-lengths-advanced-in-place", "cache_lengths is advanced by the new positions.", "KVD-STATIC-019")
-def _lengths_advanced(run: Run, args: Args) -> None:
+def _lengths_advanced(run: BackendCall, args: Args) -> None:
     run(args)
     if isinstance(args["cache_lengths"], torch.Tensor):
         args["cache_lengths"].add_(args["k"].shape[2])
@@ -356,7 +355,7 @@ def _lengths_advanced(run: Run, args: Args) -> None:
 def _first_length_kept() -> FaultyCall:
     kept: dict[Any, Any] = {}
 
-    def call(run: Run, args: Args) -> None:
+    def call(run: BackendCall, args: Args) -> None:
         lengths = args["cache_lengths"]
         key = "int" if isinstance(lengths, int) else lengths.shape
         run({**args, "cache_lengths": kept.setdefault(key, lengths if isinstance(lengths, int) else lengths.clone())})

@@ -45,7 +45,6 @@ def _state(records: Any, name: str) -> str:
 
 
 def _about(target: Target) -> dict[str, Any]:
-    """Say what is tested, and on what."""
     claims = target.backend.capabilities()
     return {
         "backend": target.name,

@@ -51,7 +51,6 @@ def check_name(name: str) -> None:
 
 
 def _taken(name: str, why: str) -> ArgumentValueError:
-    """Return the error about a name that somebody has."""
     return ArgumentValueError(
         "name", expected="a name that no installed plugin has", got=f"{name!r}, {why}", fix="use another name, or uninstall that one"
     )

@@ -84,7 +84,6 @@ class NewBackend:
         return [folder / path for path in files]
 
     def _template(self) -> Iterator[tuple[str, str]]:
-        """Yield path and text of each file of the template."""
         template = resources.files(__package__) / "template"
         for item in (template / "package").iterdir():
             if item.is_file():
@@ -101,7 +100,6 @@ class NewBackend:
         return re.sub("|".join(map(re.escape, words)), lambda match: words[match[0]], text)
 
     def _words(self) -> dict[str, str]:
-        """Return what stands for what in the template."""
         add_license = 'Add a file `LICENSE`, and `license = "<SPDX id>"` below `[project]` in `pyproject.toml`.'
         return {
             "kvdock-newcomer": self.distribution,
@@ -152,7 +150,6 @@ def _check_empty(folder: Path) -> bool:
 
 
 def _unwritable(folder: Path, error: OSError) -> ArgumentValueError:
-    """Return the error about a folder that the system refuses."""
     return ArgumentValueError(
         "--dir",
         expected="a folder that can be made and written to",

@@ -13,11 +13,11 @@ from types import MappingProxyType
 
 from kvdock.errors import ArgumentValueError
 from kvdock_conformance.reports import digest, failures, json_report, junit
-from kvdock_conformance.run import Run
+from kvdock_conformance.run import ConformanceRun
 
 __all__ = ["FILES", "prepare", "write"]
 
-FILES: Mapping[str, Callable[[Run], str]] = MappingProxyType(
+FILES: Mapping[str, Callable[[ConformanceRun], str]] = MappingProxyType(
     {"report.json": json_report.text, "junit.xml": junit.text, "digest.md": digest.text}
 )
 """What is written into the folder of a report, by file name."""
@@ -46,7 +46,7 @@ def prepare(folder: Path) -> None:
         ) from error
 
 
-def write(run: Run, folder: Path) -> None:
+def write(run: ConformanceRun, folder: Path) -> None:
     """Write a run's reports into a folder: `FILES`, and ``failures/<requirement>/``.
 
     Args:

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvdock_conformance.reports.json_report import as_dict
-from kvdock_conformance.run import Run
+from kvdock_conformance.run import ConformanceRun
 
 __all__ = ["page", "text"]
 
 _LONG = 120
 
 
-def text(run: Run) -> str:
+def text(run: ConformanceRun) -> str:
     """Return the digest of a run."""
     return page(as_dict(run))
 

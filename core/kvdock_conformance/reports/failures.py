@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvdock_conformance.reports.repro import script
 from kvdock_conformance.reports.text import bug_report
-from kvdock_conformance.run import Run
+from kvdock_conformance.run import ConformanceRun
 from kvdock_conformance.verdict import CaseOutcome, Outcome
 
 __all__ = ["clear", "write"]
@@ -25,7 +25,7 @@ def clear(folder: Path) -> None:
         folder.rmdir()
 
 
-def write(run: Run, folder: Path) -> None:
+def write(run: ConformanceRun, folder: Path) -> None:
     """Write the first failed case of each requirement with one, also where the failure was expected.
 
     Args:
@@ -41,7 +41,6 @@ def write(run: Run, folder: Path) -> None:
             (place / name).write_text(text, encoding="utf-8")
 
 
-def _script(run: Run, outcome: Outcome, case: CaseOutcome) -> str:
-    """Return the script of a failed case."""
+def _script(run: ConformanceRun, outcome: Outcome, case: CaseOutcome) -> str:
     plan = run.plan
     return script(outcome.requirement, case, name=plan.backend, setup=plan.setup, limit_s=plan.limit_s, device=plan.device)

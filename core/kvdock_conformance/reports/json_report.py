@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kvdock_conformance.run import Run
+from kvdock_conformance.run import ConformanceRun
 from kvdock_conformance.verdict import CaseOutcome, Outcome, Verdict
 
 __all__ = ["VERSION", "as_dict", "text"]
@@ -14,7 +14,7 @@ VERSION = 1
 """Version of the schema: counted up when a field changes its meaning or goes; new fields do not count."""
 
 
-def as_dict(run: Run) -> dict[str, Any]:
+def as_dict(run: ConformanceRun) -> dict[str, Any]:
     """Return a run as what JSON can hold."""
     return {
         "schema": VERSION,
@@ -50,7 +50,6 @@ def _requirement(outcome: Outcome) -> dict[str, Any]:
 
 
 def _case(case: CaseOutcome) -> dict[str, Any]:
-    """Return one case."""
     told: dict[str, Any] = {"name": case.name, "verdict": case.verdict.value, "seconds": round(case.seconds, 4)}
     if case.reason:
         told["reason"] = case.reason
@@ -59,6 +58,6 @@ def _case(case: CaseOutcome) -> dict[str, Any]:
     return told
 
 
-def text(run: Run) -> str:
+def text(run: ConformanceRun) -> str:
     """Return a run as JSON."""
     return json.dumps(as_dict(run), indent=2) + "\n"

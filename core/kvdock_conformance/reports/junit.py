@@ -6,7 +6,7 @@ import re
 from xml.etree import ElementTree
 
 from kvdock_conformance.reports.text import bug_report
-from kvdock_conformance.run import Run
+from kvdock_conformance.run import ConformanceRun
 from kvdock_conformance.verdict import Outcome, Verdict
 
 __all__ = ["text"]
@@ -15,7 +15,7 @@ _TAGS = {Verdict.FAILED: "failure", Verdict.NOT_RUN: "error", Verdict.UNSUPPORTE
 _UNPRINTABLE = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd]")  # what XML cannot hold
 
 
-def text(run: Run) -> str:
+def text(run: ConformanceRun) -> str:
     """Return a run as JUnit XML."""
     verdicts = [outcome.verdict for outcome in run.outcomes]
     suite = ElementTree.Element(
@@ -37,7 +37,7 @@ def text(run: Run) -> str:
     return ElementTree.tostring(tree, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def _properties(run: Run) -> ElementTree.Element:
+def _properties(run: ConformanceRun) -> ElementTree.Element:
     """Return what the backend says of itself, as far as it is text."""
     properties = ElementTree.Element("properties")
     told = {**run.about, **run.about.get("versions", {})}
@@ -47,8 +47,7 @@ def _properties(run: Run) -> ElementTree.Element:
     return properties
 
 
-def _case(run: Run, outcome: Outcome) -> ElementTree.Element:
-    """Return the element of one requirement."""
+def _case(run: ConformanceRun, outcome: Outcome) -> ElementTree.Element:
     requirement = outcome.requirement
     case = ElementTree.Element("testcase", classname=requirement.area, name=requirement.id, time=f"{outcome.seconds:.3f}")
     if outcome.verdict in _TAGS:

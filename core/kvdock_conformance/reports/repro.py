@@ -29,7 +29,7 @@ _KIT = "kvdock_conformance"
 
 
 @attrs.frozen
-class _Source:
+class _KitModule:
     """A module of the kit: the statements that define its names, and what it imports by which name."""
 
     definitions: dict[str, ast.stmt]
@@ -38,10 +38,9 @@ class _Source:
 
 
 @functools.cache
-def _source(module: str) -> _Source:
-    """Parse a module."""
+def _source(module: str) -> _KitModule:
     text = inspect.getsource(importlib.import_module(module))
-    source = _Source({}, {}, text)
+    source = _KitModule({}, {}, text)
     for node in ast.parse(text).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             source.imports.update({alias.asname or alias.name: _import(node, alias) for alias in node.names})
@@ -99,7 +98,7 @@ class Extract:
             self._use(module, source, used)
         self.parts.append(_text(source, node))
 
-    def _use(self, module: str, source: _Source, name: str) -> None:
+    def _use(self, module: str, source: _KitModule, name: str) -> None:
         """Take what a name in a module stands for, if it stands for something outside the statement that uses it."""
         if name in source.definitions:
             self._take(module, name)
@@ -111,7 +110,7 @@ class Extract:
                 self.imports.add(statement)
 
 
-def _text(source: _Source, node: ast.stmt) -> str:
+def _text(source: _KitModule, node: ast.stmt) -> str:
     """Return the source of a statement, with its decorators, and the docstring behind an assignment left out."""
     decorators = node.decorator_list if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
     first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
@@ -193,7 +192,6 @@ def script(
 
 
 def _main(extract: Extract, requirement: Requirement) -> str:
-    """Return the lines that check the case as the kit does."""
     check, needs = extract.take(requirement.check), requirement.needs
     if needs is None:
         return f"        {check}(target, CASE)"
@@ -213,7 +211,6 @@ def _arguments(kind: str, name: str, setup: str | None, device: str | None) -> s
 
 
 def _setup(backend: str, setup: str | None) -> tuple[str, str]:
-    """Return the lines that make a backend known, and what they need."""
     if setup is None and backend not in STAND_INS:
         return "", ""
     module, _, function = (setup or f"{_KIT}.stand_ins:register").partition(":")

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from kvdock_conformance.run import Run
+from kvdock_conformance.run import ConformanceRun
 from kvdock_conformance.verdict import CaseOutcome, Outcome
 
 __all__ = ["bug_report", "summary"]
@@ -18,7 +18,7 @@ _LONG = 100
 _MANY = 12
 
 
-def bug_report(run: Run, outcome: Outcome, case: CaseOutcome) -> str:
+def bug_report(run: ConformanceRun, outcome: Outcome, case: CaseOutcome) -> str:
     """Return the report of one failed case: requirement, backend, calls with shapes and strides, what was expected, what came."""
     about, failure = run.about, case.failure or {}
     on = f" on {about['device']}" if "device" in about else ""
@@ -52,7 +52,6 @@ def _call_lines(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _argument(spec: Any, arenas: Any) -> str:
-    """Write one argument: dtype, shape, strides, where it begins, and what it holds."""
     if not isinstance(spec, Mapping):
         return str(spec)
     arena = arenas[spec["arena"]]
@@ -71,11 +70,10 @@ def _values(values: Any) -> str:
 
 
 def _short(text: str) -> str:
-    """Cut a text that is too long for a line."""
     return text if len(text) <= _LONG else text[: _LONG - 4] + " ..."
 
 
-def summary(run: Run) -> str:
+def summary(run: ConformanceRun) -> str:
     """Return one line about a run: how many requirements have each verdict, and whether they were all that the level has."""
     counts = ", ".join(f"{count} {verdict}" for verdict, count in run.counts().items())
     left = run.plan.left_out()

@@ -35,7 +35,6 @@ def _require(number: int, sentence: str, cases: Made, level: Level = Level.CORE,
 
 
 def _cases(copies: Sequence[Copy]) -> Callable[[], Iterable[Case]]:
-    """Return a function that draws copies as cases."""
     return lambda: (copy.case() for copy in copies)
 
 
@@ -71,7 +70,6 @@ def _again(last: Pairs, name: str) -> Iterable[Case]:
 
 
 def _with(copies: Iterable[Copy], *makers: Callable[[], Iterable[Case]]) -> Callable[[], Iterable[Case]]:
-    """Return a function that draws copies as cases, and then makes those that are drawn by hand."""
     listed = tuple(copies)
     return lambda: (*(copy.case() for copy in listed), *(case for make in makers for case in make()))
 
@@ -94,7 +92,7 @@ Change = Callable[[Drawing, dict[str, View]], dict[str, View]]
 
 
 def _refused() -> Iterable[Case]:
-    """Return a good call with a bad one each, with the error and what it must say: the argument, what came, how to mend it."""
+    """Return a good call with a bad one each, with the error and what it must say: the argument, what came, how to fix it."""
     for name, error, texts, change in REFUSED:
         drawing, copy = Drawing(), Copy("")
         args = copy.args(drawing, copy.pools(drawing))

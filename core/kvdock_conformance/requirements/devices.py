@@ -31,7 +31,6 @@ _REPLAYS = [[30, 3, 1, 5, 6, 31], [9, -1, 8, -5, 7, -1], [99, 3, 32, 5, -1, 31],
 
 
 def _require(number: int, sentence: str, check: Check, *cases: Case, needs: Capability | None = None, hardware: str = "") -> Requirement:
-    """Return a requirement of this area."""
     made: Callable[[], Iterable[Case]] = lambda: cases or _each()  # noqa: E731 - the type is the reason
     return Requirement(f"KVD-DEVICE-{number:03}", sentence, AREA, check, made, needs=needs, hardware=hardware)
 

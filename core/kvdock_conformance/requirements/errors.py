@@ -19,7 +19,6 @@ AREA = "errors"
 
 
 def _require(number: int, sentence: str, *makers: Callable[[], Iterable[mistakes.Mistake]], check: Check = check_mistake) -> Requirement:
-    """Return a requirement of this area about calls with one mistake each."""
     text = f"{sentence}, with the value that came and the fix in its text, and changes nothing" if check is check_mistake else sentence
     return Requirement(f"KVD-ERROR-{number:03}", f"{text}.", AREA, check, mistakes.mistakes(*makers), Level.CORE)
 

@@ -19,7 +19,6 @@ _LIMIT_S = 200.0
 
 
 def _require(number: int, sentence: str, check: Check, *cases: Case, level: Level = Level.CORE) -> Requirement:
-    """Return a requirement of this area."""
     made: Callable[[], Iterable[Case]] = lambda: cases or (Case("asked once", {}),)  # noqa: E731 - the type is the reason
     return Requirement(f"KVD-HYGIENE-{number:03}", sentence, AREA, check, made, level, limit_s=_LIMIT_S)
 

@@ -46,18 +46,15 @@ def check_write_inputs(target: Target, data: Mapping[str, Any]) -> None:
 def _require(
     number: int, sentence: str, cases: Iterable[Write] | Callable[[], Iterable[Case]], level: Level = Level.CORE, check: Check = check_write
 ) -> Requirement:
-    """Return a requirement of this area whose cases are writes, or what a function returns."""
     made = cases if callable(cases) else _cases(tuple(cases))
     return Requirement(f"KVD-WRITE-{number:03}", sentence, OP, check, made, level, SERVED)
 
 
 def _cases(writes: Sequence[Write]) -> Callable[[], Iterable[Case]]:
-    """Return a function that draws writes as cases."""
     return lambda: (write.case() for write in writes)
 
 
 def _with(writes: Iterable[Write], *makers: Callable[[], Iterable[Case]]) -> Callable[[], Iterable[Case]]:
-    """Return a function that draws writes as cases, and then makes those that are drawn by hand."""
     listed = tuple(writes)
     return lambda: (*(write.case() for write in listed), *(case for make in makers for case in make()))
 

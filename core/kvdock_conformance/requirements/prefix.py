@@ -41,12 +41,10 @@ _SPACES: Mapping[str, Sequence[Sequence[Any]]] = {
 def _require(
     number: int, sentence: str, check: Check, cases: Callable[[], Iterable[Case]], needs: Capability | None = STORES
 ) -> Requirement:
-    """Return a requirement of this area."""
     return Requirement(f"KVD-PREFIX-{number:03}", sentence, AREA, check, cases, needs=needs, kind="prefix")
 
 
 def _in_every_form() -> Iterable[Case]:
-    """Return insertions and matches with tokens and blocks in every form."""
     for form in FORMS:
         for is_wide in (False, True):
             where = {"pieces": [1, 5, 2], "rest": 1, "space": 0, "form": form}
@@ -105,7 +103,6 @@ def _deep() -> Iterable[Case]:
 
 
 def _sizes() -> Iterable[Case]:
-    """Return block sizes, good and bad."""
     yield Case("the smallest and the largest", {"good": [1, 512], "bad": [0, -1, 513]})
 
 
@@ -134,7 +131,7 @@ REQUIREMENTS = [
     _require(4, "Equal tokens in namespaces whose parts differ in value or type are different prefixes.", check_calls, _apart),
     _require(
         5,
-        "A lock protects every block from the first to the end of its handle until it is given back, however often others lock them.",
+        "A lock protects every block from the first to the end of its handle until it is released, however often others lock them.",
         check_calls,
         sequences("locks", _MORE_LOCKS),
     ),

@@ -52,13 +52,11 @@ def _require(
     level: Level = Level.CORE,
     check: Check = check_update,
 ) -> Requirement:
-    """Return a requirement of this area whose cases are updates, or what a function returns."""
     made = cases if callable(cases) else _cases(tuple(cases))
     return Requirement(f"KVD-STATIC-{number:03}", sentence, OP, check, made, level, SERVED)
 
 
 def _cases(updates: Sequence[Update]) -> Callable[[], Iterable[Case]]:
-    """Return a function that draws updates as cases."""
     return lambda: (update.case() for update in updates)
 
 

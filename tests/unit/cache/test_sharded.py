@@ -134,7 +134,7 @@ def test_the_uses_are_all_that_there_are() -> None:
 def test_a_dropped_cache_raises(use: str, ops: kvdock.OpDispatcher) -> None:
     cache = create(ops)
     cache.drop()
-    with pytest.raises(kvdock.DroppedCacheError, match=r"given back by drop\(\).*Fix: create or duplicate") as caught:
+    with pytest.raises(kvdock.DroppedCacheError, match=r"released by drop\(\).*Fix: create or duplicate") as caught:
         USES[use](cache)
     assert isinstance(caught.value, RuntimeError)
 

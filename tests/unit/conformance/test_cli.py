@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kvdock.cli import conformance
 from kvdock.cli.app import build
-from kvdock_conformance.run import Run
+from kvdock_conformance.run import ConformanceRun
 from support_conformance import install
 
 
@@ -121,7 +121,7 @@ def test_a_selection_says_what_it_leaves_out(monkeypatch: pytest.MonkeyPatch) ->
     every = chosen(["KVD-WRITE-008"])
     every.add(requirement(9, area="other"))
     monkeypatch.setattr(requirements, "load", lambda: every)
-    found: list[Run] = []
+    found: list[ConformanceRun] = []
     certify = conformance.certify
     monkeypatch.setattr(conformance, "certify", lambda plan, **more: found.append(certify(plan, **more)) or found[-1])
     result = invoke("--backend", "reference", "--op", "paged_caching_")

@@ -11,7 +11,7 @@ import pytest
 
 from kvdock_conformance.reports import digest
 from kvdock_conformance.reports.json_report import as_dict, text
-from kvdock_conformance.run import Run, run
+from kvdock_conformance.run import ConformanceRun, run
 from kvdock_conformance.verdict import Verdict
 from support_conformance import chosen, plan, requirement
 
@@ -19,7 +19,7 @@ RECORDS = sorted((Path(__file__).parents[3] / "docs" / "benchmarks" / "conforman
 
 
 @pytest.fixture(scope="module")
-def found() -> Run:
+def found() -> ConformanceRun:
     """A run with a failure, an unsupported requirement, one that passes, and one that was left out."""
     every = chosen(["KVD-WRITE-001", "KVD-WRITE-008", "KVD-WRITE-022"])
     every.add(requirement(7, area="other"))
@@ -36,13 +36,13 @@ def facts(said: str) -> dict[str, str]:
     return {row[0]: " | ".join(row[1:]) for row in rows(said, "what")}
 
 
-def with_verdicts(found: Run, *verdicts: Verdict, **changes: Any) -> Run:
+def with_verdicts(found: ConformanceRun, *verdicts: Verdict, **changes: Any) -> ConformanceRun:
     """Return the run with other verdicts, as one of a whole level."""
     outcomes = [attrs.evolve(outcome, verdict=verdict) for outcome, verdict in zip(found.outcomes, verdicts, strict=False)]
     return attrs.evolve(found, outcomes=outcomes, plan=attrs.evolve(found.plan, area=None), **changes)
 
 
-def test_it_has_versions_device_counts_and_what_did_not_pass(found: Run) -> None:
+def test_it_has_versions_device_counts_and_what_did_not_pass(found: ConformanceRun) -> None:
     said = digest.text(found)
     assert said.startswith("# Conformance of raises, level core\n\n| what |")
     told = facts(said)
@@ -69,16 +69,16 @@ def test_it_has_versions_device_counts_and_what_did_not_pass(found: Run) -> None
         ([], "incomplete: nothing is certified"),
     ],
 )
-def test_the_result_is_what_the_requirements_show(found: Run, verdicts: list[Verdict], result: str) -> None:
+def test_the_result_is_what_the_requirements_show(found: ConformanceRun, verdicts: list[Verdict], result: str) -> None:
     assert facts(digest.text(with_verdicts(found, *verdicts)))["result"] == result
 
 
-def test_a_run_of_one_area_certifies_nothing(found: Run) -> None:
+def test_a_run_of_one_area_certifies_nothing(found: ConformanceRun) -> None:
     passed = attrs.evolve(found, outcomes=found.outcomes[1:2])
     assert facts(digest.text(passed))["result"] == "passes what paged_caching_ asks; the other areas were left out"
 
 
-def test_faults_are_counted_and_those_that_were_not_killed_are_named(found: Run) -> None:
+def test_faults_are_counted_and_those_that_were_not_killed_are_named(found: ConformanceRun) -> None:
     proof = {"sentence": "X.", "area": "a", "reason": ""}
     proofs = [{"fault": "x", "verdict": "killed"}, {"fault": "y", "verdict": "missed"}, {"fault": "z", "verdict": "not seeded"}]
     run_of_faults = with_verdicts(found, Verdict.PASSED, proofs=[proof | one for one in proofs])
@@ -88,7 +88,7 @@ def test_faults_are_counted_and_those_that_were_not_killed_are_named(found: Run)
     assert facts(said)["result"] == "conforms", "what seeded faults show is about the kit"
 
 
-def test_reasons_are_one_short_line_each_and_equal_ones_share_a_row(found: Run) -> None:
+def test_reasons_are_one_short_line_each_and_equal_ones_share_a_row(found: ConformanceRun) -> None:
     why = "no card | none\nsecond line"
     missing = [attrs.evolve(outcome, verdict=Verdict.NOT_RUN, reason=why) for outcome in found.outcomes]
     long = attrs.evolve(found.outcomes[0], verdict=Verdict.FAILED, reason="x" * 500)
@@ -98,7 +98,7 @@ def test_reasons_are_one_short_line_each_and_equal_ones_share_a_row(found: Run) 
     assert (facts(said)["backend"], facts(said)["hardware"]) == ("could not be opened", "not named")
 
 
-def test_a_report_that_was_kept_gives_the_same_digest(found: Run) -> None:
+def test_a_report_that_was_kept_gives_the_same_digest(found: ConformanceRun) -> None:
     assert digest.page(json.loads(text(found))) == digest.text(found)
 
 

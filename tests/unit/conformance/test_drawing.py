@@ -11,14 +11,14 @@ import torch
 from kvdock_conformance.cases.drawing import ITEMSIZE, Drawing, View, call
 from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry
 from kvdock_conformance.cases.paged import Write, shuffled
-from kvdock_conformance.checking.memory import MARGIN, Memory, expanded
+from kvdock_conformance.checking.memory import MARGIN, Arenas, expanded
 from kvdock_conformance.requirements import load
 
 HOST = torch.device("cpu")
 
 
 def real(drawing: Drawing, view: View) -> torch.Tensor:
-    tensor: torch.Tensor = Memory(drawing.arenas, HOST).tensor(view.spec())
+    tensor: torch.Tensor = Arenas(drawing.arenas, HOST).tensor(view.spec())
     return tensor
 
 
@@ -108,7 +108,7 @@ def test_a_case_of_a_write_is_a_call_with_all_its_arguments() -> None:
     assert made["op"] == "paged_caching_"
     assert list(made["args"]) == ["k_cache", "v_cache", "k", "v", "slot_mapping"]
     assert made["args"]["slot_mapping"] == {"arena": 4, "dtype": "int32", "shape": [2], "strides": [3], "offset": 0, "values": [3, -1]}
-    memory = Memory(data["arenas"], HOST)
+    memory = Arenas(data["arenas"], HOST)
     assert memory.tensor(made["args"]["slot_mapping"]).tolist() == [3, -1]
     assert Write("x").leading == (13,)
     assert Write("x", range(5)).leading == (5,)
@@ -142,11 +142,11 @@ def test_special_values_are_what_they_are_said_to_be() -> None:
     for case in load()["KVD-WRITE-020"].cases():
         spec = case.data["calls"][0]["args"]["k"]
         if "values" in spec and spec["dtype"] == "uint8":
-            values = Memory(case.data["arenas"], HOST).tensor(spec).flatten()[:8]
+            values = Arenas(case.data["arenas"], HOST).tensor(spec).flatten()[:8]
             assert values.tolist() == [0x7F, 0xFF, 0x80, 0x81, 0x55, 0, 1, 0xAA]
             assert values[:2].view(torch.float8_e4m3fn).isnan().all()
         elif "values" in spec:
-            values = Memory(case.data["arenas"], HOST).tensor(spec).flatten()[:8]
+            values = Arenas(case.data["arenas"], HOST).tensor(spec).flatten()[:8]
             kinds = [
                 values[:2].isnan().all(),
                 values[2] == torch.inf,

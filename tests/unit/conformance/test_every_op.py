@@ -14,7 +14,7 @@ from kvdock_conformance.cases.every_op import OPS, OpCall
 from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry
 from kvdock_conformance.cases.mistakes import Mistake
 from kvdock_conformance.cases.static import STATIC, Update
-from kvdock_conformance.checking.memory import Memory
+from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.checking.plans import REFERENCES
 from kvdock_conformance.requirement import Level
 from kvdock_conformance.requirements import load
@@ -24,7 +24,7 @@ HOST = torch.device("cpu")
 
 def real(data: Any, number: int = 0) -> dict[str, Any]:
     """Return the arguments of a call."""
-    memory = Memory(data["arenas"], HOST)
+    memory = Arenas(data["arenas"], HOST)
     return {name: memory.tensor(spec) for name, spec in data["calls"][number]["args"].items()}
 
 

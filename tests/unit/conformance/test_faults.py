@@ -14,11 +14,11 @@ import kvdock
 from kvdock.ops.portable import PORTABLE_KERNELS
 from kvdock_conformance import faults
 from kvdock_conformance.checking.target import Target
-from kvdock_conformance.faults.fault import Args, BackendSeed, Fault, Faults, FunctionSeed, KernelSeed, Run
+from kvdock_conformance.faults.fault import Args, BackendCall, BackendSeed, Fault, Faults, FunctionSeed, KernelSeed
 from kvdock_conformance.prove import Proof, prove, prove_one, requirements_of
 from kvdock_conformance.requirement import Level, Requirements
 from kvdock_conformance.requirements import load
-from kvdock_conformance.session import Plan, Session
+from kvdock_conformance.session import ConformancePlan, Session
 from support_conformance import CHILD, plan, requirement
 
 FAULTS = faults.load()
@@ -46,7 +46,7 @@ ELSEWHERE = {
 
 @pytest.fixture(scope="module")
 def sessions() -> Iterator[dict[str, Session]]:
-    opened = {kind: Session(Plan(name, EVERY, kind=kind)) for kind, name in TESTED.items()}
+    opened = {kind: Session(ConformancePlan(name, EVERY, kind=kind)) for kind, name in TESTED.items()}
     yield opened
     for one in opened.values():
         one.close()
@@ -91,7 +91,7 @@ def test_faults_are_of_the_kind_of_their_killers() -> None:
 
 
 def test_the_faults_of_a_tree_are_not_seeded_into_another_cache() -> None:
-    with Session(Plan("naive", EVERY, kind="prefix")) as naive:
+    with Session(ConformancePlan("naive", EVERY, kind="prefix")) as naive:
         assert naive.seed("prefix-threads-unnoticed") == "the faults of prefix caches are the radix tree's, and naive is none"
 
 
@@ -223,7 +223,7 @@ def test_what_shows_on_the_host_only_is_named_by_its_fault() -> None:
 
 @pytest.mark.slow
 def test_every_fault_is_noticed_where_indices_out_of_range_are_skipped() -> None:
-    with Session(Plan("skips", EVERY, setup="support_conformance:register_skipping", command=CHILD)) as skipping:
+    with Session(ConformancePlan("skips", EVERY, setup="support_conformance:register_skipping", command=CHILD)) as skipping:
         proofs = [prove_one(skipping, made, EVERY, only_killers=True) for made in FAULTS.values() if made.kind == "backend"]
     assert {proof.fault.name: proof.verdict for proof in proofs if proof.verdict not in ("killed", "not seeded")} == {}
     reasons = {proof.fault.name for proof in proofs if proof.verdict == "not seeded"} - ELSEWHERE
@@ -327,7 +327,7 @@ def test_seeds_are_taken_out_again_whatever_happens() -> None:
     collected = Faults()
 
     @collected.call("paged_caching_", "a", "A.", "KVD-WRITE-001")
-    def _call(run: Run, args: Args) -> None:
+    def _call(run: BackendCall, args: Args) -> None:
         made.append(args)
         run(args)
 

@@ -14,7 +14,7 @@ from kvdock_conformance import child as child_module
 from kvdock_conformance.requirement import Case, Level
 from kvdock_conformance.requirements import load
 from kvdock_conformance.run import run
-from kvdock_conformance.session import Plan, Session
+from kvdock_conformance.session import ConformancePlan, Session
 from kvdock_conformance.verdict import CaseOutcome, Verdict
 from support_conformance import CHILD, chosen
 
@@ -22,9 +22,9 @@ ITEM = load()["KVD-WRITE-001"]
 CASE, OTHER = ITEM.selected(Level.EXTENDED)[:2]
 
 
-def plan(behaviour: Path, **settings: object) -> Plan:
+def plan(behaviour: Path, **settings: object) -> ConformancePlan:
     environ = {hostile.BEHAVIOUR: str(behaviour)}
-    made = Plan("hostile", chosen([ITEM.id]), setup="support_hostile:register", command=CHILD, environ=environ)
+    made = ConformancePlan("hostile", chosen([ITEM.id]), setup="support_hostile:register", command=CHILD, environ=environ)
     return attrs.evolve(made, **settings)  # type: ignore[arg-type] - what a plan has
 
 

@@ -10,19 +10,19 @@ import torch
 
 from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.checking.failure import NonconformanceError
-from kvdock_conformance.checking.memory import MARGIN, Memory, compare, element_at, text_of
+from kvdock_conformance.checking.memory import MARGIN, Arenas, compare, element_at, text_of
 
 HOST = torch.device("cpu")
 
 
-def two() -> tuple[Memory, dict[str, Any]]:
+def two() -> tuple[Arenas, dict[str, Any]]:
     """Return the memory of a strided matrix and of an index, and their specs."""
     drawing = Drawing()
     args = {
         "rows": drawing.tensor("bfloat16", (3, 4), gaps=(0, 2), offset=2).spec(),
         "index": drawing.tensor("int64", (2,), values=[5, -1]).spec(),
     }
-    return Memory(drawing.arenas, HOST), args
+    return Arenas(drawing.arenas, HOST), args
 
 
 def test_memory_is_the_same_in_every_run_and_differs_by_seed() -> None:
@@ -108,7 +108,7 @@ def test_zeros_take_up_no_memory_until_written_and_are_compared_in_parts(monkeyp
     monkeypatch.setattr("kvdock_conformance.checking.memory.CHUNK", 64)
     drawing = Drawing()
     spec = drawing.tensor("int8", (1000,), fill="zeros").spec()
-    memory = Memory(drawing.arenas, HOST)
+    memory = Arenas(drawing.arenas, HOST)
     tensor = memory.tensor(spec)
     assert not tensor.any()
     tensor[700] = 7

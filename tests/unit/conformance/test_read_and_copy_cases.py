@@ -11,7 +11,7 @@ from kvdock_conformance.cases.gathers import READ_POOLS, Gather
 from kvdock_conformance.cases.layouts import POOLS, Geometry
 from kvdock_conformance.cases.numbers import SPECIAL_BITS, finite
 from kvdock_conformance.checking.copies import check_pairs_refused
-from kvdock_conformance.checking.memory import BITS, Memory
+from kvdock_conformance.checking.memory import BITS, Arenas
 from kvdock_conformance.requirement import Level, Requirement
 from kvdock_conformance.requirements import load
 
@@ -38,7 +38,7 @@ def test_a_case_of_a_read_has_outputs_too() -> None:
 
 def test_values_of_a_read_are_those_of_its_pools() -> None:
     data = Gather("x", geometry=Geometry(num_blocks=1), values=[7, -2]).case().data
-    args, memory = data["calls"][0]["args"], Memory(data["arenas"], HOST)
+    args, memory = data["calls"][0]["args"], Arenas(data["arenas"], HOST)
     assert memory.tensor(args["v_cache"]).view(torch.int16).flatten()[:4].tolist() == [7, -2, 7, -2]
     assert "values" not in args["k_out"]
 
@@ -63,17 +63,17 @@ def test_a_case_of_a_copy() -> None:
     assert made["args"]["block_pairs"]["strides"] == [3, 1]
     assert [arena.get("host", False) for arena in data["arenas"]] == [False, False, True]
     assert data["error"] == "E"
-    memory = Memory(data["arenas"], HOST)
+    memory = Arenas(data["arenas"], HOST)
     assert memory.tensor(made["args"]["block_pairs"]).tolist() == [[0, 5], [-1, 2]]
     empty = Copy("x", []).case().data
-    assert Memory(empty["arenas"], HOST).tensor(empty["calls"][0]["args"]["block_pairs"]).shape == (0, 2)
+    assert Arenas(empty["arenas"], HOST).tensor(empty["calls"][0]["args"]["block_pairs"]).shape == (0, 2)
 
 
 def test_neighbours_are_counted_rather_than_listed() -> None:
     data = Copy("x", neighbours=3).case().data
     spec = data["calls"][0]["args"]["block_pairs"]
     assert spec["values"] == {"first": 0, "step": 1}
-    assert Memory(data["arenas"], HOST).tensor(spec).tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert Arenas(data["arenas"], HOST).tensor(spec).tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_pools_of_a_copy_may_have_blocks_of_unlike_sizes() -> None:
@@ -95,7 +95,7 @@ def test_copies_that_must_succeed_do_not_depend_on_their_order(item: Requirement
     """A fault must be noticed by what it copies, not by an error about something else."""
     for case in item.selected(Level.CORE):
         for call in case.data["calls"][:1] if "error" in case.data else case.data["calls"]:
-            memory = Memory([{**arena, "fill": "zeros"} for arena in case.data["arenas"]], HOST)
+            memory = Arenas([{**arena, "fill": "zeros"} for arena in case.data["arenas"]], HOST)
             pairs = [pair for pair in memory.tensor(call["args"]["block_pairs"]).tolist() if min(pair) >= 0]
             destinations = [dst for _, dst in pairs]
             assert len(set(destinations)) == len(destinations), case.name

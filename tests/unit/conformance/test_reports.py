@@ -23,7 +23,7 @@ from kvdock_conformance.reports.repro import Extract, script
 from kvdock_conformance.reports.text import bug_report, summary
 from kvdock_conformance.requirement import Level
 from kvdock_conformance.requirements import load
-from kvdock_conformance.run import Run, run
+from kvdock_conformance.run import ConformanceRun, run
 from kvdock_conformance.verdict import CaseOutcome, Verdict
 from support_conformance import SCHEMA, chosen, install, plan, requirement
 
@@ -31,19 +31,19 @@ CHECK = jsonschema.Draft202012Validator(SCHEMA, format_checker=jsonschema.Draft2
 
 
 @pytest.fixture(scope="module")
-def found() -> Run:
+def found() -> ConformanceRun:
     """A run with a failure, an unsupported requirement, one that passes, and one that was left out."""
     every = chosen(["KVD-WRITE-001", "KVD-WRITE-008", "KVD-WRITE-022"])
     every.add(requirement(7, area="other"))
     return run(plan("raises", every, area="paged_caching_"))
 
 
-def proved(found: Run) -> Run:
+def proved(found: ConformanceRun) -> ConformanceRun:
     proof = {"fault": "x", "sentence": "X.", "area": "a", "verdict": "missed", "killers": [], "killed_by": ["KVD-WRITE-001"]}
     return attrs.evolve(found, proofs=[proof | {"missed": [], "always": [], "refused": [], "reason": ""}])
 
 
-def test_the_json_report_keeps_to_its_schema(found: Run) -> None:
+def test_the_json_report_keeps_to_its_schema(found: ConformanceRun) -> None:
     CHECK.check_schema(SCHEMA)
     told = as_dict(found)
     CHECK.validate(told)
@@ -61,7 +61,7 @@ def test_the_json_report_keeps_to_its_schema(found: Run) -> None:
     assert "proofs" not in told
 
 
-def test_runs_of_nothing_and_of_what_cannot_start_keep_to_it_too(found: Run) -> None:
+def test_runs_of_nothing_and_of_what_cannot_start_keep_to_it_too(found: ConformanceRun) -> None:
     case = CaseOutcome("x", Verdict.NOT_RUN, {}, reason="no card")
     outcome = attrs.evolve(found.outcomes[0], verdict=Verdict.NOT_RUN, cases=[case], reason="no card")
     broken = attrs.evolve(found, about={}, outcomes=[outcome])
@@ -84,7 +84,7 @@ def test_runs_of_nothing_and_of_what_cannot_start_keep_to_it_too(found: Run) -> 
         (("requirements", 1, "cases", 0, "verdict"), "failed"),
     ],
 )
-def test_the_schema_refuses_what_is_wrong(found: Run, path: tuple[Any, ...], value: object) -> None:
+def test_the_schema_refuses_what_is_wrong(found: ConformanceRun, path: tuple[Any, ...], value: object) -> None:
     told = json.loads(json.dumps(as_dict(found)))
     place = told
     for key in path[:-1]:
@@ -94,7 +94,7 @@ def test_the_schema_refuses_what_is_wrong(found: Run, path: tuple[Any, ...], val
         CHECK.validate(told)
 
 
-def test_junit_counts_and_tells_failures(found: Run) -> None:
+def test_junit_counts_and_tells_failures(found: ConformanceRun) -> None:
     (suite,) = ElementTree.fromstring(junit_text(found))  # noqa: S314 - our own text
     assert [suite.get(name) for name in ("tests", "failures", "errors", "skipped")] == ["3", "1", "0", "1"]
     assert [(case.get("classname"), case.get("name"), [part.tag for part in case]) for case in suite[1:]] == [
@@ -106,14 +106,14 @@ def test_junit_counts_and_tells_failures(found: Run) -> None:
     assert str(suite[3][0].get("message")).startswith("unsupported: ")
 
 
-def test_junit_has_an_error_for_what_was_not_run_and_no_character_that_xml_lacks(found: Run) -> None:
+def test_junit_has_an_error_for_what_was_not_run_and_no_character_that_xml_lacks(found: ConformanceRun) -> None:
     outcome = attrs.evolve(found.outcomes[1], verdict=Verdict.NOT_RUN, reason="bell \x07 and \x00 in it")
     (suite,) = ElementTree.fromstring(junit_text(attrs.evolve(found, outcomes=[outcome])))  # noqa: S314 - our own text
     assert suite.get("errors") == "1"
     assert suite[1][0].get("message") == "not run: bell ? and ? in it"
 
 
-def test_junit_says_what_was_tested_and_on_what(found: Run) -> None:
+def test_junit_says_what_was_tested_and_on_what(found: ConformanceRun) -> None:
     about = {**found.about, "hardware": "Acme \x07 <2>", "notes": None}
     (suite,) = ElementTree.fromstring(junit_text(attrs.evolve(found, about=about)))  # noqa: S314 - our own text
     told = {item.get("name"): item.get("value") for item in suite[0]}
@@ -124,7 +124,7 @@ def test_junit_says_what_was_tested_and_on_what(found: Run) -> None:
     assert list(bare[0]) == []
 
 
-def test_a_failure_reads_like_a_bug_report(found: Run) -> None:
+def test_a_failure_reads_like_a_bug_report(found: ConformanceRun) -> None:
     outcome = found.outcomes[0]
     text = bug_report(found, outcome, outcome.failed[0])
     for line in (
@@ -144,14 +144,14 @@ def test_a_failure_reads_like_a_bug_report(found: Run) -> None:
     assert text.count("Traceback") == 1
 
 
-def test_a_case_without_calls_shows_its_data(found: Run) -> None:
+def test_a_case_without_calls_shows_its_data(found: ConformanceRun) -> None:
     failed = CaseOutcome("odd", Verdict.FAILED, {"threads": 2, "text": "x" * 200}, {"what": "a", "expected": "b", "got": "c"})
     text = bug_report(found, found.outcomes[0], failed)
     assert 'data      {"threads": 2, "text": "xxx' in text
     assert max(map(len, text.splitlines())) < 150
 
 
-def test_the_last_line_says_it_all(found: Run) -> None:
+def test_the_last_line_says_it_all(found: ConformanceRun) -> None:
     passed = attrs.evolve(found, outcomes=[found.outcomes[1]])
     rest = "; nothing is certified without the 1 requirements of other areas"
     assert summary(found).startswith("raises at level core of paged_caching_: fails (1 passed, 1 failed, 1 unsupported) in ")
@@ -167,7 +167,7 @@ def test_the_last_line_says_it_all(found: Run) -> None:
     assert "incomplete: nothing is certified ()" in summary(attrs.evolve(found, outcomes=[]))
 
 
-def test_a_folder_of_reports(found: Run, tmp_path: Path) -> None:
+def test_a_folder_of_reports(found: ConformanceRun, tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "report"
     reports.write(found, folder)
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
@@ -179,7 +179,7 @@ def test_a_folder_of_reports(found: Run, tmp_path: Path) -> None:
     assert not (folder / "failures").exists(), "what is mended is not told again"
 
 
-def test_a_folder_is_cleared_of_what_a_run_has_written_only(found: Run, tmp_path: Path) -> None:
+def test_a_folder_is_cleared_of_what_a_run_has_written_only(found: ConformanceRun, tmp_path: Path) -> None:
     reports.write(found, tmp_path)
     kept = [tmp_path / "notes.txt", tmp_path / "failures" / "list.txt", tmp_path / "failures" / "KVD-WRITE-001" / "core.dump"]
     kept += [tmp_path / "failures" / "mine" / "repro.py"]
@@ -196,7 +196,7 @@ def test_preparing_a_folder_leaves_nothing_in_it(tmp_path: Path) -> None:
     assert list((tmp_path / "deep" / "report").iterdir()) == []
 
 
-def test_what_cannot_be_written_is_an_error_with_the_folder(found: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written_is_an_error_with_the_folder(found: ConformanceRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "report.json").mkdir()
     with pytest.raises(kvdock.ArgumentValueError, match=r"report: .*: expected a folder that can be written to, got .*report\.json"):
         reports.prepare(tmp_path)

@@ -12,8 +12,8 @@ import pytest
 from kvdock_conformance import reports
 from kvdock_conformance.requirement import Requirements
 from kvdock_conformance.requirements import load
-from kvdock_conformance.run import Run, run
-from kvdock_conformance.session import Plan
+from kvdock_conformance.run import ConformanceRun, run
+from kvdock_conformance.session import ConformancePlan
 from support_conformance import install
 
 PLUGIN = """
@@ -32,7 +32,7 @@ KVDOCK_API = (1, 0)
 FAULTS = os.environ.get("FAULTS", "").split(",")
 
 
-class Plan(kvdock.Descriptor):
+class ConformancePlan(kvdock.Descriptor):
     def __init__(self, op, inner):
         self.op, self.inner, self.first = op, inner, None
 
@@ -61,7 +61,7 @@ class Kernel(kvdock.Kernel):
         return PORTABLE_KERNELS[self.op].supports(request)
 
     def prepare(self, request):
-        return Plan(self.op, PORTABLE_KERNELS[self.op].prepare(request))
+        return ConformancePlan(self.op, PORTABLE_KERNELS[self.op].prepare(request))
 
 
 class Backend(kvdock.Backend):
@@ -134,12 +134,12 @@ def environ(folder: Path, *, with_metadata: bool, faults: str) -> dict[str, str]
     return {**found, "FAULTS": faults, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def certify(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], names: list[str], setup: str | None = None) -> Run:
+def certify(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], names: list[str], setup: str | None = None) -> ConformanceRun:
     """Run some requirements."""
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     every = Requirements(load()[name] for name in names)
-    return run(Plan("wrapping", every, setup=setup, kind=next(iter(every)).kind))
+    return run(ConformancePlan("wrapping", every, setup=setup, kind=next(iter(every)).kind))
 
 
 def repro(report: Path, name: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:

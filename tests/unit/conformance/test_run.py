@@ -11,7 +11,7 @@ import pytest
 import kvdock
 from kvdock_conformance.expected import Expected
 from kvdock_conformance.requirement import Level
-from kvdock_conformance.run import Run, run
+from kvdock_conformance.run import ConformanceRun, run
 from kvdock_conformance.session import Session
 from kvdock_conformance.verdict import Outcome, Verdict
 from support_conformance import chosen, plan, requirement
@@ -19,7 +19,7 @@ from support_conformance import chosen, plan, requirement
 SOME = ("KVD-WRITE-001", "KVD-WRITE-008", "KVD-WRITE-022")
 
 
-def verdicts(found: Run) -> dict[str, str]:
+def verdicts(found: ConformanceRun) -> dict[str, str]:
     return {outcome.requirement.id: outcome.verdict.value for outcome in found.outcomes}
 
 

@@ -15,7 +15,7 @@ import pytest
 from kvdock.errors import BackendUnavailableError
 from kvdock_conformance.child import ChildEndedError
 from kvdock_conformance.requirement import Case, Level, Requirement, Requirements
-from kvdock_conformance.session import Plan, Session
+from kvdock_conformance.session import ConformancePlan, Session
 from kvdock_conformance.verdict import Verdict
 from support_conformance import requirement
 
@@ -50,7 +50,7 @@ class Scripted:
     def __init__(self, folder: Path) -> None:
         self.log = folder / "log"
         self.log.touch()
-        self.plan = Plan("acme", Requirements(), command=(sys.executable, "-I", "-c", SCRIPT), environ={"LOG": str(self.log)})
+        self.plan = ConformancePlan("acme", Requirements(), command=(sys.executable, "-I", "-c", SCRIPT), environ={"LOG": str(self.log)})
 
     def session(self, **settings: Any) -> Session:
         environ = {**self.plan.environ, **settings.pop("environ", {})}

@@ -15,7 +15,7 @@ import torch
 
 import kvdock
 from kvdock_conformance.checking.failure import NonconformanceError
-from kvdock_conformance.checking.settings import Settings, unchanged
+from kvdock_conformance.checking.settings import ProcessSettings, unchanged
 
 
 @pytest.fixture(autouse=True)
@@ -50,13 +50,13 @@ CHANGES: list[tuple[str, Callable[[], object]]] = [
 @pytest.mark.parametrize(("name", "change"), CHANGES, ids=[f"{number} {name}" for number, (name, _) in enumerate(CHANGES)])
 def test_a_change_is_told_and_put_back(name: str, change: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/root")
-    before = Settings()
+    before = ProcessSettings()
     with pytest.raises(NonconformanceError) as caught, unchanged():
         change()
     assert caught.value.what == f"{name} behind the calls"
     assert caught.value.expected != caught.value.got
     assert before.changes() == []
-    assert Settings().values == before.values
+    assert ProcessSettings().values == before.values
 
 
 def _change_and_raise() -> None:
@@ -66,7 +66,7 @@ def _change_and_raise() -> None:
 
 
 def test_what_a_case_raises_counts_more_and_all_is_put_back_too() -> None:
-    before = Settings()
+    before = ProcessSettings()
     with pytest.raises(OSError, match="mine"), unchanged():
         _change_and_raise()
     assert before.changes() == []
@@ -101,11 +101,11 @@ def test_what_kvdock_imports_meanwhile_is_no_change(monkeypatch: pytest.MonkeyPa
 
 
 def test_values_are_told_as_text_that_can_be_read() -> None:
-    told = Settings.told({"short": "x", "long": "y" * 5000}, "long")
+    told = ProcessSettings.told({"short": "x", "long": "y" * 5000}, "long")
     assert len(told) < 250
     assert told.startswith("'yyy")
-    assert Settings.told({"short": "x"}, "short") == "'x'"
-    assert Settings.told({}, "short") == "nothing"
+    assert ProcessSettings.told({"short": "x"}, "short") == "'x'"
+    assert ProcessSettings.told({}, "short") == "nothing"
 
 
 def test_a_filter_that_was_put_back_works(recwarn: pytest.WarningsRecorder) -> None:

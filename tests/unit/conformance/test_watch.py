@@ -17,7 +17,7 @@ from kvdock.ops.validate import validate
 from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.cases.every_op import OpCall
 from kvdock_conformance.checking.failure import NonconformanceError
-from kvdock_conformance.checking.memory import Memory
+from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.checking.plans import check_own_plans, check_releases, check_reuse, check_supports, check_workspace
 from kvdock_conformance.checking.refusals import check_mistake
 from kvdock_conformance.checking.target import Target
@@ -67,7 +67,7 @@ def data(*calls: OpCall, **more: Any) -> dict[str, Any]:
 
 
 def arguments(case: dict[str, Any]) -> dict[str, Any]:
-    memory = Memory(case["arenas"], torch.device("cpu"))
+    memory = Arenas(case["arenas"], torch.device("cpu"))
     return {name: memory.tensor(spec) for name, spec in case["calls"][0]["args"].items()}
 
 

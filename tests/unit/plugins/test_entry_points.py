@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from kvdock.plugins.entry_points import Found, plan
+from kvdock.plugins.entry_points import FoundEntryPoint, plan
 from kvdock.plugins.records import PluginState
-from kvdock.plugins.settings import Settings
+from kvdock.plugins.settings import PluginSettings
 
-A = Found("acme", "dist-a", "1.0", "mod_a")
-B = Found("acme", "dist-b", "2.0", "mod_b")
-A_AGAIN = Found("acme", "dist-c", "3.0", "mod_a")
-OTHER = Found("other", "dist-o", "1.0", "mod_o")
+A = FoundEntryPoint("acme", "dist-a", "1.0", "mod_a")
+B = FoundEntryPoint("acme", "dist-b", "2.0", "mod_b")
+A_AGAIN = FoundEntryPoint("acme", "dist-c", "3.0", "mod_a")
+OTHER = FoundEntryPoint("other", "dist-o", "1.0", "mod_o")
 
 
-def settings(**environ: str) -> Settings:
-    return Settings.from_environ({f"KVDOCK_{key}": value for key, value in environ.items()})
+def settings(**environ: str) -> PluginSettings:
+    return PluginSettings.from_environ({f"KVDOCK_{key}": value for key, value in environ.items()})
 
 
 def test_all_load_in_order_without_lists() -> None:

@@ -137,7 +137,7 @@ CLAIMS = st.lists(
 def test_claims_are_all_or_nothing(claims: list[tuple[list[int], int, bool, str, int]]) -> None:
     """Against a set: what is claimed twice, stored already or negative is refused, and nothing has changed then.
 
-    Between the claims blocks are let go, and mostly come back in the same order.
+    Between the claims blocks are released, and mostly come back in the same order.
     """
     stored, ids, gone = StoredBlocks(16), set[int](), list[int]()
     for blocks, count, is_own, how, let_go in claims:
@@ -158,19 +158,19 @@ def test_claims_are_all_or_nothing(claims: list[tuple[list[int], int, bool, str,
         assert stored.ids().tolist() == sorted(ids)
 
 
-def test_more_runs_are_let_go_than_are_kept_in_mind() -> None:
+def test_more_runs_are_released_than_are_kept_in_mind() -> None:
     stored = StoredBlocks(16)
     stored.claim("blocks", np.arange(6000, dtype=np.int32), int32([]))
     for first in range(0, 6000, 2):
         stored.release(int32([first, first + 1]))
-        assert len(stored._let_go) <= 1000
+        assert len(stored._released) <= 1000
     assert stored.ids().size == 0
     assert stored.claim("blocks", int32([5998, 5999, 0, 1]), int32([])).tolist() == [5998, 5999, 0, 1]
     assert stored.ids().tolist() == [0, 1, 5998, 5999]
 
 
 @pytest.mark.parametrize("passed", [[2, 3, 2], [2, 3, 7], [2, 3, -1], [2, 3, 2**27], [2, 9]])
-def test_what_comes_back_with_something_wrong_behind_it_is_refused_and_still_let_go(passed: list[int]) -> None:
+def test_what_comes_back_with_something_wrong_behind_it_is_refused_and_still_released(passed: list[int]) -> None:
     stored = StoredBlocks(16)
     stored.claim("blocks", int32([2, 3, 7, 9]), int32([]))
     stored.release(int32([2, 3]))

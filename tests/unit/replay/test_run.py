@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, KVDockError
-from kvdock.replay import Rates, ReplaySettings, Run, Trace, read_trace, replay
+from kvdock.replay import Rates, ReplayRun, ReplaySettings, Trace, read_trace, replay
 from kvdock.replay.bounds import ceiling
 from kvdock.replay.memory import peak_memory_bytes
 from kvdock.replay.pool import OPERATIONS
 from support_replay import AZURE, CONVERSATION, endless_hits, row, trace_of
 
 
-def numbers(run: Run) -> dict[str, Any]:
+def numbers(run: ReplayRun) -> dict[str, Any]:
     """Return what is not a time or memory."""
     found = run.as_dict()
     for name in ("operations", "seconds", "tokens_per_s", "peak_memory_bytes"):
@@ -123,7 +123,7 @@ def test_times_and_memory() -> None:
 def test_it_can_be_written_as_json() -> None:
     run = replay(read_trace(CONVERSATION, limit=5), 300_000, ReplaySettings(rates=Rates()))
     found = json.loads(json.dumps(run.as_dict()))
-    fields = {field.name for field in attrs.fields(Run)}
+    fields = {field.name for field in attrs.fields(ReplayRun)}
     assert set(found) == fields | {"hit_rate", "tokens_per_s"}
     assert set(found["operations"]["begin"]) == {"calls", "total_s", "mean_s", "p50_s", "p99_s", "max_s"}
     assert set(found["waits"]) == {"waited", "longest_s", "most_running"}

@@ -67,6 +67,7 @@ class Bound:
         Raises:
             ArgumentValueError: ``batch`` is no multiple of the number of prompts. Nothing was changed.
         """
+        # One row of each prompt, in the order of the table: generate() repeats each beside itself.
         first = np.sort(np.unique(self.origin, return_index=True)[1])
         times, odd = divmod(batch, len(first))
         if odd:
@@ -153,6 +154,7 @@ class Bound:
             )
         if len(starts) == 1:
             return not starts[0]
+        # Both places fit. A mask that is too short for the rest of a prompt fits a beginning only, if the tokens are those of one.
         if mask is not None and mask.shape[1] < self.past + ids.shape[1]:
             return self._is_at(0, ids)
         return self._is_at(0, ids) and (ids.shape[1] >= self.prompts.length or not self._is_at(self.past, ids))

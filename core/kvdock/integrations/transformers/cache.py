@@ -16,7 +16,7 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErro
 from kvdock.integrations.transformers.bound import Bound
 from kvdock.integrations.transformers.commit import committable, computed_rows
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, CROPS_TO_LENGTH, DUMMY_LAYER
-from kvdock.integrations.transformers.hook import Watch, what_runs
+from kvdock.integrations.transformers.hook import HookWatch, what_runs
 from kvdock.integrations.transformers.layer import PagedLayer
 from kvdock.integrations.transformers.measure import measure
 from kvdock.integrations.transformers.prompts import ADAPTERS, check_not_held, check_use, read_prompts
@@ -50,7 +50,7 @@ class PagedCacheForTransformers(Cache):
         out = model.generate(**cache.bind(**inputs), max_new_tokens=64)   # computes what is not cached of inputs
         cache.commit(out)                                                 # lets it be found from now on
 
-    * `bind` begins a new batch: the rows of the last one are given back, and for each new row as much is taken from the
+    * `bind` begins a new batch: the rows of the last one are released, and for each new row as much is taken from the
       prefix cache as all rows have. `commit` is optional; what is not committed is gone with the next `bind`.
     * Whole blocks are stored, so a prefix is found up to a multiple of the block size. Padding on the left of the rows of a batch
       needs no blocks, and may have any length: all rows go on at one place, that of the row that has found least. Where that
@@ -75,7 +75,7 @@ class PagedCacheForTransformers(Cache):
     """
 
     def __init__(
-        self, state: PagedState, windows: tuple[int | None, ...], stored: tuple[bool, ...], reuse: PrefixReuse | None, watch: Watch
+        self, state: PagedState, windows: tuple[int | None, ...], stored: tuple[bool, ...], reuse: PrefixReuse | None, watch: HookWatch
     ) -> None:
         self.state = state
         self._windows = windows
@@ -125,7 +125,7 @@ class PagedCacheForTransformers(Cache):
         manager = CacheManager(num_blocks, block_size, made)
         reuse = PrefixReuse(manager, getattr(model, "generation_config", None), sharing_of(runs)) if prefix is not None else None
         state = PagedState(pool, manager)
-        return cls(state, found.windows, found.stored, reuse, Watch(runs, pool))
+        return cls(state, found.windows, found.stored, reuse, HookWatch(runs, pool))
 
     def bind(self, *, namespace: Namespace = (), **inputs: Any) -> dict[str, Any]:
         """Return the arguments of a ``generate`` or ``forward`` call together with this cache.
@@ -286,9 +286,9 @@ class PagedCacheForTransformers(Cache):
         return bool(self.state.length or self.state.bound)
 
     def _bind_prefix(self, reuse: PrefixReuse, namespace: Namespace, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Begin a new batch with what the prefix cache has of it."""
         prompts, mask = read_prompts(inputs, namespace, reuse.generation)
         self.state.truncate(0)
+        # With adapter_names PEFT adds hooks for the call, so that a change of hooks says nothing.
         hooks = None if inputs.get(ADAPTERS) else self._watch.hooks
         with self.state.change():
             batch = reuse.begin(prompts)

@@ -58,6 +58,7 @@ def computed_rows(bound: Bound, batch: SequenceBatch, out: Any) -> dict[int, tup
         ArgumentValueError: other rows, prompts or lengths than the cache computed.
     """
     ids = read_ids(_COMMIT, getattr(out, "sequences", out))
+    # Where rows went on from others, as beams do, results come prompt by prompt again.
     origin = np.arange(len(bound.prompts.pads)) if bound.is_reordered else bound.origin
     if bound.is_reordered and len(ids) % len(origin) == 0:
         origin = np.repeat(origin, len(ids) // len(origin))
@@ -72,6 +73,7 @@ def computed_rows(bound: Bound, batch: SequenceBatch, out: Any) -> dict[int, tup
         ends = _ends(ids[:, : batch.length], bound.prompts)
     _check_fed(ids, bound.seen.fed(len(bound.origin))[rows], bound.seen.start)
     pads = bound.prompts.pads[prompts]
+    # From `steady` on keys depend on the length of the pass, and behind padding, in some models, on the padding.
     ends = np.where(bound.sharing.padded | (pads == 0), np.minimum(ends, bound.steady), 0)
     return dict(_new_tokens(batch, ids, rows, pads, ends))
 
@@ -124,6 +126,7 @@ def _check_fed(ids: Ids, fed: Ids, start: int) -> None:
 def _ends(computed: Ids, prompts: Prompts) -> npt.NDArray[np.intp]:
     """Return for each row how many tokens are worth keeping: a row that ended is fed padding until the last one does."""
     is_stop = np.isin(computed, prompts.stops)
+    # Within a prompt such tokens end nothing, as between the turns of a chat.
     is_stop[:, : prompts.length] = False
     ends: npt.NDArray[np.intp] = np.where(is_stop.any(axis=1), is_stop.argmax(axis=1) + 1, computed.shape[1])
     return ends

@@ -16,12 +16,10 @@ class _Detached(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, new: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
-        """Return a view of ``read``."""
         return read.view_as(read)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None]:
-        """Raise."""
         raise UnsupportedError(
             "PagedCacheForTransformers",
             expected="no backward pass",

@@ -23,7 +23,7 @@ from kvdock.integrations.transformers.plain import CACHES, by_name, hooks_of, od
 from kvdock.integrations.transformers.seen import HIDDEN, Oddity
 from kvdock.integrations.transformers.state import PagedState
 
-__all__ = ["Watch", "prepare_pass", "what_runs"]
+__all__ = ["HookWatch", "prepare_pass", "what_runs"]
 
 _BY_TOKEN = ("input_ids", "position_ids", "cache_position")
 """Plain arguments with one entry per new token, in their last dimension. A mask has one for the cached ones too, and stays."""
@@ -41,7 +41,7 @@ def what_runs(model: Any) -> Any:
     return next((module for module in modules if isinstance(module, GenerationMixin)), model)
 
 
-class Watch:
+class HookWatch:
     """The hook on a model, which leaves it when the last pool with a cache for it goes.
 
     Args:
@@ -51,9 +51,11 @@ class Watch:
 
     def __init__(self, model: torch.nn.Module, pool: object) -> None:
         self._model = weakref.ref(model)
+        # One hook serves all caches of a model: it finds the cache in the arguments of the call.
         if prepare_pass not in model._forward_pre_hooks.values():
             model.register_forward_pre_hook(prepare_pass, with_kwargs=True)
         _USERS.setdefault(model, []).append(weakref.ref(pool))
+        # By the pool and not by the cache: copies of a cache share it, and need the hook as long as any of them lives.
         weakref.finalize(pool, _leave, self._model).atexit = False
 
     @property
@@ -141,7 +143,6 @@ def _judge(bound: Bound, oddity: Oddity | None) -> None:
 
 
 def _paged_state(told: dict[str, Any]) -> PagedState | None:
-    """Return the state of the cache in a call, if it is one of ours."""
     cache = next((told[name] for name in CACHES if told.get(name) is not None), None)
     state = getattr(cache, "state", None)
     return state if isinstance(state, PagedState) else None
@@ -181,6 +182,7 @@ def _announced(model: torch.nn.Module, state: PagedState, bound: Bound, told: di
     doubt = None
     if bound.seen.oddity is None:
         pads = torch.from_numpy(bound.pads(len(ids)))[:, None].to(ids.device)
+        # A boolean on the device, which is read only where the answer decides something now: decoding does not wait for it.
         doubt = odd_places(pads, start, bound.sharing.first, told)
         if bound.is_fresh and bound.past and doubt is not None and bool(doubt):
             _judge(bound, HIDDEN)
@@ -201,7 +203,6 @@ def _check_start(start: int, bound: Bound, ids: torch.Tensor, positions: Any, ma
 
 
 def _misplaced(bound: Bound, name: str, expected: str, value: torch.Tensor) -> ArgumentValueError:
-    """Make the error for a pass over tokens that are cached already."""
     got = f"{value.shape[1]}" if name == "attention_mask" else f"{value[0, :4].tolist()} for the first tokens of row 0"
     fix = "in a loop of your own, append to the mask that bind() returned and pass new tokens only"
     if not bound.is_fresh:

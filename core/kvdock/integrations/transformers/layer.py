@@ -81,6 +81,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base 
             OutOfBlocksError: the pool has too few free blocks. Nothing was changed, in no layer.
         """
         start = self.state.update(self.index, key_states, value_states)
+        # The new tokens are all there are, so they need not be gathered from the pool.
         if start == 0:
             return key_states, value_states
         length, offset = self._visible(start, key_states.shape[2])
@@ -136,7 +137,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base 
         return start + tokens - offset, offset
 
     def _content(self) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """Gather all tokens."""
         length = self.get_seq_length()
         return self.state.read(self.index, 0, length) if length else (None, None)
 

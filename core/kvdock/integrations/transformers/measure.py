@@ -137,7 +137,6 @@ def _only(model: Any, layers: Sequence[Any], what: str) -> Any:
 
 
 def _refusal(model: Any, expected: str, got: str) -> UnsupportedError:
-    """Make the error for a model that this cache would get wrong."""
     return UnsupportedError(
         f"PagedCacheForTransformers: {type(model).__name__}", expected=expected, got=got, fix="use Transformers' own cache for this model"
     )

@@ -110,5 +110,4 @@ def _is_nothing(value: Any) -> bool:
 
 
 def _shape(value: Any) -> str:
-    """Name a value by its shape, or by its type."""
     return str(list(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__

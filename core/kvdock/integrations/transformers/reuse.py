@@ -50,6 +50,7 @@ class PrefixReuse:
             manager.plan(prompts.row(row), prompts.namespace).cached_len if self._shares(prompts, row) else 0 for row in range(len(pads))
         ]
         most = prompts.length - 1 if prompts.length <= self.sharing.limit else 0
+        # All rows of a batch go on at one place, so the row that has found least decides.
         past = min(most, *(pad + cached for pad, cached in zip(pads, found, strict=True)))
         self._check_room(prompts, past)
         rows: list[CacheSequence] = []
@@ -73,7 +74,6 @@ class PrefixReuse:
         return prompts.pads[row] < prompts.length and bool(self.sharing.padded or not prompts.pads[row])
 
     def _begin_row(self, prompts: Prompts, row: int, cached: int) -> CacheSequence:
-        """Begin a row with so many cached tokens."""
         if not self._shares(prompts, row):
             return self.manager.open_empty(prompts.namespace)
         return self.manager.begin(prompts.row(row), prompts.namespace, at_most=0, max_cached_len=cached)

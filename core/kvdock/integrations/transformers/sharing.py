@@ -57,6 +57,7 @@ def sharing_of(model: Any) -> Sharing:
     plain, other, padded = (
         _stored(run_tokens(model, [ids], keep_all=True, attention_mask=[mask], **_positions(first, mask)), mask.index(1))
         for ids, mask in (
+            # Three tokens; the same before other ones; the same behind padding.
             ([1, 2, 3, 0, 0, 0, 0, 0], [1] * 8),
             ([1, 2, 3, 3, 1, 2, 1, 3], [1] * 8),
             ([0, 1, 2, 3], [0, 1, 1, 1]),
@@ -88,7 +89,6 @@ def _first_position(model: Any) -> int | None:
 
 
 def _positions(first: int | None, mask: list[int]) -> dict[str, list[list[int]]]:
-    """Return the positions of a row, if the model takes any."""
     return {} if first is None else {"position_ids": [[first + max(place - mask.index(1), 0) for place in range(len(mask))]]}
 
 
@@ -107,7 +107,6 @@ def _rounding(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _same(left: list[torch.Tensor], right: list[torch.Tensor], limit: tuple[float, float]) -> bool:
-    """Whether two passes gave the same, but for rounding."""
     first, behind = limit
     limits = [first, first, *[behind] * len(left)]
     return all(bool((a - b).norm() <= limit * a.norm()) for a, b, limit in zip(left, right, limits, strict=False))

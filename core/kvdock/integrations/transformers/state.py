@@ -100,6 +100,7 @@ class PagedState:
         try:
             write(self.pool, layer, keys, values, self._slots_of(start, stop))
         except BaseException:
+            # Layers that have written already go back too: a step is done by all layers or by none.
             self.lengths.undo()
             if self.length > self.lengths.start:
                 self._truncate(self.lengths.start)
@@ -122,6 +123,7 @@ class PagedState:
             raise IndexRangeError(
                 "PagedCacheForTransformers: length", expected=f"at most the {most} tokens that every layer has", got=length
             )
+        # Without tokens the batch goes too, so that the next pass may have another number of rows.
         if not length:
             self._drop()
             return
@@ -159,12 +161,14 @@ class PagedState:
         self.lengths.check_whole("a step")
         if self.bound:
             self.bound.check_first(tokens)
+        # The manager stays with this thread until the last layer has written, see `_end`.
         with self.change(keep=True):
             grown = self._batch_of(batch)
             start, pairs = grown.length, self._grown(grown, tokens)
             if self.bound:
                 self.bound.begin(start, batch, tokens, grown.length)
             self.lengths.begin(start)
+            # Blocks were replaced by copies, so the slots that were worked out before are those of the old ones.
             if len(pairs):
                 self._slots.forget(0)
                 self._copy_blocks(torch.from_numpy(pairs))
@@ -218,7 +222,6 @@ class PagedState:
         return self.batch
 
     def _truncate(self, length: int) -> None:
-        """Cut table and layers."""
         with self.change():
             if self.batch:
                 self.batch.truncate(length)
@@ -228,7 +231,6 @@ class PagedState:
         self.lengths.set(length)
 
     def _drop(self) -> None:
-        """Give all rows back."""
         with self.change():
             if self.batch:
                 self.batch.close()

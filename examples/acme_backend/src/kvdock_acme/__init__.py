@@ -11,7 +11,7 @@ KVDOCK_API = (1, 0)
 
 @kvdock.hookimpl
 def kvdock_backends() -> list[kvdock.Backend]:
-    """Hand over the backend."""
+    """Return the backend."""
     from .backend import AcmeBackend
 
     return [AcmeBackend()]

@@ -41,7 +41,7 @@ class AcmeBackend(kvdock.Backend):
         return [torch.device("cpu")]
 
     def kernels(self) -> Mapping[str, kvdock.Kernel]:
-        """Hand over one kernel for each op."""
+        """Return one kernel for each op."""
         return {
             "paged_caching_": PagedCaching(self._engine),
             "static_update_": StaticUpdate(self._engine),

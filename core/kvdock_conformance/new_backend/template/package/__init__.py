@@ -14,7 +14,7 @@ KVDOCK_API = (1, 0)
 
 @kvdock.hookimpl
 def kvdock_backends() -> list[kvdock.Backend]:
-    """Hand over the backend."""
+    """Return the backend."""
     from .backend import NewcomerBackend
 
     return [NewcomerBackend()]

@@ -41,7 +41,7 @@ class NewcomerBackend(kvdock.Backend):
         return [*self._hardware(), HOST]
 
     def kernels(self) -> Mapping[str, kvdock.Kernel]:
-        """Hand over one kernel per op."""
+        """Return one kernel per op."""
         return {
             "paged_caching_": PagedCaching(),
             "static_update_": StaticUpdate(),
