@@ -29,6 +29,11 @@ class Module:
         """Its source."""
         return self.path.read_text(encoding="utf-8")
 
+    @property
+    def is_written(self) -> bool:
+        """Whether ``make calls`` wrote it: its lengths and names follow from schemas, and tests compare it with what is written."""
+        return self.text.startswith('"""The quick path of `') and "Written by ``make calls``" in self.text
+
     @functools.cached_property
     def tree(self) -> ast.Module:
         """Its syntax tree."""

@@ -47,6 +47,36 @@ def test_the_probe_sees_a_device_that_is_touched() -> None:
     assert answer(code)["touched"] == [["open", "/dev/null"]]
 
 
+TIMES = """
+import json, time
+import torch
+before = time.perf_counter()
+import kvdock
+print(json.dumps(time.perf_counter() - before))
+"""
+
+
+def test_importing_beside_torch_takes_next_to_no_time() -> None:
+    """At most 0.15 s; it takes a thousandth, since names are imported when they are asked for."""
+    assert min(answer(TIMES) for _ in range(3)) < 0.15
+
+
+def test_names_are_imported_when_they_are_asked_for() -> None:
+    code = """
+import json, sys
+import kvdock
+light = sorted(name for name in sys.modules if name.startswith("kvdock"))
+missing = [name for name in kvdock.__all__ if getattr(kvdock, name, None) is None]
+wrong = sorted(set(kvdock._HOME) ^ (set(kvdock.__all__) - {"ops"}))
+try:
+    kvdock.PagedKvCache
+except AttributeError as error:
+    said = str(error)
+print(json.dumps([light, missing, wrong, said, kvdock.scheduler.__name__, "PagedKVCache" in dir(kvdock)]))
+"""
+    assert answer(code) == [["kvdock"], [], [], "module 'kvdock' has no attribute 'PagedKvCache'", "kvdock.scheduler", True]
+
+
 KIT = """
 import json, sys
 import kvdock_conformance

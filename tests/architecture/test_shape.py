@@ -9,7 +9,8 @@ import pytest
 
 from support_sources import BACKENDS, CORE, ROOT, Module, modules_below
 
-SOURCES = [module for folder in (CORE, *sorted(BACKENDS.iterdir())) if folder.is_dir() for module in modules_below(folder)]
+FOLDERS = [folder for folder in (CORE, *sorted(BACKENDS.iterdir())) if folder.is_dir()]
+SOURCES = [module for folder in FOLDERS for module in modules_below(folder) if not module.is_written]
 MODULE_LINES = sorted(module.text.count("\n") for module in SOURCES)
 FUNCTIONS = sorted(
     ((node.end_lineno or node.lineno) - node.lineno + 1, f"{module.where}:{node.lineno} {node.name}")
@@ -18,6 +19,9 @@ FUNCTIONS = sorted(
 )
 LENGTHS = [length for length, _ in FUNCTIONS]
 
+
+MOST_LINES = 4100
+"""Of ops and descriptors. Raise it for what is worth it, such as another op."""
 
 SHIPPED_TESTS = ("requirements", "cases", "checking", "faults")
 """Folders of the conformance kit that are tests themselves, of backends, and ship so that others can run them."""
@@ -53,8 +57,15 @@ def test_tests_are_longer_than_what_they_test() -> None:
     assert tests >= 1.5 * source, f"{tests} lines of tests for {source} lines of source"
 
 
+def test_the_middle_of_the_house_is_light() -> None:
+    """Ops and descriptors together, without what ``make calls`` writes."""
+    folders = (CORE / "kvdock" / "ops", CORE / "kvdock" / "descriptors")
+    lines = sum(module.text.count("\n") for folder in folders for module in modules_below(folder) if not module.is_written)
+    assert lines <= MOST_LINES
+
+
 REASON_NEARBY: dict[tuple[str, str], str] = {
-    ("core/kvdock/ops/signature.py", "S102"): "the docstring of the function is the reason",
+    ("core/kvdock/ops/calls/writer.py", "S102"): "the docstring of the function is the reason",
     ("core/kvdock/integrations/transformers/layer.py", "untyped-decorator"): "torch does not annotate torch.compiler.disable",
 }
 """Exemptions from lint whose reason does not stand behind them, by a part of the comment."""

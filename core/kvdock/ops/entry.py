@@ -16,8 +16,8 @@ from kvdock.descriptors.manager import DescriptorCacheManager
 from kvdock.errors import KVDockWarning, UnsupportedError
 from kvdock.interface import HOST, Descriptor, Request
 from kvdock.ops.bound import BoundOp
+from kvdock.ops.calls.writer import compile_source
 from kvdock.ops.catalog import CATALOG
-from kvdock.ops.codegen import compile_source
 from kvdock.ops.modes import MODE, Mode
 from kvdock.ops.plan import Plan
 from kvdock.ops.schema import OpSchema

@@ -185,7 +185,7 @@ class Signature:
     Args:
         schema: the op.
         variant: the combination of ranks.
-        key: what tells calls apart beside tensors: see `kvdock.ops.codegen`.
+        key: what tells calls apart beside tensors: see `kvdock.ops.calls.writer`.
         values: all arguments of a valid call.
         pools: its pools.
         cache: the calling thread's descriptor cache for the device.
@@ -217,10 +217,10 @@ class Signature:
         dims = list(self._dims.values())
         self.guard = make_guard(tensors, _static_sizes(dims, tensors), [_innermost(*pair) for pair in zip(dims, tensors, strict=True)])
         present = [arg for arg in schema.args if arg.optional and arg.role is Role.TENSOR and args[arg.name] is not None]
-        self.optional = OptionalTensors(schema, present, args) if present else None
+        self.optional = _OptionalTensors(schema, present, args) if present else None
         self.full: Entry = EMPTY
         self.entries: dict[tuple[int, ...], Entry] = {}
-        self.numbers = [n for d, tensor in zip(dims, tensors, strict=True) for n in (tensor.element_size(), full_alignment(d, tensor))]
+        self.numbers = [n for d, tensor in zip(dims, tensors, strict=True) for n in (tensor.element_size(), _full_alignment(d, tensor))]
         self.fast: dict[tuple[int, ...], FastCall | int] = {}
 
     def is_due(self, strides: tuple[int, ...]) -> bool:
@@ -256,7 +256,7 @@ class Signature:
         return fast
 
 
-class OptionalTensors:
+class _OptionalTensors:
     """The optional tensors that the calls of a signature have, read without code of their own: such calls take longer.
 
     Args:
@@ -287,7 +287,7 @@ class OptionalTensors:
             if at < high and low < at + extent(tensor):
                 return None
             steps = [step * size for n, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n > 1]
-            classes.append(alignment_of([at, full_alignment(dims, tensor), *steps]))
+            classes.append(alignment_of([at, _full_alignment(dims, tensor), *steps]))
         return tuple(classes)
 
 
@@ -330,7 +330,7 @@ def _settled(dims: tuple[Dim, ...], tensor: torch.Tensor, *, is_output: bool) ->
     Steps between rows must be as aligned as rows. An output must be dense, and only its outermost size may change: at these strides,
     places would coincide if another grew.
     """
-    best, item = full_alignment(dims, tensor), tensor.element_size()
+    best, item = _full_alignment(dims, tensor), tensor.element_size()
     sizes: _Fixed = []
     strides: _Fixed = []
     dense = tensor.numel()
@@ -349,7 +349,7 @@ def _settled(dims: tuple[Dim, ...], tensor: torch.Tensor, *, is_output: bool) ->
     return sizes, strides
 
 
-def full_alignment(dims: tuple[Dim, ...], tensor: torch.Tensor) -> int:
+def _full_alignment(dims: tuple[Dim, ...], tensor: torch.Tensor) -> int:
     """Return the best alignment class that a tensor with run-time sizes can have: that of its rows, or of its elements."""
     size = tensor.element_size()
     return alignment_of([size if not dims or dims[-1].runtime else int(tensor.shape[-1]) * size])

@@ -18,8 +18,8 @@ import torch
 from hypothesis import given, settings
 
 import kvdock
+from kvdock.ops.calls.writer import source_of
 from kvdock.ops.catalog import CATALOG
-from kvdock.ops.codegen import source_of
 from kvdock.ops.geometry import ranges_overlap
 from kvdock_conformance import reference
 from opskit import PROPERTY, SINGLE, Memory, Target, outcome_of

@@ -1,1 +1,1 @@
-"""The code of each op's call, written out from its schema by ``make calls``. See `kvdock.ops.codegen` for how to read it."""
+"""The code of each op's call, written out from its schema by ``make calls``. See `kvdock.ops.calls.writer` for how to read it."""

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from kvdock.ops.calls.writer import source_of
 from kvdock.ops.catalog import CATALOG
-from kvdock.ops.codegen import source_of
 from kvdock.ops.schema import OpSchema
 
 __all__ = ["formatted", "main"]

@@ -1,7 +1,9 @@
-"""The quick path of `gather_paged`. Written by ``make calls`` from its schema: see `kvdock.ops.codegen`, and do not edit it."""
+"""The quick path of `gather_paged`. Written by ``make calls`` from its schema: see `kvdock.ops.calls.writer`, and do not edit it."""
 
 from kvdock.ops.geometry import has_internal_overlap
 from kvdock.ops.signatures import EMPTY, FastCall
+
+__all__ = ["make"]
 
 
 def make(op):

@@ -1,6 +1,8 @@
-"""The quick path of `static_update_`. Written by ``make calls`` from its schema: see `kvdock.ops.codegen`, and do not edit it."""
+"""The quick path of `static_update_`. Written by ``make calls`` from its schema: see `kvdock.ops.calls.writer`, and do not edit it."""
 
 from kvdock.ops.signatures import EMPTY, FastCall
+
+__all__ = ["make"]
 
 
 def make(op):

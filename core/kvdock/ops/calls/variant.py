@@ -1,47 +1,18 @@
-"""From a schema to the code of a call: what `kvdock.ops.calls` holds was written by this.
-
-A call must not cost more than the kernel it launches, and what costs in Python is every attribute read and every function call.
-So what `validate` finds out by looping over a schema is written out here once per op as straight-line source, as attrs and
-dataclasses do for ``__init__``. The result is committed, and read there: `kvdock/ops/calls/paged_caching_.py` is the code of
-`paged_caching_`. ``make calls`` writes it anew after a schema has changed. For the op of a plugin it is written when the op is
-registered, and `linecache` shows it to debuggers.
-
-A module has one function, ``make``, which is given an `kvdock.ops.entry.OpEntry` and returns its two ways in: for all
-arguments, and for those that are left once pools are bound. Both try fast calls first; ``body`` is what they share when none fits
-(see `kvdock.ops.signatures`). What is called ``slow`` decides: a quick check that fails may be wrong, one that passes may not.
-
-A name in the source begins with that of the argument it is about: ``k_n0`` is the first size of ``k``, ``k_t0`` its first stride
-in elements, ``k_step0`` the same in bytes, ``k_ptr`` its address, ``k_end`` the address behind it.
-"""
+"""The code for one combination of ranks of an op's arguments. See `kvdock.ops.calls.writer`."""
 
 from __future__ import annotations
 
 import itertools
-import linecache
-import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvdock.ops.geometry import MAX_ALIGNMENT
 from kvdock.ops.schema import Dim, OpSchema, Role
-from kvdock.ops.variants import HOST_INT_RANK, Variant, pivot_of, variants_of
+from kvdock.ops.variants import HOST_INT_RANK, Variant
 
-__all__ = ["compile_source", "source_of"]
-
-_HEAD = '''"""The quick path of `{op}`. Written by ``make calls`` from its schema: see `kvdock.ops.codegen`, and do not edit it."""
-
-{imports}from kvdock.ops.signatures import EMPTY, FastCall
+__all__ = ["VariantSource", "alone", "indented", "names_of", "tuple_of"]
 
 
-def make(op):
-    """Return the op as a function of all its arguments, and as one of a `BoundOp` and the rest."""
-    is_compiling, get_mode, enter = op.is_compiling, op.get_mode, op.enter
-    recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
-    find, prepare, slow = op.find, op.prepare, op.run_slowly
-'''
-
-
-class _Source:
+class VariantSource:
     """Writes the code of one variant.
 
     Args:
@@ -72,7 +43,7 @@ class _Source:
     @property
     def strides(self) -> str:
         """Write the tuple of all strides but the pools'."""
-        return _tuple(f"{name}_t{i}" for name in self.rest for i in range(len(self.variant.dims[name])))
+        return tuple_of(f"{name}_t{i}" for name in self.rest for i in range(len(self.variant.dims[name])))
 
     @property
     def launch_args(self) -> str:
@@ -85,7 +56,7 @@ class _Source:
     def pool_lines(self) -> Iterator[str]:
         """Read where pools lie."""
         if self.pools:
-            yield f"{_names(f'{name}_extent' for name in self.pools)} = pools.extents"
+            yield f"{names_of(f'{name}_extent' for name in self.pools)} = pools.extents"
         for name in self.pools:
             yield f"{name}_ptr = {name}.data_ptr()"
             yield f"{name}_end = {name}_ptr + {name}_extent"
@@ -145,7 +116,7 @@ class _Source:
         """Write a call whose strides are settled."""
         numbers = [name for name, _ in self.fast_numbers]
         if numbers:
-            yield f"{_names(numbers)} = numbers"
+            yield f"{names_of(numbers)} = numbers"
         conditions = [*self.words, *(f"{name}_ptr" for name in self.rest)]
         yield from self._fast_sizes(conditions)
         ends = {}
@@ -164,7 +135,7 @@ class _Source:
             f"{a}_ptr < {b}_end and {b}_ptr < {a}_end" for a, b in itertools.combinations(self.mutated, 2) if {a, b} - set(self.pools)
         ]
         refused = [*masks, *doubled, *self.overlap(ends)]
-        conditions += [f"not ({' or '.join(_alone(check) for check in refused)})"] if refused else []
+        conditions += [f"not ({' or '.join(alone(check) for check in refused)})"] if refused else []
         conditions += [f"({check})" for check in self.relations()]
         yield f"if {' and '.join(conditions) or 'True'}:"
         yield "    entry.used = cache.clock = cache.clock + 1"
@@ -191,7 +162,7 @@ class _Source:
                     yield f"{word} = {name}.numel()"
             elif unknown:
                 sizes = (f"{name}_n{i}" if d.name in known or not d.runtime else d.name for i, d in enumerate(dims))
-                yield f"{_names(sizes)} = {name}.shape"
+                yield f"{names_of(sizes)} = {name}.shape"
                 conditions += [f"{name}_n{i} == {dim.name}" for i, dim in unknown if dim.name in known]
             known.update(dim.name for _, dim in unknown)
 
@@ -216,7 +187,7 @@ class _Source:
         """Write a call of a known signature."""
         names = [f"{name}_{what}" for name in self.rest for what in ("size", "full")]
         if names:
-            yield f"{_names(names)} = signature.numbers"
+            yield f"{names_of(names)} = signature.numbers"
         doubts, bound = [f"not {word}" for word in self.words], set[str]()
         doubts += [f"not {name}_ptr" for name in (*self.rest, *self.pools)]  # a storage that was given back
         for name in self.rest:
@@ -228,14 +199,14 @@ class _Source:
         doubts += [f"not {name}.is_contiguous() and has_internal_overlap({name})" for name in self.outputs]
         doubts += [*self.doubled(), *self.overlap({})]
         if doubts:
-            yield f"if {' or '.join(_alone(doubt) for doubt in doubts)}:"
+            yield f"if {' or '.join(alone(doubt) for doubt in doubts)}:"
             yield from (f"    {line}" for line in self.finish(f"slow({self.values}, named, pools)"))
         yield from self._entry_lines()
         yield "if is_full and named == recent.own_name:"
         yield f"    strides = {self.strides}"
         yield "    fast = signature.fast.get(strides)"
         yield "    if fast.__class__ is not FastCall or fast.entry is not entry:"
-        numbers = _tuple(expression for _, expression in self.fast_numbers)
+        numbers = tuple_of(expression for _, expression in self.fast_numbers)
         yield "        fast = None"
         yield "        if signature.is_due(strides):"
         yield f"            numbers = {numbers}"
@@ -249,7 +220,7 @@ class _Source:
     @property
     def values(self) -> str:
         """Write the tuple of all arguments."""
-        return _tuple(self.schema.arg_names)
+        return tuple_of(self.schema.arg_names)
 
     @property
     def group(self) -> int:
@@ -267,8 +238,8 @@ class _Source:
                 if dim.runtime and not is_new:
                     doubts.append(f"{name}_n{i} != {dim.name}")
                 bound.add(dim.name)
-            yield f"{_names(sizes)} = {name}.shape"
-            yield f"{_names(f'{name}_t{i}' for i in range(len(dims)))} = {name}.stride()"
+            yield f"{names_of(sizes)} = {name}.shape"
+            yield f"{names_of(f'{name}_t{i}' for i in range(len(dims)))} = {name}.stride()"
             spans = " + ".join(f"({size} - 1) * {name}_t{i}" for i, size in enumerate(sizes))
         yield f"{name}_ptr = {name}.data_ptr()"
         yield f"{name}_end = {name}_ptr + (1{f' + {spans}' if dims else ''}) * {name}_size"
@@ -297,7 +268,7 @@ class _Source:
             yield from (f"        {line}" for line in self.finish(f"slow({self.values}, named)"))
             optional = ["*more"]
         bits = [*(f"({name}_ptr | {MAX_ALIGNMENT})" for name in self.pools), *(f"{name}_bits" for name in rows)]
-        classes = _tuple([*(f"{bit} & -{bit}" for bit in bits), *optional])
+        classes = tuple_of([*(f"{bit} & -{bit}" for bit in bits), *optional])
         yield "if is_full:"
         yield "    classes, entry = None, signature.full"
         yield "else:"
@@ -311,18 +282,18 @@ class _Source:
         yield "    entry.used = cache.clock = cache.clock + 1"
 
 
-def _tuple(parts: Iterable[str]) -> str:
+def tuple_of(parts: Iterable[str]) -> str:
     """Write a tuple."""
-    return f"({_names(parts)})"
+    return f"({names_of(parts)})"
 
 
-def _names(parts: Iterable[str]) -> str:
+def names_of(parts: Iterable[str]) -> str:
     """Write what is inside of a tuple, or to the left of one that is unpacked."""
     text = ", ".join(parts)
     return text if ", " in text or not text else text + ","
 
 
-def _alone(check: str) -> str:
+def alone(check: str) -> str:
     """Put a condition in brackets where it has an operator that binds less than ``or``'s neighbours should."""
     return f"({check})" if " and " in check or " or " in check else check
 
@@ -333,181 +304,6 @@ def _substitute(expression: str, words: dict[str, str]) -> str:
     return " ".join(words.get(token, token) for token in tokens)
 
 
-def _indent(lines: Iterable[str], by: int) -> list[str]:
+def indented(lines: Iterable[str], by: int) -> list[str]:
     """Indent lines of source."""
     return ["    " * by + line for text in lines for line in text.splitlines()]
-
-
-class _Module:
-    """Writes the module of an op."""
-
-    def __init__(self, schema: OpSchema) -> None:
-        self.schema = schema
-        self.sources = [_Source(schema, variant) for variant in variants_of(schema)]
-        self.groups = sorted({source.group for source in self.sources})
-        self.pools = self.sources[0].pools
-        self.pivot = schema.args[pivot_of(schema)].name
-        self.returned = [arg.name for arg in schema.args if arg.returned]
-        self.ints = [arg.name for arg in schema.args if arg.role is Role.RUNTIME_INT and not arg.dims]
-
-    def text(self) -> str:
-        """Return the source, which a formatter will lay out."""
-        imports = "from kvdock.ops.geometry import has_internal_overlap\n" if self.sources[0].outputs else ""
-        parts = [_HEAD.format(op=self.schema.name, imports=imports) + ("    make_outputs = op.make_outputs\n" if self.returned else "")]
-        for group in self.groups:
-            parts.append("\n".join(_indent(self._body(group), 1)))
-        parts.append("\n".join(_indent(self._call(is_bound=False), 1)))
-        parts.append("\n".join(_indent(self._call(is_bound=True), 1)))
-        parts.append("    return call, bound_call\n")
-        return "\n\n".join(parts)
-
-    @property
-    def place(self) -> list[str]:
-        """Name what is known of where pools lie."""
-        return [*(f"{name}_{what}" for name in self.pools for what in ("ptr", "end")), "low", "high"]
-
-    def _place_lines(self) -> Iterator[str]:
-        """Write where pools lie. Addresses are large integers, on which every operation makes another: so it is looked up."""
-        first, *others = self.pools
-        yield f"place = pools.places.get({first}.data_ptr())"
-        different = "".join(f" or place[{2 * number}] != {name}.data_ptr()" for number, name in enumerate(others, 1))
-        yield f"if place is None{different}:"
-        yield f"    place = pools.place({', '.join(self.pools)})"
-        yield f"{_names([*self.place, 'plain'])} = place"
-        yield "if not plain:"
-        yield "    fast_calls = ()  # the body finds out more"
-
-    def _made_outputs(self) -> Iterator[str]:
-        """Write how absent outputs are made where they have the leading sizes of an index; `OpEntry.make_outputs` makes all others."""
-        if not self.returned or not all(arg.dims[0].startswith("... ") for arg in self.schema.args if arg.returned):
-            return
-        leading = next(arg.name for arg in self.schema.args if arg.dims == ("...",))
-        yield f"if {' and '.join(f'{name} is None' for name in self.returned)}:"
-        sizes = {arg.name: [f"{arg.name}_{word}" for word in arg.dims[0].split()[1:]] for arg in self.schema.args if arg.returned}
-        yield f"    {_names(size for each in sizes.values() for size in each)} = pools.output_sizes"
-        yield f"    rank = getattr({leading}, 'ndim', None)"
-        yield "    if rank == 1:  # sizes one by one: half the price of a tuple"
-        yield f"        count = {leading}.numel()"
-        for name, each in sizes.items():
-            yield f"        {name} = {self.schema.arg(name).same_dtype}.new_empty(count, {', '.join(each)})"
-        yield "    elif rank == 2:"
-        for name, each in sizes.items():
-            yield f"        {name} = {self.schema.arg(name).same_dtype}.new_empty((*{leading}.shape, {', '.join(each)}))"
-
-    def _of(self, group: int) -> list[_Source]:
-        """Return the variants of a group."""
-        return [source for source in self.sources if source.group == group]
-
-    def _key(self, group: int) -> str:
-        """Write what a signature is found by, beside its tensors."""
-        present = [f"{name} is None" for name in self.sources[0].optional]
-        return _tuple(["named", str(group), self._static, *present])
-
-    @property
-    def _static(self) -> str:
-        """Write the static values with their types: 1, 1.0 and True are equal, and need not mean the same."""
-        static = [arg.name for arg in self.schema.args if arg.role is Role.STATIC]
-        return _tuple(part for name in static for part in (f"type({name})", name))
-
-    def _body(self, group: int) -> Iterator[str]:
-        """Write the function that serves every call of a known signature, given its pools if they are known."""
-        sources, names, values = self._of(group), ", ".join(self.schema.arg_names), self.sources[0].values
-        tensors = ", ".join(sources[0].rest)
-        yield f"def body{group}(recent, pools, {names}, named):"
-        if self.returned:
-            yield f"    if {' and '.join(f'{name} is None' for name in self.returned)}:"
-            yield f"        {_names(self.returned)} = make_outputs({values})"
-        yield f"    key = {self._key(group)}"
-        yield f"    signature = recent.signature{group}"
-        yield "    try:"
-        optional = f" and (signature.optional is None or signature.optional.accept({values}))" if sources[0].optional else ""
-        known = "pools is not None and signature.pools is pools and signature.key == key"
-        yield f"        known = {known} and signature.guard({tensors}){optional}"
-        yield "    except TypeError:  # what is no tensor"
-        yield "        known = False"
-        yield "    if not known:"
-        yield f"        signature = find(recent, key, {values})"
-        yield "        if signature is None:  # nothing that can be known by a guard, such as an int of a class of its own"
-        yield from _indent(sources[0].finish(f"slow({values}, named)"), 3)
-        yield "        pools = signature.pools"
-        for source in sources[:-1]:
-            yield f"    if signature.variant == {source.variant.number}:"
-            yield from _indent(source.body_lines(), 2)
-        yield from _indent(sources[-1].body_lines(), 1)
-
-    def _call(self, *, is_bound: bool) -> Iterator[str]:
-        """Write a way in."""
-        schema, values, names = self.schema, self.sources[0].values, ", ".join(self.schema.arg_names)
-        finish, own = self.sources[0].finish, "own_name" if is_bound else "None"
-        args = [name for name in schema.arg_names if not (is_bound and name in self.pools)]
-        yield f"def {'bound_call' if is_bound else 'call'}({', '.join([*(['bound'] if is_bound else []), *args])}):"
-        if is_bound:
-            yield "    recent, own_name = bound.recent, bound.own_name"
-            yield f"    {_names([*self.pools, *self.place])} = bound.fixed"
-        yield "    if is_compiling():"
-        yield from _indent(finish(f"slow({values}, None)"), 2)
-        yield "    mode = get_mode()"
-        for group in reversed(self.groups):
-            last = group == self.groups[0]
-            if not last:
-                yield f"    if type({self.pivot}) is int:"
-            yield from _indent(self._fast(group, is_bound), 1 if last else 2)
-            by = 1 if last else 2
-            yield from _indent([f"named = {own} if mode is None else enter(mode, {values}, {own})"], by)
-            if self.ints:
-                yield from _indent([f"if {' or '.join(f'type({name}) is not int' for name in self.ints)}:"], by)
-                yield from _indent(finish(f"slow({values}, named)"), by + 1)
-            yield from _indent([f"return body{group}(recent, pools, {names}, named)"], by)
-
-    def _fast(self, group: int, is_bound: bool) -> Iterator[str]:
-        """Write the attempts to serve a call like earlier ones."""
-        sources, pools = self._of(group), [] if is_bound else self.pools
-        yield f"epoch, generation, guard, pools, fast_calls = recent.state{group}"
-        current = "epoch == chooser.epoch and generation == settings.generation"
-        if pools:
-            yield "try:"
-            yield f"    known = {current} and guard({', '.join(pools)})"
-            yield "except TypeError:  # what is no tensor"
-            yield "    known = False"
-            yield "if not known:"
-        else:
-            yield f"if not ({current}):"
-        yield "    pools = None"
-        conditions = ["fast_calls", "mode is None", *(f"{name} is None" for name in sources[0].optional)]
-        conditions += [f"type({name}) is int" for name in self.ints]
-        yield f"elif {' and '.join(conditions)}:"
-        if pools:
-            yield from _indent(self._place_lines(), 1)
-        yield from _indent(self._made_outputs(), 1)
-        yield "    late = False"
-        yield "    for guard, variant, entry, cache, static, launch, numbers in fast_calls:"
-        yield "        plan = entry.value  # held until it has run, whatever becomes of the entry"
-        yield "        try:"
-        static = f" and static == {self._static}" if self._static != "()" else ""
-        yield f"            same = plan is not None and guard({', '.join(sources[0].rest)}){static}"
-        yield "        except TypeError:  # what is no tensor"
-        yield "            break"
-        yield "        if not same:"
-        yield "            late = True"
-        yield "            continue"
-        for source in sources[:-1]:
-            yield f"        if variant == {source.variant.number}:"
-            yield from _indent(source.fast_lines(is_bound), 3)
-            yield "            break"
-        yield from _indent(sources[-1].fast_lines(is_bound), 2)
-        yield "        break"
-
-
-def source_of(schema: OpSchema) -> str:
-    """Return the source of an op's module, not yet laid out by a formatter."""
-    return _Module(schema).text()
-
-
-def compile_source(schema: OpSchema) -> Callable[[Any], tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Return ``make`` of a schema that no committed module is for, such as a plugin's. Debuggers find its source."""
-    source, name = source_of(schema), f"<kvdock call of {schema.name}>"
-    module = types.ModuleType(f"kvdock.ops.calls.{schema.name}")
-    exec(compile(source, name, "exec"), module.__dict__)  # noqa: S102 - made from schemas only, never from what a user passes
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    make: Callable[[Any], tuple[Callable[..., Any], Callable[..., Any]]] = module.__dict__["make"]
-    return make
