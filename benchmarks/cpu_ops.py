@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import host_patterns
 import torch
 
 import kvdock
@@ -183,6 +184,17 @@ def one_token_rows(cache: PagedKVCache, share: float) -> list[Row]:
     ]
 
 
+def pattern_rows(share: float) -> list[Row]:
+    """Measure writes of 32 layers where counts change from step to step, against as many calls with one count."""
+    rows = []
+    for pattern in host_patterns.changing_patterns("cpu"):
+        baseline, *candidates = pattern.candidates.items()
+        case = f"{pattern.name} (times as long)"
+        calls = max(round(20 * share), 3), 1
+        rows += [row(name, case, (baseline[0], "<= 1.6"), (baseline[1], call), *calls, speed=False) for name, call in candidates]
+    return rows
+
+
 def read_rows(cache: PagedKVCache, share: float) -> list[Row]:
     """Measure `gather_paged` and `copy_blocks_`."""
     rows = []
@@ -270,6 +282,7 @@ def main() -> None:
     rows = [
         *write_rows(cache, share),
         *one_token_rows(cache, share),
+        *pattern_rows(share),
         *other_write_rows(cache, share),
         *read_rows(cache, share),
         *static_rows(share),

@@ -1,7 +1,7 @@
 """kvdock's ops on one GPU, against what else moves the same bytes, in one process.
 
     make gpu-bench                       # tables; needs nvcc for the C++ baseline
-    python benchmarks/gpu_ops.py --out DIR   # and writes DIR/<card>.json and DIR/<card>.md
+    python benchmarks/gpu_ops.py --out DIR   # and writes DIR/<card>.json and .md, and DIR/<card>-host.json and .md
 
 Device time is taken with events around single calls, the L2 cache flushed in between (`triton.testing.do_bench`, median);
 for small sizes from replays of a captured graph of many calls, which hides launch gaps. Host time is that of the call alone,
@@ -211,22 +211,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     load(name="kvdock_baseline", sources=[str(here / "paged_caching_op.cu")], is_python_module=False, extra_cuda_cflags=["-O3"])
     cpp = torch.ops.kvdock_baseline.paged_caching
     only = options.only or ["host", "write", "sizes", "other"]
-    report: dict[str, Any] = {"machine": gpu_report.machine()}
+    machine = {"machine": gpu_report.machine()}
+    host: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     if "host" in only:
-        report["host"] = host_tables()
-        report["first"] = host_patterns.first_steps("cuda:0", torch.cuda.synchronize)
+        host = {**machine, "host": host_tables(), "first": host_patterns.first_steps("cuda:0", torch.cuda.synchronize)}
     if "write" in only:
         report["write"] = [row for geometry in GEOMETRIES for tokens in (16384, 65536) for row in write_table(geometry, cpp, tokens)]
     if "sizes" in only:
         report["sizes"] = size_table(cpp)
     if "other" in only:
         report["other"] = other_table()
-    text = gpu_report.markdown(report)
-    print(text)
-    if options.out:
-        name = gpu_report.card_name()
-        (options.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
-        (options.out / f"{name}.md").write_text(text)
+    for found, suffix in ((host, "-host"), ({**machine, **report} if report else {}, "")):
+        if not found:
+            continue
+        text = gpu_report.markdown(found)
+        print(text)
+        if options.out:
+            path = options.out / f"{gpu_report.card_name()}{suffix}"
+            path.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+            path.with_suffix(".md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,17 @@ from kvdock import KVSpec, PagedKVCache, PagedKVCacheConfig, RankInfo
 HEADS, DIM, BLOCK, BLOCKS = 8, 128, 16, 64
 Step = Callable[[], None]
 
-__all__ = ["Pattern", "copy_patterns", "first_steps", "gather_patterns", "measure", "row", "static_patterns", "write_patterns"]
+__all__ = [
+    "Pattern",
+    "changing_patterns",
+    "copy_patterns",
+    "first_steps",
+    "gather_patterns",
+    "measure",
+    "row",
+    "static_patterns",
+    "write_patterns",
+]
 
 
 @attrs.frozen
@@ -124,6 +134,18 @@ def _write(device: str, name: str, layers: int, steps: Sequence[Tokens], baselin
 
     candidates: dict[str, Step] = {"C++ op": run_baseline} if baseline is not None else {}
     return Pattern(name, layers * len(steps), {**candidates, "kvdock.ops": run_op, "PagedKVCache": run_update})
+
+
+def changing_patterns(device: str) -> list[Pattern]:
+    """List patterns of 32 layers against the same number of calls that all have the first count."""
+    found = []
+    for name, counts in {"8 and 16 tokens in turn": [8, 16], "8, 8, 16, 16, 24, 24 tokens": [8, 8, 16, 16, 24, 24]}.items():
+        same = _write(device, name, 32, [tokens_of(device, counts[0])] * len(counts), None)
+        changing = _write(device, name, 32, [tokens_of(device, count) for count in counts], None)
+        names = {"kvdock.ops": "paged_caching_", "PagedKVCache": "PagedKVCache.update"}
+        candidates = {"8 tokens each time": same.candidates["PagedKVCache"], **{names[n]: run for n, run in changing.candidates.items()}}
+        found.append(Pattern(f"32 layers, {name}", changing.calls, candidates))
+    return found
 
 
 def gather_patterns(device: str, baseline: Callable[..., Any] | None) -> list[Pattern]:

@@ -193,9 +193,9 @@ class Descriptor(ABC):
             order in which tensors have them (``T``, or ``B`` and ``S``; of `static_update_` the rows and new positions of ``k``,
             and how many lengths there are where they have a dimension); then the host integers in place of tensors. It is called
             instead of the descriptor when strides, dtypes, devices and all other sizes are those of ``args``, and each tensor is as
-            aligned as its rows allow; core has checked the rest as for any call, and sizes are not 0. It must do all that a call
-            would: one that is captured sets `pinned` where a call would have set it, and what a replay needs is held by the
-            descriptor, since core drops the function with it.
+            aligned as its rows allow; core has checked the rest as for any call. No size is 0, and one that is 1 in ``args`` is 1
+            then. It must do all that a call would: one that is captured sets `pinned` where a call would have set it, and what a
+            replay needs is held by the descriptor, since core drops the function with it.
         """
         return None
 

@@ -10,7 +10,8 @@ None makes a copy of keys or values; what is allocated are indices. Where each w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ __all__ = ["PagedCaching", "PagedCachingDescriptor", "RowWriter"]
 FEW = 4
 MANY = 2048
 LONG_RUN = 4
+
+_INDICES = {torch.int32: ctypes.c_int32, torch.int64: ctypes.c_int64}
 
 
 class RowWriter:
@@ -155,6 +158,24 @@ class PagedCachingDescriptor(kvdock.Descriptor):
                 place = divmod(index, k.shape[1]) if k.ndim == 4 else (index,)
                 self._k.write_one(k_cache, k[place], slot)
                 self._v.write_one(v_cache, v[place], slot)
+
+    def fix(self, *args: Any) -> Callable[..., None] | None:
+        """Settle decoding of one sequence: its one slot is read where it lies, which costs half of asking the tensor."""
+        _, _, k, v, slot_mapping, *_ = args
+        if slot_mapping.numel() != 1 or not (self._is_plain and k.is_contiguous() and v.is_contiguous()):
+            return None
+        shape, capacity, k_step, v_step = slot_mapping.shape, self._capacity, self._k_step, self._v_step
+        k_bytes, v_bytes, read = self._k.row_bytes, self._v.row_bytes, _INDICES[slot_mapping.dtype].from_address
+
+        def write_one(k_cache: int, v_cache: int, k: int, v: int, at: int, *sizes: int) -> None:
+            slot = read(at).value
+            if 0 <= slot < capacity:
+                memmove(k_cache + slot * k_step, k, k_bytes)
+                memmove(v_cache + slot * v_step, v, v_bytes)
+            elif slot >= 0:
+                slots_in_range(self._op, torch.full(shape, slot), capacity)
+
+        return write_one
 
 
 class PagedCaching(kvdock.Kernel):

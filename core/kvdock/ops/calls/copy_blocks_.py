@@ -81,7 +81,7 @@ def make(op):
             cache = signature.cache
             entry.used = cache.clock = cache.clock + 1
         if is_full and named == recent.own_name:
-            strides = (block_pairs_t0, block_pairs_t1)
+            strides = (block_pairs_t0 if N > 1 else -1, block_pairs_t1)
             fast = signature.fast.get(strides)
             if fast.__class__ is not FastCall or fast.entry is not entry:
                 fast = None

@@ -136,7 +136,15 @@ def make(op):
                 cache = signature.cache
                 entry.used = cache.clock = cache.clock + 1
             if is_full and named == recent.own_name:
-                strides = (slot_mapping_t0, k_out_t0, k_out_t1, k_out_t2, v_out_t0, v_out_t1, v_out_t2)
+                strides = (
+                    slot_mapping_t0 if lead0 > 1 else -1,
+                    k_out_t0 if lead0 > 1 else -1,
+                    k_out_t1,
+                    k_out_t2,
+                    v_out_t0 if lead0 > 1 else -1,
+                    v_out_t1,
+                    v_out_t2,
+                )
                 fast = signature.fast.get(strides)
                 if fast.__class__ is not FastCall or fast.entry is not entry:
                     fast = None
@@ -275,7 +283,18 @@ def make(op):
             cache = signature.cache
             entry.used = cache.clock = cache.clock + 1
         if is_full and named == recent.own_name:
-            strides = (slot_mapping_t0, slot_mapping_t1, k_out_t0, k_out_t1, k_out_t2, k_out_t3, v_out_t0, v_out_t1, v_out_t2, v_out_t3)
+            strides = (
+                slot_mapping_t0 if lead0 > 1 else -1,
+                slot_mapping_t1 if lead1 > 1 else -1,
+                k_out_t0 if lead0 > 1 else -1,
+                k_out_t1 if lead1 > 1 else -1,
+                k_out_t2,
+                k_out_t3,
+                v_out_t0 if lead0 > 1 else -1,
+                v_out_t1 if lead1 > 1 else -1,
+                v_out_t2,
+                v_out_t3,
+            )
             fast = signature.fast.get(strides)
             if fast.__class__ is not FastCall or fast.entry is not entry:
                 fast = None

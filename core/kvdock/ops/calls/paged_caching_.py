@@ -126,7 +126,15 @@ def make(op):
                 cache = signature.cache
                 entry.used = cache.clock = cache.clock + 1
             if is_full and named == recent.own_name:
-                strides = (k_t0, k_t1, k_t2, v_t0, v_t1, v_t2, slot_mapping_t0)
+                strides = (
+                    k_t0 if lead0 > 1 else -1,
+                    k_t1,
+                    k_t2,
+                    v_t0 if lead0 > 1 else -1,
+                    v_t1,
+                    v_t2,
+                    slot_mapping_t0 if lead0 > 1 else -1,
+                )
                 fast = signature.fast.get(strides)
                 if fast.__class__ is not FastCall or fast.entry is not entry:
                     fast = None
@@ -255,7 +263,18 @@ def make(op):
             cache = signature.cache
             entry.used = cache.clock = cache.clock + 1
         if is_full and named == recent.own_name:
-            strides = (k_t0, k_t1, k_t2, k_t3, v_t0, v_t1, v_t2, v_t3, slot_mapping_t0, slot_mapping_t1)
+            strides = (
+                k_t0 if lead0 > 1 else -1,
+                k_t1 if lead1 > 1 else -1,
+                k_t2,
+                k_t3,
+                v_t0 if lead0 > 1 else -1,
+                v_t1 if lead1 > 1 else -1,
+                v_t2,
+                v_t3,
+                slot_mapping_t0 if lead0 > 1 else -1,
+                slot_mapping_t1 if lead1 > 1 else -1,
+            )
             fast = signature.fast.get(strides)
             if fast.__class__ is not FastCall or fast.entry is not entry:
                 fast = None

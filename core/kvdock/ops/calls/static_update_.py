@@ -117,7 +117,16 @@ def make(op):
                 cache = signature.cache
                 entry.used = cache.clock = cache.clock + 1
             if is_full and named == recent.own_name:
-                strides = (k_t0, k_t1, k_t2, k_t3, v_t0, v_t1, v_t2, v_t3)
+                strides = (
+                    k_t0 if b > 1 else -1,
+                    k_t1,
+                    k_t2 if s > 1 else -1,
+                    k_t3,
+                    v_t0 if b > 1 else -1,
+                    v_t1,
+                    v_t2 if s > 1 else -1,
+                    v_t3,
+                )
                 fast = signature.fast.get(strides)
                 if fast.__class__ is not FastCall or fast.entry is not entry:
                     fast = None
@@ -235,7 +244,17 @@ def make(op):
             cache = signature.cache
             entry.used = cache.clock = cache.clock + 1
         if is_full and named == recent.own_name:
-            strides = (k_t0, k_t1, k_t2, k_t3, v_t0, v_t1, v_t2, v_t3, cache_lengths_t0)
+            strides = (
+                k_t0 if b > 1 else -1,
+                k_t1,
+                k_t2 if s > 1 else -1,
+                k_t3,
+                v_t0 if b > 1 else -1,
+                v_t1,
+                v_t2 if s > 1 else -1,
+                v_t3,
+                cache_lengths_t0 if n > 1 else -1,
+            )
             fast = signature.fast.get(strides)
             if fast.__class__ is not FastCall or fast.entry is not entry:
                 fast = None
@@ -349,7 +368,7 @@ def make(op):
             cache = signature.cache
             entry.used = cache.clock = cache.clock + 1
         if is_full and named == recent.own_name:
-            strides = (k_t0, k_t1, k_t2, k_t3, v_t0, v_t1, v_t2, v_t3)
+            strides = (k_t0 if b > 1 else -1, k_t1, k_t2 if s > 1 else -1, k_t3, v_t0 if b > 1 else -1, v_t1, v_t2 if s > 1 else -1, v_t3)
             fast = signature.fast.get(strides)
             if fast.__class__ is not FastCall or fast.entry is not entry:
                 fast = None

@@ -42,8 +42,12 @@ class VariantSource:
 
     @property
     def strides(self) -> str:
-        """Write the tuple of all strides but the pools'."""
-        return tuple_of(f"{name}_t{i}" for name in self.rest for i in range(len(self.variant.dims[name])))
+        """Write the tuple of all strides but the pools'. That of a run-time size of 1 says nothing, and a fast call insists on the 1."""
+        return tuple_of(
+            f"{name}_t{i} if {dim.name} > 1 else -1" if dim.runtime else f"{name}_t{i}"
+            for name in self.rest
+            for i, dim in enumerate(self.variant.dims[name])
+        )
 
     @property
     def launch_args(self) -> str:
