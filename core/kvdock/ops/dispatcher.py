@@ -159,7 +159,7 @@ def _kernel_reasons(request: Request, kernel: Kernel | None) -> tuple[str, ...]:
 def _dtype_reasons(request: Request, choice: Choice) -> tuple[str, ...]:
     """Say which cache dtype is outside what the backend declares."""
     dtypes = choice.capabilities.dtypes
-    cache = next(meta for meta in request.args.values() if isinstance(meta, TensorMeta))
-    if dtypes is None or cache.dtype in dtypes:
+    cache = next((meta for meta in request.args.values() if isinstance(meta, TensorMeta) and meta.strides is not None), None)
+    if dtypes is None or cache is None or cache.dtype in dtypes:
         return ()
     return (f"{choice.backend.name} stores {', '.join(map(str, dtypes))}, not {cache.dtype}",)

@@ -139,6 +139,7 @@ class OpEntry(Shared):
         args, returned = self.schema.bind(values), [arg for arg in self.schema.args if arg.returned]
         try:
             sizes = known_sizes(self.schema, args)
+            sizes |= {word: [int(word)] for arg in returned for word in arg.dims[0].split() if word.isdigit()}
             shapes = [[size for word in arg.dims[0].split() for size in sizes[word.lstrip("*")]] for arg in returned]
             return [args[arg.same_dtype or ""].new_empty(shape) for arg, shape in zip(returned, shapes, strict=True)]
         except (AttributeError, KeyError, TypeError, ValueError):

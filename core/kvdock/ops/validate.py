@@ -40,10 +40,11 @@ def validate(schema: OpSchema, values: tuple[Any, ...]) -> Request:
         if not (arg.returned and is_made):
             _check_kind(schema, arg, args[arg.name])
     tensors = {arg.name: args[arg.name] for arg in schema.args if isinstance(args[arg.name], torch.Tensor)}
-    device = tensors[schema.args[0].name].device
+    first = next(name for name in tensors if not schema.arg(name).host)
+    device = tensors[first].device
     _check_quantised(schema, args)
     for name, tensor in tensors.items():
-        _check_device(schema, schema.arg(name), tensor, device)
+        _check_device(schema, schema.arg(name), tensor, device, first)
         _check_dtype(schema, schema.arg(name), args)
     _check_scales(schema, args)
     _check_sizes(schema, tensors)
@@ -60,11 +61,14 @@ def _subject(schema: OpSchema, name: str) -> str:
 
 def _check_kind(schema: OpSchema, arg: Arg, value: Any) -> None:
     """Refuse what is no tensor (or no int), and tensors that are more than plain memory."""
-    if not arg.is_tensor or (value is None and arg.optional):
+    if value is None and arg.optional:
         return
     if arg.role is Role.RUNTIME_INT and isinstance(value, int) and not isinstance(value, bool):
         return
     subject = _subject(schema, arg.name)
+    if not arg.is_tensor:
+        _check_plain(subject, arg, value)
+        return
     if not isinstance(value, torch.Tensor):
         kind, got = "an int or a " if arg.role is Role.RUNTIME_INT else "a ", f"{type(value).__name__} {value!r}"[:120]
         raise ArgumentTypeError(subject, expected=f"{kind}torch.Tensor", got=got, fix="convert it with torch.as_tensor")
@@ -75,12 +79,23 @@ def _check_kind(schema: OpSchema, arg: Arg, value: Any) -> None:
         raise ArgumentTypeError(subject, expected="a plain torch.Tensor: its bytes are moved as they lie", got=found[0], fix=found[1])
 
 
-def _check_device(schema: OpSchema, arg: Arg, tensor: torch.Tensor, device: torch.device) -> None:
+def _check_plain(subject: str, arg: Arg, value: Any) -> None:
+    """Refuse what is no int where it must be one, and a static value that no key can have."""
+    got = f"{type(value).__name__} {value!r}"[:120]
+    if arg.role is Role.RUNTIME_INT:
+        raise ArgumentTypeError(subject, expected="an int", got=got, fix=f"pass int({arg.name})")
+    try:
+        hash(value)
+    except TypeError:
+        raise ArgumentTypeError(subject, expected="a hashable value", got=got, fix="pass a tuple in place of a list") from None
+
+
+def _check_device(schema: OpSchema, arg: Arg, tensor: torch.Tensor, device: torch.device, first: str) -> None:
     if tensor.device == device or (arg.host and tensor.device == HOST):
         return
     raise ArgumentValueError(
         _subject(schema, arg.name),
-        expected=f"a tensor on {device}, where {schema.args[0].name} is",
+        expected=f"a tensor on {device}, where {first} is",
         got=f"a tensor on {tensor.device}",
         fix=f'{arg.name}.to("{device}")',
     )
@@ -211,10 +226,13 @@ def _check_relation(schema: OpSchema, relation: Any, tensors: dict[str, torch.Te
     except NameError:
         return
     if not holds:
+        words = set(compile(relation.expression, "<relation>", "eval").co_names)
+        sized = (name for name in tensors if any(dim.name in words for dim in schema.arg(name).dims_of_rank(tensors[name].dim()) or ()))
+        name = relation.arg if relation.arg in tensors else [*sized][-1]
         raise ArgumentValueError(
-            _subject(schema, relation.arg),
+            _subject(schema, name),
             expected=relation.expected.format(**sizes),
-            got=f"shape {list(tensors[relation.arg].shape)}",
+            got=f"shape {list(tensors[name].shape)}",
             fix=relation.fix.format(**sizes),
         )
 
