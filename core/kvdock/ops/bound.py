@@ -39,8 +39,11 @@ class BoundOp:
         self.fixed = (*pools, *(address for each in ranges for address in each), low, high)
 
     @property
-    def call(self) -> Callable[..., Any]:
-        """The op as a function of its other arguments. Not kept here: in a cycle the pools would outlive their last user."""
+    def bound_call(self) -> Callable[..., Any]:
+        """The op as a function of its other arguments. Not kept here: in a cycle the pools would outlive their last user.
+
+        Its name is that of the function, by which `copy.copy` finds it.
+        """
         return MethodType(self._function, self)
 
     def __copy__(self) -> Self:
