@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import kvdock
+from kvdock.ops import guards
 from opskit import SINGLE, Geometry, Memory, Target, bits_of, check, counting_runtime
 from opskit.targets import forget_runtimes
 
@@ -29,9 +30,14 @@ SIDE_BY_SIDE = "halves [2, NB, ...]"
 pytestmark = pytest.mark.parametrize("target", SINGLE, indirect=True)
 
 
-@pytest.fixture(autouse=True)
-def cold() -> None:
-    """Start each test with runtimes of its own: what earlier tests repeated, or did not, must not matter."""
+@pytest.fixture(autouse=True, params=["torch's guards", "guards in Python"])
+def cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start each test with runtimes of its own: what earlier tests repeated, or did not, must not matter.
+
+    With torch's guards, and as where torch has none that can be trusted.
+    """
+    if request.param == "guards in Python":
+        monkeypatch.setattr(guards, "_maker", lambda: guards.guard_in_python)
     forget_runtimes()
 
 
