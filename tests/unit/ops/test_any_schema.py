@@ -189,6 +189,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "kv_c: expected few rows",
     ),
     "optional sizes that a relation forbids": ("rotate_", {"cos": torch.ones(4, 8)}, "cos: expected at most 3 rows"),
+    "optional sizes that a relation forbids, without the one it names": (
+        "rotate_",
+        {"sin": torch.ones(4, 8)},
+        "sin: expected at most 3 rows",
+    ),
     "two optional ones that do not agree": (
         "rotate_",
         {"cos": torch.ones(2, 8), "sin": torch.ones(3, 8)},
@@ -220,8 +225,11 @@ def test_an_error_names_the_argument(op: str, change: dict[str, Any], text: str)
     wrong = right | change
     pools = [arg.name for arg in entry.schema.static_args]
     bound = entry.bind(*[wrong[name] for name in pools])
+    rows = torch.ones(2, 8)
+    present: list[dict[str, Any]] = [{"cos": rows}, {"sin": rows}, {"cos": rows, "sin": rows}, {"shift": torch.ones(3, 4)}]
     for _ in range(3):
-        entry.call(*right.values())
+        for more in [{}, *(present if op == "rotate_" else [])]:
+            entry.call(*(right | more).values())
         done = len(kernel.found)
         for way in (lambda: entry.call(*wrong.values()), lambda: bound(*[wrong[name] for name in wrong if name not in pools])):
             with pytest.raises(kvdock.KVDockError) as caught:

@@ -68,7 +68,8 @@ def test_both_guards_accept_the_same(data: st.DataObject) -> None:
     """Of the tensors of which one was made and one other, which is often the same but for sizes and strides that may be any."""
     first = data.draw(traits())
     free = [data.draw(st.sampled_from([True, False])) for _ in first.shape]
-    other = data.draw(st.sampled_from([first, data.draw(traits())]))
+    kind = data.draw(st.sampled_from(KINDS if first.dtype is F32 else ["plain", "meta"]))
+    other = data.draw(st.sampled_from([first, data.draw(traits()), attrs.evolve(first, kind=kind)]))
     if data.draw(st.booleans()):
         shape = tuple(n + 2 if any_ else n for n, any_ in zip(first.shape, free, strict=True))
         other = attrs.evolve(first, shape=shape, strides=tuple(step + 4 * any_ for step, any_ in zip(first.strides, free, strict=True)))
