@@ -84,6 +84,17 @@ def test_both_guards_accept_the_same(data: st.DataObject) -> None:
     assert outcome_of_guard(make_guard(*args), [made, index])
 
 
+@pytest.mark.parametrize("make", [make_guard, guard_in_python])
+@pytest.mark.parametrize("kind", sorted({*KINDS, "computed"} - {"plain"}))
+def test_one_trait_makes_the_difference(make: Any, kind: str) -> None:
+    plain, other, any_ = Traits().make(), Traits(kind=kind).make(), [[None, 3, 4]]
+    strides = [[None, 4, 1]]
+    assert make([plain], any_, strides)(Traits((5, 3, 4)).make())
+    assert not make([plain], any_, strides)(other)
+    assert make([other], any_, strides)(Traits(kind=kind).make())
+    assert not make([other], any_, strides)(plain)
+
+
 def outcome_of_guard(guard: guards.Guard, values: Sequence[Any]) -> bool:
     try:
         return guard(*values)
