@@ -345,7 +345,7 @@ def make(op):
                 k_out_Hk, k_out_Dk, v_out_Hv, v_out_Dv = pools.output_sizes
                 rank = getattr(slot_mapping, "ndim", None)
                 if rank == 1:
-                    (size0,) = slot_mapping.shape
+                    size0 = slot_mapping.numel()
                     k_out = k_cache.new_empty(size0, k_out_Hk, k_out_Dk)
                     v_out = v_cache.new_empty(size0, v_out_Hv, v_out_Dv)
                 elif rank == 2:
@@ -529,7 +529,7 @@ def make(op):
                 k_out_Hk, k_out_Dk, v_out_Hv, v_out_Dv = pools.output_sizes
                 rank = getattr(slot_mapping, "ndim", None)
                 if rank == 1:
-                    (size0,) = slot_mapping.shape
+                    size0 = slot_mapping.numel()
                     k_out = k_cache.new_empty(size0, k_out_Hk, k_out_Dk)
                     v_out = v_cache.new_empty(size0, v_out_Hv, v_out_Dv)
                 elif rank == 2:

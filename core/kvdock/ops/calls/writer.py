@@ -93,7 +93,7 @@ class _Module:
         for number, rank in enumerate(LEAD_RANKS):
             lead = [f"size{i}" for i in range(rank)]
             yield f"    {'elif' if number else 'if'} rank == {rank}:"
-            yield f"        {names_of(lead)} = {leading}.shape"
+            yield f"        {names_of(lead)} = {leading}.shape" if rank > 1 else f"        size0 = {leading}.numel()"
             for name, each in sizes.items():  # sizes one by one: half the price of a tuple
                 yield f"        {name} = {self.schema.arg(name).same_dtype}.new_empty({', '.join([*lead, *each])})"
 
