@@ -39,8 +39,11 @@ class BoundOp:
         self.fixed = (*pools, *(address for each in ranges for address in each), low, high)
 
     @property
-    def call(self) -> Callable[..., Any]:
-        """The op as a function of its other arguments. Not kept here: in a cycle the pools would outlive their last user."""
+    def bound_call(self) -> Callable[..., Any]:
+        """The op as a function of its other arguments. Not kept here: in a cycle the pools would outlive their last user.
+
+        It has the name of that function, since `copy.copy` looks a method up by the name of its function.
+        """
         return MethodType(self._function, self)
 
     def __copy__(self) -> Self:

@@ -255,7 +255,7 @@ class OpEntry(Shared):
             The op as a function of its other arguments, in the schema's order: a method of a `BoundOp`, which says what comes
             of copying it.
         """
-        return BoundOp(self._bound_call, pools, named).call
+        return BoundOp(self._bound_call, pools, named).bound_call
 
     @property
     def prepared(self) -> int:
