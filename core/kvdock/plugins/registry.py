@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
 import torch
 
-from kvdock.errors import ArgumentTypeError, ArgumentValueError, BackendUnavailableError
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, BackendUnavailableError, KVDockWarning, PluginError
 from kvdock.interface import Backend, Kernel
 from kvdock.ops.selection import Choice
 from kvdock.plugins.discovery import Discovery, discover
@@ -199,3 +200,28 @@ class Registry:
     def _after_fork(self) -> None:
         """Choose anew in a forked child, so that an environment that its parent did not have is noticed."""
         self._choices = {}
+
+
+def _refuse_broken(record: PluginRecord) -> None:
+    """Refuse to register a plugin that is no good in any environment."""
+    if record.state in (PluginState.INCOMPATIBLE, PluginState.LOAD_FAILED):
+        raise PluginError(f"register: {record.label} is {record.verdict}\n{record.traceback}".rstrip())
+
+
+def _refuse_taken(record: PluginRecord, known: Discovery) -> None:
+    own = [backend.name for backend in record.backends]
+    taken = {backend.name: other for other in known.records for backend in other.backends}
+    taken.update({name: record for name in own if own.count(name) > 1})
+    clashes = [("plugin", record.name, other) for other in known.records if other.name == record.name]
+    clashes += [("backend", name, taken[name]) for name in own if name in taken]
+    for kind, name, owner in clashes:
+        raise ArgumentValueError(
+            f"register: {kind} name {name!r}", expected="a name that nobody uses", got=f"that of {owner.label}", fix="choose another name"
+        )
+
+
+def _report(known: Discovery) -> None:
+    """Warn of what is broken. What is merely not here, or switched off, is quiet."""
+    broken = [f"{record.label} is {record.verdict}" for record in known.records if not record.state.fine]
+    for text in (*broken, *known.notes):
+        warnings.warn(f"{text}. `kvdock doctor` shows details", KVDockWarning, stacklevel=4)
