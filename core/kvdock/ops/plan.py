@@ -43,7 +43,7 @@ class Plan(Held):
 
 
 def _runner(descriptor: Descriptor, selection: Selection, ending: Ending) -> Callable[..., None]:
-    """Return what to call at each call of a plan: its descriptor, behind what that does not do itself."""
+    """Return a descriptor's call, behind what that does not do itself."""
     run: Callable[..., None] = descriptor.__call__  # a bound method is called quicker than an instance
     if descriptor.uses_autograd:
         run = _outside_autograd(run)
