@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import attrs
+
 from kvdock.descriptors.lifetimes import track
 from kvdock.descriptors.lru import LRUDescriptorCache
 from kvdock.descriptors.stats import CacheStats
@@ -51,15 +53,14 @@ class CacheSettings:
         self._living[id(cache)] = weakref.ref(cache)
 
     def ended(self, cache: _OpCache) -> None:
-        """Keep what a cache counted."""
-        counted = cache.stats.of_the_past()
+        """Keep what a cache counted, which holds nothing any more."""
+        counted = attrs.evolve(cache.stats, size=0, capacity=0)
         device = cache.device  # and not the cache: what is late refers to this
         cache.owner.late = lambda failed: self._count(device, CacheStats(destroyed=1, failures=failed))
         if self._living.pop(id(cache), None) is not None and counted != CacheStats():  # a forked child must not wait for the lock
             self._count(device, counted)
 
     def _count(self, device: Any, counted: CacheStats) -> None:
-        """Add what happened in a cache that has ended."""
         with self._lock:
             self._past[device] = self._past.get(device, CacheStats()) + counted
 
@@ -91,7 +92,6 @@ class _OpCache(LRUDescriptorCache[Any]):
         settings.began(self)
 
     def close(self) -> None:
-        """End the cache, and leave its counts behind."""
         super().close()
         self._settings.ended(self)
 
@@ -101,9 +101,6 @@ class ThreadCaches(threading.local):
 
     Python calls ``__init__`` at a thread's first touch. A signal handler may look in the middle of that, and finds what is
     the same for all threads: the settings, which are in a slot, and no caches yet.
-
-    Args:
-        settings: what all threads share.
     """
 
     __slots__ = ("_settings",)
@@ -127,7 +124,6 @@ class ThreadCaches(threading.local):
         return cache
 
     def _own(self) -> dict[Any, LRUDescriptorCache[Any]]:
-        """Return this thread's dictionary."""
         caches: dict[Any, LRUDescriptorCache[Any]] = self.__dict__.setdefault("caches", {})
         return caches
 
