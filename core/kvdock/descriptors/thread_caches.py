@@ -25,13 +25,7 @@ _GENERATIONS = itertools.count(1)  # every clear of any op draws its own number,
 
 
 class CacheSettings:
-    """What all threads' caches of one op share, and what they counted.
-
-    Args:
-        op: name of the op.
-        capacity: descriptors per device and thread.
-        destroyer: see `LRUDescriptorCache`.
-    """
+    """What all threads' caches of one op share, and what they counted. The capacity is that of each thread and device."""
 
     def __init__(self, op: str, capacity: int, destroyer: Callable[[Any], None] | None) -> None:
         self.op = op

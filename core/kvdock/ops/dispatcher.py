@@ -30,14 +30,8 @@ PORTABLE = "portable"
 class Explanation:
     """Which kernel would run for a call, for people. See `OpDispatcher.explain`.
 
-    Args:
-        op: name of the op.
-        device: device of its tensors.
-        backend: name of the backend that was chosen for the device.
-        backend_reason: why it was.
-        served_by: the backend's name, or ``"portable"``.
-        kernel: class of the kernel.
-        rejected: each other candidate with its reasons.
+    ``backend`` was chosen for the device, and ``served_by`` is its name or ``"portable"``. ``kernel`` is a class, and
+    ``rejected`` names each other candidate with its reasons.
     """
 
     op: str
@@ -73,10 +67,9 @@ class OpDispatcher(Shared):
         Raises:
             ArgumentValueError: there is no such op; lists those there are.
         """
-        try:
-            return self._ops[name]
-        except KeyError:
-            raise ArgumentValueError("op", expected=f"one of {', '.join(sorted(self._ops))}", got=repr(name)) from None
+        if name not in self._ops:
+            raise ArgumentValueError("op", expected=f"one of {', '.join(sorted(self._ops))}", got=repr(name))
+        return self._ops[name]
 
     def choose(self, op: str, device: torch.device, named: str | None) -> Choice:
         """Return the backend for an op on a device. `PORTABLE` names kernels rather than a backend."""

@@ -39,13 +39,10 @@ class Role(enum.Enum):
 
     TENSOR = "tensor"
     """Read. May not overlap a mutated argument."""
-
     MUTATED = "mutated"
     """Written at the addressed places, and nowhere else."""
-
     RUNTIME_INT = "runtime int"
     """A host integer, or a tensor in its place, whose value never enters a key."""
-
     STATIC = "static"
     """A hashable value that selects the plan: part of the key."""
 

@@ -77,13 +77,9 @@ def redirect(places: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, t
     Skipping needs the number of valid elements on the host, which would synchronise; writing the same bits twice to one
     place does not.
 
-    Args:
-        places: ``[n]`` int64, where each element goes; at least one.
-        valid: ``[n]`` bool.
-
     Returns:
-        ``(source, place)``, both ``[n]`` int64: element ``source[i]`` goes to ``place[i]``. When nothing is valid all are
-        element 0, and its place means nothing.
+        ``(source, place)``, both ``[n]`` int64 like ``places``: element ``source[i]`` goes to ``place[i]``. When nothing is
+        valid all are element 0, and its place means nothing.
     """
     first = valid.to(torch.uint8).argmax().reshape(1)
     position = torch.arange(places.numel(), device=places.device)
