@@ -165,7 +165,6 @@ def close_all() -> None:
 
 
 def _abandon_all() -> None:
-    """Forget what the parent process prepared."""
     _leak(list(_pending.values()))
     _pending.clear()
     for thing in _everything():

@@ -33,7 +33,7 @@ class CacheSettings:
         self.destroyer = destroyer
         self.generation = 0
         """Part of every key of a call: what was prepared under an earlier one is never found again."""
-        self._living: dict[int, weakref.ref[_OpCache]] = {}
+        self.living: dict[int, weakref.ref[_OpCache]] = {}
         self._past: dict[Any, CacheStats] = {}
         self._lock = threading.RLock()  # taken by finalizers too, which run in the middle of anything
         track(self)
@@ -42,16 +42,12 @@ class CacheSettings:
         """Let every thread find nothing from now on, and destroy what it has at its next miss."""
         self.generation = next(_GENERATIONS)
 
-    def began(self, cache: _OpCache) -> None:
-        """Count a cache in."""
-        self._living[id(cache)] = weakref.ref(cache)
-
     def ended(self, cache: _OpCache) -> None:
         """Keep what a cache counted, which holds nothing any more."""
         counted = attrs.evolve(cache.stats, size=0, capacity=0)
         device = cache.device  # and not the cache: what is late refers to this
         cache.owner.late = lambda failed: self._count(device, CacheStats(destroyed=1, failures=failed))
-        if self._living.pop(id(cache), None) is not None and counted != CacheStats():  # a forked child must not wait for the lock
+        if self.living.pop(id(cache), None) is not None and counted != CacheStats():  # a forked child must not wait for the lock
             self._count(device, counted)
 
     def _count(self, device: Any, counted: CacheStats) -> None:
@@ -62,7 +58,7 @@ class CacheSettings:
         """Return the statistics over all threads of this process, those that have ended included, by device."""
         with self._lock:
             total = dict(self._past)
-            for cache in [reference() for reference in list(self._living.values())]:
+            for cache in [reference() for reference in list(self.living.values())]:
                 if cache is not None:
                     total[cache.device] = total.get(cache.device, CacheStats()) + cache.stats
         return total
@@ -77,13 +73,11 @@ class CacheSettings:
 
 
 class _OpCache(LRUDescriptorCache[Any]):
-    """One thread's cache of one op on one device."""
-
     def __init__(self, settings: CacheSettings, device: Any) -> None:
         super().__init__(settings.capacity, settings.destroyer)
         self.device = device
         self._settings = settings
-        settings.began(self)
+        settings.living[id(self)] = weakref.ref(self)
 
     def close(self) -> None:
         super().close()
