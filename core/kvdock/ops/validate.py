@@ -66,7 +66,7 @@ def _check_kind(schema: OpSchema, arg: Arg, value: Any) -> None:
     if may_be_int and isinstance(value, int) and not isinstance(value, bool):
         return
     if not isinstance(value, torch.Tensor):
-        expected, got = f"a{'n int or a' * may_be_int} torch.Tensor", f"{type(value).__name__} {value!r}"[:120]
+        expected, got = "an int or a torch.Tensor" if may_be_int else "a torch.Tensor", f"{type(value).__name__} {value!r}"[:120]
         _refuse(ArgumentTypeError, schema, arg.name, expected, got, "convert it with torch.as_tensor")
     if value.layout != torch.strided:
         _refuse(ArgumentTypeError, schema, arg.name, "a dense tensor with strides", value.layout, f"{arg.name}.to_dense()")
