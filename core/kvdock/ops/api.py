@@ -179,7 +179,6 @@ def pairs_tensor(block_pairs: BlockPairs) -> torch.Tensor:
 
 
 def _later(op: str) -> UnsupportedError:
-    """Return the error of an op whose name is settled and whose kernels are not there yet."""
     return UnsupportedError(op, expected="an op of this release", got="one of a later release", fix="see CHANGELOG.md for what there is")
 
 
