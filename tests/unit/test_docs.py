@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import kvdock
-from kvdock.ops.catalog import PAGED_CACHING
+from kvdock.ops.entry import OpEntry
 from kvdock.plugins import settings
 from support_docs import PAGES, ROOT, blocks, prose, read
 
@@ -171,12 +171,14 @@ def test_the_readme_is_short_and_leads_to_every_page_of_use() -> None:
 
 def test_the_architecture_spells_out_the_real_key() -> None:
     (quote,) = (block.text for block in blocks(ARCHITECTURE, "py"))
-    lines = [line.strip() for line in direct_source(PAGED_CACHING).splitlines()]
-    real = "".join(
-        next(line for line in lines if line.startswith(start))
-        for start in ("static_key = ", "key = (chooser.epoch, settings.generation, named, 0,")
-    )
-    assert plain(quote) == plain(real)
+    assert plain(quote) in plain(inspect.getsource(OpEntry._entry_for))
+
+
+def test_the_architecture_names_the_file_of_a_call() -> None:
+    call = kvdock.Runtime().dispatcher.op("paged_caching_").call
+    file = Path(inspect.getsourcefile(call) or "").relative_to(ROOT / "core" / "kvdock")
+    assert f"`bound_call` in\n   `{file}`" in read(ARCHITECTURE)
+    assert call.__code__.co_name == "call"
 
 
 def plain(source: str) -> str:

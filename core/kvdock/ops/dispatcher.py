@@ -136,8 +136,8 @@ class OpDispatcher(Shared):
 def own_reasons(request: Request, choice: Choice) -> tuple[str, ...]:
     """Return why a backend does not serve a request itself, in the words of `UnsupportedError`; empty when it does."""
     dtypes = choice.capabilities.dtypes
-    cache = next(meta for meta in request.args.values() if isinstance(meta, TensorMeta))
-    if dtypes is not None and cache.dtype not in dtypes:
+    cache = next((meta for meta in request.args.values() if isinstance(meta, TensorMeta) and meta.strides is not None), None)
+    if dtypes is not None and cache is not None and cache.dtype not in dtypes:
         return (f"{choice.backend.name} stores {', '.join(map(str, dtypes))}, not {cache.dtype}",)
     return _kernel_reasons(request, choice.kernels.get(request.op))
 

@@ -139,6 +139,7 @@ class OpEntry(Shared):
         args, returned = self.schema.bind(values), [arg for arg in self.schema.args if arg.returned]
         try:
             sizes = known_sizes(self.schema, args)
+            sizes |= {word: [int(word)] for arg in returned for word in arg.dims[0].split() if word.isdigit()}
             shapes = [[size for word in arg.dims[0].split() for size in sizes[word.lstrip("*")]] for arg in returned]
             return [args[arg.same_dtype or ""].new_empty(shape) for arg, shape in zip(returned, shapes, strict=True)]
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -147,7 +148,7 @@ class OpEntry(Shared):
     def find(self, recent: Recent, key: tuple[Any, ...], values: tuple[Any, ...]) -> Signature | None:
         """Return the signature of a call: one that this thread has met, or a new one, once the call is found valid.
 
-        None if the rank of no argument tells which variant it is: the slow path decides then.
+        None where the slow path is to serve it: it has nothing to do, or no guard could tell such calls.
 
         Args:
             recent: what is to try it first from now on.
@@ -167,7 +168,8 @@ class OpEntry(Shared):
         except TypeError:  # what is no tensor
             signature = None
         signature = signature or self._new_signature(key, variant, values)
-        recent.use(key[1], signature)
+        if signature is not None:
+            recent.use(key[1], signature)
         return signature
 
     def _met(self, key: tuple[Any, ...], variant: Variant, values: tuple[Any, ...]) -> Signature | None:
@@ -188,9 +190,11 @@ class OpEntry(Shared):
                 return pools
         return None
 
-    def _new_signature(self, key: tuple[Any, ...], variant: Variant, values: tuple[Any, ...]) -> Signature:
-        """Validate a call, and remember its signature."""
+    def _new_signature(self, key: tuple[Any, ...], variant: Variant, values: tuple[Any, ...]) -> Signature | None:
+        """Validate a call, and remember its signature if a guard can tell such calls."""
         request, recent = self._validate(values), self.recent
+        if _is_noop(self.schema, values) or not self._fits(variant, values):
+            return None
         self._choose(request.device, key[0])
         cache = self._local.open(_place(request.device))
         pools = self._met_pools(values)
@@ -200,6 +204,12 @@ class OpEntry(Shared):
         signature = Signature(self.schema, variant, key, values, pools, cache)
         recent.signatures = [signature, *recent.signatures[: MOST_SIGNATURES - 1]]
         return signature
+
+    def _fits(self, variant: Variant, values: tuple[Any, ...]) -> bool:
+        """Whether all is as a variant says. A second int in a tensor's place, and an optional output, are left to the slow path."""
+        args = self.schema.bind(values)
+        tensors = all(isinstance(args[name], torch.Tensor) and args[name].dim() == len(dims) for name, dims in variant.dims.items())
+        return tensors and not any(arg.optional and args[arg.name] is not None for arg in self.schema.mutated)
 
     def _choose(self, device: torch.device, named: str | None) -> None:
         """Find backends, the first time; where what is registered has changed, no older plan is found any more."""

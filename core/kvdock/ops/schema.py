@@ -145,8 +145,12 @@ class OpSchema:
     check_values: Callable[..., list[str]] | None = None
 
     def __attrs_post_init__(self) -> None:
-        if len(set(self.arg_names)) != len(self.args):
-            raise ArgumentValueError(f"OpSchema {self.name}: args", expected="distinct names", got=", ".join(self.arg_names))
+        names = self.arg_names
+        if len(set(names)) != len(names):
+            raise ArgumentValueError(f"OpSchema {self.name}: args", expected="distinct names", got=", ".join(names))
+        if not any(arg.is_tensor and not arg.optional and not arg.returned and not arg.host for arg in self.args):
+            expected = "a tensor that every call has, on the device where the op is to run"
+            raise ArgumentValueError(f"OpSchema {self.name}: args", expected=expected, got=", ".join(names) or "none")
 
     @property
     def arg_names(self) -> tuple[str, ...]:

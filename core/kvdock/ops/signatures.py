@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -76,8 +77,9 @@ class Pools:
         self.places: dict[int, tuple[int, ...]] = {}
         self.note_apart(args)
         sizes = known_sizes(schema, args)
-        words = [word for arg in schema.args if arg.returned for word in arg.dims[0].split() if not word.startswith(("*", "..."))]
-        self.output_sizes = tuple(sizes[word][0] for word in words)
+        pool_words = {word for arg in schema.static_args for word in arg.dims[0].split()}
+        words = [word for arg in schema.args if arg.returned for word in arg.dims[0].split()]
+        self.output_sizes = tuple(sizes[word][0] for word in words if word in pool_words)
 
     def place(self, *tensors: torch.Tensor) -> tuple[int, ...]:
         """Return address and end of each pool, the range of all that are written, and whether they are plain.
@@ -250,7 +252,8 @@ class Signature:
         settled = [_settled(dims, args[name], is_output=name in outputs) for name, dims in self._dims.items()]
         if plan is None or None in settled:
             return None
-        guard = make_guard([args[name] for name in self._dims], *zip(*filter(None, settled), strict=True))
+        fixed_sizes, fixed_strides = zip(*filter(None, settled), strict=True) if settled else ((), ())
+        guard = make_guard([args[name] for name in self._dims], fixed_sizes, fixed_strides)
         fast = FastCall((guard, self.variant, entry, self.cache, self.key[2], plan.fix(values), numbers))
         self.fast[strides] = fast
         return fast
@@ -269,8 +272,16 @@ class _OptionalTensors:
         self._places = [schema.arg_names.index(arg.name) for arg in present]
         self._dims = [arg.dims_of_rank(args[arg.name].dim()) or () for arg in present]
         tensors = [args[arg.name] for arg in present]
-        strides = [_innermost(*pair) for pair in zip(self._dims, tensors, strict=True)]
+        self._is_static = [bool(dims) and not any(dim.runtime for dim in dims) for dims in self._dims]
+        strides = [
+            [*tensor.stride()] if is_static else _innermost(dims, tensor)
+            for is_static, dims, tensor in zip(self._is_static, self._dims, tensors, strict=True)
+        ]
         self._guard = make_guard(tensors, _static_sizes(self._dims, tensors), strides)
+        words = {dim.name for dims in self._dims for dim in dims}
+        compiled = [compile(relation.expression, "<relation>", "eval") for relation in schema.relations]
+        self._relations = [code for code in compiled if words.intersection(code.co_names)]
+        self._sizes = {word: size[0] for word, size in known_sizes(schema, args).items() if size}
 
     def accept(self, values: tuple[Any, ...]) -> bool:
         """Whether they are like those of the signature."""
@@ -279,16 +290,25 @@ class _OptionalTensors:
     def read(self, values: tuple[Any, ...], sizes: dict[str, int], low: int, high: int) -> tuple[int, ...] | None:
         """Return their alignment, or None where sizes do not agree or one may lie in what is written, from ``low`` to ``high``."""
         classes = []
-        for place, dims in zip(self._places, self._dims, strict=True):
+        for place, dims, is_static in zip(self._places, self._dims, self._is_static, strict=True):
             tensor = values[place]
-            if any(dim.runtime and sizes.get(dim.name, n) != n for dim, n in zip(dims, tensor.shape, strict=True)):
+            if not all(tensor.shape) or any(sizes.setdefault(d.name, n) != n for d, n in zip(dims, tensor.shape, strict=True) if d.runtime):
                 return None
             at, size = tensor.data_ptr(), tensor.element_size()
             if at < high and low < at + extent(tensor):
                 return None
             steps = [step * size for n, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n > 1]
-            classes.append(alignment_of([at, _full_alignment(dims, tensor), *steps]))
-        return tuple(classes)
+            classes.append(alignment_of([at] if is_static else [at, _full_alignment(dims, tensor), *steps]))
+        known = self._sizes | sizes if self._relations else {}
+        return tuple(classes) if all(_holds(code, known) for code in self._relations) else None
+
+
+def _holds(relation: CodeType, sizes: dict[str, int]) -> bool:
+    """Whether a relation holds; one about sizes that are absent does."""
+    try:
+        return bool(eval(relation, {"__builtins__": {}}, sizes))  # noqa: S307 - from the schema, never from a user
+    except NameError:
+        return True
 
 
 def known_sizes(schema: OpSchema, args: dict[str, Any]) -> dict[str, list[int]]:

@@ -40,10 +40,11 @@ def validate(schema: OpSchema, values: tuple[Any, ...]) -> Request:
         if not (arg.returned and is_made):
             _check_kind(schema, arg, args[arg.name])
     tensors = {arg.name: args[arg.name] for arg in schema.args if isinstance(args[arg.name], torch.Tensor)}
-    device = tensors[schema.args[0].name].device
+    first = next(name for name in tensors if not schema.arg(name).host)
+    device = tensors[first].device
     _check_quantised(schema, args)
     for name, tensor in tensors.items():
-        _check_device(schema, schema.arg(name), tensor, device)
+        _check_device(schema, schema.arg(name), tensor, device, first)
         _check_dtype(schema, schema.arg(name), args)
     _check_scales(schema, args)
     _check_sizes(schema, tensors)
@@ -60,11 +61,13 @@ def _refuse(error: type[KVDockError], schema: OpSchema, name: str, expected: str
 
 def _check_kind(schema: OpSchema, arg: Arg, value: Any) -> None:
     """Refuse what is no tensor (or no int), and tensors that are more than plain memory."""
-    if not arg.is_tensor or (value is None and arg.optional):
-        return
+    if value is None and arg.optional:
+        return None
     may_be_int = arg.role is Role.RUNTIME_INT
     if may_be_int and isinstance(value, int) and not isinstance(value, bool):
-        return
+        return None
+    if not arg.is_tensor:
+        return _check_plain(schema, arg, value)
     if not isinstance(value, torch.Tensor):
         expected, got = "an int or a torch.Tensor" if may_be_int else "a torch.Tensor", f"{type(value).__name__} {value!r}"[:120]
         _refuse(ArgumentTypeError, schema, arg.name, expected, got, "convert it with torch.as_tensor")
@@ -75,9 +78,20 @@ def _check_kind(schema: OpSchema, arg: Arg, value: Any) -> None:
         _refuse(ArgumentTypeError, schema, arg.name, "a plain torch.Tensor: its bytes are moved as they lie", *found)
 
 
-def _check_device(schema: OpSchema, arg: Arg, tensor: torch.Tensor, device: torch.device) -> None:
+def _check_plain(schema: OpSchema, arg: Arg, value: Any) -> None:
+    """Refuse what is no int where it must be one, and a static value that no key can have."""
+    got = f"{type(value).__name__} {value!r}"[:120]
+    if arg.role is Role.RUNTIME_INT:
+        _refuse(ArgumentTypeError, schema, arg.name, "an int", got, f"pass int({arg.name})")
+    try:
+        hash(value)
+    except TypeError:
+        _refuse(ArgumentTypeError, schema, arg.name, "a hashable value", got, "pass a tuple in place of a list")
+
+
+def _check_device(schema: OpSchema, arg: Arg, tensor: torch.Tensor, device: torch.device, first: str) -> None:
     if tensor.device != device and not (arg.host and tensor.device == HOST):
-        expected, got = f"a tensor on {device}, where {schema.args[0].name} is", f"a tensor on {tensor.device}"
+        expected, got = f"a tensor on {device}, where {first} is", f"a tensor on {tensor.device}"
         _refuse(ArgumentValueError, schema, arg.name, expected, got, f'{arg.name}.to("{device}")')
 
 
@@ -180,8 +194,11 @@ def _check_relation(schema: OpSchema, relation: Relation, tensors: dict[str, tor
     except NameError:
         return
     if not holds:
-        expected, got = relation.expected.format(**sizes), f"shape {list(tensors[relation.arg].shape)}"
-        _refuse(ArgumentValueError, schema, relation.arg, expected, got, relation.fix.format(**sizes))
+        words = set(compile(relation.expression, "<relation>", "eval").co_names)
+        sized = (name for name in tensors if any(dim.name in words for dim in schema.arg(name).dims_of_rank(tensors[name].dim()) or ()))
+        name = relation.arg if relation.arg in tensors else [*sized][-1]
+        expected, got = relation.expected.format(**sizes), f"shape {list(tensors[name].shape)}"
+        _refuse(ArgumentValueError, schema, name, expected, got, relation.fix.format(**sizes))
 
 
 def _check_memory(schema: OpSchema, arg: Arg, tensor: torch.Tensor) -> None:

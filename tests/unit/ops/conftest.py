@@ -1,4 +1,4 @@
-"""Every target that an op can run on, as a fixture."""
+"""Every target that an op can run on, as a fixture, and fast calls from the first repeat on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvdock.ops import signatures
 from opskit import TARGETS, Memory, Target, active, torch_threads
 
 
@@ -35,3 +36,19 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
 def memory(target: Target) -> Memory:
     """Return memory on the target's device."""
     return Memory(target.device)
+
+
+@pytest.fixture(autouse=True)
+def soon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a fast call of a pattern of strides the first time that it is read, so that a few repeats go each way there is.
+
+    Tests that use `real_number` wait as long as a program does.
+    """
+    if "real_number" not in request.fixturenames:
+        monkeypatch.setattr(signatures, "FIRST_WORTH", 1)
+
+
+@pytest.fixture
+def real_number() -> int:
+    """Return how often a pattern of strides is read before it is settled, and leave it so: see `soon`."""
+    return signatures.FIRST_WORTH

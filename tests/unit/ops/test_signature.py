@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import attrs
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -23,63 +22,13 @@ from kvdock.ops.catalog import CATALOG
 from kvdock.ops.geometry import ranges_overlap
 from kvdock_conformance import reference
 from opskit import PROPERTY, SINGLE, Memory, Target, outcome_of
+from opskit.drawing import ROOM, Cut, Drawer
 from opskit.kernels import runtime_of
-from opskit.memory import Copy, strides_of
+from opskit.memory import Copy
 from support_plugins import CallDescriptor, CallKernel, InProcessBackend
 
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
 WRONG = (torch.int16, F32)
-ROOM = 4096
-
-
-@attrs.frozen
-class Cut:
-    """A tensor as numbers: where in the arena it starts, in bytes, and what it is like."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    at: int
-
-    def of(self, memory: Memory) -> torch.Tensor:
-        size = self.dtype.itemsize
-        return memory.arenas[0].cut(self.dtype, self.shape, self.strides, memory.arenas[0].at + self.at // size * size)
-
-
-class Drawer:
-    """Draws the arguments of one call: all of them right, or each thing wrong at times."""
-
-    def __init__(self, draw: st.DrawFn) -> None:
-        self.draw = draw
-        self.spoilt = draw(st.booleans())
-        self._rooms = iter(range(12))
-
-    def mostly(self, usual: Any, *others: Any) -> Any:
-        """Draw the usual value, or at times, in a call that may be wrong, another."""
-        return self.draw(st.sampled_from([usual] * 12 + list(others))) if self.spoilt else usual
-
-    def cut(self, dtype: torch.dtype, shape: Sequence[int], wrong_dtypes: Sequence[torch.dtype] = (torch.float16, F32)) -> Cut:
-        """Draw a tensor in any memory order that keeps its rows dense, in a room of its own; wrong ones may share rooms."""
-        draw, room = self.draw, next(self._rooms) * ROOM
-        dtype = self.mostly(dtype, *wrong_dtypes)
-        sizes = [self.mostly(size, size + 1, max(size - 1, 0)) for size in shape]
-        sizes = self.mostly(sizes, sizes[1:], [1, *sizes], sizes[:-1])
-        dims = range(len(sizes))
-        order = [*draw(st.permutations(dims[:-1])), *dims[-1:]] if draw(st.booleans()) else list(dims)
-        gaps = draw(st.sampled_from([[0] * len(dims), [*[3] * (len(dims) - 1), 0], [*[0] * (len(dims) - 1), 8]]))
-        strides = list(strides_of(sizes, order, gaps))
-        if sizes and self.mostly(False, True):
-            strides[draw(st.sampled_from(dims))] = draw(st.sampled_from([0, 1, 2, 5]))
-        at = self.mostly(room, room - room % (2 * ROOM), draw(st.integers(0, 8 * ROOM))) + draw(st.sampled_from([0, 0, 8, 4, 2]))
-        return Cut(dtype, tuple(sizes), tuple(strides), at)
-
-    def distinct(self, count: int, below: int) -> list[int]:
-        """Draw different numbers, some of them replaced by padding, and at times one by a number that is not below."""
-        draw = self.draw
-        numbers = (draw(st.permutations(range(below))) + [-1] * count)[:count]
-        for place in draw(st.sets(st.integers(0, count - 1), max_size=2)) if count else ():
-            numbers[place] = draw(st.sampled_from([-1, -1, -1, below]))
-        return numbers
 
 
 def static_call(d: Drawer, dtype: torch.dtype, index: torch.dtype, row: tuple[int, int]) -> tuple[dict[str, Any], list[int]]:

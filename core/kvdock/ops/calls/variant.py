@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvdock.ops.geometry import MAX_ALIGNMENT
@@ -24,10 +25,10 @@ class VariantSource:
         self.schema, self.variant = schema, variant
         self.pools = [arg.name for arg in schema.static_args]
         self.rest = [name for name in variant.dims if name not in self.pools]
-        self.mutated = [arg.name for arg in schema.mutated]
+        self.mutated = [arg.name for arg in schema.mutated if not arg.optional]
         self.outputs = [name for name in self.mutated if name not in self.pools]
         self.words = list(dict.fromkeys(dim.name for name in self.rest for dim in variant.dims[name] if dim.runtime))
-        self.optional = [arg.name for arg in schema.args if arg.optional and arg.role is Role.TENSOR]
+        self.optional = [arg.name for arg in schema.args if arg.optional and arg.role in (Role.TENSOR, Role.MUTATED)]
 
     # Names
 
@@ -172,7 +173,8 @@ class VariantSource:
 
     def relations(self) -> list[str]:
         """Return the conditions of the schema whose words this variant has."""
-        sizes = {dim.name: f"{name}.shape[{i}]" for name in self.pools for i, dim in enumerate(self.variant.dims[name])}
+        dims = [(name, i, dim) for name in (*self.pools, *self.rest) for i, dim in enumerate(self.variant.dims[name])]
+        sizes = {dim.name: f"{name}.shape[{i}]" for name, i, dim in dims if not dim.runtime}
         found = []
         for relation in self.schema.relations:
             names = compile(relation.expression, "<relation>", "eval").co_names
@@ -304,8 +306,7 @@ def alone(check: str) -> str:
 
 def _substitute(expression: str, words: dict[str, str]) -> str:
     """Replace whole words in an expression of the schema."""
-    tokens = expression.replace("(", " ( ").replace(")", " ) ").split()
-    return " ".join(words.get(token, token) for token in tokens)
+    return re.sub(r"[A-Za-z_]\w*", lambda found: words.get(found[0], found[0]), expression)
 
 
 def indented(lines: Iterable[str], by: int) -> list[str]:

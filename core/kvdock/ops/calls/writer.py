@@ -16,11 +16,14 @@ in elements, ``k_step0`` the same in bytes, ``k_ptr`` its address, ``k_end`` the
 
 from __future__ import annotations
 
+import keyword
 import linecache
+import re
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kvdock.errors import ArgumentValueError
 from kvdock.ops.calls.variant import VariantSource, indented, names_of, tuple_of
 from kvdock.ops.schema import LEAD_RANKS, OpSchema, Role
 from kvdock.ops.variants import pivot_of, variants_of
@@ -40,6 +43,87 @@ def make(op):
     recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
     find, prepare, slow = op.find, op.prepare, op.run_slowly
 '''
+
+
+_OWN_NAMES = frozenset(
+    [
+        "EMPTY",
+        "FastCall",
+        "TypeError",
+        "body0",
+        "body1",
+        "bound",
+        "bound_call",
+        "cache",
+        "call",
+        "chooser",
+        "classes",
+        "count",
+        "enter",
+        "entry",
+        "epoch",
+        "fast",
+        "fast_calls",
+        "find",
+        "generation",
+        "get_mode",
+        "getattr",
+        "guard",
+        "has_internal_overlap",
+        "high",
+        "int",
+        "is_compiling",
+        "is_full",
+        "key",
+        "known",
+        "late",
+        "launch",
+        "low",
+        "make",
+        "make_outputs",
+        "mode",
+        "more",
+        "named",
+        "numbers",
+        "op",
+        "own_name",
+        "place",
+        "plain",
+        "plan",
+        "pools",
+        "prepare",
+        "rank",
+        "recent",
+        "same",
+        "schema",
+        "settings",
+        "signature",
+        "slow",
+        "static",
+        "strides",
+        "type",
+        "variant",
+    ]
+)
+"""What the code of every op calls its own things."""
+
+_DERIVED = r"(ptr|end|size|full|bits|extent|mask|row|rest|[nt]\d+|step\d+)"
+"""What may follow the name of an argument."""
+
+
+def _check_names(schema: OpSchema) -> None:
+    """Refuse names of arguments and sizes that the code would take for others."""
+    words = sorted({dim.name for arg in schema.args for dims in arg.shapes() for dim in dims if dim.literal is None})
+    names = [*schema.arg_names, *words]
+    for name in names:
+        is_free = name.isidentifier() and not keyword.iskeyword(name) and name not in _OWN_NAMES and names.count(name) == 1
+        if not is_free or any(re.fullmatch(f"{arg}_{_DERIVED}", name) for arg in schema.arg_names):
+            raise ArgumentValueError(
+                f"OpSchema {schema.name}: {name}",
+                expected="names of arguments and sizes that the code of a call does not use for something else",
+                got=name,
+                fix=f"call it {name}_arg, or the like",
+            )
 
 
 class _Module:
@@ -82,11 +166,16 @@ class _Module:
         yield "    fast_calls = ()  # the body finds out more"
 
     def _made_outputs(self) -> Iterator[str]:
-        """Write how absent outputs are made where they have the leading sizes of an index; `OpEntry.make_outputs` makes all others."""
-        if not self.returned or not all(arg.dims[0].startswith("... ") for arg in self.schema.args if arg.returned):
+        """Write how absent outputs are made where they have the leading sizes of an index, and else those of pools."""
+        if not self.returned:
             return
-        leading = next(arg.name for arg in self.schema.args if arg.dims == ("...",))
         yield f"if {' and '.join(f'{name} is None' for name in self.returned)}:"
+        leading = next((arg.name for arg in self.schema.args if arg.dims == ("...",) and not arg.optional), None)
+        words = {word for arg in self.schema.static_args for word in arg.dims[0].split()}
+        lines = [arg.dims[0].split() for arg in self.schema.args if arg.returned]
+        if leading is None or not all(line[0] == "..." and line[1:] and words.issuperset(line[1:]) for line in lines):
+            yield f"    {names_of(self.returned)} = make_outputs({self.sources[0].values})"
+            return
         sizes = {arg.name: [f"{arg.name}_{word}" for word in arg.dims[0].split()[1:]] for arg in self.schema.args if arg.returned}
         yield f"    {names_of(size for each in sizes.values() for size in each)} = pools.output_sizes"
         yield f"    rank = getattr({leading}, 'ndim', None)"
@@ -202,7 +291,12 @@ class _Module:
 
 
 def source_of(schema: OpSchema) -> str:
-    """Return the source of an op's module, not yet laid out by a formatter."""
+    """Return the source of an op's module, not yet laid out by a formatter.
+
+    Raises:
+        ArgumentValueError: the schema has a name that the code uses for something else.
+    """
+    _check_names(schema)
     return _Module(schema).text()
 
 
