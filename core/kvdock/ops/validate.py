@@ -62,12 +62,13 @@ def _refuse(error: type[KVDockError], schema: OpSchema, name: str, expected: str
 def _check_kind(schema: OpSchema, arg: Arg, value: Any) -> None:
     """Refuse what is no tensor (or no int), and tensors that are more than plain memory."""
     if value is None and arg.optional:
-        return None
+        return
     may_be_int = arg.role is Role.RUNTIME_INT
     if may_be_int and isinstance(value, int) and not isinstance(value, bool):
-        return None
+        return
     if not arg.is_tensor:
-        return _check_plain(schema, arg, value)
+        _check_plain(schema, arg, value)
+        return
     if not isinstance(value, torch.Tensor):
         expected, got = "an int or a torch.Tensor" if may_be_int else "a torch.Tensor", f"{type(value).__name__} {value!r}"[:120]
         _refuse(ArgumentTypeError, schema, arg.name, expected, got, "convert it with torch.as_tensor")
@@ -79,7 +80,6 @@ def _check_kind(schema: OpSchema, arg: Arg, value: Any) -> None:
 
 
 def _check_plain(schema: OpSchema, arg: Arg, value: Any) -> None:
-    """Refuse what is no int where it must be one, and a static value that no key can have."""
     got = f"{type(value).__name__} {value!r}"[:120]
     if arg.role is Role.RUNTIME_INT:
         _refuse(ArgumentTypeError, schema, arg.name, "an int", got, f"pass int({arg.name})")
@@ -168,7 +168,6 @@ def _agrees(dims: tuple[Dim, ...], tensor: torch.Tensor, name: str, sizes: _Size
 
 
 def _refuse_sizes(schema: OpSchema, name: str, tensor: torch.Tensor, sizes: _Sizes) -> NoReturn:
-    """Say which shapes an argument may have, with the sizes that other arguments settled."""
     leads = [dims for dims in schema.arg(name).shapes() if _lead(dims) in (0, sizes.get("...", (_lead(dims), ""))[0])]
     shapes = [dims for dims in leads if len(dims) == tensor.dim()] or leads
     settled = {word: size for word, (size, where) in sizes.items() if where != name}
@@ -180,7 +179,6 @@ def _refuse_sizes(schema: OpSchema, name: str, tensor: torch.Tensor, sizes: _Siz
 
 
 def _size_texts(dims: tuple[Dim, ...], settled: dict[str, int]) -> Iterator[str]:
-    """Write sizes: their words, with the number where another argument settled it."""
     words = {"lead0": "T"} if _lead(dims) == 1 else {"lead0": "B", "lead1": "S"}
     for dim in dims:
         word = words.get(dim.name, dim.name)
