@@ -15,11 +15,8 @@ import pytest
 import torch
 
 import kvdock
-from kvdock.interface import HOST_INT
 from kvdock.ops.portable import PORTABLE_KERNELS, SKIPPED, copy_blocks
-from kvdock.ops.portable.gather_paged import GatherPagedDescriptor
-from kvdock.ops.portable.paged_caching import PagedCachingDescriptor
-from kvdock.ops.portable.static_update import HostLength, TensorLengths
+from kvdock.ops.portable.rows import PortableDescriptor
 from kvdock.plugins.registry import Registry
 from kvdock.runtime import made, set_default
 from opskit.kernels import runtime_of
@@ -116,15 +113,11 @@ class _DeviceKernel(kvdock.Kernel):
         return PORTABLE_KERNELS[request.op].supports(request)
 
     def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
-        skipped = SKIPPED.prepare(request.device)
-        if request.op == "paged_caching_":
-            return PagedCachingDescriptor(request.op, skipped, on_host=False)
-        if request.op == "gather_paged":
-            return GatherPagedDescriptor(request.op, on_host=False)
-        if request.op == "static_update_":
-            is_host = request.args["cache_lengths"] == HOST_INT
-            return HostLength(request.op) if is_host else TensorLengths(request.op, skipped, on_host=False)
-        return _DeviceCopyBlocks(PORTABLE_KERNELS[request.op].prepare(request))
+        prepared = PORTABLE_KERNELS[request.op].prepare(request)
+        if isinstance(prepared, copy_blocks.CopyBlocksDescriptor):
+            return _DeviceCopyBlocks(prepared)
+        assert isinstance(prepared, PortableDescriptor)
+        return type(prepared)(request.op, SKIPPED.prepare(request.device), on_host=False)
 
 
 DEVICE_KERNELS: Mapping[str, kvdock.Kernel] = {op: _DeviceKernel() for op in PORTABLE_KERNELS}

@@ -123,10 +123,45 @@ def test_static_and_copy_launches(driver: Driver) -> None:
     args = driver.launches[-1][1]
     assert (args["length"], args["lengths"], args["rows"], args["new"], args["capacity"]) == (7, 0, 3, 5, 32)
     pools, pairs = G.pools(Memory()), torch.tensor([[0, 1], [2, 3]])
-    kvdock.ops.copy_blocks_(*pools, pairs)
+    kvdock.ops.copy_blocks_(*pools, pairs)  # a few pairs of the host are passed by value
     (x, _, _), args = driver.launches[-1]
-    assert (x, args["num_blocks"], args["pair_step"]) == (2 * (args["K_PIECES"] + args["V_PIECES"]), 1100, 2)
+    assert (x, args["pair0"], args["pair1"], args["pair2"]) == (2 * (args["K_PIECES"] + args["V_PIECES"]), 1, 2 << 32 | 3, 0)
+    kvdock.ops.copy_blocks_(*pools, torch.arange(40).view(20, 2))
+    (x, _, _), args = driver.launches[-1]
+    assert (x, args["num_blocks"], args["pair_step"]) == (20 * (args["K_PIECES"] + args["V_PIECES"]), 1100, 2)
     assert (args["k_cache"], args["v_cache"]) == (pools[0].data_ptr(), pools[1].data_ptr())
+
+
+def test_settled_launches_are_those_of_whole_calls(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `fix` returns launches, at every size, what a call of the descriptor does: same grid, same arguments."""
+    monkeypatch.setattr("kvdock.ops.signatures.FIRST_WORTH", 1)
+    runtime, whole = runtime_of(AcmeBackend()), runtime_of(AcmeBackend())
+    pools, caches = G.pools(Memory()), [torch.zeros(4, 2, 32, 8, dtype=torch.bfloat16) for _ in "kv"]
+    memory = torch.zeros(8, 64, 2, 48, dtype=torch.bfloat16)
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+    for rows, width in ((1, 5), (3, 5), (1, 1), (2, 1), (3, 7), (3, 5), (1, 9)):
+        k, v = (memory[:rows, :width, :, at : at + 8] for at in (0, 16))
+        slots, lengths = torch.arange(rows * width).view(rows, width), torch.zeros(rows, dtype=torch.int64)
+        outs = [torch.empty(rows, width, 2, 8, dtype=torch.bfloat16) for _ in "kv"]
+        calls += [
+            ("paged_caching_", (*pools, k, v, slots, None, None)),
+            ("paged_caching_", (*pools, k[0], v[0], slots[0], None, None)),
+            ("gather_paged", (*pools, slots, None, None, *outs)),
+            ("gather_paged", (*pools, slots[0], None, None, *(out[0] for out in outs))),
+            ("static_update_", (*caches, k.transpose(1, 2), v.transpose(1, 2), 3)),
+            ("static_update_", (*caches, k.transpose(1, 2), v.transpose(1, 2), lengths)),
+            ("static_update_", (*caches, k.transpose(1, 2), v.transpose(1, 2), lengths[0])),
+        ]
+    with kvdock.use_backend("acme"):
+        for op, values in calls:
+            whole.dispatcher.op(op).run_slowly(values, "acme")
+    expected = [(grid, args | {"skipped": 0}) for grid, args in driver.launches]  # each backend has a count of its own
+    bound = {op: runtime.dispatcher.op(op).bind(*values[:2], named="acme") for op, values in calls}
+    for _ in range(3):
+        driver.launches.clear()
+        for op, values in calls:
+            bound[op](*values[2:])
+        assert [(grid, args | {"skipped": 0}) for grid, args in driver.launches] == expected
 
 
 def test_another_token_count_or_width_compiles_nothing(driver: Driver, compilations: list[Any]) -> None:
@@ -230,13 +265,13 @@ def test_direct_launches(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM + index, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
     kernel = SimpleNamespace(_init_handles=lambda: None, metadata=None, function=FUNCTION, packed_metadata="packed")
-    run, fix = direct.build(kernel, [("k", "*i32"), ("v", "*i32"), ("tokens", "i64")], None, 1)
+    launch = direct.build(kernel, None, ["k", "v", "tokens"], ["*i32", "*i32", "i64"], 1)
     head = (STREAM + 1, FUNCTION, False, False, None, None, "packed", None, None, None)
-    run(5, 2, 100, 200, 9)
-    fix(4, 1, 2, (7,))(300, 400)
-    assert calls == [(5, 2, 1, *head, 100, 200, 9), (4, 1, 1, *head, 300, 400, 7)]
+    launch.run(5, 2, 100, 200, 9)
+    launch.fix(["k", "v", "rows"], "-(-rows // tile)", "1", {"tokens": "rows * 2", "tile": 4})(300, 400, 7)
+    assert calls == [(5, 2, 1, *head, 100, 200, 9), (2, 1, 1, *head, 300, 400, 14)]
     current[0] = 0
-    run(5, 2, 100, 200, 9)
+    launch.run(5, 2, 100, 200, 9)
     assert calls[2:] == [*([("guard", 1)] if devices > 1 else []), (5, 2, 1, *head, 100, 200, 9)]
 
 

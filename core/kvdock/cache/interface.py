@@ -23,7 +23,7 @@ C = TypeVar("C")
 class BindableOp(Protocol):
     """An op, as caches use it: bound to their memory once."""
 
-    def bind(self, *pools: torch.Tensor, named: str | None = None) -> Callable[..., Any]:
+    def bind(self, *pools: torch.Tensor, named: str | None = None) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None]:
         """Return the op as a function of its other arguments, in the schema's order.
 
         Copying the function must copy right: a deep copy is bound to the deep copies of the pools, see `Cache`.

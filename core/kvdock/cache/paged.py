@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Self, cast
 
 import attrs
 import torch
@@ -224,8 +224,7 @@ class PagedKVCache(Cache):
         if layer.__class__ is not int or layer < 0 or layer >= len(self._views):
             check_layer("PagedKVCache", layer, len(self._views))
         k_out, v_out = (None, None) if out is None else output_pair(out)
-        pair: tuple[torch.Tensor, torch.Tensor] = self._read[layer](slot_mapping, None, None, k_out, v_out)
-        return pair
+        return cast(tuple[torch.Tensor, torch.Tensor], self._read[layer](slot_mapping, None, None, k_out, v_out))
 
     def copy_blocks(self, block_pairs: BlockPairs) -> None:
         """Copy whole blocks in every layer, keys and values: one launch for each group of equal layers.

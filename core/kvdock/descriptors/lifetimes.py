@@ -52,11 +52,7 @@ def track(thing: Any) -> None:
 
 
 class Owner:
-    """A cache as its descriptors know it: whose it is, what destroys them, and how many were.
-
-    Args:
-        destroyer: see `LRUDescriptorCache`.
-    """
+    """A cache as its descriptors know it: whose it is, what destroys them (see `LRUDescriptorCache`), and how many were."""
 
     def __init__(self, destroyer: Callable[[Any], None] | None) -> None:
         self.destroyer: Callable[[Any], object] = destroyer or id  # which does nothing to it
@@ -83,13 +79,7 @@ class Owner:
 
 
 class Held:
-    """A descriptor, destroyed when nobody holds this any more.
-
-    Args:
-        value: the descriptor.
-        owner: of the cache that it is for.
-        guard: what to destroy it under.
-    """
+    """A descriptor, destroyed under a guard when nobody holds this any more. The owner is that of the cache that it is for."""
 
     __slots__ = ("__weakref__", "ending")
 
@@ -158,7 +148,6 @@ def _leak(value: object) -> None:
 
 
 def _everything() -> list[Any]:
-    """Return what is tracked and still there."""
     return [thing for thing in (reference() for reference in list(_tracked.values())) if thing is not None]
 
 
@@ -176,7 +165,6 @@ def close_all() -> None:
 
 
 def _abandon_all() -> None:
-    """Forget what the parent process prepared."""
     _leak(list(_pending.values()))
     _pending.clear()
     for thing in _everything():

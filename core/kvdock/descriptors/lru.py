@@ -117,15 +117,9 @@ class LRUDescriptorCache(Generic[V]):
         return found
 
     def put(self, key: Hashable, value: V, *, prepare_s: float = 0.0) -> Entry:
-        """Keep a descriptor. One that was there under the key is destroyed, unless it is the same object.
+        """Keep a descriptor, and return its entry. One that was there under the key is destroyed, unless it is the same object.
 
-        Args:
-            key: exact static signature; compared for equality.
-            value: the descriptor. It may be in one cache only, under one key.
-            prepare_s: seconds that preparing it took, for the statistics.
-
-        Returns:
-            Its entry.
+        A descriptor may be in one cache only, under one key. Preparing it took ``prepare_s`` seconds, say the statistics.
 
         Raises:
             WrongThreadError: called from another thread than the one that made the cache.

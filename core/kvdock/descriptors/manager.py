@@ -36,11 +36,9 @@ class DescriptorCacheManager:
         self._declared: dict[str, tuple[CacheSettings, ThreadCaches]] = {}
 
     def declare(self, op: str, destroyer: Callable[[Any], None] | None = None) -> tuple[CacheSettings, ThreadCaches]:
-        """Make the caches of an op known. Declaring it again in the same way returns what is there.
+        """Make the caches of an op known, whose destroyer is called once with each descriptor, in the thread that owns it.
 
-        Args:
-            op: name of the op, any.
-            destroyer: called once with each descriptor that leaves, in the thread that owns it.
+        Declaring it again in the same way returns what is there.
 
         Raises:
             ArgumentValueError: the op is declared already with another destroyer, so that descriptors would be mixed up.
@@ -60,11 +58,8 @@ class DescriptorCacheManager:
     def cache(self, op: str, device: Any) -> LRUDescriptorCache[Any]:
         """Return the calling thread's cache of a declared op on a device.
 
-        Ask for it at each call: what is returned has done what `clear` and `set_capacity` asked for in any thread.
-
-        Args:
-            op: name of the op.
-            device: device of its tensors, such as a `torch.device`; anything hashable. kvdock's ops use None for host memory.
+        Ask for it at each call: what is returned has done what `clear` and `set_capacity` asked for in any thread. A device is
+        anything hashable, such as a `torch.device`. kvdock's ops use None for host memory.
 
         Raises:
             ArgumentValueError: the op was not declared.
@@ -74,9 +69,7 @@ class DescriptorCacheManager:
     def set_capacity(self, op: str, capacity: int) -> None:
         """Change how many descriptors of an op each thread keeps for each device. Threads follow at their next miss.
 
-        Args:
-            op: name of the op; it may be declared later.
-            capacity: at least 1.
+        The op may be declared later.
 
         Raises:
             ArgumentTypeError: a capacity that is no int.
@@ -103,16 +96,11 @@ class DescriptorCacheManager:
         return {op: settings.stats() for op, (settings, _) in list(self._declared.items())}
 
     def _find(self, op: str) -> tuple[CacheSettings, ThreadCaches]:
-        """Return what belongs to an op."""
-        try:
-            return self._declared[op]
-        except KeyError:
+        if op not in self._declared:
             known = ", ".join(sorted(self._declared)) or "none yet"
-            raise ArgumentValueError(
-                "descriptor caches", expected=f"a declared op: {known}", got=repr(op), fix="declare(op) first"
-            ) from None
+            raise ArgumentValueError("descriptor caches", expected=f"a declared op: {known}", got=repr(op), fix="declare(op) first")
+        return self._declared[op]
 
 
 def _checked(op: str, capacity: object) -> int:
-    """Return a capacity of at least 1."""
     return check_int(f"descriptor capacity of {op}", capacity, 1)

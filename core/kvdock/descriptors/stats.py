@@ -32,9 +32,4 @@ class CacheStats:
     prepare_s: float = 0.0
 
     def __add__(self, other: CacheStats) -> CacheStats:
-        """Add up two caches."""
         return CacheStats(*(a + b for a, b in zip(attrs.astuple(self), attrs.astuple(other), strict=True)))
-
-    def of_the_past(self) -> CacheStats:
-        """Return the same of a cache that is no more: it holds nothing, and never will."""
-        return attrs.evolve(self, size=0, capacity=0)

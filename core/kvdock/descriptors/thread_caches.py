@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import attrs
+
 from kvdock.descriptors.lifetimes import track
 from kvdock.descriptors.lru import LRUDescriptorCache
 from kvdock.descriptors.stats import CacheStats
@@ -23,13 +25,7 @@ _GENERATIONS = itertools.count(1)  # every clear of any op draws its own number,
 
 
 class CacheSettings:
-    """What all threads' caches of one op share, and what they counted.
-
-    Args:
-        op: name of the op.
-        capacity: descriptors per device and thread.
-        destroyer: see `LRUDescriptorCache`.
-    """
+    """What all threads' caches of one op share, and what they counted. The capacity is that of each thread and device."""
 
     def __init__(self, op: str, capacity: int, destroyer: Callable[[Any], None] | None) -> None:
         self.op = op
@@ -37,7 +33,7 @@ class CacheSettings:
         self.destroyer = destroyer
         self.generation = 0
         """Part of every key of a call: what was prepared under an earlier one is never found again."""
-        self._living: dict[int, weakref.ref[_OpCache]] = {}
+        self.living: dict[int, weakref.ref[_OpCache]] = {}
         self._past: dict[Any, CacheStats] = {}
         self._lock = threading.RLock()  # taken by finalizers too, which run in the middle of anything
         track(self)
@@ -46,20 +42,15 @@ class CacheSettings:
         """Let every thread find nothing from now on, and destroy what it has at its next miss."""
         self.generation = next(_GENERATIONS)
 
-    def began(self, cache: _OpCache) -> None:
-        """Count a cache in."""
-        self._living[id(cache)] = weakref.ref(cache)
-
     def ended(self, cache: _OpCache) -> None:
-        """Keep what a cache counted."""
-        counted = cache.stats.of_the_past()
+        """Keep what a cache counted, which holds nothing any more."""
+        counted = attrs.evolve(cache.stats, size=0, capacity=0)
         device = cache.device  # and not the cache: what is late refers to this
         cache.owner.late = lambda failed: self._count(device, CacheStats(destroyed=1, failures=failed))
-        if self._living.pop(id(cache), None) is not None and counted != CacheStats():  # a forked child must not wait for the lock
+        if self.living.pop(id(cache), None) is not None and counted != CacheStats():  # a forked child must not wait for the lock
             self._count(device, counted)
 
     def _count(self, device: Any, counted: CacheStats) -> None:
-        """Add what happened in a cache that has ended."""
         with self._lock:
             self._past[device] = self._past.get(device, CacheStats()) + counted
 
@@ -67,7 +58,7 @@ class CacheSettings:
         """Return the statistics over all threads of this process, those that have ended included, by device."""
         with self._lock:
             total = dict(self._past)
-            for cache in [reference() for reference in list(self._living.values())]:
+            for cache in [reference() for reference in list(self.living.values())]:
                 if cache is not None:
                     total[cache.device] = total.get(cache.device, CacheStats()) + cache.stats
         return total
@@ -82,16 +73,13 @@ class CacheSettings:
 
 
 class _OpCache(LRUDescriptorCache[Any]):
-    """One thread's cache of one op on one device."""
-
     def __init__(self, settings: CacheSettings, device: Any) -> None:
         super().__init__(settings.capacity, settings.destroyer)
         self.device = device
         self._settings = settings
-        settings.began(self)
+        settings.living[id(self)] = weakref.ref(self)
 
     def close(self) -> None:
-        """End the cache, and leave its counts behind."""
         super().close()
         self._settings.ended(self)
 
@@ -101,9 +89,6 @@ class ThreadCaches(threading.local):
 
     Python calls ``__init__`` at a thread's first touch. A signal handler may look in the middle of that, and finds what is
     the same for all threads: the settings, which are in a slot, and no caches yet.
-
-    Args:
-        settings: what all threads share.
     """
 
     __slots__ = ("_settings",)
@@ -127,7 +112,6 @@ class ThreadCaches(threading.local):
         return cache
 
     def _own(self) -> dict[Any, LRUDescriptorCache[Any]]:
-        """Return this thread's dictionary."""
         caches: dict[Any, LRUDescriptorCache[Any]] = self.__dict__.setdefault("caches", {})
         return caches
 

@@ -1,5 +1,7 @@
 """The ops as functions. Arguments and errors are described here; what they mean is in `kvdock_conformance.reference`.
 
+What runs is in `kvdock.ops.calls`, one module for each op: ``paged_caching_`` there is the code of `paged_caching_` here.
+
 All may be called from any thread, on tensors of any device that a backend claims. None records gradients, synchronises
 with a device, or changes an input. Sizes: NB blocks of ``block`` places; Hk, Hv heads and Dk, Dv elements of keys and of
 values; T tokens, or B rows of S tokens.
@@ -177,7 +179,6 @@ def pairs_tensor(block_pairs: BlockPairs) -> torch.Tensor:
 
 
 def _later(op: str) -> UnsupportedError:
-    """Return the error of an op whose name is settled and whose kernels are not there yet."""
     return UnsupportedError(op, expected="an op of this release", got="one of a later release", fix="see CHANGELOG.md for what there is")
 
 

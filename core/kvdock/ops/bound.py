@@ -42,7 +42,7 @@ class BoundOp:
     def bound_call(self) -> Callable[..., Any]:
         """The op as a function of its other arguments. Not kept here: in a cycle the pools would outlive their last user.
 
-        Its name is that of the function, by which `copy.copy` finds it.
+        It has the name of that function, since `copy.copy` looks a method up by the name of its function.
         """
         return MethodType(self._function, self)
 

@@ -5,6 +5,7 @@ Sizes: NB blocks of ``block`` places each; Hk, Hv heads and Dk, Dv elements of k
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -20,40 +21,25 @@ __all__ = ["CATALOG", "COPY_BLOCKS", "GATHER_PAGED", "INDEX_DTYPES", "PAGED_CACH
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 _CACHE_DTYPES = (*COPY_DTYPES, *QUANTISED_DTYPES)
-_SCALE_DTYPES = (torch.float32,)
 
 
-def _paged(role: Role) -> tuple[Arg, Arg]:
-    """Return the two caches of a paged op."""
-    return (
-        Arg("k_cache", role, ("NB block Hk Dk",), _CACHE_DTYPES),
-        Arg("v_cache", role, ("NB block Hv Dv",), _CACHE_DTYPES, same_dtype="k_cache"),
-    )
-
-
-def _scales() -> tuple[Arg, Arg]:
-    """Return the scales of quantised caches: per tensor, per head, or per token and head."""
-    return (
-        Arg("k_scale", Role.TENSOR, ("", "Hk", "... Hk"), _SCALE_DTYPES, optional=True, host=True, scale_of="k_cache"),
-        Arg("v_scale", Role.TENSOR, ("", "Hv", "... Hv"), _SCALE_DTYPES, optional=True, host=True, scale_of="v_cache"),
-    )
+def _caches(role: Role, k_dims: str = "NB block Hk Dk", v_dims: str = "NB block Hv Dv") -> tuple[Arg, Arg]:
+    return Arg("k_cache", role, (k_dims,), _CACHE_DTYPES), Arg("v_cache", role, (v_dims,), _CACHE_DTYPES, same_dtype="k_cache")
 
 
 _SLOTS = Arg("slot_mapping", Role.TENSOR, ("...",), INDEX_DTYPES)
-
-
-def _capacity(args: Mapping[str, Any]) -> int:
-    """Return how many slots a paged cache has."""
-    num_blocks, block_size = args["k_cache"].shape[:2]
-    return int(num_blocks * block_size)
+_SCALES = (  # of quantised caches: per tensor, per head, or per token and head
+    Arg("k_scale", Role.TENSOR, ("", "Hk", "... Hk"), (torch.float32,), optional=True, host=True, scale_of="k_cache"),
+    Arg("v_scale", Role.TENSOR, ("", "Hv", "... Hv"), (torch.float32,), optional=True, host=True, scale_of="v_cache"),
+)
 
 
 def _check_paged_caching(args: Mapping[str, Any]) -> list[str]:
-    return check_slots("paged_caching_", args["slot_mapping"], _capacity(args))
+    return check_slots("paged_caching_", args["slot_mapping"], math.prod(args["k_cache"].shape[:2]))
 
 
 def _check_gather_paged(args: Mapping[str, Any]) -> list[str]:
-    check_slots("gather_paged", args["slot_mapping"], _capacity(args))
+    check_slots("gather_paged", args["slot_mapping"], math.prod(args["k_cache"].shape[:2]))
     return []  # reading a slot twice is fine
 
 
@@ -70,11 +56,11 @@ def _check_copy_blocks(args: Mapping[str, Any]) -> list[str]:
 PAGED_CACHING = OpSchema(
     "paged_caching_",
     (
-        *_paged(Role.MUTATED),
+        *_caches(Role.MUTATED),
         Arg("k", Role.TENSOR, ("... Hk Dk",), COPY_DTYPES, same_dtype="k_cache"),
         Arg("v", Role.TENSOR, ("... Hv Dv",), COPY_DTYPES, same_dtype="v_cache"),
         _SLOTS,
-        *_scales(),
+        *_SCALES,
     ),
     check_values=_check_paged_caching,
 )
@@ -82,8 +68,7 @@ PAGED_CACHING = OpSchema(
 STATIC_UPDATE = OpSchema(
     "static_update_",
     (
-        Arg("k_cache", Role.MUTATED, ("B Hk S Dk",), _CACHE_DTYPES),
-        Arg("v_cache", Role.MUTATED, ("B Hv S Dv",), _CACHE_DTYPES, same_dtype="k_cache"),
+        *_caches(Role.MUTATED, "B Hk S Dk", "B Hv S Dv"),
         Arg("k", Role.TENSOR, ("*b Hk *s Dk",), COPY_DTYPES, same_dtype="k_cache"),
         Arg("v", Role.TENSOR, ("*b Hv *s Dv",), COPY_DTYPES, same_dtype="v_cache"),
         Arg("cache_lengths", Role.RUNTIME_INT, ("", "*n"), INDEX_DTYPES),
@@ -103,9 +88,9 @@ STATIC_UPDATE = OpSchema(
 GATHER_PAGED = OpSchema(
     "gather_paged",
     (
-        *_paged(Role.TENSOR),
+        *_caches(Role.TENSOR),
         _SLOTS,
-        *_scales(),
+        *_SCALES,
         Arg("k_out", Role.MUTATED, ("... Hk Dk",), COPY_DTYPES, same_dtype="k_cache", returned=True),
         Arg("v_out", Role.MUTATED, ("... Hv Dv",), COPY_DTYPES, same_dtype="v_cache", returned=True),
     ),
@@ -114,11 +99,7 @@ GATHER_PAGED = OpSchema(
 
 COPY_BLOCKS = OpSchema(
     "copy_blocks_",
-    (
-        Arg("k_cache", Role.MUTATED, ("NB block Hk Dk",), _CACHE_DTYPES),
-        Arg("v_cache", Role.MUTATED, ("NB vblock Hv Dv",), _CACHE_DTYPES, same_dtype="k_cache"),
-        Arg("block_pairs", Role.TENSOR, ("*N 2",), INDEX_DTYPES, host=True),
-    ),
+    (*_caches(Role.MUTATED, v_dims="NB vblock Hv Dv"), Arg("block_pairs", Role.TENSOR, ("*N 2",), INDEX_DTYPES, host=True)),
     check_values=_check_copy_blocks,
 )
 

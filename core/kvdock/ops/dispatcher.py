@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -30,14 +30,8 @@ PORTABLE = "portable"
 class Explanation:
     """Which kernel would run for a call, for people. See `OpDispatcher.explain`.
 
-    Args:
-        op: name of the op.
-        device: device of its tensors.
-        backend: name of the backend that was chosen for the device.
-        backend_reason: why it was.
-        served_by: the backend's name, or ``"portable"``.
-        kernel: class of the kernel.
-        rejected: each other candidate with its reasons.
+    ``backend`` was chosen for the device, and ``served_by`` is its name or ``"portable"``. ``kernel`` is a class, and
+    ``rejected`` names each other candidate with its reasons.
     """
 
     op: str
@@ -73,10 +67,9 @@ class OpDispatcher(Shared):
         Raises:
             ArgumentValueError: there is no such op; lists those there are.
         """
-        try:
-            return self._ops[name]
-        except KeyError:
-            raise ArgumentValueError("op", expected=f"one of {', '.join(sorted(self._ops))}", got=repr(name)) from None
+        if name not in self._ops:
+            raise ArgumentValueError("op", expected=f"one of {', '.join(sorted(self._ops))}", got=repr(name))
+        return self._ops[name]
 
     def choose(self, op: str, device: torch.device, named: str | None) -> Choice:
         """Return the backend for an op on a device. `PORTABLE` names kernels rather than a backend."""
@@ -90,23 +83,20 @@ class OpDispatcher(Shared):
             BackendError: no backend can be chosen.
         """
         choice = self.choose(request.op, request.device, named)
-        rejected: list[tuple[str, tuple[str, ...]]] = []
-        for served_by, kernel, asked in self._candidates(request, choice, named):
-            reasons = asked or _kernel_reasons(request, kernel)
-            if kernel is not None and not reasons:
-                return Selection(kernel, served_by, choice, request.device, tuple(rejected))
-            rejected.append((served_by, reasons))
+        own, portable = choice.kernels.get(request.op), PORTABLE_KERNELS.get(request.op)
+        against = ("use_backend asked for portable kernels",) if named == PORTABLE else own_reasons(request, choice)
+        if own is not None and not against:
+            return Selection(own, choice.backend.name, choice, request.device, ())
+        rejected = [(choice.backend.name, against)]
+        against = _kernel_reasons(request, portable)
+        if portable is not None and not against:
+            return Selection(portable, PORTABLE, choice, request.device, tuple(rejected))
+        rejected.append((PORTABLE, against))
         raise UnsupportedError(
             f"{request.op} on {request.device}",
             expected="a request that some kernel serves",
             got="; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in rejected),
         )
-
-    def _candidates(self, request: Request, choice: Choice, named: str | None) -> list[tuple[str, Kernel | None, tuple[str, ...]]]:
-        """List the kernels to ask, in order, with what speaks against each before it is asked."""
-        own = choice.kernels.get(request.op)
-        against = ("use_backend asked for portable kernels",) if named == PORTABLE else _dtype_reasons(request, choice)
-        return [(choice.backend.name, own, against), (PORTABLE, PORTABLE_KERNELS.get(request.op), ())]
 
     def prepare(self, request: Request, selection: Selection) -> Descriptor:
         """Make the descriptor for a request, on its device.
@@ -129,10 +119,7 @@ class OpDispatcher(Shared):
     def explain(self, op: str, args: tuple[Any, ...], named: str | None = None) -> Explanation:
         """Say which kernel would run for a call, and why each other did not. Prepares and runs nothing.
 
-        Args:
-            op: name of the op.
-            args: its arguments in the schema's order, None where absent.
-            named: backend to ask for, as `use_backend` does.
+        The arguments are in the schema's order, None where absent; ``named`` is the backend to ask for, as `use_backend` does.
         """
         selection = self.select(validate(self.op(op).schema, args), named)
         return Explanation(
@@ -146,20 +133,14 @@ class OpDispatcher(Shared):
         )
 
 
-def own_reasons(request: Request, choice: Choice) -> Sequence[str]:
+def own_reasons(request: Request, choice: Choice) -> tuple[str, ...]:
     """Return why a backend does not serve a request itself, in the words of `UnsupportedError`; empty when it does."""
-    return _dtype_reasons(request, choice) or _kernel_reasons(request, choice.kernels.get(request.op))
+    dtypes = choice.capabilities.dtypes
+    cache = next((meta for meta in request.args.values() if isinstance(meta, TensorMeta) and meta.strides is not None), None)
+    if dtypes is not None and cache is not None and cache.dtype not in dtypes:
+        return (f"{choice.backend.name} stores {', '.join(map(str, dtypes))}, not {cache.dtype}",)
+    return _kernel_reasons(request, choice.kernels.get(request.op))
 
 
 def _kernel_reasons(request: Request, kernel: Kernel | None) -> tuple[str, ...]:
-    """Ask a kernel, if there is one."""
     return tuple(kernel.supports(request) if kernel is not None else ["it has no kernel for this op"])
-
-
-def _dtype_reasons(request: Request, choice: Choice) -> tuple[str, ...]:
-    """Say which cache dtype is outside what the backend declares."""
-    dtypes = choice.capabilities.dtypes
-    cache = next((meta for meta in request.args.values() if isinstance(meta, TensorMeta) and meta.strides is not None), None)
-    if dtypes is None or cache is None or cache.dtype in dtypes:
-        return ()
-    return (f"{choice.backend.name} stores {', '.join(map(str, dtypes))}, not {cache.dtype}",)

@@ -1,7 +1,7 @@
 """Checks on the values in index tensors, which must lie in host memory.
 
 Kernels on the host call them before they write; debug mode calls them on copies of what lies elsewhere. Each raises before
-anything is written and names the first bad position, and returns doubtful findings as text.
+anything is written and names the op and the first bad position; those named ``check`` return doubtful findings as text.
 """
 
 from __future__ import annotations
@@ -19,15 +19,10 @@ _FEW = 8
 
 
 def slots_in_range(op: str, slots: torch.Tensor, capacity: int) -> bool:
-    """Raise unless every slot is below ``capacity``, and return whether none is padding.
-
-    Args:
-        op: name of the op, for the error.
-        slots: slots of any shape, int32 or int64, in host memory, at least one.
-        capacity: slots of the pool, ``num_blocks * block_size``.
+    """Return whether no slot is padding. Slots are int32 or int64 of any shape, at least one.
 
     Raises:
-        IndexRangeError: a slot is not below ``capacity``; names the first such position.
+        IndexRangeError: a slot is not below ``capacity``, which is ``num_blocks * block_size``.
     """
     if slots.numel() <= _FEW:
         values = slots.flatten().tolist()
@@ -36,19 +31,14 @@ def slots_in_range(op: str, slots: torch.Tensor, capacity: int) -> bool:
         pair = torch.aminmax(slots)
         low, high = int(pair.min), int(pair.max)
     if high >= capacity:
-        raise _slot_error(op, slots, capacity)
+        place = (slots >= capacity).nonzero()[0].tolist()
+        raise IndexRangeError(
+            f"{op}: slot_mapping{place}",
+            expected=f"a slot below {capacity} (num_blocks * block_size), or a negative one for padding",
+            got=int(slots[tuple(place)]),
+            fix="build slots as block_id * block_size + offset with block ids of this pool and its own block_size",
+        )
     return bool(low >= 0)
-
-
-def _slot_error(op: str, slots: torch.Tensor, capacity: int) -> IndexRangeError:
-    """Say which slot is the first outside the pool."""
-    place = (slots >= capacity).nonzero()[0].tolist()
-    return IndexRangeError(
-        f"{op}: slot_mapping{place}",
-        expected=f"a slot below {capacity} (num_blocks * block_size), or a negative one for padding",
-        got=int(slots[tuple(place)]),
-        fix="build slots as block_id * block_size + offset with block ids of this pool and its own block_size",
-    )
 
 
 def equal_slots(slots: torch.Tensor) -> list[str]:
@@ -67,16 +57,10 @@ def check_slots(op: str, slots: torch.Tensor, capacity: int) -> list[str]:
 
 
 def check_lengths(op: str, lengths: Sequence[int], new: int, capacity: int) -> list[str]:
-    """Raise unless ``new`` more positions fit behind each length.
-
-    Args:
-        op: name of the op, for the error.
-        lengths: positions already taken, one per row, or one for all.
-        new: positions to write in each row.
-        capacity: positions a row has.
+    """Raise unless ``new`` more positions fit behind each length: those taken in each row, or in all.
 
     Raises:
-        IndexRangeError: a length is negative, or ``length + new > capacity``; names the first such row.
+        IndexRangeError: a length is negative, or ``length + new > capacity``, the positions that a row has.
     """
     room = f"between 0 and {capacity - new}" if new <= capacity else "none"
     for row, length in enumerate(lengths):
@@ -97,59 +81,40 @@ def check_pairs(op: str, pairs: torch.Tensor, num_blocks: int) -> list[str]:
 
 
 def live_pairs(op: str, pairs: torch.Tensor, num_blocks: int) -> list[tuple[int, int]]:
-    """Return the pairs that are no padding, once it is clear that they copy blocks of one pool whose order does not matter.
-
-    Args:
-        op: name of the op, for the error.
-        pairs: ``[N, 2]`` (src, dst) block ids in host memory. A pair with a negative id is padding.
-        num_blocks: blocks of the pool.
+    """Return the pairs ``[N, 2]`` (src, dst) that are no padding, which has a negative id, once their order does not matter.
 
     Raises:
-        IndexRangeError: a block id is not below ``num_blocks``; names the first such position.
+        IndexRangeError: a block id is not below ``num_blocks``.
         ArgumentValueError: two pairs have one destination, or a destination is also a source.
     """
     live = [(src, dst) for src, dst in pairs.tolist() if src >= 0 and dst >= 0]
     sources, destinations = {src for src, _ in live}, {dst for _, dst in live}
     if live and (max(sources) >= num_blocks or max(destinations) >= num_blocks):
-        raise _block_error(op, pairs, num_blocks)
+        place = ((pairs >= num_blocks) & (pairs >= 0).all(1, keepdim=True)).nonzero()[0].tolist()
+        raise IndexRangeError(
+            f"{op}: block_pairs{place}",
+            expected=f"a block id below {num_blocks}, or a negative one for padding",
+            got=int(pairs[tuple(place)]),
+            fix="pass (src, dst) block ids of this pool, not slots",
+        )
     if len(destinations) < len(live) or not sources.isdisjoint(destinations):
         raise _pair_error(op, pairs, sources)
     return live
 
 
-def _block_error(op: str, pairs: torch.Tensor, num_blocks: int) -> IndexRangeError:
-    """Say which block id is the first outside the pool."""
-    place = ((pairs >= num_blocks) & (pairs >= 0).all(1, keepdim=True)).nonzero()[0].tolist()
-    return IndexRangeError(
-        f"{op}: block_pairs{place}",
-        expected=f"a block id below {num_blocks}, or a negative one for padding",
-        got=int(pairs[tuple(place)]),
-        fix="pass (src, dst) block ids of this pool, not slots",
-    )
-
-
 def pairs_on_device(op: str, pairs: torch.Tensor, num_blocks: int, device: torch.device) -> torch.Tensor:
-    """Check pairs in host memory, and return on a device what was checked: the caller's may change as soon as this returns.
+    """Check pairs as `live_pairs` does, and return on a device, without waiting for it, what was checked.
 
-    Args:
-        op: name of the op, for the error.
-        pairs: ``[N, 2]`` (src, dst) block ids in host memory, pinned or not.
-        num_blocks: blocks of the pool.
-        device: where the result lies. It is not waited for. For host memory it is the pairs themselves: kernels there are done
-            when they return.
-
-    Raises:
-        IndexRangeError: as `check_pairs`.
-        ArgumentValueError: as `check_pairs`.
+    The caller's may change as soon as this returns. For host memory they are returned themselves: kernels there are done
+    when they return.
     """
-    if device == pairs.device:
-        check_pairs(op, pairs, num_blocks)
-        return pairs
-    if pairs.is_pinned():
+    if device != pairs.device and pairs.is_pinned():
         # A copy from pinned memory reads it when the stream gets there, by when the caller may have filled it anew. One from
         # pageable memory has read it when it returns: it is staged.
         pairs = pairs.clone()
-    check_pairs(op, pairs, num_blocks)
+    live_pairs(op, pairs, num_blocks)
+    if device == pairs.device:
+        return pairs
     try:
         return pairs.to(device, non_blocking=True)
     except RuntimeError as error:  # above all while a graph is captured, where torch would ask for pinned memory

@@ -35,7 +35,6 @@ MODE: ContextVar[Mode | None] = ContextVar("kvdock_mode", default=None)
 
 @contextlib.contextmanager
 def _changed(change: Callable[[Mode], Mode]) -> Iterator[None]:
-    """Change the mode for a block, from what it is when the block is entered."""
     token = MODE.set(change(MODE.get() or Mode()))
     try:
         yield

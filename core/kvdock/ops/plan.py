@@ -16,15 +16,10 @@ __all__ = ["Plan"]
 
 
 class Plan(Held):
-    """A descriptor, and ``run``, which is its call.
+    """A descriptor that a kernel prepared, and ``run``, which is its call.
 
     Who runs it holds it, by a name of its own, since ``run`` alone does not. When the last lets go, its descriptor is destroyed
     under its device: nothing may refer to a plan but its cache and the frames that run it, least of all what it refers to itself.
-
-    Args:
-        descriptor: what a kernel prepared.
-        selection: that kernel.
-        owner: of the cache that the plan is for.
     """
 
     __slots__ = ("descriptor", "run")
@@ -32,24 +27,18 @@ class Plan(Held):
     def __init__(self, descriptor: Descriptor, selection: Selection, owner: Owner) -> None:
         super().__init__(descriptor, owner, functools.partial(selection.choice.backend.device_guard, selection.device))
         self.descriptor = descriptor
-        self.run = _runner(descriptor, selection, self.ending)
+        self.run: Callable[..., None] = descriptor.__call__  # a bound method is called quicker than an instance
+        if descriptor.uses_autograd:
+            self.run = _outside_autograd(self.run)
+        if selection.choice.capabilities.graph_capture and not descriptor.notes_capture:
+            self.run = _noting_capture(self.run, selection, self.ending)
 
     def fix(self, values: tuple[Any, ...]) -> Callable[..., None] | None:
         """Return what repeats a call on other addresses, if a call of the descriptor is all there is to it.
 
-        One whose calls `_runner` puts something in front of is not asked: the function would do without that.
+        One whose ``run`` does more is not asked: the function would do without that.
         """
         return self.descriptor.fix(*values) if self.run == self.descriptor.__call__ else None
-
-
-def _runner(descriptor: Descriptor, selection: Selection, ending: Ending) -> Callable[..., None]:
-    """Return what to call at each call of a plan: its descriptor, behind what that does not do itself."""
-    run: Callable[..., None] = descriptor.__call__  # a bound method is called quicker than an instance
-    if descriptor.uses_autograd:
-        run = _outside_autograd(run)
-    if selection.choice.capabilities.graph_capture and not descriptor.notes_capture:
-        run = _noting_capture(run, selection, ending)
-    return run
 
 
 def _outside_autograd(run: Callable[..., None]) -> Callable[..., None]:

@@ -39,13 +39,10 @@ class Role(enum.Enum):
 
     TENSOR = "tensor"
     """Read. May not overlap a mutated argument."""
-
     MUTATED = "mutated"
     """Written at the addressed places, and nowhere else."""
-
     RUNTIME_INT = "runtime int"
     """A host integer, or a tensor in its place, whose value never enters a key."""
-
     STATIC = "static"
     """A hashable value that selects the plan: part of the key."""
 
@@ -167,7 +164,8 @@ class OpSchema:
     @property
     def static_args(self) -> tuple[Arg, ...]:
         """Tensor arguments without any run-time size: pools. Their whole geometry is in the key."""
-        return tuple(a for a in self.args if a.role in (Role.TENSOR, Role.MUTATED) and not a.optional and _all_static(a))
+        tensors = [arg for arg in self.args if arg.role in (Role.TENSOR, Role.MUTATED) and not arg.optional]
+        return tuple(arg for arg in tensors if not any(dim.runtime for dims in arg.shapes() for dim in dims))
 
     @property
     def mutated(self) -> tuple[Arg, ...]:
@@ -177,8 +175,3 @@ class OpSchema:
     def bind(self, values: tuple[Any, ...]) -> dict[str, Any]:
         """Pair values in the schema's order with their names."""
         return dict(zip(self.arg_names, values, strict=True))
-
-
-def _all_static(arg: Arg) -> bool:
-    """Whether no size of the argument is a run-time value."""
-    return not any(dim.runtime for dims in arg.shapes() for dim in dims)

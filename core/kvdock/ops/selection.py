@@ -37,12 +37,7 @@ class Chooser(Protocol):
     """Counts changes to what is registered. It is part of every key, so that no plan outlives what it was chosen from."""
 
     def choose(self, op: str, device: torch.device, named: str | None = None) -> Choice:
-        """Return the backend for ``op`` on ``device``.
-
-        Args:
-            op: name of the op.
-            device: device of the tensors, with its index.
-            named: backend that the caller asked for by name, before anything else that is configured.
+        """Return the backend for an op on a device, with its index: the one ``named`` before any other that is configured.
 
         Raises:
             NoBackendError: no ready backend claims the device.

@@ -31,7 +31,7 @@ from kvdock.ops.variants import Variant
 
 __all__ = ["EMPTY", "FastCall", "Pools", "Recent", "Signature", "known_sizes"]
 
-MOST_PATTERNS = 64
+MOST_PATTERNS = 256
 """Patterns of strides that a signature counts. Those that never come again must not fill memory."""
 
 FIRST_WORTH = 32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -10,13 +9,13 @@ from typing import Any
 import attrs
 import torch
 
-from kvdock.errors import ArgumentTypeError, ArgumentValueError, BackendUnavailableError, DiscoveryReentryError, KVDockWarning, PluginError
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, BackendUnavailableError, KVDockWarning, PluginError
 from kvdock.interface import Backend, Kernel
 from kvdock.ops.selection import Choice
 from kvdock.plugins.discovery import Discovery, discover
 from kvdock.plugins.environment import EnvironmentWatch
 from kvdock.plugins.gate import Gate
-from kvdock.plugins.loading import LoadedBackend, StepWatcher, admit, is_half_imported, unwatched
+from kvdock.plugins.loading import LoadedBackend, StepWatcher, admit, unwatched
 from kvdock.plugins.precedence import Candidate, Configured, candidates, decide, why_unavailable
 from kvdock.plugins.records import PluginRecord, PluginState
 
@@ -89,7 +88,6 @@ class Registry:
         with self._gate.held():
             if self._known is not None:
                 return self._known
-            _refuse_half_imported_host()
             settings = self._environment.settings()
             with self._gate.loading():
                 known = self._known = discover(settings, self._step)
@@ -202,16 +200,6 @@ class Registry:
     def _after_fork(self) -> None:
         """Choose anew in a forked child, so that an environment that its parent did not have is noticed."""
         self._choices = {}
-
-
-def _refuse_half_imported_host() -> None:
-    """Refuse to load plugins, which import kvdock, while kvdock itself is being imported."""
-    host = sys.modules.get("kvdock")
-    if host is not None and is_half_imported(host):
-        raise DiscoveryReentryError(
-            "backends were asked for while kvdock itself is being imported",
-            fix="ask after `import kvdock` has returned; an import hook or a module that kvdock imports must not call it",
-        )
 
 
 def _refuse_broken(record: PluginRecord) -> None:

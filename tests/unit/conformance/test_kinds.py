@@ -96,7 +96,8 @@ class Old(NaivePrefixCache):
     ],
 )
 def test_a_prefix_cache_of_another_contract_cannot_be_tested(monkeypatch: pytest.MonkeyPatch, kind: Any, text: str) -> None:
-    monkeypatch.setattr(factory, "_plugins", lambda: {"theirs": {"mine": kind}})
+    runtime = SimpleNamespace(registry=SimpleNamespace(prefix_caches=lambda: {"theirs": {"mine": kind}}))
+    monkeypatch.setattr(factory, "process_runtime", lambda: runtime)
     with pytest.raises(BackendUnavailableError, match=text) as caught:
         KINDS["prefix"].open("mine", None, None)
     assert caught.value.got == "unusable"

@@ -168,7 +168,7 @@ class FixingDescriptor(WatchedDescriptor):
 
         def run_fixed(*addresses: int) -> None:
             self.backend.asked.append("fixed call")
-            self(*(at(*pair) for pair in zip(addresses, args, strict=False)), None, None)
+            self(*(at(*pair) for pair in zip(addresses, args[:5], strict=False)), None, None)
 
         return run_fixed
 

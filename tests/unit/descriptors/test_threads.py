@@ -121,7 +121,7 @@ def test_many_threads_leave_nothing_behind() -> None:
     for _ in range(100):
         in_thread(work)
     assert (len(ledger.made), len(ledger.destroyed), ledger.alive, ledger.faults) == (1000, 1000, 0, [])
-    assert settings._living == {}
+    assert settings.living == {}
     assert {device: (stats.evictions, stats.destroyed, stats.size) for device, stats in manager.stats()["add"].items()} == {
         0: (200, 500, 0),
         1: (200, 500, 0),

@@ -1,7 +1,4 @@
-"""The pool and the batch that all layers of a cache share.
-
-The first layer that writes in a step makes room for all; the last one ends the step.
-"""
+"""The pool and the batch that all layers of a cache share: the first layer of a step makes room for all, the last ends the step."""
 
 from __future__ import annotations
 

@@ -344,13 +344,14 @@ def make(op):
             if k_out is None and v_out is None:
                 k_out_Hk, k_out_Dk, v_out_Hv, v_out_Dv = pools.output_sizes
                 rank = getattr(slot_mapping, "ndim", None)
-                if rank == 1:  # sizes one by one: half the price of a tuple
-                    count = slot_mapping.numel()
-                    k_out = k_cache.new_empty(count, k_out_Hk, k_out_Dk)
-                    v_out = v_cache.new_empty(count, v_out_Hv, v_out_Dv)
+                if rank == 1:
+                    size0 = slot_mapping.numel()
+                    k_out = k_cache.new_empty(size0, k_out_Hk, k_out_Dk)
+                    v_out = v_cache.new_empty(size0, v_out_Hv, v_out_Dv)
                 elif rank == 2:
-                    k_out = k_cache.new_empty((*slot_mapping.shape, k_out_Hk, k_out_Dk))
-                    v_out = v_cache.new_empty((*slot_mapping.shape, v_out_Hv, v_out_Dv))
+                    size0, size1 = slot_mapping.shape
+                    k_out = k_cache.new_empty(size0, size1, k_out_Hk, k_out_Dk)
+                    v_out = v_cache.new_empty(size0, size1, v_out_Hv, v_out_Dv)
             late = False
             for guard, variant, entry, cache, static, launch, numbers in fast_calls:
                 plan = entry.value  # held until it has run, whatever becomes of the entry
@@ -527,13 +528,14 @@ def make(op):
             if k_out is None and v_out is None:
                 k_out_Hk, k_out_Dk, v_out_Hv, v_out_Dv = pools.output_sizes
                 rank = getattr(slot_mapping, "ndim", None)
-                if rank == 1:  # sizes one by one: half the price of a tuple
-                    count = slot_mapping.numel()
-                    k_out = k_cache.new_empty(count, k_out_Hk, k_out_Dk)
-                    v_out = v_cache.new_empty(count, v_out_Hv, v_out_Dv)
+                if rank == 1:
+                    size0 = slot_mapping.numel()
+                    k_out = k_cache.new_empty(size0, k_out_Hk, k_out_Dk)
+                    v_out = v_cache.new_empty(size0, v_out_Hv, v_out_Dv)
                 elif rank == 2:
-                    k_out = k_cache.new_empty((*slot_mapping.shape, k_out_Hk, k_out_Dk))
-                    v_out = v_cache.new_empty((*slot_mapping.shape, v_out_Hv, v_out_Dv))
+                    size0, size1 = slot_mapping.shape
+                    k_out = k_cache.new_empty(size0, size1, k_out_Hk, k_out_Dk)
+                    v_out = v_cache.new_empty(size0, size1, v_out_Hv, v_out_Dv)
             late = False
             for guard, variant, entry, cache, static, launch, numbers in fast_calls:
                 plan = entry.value  # held until it has run, whatever becomes of the entry

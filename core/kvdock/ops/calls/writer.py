@@ -25,7 +25,7 @@ from typing import Any
 
 from kvdock.errors import ArgumentValueError
 from kvdock.ops.calls.variant import VariantSource, indented, names_of, tuple_of
-from kvdock.ops.schema import OpSchema, Role
+from kvdock.ops.schema import LEAD_RANKS, OpSchema, Role
 from kvdock.ops.variants import pivot_of, variants_of
 
 __all__ = ["compile_source", "source_of"]
@@ -179,13 +179,12 @@ class _Module:
         sizes = {arg.name: [f"{arg.name}_{word}" for word in arg.dims[0].split()[1:]] for arg in self.schema.args if arg.returned}
         yield f"    {names_of(size for each in sizes.values() for size in each)} = pools.output_sizes"
         yield f"    rank = getattr({leading}, 'ndim', None)"
-        yield "    if rank == 1:  # sizes one by one: half the price of a tuple"
-        yield f"        count = {leading}.numel()"
-        for name, each in sizes.items():
-            yield f"        {name} = {self.schema.arg(name).same_dtype}.new_empty(count, {', '.join(each)})"
-        yield "    elif rank == 2:"
-        for name, each in sizes.items():
-            yield f"        {name} = {self.schema.arg(name).same_dtype}.new_empty((*{leading}.shape, {', '.join(each)}))"
+        for number, rank in enumerate(LEAD_RANKS):
+            lead = [f"size{i}" for i in range(rank)]
+            yield f"    {'elif' if number else 'if'} rank == {rank}:"
+            yield f"        {names_of(lead)} = {leading}.shape" if rank > 1 else f"        size0 = {leading}.numel()"
+            for name, each in sizes.items():  # sizes one by one: half the price of a tuple
+                yield f"        {name} = {self.schema.arg(name).same_dtype}.new_empty({', '.join([*lead, *each])})"
 
     def _of(self, group: int) -> list[VariantSource]:
         """Return the variants of a group."""

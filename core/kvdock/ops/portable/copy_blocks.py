@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from kvdock.interface import HOST, Descriptor, Kernel, Request
+from kvdock.interface import HOST
 from kvdock.ops.hostcheck import pairs_on_device
-from kvdock.ops.portable.rows import SKIPPED, as_bits, quantised_reasons, redirect
+from kvdock.ops.portable.rows import PortableDescriptor, PortableKernel, as_bits, redirect
 
 __all__ = ["CopyBlocks", "CopyBlocksDescriptor"]
 
 
-class CopyBlocksDescriptor(Descriptor):
-    """Copies whole blocks within each cache.
-
-    Args:
-        op: name of the op, for errors.
-        skipped: count of pairs out of range on the device, int64 ``[]``.
-    """
-
-    def __init__(self, op: str, skipped: torch.Tensor) -> None:
-        self._op = op
-        self._skipped = skipped
+class CopyBlocksDescriptor(PortableDescriptor):
+    """Copies whole blocks within each cache."""
 
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torch.Tensor) -> None:
         """Copy block ``src`` to block ``dst`` for each pair."""
@@ -45,13 +34,7 @@ class CopyBlocksDescriptor(Descriptor):
             bits.index_put_((dst,), bits.index_select(0, src))
 
 
-class CopyBlocks(Kernel):
+class CopyBlocks(PortableKernel):
     """Prepares `CopyBlocksDescriptor`."""
 
-    def supports(self, request: Request) -> Sequence[str]:
-        """Serve every cache that stores bits as they come."""
-        return quantised_reasons(request)
-
-    def prepare(self, request: Request) -> Descriptor:
-        """Make sure that the device has a count."""
-        return CopyBlocksDescriptor(request.op, SKIPPED.prepare(request.device))
+    descriptor = CopyBlocksDescriptor

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from kvdock.interface import HOST, Descriptor, Kernel, Request
 from kvdock.ops.hostcheck import slots_in_range
-from kvdock.ops.portable.rows import as_bits, quantised_reasons
+from kvdock.ops.portable.rows import PortableDescriptor, PortableKernel, as_bits
 
 __all__ = ["GatherPaged", "GatherPagedDescriptor"]
 
 
-class GatherPagedDescriptor(Descriptor):
-    """Reads every slot that is in range, and zeros elsewhere.
-
-    Args:
-        op: name of the op, for errors.
-        on_host: whether slots can be read, so that one out of range raises before anything is written.
-    """
-
-    def __init__(self, op: str, on_host: bool) -> None:
-        self._op = op
-        self._on_host = on_host
+class GatherPagedDescriptor(PortableDescriptor):
+    """Reads every slot that is in range, and zeros elsewhere."""
 
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, *rest: torch.Tensor) -> None:
         """Fill the outputs, which are the last two arguments."""
@@ -41,13 +29,7 @@ class GatherPagedDescriptor(Descriptor):
             as_bits(out).copy_(torch.where(valid[..., None, None], rows, 0))
 
 
-class GatherPaged(Kernel):
+class GatherPaged(PortableKernel):
     """Prepares `GatherPagedDescriptor`."""
 
-    def supports(self, request: Request) -> Sequence[str]:
-        """Serve every cache that stores bits as they come."""
-        return quantised_reasons(request)
-
-    def prepare(self, request: Request) -> Descriptor:
-        """Nothing to prepare but the place of the slots."""
-        return GatherPagedDescriptor(request.op, request.device == HOST)
+    descriptor = GatherPagedDescriptor

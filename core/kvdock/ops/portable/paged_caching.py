@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from kvdock.interface import HOST, Descriptor, Kernel, Request
 from kvdock.ops.hostcheck import slots_in_range
-from kvdock.ops.portable.rows import SKIPPED, quantised_reasons, write_rows
+from kvdock.ops.portable.rows import PortableDescriptor, PortableKernel, write_rows
 
 __all__ = ["PagedCaching", "PagedCachingDescriptor"]
 
 
-class PagedCachingDescriptor(Descriptor):
-    """Writes every token whose slot is in range.
-
-    Args:
-        op: name of the op, for errors.
-        skipped: count of out-of-range slots on the device, int64 ``[]``.
-        on_host: whether slots can be read, so that one out of range raises before anything is written.
-    """
-
-    def __init__(self, op: str, skipped: torch.Tensor, on_host: bool) -> None:
-        self._op = op
-        self._skipped = skipped
-        self._on_host = on_host
+class PagedCachingDescriptor(PortableDescriptor):
+    """Writes every token whose slot is in range."""
 
     def __call__(
         self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, *scales: Any
@@ -45,13 +32,7 @@ class PagedCachingDescriptor(Descriptor):
         write_rows(v_cache, v, slots, valid)
 
 
-class PagedCaching(Kernel):
+class PagedCaching(PortableKernel):
     """Prepares `PagedCachingDescriptor`."""
 
-    def supports(self, request: Request) -> Sequence[str]:
-        """Serve every cache that stores bits as they come."""
-        return quantised_reasons(request)
-
-    def prepare(self, request: Request) -> Descriptor:
-        """Make sure that the device has a count."""
-        return PagedCachingDescriptor(request.op, SKIPPED.prepare(request.device), request.device == HOST)
+    descriptor = PagedCachingDescriptor

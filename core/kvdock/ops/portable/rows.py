@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from kvdock.interface import Request
+from kvdock.interface import HOST, Descriptor, Kernel, Request
 from kvdock.spec import QUANTISED_DTYPES
 
-__all__ = ["SKIPPED", "SkipCounter", "as_bits", "quantised_reasons", "redirect", "take_rows", "write_rows"]
+__all__ = ["SKIPPED", "PortableDescriptor", "PortableKernel", "SkipCounter", "as_bits", "redirect", "write_rows"]
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -17,12 +17,6 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     """View elements as integers of their size: copying integers keeps NaN payloads and -0 on every device."""
     return tensor.view(_BITS[tensor.element_size()])
-
-
-def quantised_reasons(request: Request) -> Sequence[str]:
-    """Return the reason against a quantised cache, if it is one."""
-    cache = request.tensor("k_cache")
-    return [f"quantised caches ({cache.dtype}) are not there yet"] if cache.dtype in QUANTISED_DTYPES else []
 
 
 class SkipCounter:
@@ -48,31 +42,48 @@ SKIPPED = SkipCounter()
 """Skipped writes of the portable kernels."""
 
 
+class PortableDescriptor(Descriptor):
+    """What the portable kernels prepare.
+
+    Args:
+        op: name of the op, for errors.
+        skipped: count of what is out of range on the device, int64 ``[]``.
+        on_host: whether index values can be read, so that one out of range raises before anything is written.
+    """
+
+    def __init__(self, op: str, skipped: torch.Tensor, on_host: bool) -> None:
+        self._op, self._skipped, self._on_host = op, skipped, on_host
+
+
+class PortableKernel(Kernel):
+    """Serves every cache that stores bits as they come."""
+
+    descriptor: type[PortableDescriptor]
+    """What it prepares."""
+
+    def supports(self, request: Request) -> Sequence[str]:
+        """Refuse quantised caches."""
+        dtype = request.tensor("k_cache").dtype
+        return [f"quantised caches ({dtype}) are not there yet"] if dtype in QUANTISED_DTYPES else []
+
+    def prepare(self, request: Request) -> Descriptor:
+        """Make sure that the device has a count."""
+        return self.descriptor(request.op, SKIPPED.prepare(request.device), request.device == HOST)
+
+
 def redirect(places: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Replace what is invalid by a copy of the first valid element, so that all may be written and nothing changes.
 
     Skipping needs the number of valid elements on the host, which would synchronise; writing the same bits twice to one
     place does not.
 
-    Args:
-        places: ``[n]`` int64, where each element goes; at least one.
-        valid: ``[n]`` bool.
-
     Returns:
-        ``(source, place)``, both ``[n]`` int64: element ``source[i]`` goes to ``place[i]``. When nothing is valid all are
-        element 0, and its place means nothing.
+        ``(source, place)``, both ``[n]`` int64 like ``places``: element ``source[i]`` goes to ``place[i]``. When nothing is
+        valid all are element 0, and its place means nothing.
     """
     first = valid.to(torch.uint8).argmax().reshape(1)
     position = torch.arange(places.numel(), device=places.device)
     return torch.where(valid, position, first), torch.where(valid, places, places.index_select(0, first))
-
-
-def take_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return ``[n, heads, dim]`` rows by flat position in the leading dimensions of ``[..., heads, dim]``."""
-    if rows.dim() == 3:
-        return rows.index_select(0, index)
-    width = max(rows.shape[1], 1)
-    return rows[index // width, index % width]
 
 
 def write_rows(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, valid: torch.Tensor) -> None:
@@ -90,5 +101,13 @@ def write_rows(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, val
     index = (place // block_size, place % block_size)
     bits = as_bits(cache)
     # With nothing valid, the place is written with what it holds.
-    values = torch.where(valid.any(), take_rows(as_bits(rows), source), bits[index])
+    values = torch.where(valid.any(), _take_rows(as_bits(rows), source), bits[index])
     bits.index_put_(index, values)
+
+
+def _take_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return ``[n, heads, dim]`` rows by flat position in the leading dimensions of ``[..., heads, dim]``."""
+    if rows.dim() == 3:
+        return rows.index_select(0, index)
+    width = max(rows.shape[1], 1)
+    return rows[index // width, index % width]

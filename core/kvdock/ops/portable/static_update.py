@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from kvdock.interface import HOST, HOST_INT, Descriptor, Kernel, Request
+from kvdock.interface import HOST, HOST_INT, Descriptor, Request
 from kvdock.ops.hostcheck import check_lengths
-from kvdock.ops.portable.rows import SKIPPED, as_bits, quantised_reasons, write_rows
+from kvdock.ops.portable.rows import SKIPPED, PortableDescriptor, PortableKernel, as_bits, write_rows
 
 __all__ = ["HostLength", "StaticUpdate", "TensorLengths"]
 
 
-class HostLength(Descriptor):
+class HostLength(PortableDescriptor):
     """Writes all rows behind one length that the host knows: a plain copy, on any device."""
-
-    def __init__(self, op: str) -> None:
-        self._op = op
 
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache_lengths: int) -> None:
         """Write ``k`` and ``v`` at position ``cache_lengths`` of each row."""
@@ -28,25 +24,14 @@ class HostLength(Descriptor):
             as_bits(cache)[:rows, :, cache_lengths : cache_lengths + new].copy_(as_bits(source))
 
 
-class TensorLengths(Descriptor):
+class TensorLengths(PortableDescriptor):
     """Writes each row behind its own length, which lies in a tensor; a row that does not fit is skipped whole.
 
-    Args:
-        op: name of the op, for errors.
-        skipped: count of skipped positions on the device, int64 ``[]``.
-        on_host: whether lengths can be read, so that one out of range raises before anything is written.
+    A static cache is a paged one whose blocks are its rows: position p of row r is slot ``r * S + p``.
     """
 
-    def __init__(self, op: str, skipped: torch.Tensor, on_host: bool) -> None:
-        self._op = op
-        self._skipped = skipped
-        self._on_host = on_host
-
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache_lengths: torch.Tensor) -> None:
-        """Write ``k`` and ``v`` at the position of each row.
-
-        A static cache is a paged one whose blocks are its rows: position p of row r is slot ``r * S + p``.
-        """
+        """Write ``k`` and ``v`` at the position of each row."""
         (rows, _, new, _), length = k.shape, k_cache.shape[2]
         if self._on_host:
             check_lengths(self._op, cache_lengths.reshape(-1).tolist(), new, length)
@@ -61,16 +46,11 @@ class TensorLengths(Descriptor):
             write_rows(cache.transpose(1, 2), source.transpose(1, 2), slots, valid)
 
 
-class StaticUpdate(Kernel):
+class StaticUpdate(PortableKernel):
     """Prepares `HostLength` for an int, `TensorLengths` for a tensor."""
-
-    def supports(self, request: Request) -> Sequence[str]:
-        """Serve every cache that stores bits as they come."""
-        return quantised_reasons(request)
 
     def prepare(self, request: Request) -> Descriptor:
         """Choose by where the lengths are."""
         lengths: Any = request.args["cache_lengths"]
-        if lengths == HOST_INT:
-            return HostLength(request.op)
-        return TensorLengths(request.op, SKIPPED.prepare(request.device), request.device == HOST)
+        made = HostLength if lengths == HOST_INT else TensorLengths
+        return made(request.op, SKIPPED.prepare(request.device), request.device == HOST)
