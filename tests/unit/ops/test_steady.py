@@ -99,10 +99,10 @@ def test_what_is_met_is_settled_a_logarithm_of_times(built: Counter[str], real_n
 
 @pytest.mark.usefixtures("real_number")
 def test_strides_that_change_every_time_are_never_settled(built: Counter[str]) -> None:
-    """In a circle of a hundred, as tokens by heads of growing prompts have them; and a call that repeats stays a fast one."""
+    """In a circle of more than are counted, as tokens by heads of growing prompts have them; and a call that repeats stays a fast one."""
     pools, flat = [torch.zeros(6, 4, 2, 8) for _ in range(2)], torch.zeros(20_000)
     slots, same = torch.arange(3), flat.as_strided((3, 2, 8), (16, 8, 1))
-    changing = [flat.as_strided((3, 2, 8), (16 + 8 * n, 8, 1)) for n in range(1, 101)]
+    changing = [flat.as_strided((3, 2, 8), (24 + 8 * n, 8, 1)) for n in range(signatures.MOST_PATTERNS + 1)]
     for k in changing * 35:
         kvdock.ops.paged_caching_(*pools, k, k, slots)
         kvdock.ops.paged_caching_(*pools, same, same.view_as(same), slots)

@@ -98,6 +98,8 @@ _OWN_NAMES = frozenset(
         "schema",
         "settings",
         "signature",
+        "size0",
+        "size1",
         "slow",
         "static",
         "strides",
