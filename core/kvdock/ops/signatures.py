@@ -34,7 +34,7 @@ __all__ = ["EMPTY", "FastCall", "Pools", "Recent", "Signature", "known_sizes"]
 MOST_PATTERNS = 256
 """Patterns of strides that a signature counts. Those that never come again must not fill memory."""
 
-FIRST_WORTH = 32
+FIRST_WORTH = 4
 """How often a pattern of strides is read before it is settled: that costs as much as it saves in some ten calls."""
 
 MOST_TRIED = 3
@@ -226,7 +226,7 @@ class Signature:
         self.fast: dict[tuple[int, ...], FastCall | int] = {}
 
     def is_due(self, strides: tuple[int, ...]) -> bool:
-        """Count that a pattern of strides was read, and say whether it is worth settling now: the 32nd time, the 64th, ..."""
+        """Count that a pattern of strides was read, and say whether it is worth settling now: the 4th time, the 8th, ..."""
         count = self.fast.get(strides, 0)
         if isinstance(count, FastCall):  # of a plan that is gone
             count = 0
