@@ -58,6 +58,8 @@ import torch
 NAME, SETUP, MODULE, DEVICE, HEAVY = {name!r}, {setup!r}, {module!r}, {device!r}, {heavy!r}
 start = time.process_time()
 import kvdock
+for public in kvdock.__all__:  # which are imported when they are asked for
+    getattr(kvdock, public)
 cost_of_kvdock = time.process_time() - start
 from kvdock import runtime
 {seeded}
