@@ -1,7 +1,8 @@
 """The ops: what moves keys and values. Call these; `kvdock.ops.api` says what each takes and raises.
 
-In the order of a call: `schema` and `catalog` (what an op is, as data), `signature` (its key and quick checks), `validate`
-(what it refuses), `selection` (the seam to backends), `dispatcher`, and `portable` (kernels for any device).
+In the order of a call: `calls` (the code of each op's call, written from its schema), `signatures` (what a thread knows of earlier
+calls), `entry` (what happens when that is not enough), `validate` (what is refused), `selection` (the seam to backends),
+`dispatcher`, and `portable` (kernels for any device). `schema` and `catalog` are what an op is, as data.
 """
 
 from kvdock.ops.api import (
