@@ -87,6 +87,7 @@ def make(op):
                 fast = None
                 if signature.is_due(strides):
                     numbers = (
+                        int(N > 1),
                         block_pairs_n1,
                         block_pairs_t0 * block_pairs_size,
                         (1 + (block_pairs_n1 - 1) * block_pairs_t1 - block_pairs_t0) * block_pairs_size,
@@ -126,11 +127,11 @@ def make(op):
                 if not same:
                     late = True
                     continue
-                block_pairs_row, block_pairs_step0, block_pairs_rest = numbers
+                N_least, block_pairs_row, block_pairs_step0, block_pairs_rest = numbers
                 N, block_pairs_n1 = block_pairs.shape
                 block_pairs_ptr = block_pairs.data_ptr()
                 if (
-                    N
+                    N > N_least
                     and block_pairs_ptr
                     and not (
                         (block_pairs_ptr) & 15
@@ -152,7 +153,7 @@ def make(op):
                     if launch is not None:
                         return launch(k_cache_ptr, v_cache_ptr, block_pairs_ptr, N)
                     return plan.run(k_cache, v_cache, block_pairs)
-                break
+                late = True
         named = None if mode is None else enter(mode, (k_cache, v_cache, block_pairs), None)
         return body0(recent, pools, k_cache, v_cache, block_pairs, named)
 
@@ -176,11 +177,11 @@ def make(op):
                 if not same:
                     late = True
                     continue
-                block_pairs_row, block_pairs_step0, block_pairs_rest = numbers
+                N_least, block_pairs_row, block_pairs_step0, block_pairs_rest = numbers
                 N, block_pairs_n1 = block_pairs.shape
                 block_pairs_ptr = block_pairs.data_ptr()
                 if (
-                    N
+                    N > N_least
                     and block_pairs_ptr
                     and not (
                         (block_pairs_ptr) & 15
@@ -202,7 +203,7 @@ def make(op):
                     if launch is not None:
                         return launch(k_cache_ptr, v_cache_ptr, block_pairs_ptr, N)
                     return plan.run(k_cache, v_cache, block_pairs)
-                break
+                late = True
         named = own_name if mode is None else enter(mode, (k_cache, v_cache, block_pairs), own_name)
         return body0(recent, pools, k_cache, v_cache, block_pairs, named)
 

@@ -150,6 +150,7 @@ def make(op):
                     fast = None
                     if signature.is_due(strides):
                         numbers = (
+                            int(lead0 > 1),
                             slot_mapping_size - 1,
                             slot_mapping_t0 * slot_mapping_size,
                             (1 - slot_mapping_t0) * slot_mapping_size,
@@ -300,6 +301,8 @@ def make(op):
                 fast = None
                 if signature.is_due(strides):
                     numbers = (
+                        int(lead0 > 1),
+                        int(lead1 > 1),
                         slot_mapping_size - 1,
                         slot_mapping_t0 * slot_mapping_size,
                         slot_mapping_t1 * slot_mapping_size,
@@ -364,6 +367,7 @@ def make(op):
                     continue
                 if variant == 0:
                     (
+                        lead0_least,
                         slot_mapping_mask,
                         slot_mapping_step0,
                         slot_mapping_rest,
@@ -387,7 +391,7 @@ def make(op):
                     if v_out_end > high:
                         high = v_out_end
                     if (
-                        lead0
+                        lead0 > lead0_least
                         and slot_mapping_ptr
                         and k_out_ptr
                         and v_out_ptr
@@ -437,8 +441,11 @@ def make(op):
                             return k_out, v_out
                         plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
                         return k_out, v_out
-                    break
+                    late = True
+                    continue
                 (
+                    lead0_least,
+                    lead1_least,
                     slot_mapping_mask,
                     slot_mapping_step0,
                     slot_mapping_step1,
@@ -465,8 +472,8 @@ def make(op):
                 if v_out_end > high:
                     high = v_out_end
                 if (
-                    lead0
-                    and lead1
+                    lead0 > lead0_least
+                    and lead1 > lead1_least
                     and slot_mapping_ptr
                     and k_out_ptr
                     and v_out_ptr
@@ -510,7 +517,7 @@ def make(op):
                         return k_out, v_out
                     plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
                     return k_out, v_out
-                break
+                late = True
         named = None if mode is None else enter(mode, (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), None)
         return body0(recent, pools, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out, named)
 
@@ -548,6 +555,7 @@ def make(op):
                     continue
                 if variant == 0:
                     (
+                        lead0_least,
                         slot_mapping_mask,
                         slot_mapping_step0,
                         slot_mapping_rest,
@@ -571,7 +579,7 @@ def make(op):
                     if v_out_end > high:
                         high = v_out_end
                     if (
-                        lead0
+                        lead0 > lead0_least
                         and slot_mapping_ptr
                         and k_out_ptr
                         and v_out_ptr
@@ -621,8 +629,11 @@ def make(op):
                             return k_out, v_out
                         plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
                         return k_out, v_out
-                    break
+                    late = True
+                    continue
                 (
+                    lead0_least,
+                    lead1_least,
                     slot_mapping_mask,
                     slot_mapping_step0,
                     slot_mapping_step1,
@@ -649,8 +660,8 @@ def make(op):
                 if v_out_end > high:
                     high = v_out_end
                 if (
-                    lead0
-                    and lead1
+                    lead0 > lead0_least
+                    and lead1 > lead1_least
                     and slot_mapping_ptr
                     and k_out_ptr
                     and v_out_ptr
@@ -694,7 +705,7 @@ def make(op):
                         return k_out, v_out
                     plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
                     return k_out, v_out
-                break
+                late = True
         named = own_name if mode is None else enter(mode, (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), own_name)
         return body0(recent, pools, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out, named)
 

@@ -140,6 +140,7 @@ def make(op):
                     fast = None
                     if signature.is_due(strides):
                         numbers = (
+                            int(lead0 > 1),
                             k_n1 * k_n2,
                             k_t0 * k_size,
                             (1 + (k_n1 - 1) * k_t1 + (k_n2 - 1) * k_t2 - k_t0) * k_size,
@@ -280,6 +281,8 @@ def make(op):
                 fast = None
                 if signature.is_due(strides):
                     numbers = (
+                        int(lead0 > 1),
+                        int(lead1 > 1),
                         k_t0 * k_size,
                         k_t1 * k_size,
                         (1 + (k_n2 - 1) * k_t2 + (k_n3 - 1) * k_t3 - k_t0 - k_t1) * k_size,
@@ -327,13 +330,24 @@ def make(op):
                     late = True
                     continue
                 if variant == 0:
-                    k_row, k_step0, k_rest, v_row, v_step0, v_rest, slot_mapping_mask, slot_mapping_step0, slot_mapping_rest = numbers
+                    (
+                        lead0_least,
+                        k_row,
+                        k_step0,
+                        k_rest,
+                        v_row,
+                        v_step0,
+                        v_rest,
+                        slot_mapping_mask,
+                        slot_mapping_step0,
+                        slot_mapping_rest,
+                    ) = numbers
                     lead0 = slot_mapping.numel()
                     k_ptr = k.data_ptr()
                     v_ptr = v.data_ptr()
                     slot_mapping_ptr = slot_mapping.data_ptr()
                     if (
-                        lead0
+                        lead0 > lead0_least
                         and k_ptr
                         and v_ptr
                         and slot_mapping_ptr
@@ -380,8 +394,11 @@ def make(op):
                         if launch is not None:
                             return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0)
                         return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
-                    break
+                    late = True
+                    continue
                 (
+                    lead0_least,
+                    lead1_least,
                     k_step0,
                     k_step1,
                     k_rest,
@@ -400,8 +417,8 @@ def make(op):
                 v_ptr = v.data_ptr()
                 slot_mapping_ptr = slot_mapping.data_ptr()
                 if (
-                    lead0
-                    and lead1
+                    lead0 > lead0_least
+                    and lead1 > lead1_least
                     and k_ptr
                     and v_ptr
                     and slot_mapping_ptr
@@ -452,7 +469,7 @@ def make(op):
                     if launch is not None:
                         return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0, lead1)
                     return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
-                break
+                late = True
         named = None if mode is None else enter(mode, (k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), None)
         return body0(recent, pools, k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale, named)
 
@@ -477,13 +494,24 @@ def make(op):
                     late = True
                     continue
                 if variant == 0:
-                    k_row, k_step0, k_rest, v_row, v_step0, v_rest, slot_mapping_mask, slot_mapping_step0, slot_mapping_rest = numbers
+                    (
+                        lead0_least,
+                        k_row,
+                        k_step0,
+                        k_rest,
+                        v_row,
+                        v_step0,
+                        v_rest,
+                        slot_mapping_mask,
+                        slot_mapping_step0,
+                        slot_mapping_rest,
+                    ) = numbers
                     lead0 = slot_mapping.numel()
                     k_ptr = k.data_ptr()
                     v_ptr = v.data_ptr()
                     slot_mapping_ptr = slot_mapping.data_ptr()
                     if (
-                        lead0
+                        lead0 > lead0_least
                         and k_ptr
                         and v_ptr
                         and slot_mapping_ptr
@@ -530,8 +558,11 @@ def make(op):
                         if launch is not None:
                             return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0)
                         return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
-                    break
+                    late = True
+                    continue
                 (
+                    lead0_least,
+                    lead1_least,
                     k_step0,
                     k_step1,
                     k_rest,
@@ -550,8 +581,8 @@ def make(op):
                 v_ptr = v.data_ptr()
                 slot_mapping_ptr = slot_mapping.data_ptr()
                 if (
-                    lead0
-                    and lead1
+                    lead0 > lead0_least
+                    and lead1 > lead1_least
                     and k_ptr
                     and v_ptr
                     and slot_mapping_ptr
@@ -602,7 +633,7 @@ def make(op):
                     if launch is not None:
                         return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0, lead1)
                     return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
-                break
+                late = True
         named = own_name if mode is None else enter(mode, (k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), own_name)
         return body0(recent, pools, k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale, named)
 

@@ -132,6 +132,8 @@ def make(op):
                     fast = None
                     if signature.is_due(strides):
                         numbers = (
+                            int(b > 1),
+                            int(s > 1),
                             k_t0 * k_size,
                             k_t2 * k_size,
                             (1 + (k_n1 - 1) * k_t1 + (k_n3 - 1) * k_t3 - k_t0 - k_t2) * k_size,
@@ -260,6 +262,9 @@ def make(op):
                 fast = None
                 if signature.is_due(strides):
                     numbers = (
+                        int(b > 1),
+                        int(s > 1),
+                        int(n > 1),
                         k_t0 * k_size,
                         k_t2 * k_size,
                         (1 + (k_n1 - 1) * k_t1 + (k_n3 - 1) * k_t3 - k_t0 - k_t2) * k_size,
@@ -374,6 +379,8 @@ def make(op):
                 fast = None
                 if signature.is_due(strides):
                     numbers = (
+                        int(b > 1),
+                        int(s > 1),
                         k_t0 * k_size,
                         k_t2 * k_size,
                         (1 + (k_n1 - 1) * k_t1 + (k_n3 - 1) * k_t3 - k_t0 - k_t2) * k_size,
@@ -417,14 +424,14 @@ def make(op):
                     if not same:
                         late = True
                         continue
-                    k_step0, k_step2, k_rest, v_step0, v_step2, v_rest = numbers
+                    b_least, s_least, k_step0, k_step2, k_rest, v_step0, v_step2, v_rest = numbers
                     b, k_n1, s, k_n3 = k.shape
                     v_n0, v_n1, v_n2, v_n3 = v.shape
                     k_ptr = k.data_ptr()
                     v_ptr = v.data_ptr()
                     if (
-                        b
-                        and s
+                        b > b_least
+                        and s > s_least
                         and k_ptr
                         and v_ptr
                         and v_n0 == b
@@ -460,7 +467,7 @@ def make(op):
                         if launch is not None:
                             return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, b, s, cache_lengths)
                         return plan.run(k_cache, v_cache, k, v, cache_lengths)
-                    break
+                    late = True
             named = None if mode is None else enter(mode, (k_cache, v_cache, k, v, cache_lengths), None)
             return body1(recent, pools, k_cache, v_cache, k, v, cache_lengths, named)
         epoch, generation, guard, pools, fast_calls = recent.state0
@@ -488,15 +495,15 @@ def make(op):
                     late = True
                     continue
                 if variant == 1:
-                    k_step0, k_step2, k_rest, v_step0, v_step2, v_rest, cache_lengths_mask, cache_lengths_rest = numbers
+                    b_least, s_least, k_step0, k_step2, k_rest, v_step0, v_step2, v_rest, cache_lengths_mask, cache_lengths_rest = numbers
                     b, k_n1, s, k_n3 = k.shape
                     v_n0, v_n1, v_n2, v_n3 = v.shape
                     k_ptr = k.data_ptr()
                     v_ptr = v.data_ptr()
                     cache_lengths_ptr = cache_lengths.data_ptr()
                     if (
-                        b
-                        and s
+                        b > b_least
+                        and s > s_least
                         and k_ptr
                         and v_ptr
                         and cache_lengths_ptr
@@ -544,8 +551,22 @@ def make(op):
                         if launch is not None:
                             return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s)
                         return plan.run(k_cache, v_cache, k, v, cache_lengths)
-                    break
-                k_step0, k_step2, k_rest, v_step0, v_step2, v_rest, cache_lengths_mask, cache_lengths_step0, cache_lengths_rest = numbers
+                    late = True
+                    continue
+                (
+                    b_least,
+                    s_least,
+                    n_least,
+                    k_step0,
+                    k_step2,
+                    k_rest,
+                    v_step0,
+                    v_step2,
+                    v_rest,
+                    cache_lengths_mask,
+                    cache_lengths_step0,
+                    cache_lengths_rest,
+                ) = numbers
                 n = cache_lengths.numel()
                 b, k_n1, s, k_n3 = k.shape
                 v_n0, v_n1, v_n2, v_n3 = v.shape
@@ -553,9 +574,9 @@ def make(op):
                 v_ptr = v.data_ptr()
                 cache_lengths_ptr = cache_lengths.data_ptr()
                 if (
-                    b
-                    and s
-                    and n
+                    b > b_least
+                    and s > s_least
+                    and n > n_least
                     and k_ptr
                     and v_ptr
                     and cache_lengths_ptr
@@ -604,7 +625,7 @@ def make(op):
                     if launch is not None:
                         return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s, n)
                     return plan.run(k_cache, v_cache, k, v, cache_lengths)
-                break
+                late = True
         named = None if mode is None else enter(mode, (k_cache, v_cache, k, v, cache_lengths), None)
         return body0(recent, pools, k_cache, v_cache, k, v, cache_lengths, named)
 
@@ -629,14 +650,14 @@ def make(op):
                     if not same:
                         late = True
                         continue
-                    k_step0, k_step2, k_rest, v_step0, v_step2, v_rest = numbers
+                    b_least, s_least, k_step0, k_step2, k_rest, v_step0, v_step2, v_rest = numbers
                     b, k_n1, s, k_n3 = k.shape
                     v_n0, v_n1, v_n2, v_n3 = v.shape
                     k_ptr = k.data_ptr()
                     v_ptr = v.data_ptr()
                     if (
-                        b
-                        and s
+                        b > b_least
+                        and s > s_least
                         and k_ptr
                         and v_ptr
                         and v_n0 == b
@@ -672,7 +693,7 @@ def make(op):
                         if launch is not None:
                             return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, b, s, cache_lengths)
                         return plan.run(k_cache, v_cache, k, v, cache_lengths)
-                    break
+                    late = True
             named = own_name if mode is None else enter(mode, (k_cache, v_cache, k, v, cache_lengths), own_name)
             return body1(recent, pools, k_cache, v_cache, k, v, cache_lengths, named)
         epoch, generation, guard, pools, fast_calls = recent.state0
@@ -690,15 +711,15 @@ def make(op):
                     late = True
                     continue
                 if variant == 1:
-                    k_step0, k_step2, k_rest, v_step0, v_step2, v_rest, cache_lengths_mask, cache_lengths_rest = numbers
+                    b_least, s_least, k_step0, k_step2, k_rest, v_step0, v_step2, v_rest, cache_lengths_mask, cache_lengths_rest = numbers
                     b, k_n1, s, k_n3 = k.shape
                     v_n0, v_n1, v_n2, v_n3 = v.shape
                     k_ptr = k.data_ptr()
                     v_ptr = v.data_ptr()
                     cache_lengths_ptr = cache_lengths.data_ptr()
                     if (
-                        b
-                        and s
+                        b > b_least
+                        and s > s_least
                         and k_ptr
                         and v_ptr
                         and cache_lengths_ptr
@@ -746,8 +767,22 @@ def make(op):
                         if launch is not None:
                             return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s)
                         return plan.run(k_cache, v_cache, k, v, cache_lengths)
-                    break
-                k_step0, k_step2, k_rest, v_step0, v_step2, v_rest, cache_lengths_mask, cache_lengths_step0, cache_lengths_rest = numbers
+                    late = True
+                    continue
+                (
+                    b_least,
+                    s_least,
+                    n_least,
+                    k_step0,
+                    k_step2,
+                    k_rest,
+                    v_step0,
+                    v_step2,
+                    v_rest,
+                    cache_lengths_mask,
+                    cache_lengths_step0,
+                    cache_lengths_rest,
+                ) = numbers
                 n = cache_lengths.numel()
                 b, k_n1, s, k_n3 = k.shape
                 v_n0, v_n1, v_n2, v_n3 = v.shape
@@ -755,9 +790,9 @@ def make(op):
                 v_ptr = v.data_ptr()
                 cache_lengths_ptr = cache_lengths.data_ptr()
                 if (
-                    b
-                    and s
-                    and n
+                    b > b_least
+                    and s > s_least
+                    and n > n_least
                     and k_ptr
                     and v_ptr
                     and cache_lengths_ptr
@@ -806,7 +841,7 @@ def make(op):
                     if launch is not None:
                         return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s, n)
                     return plan.run(k_cache, v_cache, k, v, cache_lengths)
-                break
+                late = True
         named = own_name if mode is None else enter(mode, (k_cache, v_cache, k, v, cache_lengths), own_name)
         return body0(recent, pools, k_cache, v_cache, k, v, cache_lengths, named)
 

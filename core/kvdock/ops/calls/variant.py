@@ -103,7 +103,7 @@ class VariantSource:
     @property
     def fast_numbers(self) -> list[tuple[str, str]]:
         """List what is settled of a `FastCall`: the name it is unpacked to, and how the body writes it."""
-        found = []
+        found = [(f"{word}_least", f"int({word} > 1)") for word in self.words]  # 1 is a pattern of its own: see `strides`
         for name in self.rest:
             dims, size = self.variant.dims[name], f"{name}_size"
             static = [f"{name}_n{i}" for i, dim in enumerate(dims) if not dim.runtime]
@@ -122,7 +122,7 @@ class VariantSource:
         numbers = [name for name, _ in self.fast_numbers]
         if numbers:
             yield f"{names_of(numbers)} = numbers"
-        conditions = [*self.words, *(f"{name}_ptr" for name in self.rest)]
+        conditions = [*(f"{word} > {word}_least" for word in self.words), *(f"{name}_ptr" for name in self.rest)]
         yield from self._fast_sizes(conditions)
         ends = {}
         for name in self.rest:

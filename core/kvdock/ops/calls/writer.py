@@ -119,7 +119,8 @@ def _check_names(schema: OpSchema) -> None:
     names = [*schema.arg_names, *words]
     for name in names:
         is_free = name.isidentifier() and not keyword.iskeyword(name) and name not in _OWN_NAMES and names.count(name) == 1
-        if not is_free or any(re.fullmatch(f"{arg}_{_DERIVED}", name) for arg in schema.arg_names):
+        derived = [*(f"{arg}_{_DERIVED}" for arg in schema.arg_names), *(f"{word}_least" for word in words)]
+        if not is_free or any(re.fullmatch(pattern, name) for pattern in derived):
             raise ArgumentValueError(
                 f"OpSchema {schema.name}: {name}",
                 expected="names of arguments and sizes that the code of a call does not use for something else",
@@ -287,9 +288,10 @@ class _Module:
         for source in sources[:-1]:
             yield f"        if variant == {source.variant.number}:"
             yield from indented(source.fast_lines(is_bound), 3)
-            yield "            break"
+            yield "            late = True"
+            yield "            continue"
         yield from indented(sources[-1].fast_lines(is_bound), 2)
-        yield "        break"
+        yield "        late = True"
 
 
 def source_of(schema: OpSchema) -> str:
