@@ -103,7 +103,7 @@ Change = Callable[[Drawing, dict[str, View]], dict[str, View | None]]
 
 
 def _refused() -> Iterable[Case]:
-    """Return a good call with a bad one each, with the error and what it must say: the argument, what came, how to mend it."""
+    """Return a good call with a bad one each, with the error and what it must say: the argument, what came, how to fix it."""
     for name, error, texts, change in REFUSED:
         drawing, gather = Drawing(), Gather("", [4, -1, 23])
         args = gather.args(drawing, gather.pools(drawing))
@@ -474,7 +474,7 @@ REQUIREMENTS = [
     ),
     _require(
         29,
-        "Arguments that are wrong whatever they hold are refused with an error that names the argument, what came and how to mend it, "
+        "Arguments that are wrong whatever they hold are refused with an error that names the argument, what came and how to fix it, "
         "and nothing has changed.",
         _refused,
         check=check_refusal,
