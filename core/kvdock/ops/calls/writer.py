@@ -51,7 +51,7 @@ _OWN_NAMES = frozenset(
     get_mode getattr guard has_internal_overlap high int is_compiling is_full key known late launch low made make make_outputs mode
     more named numbers op own_name place plain plan pools prepare rank recent same schema settings signature size0 size1 slow static
     strides type TypeError variant
-    """.split()
+    """.split()  # noqa: SIM905 - a list would be one name to a line
 )
 """What the code of every op calls its own things."""
 
