@@ -1,18 +1,18 @@
-"""Which plugins are installed, and which of them may be loaded. Nothing here imports a plugin.
-
-The metadata is read distribution by distribution, so that one with unreadable metadata does not hide the others.
-"""
+"""Which plugins are installed, and which of them may be loaded. Nothing here imports a plugin."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
+from kvdock.plugins.built_in import built_in
+from kvdock.plugins.hookspecs import PROJECT
+from kvdock.plugins.installed import installed
 from kvdock.plugins.records import PluginRecord, PluginState
-from kvdock.plugins.settings import ALLOW, DENY, DISABLE, PluginSettings, Selector
+from kvdock.plugins.settings import ALLOW, DENY, DISABLE, PluginSettings, Selector, normalise
 
 __all__ = ["GROUP", "FoundEntryPoint", "LoadingPlan", "collect", "plan"]
 
@@ -50,25 +50,27 @@ class LoadingPlan:
 
 
 def collect() -> tuple[list[FoundEntryPoint], list[str]]:
-    """Return the entry points that are installed, sorted, and a note for each distribution that cannot be read."""
-    found: list[FoundEntryPoint] = []
-    notes: list[str] = []
-    names: set[str] = set()
-    for distribution in importlib.metadata.distributions():
-        try:
-            if GROUP in (distribution.read_text("entry_points.txt") or "") and distribution.name not in names:
-                names.add(distribution.name)
-                # The first of that name on the path, as an import would find it: this one may be shadowed by another version.
-                found += _declared(importlib.metadata.distribution(distribution.name))
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with one distribution's files, the others count
-            place = getattr(distribution, "_path", "a distribution")
-            notes.append(f"{place}: its metadata cannot be read ({type(error).__name__}: {error}). Fix: reinstall or remove it")
+    """Return the entry points that are there, sorted, and a note for each distribution that is not in order.
+
+    Without metadata of kvdock that declares them, its own plugins are there all the same.
+    """
+    distributions, notes = installed(GROUP)
+    found = [FoundEntryPoint(name, item.name, item.version, value) for item in distributions for name, value in item.points]
+    if not any(normalise(item.name) == PROJECT for item in distributions):
+        version, points = built_in(GROUP, PROJECT)
+        found += [FoundEntryPoint(name, PROJECT, version, value) for name, value in points.items()]
+        notes += _incomplete(points)
     return sorted(found), notes
 
 
-def _declared(distribution: importlib.metadata.Distribution) -> list[FoundEntryPoint]:
-    points = distribution.entry_points.select(group=GROUP)
-    return [FoundEntryPoint(point.name, distribution.name, distribution.version, point.value) for point in points]
+def _incomplete(points: Mapping[str, str]) -> list[str]:
+    """Return a note if kvdock has metadata, and that does not declare its plugins."""
+    try:
+        importlib.metadata.distribution(PROJECT)
+    except importlib.metadata.PackageNotFoundError:
+        return []  # a frozen application or a checkout on the path: nothing is wrong
+    names = ", ".join(points) or "none"
+    return [f"the metadata of {PROJECT} declares no plugins; found beside its code: {names}. Fix: pip install --force-reinstall {PROJECT}"]
 
 
 def plan(found: Sequence[FoundEntryPoint], settings: PluginSettings) -> LoadingPlan:
