@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
@@ -22,6 +22,7 @@ from kvdock.plugins.settings import PluginSettings
 __all__ = ["Diagnosis", "command", "diagnose"]
 
 _AT_ONCE = 2  # children at a time: each imports torch
+_SLOW_S = 10.0  # the first op of every process waits for all plugins
 
 
 @attrs.frozen
@@ -33,6 +34,7 @@ class Diagnosis:
         environment: kvdock's environment variables that are set.
         plugins: one record per plugin.
         notes: what the user should be told beside the records.
+        seconds: how long each plugin took to load and probe, by ``name@distribution``; without those that did not come to an end.
         problems: what is wrong beside the plugins themselves: with metadata, with the lists, or as a whole.
         descriptors: what the descriptor caches of this process have counted, by op and device; see `kvdock.cli.counters`.
     """
@@ -41,6 +43,7 @@ class Diagnosis:
     environment: dict[str, str]
     plugins: tuple[PluginRecord, ...]
     notes: tuple[str, ...]
+    seconds: Mapping[str, float] = attrs.field(factory=dict)
     problems: tuple[str, ...] = ()
     descriptors: tuple[dict[str, Any], ...] = ()
 
@@ -57,6 +60,7 @@ class Diagnosis:
             "environment": self.environment,
             "plugins": [record.as_dict() for record in self.plugins],
             "notes": list(self.notes),
+            "seconds": dict(self.seconds),
             "problems": list(self.problems),
             "descriptors": list(self.descriptors),
         }
@@ -77,15 +81,27 @@ def diagnose(timeout_s: float) -> Diagnosis:
         examined = list(pool.map(lambda item: examine(item, timeout_s), todo.load))
     records = sorted([*todo.refused, *(item.record for item in examined)], key=lambda record: (record.name, record.distribution or ""))
     records = mark_name_conflicts(records)
+    seconds = {_key(item.record): item.seconds for item in examined if item.seconds is not None}
     environment = {key: value for key, value in sorted(os.environ.items()) if key.startswith("KVDOCK_")}
     return Diagnosis(
         versions(),
         environment,
         tuple(records),
         notes=tuple(note for item in examined for note in item.notes),
-        problems=(*unreadable, *todo.notes, *_no_backend(records)),
+        seconds=seconds,
+        problems=(*unreadable, *todo.notes, *_slow(seconds), *_no_backend(records)),
         descriptors=tuple(counters(runtime.made())),
     )
+
+
+def _key(record: PluginRecord) -> str:
+    return f"{record.name}@{record.distribution}"
+
+
+def _slow(seconds: Mapping[str, float]) -> list[str]:
+    """Return a problem for each plugin that makes every process wait."""
+    wait = "the first op of every process waits for that"
+    return [f"plugin {key} took {took:.1f} s to load and probe, and {wait}" for key, took in seconds.items() if took > _SLOW_S]
 
 
 def _no_backend(records: Sequence[PluginRecord]) -> list[str]:
@@ -112,7 +128,7 @@ def command(
 def _show(diagnosis: Diagnosis) -> None:
     show_lines(" · ".join(f"{name} {version}" for name, version in diagnosis.versions.items()))
     show_lines(*(f"{name}={value}" for name, value in diagnosis.environment.items()))
-    show_table(("plugin", "from", "state", "backends", "reason"), [_row(record) for record in diagnosis.plugins])
+    show_table(("plugin", "from", "state", "seconds", "backends", "reason"), [_row(record, diagnosis) for record in diagnosis.plugins])
     show_lines(*(f"note: {note}" for note in diagnosis.notes), *(f"problem: {problem}" for problem in diagnosis.problems))
     for record in diagnosis.plugins:
         if record.traceback:
@@ -130,6 +146,14 @@ def _show_descriptors(diagnosis: Diagnosis) -> None:
         show_lines("descriptors: none yet; `kvdock explain OP --run 3` calls an op three times and shows the counters")
 
 
-def _row(record: PluginRecord) -> tuple[str, ...]:
+def _row(record: PluginRecord, diagnosis: Diagnosis) -> tuple[str, ...]:
+    seconds = diagnosis.seconds.get(_key(record))
     backends = "\n".join(f"{backend.name}: {backend.state.name}" for backend in record.backends)
-    return record.name, f"{record.distribution} {record.version}", record.state.name, backends, record.reason
+    return (
+        record.name,
+        f"{record.distribution} {record.version}",
+        record.state.name,
+        "" if seconds is None else f"{seconds:.1f}",
+        backends,
+        record.reason,
+    )

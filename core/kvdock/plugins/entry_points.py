@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +29,18 @@ class FoundEntryPoint:
     distribution: str
     version: str
     value: str
+
+    @property
+    def target(self) -> tuple[str, tuple[str, ...]]:
+        """The module that it names, and the attributes in it, one of the other. Extras behind them are pip's business.
+
+        Raises:
+            ValueError: it names something else.
+        """
+        match = importlib.metadata.EntryPoint.pattern.match(self.value)
+        if match is None:
+            raise ValueError(f"the entry point is {self.value!r}; expected module or module:attribute")
+        return match["module"], tuple(filter(None, (match["attr"] or "").split(".")))
 
     def record(self, state: PluginState, reason: str, traceback: str = "") -> PluginRecord:
         """Return the record of a plugin that stopped here."""
@@ -81,6 +94,8 @@ def plan(found: Sequence[FoundEntryPoint], settings: PluginSettings) -> LoadingP
         reason = _blocked(item, settings)
         if reason:
             refused.append(item.record(PluginState.BLOCKED, reason))
+        elif not item.name:  # no list could name it
+            refused.append(item.record(PluginState.INCOMPATIBLE, f"{item.distribution} declares an entry point without a name"))
         else:
             allowed.append(item)
     # Behind the lists, so that denying one of two rivals settles their conflict.
@@ -109,21 +124,24 @@ def _blocked(item: FoundEntryPoint, settings: PluginSettings) -> str:
 
 def _distinct(same_name: Iterable[FoundEntryPoint]) -> list[FoundEntryPoint]:
     """Drop what is the same plugin seen twice, such as installed and in editable mode under another distribution name."""
-    first: dict[str, FoundEntryPoint] = {}
+    first: dict[object, FoundEntryPoint] = {}
     for item in same_name:
+        with contextlib.suppress(ValueError):
+            first.setdefault(item.target, item)
+            continue
         first.setdefault(item.value, item)
     return list(first.values())
 
 
 def _conflict(rivals: Sequence[FoundEntryPoint]) -> str:
-    """Name all that use one name, and how to pick one."""
+    """Name all that use one name, and how to keep each of them and refuse the others; first kvdock's own, if it is among them."""
     name = rivals[0].name
     places = " and ".join(f"{item.distribution} {item.version} ({item.value})" for item in rivals)
-    first, second = (Selector(name, item.distribution) for item in rivals[:2])
-    return (
-        f"entry point {name!r} is declared by {places}; none of them is loaded. "
-        f"Fix: pick one in the list of all you want, {ALLOW}={first}, or refuse the other, {DENY}={second}"
-    )
+    ways = []
+    for kept in sorted(rivals, key=lambda item: normalise(item.distribution) != PROJECT):
+        others = ",".join(str(Selector(name, item.distribution)) for item in rivals if item is not kept)
+        ways.append(f"keep that of {kept.distribution} with {DENY}={others}")
+    return f"entry point {name!r} is declared by {places}; none of them is loaded. Fix: {', or '.join(ways)}"
 
 
 def _missing(found: Sequence[FoundEntryPoint], settings: PluginSettings) -> list[str]:
