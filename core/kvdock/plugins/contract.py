@@ -115,7 +115,9 @@ def _refuse_unknown(manager: pluggy.PluginManager, callers: Sequence[pluggy.Hook
 def _unmarked(plugin: object) -> str:
     """Guess why a plugin has no hook."""
     forgotten = [name for name in _SPECS if callable(getattr(plugin, name, None))]
-    return f"mark {', '.join(forgotten)} with @kvdock.hookimpl" if forgotten else "define it in the module that the entry point names"
+    if not forgotten:
+        return "define it in the module that the entry point names"
+    return f"mark {', '.join(forgotten)} with @kvdock.plugin.hookimpl"
 
 
 def _check_kind(value: object, kind: type[Any], where: str) -> None:
