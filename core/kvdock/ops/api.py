@@ -164,7 +164,7 @@ def pairs_tensor(block_pairs: BlockPairs) -> torch.Tensor:
     """Return block pairs as a tensor ``[N, 2]``, in host memory unless they are a tensor already."""
     if isinstance(block_pairs, torch.Tensor):
         return block_pairs
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         raise compiling_error("copy_blocks_")  # before numpy is traced, which fails with an error about numpy
     try:
         pairs = np.array(block_pairs, order="C")  # a copy: torch shares memory, and would ask for a writable array

@@ -344,7 +344,8 @@ def make(op):
             k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
             if not plain:
                 fast_calls = ()  # the body finds out more
-            if k_out is None and v_out is None:
+            made = k_out is None and v_out is None
+            if made:
                 k_out_Hk, k_out_Dk, v_out_Hv, v_out_Dv = pools.output_sizes
                 rank = getattr(slot_mapping, "ndim", None)
                 if rank == 1:
@@ -382,24 +383,18 @@ def make(op):
                     slot_mapping_ptr = slot_mapping.data_ptr()
                     k_out_ptr = k_out.data_ptr()
                     v_out_ptr = v_out.data_ptr()
-                    k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0
-                    v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0
-                    low = k_out_ptr
-                    if v_out_ptr < low:
-                        low = v_out_ptr
-                    high = k_out_end
-                    if v_out_end > high:
-                        high = v_out_end
-                    if (
-                        lead0 > lead0_least
-                        and slot_mapping_ptr
-                        and k_out_ptr
-                        and v_out_ptr
-                        and k_out.numel() == lead0 * k_out_row
-                        and v_out.numel() == lead0 * v_out_row
-                        and not (
-                            (k_out_ptr | v_out_ptr) & 15
-                            or slot_mapping_ptr & slot_mapping_mask
+                    if not made:
+                        k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0
+                        v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0
+                        low = k_out_ptr
+                        if v_out_ptr < low:
+                            low = v_out_ptr
+                        high = k_out_end
+                        if v_out_end > high:
+                            high = v_out_end
+                        if (
+                            k_out.numel() != lead0 * k_out_row
+                            or v_out.numel() != lead0 * v_out_row
                             or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
                             or (
                                 k_cache_ptr < high
@@ -431,7 +426,15 @@ def make(op):
                                     and v_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
                                 )
                             )
-                        )
+                        ):
+                            late = True
+                            continue
+                    if (
+                        lead0 > lead0_least
+                        and slot_mapping_ptr
+                        and k_out_ptr
+                        and v_out_ptr
+                        and not ((k_out_ptr | v_out_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
                     ):
                         entry.used = cache.clock = cache.clock + 1
                         if late:
@@ -458,32 +461,25 @@ def make(op):
                     v_out_rest,
                 ) = numbers
                 lead0, lead1 = slot_mapping.shape
-                k_out_n0, k_out_n1, k_out_n2, k_out_n3 = k_out.shape
-                v_out_n0, v_out_n1, v_out_n2, v_out_n3 = v_out.shape
                 slot_mapping_ptr = slot_mapping.data_ptr()
                 k_out_ptr = k_out.data_ptr()
                 v_out_ptr = v_out.data_ptr()
-                k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0 + lead1 * k_out_step1
-                v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0 + lead1 * v_out_step1
-                low = k_out_ptr
-                if v_out_ptr < low:
-                    low = v_out_ptr
-                high = k_out_end
-                if v_out_end > high:
-                    high = v_out_end
-                if (
-                    lead0 > lead0_least
-                    and lead1 > lead1_least
-                    and slot_mapping_ptr
-                    and k_out_ptr
-                    and v_out_ptr
-                    and k_out_n0 == lead0
-                    and k_out_n1 == lead1
-                    and v_out_n0 == lead0
-                    and v_out_n1 == lead1
-                    and not (
-                        (k_out_ptr | v_out_ptr) & 15
-                        or slot_mapping_ptr & slot_mapping_mask
+                if not made:
+                    k_out_n0, k_out_n1, k_out_n2, k_out_n3 = k_out.shape
+                    v_out_n0, v_out_n1, v_out_n2, v_out_n3 = v_out.shape
+                    k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0 + lead1 * k_out_step1
+                    v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0 + lead1 * v_out_step1
+                    low = k_out_ptr
+                    if v_out_ptr < low:
+                        low = v_out_ptr
+                    high = k_out_end
+                    if v_out_end > high:
+                        high = v_out_end
+                    if (
+                        k_out_n0 != lead0
+                        or k_out_n1 != lead1
+                        or v_out_n0 != lead0
+                        or v_out_n1 != lead1
                         or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
                         or (
                             k_cache_ptr < high
@@ -507,7 +503,16 @@ def make(op):
                                 < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             )
                         )
-                    )
+                    ):
+                        late = True
+                        continue
+                if (
+                    lead0 > lead0_least
+                    and lead1 > lead1_least
+                    and slot_mapping_ptr
+                    and k_out_ptr
+                    and v_out_ptr
+                    and not ((k_out_ptr | v_out_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
                 ):
                     entry.used = cache.clock = cache.clock + 1
                     if late:
@@ -532,7 +537,8 @@ def make(op):
         if not (epoch == chooser.epoch and generation == settings.generation):
             pools = None
         elif fast_calls and mode is None and k_scale is None and v_scale is None:
-            if k_out is None and v_out is None:
+            made = k_out is None and v_out is None
+            if made:
                 k_out_Hk, k_out_Dk, v_out_Hv, v_out_Dv = pools.output_sizes
                 rank = getattr(slot_mapping, "ndim", None)
                 if rank == 1:
@@ -570,24 +576,18 @@ def make(op):
                     slot_mapping_ptr = slot_mapping.data_ptr()
                     k_out_ptr = k_out.data_ptr()
                     v_out_ptr = v_out.data_ptr()
-                    k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0
-                    v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0
-                    low = k_out_ptr
-                    if v_out_ptr < low:
-                        low = v_out_ptr
-                    high = k_out_end
-                    if v_out_end > high:
-                        high = v_out_end
-                    if (
-                        lead0 > lead0_least
-                        and slot_mapping_ptr
-                        and k_out_ptr
-                        and v_out_ptr
-                        and k_out.numel() == lead0 * k_out_row
-                        and v_out.numel() == lead0 * v_out_row
-                        and not (
-                            (k_out_ptr | v_out_ptr) & 15
-                            or slot_mapping_ptr & slot_mapping_mask
+                    if not made:
+                        k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0
+                        v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0
+                        low = k_out_ptr
+                        if v_out_ptr < low:
+                            low = v_out_ptr
+                        high = k_out_end
+                        if v_out_end > high:
+                            high = v_out_end
+                        if (
+                            k_out.numel() != lead0 * k_out_row
+                            or v_out.numel() != lead0 * v_out_row
                             or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
                             or (
                                 k_cache_ptr < high
@@ -619,7 +619,15 @@ def make(op):
                                     and v_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
                                 )
                             )
-                        )
+                        ):
+                            late = True
+                            continue
+                    if (
+                        lead0 > lead0_least
+                        and slot_mapping_ptr
+                        and k_out_ptr
+                        and v_out_ptr
+                        and not ((k_out_ptr | v_out_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
                     ):
                         entry.used = cache.clock = cache.clock + 1
                         if late:
@@ -646,32 +654,25 @@ def make(op):
                     v_out_rest,
                 ) = numbers
                 lead0, lead1 = slot_mapping.shape
-                k_out_n0, k_out_n1, k_out_n2, k_out_n3 = k_out.shape
-                v_out_n0, v_out_n1, v_out_n2, v_out_n3 = v_out.shape
                 slot_mapping_ptr = slot_mapping.data_ptr()
                 k_out_ptr = k_out.data_ptr()
                 v_out_ptr = v_out.data_ptr()
-                k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0 + lead1 * k_out_step1
-                v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0 + lead1 * v_out_step1
-                low = k_out_ptr
-                if v_out_ptr < low:
-                    low = v_out_ptr
-                high = k_out_end
-                if v_out_end > high:
-                    high = v_out_end
-                if (
-                    lead0 > lead0_least
-                    and lead1 > lead1_least
-                    and slot_mapping_ptr
-                    and k_out_ptr
-                    and v_out_ptr
-                    and k_out_n0 == lead0
-                    and k_out_n1 == lead1
-                    and v_out_n0 == lead0
-                    and v_out_n1 == lead1
-                    and not (
-                        (k_out_ptr | v_out_ptr) & 15
-                        or slot_mapping_ptr & slot_mapping_mask
+                if not made:
+                    k_out_n0, k_out_n1, k_out_n2, k_out_n3 = k_out.shape
+                    v_out_n0, v_out_n1, v_out_n2, v_out_n3 = v_out.shape
+                    k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0 + lead1 * k_out_step1
+                    v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0 + lead1 * v_out_step1
+                    low = k_out_ptr
+                    if v_out_ptr < low:
+                        low = v_out_ptr
+                    high = k_out_end
+                    if v_out_end > high:
+                        high = v_out_end
+                    if (
+                        k_out_n0 != lead0
+                        or k_out_n1 != lead1
+                        or v_out_n0 != lead0
+                        or v_out_n1 != lead1
                         or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
                         or (
                             k_cache_ptr < high
@@ -695,7 +696,16 @@ def make(op):
                                 < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                             )
                         )
-                    )
+                    ):
+                        late = True
+                        continue
+                if (
+                    lead0 > lead0_least
+                    and lead1 > lead1_least
+                    and slot_mapping_ptr
+                    and k_out_ptr
+                    and v_out_ptr
+                    and not ((k_out_ptr | v_out_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
                 ):
                     entry.used = cache.clock = cache.clock + 1
                     if late:

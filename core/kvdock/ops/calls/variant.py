@@ -123,23 +123,19 @@ class VariantSource:
         if numbers:
             yield f"{names_of(numbers)} = numbers"
         conditions = [*(f"{word} > {word}_least" for word in self.words), *(f"{name}_ptr" for name in self.rest)]
-        yield from self._fast_sizes(conditions)
+        given = [name for name in self.rest if name not in self.outputs]
+        yield from self._fast_sizes(given, conditions)
         ends = {}
         for name in self.rest:
             steps = [f" + {dim.name} * {name}_step{i}" for i, dim in self.runtime(name)]
             ends[name] = f"{name}_ptr + {name}_rest{''.join(steps)}"
             yield f"{name}_ptr = {name}.data_ptr()"
-        for name in self.outputs:
-            yield f"{name}_end = {ends[name]}"
         if self.outputs:
-            yield from self.range_lines(self.mutated)
+            yield from self._fast_outputs(ends)
         rows = [f"{name}_ptr" for name in filter(self.rows, self.rest)]
-        masks = [f"({' | '.join(rows)}) & {MAX_ALIGNMENT - 1}"] if rows else []
-        masks += [f"{name}_ptr & {name}_mask" for name in self.rest if not self.rows(name)]
-        doubled = [
-            f"{a}_ptr < {b}_end and {b}_ptr < {a}_end" for a, b in itertools.combinations(self.mutated, 2) if {a, b} - set(self.pools)
-        ]
-        refused = [*masks, *doubled, *self.overlap(ends)]
+        refused = [f"({' | '.join(rows)}) & {MAX_ALIGNMENT - 1}"] if rows else []
+        refused += [f"{name}_ptr & {name}_mask" for name in self.rest if not self.rows(name)]
+        refused += [] if self.outputs else self.overlap(ends)
         conditions += [f"not ({' or '.join(alone(check) for check in refused)})"] if refused else []
         conditions += [f"({check})" for check in self.relations()]
         yield f"if {' and '.join(conditions) or 'True'}:"
@@ -149,14 +145,27 @@ class VariantSource:
         yield from (f"        {line}" for line in self.finish(f"launch({self.launch_args})"))
         yield from (f"    {line}" for line in self.finish(f"plan.run({', '.join(self.schema.arg_names)})"))
 
+    def _fast_outputs(self, ends: dict[str, str]) -> Iterator[str]:
+        """Check where outputs lie, and their sizes. Those that the call has made are as they should be: new, and nobody else's."""
+        sizes = list[str]()
+        known = [dim.name for name in self.rest if name not in self.outputs for dim in self.variant.dims[name]]
+        lines = [*self._fast_sizes(self.outputs, sizes, known), *(f"{name}_end = {ends[name]}" for name in self.outputs)]
+        lines += self.range_lines(self.mutated)
+        pairs = [pair for pair in itertools.combinations(self.mutated, 2) if {*pair} - {*self.pools}]
+        shared = [*(f"{a}_ptr < {b}_end and {b}_ptr < {a}_end" for a, b in pairs), *self.overlap(ends)]
+        wrong = [alone(check) for check in [*(size.replace("==", "!=") for size in sizes), *shared]]
+        lines += [f"if {' or '.join(wrong)}:", "    late = True", "    continue"] if wrong else []
+        is_made = {*self.outputs} == {arg.name for arg in self.schema.args if arg.returned}
+        yield from ["if not made:", *(f"    {line}" for line in lines)] if is_made else lines
+
     def _is_counted(self, name: str) -> bool:
         """Whether the number of elements tells the size that is not known: it costs half of a shape."""
         return len(self.runtime(name)) == 1
 
-    def _fast_sizes(self, conditions: list[str]) -> Iterator[str]:
+    def _fast_sizes(self, names: Sequence[str], conditions: list[str], known: Iterable[str] = ()) -> Iterator[str]:
         """Read run-time sizes: the number of elements says as much as a shape where one size is unknown, and costs half."""
-        known: set[str] = set()
-        for name in sorted(self.rest, key=lambda name: (len(self.runtime(name)) != 1, self.rows(name))):
+        known = set(known)
+        for name in sorted(names, key=lambda name: (len(self.runtime(name)) != 1, self.rows(name))):
             dims, unknown = self.variant.dims[name], self.runtime(name)
             row = f" * {name}_row" if len(dims) > 1 else ""
             if self._is_counted(name) and (unknown[0][1].name in known or not row):

@@ -46,66 +46,12 @@ def make(op):
 
 
 _OWN_NAMES = frozenset(
-    [
-        "EMPTY",
-        "FastCall",
-        "TypeError",
-        "body0",
-        "body1",
-        "bound",
-        "bound_call",
-        "cache",
-        "call",
-        "chooser",
-        "classes",
-        "count",
-        "enter",
-        "entry",
-        "epoch",
-        "fast",
-        "fast_calls",
-        "find",
-        "generation",
-        "get_mode",
-        "getattr",
-        "guard",
-        "has_internal_overlap",
-        "high",
-        "int",
-        "is_compiling",
-        "is_full",
-        "key",
-        "known",
-        "late",
-        "launch",
-        "low",
-        "make",
-        "make_outputs",
-        "mode",
-        "more",
-        "named",
-        "numbers",
-        "op",
-        "own_name",
-        "place",
-        "plain",
-        "plan",
-        "pools",
-        "prepare",
-        "rank",
-        "recent",
-        "same",
-        "schema",
-        "settings",
-        "signature",
-        "size0",
-        "size1",
-        "slow",
-        "static",
-        "strides",
-        "type",
-        "variant",
-    ]
+    """
+    body0 body1 bound bound_call cache call chooser classes count EMPTY enter entry epoch fast fast_calls FastCall find generation
+    get_mode getattr guard has_internal_overlap high int is_compiling is_full key known late launch low made make make_outputs mode
+    more named numbers op own_name place plain plan pools prepare rank recent same schema settings signature size0 size1 slow static
+    strides type TypeError variant
+    """.split()  # noqa: SIM905 - a list would be one name to a line
 )
 """What the code of every op calls its own things."""
 
@@ -172,7 +118,8 @@ class _Module:
         """Write how absent outputs are made where they have the leading sizes of an index, and else those of pools."""
         if not self.returned:
             return
-        yield f"if {' and '.join(f'{name} is None' for name in self.returned)}:"
+        yield f"made = {' and '.join(f'{name} is None' for name in self.returned)}"
+        yield "if made:"
         leading = next((arg.name for arg in self.schema.args if arg.dims == ("...",) and not arg.optional), None)
         words = {word for arg in self.schema.static_args for word in arg.dims[0].split()}
         lines = [arg.dims[0].split() for arg in self.schema.args if arg.returned]
