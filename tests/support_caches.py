@@ -102,7 +102,7 @@ def addresses(view: torch.Tensor) -> torch.Tensor:
     return found
 
 
-class CountingKernel(kvdock.Kernel):
+class CountingKernel(kvdock.plugin.Kernel):
     """kvdock's portable kernel for an op, which counts its calls under ``(backend, op)``."""
 
     def __init__(self, backend: str, op: str, calls: Counter[tuple[str, str]]) -> None:
@@ -110,10 +110,10 @@ class CountingKernel(kvdock.Kernel):
         self._inner = PORTABLE_KERNELS[op]
         self._calls = calls
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         return self._inner.supports(request)
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         inner = self._inner.prepare(request)
 
         def call(*args: Any) -> None:
@@ -123,7 +123,7 @@ class CountingKernel(kvdock.Kernel):
         return CallDescriptor(call)
 
 
-def runtime_of(*backends: kvdock.Backend) -> kvdock.Runtime:
+def runtime_of(*backends: kvdock.plugin.Backend) -> kvdock.Runtime:
     """Return a runtime with these backends and no others."""
     registry = Registry(QUIET)
     registry.register(plugin(*backends), "in-process")
@@ -139,7 +139,7 @@ def counting_runtime(*names: str) -> tuple[kvdock.Runtime, Counter[tuple[str, st
             claims=["cpu"],
             devices=["cpu"],
             kernels={op: CountingKernel(name, op, calls) for op in PORTABLE_KERNELS},
-            priority=kvdock.Priority.SPECIALISED if name == names[0] else kvdock.Priority.NORMAL,
+            priority=kvdock.plugin.Priority.SPECIALISED if name == names[0] else kvdock.plugin.Priority.NORMAL,
         )
         for name in names
     ]

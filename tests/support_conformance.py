@@ -156,7 +156,7 @@ KVDOCK_API = (1, 0)
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Write(kvdock.Descriptor):
+class Write(kvdock.plugin.Descriptor):
     def __call__(self, k_cache, v_cache, k, v, slots, *scales):
         capacity, block = k_cache.shape[0] * k_cache.shape[1], k_cache.shape[1]
         beyond = (slots >= capacity).nonzero()
@@ -172,7 +172,7 @@ class Write(kvdock.Descriptor):
             cache.view(bits)[slots // block, slots % block] = rows.view(bits)[keep]
 
 
-class Kernel(kvdock.Kernel):
+class Kernel(kvdock.plugin.Kernel):
     def supports(self, request):
         return ["8-bit caches are for version 2"] if request.tensor("k_cache").dtype.itemsize == 1 else []
 
@@ -180,12 +180,12 @@ class Kernel(kvdock.Kernel):
         return Write()
 
 
-class Backend(kvdock.Backend):
+class Backend(kvdock.plugin.Backend):
     name = "wrapping"
     device_type = "acme"
 
     def probe(self):
-        return kvdock.Probe.ready()
+        return kvdock.plugin.Probe.ready()
 
     def claims(self, device):
         return False
@@ -197,7 +197,7 @@ class Backend(kvdock.Backend):
         return {"paged_caching_": Kernel()}
 
 
-@kvdock.hookimpl
+@kvdock.plugin.hookimpl
 def kvdock_backends():
     return [Backend()]
 """

@@ -119,12 +119,12 @@ def on_host(value: Any) -> Any:
     return value.host if isinstance(value, DeviceTensor) else value
 
 
-class WatchedDescriptor(kvdock.Descriptor):
+class WatchedDescriptor(kvdock.plugin.Descriptor):
     """Runs a portable kernel on the host's view of its arguments, and notices wrong ones."""
 
     uses_autograd = False
 
-    def __init__(self, request: kvdock.Request, run: kvdock.Descriptor, backend: WatchingBackend, **settings: Any) -> None:
+    def __init__(self, request: kvdock.plugin.Request, run: kvdock.plugin.Descriptor, backend: WatchingBackend, **settings: Any) -> None:
         self.request = request
         self.run = run
         self.backend = backend
@@ -148,18 +148,18 @@ class WatchedDescriptor(kvdock.Descriptor):
 
 
 @attrs.define
-class WatchedKernel(kvdock.Kernel):
+class WatchedKernel(kvdock.plugin.Kernel):
     """Prepares `WatchedDescriptor`."""
 
-    run: kvdock.Kernel
+    run: kvdock.plugin.Kernel
     backend: WatchingBackend
     settings: dict[str, Any] = attrs.Factory(dict)
-    prepared: list[kvdock.Request] = attrs.Factory(list)
+    prepared: list[kvdock.plugin.Request] = attrs.Factory(list)
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         return ()
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         self.prepared.append(request)
         same = attrs.evolve(request, device=torch.device("cpu"))
         return WatchedDescriptor(request, self.run.prepare(same), self.backend, **self.settings)
@@ -168,7 +168,9 @@ class WatchedKernel(kvdock.Kernel):
 class WatchingBackend(InProcessBackend):
     """A backend for the host and the two devices, which knows which of them is current in each thread."""
 
-    def __init__(self, kernels: Mapping[str, kvdock.Kernel] = PORTABLE_KERNELS, *, graph_capture: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, kernels: Mapping[str, kvdock.plugin.Kernel] = PORTABLE_KERNELS, *, graph_capture: bool = False, **settings: Any
+    ) -> None:
         devices = ("cpu", *DEVICES)
         super().__init__("watching", claims=("cpu", "privateuseone"), devices=devices)
         self.ledger = Ledger()
@@ -189,18 +191,18 @@ class WatchingBackend(InProcessBackend):
         finally:
             self._local.device = before
 
-    def kernels(self) -> Mapping[str, kvdock.Kernel]:
+    def kernels(self) -> Mapping[str, kvdock.plugin.Kernel]:
         return self.own
 
-    def capabilities(self) -> kvdock.Capabilities:
-        return kvdock.Capabilities(graph_capture=self._graph_capture)
+    def capabilities(self) -> kvdock.plugin.Capabilities:
+        return kvdock.plugin.Capabilities(graph_capture=self._graph_capture)
 
     def is_capturing(self, device: torch.device) -> bool:
         self.asked.append("is_capturing")
         return self.capturing
 
 
-def dispatcher_of(backend: kvdock.Backend, capacity: int = 100, schemas: Mapping[str, OpSchema] | None = None) -> OpDispatcher:
+def dispatcher_of(backend: kvdock.plugin.Backend, capacity: int = 100, schemas: Mapping[str, OpSchema] | None = None) -> OpDispatcher:
     """Return a dispatcher of its own for one backend."""
     registry = Registry(QUIET)
     registry.register(plugin(backend), "made by a test")
@@ -232,13 +234,13 @@ class Pool:
         return all(torch.equal(want, have.view_as(want)) for want, have in zip(self._expected, self.memory, strict=True))
 
 
-class RowsKernel(kvdock.Kernel):
+class RowsKernel(kvdock.plugin.Kernel):
     """Writes rows with as few operations as torch allows: for many calls of which the kernel is not the point."""
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         return ()
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         return CallDescriptor(self.write)
 
     def write(self, k_cache: Any, v_cache: Any, k: Any, v: Any, slots: Any, *scales: Any) -> None:
@@ -266,16 +268,16 @@ def in_thread(work: Any, *args: Any) -> Any:
     return value
 
 
-class Nap(kvdock.Kernel):
+class Nap(kvdock.plugin.Kernel):
     """Prepares what writes nothing, and at times never ends."""
 
     forever = False
     naps = threading.Event()
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         return ()
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         return CallDescriptor(self.rest)
 
     def rest(self, *args: Any) -> None:

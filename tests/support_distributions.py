@@ -14,7 +14,7 @@ from support_plugins import source
 from support_projects import Environment, Project, once
 
 _HEAD = "import kvdock\nKVDOCK_API = (1, 0)\n"
-_HOOK = "@kvdock.hookimpl\ndef "
+_HOOK = "@kvdock.plugin.hookimpl\ndef "
 
 FAULTS: Mapping[str, str] = {
     "import_error": "raise ImportError('libacme.so.7: cannot open shared object file')\n",
@@ -34,8 +34,10 @@ FAULTS: Mapping[str, str] = {
     + "kvdock_prefix_caches():\n    return {'half': dict}\n",
     "no_hook": _HEAD,
     "probe_raises": source("probe-raises", probe="raise OSError('/dev/acme0: permission denied')"),
-    "probe_unusable": source("probe-unusable", device_type="meta", probe="return kvdock.Probe.unusable('driver 3 is too old, needs 5')"),
-    "absent": source("absent", probe="return kvdock.Probe.absent('no acme card')"),
+    "probe_unusable": source(
+        "probe-unusable", device_type="meta", probe="return kvdock.plugin.Probe.unusable('driver 3 is too old, needs 5')"
+    ),
+    "absent": source("absent", probe="return kvdock.plugin.Probe.absent('no acme card')"),
     "calls_an_op": "import kvdock\nimport torch\npool = torch.zeros(1, 1, 1, 1)\n"
     "kvdock.ops.copy_blocks_(pool, pool.clone(), torch.tensor([[0, 0]]))\n",
     "healthy": source("healthy"),

@@ -109,14 +109,14 @@ def _behaviour() -> str:
     return Path(os.environ[BEHAVIOUR]).read_text()
 
 
-class Kernel(kvdock.Kernel):
+class Kernel(kvdock.plugin.Kernel):
     """The portable kernel, and what the file says."""
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         behaviour = _behaviour()
         return REASONS[behaviour]() if behaviour in REASONS else PORTABLE_KERNELS[OP].supports(request)  # type: ignore[no-any-return]
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         if _behaviour() in PLANS:
             return PLANS[_behaviour()]()  # type: ignore[no-any-return]
         inner = PORTABLE_KERNELS[OP].prepare(request)
@@ -134,7 +134,7 @@ class Backend(StandIn):
     def devices(self) -> Sequence[torch.device]:
         return [] if _behaviour() == "no device" else super().devices()
 
-    def capabilities(self) -> kvdock.Capabilities:
+    def capabilities(self) -> kvdock.plugin.Capabilities:
         if _behaviour() == "no capabilities":
             raise UnspeakableError
         return super().capabilities()

@@ -14,7 +14,7 @@ QUIET = {"KVDOCK_DISABLE_AUTOLOAD": "1"}
 """Environment of a registry that loads nothing by itself."""
 
 
-class InProcessBackend(kvdock.Backend):
+class InProcessBackend(kvdock.plugin.Backend):
     """A backend whose every answer the test decides."""
 
     def __init__(
@@ -24,20 +24,20 @@ class InProcessBackend(kvdock.Backend):
         device_type: str = "acme",
         claims: Sequence[str] = ("meta",),
         devices: Sequence[str] = ("meta",),
-        probe: kvdock.Probe | None = None,
-        kernels: Mapping[str, kvdock.Kernel] | None = None,
-        priority: kvdock.Priority = kvdock.Priority.NORMAL,
+        probe: kvdock.plugin.Probe | None = None,
+        kernels: Mapping[str, kvdock.plugin.Kernel] | None = None,
+        priority: kvdock.plugin.Priority = kvdock.plugin.Priority.NORMAL,
     ) -> None:
         self.name = name
         self.device_type = device_type
         self._claims = claims
         self._devices = devices
-        self._probe = probe or kvdock.Probe.ready("made by a test")
+        self._probe = probe or kvdock.plugin.Probe.ready("made by a test")
         self._kernels = dict(kernels or {})
         self._priority = priority
         self.asked: list[str] = []
 
-    def probe(self) -> kvdock.Probe:
+    def probe(self) -> kvdock.plugin.Probe:
         self.asked.append("probe")
         return self._probe
 
@@ -48,16 +48,16 @@ class InProcessBackend(kvdock.Backend):
     def devices(self) -> Sequence[torch.device]:
         return [torch.device(name) for name in self._devices]
 
-    def kernels(self) -> Mapping[str, kvdock.Kernel]:
+    def kernels(self) -> Mapping[str, kvdock.plugin.Kernel]:
         self.asked.append("kernels")
         return self._kernels
 
-    def capabilities(self) -> kvdock.Capabilities:
+    def capabilities(self) -> kvdock.plugin.Capabilities:
         self.asked.append("capabilities")
-        return kvdock.Capabilities(priority=self._priority)
+        return kvdock.plugin.Capabilities(priority=self._priority)
 
 
-class CallDescriptor(kvdock.Descriptor):
+class CallDescriptor(kvdock.plugin.Descriptor):
     """A descriptor that is a function."""
 
     def __init__(self, call: Callable[..., None]) -> None:
@@ -67,20 +67,20 @@ class CallDescriptor(kvdock.Descriptor):
         self._call(*args)
 
 
-class CallKernel(kvdock.Kernel):
+class CallKernel(kvdock.plugin.Kernel):
     """A kernel that supports everything and calls a function."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         return ()
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         return CallDescriptor(self._call)
 
 
-def plugin(*backends: object, api: object = kvdock.KVDOCK_API, name: str = "acme_plugin") -> types.ModuleType:
+def plugin(*backends: object, api: object = kvdock.plugin.KVDOCK_API, name: str = "acme_plugin") -> types.ModuleType:
     """Return a module that hands over backends, as an entry point would name it."""
     return module(name, kvdock_backends=lambda: list(backends), KVDOCK_API=api)
 
@@ -89,7 +89,7 @@ def module(module_name: str, **content: Any) -> types.ModuleType:
     """Return a module with this content, whose functions named like a hook are marked as hooks."""
     made = types.ModuleType(module_name)
     for name, value in content.items():
-        setattr(made, name, kvdock.hookimpl(value) if name.startswith("kvdock_") else value)
+        setattr(made, name, kvdock.plugin.hookimpl(value) if name.startswith("kvdock_") else value)
     return made
 
 
@@ -101,7 +101,7 @@ import torch
 KVDOCK_API = (1, 0)
 
 
-class Ours(kvdock.Backend):
+class Ours(kvdock.plugin.Backend):
     name = {name!r}
     device_type = {device_type!r}
 
@@ -118,15 +118,15 @@ class Ours(kvdock.Backend):
         return {{}}
 
     def capabilities(self):
-        return kvdock.Capabilities(priority=kvdock.Priority.{priority})
+        return kvdock.plugin.Capabilities(priority=kvdock.plugin.Priority.{priority})
 
 
-@kvdock.hookimpl
+@kvdock.plugin.hookimpl
 def kvdock_backends():
     return [Ours()]
 """
 
 
-def source(name: str, *, device_type: str = "acme", probe: str = "return kvdock.Probe.ready()", priority: str = "NORMAL") -> str:
+def source(name: str, *, device_type: str = "acme", probe: str = "return kvdock.plugin.Probe.ready()", priority: str = "NORMAL") -> str:
     """Return the source of a plugin module with one backend, on the device that torch calls meta."""
     return SOURCE.format(name=name, device_type=device_type, probe=probe, priority=priority)

@@ -1,15 +1,17 @@
 """kvdock: one KV-cache layer for LLM engines on any accelerator, and one contract for hardware vendors to plug into.
 
 Above it sits an engine, below it kernels that plugins bring. Importing it touches no device and loads no plugin; backends
-are found at the first use. Names are imported when they are first asked for (PEP 562): beside `import torch`, importing all of
-kvdock would cost another tenth of a second, twice that with the garbage collection that it sets off.
+are found at the first use. What an engine needs is here; what a plugin needs is in `kvdock.plugin`. Names are imported when
+they are first asked for (PEP 562): beside `import torch`, importing all of kvdock would cost another tenth of a second, twice
+that with the garbage collection that it sets off.
 """
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvdock import ops
+    from kvdock import ops, plugin
     from kvdock.cache.factory import create_cache
     from kvdock.cache.interface import Cache, CacheConfig
     from kvdock.cache.paged import PagedKVCache, PagedKVCacheConfig
@@ -30,52 +32,29 @@ if TYPE_CHECKING:
         KVDockWarning,
         NoBackendError,
         OutOfBlocksError,
-        PluginError,
         StaleHandleError,
         UnsupportedError,
         WrongThreadError,
     )
-    from kvdock.interface import (
-        HOST_INT,
-        KVDOCK_API,
-        Backend,
-        Capabilities,
-        Descriptor,
-        Kernel,
-        Priority,
-        Probe,
-        ProbeState,
-        Request,
-        TensorMeta,
-    )
     from kvdock.layout import HeadLayout, KVCacheLayout
     from kvdock.ops.dispatcher import OpDispatcher
     from kvdock.ops.modes import debug, use_backend
-    from kvdock.plugins.hookspecs import hookimpl
     from kvdock.prefix.factory import create_prefix_cache
-    from kvdock.prefix.interface import PrefixCache
     from kvdock.rank import RankInfo
     from kvdock.runtime import Runtime
     from kvdock.scheduler.cache_manager import CacheManager
-    from kvdock.spec import COPY_DTYPES, QUANTISED_DTYPES, KVSpec, LayerSpec, MLALayerSpec
+    from kvdock.spec import KVSpec, LayerSpec, MLALayerSpec
 
 __all__ = [
-    "COPY_DTYPES",
-    "HOST_INT",
-    "KVDOCK_API",
-    "QUANTISED_DTYPES",
     "AmbiguousBackendError",
     "ArgumentTypeError",
     "ArgumentValueError",
-    "Backend",
     "BackendError",
     "BackendUnavailableError",
     "Cache",
     "CacheConfig",
     "CacheManager",
-    "Capabilities",
     "CapacityError",
-    "Descriptor",
     "DroppedCacheError",
     "HeadLayout",
     "IndexRangeError",
@@ -84,7 +63,6 @@ __all__ = [
     "KVDockError",
     "KVDockWarning",
     "KVSpec",
-    "Kernel",
     "LRUDescriptorCache",
     "LayerSpec",
     "MLALayerSpec",
@@ -93,26 +71,19 @@ __all__ = [
     "OutOfBlocksError",
     "PagedKVCache",
     "PagedKVCacheConfig",
-    "PluginError",
-    "PrefixCache",
-    "Priority",
-    "Probe",
-    "ProbeState",
     "RankInfo",
-    "Request",
     "Runtime",
     "ShardedKVCache",
     "StaleHandleError",
     "StaticKVCache",
     "StaticKVCacheConfig",
-    "TensorMeta",
     "UnsupportedError",
     "WrongThreadError",
     "create_cache",
     "create_prefix_cache",
     "debug",
-    "hookimpl",
     "ops",
+    "plugin",
     "use_backend",
 ]
 
@@ -128,21 +99,27 @@ _HOMES = {
     "kvdock.errors": (
         "AmbiguousBackendError ArgumentTypeError ArgumentValueError BackendError BackendUnavailableError CapacityError "
         "DroppedCacheError IndexRangeError IntegrityError KVDockError KVDockWarning NoBackendError OutOfBlocksError "
-        "PluginError StaleHandleError UnsupportedError WrongThreadError"
+        "StaleHandleError UnsupportedError WrongThreadError"
     ),
-    "kvdock.interface": ("HOST_INT KVDOCK_API Backend Capabilities Descriptor Kernel Priority Probe ProbeState Request TensorMeta"),
     "kvdock.layout": "HeadLayout KVCacheLayout",
     "kvdock.ops.dispatcher": "OpDispatcher",
     "kvdock.ops.modes": "debug use_backend",
-    "kvdock.plugins.hookspecs": "hookimpl",
     "kvdock.prefix.factory": "create_prefix_cache",
-    "kvdock.prefix.interface": "PrefixCache",
     "kvdock.rank": "RankInfo",
     "kvdock.runtime": "Runtime",
     "kvdock.scheduler.cache_manager": "CacheManager",
-    "kvdock.spec": "COPY_DTYPES QUANTISED_DTYPES KVSpec LayerSpec MLALayerSpec",
+    "kvdock.spec": "KVSpec LayerSpec MLALayerSpec",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
+
+_OLD = {
+    "kvdock.plugin": (
+        "COPY_DTYPES HOST_INT KVDOCK_API QUANTISED_DTYPES Backend Capabilities Descriptor Kernel PluginError PrefixCache Priority "
+        "Probe ProbeState Request TensorMeta hookimpl"
+    ),
+}
+"""Names that have moved, by their new place. Until 0.2 they are found here too, with a warning."""
+_MOVED = {name: module for module, names in _OLD.items() for name in names.split()}
 
 
 if not TYPE_CHECKING:  # a type checker would take any name for granted
@@ -152,6 +129,11 @@ if not TYPE_CHECKING:  # a type checker would take any name for granted
         if name in _HOME:
             value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
             return value
+        if name in _MOVED:
+            place = _MOVED[name]
+            text = f"kvdock.{name} has moved to {place}.{name}, and leaves its old place with kvdock 0.2"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            return getattr(importlib.import_module(place), name)
         try:
             return importlib.import_module(f"kvdock.{name}")
         except ModuleNotFoundError as error:

@@ -21,7 +21,7 @@ from kvdock_conformance.checking.target import HOST
 __all__ = ["STAND_INS", "ReferenceKernel", "StandIn", "register", "register_backend"]
 
 
-class StandIn(kvdock.Backend):
+class StandIn(kvdock.plugin.Backend):
     """A backend on host memory that is only used when it is asked for by name.
 
     Args:
@@ -31,13 +31,13 @@ class StandIn(kvdock.Backend):
 
     device_type = "stand_in"
 
-    def __init__(self, name: str, kernels: Mapping[str, kvdock.Kernel]) -> None:
+    def __init__(self, name: str, kernels: Mapping[str, kvdock.plugin.Kernel]) -> None:
         self.name = name
         self._kernels = kernels
 
-    def probe(self) -> kvdock.Probe:
+    def probe(self) -> kvdock.plugin.Probe:
         """Report ready."""
-        return kvdock.Probe.ready("brought by kvdock_conformance")
+        return kvdock.plugin.Probe.ready("brought by kvdock_conformance")
 
     def claims(self, device: torch.device) -> bool:
         """Claim nothing: it is in nobody's way."""
@@ -47,12 +47,12 @@ class StandIn(kvdock.Backend):
         """List the host."""
         return [HOST]
 
-    def kernels(self) -> Mapping[str, kvdock.Kernel]:
+    def kernels(self) -> Mapping[str, kvdock.plugin.Kernel]:
         """Return the kernels."""
         return self._kernels
 
 
-class _ReferenceDescriptor(kvdock.Descriptor):
+class _ReferenceDescriptor(kvdock.plugin.Descriptor):
     """Checks index values as any kernel on host memory does, and runs the reference."""
 
     def __init__(self, op: str) -> None:
@@ -66,20 +66,20 @@ class _ReferenceDescriptor(kvdock.Descriptor):
         self._reference(*(value for arg, value in zip(self._schema.args, args, strict=True) if arg.scale_of is None))
 
 
-class ReferenceKernel(kvdock.Kernel):
+class ReferenceKernel(kvdock.plugin.Kernel):
     """The slow reference of an op as a kernel."""
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         """Serve what stores bits as they come."""
         dtype = request.tensor("k_cache").dtype
-        return [f"the reference does not say what a quantised cache ({dtype}) holds"] if dtype in kvdock.QUANTISED_DTYPES else []
+        return [f"the reference does not say what a quantised cache ({dtype}) holds"] if dtype in kvdock.plugin.QUANTISED_DTYPES else []
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         """Return a plan, which holds nothing."""
         return _ReferenceDescriptor(request.op)
 
 
-STAND_INS: Mapping[str, Callable[[], kvdock.Backend]] = MappingProxyType(
+STAND_INS: Mapping[str, Callable[[], kvdock.plugin.Backend]] = MappingProxyType(
     {
         "reference": lambda: StandIn("reference", {op: ReferenceKernel() for op in CATALOG if hasattr(reference, op)}),
         "portable-kernels": lambda: StandIn("portable-kernels", PORTABLE_KERNELS),
@@ -88,7 +88,7 @@ STAND_INS: Mapping[str, Callable[[], kvdock.Backend]] = MappingProxyType(
 """Makers of the kit's own backends by name."""
 
 
-def register_backend(backend: kvdock.Backend) -> None:
+def register_backend(backend: kvdock.plugin.Backend) -> None:
     """Put a backend into the process's registry, as a plugin of its own.
 
     Raises:
@@ -96,12 +96,12 @@ def register_backend(backend: kvdock.Backend) -> None:
         PluginError: it does not keep to the contract.
     """
     plugin = ModuleType("kvdock_conformance.stand_in")
-    vars(plugin).update(KVDOCK_API=kvdock.KVDOCK_API, kvdock_backends=kvdock.hookimpl(_hook(backend)))
+    vars(plugin).update(KVDOCK_API=kvdock.plugin.KVDOCK_API, kvdock_backends=kvdock.plugin.hookimpl(_hook(backend)))
     runtime.default().registry.register(plugin, f"kvdock_conformance:{backend.name}")
 
 
-def _hook(backend: kvdock.Backend) -> Callable[[], list[kvdock.Backend]]:
-    def kvdock_backends() -> list[kvdock.Backend]:
+def _hook(backend: kvdock.plugin.Backend) -> Callable[[], list[kvdock.plugin.Backend]]:
+    def kvdock_backends() -> list[kvdock.plugin.Backend]:
         return [backend]
 
     return kvdock_backends

@@ -17,10 +17,15 @@ from support_sources import BACKENDS, CORE, ROOT, circle, modules_below
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 FOLDERS = sorted(folder for folder in BACKENDS.iterdir() if folder.is_dir())
 REGISTERED = [folder for folder in FOLDERS if not folder.name.startswith("_")]
-HELPERS = {
-    "kvdock.ops.hostcheck": "checks of index values on the host, with the errors of the contract; documented for third parties",
-}
-"""Modules of kvdock that a backend may import beside the package itself, and why."""
+DOOR = "kvdock.plugin"
+"""The one module of kvdock that a plugin imports."""
+
+PLUGINS = [
+    *(folder for folder in FOLDERS),
+    CORE / "kvdock_conformance" / "new_backend" / "template",
+    *(ROOT / "examples" / name for name in ("acme_backend/src", "torch_devices")),
+]
+"""Where the sources of plugins lie: kvdock's own backends, what the scaffold writes, and the examples."""
 
 
 def package_of(folder: Path) -> str:
@@ -53,14 +58,19 @@ def test_a_backend_imports_only_kvdock(folder: Path) -> None:
     # attrs and numpy are kvdock's own requirements; the Triton library keeps its settings in the one, its interpreter needs the other.
     shared = {"kvdock_triton", "triton", "attrs", "numpy"} if folder.name in ("cuda", "rocm", "_triton") else set()
     allowed = {"torch", "kvdock", own} | shared | sys.stdlib_module_names
-    known = {module.name for module in modules_below(CORE)}
     for module in modules_below(folder):
         for line, name in module.imports():
             assert name.split(".")[0] in allowed, f"{module.where}:{line} imports {name}"
-            if name.split(".")[0] == "kvdock":
-                source = name if name in known else name.rpartition(".")[0]
-                assert source == "kvdock" or source in HELPERS, f"{module.where}:{line} imports from {source}"
-                assert source in HELPERS or name == "kvdock" or name.split(".")[1] in kvdock.__all__, name
+
+
+@pytest.mark.parametrize("folder", PLUGINS, ids=lambda folder: folder.relative_to(ROOT).as_posix())
+def test_a_plugin_takes_of_kvdock_what_is_behind_one_door(folder: Path) -> None:
+    modules = list(modules_below(folder))
+    names = [(module.where, line, name) for module in modules for line, name in module.imports() if name.split(".")[0] == "kvdock"]
+    assert names
+    for where, line, name in names:
+        assert name.rpartition(".")[0] == DOOR, f"{where}:{line} imports {name}"
+        assert name.rpartition(".")[2] in kvdock.plugin.__all__, f"{where}:{line}: {name}"
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
@@ -71,7 +81,7 @@ def test_no_module_of_a_backend_is_in_a_circle(folder: Path) -> None:
 @pytest.mark.parametrize("folder", REGISTERED, ids=lambda folder: folder.name)
 def test_the_entry_module_states_version_and_hook(folder: Path) -> None:
     entry = importlib.import_module(package_of(folder))
-    assert entry.KVDOCK_API == kvdock.KVDOCK_API
+    assert entry.KVDOCK_API == kvdock.plugin.KVDOCK_API
     assert entry.__all__ == ["KVDOCK_API", "kvdock_backends"]
     backends = entry.kvdock_backends()
     assert [type(backend).__module__ for backend in backends] == [f"{package_of(folder)}.backend"]
@@ -84,7 +94,7 @@ def test_the_same_file_names_in_every_folder(folder: Path) -> None:
     stems = {name.removesuffix("_") for name in CATALOG}
     kernels = {path.removesuffix(".py") for path in files(folder)} & stems
     (backend,) = importlib.import_module(package_of(folder)).kvdock_backends()
-    if backend.probe().state is kvdock.ProbeState.READY or folder.name == "cpu":
+    if backend.probe().state is kvdock.plugin.ProbeState.READY or folder.name == "cpu":
         assert kernels == {name.removesuffix("_") for name in backend.kernels()}, "one file per op, under the op's name"
 
 

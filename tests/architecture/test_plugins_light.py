@@ -17,7 +17,7 @@ ENTRY_POINTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text
 CODE = """
 import json, sys
 import kvdock
-for public in kvdock.__all__:  # which are imported when they are asked for
+for public in kvdock.__all__:  # which are imported when they are asked for: kvdock.plugin, which plugins import, is one
     getattr(kvdock, public)
 early = [name for name in sys.modules if name.split(".")[0] == "triton" or name.split(".")[0] in sys.argv[2:]]
 before, touched = set(sys.modules), []

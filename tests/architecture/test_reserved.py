@@ -41,15 +41,15 @@ REFUSED: dict[str, tuple[type[kvdock.KVDockError], list[Callable[[], Any]]]] = {
     ),
     "k_scale": (kvdock.ArgumentValueError, [lambda: scaled(k_scale=ONE)]),
     "v_scale": (kvdock.ArgumentValueError, [lambda: scaled(v_scale=ONE)]),
-    "kvdock.QUANTISED_DTYPES": (
+    "kvdock.plugin.QUANTISED_DTYPES": (
         kvdock.UnsupportedError,
-        [lambda dtype=dtype: kvdock.PagedKVCacheConfig(num_blocks=1, cache_dtype=dtype) for dtype in kvdock.QUANTISED_DTYPES],
+        [lambda dtype=dtype: kvdock.PagedKVCacheConfig(num_blocks=1, cache_dtype=dtype) for dtype in kvdock.plugin.QUANTISED_DTYPES],
     ),
     "PagedKVCacheConfig.cache_dtype": (
         kvdock.UnsupportedError,
         [
             lambda dtype=dtype: kvdock.create_cache(SPEC, kvdock.PagedKVCacheConfig(num_blocks=1, cache_dtype=dtype), CPU)
-            for dtype in kvdock.COPY_DTYPES
+            for dtype in kvdock.plugin.COPY_DTYPES
             if dtype != SPEC.dtype
         ],
     ),

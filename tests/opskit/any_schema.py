@@ -157,12 +157,12 @@ def expect(schema: OpSchema, args: Mapping[str, Any], copy: Copy) -> dict[str, t
     return {arg.name: twins[arg.name] for arg in schema.mutated if args[arg.name] is not None}
 
 
-class _Computing(kvdock.Descriptor):
+class _Computing(kvdock.plugin.Descriptor):
     """Computes with the static values that it was prepared for. Where it may settle calls, those have addresses only."""
 
     uses_autograd = False
 
-    def __init__(self, schema: OpSchema, request: kvdock.Request, kernel: AnyKernel) -> None:
+    def __init__(self, schema: OpSchema, request: kvdock.plugin.Request, kernel: AnyKernel) -> None:
         self._schema, self._request, self._kernel = schema, request, kernel
         self._static = {arg.name: request.args[arg.name] for arg in schema.args if arg.role is STATIC}
 
@@ -202,7 +202,7 @@ def _tensor_at(at: int, like: torch.Tensor, shape: Sequence[int]) -> torch.Tenso
     return torch.from_numpy(np.asarray(SimpleNamespace(__array_interface__=described)))
 
 
-class AnyKernel(kvdock.Kernel):
+class AnyKernel(kvdock.plugin.Kernel):
     """A kernel for these schemas.
 
     Args:
@@ -219,10 +219,10 @@ class AnyKernel(kvdock.Kernel):
         self.found: list[float] = []
         self.calls = self.fixed = self.launches = 0
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         return ()
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         return _Computing(self.schema, request, self)
 
 
@@ -237,8 +237,8 @@ def op_of(
     counting = CountingKernel(kernel)
 
     class Backend(InProcessBackend):
-        def capabilities(self) -> kvdock.Capabilities:
-            return kvdock.Capabilities(dtypes=dtypes)
+        def capabilities(self) -> kvdock.plugin.Capabilities:
+            return kvdock.plugin.Capabilities(dtypes=dtypes)
 
     backend = Backend("any", claims=("cpu",), devices=("cpu",), kernels={schema.name: kernel if fixes else counting})
     runtime = runtime_of(backend)

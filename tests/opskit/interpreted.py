@@ -46,14 +46,14 @@ class AcmeBackend(TritonBackend):
 class DevicePairsBackend(AcmeBackend):
     """One that takes block pairs in host memory for pairs on its device, which only the kernel can check."""
 
-    def kernels(self) -> Mapping[str, kvdock.Kernel]:
+    def kernels(self) -> Mapping[str, kvdock.plugin.Kernel]:
         from kvdock_triton.copy_blocks import CopyBlocks, CopyBlocksDescriptor
 
         class OnDevice(CopyBlocksDescriptor):
             __call__ = CopyBlocksDescriptor.run
 
         class DevicePairs(CopyBlocks):
-            def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+            def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
                 made = super().prepare(request)
                 made.__class__ = OnDevice
                 return made

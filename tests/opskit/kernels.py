@@ -15,17 +15,17 @@ from support_plugins import QUIET, InProcessBackend, plugin
 __all__ = ["CountingKernel", "counting_runtime", "runtime_of"]
 
 
-class _CountedDescriptor(kvdock.Descriptor):
+class _CountedDescriptor(kvdock.plugin.Descriptor):
     """A descriptor that reports when it is destroyed."""
 
-    def __init__(self, inner: kvdock.Descriptor, destroyed: list[kvdock.Request], request: kvdock.Request) -> None:
+    def __init__(self, inner: kvdock.plugin.Descriptor, destroyed: list[kvdock.plugin.Request], request: kvdock.plugin.Request) -> None:
         self._inner = inner
         self._destroyed = destroyed
         self._request = request
 
     def __call__(self, *args: Any) -> None:
         for (name, meta), value in zip(self._request.args.items(), args, strict=True):
-            if isinstance(meta, kvdock.TensorMeta):
+            if isinstance(meta, kvdock.plugin.TensorMeta):
                 assert_as_promised(f"{self._request.op}: {name}", meta, value)
         self._inner(*args)
 
@@ -34,23 +34,23 @@ class _CountedDescriptor(kvdock.Descriptor):
         self._inner.destroy()
 
 
-class CountingKernel(kvdock.Kernel):
+class CountingKernel(kvdock.plugin.Kernel):
     """Another kernel that keeps a list of what it was asked to prepare, and of what was destroyed."""
 
-    def __init__(self, inner: kvdock.Kernel) -> None:
+    def __init__(self, inner: kvdock.plugin.Kernel) -> None:
         self.inner = inner
-        self.prepared: list[kvdock.Request] = []
-        self.destroyed: list[kvdock.Request] = []
+        self.prepared: list[kvdock.plugin.Request] = []
+        self.destroyed: list[kvdock.plugin.Request] = []
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         return self.inner.supports(request)
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         self.prepared.append(request)
         return _CountedDescriptor(self.inner.prepare(request), self.destroyed, request)
 
 
-def assert_as_promised(subject: str, meta: kvdock.TensorMeta, tensor: torch.Tensor) -> None:
+def assert_as_promised(subject: str, meta: kvdock.plugin.TensorMeta, tensor: torch.Tensor) -> None:
     """Compare a tensor with what a kernel was told that it may rely on."""
     size, steps = tensor.element_size(), zip(tensor.shape, tensor.stride(), strict=True)
     assert tensor.dtype == meta.dtype, subject
@@ -64,7 +64,7 @@ def assert_as_promised(subject: str, meta: kvdock.TensorMeta, tensor: torch.Tens
         assert not any(step % meta.alignment for step in runtime), f"{subject}: alignment {meta.alignment}, steps {runtime}"
 
 
-def runtime_of(*backends: kvdock.Backend) -> kvdock.Runtime:
+def runtime_of(*backends: kvdock.plugin.Backend) -> kvdock.Runtime:
     """Return a runtime with these backends of one plugin, and nothing else."""
     registry = Registry(QUIET)
     registry.register(plugin(*backends), "made by a test")
@@ -72,7 +72,7 @@ def runtime_of(*backends: kvdock.Backend) -> kvdock.Runtime:
 
 
 def counting_runtime(
-    device: str = "cpu", kernels: Mapping[str, kvdock.Kernel] = PORTABLE_KERNELS
+    device: str = "cpu", kernels: Mapping[str, kvdock.plugin.Kernel] = PORTABLE_KERNELS
 ) -> tuple[kvdock.Runtime, dict[str, CountingKernel]]:
     """Return a runtime whose one backend counts what it prepares, and its kernels."""
     counting = {op: CountingKernel(kernel) for op, kernel in kernels.items()}

@@ -48,7 +48,7 @@ class Target:
         return _runtime(self.name)
 
     @property
-    def kernels(self) -> Mapping[str, kvdock.Kernel]:
+    def kernels(self) -> Mapping[str, kvdock.plugin.Kernel]:
         """The kernels that serve its ops."""
         device = torch.device(self.device_name)
         return self.runtime.dispatcher.choose("paged_caching_", device, None).kernels or PORTABLE_KERNELS
@@ -95,10 +95,10 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _DeviceCopyBlocks(kvdock.Descriptor):
+class _DeviceCopyBlocks(kvdock.plugin.Descriptor):
     """Portable `copy_blocks_` that takes pairs in host memory for pairs on a device."""
 
-    def __init__(self, inner: kvdock.Descriptor) -> None:
+    def __init__(self, inner: kvdock.plugin.Descriptor) -> None:
         self._inner = inner
 
     def __call__(self, *args: Any) -> None:
@@ -106,13 +106,13 @@ class _DeviceCopyBlocks(kvdock.Descriptor):
             self._inner(*args)
 
 
-class _DeviceKernel(kvdock.Kernel):
+class _DeviceKernel(kvdock.plugin.Kernel):
     """A portable kernel whose plans never read an index tensor, as on a device."""
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         return PORTABLE_KERNELS[request.op].supports(request)
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         prepared = PORTABLE_KERNELS[request.op].prepare(request)
         if isinstance(prepared, copy_blocks.CopyBlocksDescriptor):
             return _DeviceCopyBlocks(prepared)
@@ -120,7 +120,7 @@ class _DeviceKernel(kvdock.Kernel):
         return type(prepared)(request.op, SKIPPED.prepare(request.device), on_host=False)
 
 
-DEVICE_KERNELS: Mapping[str, kvdock.Kernel] = {op: _DeviceKernel() for op in PORTABLE_KERNELS}
+DEVICE_KERNELS: Mapping[str, kvdock.plugin.Kernel] = {op: _DeviceKernel() for op in PORTABLE_KERNELS}
 """Portable kernels on host memory that skip and count what is out of range, as on a device."""
 
 

@@ -35,7 +35,7 @@ class Unfinished(PrefixCache):
         self.block_size = block_size
 
 
-@kvdock.hookimpl
+@kvdock.plugin.hookimpl
 def kvdock_prefix_caches():
     return {"acme-tree": Theirs, "acme-old": OfLongAgo, "acme-begun": Unfinished}
 """

@@ -17,7 +17,7 @@ class Theirs(NaivePrefixCache):
     pass
 
 
-@kvdock.hookimpl
+@kvdock.plugin.hookimpl
 def kvdock_prefix_caches():
     return {names}
 """

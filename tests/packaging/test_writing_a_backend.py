@@ -62,6 +62,6 @@ def test_excerpts_are_what_the_example_has(language: str, text: str) -> None:
 
 def test_every_method_of_the_contract_is_mentioned() -> None:
     text = read(PAGE)
-    for kind in (kvdock.Backend, kvdock.Kernel):
+    for kind in (kvdock.plugin.Backend, kvdock.plugin.Kernel):
         for name in vars(kind):
             assert name.startswith("_") or f"`{name}`" in text, name

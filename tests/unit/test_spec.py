@@ -89,11 +89,11 @@ def test_uniform_names_a_wrong_number_of_layers(num_layers: Any) -> None:
 
 
 def test_the_dtypes_are_those_that_are_stored() -> None:
-    assert set(kvdock.COPY_DTYPES) == {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8}
-    assert not set(kvdock.COPY_DTYPES) & set(kvdock.QUANTISED_DTYPES)
-    for dtype in kvdock.COPY_DTYPES:
+    assert set(kvdock.plugin.COPY_DTYPES) == {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8}
+    assert not set(kvdock.plugin.COPY_DTYPES) & set(kvdock.plugin.QUANTISED_DTYPES)
+    for dtype in kvdock.plugin.COPY_DTYPES:
         assert check_cache_dtype("x", dtype) is dtype
-    for dtype in kvdock.QUANTISED_DTYPES:
+    for dtype in kvdock.plugin.QUANTISED_DTYPES:
         with pytest.raises(kvdock.UnsupportedError, match=f"^x: .*{dtype}"):
             check_cache_dtype("x", dtype)
 

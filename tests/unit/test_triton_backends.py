@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kvdock
-from kvdock.ops.hostcheck import pairs_on_device
+from kvdock.ops.index_values import pairs_on_device
 from kvdock_cuda.backend import CudaBackend
 from kvdock_cuda.driver import driver_version
 from kvdock_rocm.backend import RocmBackend
@@ -43,7 +43,7 @@ class Gpu(CudaBackend):
 @has_triton
 @pytest.mark.parametrize("driver", [(13, 0), (12, 9), (14, 1), None], ids=str)
 def test_a_driver_that_is_new_enough(driver: tuple[int, int] | None) -> None:
-    assert Gpu(lambda: driver, "12.8").probe() == kvdock.Probe.ready("1 device(s)")
+    assert Gpu(lambda: driver, "12.8").probe() == kvdock.plugin.Probe.ready("1 device(s)")
 
 
 @pytest.mark.parametrize("driver", [(12, 9), (11, 4)], ids=str)
@@ -58,9 +58,9 @@ def test_a_driver_that_is_too_old(driver: tuple[int, int]) -> None:
 
 
 def test_a_torch_without_the_hardware_is_no_fault() -> None:
-    assert CudaBackend(lambda: (11, 0), None).probe() == kvdock.Probe.absent(f"torch {torch.__version__} is built without CUDA")
+    assert CudaBackend(lambda: (11, 0), None).probe() == kvdock.plugin.Probe.absent(f"torch {torch.__version__} is built without CUDA")
     if torch.version.hip is None:
-        assert RocmBackend().probe() == kvdock.Probe.absent(f"torch {torch.__version__} is built without ROCm")
+        assert RocmBackend().probe() == kvdock.plugin.Probe.absent(f"torch {torch.__version__} is built without ROCm")
         assert not RocmBackend().claims(torch.device("cuda"))
 
 
@@ -70,7 +70,7 @@ class Blind(CudaBackend):
     module = SimpleNamespace(device_count=lambda: 0)
 
 
-NO_DEVICE = kvdock.Probe.absent("no cuda device is visible (device_count() is 0)")
+NO_DEVICE = kvdock.plugin.Probe.absent("no cuda device is visible (device_count() is 0)")
 
 
 def silent() -> None:
@@ -85,15 +85,15 @@ def test_no_visible_device_is_no_fault(driver: tuple[int, int] | None) -> None:
 def test_a_driver_at_fault_is_not_taken_for_no_device() -> None:
     """Torch counts no device then."""
     probe = Blind(lambda: (12, 9), "13.0").probe()
-    assert (probe.state, probe.reason[:31]) == (kvdock.ProbeState.UNUSABLE, "the driver supports CUDA 12.9, ")
+    assert (probe.state, probe.reason[:31]) == (kvdock.plugin.ProbeState.UNUSABLE, "the driver supports CUDA 12.9, ")
     probe = Blind(silent, "13.0").probe()
     text = "the NVIDIA driver does not answer: Driver/library version mismatch. Fix: see what nvidia-smi says"
-    assert (probe.state, probe.reason[: len(text)]) == (kvdock.ProbeState.UNUSABLE, text)
+    assert (probe.state, probe.reason[: len(text)]) == (kvdock.plugin.ProbeState.UNUSABLE, text)
 
 
 @has_triton
 def test_a_driver_that_says_nothing_is_no_fault_where_torch_counts_devices() -> None:
-    assert Gpu(silent, "13.0").probe() == kvdock.Probe.ready("1 device(s)")
+    assert Gpu(silent, "13.0").probe() == kvdock.plugin.Probe.ready("1 device(s)")
 
 
 @pytest.mark.parametrize("value", ["", "-1"])
@@ -148,7 +148,7 @@ def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, code: in
 
 
 @pytest.mark.parametrize("backend", [Gpu(lambda: (13, 0), "13.0"), AcmeBackend()], ids=["cuda", "acme"])
-def test_without_triton(monkeypatch: pytest.MonkeyPatch, backend: kvdock.Backend) -> None:
+def test_without_triton(monkeypatch: pytest.MonkeyPatch, backend: kvdock.plugin.Backend) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)  # as where it is not installed
     runtime = runtime_of(backend)
     *_, record = runtime.registry.records()
@@ -176,7 +176,7 @@ class Counting(AcmeBackend):
     def kernels(self) -> Any:
         from kvdock_triton.written import Launch
 
-        def launch(spec: Any, request: kvdock.Request) -> Launch:
+        def launch(spec: Any, request: kvdock.plugin.Request) -> Launch:
             self.specs.append(spec)
             note = {"run": lambda *args: self.launched.append(args)}
             return Launch([name for name, _ in spec.types], ["run({grid}, {arguments})"], note)
@@ -243,7 +243,7 @@ def test_blocks_in_one_piece_share_a_kernel_whatever_their_order(counting: Count
 def test_pairs_in_host_memory_are_launched_with_as_pairs_on_device_returns_them(
     counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes care of pinned ones: see `test_hostcheck`. Here the device's memory is the host's, so a copy stands for its result."""
+    """It takes care of pinned ones: see `test_index_values`. Here the device's memory is the host's, so a copy stands for its result."""
     pools, pairs, made = G.pools(Memory()), torch.arange(40).view(20, 2), list[torch.Tensor]()
 
     def copied(op: str, given: torch.Tensor, num_blocks: int, device: torch.device) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-import kvdock
+from kvdock.plugin import HOST_INT, Request, TensorMeta
 from kvdock_triton import copy_blocks, gather_paged, paged_caching, static_update
 from kvdock_triton.launch import KernelSpec
 from kvdock_triton.support import row_bytes
@@ -58,41 +58,41 @@ class Case:
     spec: Callable[[Tuning], KernelSpec]
 
 
-def _pool(geometry: Geometry, name: str, alignment: int, hnd: bool = False) -> kvdock.TensorMeta:
+def _pool(geometry: Geometry, name: str, alignment: int, hnd: bool = False) -> TensorMeta:
     """Return a paged cache, its blocks ordered by slots and then heads, or the other way round (``hnd``)."""
     heads, dim = geometry.heads, geometry.k_dim if name == "k" else geometry.v_dim
     inner = (dim, _BLOCK_SIZE * dim) if hnd else (heads * dim, dim)
-    return kvdock.TensorMeta(_DTYPE, (_BLOCKS, _BLOCK_SIZE, heads, dim), (_BLOCK_SIZE * heads * dim, *inner, 1), alignment)
+    return TensorMeta(_DTYPE, (_BLOCKS, _BLOCK_SIZE, heads, dim), (_BLOCK_SIZE * heads * dim, *inner, 1), alignment)
 
 
-def _static_pool(geometry: Geometry, name: str, alignment: int) -> kvdock.TensorMeta:
+def _static_pool(geometry: Geometry, name: str, alignment: int) -> TensorMeta:
     """Return a static cache."""
     heads, dim = geometry.heads, geometry.k_dim if name == "k" else geometry.v_dim
-    return kvdock.TensorMeta(_DTYPE, (8, heads, _ROWS, dim), (heads * _ROWS * dim, _ROWS * dim, dim, 1), alignment)
+    return TensorMeta(_DTYPE, (8, heads, _ROWS, dim), (heads * _ROWS * dim, _ROWS * dim, dim, 1), alignment)
 
 
-def _rows(geometry: Geometry, name: str, alignment: int, lead: int) -> kvdock.TensorMeta:
+def _rows(geometry: Geometry, name: str, alignment: int, lead: int) -> TensorMeta:
     """Return rows of tokens with ``lead`` run-time dimensions before heads."""
     dim = geometry.k_dim if name == "k" else geometry.v_dim
-    return kvdock.TensorMeta(_DTYPE, (*[None] * lead, geometry.heads, dim), None, alignment)
+    return TensorMeta(_DTYPE, (*[None] * lead, geometry.heads, dim), None, alignment)
 
 
-def _new(geometry: Geometry, name: str, alignment: int) -> kvdock.TensorMeta:
+def _new(geometry: Geometry, name: str, alignment: int) -> TensorMeta:
     """Return new keys or values of `static_update_`: ``[b, heads, s, dim]``."""
-    return kvdock.TensorMeta(_DTYPE, (None, geometry.heads, None, geometry.k_dim if name == "k" else geometry.v_dim), None, alignment)
+    return TensorMeta(_DTYPE, (None, geometry.heads, None, geometry.k_dim if name == "k" else geometry.v_dim), None, alignment)
 
 
-def _index(*shape: int | None, dtype: torch.dtype = torch.int64) -> kvdock.TensorMeta:
+def _index(*shape: int | None, dtype: torch.dtype = torch.int64) -> TensorMeta:
     """Return an index tensor."""
-    return kvdock.TensorMeta(dtype, shape, None, dtype.itemsize)
+    return TensorMeta(dtype, shape, None, dtype.itemsize)
 
 
-def _request(op: str, **args: Any) -> kvdock.Request:
+def _request(op: str, **args: Any) -> Request:
     """Return a request."""
-    return kvdock.Request(op, torch.device("cpu"), args)
+    return Request(op, torch.device("cpu"), args)
 
 
-def _paged_spec(request: kvdock.Request, number: int) -> Callable[[Tuning], KernelSpec]:
+def _paged_spec(request: Request, number: int) -> Callable[[Tuning], KernelSpec]:
     """Return what makes one of the two specs of `paged_caching_`."""
     return lambda tuning: paged_caching.specs_for(request, tuning)[number]
 
@@ -125,7 +125,7 @@ def _static(geometry: Geometry, alignment: int, from_tensor: bool) -> Case:
         "static_update_",
         **{f"{name}_cache": _static_pool(geometry, name, alignment) for name in ("k", "v")},
         **{name: _new(geometry, name, alignment) for name in ("k", "v")},
-        cache_lengths=_index(None) if from_tensor else kvdock.HOST_INT,
+        cache_lengths=_index(None) if from_tensor else HOST_INT,
     )
     return Case(
         "static_update_",
@@ -153,7 +153,7 @@ def _gather(geometry: Geometry, alignment: int, lead: int, hnd: bool) -> Case:
     )
 
 
-def _copy_spec(request: kvdock.Request, number: int) -> Callable[[Tuning], KernelSpec]:
+def _copy_spec(request: Request, number: int) -> Callable[[Tuning], KernelSpec]:
     """Return what makes one of the two specs of `copy_blocks_`."""
     return lambda tuning: copy_blocks.specs_for(request, tuning.copy)[number]
 

@@ -20,20 +20,20 @@ from typing import Any
 
 import torch
 
-import kvdock
+from kvdock.plugin import Backend, Capabilities, Kernel, Probe, SkipCounter
 from kvdock_triton.tuning import DEFAULT, Tuning
 
 __all__ = ["TritonBackend"]
 
 
-class TritonBackend(kvdock.Backend):
+class TritonBackend(Backend):
     """Devices that run Triton kernels. Light to make: Triton itself is imported when kernels are asked for."""
 
     torch_type: str
     """What torch calls its devices: the type of their `torch.device`."""
 
     def __init__(self) -> None:
-        self._counters: dict[torch.device, torch.Tensor] = {}
+        self._skipped = SkipCounter()
 
     def missing(self) -> str:
         """Return why there is no such hardware here; empty if there may be some. Must not open a context."""
@@ -52,19 +52,19 @@ class TritonBackend(kvdock.Backend):
         """Torch's module for these devices, such as `torch.cuda`."""
         return torch.get_device_module(self.torch_type)
 
-    def probe(self) -> kvdock.Probe:
+    def probe(self) -> Probe:
         """Ask the driver, then look for devices, then for Triton."""
         reason = self.missing()
         if reason:
-            return kvdock.Probe.absent(reason)
+            return Probe.absent(reason)
         reason = self.broken()
         if reason:  # asked before devices are counted: torch counts none where the driver does not work
-            return kvdock.Probe.unusable(reason)
+            return Probe.unusable(reason)
         count = self.module.device_count()
         if count == 0:
-            return kvdock.Probe.absent(f"no {self.device_type} device is visible (device_count() is 0)")
+            return Probe.absent(f"no {self.device_type} device is visible (device_count() is 0)")
         reason = _without_triton()
-        return kvdock.Probe.unusable(reason) if reason else kvdock.Probe.ready(f"{count} device(s)")
+        return Probe.unusable(reason) if reason else Probe.ready(f"{count} device(s)")
 
     def claims(self, device: torch.device) -> bool:
         """Claim every device of torch's type, if there is such hardware."""
@@ -74,7 +74,7 @@ class TritonBackend(kvdock.Backend):
         """List the visible devices."""
         return [torch.device(self.torch_type, index) for index in range(self.module.device_count())]
 
-    def kernels(self) -> Mapping[str, kvdock.Kernel]:
+    def kernels(self) -> Mapping[str, Kernel]:
         """Hand over the Triton kernels."""
         from kvdock_triton.kernels import kernels_for
 
@@ -85,9 +85,9 @@ class TritonBackend(kvdock.Backend):
         guard: AbstractContextManager[Any] = self.module.device(device)
         return guard
 
-    def capabilities(self) -> kvdock.Capabilities:
+    def capabilities(self) -> Capabilities:
         """Say that launches may be captured, where torch can tell."""
-        return kvdock.Capabilities(graph_capture=hasattr(self.module, "is_current_stream_capturing"))
+        return Capabilities(graph_capture=hasattr(self.module, "is_current_stream_capturing"))
 
     def notes(self) -> Sequence[str]:
         """Say how kernels are launched."""
@@ -97,21 +97,11 @@ class TritonBackend(kvdock.Backend):
 
     def skip_counter(self, device: torch.device) -> torch.Tensor:
         """Return a device's count of skipped writes, int64 ``[]`` in its memory, which kernels add to."""
-        count = self._counters.get(device)
-        if count is None:
-            with torch.inference_mode(False):
-                made = torch.zeros((), dtype=torch.int64, device=device)
-            self.module.synchronize(device)  # another thread's kernels may run on another stream than these zeros
-            count = self._counters.setdefault(device, made)  # the first thread's, without a lock that a fork could leave held
-        return count
+        return self._skipped.prepare(device)
 
     def skipped_writes(self, device: torch.device) -> int:
         """Return how many writes were skipped on ``device``, by kernels on any of its streams. Synchronises."""
-        count = self._counters.get(device)
-        if count is None:
-            return 0
-        self.module.synchronize(device)
-        return int(count)
+        return self._skipped.read(device)
 
     def is_capturing(self, device: torch.device) -> bool:
         """Whether the current stream of ``device`` is being captured."""

@@ -9,11 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-import kvdock
-from kvdock.ops.hostcheck import live_pairs, pairs_on_device
+from kvdock.plugin import Descriptor, Request, TensorMeta, live_pairs, pairs_on_device, quantised_reasons
 from kvdock_triton.elements import Element, chunk_for, element_for, index_type
 from kvdock_triton.launch import KernelSpec
-from kvdock_triton.support import TritonKernel, ceil_div, quantised_reasons
+from kvdock_triton.support import TritonKernel, ceil_div
 from kvdock_triton.tuning import Tile
 from kvdock_triton.written import Launch
 
@@ -168,7 +167,7 @@ def copy_few_blocks_kernel(
         copy_piece(v_cache, source, to, piece, V_BLOCK, V_OUTER, V_MIDDLE, V_INNER, V_OUTER_STEP, V_MIDDLE_STEP, V_UNIT, V_CHUNK)
 
 
-def _collapsed(pool: kvdock.TensorMeta) -> tuple[tuple[int, int], tuple[int, int], int]:
+def _collapsed(pool: TensorMeta) -> tuple[tuple[int, int], tuple[int, int], int]:
     """Merge what lies together in a block, whatever order its dims are in: outer and middle ``(size, stride)``, and the inner run.
 
     Both blocks have one geometry, so that the order in which a block is copied is free: from the smallest stride to the largest.
@@ -187,7 +186,7 @@ def _collapsed(pool: kvdock.TensorMeta) -> tuple[tuple[int, int], tuple[int, int
     return outer, middle, inner
 
 
-def _pool_constants(pool: kvdock.TensorMeta, element: Element) -> dict[str, int]:
+def _pool_constants(pool: TensorMeta, element: Element) -> dict[str, int]:
     """Return what is constant about one cache."""
     size = pool.dtype.itemsize
     (outer, outer_step), (middle, middle_step), run = _collapsed(pool)
@@ -206,7 +205,7 @@ def _pool_constants(pool: kvdock.TensorMeta, element: Element) -> dict[str, int]
     }
 
 
-def specs_for(request: kvdock.Request, tile: Tile) -> tuple[KernelSpec, KernelSpec]:
+def specs_for(request: Request, tile: Tile) -> tuple[KernelSpec, KernelSpec]:
     """Return what to compile for a request: for pairs in a tensor, and for a few that are passed by value."""
     pointers: dict[str, str] = {}
     constants: dict[str, Any] = {}
@@ -229,13 +228,13 @@ def specs_for(request: kvdock.Request, tile: Tile) -> tuple[KernelSpec, KernelSp
     )
 
 
-class CopyBlocksDescriptor(kvdock.Descriptor):
+class CopyBlocksDescriptor(Descriptor):
     """Launches the kernel; pairs that the host can read are checked before, and brought to the device."""
 
     uses_autograd = False  # memory is moved by address
     notes_capture = True  # a graph needs the compiled kernel alone, which the process keeps
 
-    def __init__(self, request: kvdock.Request, pieces: int, launches: tuple[Launch, Launch], skipped: int) -> None:
+    def __init__(self, request: Request, pieces: int, launches: tuple[Launch, Launch], skipped: int) -> None:
         self._op, self._pieces, self._skipped = request.op, pieces, skipped
         self._launch, self._few = launches
         self._num_blocks = int(request.tensor("k_cache").shape[0] or 0)
@@ -270,11 +269,11 @@ class CopyBlocksDescriptor(kvdock.Descriptor):
 class CopyBlocks(TritonKernel):
     """Prepares `CopyBlocksDescriptor`."""
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: Request) -> Sequence[str]:
         """Serve every cache that stores bits as they come."""
         return quantised_reasons(request)
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: Request) -> Descriptor:
         """Compile both kernels."""
         specs = specs_for(request, self.tuning(request.device).copy)
         launches = self.launch(specs[0], request), self.launch(specs[1], request)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import attrs
 
-import kvdock
+from kvdock.plugin import TensorMeta, common_alignment
 
 __all__ = ["Element", "chunk_for", "element_for", "index_type"]
 
@@ -48,20 +48,14 @@ _ELEMENTS = {
 }
 
 
-def element_for(pool: kvdock.TensorMeta, others: Iterable[kvdock.TensorMeta] = ()) -> Element:
+def element_for(pool: TensorMeta, others: Iterable[TensorMeta] = ()) -> Element:
     """Return the element that divides every address and step of a pool, and of what moves to or from it.
 
     Args:
         pool: a pool: shape and strides known.
         others: tensors of rows; their alignment covers rows and steps.
     """
-    size = pool.dtype.itemsize
-    bits = pool.alignment | int(pool.shape[-1] or 1) * size
-    for stride in (pool.strides or ())[:-1]:
-        bits |= stride * size
-    for other in others:
-        bits |= other.alignment
-    return _ELEMENTS[min(bits & -bits, 16)]
+    return _ELEMENTS[common_alignment(pool, *others)]
 
 
 def chunk_for(elements: int, most: int = 4096) -> int:
@@ -69,6 +63,6 @@ def chunk_for(elements: int, most: int = 4096) -> int:
     return min(1 << max(elements - 1, 1).bit_length(), most)
 
 
-def index_type(meta: kvdock.TensorMeta) -> str:
+def index_type(meta: TensorMeta) -> str:
     """Return the Triton type of a pointer to an index tensor."""
     return f"*i{meta.dtype.itemsize * 8}"

@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-import kvdock
+from kvdock.plugin import Descriptor, Request, quantised_reasons
 from kvdock_triton.elements import chunk_for, element_for, index_type
 from kvdock_triton.launch import KernelSpec
 from kvdock_triton.rows import move_rows
-from kvdock_triton.support import TritonKernel, ceil_div, ceil_div_source, quantised_reasons, row_bytes
+from kvdock_triton.support import TritonKernel, ceil_div, ceil_div_source, row_bytes
 from kvdock_triton.tuning import Tile
 from kvdock_triton.written import Launch
 
@@ -99,7 +99,7 @@ _TOKEN_ARGS = (
 _ROW_ARGS = ("width", "slot_row", "k_row", "v_row")
 
 
-def spec_for(request: kvdock.Request, tile: Tile) -> KernelSpec:
+def spec_for(request: Request, tile: Tile) -> KernelSpec:
     """Return what to compile for a request."""
     slots = request.tensor("slot_mapping")
     rows = len(slots.shape) == 2
@@ -127,13 +127,13 @@ def spec_for(request: kvdock.Request, tile: Tile) -> KernelSpec:
     return KernelSpec.build(gather_paged_kernel, types, constants, aligned, tile.warps)
 
 
-class GatherPagedDescriptor(kvdock.Descriptor):
+class GatherPagedDescriptor(Descriptor):
     """Launches the kernel."""
 
     uses_autograd = False  # memory is moved by address
     notes_capture = True  # a graph needs the compiled kernel alone, which the process keeps
 
-    def __init__(self, request: kvdock.Request, tile: Tile, launch: Launch) -> None:
+    def __init__(self, request: Request, tile: Tile, launch: Launch) -> None:
         k_cache = request.tensor("k_cache")
         self._launch, self._tile = launch, tile.tokens
         self._capacity = int(k_cache.shape[0] or 0) * int(k_cache.shape[1] or 0)
@@ -174,11 +174,11 @@ class GatherPagedDescriptor(kvdock.Descriptor):
 class GatherPaged(TritonKernel):
     """Prepares `GatherPagedDescriptor`."""
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: Request) -> Sequence[str]:
         """Serve every cache that stores bits as they come."""
         return quantised_reasons(request)
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: Request) -> Descriptor:
         """Compile the kernel."""
         tile = self.tuning(request.device).gather.for_rows(row_bytes(request))
         return GatherPagedDescriptor(request, tile, self.launch(spec_for(request, tile), request))

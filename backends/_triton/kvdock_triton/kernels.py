@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import kvdock
+from kvdock.plugin import Kernel
 from kvdock_triton.copy_blocks import CopyBlocks
 from kvdock_triton.gather_paged import GatherPaged
 from kvdock_triton.paged_caching import PagedCaching
@@ -14,7 +14,7 @@ from kvdock_triton.support import KernelOwner
 __all__ = ["kernels_for"]
 
 
-def kernels_for(owner: KernelOwner) -> Mapping[str, kvdock.Kernel]:
+def kernels_for(owner: KernelOwner) -> Mapping[str, Kernel]:
     """Return the kernels that run on the devices of ``owner``."""
     return {
         "paged_caching_": PagedCaching(owner),

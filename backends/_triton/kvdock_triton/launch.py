@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 Guard = Callable[[torch.device], AbstractContextManager[Any]]
-"""Makes a device current: `kvdock.Backend.device_guard`."""
+"""Makes a device current: `Backend.device_guard`."""
 
 
 def _plain(spec: KernelSpec, run: Callable[..., None]) -> Launch:

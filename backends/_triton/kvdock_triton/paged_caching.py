@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-import kvdock
+from kvdock.plugin import Descriptor, Request, TensorMeta, quantised_reasons
 from kvdock_triton.elements import Element, chunk_for, element_for, index_type
 from kvdock_triton.launch import KernelSpec
 from kvdock_triton.rows import count_skipped, move_rows
-from kvdock_triton.support import TritonKernel, ceil_div, ceil_div_source, quantised_reasons, row_bytes
+from kvdock_triton.support import TritonKernel, ceil_div, ceil_div_source, row_bytes
 from kvdock_triton.tuning import Tile, Tuning
 from kvdock_triton.written import Launch
 
@@ -105,7 +105,7 @@ _TOKEN_ARGS = (
 _ROW_ARGS = ("width", "k_row", "v_row", "slot_row")
 
 
-def _pool_constants(name: str, pool: kvdock.TensorMeta, element: Element) -> dict[str, Any]:
+def _pool_constants(name: str, pool: TensorMeta, element: Element) -> dict[str, Any]:
     """Return what is constant about one cache."""
     size = pool.dtype.itemsize
     block, slot, head, _ = pool.strides or (0, 0, 0, 0)
@@ -121,7 +121,7 @@ def _pool_constants(name: str, pool: kvdock.TensorMeta, element: Element) -> dic
     }
 
 
-def specs_for(request: kvdock.Request, tuning: Tuning) -> tuple[KernelSpec, KernelSpec]:
+def specs_for(request: Request, tuning: Tuning) -> tuple[KernelSpec, KernelSpec]:
     """Return what to compile for a request: for keys and values out of one projection, and for tensors of their own."""
     metas = {name: request.tensor(name) for name in ("k_cache", "v_cache", "k", "v", "slot_mapping")}
     elements = {name: element_for(metas[f"{name}_cache"], [metas[name]]) for name in ("k", "v")}
@@ -143,13 +143,13 @@ def specs_for(request: kvdock.Request, tuning: Tuning) -> tuple[KernelSpec, Kern
     return spec(tuning.fused.for_rows(row_bytes(request)), True), spec(tuning.separate.for_rows(row_bytes(request)), False)
 
 
-class PagedCachingDescriptor(kvdock.Descriptor):
+class PagedCachingDescriptor(Descriptor):
     """Launches one of two kernels, by whether keys are a dense tensor of their own."""
 
     uses_autograd = False  # memory is moved by address
     notes_capture = True  # a graph needs the compiled kernel alone, which the process keeps
 
-    def __init__(self, request: kvdock.Request, tiles: tuple[int, int], launches: tuple[Launch, Launch], skipped: int) -> None:
+    def __init__(self, request: Request, tiles: tuple[int, int], launches: tuple[Launch, Launch], skipped: int) -> None:
         k_cache, v_cache = request.tensor("k_cache"), request.tensor("v_cache")
         k_element = element_for(k_cache, [request.tensor("k")])
         v_element = element_for(v_cache, [request.tensor("v")])
@@ -199,11 +199,11 @@ class PagedCachingDescriptor(kvdock.Descriptor):
 class PagedCaching(TritonKernel):
     """Prepares `PagedCachingDescriptor`."""
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: Request) -> Sequence[str]:
         """Serve every cache that stores bits as they come."""
         return quantised_reasons(request)
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: Request) -> Descriptor:
         """Compile both kernels."""
         specs = specs_for(request, self.tuning(request.device))
         fused, separate = (self.launch(spec, request) for spec in specs)

@@ -9,12 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-import kvdock
-from kvdock.ops.hostcheck import check_lengths
+from kvdock.plugin import Descriptor, Request, TensorMeta, check_lengths, quantised_reasons
 from kvdock_triton.elements import chunk_for, element_for, index_type
 from kvdock_triton.launch import KernelSpec
 from kvdock_triton.rows import count_skipped, move_rows
-from kvdock_triton.support import TritonKernel, ceil_div, ceil_div_source, quantised_reasons, row_bytes
+from kvdock_triton.support import TritonKernel, ceil_div, ceil_div_source, row_bytes
 from kvdock_triton.tuning import Tile
 from kvdock_triton.written import Launch
 
@@ -81,10 +80,10 @@ def static_update_kernel(
 _INTEGERS = ("rows", "new", "capacity", "k_row", "k_head", "k_position", "v_row", "v_head", "v_position")
 
 
-def spec_for(request: kvdock.Request, tile: Tile) -> KernelSpec:
+def spec_for(request: Request, tile: Tile) -> KernelSpec:
     """Return what to compile for a request."""
     lengths: Any = request.args["cache_lengths"]
-    from_tensor = isinstance(lengths, kvdock.TensorMeta)
+    from_tensor = isinstance(lengths, TensorMeta)
     types = dict.fromkeys(_INTEGERS, "i64") | {"skipped": "*i64"}
     types |= {"lengths": index_type(lengths), "length_row": "i64"} if from_tensor else {"length": "i64"}
     absent = ("length",) if from_tensor else ("lengths", "length_row")
@@ -110,13 +109,13 @@ def spec_for(request: kvdock.Request, tile: Tile) -> KernelSpec:
     return KernelSpec.build(static_update_kernel, types, constants, aligned, tile.warps)
 
 
-class StaticUpdateDescriptor(kvdock.Descriptor):
+class StaticUpdateDescriptor(Descriptor):
     """Launches the kernel; lengths that the host knows are checked before."""
 
     uses_autograd = False  # memory is moved by address
     notes_capture = True  # a graph needs the compiled kernel alone, which the process keeps
 
-    def __init__(self, request: kvdock.Request, tile: Tile, launch: Launch, skipped: int) -> None:
+    def __init__(self, request: Request, tile: Tile, launch: Launch, skipped: int) -> None:
         self._op, self._launch, self._skipped, self._tile = request.op, launch, skipped, tile.tokens
         self._capacity = int(request.tensor("k_cache").shape[2] or 0)
         self._items = []
@@ -172,11 +171,11 @@ class StaticUpdateDescriptor(kvdock.Descriptor):
 class StaticUpdate(TritonKernel):
     """Prepares `StaticUpdateDescriptor`."""
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: Request) -> Sequence[str]:
         """Serve every cache that stores bits as they come."""
         return quantised_reasons(request)
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: Request) -> Descriptor:
         """Compile the kernel."""
         tile = self.tuning(request.device).static.for_rows(row_bytes(request, heads_at=1))
         launch = self.launch(spec_for(request, tile), request)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
-import kvdock
+from kvdock.plugin import BackendError, Kernel, Request
 from kvdock_triton.launch import KernelSpec, launcher_for
 from kvdock_triton.tuning import Tuning
 from kvdock_triton.written import Launch
 
-__all__ = ["KernelOwner", "TritonKernel", "ceil_div", "ceil_div_source", "quantised_reasons", "row_bytes"]
+__all__ = ["KernelOwner", "TritonKernel", "ceil_div", "ceil_div_source", "row_bytes"]
 
 
 _INSTEAD = "kvdock.use_backend('portable') serves the same ops without Triton"
@@ -35,7 +34,7 @@ class KernelOwner(Protocol):
         ...
 
 
-class TritonKernel(kvdock.Kernel):
+class TritonKernel(Kernel):
     """Base of the kernels.
 
     Args:
@@ -53,7 +52,7 @@ class TritonKernel(kvdock.Kernel):
         """Return the address of a device's count of skipped writes."""
         return self._owner.skip_counter(device).data_ptr()
 
-    def launch(self, spec: KernelSpec, request: kvdock.Request) -> Launch:
+    def launch(self, spec: KernelSpec, request: Request) -> Launch:
         """Return the launch of a kernel, compiled now.
 
         Raises:
@@ -63,7 +62,7 @@ class TritonKernel(kvdock.Kernel):
             return launcher_for(spec, request.device, self._owner.device_guard)
         except Exception as error:
             text = f"{request.op}: Triton could not compile {spec.kernel.__name__} for {request.device}: {_said(error)}"
-            raise kvdock.BackendError(text, fix=_INSTEAD) from error
+            raise BackendError(text, fix=_INSTEAD) from error
 
 
 def _said(error: BaseException | None) -> str:
@@ -85,13 +84,7 @@ def ceil_div_source(number: str, by: int) -> str:
     return number if by == 1 else f"-(-{number} // {by})"
 
 
-def quantised_reasons(request: kvdock.Request) -> Sequence[str]:
-    """Return the reason against a quantised cache, if it is one."""
-    cache = request.tensor("k_cache")
-    return [f"quantised caches ({cache.dtype}) are not there yet"] if cache.dtype in kvdock.QUANTISED_DTYPES else []
-
-
-def row_bytes(request: kvdock.Request, heads_at: int = 2) -> int:
+def row_bytes(request: Request, heads_at: int = 2) -> int:
     """Return the bytes of a row of keys, or of values if that is shorter: what one token takes in one cache.
 
     Args:

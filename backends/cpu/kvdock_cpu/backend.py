@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-import kvdock
+from kvdock.plugin import Backend, Kernel, Probe
 from kvdock_cpu.copy_blocks import CopyBlocks
 from kvdock_cpu.gather_paged import GatherPaged
 from kvdock_cpu.paged_caching import PagedCaching
@@ -15,15 +15,15 @@ from kvdock_cpu.static_update import StaticUpdate
 __all__ = ["CpuBackend"]
 
 
-class CpuBackend(kvdock.Backend):
+class CpuBackend(Backend):
     """Serves tensors in host memory. Out-of-range slots raise before anything is written, so none is ever skipped."""
 
     name = "cpu"
     device_type = "cpu"
 
-    def probe(self) -> kvdock.Probe:
+    def probe(self) -> Probe:
         """Report ready: torch always has a CPU."""
-        return kvdock.Probe.ready("host memory")
+        return Probe.ready("host memory")
 
     def claims(self, device: torch.device) -> bool:
         """Claim the one CPU device."""
@@ -33,7 +33,7 @@ class CpuBackend(kvdock.Backend):
         """List the one CPU device."""
         return [torch.device("cpu")]
 
-    def kernels(self) -> Mapping[str, kvdock.Kernel]:
+    def kernels(self) -> Mapping[str, Kernel]:
         """Return one kernel per op."""
         return {
             "paged_caching_": PagedCaching(),

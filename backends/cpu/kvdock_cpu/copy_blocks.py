@@ -6,14 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-import kvdock
-from kvdock.ops.hostcheck import live_pairs
-from kvdock_cpu.rows import as_bits, quantised_reasons
+from kvdock.plugin import Descriptor, Kernel, Request, as_bits, live_pairs, quantised_reasons
 
 __all__ = ["CopyBlocks", "CopyBlocksDescriptor"]
 
 
-class CopyBlocksDescriptor(kvdock.Descriptor):
+class CopyBlocksDescriptor(Descriptor):
     """Copies whole blocks within each cache.
 
     Args:
@@ -31,13 +29,13 @@ class CopyBlocksDescriptor(kvdock.Descriptor):
                 cache[dst].copy_(cache[src])
 
 
-class CopyBlocks(kvdock.Kernel):
+class CopyBlocks(Kernel):
     """Prepares `CopyBlocksDescriptor`."""
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: Request) -> Sequence[str]:
         """Serve every cache that stores bits as they come."""
         return quantised_reasons(request)
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: Request) -> Descriptor:
         """Nothing to prepare."""
         return CopyBlocksDescriptor(request.op)

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-import kvdock
-from kvdock.ops.hostcheck import slots_in_range
-from kvdock_cpu.rows import as_bits, quantised_reasons, wide_dtype, widen
+from kvdock.plugin import Descriptor, Kernel, Request, TensorMeta, as_bits, quantised_reasons, slots_in_range
+from kvdock_cpu.rows import wide_dtype, widen
 
 __all__ = ["GatherPaged", "GatherPagedDescriptor", "RowReader"]
 
@@ -27,7 +26,7 @@ class RowReader:
         out: where rows go, ``[..., heads, dim]``.
     """
 
-    def __init__(self, pool: kvdock.TensorMeta, out: kvdock.TensorMeta) -> None:
+    def __init__(self, pool: TensorMeta, out: TensorMeta) -> None:
         num_blocks, self._block_size, self._heads, self._dim = (int(size or 0) for size in pool.shape)
         block_step, slot_step, self._head_step, _ = pool.strides or (0, 0, 0, 0)  # those of size-1 dims are 0
         self._dtype = wide_dtype(pool, out)
@@ -72,7 +71,7 @@ class RowReader:
         return pool.as_strided((self._rows, self._heads, self._dim // width), (self._step // width, self._head_step // width, 1))
 
 
-class GatherPagedDescriptor(kvdock.Descriptor):
+class GatherPagedDescriptor(Descriptor):
     """Reads keys and values of one geometry.
 
     Args:
@@ -101,14 +100,14 @@ class GatherPagedDescriptor(kvdock.Descriptor):
                 out[padding] = 0
 
 
-class GatherPaged(kvdock.Kernel):
+class GatherPaged(Kernel):
     """Prepares `GatherPagedDescriptor`."""
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: Request) -> Sequence[str]:
         """Serve every cache that stores bits as they come."""
         return quantised_reasons(request)
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: Request) -> Descriptor:
         """Work out what is static of the two pools."""
         readers = [RowReader(request.tensor(f"{name}_cache"), request.tensor(f"{name}_out")) for name in ("k", "v")]
         return GatherPagedDescriptor(request.op, *readers)

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-import kvdock
-from kvdock.ops.hostcheck import slots_in_range
-from kvdock_cpu.rows import as_bits, memmove, quantised_reasons, runs_of, spans, wide_dtype, widen
+from kvdock.plugin import Descriptor, Kernel, Request, TensorMeta, as_bits, quantised_reasons, slots_in_range
+from kvdock_cpu.rows import memmove, runs_of, spans, wide_dtype, widen
 
 __all__ = ["PagedCaching", "PagedCachingDescriptor", "RowWriter"]
 
@@ -41,7 +40,7 @@ class RowWriter:
         slot_bytes: step in bytes from slot to slot, where rows are dense and the step is always the same; else None.
     """
 
-    def __init__(self, pool: kvdock.TensorMeta, rows: kvdock.TensorMeta) -> None:
+    def __init__(self, pool: TensorMeta, rows: TensorMeta) -> None:
         num_blocks, self._block_size, self._heads, self._dim = (int(size or 0) for size in pool.shape)
         block_step, slot_step, head_step, _ = pool.strides or (0, 0, 0, 0)
         size = pool.dtype.itemsize
@@ -101,7 +100,7 @@ class RowWriter:
             to.index_put_((slots // self._block_size, slots % self._block_size), source)
 
 
-class PagedCachingDescriptor(kvdock.Descriptor):
+class PagedCachingDescriptor(Descriptor):
     """Writes keys and values of one geometry.
 
     Args:
@@ -178,14 +177,14 @@ class PagedCachingDescriptor(kvdock.Descriptor):
         return write_one
 
 
-class PagedCaching(kvdock.Kernel):
+class PagedCaching(Kernel):
     """Prepares `PagedCachingDescriptor`."""
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: Request) -> Sequence[str]:
         """Serve every cache that stores bits as they come."""
         return quantised_reasons(request)
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: Request) -> Descriptor:
         """Work out what is static of the two pools."""
         k_cache, v_cache = request.tensor("k_cache"), request.tensor("v_cache")
         capacity = int(k_cache.shape[0] or 0) * int(k_cache.shape[1] or 0)

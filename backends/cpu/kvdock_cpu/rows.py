@@ -7,13 +7,13 @@ bytes than as 1,024 of 2 bytes. The elements are never computed with: bits arriv
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
-import kvdock
+from kvdock.plugin import TensorMeta, as_bits, bits_dtype, common_alignment
 
-__all__ = ["as_bits", "memmove", "quantised_reasons", "runs_of", "spans", "wide_dtype", "widen"]
+__all__ = ["memmove", "runs_of", "spans", "wide_dtype", "widen"]
 
 memmove = ctypes.PyDLL(None).memmove
 """``memmove(to, start, count)``: addresses and bytes. A sixth quicker than `ctypes.memmove`, which gives up the GIL for
@@ -21,34 +21,15 @@ each row and makes an object of its result."""
 memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 memmove.restype = None
 
-_WIDE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
-
-def quantised_reasons(request: kvdock.Request) -> Sequence[str]:
-    """Return the reason against a quantised cache, if it is one."""
-    cache = request.tensor("k_cache")
-    return [f"quantised caches ({cache.dtype}) are not there yet"] if cache.dtype in kvdock.QUANTISED_DTYPES else []
-
-
-def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """View elements as integers of their size."""
-    return tensor.view(_WIDE[tensor.element_size()])
-
-
-def wide_dtype(pool: kvdock.TensorMeta, *others: kvdock.TensorMeta) -> torch.dtype:
+def wide_dtype(pool: TensorMeta, *others: TensorMeta) -> torch.dtype:
     """Return the widest element that divides every address and step of a pool and of what is copied to or from it.
 
     Args:
         pool: a pool: shape and strides known.
         others: tensors whose rows move; their alignment covers their rows and steps.
     """
-    size = pool.dtype.itemsize
-    bits = pool.alignment | int(pool.shape[-1] or 1) * size
-    for stride in (pool.strides or ())[:-1]:
-        bits |= stride * size
-    for other in others:
-        bits |= other.alignment
-    return _WIDE[min(bits & -bits, 16)]
+    return bits_dtype(common_alignment(pool, *others))
 
 
 def widen(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

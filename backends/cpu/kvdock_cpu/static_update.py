@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-import kvdock
-from kvdock.ops.hostcheck import check_lengths
-from kvdock_cpu.rows import as_bits, quantised_reasons, wide_dtype, widen
+from kvdock.plugin import Descriptor, Kernel, Request, as_bits, check_lengths, quantised_reasons
+from kvdock_cpu.rows import wide_dtype, widen
 
 __all__ = ["StaticUpdate", "StaticUpdateDescriptor"]
 
@@ -16,7 +15,7 @@ FEW = 4
 """Up to so many rows one strided copy each is quicker than an indexed copy of all."""
 
 
-class StaticUpdateDescriptor(kvdock.Descriptor):
+class StaticUpdateDescriptor(Descriptor):
     """Writes new positions behind the length of each row.
 
     Args:
@@ -61,14 +60,14 @@ def _write_rows(cache: torch.Tensor, source: torch.Tensor, dtype: torch.dtype, l
     to.transpose(1, 2).index_put_((row, position), rows.transpose(1, 2))
 
 
-class StaticUpdate(kvdock.Kernel):
+class StaticUpdate(Kernel):
     """Prepares `StaticUpdateDescriptor`."""
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: Request) -> Sequence[str]:
         """Serve every cache that stores bits as they come."""
         return quantised_reasons(request)
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: Request) -> Descriptor:
         """Choose the elements in which keys and values move."""
         dtypes = [wide_dtype(request.tensor(f"{name}_cache"), request.tensor(name)) for name in ("k", "v")]
         return StaticUpdateDescriptor(request.op, *dtypes)

@@ -11,7 +11,7 @@ from kvdock.cache.interface import Cache, CacheConfig, OpSource, active_name, ch
 from kvdock.cache.pool import RankLayer, allocated, block_bytes, check_bytes, rank_layers
 from kvdock.interface import HOST
 from kvdock.ops.api import host_int
-from kvdock.ops.hostcheck import check_lengths
+from kvdock.ops.index_values import check_lengths
 from kvdock.rank import RankInfo
 from kvdock.spec import KVSpec, check_int
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvdock.errors import ArgumentValueError
-from kvdock.ops.hostcheck import check_lengths, check_pairs, check_slots
+from kvdock.ops.index_values import check_lengths, check_pairs, check_slots
 from kvdock.ops.schema import Arg, OpSchema, Relation, Role
 from kvdock.spec import COPY_DTYPES, QUANTISED_DTYPES
 

@@ -84,9 +84,11 @@ class OpDispatcher(Shared):
         """
         choice = self.choose(request.op, request.device, named)
         own, portable = choice.kernels.get(request.op), PORTABLE_KERNELS.get(request.op)
-        against = ("use_backend asked for portable kernels",) if named == PORTABLE else own_reasons(request, choice)
+        schema = self._ops[request.op].schema
+        against = ("use_backend asked for portable kernels",) if named == PORTABLE else own_reasons(request, choice, schema)
         if own is not None and not against:
-            return Selection(own, choice.backend.name, choice, request.device, ())
+            known = schema.known_to(choice.api)
+            return Selection(own, choice.backend.name, choice, request.device, (), None if len(known) == len(schema.args) else known)
         rejected = [(choice.backend.name, against)]
         against = _kernel_reasons(request, portable)
         if portable is not None and not against:
@@ -114,7 +116,7 @@ class OpDispatcher(Shared):
         if selection.served_by == PORTABLE:
             self.fallbacks[request.op, backend.name] += 1
         with backend.device_guard(request.device):
-            return selection.kernel.prepare(request)
+            return selection.kernel.prepare(_as_known(request, selection.known))
 
     def explain(self, op: str, args: tuple[Any, ...], named: str | None = None) -> Explanation:
         """Say which kernel would run for a call, and why each other did not. Prepares and runs nothing.
@@ -133,13 +135,31 @@ class OpDispatcher(Shared):
         )
 
 
-def own_reasons(request: Request, choice: Choice) -> tuple[str, ...]:
-    """Return why a backend does not serve a request itself, in the words of `UnsupportedError`; empty when it does."""
+def own_reasons(request: Request, choice: Choice, schema: OpSchema | None = None) -> tuple[str, ...]:
+    """Return why a backend does not serve a request itself, in the words of `UnsupportedError`; empty when it does.
+
+    The schema is that of the op, if it is not the catalog's.
+    """
+    schema = schema or CATALOG[request.op]
+    known = schema.known_to(choice.api)
+    newer = [arg for place, arg in enumerate(schema.args) if place not in known and request.args[arg.name] is not None]
+    if newer:
+        made_for = ".".join(map(str, choice.api))
+        came = (f"{arg.name} came with version {'.'.join(map(str, arg.since))} of the contract" for arg in newer)
+        return tuple(f"{text}, and {choice.backend.name} is made for {made_for}" for text in came)
     dtypes = choice.capabilities.dtypes
     cache = next((meta for meta in request.args.values() if isinstance(meta, TensorMeta) and meta.strides is not None), None)
     if dtypes is not None and cache is not None and cache.dtype not in dtypes:
         return (f"{choice.backend.name} stores {', '.join(map(str, dtypes))}, not {cache.dtype}",)
-    return _kernel_reasons(request, choice.kernels.get(request.op))
+    return _kernel_reasons(_as_known(request, known), choice.kernels.get(request.op))
+
+
+def _as_known(request: Request, known: tuple[int, ...] | None) -> Request:
+    """Return a request as an older version of the contract had it: without the arguments that came later."""
+    if known is None or len(known) == len(request.args):
+        return request
+    names = list(request.args)
+    return attrs.evolve(request, args={names[place]: request.args[names[place]] for place in known})
 
 
 def _kernel_reasons(request: Request, kernel: Kernel | None) -> tuple[str, ...]:

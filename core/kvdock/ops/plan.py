@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -22,12 +23,16 @@ class Plan(Held):
     under its device: nothing may refer to a plan but its cache and the frames that run it, least of all what it refers to itself.
     """
 
-    __slots__ = ("descriptor", "run")
+    __slots__ = ("_known", "_plain", "descriptor", "run")
 
     def __init__(self, descriptor: Descriptor, selection: Selection, owner: Owner) -> None:
         super().__init__(descriptor, owner, functools.partial(selection.choice.backend.device_guard, selection.device))
         self.descriptor = descriptor
+        self._known = None if selection.known is None else _taker(selection.known)
         self.run: Callable[..., None] = descriptor.__call__  # a bound method is called quicker than an instance
+        if self._known is not None:
+            self.run = _of_its_version(self.run, self._known)
+        self._plain = self.run
         if descriptor.uses_autograd:
             self.run = _outside_autograd(self.run)
         if selection.choice.capabilities.graph_capture and not descriptor.notes_capture:
@@ -38,7 +43,25 @@ class Plan(Held):
 
         One whose ``run`` does more is not asked: the function would do without that.
         """
-        return self.descriptor.fix(*values) if self.run == self.descriptor.__call__ else None
+        if self.run is not self._plain:
+            return None
+        return self.descriptor.fix(*(values if self._known is None else self._known(values)))
+
+
+def _taker(places: tuple[int, ...]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Return what takes the values at some places: of the arguments those that a version of the contract has."""
+    if len(places) == 1:  # of one place, itemgetter returns no tuple
+        return lambda values: (values[places[0]],)
+    return operator.itemgetter(*places)
+
+
+def _of_its_version(run: Callable[..., None], known: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[..., None]:
+    """Call a descriptor with the arguments that it knows; those that came later are absent, or it would not have been chosen."""
+
+    def run_of_its_version(*values: Any) -> None:
+        run(*known(values))
+
+    return run_of_its_version
 
 
 def _outside_autograd(run: Callable[..., None]) -> Callable[..., None]:

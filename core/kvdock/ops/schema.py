@@ -82,6 +82,7 @@ class Arg:
         optional: whether it may be None.
         host: whether it may lie in host memory, whatever the op's device.
         scale_of: name of the quantised cache that it is the scale of. An error for a cache that is not quantised.
+        since: version of the contract that it came with. A kernel of a plugin made for an older one never sees it.
         returned: whether the op returns it, made anew where it is None. Its dtype is that of ``same_dtype``, its sizes those of others.
     """
 
@@ -94,6 +95,7 @@ class Arg:
     host: bool = False
     scale_of: str | None = None
     returned: bool = False
+    since: tuple[int, int] = (1, 0)
 
     @property
     def is_tensor(self) -> bool:
@@ -151,6 +153,20 @@ class OpSchema:
         if not any(arg.is_tensor and not arg.optional and not arg.returned and not arg.host for arg in self.args):
             expected = "a tensor that every call has, on the device where the op is to run"
             raise ArgumentValueError(f"OpSchema {self.name}: args", expected=expected, got=", ".join(names) or "none")
+        late = [arg.name for arg in self.args if arg.since > self.since and not arg.optional]
+        if late:  # a kernel of an older plugin could serve no call at all
+            raise ArgumentValueError(
+                f"OpSchema {self.name}: {late[0]}", expected="optional, since it came later than the op", got="required"
+            )
+
+    @property
+    def since(self) -> tuple[int, int]:
+        """Version of the contract that the op came with."""
+        return min(arg.since for arg in self.args)
+
+    def known_to(self, version: tuple[int, int]) -> tuple[int, ...]:
+        """Return the places of the arguments that a version of the contract has."""
+        return tuple(place for place, arg in enumerate(self.args) if arg.since <= version)
 
     @property
     def arg_names(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Protocol
 import attrs
 import torch
 
-from kvdock.interface import Backend, Capabilities, Kernel
+from kvdock.interface import KVDOCK_API, Backend, Capabilities, Kernel
 
 __all__ = ["Choice", "Chooser", "Selection"]
 
@@ -22,12 +22,14 @@ class Choice:
         kernels: its kernels by op name, with what was registered over them.
         capabilities: what it said it can do.
         reason: why it was chosen, for people: ``"only ready backend that claims cpu"``.
+        api: version of the contract that its plugin was made for.
     """
 
     backend: Backend
     kernels: Mapping[str, Kernel]
     capabilities: Capabilities
     reason: str
+    api: tuple[int, int] = KVDOCK_API
 
 
 class Chooser(Protocol):
@@ -49,10 +51,14 @@ class Chooser(Protocol):
 
 @attrs.frozen
 class Selection:
-    """Which kernel serves a request, and why each other candidate does not."""
+    """Which kernel serves a request, and why each other candidate does not.
+
+    ``known`` are the places of the arguments that the kernel's version of the contract has; None where it has all.
+    """
 
     kernel: Kernel
     served_by: str
     choice: Choice
     device: torch.device
     rejected: tuple[tuple[str, tuple[str, ...]], ...]
+    known: tuple[int, ...] | None = None

@@ -47,8 +47,8 @@ class BrokenContractError(PluginError):
     """A plugin does not keep to the contract; becomes the reason of an INCOMPATIBLE record."""
 
 
-def check_api(plugin: object) -> None:
-    """Compare the version that a plugin was made for with ours.
+def check_api(plugin: object) -> tuple[int, int]:
+    """Compare the version that a plugin was made for with ours, and return it.
 
     Raises:
         BrokenContractError: missing, not two integers, another major version, or newer than ours.
@@ -60,7 +60,8 @@ def check_api(plugin: object) -> None:
         made_for = getattr(module, "KVDOCK_API", None)
     known = _is_version(made_for)
     if made_for is not None and known and made_for[0] == KVDOCK_API[0] and made_for[1] <= KVDOCK_API[1]:
-        return
+        version: tuple[int, int] = made_for
+        return version
     major, minor = KVDOCK_API
     raise BrokenContractError(
         "KVDOCK_API",
@@ -115,7 +116,9 @@ def _refuse_unknown(manager: pluggy.PluginManager, callers: Sequence[pluggy.Hook
 def _unmarked(plugin: object) -> str:
     """Guess why a plugin has no hook."""
     forgotten = [name for name in _SPECS if callable(getattr(plugin, name, None))]
-    return f"mark {', '.join(forgotten)} with @kvdock.hookimpl" if forgotten else "define it in the module that the entry point names"
+    if not forgotten:
+        return "define it in the module that the entry point names"
+    return f"mark {', '.join(forgotten)} with @kvdock.plugin.hookimpl"
 
 
 def _check_kind(value: object, kind: type[Any], where: str) -> None:

@@ -15,7 +15,7 @@ PROJECT = "kvdock"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
-"""Marks a plugin's functions: ``@kvdock.hookimpl``."""
+"""Marks a plugin's functions: ``@kvdock.plugin.hookimpl``."""
 
 
 @hookspec

@@ -38,12 +38,14 @@ class LoadedBackend:
         backend: the object that the plugin returned.
         kernels: its kernels by op name, with what was registered over them; never changed in place.
         capabilities: what it said it can do.
+        api: version of the contract that its plugin was made for.
         overridden: ops whose kernel of the plugin was replaced.
     """
 
     backend: Backend
     kernels: Mapping[str, Kernel]
     capabilities: Capabilities
+    api: tuple[int, int]
     overridden: frozenset[str] = frozenset()
 
 
@@ -148,7 +150,7 @@ def admit(plugin: object, record: PluginRecord, watch: StepWatcher = unwatched) 
         watch: called before each step.
     """
     try:
-        _attempt(PluginState.INCOMPATIBLE, "reading KVDOCK_API", lambda: contract.check_api(plugin))
+        api = _attempt(PluginState.INCOMPATIBLE, "reading KVDOCK_API", lambda: contract.check_api(plugin))
         hooks = _attempt(PluginState.INCOMPATIBLE, "reading the hooks", lambda: contract.find_hooks(plugin, record.name))
         watch("hooks", record.name)
         backends = [backend for hook in hooks.get("kvdock_backends", ()) for backend in _backends(hook)]
@@ -158,7 +160,7 @@ def admit(plugin: object, record: PluginRecord, watch: StepWatcher = unwatched) 
     # Backend by backend: one that fails does not take the others of its plugin with it.
     loaded, records, traces = [], [], []
     for backend in backends:
-        ready, outcome, trace = _probe(backend, watch)
+        ready, outcome, trace = _probe(backend, api, watch)
         loaded += ready
         records.append(outcome)
         traces += [trace] if trace else []
@@ -183,7 +185,7 @@ def _without_backends(record: PluginRecord, caches: Mapping[str, Any]) -> Plugin
     return attrs.evolve(record, state=PluginState.ABSENT, reason="kvdock_backends() returned no backend")
 
 
-def _probe(backend: Backend, watch: StepWatcher) -> tuple[list[LoadedBackend], BackendRecord, str]:
+def _probe(backend: Backend, api: tuple[int, int], watch: StepWatcher) -> tuple[list[LoadedBackend], BackendRecord, str]:
     """Probe one backend, and if it is ready ask for its kernels and capabilities. Returns it if usable, its record, a traceback."""
     name = backend.name
     watch("probe", name)
@@ -197,4 +199,4 @@ def _probe(backend: Backend, watch: StepWatcher) -> tuple[list[LoadedBackend], B
         able = _attempt(PluginState.UNUSABLE, "capabilities()", lambda: contract.check_capabilities(backend.capabilities(), name))
     except _RefusedError as refused:
         return [], BackendRecord(name, backend.device_type, refused.state, refused.reason), refused.trace
-    return [LoadedBackend(backend, kernels, able)], outcome, ""
+    return [LoadedBackend(backend, kernels, able, api)], outcome, ""

@@ -64,7 +64,7 @@ def decide(known: Discovery, configured: Configured, op: str, device: torch.devi
     loaded, reason = _select(known, configured, op, device, named)
     if op in loaded.overridden:
         reason = f"{reason}; its own kernel for {op!r} was overridden by a registered one"
-    return Choice(loaded.backend, loaded.kernels, loaded.capabilities, reason)
+    return Choice(loaded.backend, loaded.kernels, loaded.capabilities, reason, loaded.api)
 
 
 def _select(known: Discovery, configured: Configured, op: str, device: torch.device, named: str | None) -> _Selected:

@@ -175,7 +175,7 @@ class Registry:
             ArgumentValueError: there is a kernel already, and ``override`` is False.
         """
         if not isinstance(kernel, Kernel):
-            raise ArgumentTypeError("register_kernel: kernel", expected="a kvdock.Kernel object", got=repr(kernel))
+            raise ArgumentTypeError("register_kernel: kernel", expected="a kvdock.plugin.Kernel object", got=repr(kernel))
         self._discovery()
         with self._gate.held():
             old = self._ready(backend)

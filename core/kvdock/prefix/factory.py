@@ -36,7 +36,7 @@ def create_prefix_cache(name: str = "radix", *, block_size: int = 16, **options:
     factory = _BUILT_IN.get(name) or _of_plugin(name)
     missing = getattr(factory, "__abstractmethods__", None)
     if missing:
-        fix = "implement kvdock.PrefixCache of the installed version; `kvdock conformance --prefix` says what else is asked"
+        fix = "implement kvdock.plugin.PrefixCache of the installed version; `kvdock conformance --prefix` says what else is asked"
         raise PluginError(
             f"prefix cache {name!r}", expected="every method of PrefixCache", got=f"a class without {sorted(missing)}", fix=fix
         )

@@ -39,7 +39,7 @@ def expect(what: str, is_so: bool, expected: object, got: object) -> None:
 def check_probe(target: Target, data: Mapping[str, Any]) -> None:
     """Probe three times."""
     first, *others = [target.backend.probe() for _ in range(3)]
-    expect("probe()", isinstance(first, kvdock.Probe), "a kvdock.Probe", repr(first))
+    expect("probe()", isinstance(first, kvdock.plugin.Probe), "a kvdock.plugin.Probe", repr(first))
     expect("probe() again", all(other == first for other in others), first, others)
 
 
@@ -77,12 +77,12 @@ def check_devices(target: Target, data: Mapping[str, Any]) -> None:
 def check_capabilities(target: Target, data: Mapping[str, Any]) -> None:
     """Hold what it says it can do against the kernels that it returns."""
     claimed, kernels = target.backend.capabilities(), target.backend.kernels()
-    expect("capabilities()", isinstance(claimed, kvdock.Capabilities), "kvdock.Capabilities", repr(claimed))
+    expect("capabilities()", isinstance(claimed, kvdock.plugin.Capabilities), "kvdock.plugin.Capabilities", repr(claimed))
     expect("capabilities() again", claimed == target.backend.capabilities(), claimed, target.backend.capabilities())
     expect("kernels() again", set(kernels) == set(target.backend.kernels()), sorted(kernels), sorted(target.backend.kernels()))
     for op, kernel in kernels.items():
-        expect(f"kernels()[{op!r}]", isinstance(kernel, kvdock.Kernel), "a kvdock.Kernel", repr(kernel))
-    expect("capabilities(): priority", isinstance(claimed.priority, Priority), "a kvdock.Priority", repr(claimed.priority))
+        expect(f"kernels()[{op!r}]", isinstance(kernel, kvdock.plugin.Kernel), "a kvdock.plugin.Kernel", repr(kernel))
+    expect("capabilities(): priority", isinstance(claimed.priority, Priority), "a kvdock.plugin.Priority", repr(claimed.priority))
     for dtype in claimed.dtypes or ():
         reasons = _reasons_against(target, dtype) if kernels else ["it has no kernel"]
         expect(f"kernels of {target.name} for {dtype}, which it declares", not reasons, "one that takes it", "; ".join(reasons))
@@ -98,7 +98,7 @@ def _reasons_against(target: Target, dtype: Any) -> list[str]:
     """Return why no kernel takes pools of a dtype; empty when one does."""
     pool = torch.zeros(1, 1, 1, 16, dtype=torch.int8, device=target.device).to(dtype)
     slots, row = torch.zeros(1, dtype=torch.int64, device=target.device), pool[0].clone()
-    scale = torch.ones((), device=target.device) if dtype in kvdock.QUANTISED_DTYPES else None
+    scale = torch.ones((), device=target.device) if dtype in kvdock.plugin.QUANTISED_DTYPES else None
     rows = row.float() if scale is not None else row
     said = [*target.reasons_against("paged_caching_", (pool, pool.clone(), rows, rows, slots, scale, scale))]
     return said and [*said, *target.reasons_against("gather_paged", (pool, pool.clone(), slots, scale, scale, row.clone(), row.clone()))]

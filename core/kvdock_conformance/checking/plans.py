@@ -294,7 +294,7 @@ def check_clear_elsewhere(target: Target, data: Mapping[str, Any]) -> None:
         watch.check_ends(calls.op)
 
 
-def _request(target: Target, data: Mapping[str, Any]) -> kvdock.Request:
+def _request(target: Target, data: Mapping[str, Any]) -> kvdock.plugin.Request:
     """Return the request of a case's first call."""
     calls = _Calls(target, data)
     return validate(CATALOG[calls.op], calls.in_order(0))
@@ -384,7 +384,7 @@ def _answer(what: str, answer: object) -> list[str]:
     return list(answer)
 
 
-def _with_dtype(request: kvdock.Request, dtype: Any) -> kvdock.Request:
+def _with_dtype(request: kvdock.plugin.Request, dtype: Any) -> kvdock.plugin.Request:
     """Return a request with all but its indices in another dtype."""
     args = {
         name: attrs.evolve(meta, dtype=dtype) if isinstance(meta, TensorMeta) and meta.dtype.is_floating_point else meta

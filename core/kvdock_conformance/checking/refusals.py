@@ -129,7 +129,7 @@ def check_served_or_refused(target: Target, data: Mapping[str, Any]) -> None:
             except Exception as error:
                 what = f"{call['op']}: prepare() of what supports() has nothing against"
                 raise NonconformanceError(what, expected="a descriptor", got=f"{type(error).__name__}: {error}") from error
-            if not isinstance(plan, kvdock.Descriptor):
-                raise NonconformanceError(f"{call['op']}: prepare()", expected="a kvdock.Descriptor", got=repr(plan))
+            if not isinstance(plan, kvdock.plugin.Descriptor):
+                raise NonconformanceError(f"{call['op']}: prepare()", expected="a kvdock.plugin.Descriptor", got=repr(plan))
             plan.destroy()
     target.call(call["op"], {name: value for name, value in zip(CATALOG[call["op"]].arg_names, args, strict=True) if value is not None})

@@ -50,7 +50,7 @@ class Target:
         )
 
     @property
-    def kernels(self) -> Mapping[str, kvdock.Kernel]:
+    def kernels(self) -> Mapping[str, kvdock.plugin.Kernel]:
         """Its kernels by op, with what was registered over them."""
         return runtime.default().registry.loaded()[self.name].kernels
 

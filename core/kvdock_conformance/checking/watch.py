@@ -63,15 +63,15 @@ class KernelWatch:
                 )
 
 
-class WatchedPlan(kvdock.Descriptor):
+class WatchedPlan(kvdock.plugin.Descriptor):
     """A plan of the backend, watched."""
 
-    def __init__(self, watch: KernelWatch, request: kvdock.Request, inner: kvdock.Descriptor) -> None:
+    def __init__(self, watch: KernelWatch, request: kvdock.plugin.Request, inner: kvdock.plugin.Descriptor) -> None:
         self.request = request
         self.ends: list[list[torch.device]] = []
         """For each time that it was destroyed, the devices whose guard was entered."""
         self._watch = watch
-        self._inner: kvdock.Descriptor | None = inner
+        self._inner: kvdock.plugin.Descriptor | None = inner
         self.uses_autograd = inner.uses_autograd
         self.notes_capture = inner.notes_capture
         ends, destroy = self.ends, inner.destroy
@@ -102,25 +102,25 @@ class WatchedPlan(kvdock.Descriptor):
         del self._destroy
 
 
-class WatchedKernel(kvdock.Kernel):
+class WatchedKernel(kvdock.plugin.Kernel):
     """The backend's own kernel, its plans watched."""
 
-    def __init__(self, watch: KernelWatch, inner: kvdock.Kernel) -> None:
+    def __init__(self, watch: KernelWatch, inner: kvdock.plugin.Kernel) -> None:
         self._watch = watch
         self._inner = inner
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         """Ask the backend."""
         return self._inner.supports(request)
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         """Prepare what the backend prepares, and note it."""
         plan = WatchedPlan(self._watch, request, self._inner.prepare(request))
         self._watch.prepared.append(plan)
         return plan
 
 
-def misfit(planned: kvdock.Request, actual: kvdock.Request) -> str:
+def misfit(planned: kvdock.plugin.Request, actual: kvdock.plugin.Request) -> str:
     """Return what of a call does not fit the request that its plan was made for; empty when all does."""
     for name, meta in planned.args.items():
         came = actual.args[name]

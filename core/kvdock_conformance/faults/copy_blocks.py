@@ -389,7 +389,7 @@ def _pairs_marked(run: BackendCall, args: Args) -> None:
     args["block_pairs"][:1] = -1
 
 
-class _Converting(kvdock.Descriptor):
+class _Converting(kvdock.plugin.Descriptor):
     """Copies elements by way of a number each, whose largest is 96."""
 
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torch.Tensor) -> None:

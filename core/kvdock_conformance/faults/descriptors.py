@@ -52,33 +52,33 @@ def _a_plan_for_each_count(function: Callable[..., Any]) -> Callable[..., Any]:
 # Kernels and plans around those of the backend
 
 
-class OwnKernel(kvdock.Kernel):
+class OwnKernel(kvdock.plugin.Kernel):
     """A kernel that does what the backend's own does."""
 
-    def __init__(self, inner: kvdock.Kernel) -> None:
+    def __init__(self, inner: kvdock.plugin.Kernel) -> None:
         self._inner = inner
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         """Ask the backend."""
         return self._inner.supports(request)
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         """Prepare what the backend does, made faulty."""
         return self.faulty(request, self._inner.prepare(self.altered(request)))
 
-    def altered(self, request: kvdock.Request) -> kvdock.Request:
+    def altered(self, request: kvdock.plugin.Request) -> kvdock.plugin.Request:
         """Return what the backend is asked to prepare for."""
         return request
 
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
         """Return a faulty plan in place of the backend's."""
         return plan
 
 
-class OwnPlan(kvdock.Descriptor):
+class OwnPlan(kvdock.plugin.Descriptor):
     """A plan that does what the backend's own does."""
 
-    def __init__(self, inner: kvdock.Descriptor) -> None:
+    def __init__(self, inner: kvdock.plugin.Descriptor) -> None:
         self.inner = inner
 
     def __call__(self, *args: Any) -> None:
@@ -99,21 +99,21 @@ class OwnPlan(kvdock.Descriptor):
 class _FoundByShapes(OwnKernel):
     """Keeps the strides of the first cache of each shape."""
 
-    def __init__(self, inner: kvdock.Kernel) -> None:
+    def __init__(self, inner: kvdock.plugin.Kernel) -> None:
         super().__init__(inner)
         self._first: dict[Any, tuple[int, ...] | None] = {}
 
-    def _strides(self, request: kvdock.Request) -> tuple[int, ...] | None:
+    def _strides(self, request: kvdock.plugin.Request) -> tuple[int, ...] | None:
         """Return the strides of the first cache of this one's shape."""
         meta = request.tensor("k_cache")
         return self._first.setdefault((meta.shape, meta.dtype), meta.strides)
 
-    def altered(self, request: kvdock.Request) -> kvdock.Request:
+    def altered(self, request: kvdock.plugin.Request) -> kvdock.plugin.Request:
         """Ask for the first strides: a plan may hold them from the start."""
         cache = attrs.evolve(request.tensor("k_cache"), strides=self._strides(request))
         return attrs.evolve(request, args={**request.args, "k_cache": cache})
 
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
         """Show it the first strides: or it may read them at each call."""
         strides = self._strides(request)
         return plan if strides is None or 0 in strides else _OldStrides(plan, strides)
@@ -122,7 +122,7 @@ class _FoundByShapes(OwnKernel):
 class _OldStrides(OwnPlan):
     """Sees the key cache by strides that were those of another."""
 
-    def __init__(self, inner: kvdock.Descriptor, strides: tuple[int, ...]) -> None:
+    def __init__(self, inner: kvdock.plugin.Descriptor, strides: tuple[int, ...]) -> None:
         super().__init__(inner)
         self._strides = strides
 
@@ -134,11 +134,11 @@ class _OldStrides(OwnPlan):
 class _FoundByAllButAlignment(OwnKernel):
     """Keeps the alignment of the first request that is otherwise the same."""
 
-    def __init__(self, inner: kvdock.Kernel) -> None:
+    def __init__(self, inner: kvdock.plugin.Kernel) -> None:
         super().__init__(inner)
         self._first: dict[Any, int] = {}
 
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
         metas = [meta for meta in request.args.values() if isinstance(meta, TensorMeta)]
         key = tuple((meta.dtype, meta.shape, meta.strides) for meta in metas)
         return _WideReads(plan, self._first.setdefault(key, request.tensor("k").alignment))
@@ -147,7 +147,7 @@ class _FoundByAllButAlignment(OwnKernel):
 class _WideReads(OwnPlan):
     """Reads keys from the multiple of so many bytes at or before them."""
 
-    def __init__(self, inner: kvdock.Descriptor, alignment: int) -> None:
+    def __init__(self, inner: kvdock.plugin.Descriptor, alignment: int) -> None:
         super().__init__(inner)
         self._alignment = alignment
 
@@ -167,7 +167,7 @@ class _OnePlanAtATime(OwnKernel):
 
     last: _Mortal | None = None
 
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
         if self.last is not None:
             self.last.is_alive = False
         self.last = _Mortal(plan)
@@ -188,11 +188,11 @@ class _Mortal(OwnPlan):
 class _OneForAll(OwnKernel):
     """Keeps descriptors by request."""
 
-    def __init__(self, inner: kvdock.Kernel) -> None:
+    def __init__(self, inner: kvdock.plugin.Kernel) -> None:
         super().__init__(inner)
-        self._kept: dict[str, kvdock.Descriptor] = {}
+        self._kept: dict[str, kvdock.plugin.Descriptor] = {}
 
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
         return self._kept.setdefault(repr(request), plan)
 
 
@@ -204,14 +204,14 @@ class _SharedArguments(OwnKernel):
 
     arguments: tuple[Any, ...] = ()
 
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
         return _UsesBuffer(plan, self)
 
 
 class _UsesBuffer(OwnPlan):
     """Takes its arguments by way of its kernel."""
 
-    def __init__(self, inner: kvdock.Descriptor, kernel: _SharedArguments) -> None:
+    def __init__(self, inner: kvdock.plugin.Descriptor, kernel: _SharedArguments) -> None:
         super().__init__(inner)
         self._kernel = kernel
 
@@ -230,7 +230,7 @@ class _FirstThread(OwnKernel):
 
     thread: int | None = None
 
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
         """Return a plan that does nothing in another thread."""
         self.thread = self.thread or threading.get_ident()
         found = _Mortal(plan)
@@ -254,14 +254,14 @@ class _FreesAll(OwnKernel):
 
     is_loaded = True
 
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
         return _Freeing(plan, self)
 
 
 class _Freeing(OwnPlan):
     """Frees the compiled kernel when it is destroyed."""
 
-    def __init__(self, inner: kvdock.Descriptor, kernel: _FreesAll) -> None:
+    def __init__(self, inner: kvdock.plugin.Descriptor, kernel: _FreesAll) -> None:
         super().__init__(inner)
         self._kernel = kernel
 
@@ -279,7 +279,7 @@ class _Freeing(OwnPlan):
 class _DestroyedTwice(OwnKernel):
     """Makes plans that clean up after themselves."""
 
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
         return _CleansUp(plan)
 
 
@@ -292,7 +292,7 @@ class _CleansUp(OwnPlan):
 
 @FAULTS.kernel(_COPY, "desc-destroy-raises", "Destroying a plan raises.", "KVD-DESC-005")
 class _DestroyRaises(OwnKernel):
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
         return _Undestroyable(plan)
 
 
@@ -309,7 +309,7 @@ class _DestroysItself(OwnKernel):
 
     running: OwnPlan | None = None
 
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
         if self.running is not None:
             self.running.destroy()
         self.running = OwnPlan(plan)
@@ -320,7 +320,7 @@ class _DestroysItself(OwnKernel):
 class _TensorsKept(OwnKernel):
     """Makes plans that remember."""
 
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
         return _Remembers(plan)
 
 
@@ -341,7 +341,7 @@ class _Remembers(OwnPlan):
 class _WorkspaceUnknown(OwnKernel):
     """Makes plans that do not say how much they need."""
 
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
         found = OwnPlan(plan)
         found.workspace_bytes = None  # type: ignore[assignment]  # that is the fault
         return found
@@ -351,7 +351,7 @@ class _WorkspaceUnknown(OwnKernel):
 class _WorkspaceNegative(OwnKernel):
     """Makes plans that give back more than they took."""
 
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
         return _GivesBack(plan)
 
 
@@ -367,7 +367,7 @@ class _GivesBack(OwnPlan):
 class _ReasonIsAString(OwnKernel):
     """Says no to float16 in a word."""
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         return "no float16" if request.tensor("k_cache").dtype == torch.float16 else self._inner.supports(request)
 
 
@@ -377,7 +377,7 @@ class _ChangesItsMind(OwnKernel):
 
     asked = 0
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         if request.tensor("k_cache").dtype != torch.float32:
             return self._inner.supports(request)
         self.asked += 1
@@ -390,7 +390,7 @@ class _ChangesItsMind(OwnKernel):
 class _ChangesTheRequest(OwnKernel):
     """Takes every tensor for one at a multiple of 16 bytes, and says so in the request."""
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         args: Any = request.args
         for name, meta in list(args.items()):
             if isinstance(meta, TensorMeta):

@@ -106,7 +106,7 @@ def _one_place(args: dict[str, Any]) -> dict[str, Any]:
 @FAULTS.function(_WRITE, "error-scale-ignored", "A scale for a cache that is not quantised is ignored.", "KVD-ERROR-009")
 @_fixing
 def _scale_ignored(args: dict[str, Any]) -> dict[str, Any]:
-    is_quantised = args["k_cache"].dtype in kvdock.QUANTISED_DTYPES
+    is_quantised = args["k_cache"].dtype in kvdock.plugin.QUANTISED_DTYPES
     return args if is_quantised else {name: value for name, value in args.items() if not name.endswith("_scale")}
 
 
@@ -237,16 +237,16 @@ def _cleared_first(function: Function) -> Function:
 # Kernels
 
 
-class _PickyKernel(kvdock.Kernel):
+class _PickyKernel(kvdock.plugin.Kernel):
     """A kernel that does what the backend's own does, or raises."""
 
-    def __init__(self, inner: kvdock.Kernel) -> None:
+    def __init__(self, inner: kvdock.plugin.Kernel) -> None:
         self._inner = inner
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         return self._inner.supports(request)
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         return self._inner.prepare(request)
 
 
@@ -254,7 +254,7 @@ class _PickyKernel(kvdock.Kernel):
 class _SupportsRaises(_PickyKernel):
     """Knows two dtypes."""
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         known = {torch.bfloat16: 2, torch.float32: 4}
         return [] if known[request.tensor("k_cache").dtype] else ["no such dtype"]
 
@@ -263,7 +263,7 @@ class _SupportsRaises(_PickyKernel):
 class _PrepareRaises(_PickyKernel):
     """Compiles for rows of whole words only, and says so late."""
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         if (request.tensor("k").shape[-1] or 0) % 2:
             raise ValueError("not a multiple of the vector width")
         return self._inner.prepare(request)
@@ -275,14 +275,14 @@ class _LeftBusy(_PickyKernel):
 
     is_busy = False
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         return _BusyPlan(self, self._inner.prepare(request))
 
 
-class _BusyPlan(kvdock.Descriptor):
+class _BusyPlan(kvdock.plugin.Descriptor):
     """Does nothing while its kernel is busy."""
 
-    def __init__(self, kernel: _LeftBusy, inner: kvdock.Descriptor) -> None:
+    def __init__(self, kernel: _LeftBusy, inner: kvdock.plugin.Descriptor) -> None:
         self._kernel = kernel
         self._inner = inner
 

@@ -108,7 +108,7 @@ class Faults(list[Fault]):
 
     def kernel(
         self, op: str, name: str, sentence: str, *killers: str, host_only: tuple[str, ...] = ()
-    ) -> Callable[[type[kvdock.Kernel]], type[kvdock.Kernel]]:
+    ) -> Callable[[type[kvdock.plugin.Kernel]], type[kvdock.plugin.Kernel]]:
         """Add a fault that is a class of kernels, made of the backend's own kernel."""
 
         def add(change: Any) -> Any:

@@ -343,7 +343,7 @@ def _slots_changed(run: BackendCall, args: Args) -> None:
     args["slot_mapping"].clamp_(min=0)
 
 
-class _ScaleIgnored(kvdock.Descriptor):
+class _ScaleIgnored(kvdock.plugin.Descriptor):
     """Reads elements as they are."""
 
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor, *rest: Any) -> None:

@@ -139,9 +139,9 @@ for _method, _where, _killer in (("forked", _IN_FORK, "KVD-HYGIENE-004"), ("spaw
 
 
 @FAULTS.backend(_AREA, "probe", "hygiene-probe-changes", "Each probe finds something else.", "KVD-HYGIENE-006")
-def _probe_changes(inner: Callable[[], kvdock.Probe]) -> Callable[[], kvdock.Probe]:
+def _probe_changes(inner: Callable[[], kvdock.plugin.Probe]) -> Callable[[], kvdock.plugin.Probe]:
     count = itertools.count()
-    return lambda: kvdock.Probe.ready(f"looked {next(count)} times")
+    return lambda: kvdock.plugin.Probe.ready(f"looked {next(count)} times")
 
 
 @FAULTS.backend(_AREA, "device_type", "hygiene-device-type-in-capitals", "The device type is written in capitals.", "KVD-HYGIENE-007")

@@ -306,7 +306,7 @@ def _slots_changed(run: BackendCall, args: Args) -> None:
     args["slot_mapping"].clamp_(min=-1)
 
 
-class _ScaleIgnored(kvdock.Descriptor):
+class _ScaleIgnored(kvdock.plugin.Descriptor):
     """Stores elements in the cache's dtype as they come."""
 
     def __call__(
@@ -343,24 +343,24 @@ def _first_slots_kept() -> FaultyCall:
 
 
 @FAULTS.kernel(_OP, "write-stale-plan-after-a-stride-change", "A plan is found by shapes alone, whatever the strides.", "KVD-WRITE-024")
-class _StalePlan(kvdock.Kernel):
+class _StalePlan(kvdock.plugin.Kernel):
     """Keeps the first pool's strides for each shape."""
 
-    def __init__(self, inner: kvdock.Kernel) -> None:
+    def __init__(self, inner: kvdock.plugin.Kernel) -> None:
         self._inner = inner
         self._strides: dict[Any, Any] = {}
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         return self._inner.supports(request)
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         """Return the plan of the first request with these shapes."""
         k_cache = request.tensor("k_cache")
         first = self._strides.setdefault((k_cache.shape, k_cache.dtype), k_cache.strides)
         return self._inner.prepare(request) if first == k_cache.strides else _OldStrides(first or ())
 
 
-class _OldStrides(kvdock.Descriptor):
+class _OldStrides(kvdock.plugin.Descriptor):
     """Writes keys by strides that were those of another pool."""
 
     def __init__(self, strides: Sequence[int]) -> None:

@@ -14,40 +14,40 @@ from kvdock_conformance.faults.tensors import bits, in_range
 __all__ = ["QuantisedKernel", "Quantises", "Reads", "per_row"]
 
 
-class QuantisedKernel(kvdock.Kernel):
+class QuantisedKernel(kvdock.plugin.Kernel):
     """A kernel that treats quantised pools in a way of its own, and all others as the backend does.
 
     Args:
         inner: the backend's kernel.
     """
 
-    about = kvdock.QUANTISED_DTYPES
+    about = kvdock.plugin.QUANTISED_DTYPES
     """Cache dtypes that it treats so."""
 
     about_quantised: Sequence[str] = ()
     """What it says against quantised pools; empty to serve them."""
 
-    descriptor: type[kvdock.Descriptor]
+    descriptor: type[kvdock.plugin.Descriptor]
     """What serves them."""
 
-    def __init__(self, inner: kvdock.Kernel) -> None:
+    def __init__(self, inner: kvdock.plugin.Kernel) -> None:
         self._inner = inner
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         """Ask the backend about other pools."""
         return self.about_quantised if _is_quantised(request) else self._inner.supports(request)
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         """Return a descriptor of its own for quantised pools."""
         return self.descriptor() if _is_quantised(request) else self._inner.prepare(request)
 
 
-def _is_quantised(request: kvdock.Request) -> bool:
+def _is_quantised(request: kvdock.plugin.Request) -> bool:
     """Whether the key pool is quantised."""
-    return request.tensor("k_cache").dtype in kvdock.QUANTISED_DTYPES
+    return request.tensor("k_cache").dtype in kvdock.plugin.QUANTISED_DTYPES
 
 
-class Quantises(kvdock.Descriptor):
+class Quantises(kvdock.plugin.Descriptor):
     """Writes tokens into a quantised pool as it must be done, in plain torch. Faults are made of it."""
 
     def __call__(
@@ -73,7 +73,7 @@ class Quantises(kvdock.Descriptor):
         return quotient.clamp(-most, most).to(dtype)
 
 
-class Reads(kvdock.Descriptor):
+class Reads(kvdock.plugin.Descriptor):
     """Reads tokens from a quantised pool as it must be done, in plain torch. Faults are made of it."""
 
     def __call__(

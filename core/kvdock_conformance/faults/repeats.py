@@ -30,7 +30,7 @@ class _Fixed(OwnPlan):
 class _FixedAddresses(OwnKernel):
     """Makes plans that repeat their calls without a look."""
 
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
         return _SameAgain(plan)
 
 
@@ -50,7 +50,7 @@ class _FixedPairs(_FixedAddresses):
 class _FixedAway(OwnKernel):
     """Makes plans that take a repeated call for done."""
 
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
         return _DoneBefore(plan)
 
 
@@ -75,18 +75,18 @@ def _first_lengths() -> FaultyCall:
 class _FoundByAddress(OwnKernel):
     """Keeps the first strides of each address and shape."""
 
-    def __init__(self, inner: kvdock.Kernel) -> None:
+    def __init__(self, inner: kvdock.plugin.Kernel) -> None:
         super().__init__(inner)
         self.known: dict[int, tuple[Any, Any]] = {}
 
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
         return _LooksUp(plan, self.known)
 
 
 class _LooksUp(OwnPlan):
     """Sees key pools of one address and shape by the strides of the first."""
 
-    def __init__(self, inner: kvdock.Descriptor, known: dict[int, tuple[Any, Any]]) -> None:
+    def __init__(self, inner: kvdock.plugin.Descriptor, known: dict[int, tuple[Any, Any]]) -> None:
         super().__init__(inner)
         self._known = known
 
@@ -152,5 +152,5 @@ class _Records(OwnPlan):
 class _RecordedWrite(OwnKernel):
     """Makes plans that are recorded."""
 
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
         return _Records(plan)

@@ -50,7 +50,7 @@ class KernelSeed:
     """
 
     op: str
-    change: Callable[[kvdock.Kernel], kvdock.Kernel]
+    change: Callable[[kvdock.plugin.Kernel], kvdock.plugin.Kernel]
 
     def why_not(self, target: Target) -> str:
         """Return why not: the backend has no kernel for the op, or its kernel is never asked about what the fault is about."""
@@ -108,7 +108,7 @@ class BackendSeed:
     """A faulty method of the backend.
 
     Args:
-        method: name of a method of `kvdock.Backend` that is asked at each use, such as ``skipped_writes``.
+        method: name of a method of `kvdock.plugin.Backend` that is asked at each use, such as ``skipped_writes``.
         change: given the bound method, returns a faulty one.
     """
 
@@ -130,10 +130,10 @@ class BackendSeed:
             _choose_anew()
 
 
-class _FaultyDescriptor(kvdock.Descriptor):
+class _FaultyDescriptor(kvdock.plugin.Descriptor):
     """Another descriptor whose calls go through a function."""
 
-    def __init__(self, inner: kvdock.Descriptor, op: str, call: FaultyCall) -> None:
+    def __init__(self, inner: kvdock.plugin.Descriptor, op: str, call: FaultyCall) -> None:
         self._inner = inner
         self._names = CATALOG[op].arg_names
         self._call = call
@@ -149,17 +149,17 @@ class _FaultyDescriptor(kvdock.Descriptor):
         self._inner.destroy()
 
 
-class FaultyKernel(kvdock.Kernel):
+class FaultyKernel(kvdock.plugin.Kernel):
     """Another kernel whose descriptors' calls go through a function."""
 
-    def __init__(self, inner: kvdock.Kernel, make_call: Callable[[], FaultyCall]) -> None:
+    def __init__(self, inner: kvdock.plugin.Kernel, make_call: Callable[[], FaultyCall]) -> None:
         self._inner = inner
         self._make_call = make_call
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         """Ask what is inside."""
         return self._inner.supports(request)
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         """Wrap what is prepared inside."""
         return _FaultyDescriptor(self._inner.prepare(request), request.op, self._make_call())

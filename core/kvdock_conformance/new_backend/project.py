@@ -107,9 +107,16 @@ class NewBackend:
             "Newcomer": "".join(part.capitalize() for part in self.name.split("_")),
             "newcomer": self.name,
             "@KVDOCK_VERSION@": kvdock.__version__,
+            "@KVDOCK_NEXT@": _next_minor(kvdock.__version__),
             "@LICENSE_LINE@": f'license = "{self.license}"\n' if self.license else "",
             "@LICENSE_TEXT@": f"{self.license}. Add its text as a file `LICENSE`." if self.license else add_license,
         }
+
+
+def _next_minor(version: str) -> str:
+    """Return the next minor version, which may drop what this one has warned of."""
+    major, minor = version.split(".")[:2]
+    return f"{major}.{int(minor) + 1}"
 
 
 @contextmanager

@@ -7,8 +7,8 @@ import kvdock
 from kvdock_acme.backend import AcmeBackend
 
 
-@pytest.mark.parametrize(("firmware", "state"), [("1", kvdock.ProbeState.UNUSABLE), ("2", kvdock.ProbeState.READY)])
-def test_which_firmware_will_do(firmware: str, state: kvdock.ProbeState, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("firmware", "state"), [("1", kvdock.plugin.ProbeState.UNUSABLE), ("2", kvdock.plugin.ProbeState.READY)])
+def test_which_firmware_will_do(firmware: str, state: kvdock.plugin.ProbeState, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACME_FIRMWARE", firmware)
     probe = AcmeBackend().probe()
     assert probe.state is state

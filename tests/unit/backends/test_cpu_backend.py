@@ -26,7 +26,7 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-def backend() -> kvdock.Backend:
+def backend() -> kvdock.plugin.Backend:
     """Return the backend that the entry point hands over."""
     import kvdock_cpu
 
@@ -37,7 +37,7 @@ def backend() -> kvdock.Backend:
 def test_it_is_ready_everywhere_and_claims_the_cpu_alone() -> None:
     cpu = backend()
     assert (cpu.name, cpu.device_type) == ("cpu", "cpu")
-    assert cpu.probe().state is kvdock.ProbeState.READY
+    assert cpu.probe().state is kvdock.plugin.ProbeState.READY
     assert cpu.claims(torch.device("cpu"))
     assert not cpu.claims(torch.device("meta"))
     assert not cpu.claims(torch.device("cuda", 0))

@@ -21,11 +21,11 @@ BF16 = torch.bfloat16
 WIDE = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-def meta(tensor: torch.Tensor, *, alignment: int = 16, runtime: int = 0) -> kvdock.TensorMeta:
+def meta(tensor: torch.Tensor, *, alignment: int = 16, runtime: int = 0) -> kvdock.plugin.TensorMeta:
     """Describe a tensor as a request does; ``runtime`` leading dims are run-time values."""
     shape = tuple(None if i < runtime else size for i, size in enumerate(tensor.shape))
     strides = tuple(0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return kvdock.TensorMeta(tensor.dtype, shape, None if runtime else strides, alignment)
+    return kvdock.plugin.TensorMeta(tensor.dtype, shape, None if runtime else strides, alignment)
 
 
 @PROPERTY
@@ -82,7 +82,7 @@ def test_elements_are_as_wide_as_everything_allows(
     gaps: tuple[int, ...], alignment: int, others: tuple[int, ...], dim: int, bytes_: int
 ) -> None:
     pool = Memory().tensor(BF16, (3, 4, 2, dim), gaps=gaps)
-    sources = [kvdock.TensorMeta(BF16, (None, 2, dim), None, other) for other in others]
+    sources = [kvdock.plugin.TensorMeta(BF16, (None, 2, dim), None, other) for other in others]
     dtype = wide_dtype(meta(pool, alignment=alignment), *sources)
     assert dtype == WIDE[bytes_]
     assert dtype.itemsize == bytes_

@@ -100,8 +100,8 @@ def test_a_rank_holds_its_share(kind: str, heads: int, tp_size: int, held: int, 
 def test_a_device_that_nobody_claims_lists_who_is_there_and_why_not(kind: str) -> None:
     runtime = runtime_of(
         InProcessBackend("healthy", claims=["cpu"], devices=["cpu"]),
-        InProcessBackend("gone", probe=kvdock.Probe.absent("no acme card")),
-        InProcessBackend("sick", probe=kvdock.Probe.unusable("driver 3 is too old")),
+        InProcessBackend("gone", probe=kvdock.plugin.Probe.absent("no acme card")),
+        InProcessBackend("sick", probe=kvdock.plugin.Probe.unusable("driver 3 is too old")),
     )
     with pytest.raises(kvdock.NoBackendError) as caught:
         make(kind, runtime.dispatcher, rank=kvdock.RankInfo("meta"))

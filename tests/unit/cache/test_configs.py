@@ -97,13 +97,13 @@ def test_wrong_settings_of_a_paged_cache(settings: dict[str, Any], error: type[E
         kvdock.PagedKVCacheConfig(**settings)
 
 
-@pytest.mark.parametrize("dtype", kvdock.QUANTISED_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", kvdock.plugin.QUANTISED_DTYPES, ids=str)
 def test_a_quantised_cache_is_not_there_yet(dtype: torch.dtype) -> None:
     with pytest.raises(kvdock.UnsupportedError, match=r"cache_dtype:.*quantised caches are not there yet. Fix: store the model's own"):
         kvdock.PagedKVCacheConfig(num_blocks=1, cache_dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", kvdock.COPY_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", kvdock.plugin.COPY_DTYPES, ids=str)
 def test_only_the_models_own_dtype_is_stored(dtype: torch.dtype, ops: kvdock.OpDispatcher) -> None:
     spec = SPECS["uniform"]
     config = kvdock.PagedKVCacheConfig(num_blocks=1, cache_dtype=dtype)

@@ -17,8 +17,8 @@ def acme_runtime() -> Iterator[runtime.Runtime]:
     registry = Registry(QUIET)
     kernels = {"copy_blocks_": CallKernel(lambda *args: None), "own_op": CallKernel(lambda *args: None)}
     ready = InProcessBackend("acme", claims=("cpu",), devices=("cpu",), kernels=kernels)
-    broken = InProcessBackend("broken", device_type="other", probe=kvdock.Probe.unusable("driver 3 is too old"))
+    broken = InProcessBackend("broken", device_type="other", probe=kvdock.plugin.Probe.unusable("driver 3 is too old"))
     registry.register(plugin(ready), "acme-plugin")
-    registry.register(plugin(InProcessBackend("absent", probe=kvdock.Probe.absent("no card")), broken), "others")
+    registry.register(plugin(InProcessBackend("absent", probe=kvdock.plugin.Probe.absent("no card")), broken), "others")
     with active(runtime.Runtime(registry)) as mine:
         yield mine

@@ -69,7 +69,7 @@ def test_problems_need_attention_whatever_the_plugins_are(monkeypatch: pytest.Mo
 
 def test_versions_hold_what_kvdock_needs_and_no_developers_tools() -> None:
     found = versions()
-    assert found["api"] == ".".join(map(str, kvdock.KVDOCK_API))
+    assert found["api"] == ".".join(map(str, kvdock.plugin.KVDOCK_API))
     assert {"kvdock", "python", "torch", "pluggy"} <= set(found)
     assert not {"ruff", "mypy", "pytest", "hypothesis"} & set(found)
 

@@ -84,14 +84,14 @@ def test_hardware_that_is_absent_is_incomplete(tmp_path: Path) -> None:
     source = """
 import kvdock
 KVDOCK_API = (1, 0)
-class Absent(kvdock.Backend):
+class Absent(kvdock.plugin.Backend):
     name = "absent"
     device_type = "acme"
-    def probe(self): return kvdock.Probe.absent("no acme card in this machine")
+    def probe(self): return kvdock.plugin.Probe.absent("no acme card in this machine")
     def claims(self, device): return False
     def devices(self): return []
     def kernels(self): return {}
-@kvdock.hookimpl
+@kvdock.plugin.hookimpl
 def kvdock_backends(): return [Absent()]
 """
     done = kvdock("--backend", "absent", env=install(tmp_path, "absent", source), cwd=tmp_path)

@@ -132,10 +132,10 @@ def test_values_are_repeated_counted_or_shuffled() -> None:
 def test_the_kit_knows_every_dtype_of_a_cache() -> None:
     import kvdock
 
-    names = {str(dtype).removeprefix("torch.") for dtype in (*kvdock.COPY_DTYPES, *kvdock.QUANTISED_DTYPES)}
+    names = {str(dtype).removeprefix("torch.") for dtype in (*kvdock.plugin.COPY_DTYPES, *kvdock.plugin.QUANTISED_DTYPES)}
     assert names <= set(ITEMSIZE)
     written = {case.name.partition(",")[0] for case in load()["KVD-WRITE-020"].cases()}
-    assert written == {str(dtype).removeprefix("torch.") for dtype in kvdock.COPY_DTYPES}, "each dtype is written bit for bit"
+    assert written == {str(dtype).removeprefix("torch.") for dtype in kvdock.plugin.COPY_DTYPES}, "each dtype is written bit for bit"
 
 
 def test_special_values_are_what_they_are_said_to_be() -> None:

@@ -294,13 +294,13 @@ def test_a_fault_in_dtypes_that_the_backend_does_not_declare_is_not_seeded() -> 
     from kvdock_conformance.stand_ins import StandIn, register_backend
 
     class Declares(StandIn):
-        def capabilities(self) -> kvdock.Capabilities:
-            return kvdock.Capabilities(dtypes=(torch.bfloat16, torch.int8) if "int8" in self.name else (torch.bfloat16,))
+        def capabilities(self) -> kvdock.plugin.Capabilities:
+            return kvdock.plugin.Capabilities(dtypes=(torch.bfloat16, torch.int8) if "int8" in self.name else (torch.bfloat16,))
 
     class Faulty:
         about = (torch.int8, torch.float8_e5m2)
 
-        def __call__(self, inner: kvdock.Kernel) -> kvdock.Kernel:
+        def __call__(self, inner: kvdock.plugin.Kernel) -> kvdock.plugin.Kernel:
             return inner
 
     for name, reason in (("declares", "declares declares which dtypes it stores"), ("declares-int8", "")):
@@ -319,7 +319,7 @@ def test_seeds_are_taken_out_again_whatever_happens() -> None:
     target = Target("reference")
     kernels = runtime.default().registry.loaded
 
-    def kernel_of() -> kvdock.Kernel:
+    def kernel_of() -> kvdock.plugin.Kernel:
         return kernels()["reference"].kernels["paged_caching_"]
 
     own, function = kernel_of(), kvdock.ops.paged_caching_
@@ -339,14 +339,14 @@ def test_seeds_are_taken_out_again_whatever_happens() -> None:
     def _backend(inner: Callable[..., int]) -> Callable[..., int]:
         return lambda device: inner(device) + 41
 
-    class Reluctant(kvdock.Kernel):
-        def __init__(self, inner: kvdock.Kernel) -> None:
+    class Reluctant(kvdock.plugin.Kernel):
+        def __init__(self, inner: kvdock.plugin.Kernel) -> None:
             self.inner = inner
 
-        def supports(self, request: kvdock.Request) -> Sequence[str]:
+        def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
             return ["not today"]
 
-        def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+        def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
             return self.inner.prepare(request)
 
     collected.kernel("paged_caching_", "d", "D.", "KVD-WRITE-001")(Reluctant)

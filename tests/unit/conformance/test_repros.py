@@ -32,7 +32,7 @@ KVDOCK_API = (1, 0)
 FAULTS = os.environ.get("FAULTS", "").split(",")
 
 
-class ConformancePlan(kvdock.Descriptor):
+class ConformancePlan(kvdock.plugin.Descriptor):
     def __init__(self, op, inner):
         self.op, self.inner, self.first = op, inner, None
 
@@ -53,7 +53,7 @@ class ConformancePlan(kvdock.Descriptor):
         self.inner.destroy()
 
 
-class Kernel(kvdock.Kernel):
+class Kernel(kvdock.plugin.Kernel):
     def __init__(self, op):
         self.op = op
 
@@ -64,13 +64,13 @@ class Kernel(kvdock.Kernel):
         return ConformancePlan(self.op, PORTABLE_KERNELS[self.op].prepare(request))
 
 
-class Backend(kvdock.Backend):
+class Backend(kvdock.plugin.Backend):
     name = "wrapping"
     device_type = "acme"
     count = itertools.count()
 
     def probe(self):
-        return kvdock.Probe.ready(str(next(self.count)) if "probe" in FAULTS else "")
+        return kvdock.plugin.Probe.ready(str(next(self.count)) if "probe" in FAULTS else "")
 
     def claims(self, device):
         return False
@@ -94,12 +94,12 @@ if "end" in FAULTS:
     atexit.register(os._exit, 3)
 
 
-@kvdock.hookimpl
+@kvdock.plugin.hookimpl
 def kvdock_backends():
     return [Backend()]
 
 
-@kvdock.hookimpl
+@kvdock.plugin.hookimpl
 def kvdock_prefix_caches():
     return {"wrapping": Cache}
 

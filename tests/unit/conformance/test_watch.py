@@ -28,18 +28,18 @@ OP = "paged_caching_"
 PORTABLE = PORTABLE_KERNELS[OP]
 
 
-class Plain(kvdock.Kernel):
+class Plain(kvdock.plugin.Kernel):
     """The portable kernel, whose answers and plans a test may spoil."""
 
     def __init__(self) -> None:
-        self.answer: Callable[[kvdock.Request], Any] = PORTABLE.supports
-        self.made: Callable[[kvdock.Descriptor], kvdock.Descriptor] = lambda plan: plan
+        self.answer: Callable[[kvdock.plugin.Request], Any] = PORTABLE.supports
+        self.made: Callable[[kvdock.plugin.Descriptor], kvdock.plugin.Descriptor] = lambda plan: plan
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         found: Sequence[str] = self.answer(request)
         return found
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         return self.made(PORTABLE.prepare(request))
 
 
@@ -101,7 +101,7 @@ def test_plans_are_seen_from_their_preparation_to_their_end(target: Target, kern
 
 
 def test_a_plan_that_is_destroyed_by_itself_is_seen(target: Target, kernel: Plain) -> None:
-    class Again(kvdock.Descriptor):
+    class Again(kvdock.plugin.Descriptor):
         def __call__(self, *args: Any) -> None: ...
 
         def __del__(self) -> None:
@@ -129,7 +129,7 @@ def test_a_call_of_a_plan_that_is_gone_or_does_not_fit_is_refused(target: Target
 
 
 def test_what_does_not_fit_is_named() -> None:
-    def request(**settings: Any) -> kvdock.Request:
+    def request(**settings: Any) -> kvdock.plugin.Request:
         return validate(CATALOG[OP], (*arguments(data(OpCall(OP, **settings))).values(), None, None))
 
     assert misfit(request(), request(tokens=9)) == "", "token counts are run-time values"
@@ -167,7 +167,7 @@ def test_answers_that_are_no_reasons(target: Target, kernel: Plain, answer: Any,
 def test_workspace_that_is_no_number_of_bytes(target: Target, kernel: Plain, size: Any) -> None:
     check_workspace(target, data())
 
-    def spoil(plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def spoil(plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
         plan.workspace_bytes = size
         return plan
 
@@ -181,7 +181,7 @@ def test_one_plan_for_all_and_tensors_kept(target: Target, kernel: Plain) -> Non
     check_releases(target, data())
     kept: list[Any] = []
 
-    class Keeps(kvdock.Descriptor):
+    class Keeps(kvdock.plugin.Descriptor):
         def __call__(self, *args: Any) -> None:
             kept.append(args[2])
 

@@ -176,7 +176,7 @@ class FixingDescriptor(WatchedDescriptor):
 class FixingKernel(WatchedKernel):
     """Prepares `FixingDescriptor`."""
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         made = super().prepare(request)
         made.__class__ = FixingDescriptor
         return made

@@ -22,21 +22,21 @@ from support_descriptors import DEVICES, Ledger, Pool, Watched, WatchingBackend,
 PAGED = PORTABLE_KERNELS["paged_caching_"]
 
 
-class Nesting(kvdock.Kernel):
+class Nesting(kvdock.plugin.Kernel):
     """Another kernel, whose descriptors do something else first."""
 
     def __init__(self) -> None:
-        self.first: Callable[[kvdock.Request], None] = lambda request: None
+        self.first: Callable[[kvdock.plugin.Request], None] = lambda request: None
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         return ()
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         return Nested(self, request, PAGED.prepare(request))
 
 
-class Nested(kvdock.Descriptor):
-    def __init__(self, kernel: Nesting, request: kvdock.Request, run: kvdock.Descriptor) -> None:
+class Nested(kvdock.plugin.Descriptor):
+    def __init__(self, kernel: Nesting, request: kvdock.plugin.Request, run: kvdock.plugin.Descriptor) -> None:
         self.kernel = kernel
         self.request = request
         self.run = run
@@ -64,7 +64,7 @@ class Nest:
         self.number += 1
         assert self.pools[heads].write(self.dispatcher, self.number)
 
-    def heads_of(self, request: kvdock.Request) -> Any:
+    def heads_of(self, request: kvdock.plugin.Request) -> Any:
         return request.tensor("k").shape[1]
 
 
@@ -76,7 +76,7 @@ def test_a_call_that_evicts_the_one_it_is_made_in(device: str, times: int) -> No
         nest.write(1)
     inside: list[int] = []
 
-    def first(request: kvdock.Request) -> None:
+    def first(request: kvdock.plugin.Request) -> None:
         if nest.heads_of(request) == 1:
             nest.write(2)
             inside.append(len(nest.ledger.destroyed))
@@ -96,7 +96,7 @@ def test_calls_nested_deeper_than_the_cache_holds() -> None:
     nest = Nest(capacity=1)
     depth = 0
 
-    def first(request: kvdock.Request) -> None:
+    def first(request: kvdock.plugin.Request) -> None:
         nonlocal depth
         if depth < 9:
             depth += 1
@@ -116,7 +116,7 @@ def test_clear_and_resize_inside_a_call() -> None:
     nest = Nest(capacity=4)
     nest.write(2)
 
-    def first(request: kvdock.Request) -> None:
+    def first(request: kvdock.plugin.Request) -> None:
         nest.dispatcher.descriptors.clear()
         nest.dispatcher.descriptors.set_capacity("paged_caching_", 1)
         nest.dispatcher.descriptors.cache("paged_caching_", None)
@@ -132,7 +132,7 @@ def test_clear_and_resize_inside_a_call() -> None:
 def test_a_call_that_raises_is_over() -> None:
     nest = Nest(capacity=1)
 
-    def first(request: kvdock.Request) -> None:
+    def first(request: kvdock.plugin.Request) -> None:
         raise RuntimeError("as planned")
 
     nest.kernel.first = first
@@ -145,7 +145,8 @@ def test_a_call_that_raises_is_over() -> None:
 
 OURS = ("/kvdock/ops/", "/kvdock/descriptors/")
 APART = tuple(
-    f"/{name}.py" for name in ("geometry", "guards", "hostcheck", "plain", "schema", "validate", "portable/paged_caching", "portable/rows")
+    f"/{name}.py"
+    for name in ("geometry", "guards", "index_values", "plain", "schema", "validate", "portable/paged_caching", "portable/rows")
 )
 """What neither looks for a plan nor holds one, and takes 9,000 instructions of a new call to check it and 400 to write rows."""
 

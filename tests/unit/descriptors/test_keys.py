@@ -27,17 +27,17 @@ FLIP = OpSchema(
 )
 
 
-class Flip(kvdock.Kernel):
+class Flip(kvdock.plugin.Kernel):
     """Flips along an axis that is static."""
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         return ()
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         return Flipped(request.args["axis"])
 
 
-class Flipped(kvdock.Descriptor):
+class Flipped(kvdock.plugin.Descriptor):
     def __init__(self, axis: Any) -> None:
         self.axis = axis
 

@@ -30,7 +30,7 @@ RMS_NORM = OpSchema(
 )
 
 
-class RmsNorm(kvdock.Descriptor):
+class RmsNorm(kvdock.plugin.Descriptor):
     """`rms_norm`, prepared for a width, a dtype and an epsilon."""
 
     destroyed = 0
@@ -48,11 +48,11 @@ class RmsNorm(kvdock.Descriptor):
         type(self).destroyed += 1
 
 
-class RmsNormKernel(kvdock.Kernel):
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+class RmsNormKernel(kvdock.plugin.Kernel):
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         return ()
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         weight = request.tensor("weight")
         return RmsNorm(int(weight.shape[0] or 0), weight.dtype, request.args["eps"])
 

@@ -157,7 +157,7 @@ def test_a_request_says_what_is_static_and_nothing_else(kernels: dict[str, Count
     Call(pool=(6, 4, 3, 8), gaps=(0, 8, 0, 0), lead=(5,), row_gap=4, k_at=2, v_at=32).run()
     (request,) = kernels["paged_caching_"].prepared
     assert (request.op, request.device) == ("paged_caching_", torch.device("cpu"))
-    meta = kvdock.TensorMeta
+    meta = kvdock.plugin.TensorMeta
     assert request.args == {
         "k_cache": meta(BF16, (6, 4, 3, 8), (4 * 24 + 8, 24, 8, 1), 16),
         "v_cache": meta(BF16, (6, 4, 2, 8), (4 * 16 + 8, 16, 8, 1), 16),
@@ -174,7 +174,7 @@ def test_a_request_says_what_is_static_and_nothing_else(kernels: dict[str, Count
 
 def test_a_host_length_stands_in_a_request_without_its_value(kernels: dict[str, CountingKernel]) -> None:
     static(6, 3, 42)
-    assert kernels["static_update_"].prepared[0].args["cache_lengths"] == kvdock.HOST_INT
+    assert kernels["static_update_"].prepared[0].args["cache_lengths"] == kvdock.plugin.HOST_INT
 
 
 @pytest.mark.parametrize("at", [0, 2, 4, 6, 8, 14])

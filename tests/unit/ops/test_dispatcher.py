@@ -24,20 +24,20 @@ SIDE_BY_SIDE = "halves [2, NB, ...]"
 class Picky(CountingKernel):
     """A kernel with reasons against float32."""
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         return ["it is made for halves", "and for nothing else"] if request.tensor("k_cache").dtype == torch.float32 else []
 
 
 class Backend(InProcessBackend):
     """A backend on the CPU that knows some dtypes, and records the devices that it was asked to guard."""
 
-    def __init__(self, kernels: dict[str, kvdock.Kernel], dtypes: tuple[torch.dtype, ...] | None = None) -> None:
+    def __init__(self, kernels: dict[str, kvdock.plugin.Kernel], dtypes: tuple[torch.dtype, ...] | None = None) -> None:
         super().__init__("acme", claims=("cpu",), devices=("cpu",), kernels=kernels)
         self._dtypes = dtypes
         self.guarded: list[str] = []
 
-    def capabilities(self) -> kvdock.Capabilities:
-        return kvdock.Capabilities(dtypes=self._dtypes)
+    def capabilities(self) -> kvdock.plugin.Capabilities:
+        return kvdock.plugin.Capabilities(dtypes=self._dtypes)
 
     @contextlib.contextmanager
     def device_guard(self, device: torch.device) -> Iterator[None]:
@@ -111,7 +111,7 @@ def test_a_kernel_that_cannot_be_prepared_leaves_no_plan() -> None:
     class Broken(CallKernel):
         tries = 0
 
-        def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+        def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
             Broken.tries += 1
             raise RuntimeError("no compiler")
 

@@ -146,7 +146,7 @@ class Recording(CallKernel):
         super().__init__(lambda *args: events.append(f"{name} called"))
         self._name, self._events, self._prepared = name, events, prepared
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         self._prepared.append(self._name)
         descriptor = _Fixing(self._call)
         descriptor.launch = lambda *numbers: self._events.append(f"{self._name} launched")

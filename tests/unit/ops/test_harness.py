@@ -36,7 +36,7 @@ HOST = HostTarget("faulty", "cpu", False)
 DEVICE = HostTarget("faulty", "cpu", True)
 
 
-def running(kernels: Mapping[str, kvdock.Kernel]) -> Any:
+def running(kernels: Mapping[str, kvdock.plugin.Kernel]) -> Any:
     """Let the ops run on these kernels."""
     runtime = runtime_of(InProcessBackend("faulty", claims=("cpu",), devices=("cpu",), kernels=kernels))
     HostTarget.active_runtime = runtime
@@ -202,24 +202,24 @@ def test_counting_padding_as_skipped_is_caught() -> None:
             one_write(DEVICE, [5, -1, 3])
 
 
-def right(op: str) -> kvdock.Kernel:
+def right(op: str) -> kvdock.plugin.Kernel:
     return PORTABLE_KERNELS[op]
 
 
-class After(kvdock.Kernel):
+class After(kvdock.plugin.Kernel):
     """The portable kernel of an op, and something after it."""
 
     def __init__(self, op: str, then: Callable[..., None]) -> None:
         self._inner = right(op)
         self._then = then
 
-    def supports(self, request: kvdock.Request) -> list[str]:
+    def supports(self, request: kvdock.plugin.Request) -> list[str]:
         return list(self._inner.supports(request))
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         inner, then = self._inner.prepare(request), self._then
 
-        class Both(kvdock.Descriptor):
+        class Both(kvdock.plugin.Descriptor):
             def __call__(self, *args: Any) -> None:
                 inner(*args)
                 then(*args)

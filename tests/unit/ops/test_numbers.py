@@ -112,7 +112,7 @@ def test_a_dtype_that_no_cache_has_is_an_error(target: Target, dtype: torch.dtyp
         kvdock.ops.paged_caching_(*caches, *tokens, torch.arange(3, device=target.device))
 
 
-@pytest.mark.parametrize("dtype", kvdock.QUANTISED_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", kvdock.plugin.QUANTISED_DTYPES, ids=str)
 @pytest.mark.parametrize("scale", [(), (2,), (3, 2)], ids=["per tensor", "per head", "per token and head"])
 def test_quantised_caches_with_their_scales_come_later(target: Target, dtype: torch.dtype, scale: tuple[int, ...]) -> None:
     caches = [torch.zeros(4, 4, 2, 8, dtype=torch.int8, device=target.device).view(dtype) for _ in range(2)]
@@ -128,7 +128,7 @@ def test_quantised_caches_with_their_scales_come_later(target: Target, dtype: to
     assert not any(cache.view(torch.int8).any() for cache in caches)
 
 
-@pytest.mark.parametrize("dtype", kvdock.QUANTISED_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", kvdock.plugin.QUANTISED_DTYPES, ids=str)
 @pytest.mark.parametrize("rows", ["as they are", "quantised"])
 @pytest.mark.parametrize("is_scaled", [True, False])
 def test_every_op_refuses_quantised_caches_alike(target: Target, dtype: torch.dtype, rows: str, is_scaled: bool) -> None:

@@ -82,20 +82,20 @@ ADD_ROWS = OpSchema(
 """An op that core does not know: ``table[start : start + n] += scale * x + bias``."""
 
 
-class AddRows(kvdock.Kernel):
+class AddRows(kvdock.plugin.Kernel):
     """Its kernel; what is static is settled in `prepare`."""
 
     def __init__(self) -> None:
-        self.prepared: list[kvdock.Request] = []
+        self.prepared: list[kvdock.plugin.Request] = []
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         return [] if request.args["scale"] != "huge" else ["its scale is too large"]
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         self.prepared.append(request)
         factor = float(request.args["scale"])
 
-        class Plan(kvdock.Descriptor):
+        class Plan(kvdock.plugin.Descriptor):
             def __call__(self, table: torch.Tensor, x: torch.Tensor, bias: Any, start: Any, scale: Any) -> None:
                 table[int(start) : int(start) + len(x)] += factor * x + (0 if bias is None else bias)
 

@@ -191,7 +191,7 @@ class FixingDescriptor(CallDescriptor):
 
 
 class FixingKernel(CallKernel):
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         return FixingDescriptor(self._call)
 
 

@@ -54,8 +54,8 @@ def test_object_takes_the_version_of_its_module(monkeypatch: pytest.MonkeyPatch)
 
 def test_hooks_are_found_on_modules_and_objects() -> None:
     class Plugin:
-        @kvdock.hookimpl
-        def kvdock_backends(self) -> list[kvdock.Backend]:
+        @kvdock.plugin.hookimpl
+        def kvdock_backends(self) -> list[kvdock.plugin.Backend]:
             return [InProcessBackend("acme")]
 
     for made in (plugin(InProcessBackend("acme")), Plugin()):
@@ -64,8 +64,8 @@ def test_hooks_are_found_on_modules_and_objects() -> None:
 
 
 def test_hook_under_another_name_of_function() -> None:
-    @kvdock.hookimpl(specname="kvdock_backends")
-    def ours() -> list[kvdock.Backend]:
+    @kvdock.plugin.hookimpl(specname="kvdock_backends")
+    def ours() -> list[kvdock.plugin.Backend]:
         return []
 
     assert set(contract.find_hooks(module("m", ours=ours), "m")) == {"kvdock_backends"}
@@ -74,12 +74,12 @@ def test_hook_under_another_name_of_function() -> None:
 def test_hook_without_the_mark_says_so() -> None:
     made = types.ModuleType("m")
     made.kvdock_backends = list  # type: ignore[attr-defined]
-    assert refused(contract.find_hooks, made, "m").endswith("got none. Fix: mark kvdock_backends with @kvdock.hookimpl")
+    assert refused(contract.find_hooks, made, "m").endswith("got none. Fix: mark kvdock_backends with @kvdock.plugin.hookimpl")
 
 
 def test_optional_hook_of_a_later_version_is_ignored() -> None:
     made = plugin(InProcessBackend("acme"))
-    made.kvdock_later = kvdock.hookimpl(optionalhook=True)(lambda: None)  # type: ignore[attr-defined]
+    made.kvdock_later = kvdock.plugin.hookimpl(optionalhook=True)(lambda: None)  # type: ignore[attr-defined]
     assert set(contract.find_hooks(made, "m")) == {"kvdock_backends"}
 
 
@@ -124,7 +124,7 @@ def test_what_is_no_list_of_backends(value: object, text: str) -> None:
         ([], "kernels() of backend 'acme': expected a mapping of op name to Kernel, got [] (list)"),
         ({3: None}, "kernels() of backend 'acme': expected op names (str) as keys, got 3 (int)"),
         ({"op": print}, "kernels() of backend 'acme'['op']: expected a Kernel, got <built-in function print> (builtin_function_or_method)"),
-        ({"op": kvdock.Kernel}, "kernels() of backend 'acme'['op']: expected a Kernel, got the class Kernel (not an object of it)"),
+        ({"op": kvdock.plugin.Kernel}, "kernels() of backend 'acme'['op']: expected a Kernel, got the class Kernel (not an object of it)"),
     ],
 )
 def test_what_is_no_table_of_kernels(value: object, text: str) -> None:

@@ -29,8 +29,8 @@ def test_ready_backend_is_asked_once_for_everything() -> None:
     assert contribution.record.reason == "made by a test"
 
 
-@pytest.mark.parametrize("probe", [kvdock.Probe.absent("no card"), kvdock.Probe.unusable("driver 3")])
-def test_backend_that_is_not_ready_is_not_asked_for_kernels(probe: kvdock.Probe) -> None:
+@pytest.mark.parametrize("probe", [kvdock.plugin.Probe.absent("no card"), kvdock.plugin.Probe.unusable("driver 3")])
+def test_backend_that_is_not_ready_is_not_asked_for_kernels(probe: kvdock.plugin.Probe) -> None:
     backend = InProcessBackend("acme", probe=probe)
     contribution = admitted(backend)
     assert backend.asked == ["probe"]
@@ -75,7 +75,7 @@ def test_hook_that_raises_is_load_failed() -> None:
 
 
 def test_abstract_backend_is_load_failed_with_the_missing_methods() -> None:
-    class Half(kvdock.Backend):
+    class Half(kvdock.plugin.Backend):
         name = "half"
         device_type = "acme"
 

@@ -15,7 +15,7 @@ from support_plugins import QUIET, CallKernel, InProcessBackend, plugin
 OP = "copy_blocks_"
 
 
-def runtime(kernels: dict[str, kvdock.Kernel] | None = None) -> Runtime:
+def runtime(kernels: dict[str, kvdock.plugin.Kernel] | None = None) -> Runtime:
     registry = Registry(QUIET)
     registry.register(plugin(InProcessBackend("acme", claims=("cpu",), devices=("cpu",), kernels=kernels)), "acme")
     return Runtime(registry)
@@ -27,11 +27,11 @@ def arguments() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return k, k + 100, torch.tensor([[0, 2]])
 
 
-class Unwilling(kvdock.Kernel):
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+class Unwilling(kvdock.plugin.Kernel):
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         return ["only heads of 64 elements", "only even numbers of blocks"]
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         raise AssertionError("never asked")
 
 
@@ -39,7 +39,7 @@ class Unwilling(kvdock.Kernel):
     ("kernels", "reasons"),
     [({}, ["it has no kernel for this op"]), ({OP: Unwilling()}, ["only heads of 64 elements", "only even numbers of blocks"])],
 )
-def test_op_that_the_backend_lacks_is_served_counted_and_reported(kernels: dict[str, kvdock.Kernel], reasons: list[str]) -> None:
+def test_op_that_the_backend_lacks_is_served_counted_and_reported(kernels: dict[str, kvdock.plugin.Kernel], reasons: list[str]) -> None:
     mine = runtime(kernels)
     k, v, pairs = arguments()
     explanation = mine.dispatcher.explain(OP, (k, v, pairs))

@@ -35,20 +35,20 @@ def two(**second: Any) -> list[InProcessBackend]:
 
 
 def test_only_ready_backend_that_claims_the_device() -> None:
-    others = InProcessBackend("absent", probe=kvdock.Probe.absent("none")), InProcessBackend("elsewhere", claims=("cpu",))
+    others = InProcessBackend("absent", probe=kvdock.plugin.Probe.absent("none")), InProcessBackend("elsewhere", claims=("cpu",))
     assert chosen(registry(InProcessBackend("acme"), *others)) == ("acme", "only ready backend that claims meta")
 
 
 def test_choice_carries_kernels_and_capabilities() -> None:
-    backend = InProcessBackend("acme", priority=kvdock.Priority.FALLBACK)
+    backend = InProcessBackend("acme", priority=kvdock.plugin.Priority.FALLBACK)
     choice = registry(backend).choose(OP, META)
     assert choice.backend is backend
-    assert (choice.kernels, choice.capabilities.priority) == ({}, kvdock.Priority.FALLBACK)
+    assert (choice.kernels, choice.capabilities.priority) == ({}, kvdock.plugin.Priority.FALLBACK)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_highest_priority_whatever_was_registered_first(order: tuple[int, ...]) -> None:
-    backends = [InProcessBackend(priority.name.lower(), priority=priority) for priority in kvdock.Priority]
+    backends = [InProcessBackend(priority.name.lower(), priority=priority) for priority in kvdock.plugin.Priority]
     name, reason = chosen(registry(*(backends[index] for index in order)))
     assert name == "specialised"
     assert reason.startswith("highest priority of the ready backends that claim meta: ")
@@ -56,7 +56,7 @@ def test_highest_priority_whatever_was_registered_first(order: tuple[int, ...]) 
 
 
 def test_tie_at_the_top_is_an_error_and_below_it_is_not() -> None:
-    below = [InProcessBackend(name, priority=kvdock.Priority.FALLBACK) for name in ("x", "y")]
+    below = [InProcessBackend(name, priority=kvdock.plugin.Priority.FALLBACK) for name in ("x", "y")]
     assert chosen(registry(InProcessBackend("top"), *below))[0] == "top"
     with pytest.raises(AmbiguousBackendError) as caught:
         chosen(registry(*two(), below[0]))
@@ -132,7 +132,7 @@ def test_device_without_index_stands_for_all_of_its_type(listed: str, runs: bool
 
 @pytest.mark.parametrize("environ", [{"KVDOCK_BACKEND_META": "absent"}, {}])
 def test_named_or_configured_and_not_ready_raises_though_another_is(environ: dict[str, str]) -> None:
-    made = registry(InProcessBackend("acme"), InProcessBackend("absent", probe=kvdock.Probe.absent("no card")), environ=environ)
+    made = registry(InProcessBackend("acme"), InProcessBackend("absent", probe=kvdock.plugin.Probe.absent("no card")), environ=environ)
     with pytest.raises(BackendUnavailableError) as caught:
         chosen(made, None if environ else "absent")
     assert str(caught.value).endswith(": ABSENT: no card (plugin 'plugin-absent' (registered in this process))")
@@ -148,7 +148,7 @@ def test_name_of_a_plugin_points_to_its_backends() -> None:
 
 
 def test_nobody_claims_lists_everybody_with_state_and_reason() -> None:
-    made = registry(InProcessBackend("elsewhere"), InProcessBackend("absent", probe=kvdock.Probe.absent("no card")))
+    made = registry(InProcessBackend("elsewhere"), InProcessBackend("absent", probe=kvdock.plugin.Probe.absent("no card")))
     with pytest.raises(NoBackendError) as caught:
         chosen(made, device=torch.device("cpu"))
     text = str(caught.value)
@@ -173,8 +173,8 @@ def test_backend_whose_claim_raises_breaks_no_other_and_is_listed() -> None:
 
 
 def test_broken_backend_for_the_same_kind_of_device_is_told_with_the_choice() -> None:
-    broken = InProcessBackend("broken", probe=kvdock.Probe.unusable("driver 3"))
-    unrelated = InProcessBackend("unrelated", device_type="other", probe=kvdock.Probe.unusable("no memory"))
+    broken = InProcessBackend("broken", probe=kvdock.plugin.Probe.unusable("driver 3"))
+    unrelated = InProcessBackend("unrelated", device_type="other", probe=kvdock.plugin.Probe.unusable("no memory"))
     assert chosen(registry(InProcessBackend("acme"), broken, unrelated)) == (
         "acme",
         "only ready backend that claims meta; broken is UNUSABLE: driver 3",
@@ -182,7 +182,7 @@ def test_broken_backend_for_the_same_kind_of_device_is_told_with_the_choice() ->
 
 
 def test_candidates_hold_every_backend_with_its_state() -> None:
-    made = registry(InProcessBackend("acme"), InProcessBackend("absent", probe=kvdock.Probe.absent("no card")))
+    made = registry(InProcessBackend("acme"), InProcessBackend("absent", probe=kvdock.plugin.Probe.absent("no card")))
     found = [item for item in made.candidates(META) if item.plugin.startswith("plugin-")]
     assert [(item.name, item.plugin, item.state, item.claims) for item in found] == [
         ("acme", "plugin-acme", PluginState.READY, True),

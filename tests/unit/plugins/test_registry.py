@@ -57,7 +57,7 @@ def test_choices_are_kept_by_op_device_and_name(registry: Registry) -> None:
 def test_registering_drops_what_was_chosen(registry: Registry) -> None:
     registered(registry, InProcessBackend("acme"))
     assert registry.choose("copy_blocks_", META).backend.name == "acme"
-    registered(registry, InProcessBackend("better", priority=kvdock.Priority.SPECIALISED), name="better-plugin")
+    registered(registry, InProcessBackend("better", priority=kvdock.plugin.Priority.SPECIALISED), name="better-plugin")
     assert registry.choose("copy_blocks_", META).backend.name == "better"
 
 
@@ -106,7 +106,7 @@ def test_broken_plugin_is_refused_with_its_reason_and_leaves_nothing(registry: R
 
 
 def test_plugin_whose_hardware_is_broken_is_registered_and_not_ready(registry: Registry) -> None:
-    registered(registry, InProcessBackend("acme", probe=kvdock.Probe.unusable("driver 3")))
+    registered(registry, InProcessBackend("acme", probe=kvdock.plugin.Probe.unusable("driver 3")))
     with pytest.raises(BackendUnavailableError) as caught:
         registry.backend("acme")
     assert str(caught.value) == "backend 'acme': UNUSABLE: driver 3 (plugin 'acme-plugin' (registered in this process))"
@@ -121,7 +121,7 @@ def test_hook_may_ask_for_backends_that_are_loaded_already(registry: Registry) -
     registered(registry, InProcessBackend("acme"))
     seen: list[str] = []
 
-    def hook() -> list[kvdock.Backend]:
+    def hook() -> list[kvdock.plugin.Backend]:
         seen.append(registry.choose("copy_blocks_", META).backend.name)
         return []
 
@@ -169,7 +169,7 @@ def test_kernel_for_nobody_or_of_no_kind_is_refused(registry: Registry) -> None:
     registered(registry, InProcessBackend("acme"))
     with pytest.raises(BackendUnavailableError, match=r"backend 'other': there is none of this name\. Ready: .*acme"):
         registry.register_kernel("other", "copy_blocks_", own_kernel())
-    with pytest.raises(ArgumentTypeError, match=r"register_kernel: kernel: expected a kvdock\.Kernel object, got "):
+    with pytest.raises(ArgumentTypeError, match=r"register_kernel: kernel: expected a kvdock\.plugin\.Kernel object, got "):
         registry.register_kernel("acme", "copy_blocks_", print)  # type: ignore[arg-type]
 
 

@@ -30,7 +30,7 @@ def bring() -> Iterator[Bring]:
     registry = Registry(QUIET)
 
     def register(plugin: str, **caches: Any) -> None:
-        registry.register(module(plugin, kvdock_prefix_caches=lambda: caches, KVDOCK_API=kvdock.KVDOCK_API), plugin)
+        registry.register(module(plugin, kvdock_prefix_caches=lambda: caches, KVDOCK_API=kvdock.plugin.KVDOCK_API), plugin)
 
     with active(kvdock.Runtime(registry)):
         yield register

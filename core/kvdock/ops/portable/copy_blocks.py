@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from kvdock.bits import as_bits
 from kvdock.interface import HOST
-from kvdock.ops.hostcheck import pairs_on_device
-from kvdock.ops.portable.rows import PortableDescriptor, PortableKernel, as_bits, redirect
+from kvdock.ops.index_values import pairs_on_device
+from kvdock.ops.portable.rows import PortableDescriptor, PortableKernel, redirect
 
 __all__ = ["CopyBlocks", "CopyBlocksDescriptor"]
 

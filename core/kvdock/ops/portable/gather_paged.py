@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kvdock.ops.hostcheck import slots_in_range
-from kvdock.ops.portable.rows import PortableDescriptor, PortableKernel, as_bits
+from kvdock.bits import as_bits
+from kvdock.ops.index_values import slots_in_range
+from kvdock.ops.portable.rows import PortableDescriptor, PortableKernel
 
 __all__ = ["GatherPaged", "GatherPagedDescriptor"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvdock.ops.hostcheck import slots_in_range
+from kvdock.ops.index_values import slots_in_range
 from kvdock.ops.portable.rows import PortableDescriptor, PortableKernel, write_rows
 
 __all__ = ["PagedCaching", "PagedCachingDescriptor"]

@@ -6,37 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from kvdock.bits import SkipCounter, as_bits, quantised_reasons
 from kvdock.interface import HOST, Descriptor, Kernel, Request
-from kvdock.spec import QUANTISED_DTYPES
 
-__all__ = ["SKIPPED", "PortableDescriptor", "PortableKernel", "SkipCounter", "as_bits", "redirect", "write_rows"]
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """View elements as integers of their size: copying integers keeps NaN payloads and -0 on every device."""
-    return tensor.view(_BITS[tensor.element_size()])
-
-
-class SkipCounter:
-    """Counts skipped writes per device, on the device: adding never synchronises, reading does. Threads may share it."""
-
-    def __init__(self) -> None:
-        self._counts: dict[torch.device, torch.Tensor] = {}
-
-    def prepare(self, device: torch.device) -> torch.Tensor:
-        """Return the count of a device, an int64 tensor ``[]`` made on first use (never while a graph is captured)."""
-        if device not in self._counts:
-            with torch.inference_mode(False):
-                self._counts.setdefault(device, torch.zeros((), dtype=torch.int64, device=device))
-        return self._counts[device]
-
-    def read(self, device: torch.device) -> int:
-        """Return how many writes were skipped on a device. Synchronises."""
-        count = self._counts.get(device)
-        return 0 if count is None else int(count)
-
+__all__ = ["SKIPPED", "PortableDescriptor", "PortableKernel", "redirect", "write_rows"]
 
 SKIPPED = SkipCounter()
 """Skipped writes of the portable kernels."""
@@ -63,8 +36,7 @@ class PortableKernel(Kernel):
 
     def supports(self, request: Request) -> Sequence[str]:
         """Refuse quantised caches."""
-        dtype = request.tensor("k_cache").dtype
-        return [f"quantised caches ({dtype}) are not there yet"] if dtype in QUANTISED_DTYPES else []
+        return quantised_reasons(request)
 
     def prepare(self, request: Request) -> Descriptor:
         """Make sure that the device has a count."""

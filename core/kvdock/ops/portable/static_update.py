@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from kvdock.bits import as_bits
 from kvdock.interface import HOST, HOST_INT, Descriptor, Request
-from kvdock.ops.hostcheck import check_lengths
-from kvdock.ops.portable.rows import SKIPPED, PortableDescriptor, PortableKernel, as_bits, write_rows
+from kvdock.ops.index_values import check_lengths
+from kvdock.ops.portable.rows import SKIPPED, PortableDescriptor, PortableKernel, write_rows
 
 __all__ = ["HostLength", "StaticUpdate", "TensorLengths"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-import kvdock
+from kvdock.plugin import Backend, Capabilities, Kernel, Priority, Probe
 
 from .copy_blocks import CopyBlocks
 from .engine import Engine
@@ -17,7 +17,7 @@ from .static_update import StaticUpdate
 __all__ = ["AcmeBackend"]
 
 
-class AcmeBackend(kvdock.Backend):
+class AcmeBackend(Backend):
     """Serves Acme accelerators, which are simulated in host memory: it is asked for by name, and is in nobody's way."""
 
     name = "acme"
@@ -26,11 +26,11 @@ class AcmeBackend(kvdock.Backend):
     def __init__(self) -> None:
         self._engine = Engine.find()
 
-    def probe(self) -> kvdock.Probe:
+    def probe(self) -> Probe:
         """Look at the firmware."""
         if self._engine.firmware < 2:
-            return kvdock.Probe.unusable(f"firmware {self._engine.firmware} has no copy engine. Fix: update it to 2 or newer")
-        return kvdock.Probe.ready(f"simulated, firmware {self._engine.firmware}")
+            return Probe.unusable(f"firmware {self._engine.firmware} has no copy engine. Fix: update it to 2 or newer")
+        return Probe.ready(f"simulated, firmware {self._engine.firmware}")
 
     def claims(self, device: torch.device) -> bool:
         """Claim its own type of device only."""
@@ -40,7 +40,7 @@ class AcmeBackend(kvdock.Backend):
         """List the host, where the accelerator is simulated."""
         return [torch.device("cpu")]
 
-    def kernels(self) -> Mapping[str, kvdock.Kernel]:
+    def kernels(self) -> Mapping[str, Kernel]:
         """Return one kernel for each op."""
         return {
             "paged_caching_": PagedCaching(self._engine),
@@ -49,10 +49,10 @@ class AcmeBackend(kvdock.Backend):
             "copy_blocks_": CopyBlocks(self._engine),
         }
 
-    def capabilities(self) -> kvdock.Capabilities:
+    def capabilities(self) -> Capabilities:
         """Declare the dtypes that the engine moves, and that it is to be preferred to whoever else claims the device."""
         dtypes = (torch.bfloat16, torch.float16, torch.float32)
-        return kvdock.Capabilities(dtypes=dtypes, priority=kvdock.Priority.SPECIALISED, graph_capture=False)
+        return Capabilities(dtypes=dtypes, priority=Priority.SPECIALISED, graph_capture=False)
 
     def notes(self) -> Sequence[str]:
         """Say which firmware is used, and what is known of it."""

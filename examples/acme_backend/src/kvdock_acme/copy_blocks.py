@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-import kvdock
-from kvdock.ops.hostcheck import check_pairs
+from kvdock.plugin import Descriptor, Kernel, Request, check_pairs
 
 from .engine import Engine
 from .memory import pieces, reasons
@@ -15,7 +14,7 @@ from .memory import pieces, reasons
 __all__ = ["CopyBlocks", "CopyBlocksDescriptor"]
 
 
-class CopyBlocksDescriptor(kvdock.Descriptor):
+class CopyBlocksDescriptor(Descriptor):
     """Copies whole blocks within each pool.
 
     Args:
@@ -37,7 +36,7 @@ class CopyBlocksDescriptor(kvdock.Descriptor):
             self._engine.move(pieces(pool), pairs)
 
 
-class CopyBlocks(kvdock.Kernel):
+class CopyBlocks(Kernel):
     """Prepares `CopyBlocksDescriptor`.
 
     Args:
@@ -47,10 +46,10 @@ class CopyBlocks(kvdock.Kernel):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: Request) -> Sequence[str]:
         """Serve what the engine can reach."""
         return reasons(request, pools=("k_cache", "v_cache"))
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: Request) -> Descriptor:
         """Nothing to compile."""
         return CopyBlocksDescriptor(request.op, self._engine)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-import kvdock
-from kvdock.ops.hostcheck import slots_in_range
+from kvdock.plugin import Descriptor, Kernel, Request, slots_in_range
 
 from .engine import Engine
 from .memory import pieces, reasons
@@ -15,7 +14,7 @@ from .memory import pieces, reasons
 __all__ = ["GatherPaged", "GatherPagedDescriptor"]
 
 
-class GatherPagedDescriptor(kvdock.Descriptor):
+class GatherPagedDescriptor(Descriptor):
     """Reads keys and values from pools of one geometry.
 
     Args:
@@ -36,7 +35,7 @@ class GatherPagedDescriptor(kvdock.Descriptor):
             self._engine.read(pieces(pool), pieces(out), slot_mapping.numpy())
 
 
-class GatherPaged(kvdock.Kernel):
+class GatherPaged(Kernel):
     """Prepares `GatherPagedDescriptor`.
 
     Args:
@@ -46,10 +45,10 @@ class GatherPaged(kvdock.Kernel):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: Request) -> Sequence[str]:
         """Serve what the engine can reach."""
         return reasons(request, pools=("k_cache", "v_cache"), rows=("k_out", "v_out"))
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: Request) -> Descriptor:
         """Nothing to compile."""
         return GatherPagedDescriptor(request.op, self._engine)

@@ -7,23 +7,21 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-import kvdock
+from kvdock.plugin import Request, TensorMeta, as_bits
 
 from .engine import ALIGNMENT, Pieces
 
 __all__ = ["pieces", "pool_reasons", "reasons"]
 
-BITS = {2: torch.int16, 4: torch.int32}
-
 
 def pieces(tensor: torch.Tensor) -> Pieces:
     """See ``[..., dim]`` as ``[...]`` pieces of one vector each; nothing is copied, and bits are not taken for numbers."""
-    memory = tensor.detach().view(BITS[tensor.element_size()]).numpy()
+    memory = as_bits(tensor.detach()).numpy()
     seen: Pieces = memory.view(np.dtype((np.void, tensor.shape[-1] * tensor.element_size())))[..., 0]
     return seen
 
 
-def pool_reasons(name: str, pool: kvdock.TensorMeta) -> Iterator[str]:
+def pool_reasons(name: str, pool: TensorMeta) -> Iterator[str]:
     """Yield what speaks against a pool. Its steps are static: they are no part of its alignment, but they can be looked at."""
     size = pool.dtype.itemsize
     odd = [step * size for step in (pool.strides or ())[:-1] if step * size % ALIGNMENT]
@@ -34,7 +32,7 @@ def pool_reasons(name: str, pool: kvdock.TensorMeta) -> Iterator[str]:
         )
 
 
-def reasons(request: kvdock.Request, pools: Sequence[str], rows: Sequence[str] = ()) -> list[str]:
+def reasons(request: Request, pools: Sequence[str], rows: Sequence[str] = ()) -> list[str]:
     """Return what speaks against a request: what the copy engine cannot reach.
 
     Args:

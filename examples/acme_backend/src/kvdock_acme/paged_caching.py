@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-import kvdock
-from kvdock.ops.hostcheck import slots_in_range
+from kvdock.plugin import Descriptor, Kernel, Request, slots_in_range
 
 from .engine import Engine
 from .memory import pieces, reasons
@@ -16,7 +15,7 @@ from .memory import pieces, reasons
 __all__ = ["PagedCaching", "PagedCachingDescriptor"]
 
 
-class PagedCachingDescriptor(kvdock.Descriptor):
+class PagedCachingDescriptor(Descriptor):
     """Writes keys and values into pools of one geometry.
 
     Args:
@@ -39,7 +38,7 @@ class PagedCachingDescriptor(kvdock.Descriptor):
             self._engine.write(pieces(pool), pieces(rows), slot_mapping.numpy())
 
 
-class PagedCaching(kvdock.Kernel):
+class PagedCaching(Kernel):
     """Prepares `PagedCachingDescriptor`.
 
     Args:
@@ -49,10 +48,10 @@ class PagedCaching(kvdock.Kernel):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: Request) -> Sequence[str]:
         """Serve what the engine can reach."""
         return reasons(request, pools=("k_cache", "v_cache"), rows=("k", "v"))
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: Request) -> Descriptor:
         """Nothing to compile: the engine takes any geometry that `supports` lets through."""
         return PagedCachingDescriptor(request.op, self._engine)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-import kvdock
-from kvdock.ops.hostcheck import check_lengths
+from kvdock.plugin import Descriptor, Kernel, Request, check_lengths
 
 from .engine import Engine
 from .memory import pieces, reasons
@@ -16,7 +15,7 @@ from .memory import pieces, reasons
 __all__ = ["StaticUpdate", "StaticUpdateDescriptor"]
 
 
-class StaticUpdateDescriptor(kvdock.Descriptor):
+class StaticUpdateDescriptor(Descriptor):
     """Writes new positions behind the length of each row.
 
     Args:
@@ -40,7 +39,7 @@ class StaticUpdateDescriptor(kvdock.Descriptor):
             self._engine.append(pieces(cache), pieces(rows), np.broadcast_to(lengths, rows.shape[:1]))
 
 
-class StaticUpdate(kvdock.Kernel):
+class StaticUpdate(Kernel):
     """Prepares `StaticUpdateDescriptor`.
 
     Args:
@@ -50,10 +49,10 @@ class StaticUpdate(kvdock.Kernel):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: Request) -> Sequence[str]:
         """Serve what the engine can reach."""
         return reasons(request, pools=("k_cache", "v_cache"), rows=("k", "v"))
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: Request) -> Descriptor:
         """Nothing to compile."""
         return StaticUpdateDescriptor(request.op, self._engine)

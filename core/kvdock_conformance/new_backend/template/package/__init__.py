@@ -5,15 +5,15 @@ This is the module that the entry point names: it is light, and imports the kern
 
 from __future__ import annotations
 
-import kvdock
+from kvdock.plugin import Backend, hookimpl
 
 __all__ = ["KVDOCK_API", "kvdock_backends"]
 
 KVDOCK_API = (1, 0)
 
 
-@kvdock.hookimpl
-def kvdock_backends() -> list[kvdock.Backend]:
+@hookimpl
+def kvdock_backends() -> list[Backend]:
     """Return the backend."""
     from .backend import NewcomerBackend
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-import kvdock
+from kvdock.plugin import HOST, Backend, Kernel, Probe
 
 from .copy_blocks import CopyBlocks
 from .gather_paged import GatherPaged
@@ -18,19 +18,17 @@ from .static_update import StaticUpdate
 
 __all__ = ["NewcomerBackend"]
 
-HOST = torch.device("cpu")
 
-
-class NewcomerBackend(kvdock.Backend):
+class NewcomerBackend(Backend):
     """Serves newcomer_device tensors; and those in host memory when asked for by name, as tests without hardware do."""
 
     name = "newcomer"
     device_type = "newcomer_device"
 
-    def probe(self) -> kvdock.Probe:
+    def probe(self) -> Probe:
         """Report ready, with or without hardware: its kernels are torch operations, which run on the host as well."""
         found = len(self._hardware())
-        return kvdock.Probe.ready(f"{found} {self.device_type} devices" if found else "no hardware here: host memory, when asked by name")
+        return Probe.ready(f"{found} {self.device_type} devices" if found else "no hardware here: host memory, when asked by name")
 
     def claims(self, device: torch.device) -> bool:
         """Claim its own type of device only, so that it is in no other backend's way."""
@@ -40,7 +38,7 @@ class NewcomerBackend(kvdock.Backend):
         """List its hardware, which the conformance kit takes first, and the host."""
         return [*self._hardware(), HOST]
 
-    def kernels(self) -> Mapping[str, kvdock.Kernel]:
+    def kernels(self) -> Mapping[str, Kernel]:
         """Return one kernel per op."""
         return {
             "paged_caching_": PagedCaching(),

@@ -6,17 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-import kvdock
-from kvdock.ops.hostcheck import pairs_on_device
+from kvdock.plugin import HOST, Descriptor, Kernel, Request, as_bits, pairs_on_device, quantised_reasons
 
-from .rows import SKIPPED, as_bits, quantised_reasons, redirect
+from .rows import SKIPPED, redirect
 
 __all__ = ["CopyBlocks", "CopyBlocksDescriptor"]
 
-HOST = torch.device("cpu")
 
-
-class CopyBlocksDescriptor(kvdock.Descriptor):
+class CopyBlocksDescriptor(Descriptor):
     """Copies whole blocks within each cache. A negative id is padding; a pair beyond the pool is skipped and counted.
 
     Args:
@@ -48,13 +45,13 @@ class CopyBlocksDescriptor(kvdock.Descriptor):
             bits.index_put_((dst,), bits.index_select(0, src))
 
 
-class CopyBlocks(kvdock.Kernel):
+class CopyBlocks(Kernel):
     """Prepares `CopyBlocksDescriptor`."""
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: Request) -> Sequence[str]:
         """Serve every cache that stores bits as they come."""
         return quantised_reasons(request)
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: Request) -> Descriptor:
         """Make sure that the device has a count."""
         return CopyBlocksDescriptor(request.op, SKIPPED.prepare(request.device))

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-import kvdock
-
-from .rows import as_bits, quantised_reasons
+from kvdock.plugin import Descriptor, Kernel, Request, as_bits, quantised_reasons
 
 __all__ = ["GatherPaged", "GatherPagedDescriptor"]
 
 
-class GatherPagedDescriptor(kvdock.Descriptor):
+class GatherPagedDescriptor(Descriptor):
     """Reads every slot that is in range, and zeros elsewhere."""
 
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, *rest: torch.Tensor) -> None:
@@ -32,13 +30,13 @@ class GatherPagedDescriptor(kvdock.Descriptor):
             to.masked_fill_(outside[..., None, None], 0)
 
 
-class GatherPaged(kvdock.Kernel):
+class GatherPaged(Kernel):
     """Prepares `GatherPagedDescriptor`."""
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: Request) -> Sequence[str]:
         """Serve every cache that stores bits as they come."""
         return quantised_reasons(request)
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: Request) -> Descriptor:
         """Nothing to prepare."""
         return GatherPagedDescriptor()

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-import kvdock
+from kvdock.plugin import Descriptor, Kernel, Request, quantised_reasons
 
-from .rows import SKIPPED, quantised_reasons, write_rows
+from .rows import SKIPPED, write_rows
 
 __all__ = ["PagedCaching", "PagedCachingDescriptor"]
 
 
-class PagedCachingDescriptor(kvdock.Descriptor):
+class PagedCachingDescriptor(Descriptor):
     """Writes every token whose slot is in range. A negative slot is padding; one beyond the pool is skipped and counted.
 
     Args:
@@ -39,13 +39,13 @@ class PagedCachingDescriptor(kvdock.Descriptor):
         write_rows(v_cache, v, slots, valid)
 
 
-class PagedCaching(kvdock.Kernel):
+class PagedCaching(Kernel):
     """Prepares `PagedCachingDescriptor`."""
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: Request) -> Sequence[str]:
         """Serve every cache that stores bits as they come."""
         return quantised_reasons(request)
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: Request) -> Descriptor:
         """Make sure that the device has a count."""
         return PagedCachingDescriptor(SKIPPED.prepare(request.device))

@@ -6,46 +6,11 @@ place out of range is skipped, and counted on the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-import kvdock
+from kvdock.plugin import SkipCounter, as_bits
 
-__all__ = ["SKIPPED", "SkipCounter", "as_bits", "quantised_reasons", "redirect", "write_rows"]
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """View elements as integers of their size: copying integers keeps NaN payloads and -0 on every device."""
-    return tensor.view(_BITS[tensor.element_size()])
-
-
-def quantised_reasons(request: kvdock.Request) -> Sequence[str]:
-    """Return the reason against a quantised cache, if it is one: such a cache stores x / scale, which these kernels do not."""
-    cache = request.tensor("k_cache")
-    return [f"no kernel writes or reads quantised caches ({cache.dtype})"] if cache.dtype in kvdock.QUANTISED_DTYPES else []
-
-
-class SkipCounter:
-    """Counts skipped writes per device, on the device: adding never synchronises, reading does. Threads may share it."""
-
-    def __init__(self) -> None:
-        self._counts: dict[torch.device, torch.Tensor] = {}
-
-    def prepare(self, device: torch.device) -> torch.Tensor:
-        """Return the count of a device, an int64 tensor ``[]`` made on first use. Call it in `Kernel.prepare` only."""
-        if device not in self._counts:
-            with torch.inference_mode(False):  # it outlives the caller's mode
-                self._counts.setdefault(device, torch.zeros((), dtype=torch.int64, device=device))
-        return self._counts[device]
-
-    def read(self, device: torch.device) -> int:
-        """Return how many writes were skipped on a device. Synchronises."""
-        count = self._counts.get(device)
-        return 0 if count is None else int(count)
-
+__all__ = ["SKIPPED", "redirect", "write_rows"]
 
 SKIPPED = SkipCounter()
 """Skipped writes of all kernels."""

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-import kvdock
-from kvdock.ops.hostcheck import check_lengths
+from kvdock.plugin import Descriptor, Kernel, Request, TensorMeta, as_bits, check_lengths, quantised_reasons
 
-from .rows import SKIPPED, as_bits, quantised_reasons, write_rows
+from .rows import SKIPPED, write_rows
 
 __all__ = ["HostLength", "StaticUpdate", "TensorLengths"]
 
 
-class HostLength(kvdock.Descriptor):
+class HostLength(Descriptor):
     """Writes all rows behind one length that the host knows: a plain copy.
 
     Args:
@@ -32,7 +31,7 @@ class HostLength(kvdock.Descriptor):
             as_bits(cache)[:rows, :, cache_lengths : cache_lengths + new].copy_(as_bits(source))
 
 
-class TensorLengths(kvdock.Descriptor):
+class TensorLengths(Descriptor):
     """Writes each row behind its own length, which lies in a tensor; a row that does not fit is skipped whole and counted.
 
     Args:
@@ -56,15 +55,15 @@ class TensorLengths(kvdock.Descriptor):
             write_rows(cache.transpose(1, 2), source.transpose(1, 2), slots, valid)
 
 
-class StaticUpdate(kvdock.Kernel):
+class StaticUpdate(Kernel):
     """Prepares `HostLength` for a Python int, `TensorLengths` for a tensor."""
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: Request) -> Sequence[str]:
         """Serve every cache that stores bits as they come."""
         return quantised_reasons(request)
 
-    def prepare(self, request: kvdock.Request) -> kvdock.Descriptor:
+    def prepare(self, request: Request) -> Descriptor:
         """Choose by where the lengths are."""
-        if isinstance(request.args["cache_lengths"], kvdock.TensorMeta):
+        if isinstance(request.args["cache_lengths"], TensorMeta):
             return TensorLengths(SKIPPED.prepare(request.device))
         return HostLength(request.op)

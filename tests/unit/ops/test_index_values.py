@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 import kvdock
-from kvdock.ops.hostcheck import check_lengths, check_pairs, check_slots, equal_slots, pairs_on_device, slots_in_range
+from kvdock.ops.index_values import check_lengths, check_pairs, check_slots, equal_slots, pairs_on_device, slots_in_range
 from opskit import PROPERTY
 
 DTYPES = [torch.int32, torch.int64]

@@ -1,0 +1,135 @@
+"""Checks on the values in index tensors, which must lie in host memory.
+
+Kernels on the host call them before they write; debug mode calls them on copies of what lies elsewhere. Each raises before
+anything is written and names the op and the first bad position; those named ``check`` return doubtful findings as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvdock.errors import ArgumentValueError, IndexRangeError
+
+__all__ = ["check_lengths", "check_pairs", "check_slots", "equal_slots", "live_pairs", "pairs_on_device", "slots_in_range"]
+
+_FEW = 8
+"""Up to so many values a Python loop is quicker than two reductions."""
+
+
+def slots_in_range(op: str, slots: torch.Tensor, capacity: int) -> bool:
+    """Return whether no slot is padding. Slots are int32 or int64 of any shape, at least one.
+
+    Raises:
+        IndexRangeError: a slot is not below ``capacity``, which is ``num_blocks * block_size``.
+    """
+    if slots.numel() <= _FEW:
+        values = slots.flatten().tolist()
+        low, high = min(values), max(values)
+    else:
+        pair = torch.aminmax(slots)
+        low, high = int(pair.min), int(pair.max)
+    if high >= capacity:
+        place = (slots >= capacity).nonzero()[0].tolist()
+        raise IndexRangeError(
+            f"{op}: slot_mapping{place}",
+            expected=f"a slot below {capacity} (num_blocks * block_size), or a negative one for padding",
+            got=int(slots[tuple(place)]),
+            fix="build slots as block_id * block_size + offset with block ids of this pool and its own block_size",
+        )
+    return bool(low >= 0)
+
+
+def equal_slots(slots: torch.Tensor) -> list[str]:
+    """Return a line about slots that occur twice in one call, if any: which of them wins is unspecified."""
+    values, counts = torch.unique(slots[slots >= 0], return_counts=True)
+    twice = values[counts > 1].tolist()
+    return [f"{len(twice)} slots occur more than once, first {twice[0]}: which token wins is unspecified"] if twice else []
+
+
+def check_slots(op: str, slots: torch.Tensor, capacity: int) -> list[str]:
+    """Raise on a slot outside the pool; return a line about equal ones. See `slots_in_range`."""
+    if slots.numel() == 0:
+        return []
+    slots_in_range(op, slots, capacity)
+    return equal_slots(slots)
+
+
+def check_lengths(op: str, lengths: Sequence[int], new: int, capacity: int) -> list[str]:
+    """Raise unless ``new`` more positions fit behind each length: those taken in each row, or in all.
+
+    Raises:
+        IndexRangeError: a length is negative, or ``length + new > capacity``, the positions that a row has.
+    """
+    room = f"between 0 and {capacity - new}" if new <= capacity else "none"
+    for row, length in enumerate(lengths):
+        if length < 0 or length + new > capacity:
+            raise IndexRangeError(
+                f"{op}: cache_lengths[{row}]" if len(lengths) > 1 else f"{op}: cache_lengths",
+                expected=f"{room}: {new} new positions must fit into {capacity}",
+                got=length,
+                fix="make the cache longer (max_cache_len), or pass fewer new positions",
+            )
+    return []
+
+
+def check_pairs(op: str, pairs: torch.Tensor, num_blocks: int) -> list[str]:
+    """Raise as `live_pairs` does; nothing about pairs is doubtful."""
+    live_pairs(op, pairs, num_blocks)
+    return []
+
+
+def live_pairs(op: str, pairs: torch.Tensor, num_blocks: int) -> list[tuple[int, int]]:
+    """Return the pairs ``[N, 2]`` (src, dst) that are no padding, which has a negative id, once their order does not matter.
+
+    Raises:
+        IndexRangeError: a block id is not below ``num_blocks``.
+        ArgumentValueError: two pairs have one destination, or a destination is also a source.
+    """
+    live = [(src, dst) for src, dst in pairs.tolist() if src >= 0 and dst >= 0]
+    sources, destinations = {src for src, _ in live}, {dst for _, dst in live}
+    if live and (max(sources) >= num_blocks or max(destinations) >= num_blocks):
+        place = ((pairs >= num_blocks) & (pairs >= 0).all(1, keepdim=True)).nonzero()[0].tolist()
+        raise IndexRangeError(
+            f"{op}: block_pairs{place}",
+            expected=f"a block id below {num_blocks}, or a negative one for padding",
+            got=int(pairs[tuple(place)]),
+            fix="pass (src, dst) block ids of this pool, not slots",
+        )
+    if len(destinations) < len(live) or not sources.isdisjoint(destinations):
+        raise _pair_error(op, pairs, sources)
+    return live
+
+
+def pairs_on_device(op: str, pairs: torch.Tensor, num_blocks: int, device: torch.device) -> torch.Tensor:
+    """Check pairs as `live_pairs` does, and return on a device, without waiting for it, what was checked.
+
+    The caller's may change as soon as this returns. For host memory they are returned themselves: kernels there are done
+    when they return.
+    """
+    if device != pairs.device and pairs.is_pinned():
+        # A copy from pinned memory reads it when the stream gets there, by when the caller may have filled it anew. One from
+        # pageable memory has read it when it returns: it is staged.
+        pairs = pairs.clone()
+    live_pairs(op, pairs, num_blocks)
+    if device == pairs.device:
+        return pairs
+    try:
+        return pairs.to(device, non_blocking=True)
+    except RuntimeError as error:  # above all while a graph is captured, where torch would ask for pinned memory
+        error.add_note(f"{op}: block_pairs lie in host memory. Fix: to capture this call into a graph, pass them on {device}")
+        raise
+
+
+def _pair_error(op: str, pairs: torch.Tensor, sources: set[int]) -> ArgumentValueError:
+    """Say which pair is the first to depend on the order of copies."""
+    live = [(row, dst) for row, (src, dst) in enumerate(pairs.tolist()) if src >= 0 and dst >= 0]
+    before = [{dst for _, dst in live[:place]} for place in range(len(live))]
+    row, dst, twice = next((row, dst, dst in seen) for (row, dst), seen in zip(live, before, strict=True) if dst in seen or dst in sources)
+    return ArgumentValueError(
+        f"{op}: block_pairs[{row}]",
+        expected="destinations that occur once and are no source, so that the order of copies does not matter",
+        got=f"destination {dst} {'twice' if twice else 'also as a source'}",
+        fix="drop the doubled pair" if twice else "split chained copies into two calls",
+    )

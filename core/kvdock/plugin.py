@@ -1,0 +1,101 @@
+"""The door for plugins: everything that the author of a backend or of a prefix cache imports, and nothing that an engine needs.
+
+What is listed here follows the version of the contract, `KVDOCK_API`. Everything else in kvdock may change with any release.
+A backend has
+
+* the interface: `Backend`, `Kernel`, `Descriptor`, and what they are handed and return: `Request`, `TensorMeta`, `Probe`,
+  `Capabilities`, `Priority`;
+* the hooks, which `hookimpl` marks, and `KVDOCK_API`, which its module repeats;
+* checks of index values that lie in host memory: `slots_in_range`, `check_lengths`, `live_pairs` and their like;
+* bits: `as_bits`, `bits_dtype`, `common_alignment`; `quantised_reasons` refuses what is no copy of bits; a `SkipCounter` counts the
+  writes that a device skips;
+* errors: all of `kvdock.errors` that a plugin raises.
+
+Importing it imports no plugin and no compiler. A base for devices that a kernel compiler serves belongs to the library with its
+kernels: a distribution of kvdock's own has one, which the page on writing a backend names.
+"""
+
+from kvdock.bits import SkipCounter, as_bits, bits_dtype, common_alignment, quantised_reasons
+from kvdock.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    BackendError,
+    CapacityError,
+    IndexRangeError,
+    IntegrityError,
+    KVDockError,
+    KVDockWarning,
+    PluginError,
+    StaleHandleError,
+    UnsupportedError,
+    WrongThreadError,
+)
+from kvdock.interface import (
+    HOST,
+    HOST_INT,
+    KVDOCK_API,
+    Backend,
+    Capabilities,
+    Descriptor,
+    Kernel,
+    Priority,
+    Probe,
+    ProbeState,
+    Request,
+    TensorMeta,
+)
+from kvdock.ops.index_values import check_lengths, check_pairs, check_slots, equal_slots, live_pairs, pairs_on_device, slots_in_range
+from kvdock.plugins.hookspecs import hookimpl
+from kvdock.prefix.eviction import EvictionPolicy, Usage
+from kvdock.prefix.interface import InsertResult, PartialMatch, PrefixCache, PrefixHandle, PrefixMatch, SizeInfo
+from kvdock.spec import COPY_DTYPES, QUANTISED_DTYPES
+
+__all__ = [
+    "COPY_DTYPES",
+    "HOST",
+    "HOST_INT",
+    "KVDOCK_API",
+    "QUANTISED_DTYPES",
+    "ArgumentTypeError",
+    "ArgumentValueError",
+    "Backend",
+    "BackendError",
+    "Capabilities",
+    "CapacityError",
+    "Descriptor",
+    "EvictionPolicy",
+    "IndexRangeError",
+    "InsertResult",
+    "IntegrityError",
+    "KVDockError",
+    "KVDockWarning",
+    "Kernel",
+    "PartialMatch",
+    "PluginError",
+    "PrefixCache",
+    "PrefixHandle",
+    "PrefixMatch",
+    "Priority",
+    "Probe",
+    "ProbeState",
+    "Request",
+    "SizeInfo",
+    "SkipCounter",
+    "StaleHandleError",
+    "TensorMeta",
+    "UnsupportedError",
+    "Usage",
+    "WrongThreadError",
+    "as_bits",
+    "bits_dtype",
+    "check_lengths",
+    "check_pairs",
+    "check_slots",
+    "common_alignment",
+    "equal_slots",
+    "hookimpl",
+    "live_pairs",
+    "pairs_on_device",
+    "quantised_reasons",
+    "slots_in_range",
+]
