@@ -9,10 +9,10 @@ from typing import Any
 import attrs
 import torch
 
-import kvdock
 from kvdock.interface import TensorMeta
 from kvdock.ops.catalog import CATALOG
 from kvdock.ops.validate import validate
+from kvdock.plugin import Request
 from kvdock.spec import COPY_DTYPES
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.growth import seconds
@@ -39,7 +39,7 @@ def why_no_kernel(target: Target, data: Mapping[str, Any]) -> Sequence[str]:
 OWN_KERNEL = Capability("brings a kernel for the op", why_no_kernel, check_calls_of_others)
 
 
-def _with_dtype(request: kvdock.Request, dtype: torch.dtype) -> kvdock.Request:
+def _with_dtype(request: Request, dtype: torch.dtype) -> Request:
     """Return a request in another dtype."""
     args = {
         name: attrs.evolve(meta, dtype=dtype) if isinstance(meta, TensorMeta) and meta.dtype.is_floating_point else meta

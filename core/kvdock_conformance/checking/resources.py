@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import kvdock
 from kvdock.ops.catalog import CATALOG
 from kvdock.ops.validate import validate
+from kvdock.plugin import Request
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.growth import ROUNDS, check_growth, only_new, times_that_fit
 from kvdock_conformance.checking.memory import Arenas
@@ -120,7 +120,7 @@ def check_leaks_of_counts(target: Target, data: Mapping[str, Any]) -> None:
     check_growth(f"{op}: calls of new numbers of tokens", target.device, times, work, _PER_COUNT, attempts=2)
 
 
-def _round_of_plans(target: Target, calls: Sequence[tuple[kvdock.Request, tuple[Any, ...]]]) -> None:
+def _round_of_plans(target: Target, calls: Sequence[tuple[Request, tuple[Any, ...]]]) -> None:
     """Prepare, call and destroy a plan for each call."""
     with target.backend.device_guard(target.device):
         for request, values in calls:
@@ -129,7 +129,7 @@ def _round_of_plans(target: Target, calls: Sequence[tuple[kvdock.Request, tuple[
             plan.destroy()
 
 
-def _requested(target: Target, data: Mapping[str, Any]) -> list[tuple[kvdock.Request, tuple[Any, ...]]]:
+def _requested(target: Target, data: Mapping[str, Any]) -> list[tuple[Request, tuple[Any, ...]]]:
     """Return the requests and the arguments in order of the calls of a case that the backend serves."""
     op = data["calls"][0]["op"]
     every = [in_order(op, args) for args in made_calls(Arenas(data["arenas"], target.device), data)]

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-import kvdock
 from kvdock.ops.catalog import CATALOG
+from kvdock.plugin import Descriptor, Kernel, Request
 from kvdock_conformance.faults.descriptors import OwnKernel, OwnPlan
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
 
@@ -40,7 +40,7 @@ def _plan_keeps_views() -> FaultyCall:
 class _RepeatKeepsViews(OwnKernel):
     """Makes plans that remember what they were asked to repeat."""
 
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def faulty(self, request: Request, plan: Descriptor) -> Descriptor:
         return _Remembering(plan)
 
 
@@ -114,11 +114,11 @@ def _table_of_counts() -> FaultyCall:
 class _Plans(OwnKernel):
     """Makes plans that take memory, and know how to give it back."""
 
-    def __init__(self, inner: kvdock.Kernel) -> None:
+    def __init__(self, inner: Kernel) -> None:
         super().__init__(inner)
         self.taken: dict[Any, torch.Tensor] = {}
 
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def faulty(self, request: Request, plan: Descriptor) -> Descriptor:
         self.taken[len(self.taken)] = torch.empty(256, dtype=torch.uint8, device=request.device)
         return OwnPlan(plan)
 
@@ -132,7 +132,7 @@ class _DestroysNothing(_Plans):
 class _DestroysNoHandle(OwnKernel):
     """Makes plans with a handle that nobody frees."""
 
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def faulty(self, request: Request, plan: Descriptor) -> Descriptor:
         _native()
         return plan
 
@@ -143,7 +143,7 @@ class _DestroysNoHandle(OwnKernel):
 class _ScratchForEachSignature(_Plans):
     """Keeps scratch memory by signature."""
 
-    def faulty(self, request: kvdock.Request, plan: kvdock.Descriptor) -> kvdock.Descriptor:
+    def faulty(self, request: Request, plan: Descriptor) -> Descriptor:
         key = str(request.tensor("k_cache"))
         if key not in self.taken:
             self.taken[key] = torch.empty(1 << 20, dtype=torch.uint8, device=request.device)
@@ -156,7 +156,7 @@ class _ScratchForEachSignature(_Plans):
 def _refuses(name: str, op: str) -> None:
     @FAULTS.kernel(op, f"resource-{name}", f"The kernel for {op} refuses everything.", "KVD-RESOURCE-006")
     class _Refuses(OwnKernel):
-        def supports(self, request: kvdock.Request) -> Sequence[str]:
+        def supports(self, request: Request) -> Sequence[str]:
             return [*super().supports(request), "not on this machine"]
 
 
@@ -168,7 +168,7 @@ _refuses("pairs-are-refused-always", _COPY)
 class _SupportsSlowly(OwnKernel):
     """Takes its time at each question."""
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: Request) -> Sequence[str]:
         time.sleep(0.02)
         return super().supports(request)
 
@@ -177,11 +177,11 @@ class _SupportsSlowly(OwnKernel):
 class _SupportsCompiles(OwnKernel):
     """Takes its time at each question that is new."""
 
-    def __init__(self, inner: kvdock.Kernel) -> None:
+    def __init__(self, inner: Kernel) -> None:
         super().__init__(inner)
         self.seen: set[str] = set()
 
-    def supports(self, request: kvdock.Request) -> Sequence[str]:
+    def supports(self, request: Request) -> Sequence[str]:
         if str(request) not in self.seen:
             self.seen.add(str(request))
             _work(0.02)
