@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import attrs
 
@@ -41,7 +42,7 @@ class SlotArea(Area):
     batch: str = "projection"
 
     def requirements(
-        self, sentences: Sequence[str], own: Mapping[int, Sequence[Cases]], how: Mapping[int, Mapping[str, object]]
+        self, sentences: Sequence[str], own: Mapping[int, Sequence[Cases]], how: Mapping[int, Mapping[str, Any]]
     ) -> list[Requirement]:
         """Return the requirements from 1 on that all ops like this have.
 
@@ -51,9 +52,9 @@ class SlotArea(Area):
             how: what else `Area.require` is told, by number.
         """
         shared: Mapping[int, Sequence[Cases]] = {**self._slots(), **self._sizes(), **self._layouts()}
-        levels: Mapping[int, Mapping[str, object]] = {15: {"level": Level.EXTENDED}}
+        levels: Mapping[int, Mapping[str, Any]] = {15: {"level": Level.EXTENDED}}
         return [
-            self.require(number, sentence, *shared.get(number, ()), *own.get(number, ()), **{**levels, **how}.get(number, {}))  # type: ignore[arg-type]
+            self.require(number, sentence, *shared.get(number, ()), *own.get(number, ()), **{**levels, **how}.get(number, {}))
             for number, sentence in enumerate(sentences, 1)
         ]
 
