@@ -16,12 +16,12 @@ from kvdock_conformance.faults.fault import Fault
 __all__ = ["AREAS", "load"]
 
 AREAS = (
+    "families",
     "paged_caching",
     "gather_paged",
     "gather_results",
     "copy_blocks",
     "copy_forms",
-    "memory_orders",
     "scales",
     "static_update",
     "descriptors",

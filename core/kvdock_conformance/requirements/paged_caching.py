@@ -94,6 +94,12 @@ _OWN: Mapping[int, Sequence[Cases]] = {
         ],
     ),
     3: ([Write("rows of a batch", [0, 1, -1, 8, -1, -1, 16, 17, 18], (3, 3))],),
+    6: (
+        [
+            Write(f"{index}, one slot for all", [5], (13,), rows="one token for all", index=index, index_order="one")
+            for index in ("int32", "int64")
+        ],
+    ),
     9: (
         [
             Write("one slot for all", [5] * 13, rows="one token for all"),
