@@ -30,6 +30,8 @@ AREAS = (
     "devices",
     "hygiene",
     "resources",
+    "reads",
+    "threads",
     "prefix",
     "prefix_answers",
     "prefix_behind",

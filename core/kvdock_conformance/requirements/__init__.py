@@ -19,6 +19,8 @@ AREAS = (
     "devices",
     "hygiene",
     "resources",
+    "reads",
+    "threads",
     "prefix",
 )
 """Modules of this package, in the order in which their requirements run."""
