@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import random
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,22 +19,31 @@ from kvdock_conformance.checking.memory import Arenas, compare
 from kvdock_conformance.checking.plans import REFERENCES
 from kvdock_conformance.checking.target import Target
 
-__all__ = ["PoolThread", "check_shared_pools", "switching_often"]
+__all__ = ["PoolThread", "check_shared_pools", "stumbling"]
 
-_LOOKS = 8
-_RUN_S, _FEWEST_TURNS = 0.12, 4  # most threads meet within so long; under an interpreter, a call takes long
+_LOOKS = 3
+_SHARE, _SLEEP_S = 0.1, 1e-5  # of the events of Python's own profiler, and how long a thread stands back at them
+_RUN_S, _FEWEST_TURNS = 0.08, 4  # most threads meet within so long; under an interpreter, a call takes long
 _WAIT_S = 30.0
 
 
 @contextmanager
-def switching_often() -> Iterator[None]:
-    """Make Python switch between threads as often as it can in a block: what is not one step comes apart."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
+def stumbling(seed: int) -> Iterator[None]:
+    """Make this thread let others go first now and then in a block, between any two calls of Python's: what is not one step comes apart.
+
+    Python alone switches between threads too seldom, the more so on a busy machine.
+    """
+    draw, before = random.Random(seed).random, sys.getprofile()  # noqa: S311 - the same in every run
+
+    def now_and_then(frame: object, event: str, argument: object) -> None:
+        if draw() < _SHARE:
+            time.sleep(_SLEEP_S)
+
+    sys.setprofile(now_and_then)
     try:
         yield
     finally:
-        sys.setswitchinterval(before)
+        sys.setprofile(before)
 
 
 class PoolThread:
@@ -71,9 +81,12 @@ class PoolThread:
         for turn in itertools.count():
             for content, places, right in self._places:
                 content[places] = ~right
-            self._target.call(self._op, self._args)
+            # Every other time at full speed: what is native can only meet what runs at the same time.
+            with stumbling(turn) if turn % 2 else nullcontext():
+                self._target.call(self._op, self._args)
             for _ in range(_LOOKS):  # what others write back late is found too
                 self._look(turn)
+                time.sleep(_SLEEP_S)
             if turn + 1 >= _FEWEST_TURNS and time.monotonic() > end:
                 break
 
@@ -98,7 +111,7 @@ def check_shared_pools(target: Target, data: Mapping[str, Any]) -> None:
     expected = memory.copy()
     threads = [PoolThread(target, memory, expected, call) for call in data["calls"]]
     ready = threading.Barrier(len(threads))
-    with switching_often(), ThreadPoolExecutor(len(threads)) as pool:
+    with ThreadPoolExecutor(len(threads)) as pool:
         made = [pool.submit(thread.run, ready) for thread in threads]
     for future in made:
         future.result()
