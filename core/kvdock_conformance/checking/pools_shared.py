@@ -23,6 +23,7 @@ __all__ = ["PoolThread", "check_shared_pools", "stumbling"]
 
 _LOOKS = 3
 _SHARE, _SLEEP_S = 0.1, 1e-5  # of the events of Python's own profiler, and how long a thread stands back at them
+_STOPS = 40  # in one call: one under an interpreter has tens of thousands of such events
 _RUN_S, _FEWEST_TURNS = 0.08, 4  # most threads meet within so long; under an interpreter, a call takes long
 _WAIT_S = 30.0
 
@@ -33,11 +34,14 @@ def stumbling(seed: int) -> Iterator[None]:
 
     Python alone switches between threads too seldom, the more so on a busy machine.
     """
-    draw, before = random.Random(seed).random, sys.getprofile()  # noqa: S311 - the same in every run
+    draw, before, left = random.Random(seed).random, sys.getprofile(), [_STOPS]  # noqa: S311 - the same in every run
 
     def now_and_then(frame: object, event: str, argument: object) -> None:
         if draw() < _SHARE:
             time.sleep(_SLEEP_S)
+            left[0] -= 1
+        if not left[0]:
+            sys.setprofile(before)
 
     sys.setprofile(now_and_then)
     try:

@@ -32,6 +32,7 @@ AREAS = (
     "resources",
     "reads",
     "threads",
+    "fuzz",
     "prefix",
     "prefix_answers",
     "prefix_behind",

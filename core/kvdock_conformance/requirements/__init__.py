@@ -21,6 +21,7 @@ AREAS = (
     "resources",
     "reads",
     "threads",
+    "fuzz",
     "prefix",
 )
 """Modules of this package, in the order in which their requirements run."""
