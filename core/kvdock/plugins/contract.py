@@ -10,7 +10,7 @@ import difflib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import pluggy
@@ -30,6 +30,7 @@ __all__ = [
     "check_kernels",
     "check_probe",
     "find_hooks",
+    "unknown_op",
 ]
 
 RESERVED = "portable"
@@ -168,6 +169,13 @@ def check_kernels(value: object, name: str) -> dict[str, Kernel]:
             raise BrokenContractError(where, expected="op names (str) as keys", got=_show(op))
         _check_kind(kernel, Kernel, f"{where}[{op!r}]")
     return dict(value)
+
+
+def unknown_op(op: str, ops: Collection[str]) -> str:
+    """Say that a kernel is for an op that there is not, and which was probably meant."""
+    close = difflib.get_close_matches(op, ops, n=1)
+    fix = f"rename it to {close[0]!r}" if close else f"name one of {', '.join(sorted(ops))}; or bring the op"
+    return f"kernels() has one for {op!r}, which is no op of this kvdock: it is never called. Fix: {fix}"
 
 
 def check_caches(value: object) -> dict[str, Any]:

@@ -5,14 +5,14 @@ Our own loop, not pluggy's bulk loader, which stops at the first broken plugin a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import attrs
 
 from kvdock.plugins.entry_points import collect, plan
-from kvdock.plugins.loading import Contribution, LoadedBackend, StepWatcher, load, unwatched
-from kvdock.plugins.records import PluginRecord, PluginState, mark_name_conflicts
+from kvdock.plugins.loading import Contribution, LoadedBackend, StepWatcher, ask_kernels, load, unwatched
+from kvdock.plugins.records import PluginRecord, PluginState, mark_name_conflicts, with_outcome
 from kvdock.plugins.settings import PluginSettings
 
 __all__ = ["Discovery", "discover"]
@@ -44,6 +44,23 @@ class Discovery:
             loaded={**self.loaded, **{item.backend.name: item for item in contribution.backends}},
             prefix_caches={**self.prefix_caches, **_caches([contribution])},
         )
+
+    def with_kernels(self, name: str, ops: Collection[str], watch: StepWatcher = unwatched) -> tuple[Discovery, list[str]]:
+        """Ask a backend for its kernels; return this with the answer, and what the user should be told about it.
+
+        Args:
+            name: name of a backend that is ready, and was not asked.
+            ops: names of the ops that there are.
+            watch: called before it is asked.
+        """
+        owner = next(record for record in self.records if any(backend.name == name for backend in record.backends))
+        before = next(backend for backend in owner.backends if backend.name == name)
+        ready, outcome, trace = ask_kernels(self.loaded[name], before, ops, watch)
+        record = with_outcome(owner, outcome, trace)
+        loaded = {other: item for other, item in self.loaded.items() if other != name} | ({} if ready is None else {name: ready})
+        known = attrs.evolve(self, records=tuple(record if each is owner else each for each in self.records), loaded=loaded)
+        told = [] if outcome.state.fine else [f"{record.label} is {record.verdict}"]
+        return known, told + [f"backend {name!r} ({record.label}): {doubt}" for doubt in outcome.doubts]
 
     def with_backend(self, loaded: LoadedBackend) -> Discovery:
         """Return this with one backend replaced."""
