@@ -9,6 +9,7 @@ A backend has
 * checks of index values that lie in host memory: `slots_in_range`, `check_lengths`, `live_pairs` and their like;
 * bits: `as_bits`, `bits_dtype`, `common_alignment`; `quantised_reasons` refuses what is no copy of bits; a `SkipCounter` counts the
   writes that a device skips;
+* ops of a plugin's own: an `Op` has an `OpSchema` of `Arg`, and `call_op` calls it;
 * errors: all of `kvdock.errors` that a plugin raises.
 
 Importing it imports no plugin and no compiler. A base for devices that a kernel compiler serves belongs to the library with its
@@ -44,7 +45,11 @@ from kvdock.interface import (
     Request,
     TensorMeta,
 )
+from kvdock.ops.active import call_op
+from kvdock.ops.brought import Op
 from kvdock.ops.index_values import check_lengths, check_pairs, check_slots, equal_slots, live_pairs, pairs_on_device, slots_in_range
+from kvdock.ops.portable.rows import write_rows
+from kvdock.ops.schema import Arg, OpSchema, Relation, Role
 from kvdock.plugins.hookspecs import hookimpl
 from kvdock.prefix.eviction import EvictionPolicy, Usage
 from kvdock.prefix.interface import InsertResult, PartialMatch, PrefixCache, PrefixHandle, PrefixMatch, SizeInfo
@@ -56,6 +61,7 @@ __all__ = [
     "HOST_INT",
     "KVDOCK_API",
     "QUANTISED_DTYPES",
+    "Arg",
     "ArgumentTypeError",
     "ArgumentValueError",
     "Backend",
@@ -70,6 +76,8 @@ __all__ = [
     "KVDockError",
     "KVDockWarning",
     "Kernel",
+    "Op",
+    "OpSchema",
     "PartialMatch",
     "PluginError",
     "PrefixCache",
@@ -78,7 +86,9 @@ __all__ = [
     "Priority",
     "Probe",
     "ProbeState",
+    "Relation",
     "Request",
+    "Role",
     "SizeInfo",
     "SkipCounter",
     "StaleHandleError",
@@ -88,6 +98,7 @@ __all__ = [
     "WrongThreadError",
     "as_bits",
     "bits_dtype",
+    "call_op",
     "check_lengths",
     "check_pairs",
     "check_slots",
@@ -98,4 +109,5 @@ __all__ = [
     "pairs_on_device",
     "quantised_reasons",
     "slots_in_range",
+    "write_rows",
 ]

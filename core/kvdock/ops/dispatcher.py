@@ -69,8 +69,17 @@ class OpDispatcher(Shared):
             ArgumentValueError: there is no such op; lists those there are.
         """
         if name not in self._ops:
-            raise ArgumentValueError("op", expected=f"one of {', '.join(sorted(self._ops))}", got=repr(name))
+            brought = self.chooser.brought_ops()
+            if name not in brought:
+                raise ArgumentValueError("op", expected=f"one of {', '.join(sorted({*self._ops, *brought}))}", got=repr(name))
+            self._ops.setdefault(name, OpEntry(brought[name].schema, self))  # the first thread's
         return self._ops[name]
+
+    def _portable(self, op: str) -> Kernel | None:
+        """Return the kernel that serves an op on any device: kvdock's own, or that of the plugin that brought the op."""
+        own = PORTABLE_KERNELS.get(op)
+        brought = None if own is not None else self.chooser.brought_ops().get(op)
+        return own if brought is None else brought.portable
 
     def choose(self, op: str, device: torch.device, named: str | None) -> Choice:
         """Return the backend for an op on a device. `PORTABLE` names kernels rather than a backend."""
@@ -84,7 +93,7 @@ class OpDispatcher(Shared):
             BackendError: no backend can be chosen.
         """
         choice = self.choose(request.op, request.device, named)
-        own, portable = choice.kernels.get(request.op), PORTABLE_KERNELS.get(request.op)
+        own, portable = choice.kernels.get(request.op), self._portable(request.op)
         schema = self._ops[request.op].schema
         against = ("use_backend asked for portable kernels",) if named == PORTABLE else own_reasons(request, choice, schema)
         if own is not None and not against:

@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from kvdock.ops.brought import Op
 from kvdock.plugins.entry_points import collect, plan
 from kvdock.plugins.loading import Contribution, LoadedBackend, StepWatcher, ask_kernels, load, unwatched
 from kvdock.plugins.records import PluginRecord, PluginState, mark_name_conflicts, with_outcome
@@ -27,6 +28,7 @@ class Discovery:
         records: one per plugin, sorted by name and distribution; those registered in this process follow.
         loaded: backends that are ready, by name.
         prefix_caches: for each plugin that brings any, its prefix caches by name.
+        ops: the ops that plugins bring, by name.
         notes: what the user should be told beside the records.
     """
 
@@ -34,6 +36,7 @@ class Discovery:
     records: tuple[PluginRecord, ...] = ()
     loaded: Mapping[str, LoadedBackend] = attrs.field(factory=dict)
     prefix_caches: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
+    ops: Mapping[str, Op] = attrs.field(factory=dict)
     notes: tuple[str, ...] = ()
 
     def plus(self, contribution: Contribution) -> Discovery:
@@ -43,6 +46,7 @@ class Discovery:
             records=(*self.records, contribution.record),
             loaded={**self.loaded, **{item.backend.name: item for item in contribution.backends}},
             prefix_caches={**self.prefix_caches, **_caches([contribution])},
+            ops={**self.ops, **contribution.ops},
         )
 
     def with_kernels(self, name: str, ops: Collection[str], watch: StepWatcher = unwatched) -> tuple[Discovery, list[str]]:
@@ -84,14 +88,30 @@ def discover(settings: PluginSettings, watch: StepWatcher = unwatched) -> Discov
     records = mark_name_conflicts(sorted(records, key=lambda record: (record.name, record.distribution or "")))
     usable = {backend.name for record in records for backend in record.backends if backend.state is PluginState.READY}
     loaded = {item.backend.name: item for contribution in contributions for item in contribution.backends}
+    twice = _brought_twice(contributions)
     return Discovery(
         settings=settings,
         records=tuple(records),
         loaded={name: item for name, item in loaded.items() if name in usable},
         prefix_caches=_caches(contributions),
-        notes=(*unreadable, *todo.notes),
+        ops={name: op for item in contributions for name, op in item.ops.items() if name not in twice},
+        notes=(*unreadable, *todo.notes, *twice.values()),
     )
 
 
 def _caches(contributions: list[Contribution]) -> dict[str, Mapping[str, Any]]:
     return {item.record.name: item.prefix_caches for item in contributions if item.prefix_caches}
+
+
+def _brought_twice(contributions: list[Contribution]) -> dict[str, str]:
+    """Return for each op that several plugins bring what to say: nobody can know which is meant, so there is none."""
+    owners: dict[str, list[str]] = {}
+    for item in contributions:
+        for name in item.ops:
+            owners.setdefault(name, []).append(item.record.name)
+    fix = "deny all but one with KVDOCK_BACKENDS_DENY"
+    return {
+        name: f"op {name!r} is brought by plugins {', '.join(sorted(plugins))}, and is not there. Fix: {fix}"
+        for name, plugins in owners.items()
+        if len(plugins) > 1
+    }

@@ -18,6 +18,7 @@ import attrs
 
 from kvdock.errors import DiscoveryReentryError
 from kvdock.interface import Backend, Capabilities, Kernel
+from kvdock.ops.brought import Op
 from kvdock.plugins import contract
 from kvdock.plugins.entry_points import FoundEntryPoint
 from kvdock.plugins.records import BackendRecord, PluginRecord, PluginState, summarise
@@ -54,11 +55,12 @@ class LoadedBackend:
 
 @attrs.frozen
 class Contribution:
-    """What one plugin brings: its record, its ready backends, and its prefix caches by name."""
+    """What one plugin brings: its record, its ready backends, and its prefix caches and ops by name."""
 
     record: PluginRecord
     backends: tuple[LoadedBackend, ...] = ()
     prefix_caches: Mapping[str, Any] = attrs.field(factory=dict)
+    ops: Mapping[str, Op] = attrs.field(factory=dict)
 
 
 class _RefusedError(Exception):
@@ -158,6 +160,7 @@ def admit(plugin: object, record: PluginRecord, watch: StepWatcher = unwatched) 
         watch("hooks", record.name)
         backends = [backend for hook in hooks.get("kvdock_backends", ()) for backend in _backends(hook)]
         caches = {name: cache for hook in hooks.get("kvdock_prefix_caches", ()) for name, cache in _caches(hook).items()}
+        ops = {name: op for hook in hooks.get("kvdock_ops", ()) for name, op in _ops(hook).items()}
     except _RefusedError as refused:
         return Contribution(attrs.evolve(record, state=refused.state, reason=refused.reason, traceback=refused.trace))
     # Backend by backend: one that fails does not take the others of its plugin with it.
@@ -168,9 +171,9 @@ def admit(plugin: object, record: PluginRecord, watch: StepWatcher = unwatched) 
         records.append(outcome)
         traces += [trace] if trace else []
     if not backends:
-        record = _without_backends(record, caches)
+        record = _without_backends(record, caches, ops)
     record = attrs.evolve(record, backends=tuple(records), traceback="\n".join(traces))
-    return Contribution(summarise(record), tuple(loaded), caches)
+    return Contribution(summarise(record), tuple(loaded), caches, ops)
 
 
 def _backends(hook: Callable[[], Any]) -> list[Backend]:
@@ -181,10 +184,15 @@ def _caches(hook: Callable[[], Any]) -> dict[str, Any]:
     return _attempt(PluginState.LOAD_FAILED, "kvdock_prefix_caches()", lambda: contract.check_caches(hook()))
 
 
-def _without_backends(record: PluginRecord, caches: Mapping[str, Any]) -> PluginRecord:
-    """Describe a plugin that brings no backend: one for prefix caches only, or one that found nothing to do here."""
-    if caches:
-        return attrs.evolve(record, state=PluginState.READY, reason=f"brings prefix caches: {', '.join(caches)}")
+def _ops(hook: Callable[[], Any]) -> dict[str, Op]:
+    return _attempt(PluginState.LOAD_FAILED, "kvdock_ops()", lambda: contract.check_ops(hook()))
+
+
+def _without_backends(record: PluginRecord, caches: Mapping[str, Any], ops: Mapping[str, Op]) -> PluginRecord:
+    """Describe a plugin that brings no backend: one for prefix caches or ops only, or one that found nothing to do here."""
+    if caches or ops:
+        brings = [f"brings {what}: {', '.join(names)}" for what, names in (("prefix caches", caches), ("ops", ops)) if names]
+        return attrs.evolve(record, state=PluginState.READY, reason="; ".join(brings))
     return attrs.evolve(record, state=PluginState.ABSENT, reason="kvdock_backends() returned no backend")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 
 from kvdock.errors import ArgumentValueError, KVDockWarning, PluginError
 from kvdock.plugins.discovery import Discovery
@@ -17,13 +18,14 @@ def refuse_broken(record: PluginRecord) -> None:
         raise PluginError(f"register: {record.label} is {record.verdict}\n{record.traceback}".rstrip())
 
 
-def refuse_taken(record: PluginRecord, known: Discovery) -> None:
+def refuse_taken(record: PluginRecord, ops: Collection[str], known: Discovery) -> None:
     """Refuse to register a plugin whose name, or the name of one of whose backends, somebody has."""
     own = [backend.name for backend in record.backends]
     taken = {backend.name: other for other in known.records for backend in other.backends}
     taken.update({name: record for name in own if own.count(name) > 1})
     clashes = [("plugin", record.name, other) for other in known.records if other.name == record.name]
     clashes += [("backend", name, taken[name]) for name in own if name in taken]
+    clashes += [("op", name, record) for name in ops if name in known.ops]  # that plugin has another record by then
     for kind, name, owner in clashes:
         raise ArgumentValueError(
             f"register: {kind} name {name!r}", expected="a name that nobody uses", got=f"that of {owner.label}", fix="choose another name"

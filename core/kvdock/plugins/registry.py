@@ -11,6 +11,7 @@ import torch
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, BackendUnavailableError, KVDockWarning
 from kvdock.interface import Backend, Kernel
+from kvdock.ops.brought import Op
 from kvdock.ops.catalog import CATALOG
 from kvdock.ops.selection import Choice
 from kvdock.plugins.discovery import Discovery, discover
@@ -97,7 +98,8 @@ class Registry:
     def _ask_kernels(self, name: str) -> Discovery:
         """Ask a backend for its kernels, and return what is known then: one that fails is ready no more. Hold the lock."""
         with self._gate.loading():
-            known, told = self._discovery().with_kernels(name, self._ops, self._step)
+            known = self._discovery()
+            known, told = known.with_kernels(name, {*self._ops, *known.ops}, self._step)
         self._known = known
         self._untold += told
         return known
@@ -158,6 +160,10 @@ class Registry:
         """Return the prefix caches that plugins bring: classes by name, by plugin."""
         return self._discovery().prefix_caches
 
+    def brought_ops(self) -> Mapping[str, Op]:
+        """Return the ops that plugins bring, by name."""
+        return self._discovery().ops
+
     def backend(self, name: str) -> Backend:
         """Return a backend that is ready.
 
@@ -192,10 +198,10 @@ class Registry:
             contribution = admit(plugin, PluginRecord(name, value, None, None, PluginState.READY), self._watch)
             known = self._discovery()
             refuse_broken(contribution.record)
-            refuse_taken(contribution.record, known)
+            refuse_taken(contribution.record, contribution.ops, known)
             new = known.plus(contribution)
             for loaded in contribution.backends:  # it is needed, or nobody would register it
-                new, told = new.with_kernels(loaded.backend.name, self._ops, self._watch)
+                new, told = new.with_kernels(loaded.backend.name, {*self._ops, *new.ops}, self._watch)
                 self._untold += told
             record = new.records[-1]
             refuse_broken(record)
