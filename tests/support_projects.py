@@ -53,7 +53,7 @@ class Project:
         for path, text in self.files.items():
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(text, encoding="utf-8")
-        points = "\n".join(f'{name} = "{value}"' for name, value in self.entry_points.items())
+        points = "\n".join(f'{json.dumps(name, ensure_ascii=False)} = "{value}"' for name, value in self.entry_points.items())
         packages = json.dumps(sorted({path.split("/")[0] for path in self.files}))
         text = _PYPROJECT.format(name=self.name, version=self.version, entry_points=points, packages=packages)
         (root / "pyproject.toml").write_text(text, encoding="utf-8")

@@ -14,7 +14,9 @@ def main() -> None:
     """Run the command line; the console script calls this. Exits with 2 when typer and rich are not installed."""
     try:
         from kvdock.cli.app import build
+        from kvdock.cli.output import prepare_terminal
 
+        prepare_terminal()
         app = build(sys.argv[1:])
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]

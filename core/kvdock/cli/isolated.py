@@ -12,12 +12,13 @@ import tempfile
 import time
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import quote
 
 import attrs
 
 from kvdock.plugins.entry_points import FoundEntryPoint
 from kvdock.plugins.records import PluginRecord, PluginState
-from kvdock.plugins.settings import ALLOW, DENY, DISABLE
+from kvdock.plugins.settings import ALLOW, DENY, DISABLE, Selector, normalise
 
 __all__ = ["Examination", "examine"]
 
@@ -43,10 +44,12 @@ class Examination:
     Args:
         record: its record.
         notes: what the user should be told beside it.
+        seconds: how long the plugin took to load and probe; None if it did not come to an end.
     """
 
     record: PluginRecord
     notes: tuple[str, ...] = ()
+    seconds: float | None = None
 
 
 def examine(found: FoundEntryPoint, timeout_s: float) -> Examination:
@@ -69,9 +72,9 @@ def examine(found: FoundEntryPoint, timeout_s: float) -> Examination:
 def _run(found: FoundEntryPoint, result: Path, output: IO[bytes], timeout_s: float) -> str:
     """Run the child to its end, its time limit or its crash; return how it ended, empty when by itself."""
     environ = {key: value for key, value in os.environ.items() if key not in (ALLOW, DENY, DISABLE)}
-    environ[ALLOW] = f"{found.name}@{found.distribution}"
-    command = [sys.executable, "-P", "-m", "kvdock.cli.isolated_child", found.name, str(result)]
-    child = subprocess.Popen(  # noqa: S603 - our own module, with the name of an installed entry point
+    environ[ALLOW] = quote(str(Selector(found.name, normalise(found.distribution))), safe="@%")  # whatever the locale can encode
+    command = [sys.executable, "-P", "-m", "kvdock.cli.isolated_child", str(result)]
+    child = subprocess.Popen(  # noqa: S603 - our own module
         command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
     )
     try:
@@ -116,7 +119,7 @@ def _verdict(found: FoundEntryPoint, lines: list[dict[str, Any]], end: str, outp
     """Take the child's own record, or make one of where and how it ended."""
     last: dict[str, Any] = lines[-1] if lines else {"step": "start", "subject": ""}
     if "record" in last:
-        return Examination(PluginRecord.from_dict(last["record"]), tuple(last["notes"]))
+        return Examination(PluginRecord.from_dict(last["record"]), tuple(last["notes"]), last["seconds"])
     state = PluginState.UNUSABLE if last["step"] in _PROBING else PluginState.LOAD_FAILED
     reason = f"{_PHASES[last['step']].format(subject=last['subject'])} {end}"
     return Examination(found.record(state, reason, output[-_LONGEST:].strip()))

@@ -1,4 +1,4 @@
-"""The child process of `isolated`: ``python -m kvdock.cli.isolated_child NAME RESULT``.
+"""The child process of `isolated`: ``python -m kvdock.cli.isolated_child RESULT``.
 
 The environment allows the one plugin. Each step, and at last the record, goes to the file RESULT as a line of JSON, so
 that the parent knows how far a child came that hung or crashed.
@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,8 +30,8 @@ from kvdock.plugins.registry import Registry
 __all__ = ["main", "said_by"]
 
 
-def main(name: str, result: str) -> None:
-    """Load and probe the plugin ``name``, write what happens to the file ``result``, and end the process."""
+def main(result: str) -> None:
+    """Load and probe the plugin that the environment allows, write what happens to the file ``result``, and end the process."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     with Path(result).open("w", encoding="utf-8", buffering=1) as out:
@@ -41,9 +42,11 @@ def main(name: str, result: str) -> None:
 
         warnings.simplefilter("ignore")  # the record says it all
         registry = Registry(watch=lambda step, subject: write(step=step, subject=subject))
-        record = next(record for record in registry.records() if record.name == name and record.state is not PluginState.BLOCKED)
-        notes = said_by(registry, write)
-        write(record=record.as_dict(), notes=[*notes, *(_opened(name, kind) for kind in _initialised(registry))])
+        begin = time.monotonic()
+        record = next(record for record in registry.records() if record.state is not PluginState.BLOCKED)
+        seconds = time.monotonic() - begin
+        notes = [*said_by(registry, write), *(_opened(record.name, kind) for kind in _initialised(registry))]
+        write(record=record.as_dict(), notes=notes, seconds=round(seconds, 3))
     os._exit(0)  # the verdict is in; what the plugin does at exit must not delay it
 
 

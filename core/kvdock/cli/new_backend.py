@@ -29,13 +29,14 @@ def command(
     with errors_shown("new-backend", json_output):
         root = folder if folder is not None else Path(project.distribution)
         files = [path.relative_to(root).as_posix() for path in project.write(root)]
+        notes = _notes(name, device_type)
     then = [f"pip install -e {shlex.quote(str(root))}", f"kvdock conformance --backend {name}"]
     if json_output:
         names = {"name": name, "device_type": device_type, "distribution": project.distribution, "package": project.package}
-        show_json("new-backend", {**names, "folder": str(root), "files": files, "next": then, "notes": _notes(name, device_type)})
+        show_json("new-backend", {**names, "folder": str(root), "files": files, "next": then, "notes": notes})
     else:
         show_lines(f"{root}: {project.distribution}, a backend for {device_type} devices", *(f"  {path}" for path in files))
-        show_lines("", "Next:", *(f"  {line}" for line in then), *_notes(name, device_type))
+        show_lines("", "Next:", *(f"  {line}" for line in then), *notes)
 
 
 def _notes(name: str, device_type: str) -> list[str]:

@@ -136,6 +136,19 @@ def _check_writable(out: Path | None, plot: Path | None) -> None:
     for option, path in (("--out", out), ("--plot", plot)):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise ArgumentValueError(option, expected="a file in a folder that exists", got=repr(str(path)), fix=f"mkdir -p {path.parent}")
+        if path is not None:
+            _try_to_write(option, path)
+
+
+def _try_to_write(option: str, path: Path) -> None:
+    """Open a file as it will be opened after the work, and leave things as they were."""
+    new = not path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ArgumentValueError(option, expected="a file that can be written", got=f"{str(path)!r} ({error.strerror})") from error
+    if new:
+        path.unlink()
 
 
 def _show(found: dict[str, Any]) -> None:

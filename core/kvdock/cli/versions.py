@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform
 import re
+from collections.abc import Iterator
 
 from kvdock.interface import KVDOCK_API
 
@@ -28,17 +30,19 @@ def versions() -> dict[str, str]:
 
 def _version(name: str) -> str | None:
     """Return the version of a distribution; None if it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return next((metadata["Version"] for metadata in _metadata(name)), None)
+
+
+def _metadata(name: str) -> Iterator[importlib.metadata.PackageMetadata]:
+    """Yield the metadata of each installation of a name, but for what an interrupted uninstall left."""
+    for distribution in importlib.metadata.distributions(name=name):
+        with contextlib.suppress(Exception):  # each release of Python raises something else for metadata that is not there
+            if "Version" in distribution.metadata:
+                yield distribution.metadata
 
 
 def _requirements() -> list[str]:
     """Return the names of the distributions that kvdock's metadata names, in its order."""
-    try:
-        lines = importlib.metadata.requires("kvdock") or []
-    except importlib.metadata.PackageNotFoundError:
-        lines = ["torch", "pluggy"]
+    lines = next((metadata.get_all("Requires-Dist", []) for metadata in _metadata("kvdock")), ["torch", "pluggy"])
     names = [_LEADING_NAME.match(line) for line in lines if not re.search(r"extra\s*==\s*.dev\b", line)]
     return list(dict.fromkeys(match.group().lower() for match in names if match and match.group() != "kvdock"))

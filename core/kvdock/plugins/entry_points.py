@@ -1,18 +1,19 @@
-"""Which plugins are installed, and which of them may be loaded. Nothing here imports a plugin.
-
-The metadata is read distribution by distribution, so that one with unreadable metadata does not hide the others.
-"""
+"""Which plugins are installed, and which of them may be loaded. Nothing here imports a plugin."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
+from kvdock.plugins.built_in import built_in
+from kvdock.plugins.hookspecs import PROJECT
+from kvdock.plugins.installed import installed
 from kvdock.plugins.records import PluginRecord, PluginState
-from kvdock.plugins.settings import ALLOW, DENY, DISABLE, PluginSettings, Selector
+from kvdock.plugins.settings import ALLOW, DENY, DISABLE, PluginSettings, Selector, normalise
 
 __all__ = ["GROUP", "FoundEntryPoint", "LoadingPlan", "collect", "plan"]
 
@@ -28,6 +29,18 @@ class FoundEntryPoint:
     distribution: str
     version: str
     value: str
+
+    @property
+    def target(self) -> tuple[str, tuple[str, ...]]:
+        """The module that it names, and the attributes in it, one of the other. Extras behind them are pip's business.
+
+        Raises:
+            ValueError: it names something else.
+        """
+        match = importlib.metadata.EntryPoint.pattern.match(self.value)
+        if match is None:
+            raise ValueError(f"the entry point is {self.value!r}; expected module or module:attribute")
+        return match["module"], tuple(filter(None, (match["attr"] or "").split(".")))
 
     def record(self, state: PluginState, reason: str, traceback: str = "") -> PluginRecord:
         """Return the record of a plugin that stopped here."""
@@ -50,25 +63,27 @@ class LoadingPlan:
 
 
 def collect() -> tuple[list[FoundEntryPoint], list[str]]:
-    """Return the entry points that are installed, sorted, and a note for each distribution that cannot be read."""
-    found: list[FoundEntryPoint] = []
-    notes: list[str] = []
-    names: set[str] = set()
-    for distribution in importlib.metadata.distributions():
-        try:
-            if GROUP in (distribution.read_text("entry_points.txt") or "") and distribution.name not in names:
-                names.add(distribution.name)
-                # The first of that name on the path, as an import would find it: this one may be shadowed by another version.
-                found += _declared(importlib.metadata.distribution(distribution.name))
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with one distribution's files, the others count
-            place = getattr(distribution, "_path", "a distribution")
-            notes.append(f"{place}: its metadata cannot be read ({type(error).__name__}: {error}). Fix: reinstall or remove it")
+    """Return the entry points that are there, sorted, and a note for each distribution that is not in order.
+
+    Without metadata of kvdock that declares them, its own plugins are there all the same.
+    """
+    distributions, notes = installed(GROUP)
+    found = [FoundEntryPoint(name, item.name, item.version, value) for item in distributions for name, value in item.points]
+    if not any(normalise(item.name) == PROJECT for item in distributions):
+        version, points = built_in(GROUP, PROJECT)
+        found += [FoundEntryPoint(name, PROJECT, version, value) for name, value in points.items()]
+        notes += _incomplete(points)
     return sorted(found), notes
 
 
-def _declared(distribution: importlib.metadata.Distribution) -> list[FoundEntryPoint]:
-    points = distribution.entry_points.select(group=GROUP)
-    return [FoundEntryPoint(point.name, distribution.name, distribution.version, point.value) for point in points]
+def _incomplete(points: Mapping[str, str]) -> list[str]:
+    """Return a note if kvdock has metadata, and that does not declare its plugins."""
+    try:
+        importlib.metadata.distribution(PROJECT)
+    except importlib.metadata.PackageNotFoundError:
+        return []  # a frozen application or a checkout on the path: nothing is wrong
+    names = ", ".join(points) or "none"
+    return [f"the metadata of {PROJECT} declares no plugins; found beside its code: {names}. Fix: pip install --force-reinstall {PROJECT}"]
 
 
 def plan(found: Sequence[FoundEntryPoint], settings: PluginSettings) -> LoadingPlan:
@@ -79,6 +94,8 @@ def plan(found: Sequence[FoundEntryPoint], settings: PluginSettings) -> LoadingP
         reason = _blocked(item, settings)
         if reason:
             refused.append(item.record(PluginState.BLOCKED, reason))
+        elif not item.name:  # no list could name it
+            refused.append(item.record(PluginState.INCOMPATIBLE, f"{item.distribution} declares an entry point without a name"))
         else:
             allowed.append(item)
     # Behind the lists, so that denying one of two rivals settles their conflict.
@@ -107,21 +124,24 @@ def _blocked(item: FoundEntryPoint, settings: PluginSettings) -> str:
 
 def _distinct(same_name: Iterable[FoundEntryPoint]) -> list[FoundEntryPoint]:
     """Drop what is the same plugin seen twice, such as installed and in editable mode under another distribution name."""
-    first: dict[str, FoundEntryPoint] = {}
+    first: dict[object, FoundEntryPoint] = {}
     for item in same_name:
+        with contextlib.suppress(ValueError):
+            first.setdefault(item.target, item)
+            continue
         first.setdefault(item.value, item)
     return list(first.values())
 
 
 def _conflict(rivals: Sequence[FoundEntryPoint]) -> str:
-    """Name all that use one name, and how to pick one."""
+    """Name all that use one name, and how to keep each of them and refuse the others; first kvdock's own, if it is among them."""
     name = rivals[0].name
     places = " and ".join(f"{item.distribution} {item.version} ({item.value})" for item in rivals)
-    first, second = (Selector(name, item.distribution) for item in rivals[:2])
-    return (
-        f"entry point {name!r} is declared by {places}; none of them is loaded. "
-        f"Fix: pick one in the list of all you want, {ALLOW}={first}, or refuse the other, {DENY}={second}"
-    )
+    ways = []
+    for kept in sorted(rivals, key=lambda item: normalise(item.distribution) != PROJECT):
+        others = ",".join(str(Selector(name, item.distribution)) for item in rivals if item is not kept)
+        ways.append(f"keep that of {kept.distribution} with {DENY}={others}")
+    return f"entry point {name!r} is declared by {places}; none of them is loaded. Fix: {', or '.join(ways)}"
 
 
 def _missing(found: Sequence[FoundEntryPoint], settings: PluginSettings) -> list[str]:

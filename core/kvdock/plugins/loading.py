@@ -121,8 +121,8 @@ def is_half_imported(module: ModuleType) -> bool:
 
 def _import(found: FoundEntryPoint) -> object:
     """Import what an entry point names, package by package, so that none of them is used half imported."""
-    name, _, attribute = found.value.partition(":")
-    parts = name.strip().split(".")
+    name, attributes = found.target
+    parts = name.split(".")
     try:
         for end in range(1, len(parts) + 1):
             module = importlib.import_module(".".join(parts[:end]))
@@ -133,7 +133,7 @@ def _import(found: FoundEntryPoint) -> object:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             raise _stale(found, error) from error
         raise
-    return functools.reduce(getattr, [part for part in attribute.strip().split(".") if part], sys.modules[name.strip()])
+    return functools.reduce(getattr, attributes, sys.modules[name])
 
 
 def _stale(found: FoundEntryPoint, error: ModuleNotFoundError) -> _RefusedError:

@@ -9,6 +9,8 @@ from typing import Any
 import attrs
 
 from kvdock.interface import ProbeState
+from kvdock.plugins.hookspecs import PROJECT
+from kvdock.plugins.settings import Selector
 
 __all__ = ["BackendRecord", "PluginRecord", "PluginState", "mark_name_conflicts", "summarise", "with_outcome"]
 
@@ -140,8 +142,9 @@ def mark_name_conflicts(records: Sequence[PluginRecord]) -> list[PluginRecord]:
 
 def _clash(name: str, owners: Sequence[PluginRecord]) -> str:
     labels = " and ".join(owner.label for owner in owners)
-    last = owners[-1]
-    fix = f"refuse one, such as KVDOCK_BACKENDS_DENY={last.name}@{last.distribution}" if owners[0] != last else "the plugin must rename one"
+    strangers = [owner for owner in owners if owner.distribution != PROJECT] or list(owners)
+    last = Selector(strangers[-1].name, strangers[-1].distribution)
+    fix = f"refuse one, such as KVDOCK_BACKENDS_DENY={last}" if len(set(owners)) > 1 else "the plugin must rename one"
     return f"backend name {name!r} is brought by {labels}; none of them is used. Fix: {fix}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from urllib.parse import quote, unquote
 
 import attrs
 
@@ -19,6 +20,8 @@ PER_DEVICE = "KVDOCK_BACKEND_"
 
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "": False, "0": False, "false": False, "no": False, "off": False}
 
+_SPECIAL = re.compile(r"[,@%\s\x00-\x1f]")  # what a name in a list cannot hold as it is
+
 
 def normalise(distribution: str) -> str:
     """Return the name of a distribution as package indexes compare it: ``My_Dist`` is ``my-dist``."""
@@ -27,7 +30,10 @@ def normalise(distribution: str) -> str:
 
 @attrs.frozen
 class Selector:
-    """One item of an allow or deny list: ``name``, or ``name@distribution`` where two distributions use one name."""
+    """One item of an allow or deny list: ``name``, or ``name@distribution`` where two distributions use one name.
+
+    In the list, a character of a name that means something there is written as in a URL: ``%2C`` is a comma.
+    """
 
     name: str
     distribution: str | None = None
@@ -39,7 +45,7 @@ class Selector:
         Raises:
             ArgumentValueError: a part is empty; the text names ``variable``.
         """
-        name, at, distribution = (part.strip() for part in text.partition("@"))
+        name, at, distribution = (unquote(part.strip()) for part in text.partition("@"))
         if not name or (at and not distribution):
             raise ArgumentValueError(
                 variable,
@@ -54,7 +60,8 @@ class Selector:
         return self.name == name and (self.distribution is None or self.distribution == normalise(distribution or ""))
 
     def __str__(self) -> str:
-        return self.name if self.distribution is None else f"{self.name}@{self.distribution}"
+        name = _SPECIAL.sub(lambda match: quote(match[0], safe=""), self.name)
+        return name if self.distribution is None else f"{name}@{self.distribution}"
 
 
 @attrs.frozen

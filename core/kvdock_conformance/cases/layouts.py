@@ -11,7 +11,7 @@ import attrs
 
 from kvdock_conformance.cases.drawing import ITEMSIZE, Drawing, View
 
-__all__ = ["ANY_STEP", "PARTS", "POOLS", "SINGLE_SIZES", "SOURCES", "Geometry", "Pair"]
+__all__ = ["ANY_STEP", "PARTS", "POOLS", "READ_POOLS", "SINGLE_SIZES", "SOURCES", "Geometry", "Pair"]
 
 ANY_STEP = "any step of a size of 1"
 """The pool, and the source, whose sizes of 1 have steps that mean nothing."""
@@ -165,6 +165,40 @@ POOLS: Mapping[str, PoolBuilder] = MappingProxyType(
     }
 )
 """Builders of the two caches, by name. Where keys and values share one tensor, their sizes must be alike."""
+
+
+def _expanded(*dims: int, room: int = 0) -> PoolBuilder:
+    """Return a builder of pools that are one in memory along some dims, with ``room`` more blocks' memory behind them."""
+
+    def pool(drawing: Drawing, shape: tuple[int, ...], dtype: str) -> View:
+        own = [1 if dim in dims else size for dim, size in enumerate(shape)]
+        more = drawing.tensor(dtype, (own[0] + room, *own[1:]))
+        return more.slice(0, 0, own[0]).expand(shape)
+
+    def build(drawing: Drawing, g: Geometry) -> Pair:
+        return pool(drawing, g.k_shape, g.dtype), pool(drawing, g.v_shape, g.dtype)
+
+    return build
+
+
+def _keys_expanded(drawing: Drawing, g: Geometry) -> Pair:
+    return _expanded(1)(drawing, g)[0], POOLS["nhd"](drawing, g)[1]
+
+
+READ_POOLS: Mapping[str, PoolBuilder] = MappingProxyType(
+    {
+        **POOLS,
+        "one block for all": _expanded(0),
+        "one slot for all": _expanded(1),
+        "one head for all": _expanded(2),
+        "one block of one slot": _expanded(0, 1),
+        "one row": _expanded(0, 1, 2),
+        "one slot for all, memory behind": _expanded(1, room=3),
+        "one block for all, memory behind": _expanded(0, room=3),
+        "keys expanded": _keys_expanded,
+    }
+)
+"""Builders of pools that are only read: those that are written, and those in which places share memory."""
 
 
 def _contiguous(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import attrs
 
+from kvdock.ops.catalog import CATALOG
 from kvdock_conformance.cases.drawing import Drawing, View, call
 from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry
 from kvdock_conformance.cases.paged import shuffled
 from kvdock_conformance.requirement import Case, Level
 
-__all__ = ["beside_the_pool", "far_reads", "far_updates", "far_writes"]
+__all__ = ["beside_the_pool", "far_slots", "far_updates"]
 
 _STEP = 2**31 + 64
 _FEW = Geometry(num_blocks=2, block=4)
@@ -47,25 +48,20 @@ def _rows(drawing: Drawing, *lead: int) -> View:
     return drawing.tensor(_FEW.dtype, (*lead, _FEW.hk, _FEW.dk), gaps=gaps, fill="zeros")
 
 
-def far_writes() -> Iterator[Case]:
-    """Yield writes into few blocks, and of few tokens, in steps that 32 bits cannot say."""
-    for name in ("k_cache", "k"):
+def far_slots(op: str) -> Iterator[Case]:
+    """Yield writes to few blocks or of few tokens, or reads of them, in steps that 32 bits cannot say."""
+    is_read = op == "gather_paged"
+    rows = ("k_out", "v_out") if is_read else ("k", "v")
+    for name in ("k_cache", rows[0]):
         drawing = Drawing()
-        (k_cache, v_cache), (k, v) = POOLS["nhd"](drawing, _FEW), SOURCES["contiguous"](drawing, _FEW, (2,))
-        args = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "slot_mapping": drawing.tensor("int64", (2,), values=[7, 2])}
-        far = _pool(drawing) if name == "k_cache" else attrs.evolve(_rows(drawing, 2), values={"first": 1, "step": 1})
-        yield Case(f"{name} in steps of {_STEP} elements", drawing.case(call("paged_caching_", **{**args, name: far})), Level.EXTENDED)
-
-
-def far_reads() -> Iterator[Case]:
-    """Yield reads of few blocks, and into few rows, in steps that 32 bits cannot say."""
-    for name in ("k_cache", "k_out"):
-        drawing = Drawing()
-        (k_cache, v_cache), (k, v) = POOLS["nhd"](drawing, _FEW), SOURCES["contiguous"](drawing, _FEW, (2,))
-        slots = drawing.tensor("int64", (2,), values=[7, 2])
-        args = {"k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slots, "k_out": k, "v_out": v}
-        far = attrs.evolve(_pool(drawing), values={"first": 1, "step": 1}) if name == "k_cache" else _rows(drawing, 2)
-        yield Case(f"{name} in steps of {_STEP} elements", drawing.case(call("gather_paged", **{**args, name: far})), Level.EXTENDED)
+        args = dict(zip(("k_cache", "v_cache"), POOLS["nhd"](drawing, _FEW), strict=True))
+        args |= zip(rows, SOURCES["contiguous"](drawing, _FEW, (2,)), strict=True)
+        args["slot_mapping"] = drawing.tensor("int64", (2,), values=[7, 2])
+        distant = _pool(drawing) if name == "k_cache" else _rows(drawing, 2)
+        if (name == "k_cache") == is_read:  # all that is read but these is zero
+            distant = attrs.evolve(distant, values={"first": 1, "step": 1})
+        made = call(op, **{argument: args[argument] for argument in CATALOG[op].arg_names if argument in args} | {name: distant})
+        yield Case(f"{name} in steps of {_STEP} elements", drawing.case(made), Level.EXTENDED)
 
 
 def far_updates() -> Iterator[Case]:

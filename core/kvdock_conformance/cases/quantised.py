@@ -8,10 +8,9 @@ from types import MappingProxyType
 import attrs
 
 from kvdock_conformance.cases.drawing import Drawing, Values, View, call
-from kvdock_conformance.cases.gathers import Gather
 from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry
 from kvdock_conformance.cases.numbers import finite
-from kvdock_conformance.cases.paged import shuffled
+from kvdock_conformance.cases.paged import Gather, shuffled
 from kvdock_conformance.requirement import Case
 
 __all__ = ["QUANTISED", "reads", "writes"]

@@ -52,7 +52,7 @@ class Update:
     values: Values | None = None
     level: Level = Level.CORE
 
-    def caches(self, drawing: Drawing) -> tuple[View, View]:
+    def pools(self, drawing: Drawing) -> tuple[View, View]:
         """Return the caches, ``[B, H, S, D]``."""
         k_cache, v_cache = POOLS[self.pool](drawing, self.geometry)
         return k_cache.transpose(1, 2), v_cache.transpose(1, 2)
@@ -72,4 +72,4 @@ class Update:
     def case(self) -> Case:
         """Return it as a case."""
         drawing = Drawing()
-        return Case(self.name, drawing.case(self.call(drawing, self.caches(drawing))), self.level)
+        return Case(self.name, drawing.case(self.call(drawing, self.pools(drawing))), self.level)

@@ -29,6 +29,7 @@ AREAS = (
     "errors",
     "devices",
     "hygiene",
+    "resources",
     "prefix",
     "prefix_answers",
     "prefix_behind",

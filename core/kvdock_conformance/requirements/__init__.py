@@ -18,6 +18,7 @@ AREAS = (
     "errors",
     "devices",
     "hygiene",
+    "resources",
     "prefix",
 )
 """Modules of this package, in the order in which their requirements run."""

@@ -7,35 +7,23 @@ from collections.abc import Callable, Iterable, Sequence
 import attrs
 
 from kvdock_conformance.cases.copies import Copy, fanned
-from kvdock_conformance.cases.drawing import Drawing, View, call
+from kvdock_conformance.cases.drawing import Drawing, View
 from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, SINGLE_SIZES, Geometry
-from kvdock_conformance.cases.numbers import SPECIAL_BITS
+from kvdock_conformance.cases.paged import in_turn
 from kvdock_conformance.cases.quantised import QUANTISED
 from kvdock_conformance.checking.copies import check_copy, check_copy_forms, check_copy_inputs, check_pairs_refused
 from kvdock_conformance.checking.refusals import check_refusal
-from kvdock_conformance.checking.served import SERVED
-from kvdock_conformance.requirement import Case, Check, Level, Requirement
+from kvdock_conformance.requirement import Case, Level
+from kvdock_conformance.requirements.families import INT32_MAX, INT32_MIN, NO_BLOCKS, Area, Refusal, refusals
 
 __all__ = ["OP", "REQUIREMENTS"]
 
 OP = "copy_blocks_"
-_EVEN = Geometry.even
-_NO_BLOCKS = Geometry(num_blocks=0)
-_INT32_MAX, _INT32_MIN = 2**31 - 1, -(2**31)
+AREA = Area("COPY", OP, Copy, check_copy)
+_EVEN = AREA.sizes
 _RANGE, _TYPE, _VALUE = "IndexRangeError", "ArgumentTypeError", "ArgumentValueError"
 _FLOAT_IDS = (0, 0x40A00000, 0x40400000, 0x40000000)  # 0.0, 5.0, 3.0, 2.0
-Made = Iterable[Copy] | Callable[[], Iterable[Case]]
 Pairs = Sequence[tuple[int, int]]
-
-
-def _require(number: int, sentence: str, cases: Made, level: Level = Level.CORE, check: Check = check_copy) -> Requirement:
-    """Return a requirement of this area whose cases are copies, or what a function returns."""
-    made = cases if callable(cases) else _cases(tuple(cases))
-    return Requirement(f"KVD-COPY-{number:03}", sentence, OP, check, made, level, SERVED)
-
-
-def _cases(copies: Sequence[Copy]) -> Callable[[], Iterable[Case]]:
-    return lambda: (copy.case() for copy in copies)
 
 
 def _readable(error: str, cases: Iterable[tuple[str, Pairs, Sequence[str]]]) -> Callable[[], Iterable[Case]]:
@@ -48,30 +36,19 @@ def _repeated() -> Iterable[Case]:
     """Return calls one after the other, which differ in one thing."""
     names = ("nhd", "hnd", "padded blocks", "nhd", "k and v unlike", "odd address", "padded slots")
     for name, order in (("other pools at each call", names), ("the same at each call", ("nhd",) * 4)):
-        drawing = Drawing()
-        copies = [Copy("", [(number % 3, 5), (3, 4)], pool=pool) for number, pool in enumerate(order)]
-        yield Case(name, drawing.case(*[copy.call(drawing, copy.pools(drawing)) for copy in copies]))
+        yield in_turn(name, [Copy("", [(number % 3, 5), (3, 4)], pool=pool) for number, pool in enumerate(order)], own_pools=True)
     for name, lists in (
         ("other pairs at each call", ([(0, 5)], [(5, 0), (4, 1)], [(1, 5)], [(2, 3), (0, 4), (1, 5)], [(3, 0), (4, 2)])),
         ("what was written is copied on", ([(0, 1)], [(1, 2)], [(2, 3)], [(3, 0)])),
         ("padding now and then", ([(0, 5), (1, 4)], [(-1, 5), (2, 4)], [(3, 5), (1, -1)], [(2, 5), (3, 4)])),
     ):
-        drawing = Drawing()
-        pools = Copy("").pools(drawing)
-        yield Case(name, drawing.case(*[Copy("", pairs).call(drawing, pools) for pairs in lists]))
+        yield in_turn(name, [Copy("", pairs) for pairs in lists])
 
 
-def _again(last: Pairs, name: str) -> Iterable[Case]:
+def _again(last: Pairs, name: str) -> Callable[[], Iterable[Case]]:
     """Return calls of as many good pairs, which differ in addresses alone, and then one with these pairs."""
-    drawing, first = Drawing(), Copy("")
-    pools = first.pools(drawing)
     lists = [[(number % 3, 5), (3, 4)] for number in range(4)]
-    yield Case(name, drawing.case(*[Copy("", pairs).call(drawing, pools) for pairs in (*lists, last, lists[0])]))
-
-
-def _with(copies: Iterable[Copy], *makers: Callable[[], Iterable[Case]]) -> Callable[[], Iterable[Case]]:
-    listed = tuple(copies)
-    return lambda: (*(copy.case() for copy in listed), *(case for make in makers for case in make()))
+    return lambda: [in_turn(name, [Copy("", pairs) for pairs in (*lists, last, lists[0])])]
 
 
 def _far() -> Iterable[Case]:
@@ -88,19 +65,7 @@ def _far() -> Iterable[Case]:
     yield Case("2**19 + 2 blocks of 2**13 elements", drawing.case(copy.call(drawing, pools), places=[view.spec() for view in filled]))
 
 
-Change = Callable[[Drawing, dict[str, View]], dict[str, View]]
-
-
-def _refused() -> Iterable[Case]:
-    """Return a good call with a bad one each, with the error and what it must say: the argument, what came, how to fix it."""
-    for name, error, texts, change in REFUSED:
-        drawing, copy = Drawing(), Copy("")
-        args = copy.args(drawing, copy.pools(drawing))
-        bad = call(OP, **{**args, **change(drawing, args)})
-        yield Case(name, drawing.case(call(OP, **args), bad, error=error, texts=[f"{OP}: ", *texts, "Fix: "]))
-
-
-REFUSED: Sequence[tuple[str, str, Sequence[str], Change]] = (
+REFUSED: Sequence[Refusal] = (
     ("triples", _VALUE, ["block_pairs: ", "[N, 2]", "[2, 3]"], lambda d, _: {"block_pairs": d.tensor("int64", (2, 3), values=range(6))}),
     (
         "a flat list of ids",
@@ -149,10 +114,9 @@ REFUSED: Sequence[tuple[str, str, Sequence[str], Change]] = (
         lambda drawing, _: {"k_cache": drawing.tensor("bfloat16", (6, 1, 2, 8)).expand((6, 4, 2, 8))},
     ),
 )
-"""Bad input: name, class of the error, what it must say, and how good arguments are spoilt."""
 
 REQUIREMENTS = [
-    _require(
+    AREA.require(
         1,
         "For each pair (src, dst) block dst holds what block src holds, in k_cache and in v_cache.",
         [
@@ -165,7 +129,7 @@ REQUIREMENTS = [
             Copy("keys and values of other sizes", geometry=Geometry(hk=2, dk=8, hv=3, dv=4)),
         ],
     ),
-    _require(
+    AREA.require(
         2,
         "No byte outside the destinations is written, neither in the pool nor around it.",
         [
@@ -181,51 +145,47 @@ REQUIREMENTS = [
             Copy("blocks between each other", pool="heads outermost"),
         ],
     ),
-    _require(
+    AREA.require(
         3,
         "A pair with a negative id is padding: it copies nothing, whichever negative number it is and whatever the other id.",
-        _with(
-            [
-                Copy("both -1", [(-1, -1)]),
-                Copy("source -1", [(-1, 3), (2, 4)]),
-                Copy("destination -1", [(0, -1), (2, 3)]),
-                Copy("some among others", [(-1, 3), (2, 3), (0, -1), (-7, -9), (4, 1)]),
-                Copy("other negatives", [(-2, 0), (1, -6), (-5, 2), (3, 4)]),
-                Copy("beside ids beyond the pool", [(-1, 99), (99, -1), (2, 3)]),
-                Copy("beside the others' ids", [(1, -1), (0, 1), (-1, 1), (-1, 2), (0, 2), (2, -1)]),
-                Copy("smallest int64", [(-(2**63), 1), (2, -(2**62) + 5), (-(2**32) + 2, 4), (2, 3)]),
-                Copy("smallest int32", [(_INT32_MIN, 0), (1, _INT32_MIN + 1), (2, 3)], index="int32"),
-                Copy("pool without blocks", [(-1, -1), (-1, 4)], geometry=_NO_BLOCKS),
-                Copy("many", [*fanned(64, 20), *[(-1, 40)] * 30, (3, 63)], geometry=_EVEN(num_blocks=64)),
-            ],
-            lambda: _again([(-1, 2), (3, -9)], "padding in a call that repeats others"),
-        ),
+        [
+            Copy("both -1", [(-1, -1)]),
+            Copy("source -1", [(-1, 3), (2, 4)]),
+            Copy("destination -1", [(0, -1), (2, 3)]),
+            Copy("some among others", [(-1, 3), (2, 3), (0, -1), (-7, -9), (4, 1)]),
+            Copy("other negatives", [(-2, 0), (1, -6), (-5, 2), (3, 4)]),
+            Copy("beside ids beyond the pool", [(-1, 99), (99, -1), (2, 3)]),
+            Copy("beside the others' ids", [(1, -1), (0, 1), (-1, 1), (-1, 2), (0, 2), (2, -1)]),
+            Copy("smallest int64", [(-(2**63), 1), (2, -(2**62) + 5), (-(2**32) + 2, 4), (2, 3)]),
+            Copy("smallest int32", [(INT32_MIN, 0), (1, INT32_MIN + 1), (2, 3)], index="int32"),
+            Copy("pool without blocks", [(-1, -1), (-1, 4)], geometry=NO_BLOCKS),
+            Copy("many", [*fanned(64, 20), *[(-1, 40)] * 30, (3, 63)], geometry=_EVEN(num_blocks=64)),
+        ],
+        _again([(-1, 2), (3, -9)], "padding in a call that repeats others"),
     ),
-    _require(
+    AREA.require(
         4,
         "A block beyond the pool is neither read nor written: in host memory the call raises before it copies anything and names the "
         "first such position, on a device the pair is skipped whole and counted.",
-        _with(
-            [
-                Copy("source", [(6, 0)]),
-                Copy("destination", [(0, 6)]),
-                Copy("both", [(7, 8)]),
-                Copy("behind good ones", [(0, 1), (2, 3), (2, 6), (4, 5)]),
-                Copy("before good ones", [(6, 0), (2, 3)]),
-                Copy("several", [(0, 1), (2, 9), (8, 3)]),
-                Copy("beside padding", [(-1, 6), (6, -1), (0, 1), (6, 2)]),
-                Copy("2**32 + 3", [(2**32 + 3, 1), (0, 2)]),
-                Copy("2**40", [(0, 1), (2, 2**40)]),
-                Copy("largest int64", [(2**63 - 1, 0)]),
-                Copy("largest int32", [(0, 1), (2, _INT32_MAX)], index="int32"),
-                Copy("in a pool with gaps", [(0, 1), (2, 6)], pool="padded blocks"),
-                Copy("in a pool without blocks", [(-1, 0), (0, 1)], geometry=_NO_BLOCKS),
-                Copy("behind many good ones", [*fanned(64, 30), (64, 63)], geometry=_EVEN(num_blocks=64)),
-            ],
-            lambda: _again([(1, 6), (3, 2)], "in a call that repeats others"),
-        ),
+        [
+            Copy("source", [(6, 0)]),
+            Copy("destination", [(0, 6)]),
+            Copy("both", [(7, 8)]),
+            Copy("behind good ones", [(0, 1), (2, 3), (2, 6), (4, 5)]),
+            Copy("before good ones", [(6, 0), (2, 3)]),
+            Copy("several", [(0, 1), (2, 9), (8, 3)]),
+            Copy("beside padding", [(-1, 6), (6, -1), (0, 1), (6, 2)]),
+            Copy("2**32 + 3", [(2**32 + 3, 1), (0, 2)]),
+            Copy("2**40", [(0, 1), (2, 2**40)]),
+            Copy("largest int64", [(2**63 - 1, 0)]),
+            Copy("largest int32", [(0, 1), (2, INT32_MAX)], index="int32"),
+            Copy("in a pool with gaps", [(0, 1), (2, 6)], pool="padded blocks"),
+            Copy("in a pool without blocks", [(-1, 0), (0, 1)], geometry=NO_BLOCKS),
+            Copy("behind many good ones", [*fanned(64, 30), (64, 63)], geometry=_EVEN(num_blocks=64)),
+        ],
+        _again([(1, 6), (3, 2)], "in a call that repeats others"),
     ),
-    _require(
+    AREA.require(
         5,
         "The first and the last block of the pool are blocks like any other.",
         [
@@ -240,7 +200,7 @@ REQUIREMENTS = [
             Copy("hnd", [(5, 0)], pool="hnd"),
         ],
     ),
-    _require(
+    AREA.require(
         6,
         "Two pairs with one destination are an error wherever the host can read the pairs, and nothing is copied.",
         _readable(
@@ -254,7 +214,7 @@ REQUIREMENTS = [
         ),
         check=check_pairs_refused,
     ),
-    _require(
+    AREA.require(
         7,
         "A destination that is also a source is an error wherever the host can read the pairs, also in one pair, and nothing is copied.",
         _readable(
@@ -270,7 +230,7 @@ REQUIREMENTS = [
         ),
         check=check_pairs_refused,
     ),
-    _require(
+    AREA.require(
         8,
         "A block beyond the pool is an error wherever the host can read the pairs, which names the first such position and its id, and "
         "nothing is copied.",
@@ -285,7 +245,7 @@ REQUIREMENTS = [
         ),
         check=check_pairs_refused,
     ),
-    _require(
+    AREA.require(
         9,
         "Pairs are read as int32 and as int64, by the stride between them.",
         [
@@ -300,7 +260,7 @@ REQUIREMENTS = [
             )
         ],
     ),
-    _require(
+    AREA.require(
         10,
         "Pairs in host memory serve a pool on any device.",
         [
@@ -311,7 +271,7 @@ REQUIREMENTS = [
             Copy("no pairs", [], host=True),
         ],
     ),
-    _require(
+    AREA.require(
         11,
         "Pairs may be a list or a numpy array instead of a tensor.",
         [
@@ -323,16 +283,16 @@ REQUIREMENTS = [
         ],
         check=check_copy_forms,
     ),
-    _require(
+    AREA.require(
         12,
         "A call without pairs changes nothing and raises nothing.",
         [
             Copy("int64", []),
             Copy("int32", [], index="int32"),
-            Copy("pool without blocks", [], geometry=_NO_BLOCKS),
+            Copy("pool without blocks", [], geometry=NO_BLOCKS),
         ],
     ),
-    _require(
+    AREA.require(
         13,
         "When blocks are copied, blocks may have any number of slots, and a pool any number of blocks.",
         [
@@ -343,27 +303,21 @@ REQUIREMENTS = [
             Copy("one block", [(-1, 0)], geometry=_EVEN(num_blocks=1)),
         ],
     ),
-    _require(
+    AREA.require(
         14,
         "When blocks are copied, heads may have any number of elements.",
-        [Copy(f"D = {dim}", geometry=_EVEN(dim=dim)) for dim in (1, 2, 3, 46, 64, 80, 96, 100, 128, 192, 256, 576)],
+        AREA.dims(),
     ),
-    _require(
+    AREA.require(
         15,
         "A slot may have any number of heads, also where heads times elements is no power of two or more than a thread block holds.",
-        [
-            Copy(f"{heads} x {dim}", geometry=_EVEN(heads=heads, dim=dim))
-            for heads, dim in ((1, 64), (3, 64), (5, 80), (8, 128), (9, 128), (17, 64), (32, 128), (129, 8))
-        ],
+        AREA.heads(),
     ),
-    _require(
+    AREA.require(
         16,
         "Keys and values may differ in heads, in elements, and in the slots of a block.",
         [
-            *(
-                Copy(f"{hk} x {dk} and {hv} x {dv}", geometry=Geometry(hk=hk, dk=dk, hv=hv, dv=dv))
-                for hk, dk, hv, dv in ((2, 192, 2, 128), (1, 576, 1, 512), (4, 8, 2, 8), (2, 8, 4, 8), (1, 16, 3, 24), (2, 1, 1, 2))
-            ),
+            *AREA.unlike(),
             *(
                 Copy(f"{k} and {v} slots, {pool}", geometry=_EVEN(block=k), values_geometry=_EVEN(block=v, heads=3, dim=5), pool=pool)
                 for k, v in ((4, 7), (7, 4), (1, 16))
@@ -372,7 +326,7 @@ REQUIREMENTS = [
             Copy("4 and 7 slots, in whole vectors", geometry=_EVEN(block=4), values_geometry=_EVEN(block=7, heads=3, dim=16)),
         ],
     ),
-    _require(
+    AREA.require(
         17,
         "A call may bring any number of pairs.",
         [
@@ -380,39 +334,28 @@ REQUIREMENTS = [
             for count in (1, 2, 15, 16, 17, 31, 32, 33, 127, 128, 129, 513, 1024)
         ],
     ),
-    _require(
+    AREA.require(
         18,
         "More pairs than a launch grid has rows are all copied.",
         [Copy(f"N = {count}", neighbours=count, geometry=_EVEN(num_blocks=131_080, block=1, heads=1, dim=2)) for count in (65_535, 65_537)],
-        Level.EXTENDED,
+        level=Level.EXTENDED,
     ),
-    _require(
+    AREA.require(
         19,
         "Each pool is read and written by its own strides, whatever the order of its dimensions in memory.",
+        AREA.orders(),
         [
-            Copy(name, pool=name)
-            for name in (
-                *("nhd", "hnd", "heads outermost", "slots outermost", "padded slots", "padded heads", "odd steps"),
-                *("k and v unlike", "k and v unlike, in whole vectors"),
-            )
-        ]
-        + [
-            Copy(
-                f"{text}, whatever its step",
-                [(0, sizes.num_blocks - 1)] if sizes.num_blocks > 1 else [(-1, 0)],
-                geometry=sizes,
-                pool=ANY_STEP,
-            )
-            for text, sizes in SINGLE_SIZES.items()
+            Copy(f"{text}, whatever its step", [(0, blocks - 1)] if (blocks := g.num_blocks) > 1 else [(-1, 0)], geometry=g, pool=ANY_STEP)
+            for text, g in SINGLE_SIZES.items()
         ],
     ),
-    _require(
+    AREA.require(
         20,
         "When blocks are copied, a pool may be part of a larger tensor: one of two halves, one layer of many, or "
         "blocks with something behind them.",
         [Copy(f"{name}, {len(pairs)} pairs", pairs, pool=name) for name in PARTS for pairs in ([(1, 4)], [(0, 5), (3, 2), (1, 4)])],
     ),
-    _require(
+    AREA.require(
         21,
         "Pools may begin at any address that is a multiple of their element's size.",
         [
@@ -425,20 +368,17 @@ REQUIREMENTS = [
             Copy("keys and values at unlike addresses", geometry=_EVEN(dim=64), pool="k and v unlike"),
         ],
     ),
-    _require(
+    AREA.require(
         22,
         "When blocks are copied, elements of every dtype arrive bit for bit: NaN with its payload, infinities, subnormals and -0.",
-        [
-            *(Copy(f"{dtype}, random bits", geometry=_EVEN(dim=64, dtype=dtype)) for dtype in SPECIAL_BITS),
-            *(Copy(f"{dtype}, special values", geometry=_EVEN(dtype=dtype), values=bits) for dtype, bits in SPECIAL_BITS.items()),
-        ],
+        AREA.numbers(),
     ),
-    _require(
+    AREA.require(
         23,
         "Blocks of a quantised pool are copied bit for bit, or refused with a reason.",
         [Copy(f"{dtype}, {pool}", geometry=_EVEN(dim=64, dtype=dtype), pool=pool) for dtype in QUANTISED for pool in ("nhd", "odd steps")],
     ),
-    _require(
+    AREA.require(
         24,
         "Pairs are not changed.",
         [
@@ -450,17 +390,17 @@ REQUIREMENTS = [
         ],
         check=check_copy_inputs,
     ),
-    _require(25, "Blocks more than 2**31 and 2**32 elements into a pool are read and written.", _far, Level.EXTENDED),
-    _require(
+    AREA.require(25, "Blocks more than 2**31 and 2**32 elements into a pool are read and written.", _far, level=Level.EXTENDED),
+    AREA.require(
         26,
         "Calls that differ in addresses, strides or pairs from those before them are served as if they were the first.",
         _repeated,
     ),
-    _require(
+    AREA.require(
         27,
         "Pools and pairs that are wrong whatever they hold are refused with an error that names the argument, what came and the fix, "
         "and nothing has changed.",
-        _refused,
+        refusals(OP, Copy(""), REFUSED),
         check=check_refusal,
     ),
 ]

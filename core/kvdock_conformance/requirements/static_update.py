@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvdock_conformance.cases.drawing import Drawing
-from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, SINGLE_SIZES, Geometry
-from kvdock_conformance.cases.numbers import SPECIAL_BITS
+import attrs
+
+from kvdock_conformance.cases.layouts import PARTS, Geometry
+from kvdock_conformance.cases.paged import in_turn
 from kvdock_conformance.cases.places import far_updates
-from kvdock_conformance.cases.static import Update
+from kvdock_conformance.cases.static import STATIC, Update
 from kvdock_conformance.checking.calls import check_calls, check_inputs
-from kvdock_conformance.checking.served import SERVED
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.reference import static_update_
-from kvdock_conformance.requirement import Case, Check, Level, Requirement
+from kvdock_conformance.requirement import Case, Level
+from kvdock_conformance.requirements.families import INT32_MAX, INT32_MIN, OFF, ORDERS, SIZES_UNLIKE, Area
 
 __all__ = ["OP", "REQUIREMENTS", "check_update", "check_update_inputs", "length_name"]
 
 OP = "static_update_"
-_INT32_MAX, _INT32_MIN = 2**31 - 1, -(2**31)
 
 
 def _of(batch: int = 3, length: int = 16, heads: int = 2, dim: int = 8, dtype: str = "bfloat16") -> Geometry:
@@ -45,19 +45,18 @@ def check_update_inputs(target: Target, data: Mapping[str, Any]) -> None:
     check_inputs(target, data, ("k_cache", "v_cache"))
 
 
-def _require(
-    number: int,
-    sentence: str,
-    cases: Iterable[Update] | Callable[[], Iterable[Case]],
-    level: Level = Level.CORE,
-    check: Check = check_update,
-) -> Requirement:
-    made = cases if callable(cases) else _cases(tuple(cases))
-    return Requirement(f"KVD-STATIC-{number:03}", sentence, OP, check, made, level, SERVED)
+AREA = Area("STATIC", OP, functools.partial(Update, lengths=[3, 0, 11]), check_update, STATIC)
+_UNLIKE_LENGTHS = attrs.evolve(AREA, make=functools.partial(Update, lengths=[0, 11, 5]))
+_STRIDED = ("contiguous", "fused qkv", "every other token", "padded tokens", "padded heads", "odd steps")
 
 
-def _cases(updates: Sequence[Update]) -> Callable[[], Iterable[Case]]:
-    return lambda: (update.case() for update in updates)
+def _few_and_many(argument: str, names: Sequence[str]) -> list[Update]:
+    """Return updates of few and of many rows with caches, or new positions, in some memory orders."""
+    return [
+        AREA.make(f"{name}, {rows} rows", lengths=[(5 * row) % 12 for row in range(rows)], geometry=_of(batch=rows), **{argument: name})
+        for name in names
+        for rows in (3, 6)
+    ]
 
 
 def _forms(lengths: Sequence[int], text: str, **settings: Any) -> list[Update]:
@@ -74,18 +73,12 @@ def _forms(lengths: Sequence[int], text: str, **settings: Any) -> list[Update]:
 def _repeated() -> Iterable[Case]:
     """Return calls one after the other, as decoding makes them, and calls that differ in what may be kept of a call."""
     for text, form in (("an int", int), ("a tensor", lambda length: [length] * 3)):
-        drawing, first = Drawing(), Update("")
-        caches = first.caches(drawing)
         steps = [Update("", form(length), new=new) for length, new in ((0, 5), (5, 1), (6, 1), (7, 1), (8, 8))]
-        yield Case(f"a prompt and its continuation, {text}", drawing.case(*[step.call(drawing, caches) for step in steps]))
+        yield in_turn(f"a prompt and its continuation, {text}", steps)
     pools = ("hnd", "nhd", "padded slots", "hnd", "k and v unlike", "odd address")
-    drawing = Drawing()
-    updates = [Update("", [2, 5, 0], pool=pool) for pool in pools]
-    yield Case("other strides at each call", drawing.case(*[update.call(drawing, update.caches(drawing)) for update in updates]))
-    drawing, first = Drawing(), Update("")
-    caches = first.caches(drawing)
-    updates = [Update("", lengths, rows=rows, new=new) for lengths, rows, new in ((3, 3, 5), ([1, 9], 2, 4), (0, 1, 16), ([7, 3, 5], 3, 5))]
-    yield Case("other rows and lengths at each call", drawing.case(*[update.call(drawing, caches) for update in updates]))
+    yield in_turn("other strides at each call", [Update("", [2, 5, 0], pool=pool) for pool in pools], own_pools=True)
+    changing = ((3, 3, 5), ([1, 9], 2, 4), (0, 1, 16), ([7, 3, 5], 3, 5))
+    yield in_turn("other rows and lengths at each call", [Update("", lengths, rows=rows, new=new) for lengths, rows, new in changing])
 
 
 def _far() -> Iterable[Case]:
@@ -97,7 +90,7 @@ def _far() -> Iterable[Case]:
 
 
 REQUIREMENTS = [
-    _require(
+    AREA.require(
         1,
         "The new keys and values of each row are written behind the length that cache_lengths gives for it, keys to k_cache and values "
         "to v_cache.",
@@ -108,7 +101,7 @@ REQUIREMENTS = [
             Update("keys and values of other sizes", 2, geometry=Geometry(num_blocks=3, block=16, hk=2, dk=8, hv=3, dv=4)),
         ],
     ),
-    _require(
+    AREA.require(
         2,
         "No byte outside the addressed positions is written, neither in the cache nor around it.",
         [
@@ -122,7 +115,7 @@ REQUIREMENTS = [
             Update("other layers of a cache", 5, pool="page-first"),
         ],
     ),
-    _require(
+    AREA.require(
         3,
         "Lengths come as an int, or as a tensor [], [1] or [b] of int32 or int64, read by its own stride.",
         [
@@ -141,7 +134,7 @@ REQUIREMENTS = [
             Update("[1] for a cache of one row", [4], geometry=_of(batch=1)),
         ],
     ),
-    _require(
+    AREA.require(
         4,
         "Each row is written behind its own length, however many rows there are.",
         [
@@ -149,7 +142,7 @@ REQUIREMENTS = [
             for batch in (2, 3, 4, 5, 6, 8, 17, 64, 300)
         ],
     ),
-    _require(
+    AREA.require(
         5,
         "A row may be filled from its first position, and up to its last.",
         [
@@ -161,7 +154,7 @@ REQUIREMENTS = [
             Update("a cache of one position", 0, new=1, geometry=_of(length=1)),
         ],
     ),
-    _require(
+    AREA.require(
         6,
         "A row that would end beyond the cache is written nowhere: lengths in host memory raise before anything is written and name the "
         "first such row, on a device the row is skipped whole and its positions are counted.",
@@ -175,12 +168,12 @@ REQUIREMENTS = [
             Update("more positions than the cache has, int", 0, new=17),
             Update("2**32 + 3", [2**32 + 3, 3, 3]),
             Update("largest int64", [3, 2**63 - 1, 3]),
-            Update("largest int32", [3, _INT32_MAX, 3], index="int32"),
+            Update("largest int32", [3, INT32_MAX, 3], index="int32"),
             Update("in a cache with gaps", [3, 12, 3], pool="padded blocks"),
             Update("rows with heads outermost", [3, 3, 13], pool="heads outermost"),
         ],
     ),
-    _require(
+    AREA.require(
         7,
         "A negative length is no padding: its row is treated as one that would end beyond the cache.",
         [
@@ -192,10 +185,10 @@ REQUIREMENTS = [
             Update("one position", [-1, 0, 0], new=1),
             Update("smallest int64", [3, -(2**63), 3]),
             Update("-2**32 + 3", [3, -(2**32) + 3, 3]),
-            Update("smallest int32", [_INT32_MIN, 3, 3], index="int32"),
+            Update("smallest int32", [INT32_MIN, 3, 3], index="int32"),
         ],
     ),
-    _require(
+    AREA.require(
         8,
         "A call without new positions or without rows changes nothing and raises nothing, whatever the lengths.",
         [
@@ -207,7 +200,7 @@ REQUIREMENTS = [
             Update("b = 0, [b]", [], shape=(0,), rows=0),
         ],
     ),
-    _require(
+    AREA.require(
         9,
         "A call with fewer rows than the cache has writes the first rows, and leaves those behind them as they are.",
         [
@@ -217,7 +210,7 @@ REQUIREMENTS = [
             Update("2 of 6 behind the last", [12, 0], rows=2, geometry=_of(batch=6)),
         ],
     ),
-    _require(
+    AREA.require(
         10,
         "A call may bring any number of new positions.",
         [
@@ -226,75 +219,48 @@ REQUIREMENTS = [
             for text, lengths in (("one length", 41), ("one for each row", [87, 0, 5]))
         ],
     ),
-    _require(
+    AREA.require(
         11,
         "Heads of a static cache may have any number of elements.",
-        [Update(f"D = {dim}", [3, 0, 11], geometry=_of(dim=dim)) for dim in (1, 2, 3, 46, 64, 80, 96, 100, 128, 192, 256, 576)],
+        AREA.dims(),
     ),
-    _require(
+    AREA.require(
         12,
         "A position may have any number of heads, also where heads times elements is no power of two or more than a thread block holds.",
-        [
-            Update(f"{heads} x {dim}", [3, 0, 11], geometry=_of(heads=heads, dim=dim))
-            for heads, dim in ((1, 64), (3, 64), (5, 80), (8, 128), (9, 128), (17, 64), (32, 128), (129, 8))
-        ],
+        AREA.heads(),
     ),
-    _require(
+    AREA.require(
         13,
         "Keys and values of a static cache may differ in heads and in elements.",
         [
-            Update(f"{hk} x {dk} and {hv} x {dv}, {text}", lengths, geometry=Geometry(num_blocks=5, block=16, hk=hk, dk=dk, hv=hv, dv=dv))
-            for hk, dk, hv, dv in ((2, 192, 2, 128), (1, 576, 1, 512), (4, 8, 2, 8), (2, 8, 4, 8), (1, 16, 3, 24), (2, 1, 1, 2))
+            Update(f"{name}, {text}", lengths, geometry=Geometry(num_blocks=5, block=16, **sizes))
+            for name, sizes in SIZES_UNLIKE.items()
             for text, lengths in (("one length", 3), ("one for each row", [3, 0, 11, 5, 2]))
         ],
     ),
-    _require(
+    AREA.require(
         14,
         "Each cache is written by its own strides, whatever the order of its dimensions in memory.",
-        [
-            Update(f"{name}, {rows} rows", [(5 * row) % 12 for row in range(rows)], pool=name, geometry=_of(batch=rows))
-            for name in (
-                *("nhd", "hnd", "heads outermost", "slots outermost", "padded slots", "padded heads", "odd steps"),
-                *("k and v unlike", "k and v unlike, in whole vectors"),
-            )
-            for rows in (3, 6)
-        ]
-        + [Update(f"{text}, whatever its step", 0, new=1, geometry=sizes, pool=ANY_STEP) for text, sizes in SINGLE_SIZES.items()],
+        _few_and_many("pool", ORDERS),
+        AREA.any_step("pool", lengths=0, new=1),
     ),
-    _require(
+    AREA.require(
         15,
         "A cache may be part of a larger tensor: one of two halves, one layer of many, or rows with something behind them.",
-        [
-            Update(f"{name}, {rows} rows", [(5 * row) % 12 for row in range(rows)], pool=name, geometry=_of(batch=rows))
-            for name in PARTS
-            for rows in (3, 6)
-        ],
+        _few_and_many("pool", PARTS),
     ),
-    _require(
+    AREA.require(
         16,
         "New keys and values are read by their own strides, without being made contiguous first.",
-        [
-            Update(f"{name}, {rows} rows", [(5 * row) % 12 for row in range(rows)], source=name, geometry=_of(batch=rows))
-            for name in (
-                "contiguous",
-                "fused qkv",
-                "every other token",
-                "padded tokens",
-                "padded heads",
-                "odd steps",
-                "one head for all",
-                "one token for all",
-            )
-            for rows in (3, 6)
-        ]
-        + [Update(f"{text}, whatever its step", 0, new=1, geometry=sizes, source=ANY_STEP) for text, sizes in SINGLE_SIZES.items()],
+        _few_and_many("source", (*_STRIDED, "one head for all", "one token for all")),
+        AREA.any_step("source", lengths=0, new=1),
     ),
-    _require(
+    AREA.require(
         17,
         "Caches and new positions may begin at any address that is a multiple of their element's size.",
         [
-            *(Update(f"cache at an {name}", pool=name) for name in ("odd address", "even address in an odd storage")),
-            *(Update(f"positions at an {name}", source=name) for name in ("odd address", "even address in an odd storage")),
+            *(Update(f"cache at an {name}", pool=name) for name in OFF),
+            *(Update(f"positions at an {name}", source=name) for name in OFF),
             *(
                 Update(
                     f"both, {dtype}, {rows} rows",
@@ -308,22 +274,13 @@ REQUIREMENTS = [
             ),
         ],
     ),
-    _require(
+    AREA.require(
         18,
         "Elements of every dtype arrive in every row bit for bit: NaN with its payload, infinities, subnormals and -0.",
-        [
-            *(Update(f"{dtype}, random bits", [0, 11, 5], geometry=_of(dim=64, dtype=dtype)) for dtype in SPECIAL_BITS),
-            *(
-                Update(f"{dtype}, special values", [0, 11, 5], geometry=_of(dtype=dtype), values=bits)
-                for dtype, bits in SPECIAL_BITS.items()
-            ),
-            *(
-                Update(f"{dtype}, special values in many rows", [0, 11, 5, 3, 2], geometry=_of(batch=5, dtype=dtype), values=bits)
-                for dtype, bits in SPECIAL_BITS.items()
-            ),
-        ],
+        _UNLIKE_LENGTHS.numbers(),
+        AREA.special_values("special values in many rows", lengths=[0, 11, 5, 3, 2], num_blocks=5),
     ),
-    _require(
+    AREA.require(
         19,
         "New keys and values and cache_lengths are not changed.",
         [
@@ -335,24 +292,24 @@ REQUIREMENTS = [
         ],
         check=check_update_inputs,
     ),
-    _require(
+    AREA.require(
         20,
         "Calls that differ in addresses, strides, rows or lengths from those before them are served as if they were the first.",
         _repeated,
     ),
-    _require(
+    AREA.require(
         21,
         "Places more than 2**31 elements into a cache are reached, by their position and by their row.",
         _far,
-        Level.EXTENDED,
+        level=Level.EXTENDED,
     ),
-    _require(
+    AREA.require(
         22,
         "More rows than a launch grid has are all written.",
         [
             Update(f"{batch} rows", [0, 1, 2], shape=(batch,), new=1, geometry=_of(batch=batch, length=4, heads=1, dim=2))
             for batch in (65_535, 65_537)
         ],
-        Level.EXTENDED,
+        level=Level.EXTENDED,
     ),
 ]

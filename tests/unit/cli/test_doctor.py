@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import attrs
 import pytest
 from typer.testing import CliRunner
 
@@ -52,6 +53,18 @@ def test_environment_that_cannot_be_read_is_an_error(monkeypatch: pytest.MonkeyP
     result = CliRunner().invoke(build(["doctor"]), ["doctor", "--json"])
     assert result.exit_code == 2
     assert json.loads(result.stdout)["error"]["text"].startswith("KVDOCK_BACKENDS: expected plugin names separated by commas")
+
+
+def test_problems_need_attention_whatever_the_plugins_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = attrs.evolve(diagnosis(PluginState.READY), problems=("stale metadata",), seconds={"ready@dist": 12.34})
+    monkeypatch.setattr(doctor, "diagnose", lambda timeout_s: found)
+    result = CliRunner().invoke(build(["doctor"]), ["doctor"])
+    lines = result.stdout.splitlines()
+    assert (result.exit_code, lines[-1]) == (1, "needs attention: the problems above")
+    assert "problem: stale metadata" in lines
+    assert [line for line in lines if "ready" in line and "12.3" in line], "how long it took is shown"
+    answer = json.loads(CliRunner().invoke(build(["doctor"]), ["doctor", "--json"]).stdout)
+    assert (answer["ok"], answer["problems"], answer["seconds"]) == (False, ["stale metadata"], {"ready@dist": 12.34})
 
 
 def test_versions_hold_what_kvdock_needs_and_no_developers_tools() -> None:

@@ -12,8 +12,7 @@ import torch
 import kvdock
 from kvdock_conformance import reference
 from kvdock_conformance.cases.copies import Copy
-from kvdock_conformance.cases.gathers import Gather
-from kvdock_conformance.cases.paged import Write
+from kvdock_conformance.cases.paged import Gather, Write
 from kvdock_conformance.checking.calls import check_range_error
 from kvdock_conformance.checking.copies import check_copy, check_copy_forms, check_pairs_refused, pair_name
 from kvdock_conformance.checking.failure import NonconformanceError

@@ -7,9 +7,9 @@ import torch
 
 from kvdock_conformance.cases.copies import Copy, fanned
 from kvdock_conformance.cases.drawing import ITEMSIZE, Drawing
-from kvdock_conformance.cases.gathers import READ_POOLS, Gather
-from kvdock_conformance.cases.layouts import POOLS, Geometry
+from kvdock_conformance.cases.layouts import POOLS, READ_POOLS, Geometry
 from kvdock_conformance.cases.numbers import SPECIAL_BITS, finite
+from kvdock_conformance.cases.paged import Gather
 from kvdock_conformance.checking.copies import check_pairs_refused
 from kvdock_conformance.checking.memory import BITS, Arenas
 from kvdock_conformance.requirement import Level, Requirement

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import attrs
+import pytest
+
 from kvdock.plugins.entry_points import FoundEntryPoint, plan
 from kvdock.plugins.records import PluginState
-from kvdock.plugins.settings import PluginSettings
+from kvdock.plugins.settings import PluginSettings, Selector
 
 A = FoundEntryPoint("acme", "dist-a", "1.0", "mod_a")
 B = FoundEntryPoint("acme", "dist-b", "2.0", "mod_b")
@@ -47,3 +50,39 @@ def test_denying_what_is_not_installed_is_quiet() -> None:
 def test_nothing_installed() -> None:
     made = plan([], settings(BACKENDS="acme"))
     assert made.notes == ("KVDOCK_BACKENDS names 'acme', which is not installed. Installed: none",)
+
+
+def test_conflict_with_a_plugin_of_kvdocks_own_first_tells_how_to_keep_that_one() -> None:
+    stranger, own = FoundEntryPoint("cpu", "acme", "1.0", "acme_cpu"), FoundEntryPoint("cpu", "kvdock", "0.1.0", "kvdock_cpu")
+    reasons = {record.reason for record in plan([stranger, own], settings()).refused}
+    (reason,) = reasons
+    assert reason.endswith(
+        "Fix: keep that of kvdock with KVDOCK_BACKENDS_DENY=cpu@acme, or keep that of acme with KVDOCK_BACKENDS_DENY=cpu@kvdock"
+    )
+
+
+def test_the_printed_fix_of_three_rivals_works() -> None:
+    rivals = [attrs.evolve(A, name="a, b@c", distribution=name, value=name.replace("-", "_")) for name in ("dist-x", "dist-y", "dist-z")]
+    fix = plan(rivals, settings()).refused[0].reason.rpartition("BACKENDS_DENY=")[2]
+    assert plan(rivals, settings(BACKENDS_DENY=fix)).load == (rivals[2],)
+
+
+@pytest.mark.parametrize("name", ["acme", "a,b", "a@b", " a ", "100%", "%2C", "日本", "a b", "\ta"])
+def test_the_lists_can_express_every_name(name: str) -> None:
+    item = FoundEntryPoint(name, "Dist_X", "1.0", "mod")
+    written = str(Selector(name, "dist-x"))
+    assert plan([item, OTHER], settings(BACKENDS=written)).load == (item,)
+    assert plan([item, OTHER], settings(BACKENDS_DENY=written)).load == (OTHER,)
+
+
+def test_entry_point_without_a_name_is_refused_as_no_list_could_name_it() -> None:
+    (record,) = plan([FoundEntryPoint("", "dist", "1.0", "mod")], settings()).refused
+    assert (record.state, record.reason) == (PluginState.INCOMPATIBLE, "dist declares an entry point without a name")
+
+
+def test_what_an_entry_point_names() -> None:
+    assert attrs.evolve(A, value="mod.sub : some.thing [gpu, extra]").target == ("mod.sub", ("some", "thing"))
+    assert attrs.evolve(A, value="mod [gpu]").target == attrs.evolve(A, value="mod").target == ("mod", ())
+    assert plan([A, attrs.evolve(A_AGAIN, value="mod_a [gpu]")], settings()).load == (A,)
+    with pytest.raises(ValueError, match="the entry point is 'no-module'; expected module or module:attribute"):
+        attrs.evolve(A, value="no-module").target  # noqa: B018 - the question is what raises

@@ -1,0 +1,218 @@
+"""Faults of what takes and does not give back: kept memory, leaks, plans that stay, questions and numbers of tokens that cost time."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvdock.ops.catalog import CATALOG
+from kvdock.plugin import Descriptor, Kernel, Request
+from kvdock_conformance.faults.descriptors import OwnKernel, OwnPlan
+from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
+
+__all__ = ["FAULTS"]
+
+FAULTS = Faults("resources")
+_WRITE, _STATIC, _GATHER, _COPY = CATALOG
+
+
+# Kept of calls
+
+
+@FAULTS.plan(_WRITE, "resource-plan-keeps-views", "A plan keeps a view of the keys of its last call.", "KVD-RESOURCE-001")
+def _plan_keeps_views() -> FaultyCall:
+    kept: list[torch.Tensor] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        kept[:] = [args["k"][:1]]
+        run(args)
+
+    return call
+
+
+@FAULTS.kernel(_GATHER, "resource-repeat-keeps-views", "What repeats a call keeps views of the first one's pools.", "KVD-RESOURCE-001")
+class _RepeatKeepsViews(OwnKernel):
+    """Makes plans that remember what they were asked to repeat."""
+
+    def faulty(self, request: Request, plan: Descriptor) -> Descriptor:
+        return _Remembering(plan)
+
+
+class _Remembering(OwnPlan):
+    """Keeps views of what a call was fixed with."""
+
+    uses_autograd = False
+    notes_capture = True
+
+    def fix(self, *args: Any) -> Callable[..., None] | None:
+        self.kept = [value[:1] for value in args if isinstance(value, torch.Tensor)]
+        return self.inner.fix(*args)
+
+
+# Left behind by calls
+
+
+def _leaking(leak: Callable[[Args], object]) -> Callable[[], FaultyCall]:
+    """Return what makes calls that keep something each time."""
+
+    def make_call() -> FaultyCall:
+        kept: list[object] = []
+
+        def call(run: BackendCall, args: Args) -> None:
+            kept.append(leak(args))
+            run(args)
+
+        return call
+
+    return make_call
+
+
+def _native() -> ctypes.c_void_p:
+    malloc = ctypes.CDLL(None).malloc
+    malloc.restype = ctypes.c_void_p
+    return ctypes.c_void_p(malloc(512))
+
+
+def _native_again(args: Args) -> object:
+    _native()
+    return None
+
+
+FAULTS.plan(_WRITE, "resource-call-leaks-a-tensor", "A call keeps a copy of its slots.", "KVD-RESOURCE-002")(
+    _leaking(lambda args: args["slot_mapping"].clone())
+)
+FAULTS.plan(_STATIC, "resource-call-leaks-native-memory", "A call leaks memory that Python does not know of.", "KVD-RESOURCE-002")(
+    _leaking(_native_again)
+)
+FAULTS.plan(_COPY, "resource-call-leaks-a-file", "A call leaves a file open.", "KVD-RESOURCE-002")(
+    _leaking(lambda args: os.open(os.devnull, os.O_RDONLY))
+)
+
+
+@FAULTS.plan(_GATHER, "resource-table-for-each-token-count", "A plan keeps a table for each number of tokens.", "KVD-RESOURCE-003")
+def _table_of_counts() -> FaultyCall:
+    tables: dict[int, torch.Tensor] = {}
+
+    def call(run: BackendCall, args: Args) -> None:
+        count = args["slot_mapping"].numel()
+        if count not in tables:
+            tables[count] = torch.arange(count)
+        run(args)
+
+    return call
+
+
+# Plans that stay
+
+
+class _Plans(OwnKernel):
+    """Makes plans that take memory, and know how to give it back."""
+
+    def __init__(self, inner: Kernel) -> None:
+        super().__init__(inner)
+        self.taken: dict[Any, torch.Tensor] = {}
+
+    def faulty(self, request: Request, plan: Descriptor) -> Descriptor:
+        self.taken[len(self.taken)] = torch.empty(256, dtype=torch.uint8, device=request.device)
+        return OwnPlan(plan)
+
+
+@FAULTS.kernel(_WRITE, "resource-destroy-gives-nothing-back", "destroy() leaves a plan's scratch memory.", "KVD-RESOURCE-004")
+class _DestroysNothing(_Plans):
+    """Keeps what each plan took."""
+
+
+@FAULTS.kernel(_COPY, "resource-destroy-leaks-native-memory", "destroy() does not free a native handle.", "KVD-RESOURCE-004")
+class _DestroysNoHandle(OwnKernel):
+    """Makes plans with a handle that nobody frees."""
+
+    def faulty(self, request: Request, plan: Descriptor) -> Descriptor:
+        _native()
+        return plan
+
+
+@FAULTS.kernel(
+    _WRITE, "resource-scratch-for-each-signature", "The scratch memory of each signature stays when its plans are gone.", "KVD-RESOURCE-005"
+)
+class _ScratchForEachSignature(_Plans):
+    """Keeps scratch memory by signature."""
+
+    def faulty(self, request: Request, plan: Descriptor) -> Descriptor:
+        key = str(request.tensor("k_cache"))
+        if key not in self.taken:
+            self.taken[key] = torch.empty(1 << 20, dtype=torch.uint8, device=request.device)
+        return OwnPlan(plan)
+
+
+# Questions
+
+
+def _refuses(name: str, op: str) -> None:
+    @FAULTS.kernel(op, f"resource-{name}", f"The kernel for {op} refuses everything.", "KVD-RESOURCE-006")
+    class _Refuses(OwnKernel):
+        def supports(self, request: Request) -> Sequence[str]:
+            return [*super().supports(request), "not on this machine"]
+
+
+_refuses("supports-refuses-everything", _WRITE)
+_refuses("pairs-are-refused-always", _COPY)
+
+
+@FAULTS.kernel(_WRITE, "resource-supports-takes-20-ms", "supports() tries things out, which takes 20 ms.", "KVD-RESOURCE-007")
+class _SupportsSlowly(OwnKernel):
+    """Takes its time at each question."""
+
+    def supports(self, request: Request) -> Sequence[str]:
+        time.sleep(0.02)
+        return super().supports(request)
+
+
+@FAULTS.kernel(_GATHER, "resource-supports-compiles", "supports() compiles for each signature, and remembers.", "KVD-RESOURCE-007")
+class _SupportsCompiles(OwnKernel):
+    """Takes its time at each question that is new."""
+
+    def __init__(self, inner: Kernel) -> None:
+        super().__init__(inner)
+        self.seen: set[str] = set()
+
+    def supports(self, request: Request) -> Sequence[str]:
+        if str(request) not in self.seen:
+            self.seen.add(str(request))
+            _work(0.02)
+        return super().supports(request)
+
+
+def _work(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    with contextlib.suppress(ValueError):
+        while time.perf_counter() < end:
+            compile("x = 1", "a kernel", "exec")
+
+
+def _for_each_count(index: str) -> Callable[[], FaultyCall]:
+    def make_call() -> FaultyCall:
+        seen: set[int] = set()
+
+        def call(run: BackendCall, args: Args) -> None:
+            if len(args[index]) not in seen:
+                seen.add(len(args[index]))
+                _work(0.02)
+            run(args)
+
+        return call
+
+    return make_call
+
+
+FAULTS.plan(_WRITE, "resource-work-for-each-token-count", "A kernel is compiled for each number of tokens.", "KVD-RESOURCE-008")(
+    _for_each_count("slot_mapping")
+)
+FAULTS.plan(_COPY, "resource-work-for-each-number-of-pairs", "A kernel is compiled for each number of pairs.", "KVD-RESOURCE-008")(
+    _for_each_count("block_pairs")
+)

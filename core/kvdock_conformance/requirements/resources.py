@@ -1,0 +1,127 @@
+"""What a backend takes of memory and time, and that it gives back what it took. ``KVD-RESOURCE``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import attrs
+
+from kvdock_conformance.cases.drawing import Drawing, call
+from kvdock_conformance.cases.every_op import OPS, OpCall
+from kvdock_conformance.cases.layouts import Geometry
+from kvdock_conformance.checking import costs, resources
+from kvdock_conformance.checking.plans import OWN_PLANS
+from kvdock_conformance.requirement import Capability, Case, Check, Level, Requirement
+
+__all__ = ["AREA", "REQUIREMENTS"]
+
+AREA = "resources"
+_SIZES = Geometry(num_blocks=16, block=16)
+_SEEN = (1, 2, 3, 8, 18, 84)
+_MOST = max(_SEEN)
+_ROOM = {"copy_blocks_": Geometry(num_blocks=2 * _MOST, block=2), "static_update_": Geometry(num_blocks=2, block=_MOST)}
+"""Where a pool of `_SIZES` has no room for 84 tokens: pairs are of half of the blocks, and a row of a static cache has a block."""
+_COUNTED = ("k", "v", "slot_mapping", "k_out", "v_out", "block_pairs")
+
+
+def _require(
+    number: int,
+    sentence: str,
+    check: Check,
+    calls: Callable[[Drawing, OpCall], Iterable[dict[str, Any]]],
+    *,
+    needs: Capability = OWN_PLANS,
+    level: Level = Level.CORE,
+    **more: int,
+) -> Requirement:
+    """Return a requirement of this area, with one case for each op."""
+
+    def cases() -> Iterable[Case]:
+        for op in OPS:
+            drawing = Drawing()
+            yield Case(op, drawing.case(*calls(drawing, OpCall(op, tokens=3, geometry=_SIZES)), **more))
+
+    return Requirement(f"KVD-RESOURCE-{number:03}", sentence, AREA, check, cases, level, needs)
+
+
+def _counted(*counts: int) -> Callable[[Drawing, OpCall], Iterable[dict[str, Any]]]:
+    """Return a function that returns calls of so many tokens, each the first of the same ones, with the same strides."""
+
+    def calls(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
+        most = attrs.evolve(plain, tokens=max(counts), geometry=_ROOM.get(plain.op, _SIZES))
+        every: Any = most.arguments(drawing)
+        counted = [name for name in _COUNTED if name in every]
+        for count in counts:
+            first = {name: every[name].slice(2 if plain.op == "static_update_" else 0, 0, count) for name in counted}
+            yield call(plain.op, **(every | first))
+
+    return calls
+
+
+def _signatures(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
+    """Return calls of few signatures."""
+    pools = ("nhd", "hnd", "padded slots", "k and v unlike")
+    return [attrs.evolve(plain, pool=pool).call(drawing) for pool in pools]
+
+
+def _unlike(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
+    """Return calls of many signatures: heads and sizes of heads."""
+    shapes = [(heads, dim) for heads in range(1, 6) for dim in range(8, 48, 8)]
+    return [attrs.evolve(plain, geometry=Geometry.even(heads, dim, num_blocks=16, block=16)).call(drawing) for heads, dim in shapes]
+
+
+_ONCE = _counted(*_SEEN, *(count for count in range(9, _MOST) if count not in _SEEN))
+_FIRST = _counted(*_SEEN, *(count for count in range(9, 31) if count not in _SEEN))
+"""Calls of few numbers of tokens, which come first, and then of many between them."""
+
+REQUIREMENTS = [
+    _require(
+        1,
+        "No memory of a call is kept behind it, neither by its plan nor by what repeats it: as no tensor, and as no view of one.",
+        resources.check_keeps_nothing,
+        _counted(3),
+    ),
+    _require(
+        2,
+        "Calls leave nothing behind, however often they are made: no tensor, memory, open file or thread.",
+        resources.check_leaks,
+        _counted(3, 1, 2, 5, 8, 24),
+    ),
+    _require(
+        3,
+        "Nothing is kept for a number of tokens that comes once.",
+        resources.check_leaks_of_counts,
+        _ONCE,
+        level=Level.EXTENDED,
+        warm=len(_SEEN),
+    ),
+    _require(4, "A plan that is destroyed gives back all that was taken to prepare and call it.", resources.check_given_back, _signatures),
+    _require(
+        5,
+        "Plans of many signatures that are destroyed give back the memory of their device, and of the host all but 64 KiB each.",
+        resources.check_given_back_by_others,
+        _unlike,
+        level=Level.EXTENDED,
+    ),
+    _require(
+        6,
+        "Each kernel that it brings serves a plain call, in one dtype at least of those that it claims and stores as they come.",
+        costs.check_serves,
+        _counted(3),
+        needs=costs.OWN_KERNEL,
+    ),
+    _require(
+        7,
+        "To ask whether a new request is supported takes at most 20 times as long as a repeated call.",
+        costs.check_supports_time,
+        _unlike,
+    ),
+    _require(
+        8,
+        "The first call with a number of tokens takes at most 8 times as long as those after it.",
+        costs.check_new_counts,
+        _FIRST,
+        warm=len(_SEEN),
+    ),
+]
