@@ -14,6 +14,7 @@ import torch
 import kvdock
 from kvdock.descriptors.manager import DescriptorCacheManager
 from kvdock.ops import validate
+from kvdock.ops.catalog import CATALOG
 from kvdock.ops.dispatcher import OpDispatcher
 from kvdock.ops.plain import unlike_memory
 from kvdock.ops.portable import PORTABLE_KERNELS
@@ -204,7 +205,7 @@ class WatchingBackend(InProcessBackend):
 
 def dispatcher_of(backend: kvdock.plugin.Backend, capacity: int = 100, schemas: Mapping[str, OpSchema] | None = None) -> OpDispatcher:
     """Return a dispatcher of its own for one backend."""
-    registry = Registry(QUIET)
+    registry = Registry(QUIET, ops=schemas or CATALOG)
     registry.register(plugin(backend), "made by a test")
     names = schemas or PORTABLE_KERNELS
     descriptors = DescriptorCacheManager(dict.fromkeys(names, capacity))

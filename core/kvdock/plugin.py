@@ -9,6 +9,8 @@ A backend has
 * checks of index values that lie in host memory: `slots_in_range`, `check_lengths`, `live_pairs` and their like;
 * bits: `as_bits`, `bits_dtype`, `common_alignment`; `quantised_reasons` refuses what is no copy of bits; a `SkipCounter` counts the
   writes that a device skips;
+* ops of a plugin's own: an `Op` has an `OpSchema` of `Arg`, and `call_op` calls it;
+* prefix caches: `PrefixCache`, what its methods return, policies, and the checks of arguments that kvdock's own use;
 * errors: all of `kvdock.errors` that a plugin raises.
 
 Importing it imports no plugin and no compiler. A base for devices that a kernel compiler serves belongs to the library with its
@@ -44,10 +46,18 @@ from kvdock.interface import (
     Request,
     TensorMeta,
 )
+from kvdock.ops.active import call_op
+from kvdock.ops.brought import Op
 from kvdock.ops.index_values import check_lengths, check_pairs, check_slots, equal_slots, live_pairs, pairs_on_device, slots_in_range
+from kvdock.ops.portable.rows import write_rows
+from kvdock.ops.schema import Arg, OpSchema, Relation, Role
 from kvdock.plugins.hookspecs import hookimpl
-from kvdock.prefix.eviction import EvictionPolicy, Usage
-from kvdock.prefix.interface import InsertResult, PartialMatch, PrefixCache, PrefixHandle, PrefixMatch, SizeInfo
+from kvdock.prefix.events import Cleared, EventStream, Removed, Stored
+from kvdock.prefix.eviction import EvictionPolicy, Usage, policy_of
+from kvdock.prefix.inputs import as_blocks, as_integers, check_block_size, check_distinct, check_priority, count_of, namespace_key
+from kvdock.prefix.interface import InsertResult, PartialMatch, PrefixCache, PrefixHandle, PrefixMatch, SizeInfo, other_namespace
+from kvdock.prefix.ownership import OneThread
+from kvdock.prefix.stats import PrefixStats
 from kvdock.spec import COPY_DTYPES, QUANTISED_DTYPES
 
 __all__ = [
@@ -56,13 +66,16 @@ __all__ = [
     "HOST_INT",
     "KVDOCK_API",
     "QUANTISED_DTYPES",
+    "Arg",
     "ArgumentTypeError",
     "ArgumentValueError",
     "Backend",
     "BackendError",
     "Capabilities",
     "CapacityError",
+    "Cleared",
     "Descriptor",
+    "EventStream",
     "EvictionPolicy",
     "IndexRangeError",
     "InsertResult",
@@ -70,32 +83,51 @@ __all__ = [
     "KVDockError",
     "KVDockWarning",
     "Kernel",
+    "OneThread",
+    "Op",
+    "OpSchema",
     "PartialMatch",
     "PluginError",
     "PrefixCache",
     "PrefixHandle",
     "PrefixMatch",
+    "PrefixStats",
     "Priority",
     "Probe",
     "ProbeState",
+    "Relation",
+    "Removed",
     "Request",
+    "Role",
     "SizeInfo",
     "SkipCounter",
     "StaleHandleError",
+    "Stored",
     "TensorMeta",
     "UnsupportedError",
     "Usage",
     "WrongThreadError",
     "as_bits",
+    "as_blocks",
+    "as_integers",
     "bits_dtype",
+    "call_op",
+    "check_block_size",
+    "check_distinct",
     "check_lengths",
     "check_pairs",
+    "check_priority",
     "check_slots",
     "common_alignment",
+    "count_of",
     "equal_slots",
     "hookimpl",
     "live_pairs",
+    "namespace_key",
+    "other_namespace",
     "pairs_on_device",
+    "policy_of",
     "quantised_reasons",
     "slots_in_range",
+    "write_rows",
 ]

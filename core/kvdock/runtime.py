@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
+from kvdock.guarded import ask
 from kvdock.ops.active import ACTIVE_OPS
 from kvdock.ops.dispatcher import OpDispatcher
 from kvdock.ops.modes import MODE
@@ -42,7 +43,9 @@ class Runtime(Shared):
         device = torch.empty(0, device=device).device  # with its index: counts are kept by device
         mode = MODE.get()
         backend = self.dispatcher.choose("paged_caching_", device, mode.named if mode is not None else None).backend
-        return backend.skipped_writes(device) + SKIPPED.read(device)
+        question, fits = f"skipped_writes({device})", lambda count: isinstance(count, int)
+        own: int = ask(backend.name, question, lambda: backend.skipped_writes(device), "an int", fits)
+        return own + SKIPPED.read(device)
 
 
 _lock = threading.Lock()

@@ -23,7 +23,7 @@ DOOR = "kvdock.plugin"
 PLUGINS = [
     *(folder for folder in FOLDERS),
     CORE / "kvdock_conformance" / "new_backend" / "template",
-    *(ROOT / "examples" / name for name in ("acme_backend/src", "torch_devices")),
+    *(ROOT / "examples" / name for name in ("acme_backend/src", "rope_op/src", "torch_devices")),
 ]
 """Where the sources of plugins lie: kvdock's own backends, what the scaffold writes, and the examples."""
 

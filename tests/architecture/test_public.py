@@ -107,7 +107,7 @@ def test_everything_is_annotated(module: Module) -> None:
 BARE_ERRORS: dict[tuple[str, str], str] = {
     ("core/kvdock/plugins/precedence.py", "why_unavailable"): "the text comes with a fix of its own, different for each state",
     ("core/kvdock/plugins/registry.py", "why_unavailable"): "the same text",
-    ("core/kvdock/plugins/registry.py", "record.verdict"): "the record has expected, got and fix, and its traceback follows",
+    ("core/kvdock/plugins/refusals.py", "record.verdict"): "the record has expected, got and fix, and its traceback follows",
 }
 """Errors that are made without ``got=`` and without ``fix=``, by a part of their source, and why."""
 

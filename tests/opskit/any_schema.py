@@ -241,5 +241,5 @@ def op_of(
             return kvdock.plugin.Capabilities(dtypes=dtypes)
 
     backend = Backend("any", claims=("cpu",), devices=("cpu",), kernels={schema.name: kernel if fixes else counting})
-    runtime = runtime_of(backend)
+    runtime = runtime_of(backend, ops=[schema.name])
     return OpDispatcher(runtime.registry, {schema.name: schema}).op(schema.name), kernel, counting

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 import kvdock
+from kvdock.ops.catalog import CATALOG
 from kvdock.ops.portable import PORTABLE_KERNELS
 from kvdock.plugins.registry import Registry
 from support_plugins import QUIET, InProcessBackend, plugin
@@ -64,9 +65,9 @@ def assert_as_promised(subject: str, meta: kvdock.plugin.TensorMeta, tensor: tor
         assert not any(step % meta.alignment for step in runtime), f"{subject}: alignment {meta.alignment}, steps {runtime}"
 
 
-def runtime_of(*backends: kvdock.plugin.Backend) -> kvdock.Runtime:
-    """Return a runtime with these backends of one plugin, and nothing else."""
-    registry = Registry(QUIET)
+def runtime_of(*backends: kvdock.plugin.Backend, ops: Collection[str] = CATALOG) -> kvdock.Runtime:
+    """Return a runtime with these backends of one plugin, and nothing else. Their kernels are for these ops."""
+    registry = Registry(QUIET, ops=ops)
     registry.register(plugin(*backends), "made by a test")
     return kvdock.Runtime(registry)
 

@@ -21,15 +21,16 @@ from support_sources import ROOT
 
 ACME = ROOT / "examples" / "acme_backend"
 TORCH = ROOT / "examples" / "torch_devices"
+ROPE = ROOT / "examples" / "rope_op"
 
 
 @pytest.fixture(scope="session")
 def wheels(shared: Path) -> list[Path]:
-    """The wheels of both, built without network."""
+    """The wheels of all, built without network."""
 
     def make(folder: Path) -> list[str]:
         options = ("--no-deps", "--no-index", "--no-build-isolation", "--quiet", "--disable-pip-version-check")
-        run([sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), str(ACME), str(TORCH)], check=True)
+        run([sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), str(ACME), str(TORCH), str(ROPE)], check=True)
         return sorted(map(str, folder.glob("*.whl")))
 
     return [Path(path) for path in once(shared, "examples-wheels", make)]
@@ -37,7 +38,7 @@ def wheels(shared: Path) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def installed(stranger: Callable[..., Environment], wheels: list[Path]) -> Environment:
-    """A new environment with kvdock's wheel and both: nothing of this repository's folder is on its path."""
+    """A new environment with kvdock's wheel and all: nothing of this repository's folder is on its path."""
     return stranger("examples-installed", *wheels)
 
 
@@ -168,7 +169,7 @@ def test_a_device_of_torchs_without_a_plugin_reaches_core_level(installed: Envir
     assert found["KVD-WRITE-001"]["reason"] == "it has no kernel for this op"
 
 
-@pytest.mark.parametrize("folder", [ACME, TORCH], ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", [ACME, TORCH, ROPE], ids=lambda folder: folder.name)
 def test_their_lint_is_clean(folder: Path) -> None:
     run([sys.executable, "-m", "ruff", "check", "--no-cache", str(folder)], check=True)
     run([sys.executable, "-m", "ruff", "format", "--no-cache", "--check", str(folder)], check=True)
@@ -178,3 +179,19 @@ def test_the_ci_file_is_the_one_that_new_backend_writes() -> None:
     assert (ACME / ".github" / "workflows" / "conformance.yml").read_text() == NewBackend("acme", "npu").files()[
         ".github/workflows/conformance.yml"
     ]
+
+
+def test_the_op_of_a_plugin_works_as_a_stranger_has_it(installed: Environment, tmp_path: Path) -> None:
+    (tmp_path / "tests").symlink_to(ROPE / "tests")
+    (tmp_path / "pyproject.toml").symlink_to(ROPE / "pyproject.toml")
+    done = installed.typed("pytest -q", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d+ passed", done.stdout)
+
+
+def test_the_op_of_a_plugin_is_explained_by_the_command(installed: Environment) -> None:
+    done = installed.kvdock("explain", "rope_caching_", "--dtype", "float32", "--head-dim", "2", "--run", "3", "--json")
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["served_by"], told["kernel"]) == (0, "portable", "kvdock_rope.portable.RopeCaching")
+    assert told["run"]["calls"] == 3
+    assert "rope_caching_" in installed.kvdock("explain", "no_such_op").stderr

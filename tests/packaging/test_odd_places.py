@@ -41,7 +41,7 @@ ODD = Project(
         "kvdock_odd/extras.py": source("extras"),
         "kvdock_odd/held.py": "from kvdock_odd import held_in as plugin\n",
         "kvdock_odd/held_in.py": source("held"),
-        "kvdock_odd/loud.py": LOUD + source("loud", probe="say('probed'); return kvdock.Probe.ready()"),
+        "kvdock_odd/loud.py": LOUD + source("loud", probe="say('probed'); return kvdock.plugin.Probe.ready()"),
         **{f"kvdock_odd/named{index}.py": source(f"named{index}") for index in range(len(NAMES))},
     },
 )
@@ -165,4 +165,4 @@ def test_a_slow_plugin_needs_attention_and_shows_its_seconds(tmp_path: Path) -> 
     assert problem.endswith(" s to load and probe, and the first op of every process waits for that")
 
 
-SLEEP = "import time; time.sleep(11); return kvdock.Probe.ready()"
+SLEEP = "import time; time.sleep(11); return kvdock.plugin.Probe.ready()"

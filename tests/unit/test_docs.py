@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import kvdock
+from kvdock.ops.catalog import CATALOG
 from kvdock.ops.entry import OpEntry
 from kvdock.plugins import settings
 from support_docs import PAGES, ROOT, blocks, prose, read
@@ -167,6 +168,12 @@ def test_the_readme_is_short_and_leads_to_every_page_of_use() -> None:
     assert len(text.splitlines()) <= 180
     for page in (page for page in PAGES if page.parent in (Path("docs"), Path("docs/backends"))):
         assert f"]({page})" in text or page.stem == "conformance-internals", f"the README does not lead to {page}"
+
+
+def test_the_reference_lists_the_arguments_of_each_op() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (`\w+`(?:, `\w+`)*) \|$", read(Path("docs/backends/reference.md")), re.MULTILINE)
+    listed = {op: tuple(re.findall(r"`(\w+)`", arguments)) for op, arguments in rows}
+    assert listed == {op: schema.arg_names for op, schema in CATALOG.items()}
 
 
 def test_the_architecture_spells_out_the_real_key() -> None:

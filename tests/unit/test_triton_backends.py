@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvdock_cuda.backend import CudaBackend
 from kvdock_cuda.driver import driver_version
 from kvdock_rocm.backend import RocmBackend
 from kvdock_triton import Tile, Tuning
+from kvdock_triton.base import TritonBackend
 from opskit import Geometry, Memory, active, runtime_of
 from opskit.interpreted import AcmeBackend
 
@@ -37,7 +39,7 @@ class Gpu(CudaBackend):
 
     @property
     def module(self) -> Any:
-        return SimpleNamespace(device_count=lambda: 1)
+        return SimpleNamespace(device_count=lambda: 1, device=nullcontext, synchronize=print)
 
 
 @has_triton
@@ -67,7 +69,7 @@ def test_a_torch_without_the_hardware_is_no_fault() -> None:
 class Blind(CudaBackend):
     """A machine on which torch counts no GPU."""
 
-    module = SimpleNamespace(device_count=lambda: 0)
+    module = SimpleNamespace(device_count=lambda: 0, device=nullcontext, synchronize=print)
 
 
 NO_DEVICE = kvdock.plugin.Probe.absent("no cuda device is visible (device_count() is 0)")
@@ -172,6 +174,9 @@ class Counting(AcmeBackend):
         self.specs: list[Any] = []
         self.launched: list[tuple[int, ...]] = []
         """What each launch was called with: the grid, and arguments with tensors as addresses."""
+
+    def without_driver(self) -> str:
+        return ""
 
     def kernels(self) -> Any:
         from kvdock_triton.written import Launch
@@ -314,7 +319,45 @@ def test_a_kernel_that_does_not_compile(sm90: None) -> None:
 @has_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
 def test_no_driver_for_triton() -> None:
-    """What Triton raises before it compiles anything is a `BackendError` too."""
-    text = r"gather_paged: Triton could not compile gather_paged_kernel for cpu: RuntimeError: 0 active drivers"
-    with active(runtime_of(AcmeBackend()), "acme"), pytest.raises(kvdock.BackendError, match=text):
-        kvdock.ops.gather_paged(*G.pools(Memory()), torch.arange(3))
+    """It was ready, and failed at each call."""
+    text = r"has no driver for these devices \(RuntimeError: 0 active drivers.*\)\. Fix: install the Triton that is made for acme devices"
+    with pytest.warns(kvdock.KVDockWarning, match=text):
+        runtime = runtime_of(AcmeBackend())
+    (*_, record) = runtime.registry.records()
+    assert record.state.value == "unusable"
+    pools = G.pools(Memory())
+    with active(runtime, "acme"), pytest.raises(kvdock.BackendError, match=text):
+        kvdock.ops.gather_paged(*pools, torch.arange(3))
+
+
+class Of(TritonBackend):
+    """Devices of some type."""
+
+    name = device_type = "acme"
+
+    def __init__(self, torch_type: str) -> None:
+        super().__init__()
+        self.torch_type = torch_type
+
+
+def test_a_type_that_torch_does_not_know_is_no_hardware() -> None:
+    assert Of("acme").probe() == kvdock.plugin.Probe.absent(f"torch {torch.__version__} knows no device type 'acme'")
+
+
+def test_a_type_without_a_module_is_told_what_to_give_torch() -> None:
+    fix = "Fix: give torch a module with device_count, synchronize, device, by torch._register_device_module"
+    assert Of("meta").probe() == kvdock.plugin.Probe.unusable(f"torch.meta is not there. {fix}")
+
+
+def test_a_module_without_a_guard_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "meta", SimpleNamespace(device_count=lambda: 2, synchronize=print), raising=False)
+    probe = Of("meta").probe()
+    assert probe.state is kvdock.plugin.ProbeState.UNUSABLE
+    assert probe.reason.startswith("torch.meta has no device. Fix: give torch a module")
+
+    class Guarded(Of):
+        def device_guard(self, device: torch.device) -> Any:
+            return nullcontext()
+
+    assert Guarded("meta").probe().state is not kvdock.plugin.ProbeState.ABSENT
+    assert "torch.meta" not in Guarded("meta").probe().reason, "a guard of its own needs none of torch's"

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from kvdock.plugin import Backend, Capabilities, Kernel, Probe, SkipCounter
+from kvdock.plugin import Backend, BackendError, Capabilities, Kernel, Probe, SkipCounter
 from kvdock_triton.tuning import DEFAULT, Tuning
 
 __all__ = ["TritonBackend"]
@@ -43,6 +43,12 @@ class TritonBackend(Backend):
         """Return why the hardware that is here cannot be used; empty if it can, or if there is none. Must not open a context."""
         return ""
 
+    def without_driver(self) -> str:
+        """Return why Triton can launch nothing on these devices; empty if it can. Imports Triton; asked before the first op."""
+        from kvdock_triton.launch import without_driver
+
+        return without_driver()
+
     def tuning(self, device: torch.device) -> Tuning:
         """Return the tiles for a device."""
         return DEFAULT
@@ -60,11 +66,26 @@ class TritonBackend(Backend):
         reason = self.broken()
         if reason:  # asked before devices are counted: torch counts none where the driver does not work
             return Probe.unusable(reason)
+        if not _is_known(self.torch_type):
+            return Probe.absent(f"torch {torch.__version__} knows no device type {self.torch_type!r}")
+        reason = self._lacking()
+        if reason:
+            return Probe.unusable(reason)
         count = self.module.device_count()
         if count == 0:
             return Probe.absent(f"no {self.device_type} device is visible (device_count() is 0)")
         reason = _without_triton()
         return Probe.unusable(reason) if reason else Probe.ready(f"{count} device(s)")
+
+    def _lacking(self) -> str:
+        """Return what torch's module for these devices lacks; without it each call would fail."""
+        needed = ["device_count", "synchronize"] + ["device"] * (type(self).device_guard is TritonBackend.device_guard)
+        module = getattr(torch, self.torch_type, None) if type(self).module is TritonBackend.module else self.module
+        lacking = [name for name in needed if not hasattr(module, name)]
+        if not lacking:
+            return ""
+        what = "is not there" if module is None else f"has no {', no '.join(lacking)}"
+        return f"torch.{self.torch_type} {what}. Fix: give torch a module with {', '.join(needed)}, by torch._register_device_module"
 
     def claims(self, device: torch.device) -> bool:
         """Claim every device of torch's type, if there is such hardware."""
@@ -75,9 +96,16 @@ class TritonBackend(Backend):
         return [torch.device(self.torch_type, index) for index in range(self.module.device_count())]
 
     def kernels(self) -> Mapping[str, Kernel]:
-        """Hand over the Triton kernels."""
+        """Hand over the Triton kernels.
+
+        Raises:
+            BackendError: Triton can launch nothing on these devices.
+        """
         from kvdock_triton.kernels import kernels_for
 
+        reason = self.without_driver()
+        if reason:
+            raise BackendError(reason, fix=f"install the Triton that is made for {self.device_type} devices")
         return kernels_for(self)
 
     def device_guard(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -109,6 +137,15 @@ class TritonBackend(Backend):
             return False
         with self.device_guard(device):
             return bool(self.module.is_current_stream_capturing())
+
+
+def _is_known(torch_type: str) -> bool:
+    """Whether torch has devices of a type: those of a plugin's own have a name once its module was imported."""
+    try:
+        torch.device(torch_type)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _without_triton() -> str:

@@ -36,6 +36,7 @@ __all__ = [
     "describe_launch",
     "is_interpreting",
     "launcher_for",
+    "without_driver",
 ]
 
 Guard = Callable[[torch.device], AbstractContextManager[Any]]
@@ -118,6 +119,17 @@ their functions."""
 def is_interpreting() -> bool:
     """Whether kernels are interpreted: ``TRITON_INTERPRET=1`` when this was imported, which is when Triton reads it."""
     return _INTERPRETING
+
+
+def without_driver() -> str:
+    """Return why Triton can launch nothing here; empty if it can, or if kernels are interpreted."""
+    if is_interpreting():
+        return ""
+    try:
+        triton.runtime.driver.active  # noqa: B018 - looking it up makes it, or raises
+    except Exception as error:  # noqa: BLE001 - whatever a driver's own start raises is the reason
+        return f"Triton {triton.__version__} has no driver for these devices ({type(error).__name__}: {error})"
+    return ""
 
 
 def launcher_for(spec: KernelSpec, device: torch.device, guard: Guard) -> Launch:

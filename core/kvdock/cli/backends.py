@@ -8,7 +8,8 @@ from typing import Any
 from kvdock import runtime
 from kvdock.cli.notes import notes_of
 from kvdock.cli.output import JsonFlag, errors_shown, show_json, show_lines, show_table
-from kvdock.errors import KVDockWarning
+from kvdock.errors import KVDockError, KVDockWarning
+from kvdock.guarded import ask_devices
 from kvdock.ops.catalog import CATALOG
 from kvdock.ops.portable import PORTABLE_KERNELS
 from kvdock.plugins.loading import LoadedBackend
@@ -37,7 +38,7 @@ def describe(registry: Registry) -> list[dict[str, Any]]:
 def _abilities(loaded: LoadedBackend) -> dict[str, Any]:
     able = loaded.capabilities
     return {
-        "devices": [str(device) for device in loaded.backend.devices()],
+        "devices": _devices(loaded),
         "priority": able.priority.name,
         "dtypes": None if able.dtypes is None else [str(dtype) for dtype in able.dtypes],
         "graph_capture": able.graph_capture,
@@ -46,6 +47,14 @@ def _abilities(loaded: LoadedBackend) -> dict[str, Any]:
         "portable": sorted(op for op in CATALOG if op not in loaded.kernels and op in PORTABLE_KERNELS),
         "notes": notes_of(loaded.backend),
     }
+
+
+def _devices(loaded: LoadedBackend) -> list[str]:
+    """Return its devices; where it cannot say, that instead."""
+    try:
+        return [str(device) for device in ask_devices(loaded.backend)]
+    except KVDockError as error:
+        return [str(error)]
 
 
 def command(json_output: JsonFlag = False) -> None:

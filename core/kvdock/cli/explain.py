@@ -6,6 +6,7 @@ import contextlib
 import statistics
 import time
 import warnings
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import attrs
@@ -19,7 +20,7 @@ from kvdock.errors import ArgumentValueError, KVDockWarning
 from kvdock.ops.catalog import CATALOG, example
 from kvdock.ops.dispatcher import OpDispatcher
 from kvdock.ops.modes import use_backend
-from kvdock.ops.schema import Arg, Role
+from kvdock.ops.schema import Arg, OpSchema, Role
 
 __all__ = ["command", "explain"]
 
@@ -43,8 +44,9 @@ def explain(op: str, *, device: str, dtype: str, backend: str | None, sizes: dic
         ArgumentValueError: no such op, dtype or device.
         BackendError: no backend can be chosen.
     """
-    args = _example(op, device, _dtype(dtype), sizes)
     current = runtime.default()
+    schemas = {**CATALOG, **{name: brought.schema for name, brought in current.registry.brought_ops().items()}}
+    args = _example(op, device, _dtype(dtype), sizes, schemas)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KVDockWarning)  # broken plugins are listed below
         explanation = current.dispatcher.explain(op, args, backend)
@@ -56,7 +58,7 @@ def explain(op: str, *, device: str, dtype: str, backend: str | None, sizes: dic
 
 def _run(dispatcher: OpDispatcher, op: str, args: tuple[Any, ...], backend: str | None, calls: int) -> dict[str, Any]:
     """Call an op a number of times, and return how long the first call and those after it took on the host."""
-    values = [_filled(arg, value) for arg, value in zip(CATALOG[op].args, args, strict=True)]
+    values = [_filled(arg, value) for arg, value in zip(dispatcher.op(op).schema.args, args, strict=True)]
     taken = []
     with contextlib.nullcontext() if backend is None else use_backend(backend):
         for _ in range(calls):
@@ -80,9 +82,9 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _example(op: str, device: str, dtype: torch.dtype, sizes: dict[str, int]) -> tuple[Any, ...]:
+def _example(op: str, device: str, dtype: torch.dtype, sizes: dict[str, int], schemas: Mapping[str, OpSchema]) -> tuple[Any, ...]:
     try:
-        return example(op, device=torch.device(device), dtype=dtype, **sizes)
+        return example(op, device=torch.device(device), dtype=dtype, schemas=schemas, **sizes)
     except (RuntimeError, AssertionError) as error:  # what torch raises for a device that it does not know or cannot reach
         lines = str(error).splitlines() or [type(error).__name__]
         got = f"{device!r} and {dtype} ({lines[0]})"

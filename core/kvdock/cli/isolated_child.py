@@ -6,6 +6,7 @@ that the parent knows how far a child came that hung or crashed.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 
 from kvdock.cli.notes import notes_of
+from kvdock.errors import KVDockError
+from kvdock.guarded import ask_devices
 from kvdock.interface import HOST
 from kvdock.plugins.records import PluginState
 from kvdock.plugins.registry import Registry
@@ -53,13 +56,19 @@ def said_by(registry: Registry, write: Callable[..., None]) -> list[str]:
     for name, loaded in registry.loaded().items():
         write(step="notes", subject=name)
         said += [f"backend {name!r}: {note}" for note in notes_of(loaded.backend)]
+        try:
+            ask_devices(loaded.backend)
+        except KVDockError as error:
+            said.append(str(error))
     return said
 
 
 def _initialised(registry: Registry) -> list[str]:
     """Return the kinds of torch device on which there is a context now, among those of the plugin."""
-    devices = [device for loaded in registry.loaded().values() for device in loaded.backend.devices()]
-    kinds = {device.type for device in devices} - {HOST.type}
+    kinds: set[str] = set()
+    for loaded in registry.loaded().values():
+        with contextlib.suppress(KVDockError):  # it is in the notes
+            kinds |= {device.type for device in ask_devices(loaded.backend)} - {HOST.type}
     modules = {kind: getattr(torch, kind, None) for kind in kinds}  # not every kind of device has one
     return sorted(kind for kind, module in modules.items() if getattr(module, "is_initialized", bool)())
 

@@ -11,7 +11,7 @@ from kvdock.ops.dispatcher import OpDispatcher
 from kvdock.ops.entry import compiling_error
 from kvdock.process import process_runtime
 
-__all__ = ["ACTIVE_OPS", "active_dispatcher"]
+__all__ = ["ACTIVE_OPS", "active_dispatcher", "call_op"]
 
 
 def active_dispatcher() -> OpDispatcher:
@@ -32,3 +32,19 @@ class _ActiveOps(dict[str, Callable[..., Any]]):
 ACTIVE_OPS = _ActiveOps()
 """``ACTIVE_OPS[name]`` is an op of the process's runtime, as a function of its arguments in the schema's order. Cleared by
 `kvdock.runtime.set_default`, they are resolved anew."""
+
+
+def call_op(name: str, *values: Any) -> Any:
+    """Call an op of the process's runtime by name, as ops that plugins bring are: kvdock has no function for them.
+
+    Args:
+        name: name of the op.
+        values: its arguments in the schema's order, None where absent.
+
+    Returns:
+        The outputs that its schema says are returned; else None.
+
+    Raises:
+        ArgumentValueError: there is no such op; or as the op does.
+    """
+    return ACTIVE_OPS[name](*values)

@@ -107,16 +107,26 @@ CATALOG: Mapping[str, OpSchema] = MappingProxyType({op.name: op for op in (PAGED
 """Every op by name."""
 
 
-def example(op: str, *, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int, block_size: int) -> tuple[Any, ...]:
+def example(
+    op: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    head_dim: int,
+    block_size: int,
+    schemas: Mapping[str, OpSchema] = CATALOG,
+) -> tuple[Any, ...]:
     """Return small arguments for an op, in its schema's order: what `kvdock explain` asks about. All zeros.
 
-    Arguments that may not have ``dtype``, such as indices, get the last of theirs.
+    Arguments that may not have ``dtype``, such as indices, get the last of theirs; sizes of other names are 1. The ops are those of
+    ``schemas``.
 
     Raises:
         ArgumentValueError: there is no such op; lists those there are.
     """
-    if op not in CATALOG:
-        raise ArgumentValueError("op", expected=f"one of {', '.join(sorted(CATALOG))}", got=repr(op))
+    if op not in schemas:
+        raise ArgumentValueError("op", expected=f"one of {', '.join(sorted(schemas))}", got=repr(op))
     sizes = {"NB": 2, "block": block_size, "vblock": block_size, "Hk": heads, "Hv": heads, "Dk": head_dim, "Dv": head_dim, "S": block_size}
 
     def build(arg: Arg) -> torch.Tensor | None:
@@ -125,4 +135,4 @@ def example(op: str, *, device: torch.device, dtype: torch.dtype, heads: int, he
         shape = [sizes.get(dim.name, dim.literal or 1) for dim in arg.shapes()[0]]
         return torch.zeros(shape, dtype=dtype if dtype in arg.dtypes else arg.dtypes[-1], device=device)
 
-    return tuple(build(arg) for arg in CATALOG[op].args)
+    return tuple(build(arg) for arg in schemas[op].args)

@@ -11,6 +11,7 @@ import torch
 
 from kvdock.descriptors.manager import DescriptorCacheManager
 from kvdock.errors import ArgumentValueError, BackendError, UnsupportedError
+from kvdock.guarded import are_reasons, ask, ask_guard
 from kvdock.interface import Descriptor, Kernel, Request, TensorMeta
 from kvdock.ops.catalog import CATALOG
 from kvdock.ops.entry import OpEntry
@@ -68,8 +69,17 @@ class OpDispatcher(Shared):
             ArgumentValueError: there is no such op; lists those there are.
         """
         if name not in self._ops:
-            raise ArgumentValueError("op", expected=f"one of {', '.join(sorted(self._ops))}", got=repr(name))
+            brought = self.chooser.brought_ops()
+            if name not in brought:
+                raise ArgumentValueError("op", expected=f"one of {', '.join(sorted({*self._ops, *brought}))}", got=repr(name))
+            self._ops.setdefault(name, OpEntry(brought[name].schema, self))  # the first thread's
         return self._ops[name]
+
+    def _portable(self, op: str) -> Kernel | None:
+        """Return the kernel that serves an op on any device: kvdock's own, or that of the plugin that brought the op."""
+        own = PORTABLE_KERNELS.get(op)
+        brought = None if own is not None else self.chooser.brought_ops().get(op)
+        return own if brought is None else brought.portable
 
     def choose(self, op: str, device: torch.device, named: str | None) -> Choice:
         """Return the backend for an op on a device. `PORTABLE` names kernels rather than a backend."""
@@ -83,14 +93,14 @@ class OpDispatcher(Shared):
             BackendError: no backend can be chosen.
         """
         choice = self.choose(request.op, request.device, named)
-        own, portable = choice.kernels.get(request.op), PORTABLE_KERNELS.get(request.op)
+        own, portable = choice.kernels.get(request.op), self._portable(request.op)
         schema = self._ops[request.op].schema
         against = ("use_backend asked for portable kernels",) if named == PORTABLE else own_reasons(request, choice, schema)
         if own is not None and not against:
             known = schema.known_to(choice.api)
             return Selection(own, choice.backend.name, choice, request.device, (), None if len(known) == len(schema.args) else known)
         rejected = [(choice.backend.name, against)]
-        against = _kernel_reasons(request, portable)
+        against = _kernel_reasons(request, portable, PORTABLE)
         if portable is not None and not against:
             return Selection(portable, PORTABLE, choice, request.device, tuple(rejected))
         rejected.append((PORTABLE, against))
@@ -105,18 +115,21 @@ class OpDispatcher(Shared):
 
         Raises:
             BackendError: a graph is being captured: preparing may compile or allocate, which cannot be recorded.
+            PluginError: the backend raised something that is not in the contract, or made no descriptor.
         """
-        backend = selection.choice.backend
-        if backend.is_capturing(request.device):
+        backend, device = selection.choice.backend, request.device
+        if ask(backend.name, f"is_capturing({device})", lambda: backend.is_capturing(device), "a bool", _is_bool):
             raise BackendError(
-                f"{request.op} on {request.device}",
+                f"{request.op} on {device}",
                 got="a new signature while a graph is captured",
                 fix="warm up first: call it once with tensors like these",
             )
         if selection.served_by == PORTABLE:
             self.fallbacks[request.op, backend.name] += 1
-        with backend.device_guard(request.device):
-            return selection.kernel.prepare(_as_known(request, selection.known))
+        question, given = f"prepare() of its kernel for {request.op}", _as_known(request, selection.known)
+        with ask_guard(backend, device):
+            made: Descriptor = ask(selection.served_by, question, lambda: selection.kernel.prepare(given), "a Descriptor", _is_descriptor)
+        return made
 
     def explain(self, op: str, args: tuple[Any, ...], named: str | None = None) -> Explanation:
         """Say which kernel would run for a call, and why each other did not. Prepares and runs nothing.
@@ -151,7 +164,15 @@ def own_reasons(request: Request, choice: Choice, schema: OpSchema | None = None
     cache = next((meta for meta in request.args.values() if isinstance(meta, TensorMeta) and meta.strides is not None), None)
     if dtypes is not None and cache is not None and cache.dtype not in dtypes:
         return (f"{choice.backend.name} stores {', '.join(map(str, dtypes))}, not {cache.dtype}",)
-    return _kernel_reasons(_as_known(request, known), choice.kernels.get(request.op))
+    return _kernel_reasons(_as_known(request, known), choice.kernels.get(request.op), choice.backend.name)
+
+
+def _is_bool(answer: Any) -> bool:
+    return isinstance(answer, bool)
+
+
+def _is_descriptor(answer: Any) -> bool:
+    return isinstance(answer, Descriptor)
 
 
 def _as_known(request: Request, known: tuple[int, ...] | None) -> Request:
@@ -162,5 +183,8 @@ def _as_known(request: Request, known: tuple[int, ...] | None) -> Request:
     return attrs.evolve(request, args={names[place]: request.args[names[place]] for place in known})
 
 
-def _kernel_reasons(request: Request, kernel: Kernel | None) -> tuple[str, ...]:
-    return tuple(kernel.supports(request) if kernel is not None else ["it has no kernel for this op"])
+def _kernel_reasons(request: Request, kernel: Kernel | None, name: str) -> tuple[str, ...]:
+    if kernel is None:
+        return ("it has no kernel for this op",)
+    question = f"supports() of its kernel for {request.op}"
+    return tuple(ask(name, question, lambda: kernel.supports(request), "a list of reasons (str), empty for yes", are_reasons))

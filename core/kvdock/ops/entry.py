@@ -14,6 +14,7 @@ import torch
 from kvdock.descriptors.lru import Entry
 from kvdock.descriptors.manager import DescriptorCacheManager
 from kvdock.errors import KVDockWarning, UnsupportedError
+from kvdock.guarded import blame
 from kvdock.interface import HOST, Descriptor, Request
 from kvdock.ops.bound import BoundOp
 from kvdock.ops.calls.writer import compile_source
@@ -103,6 +104,17 @@ class OpEntry(Shared):
         if mode.debug:
             self._check_values(values, named)
         return named
+
+    def blame(self, error: BaseException, values: tuple[Any, ...], own_name: str | None) -> None:
+        """Note on an error that a call raised who served the call."""
+        mode = MODE.get()
+        named = own_name or (mode.named if mode is not None else None)
+
+        def find() -> tuple[str, object]:
+            selection = self._dispatcher.select(validate(self.schema, values), named)
+            return selection.served_by, selection.kernel
+
+        blame(error, self.schema.name, find)
 
     def _check_values(self, values: tuple[Any, ...], named: str | None) -> None:
         """Read index values back and check them, unless a graph is being captured."""

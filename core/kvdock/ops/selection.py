@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from kvdock.interface import KVDOCK_API, Backend, Capabilities, Kernel
+from kvdock.ops.brought import Op
 
 __all__ = ["Choice", "Chooser", "Selection"]
 
@@ -34,6 +35,10 @@ class Choice:
 
 class Chooser(Protocol):
     """Chooses the backend for an op on a device. `kvdock.plugins.registry.Registry` is one."""
+
+    def brought_ops(self) -> Mapping[str, Op]:
+        """Return the ops that plugins bring, by name."""
+        ...
 
     epoch: int
     """Counts changes to what is registered. It is part of every key, so that no plan outlives what it was chosen from."""

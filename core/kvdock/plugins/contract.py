@@ -10,13 +10,14 @@ import difflib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import pluggy
 
 from kvdock.errors import PluginError
 from kvdock.interface import KVDOCK_API, Backend, Capabilities, Kernel, Probe
+from kvdock.ops.brought import Op
 from kvdock.plugins import hookspecs
 
 __all__ = [
@@ -28,8 +29,10 @@ __all__ = [
     "check_caches",
     "check_capabilities",
     "check_kernels",
+    "check_ops",
     "check_probe",
     "find_hooks",
+    "unknown_op",
 ]
 
 RESERVED = "portable"
@@ -168,6 +171,31 @@ def check_kernels(value: object, name: str) -> dict[str, Kernel]:
             raise BrokenContractError(where, expected="op names (str) as keys", got=_show(op))
         _check_kind(kernel, Kernel, f"{where}[{op!r}]")
     return dict(value)
+
+
+def check_ops(value: object) -> dict[str, Op]:
+    """Return what `kvdock_ops` returned, by name, verified to be ops.
+
+    Raises:
+        BrokenContractError: not a list or tuple, an item that is no `Op`, or two of one name.
+    """
+    where = "kvdock_ops()"
+    if not isinstance(value, list | tuple):
+        raise BrokenContractError(where, expected="a list of Op objects", got=_show(value))
+    ops: dict[str, Op] = {}
+    for index, op in enumerate(value):
+        _check_kind(op, Op, f"{where}[{index}]")
+        if op.schema.name in ops:
+            raise BrokenContractError(where, expected="ops of different names", got=f"two of {op.schema.name!r}")
+        ops[op.schema.name] = op
+    return ops
+
+
+def unknown_op(op: str, ops: Collection[str]) -> str:
+    """Say that a kernel is for an op that there is not, and which was probably meant."""
+    close = difflib.get_close_matches(op, ops, n=1)
+    fix = f"rename it to {close[0]!r}" if close else f"name one of {', '.join(sorted(ops))}; or bring the op"
+    return f"kernels() has one for {op!r}, which is no op of this kvdock: it is never called. Fix: {fix}"
 
 
 def check_caches(value: object) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from typing import Any
 import pluggy
 
 from kvdock.interface import Backend
+from kvdock.ops.brought import Op
 
-__all__ = ["PROJECT", "hookimpl", "hookspec", "kvdock_backends", "kvdock_prefix_caches"]
+__all__ = ["PROJECT", "hookimpl", "hookspec", "kvdock_backends", "kvdock_ops", "kvdock_prefix_caches"]
 
 PROJECT = "kvdock"
 
@@ -21,6 +22,12 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 @hookspec
 def kvdock_backends() -> Sequence[Backend]:
     """Return the plugin's backends, one object each. Called once a process; must not touch a device."""
+    raise NotImplementedError
+
+
+@hookspec
+def kvdock_ops() -> Sequence[Op]:
+    """Return the plugin's own ops. Called once a process; must not touch a device."""
     raise NotImplementedError
 
 

@@ -1,7 +1,7 @@
 """One plugin, from its entry point to backends that are probed. Whatever it does, the outcome is a record.
 
-The steps are import, contract (`kvdock.plugins.contract`), hooks, and for each backend probe and kernels. The first that
-fails decides the state; nothing of what came before stays.
+The steps are import, contract (`kvdock.plugins.contract`), hooks, and for each backend its probe; kernels when they are first
+needed, since making them may take long. The first that fails decides the state; nothing of what came before stays.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import importlib
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -18,11 +18,12 @@ import attrs
 
 from kvdock.errors import DiscoveryReentryError
 from kvdock.interface import Backend, Capabilities, Kernel
+from kvdock.ops.brought import Op
 from kvdock.plugins import contract
 from kvdock.plugins.entry_points import FoundEntryPoint
 from kvdock.plugins.records import BackendRecord, PluginRecord, PluginState, summarise
 
-__all__ = ["Contribution", "LoadedBackend", "StepWatcher", "admit", "is_half_imported", "load", "unwatched"]
+__all__ = ["Contribution", "LoadedBackend", "StepWatcher", "admit", "ask_kernels", "is_half_imported", "load", "unwatched"]
 
 StepWatcher = Callable[[str, str], None]
 """Called with each step before it is taken: ``"import"``, ``"hooks"``, ``"probe"`` or ``"kernels"``, and what it is about."""
@@ -36,10 +37,12 @@ class LoadedBackend:
 
     Args:
         backend: the object that the plugin returned.
-        kernels: its kernels by op name, with what was registered over them; never changed in place.
+        kernels: its kernels by op name, with what was registered over them; never changed in place. None
+            until `is_asked`.
         capabilities: what it said it can do.
         api: version of the contract that its plugin was made for.
         overridden: ops whose kernel of the plugin was replaced.
+        is_asked: whether it was asked for its kernels, which may take long.
     """
 
     backend: Backend
@@ -47,15 +50,17 @@ class LoadedBackend:
     capabilities: Capabilities
     api: tuple[int, int]
     overridden: frozenset[str] = frozenset()
+    is_asked: bool = False
 
 
 @attrs.frozen
 class Contribution:
-    """What one plugin brings: its record, its ready backends, and its prefix caches by name."""
+    """What one plugin brings: its record, its ready backends, and its prefix caches and ops by name."""
 
     record: PluginRecord
     backends: tuple[LoadedBackend, ...] = ()
     prefix_caches: Mapping[str, Any] = attrs.field(factory=dict)
+    ops: Mapping[str, Op] = attrs.field(factory=dict)
 
 
 class _RefusedError(Exception):
@@ -142,7 +147,7 @@ def _stale(found: FoundEntryPoint, error: ModuleNotFoundError) -> _RefusedError:
 
 
 def admit(plugin: object, record: PluginRecord, watch: StepWatcher = unwatched) -> Contribution:
-    """Verify an imported plugin and probe its backends; the door for entry points and for plugins of this process.
+    """Verify an imported plugin and probe its backends; the door for entry points and for plugins of this process. Asks for no kernels.
 
     Args:
         plugin: the module or object that carries the hooks.
@@ -155,6 +160,7 @@ def admit(plugin: object, record: PluginRecord, watch: StepWatcher = unwatched) 
         watch("hooks", record.name)
         backends = [backend for hook in hooks.get("kvdock_backends", ()) for backend in _backends(hook)]
         caches = {name: cache for hook in hooks.get("kvdock_prefix_caches", ()) for name, cache in _caches(hook).items()}
+        ops = {name: op for hook in hooks.get("kvdock_ops", ()) for name, op in _ops(hook).items()}
     except _RefusedError as refused:
         return Contribution(attrs.evolve(record, state=refused.state, reason=refused.reason, traceback=refused.trace))
     # Backend by backend: one that fails does not take the others of its plugin with it.
@@ -165,9 +171,9 @@ def admit(plugin: object, record: PluginRecord, watch: StepWatcher = unwatched) 
         records.append(outcome)
         traces += [trace] if trace else []
     if not backends:
-        record = _without_backends(record, caches)
+        record = _without_backends(record, caches, ops)
     record = attrs.evolve(record, backends=tuple(records), traceback="\n".join(traces))
-    return Contribution(summarise(record), tuple(loaded), caches)
+    return Contribution(summarise(record), tuple(loaded), caches, ops)
 
 
 def _backends(hook: Callable[[], Any]) -> list[Backend]:
@@ -178,15 +184,20 @@ def _caches(hook: Callable[[], Any]) -> dict[str, Any]:
     return _attempt(PluginState.LOAD_FAILED, "kvdock_prefix_caches()", lambda: contract.check_caches(hook()))
 
 
-def _without_backends(record: PluginRecord, caches: Mapping[str, Any]) -> PluginRecord:
-    """Describe a plugin that brings no backend: one for prefix caches only, or one that found nothing to do here."""
-    if caches:
-        return attrs.evolve(record, state=PluginState.READY, reason=f"brings prefix caches: {', '.join(caches)}")
+def _ops(hook: Callable[[], Any]) -> dict[str, Op]:
+    return _attempt(PluginState.LOAD_FAILED, "kvdock_ops()", lambda: contract.check_ops(hook()))
+
+
+def _without_backends(record: PluginRecord, caches: Mapping[str, Any], ops: Mapping[str, Op]) -> PluginRecord:
+    """Describe a plugin that brings no backend: one for prefix caches or ops only, or one that found nothing to do here."""
+    if caches or ops:
+        brings = [f"brings {what}: {', '.join(names)}" for what, names in (("prefix caches", caches), ("ops", ops)) if names]
+        return attrs.evolve(record, state=PluginState.READY, reason="; ".join(brings))
     return attrs.evolve(record, state=PluginState.ABSENT, reason="kvdock_backends() returned no backend")
 
 
 def _probe(backend: Backend, api: tuple[int, int], watch: StepWatcher) -> tuple[list[LoadedBackend], BackendRecord, str]:
-    """Probe one backend, and if it is ready ask for its kernels and capabilities. Returns it if usable, its record, a traceback."""
+    """Probe one backend, and if it is ready ask for its capabilities. Returns it if usable, its record, a traceback."""
     name = backend.name
     watch("probe", name)
     try:
@@ -194,9 +205,28 @@ def _probe(backend: Backend, api: tuple[int, int], watch: StepWatcher) -> tuple[
         outcome = BackendRecord(name, backend.device_type, PluginState.of_probe(probe.state), probe.reason)
         if outcome.state is not PluginState.READY:
             return [], outcome, ""
-        watch("kernels", name)
-        kernels = _attempt(PluginState.UNUSABLE, "kernels()", lambda: contract.check_kernels(backend.kernels(), name))
         able = _attempt(PluginState.UNUSABLE, "capabilities()", lambda: contract.check_capabilities(backend.capabilities(), name))
     except _RefusedError as refused:
         return [], BackendRecord(name, backend.device_type, refused.state, refused.reason), refused.trace
-    return [LoadedBackend(backend, kernels, able, api)], outcome, ""
+    return [LoadedBackend(backend, {}, able, api)], outcome, ""
+
+
+def ask_kernels(
+    loaded: LoadedBackend, record: BackendRecord, ops: Collection[str], watch: StepWatcher = unwatched
+) -> tuple[LoadedBackend | None, BackendRecord, str]:
+    """Ask a ready backend for its kernels. Returns it if it is still usable, its record, and a traceback.
+
+    Args:
+        loaded: the backend.
+        record: what became of it so far.
+        ops: names of the ops that there are. A kernel for another is never called, and the record says so.
+        watch: called before it is asked.
+    """
+    backend, name = loaded.backend, record.name
+    watch("kernels", name)
+    try:
+        kernels = _attempt(PluginState.UNUSABLE, "kernels()", lambda: contract.check_kernels(backend.kernels(), name))
+    except _RefusedError as refused:
+        return None, attrs.evolve(record, state=refused.state, reason=refused.reason), refused.trace
+    doubts = tuple(contract.unknown_op(op, ops) for op in kernels if op not in ops)
+    return attrs.evolve(loaded, kernels=kernels, is_asked=True), attrs.evolve(record, doubts=doubts), ""

@@ -14,6 +14,7 @@ import attrs
 import torch
 
 from kvdock.errors import AmbiguousBackendError, BackendUnavailableError, NoBackendError
+from kvdock.guarded import ask_devices
 from kvdock.ops.selection import Choice
 from kvdock.plugins.contract import RESERVED
 from kvdock.plugins.discovery import Discovery
@@ -21,7 +22,7 @@ from kvdock.plugins.loading import LoadedBackend
 from kvdock.plugins.records import PluginRecord, PluginState
 from kvdock.plugins.settings import PER_DEVICE
 
-__all__ = ["Candidate", "Configured", "candidates", "decide", "require", "why_unavailable"]
+__all__ = ["Candidate", "Configured", "candidates", "choice_of", "decide", "require", "select", "why_unavailable"]
 
 _Selected = tuple[LoadedBackend, str]
 
@@ -61,13 +62,18 @@ def decide(known: Discovery, configured: Configured, op: str, device: torch.devi
         BackendUnavailableError: the named or configured backend does not exist, is not ready, or does not run there.
         AmbiguousBackendError: several are ready and none is preferred.
     """
-    loaded, reason = _select(known, configured, op, device, named)
+    return choice_of(*select(known, configured, op, device, named), op)
+
+
+def choice_of(loaded: LoadedBackend, reason: str, op: str) -> Choice:
+    """Return a selected backend, which was asked for its kernels, as the choice for an op."""
     if op in loaded.overridden:
         reason = f"{reason}; its own kernel for {op!r} was overridden by a registered one"
     return Choice(loaded.backend, loaded.kernels, loaded.capabilities, reason, loaded.api)
 
 
-def _select(known: Discovery, configured: Configured, op: str, device: torch.device, named: str | None) -> _Selected:
+def select(known: Discovery, configured: Configured, op: str, device: torch.device, named: str | None) -> _Selected:
+    """Return the backend for an op on a device, and why. Raises as `decide` does."""
     # What the call or the program names is not weighed against claims: if it cannot serve, that is an error and no fallback.
     if named is not None:
         return require(known, named, device, "asked for by name")
@@ -145,7 +151,7 @@ def require(known: Discovery, name: str, device: torch.device, why: str) -> _Sel
     loaded = known.loaded.get(name)
     if loaded is None:
         raise BackendUnavailableError(f"backend {name!r}, {why}: {why_unavailable(known, name)}")
-    runs_on = loaded.backend.devices()
+    runs_on = ask_devices(loaded.backend)
     if not any(_same_device(device, other) for other in runs_on):
         raise BackendUnavailableError(
             f"backend {name!r}, {why}",
@@ -203,7 +209,7 @@ def _claims(loaded: LoadedBackend, device: torch.device) -> tuple[bool, str]:
     """Whether a ready backend claims a device, and why. One that raises does not, and must not break the others."""
     try:
         claims = loaded.backend.claims(device)
-    except Exception as error:  # noqa: BLE001 - a plugin's bug; it is listed as the reason, and others can still serve
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin's bug; it is listed as the reason, and others can still serve
         return False, f"claims({device}) raised {type(error).__name__}: {error}"
     return bool(claims), f"claims {device} with priority {int(loaded.capabilities.priority)}" if claims else f"does not claim {device}"
 

@@ -12,7 +12,7 @@ from kvdock.interface import ProbeState
 from kvdock.plugins.hookspecs import PROJECT
 from kvdock.plugins.settings import Selector
 
-__all__ = ["BackendRecord", "PluginRecord", "PluginState", "mark_name_conflicts", "summarise"]
+__all__ = ["BackendRecord", "PluginRecord", "PluginState", "mark_name_conflicts", "summarise", "with_outcome"]
 
 
 class PluginState(enum.Enum):
@@ -55,12 +55,13 @@ _WORST_FIRST = (PluginState.INCOMPATIBLE, PluginState.CONFLICT, PluginState.UNUS
 
 @attrs.frozen
 class BackendRecord:
-    """What became of one backend of a plugin that was loaded."""
+    """What became of one backend of a plugin that was loaded. ``doubts`` are things that are allowed, and rarely meant."""
 
     name: str
     device_type: str
     state: PluginState
     reason: str = ""
+    doubts: tuple[str, ...] = ()
 
 
 @attrs.frozen
@@ -105,7 +106,9 @@ class PluginRecord:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PluginRecord:
         """Read what `as_dict` wrote."""
-        backends = tuple(BackendRecord(**{**item, "state": PluginState(item["state"])}) for item in data["backends"])
+        backends = tuple(
+            BackendRecord(**{**item, "state": PluginState(item["state"]), "doubts": tuple(item["doubts"])}) for item in data["backends"]
+        )
         return cls(**{**data, "state": PluginState(data["state"]), "backends": backends})
 
 
@@ -114,12 +117,17 @@ def summarise(record: PluginRecord) -> PluginRecord:
     if not record.backends:
         return record
     state = min((backend.state for backend in record.backends), key=_WORST_FIRST.index)
-    reasons = [(backend.name, backend.reason) for backend in record.backends if backend.state is state and backend.reason]
-    if len(record.backends) == 1:
-        reason = record.backends[0].reason
-    else:
-        reason = "; ".join(f"backend {name!r}: {reason}" for name, reason in reasons)
-    return attrs.evolve(record, state=state, reason=reason)
+    said = [(backend, "; ".join(filter(None, [backend.reason, *backend.doubts]))) for backend in record.backends]
+    reasons = [(backend.name, reason) for backend, reason in said if reason and (backend.state is state or backend.doubts)]
+    several = "; ".join(f"backend {name!r}: {reason}" for name, reason in reasons)
+    return attrs.evolve(record, state=state, reason=several if len(said) > 1 else said[0][1])
+
+
+def with_outcome(record: PluginRecord, outcome: BackendRecord, trace: str) -> PluginRecord:
+    """Return the record of a plugin with that of one of its backends replaced, and what it raised."""
+    backends = tuple(outcome if backend.name == outcome.name else backend for backend in record.backends)
+    traces = "\n".join(filter(None, [record.traceback, trace]))
+    return summarise(attrs.evolve(record, backends=backends, traceback=traces))
 
 
 def mark_name_conflicts(records: Sequence[PluginRecord]) -> list[PluginRecord]:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import attrs
 import torch
 
-from kvdock.errors import ArgumentTypeError, ArgumentValueError, BackendUnavailableError, KVDockWarning, PluginError
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, BackendUnavailableError, KVDockWarning
 from kvdock.interface import Backend, Kernel
+from kvdock.ops.brought import Op
+from kvdock.ops.catalog import CATALOG
 from kvdock.ops.selection import Choice
 from kvdock.plugins.discovery import Discovery, discover
 from kvdock.plugins.environment import EnvironmentWatch
 from kvdock.plugins.gate import Gate
 from kvdock.plugins.loading import LoadedBackend, StepWatcher, admit, unwatched
-from kvdock.plugins.precedence import Candidate, Configured, candidates, decide, why_unavailable
+from kvdock.plugins.precedence import Candidate, Configured, candidates, choice_of, select, why_unavailable
 from kvdock.plugins.records import PluginRecord, PluginState
+from kvdock.plugins.refusals import refuse_broken, refuse_taken, report
 
 __all__ = ["Registry"]
 
@@ -31,6 +34,7 @@ class Registry:
         environ: environment to read settings from; None is the process's own.
         op_backends: name of the backend to use for an op, by op name.
         device_backends: name of the backend to use for a device type, by type; before the environment's.
+        ops: names of the ops that there are. A kernel for another is never called, and is warned of.
         wait_s: how long a thread waits while another one loads plugins, in seconds.
         watch: called before each step of each plugin, as `kvdock.plugins.loading.StepWatcher` describes.
     """
@@ -44,6 +48,7 @@ class Registry:
         *,
         op_backends: Mapping[str, str] | None = None,
         device_backends: Mapping[str, str] | None = None,
+        ops: Collection[str] = CATALOG,
         wait_s: float = 300.0,
         watch: StepWatcher = unwatched,
     ) -> None:
@@ -52,8 +57,10 @@ class Registry:
         self._environment = EnvironmentWatch(environ)
         self._gate = Gate(wait_s, self._after_fork)
         self._watch = watch
+        self._ops = ops
         self._known: Discovery | None = None
         self._choices: dict[tuple[str, torch.device, str | None], Choice] = {}
+        self._untold: list[str] = []
 
     def choose(self, op: str, device: torch.device, named: str | None = None) -> Choice:
         """Return the backend for ``op`` on ``device``. See `kvdock.plugins.precedence` for the order.
@@ -76,10 +83,41 @@ class Registry:
         known = self._discovery()
         self._environment.check(known.settings)
         with self._gate.held():
-            known = self._discovery()  # under the lock, so that what is remembered is not older than what is registered
-            choice = decide(known, self._configured, op, device, named)
-            self._choices[op, device, named] = choice
+            # Under the lock, so that what is remembered is not older than what is registered.
+            loaded, reason = select(self._discovery(), self._configured, op, device, named)
+            while not loaded.is_asked:  # kernels are asked for when they are first needed: making them may take long
+                known = self._ask_kernels(loaded.backend.name)
+                if loaded.backend.name in known.loaded:
+                    loaded = known.loaded[loaded.backend.name]
+                else:
+                    loaded, reason = select(known, self._configured, op, device, named)
+            choice = self._choices[op, device, named] = choice_of(loaded, reason, op)
+        self._tell()
         return choice
+
+    def _ask_kernels(self, name: str) -> Discovery:
+        """Ask a backend for its kernels, and return what is known then: one that fails is ready no more. Hold the lock."""
+        with self._gate.loading():
+            known = self._discovery()
+            known, told = known.with_kernels(name, {*self._ops, *known.ops}, self._step)
+        self._known = known
+        self._untold += told
+        return known
+
+    def _tell(self) -> None:
+        """Warn of what came out when backends were asked for kernels. Outside the lock: a warning may raise, or ask for a backend."""
+        while self._untold:
+            warnings.warn(f"{self._untold.pop()}. `kvdock doctor` shows details", KVDockWarning, stacklevel=5)
+
+    def _complete(self) -> Discovery:
+        """Return what is known, once every backend that is ready was asked for its kernels."""
+        self._discovery()
+        with self._gate.held():
+            for name in [name for name, loaded in self._discovery().loaded.items() if not loaded.is_asked]:
+                self._ask_kernels(name)
+            known = self._discovery()
+        self._tell()
+        return known
 
     def _discovery(self) -> Discovery:
         """Return what is known, loading plugins the first time."""
@@ -93,7 +131,7 @@ class Registry:
                 known = self._known = discover(settings, self._step)
         self._environment.loaded_with(settings)
         # Outside the lock: a warning may raise, or run code that asks for a backend.
-        _report(known)
+        report(known)
         return known
 
     def _step(self, step: str, subject: str) -> None:
@@ -102,7 +140,7 @@ class Registry:
 
     def records(self) -> tuple[PluginRecord, ...]:
         """Return what became of each plugin, sorted by name; those registered in this process come last."""
-        known = self._discovery()
+        known = self._complete()
         self._environment.check(known.settings)
         return known.records
 
@@ -116,11 +154,15 @@ class Registry:
 
     def loaded(self) -> Mapping[str, LoadedBackend]:
         """Return the backends that are ready, by name, with their kernels and capabilities."""
-        return self._discovery().loaded
+        return self._complete().loaded
 
     def prefix_caches(self) -> Mapping[str, Mapping[str, Any]]:
         """Return the prefix caches that plugins bring: classes by name, by plugin."""
         return self._discovery().prefix_caches
+
+    def brought_ops(self) -> Mapping[str, Op]:
+        """Return the ops that plugins bring, by name."""
+        return self._discovery().ops
 
     def backend(self, name: str) -> Backend:
         """Return a backend that is ready.
@@ -130,8 +172,8 @@ class Registry:
         """
         return self._ready(name).backend
 
-    def _ready(self, name: str) -> LoadedBackend:
-        known = self._discovery()
+    def _ready(self, name: str, known: Discovery | None = None) -> LoadedBackend:
+        known = known or self._discovery()
         try:
             return known.loaded[name]
         except KeyError:
@@ -155,10 +197,17 @@ class Registry:
         with self._gate.held():
             contribution = admit(plugin, PluginRecord(name, value, None, None, PluginState.READY), self._watch)
             known = self._discovery()
-            _refuse_broken(contribution.record)
-            _refuse_taken(contribution.record, known)
-            self._change(known.plus(contribution))
-        return contribution.record
+            refuse_broken(contribution.record)
+            refuse_taken(contribution.record, contribution.ops, known)
+            new = known.plus(contribution)
+            for loaded in contribution.backends:  # it is needed, or nobody would register it
+                new, told = new.with_kernels(loaded.backend.name, {*self._ops, *new.ops}, self._watch)
+                self._untold += told
+            record = new.records[-1]
+            refuse_broken(record)
+            self._change(new)
+        self._tell()
+        return record
 
     def register_kernel(self, backend: str, op: str, kernel: Kernel, *, override: bool = False) -> None:
         """Give a backend a kernel for an op, or replace the one it has.
@@ -178,16 +227,17 @@ class Registry:
             raise ArgumentTypeError("register_kernel: kernel", expected="a kvdock.plugin.Kernel object", got=repr(kernel))
         self._discovery()
         with self._gate.held():
-            old = self._ready(backend)
-            if op in old.kernels and not override:
+            old = self._ready(backend, self._complete())
+            kernels = old.kernels
+            if op in kernels and not override:
                 raise ArgumentValueError(
                     f"register_kernel: op {op!r} of backend {backend!r}",
                     expected="an op without a kernel",
-                    got=f"one served by {type(old.kernels[op]).__name__}",
+                    got=f"one served by {type(kernels[op]).__name__}",
                     fix="pass override=True to replace it",
                 )
-            overridden = old.overridden | ({op} if op in old.kernels else set())
-            new = attrs.evolve(old, kernels={**old.kernels, op: kernel}, overridden=overridden)
+            overridden = old.overridden | ({op} if op in kernels else set())
+            new = attrs.evolve(old, kernels={**kernels, op: kernel}, overridden=overridden)
             self._change(self._discovery().with_backend(new))
 
     def _change(self, known: Discovery) -> None:
@@ -200,28 +250,3 @@ class Registry:
     def _after_fork(self) -> None:
         """Choose anew in a forked child, so that an environment that its parent did not have is noticed."""
         self._choices = {}
-
-
-def _refuse_broken(record: PluginRecord) -> None:
-    """Refuse to register a plugin that is no good in any environment."""
-    if record.state in (PluginState.INCOMPATIBLE, PluginState.LOAD_FAILED):
-        raise PluginError(f"register: {record.label} is {record.verdict}\n{record.traceback}".rstrip())
-
-
-def _refuse_taken(record: PluginRecord, known: Discovery) -> None:
-    own = [backend.name for backend in record.backends]
-    taken = {backend.name: other for other in known.records for backend in other.backends}
-    taken.update({name: record for name in own if own.count(name) > 1})
-    clashes = [("plugin", record.name, other) for other in known.records if other.name == record.name]
-    clashes += [("backend", name, taken[name]) for name in own if name in taken]
-    for kind, name, owner in clashes:
-        raise ArgumentValueError(
-            f"register: {kind} name {name!r}", expected="a name that nobody uses", got=f"that of {owner.label}", fix="choose another name"
-        )
-
-
-def _report(known: Discovery) -> None:
-    """Warn of what is broken. What is merely not here, or switched off, is quiet."""
-    broken = [f"{record.label} is {record.verdict}" for record in known.records if not record.state.fine]
-    for text in (*broken, *known.notes):
-        warnings.warn(f"{text}. `kvdock doctor` shows details", KVDockWarning, stacklevel=4)

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 import kvdock
+from kvdock import runtime
 from kvdock.interface import Priority
 from kvdock.ops.catalog import CATALOG
+from kvdock.plugins.contract import unknown_op
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.target import Target
 
@@ -89,8 +91,12 @@ def check_capabilities(target: Target, data: Mapping[str, Any]) -> None:
 
 
 def check_kernels(target: Target, data: Mapping[str, Any]) -> None:
-    """Look for a kernel of its own for an op that there is."""
-    own = sorted(CATALOG.keys() & target.backend.kernels().keys())
+    """Look for a kernel of its own for an op that there is, and for none that there is not."""
+    kernels = target.backend.kernels()
+    ops = {*CATALOG, *runtime.default().registry.brought_ops()}
+    unknown = [unknown_op(op, ops) for op in kernels if op not in ops]
+    expect(f"kernels() of {target.name}", not unknown, "names of ops that there are", "; ".join(unknown))
+    own = sorted(CATALOG.keys() & kernels.keys())
     expect(f"kernels() of {target.name}", bool(own), f"one for at least one of {', '.join(CATALOG)}", "none: portable kernels serve all")
 
 

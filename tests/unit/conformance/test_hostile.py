@@ -102,11 +102,11 @@ def test_settings_of_the_process_that_it_changes_are_its_failure(one: Hostile, b
 @pytest.mark.parametrize(
     ("behaviour", "said"),
     [
-        ("no list", "'NoneType' object is not iterable"),
+        ("no list", "expected a list of reasons (str), empty for yes, got None (NoneType)"),
         ("not a number", "reason against paged_caching_: expected a text that says why, got nan"),
         ("empty", "reason against paged_caching_: expected a text that says why, got ''"),
         ("refuses and ends", "SystemExit: 0"),
-        ("no plan", "got AttributeError: 'NoneType' object has no attribute"),
+        ("no plan", "expected a Descriptor, got None (NoneType)"),
     ],
 )
 def test_reasons_and_plans_that_are_none_are_a_failure(one: Hostile, behaviour: str, said: str) -> None:

@@ -19,10 +19,10 @@ def admitted(*backends: object) -> Contribution:
     return admit(plugin(*backends), EMPTY)
 
 
-def test_ready_backend_is_asked_once_for_everything() -> None:
+def test_ready_backend_is_asked_once_for_everything_but_kernels() -> None:
     backend = InProcessBackend("acme")
     contribution = admitted(backend)
-    assert backend.asked == ["probe", "kernels", "capabilities"]
+    assert backend.asked == ["probe", "capabilities"]
     assert [item.backend for item in contribution.backends] == [backend]
     assert contribution.record.state is PluginState.READY
     assert contribution.record.backends[0].device_type == "acme"
@@ -48,14 +48,14 @@ def raises() -> Any:
     raise SystemExit(5)
 
 
-@pytest.mark.parametrize("method", ["probe", "kernels", "capabilities"])
+@pytest.mark.parametrize("method", ["probe", "capabilities"])
 def test_method_that_raises_makes_unusable_with_its_traceback(method: str) -> None:
     record = admitted(Broken(method, raises)).record
     assert (record.state, record.reason) == (PluginState.UNUSABLE, f"{method}() raised SystemExit: 5")
     assert "in raises" in record.traceback
 
 
-@pytest.mark.parametrize("method", ["probe", "kernels", "capabilities"])
+@pytest.mark.parametrize("method", ["probe", "capabilities"])
 def test_method_that_returns_something_else_makes_incompatible(method: str) -> None:
     record = admitted(Broken(method, lambda: 7)).record
     assert record.state is PluginState.INCOMPATIBLE
@@ -106,7 +106,7 @@ def test_keyboard_interrupt_is_not_swallowed() -> None:
 def test_steps_are_watched_in_order() -> None:
     steps: list[tuple[str, str]] = []
     admit(plugin(InProcessBackend("a"), InProcessBackend("b")), EMPTY, lambda step, subject: steps.append((step, subject)))
-    assert steps == [("hooks", "acme"), ("probe", "a"), ("kernels", "a"), ("probe", "b"), ("kernels", "b")]
+    assert steps == [("hooks", "acme"), ("probe", "a"), ("probe", "b")]
 
 
 def test_version_is_read_before_the_hooks() -> None:

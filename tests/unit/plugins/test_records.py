@@ -27,7 +27,7 @@ def test_every_probe_state_has_a_state(probe: ProbeState) -> None:
 def test_json_round_trip() -> None:
     before = summarise(record("acme", ("a", READY, "two cards"), ("b", PluginState.UNUSABLE, "driver")))
     text = json.dumps(before.as_dict())
-    assert json.loads(text)["backends"][1] == {"name": "b", "device_type": "acme", "state": "unusable", "reason": "driver"}
+    assert json.loads(text)["backends"][1] == {"name": "b", "device_type": "acme", "state": "unusable", "reason": "driver", "doubts": []}
     assert PluginRecord.from_dict(json.loads(text)) == before
 
 

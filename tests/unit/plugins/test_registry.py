@@ -44,7 +44,7 @@ def test_backend_is_asked_once_for_kernels_and_capabilities_and_once_per_choice_
     backend = registered(registry, InProcessBackend("acme"))
     choices = [registry.choose("copy_blocks_", META) for _ in range(3)]
     assert choices[0] is choices[1] is choices[2]
-    assert backend.asked == ["probe", "kernels", "capabilities", "claims"]
+    assert backend.asked == ["probe", "capabilities", "kernels", "claims"]
 
 
 def test_choices_are_kept_by_op_device_and_name(registry: Registry) -> None:

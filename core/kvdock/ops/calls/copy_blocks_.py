@@ -9,7 +9,7 @@ def make(op):
     """Return the op as a function of all its arguments, and as one of a `BoundOp` and the rest."""
     is_compiling, get_mode, enter = op.is_compiling, op.get_mode, op.enter
     recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
-    find, prepare, slow = op.find, op.prepare, op.run_slowly
+    find, prepare, slow, blame = op.find, op.prepare, op.run_slowly, op.blame
 
     def body0(recent, pools, k_cache, v_cache, block_pairs, named):
         key = (named, 0, ())
@@ -100,111 +100,119 @@ def make(op):
         return plan.run(k_cache, v_cache, block_pairs)
 
     def call(k_cache, v_cache, block_pairs):
-        if is_compiling():
-            return slow((k_cache, v_cache, block_pairs), None)
-        mode = get_mode()
-        epoch, generation, guard, pools, fast_calls = recent.state0
         try:
-            known = epoch == chooser.epoch and generation == settings.generation and guard(k_cache, v_cache)
-        except TypeError:  # what is no tensor
-            known = False
-        if not known:
-            pools = None
-        elif fast_calls and mode is None:
-            place = pools.places.get(k_cache.data_ptr())
-            if place is None or place[2] != v_cache.data_ptr():
-                place = pools.place(k_cache, v_cache)
-            k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
-            if not plain:
-                fast_calls = ()  # the body finds out more
-            late = False
-            for guard, variant, entry, cache, static, launch, numbers in fast_calls:
-                plan = entry.value  # held until it has run, whatever becomes of the entry
-                try:
-                    same = plan is not None and guard(block_pairs)
-                except TypeError:  # what is no tensor
-                    break
-                if not same:
-                    late = True
-                    continue
-                N_least, block_pairs_row, block_pairs_step0, block_pairs_rest = numbers
-                N, block_pairs_n1 = block_pairs.shape
-                block_pairs_ptr = block_pairs.data_ptr()
-                if (
-                    N > N_least
-                    and block_pairs_ptr
-                    and not (
-                        (block_pairs_ptr) & 15
-                        or (
-                            block_pairs_ptr < high
-                            and low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
-                            and (
-                                block_pairs_ptr < k_cache_end
-                                and k_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
-                                or block_pairs_ptr < v_cache_end
-                                and v_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+            if is_compiling():
+                return slow((k_cache, v_cache, block_pairs), None)
+            mode = get_mode()
+            epoch, generation, guard, pools, fast_calls = recent.state0
+            try:
+                known = epoch == chooser.epoch and generation == settings.generation and guard(k_cache, v_cache)
+            except TypeError:  # what is no tensor
+                known = False
+            if not known:
+                pools = None
+            elif fast_calls and mode is None:
+                place = pools.places.get(k_cache.data_ptr())
+                if place is None or place[2] != v_cache.data_ptr():
+                    place = pools.place(k_cache, v_cache)
+                k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
+                if not plain:
+                    fast_calls = ()  # the body finds out more
+                late = False
+                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                    plan = entry.value  # held until it has run, whatever becomes of the entry
+                    try:
+                        same = plan is not None and guard(block_pairs)
+                    except TypeError:  # what is no tensor
+                        break
+                    if not same:
+                        late = True
+                        continue
+                    N_least, block_pairs_row, block_pairs_step0, block_pairs_rest = numbers
+                    N, block_pairs_n1 = block_pairs.shape
+                    block_pairs_ptr = block_pairs.data_ptr()
+                    if (
+                        N > N_least
+                        and block_pairs_ptr
+                        and not (
+                            (block_pairs_ptr) & 15
+                            or (
+                                block_pairs_ptr < high
+                                and low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                                and (
+                                    block_pairs_ptr < k_cache_end
+                                    and k_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                                    or block_pairs_ptr < v_cache_end
+                                    and v_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                                )
                             )
                         )
-                    )
-                ):
-                    entry.used = cache.clock = cache.clock + 1
-                    if late:
-                        recent.promote(0, guard)
-                    if launch is not None:
-                        return launch(k_cache_ptr, v_cache_ptr, block_pairs_ptr, N)
-                    return plan.run(k_cache, v_cache, block_pairs)
-                late = True
-        named = None if mode is None else enter(mode, (k_cache, v_cache, block_pairs), None)
-        return body0(recent, pools, k_cache, v_cache, block_pairs, named)
+                    ):
+                        entry.used = cache.clock = cache.clock + 1
+                        if late:
+                            recent.promote(0, guard)
+                        if launch is not None:
+                            return launch(k_cache_ptr, v_cache_ptr, block_pairs_ptr, N)
+                        return plan.run(k_cache, v_cache, block_pairs)
+                    late = True
+            named = None if mode is None else enter(mode, (k_cache, v_cache, block_pairs), None)
+            return body0(recent, pools, k_cache, v_cache, block_pairs, named)
+        except Exception as error:  # free until something is raised
+            blame(error, (k_cache, v_cache, block_pairs), None)
+            raise
 
     def bound_call(bound, block_pairs):
         recent, own_name = bound.recent, bound.own_name
         k_cache, v_cache, k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high = bound.fixed
-        if is_compiling():
-            return slow((k_cache, v_cache, block_pairs), None)
-        mode = get_mode()
-        epoch, generation, guard, pools, fast_calls = recent.state0
-        if not (epoch == chooser.epoch and generation == settings.generation):
-            pools = None
-        elif fast_calls and mode is None:
-            late = False
-            for guard, variant, entry, cache, static, launch, numbers in fast_calls:
-                plan = entry.value  # held until it has run, whatever becomes of the entry
-                try:
-                    same = plan is not None and guard(block_pairs)
-                except TypeError:  # what is no tensor
-                    break
-                if not same:
-                    late = True
-                    continue
-                N_least, block_pairs_row, block_pairs_step0, block_pairs_rest = numbers
-                N, block_pairs_n1 = block_pairs.shape
-                block_pairs_ptr = block_pairs.data_ptr()
-                if (
-                    N > N_least
-                    and block_pairs_ptr
-                    and not (
-                        (block_pairs_ptr) & 15
-                        or (
-                            block_pairs_ptr < high
-                            and low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
-                            and (
-                                block_pairs_ptr < k_cache_end
-                                and k_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
-                                or block_pairs_ptr < v_cache_end
-                                and v_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+        try:
+            if is_compiling():
+                return slow((k_cache, v_cache, block_pairs), None)
+            mode = get_mode()
+            epoch, generation, guard, pools, fast_calls = recent.state0
+            if not (epoch == chooser.epoch and generation == settings.generation):
+                pools = None
+            elif fast_calls and mode is None:
+                late = False
+                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                    plan = entry.value  # held until it has run, whatever becomes of the entry
+                    try:
+                        same = plan is not None and guard(block_pairs)
+                    except TypeError:  # what is no tensor
+                        break
+                    if not same:
+                        late = True
+                        continue
+                    N_least, block_pairs_row, block_pairs_step0, block_pairs_rest = numbers
+                    N, block_pairs_n1 = block_pairs.shape
+                    block_pairs_ptr = block_pairs.data_ptr()
+                    if (
+                        N > N_least
+                        and block_pairs_ptr
+                        and not (
+                            (block_pairs_ptr) & 15
+                            or (
+                                block_pairs_ptr < high
+                                and low < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                                and (
+                                    block_pairs_ptr < k_cache_end
+                                    and k_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                                    or block_pairs_ptr < v_cache_end
+                                    and v_cache_ptr < block_pairs_ptr + block_pairs_rest + N * block_pairs_step0
+                                )
                             )
                         )
-                    )
-                ):
-                    entry.used = cache.clock = cache.clock + 1
-                    if late:
-                        recent.promote(0, guard)
-                    if launch is not None:
-                        return launch(k_cache_ptr, v_cache_ptr, block_pairs_ptr, N)
-                    return plan.run(k_cache, v_cache, block_pairs)
-                late = True
-        named = own_name if mode is None else enter(mode, (k_cache, v_cache, block_pairs), own_name)
-        return body0(recent, pools, k_cache, v_cache, block_pairs, named)
+                    ):
+                        entry.used = cache.clock = cache.clock + 1
+                        if late:
+                            recent.promote(0, guard)
+                        if launch is not None:
+                            return launch(k_cache_ptr, v_cache_ptr, block_pairs_ptr, N)
+                        return plan.run(k_cache, v_cache, block_pairs)
+                    late = True
+            named = own_name if mode is None else enter(mode, (k_cache, v_cache, block_pairs), own_name)
+            return body0(recent, pools, k_cache, v_cache, block_pairs, named)
+        except Exception as error:  # free until something is raised
+            blame(error, (k_cache, v_cache, block_pairs), own_name)
+            raise
 
     return call, bound_call

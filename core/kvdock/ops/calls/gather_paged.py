@@ -10,7 +10,7 @@ def make(op):
     """Return the op as a function of all its arguments, and as one of a `BoundOp` and the rest."""
     is_compiling, get_mode, enter = op.is_compiling, op.get_mode, op.enter
     recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
-    find, prepare, slow = op.find, op.prepare, op.run_slowly
+    find, prepare, slow, blame = op.find, op.prepare, op.run_slowly, op.blame
     make_outputs = op.make_outputs
 
     def body0(recent, pools, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out, named):
@@ -326,66 +326,150 @@ def make(op):
         return k_out, v_out
 
     def call(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out):
-        if is_compiling():
-            slow((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), None)
-            return k_out, v_out
-        mode = get_mode()
-        epoch, generation, guard, pools, fast_calls = recent.state0
         try:
-            known = epoch == chooser.epoch and generation == settings.generation and guard(k_cache, v_cache)
-        except TypeError:  # what is no tensor
-            known = False
-        if not known:
-            pools = None
-        elif fast_calls and mode is None and k_scale is None and v_scale is None:
-            place = pools.places.get(k_cache.data_ptr())
-            if place is None or place[2] != v_cache.data_ptr():
-                place = pools.place(k_cache, v_cache)
-            k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
-            if not plain:
-                fast_calls = ()  # the body finds out more
-            made = k_out is None and v_out is None
-            if made:
-                k_out_Hk, k_out_Dk, v_out_Hv, v_out_Dv = pools.output_sizes
-                rank = getattr(slot_mapping, "ndim", None)
-                if rank == 1:
-                    size0 = slot_mapping.numel()
-                    k_out = k_cache.new_empty(size0, k_out_Hk, k_out_Dk)
-                    v_out = v_cache.new_empty(size0, v_out_Hv, v_out_Dv)
-                elif rank == 2:
-                    size0, size1 = slot_mapping.shape
-                    k_out = k_cache.new_empty(size0, size1, k_out_Hk, k_out_Dk)
-                    v_out = v_cache.new_empty(size0, size1, v_out_Hv, v_out_Dv)
-            late = False
-            for guard, variant, entry, cache, static, launch, numbers in fast_calls:
-                plan = entry.value  # held until it has run, whatever becomes of the entry
-                try:
-                    same = plan is not None and guard(slot_mapping, k_out, v_out)
-                except TypeError:  # what is no tensor
-                    break
-                if not same:
-                    late = True
-                    continue
-                if variant == 0:
+            if is_compiling():
+                slow((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), None)
+                return k_out, v_out
+            mode = get_mode()
+            epoch, generation, guard, pools, fast_calls = recent.state0
+            try:
+                known = epoch == chooser.epoch and generation == settings.generation and guard(k_cache, v_cache)
+            except TypeError:  # what is no tensor
+                known = False
+            if not known:
+                pools = None
+            elif fast_calls and mode is None and k_scale is None and v_scale is None:
+                place = pools.places.get(k_cache.data_ptr())
+                if place is None or place[2] != v_cache.data_ptr():
+                    place = pools.place(k_cache, v_cache)
+                k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
+                if not plain:
+                    fast_calls = ()  # the body finds out more
+                made = k_out is None and v_out is None
+                if made:
+                    k_out_Hk, k_out_Dk, v_out_Hv, v_out_Dv = pools.output_sizes
+                    rank = getattr(slot_mapping, "ndim", None)
+                    if rank == 1:
+                        size0 = slot_mapping.numel()
+                        k_out = k_cache.new_empty(size0, k_out_Hk, k_out_Dk)
+                        v_out = v_cache.new_empty(size0, v_out_Hv, v_out_Dv)
+                    elif rank == 2:
+                        size0, size1 = slot_mapping.shape
+                        k_out = k_cache.new_empty(size0, size1, k_out_Hk, k_out_Dk)
+                        v_out = v_cache.new_empty(size0, size1, v_out_Hv, v_out_Dv)
+                late = False
+                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                    plan = entry.value  # held until it has run, whatever becomes of the entry
+                    try:
+                        same = plan is not None and guard(slot_mapping, k_out, v_out)
+                    except TypeError:  # what is no tensor
+                        break
+                    if not same:
+                        late = True
+                        continue
+                    if variant == 0:
+                        (
+                            lead0_least,
+                            slot_mapping_mask,
+                            slot_mapping_step0,
+                            slot_mapping_rest,
+                            k_out_row,
+                            k_out_step0,
+                            k_out_rest,
+                            v_out_row,
+                            v_out_step0,
+                            v_out_rest,
+                        ) = numbers
+                        lead0 = slot_mapping.numel()
+                        slot_mapping_ptr = slot_mapping.data_ptr()
+                        k_out_ptr = k_out.data_ptr()
+                        v_out_ptr = v_out.data_ptr()
+                        if not made:
+                            k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0
+                            v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0
+                            low = k_out_ptr
+                            if v_out_ptr < low:
+                                low = v_out_ptr
+                            high = k_out_end
+                            if v_out_end > high:
+                                high = v_out_end
+                            if (
+                                k_out.numel() != lead0 * k_out_row
+                                or v_out.numel() != lead0 * v_out_row
+                                or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
+                                or (
+                                    k_cache_ptr < high
+                                    and low < k_cache_end
+                                    and (
+                                        k_cache_ptr < k_out_end
+                                        and k_out_ptr < k_cache_end
+                                        or k_cache_ptr < v_out_end
+                                        and v_out_ptr < k_cache_end
+                                    )
+                                )
+                                or (
+                                    v_cache_ptr < high
+                                    and low < v_cache_end
+                                    and (
+                                        v_cache_ptr < k_out_end
+                                        and k_out_ptr < v_cache_end
+                                        or v_cache_ptr < v_out_end
+                                        and v_out_ptr < v_cache_end
+                                    )
+                                )
+                                or (
+                                    slot_mapping_ptr < high
+                                    and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    and (
+                                        slot_mapping_ptr < k_out_end
+                                        and k_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                        or slot_mapping_ptr < v_out_end
+                                        and v_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    )
+                                )
+                            ):
+                                late = True
+                                continue
+                        if (
+                            lead0 > lead0_least
+                            and slot_mapping_ptr
+                            and k_out_ptr
+                            and v_out_ptr
+                            and not ((k_out_ptr | v_out_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
+                        ):
+                            entry.used = cache.clock = cache.clock + 1
+                            if late:
+                                recent.promote(0, guard)
+                            if launch is not None:
+                                launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0)
+                                return k_out, v_out
+                            plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
+                            return k_out, v_out
+                        late = True
+                        continue
                     (
                         lead0_least,
+                        lead1_least,
                         slot_mapping_mask,
                         slot_mapping_step0,
+                        slot_mapping_step1,
                         slot_mapping_rest,
-                        k_out_row,
                         k_out_step0,
+                        k_out_step1,
                         k_out_rest,
-                        v_out_row,
                         v_out_step0,
+                        v_out_step1,
                         v_out_rest,
                     ) = numbers
-                    lead0 = slot_mapping.numel()
+                    lead0, lead1 = slot_mapping.shape
                     slot_mapping_ptr = slot_mapping.data_ptr()
                     k_out_ptr = k_out.data_ptr()
                     v_out_ptr = v_out.data_ptr()
                     if not made:
-                        k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0
-                        v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0
+                        k_out_n0, k_out_n1, k_out_n2, k_out_n3 = k_out.shape
+                        v_out_n0, v_out_n1, v_out_n2, v_out_n3 = v_out.shape
+                        k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0 + lead1 * k_out_step1
+                        v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0 + lead1 * v_out_step1
                         low = k_out_ptr
                         if v_out_ptr < low:
                             low = v_out_ptr
@@ -393,8 +477,10 @@ def make(op):
                         if v_out_end > high:
                             high = v_out_end
                         if (
-                            k_out.numel() != lead0 * k_out_row
-                            or v_out.numel() != lead0 * v_out_row
+                            k_out_n0 != lead0
+                            or k_out_n1 != lead1
+                            or v_out_n0 != lead0
+                            or v_out_n1 != lead1
                             or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
                             or (
                                 k_cache_ptr < high
@@ -418,12 +504,14 @@ def make(op):
                             )
                             or (
                                 slot_mapping_ptr < high
-                                and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                                 and (
                                     slot_mapping_ptr < k_out_end
-                                    and k_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    and k_out_ptr
+                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                                     or slot_mapping_ptr < v_out_end
-                                    and v_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    and v_out_ptr
+                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                                 )
                             )
                         ):
@@ -431,6 +519,7 @@ def make(op):
                             continue
                     if (
                         lead0 > lead0_least
+                        and lead1 > lead1_least
                         and slot_mapping_ptr
                         and k_out_ptr
                         and v_out_ptr
@@ -440,145 +529,154 @@ def make(op):
                         if late:
                             recent.promote(0, guard)
                         if launch is not None:
-                            launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0)
+                            launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0, lead1)
                             return k_out, v_out
                         plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
                         return k_out, v_out
                     late = True
-                    continue
-                (
-                    lead0_least,
-                    lead1_least,
-                    slot_mapping_mask,
-                    slot_mapping_step0,
-                    slot_mapping_step1,
-                    slot_mapping_rest,
-                    k_out_step0,
-                    k_out_step1,
-                    k_out_rest,
-                    v_out_step0,
-                    v_out_step1,
-                    v_out_rest,
-                ) = numbers
-                lead0, lead1 = slot_mapping.shape
-                slot_mapping_ptr = slot_mapping.data_ptr()
-                k_out_ptr = k_out.data_ptr()
-                v_out_ptr = v_out.data_ptr()
-                if not made:
-                    k_out_n0, k_out_n1, k_out_n2, k_out_n3 = k_out.shape
-                    v_out_n0, v_out_n1, v_out_n2, v_out_n3 = v_out.shape
-                    k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0 + lead1 * k_out_step1
-                    v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0 + lead1 * v_out_step1
-                    low = k_out_ptr
-                    if v_out_ptr < low:
-                        low = v_out_ptr
-                    high = k_out_end
-                    if v_out_end > high:
-                        high = v_out_end
-                    if (
-                        k_out_n0 != lead0
-                        or k_out_n1 != lead1
-                        or v_out_n0 != lead0
-                        or v_out_n1 != lead1
-                        or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
-                        or (
-                            k_cache_ptr < high
-                            and low < k_cache_end
-                            and (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end or k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
-                        )
-                        or (
-                            v_cache_ptr < high
-                            and low < v_cache_end
-                            and (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end or v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
-                        )
-                        or (
-                            slot_mapping_ptr < high
-                            and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                            and (
-                                slot_mapping_ptr < k_out_end
-                                and k_out_ptr
-                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                or slot_mapping_ptr < v_out_end
-                                and v_out_ptr
-                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                            )
-                        )
-                    ):
-                        late = True
-                        continue
-                if (
-                    lead0 > lead0_least
-                    and lead1 > lead1_least
-                    and slot_mapping_ptr
-                    and k_out_ptr
-                    and v_out_ptr
-                    and not ((k_out_ptr | v_out_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
-                ):
-                    entry.used = cache.clock = cache.clock + 1
-                    if late:
-                        recent.promote(0, guard)
-                    if launch is not None:
-                        launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0, lead1)
-                        return k_out, v_out
-                    plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
-                    return k_out, v_out
-                late = True
-        named = None if mode is None else enter(mode, (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), None)
-        return body0(recent, pools, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out, named)
+            named = None if mode is None else enter(mode, (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), None)
+            return body0(recent, pools, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out, named)
+        except Exception as error:  # free until something is raised
+            blame(error, (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), None)
+            raise
 
     def bound_call(bound, slot_mapping, k_scale, v_scale, k_out, v_out):
         recent, own_name = bound.recent, bound.own_name
         k_cache, v_cache, k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high = bound.fixed
-        if is_compiling():
-            slow((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), None)
-            return k_out, v_out
-        mode = get_mode()
-        epoch, generation, guard, pools, fast_calls = recent.state0
-        if not (epoch == chooser.epoch and generation == settings.generation):
-            pools = None
-        elif fast_calls and mode is None and k_scale is None and v_scale is None:
-            made = k_out is None and v_out is None
-            if made:
-                k_out_Hk, k_out_Dk, v_out_Hv, v_out_Dv = pools.output_sizes
-                rank = getattr(slot_mapping, "ndim", None)
-                if rank == 1:
-                    size0 = slot_mapping.numel()
-                    k_out = k_cache.new_empty(size0, k_out_Hk, k_out_Dk)
-                    v_out = v_cache.new_empty(size0, v_out_Hv, v_out_Dv)
-                elif rank == 2:
-                    size0, size1 = slot_mapping.shape
-                    k_out = k_cache.new_empty(size0, size1, k_out_Hk, k_out_Dk)
-                    v_out = v_cache.new_empty(size0, size1, v_out_Hv, v_out_Dv)
-            late = False
-            for guard, variant, entry, cache, static, launch, numbers in fast_calls:
-                plan = entry.value  # held until it has run, whatever becomes of the entry
-                try:
-                    same = plan is not None and guard(slot_mapping, k_out, v_out)
-                except TypeError:  # what is no tensor
-                    break
-                if not same:
-                    late = True
-                    continue
-                if variant == 0:
+        try:
+            if is_compiling():
+                slow((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), None)
+                return k_out, v_out
+            mode = get_mode()
+            epoch, generation, guard, pools, fast_calls = recent.state0
+            if not (epoch == chooser.epoch and generation == settings.generation):
+                pools = None
+            elif fast_calls and mode is None and k_scale is None and v_scale is None:
+                made = k_out is None and v_out is None
+                if made:
+                    k_out_Hk, k_out_Dk, v_out_Hv, v_out_Dv = pools.output_sizes
+                    rank = getattr(slot_mapping, "ndim", None)
+                    if rank == 1:
+                        size0 = slot_mapping.numel()
+                        k_out = k_cache.new_empty(size0, k_out_Hk, k_out_Dk)
+                        v_out = v_cache.new_empty(size0, v_out_Hv, v_out_Dv)
+                    elif rank == 2:
+                        size0, size1 = slot_mapping.shape
+                        k_out = k_cache.new_empty(size0, size1, k_out_Hk, k_out_Dk)
+                        v_out = v_cache.new_empty(size0, size1, v_out_Hv, v_out_Dv)
+                late = False
+                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                    plan = entry.value  # held until it has run, whatever becomes of the entry
+                    try:
+                        same = plan is not None and guard(slot_mapping, k_out, v_out)
+                    except TypeError:  # what is no tensor
+                        break
+                    if not same:
+                        late = True
+                        continue
+                    if variant == 0:
+                        (
+                            lead0_least,
+                            slot_mapping_mask,
+                            slot_mapping_step0,
+                            slot_mapping_rest,
+                            k_out_row,
+                            k_out_step0,
+                            k_out_rest,
+                            v_out_row,
+                            v_out_step0,
+                            v_out_rest,
+                        ) = numbers
+                        lead0 = slot_mapping.numel()
+                        slot_mapping_ptr = slot_mapping.data_ptr()
+                        k_out_ptr = k_out.data_ptr()
+                        v_out_ptr = v_out.data_ptr()
+                        if not made:
+                            k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0
+                            v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0
+                            low = k_out_ptr
+                            if v_out_ptr < low:
+                                low = v_out_ptr
+                            high = k_out_end
+                            if v_out_end > high:
+                                high = v_out_end
+                            if (
+                                k_out.numel() != lead0 * k_out_row
+                                or v_out.numel() != lead0 * v_out_row
+                                or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
+                                or (
+                                    k_cache_ptr < high
+                                    and low < k_cache_end
+                                    and (
+                                        k_cache_ptr < k_out_end
+                                        and k_out_ptr < k_cache_end
+                                        or k_cache_ptr < v_out_end
+                                        and v_out_ptr < k_cache_end
+                                    )
+                                )
+                                or (
+                                    v_cache_ptr < high
+                                    and low < v_cache_end
+                                    and (
+                                        v_cache_ptr < k_out_end
+                                        and k_out_ptr < v_cache_end
+                                        or v_cache_ptr < v_out_end
+                                        and v_out_ptr < v_cache_end
+                                    )
+                                )
+                                or (
+                                    slot_mapping_ptr < high
+                                    and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    and (
+                                        slot_mapping_ptr < k_out_end
+                                        and k_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                        or slot_mapping_ptr < v_out_end
+                                        and v_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    )
+                                )
+                            ):
+                                late = True
+                                continue
+                        if (
+                            lead0 > lead0_least
+                            and slot_mapping_ptr
+                            and k_out_ptr
+                            and v_out_ptr
+                            and not ((k_out_ptr | v_out_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
+                        ):
+                            entry.used = cache.clock = cache.clock + 1
+                            if late:
+                                recent.promote(0, guard)
+                            if launch is not None:
+                                launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0)
+                                return k_out, v_out
+                            plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
+                            return k_out, v_out
+                        late = True
+                        continue
                     (
                         lead0_least,
+                        lead1_least,
                         slot_mapping_mask,
                         slot_mapping_step0,
+                        slot_mapping_step1,
                         slot_mapping_rest,
-                        k_out_row,
                         k_out_step0,
+                        k_out_step1,
                         k_out_rest,
-                        v_out_row,
                         v_out_step0,
+                        v_out_step1,
                         v_out_rest,
                     ) = numbers
-                    lead0 = slot_mapping.numel()
+                    lead0, lead1 = slot_mapping.shape
                     slot_mapping_ptr = slot_mapping.data_ptr()
                     k_out_ptr = k_out.data_ptr()
                     v_out_ptr = v_out.data_ptr()
                     if not made:
-                        k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0
-                        v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0
+                        k_out_n0, k_out_n1, k_out_n2, k_out_n3 = k_out.shape
+                        v_out_n0, v_out_n1, v_out_n2, v_out_n3 = v_out.shape
+                        k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0 + lead1 * k_out_step1
+                        v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0 + lead1 * v_out_step1
                         low = k_out_ptr
                         if v_out_ptr < low:
                             low = v_out_ptr
@@ -586,8 +684,10 @@ def make(op):
                         if v_out_end > high:
                             high = v_out_end
                         if (
-                            k_out.numel() != lead0 * k_out_row
-                            or v_out.numel() != lead0 * v_out_row
+                            k_out_n0 != lead0
+                            or k_out_n1 != lead1
+                            or v_out_n0 != lead0
+                            or v_out_n1 != lead1
                             or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
                             or (
                                 k_cache_ptr < high
@@ -611,12 +711,14 @@ def make(op):
                             )
                             or (
                                 slot_mapping_ptr < high
-                                and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                                 and (
                                     slot_mapping_ptr < k_out_end
-                                    and k_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    and k_out_ptr
+                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                                     or slot_mapping_ptr < v_out_end
-                                    and v_out_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    and v_out_ptr
+                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                                 )
                             )
                         ):
@@ -624,6 +726,7 @@ def make(op):
                             continue
                     if (
                         lead0 > lead0_least
+                        and lead1 > lead1_least
                         and slot_mapping_ptr
                         and k_out_ptr
                         and v_out_ptr
@@ -633,90 +736,15 @@ def make(op):
                         if late:
                             recent.promote(0, guard)
                         if launch is not None:
-                            launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0)
+                            launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0, lead1)
                             return k_out, v_out
                         plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
                         return k_out, v_out
                     late = True
-                    continue
-                (
-                    lead0_least,
-                    lead1_least,
-                    slot_mapping_mask,
-                    slot_mapping_step0,
-                    slot_mapping_step1,
-                    slot_mapping_rest,
-                    k_out_step0,
-                    k_out_step1,
-                    k_out_rest,
-                    v_out_step0,
-                    v_out_step1,
-                    v_out_rest,
-                ) = numbers
-                lead0, lead1 = slot_mapping.shape
-                slot_mapping_ptr = slot_mapping.data_ptr()
-                k_out_ptr = k_out.data_ptr()
-                v_out_ptr = v_out.data_ptr()
-                if not made:
-                    k_out_n0, k_out_n1, k_out_n2, k_out_n3 = k_out.shape
-                    v_out_n0, v_out_n1, v_out_n2, v_out_n3 = v_out.shape
-                    k_out_end = k_out_ptr + k_out_rest + lead0 * k_out_step0 + lead1 * k_out_step1
-                    v_out_end = v_out_ptr + v_out_rest + lead0 * v_out_step0 + lead1 * v_out_step1
-                    low = k_out_ptr
-                    if v_out_ptr < low:
-                        low = v_out_ptr
-                    high = k_out_end
-                    if v_out_end > high:
-                        high = v_out_end
-                    if (
-                        k_out_n0 != lead0
-                        or k_out_n1 != lead1
-                        or v_out_n0 != lead0
-                        or v_out_n1 != lead1
-                        or (k_out_ptr < v_out_end and v_out_ptr < k_out_end)
-                        or (
-                            k_cache_ptr < high
-                            and low < k_cache_end
-                            and (k_cache_ptr < k_out_end and k_out_ptr < k_cache_end or k_cache_ptr < v_out_end and v_out_ptr < k_cache_end)
-                        )
-                        or (
-                            v_cache_ptr < high
-                            and low < v_cache_end
-                            and (v_cache_ptr < k_out_end and k_out_ptr < v_cache_end or v_cache_ptr < v_out_end and v_out_ptr < v_cache_end)
-                        )
-                        or (
-                            slot_mapping_ptr < high
-                            and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                            and (
-                                slot_mapping_ptr < k_out_end
-                                and k_out_ptr
-                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                or slot_mapping_ptr < v_out_end
-                                and v_out_ptr
-                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                            )
-                        )
-                    ):
-                        late = True
-                        continue
-                if (
-                    lead0 > lead0_least
-                    and lead1 > lead1_least
-                    and slot_mapping_ptr
-                    and k_out_ptr
-                    and v_out_ptr
-                    and not ((k_out_ptr | v_out_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
-                ):
-                    entry.used = cache.clock = cache.clock + 1
-                    if late:
-                        recent.promote(0, guard)
-                    if launch is not None:
-                        launch(k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_out_ptr, v_out_ptr, lead0, lead1)
-                        return k_out, v_out
-                    plan.run(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)
-                    return k_out, v_out
-                late = True
-        named = own_name if mode is None else enter(mode, (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), own_name)
-        return body0(recent, pools, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out, named)
+            named = own_name if mode is None else enter(mode, (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), own_name)
+            return body0(recent, pools, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out, named)
+        except Exception as error:  # free until something is raised
+            blame(error, (k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), own_name)
+            raise
 
     return call, bound_call

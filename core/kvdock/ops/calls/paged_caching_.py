@@ -9,7 +9,7 @@ def make(op):
     """Return the op as a function of all its arguments, and as one of a `BoundOp` and the rest."""
     is_compiling, get_mode, enter = op.is_compiling, op.get_mode, op.enter
     recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
-    find, prepare, slow = op.find, op.prepare, op.run_slowly
+    find, prepare, slow, blame = op.find, op.prepare, op.run_slowly, op.blame
 
     def body0(recent, pools, k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale, named):
         key = (named, 0, (), k_scale is None, v_scale is None)
@@ -302,88 +302,164 @@ def make(op):
         return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
 
     def call(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale):
-        if is_compiling():
-            return slow((k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), None)
-        mode = get_mode()
-        epoch, generation, guard, pools, fast_calls = recent.state0
         try:
-            known = epoch == chooser.epoch and generation == settings.generation and guard(k_cache, v_cache)
-        except TypeError:  # what is no tensor
-            known = False
-        if not known:
-            pools = None
-        elif fast_calls and mode is None and k_scale is None and v_scale is None:
-            place = pools.places.get(k_cache.data_ptr())
-            if place is None or place[2] != v_cache.data_ptr():
-                place = pools.place(k_cache, v_cache)
-            k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
-            if not plain:
-                fast_calls = ()  # the body finds out more
-            late = False
-            for guard, variant, entry, cache, static, launch, numbers in fast_calls:
-                plan = entry.value  # held until it has run, whatever becomes of the entry
-                try:
-                    same = plan is not None and guard(k, v, slot_mapping)
-                except TypeError:  # what is no tensor
-                    break
-                if not same:
-                    late = True
-                    continue
-                if variant == 0:
+            if is_compiling():
+                return slow((k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), None)
+            mode = get_mode()
+            epoch, generation, guard, pools, fast_calls = recent.state0
+            try:
+                known = epoch == chooser.epoch and generation == settings.generation and guard(k_cache, v_cache)
+            except TypeError:  # what is no tensor
+                known = False
+            if not known:
+                pools = None
+            elif fast_calls and mode is None and k_scale is None and v_scale is None:
+                place = pools.places.get(k_cache.data_ptr())
+                if place is None or place[2] != v_cache.data_ptr():
+                    place = pools.place(k_cache, v_cache)
+                k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
+                if not plain:
+                    fast_calls = ()  # the body finds out more
+                late = False
+                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                    plan = entry.value  # held until it has run, whatever becomes of the entry
+                    try:
+                        same = plan is not None and guard(k, v, slot_mapping)
+                    except TypeError:  # what is no tensor
+                        break
+                    if not same:
+                        late = True
+                        continue
+                    if variant == 0:
+                        (
+                            lead0_least,
+                            k_row,
+                            k_step0,
+                            k_rest,
+                            v_row,
+                            v_step0,
+                            v_rest,
+                            slot_mapping_mask,
+                            slot_mapping_step0,
+                            slot_mapping_rest,
+                        ) = numbers
+                        lead0 = slot_mapping.numel()
+                        k_ptr = k.data_ptr()
+                        v_ptr = v.data_ptr()
+                        slot_mapping_ptr = slot_mapping.data_ptr()
+                        if (
+                            lead0 > lead0_least
+                            and k_ptr
+                            and v_ptr
+                            and slot_mapping_ptr
+                            and k.numel() == lead0 * k_row
+                            and v.numel() == lead0 * v_row
+                            and not (
+                                (k_ptr | v_ptr) & 15
+                                or slot_mapping_ptr & slot_mapping_mask
+                                or (
+                                    k_ptr < high
+                                    and low < k_ptr + k_rest + lead0 * k_step0
+                                    and (
+                                        k_ptr < k_cache_end
+                                        and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0
+                                        or k_ptr < v_cache_end
+                                        and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0
+                                    )
+                                )
+                                or (
+                                    v_ptr < high
+                                    and low < v_ptr + v_rest + lead0 * v_step0
+                                    and (
+                                        v_ptr < k_cache_end
+                                        and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0
+                                        or v_ptr < v_cache_end
+                                        and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0
+                                    )
+                                )
+                                or (
+                                    slot_mapping_ptr < high
+                                    and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    and (
+                                        slot_mapping_ptr < k_cache_end
+                                        and k_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                        or slot_mapping_ptr < v_cache_end
+                                        and v_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    )
+                                )
+                            )
+                        ):
+                            entry.used = cache.clock = cache.clock + 1
+                            if late:
+                                recent.promote(0, guard)
+                            if launch is not None:
+                                return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0)
+                            return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
+                        late = True
+                        continue
                     (
                         lead0_least,
-                        k_row,
+                        lead1_least,
                         k_step0,
+                        k_step1,
                         k_rest,
-                        v_row,
                         v_step0,
+                        v_step1,
                         v_rest,
                         slot_mapping_mask,
                         slot_mapping_step0,
+                        slot_mapping_step1,
                         slot_mapping_rest,
                     ) = numbers
-                    lead0 = slot_mapping.numel()
+                    lead0, lead1 = slot_mapping.shape
+                    k_n0, k_n1, k_n2, k_n3 = k.shape
+                    v_n0, v_n1, v_n2, v_n3 = v.shape
                     k_ptr = k.data_ptr()
                     v_ptr = v.data_ptr()
                     slot_mapping_ptr = slot_mapping.data_ptr()
                     if (
                         lead0 > lead0_least
+                        and lead1 > lead1_least
                         and k_ptr
                         and v_ptr
                         and slot_mapping_ptr
-                        and k.numel() == lead0 * k_row
-                        and v.numel() == lead0 * v_row
+                        and k_n0 == lead0
+                        and k_n1 == lead1
+                        and v_n0 == lead0
+                        and v_n1 == lead1
                         and not (
                             (k_ptr | v_ptr) & 15
                             or slot_mapping_ptr & slot_mapping_mask
                             or (
                                 k_ptr < high
-                                and low < k_ptr + k_rest + lead0 * k_step0
+                                and low < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
                                 and (
                                     k_ptr < k_cache_end
-                                    and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0
+                                    and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
                                     or k_ptr < v_cache_end
-                                    and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0
+                                    and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
                                 )
                             )
                             or (
                                 v_ptr < high
-                                and low < v_ptr + v_rest + lead0 * v_step0
+                                and low < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
                                 and (
                                     v_ptr < k_cache_end
-                                    and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0
+                                    and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
                                     or v_ptr < v_cache_end
-                                    and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0
+                                    and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
                                 )
                             )
                             or (
                                 slot_mapping_ptr < high
-                                and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                                 and (
                                     slot_mapping_ptr < k_cache_end
-                                    and k_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    and k_cache_ptr
+                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                                     or slot_mapping_ptr < v_cache_end
-                                    and v_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    and v_cache_ptr
+                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                                 )
                             )
                         )
@@ -392,162 +468,166 @@ def make(op):
                         if late:
                             recent.promote(0, guard)
                         if launch is not None:
-                            return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0)
+                            return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0, lead1)
                         return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
                     late = True
-                    continue
-                (
-                    lead0_least,
-                    lead1_least,
-                    k_step0,
-                    k_step1,
-                    k_rest,
-                    v_step0,
-                    v_step1,
-                    v_rest,
-                    slot_mapping_mask,
-                    slot_mapping_step0,
-                    slot_mapping_step1,
-                    slot_mapping_rest,
-                ) = numbers
-                lead0, lead1 = slot_mapping.shape
-                k_n0, k_n1, k_n2, k_n3 = k.shape
-                v_n0, v_n1, v_n2, v_n3 = v.shape
-                k_ptr = k.data_ptr()
-                v_ptr = v.data_ptr()
-                slot_mapping_ptr = slot_mapping.data_ptr()
-                if (
-                    lead0 > lead0_least
-                    and lead1 > lead1_least
-                    and k_ptr
-                    and v_ptr
-                    and slot_mapping_ptr
-                    and k_n0 == lead0
-                    and k_n1 == lead1
-                    and v_n0 == lead0
-                    and v_n1 == lead1
-                    and not (
-                        (k_ptr | v_ptr) & 15
-                        or slot_mapping_ptr & slot_mapping_mask
-                        or (
-                            k_ptr < high
-                            and low < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
-                            and (
-                                k_ptr < k_cache_end
-                                and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
-                                or k_ptr < v_cache_end
-                                and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
-                            )
-                        )
-                        or (
-                            v_ptr < high
-                            and low < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
-                            and (
-                                v_ptr < k_cache_end
-                                and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
-                                or v_ptr < v_cache_end
-                                and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
-                            )
-                        )
-                        or (
-                            slot_mapping_ptr < high
-                            and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                            and (
-                                slot_mapping_ptr < k_cache_end
-                                and k_cache_ptr
-                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                or slot_mapping_ptr < v_cache_end
-                                and v_cache_ptr
-                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                            )
-                        )
-                    )
-                ):
-                    entry.used = cache.clock = cache.clock + 1
-                    if late:
-                        recent.promote(0, guard)
-                    if launch is not None:
-                        return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0, lead1)
-                    return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
-                late = True
-        named = None if mode is None else enter(mode, (k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), None)
-        return body0(recent, pools, k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale, named)
+            named = None if mode is None else enter(mode, (k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), None)
+            return body0(recent, pools, k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale, named)
+        except Exception as error:  # free until something is raised
+            blame(error, (k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), None)
+            raise
 
     def bound_call(bound, k, v, slot_mapping, k_scale, v_scale):
         recent, own_name = bound.recent, bound.own_name
         k_cache, v_cache, k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high = bound.fixed
-        if is_compiling():
-            return slow((k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), None)
-        mode = get_mode()
-        epoch, generation, guard, pools, fast_calls = recent.state0
-        if not (epoch == chooser.epoch and generation == settings.generation):
-            pools = None
-        elif fast_calls and mode is None and k_scale is None and v_scale is None:
-            late = False
-            for guard, variant, entry, cache, static, launch, numbers in fast_calls:
-                plan = entry.value  # held until it has run, whatever becomes of the entry
-                try:
-                    same = plan is not None and guard(k, v, slot_mapping)
-                except TypeError:  # what is no tensor
-                    break
-                if not same:
-                    late = True
-                    continue
-                if variant == 0:
+        try:
+            if is_compiling():
+                return slow((k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), None)
+            mode = get_mode()
+            epoch, generation, guard, pools, fast_calls = recent.state0
+            if not (epoch == chooser.epoch and generation == settings.generation):
+                pools = None
+            elif fast_calls and mode is None and k_scale is None and v_scale is None:
+                late = False
+                for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                    plan = entry.value  # held until it has run, whatever becomes of the entry
+                    try:
+                        same = plan is not None and guard(k, v, slot_mapping)
+                    except TypeError:  # what is no tensor
+                        break
+                    if not same:
+                        late = True
+                        continue
+                    if variant == 0:
+                        (
+                            lead0_least,
+                            k_row,
+                            k_step0,
+                            k_rest,
+                            v_row,
+                            v_step0,
+                            v_rest,
+                            slot_mapping_mask,
+                            slot_mapping_step0,
+                            slot_mapping_rest,
+                        ) = numbers
+                        lead0 = slot_mapping.numel()
+                        k_ptr = k.data_ptr()
+                        v_ptr = v.data_ptr()
+                        slot_mapping_ptr = slot_mapping.data_ptr()
+                        if (
+                            lead0 > lead0_least
+                            and k_ptr
+                            and v_ptr
+                            and slot_mapping_ptr
+                            and k.numel() == lead0 * k_row
+                            and v.numel() == lead0 * v_row
+                            and not (
+                                (k_ptr | v_ptr) & 15
+                                or slot_mapping_ptr & slot_mapping_mask
+                                or (
+                                    k_ptr < high
+                                    and low < k_ptr + k_rest + lead0 * k_step0
+                                    and (
+                                        k_ptr < k_cache_end
+                                        and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0
+                                        or k_ptr < v_cache_end
+                                        and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0
+                                    )
+                                )
+                                or (
+                                    v_ptr < high
+                                    and low < v_ptr + v_rest + lead0 * v_step0
+                                    and (
+                                        v_ptr < k_cache_end
+                                        and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0
+                                        or v_ptr < v_cache_end
+                                        and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0
+                                    )
+                                )
+                                or (
+                                    slot_mapping_ptr < high
+                                    and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    and (
+                                        slot_mapping_ptr < k_cache_end
+                                        and k_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                        or slot_mapping_ptr < v_cache_end
+                                        and v_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    )
+                                )
+                            )
+                        ):
+                            entry.used = cache.clock = cache.clock + 1
+                            if late:
+                                recent.promote(0, guard)
+                            if launch is not None:
+                                return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0)
+                            return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
+                        late = True
+                        continue
                     (
                         lead0_least,
-                        k_row,
+                        lead1_least,
                         k_step0,
+                        k_step1,
                         k_rest,
-                        v_row,
                         v_step0,
+                        v_step1,
                         v_rest,
                         slot_mapping_mask,
                         slot_mapping_step0,
+                        slot_mapping_step1,
                         slot_mapping_rest,
                     ) = numbers
-                    lead0 = slot_mapping.numel()
+                    lead0, lead1 = slot_mapping.shape
+                    k_n0, k_n1, k_n2, k_n3 = k.shape
+                    v_n0, v_n1, v_n2, v_n3 = v.shape
                     k_ptr = k.data_ptr()
                     v_ptr = v.data_ptr()
                     slot_mapping_ptr = slot_mapping.data_ptr()
                     if (
                         lead0 > lead0_least
+                        and lead1 > lead1_least
                         and k_ptr
                         and v_ptr
                         and slot_mapping_ptr
-                        and k.numel() == lead0 * k_row
-                        and v.numel() == lead0 * v_row
+                        and k_n0 == lead0
+                        and k_n1 == lead1
+                        and v_n0 == lead0
+                        and v_n1 == lead1
                         and not (
                             (k_ptr | v_ptr) & 15
                             or slot_mapping_ptr & slot_mapping_mask
                             or (
                                 k_ptr < high
-                                and low < k_ptr + k_rest + lead0 * k_step0
+                                and low < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
                                 and (
                                     k_ptr < k_cache_end
-                                    and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0
+                                    and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
                                     or k_ptr < v_cache_end
-                                    and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0
+                                    and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
                                 )
                             )
                             or (
                                 v_ptr < high
-                                and low < v_ptr + v_rest + lead0 * v_step0
+                                and low < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
                                 and (
                                     v_ptr < k_cache_end
-                                    and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0
+                                    and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
                                     or v_ptr < v_cache_end
-                                    and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0
+                                    and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
                                 )
                             )
                             or (
                                 slot_mapping_ptr < high
-                                and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                                 and (
                                     slot_mapping_ptr < k_cache_end
-                                    and k_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    and k_cache_ptr
+                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                                     or slot_mapping_ptr < v_cache_end
-                                    and v_cache_ptr < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0
+                                    and v_cache_ptr
+                                    < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
                                 )
                             )
                         )
@@ -556,85 +636,13 @@ def make(op):
                         if late:
                             recent.promote(0, guard)
                         if launch is not None:
-                            return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0)
+                            return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0, lead1)
                         return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
                     late = True
-                    continue
-                (
-                    lead0_least,
-                    lead1_least,
-                    k_step0,
-                    k_step1,
-                    k_rest,
-                    v_step0,
-                    v_step1,
-                    v_rest,
-                    slot_mapping_mask,
-                    slot_mapping_step0,
-                    slot_mapping_step1,
-                    slot_mapping_rest,
-                ) = numbers
-                lead0, lead1 = slot_mapping.shape
-                k_n0, k_n1, k_n2, k_n3 = k.shape
-                v_n0, v_n1, v_n2, v_n3 = v.shape
-                k_ptr = k.data_ptr()
-                v_ptr = v.data_ptr()
-                slot_mapping_ptr = slot_mapping.data_ptr()
-                if (
-                    lead0 > lead0_least
-                    and lead1 > lead1_least
-                    and k_ptr
-                    and v_ptr
-                    and slot_mapping_ptr
-                    and k_n0 == lead0
-                    and k_n1 == lead1
-                    and v_n0 == lead0
-                    and v_n1 == lead1
-                    and not (
-                        (k_ptr | v_ptr) & 15
-                        or slot_mapping_ptr & slot_mapping_mask
-                        or (
-                            k_ptr < high
-                            and low < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
-                            and (
-                                k_ptr < k_cache_end
-                                and k_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
-                                or k_ptr < v_cache_end
-                                and v_cache_ptr < k_ptr + k_rest + lead0 * k_step0 + lead1 * k_step1
-                            )
-                        )
-                        or (
-                            v_ptr < high
-                            and low < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
-                            and (
-                                v_ptr < k_cache_end
-                                and k_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
-                                or v_ptr < v_cache_end
-                                and v_cache_ptr < v_ptr + v_rest + lead0 * v_step0 + lead1 * v_step1
-                            )
-                        )
-                        or (
-                            slot_mapping_ptr < high
-                            and low < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                            and (
-                                slot_mapping_ptr < k_cache_end
-                                and k_cache_ptr
-                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                                or slot_mapping_ptr < v_cache_end
-                                and v_cache_ptr
-                                < slot_mapping_ptr + slot_mapping_rest + lead0 * slot_mapping_step0 + lead1 * slot_mapping_step1
-                            )
-                        )
-                    )
-                ):
-                    entry.used = cache.clock = cache.clock + 1
-                    if late:
-                        recent.promote(0, guard)
-                    if launch is not None:
-                        return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, lead0, lead1)
-                    return plan.run(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
-                late = True
-        named = own_name if mode is None else enter(mode, (k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), own_name)
-        return body0(recent, pools, k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale, named)
+            named = own_name if mode is None else enter(mode, (k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), own_name)
+            return body0(recent, pools, k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale, named)
+        except Exception as error:  # free until something is raised
+            blame(error, (k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale), own_name)
+            raise
 
     return call, bound_call

@@ -9,7 +9,7 @@ def make(op):
     """Return the op as a function of all its arguments, and as one of a `BoundOp` and the rest."""
     is_compiling, get_mode, enter = op.is_compiling, op.get_mode, op.enter
     recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
-    find, prepare, slow = op.find, op.prepare, op.run_slowly
+    find, prepare, slow, blame = op.find, op.prepare, op.run_slowly, op.blame
 
     def body0(recent, pools, k_cache, v_cache, k, v, cache_lengths, named):
         key = (named, 0, ())
@@ -396,11 +396,82 @@ def make(op):
         return plan.run(k_cache, v_cache, k, v, cache_lengths)
 
     def call(k_cache, v_cache, k, v, cache_lengths):
-        if is_compiling():
-            return slow((k_cache, v_cache, k, v, cache_lengths), None)
-        mode = get_mode()
-        if type(cache_lengths) is int:
-            epoch, generation, guard, pools, fast_calls = recent.state1
+        try:
+            if is_compiling():
+                return slow((k_cache, v_cache, k, v, cache_lengths), None)
+            mode = get_mode()
+            if type(cache_lengths) is int:
+                epoch, generation, guard, pools, fast_calls = recent.state1
+                try:
+                    known = epoch == chooser.epoch and generation == settings.generation and guard(k_cache, v_cache)
+                except TypeError:  # what is no tensor
+                    known = False
+                if not known:
+                    pools = None
+                elif fast_calls and mode is None:
+                    place = pools.places.get(k_cache.data_ptr())
+                    if place is None or place[2] != v_cache.data_ptr():
+                        place = pools.place(k_cache, v_cache)
+                    k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
+                    if not plain:
+                        fast_calls = ()  # the body finds out more
+                    late = False
+                    for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                        plan = entry.value  # held until it has run, whatever becomes of the entry
+                        try:
+                            same = plan is not None and guard(k, v)
+                        except TypeError:  # what is no tensor
+                            break
+                        if not same:
+                            late = True
+                            continue
+                        b_least, s_least, k_step0, k_step2, k_rest, v_step0, v_step2, v_rest = numbers
+                        b, k_n1, s, k_n3 = k.shape
+                        v_n0, v_n1, v_n2, v_n3 = v.shape
+                        k_ptr = k.data_ptr()
+                        v_ptr = v.data_ptr()
+                        if (
+                            b > b_least
+                            and s > s_least
+                            and k_ptr
+                            and v_ptr
+                            and v_n0 == b
+                            and v_n2 == s
+                            and not (
+                                (k_ptr | v_ptr) & 15
+                                or (
+                                    k_ptr < high
+                                    and low < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                    and (
+                                        k_ptr < k_cache_end
+                                        and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                        or k_ptr < v_cache_end
+                                        and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                    )
+                                )
+                                or (
+                                    v_ptr < high
+                                    and low < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    and (
+                                        v_ptr < k_cache_end
+                                        and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                        or v_ptr < v_cache_end
+                                        and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    )
+                                )
+                            )
+                            and (b <= v_cache.shape[0])
+                        ):
+                            entry.used = cache.clock = cache.clock + 1
+                            if late:
+                                recent.promote(1, guard)
+                            if launch is not None:
+                                return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, b, s, cache_lengths)
+                            return plan.run(k_cache, v_cache, k, v, cache_lengths)
+                        late = True
+                named = None if mode is None else enter(mode, (k_cache, v_cache, k, v, cache_lengths), None)
+                return body1(recent, pools, k_cache, v_cache, k, v, cache_lengths, named)
+            epoch, generation, guard, pools, fast_calls = recent.state0
             try:
                 known = epoch == chooser.epoch and generation == settings.generation and guard(k_cache, v_cache)
             except TypeError:  # what is no tensor
@@ -418,84 +489,88 @@ def make(op):
                 for guard, variant, entry, cache, static, launch, numbers in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry
                     try:
-                        same = plan is not None and guard(k, v)
+                        same = plan is not None and guard(k, v, cache_lengths)
                     except TypeError:  # what is no tensor
                         break
                     if not same:
                         late = True
                         continue
-                    b_least, s_least, k_step0, k_step2, k_rest, v_step0, v_step2, v_rest = numbers
-                    b, k_n1, s, k_n3 = k.shape
-                    v_n0, v_n1, v_n2, v_n3 = v.shape
-                    k_ptr = k.data_ptr()
-                    v_ptr = v.data_ptr()
-                    if (
-                        b > b_least
-                        and s > s_least
-                        and k_ptr
-                        and v_ptr
-                        and v_n0 == b
-                        and v_n2 == s
-                        and not (
-                            (k_ptr | v_ptr) & 15
-                            or (
-                                k_ptr < high
-                                and low < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                and (
-                                    k_ptr < k_cache_end
-                                    and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                    or k_ptr < v_cache_end
-                                    and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                )
-                            )
-                            or (
-                                v_ptr < high
-                                and low < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                and (
-                                    v_ptr < k_cache_end
-                                    and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                    or v_ptr < v_cache_end
-                                    and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                )
-                            )
+                    if variant == 1:
+                        b_least, s_least, k_step0, k_step2, k_rest, v_step0, v_step2, v_rest, cache_lengths_mask, cache_lengths_rest = (
+                            numbers
                         )
-                        and (b <= v_cache.shape[0])
-                    ):
-                        entry.used = cache.clock = cache.clock + 1
-                        if late:
-                            recent.promote(1, guard)
-                        if launch is not None:
-                            return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, b, s, cache_lengths)
-                        return plan.run(k_cache, v_cache, k, v, cache_lengths)
-                    late = True
-            named = None if mode is None else enter(mode, (k_cache, v_cache, k, v, cache_lengths), None)
-            return body1(recent, pools, k_cache, v_cache, k, v, cache_lengths, named)
-        epoch, generation, guard, pools, fast_calls = recent.state0
-        try:
-            known = epoch == chooser.epoch and generation == settings.generation and guard(k_cache, v_cache)
-        except TypeError:  # what is no tensor
-            known = False
-        if not known:
-            pools = None
-        elif fast_calls and mode is None:
-            place = pools.places.get(k_cache.data_ptr())
-            if place is None or place[2] != v_cache.data_ptr():
-                place = pools.place(k_cache, v_cache)
-            k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high, plain = place
-            if not plain:
-                fast_calls = ()  # the body finds out more
-            late = False
-            for guard, variant, entry, cache, static, launch, numbers in fast_calls:
-                plan = entry.value  # held until it has run, whatever becomes of the entry
-                try:
-                    same = plan is not None and guard(k, v, cache_lengths)
-                except TypeError:  # what is no tensor
-                    break
-                if not same:
-                    late = True
-                    continue
-                if variant == 1:
-                    b_least, s_least, k_step0, k_step2, k_rest, v_step0, v_step2, v_rest, cache_lengths_mask, cache_lengths_rest = numbers
+                        b, k_n1, s, k_n3 = k.shape
+                        v_n0, v_n1, v_n2, v_n3 = v.shape
+                        k_ptr = k.data_ptr()
+                        v_ptr = v.data_ptr()
+                        cache_lengths_ptr = cache_lengths.data_ptr()
+                        if (
+                            b > b_least
+                            and s > s_least
+                            and k_ptr
+                            and v_ptr
+                            and cache_lengths_ptr
+                            and v_n0 == b
+                            and v_n2 == s
+                            and not (
+                                (k_ptr | v_ptr) & 15
+                                or cache_lengths_ptr & cache_lengths_mask
+                                or (
+                                    k_ptr < high
+                                    and low < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                    and (
+                                        k_ptr < k_cache_end
+                                        and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                        or k_ptr < v_cache_end
+                                        and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                    )
+                                )
+                                or (
+                                    v_ptr < high
+                                    and low < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    and (
+                                        v_ptr < k_cache_end
+                                        and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                        or v_ptr < v_cache_end
+                                        and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    )
+                                )
+                                or (
+                                    cache_lengths_ptr < high
+                                    and low < cache_lengths_ptr + cache_lengths_rest
+                                    and (
+                                        cache_lengths_ptr < k_cache_end
+                                        and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest
+                                        or cache_lengths_ptr < v_cache_end
+                                        and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest
+                                    )
+                                )
+                            )
+                            and (b <= v_cache.shape[0])
+                        ):
+                            entry.used = cache.clock = cache.clock + 1
+                            if late:
+                                recent.promote(0, guard)
+                            if launch is not None:
+                                return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s)
+                            return plan.run(k_cache, v_cache, k, v, cache_lengths)
+                        late = True
+                        continue
+                    (
+                        b_least,
+                        s_least,
+                        n_least,
+                        k_step0,
+                        k_step2,
+                        k_rest,
+                        v_step0,
+                        v_step2,
+                        v_rest,
+                        cache_lengths_mask,
+                        cache_lengths_step0,
+                        cache_lengths_rest,
+                    ) = numbers
+                    n = cache_lengths.numel()
                     b, k_n1, s, k_n3 = k.shape
                     v_n0, v_n1, v_n2, v_n3 = v.shape
                     k_ptr = k.data_ptr()
@@ -504,6 +579,7 @@ def make(op):
                     if (
                         b > b_least
                         and s > s_least
+                        and n > n_least
                         and k_ptr
                         and v_ptr
                         and cache_lengths_ptr
@@ -534,109 +610,100 @@ def make(op):
                             )
                             or (
                                 cache_lengths_ptr < high
-                                and low < cache_lengths_ptr + cache_lengths_rest
+                                and low < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
                                 and (
                                     cache_lengths_ptr < k_cache_end
-                                    and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest
+                                    and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
                                     or cache_lengths_ptr < v_cache_end
-                                    and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest
+                                    and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
                                 )
                             )
                         )
                         and (b <= v_cache.shape[0])
+                        and (n == 1 or n == b)
                     ):
                         entry.used = cache.clock = cache.clock + 1
                         if late:
                             recent.promote(0, guard)
                         if launch is not None:
-                            return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s)
+                            return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s, n)
                         return plan.run(k_cache, v_cache, k, v, cache_lengths)
                     late = True
-                    continue
-                (
-                    b_least,
-                    s_least,
-                    n_least,
-                    k_step0,
-                    k_step2,
-                    k_rest,
-                    v_step0,
-                    v_step2,
-                    v_rest,
-                    cache_lengths_mask,
-                    cache_lengths_step0,
-                    cache_lengths_rest,
-                ) = numbers
-                n = cache_lengths.numel()
-                b, k_n1, s, k_n3 = k.shape
-                v_n0, v_n1, v_n2, v_n3 = v.shape
-                k_ptr = k.data_ptr()
-                v_ptr = v.data_ptr()
-                cache_lengths_ptr = cache_lengths.data_ptr()
-                if (
-                    b > b_least
-                    and s > s_least
-                    and n > n_least
-                    and k_ptr
-                    and v_ptr
-                    and cache_lengths_ptr
-                    and v_n0 == b
-                    and v_n2 == s
-                    and not (
-                        (k_ptr | v_ptr) & 15
-                        or cache_lengths_ptr & cache_lengths_mask
-                        or (
-                            k_ptr < high
-                            and low < k_ptr + k_rest + b * k_step0 + s * k_step2
-                            and (
-                                k_ptr < k_cache_end
-                                and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                or k_ptr < v_cache_end
-                                and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
-                            )
-                        )
-                        or (
-                            v_ptr < high
-                            and low < v_ptr + v_rest + b * v_step0 + s * v_step2
-                            and (
-                                v_ptr < k_cache_end
-                                and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                or v_ptr < v_cache_end
-                                and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
-                            )
-                        )
-                        or (
-                            cache_lengths_ptr < high
-                            and low < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
-                            and (
-                                cache_lengths_ptr < k_cache_end
-                                and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
-                                or cache_lengths_ptr < v_cache_end
-                                and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
-                            )
-                        )
-                    )
-                    and (b <= v_cache.shape[0])
-                    and (n == 1 or n == b)
-                ):
-                    entry.used = cache.clock = cache.clock + 1
-                    if late:
-                        recent.promote(0, guard)
-                    if launch is not None:
-                        return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s, n)
-                    return plan.run(k_cache, v_cache, k, v, cache_lengths)
-                late = True
-        named = None if mode is None else enter(mode, (k_cache, v_cache, k, v, cache_lengths), None)
-        return body0(recent, pools, k_cache, v_cache, k, v, cache_lengths, named)
+            named = None if mode is None else enter(mode, (k_cache, v_cache, k, v, cache_lengths), None)
+            return body0(recent, pools, k_cache, v_cache, k, v, cache_lengths, named)
+        except Exception as error:  # free until something is raised
+            blame(error, (k_cache, v_cache, k, v, cache_lengths), None)
+            raise
 
     def bound_call(bound, k, v, cache_lengths):
         recent, own_name = bound.recent, bound.own_name
         k_cache, v_cache, k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high = bound.fixed
-        if is_compiling():
-            return slow((k_cache, v_cache, k, v, cache_lengths), None)
-        mode = get_mode()
-        if type(cache_lengths) is int:
-            epoch, generation, guard, pools, fast_calls = recent.state1
+        try:
+            if is_compiling():
+                return slow((k_cache, v_cache, k, v, cache_lengths), None)
+            mode = get_mode()
+            if type(cache_lengths) is int:
+                epoch, generation, guard, pools, fast_calls = recent.state1
+                if not (epoch == chooser.epoch and generation == settings.generation):
+                    pools = None
+                elif fast_calls and mode is None:
+                    late = False
+                    for guard, variant, entry, cache, static, launch, numbers in fast_calls:
+                        plan = entry.value  # held until it has run, whatever becomes of the entry
+                        try:
+                            same = plan is not None and guard(k, v)
+                        except TypeError:  # what is no tensor
+                            break
+                        if not same:
+                            late = True
+                            continue
+                        b_least, s_least, k_step0, k_step2, k_rest, v_step0, v_step2, v_rest = numbers
+                        b, k_n1, s, k_n3 = k.shape
+                        v_n0, v_n1, v_n2, v_n3 = v.shape
+                        k_ptr = k.data_ptr()
+                        v_ptr = v.data_ptr()
+                        if (
+                            b > b_least
+                            and s > s_least
+                            and k_ptr
+                            and v_ptr
+                            and v_n0 == b
+                            and v_n2 == s
+                            and not (
+                                (k_ptr | v_ptr) & 15
+                                or (
+                                    k_ptr < high
+                                    and low < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                    and (
+                                        k_ptr < k_cache_end
+                                        and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                        or k_ptr < v_cache_end
+                                        and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                    )
+                                )
+                                or (
+                                    v_ptr < high
+                                    and low < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    and (
+                                        v_ptr < k_cache_end
+                                        and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                        or v_ptr < v_cache_end
+                                        and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    )
+                                )
+                            )
+                            and (b <= v_cache.shape[0])
+                        ):
+                            entry.used = cache.clock = cache.clock + 1
+                            if late:
+                                recent.promote(1, guard)
+                            if launch is not None:
+                                return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, b, s, cache_lengths)
+                            return plan.run(k_cache, v_cache, k, v, cache_lengths)
+                        late = True
+                named = own_name if mode is None else enter(mode, (k_cache, v_cache, k, v, cache_lengths), own_name)
+                return body1(recent, pools, k_cache, v_cache, k, v, cache_lengths, named)
+            epoch, generation, guard, pools, fast_calls = recent.state0
             if not (epoch == chooser.epoch and generation == settings.generation):
                 pools = None
             elif fast_calls and mode is None:
@@ -644,74 +711,88 @@ def make(op):
                 for guard, variant, entry, cache, static, launch, numbers in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry
                     try:
-                        same = plan is not None and guard(k, v)
+                        same = plan is not None and guard(k, v, cache_lengths)
                     except TypeError:  # what is no tensor
                         break
                     if not same:
                         late = True
                         continue
-                    b_least, s_least, k_step0, k_step2, k_rest, v_step0, v_step2, v_rest = numbers
-                    b, k_n1, s, k_n3 = k.shape
-                    v_n0, v_n1, v_n2, v_n3 = v.shape
-                    k_ptr = k.data_ptr()
-                    v_ptr = v.data_ptr()
-                    if (
-                        b > b_least
-                        and s > s_least
-                        and k_ptr
-                        and v_ptr
-                        and v_n0 == b
-                        and v_n2 == s
-                        and not (
-                            (k_ptr | v_ptr) & 15
-                            or (
-                                k_ptr < high
-                                and low < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                and (
-                                    k_ptr < k_cache_end
-                                    and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                    or k_ptr < v_cache_end
-                                    and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                )
-                            )
-                            or (
-                                v_ptr < high
-                                and low < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                and (
-                                    v_ptr < k_cache_end
-                                    and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                    or v_ptr < v_cache_end
-                                    and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                )
-                            )
+                    if variant == 1:
+                        b_least, s_least, k_step0, k_step2, k_rest, v_step0, v_step2, v_rest, cache_lengths_mask, cache_lengths_rest = (
+                            numbers
                         )
-                        and (b <= v_cache.shape[0])
-                    ):
-                        entry.used = cache.clock = cache.clock + 1
-                        if late:
-                            recent.promote(1, guard)
-                        if launch is not None:
-                            return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, b, s, cache_lengths)
-                        return plan.run(k_cache, v_cache, k, v, cache_lengths)
-                    late = True
-            named = own_name if mode is None else enter(mode, (k_cache, v_cache, k, v, cache_lengths), own_name)
-            return body1(recent, pools, k_cache, v_cache, k, v, cache_lengths, named)
-        epoch, generation, guard, pools, fast_calls = recent.state0
-        if not (epoch == chooser.epoch and generation == settings.generation):
-            pools = None
-        elif fast_calls and mode is None:
-            late = False
-            for guard, variant, entry, cache, static, launch, numbers in fast_calls:
-                plan = entry.value  # held until it has run, whatever becomes of the entry
-                try:
-                    same = plan is not None and guard(k, v, cache_lengths)
-                except TypeError:  # what is no tensor
-                    break
-                if not same:
-                    late = True
-                    continue
-                if variant == 1:
-                    b_least, s_least, k_step0, k_step2, k_rest, v_step0, v_step2, v_rest, cache_lengths_mask, cache_lengths_rest = numbers
+                        b, k_n1, s, k_n3 = k.shape
+                        v_n0, v_n1, v_n2, v_n3 = v.shape
+                        k_ptr = k.data_ptr()
+                        v_ptr = v.data_ptr()
+                        cache_lengths_ptr = cache_lengths.data_ptr()
+                        if (
+                            b > b_least
+                            and s > s_least
+                            and k_ptr
+                            and v_ptr
+                            and cache_lengths_ptr
+                            and v_n0 == b
+                            and v_n2 == s
+                            and not (
+                                (k_ptr | v_ptr) & 15
+                                or cache_lengths_ptr & cache_lengths_mask
+                                or (
+                                    k_ptr < high
+                                    and low < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                    and (
+                                        k_ptr < k_cache_end
+                                        and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                        or k_ptr < v_cache_end
+                                        and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
+                                    )
+                                )
+                                or (
+                                    v_ptr < high
+                                    and low < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    and (
+                                        v_ptr < k_cache_end
+                                        and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                        or v_ptr < v_cache_end
+                                        and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
+                                    )
+                                )
+                                or (
+                                    cache_lengths_ptr < high
+                                    and low < cache_lengths_ptr + cache_lengths_rest
+                                    and (
+                                        cache_lengths_ptr < k_cache_end
+                                        and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest
+                                        or cache_lengths_ptr < v_cache_end
+                                        and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest
+                                    )
+                                )
+                            )
+                            and (b <= v_cache.shape[0])
+                        ):
+                            entry.used = cache.clock = cache.clock + 1
+                            if late:
+                                recent.promote(0, guard)
+                            if launch is not None:
+                                return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s)
+                            return plan.run(k_cache, v_cache, k, v, cache_lengths)
+                        late = True
+                        continue
+                    (
+                        b_least,
+                        s_least,
+                        n_least,
+                        k_step0,
+                        k_step2,
+                        k_rest,
+                        v_step0,
+                        v_step2,
+                        v_rest,
+                        cache_lengths_mask,
+                        cache_lengths_step0,
+                        cache_lengths_rest,
+                    ) = numbers
+                    n = cache_lengths.numel()
                     b, k_n1, s, k_n3 = k.shape
                     v_n0, v_n1, v_n2, v_n3 = v.shape
                     k_ptr = k.data_ptr()
@@ -720,6 +801,7 @@ def make(op):
                     if (
                         b > b_least
                         and s > s_least
+                        and n > n_least
                         and k_ptr
                         and v_ptr
                         and cache_lengths_ptr
@@ -750,99 +832,29 @@ def make(op):
                             )
                             or (
                                 cache_lengths_ptr < high
-                                and low < cache_lengths_ptr + cache_lengths_rest
+                                and low < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
                                 and (
                                     cache_lengths_ptr < k_cache_end
-                                    and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest
+                                    and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
                                     or cache_lengths_ptr < v_cache_end
-                                    and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest
+                                    and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
                                 )
                             )
                         )
                         and (b <= v_cache.shape[0])
+                        and (n == 1 or n == b)
                     ):
                         entry.used = cache.clock = cache.clock + 1
                         if late:
                             recent.promote(0, guard)
                         if launch is not None:
-                            return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s)
+                            return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s, n)
                         return plan.run(k_cache, v_cache, k, v, cache_lengths)
                     late = True
-                    continue
-                (
-                    b_least,
-                    s_least,
-                    n_least,
-                    k_step0,
-                    k_step2,
-                    k_rest,
-                    v_step0,
-                    v_step2,
-                    v_rest,
-                    cache_lengths_mask,
-                    cache_lengths_step0,
-                    cache_lengths_rest,
-                ) = numbers
-                n = cache_lengths.numel()
-                b, k_n1, s, k_n3 = k.shape
-                v_n0, v_n1, v_n2, v_n3 = v.shape
-                k_ptr = k.data_ptr()
-                v_ptr = v.data_ptr()
-                cache_lengths_ptr = cache_lengths.data_ptr()
-                if (
-                    b > b_least
-                    and s > s_least
-                    and n > n_least
-                    and k_ptr
-                    and v_ptr
-                    and cache_lengths_ptr
-                    and v_n0 == b
-                    and v_n2 == s
-                    and not (
-                        (k_ptr | v_ptr) & 15
-                        or cache_lengths_ptr & cache_lengths_mask
-                        or (
-                            k_ptr < high
-                            and low < k_ptr + k_rest + b * k_step0 + s * k_step2
-                            and (
-                                k_ptr < k_cache_end
-                                and k_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
-                                or k_ptr < v_cache_end
-                                and v_cache_ptr < k_ptr + k_rest + b * k_step0 + s * k_step2
-                            )
-                        )
-                        or (
-                            v_ptr < high
-                            and low < v_ptr + v_rest + b * v_step0 + s * v_step2
-                            and (
-                                v_ptr < k_cache_end
-                                and k_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
-                                or v_ptr < v_cache_end
-                                and v_cache_ptr < v_ptr + v_rest + b * v_step0 + s * v_step2
-                            )
-                        )
-                        or (
-                            cache_lengths_ptr < high
-                            and low < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
-                            and (
-                                cache_lengths_ptr < k_cache_end
-                                and k_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
-                                or cache_lengths_ptr < v_cache_end
-                                and v_cache_ptr < cache_lengths_ptr + cache_lengths_rest + n * cache_lengths_step0
-                            )
-                        )
-                    )
-                    and (b <= v_cache.shape[0])
-                    and (n == 1 or n == b)
-                ):
-                    entry.used = cache.clock = cache.clock + 1
-                    if late:
-                        recent.promote(0, guard)
-                    if launch is not None:
-                        return launch(k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_lengths_ptr, b, s, n)
-                    return plan.run(k_cache, v_cache, k, v, cache_lengths)
-                late = True
-        named = own_name if mode is None else enter(mode, (k_cache, v_cache, k, v, cache_lengths), own_name)
-        return body0(recent, pools, k_cache, v_cache, k, v, cache_lengths, named)
+            named = own_name if mode is None else enter(mode, (k_cache, v_cache, k, v, cache_lengths), own_name)
+            return body0(recent, pools, k_cache, v_cache, k, v, cache_lengths, named)
+        except Exception as error:  # free until something is raised
+            blame(error, (k_cache, v_cache, k, v, cache_lengths), own_name)
+            raise
 
     return call, bound_call

@@ -41,16 +41,16 @@ def make(op):
     """Return the op as a function of all its arguments, and as one of a `BoundOp` and the rest."""
     is_compiling, get_mode, enter = op.is_compiling, op.get_mode, op.enter
     recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
-    find, prepare, slow = op.find, op.prepare, op.run_slowly
+    find, prepare, slow, blame = op.find, op.prepare, op.run_slowly, op.blame
 '''
 
 
 _OWN_NAMES = frozenset(
     """
-    body0 body1 bound bound_call cache call chooser classes count EMPTY enter entry epoch fast fast_calls FastCall find generation
-    get_mode getattr guard has_internal_overlap high int is_compiling is_full key known late launch low made make make_outputs mode
-    more named numbers op own_name place plain plan pools prepare rank recent same schema settings signature size0 size1 slow static
-    strides type TypeError variant
+    blame body0 body1 bound bound_call cache call chooser classes count EMPTY enter entry epoch error Exception fast fast_calls
+    FastCall find generation get_mode getattr guard has_internal_overlap high int is_compiling is_full key known late launch low made
+    make make_outputs mode more named numbers op own_name place plain plan pools prepare rank recent same schema settings signature
+    size0 size1 slow static strides type TypeError variant
     """.split()  # noqa: SIM905 - a list would be one name to a line
 )
 """What the code of every op calls its own things."""
@@ -179,22 +179,30 @@ class _Module:
 
     def _call(self, *, is_bound: bool) -> Iterator[str]:
         """Write a way in."""
-        schema, values, names = self.schema, self.sources[0].values, ", ".join(self.schema.arg_names)
+        schema, values = self.schema, self.sources[0].values
         finish, own = self.sources[0].finish, "own_name" if is_bound else "None"
         args = [name for name in schema.arg_names if not (is_bound and name in self.pools)]
         yield f"def {'bound_call' if is_bound else 'call'}({', '.join([*(['bound'] if is_bound else []), *args])}):"
         if is_bound:
             yield "    recent, own_name = bound.recent, bound.own_name"
             yield f"    {names_of([*self.pools, *self.place])} = bound.fixed"
-        yield "    if is_compiling():"
-        yield from indented(finish(f"slow({values}, None)"), 2)
-        yield "    mode = get_mode()"
+        yield "    try:"
+        yield from indented(self._tried(is_bound, own, finish), 2)
+        yield "    except Exception as error:  # free until something is raised"
+        yield f"        blame(error, {values}, {own})"
+        yield "        raise"
+
+    def _tried(self, is_bound: bool, own: str, finish: Callable[[str], list[str]]) -> Iterator[str]:
+        """Write what a way in does, whatever may be raised there."""
+        values, names = self.sources[0].values, ", ".join(self.schema.arg_names)
+        yield "if is_compiling():"
+        yield from indented(finish(f"slow({values}, None)"), 1)
+        yield "mode = get_mode()"
         for group in reversed(self.groups):
-            last = group == self.groups[0]
-            if not last:
-                yield f"    if type({self.pivot}) is int:"
-            yield from indented(self._fast(group, is_bound), 1 if last else 2)
-            by = 1 if last else 2
+            by = 0 if group == self.groups[0] else 1
+            if by:
+                yield f"if type({self.pivot}) is int:"
+            yield from indented(self._fast(group, is_bound), by)
             yield from indented([f"named = {own} if mode is None else enter(mode, {values}, {own})"], by)
             if self.ints:
                 yield from indented([f"if {' or '.join(f'type({name}) is not int' for name in self.ints)}:"], by)

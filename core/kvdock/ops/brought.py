@@ -1,0 +1,46 @@
+"""An op that a plugin brings: its schema, a kernel for every device, and what it means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+
+from kvdock.errors import ArgumentTypeError, ArgumentValueError
+from kvdock.interface import Kernel
+from kvdock.ops.calls.writer import source_of
+from kvdock.ops.catalog import CATALOG
+from kvdock.ops.schema import OpSchema
+
+__all__ = ["Op"]
+
+
+@attrs.frozen
+class Op:
+    """An op of a plugin's own, which the hook ``kvdock_ops`` returns. It is called, cached, bound and explained as kvdock's own are.
+
+    Args:
+        schema: what it takes and writes. Its name begins with that of its plugin, so that no two plugins mean different things by one.
+        portable: a kernel of torch operations for any device, which serves what a backend lacks. It asks for no values on a device.
+        reference: the meaning, in plain loops: a function of the arguments in the schema's order that writes what the op writes. For
+            tests only; the conformance kit compares kernels with it.
+
+    Raises:
+        ArgumentTypeError: a part of the wrong type.
+        ArgumentValueError: a name that kvdock's own ops have, or that the code of a call cannot have.
+    """
+
+    schema: OpSchema
+    portable: Kernel
+    reference: Callable[..., object]
+
+    def __attrs_post_init__(self) -> None:
+        for part, kind in (("schema", OpSchema), ("portable", Kernel)):
+            if not isinstance(getattr(self, part), kind):
+                raise ArgumentTypeError(f"Op: {part}", expected=f"a {kind.__name__}", got=repr(getattr(self, part))[:80])
+        if not callable(self.reference):
+            raise ArgumentTypeError("Op: reference", expected="a function", got=repr(self.reference)[:80])
+        name = self.schema.name
+        if name in CATALOG or not name.isidentifier():
+            raise ArgumentValueError("Op: schema.name", expected="an identifier that is no op of kvdock's own", got=repr(name))
+        source_of(self.schema)
