@@ -17,6 +17,7 @@ __all__ = ["AREAS", "load"]
 
 AREAS = (
     "families",
+    "pairs",
     "paged_caching",
     "gather_paged",
     "gather_results",

@@ -20,7 +20,7 @@ FAULTS = Faults()
 FaultyMove = Callable[[Move, BackendCall, Args], None]
 
 
-def each(name: str, sentence: str, roles: str, among: str = "") -> Callable[[FaultyMove], FaultyMove]:
+def each(name: str, sentence: str, roles: str, among: str = "", to: Faults = FAULTS) -> Callable[[FaultyMove], FaultyMove]:
     """Add a fault of every move.
 
     Args:
@@ -29,11 +29,12 @@ def each(name: str, sentence: str, roles: str, among: str = "") -> Callable[[Fau
         roles: what the requirements are about that must notice it, of those that a move has: see `Move.roles`. With a ``!`` one
             notices it in host memory only; with a ``?`` so it is with reads, which need not say what they leave out.
         among: only moves that have a requirement about this can be wrong like this.
+        to: the list.
     """
 
     def add(change: FaultyMove) -> FaultyMove:
         for move in MOVES.values():
-            _add(FAULTS.call, move, name, sentence, roles, among)(lambda run, args, move=move: change(move, run, args))
+            _add(to.call, move, name, sentence, roles, among)(lambda run, args, move=move: change(move, run, args))
         return change
 
     return add

@@ -192,7 +192,7 @@ _SLOT_ROLES = "blocks dims heads unlike many grid orders parts rows addresses nu
 WRITE = _by_slots(
     _WRITE,
     "write",
-    f"first bytes padding beyond ends index batch nothing equal {_SLOT_ROLES} quantised far repeated",
+    f"first bytes padding beyond ends index batch nothing equal {_SLOT_ROLES} quantised far repeated together",
     (("k", "k_cache"), ("v", "v_cache")),
     {
         "last-slot-is-beyond": "last-slot-dropped",
@@ -202,7 +202,7 @@ GATHER = _by_slots(
     _GATHER,
     "gather",
     f"first out-bytes padding beyond ends index batch nothing again {_SLOT_ROLES} expanded returned out far repeated kept quantised "
-    "refused",
+    "refused together",
     (("k_cache", "k_out"), ("v_cache", "v_out")),
     {
         "last-token-dropped": "last-token-left",
@@ -242,7 +242,7 @@ COPY = Move(
     _COPY,
     "copy",
     "first bytes padding beyond ends doubled chained host-read index host forms nothing blocks dims heads unlike "
-    "many grid orders parts addresses numbers quantised inputs far repeated refused",
+    "many grid orders parts addresses numbers quantised inputs far repeated refused together",
     (("k_cache", "k_cache"), ("v_cache", "v_cache")),
     "block_pairs",
     _pair_places,
@@ -305,7 +305,7 @@ STATIC: Move = Move(
     _STATIC,
     "static",
     "first bytes index lengths filled beyond negative nothing fewer many dims heads unlike orders parts rows "
-    "addresses numbers inputs repeated far grid",
+    "addresses numbers inputs repeated far grid together",
     (("k", "k_cache"), ("v", "v_cache")),
     "cache_lengths",
     _new_places,
