@@ -22,9 +22,9 @@ from kvdock_conformance.checking.target import Target
 __all__ = ["PoolThread", "check_shared_pools", "stumbling"]
 
 _LOOKS = 3
-_SHARE, _SLEEP_S = 0.1, 1e-5  # of the events of Python's own profiler, and how long a thread stands back at them
+_SHARE, _SLEEP_S = 0.2, 1e-4  # of the events of Python's own profiler, and how long a thread stands back at them
 _STOPS = 40  # in one call: one under an interpreter has tens of thousands of such events
-_RUN_S, _FEWEST_TURNS = 0.08, 4  # most threads meet within so long; under an interpreter, a call takes long
+_RUN_S, _FEWEST_TURNS = 0.15, 4  # most threads meet within so long; under an interpreter, a call takes long
 _WAIT_S = 30.0
 
 
@@ -58,9 +58,11 @@ class PoolThread:
         memory: the memory of all threads.
         expected: what it must hold once every call was made; a twin that is written to.
         call: the call as data.
+        number: which of the threads it is.
     """
 
-    def __init__(self, target: Target, memory: Arenas, expected: Arenas, call: Mapping[str, Any]) -> None:
+    def __init__(self, target: Target, memory: Arenas, expected: Arenas, call: Mapping[str, Any], number: int) -> None:
+        self._number = number
         self._target, self._memory, self._op = target, memory, call["op"]
         self._args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
         before = memory.copy()
@@ -86,19 +88,19 @@ class PoolThread:
             for content, places, right in self._places:
                 content[places] = ~right
             # Every other time at full speed: what is native can only meet what runs at the same time.
-            with stumbling(turn) if turn % 2 else nullcontext():
+            with stumbling(turn * 31 + self._number) if turn % 2 else nullcontext():
                 self._target.call(self._op, self._args)
             for _ in range(_LOOKS):  # what others write back late is found too
-                self._look(turn)
-                time.sleep(_SLEEP_S)
+                self._look()
+                time.sleep(0)
             if turn + 1 >= _FEWEST_TURNS and time.monotonic() > end:
                 break
 
-    def _look(self, turn: int) -> None:
+    def _look(self) -> None:
         for content, places, right in self._places:
             if not torch.equal(content[places], right):
                 wrong = int((content[places] != right).sum())
-                what = f"{self._op}, call {turn} of a thread beside others"
+                what = f"{self._op} by a thread beside others"
                 raise NonconformanceError(what, expected="its own bytes as they were written", got=f"{wrong} that are not")
 
 
@@ -113,7 +115,7 @@ def check_shared_pools(target: Target, data: Mapping[str, Any]) -> None:
         for spec in call["args"].values():
             memory.tensor(spec)  # writes its values
     expected = memory.copy()
-    threads = [PoolThread(target, memory, expected, call) for call in data["calls"]]
+    threads = [PoolThread(target, memory, expected, call, number) for number, call in enumerate(data["calls"])]
     ready = threading.Barrier(len(threads))
     with ThreadPoolExecutor(len(threads)) as pool:
         made = [pool.submit(thread.run, ready) for thread in threads]

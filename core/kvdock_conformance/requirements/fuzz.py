@@ -12,7 +12,7 @@ from kvdock_conformance.requirement import Case, Level, Requirement
 __all__ = ["AREA", "REQUIREMENTS"]
 
 AREA = "fuzz"
-_CORE, _EXTENDED = 24, 200
+_CORE, _EXTENDED = 48, 200
 
 
 def _cases() -> Iterator[Case]:

@@ -61,6 +61,8 @@ def _in_turn() -> Iterable[Case]:
             plain = OpCall(op, tokens=count, geometry=Geometry(num_blocks=16, block=16))
             first: Any = plain.arguments(drawing)
             other: Any = attrs.evolve(plain, seed=2).arguments(Drawing())
+            if op == "copy_blocks_":  # from and to other blocks: back again would change nothing
+                other["block_pairs"] = attrs.evolve(first["block_pairs"], values=[block + 5 for block in first["block_pairs"].values])
             indices = {name: attrs.evolve(first[name], values=other[name].values) for name in _INDICES if name in first}
             yield Case(f"{op}, {count}", drawing.case(call(op, **first), call(op, **(first | indices))))
 
