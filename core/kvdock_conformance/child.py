@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -25,6 +26,8 @@ _SHOWN = 6000  # bytes of its output to keep
 _OUTPUT = 1 << 25  # bytes of its output on disk, above which all but the end is dropped
 _QUOTED = 200  # bytes to show of what is no answer
 _LONGEST = 1 << 24  # bytes of an answer; more without an end of line is none
+_BLOCK = 512  # what `st_blocks` counts
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2), which has no name in `os`
 COMMAND = (sys.executable, "-P", "-m", "kvdock_conformance.worker")
 
 
@@ -52,8 +55,8 @@ class Child:
 
     def __init__(self, command: Sequence[str] = COMMAND, environ: Mapping[str, str] | None = None) -> None:
         self._output: IO[bytes] = tempfile.TemporaryFile("w+b", buffering=0)  # noqa: SIM115 - a file: nobody needs to read it
-        fcntl.fcntl(self._output, fcntl.F_SETFL, fcntl.fcntl(self._output, fcntl.F_GETFL) | os.O_APPEND)  # so that it may be cut
-        self._kept = b""  # the end of what was cut
+        # Both stdout and stderr write at its end, also behind what a process that was left behind has written.
+        fcntl.fcntl(self._output, fcntl.F_SETFL, fcntl.fcntl(self._output, fcntl.F_GETFL) | os.O_APPEND)
         self._asked = 0
         from_parent, self._requests = os.pipe()
         self._answers, to_parent = os.pipe()
@@ -141,14 +144,14 @@ class Child:
         return line or b"\n"
 
     def _cut_output(self) -> None:
-        """Drop what it has written, but the end, where it fills the disk."""
-        if os.fstat(self._output.fileno()).st_size > _OUTPUT:
-            self._kept = self._end_of_output()
-            os.ftruncate(self._output.fileno(), 0)
+        """Give back to the disk what it has written, but the end, which stays where it is: the child goes on writing behind it."""
+        status = os.fstat(self._output.fileno())
+        if status.st_blocks * _BLOCK > _OUTPUT:
+            _punch(self._output.fileno(), status.st_size - _SHOWN)
 
     def _end_of_output(self) -> bytes:
         start = max(os.fstat(self._output.fileno()).st_size - _SHOWN, 0)
-        return (self._kept + os.pread(self._output.fileno(), _SHOWN, start))[-_SHOWN:]
+        return os.pread(self._output.fileno(), _SHOWN, start)
 
     def _ended(self, how: str) -> ChildEndedError:
         """End the child, and report how it ended: by itself, unless ``how`` is given."""
@@ -177,6 +180,12 @@ class Child:
         os.close(self._requests)
         os.close(self._answers)
         self._output.close()
+
+
+def _punch(file: int, length: int) -> None:
+    """Free the disk below the first bytes of a file, and change neither its length nor what is behind them."""
+    # A file system that cannot do that keeps it all: to cut and copy by hand would lose what is written in between.
+    ctypes.CDLL(None).fallocate(file, _PUNCH_HOLE | _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(length))
 
 
 def _how(code: int | None) -> str:

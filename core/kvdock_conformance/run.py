@@ -55,12 +55,21 @@ class ConformanceRun:
         return [outcome for outcome in self.outcomes if outcome.verdict is Verdict.FAILED]
 
     @property
+    def given_up(self) -> list[Outcome]:
+        """The requirements that failed by crashes or hangs, so often that the rest of their cases was not run."""
+        return [outcome for outcome in self.outcomes if outcome.given_up]
+
+    @property
     def exit_code(self) -> int:
         """0 when all are accounted for and none failed; 1 when one failed; 3 when one was not run, and none failed.
+
+        3 also when one was given up: what else is wrong with the backend is not known.
 
         A fault that survived, or was missed by a requirement that should have noticed, is a failure too. One that is unclear,
         because a requirement that should notice fails without it as well, counts as not run.
         """
+        if self.given_up:
+            return EXIT_INCOMPLETE
         proven = {proof["verdict"] for proof in self.proofs}
         if self.failed or proven & {"survived", "missed"}:
             return EXIT_FAILED

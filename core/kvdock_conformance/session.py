@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,13 +11,13 @@ import attrs
 from kvdock.errors import BackendUnavailableError
 from kvdock_conformance.child import COMMAND, Child, ChildEndedError
 from kvdock_conformance.expected import Expected
+from kvdock_conformance.patience import Patience
 from kvdock_conformance.requirement import Case, Level, Requirement, Requirements
 from kvdock_conformance.verdict import CaseOutcome, Outcome, Verdict, outcome_of
 
 __all__ = ["ConformancePlan", "Session"]
 
 _START_S = 300.0
-_LOST_CHILDREN = 3  # so many crashes, hangs or spoilt devices of one requirement are looked at; more would only take time
 _FAILED_STARTS = 3  # so often in a row the backend is tried to be opened; more would only take time
 
 
@@ -74,6 +75,7 @@ class Session:
         self._child: Child | None = None
         self._fault: str | None = None
         self._failed_starts = 0
+        self._patience = Patience()
         self.about: Mapping[str, Any] = {}
         """What the backend says of itself, once it has been opened."""
 
@@ -114,6 +116,7 @@ class Session:
     def seed(self, fault: str | None) -> str:
         """Seed a fault into the backend in place of the one before, and return why that cannot be done; None takes it out."""
         self.open()
+        self._patience = Patience()  # a fault that crashes says nothing about the next
         self._fault = None  # so that a new child has it only if it could be seeded
         reason: str = self._ask({"fault": fault}, self._plan.start_s)["reason"]
         self._fault = None if reason else fault
@@ -154,17 +157,14 @@ class Session:
             last: name of the case to end with; empty for all.
         """
         outcomes: list[CaseOutcome] = []
-        lost = 0
         for case in _up_to(requirement.selected(level), last):
-            reason = ""
-            if lost >= _LOST_CHILDREN:
-                reason = f"not run after {lost} crashes, time-outs or spoilt devices"
-            elif stop_at_failure and outcomes and outcomes[-1].verdict in (Verdict.FAILED, Verdict.NOT_RUN):
+            reason = self._patience.why_not(requirement)
+            if not reason and stop_at_failure and outcomes and outcomes[-1].verdict in (Verdict.FAILED, Verdict.NOT_RUN):
                 reason = "not run after a failure"
             outcomes.append(
                 CaseOutcome(case.name, Verdict.NOT_RUN, case.data, reason=reason) if reason else self._survived(requirement, case)
             )
-            lost += outcomes[-1].verdict is Verdict.FAILED and self._child is None  # gone, for which the case is to blame
+        self._patience.finish(requirement)
         return outcome_of(requirement, outcomes)
 
     def _survived(self, requirement: Requirement, case: Case) -> CaseOutcome:
@@ -175,11 +175,16 @@ class Session:
             self.open()
         except (BackendUnavailableError, ChildEndedError) as error:
             return CaseOutcome(case.name, Verdict.NOT_RUN, case.data, reason=f"the backend could not be opened: {error}")
+        begin, seconds = time.monotonic(), 0.0
         try:
-            return self.case(requirement, case)
+            outcome = self.case(requirement, case)
         except ChildEndedError as error:
             failure = {"what": _CHILD, "expected": "an answer", "got": error.how, "details": error.output}
-            return CaseOutcome(case.name, Verdict.FAILED, case.data, failure)
+            seconds = time.monotonic() - begin
+            outcome = CaseOutcome(case.name, Verdict.FAILED, case.data, failure, seconds=seconds)
+        # Gone, for which the case is to blame.
+        self._patience.count(dead=outcome.verdict is Verdict.FAILED and self._child is None, seconds=seconds)
+        return outcome
 
 
 def _up_to(cases: Sequence[Case], last: str) -> Sequence[Case]:

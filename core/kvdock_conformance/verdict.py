@@ -80,6 +80,11 @@ class Outcome:
         return [case for case in self.cases if case.verdict is Verdict.FAILED]
 
     @property
+    def given_up(self) -> bool:
+        """Whether it failed, and some of its cases were not run."""
+        return self.verdict is Verdict.FAILED and any(case.verdict is Verdict.NOT_RUN for case in self.cases)
+
+    @property
     def seconds(self) -> float:
         """What its cases took together."""
         return sum(case.seconds for case in self.cases)
@@ -102,7 +107,12 @@ def outcome_of(requirement: Requirement, cases: Sequence[CaseOutcome]) -> Outcom
 
 
 def _reason(verdict: Verdict, cases: Sequence[CaseOutcome]) -> str:
-    """Return the distinct reasons of the cases with the requirement's own verdict, or of those that were unsupported beside others."""
-    shown = Verdict.UNSUPPORTED if verdict is Verdict.PASSED else verdict
-    reasons = list(dict.fromkeys(case.reason for case in cases if case.verdict is shown and case.reason))
-    return "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
+    """Return the distinct reasons of the cases with the requirement's own verdict, or of those that were unsupported beside others.
+
+    Of a failure, how many cases were not run, and why.
+    """
+    shown = {Verdict.PASSED: Verdict.UNSUPPORTED, Verdict.FAILED: Verdict.NOT_RUN}.get(verdict, verdict)
+    of_all = [case.reason for case in cases if case.verdict is shown and case.reason]
+    reasons = list(dict.fromkeys(of_all))
+    text = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
+    return f"{len(of_all)} of its {len(cases)} cases: {text}" if of_all and verdict is Verdict.FAILED else text

@@ -20,6 +20,7 @@ from kvdock.cli.output import JsonFlag, errors_shown, show_json, show_lines, sho
 from kvdock.cli.progress import progress
 from kvdock.errors import ArgumentValueError
 from kvdock_conformance import expected, faults, reports, requirements
+from kvdock_conformance.fuzz import check_fuzz, fuzz, with_fuzz
 from kvdock_conformance.prove import faults_of, prove
 from kvdock_conformance.reports.json_report import as_dict
 from kvdock_conformance.reports.text import bug_report, summary
@@ -67,6 +68,11 @@ def command(
     ] = None,
     expected_file: Annotated[Path | None, typer.Option("--expected", help="TOML file of expected failures.")] = None,
     prove_it: Annotated[bool, typer.Option("--prove", help="Also seed faults into the backend. The kit must notice each.")] = False,
+    fuzz_minutes: Annotated[
+        float | None,
+        typer.Option("--fuzz", metavar="MINUTES", help="After the extended level, draw random calls for so long. Needs Hypothesis."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the random calls of --fuzz.")] = 0,
     json_output: JsonFlag = False,
 ) -> None:
     """Check a backend or a prefix cache. Exits with 0 if it conforms, 1 if something failed, 3 if something was not run."""
@@ -76,10 +82,15 @@ def command(
         known = expected.read(expected_file, every) if expected_file is not None else {}
         plan = ConformancePlan(name, every, Level(level.value), op, known, kind=kind, device=device)
         plan.selected()
+        if fuzz_minutes is not None:
+            plan = attrs.evolve(plan, level=Level.EXTENDED)
+            check_fuzz(plan, fuzz_minutes)
         if report is not None:
             reports.prepare(report)  # before the run: it may be long
         with _terminated_as_interrupted():
             found = certify(plan, with_faults=prove_it)
+            if fuzz_minutes is not None and found.about:
+                found = _fuzzed(found, fuzz_minutes, seed)
     if not json_output:
         _show(found)
     if report is not None:
@@ -90,6 +101,11 @@ def command(
     else:
         _show_end(found, report)
     raise typer.Exit(found.exit_code)
+
+
+def _fuzzed(found: ConformanceRun, minutes: float, seed: int) -> ConformanceRun:
+    """Draw on behind a run."""
+    return attrs.evolve(found, outcomes=with_fuzz(found.outcomes, fuzz(found.plan, minutes, seed)))
 
 
 @contextmanager

@@ -52,13 +52,13 @@ def far_slots(op: str) -> Iterator[Case]:
     """Yield writes to few blocks or of few tokens, or reads of them, in steps that 32 bits cannot say."""
     is_read = op == "gather_paged"
     rows = ("k_out", "v_out") if is_read else ("k", "v")
-    for name in ("k_cache", rows[0]):
+    for name in ("k_cache", rows[0], "v_cache", rows[1]):
         drawing = Drawing()
         args = dict(zip(("k_cache", "v_cache"), POOLS["nhd"](drawing, _FEW), strict=True))
         args |= zip(rows, SOURCES["contiguous"](drawing, _FEW, (2,)), strict=True)
         args["slot_mapping"] = drawing.tensor("int64", (2,), values=[7, 2])
-        distant = _pool(drawing) if name == "k_cache" else _rows(drawing, 2)
-        if (name == "k_cache") == is_read:  # all that is read but these is zero
+        distant = _pool(drawing) if name.endswith("_cache") else _rows(drawing, 2)
+        if name.endswith("_cache") == is_read:  # all that is read but these is zero
             distant = attrs.evolve(distant, values={"first": 1, "step": 1})
         made = call(op, **{argument: args[argument] for argument in CATALOG[op].arg_names if argument in args} | {name: distant})
         yield Case(f"{name} in steps of {_STEP} elements", drawing.case(made), Level.EXTENDED)
@@ -66,10 +66,10 @@ def far_slots(op: str) -> Iterator[Case]:
 
 def far_updates() -> Iterator[Case]:
     """Yield updates of few rows of a cache, and of few new positions, in steps that 32 bits cannot say."""
-    for name in ("k_cache", "k"):
+    for name in ("k_cache", "k", "v_cache", "v"):
         drawing = Drawing()
         (k_cache, v_cache), (k, v) = POOLS["nhd"](drawing, _FEW), SOURCES["contiguous"](drawing, _FEW, (2, 2))
-        far = _pool(drawing) if name == "k_cache" else attrs.evolve(_rows(drawing, 2, 2), values={"first": 1, "step": 1})
+        far = _pool(drawing) if name.endswith("_cache") else attrs.evolve(_rows(drawing, 2, 2), values={"first": 1, "step": 1})
         args = {name: view.transpose(1, 2) for name, view in {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, name: far}.items()}
         lengths = drawing.tensor("int64", (2,), values=[2, 0])
         yield Case(

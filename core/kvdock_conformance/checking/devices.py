@@ -11,6 +11,7 @@ import torch
 
 import kvdock
 from kvdock import runtime
+from kvdock_conformance.checking.claims import current_of
 from kvdock_conformance.checking.device_calls import CALLS, DeviceCall, WriteCall
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.target import HOST, Target
@@ -159,12 +160,11 @@ def check_other_device(target: Target, data: Mapping[str, Any]) -> None:
     """
     devices = list(target.backend.devices())
     for current, other in [(a, b) for a in devices for b in devices if a != b][:12]:
-        module = module_of(current)
         with target.backend.device_guard(current):
             call = made(other, data)
             for _ in range(4):  # the plan is prepared, found, and remembered
                 call.call(target)
-                now = module.current_device()
+                now = current_of(current)  # of the host, which has no index, there is no other
                 if now != current.index:
                     raise NonconformanceError(f"current device after a call on {other}", expected=current.index, got=now)
         call.check(f"a call on {other} while {current} is current")

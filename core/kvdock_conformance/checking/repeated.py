@@ -68,7 +68,19 @@ def check_repeated(target: Target, data: Mapping[str, Any]) -> None:
     """
     op = data["calls"][0]["op"]
     for way in (target, BoundTarget(target.name, target.setup, str(target.device))):
-        check_calls(way, data, REFERENCES[op], PLACES[op], counted=op != "gather_paged")
+        check_calls(way, data, REFERENCES[op], _place_names(data), counted=op != "gather_paged")
+
+
+def _place_names(data: Mapping[str, Any]) -> Callable[[Sequence[int]], str]:
+    """Return how an error of a case's op names an index: without its place where there is one for all."""
+    given = [call["args"].get("cache_lengths", {"shape": None}) for call in data["calls"]]
+    if all(isinstance(lengths, int) or lengths["shape"] in ([], [1]) for lengths in given):
+        return _one_for_all
+    return PLACES[data["calls"][0]["op"]]
+
+
+def _one_for_all(place: Sequence[int]) -> str:
+    return "cache_lengths"
 
 
 NOISES = ("compile", "exec", "import", "open", "ctypes.dlopen", "os.exec", "os.fork", "os.posix_spawn", "os.system", "subprocess.Popen")

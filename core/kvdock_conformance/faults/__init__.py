@@ -16,12 +16,13 @@ from kvdock_conformance.faults.fault import Fault
 __all__ = ["AREAS", "load"]
 
 AREAS = (
+    "families",
+    "pairs",
     "paged_caching",
     "gather_paged",
     "gather_results",
     "copy_blocks",
     "copy_forms",
-    "memory_orders",
     "scales",
     "static_update",
     "descriptors",
@@ -30,6 +31,9 @@ AREAS = (
     "devices",
     "hygiene",
     "resources",
+    "reads",
+    "threads",
+    "fuzz",
     "prefix",
     "prefix_answers",
     "prefix_behind",

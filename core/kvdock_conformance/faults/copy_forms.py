@@ -48,16 +48,6 @@ def _host_pairs_refused(function: Op) -> Op:
     return call
 
 
-@FAULTS.function(_OP, "copy-no-pairs-refused", "A call without pairs raises.", "KVD-COPY-012", "KVD-COPY-010", "KVD-COPY-011")
-def _no_pairs_refused(function: Op) -> Op:
-    def call(k_cache: Any, v_cache: Any, pairs: Any) -> None:
-        if len(pairs) == 0:
-            raise kvdock.ArgumentValueError(f"{_OP}: block_pairs", expected="pairs", got="none")
-        function(k_cache, v_cache, pairs)
-
-    return call
-
-
 # Refusals
 
 

@@ -21,16 +21,6 @@ Op = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 # Results
 
 
-@FAULTS.function(_OP, "gather-no-slots-refused", "A call without slots raises.", "KVD-GATHER-008", "KVD-GATHER-024")
-def _no_slots_refused(function: Op) -> Op:
-    def call(k_cache: Any, v_cache: Any, slot_mapping: Any, **others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if isinstance(slot_mapping, torch.Tensor) and slot_mapping.numel() == 0:
-            raise kvdock.ArgumentValueError(f"{_OP}: slot_mapping", expected="slots", got="none")
-        return function(k_cache, v_cache, slot_mapping, **others)
-
-    return call
-
-
 @FAULTS.function(_OP, "gather-no-slots-without-heads", "A call without slots returns tensors of shape [0].", "KVD-GATHER-008")
 def _no_slots_without_heads(function: Op) -> Op:
     def call(k_cache: Any, v_cache: Any, slot_mapping: Any, **others: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,91 +1,73 @@
-"""Faults of kernels that serve quantised pools: in what they divide by, how they round, and where they clamp."""
+"""Faults of kernels that serve quantised pools: in what they divide or multiply by, how they round, and where they clamp."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 
-from kvdock.ops.catalog import CATALOG
 from kvdock_conformance.faults.fault import Faults
+from kvdock_conformance.faults.moves import GATHER, WRITE
 from kvdock_conformance.faults.quantised import QuantisedKernel, Quantises, Reads
 
 __all__ = ["FAULTS"]
 
 FAULTS = Faults()
-_WRITE, _, _GATHER, _ = CATALOG
 Scales = tuple[torch.Tensor, torch.Tensor]
 
+_SCALES: Mapping[str, Callable[[torch.Tensor, torch.Tensor], Scales]] = {
+    "key-scale-for-values": lambda k_scale, v_scale: (k_scale, k_scale),
+    "first-scale-for-all": lambda k_scale, v_scale: (k_scale.reshape(-1)[0], v_scale.reshape(-1)[0]),
+    "scale-ignored": lambda k_scale, v_scale: (torch.ones_like(k_scale), torch.ones_like(v_scale)),
+}
+"""Scales that are used in place of those that came."""
 
-class _KeysForValues(Quantises):
-    """Divides values by the scale of keys."""
-
-    def scales(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> Scales:
-        return k_scale, k_scale
-
-
-class _FirstScale(Quantises):
-    """Divides by the first of all scales."""
-
-    def scales(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> Scales:
-        return k_scale.reshape(-1)[0], v_scale.reshape(-1)[0]
-
-
-class _Truncates(Quantises):
-    """Cuts integers."""
-
-    def stored(self, quotient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return super().stored(quotient.trunc() if dtype == torch.int8 else quotient, dtype)
+_STORED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "quotients-cut": torch.trunc,
+    "halves-rounded-up": lambda quotient: (quotient.abs() + 0.5).floor() * quotient.sign(),
+}
+"""Quotients that are stored as int8 in place of what came out."""
 
 
-class _RoundsHalvesUp(Quantises):
-    """Rounds halves away from zero."""
+def _stored(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Quantises, torch.Tensor, torch.dtype], torch.Tensor]:
+    def stored(self: Quantises, quotient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return Quantises.stored(self, change(quotient) if dtype == torch.int8 else quotient, dtype)
 
-    def stored(self, quotient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        up = (quotient.abs() + 0.5).floor() * quotient.sign()
-        return super().stored(up if dtype == torch.int8 else quotient, dtype)
-
-
-class _InfinityIsNaN(Quantises):
-    """Clamps finite numbers only."""
-
-    def stored(self, quotient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        stored = super().stored(quotient, dtype)
-        return stored if dtype == torch.int8 else torch.where(quotient.isinf(), torch.nan, stored.float()).to(dtype)
+    return stored
 
 
-class _LimitOfAnother(Quantises):
-    """Clamps to the range of e4m3fn, whatever the format."""
-
-    def stored(self, quotient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return super().stored(quotient if dtype == torch.int8 else quotient.clamp(-448, 448), dtype)
+def _infinity_is_nan(self: Quantises, quotient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    stored = Quantises.stored(self, quotient, dtype)
+    return stored if dtype == torch.int8 else torch.where(quotient.isinf(), torch.nan, stored.float()).to(dtype)
 
 
-for _name, _sentence, _kind in (
-    ("write-key-scale-for-values", "Values are divided by the scale of keys.", _KeysForValues),
-    ("write-first-scale-for-all", "Everything is divided by the first of all scales.", _FirstScale),
-    ("write-quotients-cut", "Quotients are cut to integers instead of rounded.", _Truncates),
-    ("write-halves-rounded-up", "Halves are rounded away from zero instead of to even.", _RoundsHalvesUp),
-    ("write-infinity-is-nan", "An infinite quotient is stored as NaN.", _InfinityIsNaN),
-    ("write-limit-of-another-format", "Every format of 8 bits is clamped to the range of one.", _LimitOfAnother),
-):
-    FAULTS.kernel(_WRITE, _name, _sentence, "KVD-WRITE-022")(type(_name, (QuantisedKernel,), {"descriptor": _kind}))
+def _limit_of_another(self: Quantises, quotient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return Quantises.stored(self, quotient if dtype == torch.int8 else quotient.clamp(-448, 448), dtype)
 
 
-class _KeyScaleRead(Reads):
-    """Multiplies values by the scale of keys."""
-
-    def scales(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> Scales:
-        return k_scale, k_scale
-
-
-class _FirstScaleRead(Reads):
-    """Multiplies by the first of all scales."""
-
-    def scales(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> Scales:
-        return k_scale.reshape(-1)[0], v_scale.reshape(-1)[0]
+_SENTENCES = {
+    "key-scale-for-values": "Values go by the scale of keys.",
+    "first-scale-for-all": "Everything goes by the first of all scales.",
+    "scale-ignored": "A quantised pool is served, and its scale ignored.",
+    "quotients-cut": "Quotients are cut to integers instead of rounded.",
+    "halves-rounded-up": "Halves are rounded away from zero instead of to even.",
+    "infinity-is-nan": "An infinite quotient is stored as NaN.",
+    "limit-of-another-format": "Every format of 8 bits is clamped to the range of one.",
+}
 
 
-for _name, _sentence, _read in (
-    ("gather-key-scale-for-values", "Values are multiplied by the scale of keys.", _KeyScaleRead),
-    ("gather-first-scale-for-all", "Everything is multiplied by the first of all scales.", _FirstScaleRead),
-):
-    FAULTS.kernel(_GATHER, _name, _sentence, "KVD-GATHER-028")(type(_name, (QuantisedKernel,), {"descriptor": _read}))
+def _add(op: str, name: str, killer: str, kind: type[Quantises | Reads], **methods: Callable[..., object]) -> None:
+    """Add a fault: a kind of descriptor with other methods."""
+    descriptor = type(name, (kind,), methods)
+    kernel = type(name, (QuantisedKernel,), {"descriptor": descriptor})
+    FAULTS.kernel(op, name, _SENTENCES[name.partition("-")[2]], killer)(kernel)
+
+
+for _name, _scales in _SCALES.items():
+    _method = lambda self, k_scale, v_scale, scales=_scales: scales(k_scale, v_scale)  # noqa: E731 - a method
+    _add(WRITE.op, f"write-{_name}", "KVD-WRITE-022", Quantises, scales=_method)
+    _add(GATHER.op, f"gather-{_name}", "KVD-GATHER-028", Reads, scales=_method)
+for _name, _change in _STORED.items():
+    _add(WRITE.op, f"write-{_name}", "KVD-WRITE-022", Quantises, stored=_stored(_change))
+_add(WRITE.op, "write-infinity-is-nan", "KVD-WRITE-022", Quantises, stored=_infinity_is_nan)
+_add(WRITE.op, "write-limit-of-another-format", "KVD-WRITE-022", Quantises, stored=_limit_of_another)

@@ -51,6 +51,8 @@ def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _result(report: Mapping[str, Any]) -> str:
     """Say what the requirements show; faults that were seeded are about the kit, and do not count here."""
     verdicts, part = {item["verdict"] for item in report["requirements"]}, report["left_out"]
+    if any(item["verdict"] == "failed" and any(case["verdict"] == "not run" for case in item["cases"]) for item in report["requirements"]):
+        return "incomplete: the backend crashes or hangs, and cases were not run"
     if "failed" in verdicts:
         return "does not conform"
     if "not run" in verdicts or not verdicts:

@@ -27,7 +27,7 @@ def as_dict(run: ConformanceRun) -> dict[str, Any]:
         "started": run.started.isoformat(timespec="seconds"),
         "seconds": round(run.seconds, 3),
         "exit_code": run.exit_code,
-        "complete": not run.missing and not run.plan.left_out(),
+        "complete": not run.missing and not run.given_up and not run.plan.left_out(),
         "counts": {verdict.value: run.counts().get(verdict.value, 0) for verdict in Verdict},
         "requirements": [_requirement(outcome) for outcome in run.outcomes],
         **({"proofs": [dict(proof) for proof in run.proofs]} if run.proofs else {}),

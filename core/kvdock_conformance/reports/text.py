@@ -16,6 +16,7 @@ __all__ = ["bug_report", "summary"]
 
 _LONG = 100
 _MANY = 12
+_GIVEN_UP = "; it crashes or hangs, and cases were not run"
 
 
 def bug_report(run: ConformanceRun, outcome: Outcome, case: CaseOutcome) -> str:
@@ -34,6 +35,8 @@ def bug_report(run: ConformanceRun, outcome: Outcome, case: CaseOutcome) -> str:
     ]
     if failure.get("details"):
         lines += ["", failure["details"].rstrip()]
+    if outcome.given_up:
+        lines += ["", outcome.reason]
     others = [other.name for other in outcome.failed if other is not case]
     if others:
         lines += ["", f"{len(others)} of its {len(outcome.cases)} cases fail too: {', '.join(others)}"]
@@ -80,7 +83,7 @@ def summary(run: ConformanceRun) -> str:
     scope = f" of {run.plan.area}" if left else ""
     rest = f"; nothing is certified without the {len(left)} requirements of other areas" if left else ""
     state = {0: "passes" if left else "conforms", 1: "fails" if left else "does not conform", 3: "incomplete: nothing is certified"}
-    found = state[attrs.evolve(run, proofs=()).exit_code]  # what seeded faults show is about the kit
+    found = state[attrs.evolve(run, proofs=()).exit_code] + (_GIVEN_UP if run.given_up else "")  # what seeded faults show is about the kit
     verdicts = Counter(proof["verdict"] for proof in run.proofs)
     faults = f"; faults: {', '.join(f'{count} {verdict}' for verdict, count in verdicts.most_common())}" if verdicts else ""
     return f"{run.plan.backend} at level {run.plan.level.value}{scope}: {found} ({counts}) in {run.seconds:.1f} s{rest}{faults}"

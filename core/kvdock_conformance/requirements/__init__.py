@@ -19,6 +19,9 @@ AREAS = (
     "devices",
     "hygiene",
     "resources",
+    "reads",
+    "threads",
+    "fuzz",
     "prefix",
 )
 """Modules of this package, in the order in which their requirements run."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
+from kvdock_conformance.cases import pairs
 from kvdock_conformance.cases.copies import Copy, fanned
 from kvdock_conformance.cases.drawing import Drawing, View
 from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, SINGLE_SIZES, Geometry
@@ -403,4 +404,5 @@ REQUIREMENTS = [
         refusals(OP, Copy(""), REFUSED),
         check=check_refusal,
     ),
+    AREA.together(28, "a copy", pairs.copies),
 ]

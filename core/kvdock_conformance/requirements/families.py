@@ -14,6 +14,7 @@ import attrs
 from kvdock_conformance.cases.drawing import Drawing, View, call
 from kvdock_conformance.cases.layouts import ANY_STEP, SINGLE_SIZES, Geometry
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
+from kvdock_conformance.checking.repeated import check_repeated
 from kvdock_conformance.checking.served import SERVED
 from kvdock_conformance.requirement import Case, Check, Level, Requirement
 
@@ -64,6 +65,14 @@ class Area:
         """Return a requirement of this area."""
         listed = [part if callable(part) else tuple(part) for part in cases]
         return Requirement(f"KVD-{self.code}-{number:03}", sentence, self.op, check or self.check, lambda: _made(listed), level, SERVED)
+
+    def together(self, number: int, call: str, cases: Callable[[], Iterable[Case]]) -> Requirement:
+        """Return the requirement about properties of a call that meet."""
+        sentence = (
+            f"Whatever two properties meet in {call}, of dtype, memory orders, form, size, index, padding and unlike sizes of keys and "
+            "values, it does what it does with each of them alone, the first time and once it is known."
+        )
+        return self.require(number, sentence, cases, check=check_repeated)
 
     def sizes(self, heads: int = 2, dim: int = 8, **others: Any) -> Geometry:
         """Return sizes whose keys and values have the same heads and elements, otherwise those of an ordinary call."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
-from kvdock_conformance.cases import quantised
+from kvdock_conformance.cases import pairs, quantised
 from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.cases.layouts import READ_POOLS, Geometry
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
@@ -250,4 +250,5 @@ REQUIREMENTS = [
         refusals(OP, Gather("", [4, -1, 23]), REFUSED),
         check=check_refusal,
     ),
+    AREA.together(30, "a read", pairs.slot_calls(OP)),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvdock_conformance.cases import quantised
+from kvdock_conformance.cases import pairs, quantised
 from kvdock_conformance.cases.layouts import Geometry
 from kvdock_conformance.cases.paged import Write, in_turn, shuffled
 from kvdock_conformance.cases.places import beside_the_pool, far_slots
@@ -94,6 +94,12 @@ _OWN: Mapping[int, Sequence[Cases]] = {
         ],
     ),
     3: ([Write("rows of a batch", [0, 1, -1, 8, -1, -1, 16, 17, 18], (3, 3))],),
+    6: (
+        [
+            Write(f"{index}, one slot for all", [5], (13,), rows="one token for all", index=index, index_order="one")
+            for index in ("int32", "int64")
+        ],
+    ),
     9: (
         [
             Write("one slot for all", [5] * 13, rows="one token for all"),
@@ -136,4 +142,5 @@ REQUIREMENTS = [
         "Calls that differ in addresses, strides, token counts or slots from those before them are served as if they were the first.",
         _repeated,
     ),
+    AREA.together(25, "a write", pairs.slot_calls(OP)),
 ]

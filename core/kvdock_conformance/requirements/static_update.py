@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from kvdock_conformance.cases import pairs
 from kvdock_conformance.cases.layouts import PARTS, Geometry
 from kvdock_conformance.cases.paged import in_turn
 from kvdock_conformance.cases.places import far_updates
@@ -312,4 +313,5 @@ REQUIREMENTS = [
         ],
         level=Level.EXTENDED,
     ),
+    AREA.together(23, "an update", pairs.updates),
 ]

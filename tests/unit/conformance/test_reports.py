@@ -17,6 +17,7 @@ import pytest
 
 import kvdock
 from kvdock_conformance import reports
+from kvdock_conformance.reports import digest
 from kvdock_conformance.reports.json_report import VERSION, as_dict
 from kvdock_conformance.reports.junit import text as junit_text
 from kvdock_conformance.reports.repro import Extract, script
@@ -24,7 +25,7 @@ from kvdock_conformance.reports.text import bug_report, summary
 from kvdock_conformance.requirement import Level
 from kvdock_conformance.requirements import load
 from kvdock_conformance.run import ConformanceRun, run
-from kvdock_conformance.verdict import CaseOutcome, Verdict
+from kvdock_conformance.verdict import CaseOutcome, Verdict, outcome_of
 from support_conformance import SCHEMA, chosen, install, plan, requirement
 
 CHECK = jsonschema.Draft202012Validator(SCHEMA, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
@@ -36,6 +37,24 @@ def found() -> ConformanceRun:
     every = chosen(["KVD-WRITE-001", "KVD-WRITE-008", "KVD-WRITE-022"])
     every.add(requirement(7, area="other"))
     return run(plan("raises", every, area="paged_caching_"))
+
+
+def test_a_requirement_that_was_given_up_is_told_in_every_form(found: ConformanceRun) -> None:
+    failed, *others = found.outcomes
+    reason = "not run after 3 crashes, time-outs or spoilt devices"
+    cases = [*failed.cases[:3], *(attrs.evolve(case, verdict=Verdict.NOT_RUN, failure=None, reason=reason) for case in failed.cases[3:])]
+    given_up = attrs.evolve(found, plan=attrs.evolve(found.plan, area=None), outcomes=[outcome_of(failed.requirement, cases), *others])
+    left = f"{len(cases) - 3} of its {len(cases)} cases: {reason}"
+    told = as_dict(given_up)
+    CHECK.validate(told)
+    assert (told["exit_code"], told["complete"], told["requirements"][0]["reason"]) == (3, False, left)
+    assert "raises at level core: incomplete: nothing is certified; it crashes or hangs, and cases were not run (1 " in summary(given_up)
+    assert left in bug_report(given_up, given_up.outcomes[0], cases[0])
+    (failure,) = ElementTree.fromstring(junit_text(given_up)).iter("failure")  # noqa: S314 - our own text
+    assert failure.attrib["message"] == f"failed: {left}"
+    page = digest.text(given_up)
+    assert "| result | incomplete: the backend crashes or hangs, and cases were not run |" in page
+    assert f"| KVD-WRITE-001 | failed | {left} |" in page
 
 
 def proved(found: ConformanceRun) -> ConformanceRun:

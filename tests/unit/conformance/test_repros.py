@@ -30,6 +30,7 @@ from kvdock.prefix import RadixPrefixCache
 
 KVDOCK_API = (1, 0)
 FAULTS = os.environ.get("FAULTS", "").split(",")
+KEPT = []
 
 
 class ConformancePlan(kvdock.plugin.Descriptor):
@@ -46,6 +47,17 @@ class ConformancePlan(kvdock.plugin.Descriptor):
             args[0].view(torch.uint8).view(-1)[0] ^= 1
         if "byte" in FAULTS and self.op == "gather_paged" and args[5].numel():
             args[5].view(torch.uint8).reshape(-1)[0] ^= 1
+        if "keeps" in FAULTS:
+            KEPT.append(args[0][:1])
+        if "later" in FAULTS and self.op == "copy_blocks_":
+            args, self.first = self.first or args, args
+            self.inner(*args)
+        if "whole" in FAULTS and self.op == "paged_caching_":
+            own = args[0].clone()
+            self.inner(own, *args[1:])
+            args[0].copy_(own)
+        if "dense" in FAULTS and self.op == "paged_caching_" and args[0].dtype == torch.float32:
+            args[0].view(torch.uint8).reshape(-1)[0] ^= 1
         if {"settings", "dtype"} & set(FAULTS) and self.op == "copy_blocks_":
             torch.set_default_dtype(torch.float16)
 
@@ -122,6 +134,10 @@ SAMPLE = {
     "probe": "KVD-HYGIENE-006",
     "end": "KVD-HYGIENE-014",
     "evict": "KVD-PREFIX-006",
+    "keeps": "KVD-RESOURCE-001",
+    "later": "KVD-READ-002",
+    "whole": "KVD-THREAD-002",
+    "dense": "KVD-FUZZ-001",
 }
 
 

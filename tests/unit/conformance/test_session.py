@@ -108,6 +108,38 @@ def test_the_next_requirement_begins_anew(scripted: Scripted) -> None:
         assert session.requirement(cases("passed"), Level.CORE).verdict is Verdict.PASSED
 
 
+def test_an_area_that_is_silent_is_left_and_the_next_is_run(scripted: Scripted) -> None:
+    silent, other = cases(*["crash"] * 4), attrs.evolve(cases("passed"), area="another")
+    with scripted.session() as session:
+        outcomes = [session.requirement(silent, Level.CORE) for _ in range(5)]
+        assert session.requirement(other, Level.CORE).verdict is Verdict.PASSED
+    failed = [len(outcome.failed) for outcome in outcomes]
+    assert failed == [3, 1, 1, 0, 0], "one dead child is enough to know, behind a requirement without any answer"
+    assert [outcome.verdict.value for outcome in outcomes[2:4]] == ["failed", "not run"]
+    assert [outcome.given_up for outcome in outcomes] == [True, True, True, False, False]
+    assert outcomes[1].reason == "3 of its 4 cases: not run after 1 crashes, time-outs or spoilt devices"
+    assert outcomes[3].reason == "not run after 3 requirements of its area in a row that crashed or hung in every case"
+
+
+def test_an_answer_makes_up_for_the_silence_before_it(scripted: Scripted) -> None:
+    with scripted.session() as session:
+        session.requirement(cases("crash", "crash", "crash"), Level.CORE)
+        session.requirement(cases("passed"), Level.CORE)
+        assert len(session.requirement(cases(*["crash"] * 4), Level.CORE).failed) == 3
+
+
+def test_hangs_have_a_time_for_all_of_them_together(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdock_conformance.patience._IN_ALL_S", 1.0)
+    with scripted.session(limit_s=0.6) as session:
+        first = session.requirement(cases("hang", "passed", "hang", "passed"), Level.CORE)
+        other = session.requirement(attrs.evolve(cases("passed"), area="another"), Level.CORE)
+        assert [case.verdict.value for case in first.cases] == ["failed", "passed", "failed", "not run"]
+        assert other.verdict is Verdict.NOT_RUN
+        assert other.reason in ("not run after 1 s of cases that crashed or hung", "not run after 2 s of cases that crashed or hung")
+        session.seed(None)
+        assert session.requirement(cases("passed"), Level.CORE).verdict is Verdict.PASSED, "a fault says nothing about the next"
+
+
 @pytest.mark.parametrize(("limit_s", "own"), [(0.5, 60.0), (None, 0.5)])
 def test_a_case_has_the_plans_limit_or_its_requirements(scripted: Scripted, limit_s: float | None, own: float) -> None:
     with scripted.session(limit_s=limit_s) as session:

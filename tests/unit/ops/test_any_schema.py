@@ -22,6 +22,7 @@ from hypothesis import given, settings
 
 import kvdock
 from kvdock.ops.calls import writer
+from kvdock.ops.catalog import CATALOG
 from kvdock.ops.entry import OpEntry
 from kvdock.ops.geometry import has_internal_overlap, ranges_overlap
 from kvdock.ops.schema import Arg, OpSchema, Role
@@ -369,9 +370,8 @@ def test_the_source_is_seen_by_debuggers(op: str) -> None:
     assert all(line and line in writer.source_of(entry.schema) for line in lines)
 
 
-@each_op
-def test_the_code_keeps_its_names_to_itself(op: str) -> None:
-    schema = SCHEMAS[op]
+@pytest.mark.parametrize("schema", [*SCHEMAS.values(), *CATALOG.values()], ids=lambda schema: schema.name)
+def test_the_code_keeps_its_names_to_itself(schema: OpSchema) -> None:
     words = {dim.name for arg in schema.args for dims in arg.shapes() for dim in dims}
     tree = ast.parse(writer.source_of(schema))
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}

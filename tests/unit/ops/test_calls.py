@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 
 import kvdock
 from kvdock.ops import calls
-from kvdock.ops.calls import writer
 from kvdock.ops.calls.__main__ import formatted
 from kvdock.ops.catalog import CATALOG
 from kvdock.ops.dispatcher import OpDispatcher
@@ -41,17 +39,6 @@ def test_a_newcomer_finds_the_code_of_a_call_in_one_step(op: str) -> None:
     assert source.lstrip().startswith(f"def call({', '.join(CATALOG[op].arg_names)}")
     bound = entry.bind(*[torch.zeros(2, 2, 1, 8)] * 2)
     assert inspect.getsourcefile(bound) == str(FOLDER / f"{op}.py")
-
-
-@each_op
-def test_the_code_keeps_its_names_to_itself(op: str) -> None:
-    schema = CATALOG[op]
-    words = {dim.name for arg in schema.args for dims in arg.shapes() for dim in dims}
-    tree = ast.parse(writer.source_of(schema))
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
-    words |= {f"{word}_least" for word in words}
-    of_args = {name for name in names for arg in schema.arg_names if name.startswith(f"{arg}_")}
-    assert names - words - of_args - {*schema.arg_names, "__all__"} <= writer._OWN_NAMES
 
 
 def test_a_schema_that_differs_from_the_catalog_gets_code_of_its_own() -> None:

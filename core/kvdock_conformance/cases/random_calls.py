@@ -1,0 +1,206 @@
+"""Random calls: any dtype, order, form, sizes, indices, offsets and padding, keys unlike values, and repeats of a call.
+
+Whoever draws passes a `Chooser`: a generator of random numbers for cases that are the same in every run, or Hypothesis, which makes
+a failing case smaller. The first choice of each kind is the plainest.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import attrs
+
+from kvdock_conformance.cases.drawing import ITEMSIZE, Drawing, View, call
+from kvdock_conformance.cases.every_op import OPS
+from kvdock_conformance.cases.layouts import Geometry, Pair
+
+__all__ = ["Chooser", "SeededChooser", "described", "random_case"]
+
+_T = TypeVar("_T")
+_DTYPES = ("bfloat16", "float16", "float32", "float64", "uint8")
+_EDGES = tuple(sorted({0, *(edge + by for power in range(1, 13) for edge in (1 << power,) for by in (-1, 0, 1))}))
+"""Sizes: one below, at and one above powers of two."""
+_MOST_BYTES = 1 << 21
+"""Of a pool."""
+
+
+class Chooser(Protocol):
+    """Chooses."""
+
+    def integer(self, least: int, most: int) -> int:
+        """Return an integer; the least is the plainest."""
+        ...
+
+    def one_of(self, values: Sequence[_T]) -> _T:
+        """Return one of some values; the first is the plainest."""
+        ...
+
+
+class SeededChooser:
+    """Chooses by a generator of random numbers.
+
+    Args:
+        seed: its seed.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)  # noqa: S311 - the same in every run
+
+    def integer(self, least: int, most: int) -> int:
+        """Return an integer."""
+        return self._random.randint(least, most)
+
+    def one_of(self, values: Sequence[_T]) -> _T:
+        """Return one of some values."""
+        return self._random.choice(values)
+
+
+def random_case(choose: Chooser, ops: Sequence[str] = OPS) -> dict[str, Any]:
+    """Return the data of a case: one call or several of an op, on pools that they share.
+
+    Args:
+        choose: what chooses.
+        ops: names of the ops to choose from.
+    """
+    drawing, op = Drawing(choose.integer(0, 3)), choose.one_of(ops)
+    geometry = _geometry(choose)
+    pools = _pools(choose, drawing, geometry)
+    form = _Form.drawn(choose, geometry, op)
+    # A call whose like was made before takes another way than the first: the same form comes again, then another.
+    forms = [form] * choose.one_of((1, 2, 4, 6)) + [_Form.drawn(choose, geometry, op) for _ in range(choose.integer(0, 2))]
+    return drawing.case(*(call(op, **_arguments(choose, drawing, each, pools)) for each in forms))
+
+
+def _geometry(choose: Chooser) -> Geometry:
+    dtype = choose.one_of(_DTYPES)
+    hk, dk = choose.one_of((1, 2, 3, 4, 8)), choose.one_of((8, 1, 2, 3, 5, 16, 24, 64, 80, 128))
+    alike = choose.one_of((True, False))
+    hv, dv = (hk, dk) if alike else (choose.one_of((1, 2, 3, 4)), choose.one_of((8, 1, 3, 4, 16, 20, 64)))
+    row = max(hk * dk, hv * dv) * ITEMSIZE[dtype]
+    slots = max(2, min(4096, _MOST_BYTES // row))
+    block = choose.one_of([size for size in (4, 1, 2, 3, 5, 8, 16, 17, 64, 513, 1024) if size <= slots // 2])
+    blocks = choose.integer(2, max(2, min(24, slots // block)))
+    return Geometry(num_blocks=blocks, block=block, hk=hk, dk=dk, hv=hv, dv=dv, dtype=dtype)
+
+
+def _pool(choose: Chooser, drawing: Drawing, shape: Sequence[int], dtype: str) -> View:
+    """Return a pool in any order, with any gaps, at any offset."""
+    gaps = [0 if choose.one_of((True, True, False)) else choose.integer(1, 9) for _ in shape[:-1]]
+    order = choose.one_of(((0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 0, 2, 3)))
+    offset = choose.one_of((0, 0, 1, 2, 4, 8)) * ITEMSIZE[dtype]
+    return drawing.tensor(dtype, shape, order=order, gaps=(0, *gaps), offset=offset)
+
+
+def _pools(choose: Chooser, drawing: Drawing, g: Geometry) -> Pair:
+    if g.k_shape == g.v_shape and choose.one_of((True, False)):  # both in one tensor
+        both = drawing.tensor(g.dtype, (2, *g.k_shape), order=choose.one_of(((0, 1, 2, 3, 4), (1, 0, 2, 3, 4), (1, 2, 3, 0, 4))))
+        return both.select(0, 0), both.select(0, 1)
+    return _pool(choose, drawing, g.k_shape, g.dtype), _pool(choose, drawing, g.v_shape, g.dtype)
+
+
+@attrs.frozen
+class _Form:
+    """What calls that repeat one another have in common.
+
+    Args:
+        op: name of the op.
+        geometry: sizes of the pools.
+        lead: leading sizes of the tokens; ``(rows, positions)`` of a static cache, ``(pairs,)`` of a copy.
+        index: dtype of what holds indices.
+        gaps: free elements behind tokens, heads and rows.
+        offset: of the rows, in elements.
+        padding: which share of the slots is padding, in eighths.
+        strided: free elements between slots.
+    """
+
+    op: str
+    geometry: Geometry
+    lead: tuple[int, ...]
+    index: str
+    gaps: tuple[int, int]
+    offset: int
+    padding: int
+    strided: int
+
+    @classmethod
+    def drawn(cls, choose: Chooser, g: Geometry, op: str) -> _Form:
+        """Return one."""
+        if op == "static_update_":
+            lead: tuple[int, ...] = (choose.integer(1, g.num_blocks), choose.integer(1, g.block))
+        elif op == "copy_blocks_":
+            lead = (choose.integer(1, max(1, g.num_blocks // 2)),)
+        else:
+            most = 2 * g.capacity if op == "gather_paged" else g.capacity
+            count = choose.one_of([edge for edge in _EDGES if 0 < edge <= most])
+            rows = choose.one_of([1, *(size for size in (2, 3, 4, 17) if size <= count)])
+            lead = (count,) if choose.one_of((True, False)) else (rows, count // rows)
+        gaps = choose.one_of(((0, 0), (0, 8), (3, 0), (1, 5)))
+        offset, strided = choose.one_of((0, 0, 1, 3, 4)), choose.one_of((0, 0, 1))
+        return cls(op, g, lead, choose.one_of(("int64", "int32")), gaps, offset, choose.one_of((0, 0, 1, 4, 7, 8)), strided)
+
+
+def _rows(drawing: Drawing, form: _Form) -> Pair:
+    g = form.geometry
+    gaps = (*[0] * (len(form.lead) - 1), 0, *form.gaps)
+    k, v = (
+        drawing.tensor(g.dtype, (*form.lead, heads, dim), gaps=gaps, offset=form.offset * ITEMSIZE[g.dtype])
+        for heads, dim in ((g.hk, g.dk), (g.hv, g.dv))
+    )
+    return k, v
+
+
+def _arguments(choose: Chooser, drawing: Drawing, form: _Form, pools: Pair) -> dict[str, View]:
+    """Return the arguments of a call in the schema's order."""
+    if form.op == "copy_blocks_":
+        return {"k_cache": pools[0], "v_cache": pools[1], "block_pairs": _pairs(choose, drawing, form)}
+    if form.op == "static_update_":
+        seen, (k, v) = (pool.transpose(1, 2) for pool in pools), _rows(drawing, form)
+        named = dict(zip(("k_cache", "v_cache"), seen, strict=True))
+        return {**named, "k": k.transpose(1, 2), "v": v.transpose(1, 2), "cache_lengths": _lengths(choose, drawing, form)}
+    slots, (k, v) = _slots(choose, drawing, form), _rows(drawing, form)
+    if form.op == "gather_paged":
+        return {"k_cache": pools[0], "v_cache": pools[1], "slot_mapping": slots, "k_out": k, "v_out": v}
+    return {"k_cache": pools[0], "v_cache": pools[1], "k": k, "v": v, "slot_mapping": slots}
+
+
+def _slots(choose: Chooser, drawing: Drawing, form: _Form) -> View:
+    """Return slots: in a row or in no order, some of them padding, and now and then one that is out of range."""
+    count, capacity = math.prod(form.lead), form.geometry.capacity
+    values = list(range(capacity))
+    if choose.one_of((True, False)):
+        random.Random(choose.integer(0, 99)).shuffle(values)  # noqa: S311 - the same for the same choice
+    slots = (values * (count // capacity + 1))[:count]
+    slots = [-1 - place % 3 if place * 5 % 8 < form.padding else slot for place, slot in enumerate(slots)]
+    if choose.one_of((False,) * 7 + (True,)):
+        slots[choose.integer(0, count - 1)] = capacity + choose.one_of((0, 1, 2**20))
+    return drawing.tensor(form.index, (*form.lead, form.strided + 1), values=slots).select(len(form.lead), 0)
+
+
+def _lengths(choose: Chooser, drawing: Drawing, form: _Form) -> View:
+    rows, room = form.lead[0], form.geometry.block - form.lead[1]
+    one, step = choose.one_of((False, True)), choose.integer(0, 7)
+    values = [(row * step + step) % (room + 1) for row in range(rows)]
+    if not one and rows > 1 and choose.one_of((False,) * 7 + (True,)):  # one length is named as such by an error
+        values[choose.integer(0, rows - 1)] = room + 1
+    return drawing.tensor(form.index, (1,) if one else (rows,), values=values[:1] if one else values)
+
+
+def _pairs(choose: Chooser, drawing: Drawing, form: _Form) -> View:
+    """Return pairs from the first half of the blocks to the second, no destination twice, some of them padding."""
+    blocks, count = form.geometry.num_blocks, form.lead[0]
+    half = blocks - blocks // 2
+    step = choose.integer(0, 7)
+    pairs: list[int] = []
+    for number in range(count):
+        source = -1 if number * 5 % 8 < form.padding else (number * step) % half
+        pairs += [source, half + number if number < blocks // 2 else -1]
+    return drawing.tensor(form.index, (count, 2), gaps=(0, form.strided), values=pairs)
+
+
+def described(data: Mapping[str, Any]) -> str:
+    """Return what a case is, in a line."""
+    first = data["calls"][0]
+    return f"{first['op']}, {len(data['calls'])} calls"

@@ -1,0 +1,127 @@
+"""What a call reads: nothing beside its tensors, and nothing of them once it has returned."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvdock.ops.catalog import CATALOG
+from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.memory import MARGIN, Arenas, compare
+from kvdock_conformance.checking.plans import REFERENCES, check_calls_of_others
+from kvdock_conformance.checking.target import HOST, Target
+from kvdock_conformance.requirement import Capability
+
+__all__ = ["FENCED", "FencedArenas", "check_fenced", "check_inputs_released", "fenced", "why_no_fence"]
+
+_TURNS = 5  # the plan is prepared, found, repeated, and found again
+_LATER_S = 0.02
+
+
+def why_no_fence(target: Target, data: Mapping[str, Any]) -> Sequence[str]:
+    """Return the reasons against fences: the memory is a device's, or the backend does not serve the call."""
+    if target.device != HOST:
+        return [f"the memory of {target.device} cannot be fenced from the host"]
+    call = data["calls"][0]
+    memory = Arenas(data["arenas"], target.device)
+    values = tuple(memory.tensor(call["args"].get(name)) for name in CATALOG[call["op"]].arg_names)
+    return target.reasons_against(call["op"], values)
+
+
+FENCED = Capability("works on host memory", why_no_fence, check_calls_of_others)
+
+
+def fenced(content: torch.Tensor, *, at_end: bool) -> torch.Tensor:
+    """Return a copy of bytes whose last one, or first one, borders a page that may not be read.
+
+    The process ends with SIGSEGV where it is read all the same.
+    """
+    room = -(-len(content) // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = mmap.mmap(-1, room + 2 * mmap.PAGESIZE)
+    memory = np.frombuffer(pages, dtype=np.uint8)
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    for start in (0, room + mmap.PAGESIZE):
+        if protect(ctypes.c_void_p(memory.ctypes.data + start), ctypes.c_size_t(mmap.PAGESIZE), 0):
+            raise OSError(ctypes.get_errno(), "mprotect")
+    start = mmap.PAGESIZE + (room - len(content) if at_end else 0)
+    place = torch.from_numpy(memory[start : start + len(content)])
+    place.copy_(content)
+    return place
+
+
+class FencedArenas(Arenas):
+    """The arenas of a case without margins, each between pages that may not be read.
+
+    Args:
+        arenas: as of `Arenas`.
+        at_end: whether the last byte of each borders such a page; else the first.
+    """
+
+    def __init__(self, arenas: Sequence[Mapping[str, Any]], *, at_end: bool) -> None:
+        super().__init__(arenas, HOST)
+        # What lies in front of the first tensor, such as an offset off an alignment, is in front of the fence too.
+        self.bytes = [fenced(content[MARGIN:-MARGIN], at_end=at_end) for content in self.bytes]
+
+    def tensor(self, spec: Any) -> Any:
+        """Return the tensor that a spec describes."""
+        if not isinstance(spec, Mapping):
+            return spec
+        dtype = getattr(torch, spec["dtype"])
+        memory = self.bytes[spec["arena"]][spec["offset"] :]
+        return memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype).as_strided(spec["shape"], spec["strides"])
+
+
+def check_fenced(target: Target, data: Mapping[str, Any]) -> None:
+    """Make the calls of a case on memory that ends at a page that may not be read, and on such that begins there.
+
+    Raises:
+        NonconformanceError: an argument is not what it must be; the process ends where it reads beside them.
+    """
+    plain = Arenas(data["arenas"], HOST)
+    for call in data["calls"]:
+        for spec in call["args"].values():
+            plain.tensor(spec)  # writes its values
+    for at_end in (True, False):
+        memory, right = FencedArenas(data["arenas"], at_end=at_end), plain.copy()
+        for own, content in zip(memory.bytes, plain.bytes, strict=True):
+            own.copy_(content[MARGIN:-MARGIN])
+        for call in data["calls"]:
+            REFERENCES[call["op"]](*(right.tensor(spec) for spec in call["args"].values()))
+            target.call(call["op"], {name: memory.tensor(spec) for name, spec in call["args"].items()})
+        for number, (own, wanted) in enumerate(zip(memory.bytes, right.bytes, strict=True)):
+            if not torch.equal(own, wanted[MARGIN:-MARGIN]):
+                names = [name for name, spec in data["calls"][0]["args"].items() if isinstance(spec, Mapping) and spec["arena"] == number]
+                where = "behind" if at_end else "in front of"
+                raise NonconformanceError(
+                    f"{', '.join(names)} with a fence {where} it", expected="what the reference says", got="other bytes"
+                )
+
+
+def check_inputs_released(target: Target, data: Mapping[str, Any]) -> None:
+    """Make calls on the same memory in turn, change all that they read as soon as each returns, and compare what it wrote.
+
+    Raises:
+        NonconformanceError: a byte of what was written is not that of the call's own inputs.
+    """
+    memory, calls = Arenas(data["arenas"], target.device), data["calls"]
+    written = {calls[0]["args"][arg.name]["arena"] for arg in CATALOG[calls[0]["op"]].mutated}
+    inputs = set(range(len(memory.bytes))) - written
+    indices = {spec["arena"] for spec in calls[0]["args"].values() if spec["dtype"].startswith("int")}
+    for turn in range(_TURNS):
+        op, specs = calls[turn % len(calls)]["op"], calls[turn % len(calls)]["args"]
+        args = {name: memory.tensor(spec) for name, spec in specs.items()}
+        expected = memory.copy()
+        REFERENCES[op](*(expected.tensor(spec) for spec in specs.values()))
+        target.call(op, args)
+        # Whoever looks at indices later finds padding, or what is out of range; every other time, good ones with other contents.
+        for number in inputs if turn % 2 else inputs - indices or inputs:
+            memory.bytes[number].bitwise_not_()
+        compare(memory, expected, specs, f"{op}, call {turn}, whose inputs changed when it had returned", written)
+    time.sleep(_LATER_S)
+    compare(memory, expected, specs, f"{op}, {_LATER_S:g} s after its inputs changed", written)

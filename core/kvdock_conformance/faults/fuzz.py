@@ -1,0 +1,28 @@
+"""Faults where two properties meet, which random calls find."""
+
+from __future__ import annotations
+
+import torch
+
+from kvdock.ops.catalog import CATALOG
+from kvdock_conformance.faults.fault import Args, BackendCall, Faults
+
+__all__ = ["FAULTS"]
+
+FAULTS = Faults("fuzz")
+_WRITE, _STATIC, _GATHER, _COPY = CATALOG
+
+
+@FAULTS.call(_WRITE, "fuzz-float32-taken-for-dense", "Pools of float32 are written as if they were dense.", "KVD-FUZZ-001")
+def _taken_for_dense(run: BackendCall, args: Args) -> None:
+    pools = {name: args[name] for name in ("k_cache", "v_cache")}
+    if pools["k_cache"].dtype == torch.float32:
+        pools = {name: pool.as_strided(pool.shape, torch.empty(pool.shape, device="meta").stride()) for name, pool in pools.items()}
+    run({**args, **pools})
+
+
+@FAULTS.call(_GATHER, "fuzz-int32-slots-in-few-rows", "Of slots of 32 bits in rows, the last row is left out.", "KVD-FUZZ-001")
+def _few_rows(run: BackendCall, args: Args) -> None:
+    if args["slot_mapping"].dtype == torch.int32 and args["slot_mapping"].dim() == 2 and len(args["slot_mapping"]) > 1:
+        args = {**args, **{name: args[name][:-1] for name in ("slot_mapping", "k_out", "v_out")}}
+    run(args)

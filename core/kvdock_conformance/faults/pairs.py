@@ -1,0 +1,161 @@
+"""Faults that show where two properties of a call meet: at some sizes, in some dtype with some strides, behind calls like it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from kvdock_conformance.faults.families import each
+from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
+from kvdock_conformance.faults.moves import COPY, MOVES, STATIC, Move
+from kvdock_conformance.faults.tensors import dense, restrided
+
+__all__ = ["FAULTS"]
+
+FAULTS = Faults()
+_OF_SLOTS, _WITH_ROWS, _WITH_PADDING = "batch", "rows", "padding"
+_each = functools.partial(each, to=FAULTS)
+
+
+def _last_left(move: Move, run: BackendCall, args: Args, *, where: bool) -> None:
+    """Make the call, and leave the last good place where something is so."""
+    move.dropping(run, args, lambda places: (places.at == places.at.amax(0) if len(places.at) else places.at > 0) & where)
+
+
+# Sizes
+
+
+@_each("last-of-4097-left", "Of one token more than a multiple of 4,096, the last is left.", "together", _OF_SLOTS)
+def _one_more(move: Move, run: BackendCall, args: Args) -> None:
+    _last_left(move, run, args, where=move.count(args) > 1 and move.count(args) % 4096 == 1)
+
+
+@_each("last-of-a-mebibyte-left", "Of keys of 1 MiB and more, the last are left.", "together", _WITH_ROWS)
+def _mebibyte(move: Move, run: BackendCall, args: Args) -> None:
+    keys, places = move.arranged(args[move.pairs[0][1]]), move.places(args)
+    row = keys.shape[-1] * keys.shape[-2] * keys.element_size()
+    _last_left(move, run, args, where=len(places.at) * row >= 2**20)
+
+
+@_each("slots-past-512-left", "Of a block, slots behind the 512th are left.", "together", _OF_SLOTS)
+def _past_512_slots(move: Move, run: BackendCall, args: Args) -> None:
+    move.dropping(run, args, lambda places: (places.source if move.pairs[0][0] == "k_cache" else places.to)[1] >= 512)
+
+
+@FAULTS.call(COPY.op, "copy-slots-past-512-left", "Of a block, slots behind the 512th are left.", COPY.killer("together"))
+def _copied_past_512_slots(run: BackendCall, args: Args) -> None:
+    COPY.partly(run, args, lambda rows: rows[:, :512])
+
+
+@_each("rows-past-16-left", "Of a batch, rows behind the 16th are left.", "together", _OF_SLOTS)
+def _past_16_rows(move: Move, run: BackendCall, args: Args) -> None:
+    is_batch = args["slot_mapping"].dim() == 2
+    move.dropping(run, args, lambda places: ((places.to if move.pairs[0][0] == "k_cache" else places.source)[0] >= 16) & is_batch)
+
+
+@_each("offsets-of-values-cut", "Offsets of values have 32 bits: values further off are left.", "far", _WITH_ROWS)
+def _offsets_of_values(move: Move, run: BackendCall, args: Args) -> None:
+    places, values = move.places(args), move.written(args)[1]
+    names = move.pairs[1]
+    far = torch.zeros_like(places.at, dtype=torch.bool)
+    for name, index in zip(names, (places.source, places.to), strict=True):
+        steps = move.arranged(args[name]).stride()
+        far |= sum((at * step for at, step in zip(index, steps, strict=False)), torch.zeros_like(places.at)) >= 2**31
+    to = tuple(index[far] for index in places.to)
+    before = values[to]
+    run(args)
+    values[to] = before
+
+
+# Pairs of properties
+
+
+@_each("float32-as-dense", "Pools of float32 are taken to be dense.", "together")
+def _float32_as_dense(move: Move, run: BackendCall, args: Args) -> None:
+    def view(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        is_about = name.endswith("_cache") and tensor.dtype == torch.float32 and 0 not in tensor.stride()
+        return restrided(tensor, dense(tensor.shape)) if is_about else tensor
+
+    move.again(run, args, view)
+
+
+@_each("unlike-strides-of-many", "Of many rows, values go by the strides of a dense pool where they have others than keys.", "together")
+def _unlike_strides(move: Move, run: BackendCall, args: Args) -> None:
+    k_cache, v_cache = args["k_cache"], args["v_cache"]
+    is_about = k_cache.shape == v_cache.shape and k_cache.stride() != v_cache.stride() and move.count(args) > 60
+    move.again(run, args, lambda name, tensor: restrided(tensor, dense(tensor.shape)) if name == "v_cache" and is_about else tensor)
+
+
+@_each("last-of-many-int32-left", "Of more than 1,024 slots in int32, the last is left.", "together", _OF_SLOTS)
+def _many_int32(move: Move, run: BackendCall, args: Args) -> None:
+    _last_left(move, run, args, where=move.count(args) > 1024 and args["slot_mapping"].dtype == torch.int32)
+
+
+@_each("last-of-unaligned-slots-left", "Of many slots that begin off 16 bytes, the last is left.", "together", _OF_SLOTS)
+def _unaligned_slots(move: Move, run: BackendCall, args: Args) -> None:
+    _last_left(move, run, args, where=move.count(args) > 200 and args["slot_mapping"].data_ptr() % 16 != 0)
+
+
+@_each("last-beside-much-padding-left", "Where most of many indices are padding, the last good one is left.", "together", _WITH_PADDING)
+def _much_padding(move: Move, run: BackendCall, args: Args) -> None:
+    count = move.count(args)
+    _last_left(move, run, args, where=count > 60 and len(move.places(args).at) * 2 < count)
+
+
+@FAULTS.call(STATIC.op, "static-one-length-for-few-rows-left", "A length [1] is for one row where a cache has more.", "KVD-STATIC-023")
+def _one_length(run: BackendCall, args: Args) -> None:
+    lengths, rows = args["cache_lengths"], args["k"].shape[0]
+    is_about = isinstance(lengths, torch.Tensor) and lengths.shape == (1,) and rows < args["k_cache"].shape[0]
+    STATIC.dropping(run, args, lambda places: (places.source[0] > 0) & is_about)
+
+
+# Checks that stop early, and calls that repeat
+
+
+@_each(
+    "only-1024-looked-at",
+    "One out of range behind 1,024 slots is left out.",
+    "together?",
+    _OF_SLOTS,
+)
+def _only_1024(move: Move, run: BackendCall, args: Args) -> None:
+    first = args["slot_mapping"].reshape(-1)[:1024]
+    if bool((first < move.limit(args)).all()):
+        move.left_out(run, args)
+    else:
+        run(args)
+
+
+def _behind_likes(change: Callable[[Move, BackendCall, Args], None], move: Move) -> FaultyCall:
+    """Return a call that is wrong behind three like it."""
+    made: dict[torch.Size, int] = {}
+
+    def call(run: BackendCall, args: Args) -> None:
+        shape = args[move.index].shape
+        made[shape] = made.get(shape, 0) + 1
+        if made[shape] > 3:
+            change(move, run, args)
+        else:
+            run(args)
+
+    return call
+
+
+def _padding_as_zero(move: Move, run: BackendCall, args: Args) -> None:
+    move.with_index(run, args, lambda index: index.clamp(min=0))
+
+
+def _beyond_as_last(move: Move, run: BackendCall, args: Args) -> None:
+    move.with_index(run, args, lambda index: index.clamp(max=move.limit(args) - 1))
+
+
+for _move in (move for move in MOVES.values() if "batch" in move.roles.split()):
+    _killer, _name = _move.killer("together"), _move.prefix
+    FAULTS.plan(_move.op, f"{_name}-padding-of-a-known-call", "Behind three calls like it, padding is taken for 0.", _killer)(
+        functools.partial(_behind_likes, _padding_as_zero, _move)
+    )
+    FAULTS.plan(_move.op, f"{_name}-beyond-in-a-known-call", "Behind three calls like it, a slot beyond is taken for the last.", _killer)(
+        functools.partial(_behind_likes, _beyond_as_last, _move)
+    )

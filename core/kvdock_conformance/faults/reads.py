@@ -1,0 +1,111 @@
+"""Faults of reading: beside a tensor, and later than the call."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import attrs
+import torch
+
+from kvdock.ops.catalog import CATALOG
+from kvdock_conformance.checking.target import HOST, Target
+from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall, Seed
+
+__all__ = ["FAULTS"]
+
+_AREA = "reads"
+FAULTS = Faults(_AREA)
+_WRITE, _STATIC, _GATHER, _COPY = CATALOG
+
+
+@attrs.frozen
+class _OnHost:
+    """A seed that makes sense only where memory can be read by its address.
+
+    Args:
+        seed: the seed.
+    """
+
+    seed: Seed
+
+    def why_not(self, target: Target) -> str:
+        return self.seed.why_not(target) if target.device == HOST else f"the memory of {target.device} is not the host's"
+
+    def seeded(self, target: Target) -> AbstractContextManager[None]:
+        return self.seed.seeded(target)
+
+
+def _beside(name: str, sentence: str, op: str, peek: Callable[[Args], None]) -> None:
+    """Add a fault that reads beside a tensor, and does nothing with what it finds."""
+
+    def faulty(run: BackendCall, args: Args) -> None:
+        peek(args)
+        run(args)
+
+    made = Faults()
+    made.call(op, f"reads-{name}", sentence, "KVD-READ-001")(faulty)
+    (fault,) = made
+    FAULTS.append(attrs.evolve(fault, area=_AREA, seed=_OnHost(fault.seed)))
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Return how many bytes lie between the first and the end of the last element."""
+    return (1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.element_size()
+
+
+def _vectors(name: str, width: int) -> Callable[[Args], None]:
+    """Return what reads an argument in whole vectors, the last of which may end behind it."""
+
+    def peek(args: Args) -> None:
+        if args[name].numel():
+            ctypes.string_at(args[name].data_ptr(), -(-_span(args[name]) // width) * width)
+
+    return peek
+
+
+def _in_front(name: str) -> Callable[[Args], None]:
+    def peek(args: Args) -> None:
+        ctypes.string_at(args[name].data_ptr() - 1, 1)
+
+    return peek
+
+
+_beside("a-vector-behind-k", "Keys are read in vectors of 16 bytes, the last behind their end.", _WRITE, _vectors("k", 16))
+_beside("a-vector-behind-v", "New values are read in vectors of 32 bytes, the last behind their end.", _STATIC, _vectors("v", 32))
+_beside("slots-behind-the-last", "Slots are read eight at a time.", _WRITE, _vectors("slot_mapping", 64))
+_beside("a-vector-behind-the-pool", "The last block is read in whole vectors.", _GATHER, _vectors("v_cache", 16))
+_beside("a-pair-behind-the-last", "Pairs are read four at a time.", _COPY, _vectors("block_pairs", 64))
+_beside("in-front-of-the-pool", "A vector that ends in the pool's first block begins in front of it.", _COPY, _in_front("k_cache"))
+
+
+@FAULTS.call(_WRITE, "reads-inputs-again-later", "A call is made once more by a thread, from what its inputs hold then.", "KVD-READ-002")
+def _again_later(run: BackendCall, args: Args) -> None:
+    run(args)
+    threading.Timer(0.005, run, (args,)).start()
+
+
+@FAULTS.plan(_GATHER, "reads-slots-of-the-address", "Slots are known by their address.", "KVD-READ-002")
+def _slots_of_the_address() -> FaultyCall:
+    known: dict[int, torch.Tensor] = {}
+
+    def call(run: BackendCall, args: Args) -> None:
+        slots = args["slot_mapping"]
+        kept = known.setdefault(slots.data_ptr(), slots.clone())
+        run({**args, "slot_mapping": kept if kept.shape == slots.shape else slots})
+
+    return call
+
+
+@FAULTS.plan(_COPY, "reads-pairs-when-the-next-call-comes", "Copies are made when the next call comes.", "KVD-READ-002")
+def _when_the_next_comes() -> FaultyCall:
+    waiting: list[Args] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        for earlier in waiting:
+            run(earlier)
+        waiting[:] = [args]
+
+    return call

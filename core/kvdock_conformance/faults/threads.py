@@ -1,0 +1,73 @@
+"""Faults that show only where two threads use one pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvdock.ops.catalog import CATALOG
+from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
+
+__all__ = ["FAULTS"]
+
+FAULTS = Faults("threads")
+_WRITE, _STATIC, _GATHER, _COPY = CATALOG
+
+
+@FAULTS.call(_WRITE, "thread-whole-pool-written-back", "A call reads the pool, and writes all of it back.", "KVD-THREAD-001")
+def _whole_pool(run: BackendCall, args: Args) -> None:
+    own = {name: args[name].clone() for name in ("k_cache", "v_cache")}
+    run({**args, **own})
+    for name, pool in own.items():
+        args[name].copy_(pool)
+
+
+def _blocks_of(args: Args) -> torch.Tensor:
+    slots = args["slot_mapping"]
+    blocks: torch.Tensor = (slots[slots >= 0] // args["k_cache"].shape[1]).unique()
+    return blocks
+
+
+@FAULTS.call(_WRITE, "thread-whole-blocks-written-back", "The blocks of a call's slots are read, and written back whole.", "KVD-THREAD-002")
+def _whole_blocks(run: BackendCall, args: Args) -> None:
+    blocks, own = _blocks_of(args), {name: args[name].clone() for name in ("k_cache", "v_cache")}
+    run({**args, **own})
+    for name, pool in own.items():
+        args[name][blocks] = pool[blocks]
+
+
+@FAULTS.call(_STATIC, "thread-whole-rows-written-back", "The rows of a cache are read, and written back whole.", "KVD-THREAD-002")
+def _whole_rows(run: BackendCall, args: Args) -> None:
+    own = {name: args[name].clone() for name in ("k_cache", "v_cache")}
+    run({**args, **own})
+    for name, cache in own.items():
+        args[name].copy_(cache)
+
+
+def _through_one_buffer() -> FaultyCall:
+    shared: dict[Any, torch.Tensor] = {}
+
+    def call(run: BackendCall, args: Args) -> None:
+        outs = {name: args[name] for name in ("k_out", "v_out")}
+        own = {
+            name: shared.setdefault((name, out.shape[1:]), out.new_empty((4096, *out.shape[1:])))[: len(out)] for name, out in outs.items()
+        }
+        run({**args, **own})
+        for name, out in outs.items():
+            out.copy_(own[name])
+
+    return call
+
+
+_ONE = _through_one_buffer()
+
+
+@FAULTS.call(_GATHER, "thread-gathers-through-one-buffer", "All gathers of a process go through one buffer.", "KVD-THREAD-003")
+def _one_buffer(run: BackendCall, args: Args) -> None:
+    _ONE(run, args)
+
+
+@FAULTS.call(_COPY, "thread-copies-write-all-back", "A copy reads the pool, and writes all of it back.", "KVD-THREAD-001")
+def _copies_whole(run: BackendCall, args: Args) -> None:
+    _whole_pool(run, args)

@@ -1,0 +1,33 @@
+"""Random calls, the same in every run; ``kvdock conformance --fuzz`` draws on from here. ``KVD-FUZZ``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvdock_conformance.cases.random_calls import SeededChooser, described, random_case
+from kvdock_conformance.checking.repeated import check_repeated
+from kvdock_conformance.checking.served import SERVED
+from kvdock_conformance.requirement import Case, Level, Requirement
+
+__all__ = ["AREA", "REQUIREMENTS"]
+
+AREA = "fuzz"
+_CORE, _EXTENDED = 24, 200
+
+
+def _cases() -> Iterator[Case]:
+    for seed in range(_EXTENDED):
+        data = random_case(SeededChooser(seed))
+        yield Case(f"draw {seed}: {described(data)}", data, Level.CORE if seed < _CORE else Level.EXTENDED)
+
+
+REQUIREMENTS = [
+    Requirement(
+        "KVD-FUZZ-001",
+        "Random calls do what the reference says, each time that they are made.",
+        AREA,
+        check_repeated,
+        _cases,
+        needs=SERVED,
+    )
+]

@@ -1,0 +1,87 @@
+"""What a call may read: its tensors, byte by byte, until it returns. ``KVD-READ``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import attrs
+
+from kvdock_conformance.cases.drawing import Drawing, call
+from kvdock_conformance.cases.every_op import OPS, OpCall
+from kvdock_conformance.cases.layouts import Geometry
+from kvdock_conformance.checking.fences import FENCED, check_fenced, check_inputs_released
+from kvdock_conformance.checking.served import SERVED
+from kvdock_conformance.requirement import Case, Level, Requirement
+
+__all__ = ["AREA", "REQUIREMENTS"]
+
+AREA = "reads"
+_ODD = (
+    Geometry(num_blocks=2, block=5, hk=1, dk=5, hv=1, dv=3),
+    Geometry(num_blocks=2, block=5, hk=3, dk=8, hv=2, dv=12),
+    Geometry.even(num_blocks=2, block=5, dtype="uint8", heads=1, dim=1),
+    Geometry.even(num_blocks=2, block=5, dtype="float32", heads=2, dim=7),
+)
+"""Rows that end within a vector of 8, 16 or 32 bytes."""
+_FORMS = (
+    ("nhd", "contiguous", Level.CORE),
+    ("hnd", "padded heads", Level.CORE),
+    ("padded slots", "every other token", Level.EXTENDED),
+    ("odd steps", "odd steps", Level.EXTENDED),
+)
+
+
+def _to_the_ends() -> Iterator[Case]:
+    """Yield, for each op, calls that reach the first and the last row of each tensor."""
+    for op in OPS:
+        for pool, source, level in _FORMS:
+            for geometry in _ODD:
+                drawing = Drawing()
+                calls = _calls(drawing, OpCall(op, pool=pool, source=source, geometry=geometry))
+                yield Case(f"{op}, {geometry.dtype} {geometry.k_shape}, {pool}, {source}", drawing.case(*calls), level)
+
+
+def _calls(drawing: Drawing, plain: OpCall) -> Iterator[dict[str, Any]]:
+    """Yield calls with few tokens and with as many as there is room for."""
+    g = plain.geometry
+    room = {"copy_blocks_": g.num_blocks // 2, "static_update_": g.block}.get(plain.op, g.capacity)
+    for seed, count in enumerate((1, min(3, room), room)):
+        made: Any = attrs.evolve(plain, tokens=count, seed=seed).arguments(drawing)
+        if "slot_mapping" in made and count <= 3:
+            made["slot_mapping"] = attrs.evolve(made["slot_mapping"], values=[g.capacity - 1, 0, 5])
+        yield call(plain.op, **made)
+
+
+def _in_turn() -> Iterable[Case]:
+    """Yield, for each op, two calls on the same memory with other indices."""
+    for op in OPS:
+        for count in (1, 5):
+            drawing = Drawing()
+            plain = OpCall(op, tokens=count, geometry=Geometry(num_blocks=16, block=16))
+            first: Any = plain.arguments(drawing)
+            other: Any = attrs.evolve(plain, seed=2).arguments(Drawing())
+            indices = {name: attrs.evolve(first[name], values=other[name].values) for name in _INDICES if name in first}
+            yield Case(f"{op}, {count}", drawing.case(call(op, **first), call(op, **(first | indices))))
+
+
+_INDICES = ("slot_mapping", "cache_lengths", "block_pairs")
+
+REQUIREMENTS = [
+    Requirement(
+        "KVD-READ-001",
+        "Nothing is read in front of a tensor or behind it: its last byte may border memory that nobody may read.",
+        AREA,
+        check_fenced,
+        _to_the_ends,
+        needs=FENCED,
+    ),
+    Requirement(
+        "KVD-READ-002",
+        "What a call reads may be changed as soon as it has returned, in the order of its stream.",
+        AREA,
+        check_inputs_released,
+        _in_turn,
+        needs=SERVED,
+    ),
+]

@@ -1,0 +1,62 @@
+"""Cases in which properties meet: every two values of two factors occur together, in few cases, the same each time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from kvdock_conformance.cases.pairs import copies, covering, slot_calls, updates
+from kvdock_conformance.requirement import Case, Level
+
+FACTORS = {"a": (1, 2, 3, 4), "b": ("x", "y", "z"), "c": (False, True), "d": range(5)}
+
+
+def test_every_two_values_meet() -> None:
+    found = covering(FACTORS)
+    for one, other in itertools.combinations(FACTORS, 2):
+        assert {(made[one], made[other]) for made in found} == set(itertools.product(FACTORS[one], FACTORS[other]))
+
+
+def test_each_combination_has_one_value_of_each_factor() -> None:
+    assert all(set(made) == set(FACTORS) and all(made[name] in FACTORS[name] for name in FACTORS) for made in covering(FACTORS))
+
+
+def test_combinations_are_few() -> None:
+    most = sum(1 for _ in itertools.product(*FACTORS.values()))
+    assert 4 * 5 <= len(covering(FACTORS)) <= 4 * 5 + 4 < most
+
+
+def test_the_same_arguments_give_the_same_combinations() -> None:
+    assert covering(FACTORS, 3) == covering(FACTORS, 3) != covering(FACTORS, 4)
+
+
+def test_two_factors_give_all_there_is() -> None:
+    assert len(covering({"a": (1, 2), "b": (3, 4, 5)})) == 6
+
+
+@pytest.mark.parametrize("cases", [slot_calls("paged_caching_"), slot_calls("gather_paged"), copies, updates])
+def test_cases_are_few_enough_for_core_and_have_names_of_their_own(cases: Callable[[], Iterable[Case]]) -> None:
+    made = list(cases())
+    core = [case for case in made if case.level is Level.CORE]
+    assert 25 <= len(core) <= 120
+    assert len({case.name for case in made}) == len(made)
+
+
+def _calls(op: str) -> list[dict[str, Any]]:
+    return [call["args"] for case in slot_calls(op)() for call in case.data["calls"]]
+
+
+def test_tokens_come_in_numbers_around_powers_of_two_up_to_65536() -> None:
+    counts = {args["slot_mapping"]["shape"][0] for args in _calls("paged_caching_") if len(args["slot_mapping"]["shape"]) == 1}
+    assert counts.issuperset({255, 256, 257, 4095, 4096, 4097, 65_535, 65_536, 65_537})
+
+
+def test_slots_written_are_distinct_padding_or_the_first_beyond() -> None:
+    for args in _calls("paged_caching_"):
+        blocks, block = args["k_cache"]["shape"][:2]
+        good = [slot for slot in args["slot_mapping"]["values"] if slot >= 0]
+        assert len(set(good)) == len(good)
+        assert max(good, default=0) <= blocks * block
