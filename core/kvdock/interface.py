@@ -241,7 +241,7 @@ class Backend(ABC):
 
     @abstractmethod
     def kernels(self) -> Mapping[str, Kernel]:
-        """Return its kernels by op name. Asked once. An op it lacks is served by the portable kernels."""
+        """Return its kernels by op name. Asked once, when one is first needed. An op it lacks is served by the portable kernels."""
 
     def device_guard(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return a context in which ``device`` is the current device."""

@@ -98,7 +98,7 @@ def test_misspelt_hook_is_refused_with_the_right_name(outcome: Report) -> None:
     record = outcome.of("misspelt")
     assert record.state is PluginState.INCOMPATIBLE
     assert record.reason == (
-        "hook: expected kvdock_backends(), kvdock_prefix_caches(), got kvdock_backend. Fix: rename it to kvdock_backends"
+        "hook: expected kvdock_backends(), kvdock_ops(), kvdock_prefix_caches(), got kvdock_backend. Fix: rename it to kvdock_backends"
     )
 
 
@@ -106,7 +106,7 @@ def test_wrong_hook_arguments_print_both_signatures(outcome: Report) -> None:
     record = outcome.of("wrong_arguments")
     assert record.state is PluginState.INCOMPATIBLE
     assert record.reason.startswith(
-        "hook: expected kvdock_backends(), kvdock_prefix_caches(), got kvdock_backends(config); Argument(s) {'config'}"
+        "hook: expected kvdock_backends(), kvdock_ops(), kvdock_prefix_caches(), got kvdock_backends(config); Argument(s) {'config'}"
     )
 
 
@@ -118,7 +118,7 @@ def test_nothing_of_a_plugin_with_one_bad_hook_stays(outcome: Report) -> None:
 def test_plugin_without_hook(outcome: Report) -> None:
     record = outcome.of("no_hook")
     assert record.state is PluginState.INCOMPATIBLE
-    assert record.reason.startswith("hooks: expected at least one of kvdock_backends(), kvdock_prefix_caches(), got none")
+    assert record.reason.startswith("hooks: expected at least one of kvdock_backends(), kvdock_ops(), kvdock_prefix_caches(), got none")
 
 
 def test_plugin_that_calls_an_op_when_imported(outcome: Report) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvdock.errors import ArgumentTypeError, ArgumentValueError, PluginError
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, KVDockError, PluginError
 from kvdock.prefix.inputs import MAX_SLOTS
 from kvdock.prefix.interface import PrefixCache
 from kvdock.prefix.naive import NaivePrefixCache
@@ -42,10 +42,13 @@ def create_prefix_cache(name: str = "radix", *, block_size: int = 16, **options:
         )
     try:
         made = factory(block_size=block_size, **options)
-    except TypeError as error:
-        if isinstance(error, ArgumentTypeError) or not options:
-            raise
-        raise ArgumentTypeError(f"create_prefix_cache: {name!r}", expected="options that its class takes", got=str(error)) from error
+    except KVDockError:
+        raise
+    except Exception as error:
+        if isinstance(error, TypeError) and options:
+            raise ArgumentTypeError(f"create_prefix_cache: {name!r}", expected="options that its class takes", got=str(error)) from error
+        got = f"{type(error).__name__}: {error}"
+        raise PluginError(f"prefix cache {name!r}", expected="a PrefixCache", got=got, fix="report it to the plugin's author") from error
     if not isinstance(made, PrefixCache):
         raise PluginError(f"prefix cache {name!r}", expected="a PrefixCache", got=repr(made)[:80])
     return made

@@ -103,7 +103,7 @@ def test_settings_of_the_process_that_it_changes_are_its_failure(one: Hostile, b
     ("behaviour", "said"),
     [
         ("no list", "expected a list of reasons (str), empty for yes, got None (NoneType)"),
-        ("not a number", "reason against paged_caching_: expected a text that says why, got nan"),
+        ("not a number", "expected a list of reasons (str), empty for yes, got [nan] (list)"),
         ("empty", "reason against paged_caching_: expected a text that says why, got ''"),
         ("refuses and ends", "SystemExit: 0"),
         ("no plan", "expected a Descriptor, got None (NoneType)"),

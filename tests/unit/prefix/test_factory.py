@@ -105,6 +105,17 @@ def test_what_a_plugins_class_makes_must_be_a_prefix_cache(bring: Bring) -> None
         create_prefix_cache("theirs")
 
 
+@pytest.mark.parametrize("error", [OSError("no shared memory"), TypeError("no block size"), KeyError("size")])
+def test_what_a_plugins_class_raises_names_it(bring: Bring, error: Exception) -> None:
+    def make(block_size: int) -> Any:
+        raise error
+
+    bring("acme", theirs=make)
+    with pytest.raises(PluginError, match=f"prefix cache 'theirs': expected a PrefixCache, got {type(error).__name__}: ") as caught:
+        create_prefix_cache("theirs")
+    assert caught.value.__cause__ is error
+
+
 def test_a_naive_cache_stores_nothing_and_checks_everything() -> None:
     cache = NaivePrefixCache(2)
     made = cache.insert_prefix([1, 2, 3], [4], ("a",))
