@@ -57,7 +57,10 @@ def _around(*powers: int) -> tuple[int, ...]:
     return tuple(2**power + edge for power in powers for edge in (-1, 0, 1))
 
 
+_UNLIKE_STRIDES: Factors = {"pool": ("k and v unlike",), "is_unlike": (False,)}
+"""Keys and values of one shape and unlike strides: with every other property, not with one that happens to be drawn."""
 _TOKENS: Sequence[Tier] = (
+    (Level.CORE, {"count": (17, 256, 1025), **_UNLIKE_STRIDES}),
     (Level.CORE, {"count": (1, 16, 17, *_around(8), 1025, *_around(12))}),
     (Level.EXTENDED, {"count": (0, 2, 15, *_around(7, 9, 11), 1023, 1024)}),
     (Level.EXTENDED, {"count": _around(13, 14, 15, 16), "pool": ("nhd", "hnd", "k and v unlike"), "is_repeated": (False,)}),
@@ -109,10 +112,13 @@ def _drawn(factors: Factors, tiers: Sequence[Tier], make: Callable[..., list[Any
     """Return a function that makes a case of each combination: calls one after the other."""
 
     def cases() -> Iterator[Case]:
+        names: set[str] = set()
         for level, others in tiers:
             for number, one in enumerate(covering({**factors, **others})):
-                name = ", ".join(f"{name} {value}" for name, value in one.items())
-                yield Case(name, in_turn("", make(seed=number, **one)).data, level)
+                name = ", ".join(f"{factor} {one[factor]}" for factor in (*factors, "count"))
+                if name not in names:  # two arrays may have one combination
+                    names.add(name)
+                    yield Case(name, in_turn("", make(seed=number, **one)).data, level)
 
     return cases
 
@@ -164,7 +170,13 @@ def copies() -> Iterator[Case]:
         return [Copy("", each, geometry=geometry, seed=seed, **how) for each in lists]
 
     yield from _drawn(
-        _PAIRS, ((Level.CORE, {"count": (1, 2, 16, 17, 65)}), (Level.EXTENDED, {"count": (0, 3, *_around(5, 7), 63, 64, 257)})), make
+        _PAIRS,
+        (
+            (Level.CORE, {"count": (2, 17), **_UNLIKE_STRIDES}),
+            (Level.CORE, {"count": (1, 2, 16, 17, 65)}),
+            (Level.EXTENDED, {"count": (0, 3, *_around(5, 7), 63, 64, 257)}),
+        ),
+        make,
     )()
 
 
@@ -198,6 +210,10 @@ def updates() -> Iterator[Case]:
 
     yield from _drawn(
         _ROWS,
-        ((Level.CORE, {"count": (1, 15, 16, 17, 257)}), (Level.EXTENDED, {"count": (0, 2, *_around(5, 6, 7, 9, 10), 255, 256)})),
+        (
+            (Level.CORE, {"count": (16, 257), **_UNLIKE_STRIDES}),
+            (Level.CORE, {"count": (1, 15, 16, 17, 257)}),
+            (Level.EXTENDED, {"count": (0, 2, *_around(5, 6, 7, 9, 10), 255, 256)}),
+        ),
         make,
     )()

@@ -84,7 +84,7 @@ def _float32_as_dense(move: Move, run: BackendCall, args: Args) -> None:
 @_each("unlike-strides-of-many", "Of many rows, values go by the strides of a dense pool where they have others than keys.", "together")
 def _unlike_strides(move: Move, run: BackendCall, args: Args) -> None:
     k_cache, v_cache = args["k_cache"], args["v_cache"]
-    is_about = k_cache.shape == v_cache.shape and k_cache.stride() != v_cache.stride() and move.count(args) > 60
+    is_about = k_cache.shape == v_cache.shape and k_cache.stride() != v_cache.stride() and move.count(args) > 15
     move.again(run, args, lambda name, tensor: restrided(tensor, dense(tensor.shape)) if name == "v_cache" and is_about else tensor)
 
 
