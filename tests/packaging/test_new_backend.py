@@ -248,7 +248,7 @@ def test_what_it_prints(tmp_path: Path) -> None:
     assert {key: said[key] for key in names} == names
     assert all((tmp_path / "new" / path).is_file() for path in said["files"])
     assert said["next"] == [f"pip install -e {tmp_path / 'new'}", "kvdock conformance --backend acme_gpu"]
-    assert "class AcmeGpuBackend(kvdock.plugin.Backend)" in (tmp_path / "new" / "src" / "kvdock_acme_gpu" / "backend.py").read_text()
+    assert "class AcmeGpuBackend(Backend)" in (tmp_path / "new" / "src" / "kvdock_acme_gpu" / "backend.py").read_text()
 
 
 def test_a_second_project_of_an_installed_name_is_refused(installed: Environment, tmp_path: Path) -> None:
