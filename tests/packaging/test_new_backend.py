@@ -64,7 +64,7 @@ def test_what_is_written(project: Path) -> None:
     for path in files:
         text = (project / path).read_text(encoding="utf-8")
         assert "newcomer" not in text.lower(), path
-        assert "@" not in text.replace("@kvdock.plugin.hookimpl", "").replace("@v", ""), f"{path}: a word that was not replaced"
+        assert "@" not in text.replace("@hookimpl", "").replace("@v", ""), f"{path}: a word that was not replaced"
     written = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert written["entry-points"] == {"kvdock.backends": {"acme": "kvdock_acme"}}
     assert "kvdock>=0.1.0,<0.2" in written["dependencies"], "the next minor version may drop what this one warns of"
@@ -248,7 +248,7 @@ def test_what_it_prints(tmp_path: Path) -> None:
     assert {key: said[key] for key in names} == names
     assert all((tmp_path / "new" / path).is_file() for path in said["files"])
     assert said["next"] == [f"pip install -e {tmp_path / 'new'}", "kvdock conformance --backend acme_gpu"]
-    assert "class AcmeGpuBackend(kvdock.plugin.Backend)" in (tmp_path / "new" / "src" / "kvdock_acme_gpu" / "backend.py").read_text()
+    assert "class AcmeGpuBackend(Backend)" in (tmp_path / "new" / "src" / "kvdock_acme_gpu" / "backend.py").read_text()
 
 
 def test_a_second_project_of_an_installed_name_is_refused(installed: Environment, tmp_path: Path) -> None:
