@@ -14,8 +14,9 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from integration import zoo
 from integration.prefixes import Watched, assert_same, longer, padded, reusing, text
-from kvdock import KVDOCK_API, Runtime
+from kvdock import Runtime
 from kvdock.errors import OutOfBlocksError
+from kvdock.plugin import KVDOCK_API
 from kvdock.plugins.registry import Registry
 from kvdock.prefix import NaivePrefixCache, RadixPrefixCache
 from opskit import active

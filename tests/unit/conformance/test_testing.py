@@ -40,7 +40,7 @@ def test_a_requirement_that_fails_fails_its_item_with_a_bug_report(tmp_path: Pat
     code, output = suite(tmp_path, "'wrapping', op='paged_caching_'", env=env)
     count = len(load().select(Level.CORE, "paged_caching_"))
     assert code == 1
-    assert f"1 failed, {count - 1} passed" in output, output
+    assert f"3 failed, {count - 3} passed" in output, output  # padding is there among strided slots and among pairs too
     assert "KVD-WRITE-003: A negative slot is padding" in output
     assert "got       " in output
 

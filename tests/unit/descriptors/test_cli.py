@@ -108,12 +108,12 @@ def test_doctor_shows_what_this_process_has_prepared(backend: WatchingBackend, m
     for pool in pools:
         assert pool.write(dispatcher, 1.0)
     in_thread(pools[0].write, dispatcher, 2.0)
-    rows = answer("doctor")["descriptors"]
+    rows = answer("doctor", code=1)["descriptors"]  # without plugins, doctor has something to say
     assert [(row["op"], row["device"], row["hits"], row["misses"], row["destroyed"], row["size"]) for row in rows] == [
         ("paged_caching_", "host", 1, 3, 1, 2),
         ("paged_caching_", str(torch.device("privateuseone:1")), 1, 2, 0, 2),
     ]
-    text = run("doctor")
+    text = run("doctor", code=1)
     assert "prepare ms" in text
     assert re.search(r"│ paged_caching_ │ host +│ 1 +│ 3 +│ 0 +│ 2 +│ 100 +│ 1 +│ 0 ", text)
 
@@ -121,7 +121,7 @@ def test_doctor_shows_what_this_process_has_prepared(backend: WatchingBackend, m
 def test_doctor_in_a_process_that_has_called_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVDOCK_DISABLE_AUTOLOAD", "1")
     runtime.set_default(None)
-    assert answer("doctor")["descriptors"] == []
-    assert "descriptors: none yet; `kvdock explain OP --run 3` calls an op three times and shows the counters" in run("doctor")
+    assert answer("doctor", code=1)["descriptors"] == []
+    assert "descriptors: none yet; `kvdock explain OP --run 3` calls an op three times and shows the counters" in run("doctor", code=1)
     assert runtime.made() is None, "doctor loads nothing into this process"
     assert counters(None) == []
