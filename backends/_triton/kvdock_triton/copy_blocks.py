@@ -238,6 +238,7 @@ class CopyBlocksDescriptor(Descriptor):
         self._op, self._pieces, self._skipped = request.op, pieces, skipped
         self._launch, self._few = launches
         self._num_blocks = int(request.tensor("k_cache").shape[0] or 0)
+        self._fixed(0)  # so that nothing is left to compile
 
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torch.Tensor) -> None:
         """Launch on the current stream of the caches' device."""
@@ -260,9 +261,10 @@ class CopyBlocksDescriptor(Descriptor):
     def fix(self, *args: Any) -> Callable[..., None] | None:
         """Settle the strides; what is left are the three addresses and how many pairs there are. Pairs on the host are read each time."""
         pairs = args[2]
-        if pairs.is_cpu:
-            return None
-        values = {"skipped": self._skipped, "num_blocks": self._num_blocks, "pair_step": pairs.stride(0), "pieces": self._pieces}
+        return None if pairs.is_cpu else self._fixed(pairs.stride(0))
+
+    def _fixed(self, pair_step: int) -> Callable[..., None]:
+        values = {"skipped": self._skipped, "num_blocks": self._num_blocks, "pair_step": pair_step, "pieces": self._pieces}
         return self._launch.fix(["k_cache", "v_cache", "pairs", "number"], "number * pieces", "1", values)
 
 

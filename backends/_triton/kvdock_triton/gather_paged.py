@@ -21,6 +21,48 @@ __all__ = ["GatherPaged", "GatherPagedDescriptor", "gather_paged_kernel", "spec_
 
 
 @triton.jit
+def gather_rows(
+    cache,
+    slots,
+    out,
+    tokens,
+    capacity,
+    slot_token,
+    token_step,
+    head_step,
+    width,
+    slot_row,
+    row_step,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOT: tl.constexpr,
+    HEAD: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    UNIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    STORE: tl.constexpr,
+):
+    """Read a tile of tokens from one cache; zeros for a slot out of range."""
+    token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = token < tokens
+    if ROWS:
+        row = token // width
+        column = token % width
+        slot_at = row * slot_row + column * slot_token
+        out_at = row * row_step + column * token_step
+    else:
+        slot_at = token * slot_token
+        out_at = token * token_step
+    slot = tl.load(slots + slot_at, mask=inside, other=-1).to(tl.int64)
+    live = (slot >= 0) & (slot < capacity)
+    source = cache + (slot // BLOCK_SIZE * BLOCK + slot % BLOCK_SIZE * SLOT) * UNIT
+    move_rows(source, HEAD, out + out_at * UNIT, head_step, live, inside, HEADS, DIM, UNIT, CHUNK, STORE)
+
+
+@triton.jit
 def gather_paged_kernel(
     k_cache,
     v_cache,
@@ -57,29 +99,60 @@ def gather_paged_kernel(
     TILE: tl.constexpr,
     STORE: tl.constexpr,
 ):
-    """Read a tile of tokens, keys where ``program_id(1)`` is 0 and values where it is 1; zeros for a slot out of range."""
-    token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = token < tokens
-    if ROWS:
-        row = token // width
-        column = token % width
-        slot_at = row * slot_row + column * slot_token
-        k_at = row * k_row + column * k_token
-        v_at = row * v_row + column * v_token
-    else:
-        slot_at = token * slot_token
-        k_at = token * k_token
-        v_at = token * v_token
-    slot = tl.load(slots + slot_at, mask=inside, other=-1).to(tl.int64)
-    live = (slot >= 0) & (slot < capacity)
-    block = slot // BLOCK_SIZE
-    offset = slot % BLOCK_SIZE
+    """Read a tile of tokens, keys where ``program_id(1)`` is 0 and values where it is 1.
+
+    Each reads the slots by itself: masks that both branches share, of rows of unlike sizes, are more than Triton 3.6 can lay out.
+    """
     if tl.program_id(1) == 0:
-        k_from = k_cache + (block * K_BLOCK + offset * K_SLOT) * K_UNIT
-        move_rows(k_from, K_HEAD, k_out + k_at * K_UNIT, k_head, live, inside, K_HEADS, K_DIM, K_UNIT, K_CHUNK, STORE)
+        gather_rows(
+            k_cache,
+            slots,
+            k_out,
+            tokens,
+            capacity,
+            slot_token,
+            k_token,
+            k_head,
+            width,
+            slot_row,
+            k_row,
+            BLOCK_SIZE,
+            K_BLOCK,
+            K_SLOT,
+            K_HEAD,
+            K_HEADS,
+            K_DIM,
+            K_UNIT,
+            K_CHUNK,
+            ROWS,
+            TILE,
+            STORE,
+        )
     else:
-        v_from = v_cache + (block * V_BLOCK + offset * V_SLOT) * V_UNIT
-        move_rows(v_from, V_HEAD, v_out + v_at * V_UNIT, v_head, live, inside, V_HEADS, V_DIM, V_UNIT, V_CHUNK, STORE)
+        gather_rows(
+            v_cache,
+            slots,
+            v_out,
+            tokens,
+            capacity,
+            slot_token,
+            v_token,
+            v_head,
+            width,
+            slot_row,
+            v_row,
+            BLOCK_SIZE,
+            V_BLOCK,
+            V_SLOT,
+            V_HEAD,
+            V_HEADS,
+            V_DIM,
+            V_UNIT,
+            V_CHUNK,
+            ROWS,
+            TILE,
+            STORE,
+        )
 
 
 _TOKEN_ARGS = (
@@ -143,6 +216,7 @@ class GatherPagedDescriptor(Descriptor):
             pool = request.tensor(f"{name}_cache")
             element = element_for(pool, [request.tensor(f"{name}_out")])
             self._items.append(element.size * element.unit // pool.dtype.itemsize)
+        self._fixed((0,) * (8 if self._rows else 5))  # so that nothing is left to compile
 
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, *rest: torch.Tensor) -> None:
         """Fill the outputs, which are the last two arguments, on the current stream of the tensors' device."""
@@ -154,7 +228,9 @@ class GatherPagedDescriptor(Descriptor):
 
     def fix(self, *args: Any) -> Callable[..., None]:
         """Settle the strides; what is left are the five addresses and how many tokens there are."""
-        steps = self._steps(args[2], *args[-2:])
+        return self._fixed(self._steps(args[2], *args[-2:]))
+
+    def _fixed(self, steps: tuple[int, ...]) -> Callable[..., None]:
         names = [*_TOKEN_ARGS[7:], *_ROW_ARGS[1:]][: len(steps)]
         values = {"capacity": self._capacity, **dict(zip(names, steps, strict=True))}
         sizes = ["rows", "width"] if self._rows else ["tokens"]

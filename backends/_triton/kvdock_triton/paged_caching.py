@@ -162,6 +162,8 @@ class PagedCachingDescriptor(Descriptor):
         self._k_items = k_element.size * k_element.unit // k_cache.dtype.itemsize
         self._v_items = v_element.size * v_element.unit // v_cache.dtype.itemsize
         self._rows = len(request.tensor("slot_mapping").shape) == 2
+        for launch, tile, columns in ((self._separate, self._separate_tile, 2), (self._fused, self._fused_tile, 1)):
+            self._fixed(launch, tile, columns, (0,) * (8 if self._rows else 5))  # so that nothing is left to compile
 
     def __call__(
         self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, *scales: Any
@@ -176,7 +178,9 @@ class PagedCachingDescriptor(Descriptor):
 
     def fix(self, *args: Any) -> Callable[..., None]:
         """Settle the kernel and strides; what is left are the five addresses and how many tokens there are."""
-        launch, tile, columns, steps = self._plan(*args[2:5])
+        return self._fixed(*self._plan(*args[2:5]))
+
+    def _fixed(self, launch: Launch, tile: int, columns: int, steps: tuple[int, ...]) -> Callable[..., None]:
         names = [*_TOKEN_ARGS[8:], *_ROW_ARGS[1:]][: len(steps)]
         values = {"skipped": self._skipped, "capacity": self._capacity, **dict(zip(names, steps, strict=True))}
         sizes = ["rows", "width"] if self._rows else ["tokens"]

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvdock.plugin import Descriptor, Request, TensorMeta, check_lengths, quantised_reasons
+from kvdock.plugin import HOST_INT, Descriptor, Request, TensorMeta, check_lengths, quantised_reasons
 from kvdock_triton.elements import chunk_for, element_for, index_type
 from kvdock_triton.launch import KernelSpec
 from kvdock_triton.rows import count_skipped, move_rows
@@ -123,6 +123,9 @@ class StaticUpdateDescriptor(Descriptor):
             pool = request.tensor(f"{name}_cache")
             element = element_for(pool, [request.tensor(name)])
             self._items.append(element.size * element.unit // pool.dtype.itemsize)
+        lengths = request.args["cache_lengths"]
+        kind = "host" if lengths == HOST_INT else "each" if lengths.shape else "one"
+        self._fixed(kind, [0] * 6, 0)  # so that nothing is left to compile
 
     def __call__(
         self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache_lengths: int | torch.Tensor
@@ -141,20 +144,24 @@ class StaticUpdateDescriptor(Descriptor):
     def fix(self, *args: Any) -> Callable[..., None]:
         """Settle the strides; what is left are the addresses, the sizes, and a length that the host knows."""
         _, _, k, v, lengths = args
-        from_tensor = isinstance(lengths, torch.Tensor)
         steps = [stride // items for tensor, items in zip((k, v), self._items, strict=True) for stride in tensor.stride()[:3]]
+        if not isinstance(lengths, torch.Tensor):
+            return self._checking(self._fixed("host", steps, 0))
+        return self._fixed("each", steps, lengths.stride(0)) if lengths.dim() else self._fixed("one", steps, 0)
+
+    def _fixed(self, lengths: str, steps: Sequence[int], step: int) -> Callable[..., None]:
+        """Settle strides, given what the lengths are: known to the host, one for all rows, or one for each, ``step`` apart."""
         values: dict[str, int | str] = {"skipped": self._skipped, "capacity": self._capacity}
         values |= dict(zip(_INTEGERS[3:], steps, strict=True))
-        parameters = ["k_cache", "v_cache", "k", "v", *(["lengths"] if from_tensor else []), "rows", "new"]
-        if not from_tensor:
+        parameters = ["k_cache", "v_cache", "k", "v", *([] if lengths == "host" else ["lengths"]), "rows", "new"]
+        if lengths == "host":
             parameters.append("length")
-        elif lengths.dim():
+        elif lengths == "each":
             parameters.append("number")
-            values |= {"step": lengths.stride(0), "length_row": "step if number > 1 else 0"}
+            values |= {"step": step, "length_row": "step if number > 1 else 0"}
         else:
             values["length_row"] = 0
-        launch = self._launch.fix(parameters, ceil_div_source("rows * new", self._tile), "1", values)
-        return launch if from_tensor else self._checking(launch)
+        return self._launch.fix(parameters, ceil_div_source("rows * new", self._tile), "1", values)
 
     def _checking(self, launch: Callable[..., None]) -> Callable[..., None]:
         """Check a length that the host knows before a launch."""

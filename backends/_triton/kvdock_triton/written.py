@@ -24,10 +24,14 @@ class Launch:
 
     def __init__(self, names: Sequence[str], lines: Sequence[str], scope: Mapping[str, Any]) -> None:
         self._names, self._lines, self._scope = list(names), lines, scope
+        self._makers: dict[str, Callable[..., Callable[..., None]]] = {}
         self.run = self.fix(["grid_x", "grid_y", *names], "grid_x", "grid_y", {})
 
     def fix(self, parameters: Sequence[str], grid_x: str, grid_y: str, values: Mapping[str, int | str]) -> Callable[..., None]:
         """Return a function of some parameters that launches with what is settled of the others.
+
+        The first time it is written and compiled; after that, other numbers for the same names take neither. So whoever is asked
+        for it in the middle of calls asks for it when it is prepared, too.
 
         Args:
             parameters: names of its parameters. Those of the kernel's that are among them are passed on.
@@ -36,13 +40,17 @@ class Launch:
             values: the kernel's other arguments by name: numbers, or expressions in the parameters. Others may be named for the grid.
         """
         texts = {name: value if isinstance(value, str) else name for name, value in values.items()}
+        numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
         arguments = ", ".join(texts.get(name, name) for name in self._names)
         body = [line.format(grid=f"{grid_x}, {grid_y}", arguments=arguments) for line in self._lines]
-        source = "\n".join([f"def launch({', '.join(parameters)}):", *(f"    {line}" for line in body)])
-        namespace = {**self._scope, **values}
-        exec(_compiled(source), namespace)  # noqa: S102 - made from the names of parameters and our own expressions
-        launch: Callable[..., None] = namespace["launch"]
-        return launch
+        launch = [f"def launch({', '.join(parameters)}):", *(f"    {line}" for line in body), "return launch"]
+        source = "\n".join([f"def make({', '.join(numbers)}):", *(f"    {line}" for line in launch)])
+        make = self._makers.get(source)
+        if make is None:
+            namespace = dict(self._scope)
+            exec(_compiled(source), namespace)  # noqa: S102 - made from the names of parameters and our own expressions
+            make = self._makers[source] = namespace["make"]
+        return make(**numbers)
 
 
 @functools.cache  # many calls differ in numbers only, and compiling takes longer than all else here
