@@ -28,6 +28,7 @@ __all__ = [
     "check_import_is_light",
     "check_no_context",
     "check_notes",
+    "check_prints_nothing",
     "check_process",
     "entry_module",
     "facts_of",
@@ -50,7 +51,7 @@ IMPORT_SHARE, IMPORT_S = 0.5, 0.1
 SCRIPT = """
 from __future__ import annotations
 
-import importlib, json, multiprocessing, os, random, sys, time, types, warnings, zlib
+import gc, importlib, json, locale, multiprocessing, os, random, sys, tempfile, threading, time, types, warnings, zlib
 from typing import Any
 
 import torch
@@ -120,15 +121,29 @@ def contexts():
             found.append("torch." + name)
     return found
 
+def printed(call):
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 1)
+        try:
+            call()
+        finally:
+            sys.stdout.flush()
+            os.dup2(kept, 1)
+            os.close(kept)
+        file.seek(0)
+        return file.read().decode(errors="replace")
+
 if __name__ == "__main__":
     before, settings = set(sys.modules), ProcessSettings()
     start = time.process_time()
-    importlib.import_module(MODULE)
+    at_import = printed(lambda: importlib.import_module(MODULE))
     cost = time.process_time() - start
     imported = sorted(set(sys.modules) - before)
     backend = registry().backend(NAME)
-    backend.probe()
-    found = dict(changes=settings.changes())
+    at_probe = printed(backend.probe)
+    found = dict(changes=settings.changes(), printed=at_import + at_probe)
     found.update(cost=cost, cost_of_kvdock=cost_of_kvdock, imported=[name for name in imported if name.startswith(HEAVY)])
     found.update(contexts=contexts())
     backend.notes()
@@ -213,6 +228,13 @@ def check_no_context(target: Target, data: Mapping[str, Any]) -> None:
     found = facts_of(target)["contexts"]
     if found:
         raise NonconformanceError("device contexts after import and probe()", expected="none", got=", ".join(found))
+
+
+def check_prints_nothing(target: Target, data: Mapping[str, Any]) -> None:
+    """Check that import and probe have written nothing to stdout, which is for the answers of whatever program uses the backend."""
+    found = facts_of(target)["printed"]
+    if found:
+        raise NonconformanceError("what import and probe() print to stdout", expected="nothing", got=repr(found[:200]))
 
 
 def check_notes(target: Target, data: Mapping[str, Any]) -> None:

@@ -10,18 +10,21 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import kvdock
+from kvdock import runtime
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.fresh import facts_of, own_names, seeded_lines
-from kvdock_conformance.checking.memory import Arenas
+from kvdock_conformance.checking.memory import Arenas, compare
 from kvdock_conformance.checking.settings import unchanged
 from kvdock_conformance.checking.target import Target
 
-__all__ = ["ENDING", "MARK", "check_ending", "check_settings_of_calls", "check_settings_of_import"]
+__all__ = ["ENDING", "MARK", "check_defaults", "check_ending", "check_settings_of_calls", "check_settings_of_import"]
 
 ENDING = """
 import atexit, importlib, multiprocessing, os, subprocess, sys, threading, time, types
@@ -68,6 +71,36 @@ def check_settings_of_calls(target: Target, data: Mapping[str, Any]) -> None:
         for call in data["calls"]:
             with contextlib.suppress(kvdock.UnsupportedError):
                 target.call(call["op"], {name: memory.tensor(spec) for name, spec in call["args"].items()})
+
+
+def check_defaults(target: Target, data: Mapping[str, Any]) -> None:
+    """Make the calls of a case as they are, and under other defaults of torch than its own, with plans that are made under these.
+
+    Raises:
+        NonconformanceError: the memory differs afterwards.
+    """
+    plain, other = Arenas(data["arenas"], target.device), Arenas(data["arenas"], target.device)
+    for call in data["calls"]:
+        with contextlib.suppress(kvdock.UnsupportedError):
+            target.call(call["op"], {name: plain.tensor(spec) for name, spec in call["args"].items()})
+            args = {name: other.tensor(spec) for name, spec in call["args"].items()}
+            runtime.default().dispatcher.descriptors.clear()
+            with _defaults(data["dtype"], data["device"]):
+                target.call(call["op"], args)
+            compare(other, plain, call["args"], f"{call['op']} with default dtype {data['dtype']} and default device {data['device']}")
+
+
+@contextlib.contextmanager
+def _defaults(dtype: str, device: str) -> Iterator[None]:
+    """Set torch's defaults for a block, as a user sets them."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(before)
 
 
 def check_ending(target: Target, data: Mapping[str, Any]) -> None:

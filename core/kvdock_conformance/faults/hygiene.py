@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import locale
 import os
+import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -83,6 +87,10 @@ for _number, (_what, _line) in enumerate(
         "random numbers": "random.seed(0)",
         "filters of warnings": "warnings.simplefilter('ignore')",
         "copy_blocks_ of kvdock": "kvdock.ops.copy_blocks_ = lambda *args: None",
+        "floating-point mode": "torch.set_flush_denormal(True)",
+        "locale": "locale.setlocale(locale.LC_ALL, 'C' if locale.setlocale(locale.LC_ALL) != 'C' else 'C.UTF-8')",
+        "garbage collector": "gc.disable()",
+        "threads": "threading.Thread(target=time.sleep, args=(20,), daemon=True).start()",
     }.items()
 ):
     _fresh(
@@ -93,6 +101,13 @@ for _number, (_what, _line) in enumerate(
         *_AT_IMPORT,
     )
 
+_fresh(
+    "prints-at-import",
+    "The module prints its version when it is imported, past Python's own stdout.",
+    "KVD-HYGIENE-016",
+    "def at_import(): os.write(1, b'Acme runtime 3.1\\n')",
+    *_AT_IMPORT,
+)
 _fresh("error-at-exit", "A process that has used it ends with an error.", "KVD-HYGIENE-014", "import atexit; atexit.register(os._exit, 3)")
 _fresh(
     "process-left-behind",
@@ -224,6 +239,41 @@ def _changes_the_folder(run: BackendCall, args: Args) -> None:
 def _sets_threads(run: BackendCall, args: Args) -> None:
     torch.set_num_threads(torch.get_num_threads() + 1)
     run(args)
+
+
+@FAULTS.call("paged_caching_", "hygiene-call-flushes-subnormals", "A call lets subnormal numbers become zero.", "KVD-HYGIENE-013")
+def _flushes_subnormals(run: BackendCall, args: Args) -> None:
+    run(args)
+    torch.set_flush_denormal(True)
+
+
+@FAULTS.call("gather_paged", "hygiene-call-changes-the-locale", "A call changes the locale of the process.", "KVD-HYGIENE-013")
+def _changes_the_locale(run: BackendCall, args: Args) -> None:
+    run(args)
+    locale.setlocale(locale.LC_ALL, "C" if locale.setlocale(locale.LC_ALL) != "C" else "C.UTF-8")
+
+
+@FAULTS.call("copy_blocks_", "hygiene-call-stops-the-collector", "A call turns the garbage collector off.", "KVD-HYGIENE-013")
+def _stops_the_collector(run: BackendCall, args: Args) -> None:
+    gc.disable()
+    run(args)
+
+
+@FAULTS.call("static_update_", "hygiene-call-leaves-a-thread", "A call leaves a thread behind.", "KVD-HYGIENE-013")
+def _leaves_a_thread(run: BackendCall, args: Args) -> None:
+    threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
+    run(args)
+
+
+@FAULTS.call("paged_caching_", "hygiene-call-needs-float32", "A call does nothing where float32 is not the default.", "KVD-HYGIENE-017")
+def _needs_float32(run: BackendCall, args: Args) -> None:
+    if torch.get_default_dtype() == torch.float32:
+        run(args)
+
+
+@FAULTS.call("copy_blocks_", "hygiene-call-takes-the-default-device", "A call works on the default device.", "KVD-HYGIENE-017")
+def _takes_the_default_device(run: BackendCall, args: Args) -> None:
+    run({name: value.to(torch.get_default_device()) if isinstance(value, torch.Tensor) else value for name, value in args.items()})
 
 
 @FAULTS.backend(_AREA, "notes", "hygiene-notes-are-a-text", "Notes are one text.", "KVD-HYGIENE-015")

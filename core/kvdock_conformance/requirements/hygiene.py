@@ -7,8 +7,15 @@ from collections.abc import Callable, Iterable
 from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.cases.every_op import OPS, OpCall
 from kvdock_conformance.checking.claims import check_capabilities, check_claims, check_devices, check_kernels, check_names, check_probe
-from kvdock_conformance.checking.fresh import check_import_cost, check_import_is_light, check_no_context, check_notes, check_process
-from kvdock_conformance.checking.process import check_ending, check_settings_of_calls, check_settings_of_import
+from kvdock_conformance.checking.fresh import (
+    check_import_cost,
+    check_import_is_light,
+    check_no_context,
+    check_notes,
+    check_prints_nothing,
+    check_process,
+)
+from kvdock_conformance.checking.process import check_defaults, check_ending, check_settings_of_calls, check_settings_of_import
 from kvdock_conformance.requirement import Case, Check, Level, Requirement
 
 __all__ = ["AREA", "REQUIREMENTS"]
@@ -23,10 +30,11 @@ def _require(number: int, sentence: str, check: Check, *cases: Case, level: Leve
     return Requirement(f"KVD-HYGIENE-{number:03}", sentence, AREA, check, made, level, limit_s=_LIMIT_S)
 
 
-def _twice(op: str) -> Case:
+def _twice(op: str, **more: str) -> Case:
     """Return a case of two calls of an op: one that is prepared, and one that is not."""
     drawing = Drawing()
-    return Case(f"calls of {op}", drawing.case(OpCall(op).call(drawing), OpCall(op, seed=2).call(drawing)))
+    calls = drawing.case(OpCall(op).call(drawing), OpCall(op, seed=2).call(drawing))
+    return Case(" ".join((f"calls of {op}", *more.values())), {**calls, **more})
 
 
 REQUIREMENTS = [
@@ -61,10 +69,17 @@ REQUIREMENTS = [
     _require(
         12,
         "Importing it and probing leave the settings of the process as they are: its folder and environment, filters of warnings, "
-        "random numbers, torch's defaults, and kvdock's own functions.",
+        "random numbers, floating-point mode, locale, garbage collector, threads, torch's defaults, and kvdock's own functions.",
         check_settings_of_import,
     ),
     _require(13, "Calls leave the settings of the process as they are.", check_settings_of_calls, *map(_twice, OPS)),
     _require(14, "A process that has used it ends by itself, with exit code 0, and leaves no process behind.", check_ending),
     _require(15, "Its notes are lines of text, and asking for them opens no context on any device.", check_notes),
+    _require(16, "Importing it and probing print nothing to stdout.", check_prints_nothing),
+    _require(
+        17,
+        "Calls do the same whatever a user has made torch's default dtype and default device.",
+        check_defaults,
+        *(_twice(op, dtype=dtype, device=device) for op in OPS for dtype, device in (("float64", "cpu"), ("bfloat16", "meta"))),
+    ),
 ]

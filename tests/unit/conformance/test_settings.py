@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import locale
 import os
 import random
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,6 +39,10 @@ CHANGES: list[tuple[str, Callable[[], object]]] = [
     ("warnings.filters", warnings.resetwarnings),
     ("the state of Python's random numbers", random.random),
     ("the state of torch's random numbers", lambda: torch.rand(1)),
+    ("the floating-point mode", lambda: torch.set_flush_denormal(True)),
+    ("the locale", lambda: locale.setlocale(locale.LC_ALL, "C" if locale.setlocale(locale.LC_ALL) != "C" else "C.UTF-8")),
+    ("the garbage collector", gc.disable),
+    ("the garbage collector", lambda: gc.set_threshold(1)),
     ("torch.get_default_dtype()", lambda: torch.set_default_dtype(torch.float64)),
     ("torch.get_default_device()", _default_device),
     ("torch.is_grad_enabled()", lambda: torch.set_grad_enabled(False)),
@@ -45,6 +53,33 @@ CHANGES: list[tuple[str, Callable[[], object]]] = [
     ("kvdock.ops.copy_blocks_", lambda: setattr(kvdock.ops, "copy_blocks_", print)),
     ("kvdock.ops.copy_blocks_", lambda: delattr(kvdock.ops, "copy_blocks_")),
 ]
+
+
+def test_a_thread_that_is_left_is_told_and_one_that_ends_is_no_change() -> None:
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait, name="left by acme", daemon=True)
+    with pytest.raises(NonconformanceError) as caught, unchanged():
+        thread.start()
+    assert (caught.value.expected, caught.value.got) == ("nothing", "'left by acme'")
+    with unchanged():
+        end.set()
+        thread.join()
+        worker = threading.Thread(target=print)
+        worker.start()
+        worker.join()
+
+
+@pytest.mark.parametrize("rounding", range(1, 4))
+def test_rounding_is_part_of_the_floating_point_mode(rounding: int) -> None:
+    libm = ctypes.CDLL("libm.so.6")
+    assert ProcessSettings.floating_point() == {"subnormal numbers": True, "rounds to nearest": True}
+    try:
+        if libm.fesetround(0x400 * rounding):
+            pytest.skip("this processor numbers the modes otherwise")
+        found = ProcessSettings.floating_point()
+    finally:
+        libm.fesetround(0)
+    assert found == {"subnormal numbers": True, "rounds to nearest": False}
 
 
 @pytest.mark.parametrize(("name", "change"), CHANGES, ids=[f"{number} {name}" for number, (name, _) in enumerate(CHANGES)])
