@@ -17,7 +17,7 @@ from kvdock_triton.support import TritonKernel, ceil_div, ceil_div_source, row_b
 from kvdock_triton.tuning import Tile
 from kvdock_triton.written import Launch
 
-__all__ = ["GatherPaged", "GatherPagedDescriptor", "gather_paged_kernel", "spec_for"]
+__all__ = ["GatherPaged", "GatherPagedDescriptor", "gather_paged_kernel", "gather_rows", "spec_for"]
 
 
 @triton.jit
