@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvdock.ops import signatures
-from opskit import TARGETS, Memory, Target, active, torch_threads
+from opskit import SINGLE, Memory, Target, active, torch_threads
 
 
 def interpreted() -> tuple[Any, ...]:
@@ -21,12 +21,12 @@ def interpreted() -> tuple[Any, ...]:
     return () if WHY_NOT else (pytest.param(INTERPRETED, id="interpreted", marks=pytest.mark.slow),)
 
 
-ALL = (*TARGETS, *interpreted())
+ALL = (*SINGLE, *interpreted())
 
 
 @pytest.fixture(params=ALL)
 def target(request: pytest.FixtureRequest) -> Iterator[Target]:
-    """Run the test on each target, through the public functions."""
+    """Run the test on each target, with one thread unless it names `TARGETS`, through the public functions."""
     chosen: Target = request.param
     with active(chosen.runtime, "portable" if chosen.name == "portable" else None), torch_threads(chosen.threads):
         yield chosen

@@ -1,4 +1,4 @@
-"""`copy_blocks_`: whole blocks of K and V, inside one pool."""
+"""`copy_blocks_`: the forms in which pairs come, and pairs whose order matters. What is copied is for the kit, in `tests/backends`."""
 
 from __future__ import annotations
 
@@ -9,50 +9,9 @@ import pytest
 import torch
 
 import kvdock
-from opskit import SINGLE, Geometry, Memory, Target, check
+from opskit import Geometry, Memory, Target, check
 
 G = Geometry()
-
-PAIRS = {
-    "one": [[0, 5]],
-    "several": [[5, 0], [2, 1]],
-    "one source for many": [[4, 0], [4, 1], [4, 2], [4, 3], [4, 5]],
-    "first and last": [[0, 5], [1, 4]],
-    "padding": [[-1, -1]],
-    "some padding": [[-1, 3], [2, 3], [0, -1], [-7, -9], [4, 1]],
-    "padding beside ids beyond": [[-1, 99], [99, -1], [2, 3]],
-    "the smallest ints": [[-(2**31), 0], [1, -(2**31)], [2, 3]],
-}
-BEYOND = {"source": [[6, 0]], "destination": [[0, 6]], "both": [[7, 8]], "one of several": [[0, 1], [2, 3], [2, 2**31 - 1], [4, 5]]}
-
-
-@pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_pairs(target: Target, memory: Memory, pairs: list[list[int]], dtype: torch.dtype) -> None:
-    assert check(target, memory, "copy_blocks_", *G.pools(memory), memory.index(pairs, dtype)) == []
-
-
-@pytest.mark.parametrize("pairs", BEYOND.values(), ids=BEYOND)
-def test_a_block_beyond_the_pool(target: Target, memory: Memory, pairs: list[list[int]]) -> None:
-    assert len(check(target, memory, "copy_blocks_", *G.pools(memory), memory.index(pairs))) == 1
-
-
-@pytest.mark.parametrize("bad", [2**40, 2**63 - 1])
-def test_a_block_far_beyond_the_pool(target: Target, memory: Memory, bad: int) -> None:
-    pairs = memory.index([[0, 1], [bad, 2], [3, bad], [-1, bad]])
-    assert check(target, memory, "copy_blocks_", *G.pools(memory), pairs) == [(1,), (2,)]
-
-
-def test_strided_pairs(target: Target, memory: Memory) -> None:
-    check(target, memory, "copy_blocks_", *G.pools(memory), memory.index([[0, 1], [9, 9], [2, 3], [9, 9]])[::2])
-    check(target, memory, "copy_blocks_", *G.pools(memory), memory.index([[0, 3, 9], [1, 4, 9]])[:, :2])
-
-
-def test_blocks_of_unlike_sizes(target: Target, memory: Memory) -> None:
-    """K and V may differ in heads, dim, and here also in how many places a block has."""
-    k_cache = Geometry(block=3, hk=3, dk=5).pools(memory)[0]
-    v_cache = Geometry(block=7, hv=1, dv=46).pools(memory)[1]
-    check(target, memory, "copy_blocks_", k_cache, v_cache, memory.index([[0, 5], [3, 2]]))
 
 
 FORMS = {
@@ -108,26 +67,3 @@ def test_pairs_whose_order_matters(target: Target, memory: Memory, pairs: list[l
             assert text.startswith(f"copy_blocks_: block_pairs[{row}]: expected destinations that occur once and are no source, ")
             assert f"got {got}. Fix: {fix}" in text
     before.assert_same("raised")
-
-
-def test_padding_does_not_make_pairs_dependent(target: Target, memory: Memory) -> None:
-    check(target, memory, "copy_blocks_", *G.pools(memory), memory.index([[1, -1], [0, 1], [-1, 1], [-1, 2], [0, 2], [2, -1]]))
-
-
-def test_a_pool_without_blocks_takes_padding_only(target: Target, memory: Memory) -> None:
-    pools = Geometry(num_blocks=0).pools(memory)
-    check(target, memory, "copy_blocks_", *pools, memory.index([[-1, -1], [-1, 4]]))
-    assert len(check(target, memory, "copy_blocks_", *pools, memory.index([[0, 0]]))) == 1
-
-
-@pytest.mark.parametrize("target", SINGLE, indirect=True)
-def test_more_pairs_than_a_grid_has_rows(target: Target, memory: Memory) -> None:
-    g = Geometry(num_blocks=140_000, block=1, hk=1, dk=4, hv=1, dv=1)
-    k_cache, v_cache = g.pools(memory)
-    pairs = memory.index(torch.stack([torch.arange(0, 140_000, 2), torch.arange(1, 140_000, 2)], 1).tolist())
-    after = memory.copy()
-    for cache in (after.twin(k_cache), after.twin(v_cache)):
-        bits = cache.view(torch.int16)
-        bits[1::2] = bits[::2]
-    kvdock.ops.copy_blocks_(k_cache, v_cache, pairs)
-    after.assert_same("copy_blocks_")
