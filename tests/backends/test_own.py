@@ -4,7 +4,5 @@ import pytest
 
 from kvdock_conformance.testing import conformance_tests
 
-pytestmark = pytest.mark.slow
-
-test_reference = conformance_tests("reference")
 test_portable = conformance_tests("portable-kernels")
+test_reference = pytest.mark.slow(conformance_tests("reference"))

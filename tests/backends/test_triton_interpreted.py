@@ -9,10 +9,7 @@ import pytest
 
 from kvdock_conformance.testing import conformance_tests
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install 'kvdock[triton]'"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install 'kvdock[triton]'")
 
 PATH = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
 

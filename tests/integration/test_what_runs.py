@@ -17,6 +17,7 @@ from integration.uncached import Uncached
 from integration.wrappers import Wrapper
 from kvdock.errors import ArgumentValueError
 from kvdock.integrations.transformers.hook import prepare_pass
+from support_slow import first_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # PEFT asks Transformers by an old name
 
@@ -45,7 +46,7 @@ def around(request: pytest.FixtureRequest) -> Any:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("rows", [[text(18)], [text(18), text(10, 2)]], ids=["one", "padded"])
+@pytest.mark.parametrize("rows", first_of([[text(18)], [text(18), text(10, 2)]]), ids=["one", "padded"])
 def test_generate_of_a_wrapper_is_watched(around: Any, rows: list[list[int]]) -> None:
     watched, uncached, inputs = Watched("wrapped", model=around), Uncached(around), padded(*rows)
     for way in ({}, {}, {"prefill_chunk_size": 5}, {"prompt_lookup_num_tokens": 3}, {}):

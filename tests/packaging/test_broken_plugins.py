@@ -172,6 +172,7 @@ def test_tensor_on_the_device_of_a_failed_backend_raises_with_its_reason(faulty:
     assert "healthy (BLOCKED: KVDOCK_BACKENDS does not name it; it names import_error, probe_unusable)" in answer["text"]
 
 
+@pytest.mark.slow
 def test_doctor_shows_the_tracebacks(faulty: Environment) -> None:
     done = faulty.kvdock("doctor", environ={"KVDOCK_BACKENDS": "import_error,syntax_error,sys_exit"})
     assert done.returncode == 1, done.stderr

@@ -83,6 +83,7 @@ def test_a_wrong_one_is_not_and_its_script_runs_without_the_kit(environment: Env
     assert run(command, check=True).stdout.startswith("passes now: KVD-PREFIX-006")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -93,7 +93,8 @@ UNCLAIMED = ("acme stores torch.bfloat16", "lists one device", "no streams there
 """Why a requirement is unsupported. All others are checked on Acme's own kernels."""
 
 
-@pytest.mark.parametrize("level", ["core", pytest.param("extended", marks=pytest.mark.slow)])
+@pytest.mark.slow  # `test_new_backend` certifies one that is installed in `make test`
+@pytest.mark.parametrize("level", ["core", "extended"])
 def test_acme_is_certified(level: str, installed: Environment, tmp_path: Path) -> None:
     report = certify(installed, tmp_path, "acme", "--level", level)
     assert_conforms(report, level)
@@ -189,6 +190,7 @@ def test_the_op_of_a_plugin_works_as_a_stranger_has_it(installed: Environment, t
     assert re.search(r"\d+ passed", done.stdout)
 
 
+@pytest.mark.slow
 def test_the_op_of_a_plugin_is_explained_by_the_command(installed: Environment) -> None:
     done = installed.kvdock("explain", "rope_caching_", "--dtype", "float32", "--head-dim", "2", "--run", "3", "--json")
     told = json.loads(done.stdout)

@@ -14,6 +14,7 @@ import pytest
 
 from support_distributions import Environments, report
 from support_projects import Environment
+from support_slow import first_of
 from support_sources import ROOT
 
 
@@ -44,7 +45,7 @@ def older_version(folder: Path) -> Path:
     return left
 
 
-@pytest.mark.parametrize("leave", [empty_folder, stale_egg_info, older_version])
+@pytest.mark.parametrize("leave", first_of([empty_folder, stale_egg_info, older_version]))
 def test_what_is_left_of_another_installation_hides_nothing_and_is_told(
     wheels: dict[str, Path], tmp_path: Path, leave: Callable[[Path], Path]
 ) -> None:
@@ -65,6 +66,7 @@ def joined(*folders: Path) -> str:
     return os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
 
 
+@pytest.mark.slow
 def test_all_that_importlib_finds_is_found_whatever_its_folder_is_called(wheels: dict[str, Path], tmp_path: Path) -> None:
     environment = acme(wheels, tmp_path)
     site = environment.site_packages
@@ -74,6 +76,7 @@ def test_all_that_importlib_finds_is_found_whatever_its_folder_is_called(wheels:
     assert {"cpu"} < {record.name for record in found.records if record.distribution == "kvdock"}
 
 
+@pytest.mark.slow
 def test_plugin_without_its_metadata_file_is_found_as_importlib_finds_it(wheels: dict[str, Path], tmp_path: Path) -> None:
     environment = acme(wheels, tmp_path)
     (environment.site_packages / "kvdock_acme-1.0.dist-info" / "METADATA").unlink()
@@ -82,6 +85,7 @@ def test_plugin_without_its_metadata_file_is_found_as_importlib_finds_it(wheels:
     assert ["kvdock_acme-1.0.dist-info: its metadata cannot be read" in note for note in found.notes] == [True]
 
 
+@pytest.mark.slow
 def test_second_version_that_declares_something_else_is_told_and_not_loaded(wheels: dict[str, Path], tmp_path: Path) -> None:
     environment = acme(wheels, tmp_path)
     newer = older_version(tmp_path / "first")
@@ -91,6 +95,7 @@ def test_second_version_that_declares_something_else_is_told_and_not_loaded(whee
     assert ["kvdock-acme is installed twice; what this one declares (acme) is not loaded" in note for note in found.notes] == [True]
 
 
+@pytest.mark.slow
 def test_one_folder_twice_on_the_path_is_no_second_installation(wheels: dict[str, Path], tmp_path: Path) -> None:
     environment = acme(wheels, tmp_path)
     (tmp_path / "link").symlink_to(environment.site_packages)
@@ -142,6 +147,7 @@ def test_kvdock_without_any_metadata_has_its_backends_all_the_same(own: Environm
     ]
 
 
+@pytest.mark.slow
 def test_application_in_a_zip_file_has_the_cpu_backend(own: Environment, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
         for path in own.site_packages.rglob("*"):
@@ -152,6 +158,7 @@ def test_application_in_a_zip_file_has_the_cpu_backend(own: Environment, tmp_pat
     assert own.json(f"import sys; sys.path.insert(0, {str(tmp_path / 'app.zip')!r})\n" + OP) == ["cpu"]
 
 
+@pytest.mark.slow
 def test_checkout_on_the_path_has_the_cpu_backend(own: Environment) -> None:
     for path in own.site_packages.glob("kvdock*"):
         shutil.rmtree(path)
@@ -159,13 +166,16 @@ def test_checkout_on_the_path_has_the_cpu_backend(own: Environment) -> None:
     assert own.json(f"import sys; sys.path[:0] = {folders!r}\n" + OP) == ["cpu"]
 
 
-@pytest.mark.parametrize("environ", [{"KVDOCK_DISABLE_AUTOLOAD": "1"}, {"KVDOCK_BACKENDS": "nobody"}, {"KVDOCK_BACKENDS_DENY": "cpu"}])
+@pytest.mark.parametrize(
+    "environ", first_of([{"KVDOCK_DISABLE_AUTOLOAD": "1"}, {"KVDOCK_BACKENDS": "nobody"}, {"KVDOCK_BACKENDS_DENY": "cpu"}]), ids=str
+)
 def test_no_backend_at_all_is_never_fine(environments: Environments, environ: dict[str, str]) -> None:
     code, answer, _ = doctor(environments.with_projects("kvdock-rival"), **({"KVDOCK_BACKENDS": "cpu"} | environ))
     assert (code, answer["ok"]) == (1, False)
     assert answer["problems"][-1].startswith("no backend is READY, so every op fails")
 
 
+@pytest.mark.slow
 def test_allowed_name_that_is_not_installed_needs_attention(environments: Environments) -> None:
     code, answer, _ = doctor(environments.with_projects("kvdock-rival"), KVDOCK_BACKENDS="cpu,nobody")
     assert (code, answer["problems"][0].partition(".")[0]) == (1, "KVDOCK_BACKENDS names 'nobody', which is not installed")

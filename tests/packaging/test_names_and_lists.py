@@ -49,11 +49,13 @@ def test_user_picks_one_of_two_distributions(picked: list[Report], index: int) -
     assert found.answers[1]["backend"] == "rival"
 
 
+@pytest.mark.slow
 def test_same_name_and_value_in_two_distributions_is_one_plugin(environments: Environments) -> None:
     found = report(environments.with_projects("kvdock-acme", "kvdock-twin"))
     assert found.states == {"acme@kvdock-acme": "READY"}
 
 
+@pytest.mark.slow
 def test_editable_and_installed_is_one_plugin(environments: Environments, wheels: dict[str, Path], tmp_path: Path) -> None:
     environment = Environment.create(tmp_path / "env")
     environment.install("-e", ACME.write(tmp_path))
@@ -106,6 +108,7 @@ def test_allowed_name_that_is_not_installed_is_reported(listed: list[Report]) ->
     assert found.of("first").state.name == "READY"
 
 
+@pytest.mark.slow
 def test_unreadable_metadata_of_one_distribution_hides_no_other(
     environments: Environments, wheels: dict[str, Path], tmp_path: Path
 ) -> None:

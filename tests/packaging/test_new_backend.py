@@ -251,6 +251,7 @@ def test_what_it_prints(tmp_path: Path) -> None:
     assert "class AcmeGpuBackend(Backend)" in (tmp_path / "new" / "src" / "kvdock_acme_gpu" / "backend.py").read_text()
 
 
+@pytest.mark.slow
 def test_a_second_project_of_an_installed_name_is_refused(installed: Environment, tmp_path: Path) -> None:
     done = installed.kvdock("new-backend", "acme", "--device-type", "npu", "--dir", str(tmp_path / "again"))
     assert done.returncode == 2

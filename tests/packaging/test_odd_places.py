@@ -15,6 +15,7 @@ import pytest
 from support_distributions import report
 from support_plugins import source
 from support_projects import Environment, Project, build
+from support_slow import first_of
 
 LOUD = """
 import atexit, os, sys
@@ -80,7 +81,7 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("command", first_of(COMMANDS), ids=" ".join)
 def test_json_is_one_object_whatever_a_plugin_prints(odd: Environment, tmp_path: Path, command: Sequence[str]) -> None:
     arguments = [word.format(tmp=tmp_path) for word in command]
     done = odd.kvdock(*arguments, "--json", environ={"KVDOCK_BACKENDS": "loud,cpu"})
@@ -98,7 +99,7 @@ def run(environment: Environment, line: str, **environ: str) -> subprocess.Compl
     return subprocess.run(["bash", "-c", text], env=settings, capture_output=True, text=True, timeout=100, check=False)
 
 
-@pytest.mark.parametrize("command", ["backends", "backends --json", "explain copy_blocks_"])
+@pytest.mark.parametrize("command", first_of(["backends --json", "backends", "explain copy_blocks_"]))
 def test_answers_that_cannot_be_written_have_an_exit_code_of_their_own(odd: Environment, command: str) -> None:
     full = run(odd, f"kvdock {command} > /dev/full")
     assert (full.returncode, full.stderr) == (4, "kvdock: the answer cannot be written: No space left on device\n")
@@ -113,7 +114,7 @@ def test_closed_streams_are_no_error(odd: Environment) -> None:
 
 
 @pytest.mark.parametrize(
-    "environ", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"}, {"LC_ALL": "C", "LANG": "tr_TR"}], ids=str
+    "environ", first_of([{"PYTHONIOENCODING": "latin-1"}, {"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "LANG": "tr_TR"}]), ids=str
 )
 def test_no_encoding_is_too_small_for_a_name(odd: Environment, environ: dict[str, str]) -> None:
     done = run(odd, "kvdock backends", KVDOCK_BACKENDS="日本,cpu", **environ)
@@ -137,7 +138,9 @@ def in_terminal(environment: Environment, *command: str, **environ: str) -> tupl
     return child.wait(60), got.decode()
 
 
-@pytest.mark.parametrize("environ", [{"COLUMNS": "1"}, {"COLUMNS": "0"}, {"COLUMNS": "x"}, {"TERM": "dumb", "COLUMNS": "50"}], ids=str)
+@pytest.mark.parametrize(
+    "environ", first_of([{"COLUMNS": "1"}, {"COLUMNS": "0"}, {"COLUMNS": "x"}, {"TERM": "dumb", "COLUMNS": "50"}]), ids=str
+)
 def test_nothing_of_the_answer_is_lost_in_a_narrow_terminal(odd: Environment, environ: dict[str, Any]) -> None:
     code, text = in_terminal(odd, "backends", **environ)
     letters = "".join(filter(str.isalnum, text))

@@ -57,6 +57,7 @@ def test_workers_find_the_same_backends_and_a_differing_environment_is_reported(
     assert denied[2][0] == expected[method]
 
 
+@pytest.mark.slow
 def test_program_of_its_own_is_not_compared_with_whoever_started_it(first: Environment) -> None:
     code = """
 import json, subprocess, sys, os, warnings

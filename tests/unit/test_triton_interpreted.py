@@ -26,6 +26,7 @@ def run(*arguments: str) -> None:
     assert "skipped" not in text, text
 
 
+@pytest.mark.slow
 def test_kernels() -> None:
     run("tests/unit/triton", "-m", "not slow")
 

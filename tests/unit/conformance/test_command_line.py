@@ -156,6 +156,7 @@ def test_wrong_options_exit_with_2(tmp_path: Path, env: dict[str, str], argument
     assert not (report / "report.json").exists()
 
 
+@pytest.mark.slow
 def test_a_device_may_be_named(tmp_path: Path, env: dict[str, str]) -> None:
     done = kvdock("--backend", "wrapping", "--device", "cpu:0", "--op", "devices", "--json", env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

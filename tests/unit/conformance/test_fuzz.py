@@ -50,6 +50,7 @@ def test_what_is_drawn_has_what_meets_in_faults() -> None:
     assert any(len(data["calls"]) > 6 for data in every)
 
 
+@pytest.mark.slow
 def test_a_good_backend_passes_and_says_how_many_calls_did() -> None:
     about = plan("good", load())
     outcome = fuzz(about, 0.05, seed=7)
@@ -80,6 +81,7 @@ def test_what_crashes_is_found_too() -> None:
     assert "exit code 7" in str(outcome.failed[0].failure)
 
 
+@pytest.mark.slow
 def test_a_backend_that_cannot_be_opened_leaves_it_open() -> None:
     about = plan("nobody", load())
     outcome = fuzz(about, 0.05)
@@ -106,6 +108,7 @@ def test_without_hypothesis_the_error_says_what_to_install(monkeypatch: pytest.M
         check_fuzz(plan("good", load()), 1)
 
 
+@pytest.mark.slow
 def test_what_came_of_it_stands_among_the_cases_of_its_requirement() -> None:
     every = [run(plan("good", chosen([FUZZED]))).outcomes[0]]
     more = fuzz(plan("good", load()), 0.01)

@@ -258,6 +258,7 @@ def test_a_repro_fails_while_the_fault_is_there_and_passes_when_it_is_mended(tmp
     assert (mended.returncode, mended.stdout) == (0, "passes now: KVD-WRITE-003, some -1\n"), mended.stderr
 
 
+@pytest.mark.slow
 def test_a_repro_of_a_refusal(tmp_path: Path) -> None:
     env = install(tmp_path / "site")
     item = load()["KVD-WRITE-022"]

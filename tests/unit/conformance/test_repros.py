@@ -157,9 +157,7 @@ def repro(report: Path, name: str, env: dict[str, str]) -> subprocess.CompletedP
 
 
 @pytest.mark.parametrize("setup", [None, pytest.param("kvdock_wrapping:register", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "fault", [pytest.param(fault, marks=[] if fault in ("settings", "evict") else [pytest.mark.slow]) for fault in SAMPLE]
-)
+@pytest.mark.parametrize("fault", [pytest.param(fault, marks=[] if fault == "settings" else [pytest.mark.slow]) for fault in SAMPLE])
 def test_a_script_of_each_area_fails_with_the_fault_and_passes_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, setup: str | None
 ) -> None:

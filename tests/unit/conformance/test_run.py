@@ -78,6 +78,7 @@ def test_a_child_that_is_lost_is_a_failure_and_the_run_goes_on(backend: str, how
     assert said in cases[0].failure["details"]
 
 
+@pytest.mark.slow
 def test_a_device_that_is_spoilt_costs_its_case_and_not_those_behind_it() -> None:
     found = run(plan("spoils", chosen(["KVD-WRITE-003", "KVD-GATHER-001"])))
     assert verdicts(found) == {"KVD-WRITE-003": "failed", "KVD-GATHER-001": "passed"}, "reading back has nothing to do with it"
@@ -134,6 +135,7 @@ def test_an_interrupt_while_the_backend_is_loaded_leaves_everything_not_run(monk
     assert {outcome.reason for outcome in found.outcomes} == {"interrupted"}
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_an_outcome_is_told_is_one_too() -> None:
     def interrupted(outcome: Outcome) -> None:
         if outcome.requirement.id == SOME[1]:
@@ -158,6 +160,7 @@ def test_a_selection_says_what_it_leaves_out() -> None:
     assert [item.id for item in plan("good", every, area="paged_caching_").selected()] == list(SOME)
 
 
+@pytest.mark.slow
 def test_expected_failures_are_taken_into_account() -> None:
     import datetime
 
@@ -170,6 +173,7 @@ def test_expected_failures_are_taken_into_account() -> None:
     assert alone.exit_code == 0
 
 
+@pytest.mark.slow
 def test_nothing_is_not_green() -> None:
     assert run(plan("good", chosen([]))).exit_code == 3
 
