@@ -11,9 +11,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
+
 from kvdock.errors import ArgumentValueError, UnsupportedError, WrongThreadError
 from kvdock.prefix import PrefixCache
 from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.growth import check_growth
 from kvdock_conformance.checking.prefix_model import KEYS, SlowPrefixCache, StoresNothing
 from kvdock_conformance.checking.prefix_play import Player, play
 from kvdock_conformance.checking.prefix_target import PrefixTarget
@@ -31,6 +34,7 @@ __all__ = [
     "check_costs",
     "check_deep",
     "check_late_reads",
+    "check_leaves_nothing",
     "check_observers",
     "check_stores_nothing",
     "check_threads",
@@ -215,6 +219,28 @@ def check_costs(target: PrefixTarget, data: Mapping[str, Any]) -> None:
     if seconds[1] > data["most"] * seconds[0]:
         blocks = " and ".join(map(str, data["blocks"]))
         raise NonconformanceError(f"seconds of an insertion behind {blocks} blocks", expected=f"at most {data['most']} times", got=seconds)
+
+
+def check_leaves_nothing(target: PrefixTarget, data: Mapping[str, Any]) -> None:
+    """Match, lock, store and evict again and again, and let the handles go.
+
+    Raises:
+        NonconformanceError: memory grows with each time.
+    """
+    size, times = data["block_size"], data["times"]
+    cache, tokens = target.make(size), list(range(9 * size))
+    cache.insert_prefix(tokens[: 8 * size], range(8))
+
+    def work(number: int) -> None:
+        for _ in range(times):
+            handle = cache.match_prefix(tokens).handle
+            cache.lock_handle(handle)
+            cache.insert_prefix(tokens[handle.cached_len :], range(handle.cached_len // size, 9), behind=handle)
+            cache.match_prefix(tokens[::-1])
+            cache.lock_handle(handle, unlock=True)
+            cache.evict(min(1, cache.size_info.evictable_size // size))  # the block that was stored behind the handle
+
+    check_growth("matches, locks, insertions and evictions whose handles are gone", torch.device("cpu"), times, work)
 
 
 def check_copies(target: PrefixTarget, data: Mapping[str, Any]) -> None:

@@ -19,10 +19,12 @@ from kvdock_conformance.checking.prefix_calls import (
     check_costs,
     check_deep,
     check_late_reads,
+    check_leaves_nothing,
     check_observers,
     check_threads,
 )
-from kvdock_conformance.requirement import Capability, Case, Check, Requirement
+from kvdock_conformance.checking.prefix_whole import CAN_BE_DAMAGED, check_notices_damage
+from kvdock_conformance.requirement import Capability, Case, Check, Level, Requirement
 
 __all__ = ["AREA", "REQUIREMENTS"]
 
@@ -100,6 +102,14 @@ def _growing() -> Iterable[Case]:
 def _deep() -> Iterable[Case]:
     """Return chains of nodes that are deeper than any recursion goes."""
     yield Case("a chain of 3,000 nodes", {"block_size": 1, "depth": 3000})
+
+
+def _alike() -> Iterable[Case]:
+    """Return random sequences together, since each case starts two interpreters."""
+    every = list(sequences("", {**MIX, "evict": 6, "partial": 2})())
+    for level in Level:
+        played = [case.data for case in every if case.level is level]
+        yield Case(f"{len(played)} sequences", {"played": played}, level)
 
 
 def _sizes() -> Iterable[Case]:
@@ -197,9 +207,10 @@ REQUIREMENTS = [
     ),
     _require(
         15,
-        "What a cache decides follows from the calls alone: two that are fed alike answer alike, whatever the time, chance or addresses.",
+        "What a cache decides follows from the calls alone: two that are fed alike in two processes answer alike, whatever the time, "
+        "chance, addresses or the seed of Python's hashes.",
         check_alike,
-        sequences("", {**MIX, "evict": 6}),
+        _alike,
     ),
     _require(16, "A chain of nodes may be as deep as memory allows.", check_deep, _deep),
     _require(
@@ -269,5 +280,26 @@ REQUIREMENTS = [
         "A block that is appended behind each of several locked prefixes is stored and its handle moved, or all is as it was.",
         check_calls,
         sequences(" ".join(about for about in ABOUT_ALL if about != "events"), {**MIX, "lock": 12, "append": 12, "evict": 2}),
+    ),
+    _require(
+        29,
+        "A check of integrity raises where the books of a cache were damaged so that size_info, stored_blocks and num_locks contradict "
+        "one another.",
+        check_notices_damage,
+        lambda: (Case(f"blocks of {size}", {"block_size": size}) for size in (5, 16)),
+        CAN_BE_DAMAGED,
+    ),
+    _require(
+        30,
+        "Statistics tell the ages of what went: of each block how many matches and insertions ago it was used last.",
+        check_calls,
+        sequences("ages", {**MIX, "match": 8, "record": 3, "evict": 6, "discard": 3, "reset": 1}),
+    ),
+    _require(
+        31,
+        "Matches, locks, insertions and evictions leave no memory behind once their handles are gone.",
+        check_leaves_nothing,
+        lambda: (Case("blocks of 2", {"block_size": 2, "times": 500}),),
+        None,
     ),
 ]

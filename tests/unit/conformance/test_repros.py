@@ -195,7 +195,7 @@ def test_a_script_for_another_device_asks_for_it() -> None:
     item, prefix = load()["KVD-HYGIENE-013"], load()["KVD-PREFIX-001"]
     assert "    target = Target('acme', None, 'acme:1')\n" in script(item, case, name="acme", device="acme:1")
     assert "    target = Target('acme', 'a.b:c')\n" in script(item, case, name="acme", setup="a.b:c")
-    assert "    target = PrefixTarget('acme')\n" in script(prefix, case, name="acme", setup="a.b:c")
+    assert "    target = PrefixTarget('acme', 'a.b:c')\n" in script(prefix, case, name="acme", setup="a.b:c")
 
 
 def test_a_script_can_hold_whatever_came(tmp_path: Path) -> None:
