@@ -37,7 +37,7 @@ from kvdock.errors import KVDockError
 
 {sources}
 
-name, setup, fault, seed, step, played = json.load(sys.stdin)
+name, setup, fault, played, seed, step = json.load(sys.stdin)
 if setup:
     module, _, function = setup.partition(":")
     getattr(importlib.import_module(module), function)()
@@ -72,11 +72,11 @@ def another_world(seed: int, step: int) -> Iterator[None]:
 
 
 def answers_of(cache: Any, data: Mapping[str, Any]) -> list[list[Any]]:
-    """Return what a cache answers to the steps of a case, and its events, each with where it came; of an error its type.
+    """Return what a cache answers to the steps of a case, each with its step and the events; of an error its type.
 
     Nothing is compared with what is right: what was evicted is not stored again, and no id is used twice.
     """
-    told: list[list[Any]] = []
+    told, events = list[list[Any]](), list[str]()
     handles, size, fresh = [(cache.match_prefix([]).handle, ())], data["block_size"], itertools.count()
 
     def answer(do: str, step: Mapping[str, Any]) -> Any:
@@ -102,12 +102,14 @@ def answers_of(cache: Any, data: Mapping[str, Any]) -> list[list[Any]]:
         handles.append((made.handle, space))
         return [made.handle.cached_len, made.blocks.tolist()]
 
-    cache.subscribe(lambda event: told.append(["event", repr(event)]))
+    cache.subscribe(lambda event: events.append(repr(event)))
     for number, step in enumerate(data["steps"]):
         try:
-            told.append([f"step {number}, {step['do']}", answer(step["do"], step)])
+            said = answer(step["do"], step)
         except KVDockError as error:
-            told.append([f"step {number}, {step['do']}", type(error).__name__])
+            said = type(error).__name__
+        told.append([f"step {number}, {step['do']}", said, *events])
+        events.clear()
     return [*told, ["sizes, statistics", repr((cache.size_info, cache.stats))]]
 
 
@@ -119,28 +121,28 @@ def check_alike(target: PrefixTarget, data: Mapping[str, Any]) -> None:
     """
     key = target.name, target.setup, target.fault, json.dumps(data["played"])
     if key not in ALIKE:
-        started = [_start(target, number, data["played"]) for number in (1, 2)]  # both, before either is waited for
-        ALIKE[key] = [_told(*one) for one in started]
+        with contextlib.ExitStack() as stack:
+            started = [(stack.enter_context(_started(target, seed)), seed) for seed in (1, 2)]  # both, before either is waited for
+            asked = [target.name, target.setup, target.fault, data["played"]]
+            ALIKE[key] = [_told(process, [*asked, seed, 3 - 2 * seed]) for process, seed in started]
     for first, second in zip(*ALIKE[key], strict=True):
-        for (what, one), (_, other) in zip(first, second, strict=False):
+        for one, other in zip(first, second, strict=True):
             if one != other:
-                raise NonconformanceError(f"{what}, of two caches that are fed alike in two processes", expected=one, got=other)
+                raise NonconformanceError(f"{one[0]}, of two caches that are fed alike in two processes", expected=one[1:], got=other[1:])
 
 
-def _start(target: PrefixTarget, number: int, played: Any) -> tuple[subprocess.Popen[str], str]:
-    """Start an interpreter, and return it with what it is to read."""
+def _started(target: PrefixTarget, seed: int) -> subprocess.Popen[str]:
+    """Start an interpreter with a seed of Python's hashes."""
     sources = "\n\n".join(inspect.getsource(function) for function in (tokens_of, namespace_of, another_world, answers_of))
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": str(number)}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": str(seed)}
     command = [sys.executable, "-P", "-c", SCRIPT.format(sources=sources)]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe, stderr=pipe, text=True)  # noqa: S603 - our own script
-    return process, json.dumps([target.name, target.setup, target.fault, number, 3 - 2 * number, played])
+    return subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe, stderr=pipe, text=True)  # noqa: S603 - our own script
 
 
-def _told(process: subprocess.Popen[str], text: str) -> list[Any]:
+def _told(process: subprocess.Popen[str], asked: Any) -> list[Any]:
     """Return what an interpreter answers."""
-    with process:
-        output, errors = process.communicate(text, timeout=150)
+    output, errors = process.communicate(json.dumps(asked))
     if process.returncode:
         raise NonconformanceError("a fresh interpreter with the prefix cache", expected="no error", got=errors[-4000:])
     found: list[Any] = json.loads(output.splitlines()[-1])

@@ -16,13 +16,11 @@ from kvdock_conformance.checking.prefix_calls import (
     check_calls,
     check_can_store,
     check_copies,
-    check_costs,
-    check_deep,
     check_late_reads,
-    check_leaves_nothing,
     check_observers,
     check_threads,
 )
+from kvdock_conformance.checking.prefix_costs import check_costs, check_deep, check_leaves_nothing
 from kvdock_conformance.checking.prefix_whole import CAN_BE_DAMAGED, check_notices_damage
 from kvdock_conformance.requirement import Capability, Case, Check, Level, Requirement
 
@@ -106,7 +104,7 @@ def _deep() -> Iterable[Case]:
 
 def _alike() -> Iterable[Case]:
     """Return random sequences together, since each case starts two interpreters."""
-    every = list(sequences("", {**MIX, "evict": 6, "partial": 2})())
+    every = list(sequences("", {**MIX, "evict": 6, "partial": 2, "discard": 4})())
     for level in Level:
         played = [case.data for case in every if case.level is level]
         yield Case(f"{len(played)} sequences", {"played": played}, level)
@@ -293,7 +291,7 @@ REQUIREMENTS = [
         30,
         "Statistics tell the ages of what went: of each block how many matches and insertions ago it was used last.",
         check_calls,
-        sequences("ages", {**MIX, "match": 8, "record": 3, "evict": 6, "discard": 3, "reset": 1}),
+        sequences("ages", {"match": 6, "record": 3, "insert": 6, "behind": 4, "evict": 2, "discard": 8}, length=160),
     ),
     _require(
         31,
