@@ -10,16 +10,18 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 from kvdock.errors import KVDockError
 from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.prefix_calls import why_it_stores_nothing
 from kvdock_conformance.checking.prefix_play import namespace_of, tokens_of
 from kvdock_conformance.checking.prefix_target import PrefixTarget
+from kvdock_conformance.requirement import Capability, Check
 
-__all__ = ["ALIKE", "SCRIPT", "another_world", "answers_of", "check_alike"]
+__all__ = ["ALIKE", "SCRIPT", "STORES_AND_CHOOSES", "another_world", "answers_of", "check_alike", "check_alike_here"]
 
 ALIKE: dict[tuple[str, str | None, str | None, str], list[list[Any]]] = {}
 """What was answered, so that each question starts its interpreters once: a start costs the import of torch."""
@@ -129,6 +131,22 @@ def check_alike(target: PrefixTarget, data: Mapping[str, Any]) -> None:
         for one, other in zip(first, second, strict=True):
             if one != other:
                 raise NonconformanceError(f"{one[0]}, of two caches that are fed alike in two processes", expected=one[1:], got=other[1:])
+
+
+def check_alike_here(target: PrefixTarget, data: Mapping[str, Any], reasons: Sequence[str], check: Check) -> None:
+    """Feed caches that store nothing alike in one process, which is much cheaper, since there is nothing to choose.
+
+    Raises:
+        NonconformanceError: an answer differs.
+    """
+    for played in data["played"]:
+        one, other = (answers_of(target.make(played["block_size"]), played) for _ in range(2))
+        if one != other:
+            raise NonconformanceError("answers of two caches that are fed alike", expected=one, got=other)
+
+
+STORES_AND_CHOOSES = Capability("stores blocks", why_it_stores_nothing, check_alike_here)
+"""The capability of storing anything at all, of which something could be chosen."""
 
 
 def _started(target: PrefixTarget, seed: int) -> subprocess.Popen[str]:

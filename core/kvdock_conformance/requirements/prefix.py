@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvdock_conformance.cases.prefix import BAD_CALLS, FORMS, MIX, sequences
-from kvdock_conformance.checking.prefix_alike import check_alike
+from kvdock_conformance.checking.prefix_alike import STORES_AND_CHOOSES, check_alike
 from kvdock_conformance.checking.prefix_calls import (
     ABOUT_ALL,
     DECLARES_AN_ORDER,
@@ -209,6 +209,7 @@ REQUIREMENTS = [
         "chance, addresses or the seed of Python's hashes.",
         check_alike,
         _alike,
+        STORES_AND_CHOOSES,
     ),
     _require(16, "A chain of nodes may be as deep as memory allows.", check_deep, _deep),
     _require(

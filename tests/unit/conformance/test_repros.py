@@ -92,7 +92,10 @@ class Backend(kvdock.plugin.Backend):
 
 class Cache(RadixPrefixCache):
     def evict(self, num_blocks):
-        return super().evict(num_blocks)[1:] if "evict" in FAULTS else super().evict(num_blocks)
+        gone = super().evict(num_blocks)
+        if "salted" in FAULTS:
+            gone = gone[sorted(range(len(gone)), key=lambda at: hash(str(gone[at])))]
+        return gone[1:] if "evict" in FAULTS else gone
 
 
 if "end" in FAULTS:
@@ -127,6 +130,7 @@ SAMPLE = {
     "probe": "KVD-HYGIENE-006",
     "end": "KVD-HYGIENE-014",
     "evict": "KVD-PREFIX-006",
+    "salted": "KVD-PREFIX-015",
     "keeps": "KVD-RESOURCE-001",
     "dense": "KVD-FUZZ-001",
 }
