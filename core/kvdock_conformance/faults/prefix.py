@@ -11,7 +11,7 @@ import numpy as np
 from kvdock.errors import ArgumentTypeError, OutOfBlocksError, StaleHandleError
 from kvdock.prefix import EvictionPolicy, InsertResult, PrefixMatch, SizeInfo
 from kvdock.prefix.inputs import slots_of
-from kvdock_conformance.faults.prefix_seed import Change, answered, changed, faults_of, first
+from kvdock_conformance.faults.prefix_seed import Change, answered, changed, faults_of, first, forgiving
 
 __all__ = ["FAULTS"]
 
@@ -69,10 +69,6 @@ def _last_block(cache: Any, match: Any, tokens: Any, *rest: Any, **how: Any) -> 
     return match(tokens[: whole - cache.block_size], *rest, record=False) if 0 < whole == found.handle.cached_len else found
 
 
-def _root(cache: Any, match: Any, tokens: Any, *rest: Any, **how: Any) -> Any:
-    return match(tokens, *rest, **how)._replace(handle=match([], *rest).handle)
-
-
 def _as_slots(answer: type[Any]) -> Change:
     """Return a change that takes the blocks of an answer for its slots."""
     return answered(lambda made: changed(answer, indices=lambda made, slots: made.blocks)(*made))
@@ -96,10 +92,6 @@ def _passed_back(cache: Any, insert: Any, tokens: Any, blocks: Any, *rest: Any, 
     return made._replace(blocks=blocks) if is_same else made
 
 
-def _not_canonical(cache: Any, insert: Any, tokens: Any, blocks: Any, *rest: Any, **how: Any) -> Any:
-    return insert(tokens, blocks, *rest, **how)._replace(blocks=np.array(blocks, dtype=np.int32))
-
-
 def _numpy_only(cache: Any, tokens: Any) -> Any:
     if isinstance(tokens, list):
         raise ArgumentTypeError("match_prefix: tokens", expected="an array", got="a list")
@@ -119,7 +111,9 @@ _FOUND: dict[str, dict[str, Any]] = {
     "last-block-not-matched": {"match_prefix": _last_block},
     "blocks-of-64-bits": {"match_prefix": answered(lambda found: found._replace(blocks=found.blocks.astype(np.int64)))},
     "indices-in-blocks": {"match_prefix": _as_slots(PrefixMatch), "insert_prefix": _as_slots(InsertResult)},
-    "handle-of-the-root": {"match_prefix": _root},
+    "handle-of-the-root": {
+        "match_prefix": lambda cache, match, *args, **how: match(*args, **how)._replace(handle=match([], *args[1:]).handle)
+    },
     "answers-shared": {"match_prefix": _shared},
     "blocks-aliased": {"match_prefix": _shared, "insert_prefix": _aliased},
     "blocks-passed-back": {"insert_prefix": _passed_back},
@@ -129,7 +123,9 @@ _FOUND: dict[str, dict[str, Any]] = {
     "parts-joined": _spaces(lambda space: ("".join(map(repr, space)).replace("''", ""),)),
     "true-is-one": _spaces(lambda space: tuple(int(part) if isinstance(part, bool) else part for part in space)),
     "namespaces-by-hash": _spaces(lambda space: tuple(map(hash, space))),
-    "duplicates-not-canonical": {"insert_prefix": _not_canonical},
+    "duplicates-not-canonical": {
+        "insert_prefix": lambda cache, insert, *args, **how: insert(*args, **how)._replace(blocks=np.array(args[1], np.int32))
+    },
     "what-was-there-miscounted": {"insert_prefix": answered(lambda made: made._replace(cached_len=made.handle.cached_len))},
 }
 
@@ -165,19 +161,6 @@ def _whole_run(cache: Any, lock: Any, handle: Any, unlock: bool = False) -> None
         cache._tree.lock(handle.node, handle.position)
 
 
-def _good_when(text: str) -> dict[str, Change]:
-    """Return a change that takes a handle in silence that is refused with a text."""
-
-    def lock_handle(cache: Any, lock: Any, handle: Any, unlock: bool = False) -> None:
-        try:
-            lock(handle, unlock)
-        except StaleHandleError as error:
-            if text not in str(error):
-                raise
-
-    return {"lock_handle": lock_handle}
-
-
 def _depth(node: Any) -> int:
     return 0 if node is None or node.parent is None else 1 + _depth(node.parent)
 
@@ -187,15 +170,20 @@ def _recursive(cache: Any, lock: Any, handle: Any, unlock: bool = False) -> None
     _depth(getattr(handle, "node", None))
 
 
+def _taken(text: str) -> dict[str, Change]:
+    """Return a change that takes a handle in silence that is refused with a text."""
+    return {"lock_handle": forgiving(StaleHandleError, text, lambda cache, lock, *args, **how: None)}
+
+
 _LOCKED: dict[str, dict[str, Any]] = {
     "split-loses-its-lock": {"tree": {"_split": _unlocked_split}},
     "end-not-locked": {"tree": {"lock": _one_too_few, "unlock": _one_too_few}},
     "one-lock-for-all": {"tree": {"unlock": _first_unlock}},
     "lock-of-a-whole-run": {"lock_handle": _whole_run},
-    "foreign-handles-taken": _good_when("one of this cache"),
-    "second-unlock-taken": _good_when("expected a locked one"),
-    "stale-handles-ignored": _good_when("which is evicted"),
-    "handles-outlive-a-reset": _good_when("from before a reset"),
+    "foreign-handles-taken": _taken("one of this cache"),
+    "second-unlock-taken": _taken("expected a locked one"),
+    "stale-handles-ignored": _taken("which is evicted"),
+    "handles-outlive-a-reset": _taken("from before a reset"),
     "walks-by-recursion": {"lock_handle": _recursive},
     "threads-unnoticed": {"_enter": lambda cache, enter: None},
 }
@@ -205,10 +193,7 @@ _LOCKED: dict[str, dict[str, Any]] = {
 
 
 def _what_there_is(cache: Any, evict: Any, num_blocks: int) -> Any:
-    try:
-        return evict(num_blocks)
-    except OutOfBlocksError:
-        return evict(cache.size_info.evictable_size // cache.block_size)
+    return evict(cache.size_info.evictable_size // cache.block_size)
 
 
 class _By(EvictionPolicy):
@@ -236,7 +221,7 @@ _WENT: dict[str, dict[str, Any]] = {
     "eviction-in-tokens": {"evict": first(lambda cache, count: -(-count // cache.block_size))},
     "eviction-of-one-more": {"evict": first(lambda cache, count: count + (count * cache.block_size < cache.size_info.evictable_size))},
     "eviction-returns-slots": {"evict": lambda cache, evict, count: slots_of(evict(count), cache.block_size)},
-    "eviction-returns-what-there-is": {"evict": _what_there_is},
+    "eviction-returns-what-there-is": {"evict": forgiving(OutOfBlocksError, "", _what_there_is)},
     "a-use-does-not-count": _policy(lambda usage: usage.created, "lru"),
     "a-look-is-a-use": {"match_prefix": lambda cache, match, tokens, space=(), record=True: match(tokens, space)},
     "evicts-by-the-clock": _policy(lambda usage: time.time_ns()),

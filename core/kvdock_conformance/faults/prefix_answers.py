@@ -12,7 +12,7 @@ from kvdock.errors import ArgumentValueError, StaleHandleError
 from kvdock.prefix import InsertResult, RadixPrefixCache, Removed
 from kvdock.prefix.inputs import slots_of
 from kvdock.prefix.integrity import check_tree
-from kvdock_conformance.faults.prefix_seed import Change, changed, faults_of, first
+from kvdock_conformance.faults.prefix_seed import Change, changed, faults_of, first, forgiving
 
 __all__ = ["FAULTS"]
 
@@ -189,15 +189,6 @@ def _foreign_recorded(cache: Any, record: Any, handle: Any, num_tokens: int) -> 
     record(handle if getattr(handle, "owner", cache) is cache else cache.match_prefix([], record=False).handle, num_tokens)
 
 
-def _foreign_discarded(cache: Any, discard: Any, handle: Any, keep_blocks: int) -> Any:
-    try:
-        return discard(handle, keep_blocks)
-    except StaleHandleError as error:
-        if "one of this cache" not in str(error):
-            raise
-        return cache.evict(0)
-
-
 def _brought(cache: Any, insert: Any, tokens: Any, blocks: Any, *rest: Any, **how: Any) -> Any:
     is_there = isinstance(tokens, torch.Tensor) and tokens.device == torch.device("meta")
     return insert([] if is_there else tokens, [] if is_there else blocks, *rest, **how)
@@ -223,31 +214,22 @@ def _rounded(cache: Any, tokens: Any) -> Any:
     return tokens.astype(np.int64) if isinstance(tokens, np.ndarray) and tokens.dtype.kind == "f" else tokens
 
 
-def _owned_taken(cache: Any, insert: Any, *args: Any, **how: Any) -> Any:
-    try:
-        return insert(*args, **how)
-    except ArgumentValueError as error:
-        if "for other tokens" not in str(error):
-            raise
-        cache._owned.clear()
-        return insert(*args, **how)
-
-
-def _keep_cut(cache: Any, discard: Any, handle: Any, keep: Any) -> Any:
-    return discard(handle, max(keep, 0) if isinstance(keep, int) else keep)
+def _again(cache: Any, insert: Any, *args: Any, **how: Any) -> Any:
+    cache._owned.clear()
+    return insert(*args, **how)
 
 
 _REFUSED: dict[str, dict[str, Any]] = {
     "slots-looked-up-late": {"insert_prefix": _late},
     "list-of-blocks-shared": {"stored_blocks": _list_shared},
     "foreign-handles-recorded": {"record_match": _foreign_recorded},
-    "foreign-handles-discarded": {"discard_prefix": _foreign_discarded},
+    "foreign-handles-discarded": {"discard_prefix": forgiving(StaleHandleError, "one of this cache", lambda cache, *args: cache.evict(0))},
     "tokens-of-a-device-copied": {"insert_prefix": _brought},
-    "negative-keep-is-zero": {"discard_prefix": _keep_cut},
+    "negative-keep-is-zero": {"discard_prefix": forgiving(ArgumentValueError, "", lambda cache, discard, handle, keep: discard(handle, 0))},
     "lengths-cut": {"insert_prefix": _lengths_cut},
     "error-after-a-partial-insertion": {"insert_prefix": _partly},
     "floats-rounded": {"match_prefix": first(_rounded)},
-    "owned-blocks-taken": {"insert_prefix": _owned_taken},
+    "owned-blocks-taken": {"insert_prefix": forgiving(ArgumentValueError, "for other tokens", _again)},
 }
 
 FAULTS = faults_of(_TABLE, {**_SEEN, **_COUNTED, **_REFUSED})

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvdock.errors import ArgumentValueError, StaleHandleError
 from kvdock.prefix import PrefixHandle
-from kvdock_conformance.faults.prefix_seed import Change, faults_of
+from kvdock_conformance.faults.prefix_seed import Change, faults_of, forgiving
 
 __all__ = ["FAULTS"]
 
@@ -35,7 +35,8 @@ partial-is-a-use            | 026     | A block that is found to begin alike cou
 """
 
 
-# Insertions behind a handle
+def _from_the_start(cache: Any, insert: Any, *args: Any, behind: Any = None, **how: Any) -> Any:
+    return insert(*args, **how)
 
 
 def _answered(change: Change) -> Change:
@@ -44,18 +45,6 @@ def _answered(change: Change) -> Change:
     def insert_prefix(cache: Any, insert: Any, *args: Any, behind: Any = None, **how: Any) -> Any:
         made = insert(*args, behind=behind, **how)
         return made if behind is None else change(cache, made, behind)
-
-    return insert_prefix
-
-
-def _from_the_beginning(error: type[Exception]) -> Change:
-    """Return a change that stores what follows a handle that is refused from the beginning."""
-
-    def insert_prefix(cache: Any, insert: Any, *args: Any, behind: Any = None, **how: Any) -> Any:
-        try:
-            return insert(*args, behind=behind, **how)
-        except error:
-            return insert(*args, **how)
 
     return insert_prefix
 
@@ -97,9 +86,6 @@ def _looked_at(cache: Any, insert: Any, *args: Any, behind: Any = None, **how: A
     return insert(*args, behind=behind, **how)
 
 
-# Blocks that are appended
-
-
 def _unmoved(cache: Any, append: Any, handles: Any, *args: Any) -> Any:
     stored = append(handles, *args)
     for handle, is_stored in zip(handles, stored, strict=True):
@@ -110,9 +96,6 @@ def _unmoved(cache: Any, append: Any, handles: Any, *args: Any) -> Any:
 def _unprotected(tree: Any, grow: Any, nodes: Any, *args: Any) -> None:
     grow(nodes, *args)
     tree.protected -= len(nodes)
-
-
-# Handles that live on
 
 
 def _stale_when(is_stale: Change) -> Change:
@@ -132,9 +115,6 @@ def _untrimmed(tree: Any, cut: Any, node: Any, end: int) -> Any:
     return gone
 
 
-# Copies, and what a cache says of itself
-
-
 class _Copyable(PrefixHandle):
     """Allows copies."""
 
@@ -142,9 +122,6 @@ class _Copyable(PrefixHandle):
 
     def __copy__(self) -> Any:
         return self
-
-
-# Blocks that begin alike
 
 
 def _any_number(cache: Any, match: Any, handle: Any, tokens: Any) -> Any:
@@ -162,7 +139,7 @@ def _is_use(cache: Any, match: Any, handle: Any, tokens: Any) -> Any:
 FAULTS = faults_of(
     _TABLE,
     {
-        "behind-ignored": {"insert_prefix": lambda cache, insert, *args, behind=None, **how: insert(*args, **how)},
+        "behind-ignored": {"insert_prefix": _from_the_start},
         "behind-counted-from-there": {
             "insert_prefix": _answered(lambda cache, made, behind: made._replace(cached_len=made.cached_len - behind.cached_len))
         },
@@ -170,8 +147,8 @@ FAULTS = faults_of(
         "behind-is-no-use": {"tree": {"use": _no_use}},
         "behind-not-protected": {"insert_prefix": _answered(_noted), "lock_handle": _lock_part},
         "behind-taken-twice": {"insert_prefix": _taken_twice},
-        "behind-in-another-namespace": {"insert_prefix": _from_the_beginning(ArgumentValueError)},
-        "behind-what-is-stale": {"insert_prefix": _from_the_beginning(StaleHandleError)},
+        "behind-in-another-namespace": {"insert_prefix": forgiving(ArgumentValueError, "", _from_the_start)},
+        "behind-what-is-stale": {"insert_prefix": forgiving(StaleHandleError, "", _from_the_start)},
         "behind-looked-at-again": {"insert_prefix": _looked_at},
         "append-leaves-handles": {"append_blocks": _unmoved},
         "append-leaves-locks": {"tree": {"grow_locked": _unprotected}},

@@ -15,7 +15,7 @@ from kvdock.prefix.tree import RadixTree
 from kvdock_conformance.checking.prefix_target import PrefixTarget
 from kvdock_conformance.faults.fault import Fault
 
-__all__ = ["Change", "PrefixSeed", "answered", "changed", "faults_of", "first"]
+__all__ = ["Change", "PrefixSeed", "answered", "changed", "faults_of", "first", "forgiving"]
 
 Change = Callable[..., Any]
 """What is done in place of a method: given the object, its method, and what that was called with. Of a property: its value."""
@@ -63,6 +63,20 @@ def answered(change: Callable[[Any], Any]) -> Change:
 def first(changes: Change) -> Change:
     """Return a change of a method's first argument; takes the object and that."""
     return lambda cache, call, value, *rest, **how: call(changes(cache, value), *rest, **how)
+
+
+def forgiving(error: type[Exception], text: str, instead: Change) -> Change:
+    """Return a change that does something else where a call is refused with an error of such a text."""
+
+    def call(cache: Any, call: Any, *args: Any, **how: Any) -> Any:
+        try:
+            return call(*args, **how)
+        except error as refused:
+            if text not in str(refused):
+                raise
+            return instead(cache, call, *args, **how)
+
+    return call
 
 
 def faults_of(table: str, changes: Mapping[str, Mapping[str, Any]]) -> list[Fault]:
