@@ -11,7 +11,7 @@ import numpy as np
 from kvdock.errors import ArgumentTypeError, OutOfBlocksError, StaleHandleError
 from kvdock.prefix import EvictionPolicy, InsertResult, PrefixMatch, SizeInfo
 from kvdock.prefix.inputs import slots_of
-from kvdock_conformance.faults.prefix_seed import Change, answered, changed, faults_of, first, forgiving
+from kvdock_conformance.faults.prefix_seed import Change, after, answered, changed, faults_of, first, forgiving
 
 __all__ = ["FAULTS"]
 
@@ -165,11 +165,6 @@ def _depth(node: Any) -> int:
     return 0 if node is None or node.parent is None else 1 + _depth(node.parent)
 
 
-def _recursive(cache: Any, lock: Any, handle: Any, unlock: bool = False) -> None:
-    lock(handle, unlock)
-    _depth(getattr(handle, "node", None))
-
-
 def _taken(text: str) -> dict[str, Change]:
     """Return a change that takes a handle in silence that is refused with a text."""
     return {"lock_handle": forgiving(StaleHandleError, text, lambda cache, lock, *args, **how: None)}
@@ -184,7 +179,7 @@ _LOCKED: dict[str, dict[str, Any]] = {
     "second-unlock-taken": _taken("expected a locked one"),
     "stale-handles-ignored": _taken("which is evicted"),
     "handles-outlive-a-reset": _taken("from before a reset"),
-    "walks-by-recursion": {"lock_handle": _recursive},
+    "walks-by-recursion": {"lock_handle": after(lambda cache, nothing, handle, **how: _depth(getattr(handle, "node", None)))},
     "threads-unnoticed": {"_enter": lambda cache, enter: None},
 }
 

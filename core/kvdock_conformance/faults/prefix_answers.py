@@ -12,7 +12,7 @@ from kvdock.errors import ArgumentValueError, StaleHandleError
 from kvdock.prefix import InsertResult, RadixPrefixCache, Removed
 from kvdock.prefix.inputs import slots_of
 from kvdock.prefix.integrity import check_tree
-from kvdock_conformance.faults.prefix_seed import Change, changed, faults_of, first, forgiving
+from kvdock_conformance.faults.prefix_seed import Change, after, changed, faults_of, first, forgiving
 
 __all__ = ["FAULTS"]
 
@@ -62,11 +62,9 @@ def _known(cache: Any, subscribe: Any, observer: Any) -> Any:
     return lambda: (observers.remove(observer), end())
 
 
-def _raised(cache: Any, insert: Any, *args: Any, **how: Any) -> Any:
-    made = insert(*args, **how)
+def _told_again(cache: Any, made: Any, *args: Any, **how: Any) -> None:
     for observer in vars(cache).get("observers", ()):
         observer("again")
-    return made
 
 
 def _told_before(cache: Any, insert: Any, *args: Any, **how: Any) -> Any:
@@ -97,7 +95,7 @@ def _in_slots(cache: Any, event: Any) -> Any:
 _SEEN: dict[str, dict[str, Any]] = {
     "subscriptions-without-end": {"subscribe": lambda cache, subscribe, observer: [subscribe(observer), lambda: None][1]},
     "end-of-all-subscriptions": {"subscribe": _end_all},
-    "errors-of-observers-raised": {"subscribe": _known, "insert_prefix": _raised},
+    "errors-of-observers-raised": {"subscribe": _known, "insert_prefix": after(_told_again)},
     "observers-told-before": {"subscribe": _known, "insert_prefix": _told_before},
     "events-of-removal-missing": _told(lambda cache, event: None if isinstance(event, Removed) else event),
     "events-name-slots": _told(_in_slots),
@@ -117,11 +115,6 @@ def _aged(last_use: Change) -> dict[str, Any]:
         return gone
 
     return {"tree": {"cut": cut}}
-
-
-def _last_only(tree: Any, cut: Any, node: Any, end: int) -> Any:
-    tree.age_max = 0
-    return cut(node, end)
 
 
 def _ageless(tree: Any, discard: Any, *args: Any) -> Any:
@@ -146,20 +139,14 @@ def _own_counts(cache: Any, check: Any) -> None:
 
 def _kept(make: Change) -> Change:
     """Return a change that keeps something of each call; takes its answer and its first argument."""
-
-    def call(cache: Any, call: Any, *args: Any, **how: Any) -> Any:
-        made = call(*args, **how)
-        vars(cache).setdefault("record", []).append(make(made, args[0]))
-        return made
-
-    return call
+    return after(lambda cache, made, passed, **how: vars(cache).setdefault("record", []).append(make(made, passed)))
 
 
 _COUNTED: dict[str, dict[str, Any]] = {
     "hits-miscounted": {"stats": lambda cache, stats: attrs.evolve(stats, hit_tokens=stats.lookup_tokens)},
     "ages-since-creation": _aged(lambda tree, node: node.created),
     "ages-halved": _aged(lambda tree, node: (tree.clock + node.last_use) // 2),
-    "oldest-forgotten": {"tree": {"cut": _last_only}},
+    "oldest-forgotten": {"tree": {"cut": after(lambda tree, gone, node, end: setattr(tree, "age_max", tree.clock - node.last_use))}},
     "ages-of-the-discarded": {"tree": {"discard": _ageless}},
     "integrity-unproven": {"check_integrity": lambda cache, check: None},
     "integrity-without-owners": {"check_integrity": _own_owners},

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvdock.errors import ArgumentValueError, StaleHandleError
 from kvdock.prefix import PrefixHandle
-from kvdock_conformance.faults.prefix_seed import Change, faults_of, forgiving
+from kvdock_conformance.faults.prefix_seed import Change, after, faults_of, forgiving
 
 __all__ = ["FAULTS"]
 
@@ -93,11 +93,6 @@ def _unmoved(cache: Any, append: Any, handles: Any, *args: Any) -> Any:
     return stored
 
 
-def _unprotected(tree: Any, grow: Any, nodes: Any, *args: Any) -> None:
-    grow(nodes, *args)
-    tree.protected -= len(nodes)
-
-
 def _stale_when(is_stale: Change) -> Change:
     """Return a change that lets handles go stale too early."""
 
@@ -107,12 +102,6 @@ def _stale_when(is_stale: Change) -> Change:
         lock(handle, unlock)
 
     return lock_handle
-
-
-def _untrimmed(tree: Any, cut: Any, node: Any, end: int) -> Any:
-    gone = cut(node, end)
-    node.was_trimmed = False
-    return gone
 
 
 class _Copyable(PrefixHandle):
@@ -129,11 +118,9 @@ def _any_number(cache: Any, match: Any, handle: Any, tokens: Any) -> Any:
     return match(handle, tokens) or match(handle, [*map(int, tokens), *[7] * half][:half])
 
 
-def _is_use(cache: Any, match: Any, handle: Any, tokens: Any) -> Any:
-    found = match(handle, tokens)
+def _use(cache: Any, found: Any, *args: Any) -> None:
     if found is not None:
         cache.record_match(found.handle, found.handle.cached_len)
-    return found
 
 
 FAULTS = faults_of(
@@ -151,10 +138,12 @@ FAULTS = faults_of(
         "behind-what-is-stale": {"insert_prefix": forgiving(StaleHandleError, "", _from_the_start)},
         "behind-looked-at-again": {"insert_prefix": _looked_at},
         "append-leaves-handles": {"append_blocks": _unmoved},
-        "append-leaves-locks": {"tree": {"grow_locked": _unprotected}},
+        "append-leaves-locks": {
+            "tree": {"grow_locked": after(lambda tree, nothing, nodes, *args: setattr(tree, "protected", tree.protected - len(nodes)))}
+        },
         "handles-stale-by-growth": {"lock_handle": _stale_when(lambda node, position: node.end > position or node.children)},
         "handles-stale-by-splits": {"lock_handle": _stale_when(lambda node, position: node.start >= position)},
-        "handles-to-what-grew-anew": {"tree": {"cut": _untrimmed}},
+        "handles-to-what-grew-anew": {"tree": {"cut": after(lambda tree, gone, node, end: setattr(node, "was_trimmed", False))}},
         "copies-made": {"__reduce_ex__": lambda cache, reduce, protocol: object.__reduce_ex__(cache, protocol)},
         "copies-of-handles": {
             "insert_prefix": lambda cache, insert, *args, **how: insert(*args, **how)._replace(handle=_Copyable(0)),
@@ -162,6 +151,6 @@ FAULTS = faults_of(
         },
         "stores-in-secret": {"can_store": lambda cache, can_store: False},
         "partial-any-number": {"match_partial": _any_number},
-        "partial-is-a-use": {"match_partial": _is_use},
+        "partial-is-a-use": {"match_partial": after(_use)},
     },
 )

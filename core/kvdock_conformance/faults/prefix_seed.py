@@ -15,7 +15,7 @@ from kvdock.prefix.tree import RadixTree
 from kvdock_conformance.checking.prefix_target import PrefixTarget
 from kvdock_conformance.faults.fault import Fault
 
-__all__ = ["Change", "PrefixSeed", "answered", "changed", "faults_of", "first", "forgiving"]
+__all__ = ["Change", "PrefixSeed", "after", "answered", "changed", "faults_of", "first", "forgiving"]
 
 Change = Callable[..., Any]
 """What is done in place of a method: given the object, its method, and what that was called with. Of a property: its value."""
@@ -58,6 +58,11 @@ def changed(base: type[Any], **changes: Change) -> type[Any]:
 def answered(change: Callable[[Any], Any]) -> Change:
     """Return a change of what a method answers."""
     return lambda cache, call, *args, **how: change(call(*args, **how))
+
+
+def after(change: Change) -> Change:
+    """Return a change that does something more at last; takes the object, the answer, and what the method was called with."""
+    return lambda cache, call, *args, **how: [made := call(*args, **how), change(cache, made, *args, **how)][0]
 
 
 def first(changes: Change) -> Change:
