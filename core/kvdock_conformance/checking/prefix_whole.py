@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from kvdock_conformance.requirement import Capability, Check
 
 __all__ = [
     "CAN_BE_DAMAGED",
-    "Place",
+    "Spot",
     "check_notices_damage",
     "check_undamaged",
     "contradiction",
@@ -28,23 +29,24 @@ __all__ = [
 ]
 
 _MOST = 64  # elements of one container that are looked at
+_ENTRY = "one entry"  # in the place of a key: of a container something is taken
 _NO_STATE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType, str, bytes, int, float)
 
 
 @attrs.frozen
-class Place:
-    """Where something is kept: an attribute, an entry or an element; a container itself, of which something can be taken, has no key."""
+class Spot:
+    """Where something is kept: an attribute, an entry or an element; or a container, of which an entry can be taken."""
 
     owner: Any
     key: Any
     value: Any
 
     def __str__(self) -> str:
-        return f"{type(self.owner).__name__} less one entry" if self.key is None else f"{type(self.owner).__name__} {self.key!r} plus 1"
+        return f"{type(self.owner).__name__} {f'less {_ENTRY}' if self.key is _ENTRY else f'{self.key!r} plus 1'}"
 
     def damage(self, block_size: int) -> bool:
         """Add 1 to a number, or take one out of a container; returns whether that could be done. A block size is no bookkeeping."""
-        if self.key is None:
+        if self.key is _ENTRY:
             (self.owner.popitem if isinstance(self.owner, dict) else self.owner.pop)()
         elif isinstance(self.value, bool) or not isinstance(self.value, int | np.integer) or self.value == block_size:
             return False
@@ -57,22 +59,24 @@ class Place:
         return True
 
 
-def _parts(thing: Any) -> Iterator[Place]:
+def _parts(thing: Any) -> Iterator[Spot]:
     """Yield what an object holds."""
     if isinstance(thing, dict | list | deque | set) and thing:
-        yield Place(thing, None, None)
+        yield Spot(thing, _ENTRY, None)
     if isinstance(thing, dict):
-        yield from (Place(thing, key, value) for key, value in list(thing.items())[:_MOST])
-    elif isinstance(thing, list | tuple | deque | set | frozenset) or (isinstance(thing, np.ndarray) and thing.dtype.kind in "iu"):
-        yield from (Place(thing, at, value) for at, value in enumerate(list(thing)[:_MOST]))
+        yield from (Spot(thing, key, value) for key, value in itertools.islice(thing.items(), _MOST))
+    elif isinstance(thing, list | tuple | deque | set | frozenset) or (
+        isinstance(thing, np.ndarray) and thing.dtype.kind in "iu" and thing.ndim
+    ):
+        yield from (Spot(thing, at, value) for at, value in enumerate(itertools.islice(thing, _MOST)))
     elif not isinstance(thing, (*_NO_STATE, np.ndarray)):
         slots = (name for base in type(thing).__mro__ for name, kind in vars(base).items() if isinstance(kind, types.MemberDescriptorType))
-        yield from (Place(thing, name, getattr(thing, name)) for name in [*getattr(thing, "__dict__", ()), *slots] if hasattr(thing, name))
+        yield from (Spot(thing, name, getattr(thing, name)) for name in [*getattr(thing, "__dict__", ()), *slots] if hasattr(thing, name))
 
 
-def places_of(root: Any, shared: frozenset[int] = frozenset()) -> list[Place]:
+def places_of(root: Any, shared: frozenset[int] = frozenset()) -> list[Spot]:
     """Return every place that can be reached from an object, not through objects whose ids are in ``shared``."""
-    found, left, seen = list[Place](), [root], {*shared, id(root)}
+    found, left, seen = list[Spot](), [root], {*shared, id(root)}
     for thing in left:
         for place in _parts(thing):
             found.append(place)

@@ -123,7 +123,7 @@ class Kept:
 
     def __init__(self) -> None:
         self.slot, self.number, self.size, self.flag, self.text = 1, 2, 5, True, "3"
-        self.books = [{"a": 4}, [6], deque([7]), {8}, (9, [10]), np.array([11, 12]), np.array([1.5])]
+        self.books = [{"a": 4, None: 3}, [6], deque([7]), {8}, (9, [10]), np.array([[11], [12]]), np.array([1.5]), np.array(13)]
         self.common, self.method = self.shared, self.__init__
 
 
@@ -137,7 +137,7 @@ def test_every_place_of_a_number_is_found_and_damaged() -> None:
             assert repr([kept.slot, vars(kept)]) != before
             damages.append(str(place))
     taken = [text for text in damages if text.endswith("less one entry")]
-    numbers = ("Kept 'slot'", "Kept 'number'", "dict 'a'", "list 0", "deque 0", "list 0", "ndarray 0", "ndarray 1")
+    numbers = ("Kept 'slot'", "Kept 'number'", "dict 'a'", "dict None", "list 0", "deque 0", "list 0", "ndarray 0")
     assert sorted(set(damages) - set(taken)) == sorted({f"{name} plus 1" for name in numbers})
     assert set(taken) == {f"{kind} less one entry" for kind in ("list", "dict", "deque", "set")}
     assert Kept.shared == [1]
