@@ -9,7 +9,9 @@ __all__ = ["PrefixStats"]
 
 @attrs.frozen
 class PrefixStats:
-    """Counts since the cache was made. Ages are uses: how many matches and insertions ago.
+    """Counts since the cache was made. Ages are uses: how many matches that were recorded, and insertions, ago.
+
+    Which of the blocks that go in one call are one run is the cache's affair; a run is as old as its end.
 
     Args:
         lookups: matches.
@@ -19,7 +21,7 @@ class PrefixStats:
         evicted_tokens: tokens that were evicted.
         evictions: runs of blocks that were evicted or trimmed.
         age_sum: sum over those of the age at eviction.
-        age_max: the greatest of these ages.
+        age_max: the greatest of these ages, which is that of the block that was used longest ago.
     """
 
     lookups: int = 0

@@ -72,6 +72,9 @@ class SlowPrefixCache:
         self.roots: dict[str, Block] = {}
         self.clock = self.lookups = self.lookup_tokens = self.hit_tokens = self.inserted = self.evicted = 0
         self.ages: list[int] = []
+        """How many uses ago each run that went was used last."""
+        self.block_ages: list[int] = []
+        """The same of each block that went."""
 
     def cut(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the whole blocks of tokens."""
@@ -174,6 +177,7 @@ class SlowPrefixCache:
         del block.above.children[block.tokens]
         block.is_stored = False
         self.evicted += 1
+        self.block_ages.append(self.clock - block.last_use)
         return block.number
 
     def reset(self) -> None:

@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from kvdock.errors import OutOfBlocksError, StaleHandleError
-from kvdock.prefix import InsertResult, NaivePrefixCache, PrefixCache, PrefixHandle, PrefixMatch
+from kvdock.prefix import InsertResult, NaivePrefixCache, PrefixCache, PrefixHandle, PrefixMatch, PrefixStats
 from kvdock_conformance.checking.containers import CONTAINERS, overwrite
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.prefix_bad import bad_call
@@ -68,8 +68,8 @@ class Player:
         other: makes another cache like it.
         about: what is compared: ``"match"``, ``"insert"``, ``"evict"``, ``"order"``, ``"discard"``, ``"reset"``, ``"partial"`` are the
             answers of these calls, ``"late"`` keeps what insertions return in `unread`, ``"locks"``, ``"sizes"``, ``"stats"``,
-            ``"events"`` are looked at after each step, and ``"refused"`` is that bad calls raise and change nothing. All else is
-            followed, and not judged.
+            ``"ages"``, ``"events"`` are looked at after each step, and ``"refused"`` is that bad calls raise and change nothing. All
+            else is followed, and not judged.
     """
 
     def __init__(
@@ -86,7 +86,8 @@ class Player:
         self.is_wide: bool = data.get("wide", False)
         self.free = list(range(1000))[::-1]
         self.held: list[Held] = []
-        self.epoch = self.num_locks = 0
+        self.epoch = self.num_locks = self.seen_ages = 0
+        self.seen_stats = PrefixStats()
         self.unread: list[tuple[InsertResult, list[int]]] = []
         """What insertions returned, with the blocks that it must name whenever it is asked."""
         self.answers: list[Any] = []
@@ -355,9 +356,21 @@ class Player:
         if "stats" in self.about:
             for name in ("lookups", "lookup_tokens", "hit_tokens", "inserted_tokens", "evicted_tokens"):
                 self.same("stats", f"stats: {name}", getattr(model.stats(), name), getattr(cache.stats, name))
+        if "ages" in self.about:
+            self.look_at_ages()
         if "events" in self.about:
             self.same("events", "events that do not fit those before", [], self.observer.wrong)
             self.same("events", "what is stored, by the events", where(model), self.observer.where)
+
+    def look_at_ages(self) -> None:
+        """Compare ages. Which blocks of a call are one run is the cache's affair: from one run for all to one for each block."""
+        stats, ages, before = self.cache.stats, self.model.block_ages, self.seen_stats
+        fresh = ages[self.seen_ages :]
+        self.seen_ages, self.seen_stats = len(ages), stats
+        self.same("ages", "stats: age_max", max(ages, default=0), stats.age_max)
+        for name, least, most in (("evictions", bool(fresh), len(fresh)), ("age_sum", max(fresh, default=0), sum(fresh))):
+            got = getattr(stats, name) - getattr(before, name)
+            self.same("ages", f"stats: {name}, {least} to {most} of this step", min(max(got, least), most), got)
 
 
 def play(player: Player, steps: Sequence[Mapping[str, Any]]) -> list[Any]:

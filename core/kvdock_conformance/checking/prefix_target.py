@@ -13,14 +13,18 @@ class PrefixTarget:
 
     Args:
         name: what `kvdock.create_prefix_cache` takes.
+        setup: ``"module:function"`` that makes it known in a fresh interpreter, if no entry point does.
 
     Raises:
         ArgumentValueError: nobody brings it, or several plugins do.
         PluginError: a plugin's class made something else.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    fault: str | None = None
+    """Name of the fault that a fresh interpreter seeds too; nobody but a seeded fault says so."""
+
+    def __init__(self, name: str, setup: str | None = None) -> None:
+        self.name, self.setup = name, setup
         self.kind = type(self.make(16))
 
     def make(self, block_size: int) -> PrefixCache:

@@ -11,16 +11,57 @@ import numpy as np
 from kvdock.errors import ArgumentTypeError, OutOfBlocksError, StaleHandleError
 from kvdock.prefix import EvictionPolicy, InsertResult, PrefixMatch, SizeInfo
 from kvdock.prefix.inputs import slots_of
-from kvdock_conformance.faults.fault import Fault
-from kvdock_conformance.faults.prefix_seed import Change, adding, changed
+from kvdock_conformance.faults.prefix_seed import Change, after, answered, changed, faults_of, first, forgiving
 
 __all__ = ["FAULTS"]
 
-FAULTS: list[Fault] = []
-_fault = adding(FAULTS)
+_TABLE = """
+last-block-not-matched     | 001     | A match that goes to the end of the tokens leaves their last block out.
+blocks-of-64-bits          | 001     | Blocks come back as int64.
+indices-in-blocks          | 001 002 | Indices are blocks.
+handle-of-the-root         | 001 005 | The handle of a match stands for no token.
+answers-shared             | 003     | The same array is returned for equal matches, whatever a caller has done with it.
+blocks-aliased             | 003     | Stored blocks are the caller's array.
+blocks-passed-back         | 003 020 | An insertion of what is new returns the caller's array.
+ids-cut-to-32-bits         | 003     | Of a token id the lower 32 bits count.
+numpy-only                 | 003     | Lists are refused.
+types-of-parts-dropped     | 004     | Parts of a namespace that print alike are equal.
+parts-joined               | 004     | The parts of a namespace are joined without a mark between them.
+true-is-one                | 004     | A part True is taken for 1.
+namespaces-by-hash         | 004     | Namespaces are compared by their hashes.
+duplicates-not-canonical   | 002 021 | An insertion returns the blocks that the caller passed.
+what-was-there-miscounted  | 002     | cached_len of an insertion counts what is stored by it.
+split-loses-its-lock       | 005 006 | The upper part of a run that is split is not locked.
+end-not-locked             | 005 006 | A lock protects what is before the last block of its prefix, and not that.
+one-lock-for-all           | 005     | The first unlock releases all locks of a place.
+lock-of-a-whole-run        | 005 023 | A lock protects the rest of the run that its place is in.
+eviction-in-tokens         | 006     | Evicting n blocks frees those of n tokens.
+eviction-of-one-more       | 006 023 | Evicting n blocks frees one more, where there is one.
+eviction-returns-slots     | 006     | An eviction returns the slots of what it frees.
+eviction-returns-what-there-is | 009 | Evicting more than there is frees what there is, and does not raise.
+a-use-does-not-count       | 007     | The cache declares lru, and evicts what was stored first.
+a-look-is-a-use            | 007 014 | A match that is not recorded counts as a use.
+evicts-by-the-clock        | 015     | What is evicted first depends on the time of day.
+evicts-by-chance           | 015     | What is evicted first is a matter of chance.
+evicts-by-hash             | 015     | What is evicted first follows Python's hash of a text, which has another seed in each process.
+evicts-by-address          | 015     | What is evicted first depends on where it lies in memory.
+evicted-in-a-set           | 015     | The blocks of an eviction are returned in the order of a set of texts.
+discard-forgets-one-more   | 010     | Discarding the end of a prefix keeps one block less than it is told.
+discard-in-tokens          | 010     | Discarding the end of a prefix keeps so many tokens.
+foreign-handles-taken      | 008     | Locking by a handle of another cache does nothing.
+second-unlock-taken        | 008     | An unlock without a lock does nothing.
+stale-handles-ignored      | 008     | Locking what was evicted does nothing.
+handles-outlive-a-reset    | 011 008 | A handle from before a reset is good after it.
+reset-keeps-what-is-locked | 011     | A reset leaves locked prefixes where they are.
+any-block-size             | 018     | A block of no tokens is made one of one, and one of too many is made.
+protected-counted-twice    | 012     | evictable_size counts what is locked too.
+blocks-unsorted            | 012     | stored_blocks is in no order.
+walks-by-recursion         | 016     | Paths are walked by recursion.
+threads-unnoticed          | 017     | Any thread may call at any time.
+"""
 
 
-# Matches
+# Matches and insertions
 
 
 def _last_block(cache: Any, match: Any, tokens: Any, *rest: Any, **how: Any) -> Any:
@@ -28,27 +69,9 @@ def _last_block(cache: Any, match: Any, tokens: Any, *rest: Any, **how: Any) -> 
     return match(tokens[: whole - cache.block_size], *rest, record=False) if 0 < whole == found.handle.cached_len else found
 
 
-_fault("last-block-not-matched", "A match that goes to the end of the tokens leaves their last block out.", "001", match_prefix=_last_block)
-
-
-def _wide(cache: Any, match: Any, *args: Any, **how: Any) -> Any:
-    handle, blocks = match(*args, **how)
-    return PrefixMatch(handle, blocks.astype(np.int64))
-
-
-def _named(answer: type[Any]) -> Change:
+def _as_slots(answer: type[Any]) -> Change:
     """Return a change that takes the blocks of an answer for its slots."""
-    return lambda cache, call, *args, **how: changed(answer, indices=lambda made, slots: made.blocks)(*call(*args, **how))
-
-
-_fault("blocks-of-64-bits", "Blocks come back as int64.", "001", match_prefix=_wide)
-_fault("indices-in-blocks", "Indices are blocks.", "001 002", match_prefix=_named(PrefixMatch), insert_prefix=_named(InsertResult))
-_fault(
-    "handle-of-the-root",
-    "The handle of a match stands for no token.",
-    "001 005",
-    match_prefix=lambda cache, match, tokens, *rest, **how: match(tokens, *rest, **how)._replace(handle=match([], *rest).handle),
-)
+    return answered(lambda made: changed(answer, indices=lambda made, slots: made.blocks)(*made))
 
 
 def _shared(cache: Any, match: Any, *args: Any, **how: Any) -> Any:
@@ -69,24 +92,10 @@ def _passed_back(cache: Any, insert: Any, tokens: Any, blocks: Any, *rest: Any, 
     return made._replace(blocks=blocks) if is_same else made
 
 
-def _cut(cache: Any, call: Any, tokens: Any, *rest: Any, **how: Any) -> Any:
-    return call([int(token) % 2**32 for token in tokens], *rest, **how)
-
-
-def _numpy_only(cache: Any, match: Any, tokens: Any, *rest: Any, **how: Any) -> Any:
+def _numpy_only(cache: Any, tokens: Any) -> Any:
     if isinstance(tokens, list):
         raise ArgumentTypeError("match_prefix: tokens", expected="an array", got="a list")
-    return match(tokens, *rest, **how)
-
-
-_fault("answers-shared", "The same array is returned for equal matches, whatever a caller has done with it.", "003", match_prefix=_shared)
-_fault("blocks-aliased", "Stored blocks are the caller's array.", "003", match_prefix=_shared, insert_prefix=_aliased)
-_fault("blocks-passed-back", "An insertion of what is new returns the caller's array.", "003 020", insert_prefix=_passed_back)
-_fault("ids-cut-to-32-bits", "Of a token id the lower 32 bits count.", "003", match_prefix=_cut, insert_prefix=_cut)
-_fault("numpy-only", "Lists are refused.", "003", match_prefix=_numpy_only)
-
-
-# Namespaces
+    return tokens
 
 
 def _spaces(change: Change) -> dict[str, Change]:
@@ -97,40 +106,28 @@ def _spaces(change: Change) -> dict[str, Change]:
     }
 
 
-_fault("types-of-parts-dropped", "Parts of a namespace that print alike are equal.", "004", **_spaces(lambda space: tuple(map(str, space))))
-_fault(
-    "parts-joined",
-    "The parts of a namespace are joined without a mark between them.",
-    "004",
-    **_spaces(lambda space: ("".join(map(repr, space)).replace("''", ""),)),
-)
-_fault(
-    "true-is-one",
-    "A part True is taken for 1.",
-    "004",
-    **_spaces(lambda space: tuple(int(part) if isinstance(part, bool) else part for part in space)),
-)
-_fault("namespaces-by-hash", "Namespaces are compared by their hashes.", "004", **_spaces(lambda space: tuple(map(hash, space))))
-
-
-# Insertions
-
-_fault(
-    "duplicates-not-canonical",
-    "An insertion returns the blocks that the caller passed.",
-    "002 021",
-    insert_prefix=lambda cache, insert, tokens, blocks, *rest, **how: insert(tokens, blocks, *rest, **how)._replace(
-        blocks=np.array(blocks, dtype=np.int32)
-    ),
-)
-
-
-def _miscounted(cache: Any, insert: Any, *args: Any, **how: Any) -> Any:
-    made = insert(*args, **how)
-    return made._replace(cached_len=made.handle.cached_len)
-
-
-_fault("what-was-there-miscounted", "cached_len of an insertion counts what is stored by it.", "002", insert_prefix=_miscounted)
+_CUT = first(lambda cache, tokens: [int(token) % 2**32 for token in tokens])
+_FOUND: dict[str, dict[str, Any]] = {
+    "last-block-not-matched": {"match_prefix": _last_block},
+    "blocks-of-64-bits": {"match_prefix": answered(lambda found: found._replace(blocks=found.blocks.astype(np.int64)))},
+    "indices-in-blocks": {"match_prefix": _as_slots(PrefixMatch), "insert_prefix": _as_slots(InsertResult)},
+    "handle-of-the-root": {
+        "match_prefix": lambda cache, match, *args, **how: match(*args, **how)._replace(handle=match([], *args[1:]).handle)
+    },
+    "answers-shared": {"match_prefix": _shared},
+    "blocks-aliased": {"match_prefix": _shared, "insert_prefix": _aliased},
+    "blocks-passed-back": {"insert_prefix": _passed_back},
+    "ids-cut-to-32-bits": {"match_prefix": _CUT, "insert_prefix": _CUT},
+    "numpy-only": {"match_prefix": first(_numpy_only)},
+    "types-of-parts-dropped": _spaces(lambda space: tuple(map(str, space))),
+    "parts-joined": _spaces(lambda space: ("".join(map(repr, space)).replace("''", ""),)),
+    "true-is-one": _spaces(lambda space: tuple(int(part) if isinstance(part, bool) else part for part in space)),
+    "namespaces-by-hash": _spaces(lambda space: tuple(map(hash, space))),
+    "duplicates-not-canonical": {
+        "insert_prefix": lambda cache, insert, *args, **how: insert(*args, **how)._replace(blocks=np.array(args[1], np.int32))
+    },
+    "what-was-there-miscounted": {"insert_prefix": answered(lambda made: made._replace(cached_len=made.handle.cached_len))},
+}
 
 
 # Locks
@@ -164,48 +161,34 @@ def _whole_run(cache: Any, lock: Any, handle: Any, unlock: bool = False) -> None
         cache._tree.lock(handle.node, handle.position)
 
 
-_fault("split-loses-its-lock", "The upper part of a run that is split is not locked.", "005 006", tree={"_split": _unlocked_split})
-_fault(
-    "end-not-locked",
-    "A lock protects what is before the last block of its prefix, and not that.",
-    "005 006",
-    tree={"lock": _one_too_few, "unlock": _one_too_few},
-)
-_fault("one-lock-for-all", "The first unlock releases all locks of a place.", "005", tree={"unlock": _first_unlock})
-_fault("lock-of-a-whole-run", "A lock protects the rest of the run that its place is in.", "005 023", lock_handle=_whole_run)
+def _depth(node: Any) -> int:
+    return 0 if node is None or node.parent is None else 1 + _depth(node.parent)
 
 
-# Evictions
+def _taken(text: str) -> dict[str, Change]:
+    """Return a change that takes a handle in silence that is refused with a text."""
+    return {"lock_handle": forgiving(StaleHandleError, text, lambda cache, lock, *args, **how: None)}
+
+
+_LOCKED: dict[str, dict[str, Any]] = {
+    "split-loses-its-lock": {"tree": {"_split": _unlocked_split}},
+    "end-not-locked": {"tree": {"lock": _one_too_few, "unlock": _one_too_few}},
+    "one-lock-for-all": {"tree": {"unlock": _first_unlock}},
+    "lock-of-a-whole-run": {"lock_handle": _whole_run},
+    "foreign-handles-taken": _taken("one of this cache"),
+    "second-unlock-taken": _taken("expected a locked one"),
+    "stale-handles-ignored": _taken("which is evicted"),
+    "handles-outlive-a-reset": _taken("from before a reset"),
+    "walks-by-recursion": {"lock_handle": after(lambda cache, nothing, handle, **how: _depth(getattr(handle, "node", None)))},
+    "threads-unnoticed": {"_enter": lambda cache, enter: None},
+}
+
+
+# Evictions and sizes
 
 
 def _what_there_is(cache: Any, evict: Any, num_blocks: int) -> Any:
-    try:
-        return evict(num_blocks)
-    except OutOfBlocksError:
-        return evict(cache.size_info.evictable_size // cache.block_size)
-
-
-_fault(
-    "eviction-in-tokens",
-    "Evicting n blocks frees those of n tokens.",
-    "006",
-    evict=lambda cache, evict, count: evict(-(-count // cache.block_size)),
-)
-_fault(
-    "eviction-of-one-more",
-    "Evicting n blocks frees one more, where there is one.",
-    "006 023",
-    evict=lambda cache, evict, count: evict(count + (count * cache.block_size < cache.size_info.evictable_size)),
-)
-_fault(
-    "eviction-returns-slots",
-    "An eviction returns the slots of what it frees.",
-    "006",
-    evict=lambda cache, evict, count: slots_of(evict(count), cache.block_size),
-)
-_fault(
-    "eviction-returns-what-there-is", "Evicting more than there is frees what there is, and does not raise.", "009", evict=_what_there_is
-)
+    return evict(cache.size_info.evictable_size // cache.block_size)
 
 
 class _By(EvictionPolicy):
@@ -224,103 +207,29 @@ class _By(EvictionPolicy):
         return self._found.setdefault(usage.created, self._key(usage))
 
 
-def _policy(name: str, key: Change) -> Change:
+def _policy(key: Change, name: str = "of one's own") -> dict[str, Change]:
     """Return a change of ``__init__`` that brings another policy."""
-    return lambda cache, init, block_size=16, policy=None: init(block_size, _By(name, key))
+    return {"__init__": lambda cache, init, block_size=16, policy=None: init(block_size, _By(name, key))}
 
 
-_fault(
-    "a-use-does-not-count",
-    "The cache declares lru, and evicts what was stored first.",
-    "007",
-    __init__=_policy("lru", lambda usage: usage.created),
-)
-_fault(
-    "a-look-is-a-use",
-    "A match that is not recorded counts as a use.",
-    "007 014",
-    match_prefix=lambda cache, match, tokens, space=(), record=True: match(tokens, space),
-)
-_fault(
-    "evicts-by-the-clock",
-    "What is evicted first depends on the time of day.",
-    "015",
-    __init__=_policy("by the clock", lambda usage: time.time_ns()),
-)
-_fault(
-    "evicts-by-chance",
-    "What is evicted first is a matter of chance.",
-    "015",
-    __init__=_policy("by chance", lambda usage: random.random()),  # noqa: S311 - the fault
-)
-_fault(
-    "discard-forgets-one-more",
-    "Discarding the end of a prefix keeps one block less than it is told.",
-    "010",
-    discard_prefix=lambda cache, discard, handle, keep: discard(handle, max(keep - 1, 0)),
-)
-_fault(
-    "discard-in-tokens",
-    "Discarding the end of a prefix keeps so many tokens.",
-    "010",
-    discard_prefix=lambda cache, discard, handle, keep: discard(handle, keep // cache.block_size),
-)
+_WENT: dict[str, dict[str, Any]] = {
+    "eviction-in-tokens": {"evict": first(lambda cache, count: -(-count // cache.block_size))},
+    "eviction-of-one-more": {"evict": first(lambda cache, count: count + (count * cache.block_size < cache.size_info.evictable_size))},
+    "eviction-returns-slots": {"evict": lambda cache, evict, count: slots_of(evict(count), cache.block_size)},
+    "eviction-returns-what-there-is": {"evict": forgiving(OutOfBlocksError, "", _what_there_is)},
+    "a-use-does-not-count": _policy(lambda usage: usage.created, "lru"),
+    "a-look-is-a-use": {"match_prefix": lambda cache, match, tokens, space=(), record=True: match(tokens, space)},
+    "evicts-by-the-clock": _policy(lambda usage: time.time_ns()),
+    "evicts-by-chance": _policy(lambda usage: random.random()),  # noqa: S311 - the fault
+    "evicts-by-hash": _policy(lambda usage: hash(str(usage.created))),
+    "evicts-by-address": _policy(id),
+    "evicted-in-a-set": {"evict": answered(lambda gone: np.array([int(text) for text in set(map(str, gone))], dtype=np.int32))},
+    "discard-forgets-one-more": {"discard_prefix": lambda cache, discard, handle, keep: discard(handle, max(keep - 1, 0))},
+    "discard-in-tokens": {"discard_prefix": lambda cache, discard, handle, keep: discard(handle, keep // cache.block_size)},
+    "reset-keeps-what-is-locked": {"reset": lambda cache, reset: cache.evict(cache.size_info.evictable_size // cache.block_size)},
+    "any-block-size": {"__init__": lambda cache, init, block_size=16: init(max(1, min(block_size, 512)))},
+    "protected-counted-twice": {"size_info": lambda cache, sizes: SizeInfo(sizes.total_size, sizes.protected_size)},
+    "blocks-unsorted": {"stored_blocks": answered(lambda blocks: blocks[::-1])},
+}
 
-
-# Handles and resets
-
-
-def _good_when(text: str) -> Change:
-    """Return a change that takes a handle in silence that is refused with a text."""
-
-    def lock_handle(cache: Any, lock: Any, handle: Any, unlock: bool = False) -> None:
-        try:
-            lock(handle, unlock)
-        except StaleHandleError as error:
-            if text not in str(error):
-                raise
-
-    return lock_handle
-
-
-_fault("foreign-handles-taken", "Locking by a handle of another cache does nothing.", "008", lock_handle=_good_when("one of this cache"))
-_fault("second-unlock-taken", "An unlock without a lock does nothing.", "008", lock_handle=_good_when("expected a locked one"))
-_fault("stale-handles-ignored", "Locking what was evicted does nothing.", "008", lock_handle=_good_when("which is evicted"))
-_fault(
-    "handles-outlive-a-reset", "A handle from before a reset is good after it.", "011 008", lock_handle=_good_when("from before a reset")
-)
-_fault(
-    "reset-keeps-what-is-locked",
-    "A reset leaves locked prefixes where they are.",
-    "011",
-    reset=lambda cache, reset: cache.evict(cache.size_info.evictable_size // cache.block_size),
-)
-
-
-# Sizes, depth and threads
-
-
-def _depth(node: Any) -> int:
-    return 0 if node is None or node.parent is None else 1 + _depth(node.parent)
-
-
-def _recursive(cache: Any, lock: Any, handle: Any, unlock: bool = False) -> None:
-    lock(handle, unlock)
-    _depth(getattr(handle, "node", None))
-
-
-_fault(
-    "any-block-size",
-    "A block of no tokens is made one of one, and one of too many is made.",
-    "018",
-    __init__=lambda cache, init, block_size=16: init(max(1, min(block_size, 512))),
-)
-_fault(
-    "protected-counted-twice",
-    "evictable_size counts what is locked too.",
-    "012",
-    size_info=lambda cache, sizes: SizeInfo(sizes.total_size, sizes.protected_size),
-)
-_fault("blocks-unsorted", "stored_blocks is in no order.", "012", stored_blocks=lambda cache, stored: stored()[::-1])
-_fault("walks-by-recursion", "Paths are walked by recursion.", "016", lock_handle=_recursive)
-_fault("threads-unnoticed", "Any thread may call at any time.", "017", _enter=lambda cache, enter: None)
+FAULTS = faults_of(_TABLE, {**_FOUND, **_LOCKED, **_WENT})

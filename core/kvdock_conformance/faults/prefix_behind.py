@@ -8,16 +8,35 @@ import numpy as np
 
 from kvdock.errors import ArgumentValueError, StaleHandleError
 from kvdock.prefix import PrefixHandle
-from kvdock_conformance.faults.fault import Fault
-from kvdock_conformance.faults.prefix_seed import Change, adding
+from kvdock_conformance.faults.prefix_seed import Change, after, faults_of, forgiving
 
 __all__ = ["FAULTS"]
 
-FAULTS: list[Fault] = []
-_fault = adding(FAULTS)
+_TABLE = """
+behind-ignored              | 021 023 | What follows a handle is stored from the beginning.
+behind-counted-from-there   | 021 023 | cached_len of an insertion behind a handle counts from there.
+behind-blocks-of-the-whole  | 021     | An insertion behind a handle returns what is before, too.
+behind-is-no-use            | 007     | An insertion that goes on where one ended is no use of what is before.
+behind-not-protected        | 005     | A lock of what was stored behind a handle does not protect what is before.
+behind-taken-twice          | 009     | Blocks that are before the handle are stored behind it again.
+behind-in-another-namespace | 009     | What follows a handle of another namespace is stored in the one that is named.
+behind-what-is-stale        | 008 024 | What follows a handle that is stale, or another cache's, is stored from the beginning.
+behind-looked-at-again      | 022     | What is before the handle is looked up once more.
+append-leaves-handles       | 028     | A handle behind which a block was appended has the length from before.
+append-leaves-locks         | 028     | A block that was appended behind a locked handle is not protected.
+handles-stale-by-growth     | 023 024 | A handle is stale when something was stored behind it.
+handles-stale-by-splits     | 024     | A handle to what is before a place where a run was split is stale.
+handles-to-what-grew-anew   | 023 024 | What is stored where something was evicted is taken for that.
+copies-made                 | 025     | A cache can be copied, and then two own its blocks.
+copies-of-handles           | 025     | A copy of a handle is the handle.
+stores-in-secret            | 027     | A cache that stores says that it does not.
+partial-any-number          | 026     | A block of which too few tokens are the same is found.
+partial-is-a-use            | 026     | A block that is found to begin alike counts as used.
+"""
 
 
-# Insertions behind a handle
+def _from_the_start(cache: Any, insert: Any, *args: Any, behind: Any = None, **how: Any) -> Any:
+    return insert(*args, **how)
 
 
 def _answered(change: Change) -> Change:
@@ -26,18 +45,6 @@ def _answered(change: Change) -> Change:
     def insert_prefix(cache: Any, insert: Any, *args: Any, behind: Any = None, **how: Any) -> Any:
         made = insert(*args, behind=behind, **how)
         return made if behind is None else change(cache, made, behind)
-
-    return insert_prefix
-
-
-def _from_the_beginning(error: type[Exception]) -> Change:
-    """Return a change that stores what follows a handle that is refused from the beginning."""
-
-    def insert_prefix(cache: Any, insert: Any, *args: Any, behind: Any = None, **how: Any) -> Any:
-        try:
-            return insert(*args, behind=behind, **how)
-        except error:
-            return insert(*args, **how)
 
     return insert_prefix
 
@@ -79,65 +86,11 @@ def _looked_at(cache: Any, insert: Any, *args: Any, behind: Any = None, **how: A
     return insert(*args, behind=behind, **how)
 
 
-_fault(
-    "behind-ignored",
-    "What follows a handle is stored from the beginning.",
-    "021 023",
-    insert_prefix=lambda cache, insert, *args, behind=None, **how: insert(*args, **how),
-)
-_fault(
-    "behind-counted-from-there",
-    "cached_len of an insertion behind a handle counts from there.",
-    "021 023",
-    insert_prefix=_answered(lambda cache, made, behind: made._replace(cached_len=made.cached_len - behind.cached_len)),
-)
-_fault("behind-blocks-of-the-whole", "An insertion behind a handle returns what is before, too.", "021", insert_prefix=_answered(_whole))
-_fault("behind-is-no-use", "An insertion that goes on where one ended is no use of what is before.", "007", tree={"use": _no_use})
-_fault(
-    "behind-not-protected",
-    "A lock of what was stored behind a handle does not protect what is before.",
-    "005",
-    insert_prefix=_answered(_noted),
-    lock_handle=_lock_part,
-)
-_fault("behind-taken-twice", "Blocks that are before the handle are stored behind it again.", "009", insert_prefix=_taken_twice)
-_fault(
-    "behind-in-another-namespace",
-    "What follows a handle of another namespace is stored in the one that is named.",
-    "009",
-    insert_prefix=_from_the_beginning(ArgumentValueError),
-)
-_fault(
-    "behind-what-is-stale",
-    "What follows a handle that is stale, or another cache's, is stored from the beginning.",
-    "008 024",
-    insert_prefix=_from_the_beginning(StaleHandleError),
-)
-_fault("behind-looked-at-again", "What is before the handle is looked up once more.", "022", insert_prefix=_looked_at)
-
-
-# Blocks that are appended
-
-
 def _unmoved(cache: Any, append: Any, handles: Any, *args: Any) -> Any:
     stored = append(handles, *args)
     for handle, is_stored in zip(handles, stored, strict=True):
         handle.cached_len -= cache.block_size * int(is_stored)
     return stored
-
-
-def _unprotected(tree: Any, grow: Any, nodes: Any, *args: Any) -> None:
-    grow(nodes, *args)
-    tree.protected -= len(nodes)
-
-
-_fault("append-leaves-handles", "A handle behind which a block was appended has the length from before.", "028", append_blocks=_unmoved)
-_fault(
-    "append-leaves-locks", "A block that was appended behind a locked handle is not protected.", "028", tree={"grow_locked": _unprotected}
-)
-
-
-# Handles that live on
 
 
 def _stale_when(is_stale: Change) -> Change:
@@ -151,30 +104,6 @@ def _stale_when(is_stale: Change) -> Change:
     return lock_handle
 
 
-def _untrimmed(tree: Any, cut: Any, node: Any, end: int) -> Any:
-    gone = cut(node, end)
-    node.was_trimmed = False
-    return gone
-
-
-_fault(
-    "handles-stale-by-growth",
-    "A handle is stale when something was stored behind it.",
-    "023 024",
-    lock_handle=_stale_when(lambda node, position: node.end > position or node.children),
-)
-_fault(
-    "handles-stale-by-splits",
-    "A handle to what is before a place where a run was split is stale.",
-    "024",
-    lock_handle=_stale_when(lambda node, position: node.start >= position),
-)
-_fault("handles-to-what-grew-anew", "What is stored where something was evicted is taken for that.", "023 024", tree={"cut": _untrimmed})
-
-
-# Copies, and what a cache says of itself
-
-
 class _Copyable(PrefixHandle):
     """Allows copies."""
 
@@ -184,36 +113,44 @@ class _Copyable(PrefixHandle):
         return self
 
 
-_fault(
-    "copies-made",
-    "A cache can be copied, and then two own its blocks.",
-    "025",
-    __reduce_ex__=lambda cache, reduce, protocol: object.__reduce_ex__(cache, protocol),
-)
-_fault(
-    "copies-of-handles",
-    "A copy of a handle is the handle.",
-    "025",
-    insert_prefix=lambda cache, insert, *args, **how: insert(*args, **how)._replace(handle=_Copyable(0)),
-    lock_handle=lambda cache, lock, handle, unlock=False: None if isinstance(handle, _Copyable) else lock(handle, unlock),
-)
-_fault("stores-in-secret", "A cache that stores says that it does not.", "027", can_store=lambda cache, can_store: False)
-
-
-# Blocks that begin alike
-
-
 def _any_number(cache: Any, match: Any, handle: Any, tokens: Any) -> Any:
     half = (cache.block_size + 1) // 2
     return match(handle, tokens) or match(handle, [*map(int, tokens), *[7] * half][:half])
 
 
-def _is_use(cache: Any, match: Any, handle: Any, tokens: Any) -> Any:
-    found = match(handle, tokens)
+def _use(cache: Any, found: Any, *args: Any) -> None:
     if found is not None:
         cache.record_match(found.handle, found.handle.cached_len)
-    return found
 
 
-_fault("partial-any-number", "A block of which too few tokens are the same is found.", "026", match_partial=_any_number)
-_fault("partial-is-a-use", "A block that is found to begin alike counts as used.", "026", match_partial=_is_use)
+FAULTS = faults_of(
+    _TABLE,
+    {
+        "behind-ignored": {"insert_prefix": _from_the_start},
+        "behind-counted-from-there": {
+            "insert_prefix": _answered(lambda cache, made, behind: made._replace(cached_len=made.cached_len - behind.cached_len))
+        },
+        "behind-blocks-of-the-whole": {"insert_prefix": _answered(_whole)},
+        "behind-is-no-use": {"tree": {"use": _no_use}},
+        "behind-not-protected": {"insert_prefix": _answered(_noted), "lock_handle": _lock_part},
+        "behind-taken-twice": {"insert_prefix": _taken_twice},
+        "behind-in-another-namespace": {"insert_prefix": forgiving(ArgumentValueError, "", _from_the_start)},
+        "behind-what-is-stale": {"insert_prefix": forgiving(StaleHandleError, "", _from_the_start)},
+        "behind-looked-at-again": {"insert_prefix": _looked_at},
+        "append-leaves-handles": {"append_blocks": _unmoved},
+        "append-leaves-locks": {
+            "tree": {"grow_locked": after(lambda tree, nothing, nodes, *args: setattr(tree, "protected", tree.protected - len(nodes)))}
+        },
+        "handles-stale-by-growth": {"lock_handle": _stale_when(lambda node, position: node.end > position or node.children)},
+        "handles-stale-by-splits": {"lock_handle": _stale_when(lambda node, position: node.start >= position)},
+        "handles-to-what-grew-anew": {"tree": {"cut": after(lambda tree, gone, node, end: setattr(node, "was_trimmed", False))}},
+        "copies-made": {"__reduce_ex__": lambda cache, reduce, protocol: object.__reduce_ex__(cache, protocol)},
+        "copies-of-handles": {
+            "insert_prefix": lambda cache, insert, *args, **how: insert(*args, **how)._replace(handle=_Copyable(0)),
+            "lock_handle": lambda cache, lock, handle, unlock=False: None if isinstance(handle, _Copyable) else lock(handle, unlock),
+        },
+        "stores-in-secret": {"can_store": lambda cache, can_store: False},
+        "partial-any-number": {"match_partial": _any_number},
+        "partial-is-a-use": {"match_partial": after(_use)},
+    },
+)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,7 @@ from kvdock.prefix.tree import RadixTree
 from kvdock_conformance.checking.prefix_target import PrefixTarget
 from kvdock_conformance.faults.fault import Fault
 
-__all__ = ["Change", "PrefixSeed", "adding", "changed"]
+__all__ = ["Change", "PrefixSeed", "after", "answered", "changed", "faults_of", "first", "forgiving"]
 
 Change = Callable[..., Any]
 """What is done in place of a method: given the object, its method, and what that was called with. Of a property: its value."""
@@ -28,9 +27,11 @@ class PrefixSeed:
 
     Args:
         cache: the class.
+        told: name of the fault, for fresh interpreters; None where they need not have it, which saves their start.
     """
 
     cache: type[RadixPrefixCache]
+    told: str | None = None
 
     def why_not(self, target: PrefixTarget) -> str:
         """Return why not: what is tested is another class, of whose inside nothing is known."""
@@ -38,7 +39,7 @@ class PrefixSeed:
 
     def seeded(self, target: PrefixTarget) -> AbstractContextManager[Any]:
         """Let the target make faulty caches for a block."""
-        return mock.patch.object(target, "make", lambda block_size: self.cache(block_size=block_size))
+        return mock.patch.multiple(target, make=lambda block_size: self.cache(block_size=block_size), fault=self.told)
 
 
 def changed(base: type[Any], **changes: Change) -> type[Any]:
@@ -54,19 +55,53 @@ def changed(base: type[Any], **changes: Change) -> type[Any]:
     return type(base.__name__, (base,), {name: around(getattr(base, name), change) for name, change in changes.items()})
 
 
-def adding(faults: list[Fault]) -> Callable[..., None]:
-    """Return a function that adds a fault to a list.
+def answered(change: Callable[[Any], Any]) -> Change:
+    """Return a change of what a method answers."""
+    return lambda cache, call, *args, **how: change(call(*args, **how))
 
-    It takes a name, a sentence, numbers of killers ("001 005"), and changes by method; ``tree`` has those of the tree inside.
+
+def after(change: Change) -> Change:
+    """Return a change that does something more at last; takes the object, the answer, and what the method was called with."""
+    return lambda cache, call, *args, **how: [made := call(*args, **how), change(cache, made, *args, **how)][0]
+
+
+def first(changes: Change) -> Change:
+    """Return a change of a method's first argument; takes the object and that."""
+    return lambda cache, call, value, *rest, **how: call(changes(cache, value), *rest, **how)
+
+
+def forgiving(error: type[Exception], text: str, instead: Change) -> Change:
+    """Return a change that does something else where a call is refused with an error of such a text."""
+
+    def call(cache: Any, call: Any, *args: Any, **how: Any) -> Any:
+        try:
+            return call(*args, **how)
+        except error as refused:
+            if text not in str(refused):
+                raise
+            return instead(cache, call, *args, **how)
+
+    return call
+
+
+def faults_of(table: str, changes: Mapping[str, Mapping[str, Any]]) -> list[Fault]:
+    """Return the faults of a table.
+
+    Args:
+        table: a line for each: its name, numbers of its killers ("001 005") and a sentence, with | between them.
+        changes: by its name, changes by method; ``tree`` has those of the tree inside.
     """
+    rows = [tuple(map(str.strip, line.split("|"))) for line in table.strip().splitlines()]
+    return [_fault(name, killers.split(), sentence, {**changes[name]}) for name, killers, sentence in rows]
 
-    def fault(name: str, sentence: str, killers: str, tree: Mapping[str, Change] = MappingProxyType({}), **changes: Change) -> None:
-        def with_tree(cache: Any, init: Any, *args: Any, **how: Any) -> None:
-            init(*args, **how)
-            cache._tree = changed(RadixTree, **tree)(cache.block_size, cache.policy)
 
-        killed = tuple(f"KVD-PREFIX-{killer}" for killer in killers.split())
-        cache = changed(RadixPrefixCache, **changes, **({"__init__": with_tree} if tree else {}))
-        faults.append(Fault(f"prefix-{name}", sentence, "prefix", killed, PrefixSeed(cache), "prefix"))
+def _fault(name: str, killers: list[str], sentence: str, changes: dict[str, Any]) -> Fault:
+    tree = changes.pop("tree", {})
 
-    return fault
+    def with_tree(cache: Any, init: Any, *args: Any, **how: Any) -> None:
+        init(*args, **how)
+        cache._tree = changed(RadixTree, **tree)(cache.block_size, cache.policy)
+
+    cache = changed(RadixPrefixCache, **changes, **({"__init__": with_tree} if tree else {}))
+    seed = PrefixSeed(cache, f"prefix-{name}" if "015" in killers else None)
+    return Fault(f"prefix-{name}", sentence, "prefix", tuple(f"KVD-PREFIX-{killer}" for killer in killers), seed, "prefix")

@@ -26,7 +26,7 @@ def open_target(name: str, setup: str | None, device: str | None) -> tuple[Prefi
     if device is not None:
         raise BackendUnavailableError("none, since a prefix cache runs on no device", got=UNKNOWN_DEVICE)
     try:
-        target = PrefixTarget(name)
+        target = PrefixTarget(name, setup)
         _check_signatures(target.kind)
     except ArgumentValueError as error:
         raise BackendUnavailableError(str(error), got="unknown" if "one of" in str(error.expected) else "conflict") from error

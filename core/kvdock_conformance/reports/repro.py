@@ -203,8 +203,8 @@ def _main(extract: Extract, requirement: Requirement) -> str:
 
 
 def _arguments(kind: str, name: str, setup: str | None, device: str | None) -> str:
-    """Return the arguments that a target is made of; only a backend's takes more than the name."""
-    given = [name, setup, device] if kind == "backend" else [name]
+    """Return the arguments that a target is made of; only a backend's takes a device."""
+    given = [name, setup, device] if kind == "backend" else [name, setup]
     while given[-1] is None:
         given.pop()
     return ", ".join(map(repr, given))

@@ -92,7 +92,10 @@ class Backend(kvdock.plugin.Backend):
 
 class Cache(RadixPrefixCache):
     def evict(self, num_blocks):
-        return super().evict(num_blocks)[1:] if "evict" in FAULTS else super().evict(num_blocks)
+        gone = super().evict(num_blocks)
+        if "salted" in FAULTS:
+            gone = gone[sorted(range(len(gone)), key=lambda at: hash(str(gone[at])))]
+        return gone[1:] if "evict" in FAULTS else gone
 
 
 if "end" in FAULTS:
@@ -127,6 +130,7 @@ SAMPLE = {
     "probe": "KVD-HYGIENE-006",
     "end": "KVD-HYGIENE-014",
     "evict": "KVD-PREFIX-006",
+    "salted": "KVD-PREFIX-015",
     "keeps": "KVD-RESOURCE-001",
     "dense": "KVD-FUZZ-001",
 }
@@ -193,7 +197,7 @@ def test_a_script_for_another_device_asks_for_it() -> None:
     item, prefix = load()["KVD-HYGIENE-013"], load()["KVD-PREFIX-001"]
     assert "    target = Target('acme', None, 'acme:1')\n" in script(item, case, name="acme", device="acme:1")
     assert "    target = Target('acme', 'a.b:c')\n" in script(item, case, name="acme", setup="a.b:c")
-    assert "    target = PrefixTarget('acme')\n" in script(prefix, case, name="acme", setup="a.b:c")
+    assert "    target = PrefixTarget('acme', 'a.b:c')\n" in script(prefix, case, name="acme", setup="a.b:c")
 
 
 def test_a_script_can_hold_whatever_came(tmp_path: Path) -> None:
