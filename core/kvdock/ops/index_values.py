@@ -88,8 +88,7 @@ def live_pairs(op: str, pairs: torch.Tensor, num_blocks: int) -> Sequence[Sequen
         IndexRangeError: a block id is not below ``num_blocks``.
         ArgumentValueError: two pairs have one destination, or a destination is also a source.
     """
-    rows = pairs.tolist()
-    ids = set(chain.from_iterable(rows))
+    ids = set(chain.from_iterable(rows := pairs.tolist()))
     # Almost every call: no id occurs twice, so no order matters. Half as long as the rest, which can name what is wrong.
     if len(ids) == 2 * len(rows) and (not ids or (min(ids) >= 0 and max(ids) < num_blocks)):
         return rows
