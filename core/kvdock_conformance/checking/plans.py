@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
+import torch
 
 import kvdock
 from kvdock import runtime
@@ -334,7 +335,7 @@ def check_releases(target: Target, data: Mapping[str, Any]) -> None:
         for number in range(len(calls.calls)):
             args = calls.arguments(number)
             target.call(calls.op, args)
-            kept += [(f"{name} of call {number}", weakref.ref(value)) for name, value in args.items()]
+            kept += [(f"{name} of call {number}", weakref.ref(value)) for name, value in args.items() if isinstance(value, torch.Tensor)]
             del args
         gc.collect()
     alive = [name for name, reference in kept if reference() is not None]

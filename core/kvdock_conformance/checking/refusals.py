@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -89,7 +92,8 @@ def _arguments(memory: Arenas, data: Mapping[str, Any], number: int) -> dict[str
     for name in data["meta"] if number else ():
         args[name] = args[name].to("meta")
     for name in data.get("fake", ()) if number else ():
-        args[name] = FakeTensorMode().from_tensor(args[name])
+        with warnings.catch_warnings(), mock.patch.dict(os.environ):  # what torch imports for it changes both
+            args[name] = FakeTensorMode().from_tensor(args[name])
     return args
 
 

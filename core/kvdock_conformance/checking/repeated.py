@@ -38,11 +38,12 @@ class BoundTarget(Target):
     def call(self, op: str, args: dict[str, Any]) -> None:
         """Call an op with arguments by name, bound to its pools at the first call with them."""
         schema = schema_of(op)
-        pools = tuple(args[arg.name] for arg in schema.static_args)
+        names = [arg.name for arg in schema.static_args]
+        pools = tuple(args[name] for name in names)
         key = (op, *((pool.data_ptr(), pool.shape, pool.stride(), pool.dtype) for pool in pools))
         if key not in self._bound:
             self._bound[key] = runtime.default().dispatcher.op(op).bind(*pools, named=self.name)
-        self._bound[key](*(args.get(name) for name in schema.arg_names[len(pools) :]))
+        self._bound[key](*(args.get(name) for name in schema.arg_names if name not in names))
 
 
 def length_place(place: Sequence[int]) -> str:
