@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
 import torch
 
 from kvdock import runtime
@@ -106,6 +108,26 @@ SUM = Op(
 OPS = {op.schema.name: op for op in (MIX, PICK, SUM)}
 
 
+def _bring(ops: list[Op], name: str = "zoo") -> None:
+    runtime.default().registry.register(module(name, KVDOCK_API=KVDOCK_API, kvdock_ops=lambda: ops), name)
+
+
 def register() -> None:
     """Bring the ops to this process, as a plugin."""
-    runtime.default().registry.register(module("zoo", KVDOCK_API=KVDOCK_API, kvdock_ops=lambda: list(OPS.values())), "zoo")
+    _bring(list(OPS.values()))
+
+
+def register_exact() -> None:
+    """Bring the sum to this process, which is to be bit for bit what its reference says, and is not."""
+    _bring([attrs.evolve(SUM, tolerance=0.0)])
+
+
+def _exits(sizes: Mapping[str, int], choose: random.Random) -> dict[str, Any]:
+    os._exit(7)
+
+
+def register_undrawable() -> None:
+    """Bring ops whose cases cannot be drawn."""
+    args = (Arg("y", Role.MUTATED, ("D",), _FLOATS), Arg("x", Role.TENSOR, ("*n",), _INTS))
+    for name, draw in (("zoo_silent", None), ("zoo_exits", _exits)):
+        _bring([Op(OpSchema(name, args), SUM.portable, _sum_reference, draw)], name)

@@ -5,10 +5,11 @@ What the schema cannot say, such as which slots there are, `kvdock.plugin.Op.dra
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from types import CodeType, MappingProxyType
 from typing import Any
 
 import attrs
@@ -36,7 +37,8 @@ SIZES: Mapping[str, tuple[Sequence[int], Sequence[int]]] = MappingProxyType(
 
 _ANY = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)  # where a relation forbids those of the class
 _ROOMY = (64, 256, 512, 4096)
-_TRIES = 6000
+_TRIES = 3000
+_MOST = 1 << 18  # elements of a tensor: references are slow
 _MEMORY = ("dense", "wide gaps", "odd gaps", "other order", "odd address")
 _INDICES = ("dense", "wide gaps", "odd address")  # of one dim, or none
 
@@ -80,11 +82,16 @@ def _text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@functools.cache
+def _compiled(expression: str) -> CodeType:
+    return compile(expression, "<relation>", "eval")
+
+
 def _fails(schema: OpSchema, sizes: Sizes) -> str:
     """Return the first relation that does not hold; empty when all do. One about sizes that are absent holds."""
     for relation in schema.relations:
         try:
-            if not eval(relation.expression, {"__builtins__": {}}, dict(sizes)):  # noqa: S307 - from the schema, as kvdock reads it
+            if not eval(_compiled(relation.expression), {"__builtins__": {}}, dict(sizes)):  # noqa: S307 - from the schema
                 return relation.expression
         except NameError:
             continue
@@ -139,7 +146,7 @@ class AnyCall:
         for number in range(_TRIES):
             found = {**self._chosen(names, 3 * number // _TRIES, choose), **fixed}
             broken = _fails(self.op.schema, found)
-            if not broken:
+            if not broken and self._elements(found) <= _MOST:
                 return attrs.evolve(self, sizes=found)
         if fixed:
             return None
@@ -152,7 +159,12 @@ class AnyCall:
         if stage == 1:
             word = choose.choice([*names])
             found[word] = found[word] if names[word] else choose.choice(_ROOMY)
-        return found
+        return found | ({"lead0": choose.choice((1, 2, 3))} if "lead1" in names else {})
+
+    def _elements(self, sizes: Sizes) -> int:
+        """Return how many elements the largest tensor has."""
+        shapes = [[sizes.get(dim.name, dim.literal or 1) for dim in self.dims(arg) or ()] for arg in self.op.schema.args]
+        return max(map(math.prod, shapes))
 
     def arguments(self, drawing: Drawing, kept: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         """Return the arguments of a call whose sizes are settled, without those that are absent; ``kept`` are there already."""

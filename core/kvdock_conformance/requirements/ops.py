@@ -103,7 +103,7 @@ def _others(first: AnyCall, counts: Iterable[int], memory: Iterable[str]) -> lis
     static = {word: first.sizes[word] for word in static_words(first.op.schema) if word in first.sizes}
     words, pools = runtime_words(first.op.schema), {arg.name for arg in first.op.schema.static_args}
     made = [attrs.evolve(first, sizes=static, seed=count).settled(**dict.fromkeys(words, count)) for count in counts]
-    found = [call for call in made if call is not None]
+    found = [call for call in made if call is not None] if words else []
     tensors = [arg.name for arg in first.op.schema.args if arg.is_tensor and arg.name not in pools]
     return found + [
         attrs.evolve(one, how={**one.how, **{f"{name} memory": kind for name in tensors}}) for kind in memory for one in found[:3]
