@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kvdock import runtime
-from kvdock.plugin import COPY_DTYPES, HOST, KVDOCK_API, Arg, Descriptor, IndexRangeError, Kernel, Op, OpSchema, Request, Role
+from kvdock.plugin import COPY_DTYPES, HOST, KVDOCK_API, Arg, Descriptor, IndexRangeError, Kernel, Op, OpSchema, Request, Role, as_bits
 from support_plugins import module
 
 OP = "swap_blocks_"
@@ -19,7 +19,7 @@ def swap_reference(k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: to
     for number, (a, b) in enumerate(block_pairs.tolist()):
         skipped += [(number, side) for side, block in enumerate((a, b)) if block >= count and min(a, b) >= 0]
         if 0 <= a < count and 0 <= b < count:
-            for cache in (k_cache.view(torch.uint8), v_cache.view(torch.uint8)):
+            for cache in (as_bits(k_cache), as_bits(v_cache)):
                 cache[a], cache[b] = cache[b].clone(), cache[a].clone()
     return skipped
 
@@ -32,7 +32,7 @@ class Swap(Descriptor):
             number, side = beyond.nonzero()[0].tolist()
             raise IndexRangeError(f"{OP}: block_pairs[{number}, {side}]", expected=f"a block below {count}", got=int(pairs[number, side]))
         a, b = pairs[((pairs >= 0) & (pairs < count)).all(1)].unbind(1)
-        for cache in (k_cache.view(torch.uint8), v_cache.view(torch.uint8)):
+        for cache in (as_bits(k_cache), as_bits(v_cache)):
             there = cache[a]
             cache[a] = cache[b]
             cache[b] = there
