@@ -19,21 +19,23 @@ _INTS = (torch.int64, torch.int32)
 
 
 def _mix(pool: Any, x: Any, where: Any, gain: Any, shift: Any, sign: Any) -> None:
-    """Write rows times gain, plus or minus a shift that is one for all."""
+    """Write rows times gain, plus or minus a shift that is one for all, to places; a negative one is padding."""
     added = int(shift) if sign == "plus" else -int(shift)
     rows = x.float() * (1.0 if gain is None else gain[:, None]) + added
-    pool.index_copy_(0, where.flatten().long(), rows.to(pool.dtype).flatten(0, -3))
+    good = where.flatten() >= 0
+    pool.index_copy_(0, where.flatten()[good].long(), rows.to(pool.dtype).flatten(0, -3)[good])
 
 
 def _mix_reference(pool: Any, x: Any, where: Any, gain: Any, shift: Any, sign: Any) -> None:
     for row, place in zip(x.flatten(0, -3), where.flatten().tolist(), strict=True):
-        for head in range(pool.shape[1]):
+        for head in range(pool.shape[1] if place >= 0 else 0):
             scaled = row[head].float() * (1.0 if gain is None else gain[head])
             pool[place, head] = scaled + int(shift) * (1 if sign == "plus" else -1)
 
 
 def _mix_draw(sizes: Mapping[str, int], choose: random.Random) -> dict[str, Any]:
-    return {"where": choose.sample(range(sizes["N"]), sizes["..."]), "shift": [choose.randrange(-3, 4)], "sign": "minus"}
+    places = [-1 if place % 7 == 5 else place for place in choose.sample(range(sizes["N"]), sizes["..."])]
+    return {"where": places, "shift": [choose.randrange(-3, 4)], "sign": "minus"}
 
 
 MIX = Op(

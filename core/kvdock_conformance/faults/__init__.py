@@ -51,7 +51,7 @@ def find(name: str) -> Fault:
 def of_ops(requirements: Iterable[Requirement]) -> dict[str, Fault]:
     """Return the faults of the ops that plugins bring, by name: each with those of its killers that are among the requirements."""
     faults = importlib.import_module(f"{__name__}.ops").FAULTS.values()
-    asked = [item.id for item in requirements]
+    asked = {item.id: item for item in requirements}
     ops = dict.fromkeys(name.partition("@")[2] for name in asked if "@" in name)
     every = [fault.of(op, asked) for op in ops for fault in faults]
     return {fault.name: fault for fault in every if fault.killers}

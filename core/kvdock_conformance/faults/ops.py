@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -19,6 +19,7 @@ from kvdock_conformance.faults import descriptors
 from kvdock_conformance.faults.fault import Args, BackendCall, Fault, KernelSeed, Seed
 from kvdock_conformance.faults.seeds import FaultyKernel
 from kvdock_conformance.faults.tensors import bits, flip_byte
+from kvdock_conformance.requirement import Case, Requirement
 
 __all__ = ["FAULTS", "OpFault"]
 
@@ -35,17 +36,21 @@ class OpFault:
         sentence: what is wrong.
         killers: ids of the requirements that must fail, without the op.
         seed: given the op's name, how it gets into a backend.
+        shows: whether a case could show it; None where every case could.
     """
 
     name: str
     sentence: str
     killers: tuple[str, ...]
     seed: Callable[[str], Seed]
+    shows: Callable[[Case], bool] | None = None
 
-    def of(self, op: str, asked: Collection[str] | None = None) -> Fault:
-        """Return it as a fault of one op, noticed by its killers, or by those of them that are asked."""
-        killers = tuple(f"{killer}@{op}" for killer in self.killers)
-        return Fault(f"{self.name}@{op}", self.sentence, op, tuple(k for k in killers if asked is None or k in asked), self.seed(op))
+    def of(self, op: str, asked: Mapping[str, Requirement] | None = None) -> Fault:
+        """Return it as a fault of one op, noticed by its killers, or by those of them that are asked and have cases that show it."""
+        killers = [f"{killer}@{op}" for killer in self.killers]
+        if asked is not None:
+            killers = [name for name in killers if name in asked and (not self.shows or any(map(self.shows, asked[name].cases())))]
+        return Fault(f"{self.name}@{op}", self.sentence, op, tuple(killers), self.seed(op))
 
 
 FAULTS: dict[str, OpFault] = {}
@@ -125,6 +130,22 @@ def _input_changed(op: str, run: BackendCall, args: Args) -> None:
     run(args)
     for _, tensor in _tensors(op, args, Role.TENSOR):
         flip_byte(tensor, int(tensor.storage_offset()))
+
+
+@_call("op-padding-written", "A negative number among indices is taken for 0.", "001 004")
+def _padding_written(op: str, run: BackendCall, args: Args) -> None:
+    whole = {arg.name: t for arg, t in _tensors(op, args, Role.TENSOR) if not (t.is_floating_point() or t.dtype == torch.bool)}
+    run({**args, **{name: tensor.clamp(min=0) for name, tensor in whole.items()}})
+
+
+def _has_negative(case: Case) -> bool:
+    """Whether a case brings a negative index; a made-up one of the matrix is taken for such."""
+    specs = [spec for call in case.data.get("calls", ()) for spec in call["args"].values() if isinstance(spec, Mapping)]
+    indices = [spec["values"] for spec in specs if spec["dtype"].startswith("int") and spec.get("values")]
+    return not specs or any(min(values) < 0 for values in indices)
+
+
+FAULTS["op-padding-written"] = attrs.evolve(FAULTS["op-padding-written"], shows=_has_negative)
 
 
 @_call("op-steps-ignored", "What is read is taken to be dense.", "001")

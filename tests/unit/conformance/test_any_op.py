@@ -213,6 +213,10 @@ def test_ids_name_the_op() -> None:
     assert faults.of_ops(made)["op-input-changed@x"].killers == ("KVD-OP-002@x",), "of those that are asked"
 
 
+def test_a_fault_of_padding_is_one_of_ops_that_have_padding(asked: Requirements) -> None:
+    assert [name for name in faults.of_ops(asked) if name.startswith("op-padding")] == ["op-padding-written@zoo_mix_"]
+
+
 def test_the_ops_of_kvdock_could_be_drawn_too() -> None:
     """The drawing knows no op: given how slots are drawn, it makes good calls of kvdock's own."""
     named = attrs.evolve(CATALOG["paged_caching_"], name="zoo_paged_")
