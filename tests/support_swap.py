@@ -1,4 +1,4 @@
-"""An op of a plugin that copies, ``swap_blocks_``: what a stranger writes. `support_swap_kit` is what the kit needs for it."""
+"""An op of a plugin that copies, ``acme_swap_``: what a stranger writes. `support_swap_kit` is what the kit needs for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvdock import runtime
 from kvdock.plugin import COPY_DTYPES, HOST, KVDOCK_API, Arg, Descriptor, IndexRangeError, Kernel, Op, OpSchema, Request, Role, as_bits
 from support_plugins import module
 
-OP = "swap_blocks_"
+OP = "acme_swap_"
 
 
 def swap_reference(k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torch.Tensor) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""What a new op that copies costs the kit: a list of requirements and an entry of the table of moves, for ``swap_blocks_``.
+"""What a new op that copies costs the kit: a list of requirements and an entry of the table of moves, for ``acme_swap_``.
 
 The families do the rest: sizes, memory orders and values are theirs, and so are the faults.
 """
