@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import attrs
 
@@ -14,10 +13,7 @@ from kvdock.ops.calls.writer import source_of
 from kvdock.ops.catalog import CATALOG
 from kvdock.ops.schema import OpSchema
 
-__all__ = ["Draw", "Op"]
-
-Draw = Callable[[Mapping[str, int], random.Random], Mapping[str, Any]]
-"""Given sizes by the words of a schema and a generator of random numbers, returns values by argument: see `Op`."""
+__all__ = ["Op"]
 
 
 @attrs.frozen
@@ -29,10 +25,7 @@ class Op:
         portable: a kernel of torch operations for any device, which serves what a backend lacks. It asks for no values on a device.
         reference: the meaning, in plain loops: a function of the arguments in the schema's order that writes what the op writes. For
             tests only; the conformance kit compares kernels with it.
-        draw: what the schema cannot say, for the conformance kit: good values of every argument of integers or booleans that is read,
-            and of every host value. For a tensor at least as many numbers as it has elements, in order; for a host value that. The
-            kit draws everything else: sizes, memory, and finite numbers of floating point, unless these are here too. Sizes have
-            their words without a star, ``...`` their product. Not needed where there is nothing to say.
+        draw: returns good values of what the schema cannot say, given sizes and a generator: see the reference for authors of plugins.
         tolerance: how far a written number may be from the reference's, absolutely and relative to it; 0 means bit for bit.
 
     Raises:
@@ -43,7 +36,7 @@ class Op:
     schema: OpSchema
     portable: Kernel
     reference: Callable[..., object]
-    draw: Draw | None = None
+    draw: Callable[[Mapping[str, int], random.Random], Mapping[str, object]] | None = None
     tolerance: float = 0.0
 
     def __attrs_post_init__(self) -> None:
@@ -53,7 +46,6 @@ class Op:
         for part in ("reference", "draw"):
             if not callable(getattr(self, part)) and (part, self.draw) != ("draw", None):
                 raise ArgumentTypeError(f"Op: {part}", expected="a function", got=repr(getattr(self, part))[:80])
-        name = self.schema.name
-        if name in CATALOG or not name.isidentifier():
+        if (name := self.schema.name) in CATALOG or not name.isidentifier():
             raise ArgumentValueError("Op: schema.name", expected="an identifier that is no op of kvdock's own", got=repr(name))
         source_of(self.schema)
