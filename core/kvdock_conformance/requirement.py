@@ -83,9 +83,7 @@ class Capability:
 
 def _check_id(requirement: Requirement, attribute: Any, value: str) -> None:
     if not _ID.fullmatch(value):
-        raise ArgumentValueError(
-            "Requirement: id", expected="KVD-<AREA>-<three digits>, or that and @<op>", got=repr(value), fix="such as KVD-WRITE-007"
-        )
+        raise ArgumentValueError("Requirement: id", expected="KVD-<AREA>-<three digits>", got=repr(value), fix="such as KVD-WRITE-007")
 
 
 def _check_sentence(requirement: Requirement, attribute: Any, value: str) -> None:
