@@ -23,6 +23,7 @@ import attrs
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock_conformance.requirement import Requirements
+from kvdock_conformance.requirements import find
 from kvdock_conformance.verdict import Outcome, Verdict
 
 __all__ = ["Expected", "apply", "read"]
@@ -72,13 +73,21 @@ def read(path: Path, requirements: Requirements) -> dict[str, Expected]:
     found: dict[str, Expected] = {}
     for number, entry in enumerate(entries, 1):
         item = _entry(f"expected failures: {path}: entry {number}", entry)
-        requirements[item.requirement]  # raises if there is none
+        _check_known(item.requirement, requirements)
         if item.requirement in found:
             raise ArgumentValueError(
                 f"expected failures: {path}", expected="one entry for each requirement", got=f"{item.requirement} twice"
             )
         found[item.requirement] = item
     return found
+
+
+def _check_known(requirement_id: str, requirements: Requirements) -> None:
+    """Refuse an id that there is not. Which ops plugins bring is not known here."""
+    if "@" in requirement_id:
+        find(requirement_id)
+    else:
+        requirements[requirement_id]  # raises if there is none
 
 
 def _entry(subject: str, entry: Any) -> Expected:

@@ -9,8 +9,12 @@ from kvdock_conformance import faults, requirements
 from kvdock_conformance.faults.fault import Fault
 from kvdock_conformance.kinds import KINDS
 from kvdock_conformance.requirement import Requirement, Requirements
+from kvdock_conformance.requirements.ops import REQUIREMENTS as OP_REQUIREMENTS
 
-__all__ = ["main", "page"]
+__all__ = ["ANY_OP", "main", "page"]
+
+ANY_OP = "any_op_of_a_plugin"
+_ANY = f"@{ANY_OP}"
 
 _HEAD = """\
 # The conformance matrix: requirements, and the faults that prove the checks
@@ -22,6 +26,9 @@ requirements and {faults} seeded faults. Each fault is a backend (or a prefix ca
 requirement in the row fails with the fault, and passes the same cases without it. `make test` runs a sixteenth of the faults,
 `make test-all` all of them. Every requirement has a fault. `kvdock conformance --backend NAME --prove` seeds the faults into another
 backend's own kernels, on its own device.
+
+The last table is about ops that plugins bring: each op that is installed is asked all of it, by cases that its schema makes, and
+reported as `KVD-OP-001@rope_caching_`. `tests/unit/conformance/test_any_op.py` seeds these faults into ops of a plugin.
 
 * **level**: *core* is what an engine needs; *extended* adds the long and the large cases.
 * **capability**: a backend may say that it lacks this. The kit then checks the refusal instead: the backend must say why, refuse,
@@ -42,12 +49,12 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[st
 
 def _requirement_row(requirement: Requirement, mutants: int) -> tuple[str, ...]:
     needs = requirement.needs.name if requirement.needs else ""
-    return requirement.id, requirement.sentence, requirement.level.value, needs, requirement.hardware, str(mutants)
+    return requirement.id.removesuffix(_ANY), requirement.sentence, requirement.level.value, needs, requirement.hardware, str(mutants)
 
 
 def _fault_row(fault: Fault) -> tuple[str, ...]:
-    killers = [name.removeprefix("KVD-") + ("*" if name in fault.host_only else "") for name in fault.killers]
-    return f"`{fault.name}`", fault.sentence, ", ".join(killers)
+    killers = [name.removeprefix("KVD-").removesuffix(_ANY) + ("*" if name in fault.host_only else "") for name in fault.killers]
+    return f"`{fault.name.removesuffix(_ANY)}`", fault.sentence, ", ".join(killers)
 
 
 def _area(area: str, asked: Sequence[Requirement], seeded: Sequence[Fault]) -> Iterator[str]:
@@ -59,24 +66,27 @@ def _area(area: str, asked: Sequence[Requirement], seeded: Sequence[Fault]) -> I
     yield from _table(("fault", "what is wrong", "noticed by"), map(_fault_row, seeded))
 
 
-def page(every: Requirements, seeded: Mapping[str, Fault]) -> str:
+def page(every: Requirements, seeded: Mapping[str, Fault], of_ops: Sequence[Requirement] = ()) -> str:
     """Return the page.
 
     Args:
         every: the requirements of all kinds.
-        seeded: the faults by name.
+        seeded: the faults by name, those of `ANY_OP` too.
+        of_ops: the requirements of each op that a plugin brings, as those of `ANY_OP`.
     """
-    lines = [_HEAD.format(requirements=len(every), faults=len(seeded)).rstrip()]
+    lines = [_HEAD.format(requirements=len(every) + len(of_ops), faults=len(seeded)).rstrip()]
     for kind in KINDS:
         asked = every.of_kind(kind)
         for area in asked.areas:
             lines += _area(area, [item for item in asked if item.area == area], [fault for fault in seeded.values() if fault.area == area])
+    lines += _area(ANY_OP, of_ops, [fault for fault in seeded.values() if fault.area == ANY_OP]) if of_ops else ()
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Write the page to stdout."""
-    sys.stdout.write(page(requirements.load(), faults.load()))
+    of_ops = [item.of(ANY_OP) for item in OP_REQUIREMENTS]
+    sys.stdout.write(page(requirements.load(), {**faults.load(), **faults.of_ops(of_ops)}, of_ops))
 
 
 if __name__ == "__main__":

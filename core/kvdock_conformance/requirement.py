@@ -20,7 +20,7 @@ Check = Callable[[Any, Mapping[str, Any]], None]
 """Checks one case: takes the target, of the class that its kind has (see `kvdock_conformance.kinds`), and the case's data, and
 raises if it does not conform."""
 
-_ID = re.compile(r"KVD-[A-Z]+-\d{3}")
+_ID = re.compile(r"KVD-[A-Z]+-\d{3}(@\w+)?")
 _LIMIT_S = 60.0
 
 
@@ -107,6 +107,7 @@ class Requirement:
         kind: what it is asked of: a name in `kvdock_conformance.kinds.KINDS`.
         hardware: what a machine must have, beside a host, for the check to be made on any backend at all: ``"two devices"``.
             Elsewhere only the refusal can be verified. Empty where the host will do.
+        unready: why none of its cases can be run, which leaves it open; empty when they can.
     """
 
     id: str = attrs.field(validator=_check_id)
@@ -119,6 +120,7 @@ class Requirement:
     limit_s: float = _LIMIT_S
     kind: str = "backend"
     hardware: str = ""
+    unready: str = ""
 
     def selected(self, level: Level) -> list[Case]:
         """Return the cases that run at a level.

@@ -91,11 +91,12 @@ def run(plan: ConformancePlan, listen: Callable[[Outcome], None] = lambda outcom
     Raises:
         ArgumentValueError: no plugin has the backend, it has no such device, or there is no such area.
     """
-    started, selected = datetime.datetime.now(datetime.UTC), list(plan.selected())
+    started = datetime.datetime.now(datetime.UTC)
     outcomes: list[Outcome] = []
     with Session(plan) as session:
         reason = _why_not_open(session, plan)
-        for requirement in selected:
+        plan = plan.with_ops(session.brought(reason))
+        for requirement in plan.selected():
             try:
                 outcome = _not_run(requirement, plan.level, reason) if reason else session.requirement(requirement, plan.level)
                 listen(outcome)

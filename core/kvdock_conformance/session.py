@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -18,6 +18,7 @@ from kvdock_conformance.verdict import CaseOutcome, Outcome, Verdict, outcome_of
 __all__ = ["ConformancePlan", "Session"]
 
 _START_S = 300.0
+_DRAWING_S = 60.0
 _FAILED_STARTS = 3  # so often in a row the backend is tried to be opened; more would only take time
 
 
@@ -56,6 +57,16 @@ class ConformancePlan:
     def selected(self) -> Requirements:
         """Return the requirements to run."""
         return self.requirements.of_kind(self.kind).select(self.level, self.area)
+
+    def known(self) -> Requirements:
+        """Return the requirements to run that are known before plugins are asked: all but those of their ops."""
+        every = self.requirements.of_kind(self.kind)
+        is_of_an_op = self.kind == "backend" and self.area not in (None, *every.areas)
+        return Requirements() if is_of_an_op else every.select(self.level, self.area)
+
+    def with_ops(self, requirements: Iterable[Requirement]) -> ConformancePlan:
+        """Return the plan with the requirements of the ops that plugins bring."""
+        return attrs.evolve(self, requirements=Requirements([*self.requirements, *requirements]))
 
     def left_out(self) -> list[str]:
         """Return the ids of the level's requirements that the choice of an area leaves out."""
@@ -113,6 +124,30 @@ class Session:
             self._ask({"fault": self._fault}, plan.start_s)
         self._failed_starts = 0
 
+    def brought(self, reason: str = "") -> list[Requirement]:
+        """Return the requirements of the ops that plugins bring; where nothing can be opened, for a reason, of the op that is wanted."""
+        from kvdock_conformance.requirements.ops import of_op  # it needs torch
+
+        if self._plan.kind != "backend":
+            return []
+        if reason:
+            area = self._plan.area
+            return [*of_op(area, {}, reason)] if area and area not in self._plan.requirements.areas else []
+        self.open()
+        names = self._ask({"ops": None}, self._plan.start_s)["ops"]
+        return [requirement for name in names for requirement in self._of_op(name)]
+
+    def _of_op(self, name: str) -> list[Requirement]:
+        """Return the requirements of one op, with the cases that the child draws."""
+        from kvdock_conformance.requirements.ops import of_op  # it needs torch
+
+        try:
+            self.open()
+            answer = self._ask({"ops": name}, _DRAWING_S)
+        except ChildEndedError as error:
+            answer = {"error": f"the process that draws its cases {error.how}"}
+        return [*of_op(name, answer.get("cases", {}), answer.get("error", ""))]
+
     def seed(self, fault: str | None) -> str:
         """Seed a fault into the backend in place of the one before, and return why that cannot be done; None takes it out."""
         self.open()
@@ -158,7 +193,7 @@ class Session:
         """
         outcomes: list[CaseOutcome] = []
         for case in _up_to(requirement.selected(level), last):
-            reason = self._patience.why_not(requirement)
+            reason = requirement.unready or self._patience.why_not(requirement)
             if not reason and stop_at_failure and outcomes and outcomes[-1].verdict in (Verdict.FAILED, Verdict.NOT_RUN):
                 reason = "not run after a failure"
             outcomes.append(

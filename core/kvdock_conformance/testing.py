@@ -18,7 +18,7 @@ from pathlib import Path
 
 import attrs
 
-from kvdock.errors import BackendUnavailableError
+from kvdock.errors import ArgumentValueError, BackendUnavailableError
 from kvdock.plugins.records import PluginState
 from kvdock_conformance import requirements
 from kvdock_conformance.child import ChildEndedError
@@ -26,6 +26,7 @@ from kvdock_conformance.expected import apply, read
 from kvdock_conformance.kinds import UNKNOWN_DEVICE
 from kvdock_conformance.reports.text import bug_report
 from kvdock_conformance.requirement import Level, Requirement
+from kvdock_conformance.requirements.ops import REQUIREMENTS as OP_REQUIREMENTS
 from kvdock_conformance.run import ConformanceRun
 from kvdock_conformance.session import ConformancePlan, Session
 from kvdock_conformance.verdict import Outcome, Verdict
@@ -46,6 +47,8 @@ def conformance_tests(
 ) -> Callable[..., None]:
     """Return a test function with one item for each requirement: assign it to a name that begins with ``test``.
 
+    What is asked of the ops that plugins bring is one item, or one for each requirement where ``op`` names one of them.
+
     A requirement that fails, or cannot be run, fails its item with a bug report; one that is unsupported and verified passes;
     an expected failure is reported as xfailed. Where the backend's hardware is absent, all are skipped with its reason.
 
@@ -53,14 +56,14 @@ def conformance_tests(
         name: name of the backend, found through the installed entry points; or of what else is tested.
         kind: ``"prefix"`` for a prefix cache: see `kvdock_conformance.kinds`.
         level: ``"core"`` or ``"extended"``.
-        op: check this op only.
+        op: check this op only, kvdock's or a plugin's.
         expected: TOML file of expected failures, see `kvdock_conformance.expected`.
         setup: ``"module:function"`` to call in the child before the backend is looked for, if no entry point brings it.
         environ: variables of the child's environment beside this process's own, such as those that choose a simulator.
         device: on which of the backend's devices, such as ``"acme:1"``; the first if none is given.
 
     Raises:
-        ArgumentValueError: there is no such op, or the file of expected failures is wrong.
+        ArgumentValueError: there is no such area of a prefix cache, or the file of expected failures is wrong.
         ValueError: there is no such level.
     """
     import pytest
@@ -70,29 +73,41 @@ def conformance_tests(
     plan = ConformancePlan(name, every, Level(level), op, known, setup, environ=environ or {}, kind=kind, device=device)
     opened: list[_Opened] = []
 
-    @pytest.mark.parametrize("requirement", [pytest.param(item, id=item.id) for item in plan.selected()])
-    def test(requirement: Requirement, record_property: Callable[[str, object], None]) -> None:
+    items = [pytest.param(item.id, id=item.id) for item in plan.known()]
+    if kind == "backend" and op is None:
+        items.append(pytest.param("KVD-OP-", id="KVD-OP"))
+    elif not items:
+        items = [pytest.param(item.id, id=item.id) for item in OP_REQUIREMENTS]
+
+    @pytest.mark.parametrize("requirement", items)
+    def test(requirement: str, record_property: Callable[[str, object], None]) -> None:
         if not opened:
             opened.append(_open(plan))
         if opened[0].is_absent:
             pytest.skip(opened[0].why_not)
         if opened[0].why_not:
             pytest.fail(opened[0].why_not, pytrace=False)
-        outcome = _outcome(opened[0].session, plan, requirement)
-        record_property("verdict", outcome.verdict.value)
-        if outcome.verdict is Verdict.EXPECTED_FAILURE:
-            pytest.xfail(outcome.reason)
-        if not outcome.verdict.is_green:
-            pytest.fail(_text(opened[0].session, plan, outcome), pytrace=False)
+        asked = [item for item in opened[0].plan.selected() if item.id.startswith(requirement)]
+        if not asked:
+            pytest.skip("no plugin brings an op that this is about")
+        outcomes = [_outcome(opened[0], item) for item in asked]
+        record_property("verdict", ", ".join(dict.fromkeys(outcome.verdict.value for outcome in outcomes)))
+        wrong = [_text(opened[0], outcome) for outcome in outcomes if not outcome.verdict.is_green]
+        if wrong:
+            pytest.fail("\n".join(wrong), pytrace=False)
+        expected_ones = [outcome.reason for outcome in outcomes if outcome.verdict is Verdict.EXPECTED_FAILURE]
+        if expected_ones:
+            pytest.xfail("; ".join(expected_ones))
 
     return test
 
 
 @attrs.frozen
 class _Opened:
-    """A session, kept for all items of a process; or why there is none, and whether that is because the hardware is absent."""
+    """A session, kept for all items of a process, with what is to be run; or why there is none, and whether for absent hardware."""
 
     session: Session
+    plan: ConformancePlan
     why_not: str = ""
     is_absent: bool = False
 
@@ -105,18 +120,23 @@ def _open(plan: ConformancePlan) -> _Opened:
         session.open()
     except BackendUnavailableError as error:
         wrong = f"device: expected {error.subject}, got {plan.device!r}"
-        return _Opened(session, wrong if error.got == UNKNOWN_DEVICE else error.subject, error.got == PluginState.ABSENT.value)
+        return _Opened(session, plan, wrong if error.got == UNKNOWN_DEVICE else error.subject, error.got == PluginState.ABSENT.value)
     except ChildEndedError as error:
-        return _Opened(session, f"loading backend {plan.backend!r} {error.how}\n{error.output}")
-    return _Opened(session)
+        return _Opened(session, plan, f"loading backend {plan.backend!r} {error.how}\n{error.output}")
+    plan = plan.with_ops(session.brought())
+    try:
+        plan.selected()
+    except ArgumentValueError as error:
+        return _Opened(session, plan, str(error))
+    return _Opened(session, plan)
 
 
-def _outcome(session: Session, plan: ConformancePlan, requirement: Requirement) -> Outcome:
-    outcome = session.requirement(requirement, plan.level)
-    return apply([outcome], plan.expected, datetime.datetime.now(datetime.UTC).date())[0]
+def _outcome(opened: _Opened, requirement: Requirement) -> Outcome:
+    outcome = opened.session.requirement(requirement, opened.plan.level)
+    return apply([outcome], opened.plan.expected, datetime.datetime.now(datetime.UTC).date())[0]
 
 
-def _text(session: Session, plan: ConformancePlan, outcome: Outcome) -> str:
-    run = ConformanceRun(attrs.evolve(plan), session.about, [outcome], datetime.datetime.now(datetime.UTC), outcome.seconds)
+def _text(opened: _Opened, outcome: Outcome) -> str:
+    run = ConformanceRun(opened.plan, opened.session.about, [outcome], datetime.datetime.now(datetime.UTC), outcome.seconds)
     reports = [bug_report(run, outcome, case) for case in outcome.failed[:1]]
     return "\n".join([*([f"{outcome.requirement.id}: {outcome.verdict.value}: {outcome.reason}"] if outcome.reason else []), *reports])

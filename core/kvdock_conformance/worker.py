@@ -35,7 +35,7 @@ class Worker:
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return what to answer to a request."""
         ((name, argument),) = request.items()
-        methods: dict[str, Callable[[Any], dict[str, Any]]] = {"open": self.open, "fault": self.fault, "case": self.case}
+        methods: dict[str, Callable[[Any], dict[str, Any]]] = {"open": self.open, "ops": self.ops, "fault": self.fault, "case": self.case}
         return methods[name](argument)
 
     def open(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,14 +66,27 @@ class Worker:
                 return {"error": f"opening it raised {_text(error)}\n{_traceback(error)}", "state": "unusable"}
         return {"about": about}
 
+    def ops(self, name: str | None) -> dict[str, Any]:
+        """Return the names of the ops that plugins bring; given one, its cases by requirement, or why they cannot be drawn."""
+        from kvdock.runtime import default
+        from kvdock_conformance.requirements.ops import drawn
+
+        brought = default().registry.brought_ops()
+        if name is None:
+            return {"ops": sorted(brought)}
+        try:
+            return {"cases": drawn(brought[name])}
+        except BaseException as error:  # noqa: BLE001 - the plugin's own code
+            return {"error": _text(error)}
+
     def fault(self, name: str | None) -> dict[str, Any]:
         """Seed a fault by name in place of the one before; None for none. See `kvdock_conformance.faults`."""
-        from kvdock_conformance.faults import load
+        from kvdock_conformance.faults import find
 
         self._fault.close()
         if name is None:
             return {"reason": ""}
-        fault = load()[name]
+        fault = find(name)
         reason = fault.why_not(self._target)
         if not reason:
             self._fault.enter_context(fault.seeded(self._target))
@@ -98,9 +111,9 @@ def _run(target: Any, requirement_id: str, data: Mapping[str, Any]) -> dict[str,
     """Check one case, or the refusal if the backend does not claim it."""
     from kvdock_conformance.checking.failure import NonconformanceError
     from kvdock_conformance.checking.settings import unchanged
-    from kvdock_conformance.requirements import load
+    from kvdock_conformance.requirements import find
 
-    requirement = load()[requirement_id]
+    requirement = find(requirement_id)
     try:
         with unchanged():
             reasons = list(requirement.needs.reasons(target, data)) if requirement.needs else []

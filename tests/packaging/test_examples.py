@@ -16,6 +16,7 @@ from kvdock.ops.catalog import CATALOG
 from kvdock_conformance import requirements
 from kvdock_conformance.new_backend import NewBackend
 from kvdock_conformance.requirement import Level
+from kvdock_conformance.requirements.ops import REQUIREMENTS as OPS_OF_PLUGINS
 from support_projects import Environment, once, run
 from support_sources import ROOT
 
@@ -71,7 +72,8 @@ def assert_conforms(report: dict[str, Any], level: str) -> None:
     assert not_green(report) == []
     assert (report["level"], report["op"], report["left_out"], report["complete"], report["exit_code"]) == (level, None, [], True, 0)
     wanted = [item for item in requirements.load() if item.kind == "backend" and (level == "extended" or item.level is Level.CORE)]
-    assert set(by_id(report)) == {item.id for item in wanted}
+    of_plugins = {item.id for item in OPS_OF_PLUGINS if item.id != "KVD-OP-018"}  # it has no outputs that are made anew
+    assert set(by_id(report)) == {item.id for item in wanted} | {f"{name}@rope_caching_" for name in of_plugins}
 
 
 def test_what_acme_declares(installed: Environment) -> None:
@@ -197,3 +199,20 @@ def test_the_op_of_a_plugin_is_explained_by_the_command(installed: Environment) 
     assert (done.returncode, told["served_by"], told["kernel"]) == (0, "portable", "kvdock_rope.portable.RopeCaching")
     assert told["run"]["calls"] == 3
     assert "rope_caching_" in installed.kvdock("explain", "no_such_op").stderr
+
+
+def test_the_op_of_a_plugin_is_listed_with_who_serves_it(installed: Environment) -> None:
+    (op,) = json.loads(installed.kvdock("backends", "--json").stdout)["ops"]
+    assert (op["op"], op["plugin"], op["distribution"], op["native"]) == ("rope_caching_", "rope", "kvdock-rope", [])
+    assert {"acme", "cpu", "torch-cpu"} <= set(op["portable"])
+
+
+@pytest.mark.slow  # each fault with all that the op is asked
+def test_faults_in_the_op_of_a_plugin_are_noticed(installed: Environment, tmp_path: Path) -> None:
+    """Seeded into the installed plugin's portable kernel: wrong rows, padding, bounds, inputs, plans, first sizes and more."""
+    report = certify(installed, tmp_path, "cpu", "--op", "rope_caching_", "--prove")
+    assert (report["exit_code"], not_green(report)) == (0, [])
+    assert {proof["fault"]: proof["verdict"] for proof in report["proofs"] if proof["verdict"] != "killed"} == {}
+    seeded = {proof["fault"].partition("@")[0] for proof in report["proofs"]}
+    assert {"op-row-behind", "op-padding-written", "op-byte-past-the-end", "op-input-changed", "op-plan-per-count"} <= seeded
+    assert {"op-first-sizes-kept", "op-first-values-kept"} <= seeded

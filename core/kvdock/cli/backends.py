@@ -15,7 +15,7 @@ from kvdock.ops.portable import PORTABLE_KERNELS
 from kvdock.plugins.loading import LoadedBackend
 from kvdock.plugins.registry import Registry
 
-__all__ = ["command", "describe"]
+__all__ = ["command", "describe", "describe_ops"]
 
 
 def describe(registry: Registry) -> list[dict[str, Any]]:
@@ -33,6 +33,26 @@ def describe(registry: Registry) -> list[dict[str, Any]]:
             ready = loaded.get(backend.name)
             rows.append({**row, **origin, **(_abilities(ready) if ready else {})})
     return rows
+
+
+def describe_ops(registry: Registry) -> list[dict[str, Any]]:
+    """Return one dictionary per op that a plugin brings: from whom, and which ready backends serve it by what kernel."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KVDockWarning)
+        records, loaded = registry.records(), registry.loaded()
+    return [
+        {
+            "op": name,
+            "plugin": record.name,
+            "distribution": record.distribution,
+            "version": record.version,
+            "native": sorted(backend for backend, item in loaded.items() if name in item.kernels),
+            "portable": sorted(backend for backend, item in loaded.items() if name not in item.kernels),
+        }
+        for record in records
+        for name in record.ops
+        if name in registry.brought_ops()
+    ]
 
 
 def _abilities(loaded: LoadedBackend) -> dict[str, Any]:
@@ -58,15 +78,21 @@ def _devices(loaded: LoadedBackend) -> list[str]:
 
 
 def command(json_output: JsonFlag = False) -> None:
-    """List the backends, and the ops that each serves with its own or with portable kernels."""
+    """List the backends, the ops that each serves with its own or with portable kernels, and the ops that plugins bring."""
     with errors_shown("backends", json_output):
-        rows = describe(runtime.default().registry)
+        rows, ops = describe(runtime.default().registry), describe_ops(runtime.default().registry)
     if json_output:
-        show_json("backends", {"backends": rows})
+        show_json("backends", {"backends": rows, "ops": ops})
     else:
         columns = ("backend", "device type", "state", "devices or reason", "priority", "dtypes", "native ops", "portable ops", "plugin")
         show_table(columns, [_cells(row) for row in rows])
         show_lines(*(f"{row['name']}: {note}" for row in rows for note in row.get("notes", ())))
+        if ops:
+            show_table(("op of a plugin", "native on", "portable on", "plugin"), [_op_cells(row) for row in ops])
+
+
+def _op_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return row["op"], "\n".join(row["native"]), "\n".join(row["portable"]), f"{row['plugin']}\n{row['distribution'] or 'this process'}"
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -47,13 +47,13 @@ def certify(plan: ConformancePlan, *, with_faults: bool) -> ConformanceRun:
     Raises:
         ArgumentValueError: no plugin has the backend, it has no such device, or there is no such area.
     """
-    with progress("requirements", len(plan.selected())) as show:
+    with progress("requirements", len(plan.known())) as show:
         found = run(plan, lambda outcome: show(f"{outcome.requirement.id} {outcome.verdict.value}"))
     if not with_faults or not found.about:
         return found
-    every = faults.load()
+    every = {**faults.load(), **faults.of_ops(found.plan.requirements)}
     with progress("faults", len(faults_of(plan, every))) as show:
-        proofs = prove(plan, every, lambda proof: show(f"{proof.fault.name} {proof.verdict}"))
+        proofs = prove(found.plan, every, lambda proof: show(f"{proof.fault.name} {proof.verdict}"))
     return attrs.evolve(found, proofs=[proof.as_dict() for proof in proofs])
 
 
@@ -61,7 +61,7 @@ def command(
     backend: Annotated[str | None, typer.Option(help="Name of the backend, as `kvdock backends` lists it.")] = None,
     prefix: Annotated[str | None, typer.Option(help="Name of a prefix cache, in place of a backend.")] = None,
     level: Annotated[LevelName, typer.Option(help="How much to check.")] = LevelName.CORE,
-    op: Annotated[str | None, typer.Option(help="Check only this op or area. The report lists what was left out.")] = None,
+    op: Annotated[str | None, typer.Option(help="Check only this op, a plugin's too, or area. The report lists what was left out.")] = None,
     device: Annotated[str | None, typer.Option(help="One of the backend's devices, such as acme:1. Default: the first.")] = None,
     report: Annotated[
         Path | None, typer.Option(help="Folder for report.json, junit.xml, digest.md (one page), and a repro.py for each failure.")
@@ -81,7 +81,7 @@ def command(
         every = requirements.load()
         known = expected.read(expected_file, every) if expected_file is not None else {}
         plan = ConformancePlan(name, every, Level(level.value), op, known, kind=kind, device=device)
-        plan.selected()
+        plan.known()  # raises where there is no such area
         if fuzz_minutes is not None:
             plan = attrs.evolve(plan, level=Level.EXTENDED)
             check_fuzz(plan, fuzz_minutes)

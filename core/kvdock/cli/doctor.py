@@ -15,8 +15,9 @@ from kvdock.cli.counters import counters, show_counters
 from kvdock.cli.isolated import examine
 from kvdock.cli.output import JsonFlag, errors_shown, show_json, show_lines, show_table
 from kvdock.cli.versions import versions
+from kvdock.plugins.contract import unknown_op
 from kvdock.plugins.entry_points import collect, plan
-from kvdock.plugins.records import PluginRecord, PluginState, mark_name_conflicts
+from kvdock.plugins.records import PluginRecord, PluginState, mark_name_conflicts, summarise
 from kvdock.plugins.settings import PluginSettings
 
 __all__ = ["Diagnosis", "command", "diagnose"]
@@ -80,7 +81,7 @@ def diagnose(timeout_s: float) -> Diagnosis:
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         examined = list(pool.map(lambda item: examine(item, timeout_s), todo.load))
     records = sorted([*todo.refused, *(item.record for item in examined)], key=lambda record: (record.name, record.distribution or ""))
-    records = mark_name_conflicts(records)
+    records = _knowing_each_other(mark_name_conflicts(records))
     seconds = {_key(item.record): item.seconds for item in examined if item.seconds is not None}
     environment = {key: value for key, value in sorted(os.environ.items()) if key.startswith("KVDOCK_")}
     return Diagnosis(
@@ -89,9 +90,19 @@ def diagnose(timeout_s: float) -> Diagnosis:
         tuple(records),
         notes=tuple(note for item in examined for note in item.notes),
         seconds=seconds,
-        problems=(*unreadable, *todo.notes, *_slow(seconds), *_no_backend(records)),
+        problems=(*unreadable, *todo.notes, *_slow(seconds), *_no_backend(records), *_ops_of_nobody(records)),
         descriptors=tuple(counters(runtime.made())),
     )
+
+
+def _knowing_each_other(records: Sequence[PluginRecord]) -> list[PluginRecord]:
+    """Take back doubts about kernels for ops that another plugin brings: each plugin was examined alone."""
+    brought = tuple(unknown_op(op, ()).partition(",")[0] for record in records for op in record.ops)
+    found = []
+    for record in records:
+        backends = [attrs.evolve(item, doubts=tuple(d for d in item.doubts if not d.startswith(brought))) for item in record.backends]
+        found.append(summarise(attrs.evolve(record, backends=tuple(backends))) if tuple(backends) != record.backends else record)
+    return found
 
 
 def _key(record: PluginRecord) -> str:
@@ -109,6 +120,17 @@ def _no_backend(records: Sequence[PluginRecord]) -> list[str]:
     if any(backend.state is PluginState.READY for record in records for backend in record.backends):
         return []
     return ["no backend is READY, so every op fails. Fix: see the reasons above, or pip install --force-reinstall kvdock"]
+
+
+def _ops_of_nobody(records: Sequence[PluginRecord]) -> list[str]:
+    """Return a problem for each op that several plugins bring: nobody can know which is meant, and no backend serves it."""
+    owners: dict[str, list[str]] = {}
+    for record in records:
+        for op in record.ops:
+            owners.setdefault(op, []).append(record.label)
+    fix = "deny all but one with KVDOCK_BACKENDS_DENY"
+    twice = {op: " and ".join(labels) for op, labels in owners.items() if len(labels) > 1}
+    return [f"op {op!r} is brought by {labels}, so no backend serves it. Fix: {fix}" for op, labels in twice.items()]
 
 
 def command(

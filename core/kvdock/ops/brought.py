@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Mapping
 
 import attrs
 
@@ -24,6 +25,8 @@ class Op:
         portable: a kernel of torch operations for any device, which serves what a backend lacks. It asks for no values on a device.
         reference: the meaning, in plain loops: a function of the arguments in the schema's order that writes what the op writes. For
             tests only; the conformance kit compares kernels with it.
+        draw: returns good values of what the schema cannot say, given sizes and a generator: see the reference for authors of plugins.
+        tolerance: how far a written number may be from the reference's, absolutely and relative to it; 0 means bit for bit.
 
     Raises:
         ArgumentTypeError: a part of the wrong type.
@@ -33,14 +36,16 @@ class Op:
     schema: OpSchema
     portable: Kernel
     reference: Callable[..., object]
+    draw: Callable[[Mapping[str, int], random.Random], Mapping[str, object]] | None = None
+    tolerance: float = 0.0
 
     def __attrs_post_init__(self) -> None:
         for part, kind in (("schema", OpSchema), ("portable", Kernel)):
             if not isinstance(getattr(self, part), kind):
                 raise ArgumentTypeError(f"Op: {part}", expected=f"a {kind.__name__}", got=repr(getattr(self, part))[:80])
-        if not callable(self.reference):
-            raise ArgumentTypeError("Op: reference", expected="a function", got=repr(self.reference)[:80])
-        name = self.schema.name
-        if name in CATALOG or not name.isidentifier():
+        for part in ("reference", "draw"):
+            if not callable(getattr(self, part)) and (part, self.draw) != ("draw", None):
+                raise ArgumentTypeError(f"Op: {part}", expected="a function", got=repr(getattr(self, part))[:80])
+        if (name := self.schema.name) in CATALOG or not name.isidentifier():
             raise ArgumentValueError("Op: schema.name", expected="an identifier that is no op of kvdock's own", got=repr(name))
         source_of(self.schema)

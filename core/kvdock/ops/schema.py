@@ -28,7 +28,7 @@ import torch
 
 from kvdock.errors import ArgumentValueError
 
-__all__ = ["LEAD_RANKS", "Arg", "Dim", "OpSchema", "Relation", "Role"]
+__all__ = ["LEAD_RANKS", "Arg", "Dim", "OpSchema", "Relation", "Role", "parse_dims"]
 
 LEAD_RANKS = (1, 2)
 """How many dimensions ``...`` may stand for: tokens in a row, or a batch of equally long rows."""
@@ -61,7 +61,7 @@ class Dim:
 
 
 @functools.cache  # it is read at every new signature
-def _parse(dims: str, lead: int) -> tuple[Dim, ...]:
+def parse_dims(dims: str, lead: int) -> tuple[Dim, ...]:
     """Read one line of sizes, with ``...`` standing for ``lead`` dimensions."""
     words = dims.split()
     if words[:1] == ["..."]:
@@ -105,7 +105,7 @@ class Arg:
     def shapes(self) -> tuple[tuple[Dim, ...], ...]:
         """Return every list of dimensions it may have."""
         ranks = LEAD_RANKS if any(line.startswith("...") for line in self.dims) else (0,)
-        return tuple(_parse(line, lead) for line in self.dims for lead in ranks)
+        return tuple(parse_dims(line, lead) for line in self.dims for lead in ranks)
 
     def dims_of_rank(self, rank: int) -> tuple[Dim, ...] | None:
         """Return its dimensions when it has ``rank`` of them, or None when it may not."""

@@ -172,7 +172,7 @@ def admit(plugin: object, record: PluginRecord, watch: StepWatcher = unwatched) 
         traces += [trace] if trace else []
     if not backends:
         record = _without_backends(record, caches, ops)
-    record = attrs.evolve(record, backends=tuple(records), traceback="\n".join(traces))
+    record = attrs.evolve(record, backends=tuple(records), traceback="\n".join(traces), ops=tuple(ops))
     return Contribution(summarise(record), tuple(loaded), caches, ops)
 
 

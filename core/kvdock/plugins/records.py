@@ -77,6 +77,7 @@ class PluginRecord:
         reason: why, for people: one sentence, with the fix where there is one.
         traceback: the full text of what it raised; empty when it raised nothing.
         backends: one record for each of its backends; empty when it was not loaded.
+        ops: names of the ops that it brings.
     """
 
     name: str
@@ -87,6 +88,7 @@ class PluginRecord:
     reason: str = ""
     traceback: str = ""
     backends: tuple[BackendRecord, ...] = ()
+    ops: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -109,7 +111,7 @@ class PluginRecord:
         backends = tuple(
             BackendRecord(**{**item, "state": PluginState(item["state"]), "doubts": tuple(item["doubts"])}) for item in data["backends"]
         )
-        return cls(**{**data, "state": PluginState(data["state"]), "backends": backends})
+        return cls(**{**data, "state": PluginState(data["state"]), "backends": backends, "ops": tuple(data["ops"])})
 
 
 def summarise(record: PluginRecord) -> PluginRecord:

@@ -240,6 +240,12 @@ class Registry:
             new = attrs.evolve(old, kernels={**kernels, op: kernel}, overridden=overridden)
             self._change(self._discovery().with_backend(new))
 
+    def choose_anew(self) -> None:
+        """Forget what was chosen, as at every change: the next call of each op asks again, and finds no older plan."""
+        self._discovery()
+        with self._gate.held():
+            self._change(self._discovery())
+
     def _change(self, known: Discovery) -> None:
         """Take over a change, and forget what was chosen before it."""
         self._known = known

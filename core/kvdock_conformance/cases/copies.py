@@ -25,7 +25,7 @@ def fanned(num_blocks: int, count: int) -> list[tuple[int, int]]:
 
 @attrs.frozen
 class Copy:
-    """A call of ``copy_blocks_``, with something that is special about it.
+    """A call of ``copy_blocks_``, or of another op with the same arguments, with something that is special about it.
 
     Args:
         name: what is special.
@@ -40,6 +40,7 @@ class Copy:
         values: what the pools hold, see `Values`; None for random bits.
         seed: of the random bytes.
         level: at which level it runs.
+        op: name of the op.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Copy:
     values: Values | None = None
     seed: int = 0
     level: Level = Level.CORE
+    op: str = "copy_blocks_"
 
     def pools(self, drawing: Drawing) -> Pair:
         """Return its pools."""
@@ -73,7 +75,7 @@ class Copy:
 
     def call(self, drawing: Drawing, pools: Pair) -> dict[str, Any]:
         """Return the call on pools that are there already."""
-        return call("copy_blocks_", **self.args(drawing, pools))
+        return call(self.op, **self.args(drawing, pools))
 
     def case(self, **more: Any) -> Case:
         """Return it as a case; ``more`` is for its check."""

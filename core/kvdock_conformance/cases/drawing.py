@@ -22,6 +22,7 @@ Values = Sequence[int] | Mapping[str, int]
 ITEMSIZE: Mapping[str, int] = MappingProxyType(
     {
         "bfloat16": 2,
+        "bool": 1,
         "float16": 2,
         "float32": 4,
         "float64": 8,
@@ -29,6 +30,7 @@ ITEMSIZE: Mapping[str, int] = MappingProxyType(
         "float8_e4m3fnuz": 1,
         "float8_e5m2": 1,
         "float8_e5m2fnuz": 1,
+        "int16": 2,
         "int32": 4,
         "int64": 8,
         "int8": 1,
@@ -155,7 +157,8 @@ class Drawing:
             offset: bytes between a 64-byte boundary and its first element, besides ``shift``.
             shift: bytes between a 64-byte boundary and the start of its storage (in host memory only).
             values: what it holds, see `Values`; by default random bits.
-            fill: ``"random"`` bytes, or ``"zeros"``: memory that takes up no room until it is written.
+            fill: ``"random"`` bytes; ``"numbers"``, finite ones of the dtype; or ``"zeros"``: memory that takes up no room until it
+                is written.
             host: whether it lies in host memory, whatever the target's device.
         """
         strides = strides_of(shape, order or range(len(shape)), gaps or [0] * len(shape))
@@ -165,6 +168,8 @@ class Drawing:
             arena["shift"] = shift
         if fill != "random":
             arena["fill"] = fill
+        if fill == "numbers":
+            arena["dtype"] = dtype
         if host:
             arena["host"] = True
         self.arenas.append(arena)

@@ -13,8 +13,9 @@ import torch
 
 from kvdock.ops.catalog import CATALOG
 from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.meaning import REFERENCES
 from kvdock_conformance.checking.memory import MARGIN, Arenas, compare
-from kvdock_conformance.checking.plans import REFERENCES, check_calls_of_others
+from kvdock_conformance.checking.plans import check_calls_of_others
 from kvdock_conformance.checking.target import HOST, Target
 from kvdock_conformance.requirement import Capability
 

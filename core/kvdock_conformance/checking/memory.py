@@ -31,8 +31,8 @@ class Arenas:
     """The arenas of one case.
 
     Args:
-        arenas: each arena's ``bytes``, ``seed`` of its random bytes, and where given ``fill`` ("zeros"), ``shift`` (bytes
-            between a 64-byte boundary and its start) and ``host`` (lies in host memory).
+        arenas: each arena's ``bytes``, ``seed`` of its random bytes, and where given ``fill`` ("zeros", or "numbers" of its
+            ``dtype``), ``shift`` (bytes between a 64-byte boundary and its start) and ``host`` (lies in host memory).
         device: where the others lie.
     """
 
@@ -79,7 +79,7 @@ def filled(arena: Mapping[str, Any], device: torch.device) -> torch.Tensor:
     if arena.get("fill") == "zeros":  # numpy's zeros take up no memory until they are written
         return torch.from_numpy(np.zeros(count, np.uint8)) if on_host else torch.zeros(count, dtype=torch.uint8, device=device)
     # Random and not zero, so that a byte that was written by mistake differs from what was there.
-    content = np.random.default_rng(arena["seed"]).integers(0, 256, count, dtype=np.uint8)
+    content = _numbers(arena, count) if "dtype" in arena else np.random.default_rng(arena["seed"]).integers(0, 256, count, dtype=np.uint8)
     if not on_host:
         return torch.from_numpy(content).to(device)
     room = np.empty(count + 64 + shift, dtype=np.uint8)
@@ -87,6 +87,13 @@ def filled(arena: Mapping[str, Any], device: torch.device) -> torch.Tensor:
     start = -room.ctypes.data % 64 + shift
     room[start : start + count] = content
     return torch.from_numpy(room[start : start + count])
+
+
+def _numbers(arena: Mapping[str, Any], count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the bytes of finite numbers of an arena's dtype."""
+    numbers = torch.from_numpy(np.random.default_rng(arena["seed"]).standard_normal(count)).to(getattr(torch, arena["dtype"]))
+    content: np.ndarray[Any, np.dtype[np.uint8]] = numbers.view(torch.uint8)[:count].numpy()
+    return content
 
 
 def _copied(arena: Mapping[str, Any], content: torch.Tensor) -> torch.Tensor:

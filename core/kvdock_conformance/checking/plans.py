@@ -10,26 +10,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
+import torch
 
 import kvdock
 from kvdock import runtime
 from kvdock.descriptors.manager import DEFAULT_CAPACITY
 from kvdock.interface import TensorMeta
-from kvdock.ops.catalog import CATALOG
 from kvdock.ops.validate import validate
 from kvdock.spec import COPY_DTYPES, QUANTISED_DTYPES
-from kvdock_conformance.checking.calls import Reference
 from kvdock_conformance.checking.failure import NonconformanceError
-from kvdock_conformance.checking.memory import Arenas, compare
+from kvdock_conformance.checking.meaning import compare_call, in_order, kernel_of, refer, schema_of
+from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.checking.served import check_not_served, reasons_against
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.checking.watch import WatchedPlan, watched
-from kvdock_conformance.reference import copy_blocks_, gather_paged, paged_caching_, static_update_
 from kvdock_conformance.requirement import Capability, Check
 
 __all__ = [
     "OWN_PLANS",
-    "REFERENCES",
     "check_all_calls",
     "check_calls_of_others",
     "check_changes",
@@ -43,14 +41,6 @@ __all__ = [
     "check_threads",
     "check_workspace",
 ]
-
-REFERENCES: Mapping[str, Reference] = {
-    "paged_caching_": paged_caching_,
-    "static_update_": static_update_,
-    "gather_paged": gather_paged,
-    "copy_blocks_": copy_blocks_,
-}
-"""What each op means."""
 
 _WAIT_S = 30.0
 
@@ -75,15 +65,13 @@ class _Calls:
 
     def in_order(self, number: int) -> tuple[Any, ...]:
         """Return the arguments of a call in the schema's order, None where absent."""
-        args = self.arguments(number)
-        return tuple(args.get(name) for name in CATALOG[self.op].arg_names)
+        return in_order(self.op, self.arguments(number))
 
     def expected(self, *numbers: int) -> Arenas:
         """Return what memory should hold after calls."""
         twin = self.memory.copy()
         for number in numbers:
-            args = self.calls[number]["args"]
-            REFERENCES[self.op](*(twin.tensor(spec) for spec in args.values()))
+            refer(twin, self.calls[number])
         return twin
 
     def make(self, number: int, ready: Callable[[], object] = lambda: None) -> None:
@@ -92,7 +80,7 @@ class _Calls:
         expected = self.expected(number)
         ready()
         self._target.call(self.op, args)
-        compare(self.memory, expected, self.calls[number]["args"], f"{self.op}, call {number}")
+        compare_call(self.memory, expected, self.calls[number], f"{self.op}, call {number}")
 
     def make_all(self) -> None:
         """Make every call, in order."""
@@ -246,7 +234,7 @@ def check_in_use(target: Target, data: Mapping[str, Any]) -> None:
         expected = calls.expected(1, 0)
         watch.before_call = nest
         target.call(calls.op, calls.arguments(0))
-        compare(calls.memory, expected, calls.calls[0]["args"], f"{calls.op}, a call inside another")
+        compare_call(calls.memory, expected, calls.calls[0], f"{calls.op}, a call inside another")
         calls.make(0)
         _clear(calls.op)
         watch.check_ends(calls.op)
@@ -297,7 +285,7 @@ def check_clear_elsewhere(target: Target, data: Mapping[str, Any]) -> None:
 def _request(target: Target, data: Mapping[str, Any]) -> kvdock.plugin.Request:
     """Return the request of a case's first call."""
     calls = _Calls(target, data)
-    return validate(CATALOG[calls.op], calls.in_order(0))
+    return validate(schema_of(calls.op), calls.in_order(0))
 
 
 def check_workspace(target: Target, data: Mapping[str, Any]) -> None:
@@ -308,7 +296,7 @@ def check_workspace(target: Target, data: Mapping[str, Any]) -> None:
     """
     calls = _Calls(target, data)
     with target.backend.device_guard(target.device):
-        plan = target.kernels[calls.op].prepare(_request(target, data))
+        plan = kernel_of(target, calls.op).prepare(_request(target, data))
         for when in ("before a call", "after a call"):
             size = plan.workspace_bytes
             if isinstance(size, bool) or not isinstance(size, int) or size < 0:
@@ -323,7 +311,7 @@ def check_own_plans(target: Target, data: Mapping[str, Any]) -> None:
     Raises:
         NonconformanceError: they are one object, or the second does nothing once the first is destroyed.
     """
-    calls, kernel = _Calls(target, data), target.kernels[data["calls"][0]["op"]]
+    calls, kernel = _Calls(target, data), kernel_of(target, data["calls"][0]["op"])
     with target.backend.device_guard(target.device):
         first, second = (kernel.prepare(_request(target, data)) for _ in range(2))
         if first is second:
@@ -332,7 +320,7 @@ def check_own_plans(target: Target, data: Mapping[str, Any]) -> None:
         expected = calls.expected(0)
         second(*calls.in_order(0))
         second.destroy()
-    compare(calls.memory, expected, calls.calls[0]["args"], f"{calls.op} by the second of two plans")
+    compare_call(calls.memory, expected, calls.calls[0], f"{calls.op} by the second of two plans")
 
 
 def check_releases(target: Target, data: Mapping[str, Any]) -> None:
@@ -347,7 +335,7 @@ def check_releases(target: Target, data: Mapping[str, Any]) -> None:
         for number in range(len(calls.calls)):
             args = calls.arguments(number)
             target.call(calls.op, args)
-            kept += [(f"{name} of call {number}", weakref.ref(value)) for name, value in args.items()]
+            kept += [(f"{name} of call {number}", weakref.ref(value)) for name, value in args.items() if isinstance(value, torch.Tensor)]
             del args
         gc.collect()
     alive = [name for name, reference in kept if reference() is not None]
@@ -367,7 +355,7 @@ def check_supports(target: Target, data: Mapping[str, Any]) -> None:
         answers = []
         for _ in range(2):
             given = attrs.evolve(asked, args=dict(asked.args))
-            answers.append(_answer(f"{op}: supports() of {dtype}", target.kernels[op].supports(given)))
+            answers.append(_answer(f"{op}: supports() of {dtype}", kernel_of(target, op).supports(given)))
             if given != asked:
                 raise NonconformanceError(f"{op}: a request after supports()", expected=asked, got=given)
         if answers[0] != answers[1]:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.meaning import REFERENCES
 from kvdock_conformance.checking.memory import Arenas, compare
-from kvdock_conformance.checking.plans import REFERENCES
 from kvdock_conformance.checking.target import Target
 
 __all__ = ["PoolThread", "check_shared_pools", "stumbling"]

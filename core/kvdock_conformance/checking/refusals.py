@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
+
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kvdock
 from kvdock import errors
@@ -13,8 +18,8 @@ from kvdock.ops.catalog import CATALOG
 from kvdock.ops.validate import validate
 from kvdock_conformance.checking.calls import expect_refusal
 from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.meaning import compare_call, refer
 from kvdock_conformance.checking.memory import Arenas, compare
-from kvdock_conformance.checking.plans import REFERENCES
 from kvdock_conformance.checking.target import Target
 
 __all__ = ["BUILT_IN", "check_mistake", "check_recovery", "check_refusal", "check_served_or_refused"]
@@ -76,9 +81,9 @@ def check_recovery(target: Target, data: Mapping[str, Any]) -> None:
         with contextlib.suppress(kvdock.KVDockError):
             target.call(call["op"], wrong)
         expected = memory.copy()
-        REFERENCES[call["op"]](*(expected.tensor(spec) for spec in call["args"].values()))
+        refer(expected, call)
         target.call(call["op"], good)
-        compare(memory, expected, call["args"], f"{call['op']} behind a call that raised")
+        compare_call(memory, expected, call, f"{call['op']} behind a call that raised")
 
 
 def _arguments(memory: Arenas, data: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -86,6 +91,9 @@ def _arguments(memory: Arenas, data: Mapping[str, Any], number: int) -> dict[str
     args = {name: memory.tensor(spec) for name, spec in data["calls"][number]["args"].items()}
     for name in data["meta"] if number else ():
         args[name] = args[name].to("meta")
+    for name in data.get("fake", ()) if number else ():
+        with warnings.catch_warnings(), mock.patch.dict(os.environ):  # what torch imports for it changes both
+            args[name] = FakeTensorMode().from_tensor(args[name])
     return args
 
 

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from kvdock import runtime
-from kvdock.ops.catalog import CATALOG
 from kvdock.ops.schema import Role
 from kvdock_conformance.checking.calls import check_calls
 from kvdock_conformance.checking.copies import pair_name
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.gathers import gathered_slot
-from kvdock_conformance.checking.memory import Arenas, compare
-from kvdock_conformance.checking.plans import REFERENCES
+from kvdock_conformance.checking.meaning import REFERENCES, compare_call, refer, schema_of
+from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.checking.target import Target
 
 __all__ = ["NOISES", "PLACES", "BoundTarget", "Listener", "check_autograd", "check_quiet", "check_repeated", "length_place", "listener"]
@@ -38,12 +37,13 @@ class BoundTarget(Target):
 
     def call(self, op: str, args: dict[str, Any]) -> None:
         """Call an op with arguments by name, bound to its pools at the first call with them."""
-        schema = CATALOG[op]
-        pools = tuple(args[arg.name] for arg in schema.static_args)
+        schema = schema_of(op)
+        names = [arg.name for arg in schema.static_args]
+        pools = tuple(args[name] for name in names)
         key = (op, *((pool.data_ptr(), pool.shape, pool.stride(), pool.dtype) for pool in pools))
         if key not in self._bound:
             self._bound[key] = runtime.default().dispatcher.op(op).bind(*pools, named=self.name)
-        self._bound[key](*(args.get(name) for name in schema.arg_names[len(pools) :]))
+        self._bound[key](*(args.get(name) for name in schema.arg_names if name not in names))
 
 
 def length_place(place: Sequence[int]) -> str:
@@ -125,10 +125,10 @@ def check_quiet(target: Target, data: Mapping[str, Any]) -> None:
     for number, call in enumerate(data["calls"]):
         args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
         expected = memory.copy()
-        REFERENCES[call["op"]](*(expected.tensor(spec) for spec in call["args"].values()))
+        refer(expected, call)
         with listener().listening() as heard:
             target.call(call["op"], args)
-        compare(memory, expected, call["args"], f"{call['op']}, call {number}")
+        compare_call(memory, expected, call, f"{call['op']}, call {number}")
         if heard and number >= data["warm"]:
             raise NonconformanceError(f"{call['op']}: what call {number} asked Python for", expected="nothing", got="; ".join(heard[:3]))
 
@@ -143,16 +143,16 @@ def check_autograd(target: Target, data: Mapping[str, Any]) -> None:
     for call in data["calls"]:
         op = call["op"]
         args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
-        for arg in CATALOG[op].args:
+        for arg in schema_of(op).args:
             if arg.role is Role.TENSOR and arg.name in args and args[arg.name].is_floating_point():
                 args[arg.name].requires_grad_(True)
         for mode in (torch.enable_grad, torch.inference_mode):
             expected = memory.copy()
-            REFERENCES[op](*(expected.tensor(spec) for spec in call["args"].values()))
+            refer(expected, call)
             with mode():
                 target.call(op, args)
-            compare(memory, expected, call["args"], f"{op} in {mode.__name__}")
-            for arg in CATALOG[op].mutated:
-                if args[arg.name].requires_grad:
+            compare_call(memory, expected, call, f"{op} in {mode.__name__}")
+            for arg in schema_of(op).mutated:
+                if arg.name in args and args[arg.name].requires_grad:
                     got = f"requires_grad, by {args[arg.name].grad_fn}"
                     raise NonconformanceError(f"{op}: {arg.name} after a call in {mode.__name__}", expected="no gradients", got=got)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvdock
-from kvdock.ops.catalog import CATALOG
+from kvdock import runtime
 from kvdock_conformance.checking.calls import check_refused
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.memory import Arenas
@@ -19,7 +19,7 @@ __all__ = ["SERVED", "check_not_served", "reasons_against"]
 def _first_call(target: Target, data: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the arguments of a case's first call in the schema's order."""
     memory, call = Arenas(data["arenas"], target.device), data["calls"][0]
-    return tuple(memory.tensor(call["args"].get(name)) for name in CATALOG[call["op"]].arg_names)
+    return tuple(memory.tensor(call["args"].get(name)) for name in runtime.default().dispatcher.op(call["op"]).schema.arg_names)
 
 
 def reasons_against(target: Target, data: Mapping[str, Any]) -> Sequence[str]:

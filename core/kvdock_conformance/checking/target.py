@@ -10,6 +10,7 @@ import torch
 
 import kvdock
 from kvdock import runtime
+from kvdock.ops.active import call_op
 from kvdock.ops.catalog import CATALOG
 from kvdock.ops.dispatcher import own_reasons
 from kvdock.ops.validate import validate
@@ -63,7 +64,10 @@ class Target:
         return nullcontext() if usual is self.backend else kvdock.use_backend(self.name)
 
     def call(self, op: str, args: dict[str, Any]) -> Any:
-        """Call an op of `kvdock.ops` with arguments by name: scales and outputs as keywords, the others in order."""
+        """Call an op with arguments by name: one of `kvdock.ops` with scales and outputs as keywords, a plugin's by `call_op`."""
+        if op not in CATALOG:
+            with self.using(op):
+                return call_op(op, *(args.get(name) for name in runtime.default().dispatcher.op(op).schema.arg_names))
         keywords = {name: value for name, value in args.items() if name.endswith("_scale")}
         outputs = [value for name, value in args.items() if name.endswith("_out")]
         others = [value for name, value in args.items() if name not in keywords and not name.endswith("_out")]
@@ -84,8 +88,9 @@ class Target:
             op: name of the op.
             values: its arguments in the schema's order, None where absent.
         """
-        choice = runtime.default().dispatcher.choose(op, self.device, self.name)
-        return own_reasons(validate(CATALOG[op], values), choice)
+        dispatcher = runtime.default().dispatcher
+        schema = dispatcher.op(op).schema
+        return own_reasons(validate(schema, values), dispatcher.choose(op, self.device, self.name), schema)
 
     def spoilt(self) -> str:
         """Return why its device is of no more use to this process; empty when it is. A device's error may stay with whom it met."""

@@ -12,11 +12,10 @@ from unittest import mock
 import torch
 
 import kvdock
-from kvdock import runtime
 from kvdock.interface import TensorMeta
-from kvdock.ops.catalog import CATALOG
 from kvdock.ops.validate import validate
 from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.meaning import kernels_over, schema_of
 from kvdock_conformance.checking.target import Target
 
 __all__ = ["KernelWatch", "WatchedKernel", "WatchedPlan", "misfit", "watched"]
@@ -89,7 +88,7 @@ class WatchedPlan(kvdock.plugin.Descriptor):
         # Refused here and not by the plan: a kernel whose plans survive destroy() would hide the mistake.
         if self._inner is None:
             raise NonconformanceError(f"{self.request.op}: a plan", expected="no call after destroy()", got="a call")
-        wrong = misfit(self.request, validate(CATALOG[self.request.op], args))
+        wrong = misfit(self.request, validate(schema_of(self.request.op), args))
         if wrong:
             raise NonconformanceError(f"{self.request.op}: a plan", expected="calls that it was prepared for", got=wrong)
         self._watch.before_call(self)
@@ -136,12 +135,10 @@ def misfit(planned: kvdock.plugin.Request, actual: kvdock.plugin.Request) -> str
 
 @contextlib.contextmanager
 def watched(target: Target, op: str) -> Iterator[KernelWatch]:
-    """Watch the backend's kernel for an op in a block. Plans from before are not found in it, nor those of it later."""
-    registry, watch, guard = runtime.default().registry, KernelWatch(), target.backend.device_guard
-    own = target.kernels[op]
-    registry.register_kernel(target.name, op, WatchedKernel(watch, own), override=True)
-    try:
-        with mock.patch.object(target.backend, "device_guard", lambda device: watch.guard(guard, device)):
-            yield watch
-    finally:
-        registry.register_kernel(target.name, op, own, override=True)
+    """Watch the kernels that serve an op in a block. Plans from before are not found in it, nor those of it later."""
+    watch, guard = KernelWatch(), target.backend.device_guard
+    with (
+        kernels_over(target, op, lambda inner: WatchedKernel(watch, inner)),
+        mock.patch.object(target.backend, "device_guard", lambda device: watch.guard(guard, device)),
+    ):
+        yield watch

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from kvdock.errors import ArgumentValueError
 from kvdock_conformance.faults.fault import Fault
+from kvdock_conformance.requirement import Requirement
 
-__all__ = ["AREAS", "load"]
+__all__ = ["AREAS", "find", "load", "of_ops"]
 
 AREAS = (
     "families",
@@ -39,6 +40,21 @@ AREAS = (
     "prefix_behind",
 )
 """Modules of this package."""
+
+
+def find(name: str) -> Fault:
+    """Return a fault by its name: one of `load`, or one of a plugin's op: ``op-input-changed@rope_caching_``."""
+    own, _, op = name.partition("@")
+    return importlib.import_module(f"{__name__}.ops").FAULTS[own].of(op) if op else load()[name]
+
+
+def of_ops(requirements: Iterable[Requirement]) -> dict[str, Fault]:
+    """Return the faults of the ops that plugins bring, by name: each with those of its killers that are among the requirements."""
+    faults = importlib.import_module(f"{__name__}.ops").FAULTS.values()
+    asked = {item.id: item for item in requirements}
+    ops = dict.fromkeys(name.partition("@")[2] for name in asked if "@" in name)
+    every = [fault.of(op, asked) for op in ops for fault in faults]
+    return {fault.name: fault for fault in every if fault.killers}
 
 
 @functools.cache

@@ -14,10 +14,12 @@ from kvdock_conformance.faults.moves import GATHER, MOVES, Move
 from kvdock_conformance.faults.quantised import QuantisedKernel
 from kvdock_conformance.faults.tensors import bits, dense, flip_byte, restrided
 
-__all__ = ["FAULTS", "each"]
+__all__ = ["FAULTS", "each", "faults_of"]
 
 FAULTS = Faults()
 FaultyMove = Callable[[Move, BackendCall, Args], None]
+_EVERY: list[Callable[[Move, Faults], None]] = []
+"""What adds a fault of a move to a list, for each fault of the family."""
 
 
 def each(name: str, sentence: str, roles: str, among: str = "", to: Faults = FAULTS) -> Callable[[FaultyMove], FaultyMove]:
@@ -33,11 +35,24 @@ def each(name: str, sentence: str, roles: str, among: str = "", to: Faults = FAU
     """
 
     def add(change: FaultyMove) -> FaultyMove:
+        def add_to(move: Move, faults: Faults) -> None:
+            _add(faults.call, move, name, sentence, roles, among)(lambda run, args: change(move, run, args))
+
+        _EVERY.append(add_to)
         for move in MOVES.values():
-            _add(to.call, move, name, sentence, roles, among)(lambda run, args, move=move: change(move, run, args))
+            add_to(move, to)
         return change
 
     return add
+
+
+def faults_of(move: Move) -> Faults:
+    """Return the faults that an op can have which copies, and is none of kvdock's: those of a call, for its move."""
+    found = Faults()
+    for add_to in _EVERY:
+        add_to(move, found)
+    _add_kept(move, found)
+    return found
 
 
 def _add(to: Callable[..., Any], move: Move, name: str, sentence: str, roles: str, among: str = "") -> Callable[[Any], Any]:
@@ -62,7 +77,7 @@ def _as_padding(move: Move, run: BackendCall, args: Args, is_taken: Callable[[to
 
     def padded(index: torch.Tensor) -> torch.Tensor:
         taken = is_taken(index)
-        return torch.where(taken.any(-1, keepdim=True) if move.prefix == "copy" else taken, -1, index)
+        return torch.where(taken.any(-1, keepdim=True) if move.index == "block_pairs" else taken, -1, index)
 
     move.with_index(run, args, padded)
 
@@ -255,7 +270,7 @@ def _row_strides_ignored(move: Move, run: BackendCall, args: Args) -> None:
 def _rounded_addresses(move: Move, run: BackendCall, args: Args) -> None:
     def rounded(name: str, tensor: torch.Tensor) -> torch.Tensor:
         past = tensor.data_ptr() % 16 // tensor.element_size()
-        is_moved = 0 < past <= tensor.storage_offset() and (move.prefix == "copy" or not _is_pool(name))
+        is_moved = 0 < past <= tensor.storage_offset() and (move.index == "block_pairs" or not _is_pool(name))
         return restrided(tensor, tensor.stride(), -past) if is_moved else tensor
 
     move.again(run, args, rounded)
@@ -367,9 +382,13 @@ class _WithoutReason(QuantisedKernel):
     about_quantised: Sequence[str] = ("",)
 
 
+def _add_kept(move: Move, faults: Faults) -> None:
+    add = _add(faults.plan, move, "first-slots-kept", "A plan goes by the indices of its first call for ever.", "repeated kept")
+    add(functools.partial(_first_kept, move))
+
+
 for _move in MOVES.values():
-    _kept = _add(FAULTS.plan, _move, "first-slots-kept", "A plan goes by the indices of its first call for ever.", "repeated kept")
-    _kept(functools.partial(_first_kept, _move))
+    _add_kept(_move, FAULTS)
     _nothing = _add(FAULTS.function, _move, "no-tokens-refused", "A call that has nothing to do raises.", "nothing out host forms")
     _nothing(_refusing_nothing(_move))
     _quiet = _add(FAULTS.kernel, _move, "refused-without-a-reason", "A quantised pool is refused with an empty reason.", "quantised")

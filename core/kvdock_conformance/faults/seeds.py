@@ -12,7 +12,7 @@ import attrs
 
 import kvdock
 from kvdock import runtime
-from kvdock.ops.catalog import CATALOG
+from kvdock_conformance.checking.meaning import kernels_over, schema_of
 from kvdock_conformance.checking.target import Target
 
 __all__ = ["Args", "BackendCall", "BackendSeed", "FaultyCall", "FaultyKernel", "FunctionSeed", "KernelSeed", "Seed"]
@@ -54,6 +54,8 @@ class KernelSeed:
 
     def why_not(self, target: Target) -> str:
         """Return why not: the backend has no kernel for the op, or its kernel is never asked about what the fault is about."""
+        if self.op in runtime.default().registry.brought_ops():
+            return ""
         if self.op not in target.kernels:
             return f"{target.name} has no kernel for {self.op}"
         about, declared = getattr(self.change, "about", None), runtime.default().registry.loaded()[target.name].capabilities.dtypes
@@ -63,13 +65,11 @@ class KernelSeed:
 
     @contextlib.contextmanager
     def seeded(self, target: Target) -> Iterator[None]:
-        """Register the faulty kernel for a block."""
-        own, registry = target.kernels[self.op], runtime.default().registry
-        registry.register_kernel(target.name, self.op, self.change(own), override=True)
+        """Put the faulty kernel in place for a block."""
         try:
-            yield
+            with kernels_over(target, self.op, self.change):
+                yield
         finally:
-            registry.register_kernel(target.name, self.op, own, override=True)
             runtime.default().dispatcher.descriptors.clear()  # nothing of the faulty kernel's is left to be destroyed later
 
 
@@ -94,15 +94,6 @@ class FunctionSeed:
         return mock.patch.object(kvdock.ops, self.op, self.change(getattr(kvdock.ops, self.op)))
 
 
-def _choose_anew() -> None:
-    """Make the registry forget which backend it chose for which device, as it does at every change: a kernel replaces itself."""
-    registry = runtime.default().registry
-    for name, loaded in registry.loaded().items():
-        for op, kernel in loaded.kernels.items():
-            registry.register_kernel(name, op, kernel, override=True)
-            return
-
-
 @attrs.frozen
 class BackendSeed:
     """A faulty method of the backend.
@@ -124,10 +115,10 @@ class BackendSeed:
         """Replace the method for a block; what was chosen by its answers is chosen anew, in the block and behind it."""
         try:
             with mock.patch.object(target.backend, self.method, self.change(getattr(target.backend, self.method))):
-                _choose_anew()
+                runtime.default().registry.choose_anew()
                 yield
         finally:
-            _choose_anew()
+            runtime.default().registry.choose_anew()
 
 
 class _FaultyDescriptor(kvdock.plugin.Descriptor):
@@ -135,7 +126,7 @@ class _FaultyDescriptor(kvdock.plugin.Descriptor):
 
     def __init__(self, inner: kvdock.plugin.Descriptor, op: str, call: FaultyCall) -> None:
         self._inner = inner
-        self._names = CATALOG[op].arg_names
+        self._names = schema_of(op).arg_names
         self._call = call
 
     def _run(self, args: Args) -> None:

@@ -181,7 +181,7 @@ def script(
         shown=_line(repr(name)),
         arguments=_arguments(requirement.kind, name, setup, device),
         target=target,
-        needs=needs,
+        needs=needs + _brought_by(requirement),
         imports="\n".join(sorted(extract.imports)),
         data=pprint.pformat(dict(case.data), width=220, compact=True, sort_dicts=False),
         parts="\n\n\n".join(extract.parts),
@@ -217,6 +217,11 @@ def _setup(backend: str, setup: str | None) -> tuple[str, str]:
     argument = "" if setup else repr(backend)
     lines = f'    __import__("importlib").import_module({module!r}).{function}({argument})\n'
     return lines, f", made by {module}"
+
+
+def _brought_by(requirement: Requirement) -> str:
+    """Say what else must be installed: the plugin of an op that is not kvdock's."""
+    return f", and the plugin that brings {requirement.area}" if "@" in requirement.id else ""
 
 
 def _line(text: str) -> str:

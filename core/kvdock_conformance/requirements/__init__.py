@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 
-from kvdock_conformance.requirement import Requirements
+from kvdock_conformance.requirement import Requirement, Requirements
 
-__all__ = ["AREAS", "load"]
+__all__ = ["AREAS", "find", "load"]
 
 AREAS = (
     "paged_caching",
@@ -25,6 +25,19 @@ AREAS = (
     "prefix",
 )
 """Modules of this package, in the order in which their requirements run."""
+
+
+def find(requirement_id: str) -> Requirement:
+    """Return a requirement by its id: one of `load`, or one of a plugin's op, ``KVD-OP-001@rope_caching_``, without its cases.
+
+    Raises:
+        ArgumentValueError: there is none.
+    """
+    name, _, op = requirement_id.partition("@")
+    if not op:
+        return load()[name]
+    ops = importlib.import_module(f"{__name__}.ops")
+    return Requirements(item.of(op) for item in ops.REQUIREMENTS)[requirement_id]
 
 
 @functools.cache

@@ -8,10 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from kvdock.cli.app import build
+from kvdock.cli.backends import describe_ops
 from kvdock.cli.isolated_child import said_by
 from kvdock.runtime import Runtime
 from opskit import active, runtime_of
-from support_plugins import CallKernel, InProcessBackend
+from support_ops import PICK, SUM
+from support_plugins import CallKernel, InProcessBackend, module
 
 
 def run(*arguments: str) -> str:
@@ -98,3 +100,16 @@ def test_doctors_child_asks_for_notes_and_says_whom() -> None:
         "backend 'broken': notes() raised OSError: libacme is gone",
     ]
     assert steps == [{"step": "notes", "subject": "talking"}, {"step": "notes", "subject": "broken"}]
+
+
+def test_ops_of_plugins_with_who_serves_them(acme_runtime: Runtime) -> None:
+    assert describe_ops(acme_runtime.registry) == []
+    assert "op of a plugin" not in run()
+    acme_runtime.registry.register(module("zoo", KVDOCK_API=(1, 0), kvdock_ops=lambda: [SUM, PICK]), "zoo")
+    acme_runtime.registry.register_kernel("acme", "zoo_sum_", SUM.portable)
+    origin = {"plugin": "zoo", "distribution": None, "version": None}
+    assert json.loads(run("--json"))["ops"] == [
+        {"op": "zoo_sum_", **origin, "native": ["acme"], "portable": []},
+        {"op": "zoo_pick", **origin, "native": [], "portable": ["acme"]},
+    ]
+    assert "zoo_pick" in run()

@@ -14,7 +14,8 @@ from kvdock.cli import doctor
 from kvdock.cli.app import build
 from kvdock.cli.doctor import Diagnosis
 from kvdock.cli.versions import versions
-from kvdock.plugins.records import PluginRecord, PluginState
+from kvdock.plugins.contract import unknown_op
+from kvdock.plugins.records import BackendRecord, PluginRecord, PluginState
 
 
 def diagnosis(*states: PluginState) -> Diagnosis:
@@ -79,3 +80,23 @@ def test_core_of_doctor_names_no_kind_of_hardware() -> None:
     folder = Path(doctor.__file__).parent
     text = " ".join(path.read_text(encoding="utf-8").lower() for path in folder.glob("*.py"))
     assert not [word for word in ("cuda", "rocm", "hip", "nvidia", "triton", "npu") if f" {word}" in text or f'"{word}' in text]
+
+
+def test_an_op_that_two_plugins_bring_is_a_problem() -> None:
+    one, two = (PluginRecord(name, "m", name, "1.0", PluginState.READY, ops=("zoo_sum_", f"{name}_op")) for name in ("a", "b"))
+    assert doctor._ops_of_nobody([one]) == []
+    assert doctor._ops_of_nobody([one, two]) == [
+        "op 'zoo_sum_' is brought by plugin 'a' (a 1.0) and plugin 'b' (b 1.0), so no backend serves it. "
+        "Fix: deny all but one with KVDOCK_BACKENDS_DENY"
+    ]
+    assert PluginRecord.from_dict(json.loads(json.dumps(one.as_dict()))) == one
+
+
+def test_a_kernel_for_the_op_of_another_plugin_is_no_mistake() -> None:
+    doubts = tuple(unknown_op(op, ("paged_caching_",)) for op in ("zoo_sum_", "zoo_sam_"))
+    backend = BackendRecord("acme", "npu", PluginState.READY, "", doubts)
+    acme = PluginRecord("acme", "m", "acme", "1.0", PluginState.READY, "; ".join(doubts), backends=(backend,))
+    zoo = PluginRecord("zoo", "m", "zoo", "1.0", PluginState.READY, ops=("zoo_sum_",))
+    assert doctor._knowing_each_other([acme]) == [acme]
+    known, other = doctor._knowing_each_other([acme, zoo])
+    assert (known.reason, other) == (doubts[1], zoo)

@@ -14,8 +14,8 @@ from kvdock_conformance.cases.every_op import OPS, OpCall
 from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry
 from kvdock_conformance.cases.mistakes import Mistake
 from kvdock_conformance.cases.static import STATIC, Update
+from kvdock_conformance.checking.meaning import REFERENCES
 from kvdock_conformance.checking.memory import Arenas
-from kvdock_conformance.checking.plans import REFERENCES
 from kvdock_conformance.requirement import Level
 from kvdock_conformance.requirements import load
 

@@ -11,7 +11,9 @@ from kvdock_conformance.requirements import load
 from support_conformance import never, requirement
 
 
-@pytest.mark.parametrize("name", ["KVD-WRITE-7", "KVD-WRITE-0007", "WRITE-007", "KVD-write-007", "KVD-WRITE-007 ", ""])
+@pytest.mark.parametrize(
+    "name", ["KVD-WRITE-7", "KVD-OP-007@", "KVD-OP-007@a b", "KVD-WRITE-0007", "WRITE-007", "KVD-write-007", "KVD-WRITE-007 ", ""]
+)
 def test_an_id_has_one_form(name: str) -> None:
     with pytest.raises(kvdock.ArgumentValueError, match=r"expected KVD-<AREA>-<three digits>, got .*Fix: such as KVD-WRITE-007"):
         Requirement(name, "It is so.", "area", never, list)

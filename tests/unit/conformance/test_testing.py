@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 import kvdock
 from kvdock_conformance.requirement import Level
 from kvdock_conformance.requirements import load
+from kvdock_conformance.requirements.ops import REQUIREMENTS as OPS_OF_PLUGINS
 from kvdock_conformance.testing import conformance_tests
-from support_conformance import PLUGIN, install
+from support_conformance import PLUGIN, TESTS, install
 
 LINE = "from kvdock_conformance.testing import conformance_tests\ntest_conformance = conformance_tests({arguments})\n"
 
@@ -31,8 +33,10 @@ def test_there_is_one_item_for_each_requirement() -> None:
         return [item.id for item in mark.args[1]]
 
     backends = load().of_kind("backend")
-    assert items("core") == [item.id for item in backends.select(Level.CORE)]
-    assert items("extended") == [item.id for item in backends.select(Level.EXTENDED)]
+    assert items("core") == [*(item.id for item in backends.select(Level.CORE)), "KVD-OP"]
+    assert items("extended") == [*(item.id for item in backends.select(Level.EXTENDED)), "KVD-OP"]
+    (mark,) = conformance_tests("acme", op="rope_caching_").pytestmark  # type: ignore[attr-defined] - pytest's marks
+    assert [item.id for item in mark.args[1]] == [item.id for item in OPS_OF_PLUGINS]
 
 
 def test_a_requirement_that_fails_fails_its_item_with_a_bug_report(tmp_path: Path) -> None:
@@ -96,9 +100,24 @@ def test_a_device_may_be_asked_for(tmp_path: Path) -> None:
 
 
 def test_what_is_asked_for_is_checked_when_the_file_is_collected() -> None:
-    with pytest.raises(kvdock.ArgumentValueError, match="op: expected one of paged_caching_"):
-        conformance_tests("x", op="nothing")
+    with pytest.raises(kvdock.ArgumentValueError, match="op: expected one of prefix"):
+        conformance_tests("x", kind="prefix", op="nothing")
     with pytest.raises(ValueError, match="'all' is not a valid Level"):
         conformance_tests("x", level="all")
     with pytest.raises(kvdock.ArgumentValueError, match=r"missing\.toml: expected a TOML file"):
         conformance_tests("x", expected="missing.toml")
+
+
+def test_ops_of_plugins_are_asked_where_they_are_there(tmp_path: Path) -> None:
+    """One op, by name, that a plugin brings; a name that nobody brings fails; and without any op there is one item, skipped."""
+    env = {**os.environ, "PYTHONPATH": f"{TESTS}:{os.environ['PYTHONPATH']}"}
+    code, output = suite(tmp_path, "'cpu', op='zoo_sum_', setup='support_ops:register'", env=env)
+    assert (code, "17 passed, 1 skipped" in output) == (0, True), output
+    code, output = suite(tmp_path, "'cpu', op='zoo_sum_', setup='support_ops:register_exact'", env=env, options=("-k", "OP-001"))
+    assert code == 1
+    assert "KVD-OP-001@zoo_sum_: A call writes what the reference" in output
+    code, output = suite(tmp_path, "'cpu', op='zoo_sam_', setup='support_ops:register'", env=env, options=("-k", "OP-001"))
+    assert code == 1
+    assert "zoo_pick, zoo_sum_, got 'zoo_sam_'" in output
+    code, output = suite(tmp_path, "'cpu'", env=env, options=("-k", "KVD-OP"))
+    assert (code, "1 skipped" in output) == (0, True), output

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from kvdock.plugin import COPY_DTYPES, Arg, Op, OpSchema, Relation, Role
@@ -13,6 +16,17 @@ __all__ = ["ROPE_CACHING"]
 
 _INDICES = (torch.int32, torch.int64)
 _DTYPES = tuple(dtype for dtype in COPY_DTYPES if dtype.is_floating_point)
+
+
+def _draw(sizes: Mapping[str, int], choose: random.Random) -> dict[str, Sequence[int]]:
+    """Say what the schema cannot: positions that cos and sin have, and slots of the pool, none twice, some of them padding."""
+    tokens, slots = sizes["T"], range(sizes["NB"] * sizes["block"])
+    places = [*choose.sample(slots, min(tokens, len(slots))), *[-1] * tokens][:tokens]
+    return {
+        "positions": [choose.randrange(sizes["P"]) for _ in range(tokens)],
+        "slot_mapping": [-2 if choose.random() < 0.1 else place for place in choose.sample(places, tokens)],
+    }
+
 
 ROPE_CACHING = Op(
     OpSchema(
@@ -31,4 +45,5 @@ ROPE_CACHING = Op(
     ),
     portable=RopeCaching(),
     reference=rope_caching_,
+    draw=_draw,
 )

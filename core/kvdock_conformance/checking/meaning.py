@@ -1,0 +1,96 @@
+"""What an op is and means, whoever brings it: kvdock's own have their references in the kit, those of plugins bring one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+from unittest import mock
+
+import attrs
+import torch
+
+import kvdock
+from kvdock import runtime
+from kvdock.ops.schema import OpSchema
+from kvdock_conformance.checking.calls import Reference
+from kvdock_conformance.checking.memory import Arenas, compare
+from kvdock_conformance.checking.target import Target
+from kvdock_conformance.reference import copy_blocks_, gather_paged, paged_caching_, static_update_
+
+__all__ = ["REFERENCES", "compare_call", "in_order", "kernel_of", "kernels_over", "refer", "schema_of"]
+
+REFERENCES: Mapping[str, Reference] = {
+    "paged_caching_": paged_caching_,
+    "static_update_": static_update_,
+    "gather_paged": gather_paged,
+    "copy_blocks_": copy_blocks_,
+}
+"""What each of kvdock's own ops means."""
+
+
+def schema_of(op: str) -> OpSchema:
+    """Return the schema of an op."""
+    return runtime.default().dispatcher.op(op).schema
+
+
+def in_order(op: str, args: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return arguments by name in the schema's order, None where absent."""
+    return tuple(args.get(name) for name in schema_of(op).arg_names)
+
+
+def refer(memory: Arenas, call: Mapping[str, Any]) -> None:
+    """Do in memory what a call means. Every index of it is in range."""
+    op, args = call["op"], {name: memory.tensor(spec) for name, spec in call["args"].items()}
+    if op in REFERENCES:
+        REFERENCES[op](*args.values())
+    else:
+        runtime.default().registry.brought_ops()[op].reference(*in_order(op, args))
+
+
+def compare_call(memory: Arenas, expected: Arenas, call: Mapping[str, Any], what: str) -> None:
+    """Compare every byte with what it should be behind a call, with what a plugin's op may be off.
+
+    Raises:
+        NonconformanceError: names the first place that differs.
+    """
+    brought = runtime.default().registry.brought_ops().get(call["op"])
+    for arg in brought.schema.mutated if brought is not None and brought.tolerance else ():
+        if arg.name in call["args"]:
+            _forgive(memory, expected, {**call["args"][arg.name], "values": None}, brought.tolerance if brought is not None else 0.0)
+    compare(memory, expected, call["args"], what)
+
+
+def _forgive(memory: Arenas, expected: Arenas, spec: Mapping[str, Any], tolerance: float) -> None:
+    """Expect of a tensor what it holds where that is near enough."""
+    got, wanted = memory.tensor(spec).cpu(), expected.tensor(spec)
+    near = torch.isclose(got.double(), wanted.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+    wanted.copy_(torch.where(near, got, wanted))
+
+
+def kernel_of(target: Target, op: str) -> kvdock.plugin.Kernel:
+    """Return the backend's own kernel for an op, or the portable one of the plugin that brought the op."""
+    own = target.kernels.get(op)
+    return own if own is not None else runtime.default().registry.brought_ops()[op].portable
+
+
+@contextlib.contextmanager
+def kernels_over(target: Target, op: str, change: Callable[[kvdock.plugin.Kernel], kvdock.plugin.Kernel]) -> Iterator[None]:
+    """Put kernels over those that serve an op in a block: over the backend's own, and over the portable one of a plugin's op."""
+    registry = runtime.default().registry
+    own, brought = target.kernels.get(op), registry.brought_ops().get(op)
+    over = {} if brought is None else {op: attrs.evolve(brought, portable=change(brought.portable))}
+    try:
+        with mock.patch.dict(cast("dict[str, Any]", registry.brought_ops()), over):
+            _register(target, op, None if own is None else change(own))
+            yield
+    finally:
+        _register(target, op, own)
+
+
+def _register(target: Target, op: str, kernel: kvdock.plugin.Kernel | None) -> None:
+    """Make a kernel the backend's own, if it has one; either way no older plan is found any more."""
+    if kernel is None:
+        runtime.default().registry.choose_anew()
+    else:
+        runtime.default().registry.register_kernel(target.name, op, kernel, override=True)
