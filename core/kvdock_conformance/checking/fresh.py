@@ -51,9 +51,12 @@ IMPORT_SHARE, IMPORT_S = 0.5, 0.1
 SCRIPT = """
 from __future__ import annotations
 
-import gc, importlib, json, locale, multiprocessing, os, random, sys, tempfile, threading, time, types, warnings, zlib
+import contextlib, gc, importlib, json, locale, logging, multiprocessing, operator, os, random, signal, sys, tempfile, threading, time
+import types, warnings, zlib
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 NAME, SETUP, MODULE, DEVICE, HEAVY = {name!r}, {setup!r}, {module!r}, {device!r}, {heavy!r}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
 
 from kvdock_conformance.cases.drawing import Drawing, call
-from kvdock_conformance.cases.every_op import OPS, OpCall
-from kvdock_conformance.cases.layouts import Geometry
+from kvdock_conformance.cases.every_op import OPS, OpCall, roomy
+from kvdock_conformance.cases.layouts import POOLS, Geometry
 from kvdock_conformance.checking import costs, resources
 from kvdock_conformance.checking.plans import OWN_PLANS
 from kvdock_conformance.requirement import Capability, Case, Check, Level, Requirement
@@ -20,8 +21,6 @@ AREA = "resources"
 _SIZES = Geometry(num_blocks=16, block=16)
 _SEEN = (1, 2, 3, 8, 18, 84)
 _MOST = max(_SEEN)
-_ROOM = {"copy_blocks_": Geometry(num_blocks=2 * _MOST, block=2), "static_update_": Geometry(num_blocks=2, block=_MOST)}
-"""Where a pool of `_SIZES` has no room for 84 tokens: pairs are of half of the blocks, and a row of a static cache has a block."""
 _COUNTED = ("k", "v", "slot_mapping", "k_out", "v_out", "block_pairs")
 
 
@@ -49,7 +48,7 @@ def _counted(*counts: int) -> Callable[[Drawing, OpCall], Iterable[dict[str, Any
     """Return a function that returns calls of so many tokens, each the first of the same ones, with the same strides."""
 
     def calls(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
-        most = attrs.evolve(plain, tokens=max(counts), geometry=_ROOM.get(plain.op, _SIZES))
+        most = attrs.evolve(plain, tokens=max(counts), geometry=roomy(plain.op, _MOST))
         every: Any = most.arguments(drawing)
         counted = [name for name in _COUNTED if name in every]
         for count in counts:
@@ -66,9 +65,13 @@ def _signatures(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
 
 
 def _unlike(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
-    """Return calls of many signatures: heads and sizes of heads."""
+    """Return calls of many signatures: heads and sizes of heads, in all memory orders."""
     shapes = [(heads, dim) for heads in range(1, 6) for dim in range(8, 48, 8)]
-    return [attrs.evolve(plain, geometry=Geometry.even(heads, dim, num_blocks=16, block=16)).call(drawing) for heads, dim in shapes]
+    pools = [pool for pool in POOLS if pool not in ("nhd", "untouched memory")]
+    return [
+        attrs.evolve(plain, pool=pool, geometry=Geometry.even(heads, dim, num_blocks=16, block=16)).call(drawing)
+        for pool, (heads, dim) in zip(itertools.cycle(["nhd", *pools]), shapes, strict=False)
+    ]
 
 
 _ONCE = _counted(*_SEEN, *(count for count in range(9, _MOST) if count not in _SEEN))
