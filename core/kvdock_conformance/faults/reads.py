@@ -99,6 +99,17 @@ def _slots_of_the_address() -> FaultyCall:
     return call
 
 
+@FAULTS.plan(_COPY, "reads-pairs-of-the-second-call", "Behind its second call, a plan goes by the pairs of that one.", "KVD-READ-002")
+def _pairs_of_the_second_call() -> FaultyCall:
+    seen: list[torch.Tensor] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        seen.append(args["block_pairs"].clone())
+        run({**args, "block_pairs": seen[:2][-1] if seen[-1].shape == seen[:2][-1].shape else seen[-1]})
+
+    return call
+
+
 @FAULTS.plan(_COPY, "reads-pairs-when-the-next-call-comes", "Copies are made when the next call comes.", "KVD-READ-002")
 def _when_the_next_comes() -> FaultyCall:
     waiting: list[Args] = []
