@@ -81,6 +81,19 @@ _beside("a-pair-behind-the-last", "Pairs are read four at a time.", _COPY, _vect
 _beside("in-front-of-the-pool", "A vector that ends in the pool's first block begins in front of it.", _COPY, _in_front("k_cache"))
 
 
+def _in_front_for_padding(args: Args) -> None:
+    if bool((args["slot_mapping"] < 0).any()):
+        ctypes.string_at(args["v_cache"].data_ptr() - 1, 1)
+
+
+def _writes_lengths(args: Args) -> None:
+    args["cache_lengths"].copy_(args["cache_lengths"].clone())
+
+
+_beside("the-place-of-padding", "The slot that padding would have is read.", _WRITE, _in_front_for_padding)
+_beside("lengths-and-writes-them-back", "Lengths are written back as they were.", _STATIC, _writes_lengths)
+
+
 @FAULTS.call(_WRITE, "reads-inputs-again-later", "A call is made once more by a thread, from what its inputs hold then.", "KVD-READ-002")
 def _again_later(run: BackendCall, args: Args) -> None:
     run(args)

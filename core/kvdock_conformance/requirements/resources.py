@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,6 +20,8 @@ AREA = "resources"
 _SIZES = Geometry(num_blocks=16, block=16)
 _SEEN = (1, 2, 3, 8, 18, 84)
 _MOST = max(_SEEN)
+_LARGE = 34 << 20
+"""So many bytes of keys: a little more than what malloc keeps when it is freed, so that it is seen."""
 _COUNTED = ("k", "v", "slot_mapping", "k_out", "v_out", "block_pairs")
 
 
@@ -65,13 +66,23 @@ def _signatures(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
 
 
 def _unlike(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
-    """Return calls of many signatures: heads and sizes of heads, in all memory orders."""
-    shapes = [(heads, dim) for heads in range(1, 6) for dim in range(8, 48, 8)]
-    pools = [pool for pool in POOLS if pool not in ("nhd", "untouched memory")]
-    return [
-        attrs.evolve(plain, pool=pool, geometry=Geometry.even(heads, dim, num_blocks=16, block=16)).call(drawing)
-        for pool, (heads, dim) in zip(itertools.cycle(["nhd", *pools]), shapes, strict=False)
-    ]
+    """Return calls of many signatures: sizes of heads, each in all memory orders."""
+    pools = [pool for pool in POOLS if pool != "untouched memory"]
+    sizes = [Geometry.even(heads, dim, num_blocks=16, block=16) for heads, dim in ((2, 8), (3, 16), (5, 40))]
+    return [attrs.evolve(plain, pool=pool, geometry=each).call(drawing) for each in sizes for pool in pools]
+
+
+def _large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
+    """Return a call of many MiB on dense memory, and others on such that is not."""
+    tokens = _LARGE // (2048 if plain.op == "copy_blocks_" else 1024)
+    sizes = attrs.evolve(roomy(plain.op, tokens), hk=8, dk=64, hv=8, dv=64)
+    ways = [("nhd", "contiguous"), ("hnd", "[B, H, q, D]"), ("padded slots", "padded heads"), ("odd address", "odd address")]
+    if plain.op == "static_update_":  # whose heads come before its positions
+        ways.insert(0, ways.pop(1))
+    calls = [attrs.evolve(plain, tokens=tokens, geometry=sizes, pool=pool, source=rows).call(drawing) for pool, rows in ways]
+    for arena in drawing.arenas:
+        arena["fill"] = "zeros"  # nobody looks at what it holds
+    return calls
 
 
 _ONCE = _counted(*_SEEN, *(count for count in range(9, _MOST) if count not in _SEEN))
@@ -126,5 +137,13 @@ REQUIREMENTS = [
         costs.check_new_counts,
         _FIRST,
         warm=len(_SEEN),
+    ),
+    _require(
+        9,
+        "A call on memory that is not dense takes about as much scratch memory as on dense memory: nothing is made contiguous first.",
+        resources.check_scratch,
+        _large,
+        level=Level.EXTENDED,
+        spare=_LARGE // 4,
     ),
 ]
