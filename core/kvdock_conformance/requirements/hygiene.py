@@ -98,4 +98,10 @@ REQUIREMENTS = [
         check_surroundings,
         *(_made(op, surroundings=name) for op in OPS for name in SURROUNDINGS),
     ),
+    _require(
+        18,
+        "A process that is forked behind calls on host memory can use the backend too, or is told why not by a KVDockError.",
+        check_process,
+        Case("fork", {"method": "fork behind calls"}),
+    ),
 ]
