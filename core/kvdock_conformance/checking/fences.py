@@ -18,7 +18,7 @@ from kvdock_conformance.checking.plans import REFERENCES, check_calls_of_others
 from kvdock_conformance.checking.target import HOST, Target
 from kvdock_conformance.requirement import Capability
 
-__all__ = ["FENCED", "FencedArenas", "check_fenced", "check_inputs_released", "fenced", "why_no_fence"]
+__all__ = ["FENCED", "FencedArenas", "check_fenced", "check_inputs_released", "fenced", "protect", "why_no_fence"]
 
 _NOTHING = 0  # may be done with memory, not even reading
 _TURNS = 5  # the plan is prepared, found, repeated, and found again

@@ -138,7 +138,7 @@ class PoolThread:
 
             def meanwhile() -> None:
                 made.append(elsewhere.submit(other.call))  # noqa: B023 - called at once
-                wait(made, _LOCKED_S)  # noqa: B023
+                wait(made, _LOCKED_S)  # noqa: B023 - called at once
 
             self.spoil()
             other.spoil()
