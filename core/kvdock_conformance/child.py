@@ -61,13 +61,14 @@ class Child:
         from_parent, self._requests = os.pipe()
         self._answers, to_parent = os.pipe()
         self._buffer = b""
+        own_end = _opened_again(self._output)
         try:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 [*command, str(from_parent), str(to_parent)],
                 env={**os.environ, **(environ or {})},
                 pass_fds=(from_parent, to_parent),
                 stdin=subprocess.DEVNULL,
-                stdout=self._output,
+                stdout=own_end,
                 stderr=self._output,
                 # A process group of its own, so that `_kill` reaches whatever the backend starts.
                 start_new_session=True,
@@ -75,6 +76,7 @@ class Child:
         finally:
             os.close(from_parent)
             os.close(to_parent)
+            os.close(own_end)
 
     def __enter__(self) -> Child:
         return self
@@ -180,6 +182,14 @@ class Child:
         os.close(self._requests)
         os.close(self._answers)
         self._output.close()
+
+
+def _opened_again(file: IO[bytes]) -> int:
+    """Return a descriptor of the same file with a place of its own, which tells what was written to stdout alone; else a plain copy."""
+    try:
+        return os.open(f"/proc/self/fd/{file.fileno()}", os.O_WRONLY | os.O_APPEND)
+    except OSError:  # another system
+        return os.dup(file.fileno())
 
 
 def _punch(file: int, length: int) -> None:

@@ -1,4 +1,4 @@
-"""The slow reference: what each op means, in plain loops over tokens, heads and rows of a head.
+"""The slow reference: what each op means, in plain loops over tokens, rows, positions and slots.
 
 It is what every backend is compared with, and used by tests only. Each function takes the arguments of the op of its name
 in `kvdock.ops`, in host memory, valid as far as shapes, strides and dtypes go, and checks none of that. Values are moved
@@ -64,8 +64,7 @@ def paged_caching_(
             continue
         for cache, source in moves:
             block, offset = divmod(slot, cache.shape[1])
-            for head in range(cache.shape[2]):
-                cache[block, offset, head] = source[place][head]
+            cache[block, offset] = source[place]
     return skipped
 
 
@@ -99,8 +98,7 @@ def static_update_(
                 skipped.append((row, position))
                 continue
             for cache, source in moves:
-                for head in range(cache.shape[1]):
-                    cache[row, head, start + position] = source[row, head, position]
+                cache[row, :, start + position] = source[row, :, position]
     return skipped
 
 
@@ -131,8 +129,7 @@ def gather_paged(
             beyond.append(place)
         for cache, out in moves:
             block, offset = divmod(slot, cache.shape[1])
-            for head in range(cache.shape[2]):
-                out[place][head] = cache[block, offset, head] if is_inside else 0
+            out[place] = cache[block, offset] if is_inside else 0
     return beyond
 
 
@@ -159,15 +156,13 @@ def copy_blocks_(k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torc
             continue
         for cache in caches:
             for offset in range(cache.shape[1]):
-                for head in range(cache.shape[2]):
-                    cache[dst, offset, head] = cache[src, offset, head]
+                cache[dst, offset] = cache[src, offset]
     return skipped
 
 
 def _values(index: torch.Tensor) -> Iterator[tuple[Place, int]]:
     """Yield every position of an index tensor with its value, the last dimension running fastest."""
-    for place in itertools.product(*(range(size) for size in index.shape)):
-        yield place, int(index[place])
+    yield from zip(itertools.product(*(range(size) for size in index.shape)), index.reshape(-1).tolist(), strict=True)
 
 
 def _capacity(cache: torch.Tensor) -> int:

@@ -12,7 +12,7 @@ from kvdock_conformance.cases.drawing import Drawing, View, call
 from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry, Pair
 from kvdock_conformance.cases.paged import shuffled
 
-__all__ = ["OPS", "Arguments", "OpCall"]
+__all__ = ["OPS", "Arguments", "OpCall", "roomy"]
 
 Arguments = dict[str, View | int]
 """Arguments of a call by name, in the schema's order."""
@@ -60,6 +60,13 @@ class OpCall:
     def leading(self) -> tuple[int, ...]:
         """Leading sizes of the tokens."""
         return (self.tokens,) if self.lead is None else self.lead
+
+
+def roomy(op: str, tokens: int) -> Geometry:
+    """Return sizes of pools with room for a call of an op: pairs are of half of the blocks, and a row of a static cache has a block."""
+    if op == "copy_blocks_":
+        return Geometry(num_blocks=2 * max(tokens, 8), block=2)
+    return Geometry(num_blocks=2, block=max(tokens, 16)) if op == "static_update_" else Geometry(num_blocks=tokens // 16 + 16, block=16)
 
 
 def _write(this: OpCall, drawing: Drawing) -> Arguments:

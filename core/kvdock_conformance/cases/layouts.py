@@ -219,6 +219,11 @@ def _strided(gaps: Sequence[int] = (0, 0, 0), offset: int = 0, shift: int = 0) -
     return build
 
 
+def _unlike_rows(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
+    """Keys at a multiple of 64 bytes, values with other steps and at an address that is none of 16."""
+    return _contiguous(drawing, g, lead)[0], _strided((0, 3, 0), offset=1)(drawing, g, lead)[1]
+
+
 def _fused(drawing: Drawing, g: Geometry, lead: tuple[int, ...], q_width: int = 32) -> Pair:
     """Cut out of a fused projection, as 2-D rows ``[T, width]`` that are viewed as heads."""
     k_width, v_width = g.hk * g.dk, g.hv * g.dv
@@ -269,6 +274,7 @@ SOURCES: Mapping[str, SourceBuilder] = MappingProxyType(
         "odd steps": _strided((0, 1, 3)),
         "odd address": _strided(offset=1),
         "even address in an odd storage": _strided(offset=1, shift=31),
+        "k and v unlike": _unlike_rows,
         "one head for all": _one_head_for_all,
         "one token for all": _one_token_for_all,
         ANY_STEP: _rows_of_any_step,

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,29 +25,34 @@ Combination = dict[str, Any]
 Pair = tuple[str, Any, str, Any]
 
 _TRIES = 20
+_REPEATS = 4  # so many calls that differ in addresses and values of indices alone, and are remembered by then
+_PADDING = ("none", "some padding", "most padding", "beyond at the end")
 _COMMON: Factors = {
     "dtype": ("bfloat16", "float32", "float16", "uint8"),
     "pool": ("nhd", "hnd", "padded slots", "odd steps", "k and v unlike", "odd address", "padded blocks"),
     "index": ("int64", "int32"),
-    "is_unlike": (False, True),
     "is_repeated": (False, True),
 }
 _SLOTS: Factors = {
     **_COMMON,
-    "rows": ("contiguous", "odd address", "fused qkv", "odd steps"),
+    "sizes": ("2 x 64", "2 x 64 and 3 x 20"),
+    "rows": ("contiguous", "odd address", "fused qkv", "odd steps", "k and v unlike"),
     "form": ("[T]", "[3, S]", "[17, S]", "[B, 4]"),
     "block": (16, 513, 1, 1024),
     "index_order": ("rows", "longer rows"),
-    "padding": ("none", "some", "most", "beyond at the end"),
+    "slots": ("scattered", "one run", "whole blocks", *_PADDING[1:]),
+    "first": (0,),
 }
-_PAIRS: Factors = {**_COMMON, "block": (16, 513, 1), "pair_gap": (0, 1), "padding": ("none", "some", "most", "beyond at the end")}
+_PAIRS: Factors = {**_COMMON, "sizes": ("1 x 8", "1 x 8 and 1 x 20"), "block": (16, 513, 1), "pair_gap": (0, 1), "padding": _PADDING}
 _ROWS: Factors = {
     **_COMMON,
-    "source": ("[B, H, q, D]", "contiguous", "fused qkv", "odd steps", "odd address"),
+    "sizes": ("2 x 64", "2 x 64 and 3 x 20"),
+    "source": ("[B, H, q, D]", "contiguous", "fused qkv", "odd steps", "odd address", "k and v unlike"),
     "form": ("[b]", "[b] in steps", "[1]", "[]", "int"),
     "rows": (1, 3, 17),
     "behind": (0, 2),
     "padding": ("none", "too long"),
+    "first": (0,),
 }
 Tier = tuple[Level, Factors]
 """At which level an array of combinations runs, and factors in place of the ordinary ones."""
@@ -57,15 +63,40 @@ def _around(*powers: int) -> tuple[int, ...]:
     return tuple(2**power + edge for power in powers for edge in (-1, 0, 1))
 
 
-_UNLIKE_STRIDES: Factors = {"pool": ("k and v unlike",), "is_unlike": (False,)}
+_UNLIKE_STRIDES: Factors = {"pool": ("k and v unlike",), "sizes": ("2 x 64",)}
 """Keys and values of one shape and unlike strides: with every other property, not with one that happens to be drawn."""
+_ONCE: Factors = {"is_repeated": (False,), "pool": ("nhd", "hnd", "k and v unlike"), "dtype": ("bfloat16", "float32", "uint8")}
+"""For what takes much memory: fewer properties beside it."""
+_ROW_BYTES: Factors = {**_ONCE, "sizes": ("1 x 3", "64 x 128", "8 x 4104", "1 x 3 and 65 x 130", "64 x 130 and 1 x 3")}
+"""Rows of less than a vector, and at 16 KiB, 64 KiB and beyond."""
+_FAR: Factors = {**_ONCE, "sizes": ("1 x 8", "1 x 8 and 1 x 20"), "first": (2**15 - 9, 2**16 - 9)}
+"""Places on both sides of what 15 and 16 bits can say."""
 _TOKENS: Sequence[Tier] = (
     (Level.CORE, {"count": (17, 256, 1025), **_UNLIKE_STRIDES}),
     (Level.CORE, {"count": (1, 16, 17, *_around(8), 1025, *_around(12))}),
+    (Level.CORE, {"count": _around(8, 12), **_ONCE, "slots": ("one run", "whole blocks"), "form": ("[T]",), "block": (16, 1024)}),
+    (Level.CORE, {"count": (1, 3, 17), **_ROW_BYTES, "block": (4, 1)}),
+    (Level.CORE, {"count": (18, 64), **_FAR}),
     (Level.EXTENDED, {"count": (0, 2, 15, *_around(7, 9, 11), 1023, 1024)}),
-    (Level.EXTENDED, {"count": _around(13, 14, 15, 16), "pool": ("nhd", "hnd", "k and v unlike"), "is_repeated": (False,)}),
+    (Level.EXTENDED, {"count": _around(13, 14, 15, 16), **_ONCE, "sizes": ("1 x 8", "1 x 8 and 1 x 20")}),
 )
 """At 256 and 4096 tokens of 256 bytes, a call has 64 KiB and 1 MiB. What repeats is slow with many more."""
+_COPIED: Sequence[Tier] = (
+    (Level.CORE, {"count": (2, 17), **_UNLIKE_STRIDES, "sizes": ("1 x 8",)}),
+    (Level.CORE, {"count": (1, 2, 16, 17, 65)}),
+    (Level.CORE, {"count": (2,), **_ONCE, "sizes": ("1 x 64", "1 x 64 and 2 x 512"), "block": (513, 1023)}),
+    (Level.CORE, {"count": (1023, 1024, 1025), **_ONCE, "block": (1, 3)}),
+    (Level.EXTENDED, {"count": (0, 3, *_around(5, 7), 63, 64, 257)}),
+    (Level.EXTENDED, {"count": _around(11, 12), **_ONCE, "block": (1, 3)}),
+)
+"""A block of 513 slots of 64 elements of bfloat16 has a little more than 64 KiB, and one of 512 of them more than 1 MiB."""
+_UPDATED: Sequence[Tier] = (
+    (Level.CORE, {"count": (16, 257), **_UNLIKE_STRIDES}),
+    (Level.CORE, {"count": (1, 15, 16, 17, 257)}),
+    (Level.CORE, {"count": (1, 3), **_ROW_BYTES, "rows": (1, 3)}),
+    (Level.CORE, {"count": (1, 17), **_FAR, "rows": (1, 3)}),
+    (Level.EXTENDED, {"count": (0, 2, *_around(5, 6, 7, 9, 10), 255, 256)}),
+)
 
 
 def covering(factors: Factors, seed: int = 0) -> list[Combination]:
@@ -75,6 +106,13 @@ def covering(factors: Factors, seed: int = 0) -> list[Combination]:
         factors: the values by the name of their factor.
         seed: of the order in which factors are settled. The same arguments give the same combinations.
     """
+    return [dict(made) for made in _covering(tuple((name, tuple(values)) for name, values in factors.items()), seed)]
+
+
+@functools.cache
+def _covering(named: tuple[tuple[str, tuple[Any, ...]], ...], seed: int) -> list[Combination]:
+    """Return the combinations; kept, because two ops ask for the same ones."""
+    factors = dict(named)
     choose = random.Random(seed)  # noqa: S311 - the same in every run
     missing: dict[Pair, None] = {
         (a, x, b, y): None for a, b in itertools.combinations(factors, 2) for x, y in itertools.product(factors[a], factors[b])
@@ -92,92 +130,89 @@ def covering(factors: Factors, seed: int = 0) -> list[Combination]:
 
 def _settled(factors: Factors, missing: Mapping[Pair, None], start: Pair, choose: random.Random) -> Combination:
     """Return a combination with a pair that is missing, and with as many others as a greedy choice finds."""
-    made = {start[0]: start[1], start[2]: start[3]}
+    made, places = {start[0]: start[1], start[2]: start[3]}, {name: place for place, name in enumerate(factors)}
     for factor in choose.sample([name for name in factors if name not in made], len(factors) - len(made)):
+        before = [(name, value) for name, value in made.items() if places[name] < places[factor]]
+        behind = [(name, value) for name, value in made.items() if places[name] > places[factor]]
         values = choose.sample(list(factors[factor]), len(factors[factor]))
-        made[factor] = max(values, key=lambda value: sum(_ordered(factors, factor, value, *old) in missing for old in made.items()))
+        made[factor] = max(
+            values,
+            key=lambda value: (
+                sum((*old, factor, value) in missing for old in before) + sum((factor, value, *old) in missing for old in behind)
+            ),
+        )
     return made
-
-
-def _ordered(factors: Factors, a: str, x: Any, b: str, y: Any) -> Pair:
-    names = list(factors)
-    return (a, x, b, y) if names.index(a) < names.index(b) else (b, y, a, x)
 
 
 def _pairs_of(factors: Factors, made: Combination) -> set[Pair]:
     return {(a, made[a], b, made[b]) for a, b in itertools.combinations(factors, 2)}
 
 
-def _drawn(factors: Factors, tiers: Sequence[Tier], make: Callable[..., list[Any]]) -> Callable[[], Iterator[Case]]:
-    """Return a function that makes a case of each combination: calls one after the other."""
-
-    def cases() -> Iterator[Case]:
-        names: set[str] = set()
-        for level, others in tiers:
-            for number, one in enumerate(covering({**factors, **others})):
-                name = ", ".join(f"{factor} {one[factor]}" for factor in (*factors, "count"))
-                if name not in names:  # two arrays may have one combination
-                    names.add(name)
-                    yield Case(name, in_turn("", make(seed=number, **one)).data, level)
-
-    return cases
+def _drawn(factors: Factors, tiers: Sequence[Tier], make: Callable[..., list[Any]]) -> Iterator[Case]:
+    """Yield a case of each combination: calls one after the other."""
+    names: set[str] = set()
+    for level, others in tiers:
+        for number, one in enumerate(covering({**factors, **others})):
+            name = ", ".join(f"{factor} {one[factor]}" for factor in (*factors, "count"))
+            if name not in names:  # two arrays may have one combination
+                names.add(name)
+                yield Case(name, in_turn("", make(seed=number, **one)).data, level)
 
 
-def _geometry(count: int, dtype: str, *, is_unlike: bool, **sizes: int) -> Geometry:
-    """Return sizes of 256 bytes a row in bfloat16, or smaller ones for many rows."""
-    is_large = count > 4097
-    heads, dim = (1, 8) if is_large else (2, 64)
-    values = {"hv": 1 if is_large else 3, "dv": 20} if is_unlike else {"hv": heads, "dv": dim}
-    return Geometry(hk=heads, dk=dim, **values, dtype=dtype, **sizes)
+def _geometry(sizes: str, dtype: str, **others: int) -> Geometry:
+    """Return sizes from their name: heads x elements of keys, and of values if they have others."""
+    k, _, v = sizes.partition(" and ")
+    (hk, dk), (hv, dv) = (map(int, side.split(" x ")) for side in (k, v or k))
+    return Geometry(hk=hk, dk=dk, hv=hv, dv=dv, dtype=dtype, **others)
 
 
 def _padded(good: list[Any], padding: str, nothing: Any, beyond: Any) -> list[Any]:
     """Return indices, of which a share is padding, or the last one out of range."""
     if padding == "beyond at the end":
         return [*good[:-1], beyond] if good else []
-    kept = {"none": range(8), "some": (0, 1, 2, 4, 5, 6, 7), "most": (3,)}[padding]
+    kept = {"some padding": (0, 1, 2, 4, 5, 6, 7), "most padding": (3,)}.get(padding, range(8))
     return [index if at % 8 in kept else nothing for at, index in enumerate(good)]
 
 
-_REPEATS = 4  # so many calls that differ in addresses and values of indices alone, and are remembered by then
+def _arranged(slots: str, first: int, g: Geometry, count: int, choose: random.Random) -> list[int]:
+    """Return so many slots from one on: in no order, one behind the other from within a block, or block by block in no order."""
+    if slots == "one run":
+        start = first + choose.randrange(g.capacity - first - count + 1)
+        return list(range(start, start + count))
+    if slots == "whole blocks":
+        blocks = choose.sample(range(first // g.block + 1, g.num_blocks), -(-count // g.block))
+        return [block * g.block + at for block in blocks for at in range(g.block)][:count]
+    return choose.sample(range(first, g.capacity), count)
 
 
 def slot_calls(op: str) -> Callable[[], Iterator[Case]]:
     """Return a function that makes calls of an op that goes by slots, in which every two properties meet."""
 
     def make(
-        *, count: int, seed: int, form: str, block: int, padding: str, dtype: str, is_unlike: bool, is_repeated: bool, **how: Any
+        *, count: int, seed: int, form: str, block: int, slots: str, first: int, dtype: str, sizes: str, is_repeated: bool, **how: Any
     ) -> list[SlotCall]:
         lead = {"[T]": (count,), "[3, S]": (3, -(-count // 3)), "[17, S]": (17, -(-count // 17)), "[B, 4]": (-(-count // 4), 4)}[form]
         tokens = lead[0] * (lead[1] if len(lead) > 1 else 1)
-        geometry = _geometry(count, dtype, is_unlike=is_unlike, num_blocks=tokens // block + 2, block=block)
+        geometry = _geometry(sizes, dtype, num_blocks=(first + tokens) // block + 2, block=block)
         choose = random.Random(seed)  # noqa: S311 - the same in every run
-        lists = [choose.sample(range(geometry.capacity), tokens) for _ in range(_REPEATS if is_repeated else 1)]
-        lists[-1] = _padded(lists[-1], padding, -1, geometry.capacity)
-        return [SlotCall(op, "", slots, lead, geometry, **how) for slots in lists]
+        lists = [_arranged(slots, first, geometry, tokens, choose) for _ in range(_REPEATS if is_repeated else 1)]
+        lists[-1] = _padded(lists[-1], slots, -1, geometry.capacity)
+        return [SlotCall(op, "", each, lead, geometry, **how) for each in lists]
 
-    return _drawn(_SLOTS, _TOKENS, make)
+    return lambda: _drawn(_SLOTS, _TOKENS, make)
 
 
 def copies() -> Iterator[Case]:
     """Yield copies of blocks in which every two properties meet."""
 
-    def make(*, count: int, seed: int, block: int, padding: str, dtype: str, is_unlike: bool, is_repeated: bool, **how: Any) -> list[Copy]:
-        geometry = _geometry(8192, dtype, is_unlike=is_unlike, num_blocks=2 * count + 2, block=block)
+    def make(*, count: int, seed: int, block: int, padding: str, dtype: str, sizes: str, is_repeated: bool, **how: Any) -> list[Copy]:
+        geometry = _geometry(sizes, dtype, num_blocks=2 * count + 2, block=block)
         pairs = fanned(geometry.num_blocks, count)
         lists = [[(src, dst) for src, dst in pairs[turn:] + pairs[:turn]] for turn in range(_REPEATS if is_repeated else 1)]
         lists[-1] = _padded(lists[-1], padding, (-1, 0), (0, geometry.num_blocks))
         return [Copy("", each, geometry=geometry, seed=seed, **how) for each in lists]
 
-    yield from _drawn(
-        _PAIRS,
-        (
-            (Level.CORE, {"count": (2, 17), **_UNLIKE_STRIDES}),
-            (Level.CORE, {"count": (1, 2, 16, 17, 65)}),
-            (Level.EXTENDED, {"count": (0, 3, *_around(5, 7), 63, 64, 257)}),
-        ),
-        make,
-    )()
+    return _drawn(_PAIRS, _COPIED, make)
 
 
 def updates() -> Iterator[Case]:
@@ -191,29 +226,21 @@ def updates() -> Iterator[Case]:
         rows: int,
         behind: int,
         padding: str,
+        first: int,
         dtype: str,
-        is_unlike: bool,
+        sizes: str,
         is_repeated: bool,
         **how: Any,
     ) -> list[Update]:
-        length = count + 8
-        geometry = _geometry(count, dtype, is_unlike=is_unlike, num_blocks=rows + behind, block=length)
+        geometry = _geometry(sizes, dtype, num_blocks=rows + behind, block=first + count + 8)
         made = []
         for turn in range(_REPEATS if is_repeated else 1):
-            lengths = [(3 * row + turn + seed) % 9 for row in range(rows)]
+            lengths = [first + (3 * row + turn + seed) % 9 for row in range(rows)]
             if padding == "too long" and turn == (_REPEATS - 1 if is_repeated else 0):
-                lengths[-1 if form.startswith("[b]") else 0] = 9
+                lengths[-1 if form.startswith("[b]") else 0] = first + 9
             given = lengths[0] if form == "int" else lengths[:1] if form in ("[1]", "[]") else lengths
             shape = {"[]": (), "[1]": (1,)}.get(form)
             made.append(Update("", given, shape, rows, count, geometry, index_gap=int(form == "[b] in steps"), **how))
         return made
 
-    yield from _drawn(
-        _ROWS,
-        (
-            (Level.CORE, {"count": (16, 257), **_UNLIKE_STRIDES}),
-            (Level.CORE, {"count": (1, 15, 16, 17, 257)}),
-            (Level.EXTENDED, {"count": (0, 2, *_around(5, 6, 7, 9, 10), 255, 256)}),
-        ),
-        make,
-    )()
+    return _drawn(_ROWS, _UPDATED, make)

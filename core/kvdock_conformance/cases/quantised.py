@@ -13,14 +13,14 @@ from kvdock_conformance.cases.numbers import finite
 from kvdock_conformance.cases.paged import Gather, shuffled
 from kvdock_conformance.requirement import Case
 
-__all__ = ["QUANTISED", "reads", "writes"]
+__all__ = ["FORMS", "QUANTISED", "finite_bytes", "reads", "scales", "writes"]
 
 QUANTISED = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "int8")
 """Dtypes that are stored as ``x / scale``."""
 
 _SCALES = (0x3DCCCCCD, 0x3D4CCCCD, 0x3E800000, 0x40400000, 0x3B03126F)
 """0.1, 0.05, 0.25, 3 and 0.002."""
-_FORMS = ("for each head", "for each token and head", "in host memory")
+FORMS = ("for each head", "for each token and head", "in host memory")
 _TOKENS = 13
 _SPECIAL: Mapping[str, Sequence[int]] = MappingProxyType(
     {
@@ -32,11 +32,17 @@ _SPECIAL: Mapping[str, Sequence[int]] = MappingProxyType(
 """Bits of bfloat16: 0.5, 1.5, 2.5, 6.5, 126.5, 127.5 and their negatives are the halves."""
 
 
-def _scales(drawing: Drawing, form: str, lead: tuple[int, ...], heads: int) -> tuple[View, View]:
+def scales(drawing: Drawing, form: str, lead: tuple[int, ...], heads: Sequence[int]) -> tuple[View, View]:
     """Return scales of keys and of values, which differ."""
-    shape = {"for each head": (heads,), "for each token and head": (*lead, heads)}.get(form, ())
-    scales = [_SCALES, _SCALES[::-1]]
-    k, v = (drawing.tensor("float32", shape, values=values, host=form == "in host memory") for values in scales)
+    k, v = (
+        drawing.tensor(
+            "float32",
+            {"for each head": (count,), "for each token and head": (*lead, count)}.get(form, ()),
+            values=values,
+            host=form == "in host memory",
+        )
+        for count, values in zip(heads, (_SCALES, _SCALES[::-1]), strict=True)
+    )
     return k, v
 
 
@@ -45,7 +51,7 @@ def writes() -> Iterator[Case]:
     for dtype in QUANTISED:
         for k_dtype in ("bfloat16", "float32"):
             yield _write(f"{dtype} from {k_dtype}", dtype, k_dtype)
-        for form in _FORMS:
+        for form in FORMS:
             yield _write(f"{dtype}, a scale {form}", dtype, form=form)
         for name, bits in _SPECIAL.items():
             yield _write(f"{dtype}, {name}", dtype, values=bits, scale=[0x3F800000])
@@ -68,7 +74,7 @@ def _write(
     sources = SOURCES["contiguous"](drawing, attrs.evolve(sizes, dtype=k_dtype), lead)
     k, v = (attrs.evolve(x, values=finite(k_dtype) if values is None else values) for x in sources)
     index = drawing.tensor("int64", lead, values=shuffled(sizes.capacity) if slots is None else slots)
-    k_scale, v_scale = (x if scale is None else attrs.evolve(x, values=scale) for x in _scales(drawing, form, lead, sizes.hk))
+    k_scale, v_scale = (x if scale is None else attrs.evolve(x, values=scale) for x in scales(drawing, form, lead, (sizes.hk, sizes.hv)))
     args = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "slot_mapping": index, "k_scale": k_scale, "v_scale": v_scale}
     return Case(name, drawing.case(call("paged_caching_", **args)))
 
@@ -77,17 +83,21 @@ def reads() -> Iterator[Case]:
     """Yield reads of quantised pools into float32, where the product of element and scale is rounded once."""
     for dtype in QUANTISED:
         yield _read(dtype, dtype)
-        for form in _FORMS:
+        for form in FORMS:
             yield _read(f"{dtype}, a scale {form}", dtype, form=form)
         yield _read(f"{dtype}, padding", dtype, form="for each token and head", slots=[3, -1, 5, 0, -7, 23])
 
 
-def _read(name: str, dtype: str, *, form: str = "", slots: Sequence[int] | None = None) -> Case:
+def finite_bytes() -> list[int]:
+    """Return bytes that stand for finite numbers in every format."""
     # Bytes up to 0x7b: larger ones are NaN or infinite in e4m3fn or e5m2, and what becomes of a NaN's payload is left open. So is
     # that of -0 where it is the one NaN.
-    finite_bytes = [byte - 128 * sign for byte in range(1, 0x7C) for sign in (0, 1)] + [0]
-    drawing, gather = Drawing(), Gather("", slots, geometry=Geometry(dtype=dtype), values=finite_bytes)
+    return [byte - 128 * sign for byte in range(1, 0x7C) for sign in (0, 1)] + [0]
+
+
+def _read(name: str, dtype: str, *, form: str = "", slots: Sequence[int] | None = None) -> Case:
+    drawing, gather = Drawing(), Gather("", slots, geometry=Geometry(dtype=dtype), values=finite_bytes())
     args = gather.args(drawing, gather.pools(drawing))
     outputs = {name: drawing.tensor("float32", (*gather.leading, 2, 8)) for name in ("k_out", "v_out")}
-    k_scale, v_scale = _scales(drawing, form, gather.leading, 2)
+    k_scale, v_scale = scales(drawing, form, gather.leading, (2, 2))
     return Case(name, drawing.case(call("gather_paged", **{**args, **outputs, "k_scale": k_scale, "v_scale": v_scale})))

@@ -13,15 +13,18 @@ from typing import Any, Protocol, TypeVar
 
 import attrs
 
+from kvdock.ops.catalog import CATALOG
 from kvdock_conformance.cases.drawing import ITEMSIZE, Drawing, View, call
 from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.cases.layouts import Geometry, Pair
+from kvdock_conformance.cases.numbers import finite
+from kvdock_conformance.cases.quantised import FORMS, QUANTISED, finite_bytes, scales
 
 __all__ = ["Chooser", "SeededChooser", "described", "random_case"]
 
 _T = TypeVar("_T")
 _DTYPES = ("bfloat16", "float16", "float32", "float64", "uint8")
-_EDGES = tuple(sorted({0, *(edge + by for power in range(1, 13) for edge in (1 << power,) for by in (-1, 0, 1))}))
+_EDGES = tuple(sorted({0, *(edge + by for power in range(1, 17) for edge in (1 << power,) for by in (-1, 0, 1))}))
 """Sizes: one below, at and one above powers of two."""
 _MOST_BYTES = 1 << 21
 """Of a pool."""
@@ -66,12 +69,32 @@ def random_case(choose: Chooser, ops: Sequence[str] = OPS) -> dict[str, Any]:
         ops: names of the ops to choose from.
     """
     drawing, op = Drawing(choose.integer(0, 3)), choose.one_of(ops)
+    by_slots = op in ("paged_caching_", "gather_paged")
+    if by_slots and choose.one_of((False,) * 15 + (True,)):
+        return drawing.case(_quantised(choose, drawing, op))
     geometry = _geometry(choose)
     pools = _pools(choose, drawing, geometry)
     form = _Form.drawn(choose, geometry, op)
     # A call whose like was made before takes another way than the first: the same form comes again, then another.
     forms = [form] * choose.one_of((1, 2, 4, 6)) + [_Form.drawn(choose, geometry, op) for _ in range(choose.integer(0, 2))]
-    return drawing.case(*(call(op, **_arguments(choose, drawing, each, pools)) for each in forms))
+    more = {"returned": True} if op == "gather_paged" and choose.one_of((False, False, True)) else {}
+    return drawing.case(*(call(op, **_arguments(choose, drawing, each, pools)) for each in forms), **more)
+
+
+def _quantised(choose: Chooser, drawing: Drawing, op: str) -> dict[str, Any]:
+    """Return a write to quantised pools, or a read of them into float32, of slots in a row."""
+    g = attrs.evolve(_geometry(choose), dtype=choose.one_of(QUANTISED))
+    dtype = "float32" if op == "gather_paged" else choose.one_of(("bfloat16", "float32"))
+    form = attrs.evolve(_Form.drawn(choose, attrs.evolve(g, dtype=dtype), op), lead=(choose.integer(1, min(g.capacity, 40)),))
+    k_cache, v_cache = (attrs.evolve(pool, values=finite_bytes()) for pool in _pools(choose, drawing, g))
+    k, v = (attrs.evolve(rows, values=None if op == "gather_paged" else finite(dtype)) for rows in _rows(drawing, form))
+    slots = random.Random(choose.integer(0, 99)).sample(range(g.capacity), form.lead[0])  # noqa: S311 - the same for the same choice
+    slots = [-1 if place * 5 % 8 < form.padding else slot for place, slot in enumerate(slots)]
+    index = drawing.tensor(form.index, form.lead, values=slots)
+    k_scale, v_scale = scales(drawing, choose.one_of(("", *FORMS)), form.lead, (g.hk, g.hv))
+    args = {"k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale, "slot_mapping": index}
+    rows = {"k_out": k, "v_out": v} if op == "gather_paged" else {"k": k, "v": v}
+    return call(op, **{name: value for name in CATALOG[op].arg_names for value in [(args | rows).get(name)]})
 
 
 def _geometry(choose: Chooser) -> Geometry:
@@ -80,9 +103,9 @@ def _geometry(choose: Chooser) -> Geometry:
     alike = choose.one_of((True, False))
     hv, dv = (hk, dk) if alike else (choose.one_of((1, 2, 3, 4)), choose.one_of((8, 1, 3, 4, 16, 20, 64)))
     row = max(hk * dk, hv * dv) * ITEMSIZE[dtype]
-    slots = max(2, min(4096, _MOST_BYTES // row))
+    slots = max(2, min(choose.one_of((4096,) * 7 + (70_000,)), _MOST_BYTES // row))
     block = choose.one_of([size for size in (4, 1, 2, 3, 5, 8, 16, 17, 64, 513, 1024) if size <= slots // 2])
-    blocks = choose.integer(2, max(2, min(24, slots // block)))
+    blocks = choose.integer(2, max(2, min(24 if slots <= 4096 else slots, slots // block)))
     return Geometry(num_blocks=blocks, block=block, hk=hk, dk=dk, hv=hv, dv=dv, dtype=dtype)
 
 

@@ -25,6 +25,10 @@ _INDICES: Mapping[str, tuple[str, tuple[int, ...]]] = MappingProxyType(
     }
 )
 """By op: the argument that holds indices, and some with the first place and the last."""
+_PADDED: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {"paged_caching_": (5, -1, 63, -7), "gather_paged": (-7, 0, -1, 5), "copy_blocks_": (0, 1, 2, 3, -1, 5, 6, -1)}
+)
+"""By op: indices with padding, where there is any."""
 
 
 def repeats() -> Iterator[Case]:
@@ -49,6 +53,8 @@ def _calls(op: str, drawing: Drawing, caches: Pair | None) -> Iterator[dict[str,
     yield from (made(seed) for seed in range(4))
     yield made(4, index={"values": good})
     yield made(5)
+    if op in _PADDED:
+        yield made(5, index={"values": _PADDED[op]})
     yield made(6, index={"dtype": "int32"})
     yield made(7, past=2)
     yield from (made(seed) for seed in range(8, 10))

@@ -88,7 +88,7 @@ def check_supports_time(target: Target, data: Mapping[str, Any]) -> None:
     def ratio(attempt: int) -> float:
         calls = [seconds(lambda: target.call(op, every[0])) for _ in range(32)]
         asked = [seconds(lambda r=request: kernel.supports(r)) for request in requests[attempt * share : (attempt + 1) * share]]  # type: ignore[misc]  # a default binds it
-        return statistics.median(asked) / statistics.median(calls[8:])
+        return sorted(asked)[-2] / statistics.median(calls[8:])  # few kinds of requests may be slow; one may be a chance
 
     _retried(f"{op}: time of supports()", _SUPPORTS_LIMIT, ratio)
 

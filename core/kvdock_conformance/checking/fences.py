@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,14 @@ import torch
 from kvdock.ops.catalog import CATALOG
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.meaning import REFERENCES
-from kvdock_conformance.checking.memory import MARGIN, Arenas, compare
+from kvdock_conformance.checking.memory import MARGIN, Arenas, compare, filled
 from kvdock_conformance.checking.plans import check_calls_of_others
 from kvdock_conformance.checking.target import HOST, Target
 from kvdock_conformance.requirement import Capability
 
-__all__ = ["FENCED", "FencedArenas", "check_fenced", "check_inputs_released", "fenced", "why_no_fence"]
+__all__ = ["FENCED", "FencedArenas", "check_fenced", "check_inputs_released", "fenced", "protect", "why_no_fence"]
 
+_NOTHING = 0  # may be done with memory, not even reading
 _TURNS = 5  # the plan is prepared, found, repeated, and found again
 _LATER_S = 0.02
 
@@ -46,14 +47,18 @@ def fenced(content: torch.Tensor, *, at_end: bool) -> torch.Tensor:
     room = -(-len(content) // mmap.PAGESIZE) * mmap.PAGESIZE
     pages = mmap.mmap(-1, room + 2 * mmap.PAGESIZE)
     memory = np.frombuffer(pages, dtype=np.uint8)
-    protect = ctypes.CDLL(None, use_errno=True).mprotect
     for start in (0, room + mmap.PAGESIZE):
-        if protect(ctypes.c_void_p(memory.ctypes.data + start), ctypes.c_size_t(mmap.PAGESIZE), 0):
-            raise OSError(ctypes.get_errno(), "mprotect")
+        protect(memory.ctypes.data + start, mmap.PAGESIZE, _NOTHING)
     start = mmap.PAGESIZE + (room - len(content) if at_end else 0)
     place = torch.from_numpy(memory[start : start + len(content)])
     place.copy_(content)
     return place
+
+
+def protect(memory: int, count: int, how: int) -> None:
+    """Say what may be done with whole pages of memory: ``PROT_`` of `mmap`."""
+    if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(memory), ctypes.c_size_t(count), how):
+        raise OSError(ctypes.get_errno(), "mprotect")
 
 
 class FencedArenas(Arenas):
@@ -69,6 +74,12 @@ class FencedArenas(Arenas):
         # What lies in front of the first tensor, such as an offset off an alignment, is in front of the fence too.
         self.bytes = [fenced(content[MARGIN:-MARGIN], at_end=at_end) for content in self.bytes]
 
+    def only_read(self, numbers: Collection[int]) -> None:
+        """Let nobody write to some arenas from now on."""
+        for content in (self.bytes[number] for number in numbers):
+            first = content.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+            protect(first, -(-(content.data_ptr() + len(content) - first) // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.PROT_READ)
+
     def tensor(self, spec: Any) -> Any:
         """Return the tensor that a spec describes."""
         if not isinstance(spec, Mapping):
@@ -79,7 +90,7 @@ class FencedArenas(Arenas):
 
 
 def check_fenced(target: Target, data: Mapping[str, Any]) -> None:
-    """Make the calls of a case on memory that ends at a page that may not be read, and on such that begins there.
+    """Make the calls of a case on memory that ends at a page that may not be read, and on such that begins there; inputs may only be read.
 
     Raises:
         NonconformanceError: an argument is not what it must be; the process ends where it reads beside them.
@@ -92,6 +103,7 @@ def check_fenced(target: Target, data: Mapping[str, Any]) -> None:
         memory, right = FencedArenas(data["arenas"], at_end=at_end), plain.copy()
         for own, content in zip(memory.bytes, plain.bytes, strict=True):
             own.copy_(content[MARGIN:-MARGIN])
+        memory.only_read(set(range(len(memory.bytes))) - _written(data["calls"]))
         for call in data["calls"]:
             REFERENCES[call["op"]](*(right.tensor(spec) for spec in call["args"].values()))
             target.call(call["op"], {name: memory.tensor(spec) for name, spec in call["args"].items()})
@@ -104,6 +116,11 @@ def check_fenced(target: Target, data: Mapping[str, Any]) -> None:
                 )
 
 
+def _written(calls: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Return the arenas that calls write to."""
+    return {call["args"][arg.name]["arena"] for call in calls for arg in CATALOG[call["op"]].mutated}
+
+
 def check_inputs_released(target: Target, data: Mapping[str, Any]) -> None:
     """Make calls on the same memory in turn, change all that they read as soon as each returns, and compare what it wrote.
 
@@ -111,11 +128,13 @@ def check_inputs_released(target: Target, data: Mapping[str, Any]) -> None:
         NonconformanceError: a byte of what was written is not that of the call's own inputs.
     """
     memory, calls = Arenas(data["arenas"], target.device), data["calls"]
-    written = {calls[0]["args"][arg.name]["arena"] for arg in CATALOG[calls[0]["op"]].mutated}
+    written = _written(calls)
     inputs = set(range(len(memory.bytes))) - written
     indices = {spec["arena"] for spec in calls[0]["args"].values() if spec["dtype"].startswith("int")}
     for turn in range(_TURNS):
         op, specs = calls[turn % len(calls)]["op"], calls[turn % len(calls)]["args"]
+        for number in written:  # else what an earlier call has written is right without this one
+            memory.bytes[number].copy_(filled({**memory.arenas[number], "seed": turn}, target.device))
         args = {name: memory.tensor(spec) for name, spec in specs.items()}
         expected = memory.copy()
         REFERENCES[op](*(expected.tensor(spec) for spec in specs.values()))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import random
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,33 +18,44 @@ from kvdock_conformance.checking.meaning import REFERENCES
 from kvdock_conformance.checking.memory import Arenas, compare
 from kvdock_conformance.checking.target import Target
 
-__all__ = ["PoolThread", "check_shared_pools", "stumbling"]
+__all__ = ["PoolThread", "check_shared_pools", "steps_of", "stopped_at"]
 
 _LOOKS = 3
-_SHARE, _SLEEP_S = 0.2, 1e-4  # of the events of Python's own profiler, and how long a thread stands back at them
-_STOPS = 40  # in one call: one under an interpreter has tens of thousands of such events
-_RUN_S, _FEWEST_TURNS = 0.15, 4  # most threads meet within so long; under an interpreter, a call takes long
+_FEWEST, _MOST = 16, 48  # of the steps of a call at which another one is made
+_RUN_S, _FEWEST_TURNS = 0.05, 4  # under an interpreter, a call takes long
+_GOLDEN = 0.618034  # multiples of it are spread evenly, however many there are
+_LOCKED_S = 0.2  # a call that waits so long waits for the one that is stopped
 _WAIT_S = 30.0
 
 
-@contextmanager
-def stumbling(seed: int) -> Iterator[None]:
-    """Make this thread let others go first now and then in a block, between any two calls of Python's: what is not one step comes apart.
+def steps_of(function: Callable[[], object]) -> int:
+    """Call a function, and return how many steps Python's own profiler sees in it."""
+    seen, before = [0], sys.getprofile()
 
-    Python alone switches between threads too seldom, the more so on a busy machine.
-    """
-    draw, before, left = random.Random(seed).random, sys.getprofile(), [_STOPS]  # noqa: S311 - the same in every run
+    def count(frame: object, event: str, argument: object) -> None:
+        seen[0] += 1
 
-    def now_and_then(frame: object, event: str, argument: object) -> None:
-        if draw() < _SHARE:
-            time.sleep(_SLEEP_S)
-            left[0] -= 1
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return seen[0]
+
+
+def stopped_at(step: int, function: Callable[[], object], meanwhile: Callable[[], object]) -> None:
+    """Call a function, and something else in the middle of it: before one of its steps."""
+    left, before = [step], sys.getprofile()
+
+    def stop(frame: object, event: str, argument: object) -> None:
+        left[0] -= 1
         if not left[0]:
             sys.setprofile(before)
+            meanwhile()
 
-    sys.setprofile(now_and_then)
+    sys.setprofile(stop)
     try:
-        yield
+        function()
     finally:
         sys.setprofile(before)
 
@@ -76,32 +86,70 @@ class PoolThread:
             if len(places)
         ]
 
-    def run(self, ready: threading.Barrier) -> None:
-        """Spoil what is this thread's own, make the call, and look: nobody else writes there.
+    def spoil(self) -> None:
+        """Spoil what is this thread's own."""
+        for content, places, right in self._places:
+            content[places] = ~right
+
+    def call(self) -> None:
+        """Make the call."""
+        self._target.call(self._op, self._args)
+
+    def look(self) -> None:
+        """Look at what is this thread's own: nobody else writes there.
 
         Raises:
             NonconformanceError: a byte is not what it must be.
         """
-        ready.wait(_WAIT_S)
-        end = time.monotonic() + _RUN_S
-        for turn in itertools.count():
-            for content, places, right in self._places:
-                content[places] = ~right
-            # Every other time at full speed: what is native can only meet what runs at the same time.
-            with stumbling(turn * 31 + self._number) if turn % 2 else nullcontext():
-                self._target.call(self._op, self._args)
-            for _ in range(_LOOKS):  # what others write back late is found too
-                self._look()
-                time.sleep(0)
-            if turn + 1 >= _FEWEST_TURNS and time.monotonic() > end:
-                break
-
-    def _look(self) -> None:
         for content, places, right in self._places:
             if not torch.equal(content[places], right):
                 wrong = int((content[places] != right).sum())
                 what = f"{self._op} by a thread beside others"
                 raise NonconformanceError(what, expected="its own bytes as they were written", got=f"{wrong} that are not")
+
+    def run(self, ready: threading.Barrier) -> None:
+        """Make the call again and again, at full speed: what is native can only meet what runs at the same time.
+
+        Raises:
+            NonconformanceError: a byte is not what it must be.
+        """
+        ready.wait(_WAIT_S)
+        end, turn = time.monotonic() + _RUN_S, 0
+        while turn < _FEWEST_TURNS or time.monotonic() < end:
+            self.spoil()
+            self.call()
+            for _ in range(_LOOKS):  # what others write back late is found too
+                self.look()
+                time.sleep(0)
+            turn += 1
+
+    def in_the_middle(self, other: PoolThread, elsewhere: ThreadPoolExecutor) -> None:
+        """Make the call, and another thread's in the middle of it: at one of its steps after the other, so that chance has no part in it.
+
+        Raises:
+            NonconformanceError: a byte of either is not what it must be.
+        """
+        for _ in range(5):  # what comes once is behind both
+            elsewhere.submit(other.call).result(_WAIT_S)
+            steps = steps_of(self.call)
+        end = time.monotonic() + _RUN_S
+        for number in range(1, _MOST + 1):
+            made: list[Future[None]] = []
+
+            def meanwhile() -> None:
+                made.append(elsewhere.submit(other.call))  # noqa: B023 - called at once
+                wait(made, _LOCKED_S)  # noqa: B023 - called at once
+
+            self.spoil()
+            other.spoil()
+            stopped_at(1 + int(number * _GOLDEN % 1 * steps), self.call, meanwhile)
+            if not made:  # this call had fewer steps
+                meanwhile()
+            made[0].result(_WAIT_S)
+            self.look()
+            other.look()
+            if number >= _FEWEST and time.monotonic() > end:
+                break
 
 
 def check_shared_pools(target: Target, data: Mapping[str, Any]) -> None:
@@ -117,9 +165,11 @@ def check_shared_pools(target: Target, data: Mapping[str, Any]) -> None:
     expected = memory.copy()
     threads = [PoolThread(target, memory, expected, call, number) for number, call in enumerate(data["calls"])]
     ready = threading.Barrier(len(threads))
-    with ThreadPoolExecutor(len(threads)) as pool:
-        made = [pool.submit(thread.run, ready) for thread in threads]
-    for future in made:
-        future.result()
+    with ExitStack() as stack:
+        pools = [stack.enter_context(ThreadPoolExecutor(1)) for _ in threads]
+        for (one, own), (other, elsewhere) in itertools.permutations(zip(threads, pools, strict=True), 2):
+            own.submit(one.in_the_middle, other, elsewhere).result()
+        for done in [pool.submit(thread.run, ready) for thread, pool in zip(threads, pools, strict=True)]:
+            done.result()
     every = {f"{name} of thread {number}": spec for number, call in enumerate(data["calls"]) for name, spec in call["args"].items()}
     compare(memory, expected, every, f"{data['calls'][0]['op']} by threads at once")

@@ -10,7 +10,9 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,10 @@ from kvdock import runtime
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.fresh import facts_of, own_names, seeded_lines
 from kvdock_conformance.checking.memory import Arenas, compare
-from kvdock_conformance.checking.settings import unchanged
+from kvdock_conformance.checking.settings import ProcessSettings, unchanged
 from kvdock_conformance.checking.target import Target
 
-__all__ = ["ENDING", "MARK", "check_defaults", "check_ending", "check_settings_of_calls", "check_settings_of_import"]
+__all__ = ["ENDING", "MARK", "SURROUNDINGS", "check_ending", "check_settings_of_calls", "check_settings_of_import", "check_surroundings"]
 
 ENDING = """
 import atexit, importlib, multiprocessing, os, subprocess, sys, threading, time, types
@@ -65,42 +67,91 @@ def check_settings_of_import(target: Target, data: Mapping[str, Any]) -> None:
 
 
 def check_settings_of_calls(target: Target, data: Mapping[str, Any]) -> None:
-    """Make the calls of a case, those that are served, and check that they change nothing but memory."""
+    """Make the calls of a case, those that are served, and check that they change nothing but memory.
+
+    They are made until they leave no further thread behind: workers come one by one, and what goes on growing has too many.
+    """
     memory = Arenas(data["arenas"], target.device)
-    with unchanged():
-        for call in data["calls"]:
-            with contextlib.suppress(kvdock.UnsupportedError):
-                target.call(call["op"], {name: memory.tensor(spec) for name, spec in call["args"].items()})
+    for _ in range(ProcessSettings.most_workers):
+        before = set(ProcessSettings.running())
+        with unchanged():
+            for call in data["calls"]:
+                with contextlib.suppress(kvdock.UnsupportedError):
+                    target.call(call["op"], {name: memory.tensor(spec) for name, spec in call["args"].items()})
+        if before.issuperset(ProcessSettings.running()):
+            break
 
 
-def check_defaults(target: Target, data: Mapping[str, Any]) -> None:
-    """Make the calls of a case as they are, and under other defaults of torch than its own, with plans that are made under these.
+def check_surroundings(target: Target, data: Mapping[str, Any]) -> None:
+    """Make each call of a case as it is, and as a user has set the process, with a plan that is made then.
 
     Raises:
-        NonconformanceError: the memory differs afterwards.
+        NonconformanceError: the memory differs afterwards, or a warning that is an error was raised in the middle of a write.
     """
-    plain, other = Arenas(data["arenas"], target.device), Arenas(data["arenas"], target.device)
     for call in data["calls"]:
+        plain, other = (Arenas(data["arenas"], target.device) for _ in range(2))
+        args, others = ({name: side.tensor(spec) for name, spec in call["args"].items()} for side in (plain, other))
+        before = plain.copy()
         with contextlib.suppress(kvdock.UnsupportedError):
-            target.call(call["op"], {name: plain.tensor(spec) for name, spec in call["args"].items()})
-            args = {name: other.tensor(spec) for name, spec in call["args"].items()}
-            runtime.default().dispatcher.descriptors.clear()
-            with _defaults(data["dtype"], data["device"]):
-                target.call(call["op"], args)
-            compare(other, plain, call["args"], f"{call['op']} with default dtype {data['dtype']} and default device {data['device']}")
+            target.call(call["op"], args)
+        runtime.default().dispatcher.descriptors.clear()
+        try:
+            with contextlib.suppress(kvdock.UnsupportedError), SURROUNDINGS[data["surroundings"]]():
+                target.call(call["op"], others)
+        except Warning:
+            plain = before
+        compare(other, plain.copy(), call["args"], f"{call['op']} with {data['surroundings']}")
 
 
 @contextlib.contextmanager
-def _defaults(dtype: str, device: str) -> Iterator[None]:
-    """Set torch's defaults for a block, as a user sets them."""
+def _default_dtype() -> Iterator[None]:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, dtype))
-    torch.set_default_device(device)
+    torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
-        torch.set_default_device(None)
         torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.set_deterministic_debug_mode("error")  # the other door to the same setting loads a compiler
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode("default")
+
+
+@contextlib.contextmanager
+def _warnings_are_errors() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@contextlib.contextmanager
+def _flushed() -> Iterator[None]:
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@contextlib.contextmanager
+def _default_device() -> Iterator[None]:
+    with torch.device("meta"):
+        yield
+
+
+SURROUNDINGS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
+    "another default dtype": _default_dtype,
+    "another default device": _default_device,
+    "deterministic algorithms": _deterministic,
+    "warnings as errors": _warnings_are_errors,
+    "subnormal numbers flushed": _flushed,
+}
+"""What a user may have set, by name."""
 
 
 def check_ending(target: Target, data: Mapping[str, Any]) -> None:

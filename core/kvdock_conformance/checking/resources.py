@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ __all__ = [
     "check_keeps_nothing",
     "check_leaks",
     "check_leaks_of_counts",
+    "check_scratch",
     "in_order",
     "made_calls",
 ]
@@ -118,6 +121,46 @@ def check_leaks_of_counts(target: Target, data: Mapping[str, Any]) -> None:
             target.call(op, _anew(args))
 
     check_growth(f"{op}: calls of new numbers of tokens", target.device, times, work, _PER_COUNT, attempts=2)
+
+
+def _peak(device: torch.device, call: Callable[[], object]) -> int:
+    """Return by how many bytes the memory in use grows in a call; 0 where that cannot be told. Large blocks alone tell on a host."""
+    own = getattr(torch, device.type)
+    if hasattr(own, "reset_peak_memory_stats"):
+        own.reset_peak_memory_stats(device)
+        before = own.memory_allocated(device)
+        call()
+        return int(own.max_memory_allocated(device) - before)
+    with contextlib.suppress(OSError):  # another system, or not allowed
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+        before = _resident("VmRSS")
+        call()
+        return _resident("VmHWM") - before
+    return 0
+
+
+def _resident(name: str) -> int:
+    """Return a line of the process's status in bytes."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())
+    return int(lines[name].split()[0]) * 1024
+
+
+def check_scratch(target: Target, data: Mapping[str, Any]) -> None:
+    """Compare the scratch memory of the calls of a case with that of the first, whose memory is dense.
+
+    Raises:
+        NonconformanceError: another call takes more, by ``data["spare"]`` bytes.
+    """
+    op, taken = data["calls"][0]["op"], []
+    for args in made_calls(Arenas(data["arenas"], target.device), data):
+        target.call(op, args)
+        taken.append(_peak(target.device, lambda: target.call(op, args)))  # noqa: B023 - called at once
+        if taken[-1] > taken[0] + data["spare"]:
+            raise NonconformanceError(
+                f"{op}: scratch memory of a call on memory that is not dense",
+                expected=f"about what it takes on dense memory, {taken[0]} bytes",
+                got=f"{taken[-1]} bytes",
+            )
 
 
 def _round_of_plans(target: Target, calls: Sequence[tuple[Request, tuple[Any, ...]]]) -> None:

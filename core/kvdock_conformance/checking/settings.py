@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import locale
+import logging
+import operator
 import os
 import random
+import signal
 import sys
 import threading
 import types
@@ -15,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvdock_conformance.checking.failure import NonconformanceError
@@ -25,38 +30,86 @@ __all__ = ["ProcessSettings", "unchanged"]
 class ProcessSettings:
     """The settings of the process as they are now. Its source goes into fresh interpreters too, so it uses no other of the kit's."""
 
-    def __init__(self) -> None:
-        self.values = self.now()
-        self._random, self._rng = random.getstate(), torch.get_rng_state()
+    most_workers = 16 + 2 * (os.cpu_count() or 1)
+    """So many daemon threads may a process have: a pool that is made once stays."""
 
-    def now(self) -> dict[str, Any]:
-        """Return what is compared, by name."""
-        try:
-            directory = os.getcwd()
-        except OSError:
-            directory = "a folder that is gone"
-        found = {
-            "the current directory": directory,
-            "warnings.filters": list(warnings.filters),
-            "the state of Python's random numbers": f"{hash(random.getstate()):x}",
-            "the state of torch's random numbers": f"{zlib.crc32(torch.get_rng_state().numpy().tobytes()):x}",
-            "the floating-point mode": self.floating_point(),
-            "the locale": locale.setlocale(locale.LC_ALL),
-            "the garbage collector": (gc.isenabled(), gc.get_threshold(), gc.get_debug()),
-            "torch.get_default_dtype()": torch.get_default_dtype(),
-            "torch.get_default_device()": torch.get_default_device(),
-            "torch.is_grad_enabled()": torch.is_grad_enabled(),
-            "torch.get_num_threads()": torch.get_num_threads(),
-            "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
-            "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+    def __init__(self) -> None:
+        self.values, self.code, self.threads = self.now(), self.kvdock_code(), set(self.running())
+
+    @classmethod
+    def table(cls) -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
+        """Return what is compared, by name: how it is read, and how it is put back."""
+        return {
+            "the current directory": (cls.folder, os.chdir),
+            "warnings.filters": (lambda: list(warnings.filters), cls._filter),
+            "logging's root logger": (lambda: (logging.root.level, list(logging.root.handlers), logging.root.manager.disable), cls._log),
+            "the state of Python's random numbers": (random.getstate, random.setstate),
+            "the state of numpy's random numbers": (cls._numbers, cls._draw),
+            "the state of torch's random numbers": (
+                lambda: torch.get_rng_state().numpy().tobytes(),
+                lambda was: torch.set_rng_state(torch.frombuffer(bytearray(was), dtype=torch.uint8)),
+            ),
+            "what is printed to stdout, in bytes": (cls.printed, lambda was: None),
+            "the floating-point mode": (cls.floating_point, lambda was: torch.set_flush_denormal(not was["subnormal numbers"])),
+            "the locale": (lambda: locale.setlocale(locale.LC_ALL), lambda was: locale.setlocale(locale.LC_ALL, was)),
+            "the garbage collector": (lambda: (gc.isenabled(), gc.get_threshold(), gc.get_debug()), cls._collect),
+            "what handles signals": (lambda: [signal.getsignal(number) for number in cls.signals()], cls._handle),
+            "sys.path": (lambda: list(sys.path), lambda was: sys.path.__setitem__(slice(None), was)),
+            "sys.getswitchinterval()": (sys.getswitchinterval, sys.setswitchinterval),
+            "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
+            "torch.get_default_device()": (
+                torch.get_default_device,
+                lambda was: torch.set_default_device(None if was == torch.device("cpu") else was),
+            ),
+            "torch.is_grad_enabled()": (torch.is_grad_enabled, torch.set_grad_enabled),
+            "torch.get_num_threads()": (torch.get_num_threads, torch.set_num_threads),
+            "torch.are_deterministic_algorithms_enabled()": (
+                torch.are_deterministic_algorithms_enabled,
+                torch.use_deterministic_algorithms,
+            ),
+            "torch.get_float32_matmul_precision()": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
         }
-        threads = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
-        found.update((f"thread {thread.ident}", thread.name) for thread in threads)
-        found.update((f"environment variable {name}", value) for name, value in os.environ.items())
-        for module in [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "kvdock"]:
-            parts = [(name, part) for name, part in vars(module).items() if isinstance(part, types.FunctionType | type)]
-            found.update((f"{module.__name__}.{name}", part) for name, part in parts)
-        return found
+
+    @classmethod
+    def now(cls) -> dict[str, Any]:
+        """Return what is so now, by name."""
+        found = {name: read() for name, (read, _) in cls.table().items()}
+        return found | {f"environment variable {name}": value for name, value in os.environ.items()}
+
+    @staticmethod
+    def kvdock_code() -> dict[str, dict[str, Any]]:
+        """Return what the modules of kvdock hold."""
+        modules = [(name, module) for name, module in list(sys.modules.items()) if name.startswith("kvdock.") or name == "kvdock"]
+        return {name: dict(vars(module)) for name, module in modules}
+
+    @staticmethod
+    def running() -> dict[int | None, threading.Thread]:
+        """Return the threads that Python started, by number."""
+        return {thread.ident: thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
+
+    @staticmethod
+    def folder() -> str:
+        """Return the current directory."""
+        try:
+            return os.getcwd()
+        except OSError:
+            return "a folder that is gone"
+
+    @staticmethod
+    def signals() -> tuple[signal.Signals, ...]:
+        """Return the signals that programs handle themselves."""
+        return signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE
+
+    @staticmethod
+    def printed() -> int:
+        """Return how much this process has written to stdout; 0 where that is no file, or the same as stderr."""
+        with contextlib.suppress(Exception):  # closed, or replaced by something else
+            sys.stdout.flush()
+        places = [0, 0]
+        for number in (1, 2):
+            with contextlib.suppress(OSError):
+                places[number - 1] = os.lseek(number, 0, os.SEEK_CUR)
+        return places[0] if places[0] != places[1] else 0
 
     @staticmethod
     def floating_point() -> dict[str, bool]:
@@ -64,52 +117,80 @@ class ProcessSettings:
         smallest, one, eps = sys.float_info.min, float(sys.float_info.radix) / 2, sys.float_info.epsilon
         return {"subnormal numbers": smallest / 2 > 0, "rounds to nearest": one + eps / 4 == one and one - eps / 8 == one}
 
-    def changes(self) -> list[tuple[str, str, str]]:
+    def changes(self, *, workers: bool = False) -> list[tuple[str, str, str]]:
         """Return what is otherwise now: its name, what it was, and what it is.
 
         What kvdock has imported meanwhile is no change, nor is a thread that has ended.
+
+        Args:
+            workers: whether daemon threads may have been started that stay, as long as they are few.
         """
         was, now = self.values, self.now()
-        names = [name for name in {**was, **now} if not name.startswith("kvdock." if name not in was else "thread ")]
-        return [(name, self.told(was, name), self.told(now, name)) for name in names if name not in was or was[name] != now.get(name)]
+        found = [(name, self.told(was, name), self.told(now, name)) for name in {**was, **now} if self._differs(was, now, name)]
+        for module, parts in self.kvdock_code().items():
+            before = self.code.get(module, {})
+            if len(parts) != len(before) or not all(map(operator.is_, parts.values(), before.values())):  # which is quick to ask
+                names = [name for name, part in before.items() if self._is_code(part) and parts.get(name) is not part]
+                found += [(f"{module}.{name}", self.told(before, name), self.told(parts, name)) for name in names]
+        running = self.running()
+        are_workers = workers and len(running) <= self.most_workers
+        started = [thread for number, thread in running.items() if number not in self.threads and not (are_workers and thread.daemon)]
+        return [*found, *((f"thread {thread.ident}", "nothing", repr(thread.name)) for thread in started)]
+
+    @staticmethod
+    def _differs(was: dict[str, Any], now: dict[str, Any], name: str) -> bool:
+        return name not in was or name not in now or bool(was[name] != now[name])
+
+    @staticmethod
+    def _is_code(part: object) -> bool:
+        return isinstance(part, types.FunctionType | type)
 
     @staticmethod
     def told(values: dict[str, Any], name: str) -> str:
         """Return a value as text, if it is one to be read."""
         text = repr(values[name]) if name in values else "nothing"
-        return text if len(text) <= 300 else f"{text[:100]} ... {text[-100:]}"
+        return text if len(text) <= 300 else f"{text[:100]} ... {text[-100:]} (checksum {zlib.crc32(text.encode()):x})"
 
     def restore(self) -> None:
         """Put back what has changed."""
-        device = self.values["torch.get_default_device()"]
-        back: dict[str, Callable[[Any], object]] = {
-            "the current directory": os.chdir,
-            "warnings.filters": self._filter,
-            "the state of Python's random numbers": lambda was: random.setstate(self._random),
-            "the state of torch's random numbers": lambda was: torch.set_rng_state(self._rng),
-            "the floating-point mode": lambda was: torch.set_flush_denormal(not was["subnormal numbers"]),
-            "the locale": lambda was: locale.setlocale(locale.LC_ALL, was),
-            "the garbage collector": self._collect,
-            "torch.get_default_dtype()": torch.set_default_dtype,
-            "torch.get_default_device()": lambda was: torch.set_default_device(None if device == torch.device("cpu") else device),
-            "torch.is_grad_enabled()": torch.set_grad_enabled,
-            "torch.get_num_threads()": torch.set_num_threads,
-            "torch.are_deterministic_algorithms_enabled()": torch.use_deterministic_algorithms,
-            "torch.get_float32_matmul_precision()": torch.set_float32_matmul_precision,
-        }
+        table = self.table()
         for name, _, _ in self.changes():
             variable = name.removeprefix("environment variable ")
             module, _, part = name.rpartition(".")
             if name.startswith("thread "):
                 continue  # it ends by itself, or not at all
-            if name in back:
-                back[name](self.values[name])
+            if name in table:
+                table[name][1](self.values[name])
             elif variable == name:
-                setattr(sys.modules[module], part, self.values[name])
+                setattr(sys.modules[module], part, self.code[module][part])
             elif name in self.values:
                 os.environ[variable] = self.values[name]
             else:
                 del os.environ[variable]
+
+    @staticmethod
+    def _numbers() -> tuple[Any, ...]:
+        """Return the state of numpy's random numbers."""
+        name, state, *others = np.random.get_state()
+        return (name, np.asarray(state).tobytes(), *others)
+
+    @staticmethod
+    def _draw(was: tuple[Any, ...]) -> None:
+        """Put numpy's random numbers back."""
+        np.random.set_state((was[0], np.frombuffer(was[1], np.uint32), *was[2:]))
+
+    @staticmethod
+    def _log(was: tuple[int, list[logging.Handler], int]) -> None:
+        """Put logging's root logger back."""
+        logging.root.setLevel(was[0])
+        logging.root.handlers[:] = was[1]
+        logging.disable(was[2])
+
+    @classmethod
+    def _handle(cls, was: list[Any]) -> None:
+        """Put what handles signals back."""
+        for number, handler in zip(cls.signals(), was, strict=True):
+            signal.signal(number, handler)
 
     @staticmethod
     def _collect(was: tuple[bool, tuple[int, int, int], int]) -> None:
@@ -127,8 +208,11 @@ class ProcessSettings:
 
 
 @contextmanager
-def unchanged() -> Iterator[None]:
+def unchanged(*, workers: bool = True) -> Iterator[None]:
     """Hold a block to leave the settings of the process as they are, and put them back where it does not.
+
+    Args:
+        workers: whether it may leave daemon threads behind, as long as they are few: those of a pool that is made once.
 
     Raises:
         NonconformanceError: the block ended by itself, and one is otherwise now.
@@ -139,7 +223,7 @@ def unchanged() -> Iterator[None]:
     except BaseException:
         before.restore()
         raise
-    changes = before.changes()
+    changes = before.changes(workers=workers)
     if changes:
         before.restore()
         raise NonconformanceError(f"{changes[0][0]} behind the calls", expected=changes[0][1], got=changes[0][2])

@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import itertools
 import locale
+import logging
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
 import attrs
+import numpy as np
 import torch
 
 import kvdock
@@ -152,6 +155,18 @@ for _method, _where, _killer in (("forked", _IN_FORK, "KVD-HYGIENE-004"), ("spaw
         *_END,
     )
 
+_fresh(
+    "workers-lost-in-a-fork",
+    "Calls need workers that a forked process has lost.",
+    "KVD-HYGIENE-018",
+    "own_gather, crew = kvdock.ops.gather_paged, []",
+    "def faulty(*args, **settings):",
+    "    if (crew or [os.getpid()])[0] != os.getpid(): raise RuntimeError('the workers are gone')",
+    "    crew[:] = [os.getpid()]",
+    "    return own_gather(*args, **settings)",
+    "kvdock.ops.gather_paged = faulty",
+)
+
 
 @FAULTS.backend(_AREA, "probe", "hygiene-probe-changes", "Each probe finds something else.", "KVD-HYGIENE-006")
 def _probe_changes(inner: Callable[[], kvdock.plugin.Probe]) -> Callable[[], kvdock.plugin.Probe]:
@@ -263,6 +278,43 @@ def _stops_the_collector(run: BackendCall, args: Args) -> None:
 def _leaves_a_thread(run: BackendCall, args: Args) -> None:
     threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
     run(args)
+
+
+@FAULTS.call("gather_paged", "hygiene-call-prints", "A call prints how many slots it has, where they are many.", "KVD-HYGIENE-013")
+def _prints(run: BackendCall, args: Args) -> None:
+    if args["slot_mapping"].numel() > 64:
+        os.write(1, b"acme: a long gather\n")
+    run(args)
+
+
+@FAULTS.call("static_update_", "hygiene-call-logs-all", "A call has all of logging shown.", "KVD-HYGIENE-013")
+def _logs_all(run: BackendCall, args: Args) -> None:
+    logging.root.setLevel(logging.INFO)
+    run(args)
+
+
+@FAULTS.call("copy_blocks_", "hygiene-call-draws-from-numpy", "A call draws from numpy's random numbers.", "KVD-HYGIENE-013")
+def _draws_from_numpy(run: BackendCall, args: Args) -> None:
+    np.random.random()
+    run(args)
+
+
+@FAULTS.call("static_update_", "hygiene-call-misses-when-deterministic", "Nothing is written in deterministic mode.", "KVD-HYGIENE-017")
+def _misses_when_deterministic(run: BackendCall, args: Args) -> None:
+    if not torch.are_deterministic_algorithms_enabled():
+        run(args)
+
+
+@FAULTS.call(
+    "gather_paged",
+    "hygiene-call-warns-in-the-middle",
+    "A call warns of strides once it has filled its outputs.",
+    "KVD-HYGIENE-017",
+)
+def _warns_in_the_middle(run: BackendCall, args: Args) -> None:
+    run(args)
+    if not args["v_out"].is_contiguous():
+        warnings.warn("slow", UserWarning, stacklevel=2)
 
 
 @FAULTS.call("paged_caching_", "hygiene-call-needs-float32", "A call does nothing where float32 is not the default.", "KVD-HYGIENE-017")

@@ -9,7 +9,7 @@ import torch
 
 from kvdock_conformance.faults.families import each
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
-from kvdock_conformance.faults.moves import COPY, MOVES, STATIC, Move
+from kvdock_conformance.faults.moves import COPY, MOVES, STATIC, Move, Places
 from kvdock_conformance.faults.tensors import dense, restrided
 
 __all__ = ["FAULTS"]
@@ -69,7 +69,46 @@ def _offsets_of_values(move: Move, run: BackendCall, args: Args) -> None:
     values[to] = before
 
 
+@_each("first-of-a-run-left", "Of more than 1,000 slots in a row, the first is left.", "together", _OF_SLOTS)
+def _run_of_slots(move: Move, run: BackendCall, args: Args) -> None:
+    slots = args["slot_mapping"].reshape(-1)
+    is_run = len(slots) > 1000 and bool((slots.diff() == 1).all())
+    move.dropping(run, args, lambda places: (places.at == 0) & is_run)
+
+
+@_each("rows-past-32-kib-left", "Of a row, heads behind 32 KiB are left.", "together", _WITH_ROWS)
+def _past_32_kib(move: Move, run: BackendCall, args: Args) -> None:
+    move.partly(run, args, lambda rows: rows[..., : max(2**15 // (rows.shape[-1] * rows.element_size()), 1), :])
+
+
+@FAULTS.call(COPY.op, "copy-slots-past-512-kib-left", "Of a block, slots behind 512 KiB are left.", COPY.killer("together"))
+def _copied_past_512_kib(run: BackendCall, args: Args) -> None:
+    COPY.partly(run, args, lambda rows: rows[:, : max(2**19 // (rows.shape[-1] * rows.shape[-2] * rows.element_size()), 1)])
+
+
+@FAULTS.call(COPY.op, "copy-pairs-past-1023-left", "Pairs behind the 1,023rd are left.", COPY.killer("together"))
+def _pairs_past_1023(run: BackendCall, args: Args) -> None:
+    COPY.dropping(run, args, lambda places: places.at >= 1023)
+
+
+@_each("places-past-65535-left", "Places have 16 bits: those behind 65,535 are left.", "together", _WITH_ROWS)
+def _past_65535(move: Move, run: BackendCall, args: Args) -> None:
+    block_size = args["k_cache"].shape[1]
+
+    def is_far(places: Places) -> torch.Tensor:
+        block, at = (places.source if move.pairs[0][0] == "k_cache" else places.to)[:2]
+        return (at if move is STATIC else block * block_size + at) > 65_535
+
+    move.dropping(run, args, is_far)
+
+
 # Pairs of properties
+
+
+@_each("last-at-unlike-addresses-left", "Where values alone begin off 16 bytes, the last row is left.", "together", _WITH_ROWS)
+def _unlike_addresses(move: Move, run: BackendCall, args: Args) -> None:
+    k, v = (args[name].data_ptr() % 16 for pair in move.pairs for name in pair if not name.endswith("_cache"))
+    _last_left(move, run, args, where=k == 0 and v != 0)
 
 
 @_each("float32-as-dense", "Pools of float32 are taken to be dense.", "together")

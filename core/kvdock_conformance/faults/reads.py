@@ -81,6 +81,19 @@ _beside("a-pair-behind-the-last", "Pairs are read four at a time.", _COPY, _vect
 _beside("in-front-of-the-pool", "A vector that ends in the pool's first block begins in front of it.", _COPY, _in_front("k_cache"))
 
 
+def _in_front_for_padding(args: Args) -> None:
+    if bool((args["slot_mapping"] < 0).any()):
+        ctypes.string_at(args["v_cache"].data_ptr() - 1, 1)
+
+
+def _writes_lengths(args: Args) -> None:
+    args["cache_lengths"].copy_(args["cache_lengths"].clone())
+
+
+_beside("the-place-of-padding", "The slot that padding would have is read.", _WRITE, _in_front_for_padding)
+_beside("lengths-and-writes-them-back", "Lengths are written back as they were.", _STATIC, _writes_lengths)
+
+
 @FAULTS.call(_WRITE, "reads-inputs-again-later", "A call is made once more by a thread, from what its inputs hold then.", "KVD-READ-002")
 def _again_later(run: BackendCall, args: Args) -> None:
     run(args)
@@ -95,6 +108,17 @@ def _slots_of_the_address() -> FaultyCall:
         slots = args["slot_mapping"]
         kept = known.setdefault(slots.data_ptr(), slots.clone())
         run({**args, "slot_mapping": kept if kept.shape == slots.shape else slots})
+
+    return call
+
+
+@FAULTS.plan(_COPY, "reads-pairs-of-the-second-call", "Behind its second call, a plan goes by the pairs of that one.", "KVD-READ-002")
+def _pairs_of_the_second_call() -> FaultyCall:
+    seen: list[torch.Tensor] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        seen.append(args["block_pairs"].clone())
+        run({**args, "block_pairs": seen[:2][-1] if seen[-1].shape == seen[:2][-1].shape else seen[-1]})
 
     return call
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 import kvdock
 from kvdock.ops.catalog import CATALOG
+from kvdock_conformance.checking.target import HOST
 from kvdock_conformance.faults.descriptors import OwnKernel, OwnPlan
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
 from kvdock_conformance.faults.tensors import restrided, store
@@ -59,6 +61,66 @@ class _DoneBefore(_Fixed):
 
     def fix(self, *args: Any) -> Callable[..., None]:
         return lambda *addresses: None
+
+
+class _Rebuilt(_Fixed):
+    """Repeats a call on the tensors at the addresses that come."""
+
+    knows_sizes = True
+
+    def fix(self, *args: Any) -> Callable[..., None] | None:
+        required = [value for value in args if isinstance(value, torch.Tensor)]
+        if not all(value.device == HOST for value in required):
+            return None
+        metas = [(value.dtype, tuple(value.shape), value.stride()) for value in required]
+
+        def again(*values: int) -> None:
+            sizes = values[len(required) :] if self.knows_sizes else ()
+            metas_now = [*metas[:2], *((dtype, (*sizes, *shape[len(sizes) :]), strides) for dtype, shape, strides in metas[2:])]
+            found = iter([_at(address, *meta) for address, meta in zip(values, metas_now, strict=False)])
+            self(*(self.changed(next(found)) if isinstance(value, torch.Tensor) else value for value in args))
+
+        return again
+
+    def changed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what the repeated call is made with."""
+        return tensor
+
+
+def _at(address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor of the host's memory by its address."""
+    count = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+
+
+@FAULTS.kernel(_GATHER, "desc-fixed-sizes", "A repeated call has as many slots as the first one.", "KVD-DESC-013")
+class _FixedSizes(OwnKernel):
+    """Makes plans whose repeated calls know addresses and no sizes."""
+
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
+        return _OldSizes(plan)
+
+
+class _OldSizes(_Rebuilt):
+    """Repeats a call of the sizes of the first."""
+
+    knows_sizes = False
+
+
+class _NoPadding(_Rebuilt):
+    """Takes padding for the first place."""
+
+    def changed(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clamp(min=0) if tensor.dtype in (torch.int32, torch.int64) else tensor
+
+
+@FAULTS.kernel(_COPY, "desc-fixed-without-padding", "A repeated call takes padding for block 0.", "KVD-DESC-013")
+class _FixedWithoutPadding(OwnKernel):
+    """Makes plans whose repeated calls know no padding."""
+
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
+        return _NoPadding(plan)
 
 
 @FAULTS.plan(_STATIC, "desc-lengths-of-the-first-call", "A plan knows the lengths of its first call by their shape.", "KVD-DESC-013")

@@ -188,6 +188,17 @@ class _SupportsCompiles(OwnKernel):
         return super().supports(request)
 
 
+@FAULTS.kernel(_COPY, "resource-supports-tries-heads-first", "supports() tries out pools with heads before slots.", "KVD-RESOURCE-007")
+class _SupportsTries(OwnKernel):
+    """Takes its time at questions about one memory order."""
+
+    def supports(self, request: Request) -> Sequence[str]:
+        strides = request.tensor("v_cache").strides or (0, 0, 0, 0)
+        if (strides[1] or 0) < (strides[2] or 0):
+            _work(0.02)
+        return super().supports(request)
+
+
 def _work(seconds: float) -> None:
     end = time.perf_counter() + seconds
     with contextlib.suppress(ValueError):
@@ -216,3 +227,20 @@ FAULTS.plan(_WRITE, "resource-work-for-each-token-count", "A kernel is compiled 
 FAULTS.plan(_COPY, "resource-work-for-each-number-of-pairs", "A kernel is compiled for each number of pairs.", "KVD-RESOURCE-008")(
     _for_each_count("block_pairs")
 )
+
+
+# Scratch memory
+
+
+@FAULTS.call(_WRITE, "resource-sources-made-dense", "Tokens that are not dense are made so first.", "KVD-RESOURCE-009")
+def _made_dense(run: BackendCall, args: Args) -> None:
+    run({**args, "k": args["k"].contiguous(), "v": args["v"].contiguous()})
+
+
+@FAULTS.call(_STATIC, "resource-caches-made-dense", "A cache with gaps is copied, written, and copied back.", "KVD-RESOURCE-009")
+def _caches_made_dense(run: BackendCall, args: Args) -> None:
+    dense = {name: args[name].contiguous() for name in ("k_cache", "v_cache")}
+    run({**args, **dense})
+    for name, cache in dense.items():
+        if cache is not args[name]:
+            args[name].copy_(cache)

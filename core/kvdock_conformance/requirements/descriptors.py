@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from kvdock_conformance.cases.drawing import Drawing
-from kvdock_conformance.cases.every_op import OPS, OpCall
+from kvdock_conformance.cases.every_op import OPS, OpCall, roomy
 from kvdock_conformance.cases.layouts import POOLS, Geometry
 from kvdock_conformance.cases.repeats import repeats
 from kvdock_conformance.checking import plans, repeated
@@ -233,6 +233,11 @@ REQUIREMENTS = [
         15,
         "Tensors that require gradients are served like others, and so are calls in inference mode: nothing is recorded.",
         repeated.check_autograd,
-        _each("gradients and inference mode", _again, same_caches=True),
+        lambda: (
+            case
+            for tokens in (3, 84)
+            for op in OPS
+            for case in [_sequence(f"{tokens} at a time", _again(OpCall(op, tokens=tokens, geometry=roomy(op, tokens))), same_caches=True)]
+        ),
     ),
 ]

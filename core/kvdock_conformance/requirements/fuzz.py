@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvdock_conformance.cases.random_calls import SeededChooser, described, random_case
-from kvdock_conformance.checking.repeated import check_repeated
+from kvdock_conformance.checking.drawn import check_drawn
 from kvdock_conformance.checking.served import SERVED
 from kvdock_conformance.requirement import Case, Level, Requirement
 
@@ -26,7 +26,7 @@ REQUIREMENTS = [
         "KVD-FUZZ-001",
         "Random calls do what the reference says, each time that they are made.",
         AREA,
-        check_repeated,
+        check_drawn,
         _cases,
         needs=SERVED,
     )

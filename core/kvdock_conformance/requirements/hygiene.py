@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import attrs
+
 from kvdock_conformance.cases.drawing import Drawing
-from kvdock_conformance.cases.every_op import OPS, OpCall
+from kvdock_conformance.cases.every_op import OPS, OpCall, roomy
 from kvdock_conformance.checking.claims import check_capabilities, check_claims, check_devices, check_kernels, check_names, check_probe
 from kvdock_conformance.checking.fresh import (
     check_import_cost,
@@ -15,7 +17,13 @@ from kvdock_conformance.checking.fresh import (
     check_prints_nothing,
     check_process,
 )
-from kvdock_conformance.checking.process import check_defaults, check_ending, check_settings_of_calls, check_settings_of_import
+from kvdock_conformance.checking.process import (
+    SURROUNDINGS,
+    check_ending,
+    check_settings_of_calls,
+    check_settings_of_import,
+    check_surroundings,
+)
 from kvdock_conformance.requirement import Case, Check, Level, Requirement
 
 __all__ = ["AREA", "REQUIREMENTS"]
@@ -30,11 +38,13 @@ def _require(number: int, sentence: str, check: Check, *cases: Case, level: Leve
     return Requirement(f"KVD-HYGIENE-{number:03}", sentence, AREA, check, made, level, limit_s=_LIMIT_S)
 
 
-def _twice(op: str, **more: str) -> Case:
-    """Return a case of two calls of an op: one that is prepared, and one that is not."""
-    drawing = Drawing()
-    calls = drawing.case(OpCall(op).call(drawing), OpCall(op, seed=2).call(drawing))
-    return Case(" ".join((f"calls of {op}", *more.values())), {**calls, **more})
+def _made(op: str, **more: str) -> Case:
+    """Return a case of few and of many calls of an op, dense and not, each prepared and then repeated."""
+    drawing, calls = Drawing(), []
+    for tokens, pool, source in ((5, "nhd", "contiguous"), (84, "k and v unlike", "k and v unlike"), (84, "odd address", "padded heads")):
+        like = OpCall(op, tokens=tokens, pool=pool, source=source, geometry=roomy(op, tokens))
+        calls += [attrs.evolve(like, seed=seed).call(drawing) for seed in (1, 2)]
+    return Case(" ".join((f"calls of {op}", *(f"with {text}" for text in more.values()))), drawing.case(*calls, **more))
 
 
 REQUIREMENTS = [
@@ -72,14 +82,26 @@ REQUIREMENTS = [
         "random numbers, floating-point mode, locale, garbage collector, threads, torch's defaults, and kvdock's own functions.",
         check_settings_of_import,
     ),
-    _require(13, "Calls leave the settings of the process as they are.", check_settings_of_calls, *map(_twice, OPS)),
+    _require(
+        13,
+        "Calls leave the settings of the process as they are, print nothing to stdout, and leave no threads behind but daemons of a pool.",
+        check_settings_of_calls,
+        *map(_made, OPS),
+    ),
     _require(14, "A process that has used it ends by itself, with exit code 0, and leaves no process behind.", check_ending),
     _require(15, "Its notes are lines of text, and asking for them opens no context on any device.", check_notes),
     _require(16, "Importing it and probing print nothing to stdout.", check_prints_nothing),
     _require(
         17,
-        "Calls do the same whatever a user has made torch's default dtype and default device.",
-        check_defaults,
-        *(_twice(op, dtype=dtype, device=device) for op in OPS for dtype, device in (("float64", "cpu"), ("bfloat16", "meta"))),
+        "Calls do the same whatever a user has set: torch's default dtype and device, deterministic algorithms, warnings as errors, or "
+        "the floating-point mode.",
+        check_surroundings,
+        *(_made(op, surroundings=name) for op in OPS for name in SURROUNDINGS),
+    ),
+    _require(
+        18,
+        "A process that is forked behind calls on host memory can use the backend too, or is told why not by a KVDockError.",
+        check_process,
+        Case("fork", {"method": "fork behind calls"}),
     ),
 ]

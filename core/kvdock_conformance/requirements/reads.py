@@ -49,7 +49,9 @@ def _calls(drawing: Drawing, plain: OpCall) -> Iterator[dict[str, Any]]:
     for seed, count in enumerate((1, min(3, room), room)):
         made: Any = attrs.evolve(plain, tokens=count, seed=seed).arguments(drawing)
         if "slot_mapping" in made and count <= 3:
-            made["slot_mapping"] = attrs.evolve(made["slot_mapping"], values=[g.capacity - 1, 0, 5])
+            made["slot_mapping"] = attrs.evolve(made["slot_mapping"], values=[g.capacity - 1, -1, 0])
+        if "block_pairs" in made and seed == 2:
+            made["block_pairs"] = attrs.evolve(made["block_pairs"], values=[-1, 0])
         yield call(plain.op, **made)
 
 
@@ -72,7 +74,8 @@ _INDICES = ("slot_mapping", "cache_lengths", "block_pairs")
 REQUIREMENTS = [
     Requirement(
         "KVD-READ-001",
-        "Nothing is read in front of a tensor or behind it: its last byte may border memory that nobody may read.",
+        "Nothing is read in front of a tensor or behind it, where memory may be that nobody may read, and no input is written, "
+        "which may be memory that nobody may write.",
         AREA,
         check_fenced,
         _to_the_ends,

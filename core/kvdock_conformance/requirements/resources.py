@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 
 from kvdock_conformance.cases.drawing import Drawing, call
-from kvdock_conformance.cases.every_op import OPS, OpCall
-from kvdock_conformance.cases.layouts import Geometry
+from kvdock_conformance.cases.every_op import OPS, OpCall, roomy
+from kvdock_conformance.cases.layouts import POOLS, Geometry
 from kvdock_conformance.checking import costs, resources
 from kvdock_conformance.checking.plans import OWN_PLANS
 from kvdock_conformance.requirement import Capability, Case, Check, Level, Requirement
@@ -20,8 +20,8 @@ AREA = "resources"
 _SIZES = Geometry(num_blocks=16, block=16)
 _SEEN = (1, 2, 3, 8, 18, 84)
 _MOST = max(_SEEN)
-_ROOM = {"copy_blocks_": Geometry(num_blocks=2 * _MOST, block=2), "static_update_": Geometry(num_blocks=2, block=_MOST)}
-"""Where a pool of `_SIZES` has no room for 84 tokens: pairs are of half of the blocks, and a row of a static cache has a block."""
+_LARGE = 34 << 20
+"""So many bytes of keys: a little more than what malloc keeps when it is freed, so that it is seen."""
 _COUNTED = ("k", "v", "slot_mapping", "k_out", "v_out", "block_pairs")
 
 
@@ -49,7 +49,7 @@ def _counted(*counts: int) -> Callable[[Drawing, OpCall], Iterable[dict[str, Any
     """Return a function that returns calls of so many tokens, each the first of the same ones, with the same strides."""
 
     def calls(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
-        most = attrs.evolve(plain, tokens=max(counts), geometry=_ROOM.get(plain.op, _SIZES))
+        most = attrs.evolve(plain, tokens=max(counts), geometry=roomy(plain.op, _MOST))
         every: Any = most.arguments(drawing)
         counted = [name for name in _COUNTED if name in every]
         for count in counts:
@@ -66,9 +66,23 @@ def _signatures(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
 
 
 def _unlike(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
-    """Return calls of many signatures: heads and sizes of heads."""
-    shapes = [(heads, dim) for heads in range(1, 6) for dim in range(8, 48, 8)]
-    return [attrs.evolve(plain, geometry=Geometry.even(heads, dim, num_blocks=16, block=16)).call(drawing) for heads, dim in shapes]
+    """Return calls of many signatures: sizes of heads, each in all memory orders."""
+    pools = [pool for pool in POOLS if pool != "untouched memory"]
+    sizes = [Geometry.even(heads, dim, num_blocks=16, block=16) for heads, dim in ((2, 8), (3, 16), (5, 40))]
+    return [attrs.evolve(plain, pool=pool, geometry=each).call(drawing) for each in sizes for pool in pools]
+
+
+def _large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
+    """Return a call of many MiB on dense memory, and others on such that is not."""
+    tokens = _LARGE // (2048 if plain.op == "copy_blocks_" else 1024)
+    sizes = attrs.evolve(roomy(plain.op, tokens), hk=8, dk=64, hv=8, dv=64)
+    ways = [("nhd", "contiguous"), ("hnd", "[B, H, q, D]"), ("padded slots", "padded heads"), ("odd address", "odd address")]
+    if plain.op == "static_update_":  # whose heads come before its positions
+        ways.insert(0, ways.pop(1))
+    calls = [attrs.evolve(plain, tokens=tokens, geometry=sizes, pool=pool, source=rows).call(drawing) for pool, rows in ways]
+    for arena in drawing.arenas:
+        arena["fill"] = "zeros"  # nobody looks at what it holds
+    return calls
 
 
 _ONCE = _counted(*_SEEN, *(count for count in range(9, _MOST) if count not in _SEEN))
@@ -123,5 +137,13 @@ REQUIREMENTS = [
         costs.check_new_counts,
         _FIRST,
         warm=len(_SEEN),
+    ),
+    _require(
+        9,
+        "A call on memory that is not dense takes about as much scratch memory as on dense memory: nothing is made contiguous first.",
+        resources.check_scratch,
+        _large,
+        level=Level.EXTENDED,
+        spare=_LARGE // 4,
     ),
 ]

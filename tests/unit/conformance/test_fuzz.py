@@ -41,13 +41,16 @@ def test_what_is_drawn_has_what_meets_in_faults() -> None:
     every = [random_case(SeededChooser(seed)) for seed in range(200)]
     writes = [call["args"] for data in every for call in data["calls"] if call["op"] == "paged_caching_"]
     assert {spec["slot_mapping"]["dtype"] for spec in writes} == {"int32", "int64"}
-    assert {spec["k"]["dtype"] for spec in writes} == {"bfloat16", "float16", "float32", "float64", "uint8"}
+    assert {spec["k"]["dtype"] for spec in writes if "k_scale" not in spec} == {"bfloat16", "float16", "float32", "float64", "uint8"}
     assert {len(spec["slot_mapping"]["shape"]) for spec in writes} == {1, 2}
     assert any(
         spec["k_cache"]["shape"] == spec["v_cache"]["shape"] and spec["k_cache"]["strides"] != spec["v_cache"]["strides"] for spec in writes
     )
     assert any(spec["k_cache"]["shape"][1] > 512 for spec in writes)
     assert any(len(data["calls"]) > 6 for data in every)
+    assert any(data.get("returned") for data in every), "reads without outputs of their own"
+    assert any("k_scale" in call["args"] for data in every for call in data["calls"]), "quantised pools"
+    assert any(spec["k_cache"]["shape"][0] * spec["k_cache"]["shape"][1] > 2**15 for spec in writes)
 
 
 @pytest.mark.slow
@@ -72,7 +75,7 @@ def test_what_fails_is_made_small_and_can_be_run_again(tmp_path: Path) -> None:
     assert found.exit_code == EXIT_FAILED
     reports.write(found, tmp_path)
     script = (tmp_path / "failures" / FUZZED / "repro.py").read_text(encoding="utf-8")
-    assert "check_repeated(target, CASE)" in script
+    assert "check_drawn(target, CASE)" in script
     assert fuzz(about, 0.2).failed[0].data == case.data, "the same for the same seed"
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvdock.ops.portable import PORTABLE_KERNELS
+from kvdock_conformance.cases.random_calls import SeededChooser, random_case
+from kvdock_conformance.checking.drawn import check_drawn
+from kvdock_conformance.checking.served import reasons_against
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.faults.quantised import QuantisedKernel, Quantises, Reads
 from kvdock_conformance.requirement import Case, Level
@@ -45,3 +48,12 @@ def test_what_is_read_right_passes(target: Target, case: Case) -> None:
     assert READS.needs is not None
     assert list(READS.needs.reasons(target, case.data)) == []
     READS.check(target, case.data)
+
+
+@pytest.mark.parametrize("op", ["paged_caching_", "gather_paged"])
+def test_what_is_drawn_of_quantised_pools_passes(target: Target, op: str) -> None:
+    drawn = [data for data in (random_case(SeededChooser(seed), (op,)) for seed in range(120)) if "k_scale" in data["calls"][0]["args"]]
+    assert len(drawn) > 3
+    for data in drawn:
+        assert list(reasons_against(target, data)) == []
+        check_drawn(target, data)
