@@ -74,7 +74,7 @@ _FAR: Factors = {**_ONCE, "sizes": ("1 x 8", "1 x 8 and 1 x 20"), "first": (2**1
 _TOKENS: Sequence[Tier] = (
     (Level.CORE, {"count": (17, 256, 1025), **_UNLIKE_STRIDES}),
     (Level.CORE, {"count": (1, 16, 17, *_around(8), 1025, *_around(12))}),
-    (Level.CORE, {"count": _around(8, 12), **_ONCE, "slots": ("one run", "whole blocks"), "form": ("[T]",), "block": (16, 1024)}),
+    (Level.CORE, {"count": (257, 4097), **_ONCE, "slots": ("one run", "whole blocks"), "form": ("[T]",), "block": (16, 1024)}),
     (Level.CORE, {"count": (1, 3, 17), **_ROW_BYTES, "block": (4, 1)}),
     (Level.CORE, {"count": (18, 64), **_FAR}),
     (Level.EXTENDED, {"count": (0, 2, 15, *_around(7, 9, 11), 1023, 1024)}),
