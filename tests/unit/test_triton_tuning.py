@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import itertools
+import math
+from collections.abc import Iterator
 
-from kvdock_triton import Tile
-from kvdock_triton.tuning import DEFAULT, HOPPER, MOST_TOKENS, TUNED_ROW_BYTES, WIDE
+import pytest
+import torch
+
+from kvdock.plugin import Request, TensorMeta
+from kvdock_triton import Tile, gather_paged, paged_caching
+from kvdock_triton.launch import KernelSpec
+from kvdock_triton.support import row_bytes
+from kvdock_triton.tuning import DEFAULT, HOPPER, MOST_TOKENS, TUNED_ROW_BYTES, WIDE, Tuning
 
 TUNINGS = {"default": (DEFAULT, 32), "hopper": (HOPPER, 32), "wide": (WIDE, 64)}
 TILES = {
@@ -32,16 +40,16 @@ def test_tuned_rows_have_the_tuned_tile_with_accesses_of_16_bytes(tile: Tile, la
 
 @every_tile
 def test_other_rows_keep_the_bytes_of_a_lane(tile: Tile, lanes: int) -> None:
-    for row_bytes in ROWS:
-        fitted = tile.for_rows(row_bytes)
+    for row in ROWS:
+        fitted = tile.for_rows(row)
         assert fitted.store == tile.store
         assert 1 <= fitted.tokens <= MOST_TOKENS
         assert 1 <= fitted.warps <= tile.warps
         assert fitted.tokens.bit_count() == fitted.warps.bit_count() == 1
-        of_a_program = fitted.tokens * padded(row_bytes)
-        assert of_a_program >= fitted.warps * lanes * 16 or fitted.warps == 1, row_bytes
-        if row_bytes <= TUNED_ROW_BYTES:
-            assert fitted.tokens * row_bytes <= tile.tokens * TUNED_ROW_BYTES, "more per program than was measured"
+        of_a_program = fitted.tokens * padded(row)
+        assert of_a_program >= fitted.warps * lanes * 16 or fitted.warps == 1, row
+        if row <= TUNED_ROW_BYTES:
+            assert fitted.tokens * row <= tile.tokens * TUNED_ROW_BYTES, "more per program than was measured"
 
 
 def test_long_rows_have_programs_of_one_token() -> None:
@@ -52,3 +60,39 @@ def test_short_rows_have_fewer_warps() -> None:
     assert Tile(2, 8).for_rows(384) == Tile(8, 8)
     assert Tile(2, 8).for_rows(64) == Tile(32, 4)
     assert Tile(2, 8).for_rows(2) == Tile(32, 1)
+
+
+def of_shape(heads: int, dim: int, dtype: torch.dtype, *lead: int | None, outer: bool = True) -> TensorMeta:
+    """Return a tensor ``[*lead, heads, dim]``, dense and aligned to its elements; new tokens have no strides yet."""
+    shape = (*lead, heads, dim)
+    strides = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape))) if outer else None
+    return TensorMeta(dtype, shape, strides, dtype.itemsize)
+
+
+def all_specs(dtype: torch.dtype, k: tuple[int, int], v: tuple[int, int], tuning: Tuning) -> Iterator[KernelSpec]:
+    """Yield what is compiled for rows of keys and of values, ``(heads, dim)`` each, by every op that moves rows."""
+    slots, none = TensorMeta(torch.int64, (None,), None, 8), dict.fromkeys(("k_scale", "v_scale"))
+    pools = {f"{name}_cache": of_shape(*row, dtype, 6, 4) for name, row in (("k", k), ("v", v))}
+    rows = {name: of_shape(*row, dtype, None, outer=False) for name, row in (("k", k), ("v", v))}
+    request = Request("paged_caching_", torch.device("cpu"), {**pools, **rows, "slot_mapping": slots, **none})
+    yield from paged_caching.specs_for(request, tuning)
+    outputs = {f"{name}_out": row for name, row in rows.items()}
+    request = Request("gather_paged", torch.device("cpu"), {**pools, "slot_mapping": slots, **none, **outputs})
+    yield gather_paged.spec_for(request, tuning.gather.for_rows(row_bytes(request)))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("tuning", "lanes"), TUNINGS.values(), ids=TUNINGS)
+def test_no_lane_has_so_much_to_do_that_it_takes_minutes_to_compile(tuning: Tuning, lanes: int, dtype: torch.dtype) -> None:
+    """Values of 8,450 elements beside keys of 3 had 32 tokens to a warp: 4,096 elements to a lane, more than 5 minutes in Triton 3.6."""
+    rows = [(1, 1), (1, 3), (1, 64), (8, 128), (64, 130), (65, 130), (8, 4104)]
+    for k, v in itertools.product(rows, rows):
+        for spec in all_specs(dtype, k, v, tuning):
+            chunk = max(spec.constant("K_CHUNK"), spec.constant("V_CHUNK"))
+            assert spec.constant("TILE") * chunk <= 256 * spec.num_warps * lanes, (k, v, spec)
+
+
+def test_rows_of_a_latent_and_its_rope_part_are_tiled_by_the_shorter_ones() -> None:
+    """So that accesses of both stay wide."""
+    shapes = {"k_cache": of_shape(1, 64, torch.bfloat16, 6, 4), "v_cache": of_shape(1, 512, torch.bfloat16, 6, 4)}
+    assert row_bytes(Request("gather_paged", torch.device("cpu"), shapes)) == 128

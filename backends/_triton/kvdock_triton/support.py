@@ -84,12 +84,20 @@ def ceil_div_source(number: str, by: int) -> str:
     return number if by == 1 else f"-(-{number} // {by})"
 
 
+_UNLIKE = 8
+"""By how much the rows of keys and of values may differ before the longer ones decide: those of a latent and its RoPE part do."""
+
+
 def row_bytes(request: Request, heads_at: int = 2) -> int:
-    """Return the bytes of a row of keys, or of values if that is shorter: what one token takes in one cache.
+    """Return the bytes of a row by which tiles are chosen: what one token takes in one cache, of keys or of values.
+
+    It is the shorter row, so that its accesses stay wide, but at least an eighth of the longer: as many tokens of rows that are
+    thousands of times as long would be so much for a program that Triton compiles it for minutes.
 
     Args:
         request: what is prepared.
         heads_at: which dimension of a cache counts its heads; its last is their length.
     """
     pools = [request.tensor(name) for name in ("k_cache", "v_cache")]
-    return min(int(pool.shape[heads_at] or 1) * int(pool.shape[-1] or 1) * pool.dtype.itemsize for pool in pools)
+    shorter, longer = sorted(int(pool.shape[heads_at] or 1) * int(pool.shape[-1] or 1) * pool.dtype.itemsize for pool in pools)
+    return max(shorter, longer // _UNLIKE)
