@@ -16,9 +16,10 @@ from kvdock.plugin import Request
 from kvdock.spec import COPY_DTYPES
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.growth import seconds
+from kvdock_conformance.checking.meaning import in_order
 from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.checking.plans import check_calls_of_others
-from kvdock_conformance.checking.resources import in_order, made_calls
+from kvdock_conformance.checking.resources import made_calls
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.requirement import Capability
 

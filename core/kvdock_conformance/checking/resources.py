@@ -17,6 +17,7 @@ from kvdock.ops.validate import validate
 from kvdock.plugin import Request
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.growth import ROUNDS, check_growth, only_new, times_that_fit
+from kvdock_conformance.checking.meaning import in_order
 from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.checking.target import HOST, Target
 
@@ -27,7 +28,6 @@ __all__ = [
     "check_leaks",
     "check_leaks_of_counts",
     "check_scratch",
-    "in_order",
     "made_calls",
 ]
 
@@ -54,11 +54,6 @@ def _anew(args: Mapping[str, Any]) -> dict[str, Any]:
 def _repeat(function: Callable[[], object], times: int) -> None:
     for _ in range(times):
         function()
-
-
-def in_order(op: str, args: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return arguments by name in the schema's order, None where absent."""
-    return tuple(args.get(name) for name in CATALOG[op].arg_names)
 
 
 def check_keeps_nothing(target: Target, data: Mapping[str, Any]) -> None:
