@@ -189,7 +189,7 @@ def test_a_failure_of_an_op_has_a_script_that_needs_no_kit(tmp_path: Path) -> No
 def _with_tests() -> dict[str, str]:
     import os
 
-    return {**os.environ, "PYTHONPATH": f"{TESTS}:{os.environ['PYTHONPATH']}"}
+    return {**os.environ, "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"}
 
 
 def test_a_failure_of_an_op_may_be_expected(tmp_path: Path) -> None:

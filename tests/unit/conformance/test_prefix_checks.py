@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvdock_conformance.requirements import load
 from kvdock_conformance.session import ConformancePlan, Session
 from kvdock_conformance.verdict import Verdict
 from support_chain import ChainCache, register
+from support_conformance import TESTS
 
 EVERY = load()
 ALIKE = EVERY["KVD-PREFIX-015"].selected(Level.CORE)[0].data
@@ -43,7 +45,8 @@ def chains() -> None:
 
 
 def test_a_cache_of_another_make_conforms_but_for_the_time_that_its_long_paths_take() -> None:
-    with Session(ConformancePlan("chain", EVERY, kind="prefix", setup="support_chain:register")) as session:
+    path = {"PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"}
+    with Session(ConformancePlan("chain", EVERY, kind="prefix", setup="support_chain:register", environ=path)) as session:
         found = {item.id: session.requirement(item, Level.CORE).verdict for item in EVERY.of_kind("prefix")}
     others = {name: verdict for name, verdict in found.items() if verdict is not Verdict.PASSED}
     assert others == {"KVD-PREFIX-022": Verdict.FAILED, "KVD-PREFIX-026": Verdict.UNSUPPORTED}, "it walks over all that is before"

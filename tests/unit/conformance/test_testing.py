@@ -110,7 +110,7 @@ def test_what_is_asked_for_is_checked_when_the_file_is_collected() -> None:
 
 def test_ops_of_plugins_are_asked_where_they_are_there(tmp_path: Path) -> None:
     """One op, by name, that a plugin brings; a name that nobody brings fails; and without any op there is one item, skipped."""
-    env = {**os.environ, "PYTHONPATH": f"{TESTS}:{os.environ['PYTHONPATH']}"}
+    env = {**os.environ, "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"}
     code, output = suite(tmp_path, "'cpu', op='zoo_sum_', setup='support_ops:register'", env=env)
     assert (code, "17 passed, 1 skipped" in output) == (0, True), output
     code, output = suite(tmp_path, "'cpu', op='zoo_sum_', setup='support_ops:register_exact'", env=env, options=("-k", "OP-001"))
