@@ -102,6 +102,11 @@ class SlotArea(Area):
                     make("2**40", [1, 2**40]),
                     make("largest int64", [2**63 - 1]),
                     make("largest int32", [2, INT32_MAX], index="int32"),
+                    make(
+                        "largest int32 and then smallest, as if in a run",
+                        [INT32_MAX, *range(INT32_MIN, INT32_MIN + 4), 0, 1, 2],
+                        index="int32",
+                    ),
                     make("second row of a batch", [0, 1, 2, 3, 99, 5], (2, 3)),
                     make("in a pool with gaps", [2, 24], pool="padded blocks"),
                     make("in a pool without blocks", [-1, 0], geometry=NO_BLOCKS),

@@ -67,3 +67,10 @@ def test_pairs_whose_order_matters(target: Target, memory: Memory, pairs: list[l
             assert text.startswith(f"copy_blocks_: block_pairs[{row}]: expected destinations that occur once and are no source, ")
             assert f"got {got}. Fix: {fix}" in text
     before.assert_same("raised")
+
+
+def test_blocks_of_unlike_sizes(target: Target, memory: Memory) -> None:
+    """K and V may differ in heads, dim, and here also in how many places a block has: the kit's pools do not."""
+    k_cache = Geometry(block=3, hk=3, dk=5).pools(memory)[0]
+    v_cache = Geometry(block=7, hv=1, dv=46).pools(memory)[1]
+    check(target, memory, "copy_blocks_", k_cache, v_cache, memory.index([[0, 5], [3, 2]]))

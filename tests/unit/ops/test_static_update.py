@@ -45,6 +45,12 @@ def placed(memory: Memory, lengths: Any, dtype: torch.dtype = torch.int64) -> An
     return memory.index(lengths.tolist(), dtype) if isinstance(lengths, torch.Tensor) else lengths
 
 
+def test_more_new_positions_than_there_are(target: Target, memory: Memory) -> None:
+    caches, tokens = G.caches(memory), G.tokens(memory, 6, 11)
+    for lengths in (0, torch.tensor(0), torch.tensor([0, 1, 2, 3, 4, -5])):
+        assert len(check(target, memory, "static_update_", *caches, *tokens, placed(memory, lengths))) == 66
+
+
 def test_the_message_names_row_room_and_fix(target: Target, memory: Memory) -> None:
     caches, tokens = G.caches(memory), G.tokens(memory, 6, 3)
     with pytest.raises(kvdock.IndexRangeError) as caught:
