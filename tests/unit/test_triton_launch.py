@@ -72,7 +72,7 @@ def driver() -> Iterator[Driver]:
     config.set_active(fake)
     with active(runtime_of(AcmeBackend()), "acme"):
         yield fake
-    for kernel in compiled.values():
+    for kernel, _ in compiled.values():
         kernel.module = None  # newer releases unload it when it goes, through a driver that is gone by then
     compiled.clear()
     compiled.update(kept)
@@ -285,6 +285,26 @@ def test_direct_launches(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
     current[0] = 0
     launch.run(5, 2, 100, 200, 9)
     assert calls[2:] == [*([("guard", 1)] if devices > 1 else []), (5, 2, 1, *head, 100, 200, 9)]
+
+
+def test_plans_share_the_direct_launch_of_their_kernel(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each `CudaLauncher` loads a C module again, whose names Python keeps: as many as kernels, and not as plans."""
+    direct, launches, calls = importlib.import_module("kvdock_triton.direct"), list[Any](), list[tuple[Any, ...]]()
+
+    def launcher(source: Any, metadata: Any) -> Any:
+        launches.append(source)
+        return SimpleNamespace(launch=lambda *args: calls.append(args))
+
+    monkeypatch.setattr("triton.backends.nvidia.driver.CudaLauncher", launcher)
+    for name, value in {"why_not": str, "fits": lambda kernel, driver: True}.items():
+        monkeypatch.setattr(direct, name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", int, raising=False)
+    for blocks in range(3, 13):  # a plan each
+        kvdock.ops.paged_caching_(*Geometry.even(2, 8, num_blocks=blocks).pools(Memory()), *G.tokens(Memory(), [3]), torch.arange(3))
+    compiled = importlib.import_module("kvdock_triton.launch").COMPILED
+    assert (len(launches), len(calls)) == (len(compiled), 10)
 
 
 OLD = """

@@ -111,9 +111,9 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 _INTERPRETING = bool(triton.knobs.runtime.interpret)
 
-COMPILED: dict[tuple[KernelSpec, torch.device], Any] = {}
-"""Compiled kernels by spec and device, for the life of the process: a captured graph or a descriptor of any thread may hold
-their functions."""
+COMPILED: dict[tuple[KernelSpec, torch.device], tuple[Any, Launch | None]] = {}
+"""Compiled kernels by spec and device, each with its direct launch if it has one, for the life of the process: a captured graph or
+a descriptor of any thread may hold their functions, and each `CudaLauncher` would load Triton's C launcher as a module again."""
 
 
 def is_interpreting() -> bool:
@@ -140,15 +140,22 @@ def launcher_for(spec: KernelSpec, device: torch.device, guard: Guard) -> Launch
     """
     if is_interpreting():
         return _interpreted(spec, device)
-    driver = triton.runtime.driver.active
     with _lock:
-        kernel = COMPILED.get((spec, device))
-        if kernel is None:
-            kernel = COMPILED[spec, device] = compile_for(spec, driver.get_current_target())
-    if not direct.why_not() and direct.fits(kernel, driver):
-        names, types = zip(*spec.types, strict=True)
-        return direct.build(kernel, spec.kernel, names, types, device.index)
-    return _public(kernel, spec, device, guard)
+        made = COMPILED.get((spec, device))
+        if made is None:
+            made = COMPILED[spec, device] = _compiled(spec, device)
+    kernel, launch = made
+    return launch or _public(kernel, spec, device, guard)
+
+
+def _compiled(spec: KernelSpec, device: torch.device) -> tuple[Any, Launch | None]:
+    """Compile for a device, which is current."""
+    driver = triton.runtime.driver.active
+    kernel = compile_for(spec, driver.get_current_target())
+    if direct.why_not() or not direct.fits(kernel, driver):
+        return kernel, None
+    names, types = zip(*spec.types, strict=True)
+    return kernel, direct.build(kernel, spec.kernel, names, types, device.index)
 
 
 def _public(kernel: Any, spec: KernelSpec, device: torch.device, guard: Guard) -> Launch:
