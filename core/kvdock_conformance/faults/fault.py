@@ -23,9 +23,19 @@ from typing import Any
 import attrs
 
 import kvdock
-from kvdock_conformance.faults.seeds import Args, BackendCall, BackendSeed, FaultyCall, FaultyKernel, FunctionSeed, KernelSeed, Seed
+from kvdock_conformance.faults.seeds import (
+    Args,
+    BackendCall,
+    BackendSeed,
+    FaultyCall,
+    FaultyKernel,
+    FunctionSeed,
+    HostSeed,
+    KernelSeed,
+    Seed,
+)
 
-__all__ = ["Args", "BackendCall", "BackendSeed", "Fault", "Faults", "FaultyCall", "FunctionSeed", "KernelSeed", "Seed"]
+__all__ = ["Args", "BackendCall", "BackendSeed", "Fault", "Faults", "FaultyCall", "FunctionSeed", "HostSeed", "KernelSeed", "Seed"]
 
 
 @attrs.frozen
@@ -107,12 +117,13 @@ class Faults(list[Fault]):
         return add
 
     def kernel(
-        self, op: str, name: str, sentence: str, *killers: str, host_only: tuple[str, ...] = ()
+        self, op: str, name: str, sentence: str, *killers: str, host_only: tuple[str, ...] = (), by_address: bool = False
     ) -> Callable[[type[kvdock.plugin.Kernel]], type[kvdock.plugin.Kernel]]:
-        """Add a fault that is a class of kernels, made of the backend's own kernel."""
+        """Add a fault that is a class of kernels, made of the backend's own kernel; ``by_address`` where it reaches memory so."""
 
         def add(change: Any) -> Any:
-            self.append(Fault(name, sentence, self._area or op, killers, KernelSeed(op, change), host_only=host_only))
+            seed = KernelSeed(op, change)
+            self.append(Fault(name, sentence, self._area or op, killers, HostSeed(seed) if by_address else seed, host_only=host_only))
             return change
 
         return add

@@ -6,6 +6,7 @@ import torch
 
 from kvdock.ops.catalog import CATALOG
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults
+from kvdock_conformance.faults.tensors import restrided, store
 
 __all__ = ["FAULTS"]
 
@@ -15,10 +16,11 @@ _WRITE, _STATIC, _GATHER, _COPY = CATALOG
 
 @FAULTS.call(_WRITE, "fuzz-float32-taken-for-dense", "Pools of float32 are written as if they were dense.", "KVD-FUZZ-001")
 def _taken_for_dense(run: BackendCall, args: Args) -> None:
-    pools = {name: args[name] for name in ("k_cache", "v_cache")}
-    if pools["k_cache"].dtype == torch.float32:
-        pools = {name: pool.as_strided(pool.shape, torch.empty(pool.shape, device="meta").stride()) for name, pool in pools.items()}
-    run({**args, **pools})
+    if args["k_cache"].dtype == torch.float32:  # not by a changed view: a plan may have the strides that it was made with
+        for pool, rows in ((args["k_cache"], args["k"]), (args["v_cache"], args["v"])):
+            store(restrided(pool, torch.empty(pool.shape, device="meta").stride()), rows, args)
+    else:
+        run(args)
 
 
 @FAULTS.call(_GATHER, "fuzz-int32-slots-in-few-rows", "Of slots of 32 bits in rows, the last row is left out.", "KVD-FUZZ-001")

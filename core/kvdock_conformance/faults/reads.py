@@ -5,37 +5,18 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import attrs
 import torch
 
 from kvdock.ops.catalog import CATALOG
-from kvdock_conformance.checking.target import HOST, Target
-from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall, Seed
+from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall, HostSeed
 
 __all__ = ["FAULTS"]
 
 _AREA = "reads"
 FAULTS = Faults(_AREA)
 _WRITE, _STATIC, _GATHER, _COPY = CATALOG
-
-
-@attrs.frozen
-class _OnHost:
-    """A seed that makes sense only where memory can be read by its address.
-
-    Args:
-        seed: the seed.
-    """
-
-    seed: Seed
-
-    def why_not(self, target: Target) -> str:
-        return self.seed.why_not(target) if target.device == HOST else f"the memory of {target.device} is not the host's"
-
-    def seeded(self, target: Target) -> AbstractContextManager[None]:
-        return self.seed.seeded(target)
 
 
 def _beside(name: str, sentence: str, op: str, peek: Callable[[Args], None]) -> None:
@@ -48,7 +29,7 @@ def _beside(name: str, sentence: str, op: str, peek: Callable[[Args], None]) -> 
     made = Faults()
     made.call(op, f"reads-{name}", sentence, "KVD-READ-001")(faulty)
     (fault,) = made
-    FAULTS.append(attrs.evolve(fault, area=_AREA, seed=_OnHost(fault.seed)))
+    FAULTS.append(attrs.evolve(fault, area=_AREA, seed=HostSeed(fault.seed)))
 
 
 def _span(tensor: torch.Tensor) -> int:

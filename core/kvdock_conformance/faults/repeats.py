@@ -10,7 +10,6 @@ import torch
 
 import kvdock
 from kvdock.ops.catalog import CATALOG
-from kvdock_conformance.checking.target import HOST
 from kvdock_conformance.faults.descriptors import OwnKernel, OwnPlan
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
 from kvdock_conformance.faults.tensors import restrided, store
@@ -68,10 +67,8 @@ class _Rebuilt(_Fixed):
 
     knows_sizes = True
 
-    def fix(self, *args: Any) -> Callable[..., None] | None:
+    def fix(self, *args: Any) -> Callable[..., None]:
         required = [value for value in args if isinstance(value, torch.Tensor)]
-        if not all(value.device == HOST for value in required):
-            return None
         metas = [(value.dtype, tuple(value.shape), value.stride()) for value in required]
 
         def again(*values: int) -> None:
@@ -94,7 +91,7 @@ def _at(address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
 
 
-@FAULTS.kernel(_GATHER, "desc-fixed-sizes", "A repeated call has as many slots as the first one.", "KVD-DESC-013")
+@FAULTS.kernel(_GATHER, "desc-fixed-sizes", "A repeated call has as many slots as the first one.", "KVD-DESC-013", by_address=True)
 class _FixedSizes(OwnKernel):
     """Makes plans whose repeated calls know addresses and no sizes."""
 
@@ -115,7 +112,7 @@ class _NoPadding(_Rebuilt):
         return tensor.clamp(min=0) if tensor.dtype in (torch.int32, torch.int64) else tensor
 
 
-@FAULTS.kernel(_COPY, "desc-fixed-without-padding", "A repeated call takes padding for block 0.", "KVD-DESC-013")
+@FAULTS.kernel(_COPY, "desc-fixed-without-padding", "A repeated call takes padding for block 0.", "KVD-DESC-013", by_address=True)
 class _FixedWithoutPadding(OwnKernel):
     """Makes plans whose repeated calls know no padding."""
 

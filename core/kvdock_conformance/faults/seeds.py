@@ -13,9 +13,9 @@ import attrs
 import kvdock
 from kvdock import runtime
 from kvdock_conformance.checking.meaning import kernels_over, schema_of
-from kvdock_conformance.checking.target import Target
+from kvdock_conformance.checking.target import HOST, Target
 
-__all__ = ["Args", "BackendCall", "BackendSeed", "FaultyCall", "FaultyKernel", "FunctionSeed", "KernelSeed", "Seed"]
+__all__ = ["Args", "BackendCall", "BackendSeed", "FaultyCall", "FaultyKernel", "FunctionSeed", "HostSeed", "KernelSeed", "Seed"]
 
 Args = dict[str, Any]
 """Arguments of a call by name, in the schema's order, None where absent."""
@@ -71,6 +71,25 @@ class KernelSeed:
                 yield
         finally:
             runtime.default().dispatcher.descriptors.clear()  # nothing of the faulty kernel's is left to be destroyed later
+
+
+@attrs.frozen
+class HostSeed:
+    """A seed that makes sense only where memory can be reached by its address.
+
+    Args:
+        seed: the seed.
+    """
+
+    seed: Seed
+
+    def why_not(self, target: Target) -> str:
+        """Return why not: the memory is a device's."""
+        return self.seed.why_not(target) if target.device == HOST else f"the memory of {target.device} is not the host's"
+
+    def seeded(self, target: Target) -> AbstractContextManager[None]:
+        """Put it in place for a block."""
+        return self.seed.seeded(target)
 
 
 @attrs.frozen
