@@ -16,6 +16,8 @@ import os
 import kvdock
 from kvdock.prefix import PrefixCache, RadixPrefixCache
 
+pytestmark = pytest.mark.slow  # each starts processes that import torch
+
 KVDOCK_API = (1, 0)
 
 

@@ -19,6 +19,8 @@ from support_slow import first_of
 
 LOUD = """
 import atexit, os, sys
+
+pytestmark = pytest.mark.slow  # each starts processes that import torch
 def say(text):
     print(text)
     sys.stdout.flush()

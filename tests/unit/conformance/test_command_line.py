@@ -73,6 +73,7 @@ def listening() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "when"),
     [
@@ -196,6 +197,7 @@ def test_what_an_earlier_run_left_is_gone_and_what_is_somebodys_stays(tmp_path: 
     assert [path.name for path in (report / "failures").rglob("*") if path.is_file()] == ["notes.txt"]
 
 
+@pytest.mark.slow
 def test_progress_is_shown_on_a_terminal_only(tmp_path: Path, env: dict[str, str]) -> None:
     command = [*COMMAND, "--backend", "wrapping", "--op", "devices"]
     controller, terminal = pty.openpty()

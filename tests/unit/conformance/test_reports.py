@@ -243,6 +243,7 @@ def repro(path: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_repro_fails_while_the_fault_is_there_and_passes_when_it_is_mended(tmp_path: Path) -> None:
     env = install(tmp_path / "site")
     # What a fault of an installed plugin leads to, told without running the kit: `test_cli` does that.
