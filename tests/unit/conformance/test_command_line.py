@@ -106,9 +106,14 @@ def test_a_run_that_is_interrupted_tells_what_it_has(tmp_path: Path, number: sig
     assert {item["reason"] for item in found["requirements"]} == {"interrupted"}
 
 
-def written(folder: Path, requirement: str = "KVD-WRITE-003", expires: str = "2999-01-01") -> str:
-    path = folder / "expected.toml"
-    path.write_text(f'[[expected]]\nrequirement = "{requirement}"\nreason = "known"\nlink = "https://example.com"\nexpires = {expires}\n')
+WRAPPED = ("KVD-WRITE-003", "KVD-WRITE-006", "KVD-WRITE-025")
+"""What notices negative slots that wrap."""
+
+
+def written(folder: Path, requirement: str = WRAPPED[0], expires: str = "2999-01-01") -> str:
+    path, rest = folder / "expected.toml", f'reason = "known"\nlink = "https://example.com"\nexpires = {expires}\n'
+    names = WRAPPED if requirement == WRAPPED[0] else (requirement,)
+    path.write_text("".join(f'[[expected]]\nrequirement = "{name}"\n{rest}' for name in names))
     return str(path)
 
 
