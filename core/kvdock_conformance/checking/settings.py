@@ -45,7 +45,8 @@ class ProcessSettings:
     """Modules whose functions and classes nobody may replace, beside kvdock's."""
 
     def __init__(self) -> None:
-        self.values, self.code, self.threads = self.now(), self.held_code(), set(self.running())
+        self.values, self.threads = self.now(), set(self.running())
+        self.code = {name: dict(parts) for name, parts in self.held_code().items()}
 
     @classmethod
     def table(cls) -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
@@ -77,7 +78,10 @@ class ProcessSettings:
             ),
             "torch's options for printing": (lambda: dict(vars(cls._printing())), lambda was: vars(cls._printing()).update(was)),
             "torch's modes": (cls.modes, lambda was: None),
-            "the context of decimal": (lambda: repr(decimal.getcontext()).partition(", flags")[0], lambda was: decimal.setcontext(decimal.Context())),
+            "the context of decimal": (
+                lambda: repr(decimal.getcontext()).partition(", flags")[0],
+                lambda was: decimal.setcontext(decimal.Context()),
+            ),
             "the running timers": (cls.timers, cls._stop),
             "the processors that this thread may use": (lambda: os.sched_getaffinity(0), lambda was: os.sched_setaffinity(0, was)),
             "the priority": (lambda: (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)), lambda was: None),
@@ -118,8 +122,8 @@ class ProcessSettings:
     @classmethod
     def held_code(cls) -> dict[str, dict[str, Any]]:
         """Return what the modules of kvdock hold, and those that are everybody's."""
-        names = [name for name in list(sys.modules) if name.startswith("kvdock.") or name == "kvdock"]
-        return {name: dict(vars(sys.modules[name])) for name in (*names, *cls.everybodys)}
+        names = [name for name in list(sys.modules) if name.startswith("kvdock") and name[6:7] in ("", ".")]
+        return {name: vars(sys.modules[name]) for name in (*names, *cls.everybodys)}
 
     @classmethod
     def status(cls) -> dict[str, Any]:
