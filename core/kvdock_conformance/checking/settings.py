@@ -240,7 +240,7 @@ class ProcessSettings:
         for name, _, _ in self.changes():
             variable = name.removeprefix("environment variable ")
             module, _, part = name.rpartition(".")
-            if name.startswith("thread ") or name.startswith("status ") and not name.endswith("Umask"):
+            if name.startswith("thread ") or (name.startswith("status ") and not name.endswith("Umask")):
                 continue  # it ends by itself, or not at all; of the status, most is somewhere else too
             if name in table:
                 table[name][1](self.values[name])
