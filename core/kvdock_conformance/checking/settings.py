@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import decimal
 import functools
 import gc
 import locale
@@ -70,7 +69,7 @@ class ProcessSettings:
             "sys.path": (lambda: list(sys.path), lambda was: sys.path.__setitem__(slice(None), was)),
             "sys.stdin, sys.stdout and sys.stderr": (
                 lambda: (sys.stdin, sys.stdout, sys.stderr),
-                lambda was: [setattr(sys, name, stream) for name, stream in zip(("stdin", "stdout", "stderr"), was, strict=True)],
+                lambda was: vars(sys).update(zip(("stdin", "stdout", "stderr"), was, strict=True)),
             ),
             "torch.get_default_device()": (
                 torch.get_default_device,
@@ -78,16 +77,12 @@ class ProcessSettings:
             ),
             "torch's options for printing": (lambda: dict(vars(cls._printing())), lambda was: vars(cls._printing()).update(was)),
             "torch's modes": (cls.modes, lambda was: None),
-            "the context of decimal": (
-                lambda: repr(decimal.getcontext()).partition(", flags")[0],
-                lambda was: decimal.setcontext(decimal.Context()),
-            ),
             "the running timers": (cls.timers, cls._stop),
             "the processors that this thread may use": (lambda: os.sched_getaffinity(0), lambda was: os.sched_setaffinity(0, was)),
             "the priority": (lambda: (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)), lambda was: None),
             "the limits of resources": (
                 lambda: [resource.getrlimit(number) for number in cls.limits()],
-                lambda was: [resource.setrlimit(*limit) for limit in zip(cls.limits(), was, strict=True)],
+                lambda was: list(map(resource.setrlimit, cls.limits(), was)),
             ),
         }
 

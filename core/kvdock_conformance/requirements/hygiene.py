@@ -18,12 +18,11 @@ from kvdock_conformance.checking.fresh import (
     check_process,
 )
 from kvdock_conformance.checking.process import (
-    SURROUNDINGS,
     check_ending,
     check_settings_of_calls,
     check_settings_of_import,
-    check_surroundings,
 )
+from kvdock_conformance.checking.surroundings import SURROUNDINGS, check_surroundings
 from kvdock_conformance.requirement import Case, Check, Level, Requirement
 
 __all__ = ["AREA", "REQUIREMENTS"]
