@@ -15,7 +15,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvdock
 from kvdock import runtime
@@ -120,13 +119,6 @@ def _timers() -> Iterator[None]:
             signal.setitimer(number, 0)
 
 
-class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """What a user counts torch's operations with."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def _own_settings(device: torch.device) -> AbstractContextManager[None]:
     """Return a block in which much is not as it is at first, for whoever resets it in place of leaving it."""
     return _all_of(
@@ -135,7 +127,6 @@ def _own_settings(device: torch.device) -> AbstractContextManager[None]:
         _set(torch.set_flush_denormal, True, False),
         mock.patch.object(torch._tensor_str.PRINT_OPTS, "precision", 3),
         torch.no_grad(),
-        _Dispatch(),  # type: ignore[no-untyped-call]  # torch's
         torch.autograd.set_detect_anomaly(True),
         _set(torch.set_float32_matmul_precision, "medium", torch.get_float32_matmul_precision()),
         _set(sys.setswitchinterval, 0.004, sys.getswitchinterval()),
@@ -156,11 +147,8 @@ def _of_inference(device: torch.device) -> Iterator[Dress]:
 
     def dress(tensor: torch.Tensor, is_written: bool) -> torch.Tensor:
         with torch.inference_mode():
-            return (
-                tensor
-                if is_written
-                else torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-            )
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            return tensor if is_written else made.copy_(tensor)
 
     yield dress
 
