@@ -64,7 +64,7 @@ class ProcessSettings:
             "what is printed to stdout, in bytes": (cls.printed, lambda was: None),
             "the floating-point mode": (cls.floating_point, lambda was: torch.set_flush_denormal(not was["subnormal numbers"])),
             "the locale": (lambda: locale.setlocale(locale.LC_ALL), lambda was: locale.setlocale(locale.LC_ALL, was)),
-            "the garbage collector": (lambda: (gc.isenabled(), gc.get_threshold(), gc.get_debug()), cls._collect),
+            "the garbage collector": (gc.isenabled, lambda was: (gc.enable if was else gc.disable)()),
             "what handles signals": (lambda: [signal.getsignal(number) for number in cls.signals()], cls._handle),
             "sys.path": (lambda: list(sys.path), lambda was: sys.path.__setitem__(slice(None), was)),
             "sys.stdin, sys.stdout and sys.stderr": (
@@ -75,11 +75,17 @@ class ProcessSettings:
                 torch.get_default_device,
                 lambda was: torch.set_default_device(None if was == torch.device("cpu") else was),
             ),
-            "torch's options for printing": (lambda: dict(vars(cls._printing())), lambda was: vars(cls._printing()).update(was)),
-            "torch's modes": (cls.modes, lambda was: None),
+            "torch's options for printing": (
+                lambda: dict(vars(torch._tensor_str.PRINT_OPTS)),
+                lambda was: vars(torch._tensor_str.PRINT_OPTS).update(was),
+            ),
+            "torch's inference mode": (torch.is_inference_mode_enabled, lambda was: None),
+            "torch's autocast": (lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")), lambda was: None),
+            "torch's modes that see functions": (torch._C._len_torch_function_stack, lambda was: None),
+            "torch's modes that see operations": (torch._C._len_torch_dispatch_stack, lambda was: None),
             "the running timers": (cls.timers, cls._stop),
-            "the processors that this thread may use": (lambda: os.sched_getaffinity(0), lambda was: os.sched_setaffinity(0, was)),
-            "the priority": (lambda: (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)), lambda was: None),
+            "the priority": (lambda: os.getpriority(os.PRIO_PROCESS, 0), lambda was: None),
+            "the processors that this thread may use": (cls.processors, lambda was: os.sched_setaffinity(0, was)),
             "the limits of resources": (
                 lambda: [resource.getrlimit(number) for number in cls.limits()],
                 lambda was: list(map(resource.setrlimit, cls.limits(), was)),
@@ -98,7 +104,7 @@ class ProcessSettings:
     def pairs(cls) -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
         """Return every setting that a module has a function for that gets it, without arguments, and one that sets it."""
         found: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {}
-        for module in (sys, threading, socket, np, torch, torch._C):
+        for module in (gc, sys, threading, socket, np, torch, torch._C):
             for name, read in vars(module).items():
                 write = vars(module).get(re.sub("^(_?)(get|is)", r"\1set", name))
                 # What is preferred depends on the devices there are, which torch would look for.
@@ -132,20 +138,14 @@ class ProcessSettings:
         return found | {name: int(found[name], 16) % (1 << 31) for name in ("SigBlk", "SigIgn", "SigCgt")}
 
     @staticmethod
-    def modes() -> tuple[object, ...]:
-        """Return which of torch's modes this thread is in."""
-        autocast = [(torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in ("cpu", "cuda")]
-        return torch.is_inference_mode_enabled(), autocast, torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
-
-    @staticmethod
-    def _printing() -> Any:
-        return torch._tensor_str.PRINT_OPTS
+    def processors() -> set[int]:
+        """Return the numbers of the processors that this thread may use; none where the system does not tell."""
+        return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
     @staticmethod
     def timers() -> list[tuple[bool, float]]:
         """Return of each of the process's timers whether it runs, and its interval in seconds."""
-        found = [signal.getitimer(number) for number in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)]
-        return [(left > 0, interval) for left, interval in found]
+        return [(left > 0, interval) for left, interval in map(signal.getitimer, range(3))]
 
     @staticmethod
     def _stop(was: list[tuple[bool, float]]) -> None:
@@ -272,13 +272,6 @@ class ProcessSettings:
         for number, handler in zip(cls.signals(), was, strict=True):
             if signal.getsignal(number) != handler is not None:  # None: C's own, for Python to keep off
                 signal.signal(number, handler)
-
-    @staticmethod
-    def _collect(was: tuple[bool, tuple[int, int, int], int]) -> None:
-        """Put the garbage collector back."""
-        (gc.enable if was[0] else gc.disable)()
-        gc.set_threshold(*was[1])
-        gc.set_debug(was[2])
 
     @staticmethod
     def _filter(filters: list[Any]) -> None:

@@ -109,7 +109,7 @@ def _autocast(device: torch.device) -> AbstractContextManager[None]:
 @contextlib.contextmanager
 def _timers() -> Iterator[None]:
     """Let those of the process's timers run that do not, long enough to end nothing."""
-    ours = [number for number in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF) if not signal.getitimer(number)[0]]
+    ours = [number for number in range(3) if not signal.getitimer(number)[0]]
     for number in ours:
         signal.setitimer(number, 10_000, 10_000)
     try:
