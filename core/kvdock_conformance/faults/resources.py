@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+import kvdock
 from kvdock.ops.catalog import CATALOG
 from kvdock.plugin import Descriptor, Kernel, Request
 from kvdock_conformance.faults.descriptors import OwnKernel, OwnPlan
@@ -55,7 +56,41 @@ class _Remembering(OwnPlan):
         return self.inner.fix(*args)
 
 
+@FAULTS.plan(_STATIC, "resource-call-leaves-a-cycle", "What launches a call refers to itself.", "KVD-RESOURCE-001")
+def _leaves_a_cycle() -> FaultyCall:
+    def call(run: BackendCall, args: Args) -> None:
+        launch: list[Any] = [args["k"]]
+        launch.append(launch)
+        run(args)
+
+    return call
+
+
+_HOST_ONLY = {"host_only": ("KVD-RESOURCE-001", "KVD-RESOURCE-002")}
+_errors: list[Exception] = []
+
+
+@FAULTS.call(
+    _WRITE, "resource-last-error-is-kept", "The last error is kept, with the frames of its call.", "KVD-RESOURCE-001", **_HOST_ONLY
+)
+def _last_error_is_kept(run: BackendCall, args: Args) -> None:
+    try:
+        run(args)
+    except kvdock.IndexRangeError as error:
+        _errors[:] = [error]
+        raise
+
+
 # Left behind by calls
+
+
+@FAULTS.call(_COPY, "resource-error-leaks-native-memory", "A call that raises frees nothing.", "KVD-RESOURCE-002", **_HOST_ONLY)
+def _error_leaks(run: BackendCall, args: Args) -> None:
+    try:
+        run(args)
+    except kvdock.IndexRangeError:
+        _native()
+        raise
 
 
 def _leaking(leak: Callable[[Args], object]) -> Callable[[], FaultyCall]:

@@ -10,6 +10,7 @@ import attrs
 from kvdock_conformance.cases.drawing import Drawing, call
 from kvdock_conformance.cases.every_op import OPS, OpCall, roomy
 from kvdock_conformance.cases.layouts import POOLS, Geometry
+from kvdock_conformance.cases.mistakes import mistakes, out_of_range
 from kvdock_conformance.checking import costs, resources
 from kvdock_conformance.checking.plans import OWN_PLANS
 from kvdock_conformance.requirement import Capability, Case, Check, Level, Requirement
@@ -33,16 +34,25 @@ def _require(
     *,
     needs: Capability = OWN_PLANS,
     level: Level = Level.CORE,
+    wrong: bool = False,
     **more: int,
 ) -> Requirement:
-    """Return a requirement of this area, with one case for each op."""
+    """Return a requirement of this area, with one case for each op, and if so asked one of a call that raises."""
 
     def cases() -> Iterable[Case]:
         for op in OPS:
             drawing = Drawing()
             yield Case(op, drawing.case(*calls(drawing, OpCall(op, tokens=3, geometry=_SIZES)), **more))
+        yield from _wrong() if wrong else ()
 
     return Requirement(f"KVD-RESOURCE-{number:03}", sentence, AREA, check, cases, level, needs)
+
+
+def _wrong() -> Iterable[Case]:
+    """Return a call of each op with an index out of range, which raises on the host."""
+    first = {mistake.op: mistake for mistake in reversed([*out_of_range()])}
+    for case in mistakes(first.values)():
+        yield attrs.evolve(case, data={**case.data, "calls": case.data["calls"][1:]})
 
 
 def _counted(*counts: int) -> Callable[[Drawing, OpCall], Iterable[dict[str, Any]]]:
@@ -92,15 +102,18 @@ _FIRST = _counted(*_SEEN, *(count for count in range(9, 31) if count not in _SEE
 REQUIREMENTS = [
     _require(
         1,
-        "No memory of a call is kept behind it, neither by its plan nor by what repeats it: as no tensor, and as no view of one.",
+        "No memory of a call is kept behind it, neither by its plan, what repeats it nor an error that it raised: as no tensor, as no view "
+        "of one, and in no cycle that only the garbage collector frees.",
         resources.check_keeps_nothing,
         _counted(3),
+        wrong=True,
     ),
     _require(
         2,
-        "Calls leave nothing behind, however often they are made: no tensor, memory, open file or thread.",
+        "Calls leave nothing behind, however often they are made or raise: no tensor, memory, open file or thread.",
         resources.check_leaks,
         _counted(3, 1, 2, 5, 8, 24),
+        wrong=True,
     ),
     _require(
         3,
