@@ -87,7 +87,7 @@ def _unlike(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
 def _large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
     """Return a call of many MiB on dense memory, and others on such that is not."""
     tokens = _LARGE // (2048 if plain.op == "copy_blocks_" else 1024)
-    sizes = _wide(plain.op, tokens)
+    sizes = attrs.evolve(roomy(plain.op, tokens), hk=8, dk=64, hv=8, dv=64)
     ways = [("nhd", "contiguous"), ("hnd", "[B, H, q, D]"), ("padded slots", "padded heads"), ("odd address", "odd address")]
     if plain.op == "static_update_":  # whose heads come before its positions
         ways.insert(0, ways.pop(1))
@@ -97,14 +97,11 @@ def _large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
     return calls
 
 
-def _wide(op: str, tokens: int) -> Geometry:
-    return attrs.evolve(roomy(op, tokens), hk=8, dk=64, hv=8, dv=64)
-
-
 def _few_and_large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
     """Return a call of few tokens, and one of many MiB."""
-    tokens = _LARGE // (2048 if plain.op in ("copy_blocks_", "static_update_") else 1024)
-    return _counted(3, tokens, sizes=lambda op: _wide(op, tokens), fill="zeros")(drawing, plain)
+    tokens = _LARGE // (2**17 if plain.op in ("copy_blocks_", "static_update_") else 2**16)
+    sizes = attrs.evolve(roomy(plain.op, tokens), hk=64, dk=512, hv=64, dv=512)  # long rows: an interpreter takes its time for each
+    return _counted(3, tokens, sizes=lambda op: sizes, fill="zeros")(drawing, plain)
 
 
 _ONCE = _counted(*_SEEN, *(count for count in range(9, _MOST) if count not in _SEEN))
