@@ -74,7 +74,15 @@ SINGLE_SIZES: Mapping[str, Geometry] = MappingProxyType(
 )
 """Pools with sizes of 1."""
 
-PARTS = ("halves [2, NB, ...]", "halves [NB, 2, ...]", "values before keys", "k and v side by side", "layer-first", "page-first", "padded blocks")
+PARTS = (
+    "halves [2, NB, ...]",
+    "halves [NB, 2, ...]",
+    "values before keys",
+    "k and v side by side",
+    "layer-first",
+    "page-first",
+    "padded blocks",
+)
 """Pools that are part of a larger tensor."""
 
 PoolBuilder = Callable[[Drawing, Geometry], Pair]

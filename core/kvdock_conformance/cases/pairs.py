@@ -43,7 +43,14 @@ _SLOTS: Factors = {
     "slots": ("scattered", "one run", "whole blocks", *_PADDING[1:]),
     "first": (0,),
 }
-_PAIRS: Factors = {**_COMMON, "sizes": ("1 x 8", "1 x 8 and 1 x 20"), "block": (16, 513, 1), "pair_gap": (0, 1), "padding": _PADDING, "order": ("none",)}
+_PAIRS: Factors = {
+    **_COMMON,
+    "sizes": ("1 x 8", "1 x 8 and 1 x 20"),
+    "block": (16, 513, 1),
+    "pair_gap": (0, 1),
+    "padding": _PADDING,
+    "order": ("none",),
+}
 _ROWS: Factors = {
     **_COMMON,
     "sizes": ("2 x 64", "2 x 64 and 3 x 20"),

@@ -275,9 +275,12 @@ def _staged(name: str, memory: Callable[[int], Any]) -> FaultyCall:
     return call
 
 
-for _op, _where, _memory in ((_WRITE, "numpy", lambda count: np.empty(count, np.uint8)), (_STATIC, "mmap", lambda count: mmap.mmap(-1, count))):
+for _op, _where, _memory in (
+    (_WRITE, "numpy", lambda count: np.empty(count, np.uint8)),
+    (_STATIC, "mmap", lambda count: mmap.mmap(-1, count)),
+):
     FAULTS.kernel(_op, f"resource-staged-in-{_where}", f"Values go through memory of {_where}'s.", "KVD-RESOURCE-011", by_address=True)(
-        lambda inner, memory=_memory: FaultyKernel(inner, lambda: _staged("v", memory))  # type: ignore[misc]  # a default binds it
+        lambda inner, memory=_memory: FaultyKernel(inner, lambda: _staged("v", memory))  # type: ignore[arg-type]  # a function of kernels, as a class is
     )
 
 

@@ -88,7 +88,9 @@ def _with_a_seat(limit: int) -> FaultyCall:
     return call
 
 
-FAULTS.call(_STATIC, "thread-seats-for-100", "There are contexts for 100 threads, and none comes back.", "KVD-THREAD-004")(_with_a_seat(100))
+FAULTS.call(_STATIC, "thread-seats-for-100", "There are contexts for 100 threads, and none comes back.", "KVD-THREAD-004")(
+    _with_a_seat(100)
+)
 
 
 def _known() -> FaultyCall:

@@ -55,7 +55,9 @@ def _of_64_mib(op: str) -> Geometry:
     return Geometry(num_blocks=4, block=2**20, hk=1, hv=1) if op == "static_update_" else Geometry(num_blocks=2**18, block=16, hk=1, hv=1)
 
 
-def _counted(*counts: int, sizes: Callable[[str], Geometry] = _most, fill: str = "random") -> Callable[[Drawing, OpCall], Iterable[dict[str, Any]]]:
+def _counted(
+    *counts: int, sizes: Callable[[str], Geometry] = _most, fill: str = "random"
+) -> Callable[[Drawing, OpCall], Iterable[dict[str, Any]]]:
     """Return a function that returns calls of so many tokens, each the first of the same ones, with the same strides."""
 
     def calls(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:

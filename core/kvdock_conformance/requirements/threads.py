@@ -96,5 +96,7 @@ REQUIREMENTS = [
     _require(1, "Threads may write to other blocks of one pool at once.", _other_blocks),
     _require(2, "Threads may write to other slots of one block at once, or to other positions of one row.", _same_blocks),
     _require(3, "A gather is exact while other threads write elsewhere in its pool, or read.", _reads),
-    _require(4, "However many threads come, call and go, each is served like the first, and leaves nothing behind.", _each_op, check_new_threads),
+    _require(
+        4, "However many threads come, call and go, each is served like the first, and leaves nothing behind.", _each_op, check_new_threads
+    ),
 ]
