@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import mmap
+import resource
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,9 @@ __all__ = [
     "check_leaks",
     "check_leaks_of_counts",
     "check_scratch",
+    "check_scratch_within",
     "made_calls",
+    "requested_calls",
 ]
 
 _LARGE = 1 << 16
@@ -185,6 +190,46 @@ def check_scratch(target: Target, data: Mapping[str, Any]) -> None:
             )
 
 
+def _error_within(count: int, call: Callable[[], object]) -> BaseException | None:
+    """Make a call while this process may get so many bytes more, from whomever; return the error where that is not enough."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    taken = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * mmap.PAGESIZE
+    resource.setrlimit(resource.RLIMIT_AS, (taken + count, before[1]))
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - whatever the backend makes of it
+        return error
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    return None
+
+
+def check_scratch_within(target: Target, data: Mapping[str, Any]) -> None:
+    """Make the last call of a case, behind others like it, with little memory left: ``data["limits"]`` in turn, in bytes.
+
+    The next limit is tried where torch's own allocator asked for more than one. Of a device that allocator alone can be asked.
+
+    Raises:
+        NonconformanceError: it needs more, or gets it elsewhere.
+    """
+    op, (few, many), limits = data["calls"][0]["op"], made_calls(Arenas(data["arenas"], target.device), data), data["limits"]
+    for _ in range(3):
+        target.call(op, few)
+    what, expected = f"{op}: scratch memory of a call", f"at most {limits[-1]} bytes, all of torch's allocator"
+    if target.device != HOST:
+        peak = _peak(target.device, lambda: target.call(op, many))
+        if peak > limits[-1]:
+            raise NonconformanceError(what, expected=expected, got=f"{peak} bytes")
+        return
+    for limit in limits:
+        error = _error_within(limit, lambda: target.call(op, many))
+        if error is None:
+            return
+        told = "".join(traceback.format_exception(error))
+        if "DefaultCPUAllocator" not in told or limit == limits[-1]:
+            raise NonconformanceError(what, expected=expected, got=f"with {limit} bytes: {told.strip().splitlines()[-1]}") from error
+
+
 def _round_of_plans(target: Target, calls: Sequence[tuple[Request, tuple[Any, ...]]]) -> None:
     """Prepare, call and destroy a plan for each call."""
     with target.backend.device_guard(target.device):
@@ -194,7 +239,7 @@ def _round_of_plans(target: Target, calls: Sequence[tuple[Request, tuple[Any, ..
             plan.destroy()
 
 
-def _requested(target: Target, data: Mapping[str, Any]) -> list[tuple[Request, tuple[Any, ...]]]:
+def requested_calls(target: Target, data: Mapping[str, Any]) -> list[tuple[Request, tuple[Any, ...]]]:
     """Return the requests and the arguments in order of the calls of a case that the backend serves."""
     op = data["calls"][0]["op"]
     every = [in_order(op, args) for args in made_calls(Arenas(data["arenas"], target.device), data)]
@@ -207,7 +252,7 @@ def check_given_back(target: Target, data: Mapping[str, Any]) -> None:
     Raises:
         NonconformanceError: each plan leaves something behind.
     """
-    calls = _requested(target, data)
+    calls = requested_calls(target, data)
 
     def call() -> None:
         _round_of_plans(target, calls)
@@ -224,7 +269,7 @@ def check_given_back_by_others(target: Target, data: Mapping[str, Any]) -> None:
     Raises:
         NonconformanceError: each plan leaves much behind: 64 KiB of the host's memory, or anything of its device's.
     """
-    calls = _requested(target, data)
+    calls = requested_calls(target, data)
     times = len(calls) // (ROUNDS + 1)
     # What was compiled for a signature stays with the process, and takes memory of the host: it is nobody's plan.
     on_host = {"units of 16 bytes of malloc": _LARGE // 16, "pages of address space": _LARGE // 4096} if target.device == HOST else {}

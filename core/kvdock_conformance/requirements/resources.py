@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -21,6 +21,8 @@ AREA = "resources"
 _SIZES = Geometry(num_blocks=16, block=16)
 _SEEN = (1, 2, 3, 8, 18, 84)
 _MOST = max(_SEEN)
+_SPARE = 16 << 20
+"""So many bytes nobody counts: what malloc gives back late is no more than that."""
 _LARGE = 34 << 20
 """So many bytes of keys: a little more than what malloc keeps when it is freed, so that it is seen."""
 _COUNTED = ("k", "v", "slot_mapping", "k_out", "v_out", "block_pairs")
@@ -35,7 +37,7 @@ def _require(
     needs: Capability = OWN_PLANS,
     level: Level = Level.CORE,
     wrong: bool = False,
-    **more: int,
+    **more: int | Sequence[int],
 ) -> Requirement:
     """Return a requirement of this area, with one case for each op, and if so asked one of a call that raises."""
 
@@ -55,12 +57,24 @@ def _wrong() -> Iterable[Case]:
         yield attrs.evolve(case, data={**case.data, "calls": case.data["calls"][1:]})
 
 
-def _counted(*counts: int) -> Callable[[Drawing, OpCall], Iterable[dict[str, Any]]]:
+def _most(op: str) -> Geometry:
+    return roomy(op, _MOST)
+
+
+def _of_64_mib(op: str) -> Geometry:
+    return Geometry(num_blocks=4, block=2**20, hk=1, hv=1) if op == "static_update_" else Geometry(num_blocks=2**18, block=16, hk=1, hv=1)
+
+
+def _counted(
+    *counts: int, sizes: Callable[[str], Geometry] = _most, fill: str = "random"
+) -> Callable[[Drawing, OpCall], Iterable[dict[str, Any]]]:
     """Return a function that returns calls of so many tokens, each the first of the same ones, with the same strides."""
 
     def calls(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
-        most = attrs.evolve(plain, tokens=max(counts), geometry=roomy(plain.op, _MOST))
+        most = attrs.evolve(plain, tokens=max(counts), geometry=sizes(plain.op))
         every: Any = most.arguments(drawing)
+        for arena in drawing.arenas:
+            arena["fill"] = fill
         counted = [name for name in _COUNTED if name in every]
         for count in counts:
             first = {name: every[name].slice(2 if plain.op == "static_update_" else 0, 0, count) for name in counted}
@@ -93,6 +107,13 @@ def _large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
     for arena in drawing.arenas:
         arena["fill"] = "zeros"  # nobody looks at what it holds
     return calls
+
+
+def _few_and_large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
+    """Return a call of few tokens, and one of many MiB."""
+    tokens = _LARGE // (2**17 if plain.op in ("copy_blocks_", "static_update_") else 2**16)
+    sizes = attrs.evolve(roomy(plain.op, tokens), hk=64, dk=512, hv=64, dv=512)  # long rows: an interpreter takes its time for each
+    return _counted(3, tokens, sizes=lambda op: sizes, fill="zeros")(drawing, plain)
 
 
 _ONCE = _counted(*_SEEN, *(count for count in range(9, _MOST) if count not in _SEEN))
@@ -159,4 +180,19 @@ REQUIREMENTS = [
         level=Level.EXTENDED,
         spare=_LARGE // 4,
     ),
+    _require(
+        10,
+        "The scratch memory of a call goes by what it moves, and not by how large the pools are.",
+        resources.check_scratch_within,
+        _counted(3, 1024, sizes=_of_64_mib, fill="zeros"),
+        limits=(_SPARE,),
+    ),
+    _require(
+        11,
+        "The scratch memory of a call comes from torch's allocator, and is at most eight times what it moves.",
+        resources.check_scratch_within,
+        _few_and_large,
+        limits=(_SPARE, 16 * _LARGE),
+    ),
+    _require(12, "To destroy a plan takes at most 100 times as long as a repeated call.", costs.check_destroy_time, _signatures),
 ]
