@@ -57,10 +57,13 @@ def _dressed(op: str, args: Mapping[str, Any], dress: Dress) -> dict[str, Any]:
 
 
 def _warned(target: Target, data: Mapping[str, Any], memory: Arenas, surroundings: str = "") -> list[Mapping[str, Any]]:
-    """Make the calls of a case that are served, as a user has set the process if so named, and return those that raised a warning."""
+    """Make the calls of a case that are served, as a user has set the process if so named, and return those that could not be."""
     made, warned = [(call, _arguments(memory, call)) for call in data["calls"]], []
     with SURROUNDINGS[surroundings](target.device) if surroundings else contextlib.nullcontext() as dress, unchanged():
         for call, args in made:
+            if not _torch_works(target.device):
+                warned.append(call)  # nobody can write there so
+                continue
             if dress is not None:
                 args = _dressed(call["op"], args, dress)
             try:
@@ -70,6 +73,15 @@ def _warned(target: Target, data: Mapping[str, Any], memory: Arenas, surrounding
             except kvdock.UnsupportedError:
                 pass  # which is for others to ask
     return warned
+
+
+def _torch_works(device: torch.device) -> bool:
+    """Whether torch's own ops work here: with deterministic algorithms they raise on a device whose ops fall back to the host."""
+    try:
+        torch.arange(1, device=device)
+    except RuntimeError:
+        return False
+    return True
 
 
 Dress = Callable[[torch.Tensor, bool], torch.Tensor]
@@ -100,9 +112,18 @@ def _warnings_are_errors() -> Iterator[None]:
         yield
 
 
+def _has_autocast(name: str) -> bool:
+    """Whether a type of device has lower precision, and its module all that torch needs for that."""
+    try:
+        torch.autocast(name, dtype=torch.bfloat16)
+    except (AssertionError, RuntimeError):
+        return False
+    return True
+
+
 def _autocast(device: torch.device) -> AbstractContextManager[None]:
     """Return a block of lower precision, on the host and on the device where it can be had there."""
-    types = [name for name in {"cpu", device.type} if torch.amp.is_autocast_available(name)]
+    types = [name for name in {"cpu", device.type} if _has_autocast(name)]
     return _all_of(*(torch.autocast(name, dtype=torch.bfloat16) for name in types))
 
 
