@@ -56,6 +56,9 @@ def tell(area: str, report: dict[str, Any]) -> None:
     for item in told:
         if item["verdict"] not in ("passed", "unsupported", "killed"):
             print(f"  {item.get('id') or item['fault']}: {item['verdict']}: {(item['reason'] or item['sentence'])[:400]}")
+        for case in item.get("cases", ()):
+            if case["verdict"] == "failed":
+                print(f"    {case['name']}: {case.get('failure', case.get('reason'))}"[:600])
 
 
 def main() -> int:

@@ -40,6 +40,10 @@ class ProcessSettings:
     of_the_moment = ("Vm", "Rss", "Huge", "Threads", "State", "FDSize", "SigQ", "SigPnd", "ShdPnd", "Tracer", "CoreD", "vol", "nonvol")
     """How lines of a thread's status begin that tell of no setting."""
 
+    of_compilers = (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 15, 24, 25, 31)
+    """Signals, by number, whose system's handler LLVM replaces when it first compiles in a process: as before, it ends with them. What
+    Python does with them is compared all the same."""
+
     everybodys = ("builtins", "logging", "numpy", "os", "random", "signal", "sys", "threading", "time", "torch", "warnings")
     """Modules whose functions and classes nobody may replace, beside kvdock's."""
 
@@ -134,8 +138,9 @@ class ProcessSettings:
                 found: dict[str, Any] = dict(line.split(":", 1) for line in file if not line.startswith(cls.of_the_moment))
         except OSError:
             return {}
+        taken = sum(1 << number - 1 for number in cls.of_compilers)
         # Signals above these are those of the C library and of runtimes.
-        return found | {name: int(found[name], 16) % (1 << 31) for name in ("SigBlk", "SigIgn", "SigCgt")}
+        return found | {name: int(found[name], 16) % (1 << 31) & ~taken for name in ("SigBlk", "SigIgn", "SigCgt")}
 
     @staticmethod
     def processors() -> set[int]:

@@ -11,7 +11,7 @@ from kvdock_conformance.cases.drawing import Drawing, call
 from kvdock_conformance.cases.every_op import OPS, OpCall, roomy
 from kvdock_conformance.cases.layouts import POOLS, Geometry
 from kvdock_conformance.cases.mistakes import mistakes, out_of_range
-from kvdock_conformance.checking import costs, resources
+from kvdock_conformance.checking import costs, resources, scratch
 from kvdock_conformance.checking.plans import OWN_PLANS
 from kvdock_conformance.requirement import Capability, Case, Check, Level, Requirement
 
@@ -175,7 +175,7 @@ REQUIREMENTS = [
     _require(
         9,
         "A call on memory that is not dense takes about as much scratch memory as on dense memory: nothing is made contiguous first.",
-        resources.check_scratch,
+        scratch.check_scratch,
         _large,
         level=Level.EXTENDED,
         spare=_LARGE // 4,
@@ -183,14 +183,14 @@ REQUIREMENTS = [
     _require(
         10,
         "The scratch memory of a call goes by what it moves, and not by how large the pools are.",
-        resources.check_scratch_within,
+        scratch.check_scratch_within,
         _counted(3, 1024, sizes=_of_64_mib, fill="zeros"),
         limits=(_SPARE,),
     ),
     _require(
         11,
         "The scratch memory of a call comes from torch's allocator, and is at most eight times what it moves.",
-        resources.check_scratch_within,
+        scratch.check_scratch_within,
         _few_and_large,
         limits=(_SPARE, 16 * _LARGE),
     ),

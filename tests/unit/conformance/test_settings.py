@@ -186,3 +186,15 @@ def test_a_filter_that_was_put_back_works(recwarn: pytest.WarningsRecorder) -> N
         warnings.simplefilter("ignore")
     with pytest.raises(UserWarning):
         warnings.warn("heard", UserWarning, stacklevel=1)
+
+
+@pytest.mark.parametrize(("number", "is_told"), [(signal.SIGXFSZ, False), (signal.SIGTERM, False), (signal.SIGTTIN, True)])
+def test_what_the_system_does_with_a_signal_is_told_unless_compilers_take_it(number: int, is_told: bool) -> None:
+    libc = ctypes.CDLL(None)
+    libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
+    was = libc.signal(number, 0)
+    try:
+        with pytest.raises(NonconformanceError, match="SigIgn") if is_told else unchanged(), unchanged():
+            libc.signal(number, 1)
+    finally:
+        libc.signal(number, was)
