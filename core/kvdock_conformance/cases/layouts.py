@@ -250,6 +250,12 @@ def _fused_values_first(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) ->
     return _fused(drawing, attrs.evolve(g, hk=g.hv, dk=g.dv, hv=g.hk, dv=g.dk), lead)[::-1]
 
 
+def _cut_short(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
+    """The first tokens of longer rows: whole in each row, and not one behind the other from row to row."""
+    k, v = (drawing.tensor(g.dtype, (*lead[:-1], lead[-1] + 2, heads, dim)) for heads, dim in ((g.hk, g.dk), (g.hv, g.dv)))
+    return k.slice(len(lead) - 1, 0, lead[-1]), v.slice(len(lead) - 1, 0, lead[-1])
+
+
 def _heads_before_tokens(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
     """``[B, H, q, D]`` as attention layers have them, with heads and tokens swapped back."""
     at = len(lead) - 1
@@ -287,6 +293,7 @@ SOURCES: Mapping[str, SourceBuilder] = MappingProxyType(
         "fused qvk": _fused_values_first,
         "[B, H, q, D]": _heads_before_tokens,
         "every other token": _every_other,
+        "cut short": _cut_short,
         "padded tokens": _strided((0, 8, 0)),
         "padded heads": _strided((0, 0, 8)),
         "odd steps": _strided((0, 1, 3)),

@@ -94,12 +94,24 @@ _TOKENS: Sequence[Tier] = (
     (Level.CORE, {"count": (1, 3, 17), **_ROW_BYTES, "block": (4, 1)}),
     (Level.CORE, {"count": (18, 64), **_FAR}),
     (Level.CORE, {"count": (16, 64), **_LIKE_RUNS, "slots": _ALMOST, "form": ("[T]", "[B, 4]"), "block": (4, 16)}),
-    (Level.CORE, {"count": (64,), **_ONCE, "slots": ("the whole pool",), "form": ("[T]", "[B, 4]"), "block": (4, 16)}),
+    (
+        Level.CORE,
+        {
+            "count": (18,),
+            **_ONCE,
+            "rows": ("cut short",),
+            "form": ("[3, S]", "[B, 4]"),
+            "slots": ("scattered", *_PADDING[1:]),
+            "block": (16,),
+        },
+    ),
+    (Level.CORE, {"count": (164,), **_ONCE, "slots": ("the whole pool",), "form": ("[T]", "[B, 4]"), "block": (4, 41)}),
     (Level.CORE, {**_ONE, "first": (1,), "slots": ("scattered",), "form": ("[T]",), "block": (1,), "rows": ("contiguous", "odd steps")}),
     (Level.EXTENDED, {"count": (0, 2, 15, *_around(7, 9, 11), 1023, 1024)}),
     (Level.EXTENDED, {"count": _around(13, 14, 15, 16), **_ONCE, "sizes": ("1 x 8", "1 x 8 and 1 x 20")}),
 )
-"""At 256 and 4096 tokens of 256 bytes, a call has 64 KiB and 1 MiB. What repeats is slow with many more."""
+"""At 256 and 4096 tokens of 256 bytes, a call has 64 KiB and 1 MiB. What repeats is slow with many more. Slots times 1 / 41, in 32 bits,
+lead into the block before where one begins."""
 _ORDERS = ("one run", *(f"{which}, {how}" for which in ("sources", "destinations") for how in ("two swapped", "one skipped", "backwards")))
 _COPIED: Sequence[Tier] = (
     (Level.CORE, {"count": (2, 17), **_UNLIKE_STRIDES, "sizes": ("1 x 8",)}),
@@ -117,6 +129,7 @@ _UPDATED: Sequence[Tier] = (
     (Level.CORE, {"count": (1, 15, 16, 17, 257)}),
     (Level.CORE, {"count": (1, 3), **_ROW_BYTES, "rows": (1, 3)}),
     (Level.CORE, {"count": (1, 17), **_FAR, "rows": (1, 3)}),
+    (Level.CORE, {"count": (17,), **_ONCE, "source": ("cut short",), "rows": (3,)}),
     (Level.CORE, {"count": (1, 5), **_ONCE, "lengths": ("alike at the ends", "alike but the last"), "rows": (5, 16), "form": ("[b]",)}),
     (Level.CORE, {"count": (1, 16), **_ONCE, "lengths": ("full",), "rows": (3,), "behind": (0,), "form": ("[b]", "int")}),
     (Level.CORE, {**_ONE, "rows": (1,), "form": ("[b]", "int"), "source": ("[B, H, q, D]", "contiguous")}),

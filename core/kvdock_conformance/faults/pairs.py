@@ -9,7 +9,7 @@ import torch
 
 from kvdock_conformance.faults.families import each
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
-from kvdock_conformance.faults.moves import COPY, MOVES, STATIC, Move, Places
+from kvdock_conformance.faults.moves import COPY, MOVES, STATIC, WRITE, Move, Places
 from kvdock_conformance.faults.tensors import dense, restrided
 
 __all__ = ["FAULTS"]
@@ -42,6 +42,13 @@ def _mebibyte(move: Move, run: BackendCall, args: Args) -> None:
 @_each("slots-past-512-left", "Of a block, slots behind the 512th are left.", "together", _OF_SLOTS)
 def _past_512_slots(move: Move, run: BackendCall, args: Args) -> None:
     move.dropping(run, args, lambda places: (places.source if move.pairs[0][0] == "k_cache" else places.to)[1] >= 512)
+
+
+@_each("slots-by-a-reciprocal", "Slots are divided by the block size as floats of 32 bits.", "together", _OF_SLOTS)
+def _reciprocal(move: Move, run: BackendCall, args: Args) -> None:
+    block, slots = args["k_cache"].shape[1], args["slot_mapping"].long()
+    found = (slots.float() * torch.tensor(1 / block, device=slots.device)).long()
+    run({**args, "slot_mapping": torch.where(slots < 0, slots, found * block + slots % block).to(args["slot_mapping"].dtype)})
 
 
 @FAULTS.call(COPY.op, "copy-slots-past-512-left", "Of a block, slots behind the 512th are left.", COPY.killer("together"))
@@ -103,6 +110,19 @@ def _past_65535(move: Move, run: BackendCall, args: Args) -> None:
 
 
 # Pairs of properties
+
+
+@FAULTS.call(
+    WRITE.op,
+    "write-padded-batches-by-tokens",
+    "With padding, tokens are numbered as if rows followed each other.",
+    WRITE.killer("together"),
+)
+def _numbered(run: BackendCall, args: Args) -> None:
+    k = args["k"]
+    if k.dim() == 4 and bool((args["slot_mapping"] < 0).any()):
+        args = {**args, "k": restrided(k, (min(k.stride(0), k.shape[1] * k.stride(1)), *k.stride()[1:]))}
+    run(args)
 
 
 @_each("last-at-unlike-addresses-left", "Where values alone begin off 16 bytes, the last row is left.", "together", _WITH_ROWS)
