@@ -40,8 +40,8 @@ class ProcessSettings:
     of_the_moment = ("Vm", "Rss", "Huge", "Threads", "State", "FDSize", "SigQ", "SigPnd", "ShdPnd", "Tracer", "CoreD", "vol", "nonvol")
     """How lines of a thread's status begin that tell of no setting."""
 
-    everybodys = ("builtins", "logging", "numpy", "os", "random", "signal", "sys", "threading", "time", "torch", "warnings")
-    """Modules whose functions and classes nobody may replace, beside kvdock's."""
+    everybodys = ("builtins", "logging", "numpy", "os", "random", "signal", "sys", "threading", "time", "warnings")
+    """Modules whose functions and classes nobody may replace, beside kvdock's; torch replaces its own when it loads its compiler."""
 
     def __init__(self) -> None:
         self.values, self.threads = self.now(), set(self.running())
