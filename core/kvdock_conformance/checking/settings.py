@@ -44,8 +44,8 @@ class ProcessSettings:
     """Signals, by number, whose system's handler LLVM replaces when it first compiles in a process: as before, it ends with them. What
     Python does with them is compared all the same."""
 
-    everybodys = ("builtins", "logging", "numpy", "os", "random", "signal", "sys", "threading", "time", "torch", "warnings")
-    """Modules whose functions and classes nobody may replace, beside kvdock's."""
+    everybodys = ("builtins", "logging", "numpy", "os", "random", "signal", "sys", "threading", "time", "warnings")
+    """Modules whose functions and classes nobody may replace, beside kvdock's; torch replaces its own when it loads its compiler."""
 
     def __init__(self) -> None:
         self.values, self.threads = self.now(), set(self.running())

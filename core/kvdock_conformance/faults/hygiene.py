@@ -273,15 +273,6 @@ _call_changes(
 )
 
 
-@FAULTS.call(_GATHER, "hygiene-error-prints-all", "An error leaves tensors printed in full.", "KVD-ERROR-012", host_only=("KVD-ERROR-012",))
-def _error_prints_all(run: BackendCall, args: Args) -> None:
-    try:
-        run(args)
-    except kvdock.IndexRangeError:
-        torch._tensor_str.PRINT_OPTS.threshold = sys.maxsize
-        raise
-
-
 @FAULTS.call("gather_paged", "hygiene-call-prints", "A call prints how many slots it has, where they are many.", "KVD-HYGIENE-013")
 def _prints(run: BackendCall, args: Args) -> None:
     if args["slot_mapping"].numel() > 64:

@@ -69,12 +69,15 @@ def _leaves_a_cycle() -> FaultyCall:
     return call
 
 
-_HOST_ONLY = {"host_only": ("KVD-RESOURCE-001", "KVD-RESOURCE-002")}
 _errors: list[Exception] = []
 
 
 @FAULTS.call(
-    _WRITE, "resource-last-error-is-kept", "The last error is kept, with the frames of its call.", "KVD-RESOURCE-001", **_HOST_ONLY
+    _WRITE,
+    "resource-last-error-is-kept",
+    "The last error is kept, with the frames of its call.",
+    "KVD-RESOURCE-001",
+    host_only=("KVD-RESOURCE-001",),
 )
 def _last_error_is_kept(run: BackendCall, args: Args) -> None:
     try:
@@ -87,7 +90,9 @@ def _last_error_is_kept(run: BackendCall, args: Args) -> None:
 # Left behind by calls
 
 
-@FAULTS.call(_COPY, "resource-error-leaks-native-memory", "A call that raises frees nothing.", "KVD-RESOURCE-002", **_HOST_ONLY)
+@FAULTS.call(
+    _COPY, "resource-error-leaks-native-memory", "A call that raises frees nothing.", "KVD-RESOURCE-002", host_only=("KVD-RESOURCE-002",)
+)
 def _error_leaks(run: BackendCall, args: Args) -> None:
     try:
         run(args)

@@ -74,7 +74,7 @@ CHANGES: list[tuple[str, Callable[[], object]]] = [
     ("the limits of resources", _with_fewer_files),
     ("status of the thread: Umask", lambda: os.umask(0o007)),
     ("builtins.print", lambda: setattr(builtins, "print", len)),
-    ("torch.zeros", lambda: setattr(torch, "zeros", torch.ones)),
+    ("numpy.zeros", lambda: setattr(np, "zeros", np.ones)),
     ("environment variable HOME", lambda: os.environ.update(HOME="/nowhere")),
     ("environment variable HOME", lambda: os.environ.pop("HOME")),
     ("environment variable KVDOCK NEW", lambda: os.environ.update({"KVDOCK NEW": "1"})),
