@@ -99,4 +99,4 @@ def check_scratch_within(target: Target, data: Mapping[str, Any]) -> None:
             return
         told = "".join(traceback.format_exception(error))
         if "DefaultCPUAllocator" not in told or limit == limits[-1]:
-            raise NonconformanceError(what, expected=expected, got=f"with {limit} bytes: {told.strip().splitlines()[-1]}") from error
+            raise NonconformanceError(what, expected=expected, got=f"with {limit} bytes: {type(error).__name__}: {error}") from error

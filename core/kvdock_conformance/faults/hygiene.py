@@ -159,17 +159,18 @@ for _method, _where, _killer in (("forked", _IN_FORK, "KVD-HYGIENE-004"), ("spaw
         *_END,
     )
 
-_fresh(
-    "workers-lost-in-a-fork",
-    "Calls need workers that a forked process has lost.",
-    "KVD-HYGIENE-018",
-    "own_gather, crew = kvdock.ops.gather_paged, []",
-    "def faulty(*args, **settings):",
-    "    if (crew or [os.getpid()])[0] != os.getpid(): raise RuntimeError('the workers are gone')",
-    "    crew[:] = [os.getpid()]",
-    "    return own_gather(*args, **settings)",
-    "kvdock.ops.gather_paged = faulty",
-)
+for _op in ("gather_paged", "static_update_", "copy_blocks_"):
+    _fresh(
+        f"workers-of-{_op.rstrip('_').replace('_', '-')}-lost-in-a-fork",
+        "Calls need workers that a forked process has lost.",
+        "KVD-HYGIENE-018",
+        f"own_op, crew = kvdock.ops.{_op}, []",
+        "def faulty(*args, **settings):",
+        "    if (crew or [os.getpid()])[0] != os.getpid(): raise RuntimeError('the workers are gone')",
+        "    crew[:] = [os.getpid()]",
+        "    return own_op(*args, **settings)",
+        f"kvdock.ops.{_op} = faulty",
+    )
 
 
 @FAULTS.backend(_AREA, "probe", "hygiene-probe-changes", "Each probe finds something else.", "KVD-HYGIENE-006")

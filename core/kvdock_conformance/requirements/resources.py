@@ -185,14 +185,14 @@ REQUIREMENTS = [
         "The scratch memory of a call goes by what it moves, and not by how large the pools are.",
         scratch.check_scratch_within,
         _counted(3, 1024, sizes=_of_64_mib, fill="zeros"),
-        limits=(_SPARE,),
+        limits=[_SPARE],
     ),
     _require(
         11,
         "The scratch memory of a call comes from torch's allocator, and is at most eight times what it moves.",
         scratch.check_scratch_within,
         _few_and_large,
-        limits=(_SPARE, 16 * _LARGE),
+        limits=[_SPARE, 16 * _LARGE],
     ),
     _require(12, "To destroy a plan takes at most 100 times as long as a repeated call.", costs.check_destroy_time, _signatures),
 ]
