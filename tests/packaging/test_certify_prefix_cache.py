@@ -10,13 +10,13 @@ import pytest
 
 from support_projects import Environment, Project, build, run
 
+pytestmark = pytest.mark.slow  # each starts processes that import torch
+
 SOURCE = """
 import os
 
 import kvdock
 from kvdock.prefix import PrefixCache, RadixPrefixCache
-
-pytestmark = pytest.mark.slow  # each starts processes that import torch
 
 KVDOCK_API = (1, 0)
 
