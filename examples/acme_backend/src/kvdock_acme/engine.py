@@ -24,13 +24,13 @@ Pieces = npt.NDArray[np.void]
 
 Numbers = npt.NDArray[np.integer[Any]]
 
+_AT_ONCE = 1 << 20
+"""Bytes that are moved in one step. Numpy stages them, in memory that is none of torch's, so they are few."""
 
-_AT_ONCE = 4096
 
-
-def _parts(slots: Numbers) -> Iterator[slice]:
-    """Yield parts of the first dimension with few slots each: numpy stages what it moves, in memory that is none of torch's."""
-    step = max(1, _AT_ONCE // max(1, slots[:1].size))
+def _parts(rows: Pieces, slots: Numbers) -> Iterator[slice]:
+    """Yield parts of the first dimension of rows and slots: what moves in one step."""
+    step = max(1, _AT_ONCE // max(1, rows[:1].nbytes))
     yield from (slice(begin, begin + step) for begin in range(0, len(slots), step))
 
 
@@ -59,13 +59,13 @@ class Engine:
         """
         if self.firmware < 3:
             slots = slots % (pool.shape[0] * pool.shape[1])
-        for part in _parts(slots):
+        for part in _parts(rows, slots):
             kept = slots[part] >= 0
             pool[np.divmod(slots[part][kept], pool.shape[1])] = rows[part][kept]
 
     def read(self, pool: Pieces, rows: Pieces, slots: Numbers) -> None:
         """Read each row from its slot; a negative slot reads as zeros. Arguments are those of `write`."""
-        for part in _parts(slots):
+        for part in _parts(rows, slots):
             kept, to = slots[part] >= 0, rows[part]
             to[kept] = pool[np.divmod(slots[part][kept], pool.shape[1])]
             to[~kept] = np.zeros((), rows.dtype)
