@@ -143,6 +143,15 @@ def _again(first: OpCall) -> list[OpCall]:
     return [attrs.evolve(first, seed=seed) for seed in range(3)]
 
 
+def _with_gradients() -> Iterable[Case]:
+    """Return calls one after the other, of few tokens and many, with indices of each form."""
+    for tokens in (3, 84):
+        for op in OPS:
+            first = OpCall(op, tokens=tokens, geometry=roomy(op, tokens))
+            forms = (first, attrs.evolve(first, index="int32"), attrs.evolve(first, is_padded=True))
+            yield _sequence(f"{tokens} at a time", [call for form in forms for call in _again(form)], same_caches=True)
+
+
 REQUIREMENTS = [
     _require(1, "A call of a signature that the calling thread has used before prepares nothing.", plans.check_reuse, _repeated),
     _require(
@@ -233,11 +242,6 @@ REQUIREMENTS = [
         15,
         "Tensors that require gradients are served like others, and so are calls in inference mode: nothing is recorded.",
         repeated.check_autograd,
-        lambda: (
-            case
-            for tokens in (3, 84)
-            for op in OPS
-            for case in [_sequence(f"{tokens} at a time", _again(OpCall(op, tokens=tokens, geometry=roomy(op, tokens))), same_caches=True)]
-        ),
+        _with_gradients,
     ),
 ]

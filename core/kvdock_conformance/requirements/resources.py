@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -32,19 +33,21 @@ def _require(
     number: int,
     sentence: str,
     check: Check,
-    calls: Callable[[Drawing, OpCall], Iterable[dict[str, Any]]],
-    *,
+    *calls: Callable[[Drawing, OpCall], Iterable[dict[str, Any]]],
     needs: Capability = OWN_PLANS,
     level: Level = Level.CORE,
     wrong: bool = False,
+    ways: Sequence[tuple[str, str]] = (("nhd", "contiguous"),),
     **more: int | Sequence[int],
 ) -> Requirement:
-    """Return a requirement of this area, with one case for each op, and if so asked one of a call that raises."""
+    """Return a requirement of this area, with a case for each op, kind of calls, and pool and rows; if so asked, of a call that raises."""
 
     def cases() -> Iterable[Case]:
-        for op in OPS:
+        for op, (number, made), (pool, rows) in itertools.product(OPS, enumerate(calls), ways):
             drawing = Drawing()
-            yield Case(op, drawing.case(*calls(drawing, OpCall(op, tokens=3, geometry=_SIZES)), **more))
+            name = ", ".join((op, *[f"kind {number}"][: len(calls) - 1], *[f"{pool}, {rows}"][: len(ways) - 1]))
+            plain = OpCall(op, tokens=3, pool=pool, source=rows, geometry=_SIZES)
+            yield Case(name, drawing.case(*made(drawing, plain), **more))
         yield from _wrong() if wrong else ()
 
     return Requirement(f"KVD-RESOURCE-{number:03}", sentence, AREA, check, cases, level, needs)
@@ -57,21 +60,17 @@ def _wrong() -> Iterable[Case]:
         yield attrs.evolve(case, data={**case.data, "calls": case.data["calls"][1:]})
 
 
-def _most(op: str) -> Geometry:
-    return roomy(op, _MOST)
-
-
-def _of_64_mib(op: str) -> Geometry:
+def _of_64_mib(op: str, tokens: int) -> Geometry:
     return Geometry(num_blocks=4, block=2**20, hk=1, hv=1) if op == "static_update_" else Geometry(num_blocks=2**18, block=16, hk=1, hv=1)
 
 
 def _counted(
-    *counts: int, sizes: Callable[[str], Geometry] = _most, fill: str = "random"
+    *counts: int, sizes: Callable[[str, int], Geometry] = roomy, fill: str = "random"
 ) -> Callable[[Drawing, OpCall], Iterable[dict[str, Any]]]:
     """Return a function that returns calls of so many tokens, each the first of the same ones, with the same strides."""
 
     def calls(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
-        most = attrs.evolve(plain, tokens=max(counts), geometry=sizes(plain.op))
+        most = attrs.evolve(plain, tokens=max(counts), geometry=sizes(plain.op, max(counts)))
         every: Any = most.arguments(drawing)
         for arena in drawing.arenas:
             arena["fill"] = fill
@@ -113,12 +112,13 @@ def _few_and_large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
     """Return a call of few tokens, and one of many MiB."""
     tokens = _LARGE // (2**17 if plain.op in ("copy_blocks_", "static_update_") else 2**16)
     sizes = attrs.evolve(roomy(plain.op, tokens), hk=64, dk=512, hv=64, dv=512)  # long rows: an interpreter takes its time for each
-    return _counted(3, tokens, sizes=lambda op: sizes, fill="zeros")(drawing, plain)
+    return _counted(3, tokens, sizes=lambda op, most: sizes, fill="zeros")(drawing, plain)
 
 
 _ONCE = _counted(*_SEEN, *(count for count in range(9, _MOST) if count not in _SEEN))
+_TWICE_AS_MANY = _counted(*_SEEN, *(2**power + more for power in range(8, 13) for more in (1, 2)))
 _FIRST = _counted(*_SEEN, *(count for count in range(9, 31) if count not in _SEEN))
-"""Calls of few numbers of tokens, which come first, and then of many between them."""
+"""Calls of few numbers of tokens, which come first, and then of many between them, or of ever more: what holds the most grows."""
 
 REQUIREMENTS = [
     _require(
@@ -126,7 +126,7 @@ REQUIREMENTS = [
         "No memory of a call is kept behind it, neither by its plan, what repeats it nor an error that it raised: as no tensor, as no view "
         "of one, and in no cycle that only the garbage collector frees.",
         resources.check_keeps_nothing,
-        _counted(3),
+        _counted(3, 300),
         wrong=True,
     ),
     _require(
@@ -141,7 +141,7 @@ REQUIREMENTS = [
         "Nothing is kept for a number of tokens that comes once.",
         resources.check_leaks_of_counts,
         _ONCE,
-        level=Level.EXTENDED,
+        _TWICE_AS_MANY,
         warm=len(_SEEN),
     ),
     _require(4, "A plan that is destroyed gives back all that was taken to prepare and call it.", resources.check_given_back, _signatures),
