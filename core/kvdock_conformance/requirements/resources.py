@@ -26,6 +26,8 @@ _SPARE = 16 << 20
 """So many bytes nobody counts: what malloc gives back late is no more than that."""
 _LARGE = 34 << 20
 """So many bytes of keys: a little more than what malloc keeps when it is freed, so that it is seen."""
+_WAYS = (("nhd", "contiguous"), ("hnd", "[B, H, q, D]"), ("padded slots", "padded heads"), ("odd address", "odd address"))
+"""Pools and rows: dense for all ops but the static one, dense for that alone, and not dense."""
 _COUNTED = ("k", "v", "slot_mapping", "k_out", "v_out", "block_pairs")
 
 
@@ -40,14 +42,15 @@ def _require(
     ways: Sequence[tuple[str, str]] = (("nhd", "contiguous"),),
     **more: int | Sequence[int],
 ) -> Requirement:
-    """Return a requirement of this area, with a case for each op, kind of calls, and pool and rows; if so asked, of a call that raises."""
+    """Return a requirement of this area, with a case for each op, pool and rows, and if so asked of a call that raises; with the second
+    kind of calls at the extended level."""
 
     def cases() -> Iterable[Case]:
         for op, (number, made), (pool, rows) in itertools.product(OPS, enumerate(calls), ways):
             drawing = Drawing()
-            name = ", ".join((op, *[f"kind {number}"][: len(calls) - 1], *[f"{pool}, {rows}"][: len(ways) - 1]))
+            name = ", ".join((op, *["extended"][:number], *[f"{pool}, {rows}"][: len(ways) - 1]))
             plain = OpCall(op, tokens=3, pool=pool, source=rows, geometry=_SIZES)
-            yield Case(name, drawing.case(*made(drawing, plain), **more))
+            yield Case(name, drawing.case(*made(drawing, plain), **more), Level.EXTENDED if number else Level.CORE)
         yield from _wrong() if wrong else ()
 
     return Requirement(f"KVD-RESOURCE-{number:03}", sentence, AREA, check, cases, level, needs)
@@ -99,7 +102,7 @@ def _large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
     """Return a call of many MiB on dense memory, and others on such that is not."""
     tokens = _LARGE // (2048 if plain.op == "copy_blocks_" else 1024)
     sizes = attrs.evolve(roomy(plain.op, tokens), hk=8, dk=64, hv=8, dv=64)
-    ways = [("nhd", "contiguous"), ("hnd", "[B, H, q, D]"), ("padded slots", "padded heads"), ("odd address", "odd address")]
+    ways = [*_WAYS]
     if plain.op == "static_update_":  # whose heads come before its positions
         ways.insert(0, ways.pop(1))
     calls = [attrs.evolve(plain, tokens=tokens, geometry=sizes, pool=pool, source=rows).call(drawing) for pool, rows in ways]
@@ -116,7 +119,7 @@ def _few_and_large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
 
 
 _ONCE = _counted(*_SEEN, *(count for count in range(9, _MOST) if count not in _SEEN))
-_TWICE_AS_MANY = _counted(*_SEEN, *(2**power + more for power in range(8, 13) for more in (1, 2)))
+_EVER_MORE = _counted(*_SEEN, *(2**power + more for power in range(8, 13) for more in (1, 2)))
 _FIRST = _counted(*_SEEN, *(count for count in range(9, 31) if count not in _SEEN))
 """Calls of few numbers of tokens, which come first, and then of many between them, or of ever more: what holds the most grows."""
 
@@ -140,8 +143,8 @@ REQUIREMENTS = [
         3,
         "Nothing is kept for a number of tokens that comes once.",
         resources.check_leaks_of_counts,
+        _EVER_MORE,
         _ONCE,
-        _TWICE_AS_MANY,
         warm=len(_SEEN),
     ),
     _require(4, "A plan that is destroyed gives back all that was taken to prepare and call it.", resources.check_given_back, _signatures),
@@ -185,14 +188,18 @@ REQUIREMENTS = [
         "The scratch memory of a call goes by what it moves, and not by how large the pools are.",
         scratch.check_scratch_within,
         _counted(3, 1024, sizes=_of_64_mib, fill="zeros"),
-        limits=[_SPARE],
+        spare=_SPARE,
+        most=0,
     ),
     _require(
         11,
-        "The scratch memory of a call comes from torch's allocator, and is at most eight times what it moves.",
+        "The scratch memory of a call, on memory that is dense or not, comes from torch's allocator, and is no more than its plan says "
+        "behind the call, and than eight times what it moves.",
         scratch.check_scratch_within,
         _few_and_large,
-        limits=[_SPARE, 16 * _LARGE],
+        ways=_WAYS,
+        spare=_SPARE,
+        most=16 * _LARGE,
     ),
     _require(12, "To destroy a plan takes at most 100 times as long as a repeated call.", costs.check_destroy_time, _signatures),
 ]

@@ -22,6 +22,7 @@ class GatherPagedDescriptor(PortableDescriptor):
         slots = slot_mapping.to(torch.int64)
         valid = (slots >= 0) & (slots < capacity)
         slots = torch.where(valid, slots, 0)
+        self.workspace_bytes = 4 * max(out.nbytes for out in rest[-2:])  # what torch takes to index rows
         for cache, out in zip((k_cache, v_cache), rest[-2:], strict=True):
             if capacity == 0:
                 out.zero_()
