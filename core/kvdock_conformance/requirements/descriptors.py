@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -144,12 +145,11 @@ def _again(first: OpCall) -> list[OpCall]:
 
 
 def _with_gradients() -> Iterable[Case]:
-    """Return calls one after the other, of few tokens and many, with indices of each form."""
-    for tokens in (3, 84):
-        for op in OPS:
-            first = OpCall(op, tokens=tokens, geometry=roomy(op, tokens))
-            forms = (first, attrs.evolve(first, index="int32"), attrs.evolve(first, is_padded=True))
-            yield _sequence(f"{tokens} at a time", [call for form in forms for call in _again(form)], same_caches=True)
+    """Return calls one after the other, of few tokens and many, and with indices of each form."""
+    forms: Sequence[dict[str, Any]] = ({"tokens": 3}, {"tokens": 84}, {"tokens": 18, "index": "int32"}, {"tokens": 18, "is_padded": True})
+    for op, form in itertools.product(OPS, forms):
+        name = ", ".join(f"{key} {value}" for key, value in form.items())
+        yield _sequence(name, _again(OpCall(op, geometry=roomy(op, form["tokens"]), **form)), same_caches=True)
 
 
 REQUIREMENTS = [

@@ -42,7 +42,7 @@ _CALLS = (
     (84, "k and v unlike", "k and v unlike", "float32", {}),
     (150, "odd address", "padded heads", "bfloat16", {}),
     (4, "hnd", "fused qkv", "float32", {"index": "int32"}),
-    (90, "nhd", "contiguous", "bfloat16", {"is_padded": True}),
+    (20, "nhd", "contiguous", "bfloat16", {"is_padded": True}),
 )
 """Tokens, pools, sources, dtypes and indices of calls, few and many, dense and not; the first pools are large, with places far behind."""
 
