@@ -314,7 +314,7 @@ _skips(
     _STATIC,
     "loses-an-int-on-the-default-device",
     "A length that is an int gets lost on the default device.",
-    lambda args: isinstance(args["cache_lengths"], int) and torch.get_default_device().type == "meta",
+    lambda args: isinstance(args["cache_lengths"], int) and torch.get_default_device() == torch.device("meta"),
 )
 
 

@@ -293,7 +293,9 @@ def _made_dense(run: BackendCall, args: Args) -> None:
     run({**args, "k": args["k"].contiguous(), "v": args["v"].contiguous()})
 
 
-@FAULTS.call(_STATIC, "resource-caches-made-dense", "A cache with gaps is copied, written, and copied back.", "KVD-RESOURCE-009", "KVD-RESOURCE-011")
+@FAULTS.call(
+    _STATIC, "resource-caches-made-dense", "A cache with gaps is copied, written, and copied back.", "KVD-RESOURCE-009", "KVD-RESOURCE-011"
+)
 def _caches_made_dense(run: BackendCall, args: Args) -> None:
     dense = {name: args[name].contiguous() for name in ("k_cache", "v_cache")}
     run({**args, **dense})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import attrs
 
@@ -37,7 +38,7 @@ def _require(number: int, sentence: str, check: Check, *cases: Case, level: Leve
     return Requirement(f"KVD-HYGIENE-{number:03}", sentence, AREA, check, made, level, limit_s=_LIMIT_S)
 
 
-_CALLS = (
+_CALLS: Sequence[tuple[int, str, str, str, dict[str, Any]]] = (
     (5, "nhd", "contiguous", "bfloat16", {}),
     (84, "k and v unlike", "k and v unlike", "float32", {}),
     (150, "odd address", "padded heads", "bfloat16", {}),

@@ -42,8 +42,7 @@ def _require(
     ways: Sequence[tuple[str, str]] = (("nhd", "contiguous"),),
     **more: int | Sequence[int],
 ) -> Requirement:
-    """Return a requirement of this area, with a case for each op, pool and rows, and if so asked of a call that raises; with the second
-    kind of calls at the extended level."""
+    """Return a requirement of this area: cases of each op on each pool and rows, those of second calls extended; if so asked, of errors."""
 
     def cases() -> Iterable[Case]:
         for op, (number, made), (pool, rows) in itertools.product(OPS, enumerate(calls), ways):

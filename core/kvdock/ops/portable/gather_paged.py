@@ -27,8 +27,7 @@ class GatherPagedDescriptor(PortableDescriptor):
             if capacity == 0:
                 out.zero_()
                 continue
-            rows = as_bits(cache)[slots // cache.shape[1], slots % cache.shape[1]]
-            as_bits(out).copy_(torch.where(valid[..., None, None], rows, 0))
+            as_bits(out).copy_(torch.where(valid[..., None, None], as_bits(cache)[slots // cache.shape[1], slots % cache.shape[1]], 0))
 
 
 class GatherPaged(PortableKernel):
