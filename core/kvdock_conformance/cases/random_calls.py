@@ -1,4 +1,4 @@
-"""Random calls: any dtype, order, form, sizes, indices, offsets and padding, keys unlike values, and repeats of a call.
+"""Random calls: any dtype, order, form, sizes, indices, offsets and padding, keys unlike values or in one tensor with them, and repeats.
 
 Whoever draws passes a `Chooser`: a generator of random numbers for cases that are the same in every run, or Hypothesis, which makes
 a failing case smaller. The first choice of each kind is the plainest.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import attrs
@@ -28,6 +28,7 @@ _EDGES = tuple(sorted({0, *(edge + by for power in range(1, 17) for edge in (1 <
 """Sizes: one below, at and one above powers of two."""
 _MOST_BYTES = 1 << 21
 """Of a pool."""
+_INDICES = ("slot_mapping", "cache_lengths", "block_pairs")
 
 
 class Chooser(Protocol):
@@ -61,24 +62,42 @@ class SeededChooser:
         return self._random.choice(values)
 
 
-def random_case(choose: Chooser, ops: Sequence[str] = OPS) -> dict[str, Any]:
-    """Return the data of a case: one call or several of an op, on pools that they share.
+def random_case(choose: Chooser, ops: Sequence[str] = OPS, *, is_plain: bool = False) -> dict[str, Any]:
+    """Return the data of a case: one call or several of an op, on pools that they share, in the main thread or ``elsewhere``.
 
     Args:
         choose: what chooses.
         ops: names of the ops to choose from.
+        is_plain: every index is in range, every output is passed, and no pool is quantised.
     """
     drawing, op = Drawing(choose.integer(0, 3)), choose.one_of(ops)
     by_slots = op in ("paged_caching_", "gather_paged")
-    if by_slots and choose.one_of((False,) * 15 + (True,)):
+    if by_slots and not is_plain and choose.one_of((False,) * 15 + (True,)):
         return drawing.case(_quantised(choose, drawing, op))
     geometry = _geometry(choose)
     pools = _pools(choose, drawing, geometry)
     form = _Form.drawn(choose, geometry, op)
     # A call whose like was made before takes another way than the first: the same form comes again, then another.
     forms = [form] * choose.one_of((1, 2, 4, 6)) + [_Form.drawn(choose, geometry, op) for _ in range(choose.integer(0, 2))]
-    more = {"returned": True} if op == "gather_paged" and choose.one_of((False, False, True)) else {}
-    return drawing.case(*(call(op, **_arguments(choose, drawing, each, pools)) for each in forms), **more)
+    calls = [made for each in forms for made in _calls(choose, drawing, attrs.evolve(each, in_range=is_plain), pools)]
+    more = {"returned": True} if op == "gather_paged" and not is_plain and choose.one_of((False, False, True)) else {}
+    more |= {"elsewhere": True} if choose.one_of((False, False, True)) else {}
+    return drawing.case(*calls, **more)
+
+
+def _calls(choose: Chooser, drawing: Drawing, form: _Form, pools: Pair) -> Iterator[dict[str, Any]]:
+    """Yield a call, and now and then another with the same tensors, whose memory has changed."""
+    args = _arguments(choose, drawing, form, pools)
+    yield call(form.op, **args)
+    if choose.one_of((False, True)):
+        others: Any = _arguments(choose, Drawing(), form, pools)  # in memory that nobody makes: what its indices hold is wanted
+        yield {**call(form.op, **(args | {name: _other(args[name], others[name]) for name in _INDICES if name in args})), "again": True}
+
+
+def _other(index: Any, other: Any) -> View | int:
+    """Return an index in the place of the first with the values of the other; a length may be an int."""
+    values = [other] if isinstance(other, int) else other.values
+    return int(values[0]) if isinstance(index, int) else attrs.evolve(index, values=values)
 
 
 def _quantised(choose: Chooser, drawing: Drawing, op: str) -> dict[str, Any]:
@@ -137,6 +156,7 @@ class _Form:
         offset: of the rows, in elements.
         padding: which share of the slots is padding, in eighths.
         strided: free elements between slots.
+        in_range: whether every index is.
     """
 
     op: str
@@ -147,6 +167,7 @@ class _Form:
     offset: int
     padding: int
     strided: int
+    in_range: bool = False
 
     @classmethod
     def drawn(cls, choose: Chooser, g: Geometry, op: str) -> _Form:
@@ -166,6 +187,7 @@ class _Form:
 
 
 def _rows(drawing: Drawing, form: _Form) -> Pair:
+    """Return rows of keys and of values, in memory of their own each."""
     g = form.geometry
     gaps = (*[0] * (len(form.lead) - 1), 0, *form.gaps)
     k, v = (
@@ -175,15 +197,25 @@ def _rows(drawing: Drawing, form: _Form) -> Pair:
     return k, v
 
 
-def _arguments(choose: Chooser, drawing: Drawing, form: _Form, pools: Pair) -> dict[str, View]:
+def _rows_together(choose: Chooser, drawing: Drawing, form: _Form) -> Pair:
+    """Return rows of keys and of values that lie in one tensor: one behind the other, token by token, or head by head."""
+    g, lead = form.geometry, form.lead
+    last = len(lead)
+    order = choose.one_of(((0, *range(1, last + 3)), (*range(1, last + 1), 0, last + 1, last + 2), (*range(1, last + 2), 0, last + 2)))
+    both = drawing.tensor(g.dtype, (2, *lead, g.hk, g.dk), order=order, offset=form.offset * ITEMSIZE[g.dtype])
+    return both.select(0, 0), both.select(0, 1)
+
+
+def _arguments(choose: Chooser, drawing: Drawing, form: _Form, pools: Pair) -> dict[str, Any]:
     """Return the arguments of a call in the schema's order."""
     if form.op == "copy_blocks_":
         return {"k_cache": pools[0], "v_cache": pools[1], "block_pairs": _pairs(choose, drawing, form)}
+    together = form.geometry.k_shape == form.geometry.v_shape and choose.one_of((False, True))
+    k, v = _rows_together(choose, drawing, form) if together else _rows(drawing, form)
     if form.op == "static_update_":
-        seen, (k, v) = (pool.transpose(1, 2) for pool in pools), _rows(drawing, form)
-        named = dict(zip(("k_cache", "v_cache"), seen, strict=True))
+        named = dict(zip(("k_cache", "v_cache"), (pool.transpose(1, 2) for pool in pools), strict=True))
         return {**named, "k": k.transpose(1, 2), "v": v.transpose(1, 2), "cache_lengths": _lengths(choose, drawing, form)}
-    slots, (k, v) = _slots(choose, drawing, form), _rows(drawing, form)
+    slots = _slots(choose, drawing, form)
     if form.op == "gather_paged":
         return {"k_cache": pools[0], "v_cache": pools[1], "slot_mapping": slots, "k_out": k, "v_out": v}
     return {"k_cache": pools[0], "v_cache": pools[1], "k": k, "v": v, "slot_mapping": slots}
@@ -197,18 +229,22 @@ def _slots(choose: Chooser, drawing: Drawing, form: _Form) -> View:
         random.Random(choose.integer(0, 99)).shuffle(values)  # noqa: S311 - the same for the same choice
     slots = (values * (count // capacity + 1))[:count]
     slots = [-1 - place % 3 if place * 5 % 8 < form.padding else slot for place, slot in enumerate(slots)]
-    if choose.one_of((False,) * 7 + (True,)):
+    if not form.in_range and choose.one_of((False,) * 7 + (True,)):
         slots[choose.integer(0, count - 1)] = capacity + choose.one_of((0, 1, 2**20))
     return drawing.tensor(form.index, (*form.lead, form.strided + 1), values=slots).select(len(form.lead), 0)
 
 
-def _lengths(choose: Chooser, drawing: Drawing, form: _Form) -> View:
+def _lengths(choose: Chooser, drawing: Drawing, form: _Form) -> View | int:
+    """Return the length of each row, or one for all: in a tensor, or as an int."""
     rows, room = form.lead[0], form.geometry.block - form.lead[1]
-    one, step = choose.one_of((False, True)), choose.integer(0, 7)
+    shape, step = choose.one_of(((rows,), (1,), ())), choose.integer(0, 7)
     values = [(row * step + step) % (room + 1) for row in range(rows)]
-    if not one and rows > 1 and choose.one_of((False,) * 7 + (True,)):  # one length is named as such by an error
+    if not shape:
+        return values[0]
+    # One length for all is named as such by an error.
+    if not form.in_range and shape[0] > 1 and choose.one_of((False,) * 7 + (True,)):
         values[choose.integer(0, rows - 1)] = room + 1
-    return drawing.tensor(form.index, (1,) if one else (rows,), values=values[:1] if one else values)
+    return drawing.tensor(form.index, shape, values=values[: shape[0]])
 
 
 def _pairs(choose: Chooser, drawing: Drawing, form: _Form) -> View:

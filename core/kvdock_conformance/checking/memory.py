@@ -55,6 +55,16 @@ class Arenas:
             places.view(bits.dtype).copy_(bits.reshape(places.shape))
         return tensor
 
+    def change(self, specs: Mapping[str, Any]) -> None:
+        """Turn all bytes of some specs' arenas over, and write their values, so that no version of a tensor counts it."""
+        given = [spec for spec in specs.values() if isinstance(spec, Mapping)]
+        unseen = Arenas.__new__(Arenas)
+        unseen.bytes = [content.data for content in self.bytes]
+        for number in {spec["arena"] for spec in given}:
+            unseen.bytes[number].bitwise_not_()
+        for spec in given:
+            unseen.tensor(spec)
+
     def copy(self) -> Arenas:
         """Return a copy in host memory."""
         twin = Arenas([], torch.device("cpu"))

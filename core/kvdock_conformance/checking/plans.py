@@ -40,6 +40,7 @@ __all__ = [
     "check_supports",
     "check_threads",
     "check_workspace",
+    "elsewhere",
 ]
 
 _WAIT_S = 30.0
@@ -126,8 +127,12 @@ def _collecting() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _elsewhere(*functions: Callable[[], object]) -> None:
-    """Call functions at once, each in a thread of its own, and raise what the first of them raised."""
+def elsewhere(*functions: Callable[[], object]) -> None:
+    """Call functions at once, each in a thread of its own.
+
+    Raises:
+        BaseException: what the first of them raised.
+    """
     raised: list[BaseException] = []
 
     def run(function: Callable[[], object]) -> None:
@@ -225,7 +230,7 @@ def check_in_use(target: Target, data: Mapping[str, Any]) -> None:
             return
         inside.append(True)
         if data["clear"]:
-            _elsewhere(lambda: _clear(calls.op))
+            elsewhere(lambda: _clear(calls.op))
         target.call(calls.op, calls.arguments(1))
         if plan.ends:
             raise NonconformanceError(f"{calls.op}: destroy() of a plan", expected="no call while the plan runs", got="a call")
@@ -259,7 +264,7 @@ def check_threads(target: Target, data: Mapping[str, Any]) -> None:
 
     _clear(data["calls"][0]["op"])
     try:
-        _elsewhere(work, work)
+        elsewhere(work, work)
     except threading.BrokenBarrierError:  # raised beside what broke it, or by a thread that was waited for in vain
         raise NonconformanceError("two threads at once", expected=f"calls that end within {_WAIT_S:g} s", got="one that does not") from None
 
@@ -274,7 +279,7 @@ def check_clear_elsewhere(target: Target, data: Mapping[str, Any]) -> None:
     with _collecting(), watched(target, calls.op) as watch:
         for number in range(len(calls.calls)):
             calls.make(number)
-            _elsewhere(lambda: _clear(calls.op))
+            elsewhere(lambda: _clear(calls.op))
         if len(watch.prepared) != len(calls.calls):
             raise NonconformanceError(f"{calls.op}: plans prepared", expected=len(calls.calls), got=len(watch.prepared))
         _clear(calls.op)

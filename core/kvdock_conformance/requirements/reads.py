@@ -10,6 +10,7 @@ import attrs
 from kvdock_conformance.cases.drawing import Drawing, call
 from kvdock_conformance.cases.every_op import OPS, OpCall
 from kvdock_conformance.cases.layouts import Geometry
+from kvdock_conformance.cases.random_calls import SeededChooser, described, random_case
 from kvdock_conformance.checking.fences import FENCED, check_fenced, check_inputs_released
 from kvdock_conformance.checking.served import SERVED
 from kvdock_conformance.requirement import Case, Level, Requirement
@@ -17,6 +18,7 @@ from kvdock_conformance.requirement import Case, Level, Requirement
 __all__ = ["AREA", "REQUIREMENTS"]
 
 AREA = "reads"
+_CORE, _EXTENDED = 32, 120
 _ODD = (
     Geometry(num_blocks=2, block=5, hk=1, dk=5, hv=1, dv=3),
     Geometry(num_blocks=2, block=5, hk=3, dk=8, hv=2, dv=12),
@@ -71,6 +73,13 @@ def _in_turn() -> Iterable[Case]:
             yield Case(f"{op}, {count}", drawing.case(call(op, **first), call(op, **(first | indices))))
 
 
+def _drawn() -> Iterator[Case]:
+    """Yield random calls."""
+    for seed in range(_EXTENDED):
+        data = random_case(SeededChooser(seed), is_plain=True)
+        yield Case(f"draw {seed}: {described(data)}", data, Level.CORE if seed < _CORE else Level.EXTENDED)
+
+
 _INDICES = ("slot_mapping", "cache_lengths", "block_pairs")
 
 REQUIREMENTS = [
@@ -90,5 +99,13 @@ REQUIREMENTS = [
         check_inputs_released,
         _in_turn,
         needs=SERVED,
+    ),
+    Requirement(
+        "KVD-READ-003",
+        "Random calls read and write their tensors, and nothing in front of them or behind them.",
+        AREA,
+        check_fenced,
+        _drawn,
+        needs=FENCED,
     ),
 ]
