@@ -151,7 +151,7 @@ class Descriptor(ABC):
     """
 
     workspace_bytes: int = 0
-    """Bytes of scratch memory a call takes from torch's caching allocator."""
+    """Bytes of scratch memory a call takes from torch's caching allocator; where that goes by what it moves, a call says what it took."""
 
     uses_autograd: bool = True
     """Whether a call uses torch operations that autograd would record. Core then takes care that it does not. A descriptor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +12,7 @@ import attrs
 from kvdock_conformance.cases.drawing import Drawing, View, call
 from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry, Pair
 from kvdock_conformance.cases.paged import shuffled
+from kvdock_conformance.checking.memory import expanded
 
 __all__ = ["OPS", "Arguments", "OpCall", "roomy"]
 
@@ -31,6 +33,8 @@ class OpCall:
         source: name of one of `SOURCES`, for the rows that are read, or that a gather writes.
         geometry: sizes of the pool.
         seed: of slots, lengths and pairs.
+        index: torch's name of the dtype of slots, lengths and pairs.
+        is_padded: whether every third slot or pair is padding; lengths, which have none, are an int for all rows then.
         lead: leading sizes of the tokens; None for ``(tokens,)``.
     """
 
@@ -40,6 +44,8 @@ class OpCall:
     source: str = "contiguous"
     geometry: Geometry = _GEOMETRY
     seed: int = 1
+    index: str = "int64"
+    is_padded: bool = False
     lead: tuple[int, ...] | None = None
 
     def caches(self, drawing: Drawing) -> Pair:
@@ -81,20 +87,24 @@ def _read(this: OpCall, drawing: Drawing) -> Arguments:
 
 
 def _slots(this: OpCall, drawing: Drawing) -> View:
-    return drawing.tensor("int64", this.leading, values=shuffled(this.geometry.capacity, this.seed))
+    values = shuffled(this.geometry.capacity, this.seed)
+    if this.is_padded:
+        values = [-1 if at % 3 == 1 else slot for at, slot in enumerate(expanded(values, math.prod(this.leading)))]
+    return drawing.tensor(this.index, this.leading, values=values)
 
 
 def _update(this: OpCall, drawing: Drawing) -> Arguments:
     rows, room = this.geometry.num_blocks, this.geometry.block - this.tokens + 1
     k, v = SOURCES[this.source](drawing, this.geometry, (rows, this.tokens))
-    lengths = drawing.tensor("int64", (rows,), values=[(row * 7 + this.seed) % room for row in range(rows)])
+    taken = [(row * 7 + this.seed) % room for row in range(rows)]
+    lengths = taken[0] if this.is_padded else drawing.tensor(this.index, (rows,), values=taken)
     return {"k": k.transpose(1, 2), "v": v.transpose(1, 2), "cache_lengths": lengths}
 
 
 def _copy(this: OpCall, drawing: Drawing) -> Arguments:
     turn = this.seed % 2  # even blocks to odd ones, or the other way round
-    pairs = [2 * i + (turn ^ side) for i in range(this.tokens) for side in (0, 1)]
-    return {"block_pairs": drawing.tensor("int64", (this.tokens, 2), values=pairs)}
+    pairs = [-1 if this.is_padded and i % 3 == 1 else 2 * i + (turn ^ side) for i in range(this.tokens) for side in (0, 1)]
+    return {"block_pairs": drawing.tensor(this.index, (this.tokens, 2), values=pairs)}
 
 
 _OTHERS: Mapping[str, Callable[[OpCall, Drawing], Arguments]] = MappingProxyType(

@@ -59,7 +59,7 @@ def held(device: torch.device) -> dict[str, int]:
         found["open files"], found["threads"] = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
     allocated = getattr(getattr(torch, device.type, None), "memory_allocated", None)
     if allocated is not None:
-        found[f"bytes that torch holds of {device}"] = allocated(device)
+        found["bytes that torch holds of the device"] = allocated(device)
     return found
 
 

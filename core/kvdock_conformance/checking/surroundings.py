@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
+import logging
 import os
 import signal
 import sys
@@ -151,6 +153,10 @@ def _own_settings(device: torch.device) -> AbstractContextManager[None]:
         torch.autograd.set_detect_anomaly(True),
         _set(torch.set_float32_matmul_precision, "medium", torch.get_float32_matmul_precision()),
         _set(sys.setswitchinterval, 0.004, sys.getswitchinterval()),
+        _set(sys.setrecursionlimit, sys.getrecursionlimit() + 9, sys.getrecursionlimit()),
+        _set(lambda on: (gc.enable if on else gc.disable)(), not gc.isenabled(), gc.isenabled()),
+        _set(lambda counts: gc.set_threshold(*counts), (600, 9, 9), gc.get_threshold()),
+        _set(logging.disable, logging.DEBUG, logging.root.manager.disable),
         _set(os.umask, 0o077, os.umask(0o077)),
         _timers(),
     )

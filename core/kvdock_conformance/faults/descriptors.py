@@ -84,6 +84,7 @@ class OwnPlan(kvdock.plugin.Descriptor):
     def __call__(self, *args: Any) -> None:
         """Make the call."""
         self.inner(*args)
+        self.workspace_bytes = self.inner.workspace_bytes
 
     def destroy(self) -> None:
         """Destroy what is inside."""

@@ -269,6 +269,10 @@ _call_changes(
 _call_changes(
     _COPY, "stops-the-timer", "stops the timer of the process", lambda: signal.setitimer(signal.ITIMER_REAL, 0), "KVD-HYGIENE-017"
 )
+_call_changes(_WRITE, "starts-the-collector", "turns the garbage collector on", gc.enable, "KVD-HYGIENE-017")
+_call_changes(_GATHER, "collects-as-at-first", "resets when garbage is collected", lambda: gc.set_threshold(700, 10, 10), "KVD-HYGIENE-017")
+_call_changes(_STATIC, "recurses-as-at-first", "resets how far Python recurses", lambda: sys.setrecursionlimit(1000), "KVD-HYGIENE-017")
+_call_changes(_COPY, "logs-again", "lets all be logged", lambda: logging.disable(logging.NOTSET), "KVD-HYGIENE-017")
 _call_changes(
     _WRITE, "resets-printing", "resets how tensors print", lambda: vars(torch._tensor_str.PRINT_OPTS).update(precision=4), "KVD-HYGIENE-017"
 )
@@ -281,10 +285,37 @@ def _prints(run: BackendCall, args: Args) -> None:
     run(args)
 
 
-@FAULTS.call("static_update_", "hygiene-call-misses-when-deterministic", "Nothing is written in deterministic mode.", "KVD-HYGIENE-017")
-def _misses_when_deterministic(run: BackendCall, args: Args) -> None:
-    if not torch.are_deterministic_algorithms_enabled():
-        run(args)
+def _skips(op: str, name: str, sentence: str, is_skipped: Callable[[Args], Any]) -> None:
+    """Add a fault of calls that do nothing where a user has set something, for some arguments."""
+
+    def call(run: BackendCall, args: Args) -> None:
+        if not is_skipped(args):
+            run(args)
+
+    FAULTS.call(op, f"hygiene-call-{name}", sentence, "KVD-HYGIENE-017")(call)
+
+
+_is_deterministic, _default = torch.are_deterministic_algorithms_enabled, torch.get_default_dtype
+_skips(_STATIC, "misses-when-deterministic", "Nothing is written in deterministic mode.", lambda args: _is_deterministic())
+_skips(_WRITE, "needs-float32", "A call does nothing where float32 is not the default.", lambda args: _default() != torch.float32)
+_skips(
+    _COPY,
+    "misses-int32-when-deterministic",
+    "Nothing is copied by int32 pairs in deterministic mode.",
+    lambda args: _is_deterministic() and args["block_pairs"].dtype == torch.int32,
+)
+_skips(
+    _GATHER,
+    "misses-padding-without-float32",
+    "Nothing is read where there is padding, and float32 is not the default.",
+    lambda args: _default() != torch.float32 and (args["slot_mapping"] < 0).any(),
+)
+_skips(
+    _STATIC,
+    "loses-an-int-on-the-default-device",
+    "A length that is an int gets lost on the default device.",
+    lambda args: isinstance(args["cache_lengths"], int) and torch.get_default_device() == torch.device("meta"),
+)
 
 
 @FAULTS.call(
@@ -297,12 +328,6 @@ def _warns_in_the_middle(run: BackendCall, args: Args) -> None:
     run(args)
     if not args["v_out"].is_contiguous():
         warnings.warn("slow", UserWarning, stacklevel=2)
-
-
-@FAULTS.call("paged_caching_", "hygiene-call-needs-float32", "A call does nothing where float32 is not the default.", "KVD-HYGIENE-017")
-def _needs_float32(run: BackendCall, args: Args) -> None:
-    if torch.get_default_dtype() == torch.float32:
-        run(args)
 
 
 @FAULTS.call("copy_blocks_", "hygiene-call-takes-the-default-device", "A call works on the default device.", "KVD-HYGIENE-017")

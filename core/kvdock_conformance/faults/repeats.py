@@ -198,17 +198,19 @@ _late(_GATHER, "desc-opens-a-file-for-each-token-count", "A compiled kernel is r
 
 
 class _Records(OwnPlan):
-    """Says that autograd is no matter, and uses torch's operations."""
+    """Says that autograd is no matter, and uses torch's operations where indices are an int, or 32 bits wide."""
 
     uses_autograd = False
 
-    def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, *args: Any) -> None:
-        self.inner(k_cache, v_cache, k, *args)
-        k_cache[:0].add_(k.float().sum() * 0)
+    def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: Any, *args: Any) -> None:
+        self.inner(k_cache, v_cache, k, v, index, *args)
+        if isinstance(index, int) or (args and index.dtype == torch.int32):
+            k_cache[:0].add_(k.float().sum() * 0)
 
 
-@FAULTS.kernel(_WRITE, "desc-recorded-by-autograd", "Autograd records a write of tokens that require gradients.", "KVD-DESC-015")
-class _RecordedWrite(OwnKernel):
+@FAULTS.kernel(_STATIC, "desc-recorded-where-lengths-are-an-int", "Autograd records an update behind one length.", "KVD-DESC-015")
+@FAULTS.kernel(_WRITE, "desc-recorded-by-autograd", "Autograd records a write to int32 slots.", "KVD-DESC-015")
+class _Recorded(OwnKernel):
     """Makes plans that are recorded."""
 
     def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:

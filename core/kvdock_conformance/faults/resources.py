@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 
@@ -18,7 +19,6 @@ from kvdock.ops.catalog import CATALOG
 from kvdock.plugin import Descriptor, Kernel, Request
 from kvdock_conformance.faults.descriptors import OwnKernel, OwnPlan
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
-from kvdock_conformance.faults.seeds import FaultyKernel
 
 __all__ = ["FAULTS"]
 
@@ -29,12 +29,12 @@ _WRITE, _STATIC, _GATHER, _COPY = CATALOG
 # Kept of calls
 
 
-@FAULTS.plan(_WRITE, "resource-plan-keeps-views", "A plan keeps a view of the keys of its last call.", "KVD-RESOURCE-001")
+@FAULTS.plan(_WRITE, "resource-plan-keeps-views", "A plan keeps a view of the keys of its last long call.", "KVD-RESOURCE-001")
 def _plan_keeps_views() -> FaultyCall:
     kept: list[torch.Tensor] = []
 
     def call(run: BackendCall, args: Args) -> None:
-        kept[:] = [args["k"][:1]]
+        kept[:] = [args["k"][:1]] if len(args["k"]) >= 64 else kept
         run(args)
 
     return call
@@ -146,6 +146,19 @@ def _table_of_counts() -> FaultyCall:
         count = args["slot_mapping"].numel()
         if count not in tables:
             tables[count] = torch.arange(count)
+        run(args)
+
+    return call
+
+
+@FAULTS.plan(_STATIC, "resource-stage-of-the-longest", "A plan keeps a stage for its longest call, in powers of two.", "KVD-RESOURCE-003")
+def _stage_of_the_longest() -> FaultyCall:
+    stage: list[bytearray] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        count = args["k"].shape[2]
+        if count > 128 and (not stage or len(stage[0]) < 4 * count):
+            stage[:] = [bytearray(4 << count.bit_length())]
         run(args)
 
     return call
@@ -275,12 +288,14 @@ FAULTS.plan(_COPY, "resource-work-for-each-number-of-pairs", "A kernel is compil
 # Scratch memory
 
 
-@FAULTS.call(_WRITE, "resource-sources-made-dense", "Tokens that are not dense are made so first.", "KVD-RESOURCE-009")
+@FAULTS.call(_WRITE, "resource-sources-made-dense", "Tokens that are not dense are made so first.", "KVD-RESOURCE-009", "KVD-RESOURCE-011")
 def _made_dense(run: BackendCall, args: Args) -> None:
     run({**args, "k": args["k"].contiguous(), "v": args["v"].contiguous()})
 
 
-@FAULTS.call(_STATIC, "resource-caches-made-dense", "A cache with gaps is copied, written, and copied back.", "KVD-RESOURCE-009")
+@FAULTS.call(
+    _STATIC, "resource-caches-made-dense", "A cache with gaps is copied, written, and copied back.", "KVD-RESOURCE-009", "KVD-RESOURCE-011"
+)
 def _caches_made_dense(run: BackendCall, args: Args) -> None:
     dense = {name: args[name].contiguous() for name in ("k_cache", "v_cache")}
     run({**args, **dense})
@@ -296,6 +311,13 @@ def _clones(run: BackendCall, args: Args) -> None:
     del clones
 
 
+@FAULTS.call(_COPY, "resource-stage-that-nobody-tells", "Blocks go through a stage of which no plan says anything.", "KVD-RESOURCE-011")
+def _untold(run: BackendCall, args: Args) -> None:
+    stage = torch.empty_like(args["k_cache"][: len(args["block_pairs"])])
+    run(args)
+    del stage
+
+
 @FAULTS.call(_GATHER, "resource-table-of-slots-by-blocks", "A gather takes a table of slots times blocks.", "KVD-RESOURCE-010")
 def _table(run: BackendCall, args: Args) -> None:
     table = torch.empty(args["slot_mapping"].numel() * len(args["k_cache"]), dtype=torch.uint8, device=args["k_cache"].device)
@@ -303,16 +325,31 @@ def _table(run: BackendCall, args: Args) -> None:
     del table
 
 
-def _staged(name: str, memory: Callable[[int], Any]) -> FaultyCall:
-    """Return a call of which an argument goes through memory of somebody else's."""
+@attrs.frozen
+class _Staging(Kernel):
+    """Makes plans whose values go through memory of somebody else's."""
 
-    def call(run: BackendCall, args: Args) -> None:
-        rows = args[name]
-        stage = torch.frombuffer(memory(rows.numel() * rows.element_size()), dtype=rows.dtype).view(rows.shape) if rows.numel() else rows
-        stage.copy_(rows)
-        run({**args, name: stage})
+    inner: Kernel
+    memory: Callable[[int], Any]
 
-    return call
+    def supports(self, request: Request) -> Sequence[str]:
+        return self.inner.supports(request)
+
+    def prepare(self, request: Request) -> Descriptor:
+        return _Staged(self.inner.prepare(request), self.memory)
+
+
+class _Staged(OwnPlan):
+    """Says how much it takes, and not where."""
+
+    def __init__(self, inner: Descriptor, memory: Callable[[int], Any]) -> None:
+        super().__init__(inner)
+        self.memory = memory
+
+    def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) -> None:
+        stage = torch.frombuffer(self.memory(v.nbytes), dtype=v.dtype).view(v.shape) if v.numel() else v
+        self.inner(k_cache, v_cache, k, stage.copy_(v), *args)
+        self.workspace_bytes = v.nbytes
 
 
 for _op, _where, _memory in (
@@ -320,7 +357,7 @@ for _op, _where, _memory in (
     (_STATIC, "mmap", lambda count: mmap.mmap(-1, count)),
 ):
     FAULTS.kernel(_op, f"resource-staged-in-{_where}", f"Values go through memory of {_where}'s.", "KVD-RESOURCE-011", by_address=True)(
-        lambda inner, memory=_memory: FaultyKernel(inner, lambda: _staged("v", memory))  # type: ignore[arg-type]  # a function of kernels, as a class is
+        lambda inner, memory=_memory: _Staging(inner, memory)  # type: ignore[arg-type]  # a function of kernels, as a class is
     )
 
 

@@ -151,6 +151,7 @@ class _FaultyDescriptor(kvdock.plugin.Descriptor):
     def _run(self, args: Args) -> None:
         """Make the call as the backend would."""
         self._inner(*(args[name] for name in self._names))
+        self.workspace_bytes = self._inner.workspace_bytes
 
     def __call__(self, *args: Any) -> None:
         self._call(self._run, dict(zip(self._names, args, strict=True)))

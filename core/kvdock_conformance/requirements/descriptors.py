@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -143,6 +144,14 @@ def _again(first: OpCall) -> list[OpCall]:
     return [attrs.evolve(first, seed=seed) for seed in range(3)]
 
 
+def _with_gradients() -> Iterable[Case]:
+    """Return calls one after the other, of few tokens and many, and with indices of each form."""
+    forms: Sequence[dict[str, Any]] = ({"tokens": 3}, {"tokens": 84}, {"tokens": 18, "index": "int32"}, {"tokens": 18, "is_padded": True})
+    for op, form in itertools.product(OPS, forms):
+        name = ", ".join(f"{key} {value}" for key, value in form.items())
+        yield _sequence(name, _again(OpCall(op, geometry=roomy(op, form["tokens"]), **form)), same_caches=True)
+
+
 REQUIREMENTS = [
     _require(1, "A call of a signature that the calling thread has used before prepares nothing.", plans.check_reuse, _repeated),
     _require(
@@ -233,11 +242,6 @@ REQUIREMENTS = [
         15,
         "Tensors that require gradients are served like others, and so are calls in inference mode: nothing is recorded.",
         repeated.check_autograd,
-        lambda: (
-            case
-            for tokens in (3, 84)
-            for op in OPS
-            for case in [_sequence(f"{tokens} at a time", _again(OpCall(op, tokens=tokens, geometry=roomy(op, tokens))), same_caches=True)]
-        ),
+        _with_gradients,
     ),
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import attrs
 
@@ -37,23 +38,25 @@ def _require(number: int, sentence: str, check: Check, *cases: Case, level: Leve
     return Requirement(f"KVD-HYGIENE-{number:03}", sentence, AREA, check, made, level, limit_s=_LIMIT_S)
 
 
-_CALLS = (
-    (5, "nhd", "contiguous", "bfloat16"),
-    (84, "k and v unlike", "k and v unlike", "float32"),
-    (150, "odd address", "padded heads", "bfloat16"),
+_CALLS: Sequence[tuple[int, str, str, str, dict[str, Any]]] = (
+    (5, "nhd", "contiguous", "bfloat16", {}),
+    (84, "k and v unlike", "k and v unlike", "float32", {}),
+    (150, "odd address", "padded heads", "bfloat16", {}),
+    (4, "hnd", "fused qkv", "float32", {"index": "int32"}),
+    (20, "nhd", "contiguous", "bfloat16", {"is_padded": True}),
 )
-"""Tokens, pools, sources and dtypes of calls, few and many, dense and not; the first pools are large, with places far behind."""
+"""Tokens, pools, sources, dtypes and indices of calls, few and many, dense and not; the first pools are large, with places far behind."""
 
 
 def _made(op: str, number: int = 0, **more: str) -> Case:
     """Return a case of calls of an op, each prepared and then repeated; of other numbers of tokens for each ``number``."""
     drawing, calls = Drawing(), []
     large = {"num_blocks": 48, "block": 384} if op == "static_update_" else {"num_blocks": 520, "block": 16}
-    for tokens, pool, source, dtype in _CALLS:
+    for tokens, pool, source, dtype, indices in _CALLS:
         count = tokens + number
         sizes = attrs.evolve(roomy(op, count), dtype=dtype, **(large if tokens == 5 else {}))
-        like = OpCall(op, tokens=count, pool=pool, source=source, geometry=sizes)
-        calls += [attrs.evolve(like, seed=seed).call(drawing) for seed in ((1,) if tokens == 150 else (1, 2))]
+        like = OpCall(op, tokens=count, pool=pool, source=source, geometry=sizes, **indices)
+        calls += [attrs.evolve(like, seed=seed).call(drawing) for seed in ((1, 2) if tokens in (5, 84) else (1,))]
     return Case(" ".join((f"calls of {op}", *(f"with {text}" for text in more.values()))), drawing.case(*calls, **more))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ _SPARE = 16 << 20
 """So many bytes nobody counts: what malloc gives back late is no more than that."""
 _LARGE = 34 << 20
 """So many bytes of keys: a little more than what malloc keeps when it is freed, so that it is seen."""
+_WAYS = (("nhd", "contiguous"), ("hnd", "[B, H, q, D]"), ("padded slots", "padded heads"), ("odd address", "odd address"))
+"""Pools and rows: dense for all ops but the static one, dense for that alone, and not dense."""
 _COUNTED = ("k", "v", "slot_mapping", "k_out", "v_out", "block_pairs")
 
 
@@ -32,19 +35,21 @@ def _require(
     number: int,
     sentence: str,
     check: Check,
-    calls: Callable[[Drawing, OpCall], Iterable[dict[str, Any]]],
-    *,
+    *calls: Callable[[Drawing, OpCall], Iterable[dict[str, Any]]],
     needs: Capability = OWN_PLANS,
     level: Level = Level.CORE,
     wrong: bool = False,
+    ways: Sequence[tuple[str, str]] = (("nhd", "contiguous"),),
     **more: int | Sequence[int],
 ) -> Requirement:
-    """Return a requirement of this area, with one case for each op, and if so asked one of a call that raises."""
+    """Return a requirement of this area: cases of each op on each pool and rows, those of second calls extended; if so asked, of errors."""
 
     def cases() -> Iterable[Case]:
-        for op in OPS:
+        for op, (number, made), (pool, rows) in itertools.product(OPS, enumerate(calls), ways):
             drawing = Drawing()
-            yield Case(op, drawing.case(*calls(drawing, OpCall(op, tokens=3, geometry=_SIZES)), **more))
+            name = ", ".join((op, *["extended"][:number], *[f"{pool}, {rows}"][: len(ways) - 1]))
+            plain = OpCall(op, tokens=3, pool=pool, source=rows, geometry=_SIZES)
+            yield Case(name, drawing.case(*made(drawing, plain), **more), Level.EXTENDED if number else Level.CORE)
         yield from _wrong() if wrong else ()
 
     return Requirement(f"KVD-RESOURCE-{number:03}", sentence, AREA, check, cases, level, needs)
@@ -57,21 +62,17 @@ def _wrong() -> Iterable[Case]:
         yield attrs.evolve(case, data={**case.data, "calls": case.data["calls"][1:]})
 
 
-def _most(op: str) -> Geometry:
-    return roomy(op, _MOST)
-
-
-def _of_64_mib(op: str) -> Geometry:
+def _of_64_mib(op: str, tokens: int) -> Geometry:
     return Geometry(num_blocks=4, block=2**20, hk=1, hv=1) if op == "static_update_" else Geometry(num_blocks=2**18, block=16, hk=1, hv=1)
 
 
 def _counted(
-    *counts: int, sizes: Callable[[str], Geometry] = _most, fill: str = "random"
+    *counts: int, sizes: Callable[[str, int], Geometry] = roomy, fill: str = "random"
 ) -> Callable[[Drawing, OpCall], Iterable[dict[str, Any]]]:
     """Return a function that returns calls of so many tokens, each the first of the same ones, with the same strides."""
 
     def calls(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
-        most = attrs.evolve(plain, tokens=max(counts), geometry=sizes(plain.op))
+        most = attrs.evolve(plain, tokens=max(counts), geometry=sizes(plain.op, max(counts)))
         every: Any = most.arguments(drawing)
         for arena in drawing.arenas:
             arena["fill"] = fill
@@ -100,7 +101,7 @@ def _large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
     """Return a call of many MiB on dense memory, and others on such that is not."""
     tokens = _LARGE // (2048 if plain.op == "copy_blocks_" else 1024)
     sizes = attrs.evolve(roomy(plain.op, tokens), hk=8, dk=64, hv=8, dv=64)
-    ways = [("nhd", "contiguous"), ("hnd", "[B, H, q, D]"), ("padded slots", "padded heads"), ("odd address", "odd address")]
+    ways = [*_WAYS]
     if plain.op == "static_update_":  # whose heads come before its positions
         ways.insert(0, ways.pop(1))
     calls = [attrs.evolve(plain, tokens=tokens, geometry=sizes, pool=pool, source=rows).call(drawing) for pool, rows in ways]
@@ -113,12 +114,19 @@ def _few_and_large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
     """Return a call of few tokens, and one of many MiB."""
     tokens = _LARGE // (2**17 if plain.op in ("copy_blocks_", "static_update_") else 2**16)
     sizes = attrs.evolve(roomy(plain.op, tokens), hk=64, dk=512, hv=64, dv=512)  # long rows: an interpreter takes its time for each
-    return _counted(3, tokens, sizes=lambda op: sizes, fill="zeros")(drawing, plain)
+    return _counted(3, tokens, sizes=lambda op, most: sizes, fill="zeros")(drawing, plain)
 
 
 _ONCE = _counted(*_SEEN, *(count for count in range(9, _MOST) if count not in _SEEN))
 _FIRST = _counted(*_SEEN, *(count for count in range(9, 31) if count not in _SEEN))
 """Calls of few numbers of tokens, which come first, and then of many between them."""
+
+
+def _ever_more(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
+    """Return calls of few numbers of tokens, and then of about twice as many again and again: what holds the most grows each time."""
+    first = 5 if plain.op == "copy_blocks_" else 8  # an interpreter takes its time for each block
+    return _counted(*_SEEN, *(2**power + more for power in range(first, first + 5) for more in (1, 2)))(drawing, plain)
+
 
 REQUIREMENTS = [
     _require(
@@ -126,7 +134,7 @@ REQUIREMENTS = [
         "No memory of a call is kept behind it, neither by its plan, what repeats it nor an error that it raised: as no tensor, as no view "
         "of one, and in no cycle that only the garbage collector frees.",
         resources.check_keeps_nothing,
-        _counted(3),
+        _counted(3, _MOST),
         wrong=True,
     ),
     _require(
@@ -140,8 +148,8 @@ REQUIREMENTS = [
         3,
         "Nothing is kept for a number of tokens that comes once.",
         resources.check_leaks_of_counts,
+        _ever_more,
         _ONCE,
-        level=Level.EXTENDED,
         warm=len(_SEEN),
     ),
     _require(4, "A plan that is destroyed gives back all that was taken to prepare and call it.", resources.check_given_back, _signatures),
@@ -185,14 +193,18 @@ REQUIREMENTS = [
         "The scratch memory of a call goes by what it moves, and not by how large the pools are.",
         scratch.check_scratch_within,
         _counted(3, 1024, sizes=_of_64_mib, fill="zeros"),
-        limits=[_SPARE],
+        spare=_SPARE,
+        most=0,
     ),
     _require(
         11,
-        "The scratch memory of a call comes from torch's allocator, and is at most eight times what it moves.",
+        "The scratch memory of a call, on memory that is dense or not, comes from torch's allocator, and is no more than its plan says "
+        "behind the call, and than eight times what it moves.",
         scratch.check_scratch_within,
         _few_and_large,
-        limits=[_SPARE, 16 * _LARGE],
+        ways=_WAYS[::2],
+        spare=_SPARE,
+        most=16 * _LARGE,
     ),
     _require(12, "To destroy a plan takes at most 100 times as long as a repeated call.", costs.check_destroy_time, _signatures),
 ]

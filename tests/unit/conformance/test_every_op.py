@@ -48,6 +48,26 @@ def test_a_call_of_any_op_is_good(op: str, pool: str) -> None:
         assert REFERENCES[op](*args.values()) == [], "every index is in range"
 
 
+@pytest.mark.parametrize(
+    ("op", "name", "padded"),
+    [
+        ("paged_caching_", "slot_mapping", [30, -1, 47]),
+        ("gather_paged", "slot_mapping", [30, -1, 47]),
+        ("static_update_", "cache_lengths", 3),
+        ("copy_blocks_", "block_pairs", [[1, 0], [-1, -1], [5, 4]]),
+    ],
+)
+def test_indices_come_in_each_form(op: str, name: str, padded: Any) -> None:
+    drawing = Drawing()
+    calls = [OpCall(op, 3, geometry=Geometry(num_blocks=8, block=8), seed=seed, **how) for seed, how in ((4, {}), (4, {"index": "int32"}))]
+    plain, narrow = (real(drawing.case(call.call(drawing)))[name] for call in calls)
+    assert (plain.dtype, narrow.dtype) == (torch.int64, torch.int32)
+    assert plain.tolist() == narrow.tolist()
+    args = real(drawing.case(OpCall(op, 3, geometry=Geometry(num_blocks=8, block=8), seed=3, is_padded=True).call(drawing)))
+    validate(CATALOG[op], in_order(op, args))
+    assert (args[name] if isinstance(args[name], int) else args[name].tolist()) == padded
+
+
 def test_two_seeds_of_a_copy_undo_each_other() -> None:
     one, two = (
         real(drawing.case(OpCall("copy_blocks_", 3, seed=seed).call(drawing))) for seed, drawing in enumerate([Drawing(), Drawing()])

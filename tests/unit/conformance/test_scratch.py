@@ -1,13 +1,15 @@
-"""Scratch memory of calls: a little from anybody, more from torch's allocator alone, and never as much as large pools."""
+"""Scratch memory of calls: a little from anybody, what the plan says from torch's allocator alone, and never as much as large pools."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+import kvdock
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.faults.fault import Args, BackendCall, KernelSeed
@@ -18,8 +20,8 @@ from kvdock_conformance.requirements import load
 MIB = 1 << 20
 
 
-def checked(number: int, take: Callable[[Args], object]) -> None:
-    """Check a write that takes something while it runs."""
+def checked(number: int, take: Callable[[Args], object], workspace: int = 0) -> None:
+    """Check a write that takes something while it runs, and says so much of it."""
 
     def call(run: BackendCall, args: Args) -> None:
         taken = take(args)
@@ -28,7 +30,8 @@ def checked(number: int, take: Callable[[Args], object]) -> None:
 
     requirement, target = load()[f"KVD-RESOURCE-{number:03}"], Target("cpu")
     data = requirement.selected(Level.CORE)[0].data
-    with KernelSeed("paged_caching_", lambda inner: FaultyKernel(inner, lambda: call)).seeded(target):
+    seed = KernelSeed("paged_caching_", lambda inner: FaultyKernel(inner, lambda: call))
+    with seed.seeded(target), mock.patch.object(kvdock.plugin.Descriptor, "workspace_bytes", workspace):
         requirement.check(target, data)
 
 
@@ -42,21 +45,23 @@ def test_a_little_may_be_taken_from_anybody(number: int, memory: Callable[[int],
     checked(number, lambda args: memory(2 * MIB))
 
 
-def test_what_a_call_moves_may_be_staged_in_memory_of_torch() -> None:
-    checked(11, lambda args: [args["v"].clone() for _ in range(4)])
+def test_what_a_plan_says_may_be_taken_of_torch() -> None:
+    checked(11, lambda args: [args["v"].clone() for _ in range(4)], workspace=4 * 36 * MIB)
 
 
 @pytest.mark.parametrize(
-    ("number", "take", "said"),
+    ("number", "take", "workspace", "said"),
     [
-        (10, lambda args: args["k_cache"].clone(), "with 16777216 bytes: RuntimeError"),
-        (10, lambda args: of_torch(args["slot_mapping"].numel() * len(args["k_cache"])), "with 16777216 bytes: RuntimeError"),
+        (10, lambda args: args["k_cache"].clone(), 1 << 40, "with 16777216 bytes: RuntimeError"),
+        (10, lambda args: of_torch(args["slot_mapping"].numel() * len(args["k_cache"])), 0, "with 16777216 bytes: RuntimeError"),
+        (11, lambda args: args["v"].clone(), 0, "workspace_bytes is 0, got with 16777216 bytes: RuntimeError"),
+        (11, lambda args: [args["v"].clone() for _ in range(4)], 72 * MIB, "with 92274688 bytes: RuntimeError"),
         # More than malloc keeps of what was freed: a worker that has run other tests has tens of MiB at hand, whatever the limit.
-        (11, lambda args: np.empty(20 * args["v"].nbytes, np.uint8), "with 16777216 bytes: MemoryError"),
-        (11, lambda args: of_torch(20 * args["v"].nbytes), "with 570425344 bytes: RuntimeError"),
+        (11, lambda args: np.empty(20 * args["v"].nbytes, np.uint8), 1 << 40, "with 16777216 bytes: MemoryError"),
+        (11, lambda args: of_torch(20 * args["v"].nbytes), 1 << 40, "with 587202560 bytes: RuntimeError"),
     ],
-    ids=["a clone of a pool", "a table of slots by blocks", "numpy", "too much of torch"],
+    ids=["a clone of a pool", "a table of slots by blocks", "what no plan says", "more than a plan says", "numpy", "too much of torch"],
 )
-def test_what_is_too_much_or_somebody_elses(number: int, take: Callable[[Args], object], said: str) -> None:
+def test_what_is_too_much_or_somebody_elses(number: int, take: Callable[[Args], object], workspace: int, said: str) -> None:
     with pytest.raises(NonconformanceError, match=said):
-        checked(number, take)
+        checked(number, take, workspace)

@@ -30,9 +30,9 @@ class CopyBlocksDescriptor(PortableDescriptor):
         src = pairs[:, 0].index_select(0, source)
         # With nothing valid, block 0 is copied onto itself.
         src, dst = (torch.where(valid.any(), ids, 0) for ids in (src, dst))
+        self.workspace_bytes = 2 * len(pairs) * max(k_cache[:1].nbytes, v_cache[:1].nbytes)  # what torch takes to index blocks
         for cache in (k_cache, v_cache):
-            bits = as_bits(cache)
-            bits.index_put_((dst,), bits.index_select(0, src))
+            as_bits(cache).index_put_((dst,), as_bits(cache).index_select(0, src))
 
 
 class CopyBlocks(PortableKernel):

@@ -22,12 +22,12 @@ class GatherPagedDescriptor(PortableDescriptor):
         slots = slot_mapping.to(torch.int64)
         valid = (slots >= 0) & (slots < capacity)
         slots = torch.where(valid, slots, 0)
+        self.workspace_bytes = 4 * max(out.nbytes for out in rest[-2:])  # what torch takes to index rows
         for cache, out in zip((k_cache, v_cache), rest[-2:], strict=True):
             if capacity == 0:
                 out.zero_()
                 continue
-            rows = as_bits(cache)[slots // cache.shape[1], slots % cache.shape[1]]
-            as_bits(out).copy_(torch.where(valid[..., None, None], rows, 0))
+            as_bits(out).copy_(torch.where(valid[..., None, None], as_bits(cache)[slots // cache.shape[1], slots % cache.shape[1]], 0))
 
 
 class GatherPaged(PortableKernel):

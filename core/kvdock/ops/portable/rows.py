@@ -79,7 +79,5 @@ def write_rows(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, val
 
 def _take_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return ``[n, heads, dim]`` rows by flat position in the leading dimensions of ``[..., heads, dim]``."""
-    if rows.dim() == 3:
-        return rows.index_select(0, index)
     width = max(rows.shape[1], 1)
-    return rows[index // width, index % width]
+    return rows.index_select(0, index) if rows.dim() == 3 else rows[index // width, index % width]

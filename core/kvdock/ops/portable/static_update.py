@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from kvdock.bits import as_bits
@@ -41,8 +39,9 @@ class TensorLengths(PortableDescriptor):
         self._skipped.add_((~valid).sum())
         if new > length:
             return
-        row = torch.arange(rows, device=start.device)
-        slots = ((row * length + start)[:, None] + torch.arange(new, device=start.device)).reshape(-1)
+        self.workspace_bytes = 4 * max(k.nbytes, v.nbytes)  # what torch takes to index rows
+        first = torch.arange(rows, device=start.device) * length + start
+        slots = (first[:, None] + torch.arange(new, device=start.device)).reshape(-1)
         for cache, source in ((k_cache, k), (v_cache, v)):
             write_rows(cache.transpose(1, 2), source.transpose(1, 2), slots, valid)
 
@@ -52,6 +51,5 @@ class StaticUpdate(PortableKernel):
 
     def prepare(self, request: Request) -> Descriptor:
         """Choose by where the lengths are."""
-        lengths: Any = request.args["cache_lengths"]
-        made = HostLength if lengths == HOST_INT else TensorLengths
+        made = HostLength if request.args["cache_lengths"] == HOST_INT else TensorLengths
         return made(request.op, SKIPPED.prepare(request.device), request.device == HOST)

@@ -21,6 +21,7 @@ class GatherPagedDescriptor(Descriptor):
         slots = slot_mapping.to(torch.int64)
         outside = (slots < 0) | (slots >= capacity)
         slots = slots.masked_fill(outside, 0)
+        self.workspace_bytes = 4 * max(out.nbytes for out in rest[-2:])  # what torch takes to index rows
         for cache, out in zip((k_cache, v_cache), rest[-2:], strict=True):
             if capacity == 0:
                 out.zero_()

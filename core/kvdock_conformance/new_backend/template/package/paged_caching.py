@@ -35,6 +35,7 @@ class PagedCachingDescriptor(Descriptor):
         if capacity == 0:
             return
         valid = (slots >= 0) & ~beyond
+        self.workspace_bytes = 4 * max(k.nbytes, v.nbytes)  # what torch takes to index rows
         write_rows(k_cache, k, slots, valid)
         write_rows(v_cache, v, slots, valid)
 

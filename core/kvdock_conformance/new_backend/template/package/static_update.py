@@ -49,6 +49,7 @@ class TensorLengths(Descriptor):
         self._skipped.add_((~valid).sum())
         if new > length:
             return
+        self.workspace_bytes = 4 * max(k.nbytes, v.nbytes)  # what torch takes to index rows
         row = torch.arange(rows, device=start.device)
         slots = ((row * length + start)[:, None] + torch.arange(new, device=start.device)).reshape(-1)
         for cache, source in ((k_cache, k), (v_cache, v)):
