@@ -89,4 +89,6 @@ def test_nothing_but_the_kit_reads_what_is_for_planning() -> None:
     name = UNREAD.partition(".")[2]
     modules = [module for folder in (CORE, *BACKENDS.iterdir()) if folder.is_dir() for module in modules_below(folder)]
     told = {m.where: m.text.replace(f"self.{name} = ", "") for m in modules}  # a plan says it
-    assert [m.where for m in modules if name in told[m.where] and not m.name.startswith("kvdock_conformance")] == ["core/kvdock/interface.py"]
+    assert [m.where for m in modules if name in told[m.where] and not m.name.startswith("kvdock_conformance")] == [
+        "core/kvdock/interface.py"
+    ]

@@ -49,11 +49,14 @@ def _resident(name: str) -> int:
 def check_scratch(target: Target, data: Mapping[str, Any]) -> None:
     """Compare the scratch memory of the calls of a case with that of the first, whose memory is dense.
 
+    What a portable kernel takes, where it stands in for the backend's, is not the backend's.
+
     Raises:
         NonconformanceError: another call takes more, by ``data["spare"]`` bytes.
     """
     op, taken = data["calls"][0]["op"], []
-    for args in made_calls(Arenas(data["arenas"], target.device), data):
+    every = made_calls(Arenas(data["arenas"], target.device), data)
+    for args in [args for args in every if not target.reasons_against(op, in_order(op, args))]:
         target.call(op, args)
         taken.append(_peak(target.device, lambda: target.call(op, args)))  # noqa: B023 - called at once
         if taken[-1] > taken[0] + data["spare"]:

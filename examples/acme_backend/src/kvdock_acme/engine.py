@@ -28,10 +28,10 @@ _AT_ONCE = 1 << 20
 """Bytes that are moved in one step. Numpy stages them, in memory that is none of torch's, so they are few."""
 
 
-def _parts(rows: Pieces, slots: Numbers) -> Iterator[slice]:
-    """Yield parts of the first dimension of rows and slots: what moves in one step."""
+def _parts(rows: Pieces, count: int) -> Iterator[slice]:
+    """Yield parts of so many rows, each what moves in one step."""
     step = max(1, _AT_ONCE // max(1, rows[:1].nbytes))
-    yield from (slice(begin, begin + step) for begin in range(0, len(slots), step))
+    yield from (slice(begin, begin + step) for begin in range(0, count, step))
 
 
 class Engine:
@@ -59,13 +59,13 @@ class Engine:
         """
         if self.firmware < 3:
             slots = slots % (pool.shape[0] * pool.shape[1])
-        for part in _parts(rows, slots):
+        for part in _parts(rows, len(slots)):
             kept = slots[part] >= 0
             pool[np.divmod(slots[part][kept], pool.shape[1])] = rows[part][kept]
 
     def read(self, pool: Pieces, rows: Pieces, slots: Numbers) -> None:
         """Read each row from its slot; a negative slot reads as zeros. Arguments are those of `write`."""
-        for part in _parts(rows, slots):
+        for part in _parts(rows, len(slots)):
             kept, to = slots[part] >= 0, rows[part]
             to[kept] = pool[np.divmod(slots[part][kept], pool.shape[1])]
             to[~kept] = np.zeros((), rows.dtype)
@@ -88,4 +88,5 @@ class Engine:
             pool: ``[blocks, block_size, heads]``.
             pairs: ``[pairs, 2]`` (from, to), in any order: no block is both.
         """
-        pool[pairs[:, 1]] = pool[pairs[:, 0]]
+        for part in _parts(pool, len(pairs)):
+            pool[pairs[part, 1]] = pool[pairs[part, 0]]
