@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 _MINUTES = ("KVD-WRITE-025", "KVD-GATHER-030", "KVD-COPY-028", "KVD-STATIC-023")
-_SLOW = ("KVD-FUZZ-001", "KVD-COPY-017", "KVD-RESOURCE-003", "KVD-RESOURCE-008", "KVD-RESOURCE-011")
+_SLOW = ("KVD-FUZZ-001", "KVD-COPY-017", "KVD-RESOURCE-003", "KVD-RESOURCE-008", "KVD-RESOURCE-011", "KVD-READ-003")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` looks

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from typing import Any
+
 import torch
 
 from kvdock.ops.catalog import CATALOG
-from kvdock_conformance.faults.fault import Args, BackendCall, Faults
+from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
 from kvdock_conformance.faults.tensors import restrided, store
 
 __all__ = ["FAULTS"]
@@ -27,4 +31,47 @@ def _taken_for_dense(run: BackendCall, args: Args) -> None:
 def _few_rows(run: BackendCall, args: Args) -> None:
     if args["slot_mapping"].dtype == torch.int32 and args["slot_mapping"].dim() == 2 and len(args["slot_mapping"]) > 1:
         args = {**args, **{name: args[name][:-1] for name in ("slot_mapping", "k_out", "v_out")}}
+    run(args)
+
+
+def _known_by_version(name: str) -> FaultyCall:
+    """Return a call that takes an argument's values for those that it has kept, where neither tensor nor version is another."""
+    kept: list[tuple[Any, int, torch.Tensor]] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        given = args[name]
+        if not isinstance(given, torch.Tensor) or given.is_inference():
+            return run(args)
+        if not (kept and kept[0][0]() is given and kept[0][1] == given._version):
+            kept[:] = [(weakref.ref(given), given._version, given.clone())]
+        return run({**args, name: kept[0][2]})
+
+    return call
+
+
+FAULTS.call(_COPY, "fuzz-pairs-known-by-version", "Pairs are read again where their version has changed.", "KVD-FUZZ-001")(
+    _known_by_version("block_pairs")
+)
+FAULTS.call(_WRITE, "fuzz-values-known-by-version", "Values are read again where their version has changed.", "KVD-FUZZ-001")(
+    _known_by_version("v")
+)
+
+
+@FAULTS.call(_STATIC, "fuzz-an-int-counts-on", "A length that is an int is taken for the one behind the last call's.", "KVD-FUZZ-001")
+def _counts_on(run: BackendCall, args: Args) -> None:
+    length, new, room = args["cache_lengths"], args["k"].shape[2], args["k_cache"].shape[2]
+    if isinstance(length, int):
+        next_one = _NEXT.get(args["k_cache"].data_ptr(), 0)
+        length = next_one if length and 0 < next_one <= room - new else length
+        _NEXT[args["k_cache"].data_ptr()] = length + new
+    run({**args, "cache_lengths": length})
+
+
+_NEXT: dict[int, int] = {}
+
+
+@FAULTS.call(_GATHER, "fuzz-main-thread-only", "Gathers of eight slots and more raise in any thread but the main one.", "KVD-FUZZ-001")
+def _main_thread_only(run: BackendCall, args: Args) -> None:
+    if args["slot_mapping"].numel() >= 8 and threading.current_thread() is not threading.main_thread():
+        raise ValueError("signal only works in main thread of the main interpreter")
     run(args)

@@ -19,7 +19,7 @@ FAULTS = Faults(_AREA)
 _WRITE, _STATIC, _GATHER, _COPY = CATALOG
 
 
-def _beside(name: str, sentence: str, op: str, peek: Callable[[Args], None]) -> None:
+def _beside(name: str, sentence: str, op: str, peek: Callable[[Args], None], killer: str = "KVD-READ-001") -> None:
     """Add a fault that reads beside a tensor, and does nothing with what it finds."""
 
     def faulty(run: BackendCall, args: Args) -> None:
@@ -27,7 +27,7 @@ def _beside(name: str, sentence: str, op: str, peek: Callable[[Args], None]) -> 
         run(args)
 
     made = Faults()
-    made.call(op, f"reads-{name}", sentence, "KVD-READ-001")(faulty)
+    made.call(op, f"reads-{name}", sentence, killer)(faulty)
     (fault,) = made
     FAULTS.append(attrs.evolve(fault, area=_AREA, seed=HostSeed(fault.seed)))
 
@@ -67,6 +67,11 @@ def _in_front_for_padding(args: Args) -> None:
         ctypes.string_at(args["v_cache"].data_ptr() - 1, 1)
 
 
+def _in_front_for_rows_of_padding(args: Args) -> None:
+    if args["slot_mapping"].dim() == 2 and bool((args["slot_mapping"] < 0).any()):
+        ctypes.string_at(args["k_cache"].data_ptr() - 1, 1)
+
+
 def _as_many_lengths(args: Args) -> None:
     ctypes.string_at(args["cache_lengths"].data_ptr(), args["k"].shape[0] * args["cache_lengths"].element_size())
 
@@ -76,6 +81,9 @@ def _writes_lengths(args: Args) -> None:
 
 
 _beside("the-place-of-padding", "The slot that padding would have is read.", _WRITE, _in_front_for_padding)
+_beside(
+    "the-place-of-padding-in-rows", "Of slots in rows, that of padding is read.", _GATHER, _in_front_for_rows_of_padding, "KVD-READ-003"
+)
 _beside("a-length-for-each-row", "A length for all rows is read as one for each.", _STATIC, _as_many_lengths)
 _beside("lengths-and-writes-them-back", "Lengths are written back as they were.", _STATIC, _writes_lengths)
 

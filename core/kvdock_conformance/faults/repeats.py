@@ -105,6 +105,27 @@ class _OldSizes(_Rebuilt):
     knows_sizes = False
 
 
+@FAULTS.kernel(
+    _GATHER, "desc-fixed-values-behind-keys", "Where values lay behind keys, they are put there again.", "KVD-FUZZ-001", by_address=True
+)
+class _FixedTogether(OwnKernel):
+    """Makes plans that remember how values lay."""
+
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
+        return _Together(plan)
+
+
+class _Together(_Rebuilt):
+    """Repeats a call on the address of keys, if the first had both in one tensor."""
+
+    def fix(self, *args: Any) -> Callable[..., None]:
+        fixed, (k_out, v_out) = super().fix(*args), args[3:5]
+        step = v_out.data_ptr() - k_out.data_ptr()
+        if k_out.shape != v_out.shape or step != k_out.numel() * k_out.element_size():
+            return fixed
+        return lambda *values: fixed(*values[:4], values[3] + step, *values[5:])
+
+
 class _NoPadding(_Rebuilt):
     """Takes padding for the first place."""
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +53,25 @@ def test_what_is_drawn_has_what_meets_in_faults() -> None:
     assert any(len(data["calls"]) > 6 for data in every)
     assert any(data.get("returned") for data in every), "reads without outputs of their own"
     assert any("k_scale" in call["args"] for data in every for call in data["calls"]), "quantised pools"
+    assert {bool(data.get("elsewhere")) for data in every} == {True, False}
+    assert {bool(call.get("again")) for data in every for call in data["calls"][1:]} == {True, False}
+    assert {spec["k"]["arena"] == spec["v"]["arena"] for spec in writes} == {True, False}, "keys and values in one tensor"
+    lengths = [call["args"]["cache_lengths"] for data in every for call in data["calls"] if call["op"] == "static_update_"]
+    assert {"int" if isinstance(each, int) else len(each["shape"]) for each in lengths} == {"int", 1}
     assert any(spec["k_cache"]["shape"][0] * spec["k_cache"]["shape"][1] > 2**15 for spec in writes)
+
+
+def test_what_is_drawn_plain_is_in_range() -> None:
+    def places(data: dict[str, Any]) -> Iterator[bool]:
+        for call in data["calls"]:
+            values = call["args"].get("slot_mapping", {}).get("values", [])
+            yield all(slot < math.prod(call["args"]["k_cache"]["shape"][:2]) for slot in values)
+
+    ops = ("paged_caching_", "gather_paged")
+    assert {good for seed in range(100) for good in places(random_case(SeededChooser(seed), ops))} == {True, False}
+    every = [random_case(SeededChooser(seed), ops, is_plain=True) for seed in range(100)]
+    assert all(good for data in every for good in places(data))
+    assert not any("returned" in data or "k_scale" in call["args"] for data in every for call in data["calls"])
 
 
 @pytest.mark.slow

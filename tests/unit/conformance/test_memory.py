@@ -39,6 +39,16 @@ def test_what_has_not_changed_compares_equal() -> None:
     compare(memory, memory.copy(), args, "nothing")
 
 
+def test_a_change_is_seen_by_the_tensors_that_are_there_and_counted_by_no_version() -> None:
+    memory, args = two()
+    rows, index = memory.tensor(args["rows"]), memory.tensor(args["index"])
+    before, versions = rows.view(torch.int16).clone(), [rows._version, index._version]
+    memory.change({**args, "index": {**args["index"], "values": [7, 2]}, "length": 3})
+    assert index.tolist() == [7, 2]
+    assert torch.equal(rows.view(torch.int16), ~before)
+    assert [rows._version, index._version] == versions
+
+
 def test_every_single_byte_is_compared() -> None:
     memory, args = two()
     before = memory.copy()
