@@ -45,7 +45,8 @@ def proved(given: argparse.Namespace, areas: list[str]) -> list[dict[str, Any]]:
     every = [fault for fault in faults_of(plan, faults.load()) if fault.area in areas]
     chunks = [every[begin : begin + _CHUNK] for begin in range(0, len(every), _CHUNK)]
 
-    def in_time(proof: Proof | None = None) -> None:
+    def in_time(proof: Proof) -> None:
+        print(f"{time.monotonic() - begun:5.0f} s  {proof.fault.name}: {proof.verdict}", flush=True)
         if time.monotonic() - begun > given.limit:
             raise KeyboardInterrupt  # as Ctrl-C: what was not seeded is unclear
 

@@ -24,7 +24,7 @@ class Proof:
 
     Args:
         fault: the fault.
-        killed_by: ids of the requirements that failed with it.
+        killed_by: ids of the requirements that failed with it: others than its killers only where none of those did.
         reason: why it could not be seeded; empty when it was.
         always: ids of those that failed with it, and at the same cases without it: their failure proves nothing.
         refused: ids of the fault's killers that did not notice, and have cases that the backend refuses, as it may.
@@ -76,31 +76,34 @@ class Proof:
         }
 
 
-def requirements_of(fault: Fault, requirements: Requirements, *, only_killers: bool = False) -> list[Requirement]:
-    """Return what runs on a fault: its killers, and the core requirements of its area.
+def requirements_of(fault: Fault, requirements: Requirements) -> tuple[list[Requirement], list[Requirement]]:
+    """Return what should notice a fault, its killers, and what else may: the other core requirements of its area.
 
     Raises:
         ArgumentValueError: a killer does not exist.
     """
     killers = [requirements[name] for name in fault.killers]
-    others = [item for item in requirements if item.area == fault.area and item.level is Level.CORE and item not in killers]
-    return killers if only_killers else [*killers, *others]
+    return killers, [item for item in requirements if item.area == fault.area and item.level is Level.CORE and item not in killers]
 
 
-def prove_one(session: Session, fault: Fault, requirements: Requirements, *, only_killers: bool = False) -> Proof:
+def prove_one(session: Session, fault: Fault, requirements: Requirements) -> Proof:
     """Seed one fault, and run what should notice: it must fail with the fault, and must not at the same cases without it.
+
+    What else may notice is run where nothing else did.
 
     Args:
         session: the backend.
         fault: the fault. It is taken out again.
         requirements: every requirement there is.
-        only_killers: run only the requirements that the fault names.
     """
     reason = session.seed(fault.name)
     if reason:
         return Proof(fault, (), reason)
     fault = attrs.evolve(fault, killers=fault.killers_where(must_raise=session.about.get("must_raise", True)))
-    outcomes = [_outcome(session, item) for item in requirements_of(fault, requirements, only_killers=only_killers)]
+    killers, others = requirements_of(fault, requirements)
+    outcomes = [_outcome(session, item) for item in killers]
+    if not any(outcome.verdict is Verdict.FAILED for outcome in outcomes):
+        outcomes += [_outcome(session, item) for item in others]
     # Taken out before the failures are judged: what fails at the same case without the fault proves nothing.
     session.seed(None)
     failed = [outcome for outcome in outcomes if outcome.verdict is Verdict.FAILED]

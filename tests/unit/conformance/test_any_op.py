@@ -68,7 +68,7 @@ def test_every_op_passes_what_it_is_asked(session: Session, asked: Requirements,
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_noticed_by_each_requirement_that_should(session: Session, asked: Requirements, name: str) -> None:
     fault = FAULTS[name].of(SEEDED_INTO.get(name, "zoo_mix_"))
-    proof = prove_one(session, fault, asked, only_killers=True)
+    proof = prove_one(session, fault, asked)
     assert proof.verdict == "killed", f"{name}: {proof.verdict}, missed by {proof.missed} {proof.reason}"
 
 

@@ -60,12 +60,20 @@ def session(sessions: dict[str, Session]) -> Session:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in SAMPLE else [pytest.mark.slow]) for name in sorted(FAULTS)])
 def test_a_fault_is_noticed_by_each_requirement_that_should(sessions: dict[str, Session], name: str) -> None:
     fault = FAULTS[name]
-    proof = prove_one(sessions[fault.kind], fault, EVERY, only_killers=name in SAMPLE)
+    proof = prove_one(sessions[fault.kind], fault, EVERY)
     if name in ELSEWHERE:
         assert proof.verdict == "not seeded"
         assert any(EVERY[killer].hardware for killer in fault.killers), "nothing but hardware is a reason not to be seeded here"
     else:
         assert proof.verdict == "killed", f"{name}: {proof.verdict} by {proof.missed} {proof.reason}"
+
+
+def test_what_else_there_is_runs_where_no_killer_notices(session: Session) -> None:
+    fault = FAULTS["write-pool-strides-ignored"]
+    assert prove_one(session, fault, EVERY).killed_by == fault.killers
+    elsewhere = attrs.evolve(fault, killers=("KVD-WRITE-001",))
+    proof = prove_one(session, elsewhere, Requirements(item for item in EVERY if item.id in ("KVD-WRITE-001", *fault.killers)))
+    assert (proof.verdict, proof.killed_by) == ("missed", fault.killers)
 
 
 def test_no_requirement_is_without_a_fault_that_is_seeded_here() -> None:
@@ -125,8 +133,8 @@ def test_what_runs_on_a_fault_is_its_killers_and_the_core_of_its_area() -> None:
     every = Requirements([requirement(n, level=level) for n, level in ((1, Level.CORE), (2, Level.EXTENDED), (3, Level.EXTENDED))])
     every.add(requirement(4, area="other"))
     fault = Fault("x", "X.", "paged_caching_", ("KVD-TEST-003",), FunctionSeed("paged_caching_", lambda function: function))
-    assert [item.id for item in requirements_of(fault, every)] == ["KVD-TEST-003", "KVD-TEST-001"]
-    assert [item.id for item in requirements_of(fault, every, only_killers=True)] == ["KVD-TEST-003"]
+    killers, others = requirements_of(fault, every)
+    assert ([item.id for item in killers], [item.id for item in others]) == (["KVD-TEST-003"], ["KVD-TEST-001"])
     with pytest.raises(kvdock.ArgumentValueError, match="KVD-TEST-009"):
         requirements_of(attrs.evolve(fault, killers=("KVD-TEST-009",)), every)
 
@@ -162,7 +170,7 @@ def test_a_fault_may_show_in_what_is_refused_only() -> None:
 def test_what_a_backend_refuses_is_no_proof_against_it() -> None:
     def proof_on(backend: str) -> Proof:
         with Session(plan(backend, EVERY)) as session:
-            return prove_one(session, FAULTS["write-pool-strides-ignored"], EVERY, only_killers=True)
+            return prove_one(session, FAULTS["write-pool-strides-ignored"], EVERY)
 
     dense_only = proof_on("dense-only")
     assert (dense_only.verdict, dense_only.killed_by) == ("out of reach", ())
@@ -225,7 +233,7 @@ def test_what_shows_on_the_host_only_is_named_by_its_fault() -> None:
 @pytest.mark.slow
 def test_every_fault_is_noticed_where_indices_out_of_range_are_skipped() -> None:
     with Session(ConformancePlan("skips", EVERY, setup="support_conformance:register_skipping", command=CHILD)) as skipping:
-        proofs = [prove_one(skipping, made, EVERY, only_killers=True) for made in FAULTS.values() if made.kind == "backend"]
+        proofs = [prove_one(skipping, made, EVERY) for made in FAULTS.values() if made.kind == "backend"]
     assert {proof.fault.name: proof.verdict for proof in proofs if proof.verdict not in ("killed", "not seeded")} == {}
     reasons = {proof.fault.name for proof in proofs if proof.verdict == "not seeded"} - ELSEWHERE
     assert reasons == {made.name for made in FAULTS.values() if made.host_only and set(made.host_only) == set(made.killers)}

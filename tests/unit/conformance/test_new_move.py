@@ -41,5 +41,5 @@ def test_its_requirements_pass(session: Session, number: int) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_each_of_its_faults_is_noticed(session: Session, fault: families.Fault) -> None:
-    proof = prove_one(session, fault, EVERY, only_killers=True)
+    proof = prove_one(session, fault, EVERY)
     assert proof.verdict == "killed", f"{fault.name}: {proof.verdict}, missed by {proof.missed}"
