@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvdock.errors import ArgumentValueError
+from kvdock.ops.attention import PAGED_ATTENTION
 from kvdock.ops.index_values import check_lengths, check_pairs, check_slots
 from kvdock.ops.schema import Arg, OpSchema, Relation, Role
 from kvdock.spec import COPY_DTYPES, QUANTISED_DTYPES
@@ -103,7 +104,8 @@ COPY_BLOCKS = OpSchema(
     check_values=_check_copy_blocks,
 )
 
-CATALOG: Mapping[str, OpSchema] = MappingProxyType({op.name: op for op in (PAGED_CACHING, STATIC_UPDATE, GATHER_PAGED, COPY_BLOCKS)})
+_OPS = (PAGED_CACHING, STATIC_UPDATE, GATHER_PAGED, COPY_BLOCKS, PAGED_ATTENTION)
+CATALOG: Mapping[str, OpSchema] = MappingProxyType({op.name: op for op in _OPS})
 """Every op by name."""
 
 

@@ -84,6 +84,7 @@ class Arg:
         scale_of: name of the quantised cache that it is the scale of. An error for a cache that is not quantised.
         since: version of the contract that it came with. A kernel of a plugin made for an older one never sees it.
         returned: whether the op returns it, made anew where it is None. Its dtype is that of ``same_dtype``, its sizes those of others.
+        expects: given a static value, returns what is expected in its place; empty where it is good.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Arg:
     scale_of: str | None = None
     returned: bool = False
     since: tuple[int, int] = (1, 0)
+    expects: Callable[[Any], str] | None = None
 
     @property
     def is_tensor(self) -> bool:
@@ -121,12 +123,14 @@ class Relation:
         arg: the argument to name when it does not hold.
         expected: what to say then, with sizes in braces: ``"at most {B} rows"``.
         fix: what to do about it.
+        without: name of an optional argument whose presence lifts it.
     """
 
     expression: str
     arg: str
     expected: str
     fix: str
+    without: str | None = None
 
 
 @attrs.frozen

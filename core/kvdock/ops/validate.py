@@ -87,6 +87,9 @@ def _check_plain(schema: OpSchema, arg: Arg, value: Any) -> None:
         hash(value)
     except TypeError:
         _refuse(ArgumentTypeError, schema, arg.name, "a hashable value", got, "pass a tuple in place of a list")
+    expected = arg.expects(value) if arg.expects is not None else ""
+    if expected:
+        _refuse(ArgumentValueError, schema, arg.name, expected, got, f"see {schema.name} in the reference")
 
 
 def _check_device(schema: OpSchema, arg: Arg, tensor: torch.Tensor, device: torch.device, first: str) -> None:
@@ -148,7 +151,8 @@ def _check_sizes(schema: OpSchema, tensors: dict[str, torch.Tensor]) -> None:
             _refuse_sizes(schema, name, tensor, sizes)
     known = {word: size for word, (size, _) in sizes.items()}
     for relation in schema.relations:
-        _check_relation(schema, relation, tensors, known)
+        if relation.without not in tensors:
+            _check_relation(schema, relation, tensors, known)
 
 
 def _lead(dims: tuple[Dim, ...]) -> int:
