@@ -27,9 +27,9 @@ $(VENV)/.model: $(VENV)/.ready
 demo: $(VENV)/.model
 	HF_HUB_OFFLINE=1 $(PY) examples/demo.py
 
-# tests/architecture is part of `make check`.
+# tests/architecture is part of `make check`. Three workers for two cores: many tests wait for a process or a limit of time.
 test: setup
-	$(PYTEST) -n 2 -m "not slow" --ignore=tests/architecture
+	$(PYTEST) -n 3 --dist worksteal -m "not slow" --ignore=tests/architecture
 
 test-all: $(VENV)/.model
 	$(PYTEST) -n 2

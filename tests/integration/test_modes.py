@@ -76,6 +76,7 @@ def test_kvdock_itself_does_not_import_transformers() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_an_older_transformers_is_refused_by_name() -> None:
     code = (
         "from transformers import cache_utils\n"

@@ -26,6 +26,7 @@ def outcome(faulty: Environment, environments: Environments) -> Report:
     return Report.of_dict(environments.once("faults-report", lambda: reports(faulty, [{}], *QUESTIONS))[0])
 
 
+@pytest.mark.slow
 def test_import_kvdock_loads_no_plugin(outcome: Report) -> None:
     assert outcome.early == []
 

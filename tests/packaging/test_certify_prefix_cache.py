@@ -10,6 +10,8 @@ import pytest
 
 from support_projects import Environment, Project, build, run
 
+pytestmark = pytest.mark.slow  # each starts processes that import torch
+
 SOURCE = """
 import os
 

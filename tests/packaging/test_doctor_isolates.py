@@ -59,6 +59,7 @@ def test_context_opened_while_loading_is_told(crashed: dict[str, Any]) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_hangs_end_at_the_time_limit_with_the_place_and_leave_no_process(slow: Environment) -> None:
     begin = time.monotonic()
     done = slow.kvdock("doctor", "--json", "--timeout", str(TIMEOUT_S), environ={"KVDOCK_BACKENDS": "hang_in_import,hang_in_probe"})

@@ -109,11 +109,15 @@ def test_acme_is_certified(level: str, installed: Environment, tmp_path: Path) -
     assert (tmp_path / "junit.xml").is_file()
 
 
+PADDING = ["KVD-WRITE-003", "KVD-WRITE-006", "KVD-WRITE-025"]
+"""What notices, among what is asked of the op, that firmware 2 writes padding."""
+
+
 @pytest.mark.slow  # core level of one op, twice
 def test_a_fault_is_found_expected_and_mended(installed: Environment, tmp_path: Path) -> None:
     only, expected = ("--op", "paged_caching_"), ("--expected", str(ACME / "expected-firmware-2.toml"))
     report = certify(installed, tmp_path / "found", "acme", *only, ACME_FIRMWARE="2")
-    assert (report["exit_code"], not_green(report)) == (1, ["KVD-WRITE-003"])
+    assert (report["exit_code"], not_green(report)) == (1, PADDING)
     repro = tmp_path / "found" / "failures" / "KVD-WRITE-003" / "repro.py"
     broken = run([installed.python, "-P", str(repro)], environ={"ACME_FIRMWARE": "2", "PYTHONPATH": ""})
     assert broken.returncode != 0
@@ -126,7 +130,8 @@ def test_a_fault_is_found_expected_and_mended(installed: Environment, tmp_path: 
 @pytest.mark.slow  # the whole of core level
 def test_old_firmware_conforms_but_for_what_its_file_says(installed: Environment, tmp_path: Path) -> None:
     report = certify(installed, tmp_path, "acme", "--expected", str(ACME / "expected-firmware-2.toml"), ACME_FIRMWARE="2")
-    assert (report["exit_code"], report["complete"], not_green(report)) == (0, True, ["KVD-WRITE-003"])
+    noticed = [*PADDING, "KVD-DESC-013", "KVD-READ-001", "KVD-FUZZ-001"]
+    assert (report["exit_code"], report["complete"], not_green(report)) == (0, True, noticed)
     entry = by_id(report)["KVD-WRITE-003"]
     assert entry["verdict"] == "expected failure"
     assert "firmware 3 fixes it" in entry["reason"]
@@ -139,7 +144,7 @@ def test_acmes_own_tests_pass(installed: Environment, tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(ACME / name)
     done = installed.typed("pytest -q", tmp_path)
     assert done.returncode == 0, done.stdout
-    assert re.search(r"\d{3} passed, 1 xfailed", done.stdout), done.stdout
+    assert re.search(r"\d{3} passed, 3 xfailed", done.stdout), done.stdout
 
 
 @pytest.mark.slow  # mypy reads all of torch

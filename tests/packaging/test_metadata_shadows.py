@@ -17,6 +17,8 @@ from support_projects import Environment
 from support_slow import first_of
 from support_sources import ROOT
 
+pytestmark = pytest.mark.slow  # each starts processes that import torch
+
 
 def acme(wheels: dict[str, Path], root: Path) -> Environment:
     made = Environment.create(root / "env")

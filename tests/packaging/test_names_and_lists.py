@@ -9,6 +9,8 @@ import pytest
 from support_distributions import ACME, Environments, Report, report, reports
 from support_projects import Environment, _pip
 
+pytestmark = pytest.mark.slow  # each starts processes that import torch
+
 BOTH = (
     "entry point 'acme' is declared by kvdock-acme 1.0 (kvdock_acme) and kvdock-rival 2.0 (kvdock_rival); none of them is loaded. "
     "Fix: keep that of kvdock-acme with KVDOCK_BACKENDS_DENY=acme@kvdock-rival, "

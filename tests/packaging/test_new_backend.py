@@ -84,6 +84,7 @@ UNCLAIMED = ("quantised caches", "lists one device", "no streams there", "set_sy
 """What a backend of torch operations on host memory does not claim: all else is checked on its own kernels."""
 
 
+@pytest.mark.slow
 def test_from_nothing_to_a_green_report_in_two_minutes(stranger: Callable[..., Environment], tmp_path: Path) -> None:
     """What a stranger does, with kvdock's wheel: no line is edited, and its own kernels are what is checked."""
     environment, start = stranger("road"), time.monotonic()

@@ -17,6 +17,8 @@ from support_plugins import source
 from support_projects import Environment, Project, build
 from support_slow import first_of
 
+pytestmark = pytest.mark.slow  # each starts processes that import torch
+
 LOUD = """
 import atexit, os, sys
 def say(text):

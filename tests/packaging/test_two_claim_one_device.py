@@ -7,6 +7,8 @@ import pytest
 from support_distributions import Environments, reports
 from support_projects import Environment
 
+pytestmark = pytest.mark.slow  # each starts processes that import torch
+
 TIE = (
     "copy_blocks_: several ready backends claim meta, and none is preferred: first (priority 10), second (priority 10). "
     "Fix: set KVDOCK_BACKEND_ACME=first (or another of them), or use kvdock.use_backend(name)"

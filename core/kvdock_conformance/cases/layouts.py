@@ -74,7 +74,15 @@ SINGLE_SIZES: Mapping[str, Geometry] = MappingProxyType(
 )
 """Pools with sizes of 1."""
 
-PARTS = ("halves [2, NB, ...]", "halves [NB, 2, ...]", "k and v side by side", "layer-first", "page-first", "padded blocks")
+PARTS = (
+    "halves [2, NB, ...]",
+    "halves [NB, 2, ...]",
+    "values before keys",
+    "k and v side by side",
+    "layer-first",
+    "page-first",
+    "padded blocks",
+)
 """Pools that are part of a larger tensor."""
 
 PoolBuilder = Callable[[Drawing, Geometry], Pair]
@@ -105,6 +113,10 @@ def _halves_outer(drawing: Drawing, g: Geometry) -> Pair:
 def _halves_inner(drawing: Drawing, g: Geometry) -> Pair:
     both = drawing.tensor(g.dtype, (g.num_blocks, 2, *g.k_shape[1:]))
     return both.select(1, 0), both.select(1, 1)
+
+
+def _values_first(drawing: Drawing, g: Geometry) -> Pair:
+    return _halves_outer(drawing, g)[::-1]
 
 
 def _side_by_side(drawing: Drawing, g: Geometry) -> Pair:
@@ -149,6 +161,7 @@ POOLS: Mapping[str, PoolBuilder] = MappingProxyType(
         "slots outermost": _each((1, 0, 2, 3)),
         "halves [2, NB, ...]": _halves_outer,
         "halves [NB, 2, ...]": _halves_inner,
+        "values before keys": _values_first,
         "k and v side by side": _side_by_side,
         "layer-first": _layer_of(0),
         "page-first": _layer_of(1),
@@ -233,6 +246,16 @@ def _fused(drawing: Drawing, g: Geometry, lead: tuple[int, ...], q_width: int = 
     return k_rows.split(1, (g.hk, g.dk)).split(0, lead), v_rows.split(1, (g.hv, g.dv)).split(0, lead)
 
 
+def _fused_values_first(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
+    return _fused(drawing, attrs.evolve(g, hk=g.hv, dk=g.dv, hv=g.hk, dv=g.dk), lead)[::-1]
+
+
+def _cut_short(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
+    """The first tokens of longer rows: whole in each row, and not one behind the other from row to row."""
+    k, v = (drawing.tensor(g.dtype, (*lead[:-1], lead[-1] + 2, heads, dim)) for heads, dim in ((g.hk, g.dk), (g.hv, g.dv)))
+    return k.slice(len(lead) - 1, 0, lead[-1]), v.slice(len(lead) - 1, 0, lead[-1])
+
+
 def _heads_before_tokens(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
     """``[B, H, q, D]`` as attention layers have them, with heads and tokens swapped back."""
     at = len(lead) - 1
@@ -267,8 +290,10 @@ SOURCES: Mapping[str, SourceBuilder] = MappingProxyType(
     {
         "contiguous": _contiguous,
         "fused qkv": _fused,
+        "fused qvk": _fused_values_first,
         "[B, H, q, D]": _heads_before_tokens,
         "every other token": _every_other,
+        "cut short": _cut_short,
         "padded tokens": _strided((0, 8, 0)),
         "padded heads": _strided((0, 0, 8)),
         "odd steps": _strided((0, 1, 3)),

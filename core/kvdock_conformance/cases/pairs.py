@@ -43,7 +43,14 @@ _SLOTS: Factors = {
     "slots": ("scattered", "one run", "whole blocks", *_PADDING[1:]),
     "first": (0,),
 }
-_PAIRS: Factors = {**_COMMON, "sizes": ("1 x 8", "1 x 8 and 1 x 20"), "block": (16, 513, 1), "pair_gap": (0, 1), "padding": _PADDING}
+_PAIRS: Factors = {
+    **_COMMON,
+    "sizes": ("1 x 8", "1 x 8 and 1 x 20"),
+    "block": (16, 513, 1),
+    "pair_gap": (0, 1),
+    "padding": _PADDING,
+    "order": ("none",),
+}
 _ROWS: Factors = {
     **_COMMON,
     "sizes": ("2 x 64", "2 x 64 and 3 x 20"),
@@ -53,6 +60,7 @@ _ROWS: Factors = {
     "behind": (0, 2),
     "padding": ("none", "too long"),
     "first": (0,),
+    "lengths": ("unlike",),
 }
 Tier = tuple[Level, Factors]
 """At which level an array of combinations runs, and factors in place of the ordinary ones."""
@@ -71,21 +79,47 @@ _ROW_BYTES: Factors = {**_ONCE, "sizes": ("1 x 3", "64 x 128", "8 x 4104", "1 x 
 """Rows of less than a vector, and at 16 KiB, 64 KiB and beyond."""
 _FAR: Factors = {**_ONCE, "sizes": ("1 x 8", "1 x 8 and 1 x 20"), "first": (2**15 - 9, 2**16 - 9)}
 """Places on both sides of what 15 and 16 bits can say."""
+_ONE: Factors = {"count": (1,), "dtype": ("bfloat16",), "sizes": ("2 x 64", "1 x 1 and 1 x 20"), "is_repeated": (False,)}
+"""For what has sizes of 1: in every order of a pool."""
+_ALMOST = (
+    *(f"one run, {how}" for how in ("two swapped", "one skipped", "backwards", "some padding")),
+    *(f"whole blocks, {how}" for how in ("two swapped", "backwards", "some padding")),
+)
+"""What seems to be a run, by its ends, sum, order, beginning, or least and most, and is none."""
+_LIKE_RUNS: Factors = {**_ONCE, "pool": ("nhd", "k and v unlike"), "dtype": ("bfloat16",), "rows": ("contiguous",)}
 _TOKENS: Sequence[Tier] = (
     (Level.CORE, {"count": (17, 256, 1025), **_UNLIKE_STRIDES}),
     (Level.CORE, {"count": (1, 16, 17, *_around(8), 1025, *_around(12))}),
     (Level.CORE, {"count": (257, 4097), **_ONCE, "slots": ("one run", "whole blocks"), "form": ("[T]",), "block": (16, 1024)}),
     (Level.CORE, {"count": (1, 3, 17), **_ROW_BYTES, "block": (4, 1)}),
     (Level.CORE, {"count": (18, 64), **_FAR}),
+    (Level.CORE, {"count": (16, 64), **_LIKE_RUNS, "slots": _ALMOST, "form": ("[T]", "[B, 4]"), "block": (4, 16)}),
+    (
+        Level.CORE,
+        {
+            "count": (18,),
+            **_ONCE,
+            "rows": ("cut short",),
+            "form": ("[3, S]", "[B, 4]"),
+            "slots": ("scattered", *_PADDING[1:]),
+            "block": (16,),
+        },
+    ),
+    (Level.CORE, {"count": (164,), **_ONCE, "slots": ("the whole pool",), "form": ("[T]", "[B, 4]"), "block": (4, 41)}),
+    (Level.CORE, {**_ONE, "first": (1,), "slots": ("scattered",), "form": ("[T]",), "block": (1,), "rows": ("contiguous", "odd steps")}),
     (Level.EXTENDED, {"count": (0, 2, 15, *_around(7, 9, 11), 1023, 1024)}),
     (Level.EXTENDED, {"count": _around(13, 14, 15, 16), **_ONCE, "sizes": ("1 x 8", "1 x 8 and 1 x 20")}),
 )
-"""At 256 and 4096 tokens of 256 bytes, a call has 64 KiB and 1 MiB. What repeats is slow with many more."""
+"""At 256 and 4096 tokens of 256 bytes, a call has 64 KiB and 1 MiB. What repeats is slow with many more. Slots times 1 / 41, in 32 bits,
+lead into the block before where one begins."""
+_ORDERS = ("one run", *(f"{which}, {how}" for which in ("sources", "destinations") for how in ("two swapped", "one skipped", "backwards")))
 _COPIED: Sequence[Tier] = (
     (Level.CORE, {"count": (2, 17), **_UNLIKE_STRIDES, "sizes": ("1 x 8",)}),
     (Level.CORE, {"count": (1, 2, 16, 17, 65)}),
     (Level.CORE, {"count": (2,), **_ONCE, "sizes": ("1 x 64", "1 x 64 and 2 x 512"), "block": (513, 1023)}),
     (Level.CORE, {"count": (1023, 1024, 1025), **_ONCE, "block": (1, 3)}),
+    (Level.CORE, {"count": (4, 64), **_ONCE, "block": (1, 3), "padding": ("none",), "order": _ORDERS}),
+    (Level.CORE, {**_ONE, "block": (1,), "padding": ("none",)}),
     (Level.EXTENDED, {"count": (0, 3, *_around(5, 7), 63, 64, 257)}),
     (Level.EXTENDED, {"count": _around(11, 12), **_ONCE, "block": (1, 3)}),
 )
@@ -95,6 +129,10 @@ _UPDATED: Sequence[Tier] = (
     (Level.CORE, {"count": (1, 15, 16, 17, 257)}),
     (Level.CORE, {"count": (1, 3), **_ROW_BYTES, "rows": (1, 3)}),
     (Level.CORE, {"count": (1, 17), **_FAR, "rows": (1, 3)}),
+    (Level.CORE, {"count": (17,), **_ONCE, "source": ("cut short",), "rows": (3,)}),
+    (Level.CORE, {"count": (1, 5), **_ONCE, "lengths": ("alike at the ends", "alike but the last"), "rows": (5, 16), "form": ("[b]",)}),
+    (Level.CORE, {"count": (1, 16), **_ONCE, "lengths": ("full",), "rows": (3,), "behind": (0,), "form": ("[b]", "int")}),
+    (Level.CORE, {**_ONE, "rows": (1,), "form": ("[b]", "int"), "source": ("[B, H, q, D]", "contiguous")}),
     (Level.EXTENDED, {"count": (0, 2, *_around(5, 6, 7, 9, 10), 255, 256)}),
 )
 
@@ -174,15 +212,46 @@ def _padded(good: list[Any], padding: str, nothing: Any, beyond: Any) -> list[An
     return [index if at % 8 in kept else nothing for at, index in enumerate(good)]
 
 
-def _arranged(slots: str, first: int, g: Geometry, count: int, choose: random.Random) -> list[int]:
-    """Return so many slots from one on: in no order, one behind the other from within a block, or block by block in no order."""
-    if slots == "one run":
-        start = first + choose.randrange(g.capacity - first - count + 1)
-        return list(range(start, start + count))
-    if slots == "whole blocks":
+def _arranged(slots: str, first: int, g: Geometry, count: int, choose: random.Random, *, twice: bool) -> list[int]:
+    """Return so many slots from one on: in no order, all, one behind the other from within a block, or block by block in no order."""
+    kind, _, how = slots.partition(", ")
+    if kind == "one run":
+        start = first + choose.randrange(g.capacity - first - count)
+        return _almost(list(range(start, start + count)), how, twice=twice)
+    if kind == "whole blocks":
         blocks = choose.sample(range(first // g.block + 1, g.num_blocks), -(-count // g.block))
-        return [block * g.block + at for block in blocks for at in range(g.block)][:count]
-    return choose.sample(range(first, g.capacity), count)
+        return _almost([block * g.block + at for block in blocks for at in range(g.block)][:count], how, twice=twice)
+    return list(range(count)) if kind == "the whole pool" else choose.sample(range(first, g.capacity), count)
+
+
+def _almost(run: list[int], how: str, *, twice: bool) -> list[int]:
+    """Return a run that is none any more; ``twice``: one place may come twice, so that the ends of one in order are those of a run."""
+    if how == "two swapped":  # inside a vector of four
+        return [*run[:-3], run[-2], run[-3], run[-1]]
+    if how == "one skipped":
+        return [*run[:-2], run[-3], run[-1]] if twice else [*run[:-1], run[-1] + 1]
+    return run[::-1] if how == "backwards" else run
+
+
+def _paired(order: str, num_blocks: int, count: int) -> list[tuple[int, int]]:
+    """Return so many pairs in no order, or from a run of blocks to another one, of which one may be none."""
+    if order == "none":
+        return fanned(num_blocks, count)
+    which, _, how = order.partition(", ")
+    sources, destinations = (list(range(start, start + count)) for start in (1, num_blocks // 2))
+    if which == "destinations":
+        return list(zip(sources, _almost(destinations, how, twice=False), strict=True))
+    return list(zip(_almost(sources, how, twice=True), destinations, strict=True))
+
+
+def _taken(lengths: str, first: int, rows: int, turn: int) -> list[int]:
+    """Return a length for each row, at most eight behind the first."""
+    if lengths == "full":
+        return [0] * rows
+    if lengths == "unlike":
+        return [first + (3 * row + turn) % 9 for row in range(rows)]
+    one = first + 1 + turn % 6
+    return [*[one] * (rows - 3), *((one + 1, one - 1, one) if lengths == "alike at the ends" else (one, one, one + 1))]
 
 
 def slot_calls(op: str) -> Callable[[], Iterator[Case]]:
@@ -193,10 +262,11 @@ def slot_calls(op: str) -> Callable[[], Iterator[Case]]:
     ) -> list[SlotCall]:
         lead = {"[T]": (count,), "[3, S]": (3, -(-count // 3)), "[17, S]": (17, -(-count // 17)), "[B, 4]": (-(-count // 4), 4)}[form]
         tokens = lead[0] * (lead[1] if len(lead) > 1 else 1)
-        geometry = _geometry(sizes, dtype, num_blocks=(first + tokens) // block + 2, block=block)
+        room = tokens // block if slots == "the whole pool" else (first + tokens) // block + 2
+        geometry, reads = _geometry(sizes, dtype, num_blocks=room, block=block), op == "gather_paged"
         choose = random.Random(seed)  # noqa: S311 - the same in every run
-        lists = [_arranged(slots, first, geometry, tokens, choose) for _ in range(_REPEATS if is_repeated else 1)]
-        lists[-1] = _padded(lists[-1], slots, -1, geometry.capacity)
+        lists = [_arranged(slots, first, geometry, tokens, choose, twice=reads) for _ in range(_REPEATS if is_repeated else 1)]
+        lists[-1] = _padded(lists[-1], slots.rpartition(", ")[2], -1, geometry.capacity)
         return [SlotCall(op, "", each, lead, geometry, **how) for each in lists]
 
     return lambda: _drawn(_SLOTS, _TOKENS, make)
@@ -205,9 +275,11 @@ def slot_calls(op: str) -> Callable[[], Iterator[Case]]:
 def copies() -> Iterator[Case]:
     """Yield copies of blocks in which every two properties meet."""
 
-    def make(*, count: int, seed: int, block: int, padding: str, dtype: str, sizes: str, is_repeated: bool, **how: Any) -> list[Copy]:
+    def make(
+        *, count: int, seed: int, block: int, padding: str, order: str, dtype: str, sizes: str, is_repeated: bool, **how: Any
+    ) -> list[Copy]:
         geometry = _geometry(sizes, dtype, num_blocks=2 * count + 2, block=block)
-        pairs = fanned(geometry.num_blocks, count)
+        pairs = _paired(order, geometry.num_blocks, count)
         lists = [[(src, dst) for src, dst in pairs[turn:] + pairs[:turn]] for turn in range(_REPEATS if is_repeated else 1)]
         lists[-1] = _padded(lists[-1], padding, (-1, 0), (0, geometry.num_blocks))
         return [Copy("", each, geometry=geometry, seed=seed, **how) for each in lists]
@@ -227,18 +299,19 @@ def updates() -> Iterator[Case]:
         behind: int,
         padding: str,
         first: int,
+        lengths: str,
         dtype: str,
         sizes: str,
         is_repeated: bool,
         **how: Any,
     ) -> list[Update]:
-        geometry = _geometry(sizes, dtype, num_blocks=rows + behind, block=first + count + 8)
+        geometry = _geometry(sizes, dtype, num_blocks=rows + behind, block=first + count + 8 * (lengths != "full"))
         made = []
         for turn in range(_REPEATS if is_repeated else 1):
-            lengths = [first + (3 * row + turn + seed) % 9 for row in range(rows)]
+            taken = _taken(lengths, first, rows, turn + seed)
             if padding == "too long" and turn == (_REPEATS - 1 if is_repeated else 0):
-                lengths[-1 if form.startswith("[b]") else 0] = first + 9
-            given = lengths[0] if form == "int" else lengths[:1] if form in ("[1]", "[]") else lengths
+                taken[-1 if form.startswith("[b]") else 0] = first + 9
+            given = taken[0] if form == "int" else taken[:1] if form in ("[1]", "[]") else taken
             shape = {"[]": (), "[1]": (1,)}.get(form)
             made.append(Update("", given, shape, rows, count, geometry, index_gap=int(form == "[b] in steps"), **how))
         return made

@@ -19,15 +19,16 @@ from kvdock_conformance.checking.growth import seconds
 from kvdock_conformance.checking.meaning import in_order
 from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.checking.plans import check_calls_of_others
-from kvdock_conformance.checking.resources import made_calls
+from kvdock_conformance.checking.resources import made_calls, requested_calls
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.requirement import Capability
 
-__all__ = ["OWN_KERNEL", "check_new_counts", "check_serves", "check_supports_time", "why_no_kernel"]
+__all__ = ["OWN_KERNEL", "check_destroy_time", "check_new_counts", "check_serves", "check_supports_time", "why_no_kernel"]
 
 _TRIES = 3  # what takes long takes long each time; what else the machine does comes and goes
 _SUPPORTS_LIMIT = 20
 _COUNT_LIMIT = 8
+_DESTROY_LIMIT = 100
 _COUNTS = 7
 
 
@@ -92,6 +93,28 @@ def check_supports_time(target: Target, data: Mapping[str, Any]) -> None:
         return sorted(asked)[-2] / statistics.median(calls[8:])  # few kinds of requests may be slow; one may be a chance
 
     _retried(f"{op}: time of supports()", _SUPPORTS_LIMIT, ratio)
+
+
+def check_destroy_time(target: Target, data: Mapping[str, Any]) -> None:
+    """Compare the time that plans take to be destroyed, once called, with that of a call that is repeated.
+
+    Raises:
+        NonconformanceError: it takes more than 100 times as long, for two plans or more.
+    """
+    calls, args = requested_calls(target, data), made_calls(Arenas(data["arenas"], target.device), data)[0]
+    op = data["calls"][0]["op"]
+
+    def ended(request: Request, values: tuple[Any, ...]) -> float:
+        with target.backend.device_guard(target.device):
+            plan = target.kernels[op].prepare(request)
+            plan(*values)
+            return seconds(plan.destroy)
+
+    def ratio(attempt: int) -> float:
+        repeated = [seconds(lambda: target.call(op, args)) for _ in range(32)]
+        return sorted(ended(*call) for call in calls * 2)[-2] / statistics.median(repeated[8:])
+
+    _retried(f"{op}: time of destroy()", _DESTROY_LIMIT, ratio)
 
 
 def check_new_counts(target: Target, data: Mapping[str, Any]) -> None:

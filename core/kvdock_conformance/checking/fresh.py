@@ -51,8 +51,8 @@ IMPORT_SHARE, IMPORT_S = 0.5, 0.1
 SCRIPT = """
 from __future__ import annotations
 
-import contextlib, gc, importlib, json, locale, logging, multiprocessing, operator, os, random, signal, sys, tempfile, threading, time
-import types, warnings, zlib
+import contextlib, functools, gc, importlib, json, locale, logging, multiprocessing, operator, os, random, re, resource, signal
+import socket, sys, tempfile, threading, time, types, warnings, zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -97,7 +97,15 @@ def many():
     with kvdock.use_backend(NAME):
         kvdock.ops.paged_caching_(pool, pool.clone(), rows, rows, slots)
         got, _ = kvdock.ops.gather_paged(pool, pool, slots)
-    return answer if bool((got == 1).all()) else "wrong bytes"
+        right = bool((got == 1).all())
+        cache, copied = torch.zeros(32, 1, 16, 8, device=device), pool.clone()
+        with contextlib.suppress(kvdock.UnsupportedError):
+            kvdock.ops.static_update_(cache, cache.clone(), rows[:6].view(2, 1, 3, 8), rows[:6].view(2, 1, 3, 8), slots[5:6])
+            right &= cache.sum().item() == 48 and bool((cache[:2, :, 5:8] == 1).all())
+        with contextlib.suppress(kvdock.UnsupportedError):
+            kvdock.ops.copy_blocks_(copied, copied.clone(), slots[None, :38:19])
+            right &= copied.sum().item() == 1728 and bool((copied[19] == 1).all())
+    return answer if right else "wrong bytes"
 
 def report(pipe, work):
     try:

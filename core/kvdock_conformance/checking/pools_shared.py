@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.growth import check_growth
 from kvdock_conformance.checking.meaning import REFERENCES
 from kvdock_conformance.checking.memory import Arenas, compare
 from kvdock_conformance.checking.target import Target
 
-__all__ = ["PoolThread", "check_shared_pools", "steps_of", "stopped_at"]
+__all__ = ["PoolThread", "check_new_threads", "check_shared_pools", "steps_of", "stopped_at"]
 
 _LOOKS = 3
 _FEWEST, _MOST = 16, 48  # of the steps of a call at which another one is made
@@ -26,6 +27,8 @@ _RUN_S, _FEWEST_TURNS = 0.05, 4  # under an interpreter, a call takes long
 _GOLDEN = 0.618034  # multiples of it are spread evenly, however many there are
 _LOCKED_S = 0.2  # a call that waits so long waits for the one that is stopped
 _WAIT_S = 30.0
+_THREADS = 32  # of a round: five rounds are more than tables of 128 have room for
+_PER_THREAD = {"blocks of Python's memory": 1, "open files": 1, "threads": 1}
 
 
 def steps_of(function: Callable[[], object]) -> int:
@@ -173,3 +176,24 @@ def check_shared_pools(target: Target, data: Mapping[str, Any]) -> None:
             done.result()
     every = {f"{name} of thread {number}": spec for number, call in enumerate(data["calls"]) for name, spec in call["args"].items()}
     compare(memory, expected, every, f"{data['calls'][0]['op']} by threads at once")
+
+
+def check_new_threads(target: Target, data: Mapping[str, Any]) -> None:
+    """Make the first call of a case in threads that come, call and go.
+
+    Raises:
+        NonconformanceError: a byte is not what it must be, or each thread leaves something behind.
+    """
+    memory = Arenas(data["arenas"], target.device)
+    for spec in data["calls"][0]["args"].values():
+        memory.tensor(spec)  # writes its values
+    thread = PoolThread(target, memory, memory.copy(), data["calls"][0], 0)
+
+    def work(number: int) -> None:
+        with ExitStack() as stack:  # all of a round are there at once, so that none has the number of another
+            for _ in range(_THREADS):
+                thread.spoil()
+                stack.enter_context(ThreadPoolExecutor(1)).submit(thread.call).result(_WAIT_S)
+                thread.look()
+
+    check_growth(f"{data['calls'][0]['op']} by new threads", target.device, _THREADS, work, _PER_THREAD)

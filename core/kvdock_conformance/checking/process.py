@@ -10,23 +10,18 @@ import sys
 import tempfile
 import time
 import uuid
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import kvdock
-from kvdock import runtime
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.fresh import facts_of, own_names, seeded_lines
-from kvdock_conformance.checking.memory import Arenas, compare
+from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.checking.settings import ProcessSettings, unchanged
 from kvdock_conformance.checking.target import Target
 
-__all__ = ["ENDING", "MARK", "SURROUNDINGS", "check_ending", "check_settings_of_calls", "check_settings_of_import", "check_surroundings"]
+__all__ = ["ENDING", "MARK", "check_ending", "check_settings_of_calls", "check_settings_of_import"]
 
 ENDING = """
 import atexit, importlib, multiprocessing, os, subprocess, sys, threading, time, types
@@ -80,78 +75,6 @@ def check_settings_of_calls(target: Target, data: Mapping[str, Any]) -> None:
                     target.call(call["op"], {name: memory.tensor(spec) for name, spec in call["args"].items()})
         if before.issuperset(ProcessSettings.running()):
             break
-
-
-def check_surroundings(target: Target, data: Mapping[str, Any]) -> None:
-    """Make each call of a case as it is, and as a user has set the process, with a plan that is made then.
-
-    Raises:
-        NonconformanceError: the memory differs afterwards, or a warning that is an error was raised in the middle of a write.
-    """
-    for call in data["calls"]:
-        plain, other = (Arenas(data["arenas"], target.device) for _ in range(2))
-        args, others = ({name: side.tensor(spec) for name, spec in call["args"].items()} for side in (plain, other))
-        before = plain.copy()
-        with contextlib.suppress(kvdock.UnsupportedError):
-            target.call(call["op"], args)
-        runtime.default().dispatcher.descriptors.clear()
-        try:
-            with contextlib.suppress(kvdock.UnsupportedError), SURROUNDINGS[data["surroundings"]]():
-                target.call(call["op"], others)
-        except Warning:
-            plain = before
-        compare(other, plain.copy(), call["args"], f"{call['op']} with {data['surroundings']}")
-
-
-@contextlib.contextmanager
-def _default_dtype() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
-    torch.set_deterministic_debug_mode("error")  # the other door to the same setting loads a compiler
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode("default")
-
-
-@contextlib.contextmanager
-def _warnings_are_errors() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
-
-
-@contextlib.contextmanager
-def _flushed() -> Iterator[None]:
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-
-
-@contextlib.contextmanager
-def _default_device() -> Iterator[None]:
-    with torch.device("meta"):
-        yield
-
-
-SURROUNDINGS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
-    "another default dtype": _default_dtype,
-    "another default device": _default_device,
-    "deterministic algorithms": _deterministic,
-    "warnings as errors": _warnings_are_errors,
-    "subnormal numbers flushed": _flushed,
-}
-"""What a user may have set, by name."""
 
 
 def check_ending(target: Target, data: Mapping[str, Any]) -> None:

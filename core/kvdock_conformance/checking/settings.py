@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import locale
 import logging
 import operator
 import os
 import random
+import re
+import resource
 import signal
+import socket
 import sys
 import threading
 import types
@@ -33,13 +37,25 @@ class ProcessSettings:
     most_workers = 16 + 2 * (os.cpu_count() or 1)
     """So many daemon threads may a process have: a pool that is made once stays."""
 
+    of_the_moment = ("Vm", "Rss", "Huge", "Threads", "State", "FDSize", "SigQ", "SigPnd", "ShdPnd", "Tracer", "CoreD", "vol", "nonvol")
+    """How lines of a thread's status begin that tell of no setting."""
+
+    of_compilers = (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 15, 24, 25, 31)
+    """Signals, by number, whose system's handler LLVM replaces when it first compiles in a process: as before, it ends with them. What
+    Python does with them is compared all the same."""
+
+    everybodys = ("builtins", "logging", "numpy", "os", "random", "signal", "sys", "threading", "time", "warnings")
+    """Modules whose functions and classes nobody may replace, beside kvdock's; torch replaces its own when it loads its compiler."""
+
     def __init__(self) -> None:
-        self.values, self.code, self.threads = self.now(), self.kvdock_code(), set(self.running())
+        self.values, self.threads = self.now(), set(self.running())
+        self.code = {name: dict(parts) for name, parts in self.held_code().items()}
 
     @classmethod
     def table(cls) -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
         """Return what is compared, by name: how it is read, and how it is put back."""
         return {
+            **cls.pairs(),
             "the current directory": (cls.folder, os.chdir),
             "warnings.filters": (lambda: list(warnings.filters), cls._filter),
             "logging's root logger": (lambda: (logging.root.level, list(logging.root.handlers), logging.root.manager.disable), cls._log),
@@ -52,35 +68,101 @@ class ProcessSettings:
             "what is printed to stdout, in bytes": (cls.printed, lambda was: None),
             "the floating-point mode": (cls.floating_point, lambda was: torch.set_flush_denormal(not was["subnormal numbers"])),
             "the locale": (lambda: locale.setlocale(locale.LC_ALL), lambda was: locale.setlocale(locale.LC_ALL, was)),
-            "the garbage collector": (lambda: (gc.isenabled(), gc.get_threshold(), gc.get_debug()), cls._collect),
+            "the garbage collector": (gc.isenabled, lambda was: (gc.enable if was else gc.disable)()),
             "what handles signals": (lambda: [signal.getsignal(number) for number in cls.signals()], cls._handle),
             "sys.path": (lambda: list(sys.path), lambda was: sys.path.__setitem__(slice(None), was)),
-            "sys.getswitchinterval()": (sys.getswitchinterval, sys.setswitchinterval),
-            "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
+            "sys.stdin, sys.stdout and sys.stderr": (
+                lambda: (sys.stdin, sys.stdout, sys.stderr),
+                lambda was: vars(sys).update(zip(("stdin", "stdout", "stderr"), was, strict=True)),
+            ),
             "torch.get_default_device()": (
                 torch.get_default_device,
                 lambda was: torch.set_default_device(None if was == torch.device("cpu") else was),
             ),
-            "torch.is_grad_enabled()": (torch.is_grad_enabled, torch.set_grad_enabled),
-            "torch.get_num_threads()": (torch.get_num_threads, torch.set_num_threads),
-            "torch.are_deterministic_algorithms_enabled()": (
-                torch.are_deterministic_algorithms_enabled,
-                torch.use_deterministic_algorithms,
+            "torch's options for printing": (
+                lambda: dict(vars(torch._tensor_str.PRINT_OPTS)),
+                lambda was: vars(torch._tensor_str.PRINT_OPTS).update(was),
             ),
-            "torch.get_float32_matmul_precision()": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+            "torch's inference mode": (torch.is_inference_mode_enabled, lambda was: None),
+            "torch's autocast": (lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")), lambda was: None),
+            "torch's modes that see functions": (torch._C._len_torch_function_stack, lambda was: None),
+            "torch's modes that see operations": (torch._C._len_torch_dispatch_stack, lambda was: None),
+            "the running timers": (cls.timers, cls._stop),
+            "the priority": (lambda: os.getpriority(os.PRIO_PROCESS, 0), lambda was: None),
+            "the processors that this thread may use": (cls.processors, lambda was: os.sched_setaffinity(0, was)),
+            "the limits of resources": (
+                lambda: [resource.getrlimit(number) for number in cls.limits()],
+                lambda was: list(map(resource.setrlimit, cls.limits(), was)),
+            ),
         }
 
     @classmethod
     def now(cls) -> dict[str, Any]:
         """Return what is so now, by name."""
         found = {name: read() for name, (read, _) in cls.table().items()}
+        found |= {f"status of the thread: {name}": value for name, value in cls.status().items()}
         return found | {f"environment variable {name}": value for name, value in os.environ.items()}
 
+    @classmethod
+    @functools.cache
+    def pairs(cls) -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
+        """Return every setting that a module has a function for that gets it, without arguments, and one that sets it."""
+        found: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {}
+        for module in (gc, sys, threading, socket, np, torch, torch._C):
+            for name, read in vars(module).items():
+                write = vars(module).get(re.sub("^(_?)(get|is)", r"\1set", name))
+                # What is preferred depends on the devices there are, which torch would look for.
+                if callable(write) and write is not read and "preferred" not in name and (module is torch or not hasattr(torch, name)):
+                    with contextlib.suppress(Exception), warnings.catch_warnings(action="error"):  # deprecated, or needs arguments
+                        if not isinstance(read(), torch.Tensor):
+                            found[f"{module.__name__}.{name}()"] = read, functools.partial(cls._put, write)
+        return found
+
     @staticmethod
-    def kvdock_code() -> dict[str, dict[str, Any]]:
-        """Return what the modules of kvdock hold."""
-        modules = [(name, module) for name, module in list(sys.modules.items()) if name.startswith("kvdock.") or name == "kvdock"]
-        return {name: dict(vars(module)) for name, module in modules}
+    def _put(write: Callable[..., object], was: Any) -> None:
+        """Put back what may be several arguments; what can be set once only stays."""
+        with contextlib.suppress(Exception):
+            write(**was) if isinstance(was, dict) else write(*was) if isinstance(was, tuple) else write(was)
+
+    @classmethod
+    def held_code(cls) -> dict[str, dict[str, Any]]:
+        """Return what the modules of kvdock hold, and those that are everybody's."""
+        names = [name for name in list(sys.modules) if name.startswith("kvdock") and name[6:7] in ("", ".")]
+        return {name: vars(sys.modules[name]) for name in (*names, *cls.everybodys)}
+
+    @classmethod
+    def status(cls) -> dict[str, Any]:
+        """Return what the system tells of the settings of this thread and its process, by name; nothing where it does not."""
+        try:
+            with open("/proc/thread-self/status", encoding="ascii", errors="replace") as file:
+                found: dict[str, Any] = dict(line.split(":", 1) for line in file if not line.startswith(cls.of_the_moment))
+        except OSError:
+            return {}
+        taken = sum(1 << number - 1 for number in cls.of_compilers)
+        # Signals above these are those of the C library and of runtimes.
+        return found | {name: int(found[name], 16) % (1 << 31) & ~taken for name in ("SigBlk", "SigIgn", "SigCgt")}
+
+    @staticmethod
+    def processors() -> set[int]:
+        """Return the numbers of the processors that this thread may use; none where the system does not tell."""
+        return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+    @staticmethod
+    def timers() -> list[tuple[bool, float]]:
+        """Return of each of the process's timers whether it runs, and its interval in seconds."""
+        return [(left > 0, interval) for left, interval in map(signal.getitimer, range(3))]
+
+    @staticmethod
+    def _stop(was: list[tuple[bool, float]]) -> None:
+        """Stop the timers that did not run; nobody knows how much the others had left."""
+        for number, (ran, _) in enumerate(was):
+            if not ran:
+                signal.setitimer(number, 0)
+
+    @staticmethod
+    def limits() -> list[int]:
+        """Return the numbers of what the system limits."""
+        return [number for name, number in vars(resource).items() if name.startswith("RLIMIT_")]
 
     @staticmethod
     def running() -> dict[int | None, threading.Thread]:
@@ -96,9 +178,10 @@ class ProcessSettings:
             return "a folder that is gone"
 
     @staticmethod
-    def signals() -> tuple[signal.Signals, ...]:
-        """Return the signals that programs handle themselves."""
-        return signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE
+    def signals() -> list[signal.Signals]:
+        """Return the signals that programs handle themselves; of the others, the status tells whether they are handled."""
+        names = ("HUP", "INT", "QUIT", "USR1", "USR2", "PIPE", "ALRM", "TERM", "CHLD", "XCPU", "WINCH")
+        return [signal.Signals[f"SIG{name}"] for name in names]
 
     @staticmethod
     def printed() -> int:
@@ -127,7 +210,7 @@ class ProcessSettings:
         """
         was, now = self.values, self.now()
         found = [(name, self.told(was, name), self.told(now, name)) for name in {**was, **now} if self._differs(was, now, name)]
-        for module, parts in self.kvdock_code().items():
+        for module, parts in self.held_code().items():
             before = self.code.get(module, {})
             if len(parts) != len(before) or not all(map(operator.is_, parts.values(), before.values())):  # which is quick to ask
                 names = [name for name, part in before.items() if self._is_code(part) and parts.get(name) is not part]
@@ -143,7 +226,7 @@ class ProcessSettings:
 
     @staticmethod
     def _is_code(part: object) -> bool:
-        return isinstance(part, types.FunctionType | type)
+        return isinstance(part, types.FunctionType | types.BuiltinFunctionType | type)
 
     @staticmethod
     def told(values: dict[str, Any], name: str) -> str:
@@ -157,10 +240,12 @@ class ProcessSettings:
         for name, _, _ in self.changes():
             variable = name.removeprefix("environment variable ")
             module, _, part = name.rpartition(".")
-            if name.startswith("thread "):
-                continue  # it ends by itself, or not at all
+            if name.startswith("thread ") or (name.startswith("status ") and not name.endswith("Umask")):
+                continue  # it ends by itself, or not at all; of the status, most is somewhere else too
             if name in table:
                 table[name][1](self.values[name])
+            elif name.endswith("Umask"):
+                os.umask(int(self.values[name], 8))
             elif variable == name:
                 setattr(sys.modules[module], part, self.code[module][part])
             elif name in self.values:
@@ -190,14 +275,8 @@ class ProcessSettings:
     def _handle(cls, was: list[Any]) -> None:
         """Put what handles signals back."""
         for number, handler in zip(cls.signals(), was, strict=True):
-            signal.signal(number, handler)
-
-    @staticmethod
-    def _collect(was: tuple[bool, tuple[int, int, int], int]) -> None:
-        """Put the garbage collector back."""
-        (gc.enable if was[0] else gc.disable)()
-        gc.set_threshold(*was[1])
-        gc.set_debug(was[2])
+            if signal.getsignal(number) != handler is not None:  # None: C's own, for Python to keep off
+                signal.signal(number, handler)
 
     @staticmethod
     def _filter(filters: list[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -211,6 +212,15 @@ def _let_through(run: BackendCall, args: Args) -> None:
         run(args)
     except kvdock.IndexRangeError:
         raise RuntimeError("device error: an illegal memory access was encountered") from None
+
+
+@FAULTS.call(_GATHER, "error-prints-in-full", "An error leaves tensors printed in full.", "KVD-ERROR-012", host_only=("KVD-ERROR-012",))
+def _prints_in_full(run: BackendCall, args: Args) -> None:
+    try:
+        run(args)
+    except kvdock.IndexRangeError:
+        torch._tensor_str.PRINT_OPTS.threshold = sys.maxsize
+        raise
 
 
 # Memory changed

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
 import itertools
 import locale
 import logging
 import os
+import signal
+import sys
 import threading
 import time
 import warnings
@@ -20,9 +23,10 @@ import numpy as np
 import torch
 
 import kvdock
+from kvdock.ops.catalog import CATALOG
 from kvdock_conformance.checking import fresh
 from kvdock_conformance.checking.target import Target
-from kvdock_conformance.faults.fault import Args, BackendCall, Fault, Faults
+from kvdock_conformance.faults.fault import Args, BackendCall, Fault, Faults, FaultyCall
 
 __all__ = ["FAULTS"]
 
@@ -155,17 +159,18 @@ for _method, _where, _killer in (("forked", _IN_FORK, "KVD-HYGIENE-004"), ("spaw
         *_END,
     )
 
-_fresh(
-    "workers-lost-in-a-fork",
-    "Calls need workers that a forked process has lost.",
-    "KVD-HYGIENE-018",
-    "own_gather, crew = kvdock.ops.gather_paged, []",
-    "def faulty(*args, **settings):",
-    "    if (crew or [os.getpid()])[0] != os.getpid(): raise RuntimeError('the workers are gone')",
-    "    crew[:] = [os.getpid()]",
-    "    return own_gather(*args, **settings)",
-    "kvdock.ops.gather_paged = faulty",
-)
+for _op in ("gather_paged", "static_update_", "copy_blocks_"):
+    _fresh(
+        f"workers-of-{_op.rstrip('_').replace('_', '-')}-lost-in-a-fork",
+        "Calls need workers that a forked process has lost.",
+        "KVD-HYGIENE-018",
+        f"own_op, crew = kvdock.ops.{_op}, []",
+        "def faulty(*args, **settings):",
+        "    if (crew or [os.getpid()])[0] != os.getpid(): raise RuntimeError('the workers are gone')",
+        "    crew[:] = [os.getpid()]",
+        "    return own_op(*args, **settings)",
+        f"kvdock.ops.{_op} = faulty",
+    )
 
 
 @FAULTS.backend(_AREA, "probe", "hygiene-probe-changes", "Each probe finds something else.", "KVD-HYGIENE-006")
@@ -226,76 +231,53 @@ def _no_kernel(inner: Callable[[], Any]) -> Callable[[], Any]:
     return dict
 
 
-@FAULTS.call("paged_caching_", "hygiene-call-changes-the-dtype", "A call changes torch's default dtype.", "KVD-HYGIENE-013")
-def _changes_the_dtype(run: BackendCall, args: Args) -> None:
-    run(args)
-    torch.set_default_dtype(torch.float64)
+def _call_changes(op: str, name: str, sentence: str, change: Callable[[], object], killer: str = "KVD-HYGIENE-013") -> None:
+    def call(run: BackendCall, args: Args) -> None:
+        run(args)
+        change()
+
+    FAULTS.call(op, f"hygiene-call-{name}", f"A call {sentence}.", killer)(call)
 
 
-@FAULTS.call("gather_paged", "hygiene-call-seeds", "A call seeds the random numbers of others.", "KVD-HYGIENE-013")
-def _seeds(run: BackendCall, args: Args) -> None:
-    torch.manual_seed(0)
-    run(args)
-
-
-@FAULTS.call("copy_blocks_", "hygiene-call-turns-off-gradients", "A call turns gradients off for good.", "KVD-HYGIENE-013")
-def _turns_off_gradients(run: BackendCall, args: Args) -> None:
-    torch.set_grad_enabled(False)
-    run(args)
-
-
-@FAULTS.call("static_update_", "hygiene-call-changes-the-folder", "A call changes the current directory.", "KVD-HYGIENE-013")
-def _changes_the_folder(run: BackendCall, args: Args) -> None:
-    run(args)
-    os.chdir("/")
-
-
-@FAULTS.call("static_update_", "hygiene-call-sets-threads", "A call sets torch's number of threads.", "KVD-HYGIENE-013")
-def _sets_threads(run: BackendCall, args: Args) -> None:
-    torch.set_num_threads(torch.get_num_threads() + 1)
-    run(args)
-
-
-@FAULTS.call("paged_caching_", "hygiene-call-flushes-subnormals", "A call lets subnormal numbers become zero.", "KVD-HYGIENE-013")
-def _flushes_subnormals(run: BackendCall, args: Args) -> None:
-    run(args)
-    torch.set_flush_denormal(True)
-
-
-@FAULTS.call("gather_paged", "hygiene-call-changes-the-locale", "A call changes the locale of the process.", "KVD-HYGIENE-013")
-def _changes_the_locale(run: BackendCall, args: Args) -> None:
-    run(args)
-    locale.setlocale(locale.LC_ALL, "C" if locale.setlocale(locale.LC_ALL) != "C" else "C.UTF-8")
-
-
-@FAULTS.call("copy_blocks_", "hygiene-call-stops-the-collector", "A call turns the garbage collector off.", "KVD-HYGIENE-013")
-def _stops_the_collector(run: BackendCall, args: Args) -> None:
-    gc.disable()
-    run(args)
-
-
-@FAULTS.call("static_update_", "hygiene-call-leaves-a-thread", "A call leaves a thread behind.", "KVD-HYGIENE-013")
-def _leaves_a_thread(run: BackendCall, args: Args) -> None:
-    threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
-    run(args)
+_WRITE, _STATIC, _GATHER, _COPY = CATALOG
+_call_changes(_WRITE, "changes-the-dtype", "changes torch's default dtype", lambda: torch.set_default_dtype(torch.float64))
+_call_changes(_GATHER, "seeds", "seeds the random numbers of others", lambda: torch.manual_seed(0))
+_call_changes(_COPY, "turns-off-gradients", "turns gradients off for good", lambda: torch.set_grad_enabled(False))
+_call_changes(_STATIC, "changes-the-folder", "changes the current directory", lambda: os.chdir("/"))
+_call_changes(_STATIC, "sets-threads", "sets torch's number of threads", lambda: torch.set_num_threads(torch.get_num_threads() + 1))
+_call_changes(_WRITE, "flushes-subnormals", "lets subnormal numbers become zero", lambda: torch.set_flush_denormal(True))
+_call_changes(_COPY, "stops-the-collector", "turns the garbage collector off", gc.disable)
+_call_changes(_STATIC, "logs-all", "has all of logging shown", lambda: logging.root.setLevel(logging.INFO))
+_call_changes(_COPY, "draws-from-numpy", "draws from numpy's random numbers", np.random.random)
+_call_changes(_GATHER, "leaves-numpy-raising", "makes numpy raise errors of arithmetic", lambda: np.seterr(all="raise"))
+_call_changes(_WRITE, "digs-deeper", "lets Python recurse further", lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1000))
+_call_changes(_STATIC, "shares-its-files", "lets everybody read the files that are made", lambda: os.umask(0o001))
+_call_changes(_COPY, "silences-print", "takes print away", lambda: setattr(builtins, "print", len))
+_call_changes(
+    _STATIC,
+    "leaves-a-thread",
+    "leaves a thread behind",
+    lambda: threading.Thread(target=time.sleep, args=(5,), daemon=True).start(),
+)
+_call_changes(
+    _GATHER,
+    "changes-the-locale",
+    "changes the locale of the process",
+    lambda: locale.setlocale(locale.LC_ALL, "C" if locale.setlocale(locale.LC_ALL) != "C" else "C.UTF-8"),
+)
+# What is reset shows where a user has set it.
+_call_changes(
+    _COPY, "stops-the-timer", "stops the timer of the process", lambda: signal.setitimer(signal.ITIMER_REAL, 0), "KVD-HYGIENE-017"
+)
+_call_changes(
+    _WRITE, "resets-printing", "resets how tensors print", lambda: vars(torch._tensor_str.PRINT_OPTS).update(precision=4), "KVD-HYGIENE-017"
+)
 
 
 @FAULTS.call("gather_paged", "hygiene-call-prints", "A call prints how many slots it has, where they are many.", "KVD-HYGIENE-013")
 def _prints(run: BackendCall, args: Args) -> None:
     if args["slot_mapping"].numel() > 64:
         os.write(1, b"acme: a long gather\n")
-    run(args)
-
-
-@FAULTS.call("static_update_", "hygiene-call-logs-all", "A call has all of logging shown.", "KVD-HYGIENE-013")
-def _logs_all(run: BackendCall, args: Args) -> None:
-    logging.root.setLevel(logging.INFO)
-    run(args)
-
-
-@FAULTS.call("copy_blocks_", "hygiene-call-draws-from-numpy", "A call draws from numpy's random numbers.", "KVD-HYGIENE-013")
-def _draws_from_numpy(run: BackendCall, args: Args) -> None:
-    np.random.random()
     run(args)
 
 
@@ -326,6 +308,38 @@ def _needs_float32(run: BackendCall, args: Args) -> None:
 @FAULTS.call("copy_blocks_", "hygiene-call-takes-the-default-device", "A call works on the default device.", "KVD-HYGIENE-017")
 def _takes_the_default_device(run: BackendCall, args: Args) -> None:
     run({name: value.to(torch.get_default_device()) if isinstance(value, torch.Tensor) else value for name, value in args.items()})
+
+
+@FAULTS.call("static_update_", "hygiene-call-rounds-positions", "Positions are tensors of the default dtype.", "KVD-HYGIENE-017")
+def _rounds_positions(run: BackendCall, args: Args) -> None:
+    lengths = args["cache_lengths"]
+    run(
+        {**args, "cache_lengths": lengths.to(torch.get_default_dtype()).to(lengths.dtype) if isinstance(lengths, torch.Tensor) else lengths}
+    )
+
+
+@FAULTS.call("paged_caching_", "hygiene-call-rounds-under-autocast", "Keys go through a matrix product.", "KVD-HYGIENE-017")
+def _rounds_under_autocast(run: BackendCall, args: Args) -> None:
+    is_rounded = args["k"].dtype == torch.float32 and torch.is_autocast_enabled("cpu")
+    run({**args, "k": args["k"].bfloat16().float()} if is_rounded else args)
+
+
+@FAULTS.plan("copy_blocks_", "hygiene-plan-keeps-a-buffer", "The buffer of a plan is that of its first call's mode.", "KVD-HYGIENE-017")
+def _keeps_a_buffer() -> FaultyCall:
+    buffers: dict[torch.Size, torch.Tensor] = {}
+
+    def call(run: BackendCall, args: Args) -> None:
+        pairs = args["block_pairs"]
+        run({**args, "block_pairs": buffers.setdefault(pairs.shape, torch.empty_like(pairs)).copy_(pairs)})
+
+    return call
+
+
+@FAULTS.call("gather_paged", "hygiene-call-refuses-parameters", "Only tensors that are nothing else are served.", "KVD-HYGIENE-017")
+def _refuses_parameters(run: BackendCall, args: Args) -> None:
+    if type(args["k_cache"]) is not torch.Tensor:
+        raise TypeError("expected a torch.Tensor")
+    run(args)
 
 
 @FAULTS.backend(_AREA, "notes", "hygiene-notes-are-a-text", "Notes are one text.", "KVD-HYGIENE-015")

@@ -9,7 +9,7 @@ import torch
 
 from kvdock_conformance.faults.families import each
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
-from kvdock_conformance.faults.moves import COPY, MOVES, STATIC, Move, Places
+from kvdock_conformance.faults.moves import COPY, MOVES, STATIC, WRITE, Move, Places
 from kvdock_conformance.faults.tensors import dense, restrided
 
 __all__ = ["FAULTS"]
@@ -42,6 +42,13 @@ def _mebibyte(move: Move, run: BackendCall, args: Args) -> None:
 @_each("slots-past-512-left", "Of a block, slots behind the 512th are left.", "together", _OF_SLOTS)
 def _past_512_slots(move: Move, run: BackendCall, args: Args) -> None:
     move.dropping(run, args, lambda places: (places.source if move.pairs[0][0] == "k_cache" else places.to)[1] >= 512)
+
+
+@_each("slots-by-a-reciprocal", "Slots are divided by the block size as floats of 32 bits.", "together", _OF_SLOTS)
+def _reciprocal(move: Move, run: BackendCall, args: Args) -> None:
+    block, slots = args["k_cache"].shape[1], args["slot_mapping"].long()
+    found = (slots.float() * torch.tensor(1 / block, device=slots.device)).long()
+    run({**args, "slot_mapping": torch.where(slots < 0, slots, found * block + slots % block).to(args["slot_mapping"].dtype)})
 
 
 @FAULTS.call(COPY.op, "copy-slots-past-512-left", "Of a block, slots behind the 512th are left.", COPY.killer("together"))
@@ -105,6 +112,19 @@ def _past_65535(move: Move, run: BackendCall, args: Args) -> None:
 # Pairs of properties
 
 
+@FAULTS.call(
+    WRITE.op,
+    "write-padded-batches-by-tokens",
+    "With padding, tokens are numbered as if rows followed each other.",
+    WRITE.killer("together"),
+)
+def _numbered(run: BackendCall, args: Args) -> None:
+    k = args["k"]
+    if k.dim() == 4 and bool((args["slot_mapping"] < 0).any()):
+        args = {**args, "k": restrided(k, (min(k.stride(0), k.shape[1] * k.stride(1)), *k.stride()[1:]))}
+    run(args)
+
+
 @_each("last-at-unlike-addresses-left", "Where values alone begin off 16 bytes, the last row is left.", "together", _WITH_ROWS)
 def _unlike_addresses(move: Move, run: BackendCall, args: Args) -> None:
     k, v = (args[name].data_ptr() % 16 for pair in move.pairs for name in pair if not name.endswith("_cache"))
@@ -148,6 +168,45 @@ def _one_length(run: BackendCall, args: Args) -> None:
     lengths, rows = args["cache_lengths"], args["k"].shape[0]
     is_about = isinstance(lengths, torch.Tensor) and lengths.shape == (1,) and rows < args["k_cache"].shape[0]
     STATIC.dropping(run, args, lambda places: (places.source[0] > 0) & is_about)
+
+
+@_each("runs-by-their-ends", "What begins and ends like a run, or like lengths that are alike, is taken for one.", "together")
+def _by_their_ends(move: Move, run: BackendCall, args: Args) -> None:
+    def straight(index: torch.Tensor) -> torch.Tensor:
+        rows = index.reshape(-1, 2 if move is COPY else 1)
+        line = torch.arange(len(rows), device=rows.device)[:, None] * int(move is not STATIC)
+        is_about = len(rows) > 2 and bool(((rows[-1] - rows[0] == line[-1]) & (rows[0] >= 0)).all())
+        return (rows[0] + line).reshape(index.shape) if is_about else index
+
+    move.with_index(run, args, straight)
+
+
+@_each("whole-pool-as-one-copy", "Where a call is about every place of the pool, that is taken to be dense.", "together", _WITH_ROWS)
+def _as_one_copy(move: Move, run: BackendCall, args: Args) -> None:
+    keys = move.arranged(args["k_cache"])
+    is_about = len(move.places(args).at) == keys.shape[0] * keys.shape[1] and 0 not in keys.stride()
+
+    def view(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return restrided(tensor, dense(tensor.shape)) if name.endswith("_cache") and is_about else tensor
+
+    move.again(run, args, view)
+
+
+@_each("one-in-blocks-of-one-as-dense", "For one token, values in blocks of one slot are taken to be dense.", "together", _OF_SLOTS)
+def _one_in_one(move: Move, run: BackendCall, args: Args) -> None:
+    is_about = move.count(args) == args["k_cache"].shape[1] == 1 and 0 not in args["v_cache"].stride()
+    move.again(run, args, lambda name, tensor: restrided(tensor, dense(tensor.shape)) if name == "v_cache" and is_about else tensor)
+
+
+@_each("values-below-keys-left", "Where values lie below keys in one storage, values are left.", "parts")
+def _values_below_keys(move: Move, run: BackendCall, args: Args) -> None:
+    k, v = args["k_cache"], args["v_cache"]
+    is_about = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr() and v.data_ptr() < k.data_ptr()
+    values, to = move.written(args)[1], move.places(args).to
+    before = values[to]
+    run(args)
+    if is_about:
+        values[to] = before
 
 
 # Checks that stop early, and calls that repeat

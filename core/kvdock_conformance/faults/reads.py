@@ -67,11 +67,16 @@ def _in_front_for_padding(args: Args) -> None:
         ctypes.string_at(args["v_cache"].data_ptr() - 1, 1)
 
 
+def _as_many_lengths(args: Args) -> None:
+    ctypes.string_at(args["cache_lengths"].data_ptr(), args["k"].shape[0] * args["cache_lengths"].element_size())
+
+
 def _writes_lengths(args: Args) -> None:
     args["cache_lengths"].copy_(args["cache_lengths"].clone())
 
 
 _beside("the-place-of-padding", "The slot that padding would have is read.", _WRITE, _in_front_for_padding)
+_beside("a-length-for-each-row", "A length for all rows is read as one for each.", _STATIC, _as_many_lengths)
 _beside("lengths-and-writes-them-back", "Lengths are written back as they were.", _STATIC, _writes_lengths)
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
+import kvdock
 from kvdock.ops.catalog import CATALOG
 from kvdock.plugin import Descriptor, Kernel, Request
 from kvdock_conformance.faults.descriptors import OwnKernel, OwnPlan
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
+from kvdock_conformance.faults.seeds import FaultyKernel
 
 __all__ = ["FAULTS"]
 
@@ -55,7 +59,46 @@ class _Remembering(OwnPlan):
         return self.inner.fix(*args)
 
 
+@FAULTS.plan(_STATIC, "resource-call-leaves-a-cycle", "What launches a call refers to itself.", "KVD-RESOURCE-001")
+def _leaves_a_cycle() -> FaultyCall:
+    def call(run: BackendCall, args: Args) -> None:
+        launch: list[Any] = [args["k"]]
+        launch.append(launch)
+        run(args)
+
+    return call
+
+
+_errors: list[Exception] = []
+
+
+@FAULTS.call(
+    _WRITE,
+    "resource-last-error-is-kept",
+    "The last error is kept, with the frames of its call.",
+    "KVD-RESOURCE-001",
+    host_only=("KVD-RESOURCE-001",),
+)
+def _last_error_is_kept(run: BackendCall, args: Args) -> None:
+    try:
+        run(args)
+    except kvdock.IndexRangeError as error:
+        _errors[:] = [error]
+        raise
+
+
 # Left behind by calls
+
+
+@FAULTS.call(
+    _COPY, "resource-error-leaks-native-memory", "A call that raises frees nothing.", "KVD-RESOURCE-002", host_only=("KVD-RESOURCE-002",)
+)
+def _error_leaks(run: BackendCall, args: Args) -> None:
+    try:
+        run(args)
+    except kvdock.IndexRangeError:
+        _native()
+        raise
 
 
 def _leaking(leak: Callable[[Args], object]) -> Callable[[], FaultyCall]:
@@ -244,3 +287,52 @@ def _caches_made_dense(run: BackendCall, args: Args) -> None:
     for name, cache in dense.items():
         if cache is not args[name]:
             args[name].copy_(cache)
+
+
+@FAULTS.call(_COPY, "resource-copy-clones-the-pools", "A copy is made from clones of the pools.", "KVD-RESOURCE-010")
+def _clones(run: BackendCall, args: Args) -> None:
+    clones = [args[name].clone() for name in ("k_cache", "v_cache")]
+    run(args)
+    del clones
+
+
+@FAULTS.call(_GATHER, "resource-table-of-slots-by-blocks", "A gather takes a table of slots times blocks.", "KVD-RESOURCE-010")
+def _table(run: BackendCall, args: Args) -> None:
+    table = torch.empty(args["slot_mapping"].numel() * len(args["k_cache"]), dtype=torch.uint8, device=args["k_cache"].device)
+    run(args)
+    del table
+
+
+def _staged(name: str, memory: Callable[[int], Any]) -> FaultyCall:
+    """Return a call of which an argument goes through memory of somebody else's."""
+
+    def call(run: BackendCall, args: Args) -> None:
+        rows = args[name]
+        stage = torch.frombuffer(memory(rows.numel() * rows.element_size()), dtype=rows.dtype).view(rows.shape) if rows.numel() else rows
+        stage.copy_(rows)
+        run({**args, name: stage})
+
+    return call
+
+
+for _op, _where, _memory in (
+    (_WRITE, "numpy", lambda count: np.empty(count, np.uint8)),
+    (_STATIC, "mmap", lambda count: mmap.mmap(-1, count)),
+):
+    FAULTS.kernel(_op, f"resource-staged-in-{_where}", f"Values go through memory of {_where}'s.", "KVD-RESOURCE-011", by_address=True)(
+        lambda inner, memory=_memory: FaultyKernel(inner, lambda: _staged("v", memory))  # type: ignore[arg-type]  # a function of kernels, as a class is
+    )
+
+
+@FAULTS.kernel(_GATHER, "resource-destroy-waits", "destroy() waits for 30 ms.", "KVD-RESOURCE-012")
+class _DestroysSlowly(OwnKernel):
+    """Makes plans that take their time to end."""
+
+    def faulty(self, request: Request, plan: Descriptor) -> Descriptor:
+        return _Waiting(plan)
+
+
+class _Waiting(OwnPlan):
+    def destroy(self) -> None:
+        time.sleep(0.03)
+        super().destroy()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from typing import Any
 
 import torch
@@ -71,3 +73,35 @@ def _one_buffer(run: BackendCall, args: Args) -> None:
 @FAULTS.call(_COPY, "thread-copies-write-all-back", "A copy reads the pool, and writes all of it back.", "KVD-THREAD-001")
 def _copies_whole(run: BackendCall, args: Args) -> None:
     _whole_pool(run, args)
+
+
+def _with_a_seat(limit: int) -> FaultyCall:
+    """Return a call for which each thread takes a seat, and keeps it."""
+    seats, own = itertools.count(), threading.local()
+
+    def call(run: BackendCall, args: Args) -> None:
+        own.seat = getattr(own, "seat", None) or next(seats)
+        if own.seat >= limit:
+            raise RuntimeError("no context is left")
+        run(args)
+
+    return call
+
+
+FAULTS.call(_STATIC, "thread-seats-for-100", "There are contexts for 100 threads, and none comes back.", "KVD-THREAD-004")(
+    _with_a_seat(100)
+)
+
+
+def _known() -> FaultyCall:
+    threads: list[threading.Thread] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        if threading.current_thread() not in threads:
+            threads.append(threading.current_thread())
+        run(args)
+
+    return call
+
+
+FAULTS.call(_COPY, "thread-remembered-for-good", "Each thread that calls is remembered for good.", "KVD-THREAD-004")(_known())

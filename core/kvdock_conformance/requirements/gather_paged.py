@@ -12,13 +12,7 @@ from kvdock_conformance.cases.layouts import READ_POOLS, Geometry
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
 from kvdock_conformance.cases.paged import Gather, in_turn, shuffled
 from kvdock_conformance.cases.places import far_slots
-from kvdock_conformance.checking.gathers import (
-    check_dequantised,
-    check_gather,
-    check_gather_inputs,
-    check_returned,
-    check_returns_out,
-)
+from kvdock_conformance.checking import gathers
 from kvdock_conformance.checking.refusals import check_refusal
 from kvdock_conformance.requirement import Case, Level
 from kvdock_conformance.requirements.families import NO_BLOCKS, Cases, Refusal, refusals
@@ -98,7 +92,7 @@ REFUSED: Sequence[Refusal] = (
     ),
 )
 
-AREA = SlotArea("GATHER", OP, Gather, check_gather, tokens="outputs", batch="output")
+AREA = SlotArea("GATHER", OP, Gather, gathers.check_gather, tokens="outputs", batch="output")
 _SENTENCES = (
     "Each slot's key and value are read to the token's place in the outputs, keys from k_cache and values from v_cache.",
     "No byte outside the outputs is written, neither between their rows nor around them.",
@@ -167,7 +161,7 @@ _OWN: Mapping[int, Sequence[Cases]] = {
 }
 
 REQUIREMENTS = [
-    *AREA.requirements(_SENTENCES, _OWN, {8: {"check": check_returned}}),
+    *AREA.requirements(_SENTENCES, _OWN, {8: {"check": gathers.check_returned}}),
     AREA.require(
         21,
         "Pools and slot_mapping are not changed.",
@@ -179,7 +173,7 @@ REQUIREMENTS = [
             Gather("int32 slots", index="int32"),
             Gather("strided slots with padding", [3, -1, -7, 9], index_gap=2),
         ],
-        check=check_gather_inputs,
+        check=gathers.check_gather_inputs,
     ),
     AREA.require(
         22,
@@ -216,7 +210,7 @@ REQUIREMENTS = [
             Gather("pool without blocks", [-1, -1], geometry=NO_BLOCKS),
             *(Gather(dtype, geometry=AREA.sizes(dtype=dtype), values=bits) for dtype, bits in SPECIAL_BITS.items()),
         ],
-        check=check_returned,
+        check=gathers.check_returned,
     ),
     AREA.require(
         24,
@@ -227,7 +221,7 @@ REQUIREMENTS = [
             Gather("outputs with gaps", rows="odd steps"),
             Gather("no tokens", [], (0,)),
         ],
-        check=check_returns_out,
+        check=gathers.check_returns_out,
     ),
     AREA.require(25, "Places more than 2**31 and 2**32 elements into a pool are read.", _far, level=Level.EXTENDED),
     AREA.require(
@@ -236,12 +230,12 @@ REQUIREMENTS = [
         "are served as if they were the first.",
         _repeated,
     ),
-    AREA.require(27, "What new tensors hold stays as it is when later calls return others.", _repeated, check=check_returned),
+    AREA.require(27, "What new tensors hold stays as it is when later calls return others.", _repeated, check=gathers.check_returned),
     AREA.require(
         28,
         "A quantised pool reads as its elements times their scale, or is refused with a reason.",
         quantised.reads,
-        check=check_dequantised,
+        check=gathers.check_dequantised,
     ),
     AREA.require(
         29,

@@ -18,12 +18,11 @@ from kvdock_conformance.checking.fresh import (
     check_process,
 )
 from kvdock_conformance.checking.process import (
-    SURROUNDINGS,
     check_ending,
     check_settings_of_calls,
     check_settings_of_import,
-    check_surroundings,
 )
+from kvdock_conformance.checking.surroundings import SURROUNDINGS, check_surroundings
 from kvdock_conformance.requirement import Case, Check, Level, Requirement
 
 __all__ = ["AREA", "REQUIREMENTS"]
@@ -38,12 +37,23 @@ def _require(number: int, sentence: str, check: Check, *cases: Case, level: Leve
     return Requirement(f"KVD-HYGIENE-{number:03}", sentence, AREA, check, made, level, limit_s=_LIMIT_S)
 
 
-def _made(op: str, **more: str) -> Case:
-    """Return a case of few and of many calls of an op, dense and not, each prepared and then repeated."""
+_CALLS = (
+    (5, "nhd", "contiguous", "bfloat16"),
+    (84, "k and v unlike", "k and v unlike", "float32"),
+    (150, "odd address", "padded heads", "bfloat16"),
+)
+"""Tokens, pools, sources and dtypes of calls, few and many, dense and not; the first pools are large, with places far behind."""
+
+
+def _made(op: str, number: int = 0, **more: str) -> Case:
+    """Return a case of calls of an op, each prepared and then repeated; of other numbers of tokens for each ``number``."""
     drawing, calls = Drawing(), []
-    for tokens, pool, source in ((5, "nhd", "contiguous"), (84, "k and v unlike", "k and v unlike"), (84, "odd address", "padded heads")):
-        like = OpCall(op, tokens=tokens, pool=pool, source=source, geometry=roomy(op, tokens))
-        calls += [attrs.evolve(like, seed=seed).call(drawing) for seed in (1, 2)]
+    large = {"num_blocks": 48, "block": 384} if op == "static_update_" else {"num_blocks": 520, "block": 16}
+    for tokens, pool, source, dtype in _CALLS:
+        count = tokens + number
+        sizes = attrs.evolve(roomy(op, count), dtype=dtype, **(large if tokens == 5 else {}))
+        like = OpCall(op, tokens=count, pool=pool, source=source, geometry=sizes)
+        calls += [attrs.evolve(like, seed=seed).call(drawing) for seed in ((1,) if tokens == 150 else (1, 2))]
     return Case(" ".join((f"calls of {op}", *(f"with {text}" for text in more.values()))), drawing.case(*calls, **more))
 
 
@@ -93,10 +103,11 @@ REQUIREMENTS = [
     _require(16, "Importing it and probing print nothing to stdout.", check_prints_nothing),
     _require(
         17,
-        "Calls do the same whatever a user has set: torch's default dtype and device, deterministic algorithms, warnings as errors, or "
-        "the floating-point mode.",
+        "Calls do the same whatever a user has set and passes, and leave that as it is, with plans that were made so or otherwise: torch's "
+        "default dtype and device, deterministic algorithms, warnings as errors, autocast, inference mode, the floating-point mode, "
+        "settings of Python, numpy and the system, parameters for tensors, and rows made in inference mode.",
         check_surroundings,
-        *(_made(op, surroundings=name) for op in OPS for name in SURROUNDINGS),
+        *(_made(op, number, surroundings=name) for op in OPS for number, name in enumerate(SURROUNDINGS, 1)),
     ),
     _require(
         18,

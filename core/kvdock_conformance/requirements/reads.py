@@ -53,6 +53,8 @@ def _calls(drawing: Drawing, plain: OpCall) -> Iterator[dict[str, Any]]:
         if "block_pairs" in made and seed == 2:
             made["block_pairs"] = attrs.evolve(made["block_pairs"], values=[-1, 0])
         yield call(plain.op, **made)
+        for shape in ((), (1,)) if "cache_lengths" in made else ():
+            yield call(plain.op, **(made | {"cache_lengths": drawing.tensor("int64", shape, values=[0])}))
 
 
 def _in_turn() -> Iterable[Case]:

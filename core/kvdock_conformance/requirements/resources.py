@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -10,7 +10,8 @@ import attrs
 from kvdock_conformance.cases.drawing import Drawing, call
 from kvdock_conformance.cases.every_op import OPS, OpCall, roomy
 from kvdock_conformance.cases.layouts import POOLS, Geometry
-from kvdock_conformance.checking import costs, resources
+from kvdock_conformance.cases.mistakes import mistakes, out_of_range
+from kvdock_conformance.checking import costs, resources, scratch
 from kvdock_conformance.checking.plans import OWN_PLANS
 from kvdock_conformance.requirement import Capability, Case, Check, Level, Requirement
 
@@ -20,6 +21,8 @@ AREA = "resources"
 _SIZES = Geometry(num_blocks=16, block=16)
 _SEEN = (1, 2, 3, 8, 18, 84)
 _MOST = max(_SEEN)
+_SPARE = 16 << 20
+"""So many bytes nobody counts: what malloc gives back late is no more than that."""
 _LARGE = 34 << 20
 """So many bytes of keys: a little more than what malloc keeps when it is freed, so that it is seen."""
 _COUNTED = ("k", "v", "slot_mapping", "k_out", "v_out", "block_pairs")
@@ -33,24 +36,45 @@ def _require(
     *,
     needs: Capability = OWN_PLANS,
     level: Level = Level.CORE,
-    **more: int,
+    wrong: bool = False,
+    **more: int | Sequence[int],
 ) -> Requirement:
-    """Return a requirement of this area, with one case for each op."""
+    """Return a requirement of this area, with one case for each op, and if so asked one of a call that raises."""
 
     def cases() -> Iterable[Case]:
         for op in OPS:
             drawing = Drawing()
             yield Case(op, drawing.case(*calls(drawing, OpCall(op, tokens=3, geometry=_SIZES)), **more))
+        yield from _wrong() if wrong else ()
 
     return Requirement(f"KVD-RESOURCE-{number:03}", sentence, AREA, check, cases, level, needs)
 
 
-def _counted(*counts: int) -> Callable[[Drawing, OpCall], Iterable[dict[str, Any]]]:
+def _wrong() -> Iterable[Case]:
+    """Return a call of each op with an index out of range, which raises on the host."""
+    first = {mistake.op: mistake for mistake in reversed([*out_of_range()])}
+    for case in mistakes(first.values)():
+        yield attrs.evolve(case, data={**case.data, "calls": case.data["calls"][1:]})
+
+
+def _most(op: str) -> Geometry:
+    return roomy(op, _MOST)
+
+
+def _of_64_mib(op: str) -> Geometry:
+    return Geometry(num_blocks=4, block=2**20, hk=1, hv=1) if op == "static_update_" else Geometry(num_blocks=2**18, block=16, hk=1, hv=1)
+
+
+def _counted(
+    *counts: int, sizes: Callable[[str], Geometry] = _most, fill: str = "random"
+) -> Callable[[Drawing, OpCall], Iterable[dict[str, Any]]]:
     """Return a function that returns calls of so many tokens, each the first of the same ones, with the same strides."""
 
     def calls(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
-        most = attrs.evolve(plain, tokens=max(counts), geometry=roomy(plain.op, _MOST))
+        most = attrs.evolve(plain, tokens=max(counts), geometry=sizes(plain.op))
         every: Any = most.arguments(drawing)
+        for arena in drawing.arenas:
+            arena["fill"] = fill
         counted = [name for name in _COUNTED if name in every]
         for count in counts:
             first = {name: every[name].slice(2 if plain.op == "static_update_" else 0, 0, count) for name in counted}
@@ -85,6 +109,13 @@ def _large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
     return calls
 
 
+def _few_and_large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
+    """Return a call of few tokens, and one of many MiB."""
+    tokens = _LARGE // (2**17 if plain.op in ("copy_blocks_", "static_update_") else 2**16)
+    sizes = attrs.evolve(roomy(plain.op, tokens), hk=64, dk=512, hv=64, dv=512)  # long rows: an interpreter takes its time for each
+    return _counted(3, tokens, sizes=lambda op: sizes, fill="zeros")(drawing, plain)
+
+
 _ONCE = _counted(*_SEEN, *(count for count in range(9, _MOST) if count not in _SEEN))
 _FIRST = _counted(*_SEEN, *(count for count in range(9, 31) if count not in _SEEN))
 """Calls of few numbers of tokens, which come first, and then of many between them."""
@@ -92,15 +123,18 @@ _FIRST = _counted(*_SEEN, *(count for count in range(9, 31) if count not in _SEE
 REQUIREMENTS = [
     _require(
         1,
-        "No memory of a call is kept behind it, neither by its plan nor by what repeats it: as no tensor, and as no view of one.",
+        "No memory of a call is kept behind it, neither by its plan, what repeats it nor an error that it raised: as no tensor, as no view "
+        "of one, and in no cycle that only the garbage collector frees.",
         resources.check_keeps_nothing,
         _counted(3),
+        wrong=True,
     ),
     _require(
         2,
-        "Calls leave nothing behind, however often they are made: no tensor, memory, open file or thread.",
+        "Calls leave nothing behind, however often they are made or raise: no tensor, memory, open file or thread.",
         resources.check_leaks,
         _counted(3, 1, 2, 5, 8, 24),
+        wrong=True,
     ),
     _require(
         3,
@@ -141,9 +175,24 @@ REQUIREMENTS = [
     _require(
         9,
         "A call on memory that is not dense takes about as much scratch memory as on dense memory: nothing is made contiguous first.",
-        resources.check_scratch,
+        scratch.check_scratch,
         _large,
         level=Level.EXTENDED,
         spare=_LARGE // 4,
     ),
+    _require(
+        10,
+        "The scratch memory of a call goes by what it moves, and not by how large the pools are.",
+        scratch.check_scratch_within,
+        _counted(3, 1024, sizes=_of_64_mib, fill="zeros"),
+        limits=[_SPARE],
+    ),
+    _require(
+        11,
+        "The scratch memory of a call comes from torch's allocator, and is at most eight times what it moves.",
+        scratch.check_scratch_within,
+        _few_and_large,
+        limits=[_SPARE, 16 * _LARGE],
+    ),
+    _require(12, "To destroy a plan takes at most 100 times as long as a repeated call.", costs.check_destroy_time, _signatures),
 ]

@@ -15,7 +15,7 @@ from kvdock_conformance.requirements.families import INT32_MAX, INT32_MIN, NO_BL
 __all__ = ["SlotArea"]
 
 _BIG = Geometry.even(num_blocks=96, block=16, heads=1)
-_STRIDED_ROWS = ("fused qkv", "[B, H, q, D]", "every other token", "padded tokens", "padded heads", "odd steps")
+_STRIDED_ROWS = ("fused qkv", "fused qvk", "[B, H, q, D]", "every other token", "padded tokens", "padded heads", "odd steps")
 _INDICES = (
     ("dense", 0, (13,), None, "rows"),
     ("strided", 2, (13,), None, "rows"),

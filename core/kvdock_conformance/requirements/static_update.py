@@ -48,7 +48,7 @@ def check_update_inputs(target: Target, data: Mapping[str, Any]) -> None:
 
 AREA = Area("STATIC", OP, functools.partial(Update, lengths=[3, 0, 11]), check_update, STATIC)
 _UNLIKE_LENGTHS = attrs.evolve(AREA, make=functools.partial(Update, lengths=[0, 11, 5]))
-_STRIDED = ("contiguous", "fused qkv", "every other token", "padded tokens", "padded heads", "odd steps")
+_STRIDED = ("contiguous", "fused qkv", "fused qvk", "every other token", "padded tokens", "padded heads", "odd steps")
 
 
 def _few_and_many(argument: str, names: Sequence[str]) -> list[Update]:

@@ -8,11 +8,11 @@ from typing import Any
 import attrs
 
 from kvdock_conformance.cases.drawing import Drawing, call
-from kvdock_conformance.cases.every_op import OpCall
+from kvdock_conformance.cases.every_op import OPS, OpCall
 from kvdock_conformance.cases.layouts import Geometry
-from kvdock_conformance.checking.pools_shared import check_shared_pools
+from kvdock_conformance.checking.pools_shared import check_new_threads, check_shared_pools
 from kvdock_conformance.checking.served import SERVED
-from kvdock_conformance.requirement import Case, Level, Requirement
+from kvdock_conformance.requirement import Case, Check, Level, Requirement
 
 __all__ = ["AREA", "REQUIREMENTS"]
 
@@ -25,8 +25,8 @@ _SIZES = (
 _EVEN, _ODD = list(range(0, 64, 2)), list(range(1, 64, 2))
 
 
-def _require(number: int, sentence: str, cases: Callable[[], Iterable[Case]]) -> Requirement:
-    return Requirement(f"KVD-THREAD-{number:03}", sentence, AREA, check_shared_pools, cases, needs=SERVED)
+def _require(number: int, sentence: str, cases: Callable[[], Iterable[Case]], check: Check = check_shared_pools) -> Requirement:
+    return Requirement(f"KVD-THREAD-{number:03}", sentence, AREA, check, cases, needs=SERVED)
 
 
 def _slots(op: str, values: Sequence[int]) -> Callable[[Drawing, Any, Geometry], dict[str, Any]]:
@@ -86,8 +86,17 @@ def _reads() -> Iterator[Case]:
     yield from _at_once("two gathers", _slots("gather_paged", _EVEN), _slots("gather_paged", range(64)))
 
 
+def _each_op() -> Iterator[Case]:
+    for op in OPS:
+        drawing = Drawing()
+        yield Case(op, drawing.case(OpCall(op, tokens=3).call(drawing)))
+
+
 REQUIREMENTS = [
     _require(1, "Threads may write to other blocks of one pool at once.", _other_blocks),
     _require(2, "Threads may write to other slots of one block at once, or to other positions of one row.", _same_blocks),
     _require(3, "A gather is exact while other threads write elsewhere in its pool, or read.", _reads),
+    _require(
+        4, "However many threads come, call and go, each is served like the first, and leaves nothing behind.", _each_op, check_new_threads
+    ),
 ]

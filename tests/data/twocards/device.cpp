@@ -13,6 +13,7 @@
 #include <c10/core/impl/alloc_cpu.h>
 
 #include <cstring>
+#include <mutex>
 
 namespace {
 
@@ -96,7 +97,16 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   return to;
 }
 
+// The fallback copies whole tensors to the host and back: of two at once, one would undo what the other has written.
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  static std::recursive_mutex one_at_a_time;
+  std::unique_lock<std::recursive_mutex> lock(one_at_a_time, std::try_to_lock);
+  if (!lock && PyGILState_Check()) {  // who has it may be waiting for Python
+    py::gil_scoped_release released;
+    lock.lock();
+  } else if (!lock) {
+    lock.lock();
+  }
   at::native::cpu_fallback(op, stack);
 }
 

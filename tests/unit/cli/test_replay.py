@@ -212,6 +212,7 @@ def program(arguments: list[str], **settings: Any) -> subprocess.CompletedProces
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, **settings)
 
 
+@pytest.mark.slow
 def test_progress_is_shown_on_stderr_and_never_on_stdout() -> None:
     arguments = ["replay", str(CONVERSATION), "--pool", "300k", "--json"]
     quiet = program(arguments)

@@ -172,6 +172,7 @@ def test_a_computed_number_may_be_as_far_off_as_its_plugin_says() -> None:
     assert "KVD-OP-001@zoo_sum_" in {outcome.requirement.id for outcome in found.failed}, "other orders of adding differ in the last bits"
 
 
+@pytest.mark.slow
 def test_a_failure_of_an_op_has_a_script_that_needs_no_kit(tmp_path: Path) -> None:
     from kvdock_conformance import reports
 

@@ -73,6 +73,7 @@ def listening() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "when"),
     [
@@ -105,9 +106,14 @@ def test_a_run_that_is_interrupted_tells_what_it_has(tmp_path: Path, number: sig
     assert {item["reason"] for item in found["requirements"]} == {"interrupted"}
 
 
-def written(folder: Path, requirement: str = "KVD-WRITE-003", expires: str = "2999-01-01") -> str:
-    path = folder / "expected.toml"
-    path.write_text(f'[[expected]]\nrequirement = "{requirement}"\nreason = "known"\nlink = "https://example.com"\nexpires = {expires}\n')
+WRAPPED = ("KVD-WRITE-003", "KVD-WRITE-006", "KVD-WRITE-025")
+"""What notices negative slots that wrap."""
+
+
+def written(folder: Path, requirement: str = WRAPPED[0], expires: str = "2999-01-01") -> str:
+    path, rest = folder / "expected.toml", f'reason = "known"\nlink = "https://example.com"\nexpires = {expires}\n'
+    names = WRAPPED if requirement == WRAPPED[0] else (requirement,)
+    path.write_text("".join(f'[[expected]]\nrequirement = "{name}"\n{rest}' for name in names))
     return str(path)
 
 
@@ -196,6 +202,7 @@ def test_what_an_earlier_run_left_is_gone_and_what_is_somebodys_stays(tmp_path: 
     assert [path.name for path in (report / "failures").rglob("*") if path.is_file()] == ["notes.txt"]
 
 
+@pytest.mark.slow
 def test_progress_is_shown_on_a_terminal_only(tmp_path: Path, env: dict[str, str]) -> None:
     command = [*COMMAND, "--backend", "wrapping", "--op", "devices"]
     controller, terminal = pty.openpty()

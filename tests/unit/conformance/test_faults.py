@@ -104,6 +104,7 @@ def test_without_the_faults_all_is_well_again(session: Session) -> None:
     assert not session.requirement(item, Level.CORE).failed
 
 
+@pytest.mark.slow
 def test_a_new_child_has_the_fault_too(session: Session) -> None:
     session.seed("write-last-token-dropped")
     session.close()

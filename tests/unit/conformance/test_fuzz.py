@@ -79,6 +79,7 @@ def test_what_fails_is_made_small_and_can_be_run_again(tmp_path: Path) -> None:
     assert fuzz(about, 0.2).failed[0].data == case.data, "the same for the same seed"
 
 
+@pytest.mark.slow
 def test_what_crashes_is_found_too() -> None:
     outcome = fuzz(plan("exits", load(), area="paged_caching_"), 0.05)
     assert "exit code 7" in str(outcome.failed[0].failure)

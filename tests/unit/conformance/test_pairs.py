@@ -41,7 +41,7 @@ def test_two_factors_give_all_there_is() -> None:
 def test_cases_are_few_enough_for_core_and_have_names_of_their_own(cases: Callable[[], Iterable[Case]]) -> None:
     made = list(cases())
     core = [case for case in made if case.level is Level.CORE]
-    assert 25 <= len(core) <= 220
+    assert 25 <= len(core) <= 250
     assert len({case.name for case in made}) == len(made)
 
 
@@ -60,3 +60,30 @@ def test_slots_written_are_distinct_padding_or_the_first_beyond() -> None:
         good = [slot for slot in args["slot_mapping"]["values"] if slot >= 0]
         assert len(set(good)) == len(good)
         assert max(good, default=0) <= blocks * block
+
+
+@pytest.mark.parametrize("op", ["paged_caching_", "gather_paged"])
+@pytest.mark.parametrize("how", ["two swapped", "one skipped", "backwards", "some padding"])
+def test_what_seems_to_be_a_run_is_none(op: str, how: str) -> None:
+    found = [case.data["calls"][0]["args"]["slot_mapping"]["values"] for case in slot_calls(op)() if f"one run, {how}" in case.name]
+    assert found
+    for slots in found:
+        run = range(min(slots[0], slots[-1]), max(slots[0], slots[-1]) + 1)
+        has_its_ends = how != "one skipped" or op == "gather_paged"
+        assert (len(run) == len(slots)) == has_its_ends
+        assert slots != list(run)
+
+
+def test_copies_and_updates_seem_to_be_runs_too() -> None:
+    ends = {True: 0, False: 0}
+    for case in copies():
+        pairs = case.data["calls"][0]["args"]["block_pairs"]["values"]
+        if "destinations, two swapped" in case.name:
+            assert pairs[-1] - pairs[1] == len(pairs) // 2 - 1
+            assert pairs[1::2] != list(range(pairs[1], pairs[-1] + 1))
+    for case in updates():
+        lengths = case.data["calls"][0]["args"]["cache_lengths"]
+        if "lengths alike" in case.name and "too long" not in case.name:
+            ends[lengths["values"][0] == lengths["values"][-1]] += 1
+            assert len(set(lengths["values"])) > 1
+    assert all(ends.values())

@@ -44,6 +44,7 @@ def chains() -> None:
     register()
 
 
+@pytest.mark.slow
 def test_a_cache_of_another_make_conforms_but_for_the_time_that_its_long_paths_take() -> None:
     path = {"PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"}
     with Session(ConformancePlan("chain", EVERY, kind="prefix", setup="support_chain:register", environ=path)) as session:
@@ -55,6 +56,7 @@ def test_a_cache_of_another_make_conforms_but_for_the_time_that_its_long_paths_t
 # Two processes
 
 
+@pytest.mark.slow
 def test_a_cache_that_follows_salted_hashes_is_noticed_in_processes_of_its_own(chains: None) -> None:
     target = PrefixTarget("chain-salted", "support_chain:register")
     with pytest.raises(NonconformanceError, match=r"step \d+, \w+, of two caches that are fed alike in two processes"):

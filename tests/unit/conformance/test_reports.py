@@ -243,6 +243,7 @@ def repro(path: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_repro_fails_while_the_fault_is_there_and_passes_when_it_is_mended(tmp_path: Path) -> None:
     env = install(tmp_path / "site")
     # What a fault of an installed plugin leads to, told without running the kit: `test_cli` does that.
@@ -291,7 +292,7 @@ def test_every_requirement_can_be_told_as_a_script(item: Any) -> None:
     assert ast.get_docstring(tree, clean=False)
     data = pprint.pformat(dict(case.data), width=220, compact=True, sort_dicts=False)
     assert data in text
-    assert text.replace(data, "").count("\n") < 1180, "short enough to read, the case's data aside"
+    assert text.replace(data, "").count("\n") < 1250, "short enough to read, the case's data aside"
 
 
 def test_a_repro_of_the_kits_own_backends_says_what_it_needs() -> None:

@@ -56,6 +56,7 @@ def test_an_error_is_a_failure_with_its_traceback() -> None:
     assert len(outcome.failed) == len(outcome.cases), "each case is run, whatever came of those before"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "how", "said"),
     [

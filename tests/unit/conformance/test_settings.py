@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import gc
+import io
 import locale
 import os
 import random
+import resource
+import signal
 import sys
 import threading
 import types
@@ -14,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,6 +34,15 @@ def own_filters() -> Iterator[None]:
         yield
 
 
+def _without_reduced_precision() -> None:
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+def _with_fewer_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+
+
 def _default_device() -> None:
     torch.set_default_device("meta")
 
@@ -42,11 +56,25 @@ CHANGES: list[tuple[str, Callable[[], object]]] = [
     ("the floating-point mode", lambda: torch.set_flush_denormal(True)),
     ("the locale", lambda: locale.setlocale(locale.LC_ALL, "C" if locale.setlocale(locale.LC_ALL) != "C" else "C.UTF-8")),
     ("the garbage collector", gc.disable),
-    ("the garbage collector", lambda: gc.set_threshold(1)),
+    ("gc.get_threshold()", lambda: gc.set_threshold(1)),
     ("torch.get_default_dtype()", lambda: torch.set_default_dtype(torch.float64)),
     ("torch.get_default_device()", _default_device),
     ("torch.is_grad_enabled()", lambda: torch.set_grad_enabled(False)),
     ("torch.get_num_threads()", lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
+    ("sys.getrecursionlimit()", lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1)),
+    ("numpy.geterr()", lambda: np.seterr(all="raise")),
+    ("numpy.get_printoptions()", lambda: np.set_printoptions(precision=3)),
+    ("torch.get_deterministic_debug_mode()", lambda: torch.set_deterministic_debug_mode("warn")),
+    ("torch._C._get_cublas_allow_bf16_reduced_precision_reduction()", _without_reduced_precision),
+    ("torch's options for printing", lambda: vars(torch._tensor_str.PRINT_OPTS).update(precision=3)),
+    ("sys.stdin, sys.stdout and sys.stderr", lambda: setattr(sys, "stdout", io.StringIO())),
+    ("what handles signals", lambda: signal.signal(signal.SIGUSR2, print)),
+    ("the running timers", lambda: signal.setitimer(signal.ITIMER_PROF, 1000)),
+    ("the processors that this thread may use", lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})),
+    ("the limits of resources", _with_fewer_files),
+    ("status of the thread: Umask", lambda: os.umask(0o007)),
+    ("builtins.print", lambda: setattr(builtins, "print", len)),
+    ("numpy.zeros", lambda: setattr(np, "zeros", np.ones)),
     ("environment variable HOME", lambda: os.environ.update(HOME="/nowhere")),
     ("environment variable HOME", lambda: os.environ.pop("HOME")),
     ("environment variable KVDOCK NEW", lambda: os.environ.update({"KVDOCK NEW": "1"})),
@@ -85,6 +113,9 @@ def test_rounding_is_part_of_the_floating_point_mode(rounding: int) -> None:
 @pytest.mark.parametrize(("name", "change"), CHANGES, ids=[f"{number} {name}" for number, (name, _) in enumerate(CHANGES)])
 def test_a_change_is_told_and_put_back(name: str, change: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/root")
+    assert kvdock.ops.copy_blocks_, "which is imported when it is asked for"
+    if name == "the processors that this thread may use" and len(os.sched_getaffinity(0)) == 1:
+        pytest.skip("there is one only")
     before = ProcessSettings()
     with pytest.raises(NonconformanceError) as caught, unchanged():
         change()
@@ -105,6 +136,12 @@ def test_what_a_case_raises_counts_more_and_all_is_put_back_too() -> None:
     with pytest.raises(OSError, match="mine"), unchanged():
         _change_and_raise()
     assert before.changes() == []
+
+
+def test_what_needs_a_device_or_arguments_or_is_deprecated_is_not_asked() -> None:
+    names = ProcessSettings.pairs()
+    assert {"sys.gettrace()", "torch.is_grad_enabled()", "torch._C._get_cudnn_benchmark()", "socket.getdefaulttimeout()"} < set(names)
+    assert not [name for name in names if "preferred" in name or "autocast_cpu" in name or "autocast_dtype" in name or "rng" in name]
 
 
 def test_the_same_numbers_come_again() -> None:
@@ -149,3 +186,15 @@ def test_a_filter_that_was_put_back_works(recwarn: pytest.WarningsRecorder) -> N
         warnings.simplefilter("ignore")
     with pytest.raises(UserWarning):
         warnings.warn("heard", UserWarning, stacklevel=1)
+
+
+@pytest.mark.parametrize(("number", "is_told"), [(signal.SIGXFSZ, False), (signal.SIGTERM, False), (signal.SIGTTIN, True)])
+def test_what_the_system_does_with_a_signal_is_told_unless_compilers_take_it(number: int, is_told: bool) -> None:
+    libc = ctypes.CDLL(None)
+    libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
+    was = libc.signal(number, 0)
+    try:
+        with pytest.raises(NonconformanceError, match="SigIgn") if is_told else unchanged(), unchanged():
+            libc.signal(number, 1)
+    finally:
+        libc.signal(number, was)

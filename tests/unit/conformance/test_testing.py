@@ -108,6 +108,7 @@ def test_what_is_asked_for_is_checked_when_the_file_is_collected() -> None:
         conformance_tests("x", expected="missing.toml")
 
 
+@pytest.mark.slow
 def test_ops_of_plugins_are_asked_where_they_are_there(tmp_path: Path) -> None:
     """One op, by name, that a plugin brings; a name that nobody brings fails; and without any op there is one item, skipped."""
     env = {**os.environ, "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"}

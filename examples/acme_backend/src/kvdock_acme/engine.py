@@ -8,6 +8,7 @@ the pool. The variable ACME_FIRMWARE says which firmware to simulate.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,15 @@ Pieces = npt.NDArray[np.void]
 """Memory seen as pieces that are moved as such, at any steps."""
 
 Numbers = npt.NDArray[np.integer[Any]]
+
+_AT_ONCE = 1 << 20
+"""Bytes that are moved in one step. Numpy stages them, in memory that is none of torch's, so they are few."""
+
+
+def _parts(rows: Pieces, slots: Numbers) -> Iterator[slice]:
+    """Yield parts of the first dimension of rows and slots: what moves in one step."""
+    step = max(1, _AT_ONCE // max(1, rows[:1].nbytes))
+    yield from (slice(begin, begin + step) for begin in range(0, len(slots), step))
 
 
 class Engine:
@@ -49,14 +59,16 @@ class Engine:
         """
         if self.firmware < 3:
             slots = slots % (pool.shape[0] * pool.shape[1])
-        kept = slots >= 0
-        pool[np.divmod(slots[kept], pool.shape[1])] = rows[kept]
+        for part in _parts(rows, slots):
+            kept = slots[part] >= 0
+            pool[np.divmod(slots[part][kept], pool.shape[1])] = rows[part][kept]
 
     def read(self, pool: Pieces, rows: Pieces, slots: Numbers) -> None:
         """Read each row from its slot; a negative slot reads as zeros. Arguments are those of `write`."""
-        kept = slots >= 0
-        rows[kept] = pool[np.divmod(slots[kept], pool.shape[1])]
-        rows[~kept] = np.zeros((), rows.dtype)
+        for part in _parts(rows, slots):
+            kept, to = slots[part] >= 0, rows[part]
+            to[kept] = pool[np.divmod(slots[part][kept], pool.shape[1])]
+            to[~kept] = np.zeros((), rows.dtype)
 
     def append(self, cache: Pieces, rows: Pieces, starts: Numbers) -> None:
         """Write new positions behind those that a row of a cache holds.

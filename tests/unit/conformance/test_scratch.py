@@ -1,0 +1,62 @@
+"""Scratch memory of calls: a little from anybody, more from torch's allocator alone, and never as much as large pools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.target import Target
+from kvdock_conformance.faults.fault import Args, BackendCall, KernelSeed
+from kvdock_conformance.faults.seeds import FaultyKernel
+from kvdock_conformance.requirement import Level
+from kvdock_conformance.requirements import load
+
+MIB = 1 << 20
+
+
+def checked(number: int, take: Callable[[Args], object]) -> None:
+    """Check a write that takes something while it runs."""
+
+    def call(run: BackendCall, args: Args) -> None:
+        taken = take(args)
+        run(args)
+        del taken
+
+    requirement, target = load()[f"KVD-RESOURCE-{number:03}"], Target("cpu")
+    data = requirement.selected(Level.CORE)[0].data
+    with KernelSeed("paged_caching_", lambda inner: FaultyKernel(inner, lambda: call)).seeded(target):
+        requirement.check(target, data)
+
+
+def of_torch(count: int) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("number", [10, 11])
+@pytest.mark.parametrize("memory", [of_torch, lambda count: np.empty(count, np.uint8)], ids=["torch", "numpy"])
+def test_a_little_may_be_taken_from_anybody(number: int, memory: Callable[[int], object]) -> None:
+    checked(number, lambda args: memory(2 * MIB))
+
+
+def test_what_a_call_moves_may_be_staged_in_memory_of_torch() -> None:
+    checked(11, lambda args: [args["v"].clone() for _ in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("number", "take", "said"),
+    [
+        (10, lambda args: args["k_cache"].clone(), "with 16777216 bytes: RuntimeError"),
+        (10, lambda args: of_torch(args["slot_mapping"].numel() * len(args["k_cache"])), "with 16777216 bytes: RuntimeError"),
+        # More than malloc keeps of what was freed: a worker that has run other tests has tens of MiB at hand, whatever the limit.
+        (11, lambda args: np.empty(20 * args["v"].nbytes, np.uint8), "with 16777216 bytes: MemoryError"),
+        (11, lambda args: of_torch(20 * args["v"].nbytes), "with 570425344 bytes: RuntimeError"),
+    ],
+    ids=["a clone of a pool", "a table of slots by blocks", "numpy", "too much of torch"],
+)
+def test_what_is_too_much_or_somebody_elses(number: int, take: Callable[[Args], object], said: str) -> None:
+    with pytest.raises(NonconformanceError, match=said):
+        checked(number, take)
