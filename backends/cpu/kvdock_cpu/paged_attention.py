@@ -19,8 +19,8 @@ from kvdock_cpu.gather_paged import RowReader
 
 __all__ = ["KeyTiles", "PagedAttention", "PagedAttentionDescriptor"]
 
-_TILE = 1 << 19
-"""Elements of keys and values in a tile, which fit into a cache of the second or third level."""
+_TILE = 1 << 20
+"""Elements of keys and values in a tile, which fit into a cache of the third level. Smaller ones cost more in calls than they save."""
 
 _LONGEST = 4096
 """Most keys in a tile, however small they are: scores are workspace too."""
@@ -40,27 +40,44 @@ class KeyTiles:
     """
 
     def __init__(self, pool: TensorMeta, size: int) -> None:
-        self._heads, self._dim = int(pool.shape[2] or 0), int(pool.shape[3] or 0)
-        self._size, self._dtype = size, pool.dtype
+        num_blocks, self._block, self._heads, self._dim = (int(length or 0) for length in pool.shape)
+        self._elements, self._dtype = size * self._heads * self._dim, pool.dtype
         self._compute = torch.promote_types(pool.dtype, torch.float32)
-        _, slot_step, head_step, _ = pool.strides or (0, 0, 0, 0)
-        self._by_head = head_step > slot_step  # in the pool's own order, a copy of a tile moves whole rows
+        self._steps = block_step, slot_step, head_step = (pool.strides or (0, 0, 0))[:3]
+        self._by_head = head_step > slot_step  # a tile in the pool's own order is read quickest
         self._reader = RowReader(pool, TensorMeta(pool.dtype, (None, self._heads, self._dim), None, 16))
-        elements = size * self._heads * self._dim
-        self.workspace_bytes = elements * pool.dtype.itemsize + (elements * 4 if self._compute != pool.dtype else 0)
+        # A pool whose heads lie apart, as rows of one head, wherever all steps are so many rows.
+        self._is_rows = self._by_head and self._dim > 0 and not any(step % self._dim for step in self._steps)
+        last = max(num_blocks - 1, 0) * block_step + (self._block - 1) * slot_step + (self._heads - 1) * head_step
+        self._rows = last // max(self._dim, 1) + 1
+        self.workspace_bytes = self._elements * (pool.dtype.itemsize + (self._compute != pool.dtype) * self._compute.itemsize)
 
     def room(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return room for a tile as it is read, and for one to compute with: the same where the dtype is. ``[size, heads, dim]``."""
-        shape = (self._heads, self._size, self._dim) if self._by_head else (self._size, self._heads, self._dim)
-        raw = torch.empty(shape, dtype=self._dtype)
-        raw = raw.transpose(0, 1) if self._by_head else raw
+        """Return room for a tile as it is read, and for one to compute with: the same where the dtype is."""
+        raw = torch.empty(self._elements, dtype=self._dtype)
         return raw, raw if self._compute == self._dtype else torch.empty_like(raw, dtype=self._compute)
 
     def read(self, pool: torch.Tensor, room: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
         """Return the rows at ``slots``, ``[heads, slots, dim]``, in ``room``."""
-        raw, tile = (part[: len(slots)] for part in room)
-        self._reader.read(pool, raw, slots)
-        return (tile.copy_(raw) if tile.dtype != raw.dtype else tile).transpose(0, 1)
+        raw, tile = (part[: len(slots) * self._heads * self._dim] for part in room)
+        if self._is_rows:
+            rows = pool.as_strided((self._rows, self._dim), (self._dim, 1))
+            torch.index_select(rows, 0, self._row_of(slots), out=raw.view(-1, self._dim))
+        else:
+            self._reader.read(pool, self._shaped(raw, len(slots)), slots)
+        return self._shaped(tile.copy_(raw) if tile.dtype != raw.dtype else tile, len(slots)).transpose(0, 1)
+
+    def _shaped(self, tile: torch.Tensor, slots: int) -> torch.Tensor:
+        """View a tile as ``[slots, heads, dim]``."""
+        by_head = tile.view(self._heads, slots, self._dim).transpose(0, 1)
+        return by_head if self._by_head else tile.view(slots, self._heads, self._dim)
+
+    def _row_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return the rows of one head in which tokens lie, for all heads."""
+        block_step, slot_step, head_step = (step // self._dim for step in self._steps)
+        blocks = slots // self._block
+        places = blocks * (block_step - self._block * slot_step) + slots * slot_step
+        return (places + torch.arange(0, self._heads * head_step, head_step)[:, None]).flatten()
 
 
 class PagedAttentionDescriptor(Descriptor):
@@ -115,6 +132,7 @@ class _Call:
         self.heads, self.block = self.k_cache.shape[2], self.k_cache.shape[1]
         self.scale = self.q.shape[2] ** -0.5 if args["scale"] is None else float(args["scale"])
         self.is_plain = args["softcap"] is not None or self.k_cache.shape[3] != self.v_cache.shape[3]
+        self.offsets = torch.arange(self.block)
         self.rooms = [tiles.room() for tiles in made.tiles]
         sinks = args["sinks"]
         self.sinks = None if sinks is None else sinks.to(self.dtype).view(self.heads, -1, 1)
@@ -137,7 +155,7 @@ class _Call:
             for query in range(begin, end):
                 self._fill(row, start, length, query, query + 1, shift)
             return
-        found, lse = (x.unflatten(1, (-1, end - begin)) for x in joined)  # [Hk, G, n, Dv] and [Hk, G, n]
+        found, lse = (x.view(self.heads, -1, end - begin, *x.shape[2:]) for x in joined)  # [Hk, G, n, Dv] and [Hk, G, n]
         if self.sinks is not None:
             found = found * torch.sigmoid(lse - self.sinks)[..., None]
             lse = torch.logaddexp(lse, self.sinks)
@@ -147,20 +165,19 @@ class _Call:
 
     def _queries(self, begin: int, end: int) -> torch.Tensor:
         """Return queries as rows of each head of the cache, ``[Hk, G * n, Dk]``."""
-        return self.q[begin:end].to(self.dtype).unflatten(1, (self.heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+        q: torch.Tensor = self.q[begin:end].to(self.dtype)
+        return q.view(end - begin, self.heads, -1, self.q.shape[2]).permute(1, 2, 0, 3).flatten(1, 2)
 
     def _attend(self, row: int, part: _Part, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return results and logarithms of sums; None if queries must be taken one by one, since one does not see what is no number."""
         joined = None
         for begin, end in part.tiles(self.made.tile):
-            keys = torch.arange(begin, end)
-            columns = keys // self.block
-            slots = self.table[row].index_select(0, columns).to(torch.int64).sub_(columns).mul_(self.block).add_(keys)
+            slots = self._slots(row, begin, end)
             k, v = (
                 tiles.read(cache, room, slots)
                 for tiles, cache, room in zip(self.made.tiles, (self.k_cache, self.v_cache), self.rooms, strict=True)
             )
-            is_seen = part.is_seen(keys)
+            is_seen = part.is_seen(begin, end)
             if is_seen is not None and not bool(v.sum().isfinite()):  # 0 times NaN is not 0
                 return None
             found = self._plain(q, k, v, is_seen) if self.is_plain or is_seen is not None else self._flash(q, k, v)
@@ -168,6 +185,13 @@ class _Call:
         if joined is None:
             joined = q.new_zeros((*q.shape[:2], self.v_cache.shape[3])), q.new_full(q.shape[:2], -torch.inf)
         return joined
+
+    def _slots(self, row: int, begin: int, end: int) -> torch.Tensor:
+        """Return where the keys of a sequence from ``begin`` to ``end`` lie."""
+        column = begin // self.block
+        blocks = self.table[row, column : (end - 1) // self.block + 1].to(torch.int64)
+        slots: torch.Tensor = (blocks[:, None] * self.block + self.offsets).flatten()
+        return slots[begin - column * self.block : end - column * self.block]
 
     def _flash(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         found, lse = _flash(q[None], k[None], v[None], scale=self.scale)
@@ -178,7 +202,7 @@ class _Call:
         if self.args["softcap"] is not None:
             scores.div_(self.args["softcap"]).tanh_().mul_(self.args["softcap"])
         if is_seen is not None:
-            scores.unflatten(1, (-1, len(is_seen))).masked_fill_(~is_seen, -torch.inf)
+            scores.view(len(scores), -1, *is_seen.shape).masked_fill_(~is_seen, -torch.inf)
         highest = scores.amax(2, keepdim=True)
         highest.masked_fill_(highest == -torch.inf, 0)  # of -inf and -inf there is no difference
         weights = scores.sub_(highest).exp_()
@@ -217,11 +241,11 @@ class _Part:
         for begin in range(self._first(self.begin), stop, size):
             yield begin, min(begin + size, stop)
 
-    def is_seen(self, keys: torch.Tensor) -> torch.Tensor | None:
-        """Return which of consecutive keys each query sees, ``[n, keys]``; None for all."""
-        if self.shared[0] <= int(keys[0]) and int(keys[-1]) < self.shared[1]:
+    def is_seen(self, begin: int, end: int) -> torch.Tensor | None:
+        """Return which keys of a range each query sees, ``[n, keys]``; None for all."""
+        if self.shared[0] <= begin and end <= self.shared[1]:
             return None
-        positions = torch.arange(self.begin, self.end)[:, None]
+        keys, positions = torch.arange(begin, end), torch.arange(self.begin, self.end)[:, None]
         is_seen = keys <= positions if self.causal else torch.ones_like(keys <= positions)
         return is_seen if self.window is None else is_seen & (keys > positions - self.window)
 
