@@ -9,6 +9,7 @@ import torch
 from kvdock.plugin import Backend, Kernel, Probe
 from kvdock_cpu.copy_blocks import CopyBlocks
 from kvdock_cpu.gather_paged import GatherPaged
+from kvdock_cpu.paged_attention import PagedAttention
 from kvdock_cpu.paged_caching import PagedCaching
 from kvdock_cpu.static_update import StaticUpdate
 
@@ -40,4 +41,5 @@ class CpuBackend(Backend):
             "static_update_": StaticUpdate(),
             "gather_paged": GatherPaged(),
             "copy_blocks_": CopyBlocks(),
+            "paged_attention": PagedAttention(),
         }
