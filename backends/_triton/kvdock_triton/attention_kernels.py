@@ -1,0 +1,503 @@
+"""Attention over paged caches as Triton kernels: parts of a sequence, and what joins parts.
+
+A program serves a tile of rows, each a query and a query head that reads the program's head of the cache, and a part of the keys that
+any of them sees. Softmax is kept up to date from one tile of keys to the next, in base 2; so are sums that go to ``sums``. The blocks
+of a tile are read one tile ahead, as a value that the loop carries: left to the compiler, loads of keys would wait for their block ids.
+A key that is not to be seen is not loaded, so that it may be anything, and block ids are compared with the pool before they are used.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvdock_triton.rows import count_skipped
+
+__all__ = ["attend_kernel", "join_kernel"]
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def attend_keys(
+    q,
+    found,
+    highest,
+    total,
+    begin,
+    end,
+    position,
+    k_cache,
+    v_cache,
+    table,
+    table_column,
+    num_blocks,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    K_SLOT: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    V_SLOT: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_WIDE: tl.constexpr,
+    V_WIDE: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Let rows attend to the keys from ``begin`` to ``end`` of a sequence: causal and by window where rows differ in that."""
+    k_dim = tl.arange(0, K_WIDE)[None, :]
+    v_dim = tl.arange(0, V_WIDE)[None, :]
+    places = tl.arange(0, KEYS)
+    ahead = begin + places
+    ids = tl.load(table + ahead // BLOCK_SIZE * table_column, mask=ahead < end, other=-1)
+    for start in range(begin, end, KEYS):
+        key = start + places
+        seen = (key < end) & (ids >= 0) & (ids < num_blocks)
+        block = ids.to(tl.int64)
+        slot = key % BLOCK_SIZE
+        ahead = key + KEYS
+        ids = tl.load(table + ahead // BLOCK_SIZE * table_column, mask=ahead < end, other=-1)
+        k_at = k_cache + (block * K_BLOCK + slot * K_SLOT)[:, None] + k_dim
+        if K_DIM == K_WIDE:
+            k = tl.load(k_at, mask=seen[:, None], other=0.0)
+        else:
+            k = tl.load(k_at, mask=seen[:, None] & (k_dim < K_DIM), other=0.0)
+        if WIDEN:
+            k = k.to(tl.float32)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if SOFTCAP > 0:  # the tangent by its exponential, which may overflow: 1 is right then
+            scores = SOFTCAP * LOG2E * (1 - 2 / (tl.exp2(scores * (2 * LOG2E * SCALE / SOFTCAP)) + 1))
+        else:
+            scores = scores * (SCALE * LOG2E)
+        shown = seen[None, :]
+        if CAUSAL:
+            shown = shown & (key[None, :] <= position[:, None])
+        if WINDOW > 0:
+            shown = shown & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(shown, scores, float("-inf"))
+        before = highest
+        highest = tl.maximum(before, tl.max(scores, 1))
+        level = tl.where(highest == float("-inf"), 0.0, highest)  # of -inf and -inf there is no difference
+        weights = tl.exp2(scores - level[:, None])
+        faded = tl.exp2(before - level)
+        total = total * faded + tl.sum(weights, 1)
+        v_at = v_cache + (block * V_BLOCK + slot * V_SLOT)[:, None] + v_dim
+        if V_DIM == V_WIDE:
+            v = tl.load(v_at, mask=seen[:, None], other=0.0)
+        else:
+            v = tl.load(v_at, mask=seen[:, None] & (v_dim < V_DIM), other=0.0)
+        if WIDEN:
+            v = v.to(tl.float32)
+        found = tl.dot(weights.to(v.dtype), v, found * faded[:, None], input_precision="ieee")
+    return found, highest, total
+
+
+@triton.jit
+def store_rows(
+    found,
+    highest,
+    total,
+    query,
+    head,
+    is_real,
+    split,
+    splits,
+    out,
+    lse,
+    parts,
+    sums,
+    out_token,
+    out_head,
+    lse_token,
+    lse_head,
+    QUERY_HEADS: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_WIDE: tl.constexpr,
+    OUT_UNIT: tl.constexpr,
+    LSE: tl.constexpr,
+):
+    """Store what rows found: the result, or where there are several splits, a part for `join_kernel`."""
+    dim = tl.arange(0, V_WIDE)[None, :]
+    inside = is_real[:, None] & (dim < V_DIM)
+    values = found / tl.where(total == 0, 1.0, total)[:, None]
+    logarithm = tl.where(total == 0, float("-inf"), highest + tl.log2(tl.where(total == 0, 1.0, total)))
+    if splits > 1:
+        part = (query * QUERY_HEADS + head) * splits + split
+        tl.store(sums + part, logarithm, mask=is_real)
+        tl.store(parts + part[:, None] * V_DIM + dim, values, mask=inside & (total > 0)[:, None])
+    else:
+        at = (query * out_token + head * out_head) * OUT_UNIT
+        tl.store(out + at[:, None] + dim, values.to(out.dtype.element_ty), mask=inside)
+        if LSE:
+            tl.store(lse + query * lse_token + head * lse_head, logarithm * LN2, mask=is_real)
+
+
+@triton.jit
+def count_bad(skipped, table, table_column, length, room, begin, num_blocks, BLOCK_SIZE: tl.constexpr):
+    """Count a length that the table has no room for, and blocks that are not in the pool where a query looks."""
+    if (length < 0) | (length > room):
+        tl.atomic_add(skipped, 1, sem="relaxed")
+    end = tl.minimum(length, room).to(tl.int32)
+    places = tl.arange(0, 512)
+    last = (end + BLOCK_SIZE - 1) // BLOCK_SIZE
+    for start in range(begin // BLOCK_SIZE, last, 512):
+        column = start + places
+        ids = tl.load(table + column * table_column, mask=column < last, other=0)
+        count_skipped(skipped, (column < last) & ((ids < 0) | (ids >= num_blocks)))
+
+
+@triton.jit
+def find_sequence(cu, cu_step, batch, tile, TILE: tl.constexpr):
+    """Return whose a tile is, where sequence ``b`` begins with tile ``cu[b] // TILE + b``."""
+    low = tile * 0
+    high = low + batch
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = tl.load(cu + middle * cu_step).to(tl.int64) // TILE + middle
+        low = tl.where(begins <= tile, middle, low)
+        high = tl.where(begins <= tile, high, middle)
+    return low
+
+
+@triton.jit
+def attend_kernel(
+    q,
+    k_cache,
+    v_cache,
+    table,
+    lens,
+    cu,
+    starts,
+    sinks,
+    out,
+    lse,
+    parts,
+    sums,
+    skipped,
+    queries,
+    batch,
+    room,
+    num_blocks,
+    splits,
+    q_token,
+    q_head,
+    table_row,
+    table_column,
+    lens_step,
+    cu_step,
+    starts_step,
+    out_token,
+    out_head,
+    lse_token,
+    lse_head,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    RAGGED: tl.constexpr,
+    STARTS: tl.constexpr,
+    SINKS: tl.constexpr,
+    LSE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    K_SLOT: tl.constexpr,
+    K_HEAD: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    V_SLOT: tl.constexpr,
+    V_HEAD: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_WIDE: tl.constexpr,
+    V_WIDE: tl.constexpr,
+    Q_UNIT: tl.constexpr,
+    OUT_UNIT: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHARE: tl.constexpr,
+    TILE: tl.constexpr,
+    SEARCH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    LEAST: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Attend from one tile of ``TILE`` queries and ``SHARE`` of the ``GROUP`` heads that read one head, to one split of the keys.
+
+    ``program_id(0)`` runs over tiles and, within each, over heads; ``program_id(1)`` over splits. With ``SEARCH``, sequences have
+    as many tiles as they need; without, they have one each.
+    """
+    SHARES: tl.constexpr = (GROUP + SHARE - 1) // SHARE
+    tiles = tl.num_programs(0) // (HEADS * SHARES)
+    number = tl.program_id(0) // (HEADS * SHARES)
+    kv_head = tl.program_id(0) % (HEADS * SHARES) // SHARES
+    share = tl.program_id(0) % SHARES
+    split = tl.program_id(1)
+    tile = number
+    row = number
+    if SEARCH:
+        tile = tiles - 1 - number  # the last tiles of a causal sequence take longest, and begin first
+        row = find_sequence(cu, cu_step, batch.to(tl.int32), tile, TILE).to(tl.int32)
+    first = row.to(tl.int64)
+    last = first + 1
+    behind = queries
+    if RAGGED:
+        first = tl.load(cu + row * cu_step).to(tl.int64)
+        last = tl.minimum(tl.load(cu + (row + 1) * cu_step).to(tl.int64), queries)
+        behind = tl.maximum(tl.load(cu + batch * cu_step).to(tl.int64), 0)
+        first = tl.minimum(tl.maximum(first, 0), queries)
+    count = tl.maximum(last - first, 0).to(tl.int32)
+    place = row * 0
+    if SEARCH:
+        place = (tile - (first // TILE + row)).to(tl.int32)
+
+    r = tl.arange(0, ROWS)
+    query = place * TILE + r // SHARE
+    in_group = share * SHARE + r % SHARE
+    is_head = (r < TILE * SHARE) & (in_group < GROUP)
+    is_real = is_head & (query >= 0) & (query < count)
+    head = (kv_head * GROUP + in_group).to(tl.int64)
+    at = first + query
+
+    said = tl.load(lens + row * lens_step).to(tl.int64)
+    length = tl.minimum(tl.maximum(said, 0), room).to(tl.int32)
+    position = length - count + query
+    begin = length * 0
+    if STARTS:
+        begin = tl.minimum(tl.maximum(tl.load(starts + row * starts_step).to(tl.int64), 0), room).to(tl.int32)
+    looked_from = begin
+    end = length
+    if WINDOW > 0:
+        looked_from = tl.maximum(begin, length - count - WINDOW + 1)
+        begin = tl.maximum(begin, length - count + place * TILE - WINDOW + 1)
+    if CAUSAL:
+        end = tl.minimum(end, length - count + tl.minimum(place * TILE + TILE, count))
+    end = tl.where((place >= 0) & (place * TILE < count), end, begin)
+
+    # Splits of equal length, as many as there are LEAST keys for.
+    keys = tl.maximum(end - begin, 0)
+    used = tl.minimum(splits.to(tl.int32), (keys + LEAST - 1) // LEAST)
+    each = (keys + tl.maximum(used, 1) - 1) // tl.maximum(used, 1)
+    each = (each + KEYS - 1) // KEYS * KEYS
+    split_begin = begin + split * each
+    split_end = tl.minimum(split_begin + each, end)
+
+    table += row.to(tl.int64) * table_row
+    k_dim = tl.arange(0, K_WIDE)[None, :]
+    q_at = (at * q_token + head * q_head) * Q_UNIT
+    q_rows = tl.load(q + q_at[:, None] + k_dim, mask=is_real[:, None] & (k_dim < K_DIM), other=0.0)
+    if WIDEN:
+        q_rows = q_rows.to(tl.float32)
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sink = highest
+    if SINKS:
+        sink = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32) * LOG2E
+        if splits == 1:  # a key of each head whose value is nothing
+            highest = sink
+            total = total + 1.0
+    found = tl.zeros([ROWS, V_WIDE], tl.float32)
+    k_head = k_cache + kv_head.to(tl.int64) * K_HEAD
+    v_head = v_cache + kv_head.to(tl.int64) * V_HEAD
+    masked_from = split_begin
+    if SEARCH and WINDOW == 0:  # most tiles of keys are seen by all rows
+        common = split_end
+        if CAUSAL:
+            common = tl.minimum(common, length - count + place * TILE + 1)
+        masked_from = split_begin + tl.maximum(common - split_begin, 0) // KEYS * KEYS
+        found, highest, total = attend_keys(
+            q_rows,
+            found,
+            highest,
+            total,
+            split_begin,
+            masked_from,
+            position,
+            k_head,
+            v_head,
+            table,
+            table_column,
+            num_blocks,
+            SCALE,
+            SOFTCAP,
+            False,
+            0,
+            BLOCK_SIZE,
+            K_BLOCK,
+            K_SLOT,
+            V_BLOCK,
+            V_SLOT,
+            K_DIM,
+            V_DIM,
+            K_WIDE,
+            V_WIDE,
+            KEYS,
+            WIDEN,
+        )
+    found, highest, total = attend_keys(
+        q_rows,
+        found,
+        highest,
+        total,
+        masked_from,
+        split_end,
+        position,
+        k_head,
+        v_head,
+        table,
+        table_column,
+        num_blocks,
+        SCALE,
+        SOFTCAP,
+        CAUSAL and TILE > 1,
+        WINDOW * (TILE > 1),
+        BLOCK_SIZE,
+        K_BLOCK,
+        K_SLOT,
+        V_BLOCK,
+        V_SLOT,
+        K_DIM,
+        V_DIM,
+        K_WIDE,
+        V_WIDE,
+        KEYS,
+        WIDEN,
+    )
+    store_rows(
+        found,
+        highest,
+        total,
+        at,
+        head,
+        is_real,
+        split,
+        splits,
+        out,
+        lse,
+        parts,
+        sums,
+        out_token,
+        out_head,
+        lse_token,
+        lse_head,
+        V_DIM=V_DIM,
+        V_WIDE=V_WIDE,
+        OUT_UNIT=OUT_UNIT,
+        QUERY_HEADS=HEADS * GROUP,
+        LSE=LSE,
+    )
+    if RAGGED:  # queries that nobody serves: behind the last sequence, or more of a sequence than max_query_len said
+        total = tl.zeros([ROWS], tl.float32)
+        if SINKS:
+            if splits == 1:
+                total = total + 1.0
+        found = tl.zeros([ROWS, V_WIDE], tl.float32)
+        if not SEARCH:
+            for extra in range(TILE, count):
+                store_rows(
+                    found,
+                    sink,
+                    total,
+                    first + extra + r * 0,
+                    head,
+                    is_head & (r < SHARE),
+                    split,
+                    splits,
+                    out,
+                    lse,
+                    parts,
+                    sums,
+                    out_token,
+                    out_head,
+                    lse_token,
+                    lse_head,
+                    V_DIM=V_DIM,
+                    V_WIDE=V_WIDE,
+                    OUT_UNIT=OUT_UNIT,
+                    QUERY_HEADS=HEADS * GROUP,
+                    LSE=LSE,
+                )
+        for extra in range(behind + number, queries, tiles):
+            store_rows(
+                found,
+                sink,
+                total,
+                extra + r.to(tl.int64) * 0,
+                head,
+                is_head & (r < SHARE),
+                split,
+                splits,
+                out,
+                lse,
+                parts,
+                sums,
+                out_token,
+                out_head,
+                lse_token,
+                lse_head,
+                V_DIM=V_DIM,
+                V_WIDE=V_WIDE,
+                OUT_UNIT=OUT_UNIT,
+                QUERY_HEADS=HEADS * GROUP,
+                LSE=LSE,
+            )
+    if (place == 0) & (kv_head + share + split == 0):
+        count_bad(skipped, table, table_column, said, room, looked_from, num_blocks, BLOCK_SIZE)
+
+
+@triton.jit
+def join_kernel(
+    parts,
+    sums,
+    sinks,
+    out,
+    lse,
+    splits,
+    out_token,
+    out_head,
+    lse_token,
+    lse_head,
+    SINKS: tl.constexpr,
+    LSE: tl.constexpr,
+    QUERY_HEADS: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_WIDE: tl.constexpr,
+    OUT_UNIT: tl.constexpr,
+    MOST: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Join the splits of one query and head. What is empty, by its sum, was not stored."""
+    number = tl.program_id(0).to(tl.int64)
+    query = number // QUERY_HEADS
+    head = number % QUERY_HEADS
+    sums += number * splits
+    parts += number * splits * V_DIM
+    every = tl.arange(0, MOST)
+    all_sums = tl.load(sums + every, mask=every < splits, other=float("-inf"))
+    highest = tl.max(all_sums, 0)
+    sink = highest
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        highest = tl.maximum(highest, sink)
+    level = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.sum(tl.exp2(all_sums - level), 0)
+    if SINKS:
+        total += tl.exp2(sink - level)
+    dim = tl.arange(0, V_WIDE)
+    found = tl.zeros([V_WIDE], tl.float32)
+    for start in range(0, splits.to(tl.int32), STEP):
+        some = start + tl.arange(0, STEP)
+        logarithms = tl.load(sums + some, mask=some < splits, other=float("-inf"))
+        there = (logarithms > float("-inf"))[:, None] & (dim < V_DIM)[None, :]
+        values = tl.load(parts + some[:, None] * V_DIM + dim[None, :], mask=there, other=0.0)
+        found += tl.sum(values * tl.exp2(logarithms - level)[:, None], 0)
+    found = found / tl.where(total == 0, 1.0, total)
+    at = (query * out_token + head * out_head) * OUT_UNIT
+    tl.store(out + at + dim, found.to(out.dtype.element_ty), mask=dim < V_DIM)
+    if LSE:
+        logarithm = tl.where(total == 0, float("-inf"), level + tl.log2(tl.where(total == 0, 1.0, total)))
+        tl.store(lse + query * lse_token + head * lse_head, logarithm * LN2)
