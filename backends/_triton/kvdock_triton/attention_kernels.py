@@ -11,12 +11,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvdock_triton.rows import count_skipped
-
 __all__ = ["attend_kernel", "join_kernel"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def load_keys(at, seen, dim, DIM: tl.constexpr, WIDE: tl.constexpr, CHECKED: tl.constexpr):
+    """Load keys or values, zeros for what is not to be seen and behind the end of a head."""
+    if CHECKED:
+        if DIM == WIDE:
+            found = tl.load(at, mask=seen[:, None], other=0.0)
+        else:
+            found = tl.load(at, mask=seen[:, None] & (dim < DIM), other=0.0)
+    else:
+        if DIM == WIDE:
+            found = tl.load(at)
+        else:
+            found = tl.load(at, mask=(dim < DIM) & seen[:, None], other=0.0)
+    return found
 
 
 @triton.jit
@@ -46,10 +60,15 @@ def attend_keys(
     V_DIM: tl.constexpr,
     K_WIDE: tl.constexpr,
     V_WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     WIDEN: tl.constexpr,
+    CHECKED: tl.constexpr,
 ):
-    """Let rows attend to the keys from ``begin`` to ``end`` of a sequence: causal and by window where rows differ in that."""
+    """Let rows attend to the keys from ``begin`` to ``end`` of a sequence: causal and by window where rows differ in that.
+
+    What is not ``CHECKED`` are whole tiles, all of whose blocks are in the pool.
+    """
     k_dim = tl.arange(0, K_WIDE)[None, :]
     v_dim = tl.arange(0, V_WIDE)[None, :]
     places = tl.arange(0, KEYS)
@@ -57,40 +76,43 @@ def attend_keys(
     ids = tl.load(table + ahead // BLOCK_SIZE * table_column, mask=ahead < end, other=-1)
     for start in range(begin, end, KEYS):
         key = start + places
-        seen = (key < end) & (ids >= 0) & (ids < num_blocks)
+        if CHECKED:
+            seen = (key < end) & (ids >= 0) & (ids < num_blocks)
+        else:
+            seen = key >= 0
         block = ids.to(tl.int64)
         slot = key % BLOCK_SIZE
         ahead = key + KEYS
         ids = tl.load(table + ahead // BLOCK_SIZE * table_column, mask=ahead < end, other=-1)
-        k_at = k_cache + (block * K_BLOCK + slot * K_SLOT)[:, None] + k_dim
-        if K_DIM == K_WIDE:
-            k = tl.load(k_at, mask=seen[:, None], other=0.0)
-        else:
-            k = tl.load(k_at, mask=seen[:, None] & (k_dim < K_DIM), other=0.0)
+        k = load_keys(k_cache + (block * K_BLOCK + slot * K_SLOT)[:, None] + k_dim, seen, k_dim, K_DIM, K_WIDE, CHECKED)
         if WIDEN:
             k = k.to(tl.float32)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        factor: tl.constexpr = SCALE * LOG2E
         if SOFTCAP > 0:  # the tangent by its exponential, which may overflow: 1 is right then
             scores = SOFTCAP * LOG2E * (1 - 2 / (tl.exp2(scores * (2 * LOG2E * SCALE / SOFTCAP)) + 1))
-        else:
-            scores = scores * (SCALE * LOG2E)
-        shown = seen[None, :]
-        if CAUSAL:
-            shown = shown & (key[None, :] <= position[:, None])
-        if WINDOW > 0:
-            shown = shown & (key[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(shown, scores, float("-inf"))
+        elif SCALE <= 0:  # the highest is not that of the product
+            scores = scores * factor
+        if CHECKED or CAUSAL or WINDOW > 0:
+            shown = seen[None, :]
+            if CAUSAL:
+                shown = shown & (key[None, :] <= position[:, None])
+            if WINDOW > 0:
+                shown = shown & (key[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(shown, scores, float("-inf"))
         before = highest
-        highest = tl.maximum(before, tl.max(scores, 1))
+        if SOFTCAP > 0 or SCALE <= 0:
+            highest = tl.maximum(before, tl.max(scores, 1))
+        else:
+            highest = tl.maximum(before, tl.max(scores, 1) * factor)
         level = tl.where(highest == float("-inf"), 0.0, highest)  # of -inf and -inf there is no difference
-        weights = tl.exp2(scores - level[:, None])
+        if SOFTCAP > 0 or SCALE <= 0:
+            weights = tl.exp2(scores - level[:, None])
+        else:  # once rounded, and one instruction for each score less
+            weights = tl.exp2(tl.fma(scores, tl.full([ROWS, KEYS], factor, tl.float32), -tl.broadcast_to(level[:, None], (ROWS, KEYS))))
         faded = tl.exp2(before - level)
         total = total * faded + tl.sum(weights, 1)
-        v_at = v_cache + (block * V_BLOCK + slot * V_SLOT)[:, None] + v_dim
-        if V_DIM == V_WIDE:
-            v = tl.load(v_at, mask=seen[:, None], other=0.0)
-        else:
-            v = tl.load(v_at, mask=seen[:, None] & (v_dim < V_DIM), other=0.0)
+        v = load_keys(v_cache + (block * V_BLOCK + slot * V_SLOT)[:, None] + v_dim, seen, v_dim, V_DIM, V_WIDE, CHECKED)
         if WIDEN:
             v = v.to(tl.float32)
         found = tl.dot(weights.to(v.dtype), v, found * faded[:, None], input_precision="ieee")
@@ -138,17 +160,26 @@ def store_rows(
 
 
 @triton.jit
+def count_outside(table, table_column, begin, end, num_blocks):
+    """Return how many blocks of some columns are not in the pool."""
+    places = tl.arange(0, 512)
+    outside = tl.zeros([512], tl.int64)
+    for start in range(begin, end, 512):
+        column = start + places
+        ids = tl.load(table + column * table_column, mask=column < end, other=0)
+        outside += ((column < end) & ((ids < 0) | (ids >= num_blocks))).to(tl.int64)
+    return tl.sum(outside, 0)
+
+
+@triton.jit
 def count_bad(skipped, table, table_column, length, room, begin, num_blocks, BLOCK_SIZE: tl.constexpr):
     """Count a length that the table has no room for, and blocks that are not in the pool where a query looks."""
     if (length < 0) | (length > room):
         tl.atomic_add(skipped, 1, sem="relaxed")
     end = tl.minimum(length, room).to(tl.int32)
-    places = tl.arange(0, 512)
-    last = (end + BLOCK_SIZE - 1) // BLOCK_SIZE
-    for start in range(begin // BLOCK_SIZE, last, 512):
-        column = start + places
-        ids = tl.load(table + column * table_column, mask=column < last, other=0)
-        count_skipped(skipped, (column < last) & ((ids < 0) | (ids >= num_blocks)))
+    number = count_outside(table, table_column, begin // BLOCK_SIZE, (end + BLOCK_SIZE - 1) // BLOCK_SIZE, num_blocks)
+    if number > 0:
+        tl.atomic_add(skipped, number, sem="relaxed")
 
 
 @triton.jit
@@ -309,6 +340,8 @@ def attend_kernel(
         if CAUSAL:
             common = tl.minimum(common, length - count + place * TILE + 1)
         masked_from = split_begin + tl.maximum(common - split_begin, 0) // KEYS * KEYS
+        if count_outside(table, table_column, split_begin // BLOCK_SIZE, (masked_from + BLOCK_SIZE - 1) // BLOCK_SIZE, num_blocks) > 0:
+            masked_from = split_begin
         found, highest, total = attend_keys(
             q_rows,
             found,
@@ -335,8 +368,10 @@ def attend_kernel(
             V_DIM,
             K_WIDE,
             V_WIDE,
+            ROWS,
             KEYS,
             WIDEN,
+            False,
         )
     found, highest, total = attend_keys(
         q_rows,
@@ -364,8 +399,10 @@ def attend_kernel(
         V_DIM,
         K_WIDE,
         V_WIDE,
+        ROWS,
         KEYS,
         WIDEN,
+        True,
     )
     store_rows(
         found,
