@@ -24,6 +24,9 @@ MOST_DIM = 256
 MOST_SPLITS = 64
 """Splits of a sequence at most: `join_kernel` looks at all of them at once."""
 
+UNEVEN = 4
+"""Splits of a sequence that is longer than the others of a batch, at most, where there are enough programs without splits."""
+
 _FLOATS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
 _MOST_KEYS = (1 << 31) - (1 << 16)
 """Keys are counted in 32 bits."""
@@ -86,13 +89,14 @@ def tile_for(request: Request, tile: AttentionTile) -> AttentionTile:
     return tile.for_keys(sum(_wide(int(pool.shape[3] or 0)) * pool.dtype.itemsize for pool in pools))
 
 
-def attend_spec(request: Request, tile: AttentionTile, search: bool) -> KernelSpec:
+def attend_spec(request: Request, tile: AttentionTile, search: bool, overlap: bool = False) -> KernelSpec:
     """Return what to compile for a request.
 
     Args:
         request: what is prepared.
         tile: for tuned heads.
         search: whether sequences have more queries than a tile.
+        overlap: whether what joins splits may be launched before they end.
     """
     q, k_cache = request.tensor("q"), request.tensor("k_cache")
     tile, heads, absent = tile_for(request, tile), int(k_cache.shape[2] or 1), _absent(request)
@@ -117,24 +121,25 @@ def attend_spec(request: Request, tile: AttentionTile, search: bool) -> KernelSp
         "ROWS": rows,
         "KEYS": tile.keys,
         "LEAST": tile.least,
+        "OVERLAP": overlap,
         "WIDEN": is_interpreting(),  # which multiplies the bits of bfloat16 as integers
     }
-    types = _types(request) | dict.fromkeys(("queries", "batch", "room", "num_blocks", "splits", *_STRIDES), "i64")
+    types = _types(request) | dict.fromkeys(("queries", "batch", "room", "num_blocks", "splits", "wanted", *_STRIDES), "i64")
     pools = [name for name in ("k_cache", "v_cache") if common_alignment(request.tensor(name)) == 16]
     aligned = (*pools, *(name for name in ("q", "out") if request.tensor(name).alignment >= 16), "parts", "sums")
     types = {name: found for name, found in types.items() if name not in absent}
     return KernelSpec.build(attend_kernel, types, constants, aligned, tile.warps, tile.stages)
 
 
-def join_spec(request: Request) -> KernelSpec:
-    """Return what joins splits."""
+def join_spec(request: Request, overlap: bool = False) -> KernelSpec:
+    """Return what joins splits; ``overlap`` as for `attend_spec`."""
     absent = {name: value for name, value in _absent(request).items() if name in join_kernel.arg_names}
     query_heads = int(request.tensor("q").shape[1] or 1)
-    constants = _common_constants(request) | absent | {"QUERY_HEADS": query_heads, "MOST": MOST_SPLITS, "STEP": 8}
+    constants = _common_constants(request) | absent | {"QUERY_HEADS": query_heads, "MOST": MOST_SPLITS, "STEP": 8, "OVERLAP": overlap}
     types = _types(request) | dict.fromkeys(("splits", *_STRIDES), "i64")
     types = {name: found for name, found in types.items() if name in join_kernel.arg_names and name not in absent}
     aligned = ("parts", "sums", *(["out"] if request.tensor("out").alignment >= 16 else []))
-    return KernelSpec.build(join_kernel, types, constants, aligned, 1)
+    return KernelSpec.build(join_kernel, types, constants, aligned, 1, overlaps=overlap)
 
 
 @attrs.frozen
@@ -148,6 +153,7 @@ class Attend:
         rows: of a program.
         wanted: programs that the keys are split for.
         least: keys of a split at least.
+        most: programs at most that sequences which are longer than the others are split for.
     """
 
     launch: Launch
@@ -156,18 +162,20 @@ class Attend:
     rows: int
     wanted: int
     least: int
+    most: int
 
     @classmethod
     def of(cls, spec: KernelSpec, launch: Launch, wanted: int) -> Attend:
         """Read the layout off what was compiled."""
         names = ("TILE", "HEADS", "GROUP", "SHARE", "ROWS", "LEAST")
         tile, heads, group, share, rows, least = (spec.constant(name) for name in names)
-        return cls(launch, tile, heads * ceil_div(group, share), rows, wanted, least)
+        return cls(launch, tile, heads * ceil_div(group, share), rows, wanted, least, wanted * (1 if spec.constant("SEARCH") else 2 * UNEVEN))
 
     def splits(self, tiles: int, queries: int, room: int) -> int:
         """Return in how many splits the keys of ``tiles`` tiles are looked at."""
         programs = max(tiles, ceil_div(queries, self.queries)) * self.programs
-        return max(1, min(self.wanted // programs, ceil_div(room, self.least), MOST_SPLITS))
+        splits = max(self.wanted // programs, min(UNEVEN, self.most // programs) if tiles > 1 else 1)
+        return max(1, min(splits, ceil_div(room, self.least), MOST_SPLITS))
 
 
 class PagedAttentionDescriptor(Descriptor):
@@ -186,7 +194,7 @@ class PagedAttentionDescriptor(Descriptor):
         self._num_blocks, self._block = int(k_cache.shape[0] or 0), int(k_cache.shape[1] or 1)
         self._width = int(v_cache.shape[3] or 0) + 1  # of one part with its sum
         self._q_unit, self._out_unit = _unit(request.tensor("q")), _unit(request.tensor("out"))
-        self.workspace_bytes = max(way.wanted * way.rows for way in (few, many)) * self._width * 4
+        self.workspace_bytes = max(way.most * way.rows for way in (few, many)) * self._width * 4
 
     def __call__(self, *args: Any) -> None:
         """Attend, on the current stream of the tensors' device."""
@@ -201,7 +209,7 @@ class PagedAttentionDescriptor(Descriptor):
         ends = [out.data_ptr()] if lse is None else [out.data_ptr(), lse.data_ptr()]
         found = [parts.data_ptr(), sums.data_ptr()]
         read, written = self._strides(q, table, lens, cu, starts), self._output_strides(out, lse)
-        sizes = (queries, batch, room, self._num_blocks, splits)
+        sizes = (queries, batch, room, self._num_blocks, splits, way.wanted)
         way.launch.run(tiles * way.programs, splits, *pointers, *ends, *found, self._skipped, *sizes, *read, *written)
         if splits > 1:
             sink = [] if sinks is None else [sinks.data_ptr()]
@@ -241,7 +249,7 @@ class PagedAttention(TritonKernel):
         tiles = {False: tuning.decode} | ({} if request.args["cu_query_lens"] is None else {True: tuning.prefill})
         ways = []
         for search, tile in tiles.items():
-            spec = attend_spec(request, tile, search)
+            spec = attend_spec(request, tile, search, tuning.overlap)
             ways.append(Attend.of(spec, self.launch(spec, request), tile.programs * processors))
-        join = self.launch(join_spec(request), request)
+        join = self.launch(join_spec(request, tuning.overlap), request)
         return PagedAttentionDescriptor(request, ways[0], ways[-1], join, self.skipped(request.device))

@@ -94,6 +94,7 @@ class Tuning:
         copy: `copy_blocks_`; ``tokens`` is not used.
         decode: `paged_attention` where each sequence has few queries, which fit into one tile.
         prefill: `paged_attention` of any number of queries.
+        overlap: whether a kernel can be launched before the one before it has ended, and wait for it.
     """
 
     fused: Tile = Tile(2, 8)
@@ -103,6 +104,7 @@ class Tuning:
     copy: Tile = Tile(1, 8)
     decode: AttentionTile = AttentionTile(16, 32, 4, 3, programs=4)
     prefill: AttentionTile = AttentionTile(64, 64, 4, 2)
+    overlap: bool = False
 
 
 DEFAULT = Tuning()
@@ -120,7 +122,7 @@ WIDE = Tuning(
 
 
 HOPPER = Tuning(
-    fused=Tile(1, 4), decode=AttentionTile(16, 64, 4, 3, programs=6), prefill=AttentionTile(128, 64, 8, 3)
+    fused=Tile(1, 4), decode=AttentionTile(16, 64, 4, 3, programs=6), prefill=AttentionTile(128, 64, 8, 3), overlap=True
 )
 """As measured on an H100; see docs/benchmarks."""
 
