@@ -272,15 +272,12 @@ def attend_kernel(
     KEYS: tl.constexpr,
     LEAST: tl.constexpr,
     WIDEN: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """Attend from one tile of ``TILE`` queries and ``SHARE`` of the ``GROUP`` heads that read one head, to one split of the keys.
 
     ``program_id(0)`` runs over tiles and, within each, over heads; ``program_id(1)`` over splits. With ``SEARCH``, sequences have
     as many tiles as they need; without, they have one each.
     """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
     SHARES: tl.constexpr = (GROUP + SHARE - 1) // SHARE
     tiles = tl.num_programs(0) // (HEADS * SHARES)
     number = tl.program_id(0) // (HEADS * SHARES)
@@ -341,6 +338,68 @@ def attend_kernel(
     split_begin = begin + split * each
     split_end = tl.minimum(split_begin + each, end)
 
+    sink = tl.full([ROWS], float("-inf"), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32) * LOG2E
+    if RAGGED:  # queries that nobody serves: behind the last sequence, or more of a sequence than max_query_len said
+        total = tl.zeros([ROWS], tl.float32)
+        if SINKS:
+            if splits == 1:
+                total = total + 1.0
+        found = tl.zeros([ROWS, V_WIDE], tl.float32)
+        if not SEARCH:
+            for extra in range(TILE, count):
+                store_rows(
+                    found,
+                    sink,
+                    total,
+                    first + extra + r * 0,
+                    head,
+                    is_head & (r < SHARE),
+                    split,
+                    splits,
+                    out,
+                    lse,
+                    parts,
+                    sums,
+                    out_token,
+                    out_head,
+                    lse_token,
+                    lse_head,
+                    V_DIM=V_DIM,
+                    V_WIDE=V_WIDE,
+                    OUT_UNIT=OUT_UNIT,
+                    QUERY_HEADS=HEADS * GROUP,
+                    LSE=LSE,
+                )
+        for extra in range(behind + number, queries, tiles):
+            store_rows(
+                found,
+                sink,
+                total,
+                extra + r.to(tl.int64) * 0,
+                head,
+                is_head & (r < SHARE),
+                split,
+                splits,
+                out,
+                lse,
+                parts,
+                sums,
+                out_token,
+                out_head,
+                lse_token,
+                lse_head,
+                V_DIM=V_DIM,
+                V_WIDE=V_WIDE,
+                OUT_UNIT=OUT_UNIT,
+                QUERY_HEADS=HEADS * GROUP,
+                LSE=LSE,
+            )
+    if split >= tl.maximum(used, 1):  # at once, so that what is at work can take its place
+        tl.store(sums + (at * (HEADS * GROUP) + head) * splits + split, tl.full([ROWS], float("-inf"), tl.float32), mask=is_real)
+        return
+
     table += row.to(tl.int64) * table_row
     k_dim = tl.arange(0, K_WIDE)[None, :]
     q_at = (at * q_token + head * q_head) * Q_UNIT
@@ -349,9 +408,7 @@ def attend_kernel(
         q_rows = q_rows.to(tl.float32)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    sink = highest
     if SINKS:
-        sink = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32) * LOG2E
         if splits == 1:  # a key of each head whose value is nothing
             highest = sink
             total = total + 1.0
@@ -451,61 +508,6 @@ def attend_kernel(
         QUERY_HEADS=HEADS * GROUP,
         LSE=LSE,
     )
-    if RAGGED:  # queries that nobody serves: behind the last sequence, or more of a sequence than max_query_len said
-        total = tl.zeros([ROWS], tl.float32)
-        if SINKS:
-            if splits == 1:
-                total = total + 1.0
-        found = tl.zeros([ROWS, V_WIDE], tl.float32)
-        if not SEARCH:
-            for extra in range(TILE, count):
-                store_rows(
-                    found,
-                    sink,
-                    total,
-                    first + extra + r * 0,
-                    head,
-                    is_head & (r < SHARE),
-                    split,
-                    splits,
-                    out,
-                    lse,
-                    parts,
-                    sums,
-                    out_token,
-                    out_head,
-                    lse_token,
-                    lse_head,
-                    V_DIM=V_DIM,
-                    V_WIDE=V_WIDE,
-                    OUT_UNIT=OUT_UNIT,
-                    QUERY_HEADS=HEADS * GROUP,
-                    LSE=LSE,
-                )
-        for extra in range(behind + number, queries, tiles):
-            store_rows(
-                found,
-                sink,
-                total,
-                extra + r.to(tl.int64) * 0,
-                head,
-                is_head & (r < SHARE),
-                split,
-                splits,
-                out,
-                lse,
-                parts,
-                sums,
-                out_token,
-                out_head,
-                lse_token,
-                lse_head,
-                V_DIM=V_DIM,
-                V_WIDE=V_WIDE,
-                OUT_UNIT=OUT_UNIT,
-                QUERY_HEADS=HEADS * GROUP,
-                LSE=LSE,
-            )
     if (place == 0) & (kv_head + share + split == 0):
         count_bad(skipped, table, table_column, said, room, looked_from, num_blocks, BLOCK_SIZE)
 
@@ -530,14 +532,8 @@ def join_kernel(
     OUT_UNIT: tl.constexpr,
     MOST: tl.constexpr,
     STEP: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    """Join the splits of one query and head. What is empty, by its sum, was not stored.
-
-    With ``OVERLAP`` it may have been launched while splits are still at work.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
+    """Join the splits of one query and head. What is empty, by its sum, was not stored."""
     number = tl.program_id(0).to(tl.int64)
     query = number // QUERY_HEADS
     head = number % QUERY_HEADS

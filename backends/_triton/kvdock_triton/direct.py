@@ -41,7 +41,7 @@ def fits(kernel: Any, driver: Any) -> bool:
     return type(driver).__name__ == "CudaDriver" and not any(getattr(metadata, name, 0) for name in extras)
 
 
-def build(kernel: Any, fn: Any, names: Sequence[str], types: Sequence[str], index: int, overlaps: bool = False) -> Launch:
+def build(kernel: Any, fn: Any, names: Sequence[str], types: Sequence[str], index: int) -> Launch:
     """Return the launch of a kernel by the C launcher of Triton 3.6, built for run-time parameters alone.
 
     Its arguments: grid, stream, function, cooperative, programmatic, global scratch, profile scratch, packed metadata,
@@ -54,7 +54,6 @@ def build(kernel: Any, fn: Any, names: Sequence[str], types: Sequence[str], inde
         names: its run-time parameters, in order.
         types: the Triton type of each.
         index: index of the device.
-        overlaps: whether it may be launched before the kernel before it has ended.
     """
     from triton.backends.nvidia.driver import CudaLauncher
 
@@ -69,7 +68,7 @@ def build(kernel: Any, fn: Any, names: Sequence[str], types: Sequence[str], inde
         "current_device": torch._C._cuda_getDevice,
         "guard": torch.cuda.device,
     }
-    call = f"run({{grid}}, 1, stream_of(index), function, False, {overlaps}, None, None, packed, None, None, None, {{arguments}})"
+    call = "run({grid}, 1, stream_of(index), function, False, False, None, None, packed, None, None, None, {arguments})"
     if torch.cuda.device_count() == 1:
         return Launch(names, [call], scope)
     return Launch(names, [f"if current_device() == index: return {call}", f"with guard(index): {call}"], scope)

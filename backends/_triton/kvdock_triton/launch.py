@@ -59,7 +59,6 @@ class KernelSpec:
         aligned: names of pointers that are multiples of 16 bytes.
         num_warps: warps of a program.
         num_stages: steps of a loop over tiles whose loads are on their way at once; None for the compiler's default.
-        overlaps: whether it may be launched before the kernel before it has ended, for which it then waits by itself.
     """
 
     kernel: Any = attrs.field(eq=id)
@@ -68,7 +67,6 @@ class KernelSpec:
     aligned: tuple[str, ...]
     num_warps: int
     num_stages: int | None = None
-    overlaps: bool = False
 
     @classmethod
     def build(
@@ -79,7 +77,6 @@ class KernelSpec:
         aligned: tuple[str, ...],
         num_warps: int,
         num_stages: int | None = None,
-        overlaps: bool = False,
     ) -> KernelSpec:
         """Put a spec together, checking that every parameter has a type or a value."""
         missing = [name for name in kernel.arg_names if name not in types and name not in constants]
@@ -87,7 +84,7 @@ class KernelSpec:
         if missing or unknown:
             raise TypeError(f"{kernel.__name__}: parameters without type or value: {missing}; unknown: {unknown}")
         ordered = tuple((name, types[name]) for name in kernel.arg_names if name in types)
-        return cls(kernel, ordered, tuple(sorted(constants.items())), aligned, num_warps, num_stages, overlaps)
+        return cls(kernel, ordered, tuple(sorted(constants.items())), aligned, num_warps, num_stages)
 
     def constant(self, name: str) -> Any:
         """Return the value of a constant."""
@@ -167,7 +164,7 @@ def _compiled(spec: KernelSpec, device: torch.device) -> tuple[Any, Launch | Non
     if direct.why_not() or not direct.fits(kernel, driver):
         return kernel, None
     names, types = zip(*spec.types, strict=True)
-    return kernel, direct.build(kernel, spec.kernel, names, types, device.index, spec.overlaps)
+    return kernel, direct.build(kernel, spec.kernel, names, types, device.index)
 
 
 def _public(kernel: Any, spec: KernelSpec, device: torch.device, guard: Guard) -> Launch:

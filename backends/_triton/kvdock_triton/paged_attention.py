@@ -24,7 +24,7 @@ MOST_DIM = 256
 MOST_SPLITS = 64
 """Splits of a sequence at most: `join_kernel` looks at all of them at once."""
 
-UNEVEN = 4
+UNEVEN = 2
 """Splits of a sequence that is longer than the others of a batch, at most, where there are enough programs without splits."""
 
 _FLOATS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
@@ -89,14 +89,13 @@ def tile_for(request: Request, tile: AttentionTile) -> AttentionTile:
     return tile.for_keys(sum(_wide(int(pool.shape[3] or 0)) * pool.dtype.itemsize for pool in pools))
 
 
-def attend_spec(request: Request, tile: AttentionTile, search: bool, overlap: bool = False) -> KernelSpec:
+def attend_spec(request: Request, tile: AttentionTile, search: bool) -> KernelSpec:
     """Return what to compile for a request.
 
     Args:
         request: what is prepared.
         tile: for tuned heads.
         search: whether sequences have more queries than a tile.
-        overlap: whether what joins splits may be launched before they end.
     """
     q, k_cache = request.tensor("q"), request.tensor("k_cache")
     tile, heads, absent = tile_for(request, tile), int(k_cache.shape[2] or 1), _absent(request)
@@ -121,7 +120,6 @@ def attend_spec(request: Request, tile: AttentionTile, search: bool, overlap: bo
         "ROWS": rows,
         "KEYS": tile.keys,
         "LEAST": tile.least,
-        "OVERLAP": overlap,
         "WIDEN": is_interpreting(),  # which multiplies the bits of bfloat16 as integers
     }
     types = _types(request) | dict.fromkeys(("queries", "batch", "room", "num_blocks", "splits", "wanted", *_STRIDES), "i64")
@@ -131,15 +129,15 @@ def attend_spec(request: Request, tile: AttentionTile, search: bool, overlap: bo
     return KernelSpec.build(attend_kernel, types, constants, aligned, tile.warps, tile.stages)
 
 
-def join_spec(request: Request, overlap: bool = False) -> KernelSpec:
-    """Return what joins splits; ``overlap`` as for `attend_spec`."""
+def join_spec(request: Request) -> KernelSpec:
+    """Return what joins splits."""
     absent = {name: value for name, value in _absent(request).items() if name in join_kernel.arg_names}
     query_heads = int(request.tensor("q").shape[1] or 1)
-    constants = _common_constants(request) | absent | {"QUERY_HEADS": query_heads, "MOST": MOST_SPLITS, "STEP": 8, "OVERLAP": overlap}
+    constants = _common_constants(request) | absent | {"QUERY_HEADS": query_heads, "MOST": MOST_SPLITS, "STEP": 8}
     types = _types(request) | dict.fromkeys(("splits", *_STRIDES), "i64")
     types = {name: found for name, found in types.items() if name in join_kernel.arg_names and name not in absent}
     aligned = ("parts", "sums", *(["out"] if request.tensor("out").alignment >= 16 else []))
-    return KernelSpec.build(join_kernel, types, constants, aligned, 1, overlaps=overlap)
+    return KernelSpec.build(join_kernel, types, constants, aligned, 1)
 
 
 @attrs.frozen
@@ -169,7 +167,7 @@ class Attend:
         """Read the layout off what was compiled."""
         names = ("TILE", "HEADS", "GROUP", "SHARE", "ROWS", "LEAST")
         tile, heads, group, share, rows, least = (spec.constant(name) for name in names)
-        return cls(launch, tile, heads * ceil_div(group, share), rows, wanted, least, wanted * (1 if spec.constant("SEARCH") else 2 * UNEVEN))
+        return cls(launch, tile, heads * ceil_div(group, share), rows, wanted, least, wanted * (1 if spec.constant("SEARCH") else 4 * UNEVEN))
 
     def splits(self, tiles: int, queries: int, room: int) -> int:
         """Return in how many splits the keys of ``tiles`` tiles are looked at."""
@@ -249,7 +247,7 @@ class PagedAttention(TritonKernel):
         tiles = {False: tuning.decode} | ({} if request.args["cu_query_lens"] is None else {True: tuning.prefill})
         ways = []
         for search, tile in tiles.items():
-            spec = attend_spec(request, tile, search, tuning.overlap)
+            spec = attend_spec(request, tile, search)
             ways.append(Attend.of(spec, self.launch(spec, request), tile.programs * processors))
-        join = self.launch(join_spec(request, tuning.overlap), request)
+        join = self.launch(join_spec(request), request)
         return PagedAttentionDescriptor(request, ways[0], ways[-1], join, self.skipped(request.device))

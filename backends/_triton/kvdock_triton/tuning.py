@@ -94,7 +94,6 @@ class Tuning:
         copy: `copy_blocks_`; ``tokens`` is not used.
         decode: `paged_attention` where each sequence has few queries, which fit into one tile.
         prefill: `paged_attention` of any number of queries.
-        overlap: whether a kernel can be launched before the one before it has ended, and wait for it.
     """
 
     fused: Tile = Tile(2, 8)
@@ -104,7 +103,6 @@ class Tuning:
     copy: Tile = Tile(1, 8)
     decode: AttentionTile = AttentionTile(16, 32, 4, 3, programs=4)
     prefill: AttentionTile = AttentionTile(64, 64, 4, 2)
-    overlap: bool = False
 
 
 DEFAULT = Tuning()
@@ -122,7 +120,7 @@ WIDE = Tuning(
 
 
 HOPPER = Tuning(
-    fused=Tile(1, 4), decode=AttentionTile(16, 64, 4, 3, programs=6), prefill=AttentionTile(128, 64, 8, 3), overlap=True
+    fused=Tile(1, 4), decode=AttentionTile(16, 16, 1, 5, programs=4, least=128), prefill=AttentionTile(128, 64, 8, 4)
 )
 """As measured on an H100; see docs/benchmarks."""
 
