@@ -74,9 +74,7 @@ DECODE = (
     Shape("64 x 4k, D 64", (4096,) * 64, dim=64),
     Shape("16 x 4k, D 64", (4096,) * 16, dim=64),
 )
-PREFILL = tuple(
-    Shape(f"{queries} queries on {keys // 1024}k", (keys,), queries) for queries in (512, 2048) for keys in (4096, 16384)
-)
+PREFILL = tuple(Shape(f"{queries} queries on {keys // 1024}k", (keys,), queries) for queries in (512, 2048) for keys in (4096, 16384))
 
 
 class Step:
@@ -101,9 +99,7 @@ class Step:
         """Return calls of the op."""
         many = {} if self.shape.queries == 1 else {"cu_query_lens": self.cu, "max_query_len": self.shape.queries}
         tables, out = [self.table(number) for number in range(self.sets)], torch.empty_like(self.q)
-        return [
-            lambda table=table: kvdock.ops.paged_attention(self.q, *self.pools, table, self.lens, out=out, **many) for table in tables
-        ]
+        return [lambda table=table: kvdock.ops.paged_attention(self.q, *self.pools, table, self.lens, out=out, **many) for table in tables]
 
     def flashinfer(self) -> list[Call]:
         """Return calls of FlashInfer's kernels, planned."""
@@ -159,7 +155,7 @@ class Step:
 
 
 @triton.jit
-def read_kernel(a, b, begin, tiles, none, SIZE: tl.constexpr):  # noqa: ANN001, ANN201, N803 - Triton specialises on what is annotated
+def read_kernel(a, b, begin, tiles, none, SIZE: tl.constexpr):  # noqa: N803 - Triton specialises on what is annotated
     """Read two runs of numbers."""
     begin = begin.to(tl.int64)
     found = tl.zeros([SIZE], tl.int32)
@@ -226,7 +222,9 @@ def prefill_row(shape: Shape) -> dict[str, Any]:
 def table(title: str, rows: Sequence[dict[str, Any]]) -> str:
     """Return rows as a table."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[f"{value:.3g}" if isinstance(value, float) else str(value) for value in (row.get(name, "") for name in names)] for row in rows]
+    cells = [
+        [f"{value:.3g}" if isinstance(value, float) else str(value) for value in (row.get(name, "") for name in names)] for row in rows
+    ]
     lines = [f"## {title}", "", f"| {' | '.join(names)} |", "|---" * len(names) + "|", *(f"| {' | '.join(row)} |" for row in cells)]
     return "\n".join(lines) + "\n"
 

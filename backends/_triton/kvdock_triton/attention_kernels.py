@@ -183,21 +183,6 @@ def count_bad(skipped, table, table_column, length, room, begin, num_blocks, BLO
 
 
 @triton.jit
-def count_keys(lens, lens_step, batch, room, WINDOW: tl.constexpr):
-    """Return how many keys all sequences have together, of each no more than its window."""
-    places = tl.arange(0, 256)
-    found = tl.zeros([256], tl.int64)
-    for start in range(0, batch, 256):
-        row = start + places
-        length = tl.load(lens + row * lens_step, mask=row < batch, other=0).to(tl.int64)
-        length = tl.minimum(tl.maximum(length, 0), room)
-        if WINDOW > 0:
-            length = tl.minimum(length, WINDOW)
-        found += length
-    return tl.sum(found, 0)
-
-
-@triton.jit
 def find_sequence(cu, cu_step, batch, tile, TILE: tl.constexpr):
     """Return whose a tile is, where sequence ``b`` begins with tile ``cu[b] // TILE + b``."""
     low = tile * 0
@@ -230,7 +215,6 @@ def attend_kernel(
     room,
     num_blocks,
     splits,
-    wanted,
     q_token,
     q_head,
     table_row,
@@ -278,7 +262,7 @@ def attend_kernel(
     ``program_id(0)`` runs over tiles and, within each, over heads; ``program_id(1)`` over splits. With ``SEARCH``, sequences have
     as many tiles as they need; without, they have one each.
     """
-    SHARES: tl.constexpr = (GROUP + SHARE - 1) // SHARE
+    SHARES: tl.constexpr = (GROUP + SHARE - 1) // SHARE  # noqa: N806 - a constant of Triton's
     tiles = tl.num_programs(0) // (HEADS * SHARES)
     number = tl.program_id(0) // (HEADS * SHARES)
     kv_head = tl.program_id(0) % (HEADS * SHARES) // SHARES
@@ -325,14 +309,9 @@ def attend_kernel(
         end = tl.minimum(end, length - count + tl.minimum(place * TILE + TILE, count))
     end = tl.where((place >= 0) & (place * TILE < count), end, begin)
 
-    # Splits of equal length: as many as there are LEAST keys for, and of a batch of tiles, none much longer than the others.
+    # Splits of equal length, as many as there are LEAST keys for.
     keys = tl.maximum(end - begin, 0)
-    aim = keys * 0 + LEAST
-    if not SEARCH:
-        if splits > 1:
-            whole = count_keys(lens, lens_step, batch.to(tl.int32), room, WINDOW)
-            aim = tl.maximum(aim, tl.minimum(whole * (HEADS * SHARES) // wanted, room).to(tl.int32))
-    used = tl.minimum(splits.to(tl.int32), (keys + aim - aim // 4) // aim)
+    used = tl.minimum(splits.to(tl.int32), (keys + LEAST - 1) // LEAST)
     each = (keys + tl.maximum(used, 1) - 1) // tl.maximum(used, 1)
     each = (each + KEYS - 1) // KEYS * KEYS
     split_begin = begin + split * each

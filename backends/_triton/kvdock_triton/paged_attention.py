@@ -24,10 +24,15 @@ MOST_DIM = 256
 MOST_SPLITS = 64
 """Splits of a sequence at most: `join_kernel` looks at all of them at once."""
 
-UNEVEN = 2
-"""Splits of a sequence that is longer than the others of a batch, at most, where there are enough programs without splits."""
-
 _FLOATS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
+MOST_SHARED = 64
+"""Query heads that read one head of the cache at most, in a program that serves few queries."""
+
+WARP_ELEMENTS = 2048
+"""Elements of what a tile finds that a warp holds at most, up to `MOST_WARPS`: more would leave no registers for all else."""
+
+MOST_WARPS = 8
+
 _MOST_KEYS = (1 << 31) - (1 << 16)
 """Keys are counted in 32 bits."""
 
@@ -35,7 +40,12 @@ _STRIDES = (
     *("q_token", "q_head", "table_row", "table_column", "lens_step", "cu_step", "starts_step"),
     *("out_token", "out_head", "lse_token", "lse_head"),
 )
-_OPTIONAL = {"cu": ("cu_query_lens", "cu_step"), "starts": ("starts", "starts_step"), "sinks": ("sinks",), "lse": ("lse", "lse_token", "lse_head")}
+_OPTIONAL = {
+    "cu": ("cu_query_lens", "cu_step"),
+    "starts": ("starts", "starts_step"),
+    "sinks": ("sinks",),
+    "lse": ("lse", "lse_token", "lse_head"),
+}
 """Pointers to what may be absent: name of the argument, and what else is absent with it."""
 
 
@@ -86,7 +96,8 @@ def _types(request: Request) -> dict[str, str]:
 def tile_for(request: Request, tile: AttentionTile) -> AttentionTile:
     """Return the tile for the heads of a request."""
     pools = [request.tensor(name) for name in ("k_cache", "v_cache")]
-    return tile.for_keys(sum(_wide(int(pool.shape[3] or 0)) * pool.dtype.itemsize for pool in pools))
+    fitted = tile.for_keys(sum(_wide(int(pool.shape[3] or 0)) * pool.dtype.itemsize for pool in pools))
+    return fitted.without_matrix_units() if pools[0].dtype == torch.float32 else fitted
 
 
 def attend_spec(request: Request, tile: AttentionTile, search: bool) -> KernelSpec:
@@ -100,7 +111,7 @@ def attend_spec(request: Request, tile: AttentionTile, search: bool) -> KernelSp
     q, k_cache = request.tensor("q"), request.tensor("k_cache")
     tile, heads, absent = tile_for(request, tile), int(k_cache.shape[2] or 1), _absent(request)
     group = int(q.shape[1] or 1) // heads
-    rows = tile.rows if search else max(tile.rows, min(_wide(group), 4 * tile.rows))
+    rows = tile.rows if search else max(tile.rows, min(_wide(group), MOST_SHARED if q.dtype != torch.float32 else tile.rows))
     share, scale = min(group, rows), request.args["scale"]
     constants = _common_constants(request) | absent | _pool_constants("K", k_cache) | _pool_constants("V", request.tensor("v_cache"))
     constants |= {
@@ -122,11 +133,12 @@ def attend_spec(request: Request, tile: AttentionTile, search: bool) -> KernelSp
         "LEAST": tile.least,
         "WIDEN": is_interpreting(),  # which multiplies the bits of bfloat16 as integers
     }
-    types = _types(request) | dict.fromkeys(("queries", "batch", "room", "num_blocks", "splits", "wanted", *_STRIDES), "i64")
+    types = _types(request) | dict.fromkeys(("queries", "batch", "room", "num_blocks", "splits", *_STRIDES), "i64")
     pools = [name for name in ("k_cache", "v_cache") if common_alignment(request.tensor(name)) == 16]
     aligned = (*pools, *(name for name in ("q", "out") if request.tensor(name).alignment >= 16), "parts", "sums")
     types = {name: found for name, found in types.items() if name not in absent}
-    return KernelSpec.build(attend_kernel, types, constants, aligned, tile.warps, tile.stages)
+    warps = min(max(tile.warps, rows * constants["V_WIDE"] // WARP_ELEMENTS), MOST_WARPS)
+    return KernelSpec.build(attend_kernel, types, constants, aligned, warps, tile.stages)
 
 
 def join_spec(request: Request) -> KernelSpec:
@@ -151,7 +163,6 @@ class Attend:
         rows: of a program.
         wanted: programs that the keys are split for.
         least: keys of a split at least.
-        most: programs at most that sequences which are longer than the others are split for.
     """
 
     launch: Launch
@@ -160,20 +171,18 @@ class Attend:
     rows: int
     wanted: int
     least: int
-    most: int
 
     @classmethod
     def of(cls, spec: KernelSpec, launch: Launch, wanted: int) -> Attend:
         """Read the layout off what was compiled."""
         names = ("TILE", "HEADS", "GROUP", "SHARE", "ROWS", "LEAST")
         tile, heads, group, share, rows, least = (spec.constant(name) for name in names)
-        return cls(launch, tile, heads * ceil_div(group, share), rows, wanted, least, wanted * (1 if spec.constant("SEARCH") else 4 * UNEVEN))
+        return cls(launch, tile, heads * ceil_div(group, share), rows, wanted, least)
 
     def splits(self, tiles: int, queries: int, room: int) -> int:
         """Return in how many splits the keys of ``tiles`` tiles are looked at."""
         programs = max(tiles, ceil_div(queries, self.queries)) * self.programs
-        splits = max(self.wanted // programs, min(UNEVEN, self.most // programs) if tiles > 1 else 1)
-        return max(1, min(splits, ceil_div(room, self.least), MOST_SPLITS))
+        return max(1, min(self.wanted // programs, ceil_div(room, self.least), MOST_SPLITS))
 
 
 class PagedAttentionDescriptor(Descriptor):
@@ -192,7 +201,7 @@ class PagedAttentionDescriptor(Descriptor):
         self._num_blocks, self._block = int(k_cache.shape[0] or 0), int(k_cache.shape[1] or 1)
         self._width = int(v_cache.shape[3] or 0) + 1  # of one part with its sum
         self._q_unit, self._out_unit = _unit(request.tensor("q")), _unit(request.tensor("out"))
-        self.workspace_bytes = max(way.most * way.rows for way in (few, many)) * self._width * 4
+        self.workspace_bytes = max(way.wanted * way.rows for way in (few, many)) * self._width * 4
 
     def __call__(self, *args: Any) -> None:
         """Attend, on the current stream of the tensors' device."""
@@ -207,7 +216,7 @@ class PagedAttentionDescriptor(Descriptor):
         ends = [out.data_ptr()] if lse is None else [out.data_ptr(), lse.data_ptr()]
         found = [parts.data_ptr(), sums.data_ptr()]
         read, written = self._strides(q, table, lens, cu, starts), self._output_strides(out, lse)
-        sizes = (queries, batch, room, self._num_blocks, splits, way.wanted)
+        sizes = (queries, batch, room, self._num_blocks, splits)
         way.launch.run(tiles * way.programs, splits, *pointers, *ends, *found, self._skipped, *sizes, *read, *written)
         if splits > 1:
             sink = [] if sinks is None else [sinks.data_ptr()]

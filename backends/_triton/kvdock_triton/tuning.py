@@ -80,6 +80,10 @@ class AttentionTile:
         rows = _floor(min(self.rows, self.rows * TUNED_KEY_BYTES // key_bytes))
         return attrs.evolve(self, rows=max(rows, LEAST_ROWS), keys=min(max(keys, LEAST_ROWS), 2 * self.keys))
 
+    def without_matrix_units(self) -> AttentionTile:
+        """Return the tile for float32, whose products are sums of lanes: each holds its share of both sides in registers."""
+        return attrs.evolve(self, rows=LEAST_ROWS, keys=min(self.keys, 32), warps=max(self.warps, 4), stages=min(self.stages, 2))
+
 
 @attrs.frozen
 class Tuning:
@@ -102,7 +106,7 @@ class Tuning:
     gather: Tile = Tile(2, 8)
     copy: Tile = Tile(1, 8)
     decode: AttentionTile = AttentionTile(16, 32, 4, 3, programs=4)
-    prefill: AttentionTile = AttentionTile(64, 64, 4, 2)
+    prefill: AttentionTile = AttentionTile(64, 32, 4, 2)
 
 
 DEFAULT = Tuning()
@@ -113,15 +117,13 @@ WIDE = Tuning(
     static=Tile(2, 4),
     gather=Tile(2, 4),
     decode=AttentionTile(16, 32, 4, 2, programs=4),
-    prefill=AttentionTile(64, 32, 4, 2),
+    prefill=AttentionTile(64, 32, 8, 2),
 )
 """For warps of 64 lanes. So many lanes share a tile that more of them, or a smaller tile, would make accesses narrower than
 16 bytes."""
 
 
-HOPPER = Tuning(
-    fused=Tile(1, 4), decode=AttentionTile(16, 16, 1, 5, programs=4, least=128), prefill=AttentionTile(128, 64, 8, 4)
-)
+HOPPER = Tuning(fused=Tile(1, 4), decode=AttentionTile(16, 32, 1, 4, programs=4, least=128), prefill=AttentionTile(128, 64, 8, 4))
 """As measured on an H100; see docs/benchmarks."""
 
 
