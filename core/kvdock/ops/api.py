@@ -245,12 +245,17 @@ def paged_attention(
         UnsupportedError: no kernel serves these dtypes.
     """
     lse = new_lse(q) if return_lse else None
-    most = max_query_len if max_query_len is not None else 1 if cu_query_lens is None else len(q)
+    most = most_queries(q, cu_query_lens) if max_query_len is None else host_int(max_query_len)
     found: torch.Tensor = ACTIVE_OPS["paged_attention"](
         *(q, k_cache, v_cache, block_table, seq_lens, cu_query_lens, starts, sinks, k_scale, v_scale),
         *(most, scale, causal, window, softcap, out, lse),
     )
     return found if lse is None else (found, lse)
+
+
+def most_queries(q: Any, cu_query_lens: Any) -> int:
+    """Return how many queries a sequence may have, as far as the host knows."""
+    return q.shape[0] if cu_query_lens is not None and isinstance(q, torch.Tensor) and q.dim() else 1
 
 
 def new_lse(q: Any) -> torch.Tensor | None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from kvdock.interface import Request
-from kvdock.ops.attention import check_paged_attention, first_keys, query_rows, softmax_scale, visible
+from kvdock.ops.attention import PAGED_ATTENTION, check_paged_attention, first_keys, query_rows, softmax_scale, visible
 from kvdock.ops.portable.rows import PortableDescriptor, PortableKernel
 
 __all__ = ["PagedAttention", "PagedAttentionDescriptor"]
@@ -16,25 +14,7 @@ __all__ = ["PagedAttention", "PagedAttentionDescriptor"]
 _MOST = 1 << 22
 """Elements of keys that are looked at in one step."""
 
-_NAMES = [
-    "q",
-    "k_cache",
-    "v_cache",
-    "block_table",
-    "seq_lens",
-    "cu_query_lens",
-    "starts",
-    "sinks",
-    "k_scale",
-    "v_scale",
-    "max_query_len",
-    "scale",
-    "causal",
-    "window",
-    "softcap",
-    "out",
-    "lse",
-]
+_NAMES = PAGED_ATTENTION.arg_names
 
 
 class PagedAttentionDescriptor(PortableDescriptor):
@@ -55,10 +35,6 @@ class PagedAttention(PortableKernel):
     """Prepares `PagedAttentionDescriptor`."""
 
     descriptor = PagedAttentionDescriptor
-
-    def supports(self, request: Request) -> Sequence[str]:
-        """Refuse quantised caches."""
-        return super().supports(request)
 
 
 class _Call:

@@ -1,0 +1,226 @@
+"""`paged_attention` in portable torch against the loops in float64: drawn batches, with NaN wherever no query may look."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+import kvdock
+from kvdock_conformance import reference
+from opskit import PROPERTY
+
+LONGEST = 40
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+ORDERS = {"NHD": (0, 1, 2, 3), "HND": (0, 2, 1, 3), "heads first": (2, 0, 1, 3)}
+
+
+def pool(shape: tuple[int, ...], dtype: torch.dtype, order: tuple[int, ...]) -> torch.Tensor:
+    """Return random numbers whose dimensions lie in memory in some order, with a gap behind every row."""
+    wide = torch.randn([*(shape[dim] for dim in order[:-1]), shape[-1] + 3])[..., : shape[-1]].to(dtype)
+    return wide.permute([order.index(dim) for dim in range(4)])
+
+
+def batch(seed: int, dtype: torch.dtype, order: str = "NHD", **options: Any) -> dict[str, Any]:
+    """Draw a batch whose tables and pools are poisoned where no query may look; ``options`` are arguments of the op."""
+    torch.manual_seed(seed)
+    draw = random.Random(seed)  # noqa: S311 - the same in every run
+    rows, block, heads, group = draw.choice([1, 2, 5]), draw.choice([1, 3, 16]), draw.choice([1, 2]), draw.choice([1, 3, 4])
+    k_dim, v_dim = draw.choice([8, 5]), draw.choice([8, 3])
+    counts = [draw.choice([0, 1, 1, 2, 9]) for _ in range(rows)] if draw.random() < 0.7 else None
+    lens = [0 if draw.random() < 0.15 else draw.randint(max(1, counts[row] if counts else 1), LONGEST) for row in range(rows)]
+    width = -(-LONGEST // block) + 1
+    places = torch.randperm(rows * width + 3)[: rows * width].view(rows, width)
+    k, v = (pool((rows * width + 3, block, heads, dim), dtype, ORDERS[order]) for dim in (k_dim, v_dim))
+    table = places.to(torch.int32)
+    for row, length in enumerate(lens):
+        table[row, -(-length // block) :] = draw.choice([-1, 2**31 - 1])
+        for key in range(length, width * block):
+            for cache in (k, v):
+                cache[places[row, key // block], key % block] = torch.nan
+    index = draw.choice([torch.int32, torch.int64])
+    return {
+        "q": torch.randn(sum(counts) if counts else rows, heads * group, k_dim).to(dtype),
+        "k_cache": k,
+        "v_cache": v,
+        "block_table": table,
+        "seq_lens": torch.tensor(lens, dtype=index),
+        "cu_query_lens": torch.tensor([0, *itertools.accumulate(counts)], dtype=index) if counts else None,
+        "starts": torch.tensor([draw.randint(0, length) for length in lens], dtype=index) if draw.random() < 0.4 else None,
+        "sinks": torch.randn(heads * group) if draw.random() < 0.4 else None,
+        "causal": draw.random() < 0.7,
+        "window": draw.choice([None, 1, 5, 100]),
+        "softcap": draw.choice([None, 3.0]),
+        "scale": draw.choice([None, 0.3]),
+        **options,
+    }
+
+
+def meant(args: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a call means: ``out`` in float64, and ``lse``."""
+    q, v_cache = args["q"], args["v_cache"]
+    out, lse = torch.empty(*q.shape[:2], v_cache.shape[3], dtype=torch.float64), torch.empty(q.shape[:2])
+    names = ("q", "k_cache", "v_cache", "block_table", "seq_lens", "cu_query_lens", "starts", "sinks")
+    options = (None, None, len(q), args["scale"], args["causal"], args["window"], args["softcap"])
+    reference.paged_attention(*(args[name] for name in names), *options, out, lse)
+    return out, lse
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(got.double(), expected.double(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.fixture(autouse=True)
+def portable() -> Any:
+    with kvdock.use_backend("portable"):
+        yield
+
+
+@given(seed=st.integers(0, 2**20), dtype=st.sampled_from([*TOLERANCE]), order=st.sampled_from([*ORDERS]))
+@PROPERTY
+def test_any_batch(seed: int, dtype: torch.dtype, order: str) -> None:
+    args = batch(seed, dtype, order)
+    expected, sums = meant(args)
+    with kvdock.use_backend("portable"):
+        out, lse = kvdock.ops.paged_attention(**args, return_lse=True)
+        alone = kvdock.ops.paged_attention(**args)
+        into = torch.full_like(out, torch.nan)
+        assert kvdock.ops.paged_attention(**args, out=into) is into
+    assert out.dtype == dtype
+    assert_close(out, expected, dtype)
+    assert_close(lse, sums, torch.float32)
+    assert torch.equal(alone, out)
+    assert torch.equal(into, out)
+
+
+def test_a_part_of_the_keys_at_a_time_comes_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for long contexts: a few columns of the table, and a few queries, in a step."""
+    monkeypatch.setattr("kvdock.ops.portable.paged_attention._MOST", 1)
+    for seed in range(8):
+        args = batch(seed, torch.float64)
+        out, lse = kvdock.ops.paged_attention(**args, return_lse=True)
+        expected, sums = meant(args)
+        assert_close(out, expected, torch.float64)
+        assert_close(lse, sums, torch.float32)
+
+
+def plain(**changed: Any) -> dict[str, Any]:
+    """Return two sequences of 5 and 3 tokens, with 2 queries and 1, in blocks of 4."""
+    generator = torch.Generator().manual_seed(3)
+    k, v = (torch.randn(6, 4, 2, 8, generator=generator) for _ in "kv")
+    return {
+        "q": torch.randn(3, 4, 8, generator=generator),
+        "k_cache": k,
+        "v_cache": v,
+        "block_table": torch.tensor([[1, 3, -1], [4, 99, 99]], dtype=torch.int32),
+        "seq_lens": torch.tensor([5, 3]),
+        "cu_query_lens": torch.tensor([0, 2, 3]),
+        **changed,
+    }
+
+
+def test_it_is_torchs_attention_over_the_same_keys() -> None:
+    args = plain()
+    k, v = (torch.cat([args[name][1], args[name][3]])[:5].transpose(0, 1) for name in ("k_cache", "v_cache"))
+    mask = torch.ones(2, 5, dtype=torch.bool).tril(3)
+    q = args["q"][:2].transpose(0, 1)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    assert_close(kvdock.ops.paged_attention(**args)[:2], expected.transpose(0, 1), torch.float32)
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "longer than the table": ({"seq_lens": torch.tensor([13, 3])}, kvdock.IndexRangeError, r"seq_lens\[0\]: expected between 0 and 12"),
+    "a negative length": ({"seq_lens": torch.tensor([5, -1])}, kvdock.IndexRangeError, r"seq_lens\[1\]: expected between 0 and 12"),
+    "more queries than tokens": ({"seq_lens": torch.tensor([1, 3])}, kvdock.IndexRangeError, r"seq_lens\[0\]: expected 0 for padding, or"),
+    "sums that end early": ({"cu_query_lens": torch.tensor([0, 1, 2])}, kvdock.IndexRangeError, r"cu_query_lens\[2\]: .*to the 3 queries"),
+    "sums that fall": ({"cu_query_lens": torch.tensor([0, 4, 3])}, kvdock.IndexRangeError, r"cu_query_lens\[2\]: expected sums"),
+    "sums that begin late": ({"cu_query_lens": torch.tensor([1, 2, 3])}, kvdock.IndexRangeError, r"cu_query_lens\[0\]: expected sums"),
+    "too few for the most": ({"max_query_len": 1}, kvdock.IndexRangeError, r"cu_query_lens\[1\]: expected at most max_query_len=1"),
+    "a block of no pool": (
+        {"block_table": torch.tensor([[1, 6, 0], [4, 0, 0]], dtype=torch.int32)},
+        kvdock.IndexRangeError,
+        r"block_table\[0, 1\]: expected a block id between 0 and 5",
+    ),
+    "a start behind the end": ({"starts": torch.tensor([6, 0])}, kvdock.IndexRangeError, r"starts\[0\]: expected between 0 and the length"),
+    "a wide table": ({"block_table": torch.zeros(3, 3, dtype=torch.int32)}, kvdock.ArgumentValueError, "seq_lens: expected shape"),
+    "a table of another dtype": ({"block_table": torch.zeros(2, 3, dtype=torch.int64)}, kvdock.ArgumentTypeError, "block_table: "),
+    "heads that do not divide": (
+        {name: torch.zeros(6, 4, 3, 8) for name in ("k_cache", "v_cache")},
+        kvdock.ArgumentValueError,
+        "q: expected a multiple of the 3 heads of k_cache",
+    ),
+    "no sums": ({"cu_query_lens": None}, kvdock.ArgumentValueError, "q: expected one query for each of the 2 rows"),
+    "sums of fewer": (
+        {"cu_query_lens": torch.tensor([0, 3])},
+        kvdock.ArgumentValueError,
+        "cu_query_lens: expected one number more",
+    ),
+    "a window of 0": ({"window": 0}, kvdock.ArgumentValueError, "window: expected at least 1 key, or None for all, got int 0"),
+    "a window of True": ({"window": True}, kvdock.ArgumentValueError, "window: expected at least 1 key"),
+    "a negative cap": ({"softcap": -1.0}, kvdock.ArgumentValueError, "softcap: expected a finite number above 0"),
+    "a scale of nan": ({"scale": float("nan")}, kvdock.ArgumentValueError, "scale: expected a finite number"),
+    "causal by a number": ({"causal": 1}, kvdock.ArgumentValueError, "causal: expected True or False"),
+    "another dtype": ({"q": torch.zeros(3, 4, 8, dtype=torch.float16)}, kvdock.ArgumentTypeError, "q: expected torch.float32"),
+    "no tensor": ({"q": None}, kvdock.ArgumentTypeError, "q: expected a torch.Tensor"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_what_is_wrong_is_refused_before_anything_is_written(name: str, return_lse: bool) -> None:
+    changed, error, text = WRONG[name]
+    out = torch.full((3, 4, 8), 7.0)
+    with pytest.raises(error, match=f"paged_attention: {text}"):
+        kvdock.ops.paged_attention(**plain(**changed), out=out, return_lse=return_lse)
+    assert bool((out == 7).all())
+
+
+def test_an_output_within_an_input_is_refused() -> None:
+    args = plain()
+    with pytest.raises(kvdock.ArgumentValueError, match="q: expected memory outside out"):
+        kvdock.ops.paged_attention(**args, out=args["q"])
+
+
+def test_parts_of_the_keys_are_merged() -> None:
+    """Windows cannot cut a context in two from the left, but `starts` and lengths can."""
+    args = plain(q=torch.randn(2, 4, 8), cu_query_lens=None, seq_lens=torch.tensor([11, 3]), causal=False)
+    args["block_table"] = torch.tensor([[1, 3, 0], [4, 5, 2]], dtype=torch.int32)
+    whole = kvdock.ops.paged_attention(**args, return_lse=True)
+    first = kvdock.ops.paged_attention(**{**args, "seq_lens": torch.tensor([6, 0])}, return_lse=True)
+    rest = kvdock.ops.paged_attention(**args, starts=torch.tensor([6, 0]), return_lse=True)
+    for got, expected in zip(kvdock.ops.merge_attention([first, rest]), whole, strict=True):
+        assert_close(got, expected, torch.float32)
+    nothing = (torch.full_like(first[0], torch.nan), torch.full_like(first[1], -torch.inf))
+    for got, expected in zip(kvdock.ops.merge_attention([nothing, whole]), whole, strict=True):
+        assert torch.equal(got, expected)
+    out, lse = kvdock.ops.merge_attention([nothing])
+    assert bool((out == 0).all())
+    assert bool((lse == -torch.inf).all())
+
+
+@pytest.mark.parametrize(
+    ("parts", "error", "text"),
+    [
+        ([], kvdock.ArgumentValueError, "parts: expected .* at least once, got none"),
+        ([3], kvdock.ArgumentTypeError, r"parts\[0\]: expected two tensors"),
+        ([(torch.zeros(2, 3, 4), torch.zeros(3, 2))], kvdock.ArgumentValueError, "parts: expected"),
+        (
+            [(torch.zeros(2, 3, 4), torch.zeros(2, 3)), (torch.zeros(2, 3, 5), torch.zeros(2, 3))],
+            kvdock.ArgumentValueError,
+            r"parts\[1\]: out: expected torch.float32 \[2, 3, 4\]",
+        ),
+        (
+            [(torch.zeros(2, 3, 4), torch.zeros(2, 3)), (torch.zeros(2, 3, 4), torch.zeros(2, 3).double())],
+            kvdock.ArgumentValueError,
+            r"parts\[1\]: lse: expected torch.float32",
+        ),
+    ],
+)
+def test_parts_that_do_not_agree(parts: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=f"merge_attention: {text}"):
+        kvdock.ops.merge_attention(parts)
