@@ -178,7 +178,7 @@ def test_every_variant_on_every_architecture(tmp_path: Path) -> None:
     assert_no_spills(results)
     for result in results:
         for alignment in (8, 4, 2):
-            if result["variant"].endswith(f"align {alignment}"):
+            if result["variant"].endswith(f"align {alignment}") and not result["computes"]:
                 # No access of data may be wider than what the class promises; index loads have 8 bytes.
-                assert result["store"] <= alignment or result["computes"], result
+                assert result["store"] <= alignment, result
                 assert result["load"] <= max(alignment, 8), result

@@ -66,7 +66,7 @@ def one(length: int, queries: int = 1, heads: tuple[int, int] = (2, 1), dim: int
         "block_table": torch.randperm(width + 2)[:width].view(1, -1).int(),
         "seq_lens": torch.tensor([length]),
         "cu_query_lens": None if queries == 1 else torch.tensor([0, queries]),
-        **{name: None for name in ("starts", "sinks", "scale", "window", "softcap")},
+        **dict.fromkeys(("starts", "sinks", "scale", "window", "softcap")),
         "causal": True,
         **options,
     }
