@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from kvdock.plugin import HOST_INT, Request, TensorMeta
-from kvdock_triton import copy_blocks, gather_paged, paged_attention, paged_caching, static_update
+from kvdock_triton import attention_specs, copy_blocks, gather_paged, paged_caching, static_update
 from kvdock_triton.launch import KernelSpec
 from kvdock_triton.support import row_bytes
 from kvdock_triton.tuning import Tuning
@@ -193,9 +193,9 @@ def _attention(geometry: Geometry, dtype: torch.dtype = _DTYPE, every_option: bo
     """Return the kernels of `paged_attention`: for few queries of each sequence, for any number, and what joins splits."""
     request = _attention_request(geometry, dtype, every_option)
     specs: dict[str, Callable[[Tuning], KernelSpec]] = {
-        "decode": lambda tuning: paged_attention.attend_spec(request, tuning.decode, False),
-        "prefill": lambda tuning: paged_attention.attend_spec(request, tuning.prefill, True),
-        "join": lambda tuning: paged_attention.join_spec(request),
+        "decode": lambda tuning: attention_specs.attend_spec(request, tuning.decode, False),
+        "prefill": lambda tuning: attention_specs.attend_spec(request, tuning.prefill, True),
+        "join": lambda tuning: attention_specs.join_spec(request),
     }
     alignment, options = request.tensor("q").alignment, ", every option" if every_option else ""
     variant = f"{geometry} {str(dtype).removeprefix('torch.')}{options} align {alignment}"

@@ -73,8 +73,9 @@ says what code was compiled, not how fast it is. No kernel has run on an AMD GPU
 **{count:,} kernels that move bits: {spilling} spill registers, {narrow} have accesses narrower than their alignment class.**
 """
 _COMPUTING = """
-{count:,} kernels of attention, which compute: {spilling} spill registers, on {where}. Of theirs, an access is one that loads keys and
-values; a variant is what the kernel is for, a geometry, a dtype, and every option of the op where it says so.
+{count:,} kernels of attention, which compute: {spilling} spill registers, on {where}.
+Of theirs, an access is one that loads keys and values; a variant is what the kernel is for, a geometry, a dtype, and every option of
+the op where it says so.
 """
 _COLUMNS = ("op", "target", "kernels", "registers: median", "most", "in variant", "spills", "access in class 16")
 _SHOWN = 10
