@@ -61,7 +61,7 @@ def assert_no_spills(results: Sequence[dict[str, Any]]) -> None:
     """Check that no kernel spills, and that figures were read at all."""
     for result in results:
         assert result["spills"] == 0 or result["computes"], result
-        assert 1 <= result["registers"] <= 255, result
+        assert 1 <= result["registers"] <= (512 if result["computes"] else 255), result
 
 
 def test_a_chosen_subset_has_wide_accesses_and_no_spills(tmp_path: Path) -> None:
