@@ -558,9 +558,9 @@ def make(op):
                             late = True
                             continue
                     if (
-                        N_least < N
-                        and B_least < B
-                        and W_least < W
+                        N > N_least
+                        and B > B_least
+                        and W > W_least
                         and q_ptr
                         and block_table_ptr
                         and seq_lens_ptr
@@ -836,9 +836,9 @@ def make(op):
                             late = True
                             continue
                     if (
-                        N_least < N
-                        and B_least < B
-                        and W_least < W
+                        N > N_least
+                        and B > B_least
+                        and W > W_least
                         and q_ptr
                         and block_table_ptr
                         and seq_lens_ptr
