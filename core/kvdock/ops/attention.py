@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvdock.errors import IndexRangeError
+from kvdock.interface import HOST
 from kvdock.ops.schema import Arg, OpSchema, Relation, Role
 from kvdock.spec import QUANTISED_DTYPES
 
@@ -123,6 +124,15 @@ def visible(
     return first, (torch.minimum(position + 1, lens) if causal else lens)
 
 
+def _see_nothing(args: dict[str, Any]) -> None:
+    """Fill the outputs of a call without sequences, blocks of any, or queries."""
+    if args["q"].device == HOST:
+        check_paged_attention(args)
+    args["out"].zero_()
+    if args["lse"] is not None:
+        args["lse"].copy_(torch.tensor(-torch.inf) if args["sinks"] is None else args["sinks"])
+
+
 def softmax_scale(scale: float | None, head_dim: int) -> float:
     """Return what scores are multiplied by."""
     return head_dim**-0.5 if scale is None else float(scale)
@@ -141,9 +151,9 @@ PAGED_ATTENTION = OpSchema(
         Arg("sinks", Role.TENSOR, ("Hq",), _DTYPES, optional=True),
         Arg("k_scale", Role.TENSOR, ("", "Hk"), (torch.float32,), optional=True, host=True, scale_of="k_cache"),
         Arg("v_scale", Role.TENSOR, ("", "Hk"), (torch.float32,), optional=True, host=True, scale_of="v_cache"),
-        Arg("max_query_len", Role.RUNTIME_INT),
+        Arg("max_query_len", Role.RUNTIME_INT, default=1),
         Arg("scale", Role.STATIC, expects=_expect_scale),
-        Arg("causal", Role.STATIC, expects=_expect_bool),
+        Arg("causal", Role.STATIC, default=True, expects=_expect_bool),
         Arg("window", Role.STATIC, expects=_expect_window),
         Arg("softcap", Role.STATIC, expects=_expect_softcap),
         Arg("out", Role.MUTATED, ("*N Hq Dv",), _DTYPES, same_dtype="q", returned=True),
@@ -161,4 +171,5 @@ PAGED_ATTENTION = OpSchema(
         ),
     ),
     check_values=check_paged_attention,
+    when_empty=_see_nothing,
 )

@@ -131,7 +131,9 @@ def example(
         raise ArgumentValueError("op", expected=f"one of {', '.join(sorted(schemas))}", got=repr(op))
     sizes = {"NB": 2, "block": block_size, "vblock": block_size, "Hk": heads, "Hv": heads, "Dk": head_dim, "Dv": head_dim, "S": block_size}
 
-    def build(arg: Arg) -> torch.Tensor | None:
+    def build(arg: Arg) -> Any:
+        if not arg.is_tensor:
+            return arg.default
         if arg.optional and not (arg.scale_of and dtype in QUANTISED_DTYPES):
             return None
         shape = [sizes.get(dim.name, dim.literal or 1) for dim in arg.shapes()[0]]

@@ -80,6 +80,20 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "sums that fall": ({"cu_query_lens": torch.tensor([0, 4, 3])}, kvdock.IndexRangeError, r"cu_query_lens\[2\]: expected sums"),
     "sums that begin late": ({"cu_query_lens": torch.tensor([1, 2, 3])}, kvdock.IndexRangeError, r"cu_query_lens\[0\]: expected sums"),
     "too few for the most": ({"max_query_len": 1}, kvdock.IndexRangeError, r"cu_query_lens\[1\]: expected at most max_query_len=1"),
+    "a table without columns": (
+        {"block_table": torch.zeros(2, 0, dtype=torch.int32)},
+        kvdock.IndexRangeError,
+        r"seq_lens\[0\]: expected between 0 and 0, for which",
+    ),
+    "queries of no sequence": (
+        {
+            "block_table": torch.zeros(0, 3, dtype=torch.int32),
+            "seq_lens": torch.zeros(0, dtype=torch.int32),
+            "cu_query_lens": torch.zeros(1, dtype=torch.int32),
+        },
+        kvdock.IndexRangeError,
+        r"cu_query_lens\[0\]: expected sums .* to the 3 queries",
+    ),
     "a block of no pool": (
         {"block_table": torch.tensor([[1, 6, 0], [4, 0, 0]], dtype=torch.int32)},
         kvdock.IndexRangeError,
@@ -117,6 +131,24 @@ def test_what_is_wrong_is_refused_before_anything_is_written(name: str, return_l
     with pytest.raises(error, match=f"paged_attention: {text}"):
         kvdock.ops.paged_attention(**plain(**changed), out=out, return_lse=return_lse)
     assert bool((out == 7).all())
+
+
+@pytest.mark.parametrize("backend", ["cpu", "portable"])
+@pytest.mark.parametrize(("rows", "queries", "width"), [(2, 2, 0), (0, 0, 3), (2, 0, 3), (2, 0, 0)])
+@pytest.mark.parametrize("sinks", [None, torch.arange(4.0)])
+def test_a_size_of_0_is_no_reason_to_leave_an_output_as_it_was(
+    backend: str, rows: int, queries: int, width: int, sinks: torch.Tensor | None
+) -> None:
+    args = plain(q=torch.randn(queries, 4, 8), block_table=torch.zeros(rows, width, dtype=torch.int32), seq_lens=torch.zeros(rows).long())
+    args |= {"cu_query_lens": None if rows == queries else torch.zeros(rows + 1, dtype=torch.int32), "sinks": sinks}
+    expected = torch.full((queries, 4), -torch.inf) if sinks is None else sinks.expand(queries, 4)
+    for out in (None, torch.full((queries, 4, 8), torch.nan), torch.full((queries, 4, 8), torch.nan, requires_grad=True)):
+        with kvdock.use_backend(backend):
+            found, lse = kvdock.ops.paged_attention(**args, out=out, return_lse=True)
+            alone = kvdock.ops.paged_attention(**args, out=out)
+        for each in (found, alone):
+            assert torch.equal(each, torch.zeros(queries, 4, 8))
+        assert torch.equal(lse, expected)
 
 
 def test_an_output_within_an_input_is_refused() -> None:

@@ -121,6 +121,14 @@ def test_padding_gets_zeros() -> None:
 
 
 @pytest.mark.parametrize("queries", [1, 12])
+def test_a_table_without_columns_is_of_padding(queries: int) -> None:
+    args = one(20, queries, seq_lens=torch.tensor([0]), block_table=torch.zeros(1, 0, dtype=torch.int32))
+    out, lse = kvdock.ops.paged_attention(**args, return_lse=True, out=torch.full((queries, 2, 16), torch.nan))
+    assert bool((out == 0).all())
+    assert bool((lse == -torch.inf).all())
+
+
+@pytest.mark.parametrize("queries", [1, 12])
 def test_blocks_that_are_not_in_the_pool_are_not_seen_and_counted(backend: SmallTiles, queries: int) -> None:
     args = one(39, queries)
     before, kept = backend.skipped_writes(HOST), args["block_table"].clone()
