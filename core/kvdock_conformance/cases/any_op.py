@@ -5,23 +5,25 @@ What the schema cannot say, such as which slots there are, `kvdock.plugin.Op.dra
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
 
 from kvdock.errors import ArgumentValueError
 from kvdock.ops.schema import LEAD_RANKS, Arg, Dim, OpSchema, Role, parse_dims
-from kvdock.plugin import QUANTISED_DTYPES, Op
+from kvdock.plugin import QUANTISED_DTYPES
 from kvdock_conformance.cases.drawing import ITEMSIZE, Drawing, View, call
 from kvdock_conformance.checking.memory import BITS
 
-__all__ = ["SIZES", "AnyCall", "factors_of", "in_turn", "runtime_words", "static_words"]
+__all__ = ["SIZES", "AnyCall", "Drawable", "factors_of", "in_turn", "runtime_words", "static_words"]
 
 Sizes = Mapping[str, int]
 SIZES: Mapping[str, tuple[Sequence[int], Sequence[int]]] = MappingProxyType(
@@ -87,6 +89,23 @@ def _compiled(expression: str) -> CodeType:
     return compile(expression, "<relation>", "eval")
 
 
+@functools.cache
+def _equations(schema: OpSchema) -> list[tuple[str, CodeType]]:
+    """Return relations that say what a size is, ``"C == B + 1"``: the word, and what it is equal to."""
+    found = (re.fullmatch(r"(\w+) == ([\w +*-]+)", relation.expression) for relation in schema.relations)
+    return [(match[1], _compiled(match[2])) for match in found if match and " or " not in match[2]]
+
+
+def _solved(schema: OpSchema, sizes: Sizes, fixed: Sizes) -> Sizes:
+    """Return sizes of which those that a relation settles are what it says."""
+    found = dict(sizes)
+    for word, expression in _equations(schema):
+        if word in found and word not in fixed:
+            with contextlib.suppress(NameError):  # about a size that is absent
+                found[word] = eval(expression, {"__builtins__": {}}, found)  # noqa: S307 - from the schema
+    return found
+
+
 def _fails(schema: OpSchema, sizes: Sizes) -> str:
     """Return the first relation that does not hold; empty when all do. One about sizes that are absent holds."""
     for relation in schema.relations:
@@ -96,6 +115,20 @@ def _fails(schema: OpSchema, sizes: Sizes) -> str:
         except NameError:
             continue
     return ""
+
+
+class Drawable(Protocol):
+    """An op whose calls can be drawn: `kvdock.plugin.Op` is one."""
+
+    @property
+    def schema(self) -> OpSchema:
+        """What it takes and writes."""
+        ...
+
+    @property
+    def draw(self) -> Callable[[Sizes, random.Random], Mapping[str, object]] | None:
+        """Returns values of what the schema cannot say."""
+        ...
 
 
 @attrs.frozen
@@ -109,7 +142,7 @@ class AnyCall:
         seed: of what is drawn.
     """
 
-    op: Op
+    op: Drawable
     how: Mapping[str, Any] = MappingProxyType({})
     sizes: Sizes = MappingProxyType({})
     seed: int = 0
@@ -144,7 +177,7 @@ class AnyCall:
         fixed = {word: size for word, size in {**self.sizes, **sizes}.items() if word in names}
         choose = random.Random(self.seed)  # noqa: S311 - the same in every run
         for number in range(_TRIES):
-            found = {**self._chosen(names, 3 * number // _TRIES, choose), **fixed}
+            found = _solved(self.op.schema, {**self._chosen(names, 3 * number // _TRIES, choose), **fixed}, fixed)
             broken = _fails(self.op.schema, found)
             if not broken and self._elements(found) <= _MOST:
                 return attrs.evolve(self, sizes=found)
