@@ -89,17 +89,21 @@ def _compiled(expression: str) -> CodeType:
     return compile(expression, "<relation>", "eval")
 
 
-@functools.cache
 def _equations(schema: OpSchema) -> list[tuple[str, CodeType]]:
     """Return relations that say what a size is, ``"C == B + 1"``: the word, and what it is equal to."""
     found = (re.fullmatch(r"(\w+) == ([\w +*-]+)", relation.expression) for relation in schema.relations)
     return [(match[1], _compiled(match[2])) for match in found if match and " or " not in match[2]]
 
 
-def _solved(schema: OpSchema, sizes: Sizes, fixed: Sizes) -> Sizes:
+def _elements(every: Sequence[Sequence[Dim]], sizes: Sizes) -> int:
+    """Return how many elements the largest of some tensors has."""
+    return max(math.prod(sizes.get(dim.name, dim.literal or 1) for dim in dims) for dims in every)
+
+
+def _solved(equations: Sequence[tuple[str, CodeType]], sizes: Sizes, fixed: Sizes) -> Sizes:
     """Return sizes of which those that a relation settles are what it says."""
     found = dict(sizes)
-    for word, expression in _equations(schema):
+    for word, expression in equations:
         if word in found and word not in fixed:
             with contextlib.suppress(NameError):  # about a size that is absent
                 found[word] = eval(expression, {"__builtins__": {}}, found)  # noqa: S307 - from the schema
@@ -173,13 +177,14 @@ class AnyCall:
         Raises:
             ArgumentValueError: no sizes fulfil the relations of the schema, and none were given.
         """
-        names = {dim.name: dim.runtime for arg in self.op.schema.args for dim in self.dims(arg) or () if dim.literal is None}
+        every = [self.dims(arg) or () for arg in self.op.schema.args]
+        names, equations = {dim.name: dim.runtime for dims in every for dim in dims if dim.literal is None}, _equations(self.op.schema)
         fixed = {word: size for word, size in {**self.sizes, **sizes}.items() if word in names}
         choose = random.Random(self.seed)  # noqa: S311 - the same in every run
         for number in range(_TRIES):
-            found = _solved(self.op.schema, {**self._chosen(names, 3 * number // _TRIES, choose), **fixed}, fixed)
+            found = _solved(equations, {**self._chosen(names, 3 * number // _TRIES, choose), **fixed}, fixed)
             broken = _fails(self.op.schema, found)
-            if not broken and self._elements(found) <= _MOST:
+            if not broken and _elements(every, found) <= _MOST:
                 return attrs.evolve(self, sizes=found)
         if fixed:
             return None
@@ -193,11 +198,6 @@ class AnyCall:
             word = choose.choice([*names])
             found[word] = found[word] if names[word] else choose.choice(_ROOMY)
         return found | ({"lead0": choose.choice((1, 2, 3))} if "lead1" in names else {})
-
-    def _elements(self, sizes: Sizes) -> int:
-        """Return how many elements the largest tensor has."""
-        shapes = [[sizes.get(dim.name, dim.literal or 1) for dim in self.dims(arg) or ()] for arg in self.op.schema.args]
-        return max(map(math.prod, shapes))
 
     def arguments(self, drawing: Drawing, kept: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         """Return the arguments of a call whose sizes are settled, without those that are absent; ``kept`` are there already."""

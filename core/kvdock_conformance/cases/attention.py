@@ -103,7 +103,7 @@ class Attention:
         args |= {"seq_lens": self._index(drawing, self.lens), "cu_query_lens": self._sums(drawing)}
         args |= {"starts": None if self.starts is None else self._index(drawing, self.starts)}
         args["sinks"] = drawing.tensor("float32", (hq,), fill="numbers") if self.sinks else None
-        args["max_query_len"] = 1 if self.counts is None else max(*self.counts, 1)
+        args["max_query_len"] = 1 if self.counts is None else max([*self.counts, 1])
         args |= {"causal": True, **self.options, "out": out}
         args["lse"] = drawing.tensor("float32", (self.queries, hq)) if self.lse else None
         return Batch(args, places)

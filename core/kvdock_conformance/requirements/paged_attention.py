@@ -174,7 +174,7 @@ def _mistake(name: str, change: Mapping[str, Any], *texts: str, error: str | Non
 
 def _parts() -> Iterator[Case]:
     """Yield batches whose keys are cut in two, or three."""
-    for name, cuts, dtype in (("two", ([18, 0, 7],), "float32"), ("three", ([18, 0, 7], [19, 3, 60]), "float64")):
+    for name, cuts, dtype in (("two", ([18, 0, 7],), "float32"), ("three", ([18, 0, 7], [19, 3, 60]), "float16")):
         lens = [20, 5, 130]
         made = Attention(lens, dtype=dtype, options={"causal": False})
         drawing = Drawing(3)
