@@ -101,12 +101,16 @@ def _garbage() -> Iterator[Case]:
         yield Case(f"nan in {part} of token 40, window {window}", data)
 
 
-def _sizes_of_0() -> Iterator[Case]:
+def _nothing_seen() -> Iterator[Case]:
     for name, made in {
         "a table without columns": Attention([0, 0], spare=0),
         "no queries": Attention([5, 20], [0, 0]),
         "nothing at all": Attention([], []),
-        "queries of padding": Attention([0, 0], [2, 1], spare=0, sinks=True),
+        "queries of padding alone": Attention([0, 0], [2, 1], spare=0, sinks=True),
+        "padding": Attention([0, 5, 0]),
+        "padding with several queries, and sinks": Attention([0, 5, 0], [2, 1, 3], sinks=True),
+        "starts at the end": Attention([5, 20], [3, 1], starts=[5, 20]),
+        "starts at the end, and sinks": Attention([5, 20], starts=[5, 20], sinks=True),
     }.items():
         yield Case(name, made.case())
 
@@ -240,7 +244,7 @@ REQUIREMENTS = (
         4,
         "A query that sees nothing gets zeros, and as its sum the logit of the sink or minus infinity, also where a size is 0.",
         attention.check_attention,
-        _sizes_of_0,
+        _nothing_seen,
     ),
     _asked(
         5,
