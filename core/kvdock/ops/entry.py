@@ -296,10 +296,11 @@ def compiling_error(op: str) -> UnsupportedError:
 
 
 def _is_empty(schema: OpSchema, values: tuple[Any, ...]) -> bool:
-    """Whether a run-time size of a valid call is 0: no kernel is needed."""
+    """Whether a run-time size of a valid call is 0, and no kernel is needed to fill what it returns."""
     pools = {arg.name for arg in schema.static_args}
     args = schema.bind(values)
-    return any(isinstance(value, torch.Tensor) and name not in pools and value.numel() == 0 for name, value in args.items())
+    filled = schema.when_empty is not None or not any(arg.returned and args[arg.name].numel() for arg in schema.args)
+    return filled and any(isinstance(value, torch.Tensor) and name not in pools and value.numel() == 0 for name, value in args.items())
 
 
 def _index_values_on_host(schema: OpSchema, values: tuple[Any, ...]) -> dict[str, Any]:

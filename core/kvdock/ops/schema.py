@@ -145,8 +145,8 @@ class OpSchema:
         relations: further conditions on sizes.
         check_values: given the arguments as host values, raises if a value is out of range and returns what is doubtful
             (equal slots), as text. Host kernels call it before they write, debug mode on every device.
-        when_empty: given the arguments of a valid call in which a run-time size is 0, writes what it comes to. No kernel is asked for
-            such a call; it has nothing to do where this is None.
+        when_empty: given the arguments of a valid call in which a run-time size is 0, writes what it comes to, so that no kernel meets
+            such a call. Where it is None, a kernel serves those whose returned outputs have elements; the others have nothing to do.
     """
 
     name: str

@@ -50,8 +50,8 @@ def _words(schema: OpSchema) -> list[Dim]:
 
 
 def runtime_words(schema: OpSchema) -> set[str]:
-    """Return the names of run-time sizes."""
-    return {dim.name for dim in _words(schema) if dim.runtime}
+    """Return the names of run-time sizes that can be chosen: of those that a relation settles, none."""
+    return {dim.name for dim in _words(schema) if dim.runtime} - {word for word, _ in _equations(schema)}
 
 
 def static_words(schema: OpSchema) -> set[str]:
