@@ -9,11 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvdock_triton.attention_exact import attend_key_by_key, begin_rows
 from kvdock_triton.attention_parts import (
     LOG2E,
-    attend_key_by_key,
     attend_keys,
-    begin_rows,
     count_bad,
     count_outside,
     find_sequence,

@@ -34,10 +34,6 @@ class CpuBackend(Backend):
         """List the one CPU device."""
         return [torch.device("cpu")]
 
-    def capabilities(self) -> Capabilities:
-        """Claim equal bits in any batch: sequences are attended to one after the other."""
-        return Capabilities(batch_invariant=True)
-
     def kernels(self) -> Mapping[str, Kernel]:
         """Return one kernel per op."""
         return {
@@ -47,3 +43,7 @@ class CpuBackend(Backend):
             "copy_blocks_": CopyBlocks(),
             "paged_attention": PagedAttention(),
         }
+
+    def capabilities(self) -> Capabilities:
+        """Claim equal bits in any batch: sequences are attended to one after the other."""
+        return Capabilities(batch_invariant=True)

@@ -5,13 +5,10 @@ What the schema cannot say, such as which slots there are, `kvdock.plugin.Op.dra
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
 import random
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import attrs
@@ -21,11 +18,11 @@ from kvdock.errors import ArgumentValueError
 from kvdock.ops.schema import LEAD_RANKS, Arg, Dim, OpSchema, Role, parse_dims
 from kvdock.plugin import QUANTISED_DTYPES
 from kvdock_conformance.cases.drawing import ITEMSIZE, Drawing, View, call
+from kvdock_conformance.cases.sizes import Sizes, broken_by, elements_of, equations_of, solved
 from kvdock_conformance.checking.memory import BITS
 
 __all__ = ["SIZES", "AnyCall", "Drawable", "factors_of", "in_turn", "runtime_words", "static_words"]
 
-Sizes = Mapping[str, int]
 SIZES: Mapping[str, tuple[Sequence[int], Sequence[int]]] = MappingProxyType(
     {
         "even": ((2, 4, 8, 16), (2, 4, 16)),
@@ -51,7 +48,7 @@ def _words(schema: OpSchema) -> list[Dim]:
 
 def runtime_words(schema: OpSchema) -> set[str]:
     """Return the names of run-time sizes that can be chosen: of those that a relation settles, none."""
-    return {dim.name for dim in _words(schema) if dim.runtime} - {word for word, _ in _equations(schema)}
+    return {dim.name for dim in _words(schema) if dim.runtime} - {word for word, _ in equations_of(schema)}
 
 
 def static_words(schema: OpSchema) -> set[str]:
@@ -82,43 +79,6 @@ def factors_of(schema: OpSchema, *sizes: str) -> dict[str, Sequence[Any]]:
 
 def _text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-@functools.cache
-def _compiled(expression: str) -> CodeType:
-    return compile(expression, "<relation>", "eval")
-
-
-def _equations(schema: OpSchema) -> list[tuple[str, CodeType]]:
-    """Return relations that say what a size is, ``"C == B + 1"``: the word, and what it is equal to."""
-    found = (re.fullmatch(r"(\w+) == ([\w +*-]+)", relation.expression) for relation in schema.relations)
-    return [(match[1], _compiled(match[2])) for match in found if match and " or " not in match[2]]
-
-
-def _elements(every: Sequence[Sequence[Dim]], sizes: Sizes) -> int:
-    """Return how many elements the largest of some tensors has."""
-    return max(math.prod(sizes.get(dim.name, dim.literal or 1) for dim in dims) for dims in every)
-
-
-def _solved(equations: Sequence[tuple[str, CodeType]], sizes: Sizes, fixed: Sizes) -> Sizes:
-    """Return sizes of which those that a relation settles are what it says."""
-    found = dict(sizes)
-    for word, expression in equations:
-        if word in found and word not in fixed:
-            with contextlib.suppress(NameError):  # about a size that is absent
-                found[word] = eval(expression, {"__builtins__": {}}, found)  # noqa: S307 - from the schema
-    return found
-
-
-def _fails(schema: OpSchema, sizes: Sizes) -> str:
-    """Return the first relation that does not hold; empty when all do. One about sizes that are absent holds."""
-    for relation in schema.relations:
-        try:
-            if not eval(_compiled(relation.expression), {"__builtins__": {}}, dict(sizes)):  # noqa: S307 - from the schema
-                return relation.expression
-        except NameError:
-            continue
-    return ""
 
 
 class Drawable(Protocol):
@@ -178,13 +138,13 @@ class AnyCall:
             ArgumentValueError: no sizes fulfil the relations of the schema, and none were given.
         """
         every = [self.dims(arg) or () for arg in self.op.schema.args]
-        names, equations = {dim.name: dim.runtime for dims in every for dim in dims if dim.literal is None}, _equations(self.op.schema)
+        names, equations = {dim.name: dim.runtime for dims in every for dim in dims if dim.literal is None}, equations_of(self.op.schema)
         fixed = {word: size for word, size in {**self.sizes, **sizes}.items() if word in names}
         choose = random.Random(self.seed)  # noqa: S311 - the same in every run
         for number in range(_TRIES):
-            found = _solved(equations, {**self._chosen(names, 3 * number // _TRIES, choose), **fixed}, fixed)
-            broken = _fails(self.op.schema, found)
-            if not broken and _elements(every, found) <= _MOST:
+            found = solved(equations, {**self._chosen(names, 3 * number // _TRIES, choose), **fixed}, fixed)
+            broken = broken_by(self.op.schema, found)
+            if not broken and elements_of(every, found) <= _MOST:
                 return attrs.evolve(self, sizes=found)
         if fixed:
             return None

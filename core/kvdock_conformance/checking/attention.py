@@ -17,7 +17,16 @@ from kvdock_conformance.checking.repeated import BoundTarget
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.requirement import Capability, Check
 
-__all__ = ["BATCH_INVARIANT", "check_alone", "check_attention", "check_index_values", "check_parts", "check_public", "check_repeatable"]
+__all__ = [
+    "BATCH_INVARIANT",
+    "check_alone",
+    "check_attention",
+    "check_index_values",
+    "check_parts",
+    "check_public",
+    "check_repeatable",
+    "why_not_invariant",
+]
 
 _OWN = ("q", "k_cache", "v_cache", "block_table", "seq_lens")
 """Arguments of the function that have no keyword."""

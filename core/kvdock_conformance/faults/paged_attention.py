@@ -6,16 +6,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import attrs
 import torch
 
-import kvdock
 from kvdock.interface import TensorMeta
 from kvdock_conformance.cases.attention import OP
 from kvdock_conformance.checking.meaning import BOUNDS
 from kvdock_conformance.faults.fault import Fault, Faults, KernelSeed
 from kvdock_conformance.faults.ops import CallSeed, mistakes_ignored
-from kvdock_conformance.faults.seeds import Args, BackendCall
+from kvdock_conformance.faults.seeds import Args, BackendCall, TwistedKernel
 
 __all__ = ["FAULTS"]
 
@@ -31,37 +29,11 @@ def _ids(numbers: tuple[int, ...]) -> list[str]:
     return [f"KVD-ATTN-{number:03}" for number in numbers]
 
 
-class _Twisted(kvdock.plugin.Kernel):
-    """A kernel that sees other arguments than those of the request and the call: what is static, or absent, is in the plan."""
-
-    def __init__(self, inner: kvdock.plugin.Kernel, twist: Callable[[Args], Args]) -> None:
-        self._inner, self._twist = inner, twist
-
-    def supports(self, request: kvdock.plugin.Request) -> Any:
-        """Ask what is inside."""
-        return self._inner.supports(request)
-
-    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
-        """Prepare what is inside for other arguments."""
-        return _TwistedPlan(self._inner.prepare(attrs.evolve(request, args=self._twist(dict(request.args)))), self._twist, [*request.args])
-
-
-class _TwistedPlan(kvdock.plugin.Descriptor):
-    def __init__(self, inner: kvdock.plugin.Descriptor, twist: Callable[[Args], Args], names: list[str]) -> None:
-        self._inner, self._twist, self._names = inner, twist, names
-
-    def __call__(self, *args: Any) -> None:
-        self._inner(*self._twist(dict(zip(self._names, args, strict=True))).values())
-
-    def destroy(self) -> None:
-        self._inner.destroy()
-
-
 def _twist(name: str, sentence: str, *numbers: int) -> Callable[[Callable[[Args], Args]], Callable[[Args], Args]]:
     """Add a fault that is a function of the arguments, in a request and in a call."""
 
     def add(twist: Callable[[Args], Args]) -> Callable[[Args], Args]:
-        seed = KernelSeed(OP, lambda inner: _Twisted(inner, twist))
+        seed = KernelSeed(OP, lambda inner: TwistedKernel(inner, twist))
         FAULTS.append(Fault(f"attn-{name}", sentence, OP, tuple(_ids(numbers)), seed))
         return twist
 
