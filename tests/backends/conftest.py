@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 _MINUTES = ("KVD-WRITE-025", "KVD-GATHER-030", "KVD-COPY-028", "KVD-STATIC-023")
-_SLOW = ("KVD-FUZZ-001", "KVD-COPY-017", "KVD-RESOURCE-008")
+_SLOW = ("KVD-FUZZ-001", "KVD-COPY-017", "KVD-RESOURCE-008", "KVD-ATTN-002")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` looks
