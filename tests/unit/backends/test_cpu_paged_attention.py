@@ -78,7 +78,7 @@ def expected(args: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.empty(*size, args["v_cache"].shape[3], dtype=torch.float64)
     lse = torch.empty(size)
     static = [args.get("scale"), args.get("causal", True), args.get("window"), args.get("softcap")]
-    reference(*(args.get(name) for name in ORDER.split()), None, None, 99, *static, out, lse)
+    reference(*(args.get(name) for name in ORDER.split()), 99, *static, out, lse)
     return out, lse
 
 
