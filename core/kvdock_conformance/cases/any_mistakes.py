@@ -42,7 +42,7 @@ class _Good:
     def case(self, name: str, change: Mapping[str, Any], *texts: str, error: str = VALUE, **more: Any) -> Case:
         """Return the call and one in which something is wrong."""
         calls = [call(self.op.schema.name, **args) for args in (self.args, {**self.args, **change})]
-        return Case(name, self.drawing.case(*calls, **{"error": error, "texts": texts, "meta": (), "may_pass": False, **more}))
+        return Case(name, self.drawing.case(*calls, **{"error": error, "texts": [*texts], "meta": [], "may_pass": False, **more}))
 
 
 def _each(make: Callable[[_Good, Arg, View], Iterable[Case]]) -> Callable[[Drawable], Iterable[Case]]:
@@ -93,13 +93,13 @@ def elsewhere(good: _Good, arg: Arg, view: View) -> Iterator[Case]:
     """Yield tensors on another device than the first one."""
     first = next(other.name for other, _ in good.tensors() if not other.host)
     if arg.name != first:
-        yield good.case(f"{arg.name} elsewhere", {}, f": {arg.name}: ", "on meta", meta=(arg.name,))
+        yield good.case(f"{arg.name} elsewhere", {}, f": {arg.name}: ", "on meta", meta=[arg.name])
 
 
 @_each
 def not_memory(good: _Good, arg: Arg, view: View) -> Iterator[Case]:
     """Yield fake tensors."""
-    yield good.case(f"{arg.name} is fake", {}, f": {arg.name}: ", error=TYPE, fake=(arg.name,))
+    yield good.case(f"{arg.name} is fake", {}, f": {arg.name}: ", error=TYPE, fake=[arg.name])
 
 
 @_each

@@ -164,11 +164,11 @@ def mistakes() -> Iterator[Case]:
         else:
             taken = {"cu_query_lens": other["cu_query_lens"]}
         calls = [call(OP, **args), call(OP, **{**args, **taken})]
-        yield Case(name, drawing.case(*calls, error="ArgumentValueError", texts=[""], meta=(), may_pass=False))
+        yield Case(name, drawing.case(*calls, error="ArgumentValueError", texts=[""], meta=[], may_pass=False))
 
 
 def _mistake(name: str, change: Mapping[str, Any], *texts: str, error: str | None) -> Case:
-    data = _GOOD.case(error=error or "ArgumentValueError", texts=texts, meta=(), may_pass=False)
+    data = _GOOD.case(error=error or "ArgumentValueError", texts=[*texts], meta=[], may_pass=False)
     good = data["calls"][0]
     args = {key: value for key, value in {**good["args"], **change}.items() if value is not None}
     return Case(name, {**data, "calls": [good, {**good, "args": args}]})
@@ -198,7 +198,7 @@ def alone() -> Iterator[Case]:
         drawing = Drawing(5)
         args = made.batch(drawing).args
         ends = [0, *itertools.accumulate(counts or [1] * 5)]
-        calls, queries = [args], [*itertools.pairwise(ends)]
+        calls, queries = [args], [[*pair] for pair in itertools.pairwise(ends)]
         for row, (begin, end) in enumerate(queries):
             own = {name: attrs.evolve(args[name].slice(0, row, row + 1), values=None) for name in ("block_table", "seq_lens")}
             own |= {"q": args["q"].slice(0, begin, end), "out": drawing.tensor(dtype, (end - begin, 4, dims[1]))}
