@@ -62,7 +62,8 @@ MIX = Op(
 
 
 def _pick(x: Any, which: Any, mask: Any, out: Any) -> None:
-    out.copy_(torch.where(mask[:, None], x[which.long()], torch.zeros((), dtype=x.dtype)))
+    out.zero_()
+    out[mask] = x[which[mask].long()]
 
 
 def _pick_reference(x: Any, which: Any, mask: Any, out: Any) -> None:
@@ -71,8 +72,8 @@ def _pick_reference(x: Any, which: Any, mask: Any, out: Any) -> None:
 
 
 def _pick_draw(sizes: Mapping[str, int], choose: random.Random) -> dict[str, Any]:
-    count = range(sizes["m"])
-    return {"which": [choose.randrange(sizes["n"]) if sizes["n"] else 0 for _ in count], "mask": [choose.random() < 0.7 for _ in count]}
+    count, rows = range(sizes["m"]), sizes["n"]
+    return {"which": [choose.randrange(rows) if rows else 0 for _ in count], "mask": [rows > 0 and choose.random() < 0.7 for _ in count]}
 
 
 PICK = Op(

@@ -47,6 +47,7 @@ from kvdock.interface import (
     TensorMeta,
 )
 from kvdock.ops.active import call_op
+from kvdock.ops.attention import check_paged_attention
 from kvdock.ops.brought import Op
 from kvdock.ops.index_values import check_lengths, check_pairs, check_slots, equal_slots, live_pairs, pairs_on_device, slots_in_range
 from kvdock.ops.portable.rows import write_rows
@@ -115,6 +116,7 @@ __all__ = [
     "check_block_size",
     "check_distinct",
     "check_lengths",
+    "check_paged_attention",
     "check_pairs",
     "check_priority",
     "check_slots",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     Bits = npt.NDArray[np.integer[Any]]
 
-__all__ = ["Place", "copy_blocks_", "gather_paged", "paged_caching_", "static_update_"]
+__all__ = ["Place", "copy_blocks_", "gather_paged", "paged_attention", "paged_caching_", "static_update_"]
 
 Place = tuple[int, ...]
 """Position in an index argument: ``slot_mapping[place]``, ``block_pairs[place]``; for a static cache (row, position)."""
@@ -158,6 +158,71 @@ def copy_blocks_(k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torc
             for offset in range(cache.shape[1]):
                 cache[dst, offset] = cache[src, offset]
     return skipped
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_query_lens: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    max_query_len: int,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> list[Place]:
+    """Attend from each query to the keys of its sequence that it sees, in float64, one query and head after another.
+
+    Args:
+        q: ``[N, Hq, Dk]``.
+        k_cache: ``[NB, block, Hk, Dk]``.
+        v_cache: ``[NB, block, Hk, Dv]``.
+        block_table: ``[B, W]``.
+        seq_lens: ``[B]``: tokens of each sequence, those of its queries, which are its last, included.
+        cu_query_lens: ``[B + 1]``; None for one query of each sequence.
+        starts: ``[B]``: first token that is seen.
+        sinks: ``[Hq]``: a logit without a value.
+        max_query_len: means nothing here.
+        scale: what scores are multiplied by; None for ``Dk ** -0.5``.
+        causal: whether keys behind the query's own are not seen.
+        window: how many keys up to its own a query sees.
+        softcap: limit of scores.
+        out: ``[N, Hq, Dv]``; written whole.
+        lse: ``[N, Hq]``; written whole.
+
+    Returns:
+        Nothing: every index is in range.
+    """
+    import torch
+
+    heads, block = k_cache.shape[2], k_cache.shape[1]
+    sums = list(range(len(seq_lens) + 1)) if cu_query_lens is None else cu_query_lens.tolist()
+    out.zero_()
+    if lse is not None:
+        lse.fill_(-torch.inf)
+    for row, length in enumerate(seq_lens.tolist()):
+        for query in range(sums[row], sums[row + 1]):
+            own = length - sums[row + 1] + query
+            first = 0 if starts is None else int(starts[row])
+            first = first if window is None else max(first, own - window + 1)
+            keys = torch.arange(first, max(first, own + 1 if causal else length))
+            places = block_table[row].long()[keys // block], keys % block
+            for head in range(q.shape[1]):
+                k, v = (cache[*places, head * heads // q.shape[1]].double() for cache in (k_cache, v_cache))
+                scores = k @ q[query, head].double() * (q.shape[2] ** -0.5 if scale is None else scale)
+                scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+                every = scores if sinks is None else torch.cat([scores, sinks[head, None].double()])
+                if len(every):
+                    out[query, head] = torch.softmax(every, 0)[: len(keys)] @ v
+                    if lse is not None:
+                        lse[query, head] = torch.logsumexp(every, 0)
+    return []
 
 
 def _values(index: torch.Tensor) -> Iterator[tuple[Place, int]]:

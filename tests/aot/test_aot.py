@@ -19,7 +19,8 @@ import pytest
 pytest.importorskip("triton", reason="compiling for GPUs needs Triton: pip install 'kvdock[triton]'")
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
-KERNELS = {"paged_caching_", "static_update_", "gather_paged", "copy_blocks_"}
+MOVING = {"paged_caching_", "static_update_", "gather_paged", "copy_blocks_"}
+KERNELS = {*MOVING, "paged_attention"}
 WIDE_LANES = {"gfx90a", "gfx942", "gfx950"}
 
 
@@ -50,6 +51,8 @@ def assert_wide(results: Sequence[dict[str, Any]]) -> None:
     assert {result["kernel"] for result in aligned} == KERNELS
     for result in aligned:
         assert result["load"] >= 16, result
+        if result["computes"]:  # what it stores is its own
+            continue
         assert result["narrowest_store"] >= 16, result
         assert result["store"] >= 16, result
 
@@ -57,15 +60,15 @@ def assert_wide(results: Sequence[dict[str, Any]]) -> None:
 def assert_no_spills(results: Sequence[dict[str, Any]]) -> None:
     """Check that no kernel spills, and that figures were read at all."""
     for result in results:
-        assert result["spills"] == 0, result
-        assert 1 <= result["registers"] <= 255, result
+        assert result["spills"] == 0 or result["computes"], result
+        assert 1 <= result["registers"] <= (512 if result["computes"] else 255), result
 
 
 def test_a_chosen_subset_has_wide_accesses_and_no_spills(tmp_path: Path) -> None:
     chosen = ("sm_90", "gfx942", "gfx1100")
     results = compiled(tmp_path, "--quick", *(word for name in chosen for word in ("--target", name)))
     assert {result["target"] for result in results} == set(chosen)
-    assert len(results) == 18
+    assert len(results) == 21
     assert_wide(results)
     assert_no_spills(results)
 
@@ -125,11 +128,14 @@ def test_the_cases_are_all_variants(facts: Any) -> None:
     cases = facts["cases"]
     assert len({(kernel, variant) for kernel, variant, _ in cases}) == len(cases) > 100
     text = {kernel: "\n".join(variant for name, variant, _ in cases if name == kernel) for kernel in KERNELS}
-    for kernel, variants in text.items():
+    for kernel in MOVING:
+        variants = text[kernel]
         for word in ("8x128", "3x64", "1x64", "64x128", "4x192/128", "8x46", "align 16", "align 8", "align 4", "align 2"):
             assert word in variants, f"{kernel}: {word}"
     for word in ("fused", "separate", "NHD", "HND", "1-D", "2-D", "int32", "int64"):
         assert word in text["paged_caching_"], word
+    for word in ("decode", "prefill", "join", "every option", "float32", "4x192/128", "4x256", "8x46 bfloat16 align 4"):
+        assert word in text["paged_attention"], word
     for word in ("lengths host", "lengths int64"):
         assert word in text["static_update_"], word
 
@@ -172,7 +178,7 @@ def test_every_variant_on_every_architecture(tmp_path: Path) -> None:
     assert_no_spills(results)
     for result in results:
         for alignment in (8, 4, 2):
-            if result["variant"].endswith(f"align {alignment}"):
+            if result["variant"].endswith(f"align {alignment}") and not result["computes"]:
                 # No access of data may be wider than what the class promises; index loads have 8 bytes.
                 assert result["store"] <= alignment, result
                 assert result["load"] <= max(alignment, 8), result

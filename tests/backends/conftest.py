@@ -4,8 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-_MINUTES = ("KVD-WRITE-025", "KVD-GATHER-030", "KVD-COPY-028", "KVD-STATIC-023")
-_SLOW = ("KVD-FUZZ-001", "KVD-COPY-017", "KVD-RESOURCE-003", "KVD-RESOURCE-008", "KVD-RESOURCE-011", "KVD-READ-003")
+_ATTENTION = "KVD-OP-{}@paged_attention"
+_MINUTES = (
+    *("KVD-WRITE-025", "KVD-GATHER-030", "KVD-COPY-028", "KVD-STATIC-023"),
+    *map(_ATTENTION.format, ("001", "004", "005")),  # of up to 257 sequences; `KVD-ATTN-001` asks of small ones
+)
+_SLOW = (
+    *(
+        "KVD-FUZZ-001",
+        "KVD-COPY-017",
+        "KVD-RESOURCE-003",
+        "KVD-RESOURCE-008",
+        "KVD-RESOURCE-011",
+        "KVD-READ-003",
+        "KVD-ATTN-002",
+        "KVD-ATTN-009",
+    ),
+    *map(_ATTENTION.format, ("006", "008", "010", "011", "012", "015")),
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` looks

@@ -91,7 +91,14 @@ def test_firmware_that_is_too_old_is_unusable(installed: Environment) -> None:
     assert "Fix: update it to 2 or newer" in acme["reason"]
 
 
-UNCLAIMED = ("acme stores torch.bfloat16", "lists one device", "no streams there", "set_sync_debug_mode", "does not claim graph_capture")
+UNCLAIMED = (
+    "acme stores torch.bfloat16",
+    "lists one device",
+    "no streams there",
+    "set_sync_debug_mode",
+    "does not claim graph_capture",
+    "does not claim batch_invariant",
+)
 """Why a requirement is unsupported. All others are checked on Acme's own kernels."""
 
 

@@ -80,7 +80,14 @@ def test_it_is_found_and_in_nobodys_way(installed: Environment) -> None:
     assert installed.kvdock("explain", "paged_caching_", "--device", "cpu", "--json").returncode == 0, "no tie with the CPU backend"
 
 
-UNCLAIMED = ("quantised caches", "lists one device", "no streams there", "set_sync_debug_mode", "does not claim graph_capture")
+UNCLAIMED = (
+    "quantised caches",
+    "lists one device",
+    "no streams there",
+    "set_sync_debug_mode",
+    "does not claim graph_capture",
+    "does not claim batch_invariant",
+)
 """What a backend of torch operations on host memory does not claim: all else is checked on its own kernels."""
 
 

@@ -132,6 +132,30 @@ def test_static_and_copy_launches(driver: Driver) -> None:
     assert (args["k_cache"], args["v_cache"]) == (pools[0].data_ptr(), pools[1].data_ptr())
 
 
+def test_attention_launches(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few queries: a program for each sequence, head and split, and what joins them. Many: tiles, and as few splits as fill the GPU."""
+    monkeypatch.setattr(AcmeBackend, "processors", lambda self, device: 32)
+    pools, table = G.pools(Memory()), torch.zeros(3, 20, dtype=torch.int32)
+    q, lens = torch.zeros(3, 8, 8, dtype=torch.bfloat16), torch.tensor([5, 0, 1280])
+    out, lse = kvdock.ops.paged_attention(q, *pools, table, lens, return_lse=True)
+    (grid, args), (join_grid, join) = driver.launches
+    splits = -(-20 * 64 // args["LEAST"])
+    assert (grid, join_grid, args["splits"], join["splits"]) == ((3 * 2, splits, 1), (3 * 8, 1, 1), splits, splits)
+    pointers = {"q": q, "k_cache": pools[0], "v_cache": pools[1], "table": table, "lens": lens, "out": out, "lse": lse}
+    assert {name: args[name] for name in pointers} == {name: tensor.data_ptr() for name, tensor in pointers.items()}
+    assert (join["out"], join["lse"], join["parts"]) == (out.data_ptr(), lse.data_ptr(), args["parts"])
+    assert args["sums"] - args["parts"] == 3 * 8 * splits * 8 * 4  # behind the rows of all queries, heads and splits
+    assert (args["queries"], args["batch"], args["room"], args["num_blocks"]) == (3, 3, 20 * 64, 1100)
+    assert [args[name] * args["Q_UNIT"] for name in ("q_token", "q_head")] == [*q.stride()[:2]]
+    cu, q = torch.tensor([0, 300, 300, 301]), torch.zeros(301, 8, 8, dtype=torch.bfloat16)
+    kvdock.ops.paged_attention(q, *pools, table, lens, cu_query_lens=cu)
+    grid, args = driver.launches[-1]
+    assert (args["SEARCH"], grid) == (True, ((301 // args["TILE"] + 3) * 2, 1, 1))
+    kvdock.ops.paged_attention(q, *pools, table, lens, cu_query_lens=cu, max_query_len=4)
+    assert (driver.launches[-1][1]["SEARCH"], driver.launches[-1][0]) == (False, (3 * 2, 1, 1))
+    assert driver.launches[-1][1]["cu"] == cu.data_ptr()
+
+
 def meant(grid: tuple[int, ...], args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Drop what says nothing: which backend's count it is, and the steps of sizes of 1, which may be any."""
     idle = ["skipped"]

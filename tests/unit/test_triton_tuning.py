@@ -13,7 +13,7 @@ from kvdock.plugin import Request, TensorMeta
 from kvdock_triton import Tile, gather_paged, paged_caching
 from kvdock_triton.launch import KernelSpec
 from kvdock_triton.support import row_bytes
-from kvdock_triton.tuning import DEFAULT, HOPPER, MOST_TOKENS, TUNED_ROW_BYTES, WIDE, Tuning
+from kvdock_triton.tuning import DEFAULT, HOPPER, LEAST_ROWS, MOST_TOKENS, TUNED_KEY_BYTES, TUNED_ROW_BYTES, WIDE, AttentionTile, Tuning
 
 TUNINGS = {"default": (DEFAULT, 32), "hopper": (HOPPER, 32), "wide": (WIDE, 64)}
 TILES = {
@@ -96,3 +96,20 @@ def test_rows_of_a_latent_and_its_rope_part_are_tiled_by_the_shorter_ones() -> N
     """So that accesses of both stay wide."""
     shapes = {"k_cache": of_shape(1, 64, torch.bfloat16, 6, 4), "v_cache": of_shape(1, 512, torch.bfloat16, 6, 4)}
     assert row_bytes(Request("gather_paged", torch.device("cpu"), shapes)) == 128
+
+
+ATTENTION = {f"{name} {op}": getattr(tuning, op) for name, (tuning, _) in TUNINGS.items() for op in ("decode", "prefill")}
+
+
+@pytest.mark.parametrize("tile", ATTENTION.values(), ids=ATTENTION)
+def test_tiles_of_attention_keep_the_bytes_of_a_step(tile: AttentionTile) -> None:
+    assert tile.for_keys(TUNED_KEY_BYTES) == tile
+    for key_bytes in (64, 128, 256, 512, 640, 1024, 2048):
+        fitted = tile.for_keys(key_bytes)
+        assert fitted.keys.bit_count() == fitted.rows.bit_count() == 1
+        assert LEAST_ROWS <= fitted.keys <= 2 * tile.keys
+        assert LEAST_ROWS <= fitted.rows <= tile.rows
+        assert fitted.keys * key_bytes <= tile.keys * TUNED_KEY_BYTES or fitted.keys == LEAST_ROWS
+        lanes = fitted.without_matrix_units()
+        assert (lanes.rows, lanes.keys, lanes.stages) <= (LEAST_ROWS, fitted.keys, fitted.stages)
+        assert lanes.warps >= 4

@@ -55,6 +55,12 @@ def ptx_widths(text: str) -> dict[str, list[int]]:
     return widths
 
 
+def _ptx_load(text: str) -> int:
+    """Return the bytes of the widest load in PTX, or of the narrowest that goes to shared memory at once: those are keys and values."""
+    at_once = [int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*?, 0x([0-9a-f]+)", text)]
+    return min([max(ptx_widths(text)["load"]), *at_once])
+
+
 def _amd_bytes(suffix: str) -> int:
     """Return the bytes of an AMD access by what follows ``load_``: ``dwordx4``, ``b128``, ``ushort``, ``short_d16_hi``."""
     found = re.search(r"(dword|short|byte)(?:x(\d))?|[bui](\d+)", suffix)
@@ -115,9 +121,10 @@ def _compile(job: tuple[bool, int, str]) -> Result:
         registers=registers,
         spills=spills,
         shared=int(compiled.metadata.shared),
-        load=max(widths["load"]),
+        load=_ptx_load(compiled.asm["ptx"]) if target.backend == "cuda" else max(widths["load"]),
         store=max(widths["store"]),
         narrowest_store=min(widths["store"]),
+        computes=case.computes,
     )
 
 

@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from kvdock.plugin import HOST_INT, Request, TensorMeta
-from kvdock_triton import copy_blocks, gather_paged, paged_caching, static_update
+from kvdock_triton import attention_specs, copy_blocks, gather_paged, paged_caching, static_update
 from kvdock_triton.launch import KernelSpec
 from kvdock_triton.support import row_bytes
 from kvdock_triton.tuning import Tuning
@@ -50,12 +50,14 @@ class Case:
         variant: what distinguishes it, for people.
         alignment: its alignment class in bytes: how wide all its accesses to data should be.
         spec: given tiles, returns what to compile.
+        computes: whether it computes, instead of moving bits: what it stores is its own, and it may need more registers than there are.
     """
 
     kernel: str
     variant: str
     alignment: int
     spec: Callable[[Tuning], KernelSpec]
+    computes: bool = False
 
 
 def _pool(geometry: Geometry, name: str, alignment: int, hnd: bool = False) -> TensorMeta:
@@ -171,6 +173,42 @@ def _copy(geometry: Geometry, alignment: int, hnd: bool) -> list[Case]:
     ]
 
 
+_PLAIN: dict[str, Any] = {"causal": True, "window": None, "softcap": None, "scale": None}
+
+
+def _attention_request(geometry: Geometry, dtype: torch.dtype, every_option: bool) -> Request:
+    """Return a request for attention from four query heads for each of the cache."""
+    alignment = 16 if geometry.k_dim % 8 == 0 else 4
+    pools = {f"{name}_cache": attrs.evolve(_pool(geometry, name, alignment), dtype=dtype) for name in ("k", "v")}
+    q, out = (TensorMeta(dtype, (None, 4 * geometry.heads, dim), None, alignment) for dim in (geometry.k_dim, geometry.v_dim))
+    indices = {"block_table": _index(None, None, dtype=torch.int32), "seq_lens": _index(None), "cu_query_lens": _index(None)}
+    more: dict[str, Any] = dict.fromkeys(("starts", "sinks", "lse"))
+    if every_option:
+        sinks, lse = (TensorMeta(torch.float32, (size, 4 * geometry.heads)[-rank:], None, 4) for rank, size in ((1, None), (2, None)))
+        more = {"starts": _index(None), "sinks": sinks, "lse": lse, "window": 1000, "softcap": 30.0}
+    return _request("paged_attention", **pools, q=q, out=out, **indices, **_PLAIN | more)
+
+
+def _attention(geometry: Geometry, dtype: torch.dtype = _DTYPE, every_option: bool = False) -> list[Case]:
+    """Return the kernels of `paged_attention`: for few queries of each sequence, for any number, and what joins splits."""
+    request = _attention_request(geometry, dtype, every_option)
+    specs: dict[str, Callable[[Tuning], KernelSpec]] = {
+        "decode": lambda tuning: attention_specs.attend_spec(request, tuning.decode, False),
+        "prefill": lambda tuning: attention_specs.attend_spec(request, tuning.prefill, True),
+        "join": lambda tuning: attention_specs.join_spec(request),
+    }
+    alignment, options = request.tensor("q").alignment, ", every option" if every_option else ""
+    variant = f"{geometry} {str(dtype).removeprefix('torch.')}{options} align {alignment}"
+    return [Case("paged_attention", f"{name} {variant}", alignment, spec, True) for name, spec in specs.items()]
+
+
+def _attention_cases() -> list[Case]:
+    """Return what attention is compiled for: usual heads with and without options, and others."""
+    others = [Geometry(4, 192, 128), Geometry(4, 256, 256), Geometry(8, 46, 46), Geometry(3, 64, 64)]
+    cases = [*_attention(USUAL), *_attention(USUAL, every_option=True), *_attention(USUAL, torch.float32)]
+    return [*cases, *(case for geometry in others for case in _attention(geometry))]
+
+
 def _geometry_cases(geometry: Geometry) -> list[Case]:
     """Return every variant of one geometry in its own alignment class."""
     alignment = 16 if geometry.k_dim % 8 == 0 else 4
@@ -192,7 +230,7 @@ def _alignment_cases(alignment: int) -> list[Case]:
 def _quick_cases() -> list[Case]:
     """Return one variant of each kernel, in the aligned class."""
     cases = _paged(USUAL, 16, 1, False, torch.int64)
-    return [*cases, _static(USUAL, 16, True), _gather(USUAL, 16, 1, False), *_copy(USUAL, 16, False)]
+    return [*cases, _static(USUAL, 16, True), _gather(USUAL, 16, 1, False), *_copy(USUAL, 16, False), _attention(USUAL)[0]]
 
 
 def all_cases(quick: bool = False) -> Sequence[Case]:
@@ -201,4 +239,4 @@ def all_cases(quick: bool = False) -> Sequence[Case]:
         return _quick_cases()
     cases = [case for geometry in GEOMETRIES for case in _geometry_cases(geometry)]
     cases += [case for alignment in (8, 4, 2) for case in _alignment_cases(alignment)]
-    return [*cases, *_paged(USUAL, 16, 1, False, torch.int32)]
+    return [*cases, *_paged(USUAL, 16, 1, False, torch.int32), *_attention_cases()]

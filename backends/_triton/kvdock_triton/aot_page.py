@@ -25,6 +25,7 @@ class Result:
         load: bytes of the widest load from global memory.
         store: bytes of the widest store.
         narrowest_store: bytes of the narrowest; only data is stored, and counters are added to.
+        computes: whether it computes, instead of moving bits: then it may spill, and stores sums of its own.
     """
 
     kernel: str
@@ -37,17 +38,20 @@ class Result:
     load: int
     store: int
     narrowest_store: int
+    computes: bool = False
 
     @property
     def faults(self) -> list[str]:
         """What must not be: spills, and accesses narrower than the alignment class allows."""
-        found = [f"spills {self.spills}"] if self.spills else []
-        narrow = min(self.load, self.narrowest_store)
+        found = [f"spills {self.spills}"] if self.spills and not self.computes else []
+        narrow = self.load if self.computes else min(self.load, self.narrowest_store)
         return found + ([f"accesses of {narrow} bytes"] if narrow < self.alignment else [])
 
     @property
     def differences(self) -> list[str]:
-        """What is not as in all other kernels, whether it is a fault or not."""
+        """What is not as in all other kernels that move bits, whether it is a fault or not."""
+        if self.computes:
+            return self.faults
         shared = [f"{self.shared} bytes of shared memory"] if self.shared else []
         return self.faults + shared + ([f"stores of {self.store} bytes"] if self.store > self.alignment else [])
 
@@ -66,7 +70,12 @@ says what code was compiled, not how fast it is. No kernel has run on an AMD GPU
 * Registers are those of a thread (NVIDIA), or vector registers of a lane (AMD). Spills are bytes (NVIDIA) or registers (AMD).
 * An access is the narrowest to data in global memory. Index loads of 8 bytes come on top.
 
-**{count:,} kernels: {spilling} spill registers, {narrow} have accesses narrower than their alignment class.**
+**{count:,} kernels that move bits: {spilling} spill registers, {narrow} have accesses narrower than their alignment class.**
+"""
+_COMPUTING = """
+{count:,} kernels of attention, which compute: {spilling} spill registers, on {where}.
+Of theirs, an access is one that loads keys and values; a variant is what the kernel is for, a geometry, a dtype, and every option of
+the op where it says so.
 """
 _COLUMNS = ("op", "target", "kernels", "registers: median", "most", "in variant", "spills", "access in class 16")
 _SHOWN = 10
@@ -81,9 +90,18 @@ def page(results: Sequence[Result], versions: Mapping[str, str]) -> str:
     """
     spilling, narrow = (sum(fault.startswith(word) for result in results for fault in result.faults) for word in ("spills", "accesses"))
     told = ", ".join(f"{name} {version}" for name, version in versions.items())
-    lines = [_HEAD.format(versions=told, count=len(results), spilling=spilling, narrow=narrow)]
+    computing = [result for result in results if result.computes]
+    lines = [_HEAD.format(versions=told, count=len(results) - len(computing), spilling=spilling, narrow=narrow)]
+    lines += [_attention(computing)] if computing else []
     lines += [*_table(results), "", "## What differs from the other kernels", "", *_different(results)]
     return "\n".join(lines) + "\n"
+
+
+def _attention(results: Sequence[Result]) -> str:
+    """Return what is said of kernels that compute."""
+    spilling = [result for result in results if result.spills]
+    where = ", ".join(dict.fromkeys(result.target for result in spilling)) or "none"
+    return _COMPUTING.format(count=len(results), spilling=len(spilling), where=where).lstrip("\n")
 
 
 def _table(results: Iterable[Result]) -> Iterator[str]:
@@ -98,7 +116,7 @@ def _table(results: Iterable[Result]) -> Iterator[str]:
 
 def _row(group: Sequence[Result]) -> tuple[object, ...]:
     most = max(group, key=lambda result: result.registers)
-    aligned = [min(result.load, result.narrowest_store) for result in group if result.alignment == 16]
+    aligned = [result.load if result.computes else min(result.load, result.narrowest_store) for result in group if result.alignment == 16]
     median = statistics.median_low(result.registers for result in group)
     return len(group), median, most.registers, most.variant, max(result.spills for result in group), min(aligned, default="-")
 

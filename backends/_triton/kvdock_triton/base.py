@@ -26,6 +26,10 @@ from kvdock_triton.tuning import DEFAULT, Tuning
 __all__ = ["TritonBackend"]
 
 
+_PROCESSORS = 64
+"""Where torch does not know."""
+
+
 class TritonBackend(Backend):
     """Devices that run Triton kernels. Light to make: Triton itself is imported when kernels are asked for."""
 
@@ -116,6 +120,11 @@ class TritonBackend(Backend):
     def capabilities(self) -> Capabilities:
         """Say that launches may be captured, where torch can tell."""
         return Capabilities(graph_capture=hasattr(self.module, "is_current_stream_capturing"))
+
+    def processors(self, device: torch.device) -> int:
+        """Return how many processors a device has, as far as torch can tell: work is split for so many."""
+        properties = getattr(self.module, "get_device_properties", lambda device: None)(device)
+        return int(getattr(properties, "multi_processor_count", _PROCESSORS))
 
     def notes(self) -> Sequence[str]:
         """Say how kernels are launched."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from kvdock.plugin import Kernel
 from kvdock_triton.copy_blocks import CopyBlocks
 from kvdock_triton.gather_paged import GatherPaged
+from kvdock_triton.paged_attention import PagedAttention
 from kvdock_triton.paged_caching import PagedCaching
 from kvdock_triton.static_update import StaticUpdate
 from kvdock_triton.support import KernelOwner
@@ -21,4 +22,5 @@ def kernels_for(owner: KernelOwner) -> Mapping[str, Kernel]:
         "static_update_": StaticUpdate(owner),
         "gather_paged": GatherPaged(owner),
         "copy_blocks_": CopyBlocks(owner),
+        "paged_attention": PagedAttention(owner),
     }

@@ -58,6 +58,7 @@ class KernelSpec:
         constants: value of each other parameter by name.
         aligned: names of pointers that are multiples of 16 bytes.
         num_warps: warps of a program.
+        num_stages: steps of a loop over tiles whose loads are on their way at once; None for the compiler's default.
     """
 
     kernel: Any = attrs.field(eq=id)
@@ -65,10 +66,17 @@ class KernelSpec:
     constants: tuple[tuple[str, Any], ...]
     aligned: tuple[str, ...]
     num_warps: int
+    num_stages: int | None = None
 
     @classmethod
     def build(
-        cls, kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], aligned: tuple[str, ...], num_warps: int
+        cls,
+        kernel: Any,
+        types: Mapping[str, str],
+        constants: Mapping[str, Any],
+        aligned: tuple[str, ...],
+        num_warps: int,
+        num_stages: int | None = None,
     ) -> KernelSpec:
         """Put a spec together, checking that every parameter has a type or a value."""
         missing = [name for name in kernel.arg_names if name not in types and name not in constants]
@@ -76,7 +84,7 @@ class KernelSpec:
         if missing or unknown:
             raise TypeError(f"{kernel.__name__}: parameters without type or value: {missing}; unknown: {unknown}")
         ordered = tuple((name, types[name]) for name in kernel.arg_names if name in types)
-        return cls(kernel, ordered, tuple(sorted(constants.items())), aligned, num_warps)
+        return cls(kernel, ordered, tuple(sorted(constants.items())), aligned, num_warps, num_stages)
 
     def constant(self, name: str) -> Any:
         """Return the value of a constant."""
@@ -95,7 +103,8 @@ class KernelSpec:
 
 def compile_for(spec: KernelSpec, target: GPUTarget) -> Any:
     """Compile for a target, on any machine. No float is contracted: results may not depend on what a release does by default."""
-    return triton.compile(spec.source(), target=target, options={"num_warps": spec.num_warps, "enable_fp_fusion": False})
+    stages = {} if spec.num_stages is None else {"num_stages": spec.num_stages}
+    return triton.compile(spec.source(), target=target, options={"num_warps": spec.num_warps, "enable_fp_fusion": False, **stages})
 
 
 _lock = threading.Lock()
@@ -173,12 +182,28 @@ def _public(kernel: Any, spec: KernelSpec, device: torch.device, guard: Guard) -
     return _plain(spec, launch)
 
 
+def _make_bounds_work() -> None:
+    """Let a loop run to a value that the kernel computed: numpy 2.4 makes no number of the array of one that Triton 3.6 has for it."""
+    from triton.runtime import interpreter
+
+    real = interpreter._patch_lang_tensor
+    if real.__module__ == __name__:
+        return
+
+    def patch(tensor: Any, scope: Any) -> None:
+        real(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
 def _interpreted(spec: KernelSpec, device: torch.device) -> Launch:
     """Interpret the kernel on host memory. Its pointers are made by hand, from addresses."""
     if device.type != "cpu":  # a device's addresses would crash the process
         raise ValueError(f"TRITON_INTERPRET=1 interprets kernels on host memory, and this is {device}: unset it and start again")
     from triton.runtime.interpreter import TensorHandle
 
+    _make_bounds_work()
     types, constants = dict(spec.types), dict(spec.constants)
 
     def argument(name: str, value: int) -> Any:

@@ -33,6 +33,10 @@ class KernelOwner(Protocol):
         """Return a context in which a device is the current one."""
         ...
 
+    def processors(self, device: torch.device) -> int:
+        """Return how many processors a device has, each of which runs programs of its own."""
+        ...
+
 
 class TritonKernel(Kernel):
     """Base of the kernels.
@@ -47,6 +51,10 @@ class TritonKernel(Kernel):
     def tuning(self, device: torch.device) -> Tuning:
         """Return the tiles for a device."""
         return self._owner.tuning(device)
+
+    def processors(self, device: torch.device) -> int:
+        """Return how many processors a device has."""
+        return self._owner.processors(device)
 
     def skipped(self, device: torch.device) -> int:
         """Return the address of a device's count of skipped writes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-__all__ = ["DEFAULT", "HOPPER", "MOST_TOKENS", "TUNED_ROW_BYTES", "WIDE", "Tile", "Tuning", "tuning_for"]
+__all__ = ["DEFAULT", "HOPPER", "MOST_TOKENS", "TUNED_ROW_BYTES", "WIDE", "AttentionTile", "Tile", "Tuning", "tuning_for"]
 
 TUNED_ROW_BYTES = 2048
 """Bytes of a row of keys on which tiles are tuned: 8 heads of 128 elements of 2 bytes."""
@@ -47,6 +47,44 @@ def _ceiling(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+TUNED_KEY_BYTES = 512
+"""Bytes of a key and its value on which tiles of attention are tuned: 128 elements each, of 2 bytes."""
+
+LEAST_ROWS = 16
+"""Rows and keys of a tile at least: matrix units take no fewer."""
+
+
+@attrs.frozen
+class AttentionTile:
+    """What one program of `paged_attention` does.
+
+    Args:
+        rows: rows of queries and query heads per program.
+        keys: keys that it looks at in one step.
+        warps: warps per program.
+        stages: steps whose keys are on their way at once.
+        programs: programs per processor that the keys are split for.
+        least: keys of a split at least.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    programs: int = 1
+    least: int = 512
+
+    def for_keys(self, key_bytes: int) -> AttentionTile:
+        """Return the tile for keys and values of so many bytes together: about as many bytes per step as for those it was tuned on."""
+        keys = _floor(self.keys * TUNED_KEY_BYTES // key_bytes)
+        rows = _floor(min(self.rows, self.rows * TUNED_KEY_BYTES // key_bytes))
+        return attrs.evolve(self, rows=max(rows, LEAST_ROWS), keys=min(max(keys, LEAST_ROWS), 2 * self.keys))
+
+    def without_matrix_units(self) -> AttentionTile:
+        """Return the tile for float32, whose products are sums of lanes: each holds its share of both sides in registers."""
+        return attrs.evolve(self, rows=LEAST_ROWS, keys=min(self.keys, 32), warps=max(self.warps, 4), stages=min(self.stages, 2))
+
+
 @attrs.frozen
 class Tuning:
     """The tiles of one architecture.
@@ -58,6 +96,8 @@ class Tuning:
         static: `static_update_`.
         gather: `gather_paged`.
         copy: `copy_blocks_`; ``tokens`` is not used.
+        decode: `paged_attention` where each sequence has few queries, which fit into one tile.
+        prefill: `paged_attention` of any number of queries.
     """
 
     fused: Tile = Tile(2, 8)
@@ -65,17 +105,25 @@ class Tuning:
     static: Tile = Tile(2, 8)
     gather: Tile = Tile(2, 8)
     copy: Tile = Tile(1, 8)
+    decode: AttentionTile = AttentionTile(16, 32, 4, 3, programs=4)
+    prefill: AttentionTile = AttentionTile(64, 32, 4, 2)
 
 
 DEFAULT = Tuning()
 """Used where an architecture has no table of its own, and its warps have 32 lanes."""
 
-WIDE = Tuning(fused=Tile(2, 4), static=Tile(2, 4), gather=Tile(2, 4))
+WIDE = Tuning(
+    fused=Tile(2, 4),
+    static=Tile(2, 4),
+    gather=Tile(2, 4),
+    decode=AttentionTile(16, 32, 4, 2, programs=4),
+    prefill=AttentionTile(64, 32, 8, 2),
+)
 """For warps of 64 lanes. So many lanes share a tile that more of them, or a smaller tile, would make accesses narrower than
 16 bytes."""
 
 
-HOPPER = Tuning(fused=Tile(1, 4))
+HOPPER = Tuning(fused=Tile(1, 4), decode=AttentionTile(16, 32, 1, 4, programs=4, least=128), prefill=AttentionTile(128, 64, 8, 4))
 """As measured on an H100; see docs/benchmarks."""
 
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvdock.plugin import Backend, Kernel, Probe
+from kvdock.plugin import Backend, Capabilities, Kernel, Probe
 from kvdock_cpu.copy_blocks import CopyBlocks
 from kvdock_cpu.gather_paged import GatherPaged
+from kvdock_cpu.paged_attention import PagedAttention
 from kvdock_cpu.paged_caching import PagedCaching
 from kvdock_cpu.static_update import StaticUpdate
 
@@ -40,4 +41,9 @@ class CpuBackend(Backend):
             "static_update_": StaticUpdate(),
             "gather_paged": GatherPaged(),
             "copy_blocks_": CopyBlocks(),
+            "paged_attention": PagedAttention(),
         }
+
+    def capabilities(self) -> Capabilities:
+        """Claim equal bits in any batch: sequences are attended to one after the other."""
+        return Capabilities(batch_invariant=True)

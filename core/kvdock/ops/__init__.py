@@ -1,4 +1,4 @@
-"""The ops: what moves keys and values. Call these; `kvdock.ops.api` says what each takes and raises.
+"""The ops: what moves keys and values, and reads them. Call these; `kvdock.ops.api` says what each takes and raises.
 
 In the order of a call: `calls` (the code of each op's call, written from its schema), `signatures` (what a thread knows of earlier
 calls), `entry` (what happens when that is not enough), `validate` (what is refused), `selection` (the seam to backends),
@@ -15,10 +15,12 @@ from kvdock.ops.api import (
     static_update_,
     swap_blocks_,
 )
+from kvdock.ops.merging import merge_attention
 
 __all__ = [
     "copy_blocks_",
     "gather_paged",
+    "merge_attention",
     "mla_caching_",
     "mla_gather",
     "paged_attention",

@@ -188,10 +188,79 @@ def swap_blocks_(src_cache: torch.Tensor, dst_cache: torch.Tensor, block_pairs: 
 
 
 def paged_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, **options: Any
-) -> torch.Tensor:
-    """Attend to a paged cache. Not there yet: raises `UnsupportedError`."""
-    raise _later("paged_attention")
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_query_lens: torch.Tensor | None = None,
+    max_query_len: int | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend from new tokens to their sequences, whose keys and values lie in a paged cache already.
+
+    The queries of a sequence are its last tokens. N queries of Hq heads, B sequences, tables of W blocks; Hq is a multiple of Hk, and
+    query head ``h`` reads head ``h * Hk // Hq`` of the cache. A query that sees no key, such as one of a sequence of length 0 or one
+    behind those that ``cu_query_lens`` counts, gets zeros, and as its ``lse`` the logit of the sink, or -inf.
+
+    Args:
+        q: ``[N, Hq, Dk]`` in the cache's dtype, any strides but an innermost of 1.
+        k_cache: ``[NB, block, Hk, Dk]``, any strides but an innermost of 1.
+        v_cache: ``[NB, block, Hk, Dv]``.
+        block_table: ``[B, W]`` int32, the blocks of each sequence in order. Entries where no query looks may be anything.
+        seq_lens: ``[B]`` int32 or int64: tokens of each sequence in the cache, those of its queries included; 0 for padding.
+        cu_query_lens: ``[B + 1]`` int32 or int64, sums of how many queries each sequence has, from 0 to N. By default one each.
+        max_query_len: most queries of one sequence; by default N, or 1 without ``cu_query_lens``. Says how to split the work.
+        scale: what scores are multiplied by; by default ``Dk ** -0.5``.
+        causal: whether a query sees no key behind its own token's.
+        window: how many keys it sees at most: its own token's and those before it. Keys behind, where it sees such, do not count.
+        softcap: if given, scores become ``softcap * tanh(scores / softcap)``, before masks.
+        sinks: ``[Hq]``, a logit of each head that takes part in the softmax and has no value.
+        starts: ``[B]`` int32 or int64, first token of each sequence that may be seen, as of sequences that are padded on the left.
+        k_scale: scale of a quantised ``k_cache``; an error for any other.
+        v_scale: scale of a quantised ``v_cache``; an error for any other.
+        return_lse: whether to return the logarithms of the sums too: see `merge_attention`.
+        out: where to put the result, ``[N, Hq, Dv]``. By default a new tensor.
+
+    Returns:
+        ``[N, Hq, Dv]`` in the dtype of ``q``; with ``return_lse`` also ``[N, Hq]`` float32, the natural logarithm of the sum of
+        ``exp(score)`` over what was seen, sinks included.
+
+    Raises:
+        ArgumentTypeError: an argument is no tensor or has the wrong dtype.
+        ArgumentValueError: a wrong device, rank, shape or stride, heads that do not divide, a window, softcap or scale that means
+            nothing, or an output that overlaps an input.
+        IndexRangeError: on host memory, a length beyond the table, a block that is not in the pool where a query looks, or sums that do
+            not end at N; nothing is written. On a device such keys are not seen and are counted: see `Backend.skipped_writes`.
+        UnsupportedError: no kernel serves these dtypes.
+    """
+    lse = _new_lse(q) if return_lse else None
+    most = _most_queries(q, cu_query_lens) if max_query_len is None else host_int(max_query_len)
+    found: torch.Tensor = ACTIVE_OPS["paged_attention"](
+        *(q, k_cache, v_cache, block_table, seq_lens, cu_query_lens, starts, sinks, k_scale, v_scale),
+        *(most, scale, causal, window, softcap, out, lse),
+    )
+    return found if lse is None else (found, lse)
+
+
+def _most_queries(q: Any, cu_query_lens: Any) -> int:
+    """Return how many queries a sequence may have, as far as the host knows."""
+    return q.shape[0] if cu_query_lens is not None and isinstance(q, torch.Tensor) and q.dim() else 1
+
+
+def _new_lse(q: Any) -> torch.Tensor | None:
+    """Return room for a number of each query and head; None where ``q`` is wrong, which the op explains."""
+    return q.new_empty(q.shape[:2], dtype=torch.float32) if isinstance(q, torch.Tensor) and q.dim() == 3 else None
 
 
 def mla_caching_(

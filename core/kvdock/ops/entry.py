@@ -20,7 +20,7 @@ from kvdock.ops.bound import BoundOp
 from kvdock.ops.calls.writer import compile_source
 from kvdock.ops.catalog import CATALOG
 from kvdock.ops.modes import MODE, Mode
-from kvdock.ops.plan import Plan
+from kvdock.ops.plan import Plan, outside_autograd
 from kvdock.ops.schema import OpSchema
 from kvdock.ops.selection import Choice, Chooser, Selection
 from kvdock.ops.shared import Shared
@@ -134,7 +134,10 @@ class OpEntry(Shared):
             pools: those of the call, where they are known.
         """
         request = self._validate(values)
-        if _is_noop(self.schema, values):
+        if _is_empty(self.schema, values):
+            fill = self.schema.when_empty
+            if fill is not None:
+                outside_autograd(lambda *args: fill(self.schema.bind(args)))(*values)
             return
         if pools is not None:
             pools.note_apart(self.schema.bind(values))
@@ -205,7 +208,7 @@ class OpEntry(Shared):
     def _new_signature(self, key: tuple[Any, ...], variant: Variant, values: tuple[Any, ...]) -> Signature | None:
         """Validate a call, and remember its signature if a guard can tell such calls."""
         request, recent = self._validate(values), self.recent
-        if _is_noop(self.schema, values) or not self._fits(variant, values):
+        if _is_empty(self.schema, values) or not self._fits(variant, values):
             return None
         self._choose(request.device, key[0])
         cache = self._local.open(_place(request.device))
@@ -292,11 +295,12 @@ def compiling_error(op: str) -> UnsupportedError:
     return UnsupportedError(f"{op} under torch.compile", got="a call that is being traced", fix=advice)
 
 
-def _is_noop(schema: OpSchema, values: tuple[Any, ...]) -> bool:
-    """Whether a valid call has nothing to do: a run-time size is 0."""
+def _is_empty(schema: OpSchema, values: tuple[Any, ...]) -> bool:
+    """Whether a run-time size of a valid call is 0, and no kernel is needed to fill what it returns."""
     pools = {arg.name for arg in schema.static_args}
     args = schema.bind(values)
-    return any(isinstance(value, torch.Tensor) and name not in pools and value.numel() == 0 for name, value in args.items())
+    filled = schema.when_empty is not None or not any(arg.returned and args[arg.name].numel() for arg in schema.args)
+    return filled and any(isinstance(value, torch.Tensor) and name not in pools and value.numel() == 0 for name, value in args.items())
 
 
 def _index_values_on_host(schema: OpSchema, values: tuple[Any, ...]) -> dict[str, Any]:

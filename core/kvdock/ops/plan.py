@@ -13,7 +13,7 @@ from kvdock.descriptors.lifetimes import Ending, Held, Owner
 from kvdock.interface import Descriptor
 from kvdock.ops.selection import Selection
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "outside_autograd"]
 
 
 class Plan(Held):
@@ -34,7 +34,7 @@ class Plan(Held):
             self.run = _of_its_version(self.run, self._known)
         self._plain = self.run
         if descriptor.uses_autograd:
-            self.run = _outside_autograd(self.run)
+            self.run = outside_autograd(self.run)
         if selection.choice.capabilities.graph_capture and not descriptor.notes_capture:
             self.run = _noting_capture(self.run, selection, self.ending)
 
@@ -64,10 +64,10 @@ def _of_its_version(run: Callable[..., None], known: Callable[[tuple[Any, ...]],
     return run_of_its_version
 
 
-def _outside_autograd(run: Callable[..., None]) -> Callable[..., None]:
+def outside_autograd(run: Callable[..., None]) -> Callable[..., None]:
     """Keep autograd away from a call: a cache records no gradients, must not be drawn into a graph, and may be made for inference."""
 
-    def run_outside_autograd(*values: Any) -> None:
+    def runoutside_autograd(*values: Any) -> None:
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         if not torch.is_inference_mode_enabled() and any(tensor.is_inference() for tensor in tensors):
             with torch.inference_mode():  # torch refuses to write them elsewhere, to some kernels half-way
@@ -77,7 +77,7 @@ def _outside_autograd(run: Callable[..., None]) -> Callable[..., None]:
                 return run(*values)
         return run(*values)
 
-    return run_outside_autograd
+    return runoutside_autograd
 
 
 def _noting_capture(run: Callable[..., None], selection: Selection, ending: Ending) -> Callable[..., None]:

@@ -84,6 +84,8 @@ class Arg:
         scale_of: name of the quantised cache that it is the scale of. An error for a cache that is not quantised.
         since: version of the contract that it came with. A kernel of a plugin made for an older one never sees it.
         returned: whether the op returns it, made anew where it is None. Its dtype is that of ``same_dtype``, its sizes those of others.
+        default: what stands for it in an example of a call, where it is no tensor.
+        expects: given a static value, returns what is expected in its place; empty where it is good.
     """
 
     name: str
@@ -96,6 +98,8 @@ class Arg:
     scale_of: str | None = None
     returned: bool = False
     since: tuple[int, int] = (1, 0)
+    default: Any = None
+    expects: Callable[[Any], str] | None = None
 
     @property
     def is_tensor(self) -> bool:
@@ -121,12 +125,14 @@ class Relation:
         arg: the argument to name when it does not hold.
         expected: what to say then, with sizes in braces: ``"at most {B} rows"``.
         fix: what to do about it.
+        without: name of an optional argument whose presence lifts it.
     """
 
     expression: str
     arg: str
     expected: str
     fix: str
+    without: str | None = None
 
 
 @attrs.frozen
@@ -139,12 +145,15 @@ class OpSchema:
         relations: further conditions on sizes.
         check_values: given the arguments as host values, raises if a value is out of range and returns what is doubtful
             (equal slots), as text. Host kernels call it before they write, debug mode on every device.
+        when_empty: given the arguments of a valid call in which a run-time size is 0, writes what it comes to, so that no kernel meets
+            such a call. Where it is None, a kernel serves those whose returned outputs have elements; the others have nothing to do.
     """
 
     name: str
     args: tuple[Arg, ...]
     relations: tuple[Relation, ...] = ()
     check_values: Callable[..., list[str]] | None = None
+    when_empty: Callable[[dict[str, Any]], None] | None = None
 
     def __attrs_post_init__(self) -> None:
         names = self.arg_names

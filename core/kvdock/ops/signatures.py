@@ -279,7 +279,9 @@ class _OptionalTensors:
         ]
         self._guard = make_guard(tensors, _static_sizes(self._dims, tensors), strides)
         words = {dim.name for dims in self._dims for dim in dims}
-        compiled = [compile(relation.expression, "<relation>", "eval") for relation in schema.relations]
+        names = {arg.name for arg in present}
+        relations = [relation.expression for relation in schema.relations if relation.without not in names]
+        compiled = [compile(expression, "<relation>", "eval") for expression in relations]
         self._relations = [code for code in compiled if words.intersection(code.co_names)]
         self._sizes = {word: size[0] for word, size in known_sizes(schema, args).items() if size}
 

@@ -8,8 +8,7 @@ from typing import Any
 import attrs
 
 from kvdock.ops.schema import Arg, Role
-from kvdock.plugin import Op
-from kvdock_conformance.cases.any_op import AnyCall
+from kvdock_conformance.cases.any_op import AnyCall, Drawable
 from kvdock_conformance.cases.drawing import Drawing, View, call
 from kvdock_conformance.requirement import Case
 
@@ -22,13 +21,13 @@ TYPE, VALUE = "ArgumentTypeError", "ArgumentValueError"
 class _Good:
     """A good call: what a mistake is made in."""
 
-    op: Op
+    op: Drawable
     call: AnyCall
     drawing: Drawing
     args: Mapping[str, Any]
 
     @classmethod
-    def of(cls, op: Op) -> _Good:
+    def of(cls, op: Drawable) -> _Good:
         """Return a plain call."""
         one = AnyCall(op).settled() or AnyCall(op)
         drawing = Drawing()
@@ -43,13 +42,13 @@ class _Good:
     def case(self, name: str, change: Mapping[str, Any], *texts: str, error: str = VALUE, **more: Any) -> Case:
         """Return the call and one in which something is wrong."""
         calls = [call(self.op.schema.name, **args) for args in (self.args, {**self.args, **change})]
-        return Case(name, self.drawing.case(*calls, **{"error": error, "texts": texts, "meta": (), "may_pass": False, **more}))
+        return Case(name, self.drawing.case(*calls, **{"error": error, "texts": [*texts], "meta": [], "may_pass": False, **more}))
 
 
-def _each(make: Callable[[_Good, Arg, View], Iterable[Case]]) -> Callable[[Op], Iterable[Case]]:
+def _each(make: Callable[[_Good, Arg, View], Iterable[Case]]) -> Callable[[Drawable], Iterable[Case]]:
     """Return what makes cases of each tensor of an op."""
 
-    def cases(op: Op) -> Iterator[Case]:
+    def cases(op: Drawable) -> Iterator[Case]:
         names = [arg.name for arg, _ in _Good.of(op).tensors()]
         for name in names:
             good = _Good.of(op)  # memory of its own for each, which a mistake may add to
@@ -94,13 +93,13 @@ def elsewhere(good: _Good, arg: Arg, view: View) -> Iterator[Case]:
     """Yield tensors on another device than the first one."""
     first = next(other.name for other, _ in good.tensors() if not other.host)
     if arg.name != first:
-        yield good.case(f"{arg.name} elsewhere", {}, f": {arg.name}: ", "on meta", meta=(arg.name,))
+        yield good.case(f"{arg.name} elsewhere", {}, f": {arg.name}: ", "on meta", meta=[arg.name])
 
 
 @_each
 def not_memory(good: _Good, arg: Arg, view: View) -> Iterator[Case]:
     """Yield fake tensors."""
-    yield good.case(f"{arg.name} is fake", {}, f": {arg.name}: ", error=TYPE, fake=(arg.name,))
+    yield good.case(f"{arg.name} is fake", {}, f": {arg.name}: ", error=TYPE, fake=[arg.name])
 
 
 @_each

@@ -5,25 +5,24 @@ What the schema cannot say, such as which slots there are, `kvdock.plugin.Op.dra
 
 from __future__ import annotations
 
-import functools
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from types import CodeType, MappingProxyType
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import attrs
 import torch
 
 from kvdock.errors import ArgumentValueError
 from kvdock.ops.schema import LEAD_RANKS, Arg, Dim, OpSchema, Role, parse_dims
-from kvdock.plugin import QUANTISED_DTYPES, Op
+from kvdock.plugin import QUANTISED_DTYPES
 from kvdock_conformance.cases.drawing import ITEMSIZE, Drawing, View, call
+from kvdock_conformance.cases.sizes import Sizes, broken_by, elements_of, equations_of, solved
 from kvdock_conformance.checking.memory import BITS
 
-__all__ = ["SIZES", "AnyCall", "factors_of", "in_turn", "runtime_words", "static_words"]
+__all__ = ["SIZES", "AnyCall", "Drawable", "factors_of", "in_turn", "runtime_words", "static_words"]
 
-Sizes = Mapping[str, int]
 SIZES: Mapping[str, tuple[Sequence[int], Sequence[int]]] = MappingProxyType(
     {
         "even": ((2, 4, 8, 16), (2, 4, 16)),
@@ -48,8 +47,8 @@ def _words(schema: OpSchema) -> list[Dim]:
 
 
 def runtime_words(schema: OpSchema) -> set[str]:
-    """Return the names of run-time sizes."""
-    return {dim.name for dim in _words(schema) if dim.runtime}
+    """Return the names of run-time sizes that can be chosen: of those that a relation settles, none."""
+    return {dim.name for dim in _words(schema) if dim.runtime} - {word for word, _ in equations_of(schema)}
 
 
 def static_words(schema: OpSchema) -> set[str]:
@@ -82,20 +81,18 @@ def _text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@functools.cache
-def _compiled(expression: str) -> CodeType:
-    return compile(expression, "<relation>", "eval")
+class Drawable(Protocol):
+    """An op whose calls can be drawn: `kvdock.plugin.Op` is one."""
 
+    @property
+    def schema(self) -> OpSchema:
+        """What it takes and writes."""
+        ...
 
-def _fails(schema: OpSchema, sizes: Sizes) -> str:
-    """Return the first relation that does not hold; empty when all do. One about sizes that are absent holds."""
-    for relation in schema.relations:
-        try:
-            if not eval(_compiled(relation.expression), {"__builtins__": {}}, dict(sizes)):  # noqa: S307 - from the schema
-                return relation.expression
-        except NameError:
-            continue
-    return ""
+    @property
+    def draw(self) -> Callable[[Sizes, random.Random], Mapping[str, object]] | None:
+        """Returns values of what the schema cannot say."""
+        ...
 
 
 @attrs.frozen
@@ -109,7 +106,7 @@ class AnyCall:
         seed: of what is drawn.
     """
 
-    op: Op
+    op: Drawable
     how: Mapping[str, Any] = MappingProxyType({})
     sizes: Sizes = MappingProxyType({})
     seed: int = 0
@@ -140,13 +137,14 @@ class AnyCall:
         Raises:
             ArgumentValueError: no sizes fulfil the relations of the schema, and none were given.
         """
-        names = {dim.name: dim.runtime for arg in self.op.schema.args for dim in self.dims(arg) or () if dim.literal is None}
+        every = [self.dims(arg) or () for arg in self.op.schema.args]
+        names, equations = {dim.name: dim.runtime for dims in every for dim in dims if dim.literal is None}, equations_of(self.op.schema)
         fixed = {word: size for word, size in {**self.sizes, **sizes}.items() if word in names}
         choose = random.Random(self.seed)  # noqa: S311 - the same in every run
         for number in range(_TRIES):
-            found = {**self._chosen(names, 3 * number // _TRIES, choose), **fixed}
-            broken = _fails(self.op.schema, found)
-            if not broken and self._elements(found) <= _MOST:
+            found = solved(equations, {**self._chosen(names, 3 * number // _TRIES, choose), **fixed}, fixed)
+            broken = broken_by(self.op.schema, found)
+            if not broken and elements_of(every, found) <= _MOST:
                 return attrs.evolve(self, sizes=found)
         if fixed:
             return None
@@ -160,11 +158,6 @@ class AnyCall:
             word = choose.choice([*names])
             found[word] = found[word] if names[word] else choose.choice(_ROOMY)
         return found | ({"lead0": choose.choice((1, 2, 3))} if "lead1" in names else {})
-
-    def _elements(self, sizes: Sizes) -> int:
-        """Return how many elements the largest tensor has."""
-        shapes = [[sizes.get(dim.name, dim.literal or 1) for dim in self.dims(arg) or ()] for arg in self.op.schema.args]
-        return max(map(math.prod, shapes))
 
     def arguments(self, drawing: Drawing, kept: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         """Return the arguments of a call whose sizes are settled, without those that are absent; ``kept`` are there already."""

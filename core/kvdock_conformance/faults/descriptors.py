@@ -13,14 +13,14 @@ import torch
 import kvdock
 from kvdock import runtime
 from kvdock.interface import TensorMeta
-from kvdock.ops.catalog import CATALOG
+from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.faults.fault import Faults
 from kvdock_conformance.faults.tensors import restrided
 
 __all__ = ["FAULTS", "OwnKernel", "OwnPlan"]
 
 FAULTS = Faults("descriptors")
-_WRITE, _STATIC, _GATHER, _COPY = CATALOG
+_WRITE, _STATIC, _GATHER, _COPY = OPS
 
 
 # Too many plans

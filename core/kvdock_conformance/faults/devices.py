@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import torch
 
-from kvdock.ops.catalog import CATALOG
+from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.checking.devices import GRAPHS, STREAMS, SYNC_DEBUG, TWO_DEVICES, module_of
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.faults.fault import Args, BackendCall, Fault, Faults, FaultyCall, Seed
@@ -23,7 +23,7 @@ __all__ = ["FAULTS"]
 
 FAULTS = Faults()
 _AREA = "devices"
-_OP, _STATIC, _GATHER, _COPY = CATALOG
+_OP, _STATIC, _GATHER, _COPY = OPS
 
 
 @attrs.frozen

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 import kvdock
-from kvdock.ops.catalog import CATALOG
+from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults
 from kvdock_conformance.faults.tensors import bits
 
 __all__ = ["FAULTS"]
 
 FAULTS = Faults("errors")
-_WRITE, _STATIC, _GATHER, _COPY = CATALOG
+_WRITE, _STATIC, _GATHER, _COPY = OPS
 
 Function = Callable[..., Any]
 

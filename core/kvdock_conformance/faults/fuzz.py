@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from kvdock.ops.catalog import CATALOG
+from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
 from kvdock_conformance.faults.tensors import restrided, store
 
 __all__ = ["FAULTS"]
 
 FAULTS = Faults("fuzz")
-_WRITE, _STATIC, _GATHER, _COPY = CATALOG
+_WRITE, _STATIC, _GATHER, _COPY = OPS
 
 
 @FAULTS.call(_WRITE, "fuzz-float32-taken-for-dense", "Pools of float32 are written as if they were dense.", "KVD-FUZZ-001")

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import kvdock
-from kvdock.ops.catalog import CATALOG
+from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.checking import fresh
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.faults.fault import Args, BackendCall, Fault, Faults, FaultyCall
@@ -239,7 +239,7 @@ def _call_changes(op: str, name: str, sentence: str, change: Callable[[], object
     FAULTS.call(op, f"hygiene-call-{name}", f"A call {sentence}.", killer)(call)
 
 
-_WRITE, _STATIC, _GATHER, _COPY = CATALOG
+_WRITE, _STATIC, _GATHER, _COPY = OPS
 _call_changes(_WRITE, "changes-the-dtype", "changes torch's default dtype", lambda: torch.set_default_dtype(torch.float64))
 _call_changes(_GATHER, "seeds", "seeds the random numbers of others", lambda: torch.manual_seed(0))
 _call_changes(_COPY, "turns-off-gradients", "turns gradients off for good", lambda: torch.set_grad_enabled(False))

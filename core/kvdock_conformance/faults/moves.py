@@ -12,13 +12,13 @@ from types import MappingProxyType
 import attrs
 import torch
 
-from kvdock.ops.catalog import CATALOG
+from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.faults.fault import Args, BackendCall
 from kvdock_conformance.faults.tensors import bits, capacity, in_range
 
 __all__ = ["COPY", "GATHER", "MOVES", "STATIC", "WRITE", "Move", "Places", "starts_of"]
 
-_WRITE, _STATIC, _GATHER, _COPY = CATALOG
+_WRITE, _STATIC, _GATHER, _COPY = OPS
 Index = tuple[torch.Tensor, ...]
 View = Callable[[str, torch.Tensor], torch.Tensor]
 """Given an argument's name and the tensor, returns how a faulty call sees it."""

@@ -9,14 +9,14 @@ from collections.abc import Callable
 import attrs
 import torch
 
-from kvdock.ops.catalog import CATALOG
+from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall, HostSeed
 
 __all__ = ["FAULTS"]
 
 _AREA = "reads"
 FAULTS = Faults(_AREA)
-_WRITE, _STATIC, _GATHER, _COPY = CATALOG
+_WRITE, _STATIC, _GATHER, _COPY = OPS
 
 
 def _beside(name: str, sentence: str, op: str, peek: Callable[[Args], None], killer: str = "KVD-READ-001") -> None:

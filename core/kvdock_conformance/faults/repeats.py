@@ -10,6 +10,7 @@ import torch
 
 import kvdock
 from kvdock.ops.catalog import CATALOG
+from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.faults.descriptors import OwnKernel, OwnPlan
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
 from kvdock_conformance.faults.tensors import restrided, store
@@ -17,7 +18,7 @@ from kvdock_conformance.faults.tensors import restrided, store
 __all__ = ["FAULTS"]
 
 FAULTS = Faults("descriptors")
-_WRITE, _STATIC, _GATHER, _COPY = CATALOG
+_WRITE, _STATIC, _GATHER, _COPY = OPS
 
 
 class _Fixed(OwnPlan):

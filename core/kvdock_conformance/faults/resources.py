@@ -15,15 +15,15 @@ import numpy as np
 import torch
 
 import kvdock
-from kvdock.ops.catalog import CATALOG
 from kvdock.plugin import Descriptor, Kernel, Request
+from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.faults.descriptors import OwnKernel, OwnPlan
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
 
 __all__ = ["FAULTS"]
 
 FAULTS = Faults("resources")
-_WRITE, _STATIC, _GATHER, _COPY = CATALOG
+_WRITE, _STATIC, _GATHER, _COPY = OPS
 
 
 # Kept of calls

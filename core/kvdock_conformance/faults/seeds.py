@@ -15,7 +15,18 @@ from kvdock import runtime
 from kvdock_conformance.checking.meaning import kernels_over, schema_of
 from kvdock_conformance.checking.target import HOST, Target
 
-__all__ = ["Args", "BackendCall", "BackendSeed", "FaultyCall", "FaultyKernel", "FunctionSeed", "HostSeed", "KernelSeed", "Seed"]
+__all__ = [
+    "Args",
+    "BackendCall",
+    "BackendSeed",
+    "FaultyCall",
+    "FaultyKernel",
+    "FunctionSeed",
+    "HostSeed",
+    "KernelSeed",
+    "Seed",
+    "TwistedKernel",
+]
 
 Args = dict[str, Any]
 """Arguments of a call by name, in the schema's order, None where absent."""
@@ -174,3 +185,29 @@ class FaultyKernel(kvdock.plugin.Kernel):
     def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         """Wrap what is prepared inside."""
         return _FaultyDescriptor(self._inner.prepare(request), request.op, self._make_call())
+
+
+class TwistedKernel(kvdock.plugin.Kernel):
+    """A kernel that sees other arguments than those of the request and the call: what is static, or absent, is in the plan."""
+
+    def __init__(self, inner: kvdock.plugin.Kernel, twist: Callable[[Args], Args]) -> None:
+        self._inner, self._twist = inner, twist
+
+    def supports(self, request: kvdock.plugin.Request) -> Any:
+        """Ask what is inside."""
+        return self._inner.supports(request)
+
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
+        """Prepare what is inside for other arguments."""
+        return _TwistedPlan(self._inner.prepare(attrs.evolve(request, args=self._twist(dict(request.args)))), self._twist, [*request.args])
+
+
+class _TwistedPlan(kvdock.plugin.Descriptor):
+    def __init__(self, inner: kvdock.plugin.Descriptor, twist: Callable[[Args], Args], names: list[str]) -> None:
+        self._inner, self._twist, self._names = inner, twist, names
+
+    def __call__(self, *args: Any) -> None:
+        self._inner(*self._twist(dict(zip(self._names, args, strict=True))).values())
+
+    def destroy(self) -> None:
+        self._inner.destroy()

@@ -21,8 +21,8 @@ from kvdock_conformance.requirements import load
 from kvdock_conformance.session import ConformancePlan, Session
 from support_conformance import CHILD, plan, requirement
 
-FAULTS = faults.load()
 EVERY = load()
+FAULTS = {**faults.load(), **faults.of_ops(EVERY)}
 
 SAMPLE = sorted(FAULTS)[::16]
 """What `make test` seeds; `make test-all` seeds all."""

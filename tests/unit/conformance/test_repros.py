@@ -47,6 +47,8 @@ class ConformancePlan(kvdock.plugin.Descriptor):
             args[0].view(torch.uint8).view(-1)[0] ^= 1
         if "byte" in FAULTS and self.op == "gather_paged" and args[5].numel():
             args[5].view(torch.uint8).reshape(-1)[0] ^= 1
+        if "doubled" in FAULTS and self.op == "paged_attention":
+            args[15].mul_(2)
         if "keeps" in FAULTS:
             KEPT.append(args[0][:1])
         if "dense" in FAULTS and self.op == "paged_caching_" and args[0].dtype == torch.float32:
@@ -133,6 +135,7 @@ SAMPLE = {
     "salted": "KVD-PREFIX-015",
     "keeps": "KVD-RESOURCE-001",
     "dense": "KVD-FUZZ-001",
+    "doubled": "KVD-ATTN-001",
 }
 
 

@@ -94,7 +94,8 @@ def test_requirements_are_numbered_in_order_and_say_something_of_their_own() -> 
     for area in load().areas:
         ids = [item.id for item in every if item.area == area]
         assert ids == sorted(ids), "in order, so that the next free number is seen at once"
-    assert len({item.sentence for item in every}) == len(every)
+    own = [item for item in every if "@" not in item.id]  # what is asked of any op may be asked of some in the same words
+    assert len({item.sentence for item in own}) == len(own)
 
 
 def test_requirements_about_calls_may_be_unsupported() -> None:

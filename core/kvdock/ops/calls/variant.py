@@ -188,7 +188,8 @@ class VariantSource:
         for relation in self.schema.relations:
             names = compile(relation.expression, "<relation>", "eval").co_names
             if all(word in self.words or word in sizes for word in names):
-                found.append(_substitute(relation.expression, {w: sizes[w] for w in names if w not in self.words}))
+                holds = _substitute(relation.expression, {w: sizes[w] for w in names if w not in self.words})
+                found.append(f"{relation.without} is not None or {holds}" if relation.without else holds)
         return found
 
     def finish(self, call: str) -> list[str]:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from kvdock.interface import Kernel
 from kvdock.ops.portable.copy_blocks import CopyBlocks
 from kvdock.ops.portable.gather_paged import GatherPaged
+from kvdock.ops.portable.paged_attention import PagedAttention
 from kvdock.ops.portable.paged_caching import PagedCaching
 from kvdock.ops.portable.rows import SKIPPED
 from kvdock.ops.portable.static_update import StaticUpdate
@@ -24,6 +25,7 @@ PORTABLE_KERNELS: Mapping[str, Kernel] = MappingProxyType(
         "static_update_": StaticUpdate(),
         "gather_paged": GatherPaged(),
         "copy_blocks_": CopyBlocks(),
+        "paged_attention": PagedAttention(),
     }
 )
 """Portable kernels by op."""

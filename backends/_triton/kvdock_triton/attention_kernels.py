@@ -1,0 +1,345 @@
+"""Attention over paged caches as Triton kernels: of parts of a sequence, which `attention_join` joins.
+
+A program serves a tile of rows, each a query and a query head that reads the program's head of the cache, and a part of the keys that
+any of them sees.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvdock_triton.attention_exact import attend_key_by_key, begin_rows
+from kvdock_triton.attention_parts import (
+    LOG2E,
+    attend_keys,
+    count_bad,
+    count_outside,
+    find_sequence,
+    store_rows,
+)
+
+__all__ = ["attend_kernel"]
+
+
+@triton.jit
+def attend_kernel(
+    q,
+    k_cache,
+    v_cache,
+    table,
+    lens,
+    cu,
+    starts,
+    sinks,
+    out,
+    lse,
+    parts,
+    sums,
+    skipped,
+    queries,
+    batch,
+    room,
+    num_blocks,
+    splits,
+    q_token,
+    q_head,
+    table_row,
+    table_column,
+    lens_step,
+    cu_step,
+    starts_step,
+    out_token,
+    out_head,
+    lse_token,
+    lse_head,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    RAGGED: tl.constexpr,
+    STARTS: tl.constexpr,
+    SINKS: tl.constexpr,
+    LSE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    K_SLOT: tl.constexpr,
+    K_HEAD: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    V_SLOT: tl.constexpr,
+    V_HEAD: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_WIDE: tl.constexpr,
+    V_WIDE: tl.constexpr,
+    Q_UNIT: tl.constexpr,
+    OUT_UNIT: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHARE: tl.constexpr,
+    TILE: tl.constexpr,
+    SEARCH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    LEAST: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Attend from one tile of ``TILE`` queries and ``SHARE`` of the ``GROUP`` heads that read one head, to one split of the keys.
+
+    ``program_id(0)`` runs over tiles and, within each, over heads; ``program_id(1)`` over splits. With ``SEARCH``, sequences have
+    as many tiles as they need; without, they have one each.
+    """
+    SHARES: tl.constexpr = (GROUP + SHARE - 1) // SHARE  # noqa: N806 - a constant of Triton's
+    tiles = tl.num_programs(0) // (HEADS * SHARES)
+    number = tl.program_id(0) // (HEADS * SHARES)
+    kv_head = tl.program_id(0) % (HEADS * SHARES) // SHARES
+    share = tl.program_id(0) % SHARES
+    split = tl.program_id(1)
+    tile = number
+    row = number
+    if SEARCH:
+        tile = tiles - 1 - number  # the last tiles of a causal sequence take longest, and begin first
+        row = find_sequence(cu, cu_step, batch.to(tl.int32), tile, TILE).to(tl.int32)
+    first = row.to(tl.int64)
+    last = first + 1
+    behind = queries
+    if RAGGED:
+        first = tl.load(cu + row * cu_step).to(tl.int64)
+        last = tl.minimum(tl.load(cu + (row + 1) * cu_step).to(tl.int64), queries)
+        behind = tl.maximum(tl.load(cu + batch * cu_step).to(tl.int64), 0)
+        first = tl.minimum(tl.maximum(first, 0), queries)
+    count = tl.maximum(last - first, 0).to(tl.int32)
+    place = row * 0
+    if SEARCH:
+        place = (tile - (first // TILE + row)).to(tl.int32)
+
+    r = tl.arange(0, ROWS)
+    query = place * TILE + r // SHARE
+    in_group = share * SHARE + r % SHARE
+    is_head = (r < TILE * SHARE) & (in_group < GROUP)
+    is_real = is_head & (query >= 0) & (query < count)
+    head = (kv_head * GROUP + in_group).to(tl.int64)
+    at = first + query
+
+    said = tl.load(lens + row * lens_step).to(tl.int64)
+    length = tl.minimum(tl.maximum(said, 0), room).to(tl.int32)
+    position = length - count + query
+    begin = length * 0
+    if STARTS:
+        begin = tl.minimum(tl.maximum(tl.load(starts + row * starts_step).to(tl.int64), 0), room).to(tl.int32)
+    looked_from = begin
+    end = length
+    if WINDOW > 0:
+        looked_from = tl.maximum(begin, length - count - WINDOW + 1)
+        begin = tl.maximum(begin, length - count + place * TILE - WINDOW + 1)
+    if CAUSAL:
+        end = tl.minimum(end, length - count + tl.minimum(place * TILE + TILE, count))
+    end = tl.where((place >= 0) & (place * TILE < count), end, begin)
+
+    # Splits of equal length, as many as there are LEAST keys for.
+    keys = tl.maximum(end - begin, 0)
+    used = tl.minimum(splits.to(tl.int32), (keys + LEAST - 1) // LEAST)
+    each = (keys + tl.maximum(used, 1) - 1) // tl.maximum(used, 1)
+    each = (each + KEYS - 1) // KEYS * KEYS
+    split_begin = begin + split * each
+    split_end = tl.minimum(split_begin + each, end)
+
+    sink = tl.full([ROWS], float("-inf"), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32) * LOG2E
+    if RAGGED:  # queries that nobody serves: behind the last sequence, or more of a sequence than max_query_len said
+        total = tl.zeros([ROWS], tl.float32)
+        if SINKS:
+            if splits == 1:
+                total = total + 1.0
+        found = tl.zeros([ROWS, V_WIDE], tl.float32)
+        if not SEARCH:
+            for extra in range(TILE, count):
+                store_rows(
+                    found,
+                    sink,
+                    total,
+                    first + extra + r * 0,
+                    head,
+                    is_head & (r < SHARE),
+                    split,
+                    splits,
+                    out,
+                    lse,
+                    parts,
+                    sums,
+                    out_token,
+                    out_head,
+                    lse_token,
+                    lse_head,
+                    V_DIM=V_DIM,
+                    V_WIDE=V_WIDE,
+                    OUT_UNIT=OUT_UNIT,
+                    QUERY_HEADS=HEADS * GROUP,
+                    LSE=LSE,
+                )
+        for extra in range(behind + number, queries, tiles):
+            store_rows(
+                found,
+                sink,
+                total,
+                extra + r.to(tl.int64) * 0,
+                head,
+                is_head & (r < SHARE),
+                split,
+                splits,
+                out,
+                lse,
+                parts,
+                sums,
+                out_token,
+                out_head,
+                lse_token,
+                lse_head,
+                V_DIM=V_DIM,
+                V_WIDE=V_WIDE,
+                OUT_UNIT=OUT_UNIT,
+                QUERY_HEADS=HEADS * GROUP,
+                LSE=LSE,
+            )
+    if split >= tl.maximum(used, 1):  # at once, so that what is at work can take its place
+        tl.store(sums + (at * (HEADS * GROUP) + head) * splits + split, tl.full([ROWS], float("-inf"), tl.float32), mask=is_real)
+        return
+
+    table += row.to(tl.int64) * table_row
+    k_dim = tl.arange(0, K_WIDE)[None, :]
+    q_at = (at * q_token + head * q_head) * Q_UNIT
+    q_rows = tl.load(q + q_at[:, None] + k_dim, mask=is_real[:, None] & (k_dim < K_DIM), other=0.0)
+    if WIDEN:
+        q_rows = q_rows.to(tl.float32)
+    found, highest, total = begin_rows(sink, splits, V_WIDE, ROWS, SINKS)
+    k_head = k_cache + kv_head.to(tl.int64) * K_HEAD
+    v_head = v_cache + kv_head.to(tl.int64) * V_HEAD
+    masked_from = split_begin
+    if SEARCH and WINDOW == 0:  # most tiles of keys are seen by all rows
+        common = split_end
+        if CAUSAL:
+            common = tl.minimum(common, length - count + place * TILE + 1)
+        masked_from = split_begin + tl.maximum(common - split_begin, 0) // KEYS * KEYS
+        if count_outside(table, table_column, split_begin // BLOCK_SIZE, (masked_from + BLOCK_SIZE - 1) // BLOCK_SIZE, num_blocks) > 0:
+            masked_from = split_begin
+    # The others first, while there is nothing yet that a value which some rows do not see could spoil.
+    found, highest, total = attend_keys(
+        q_rows,
+        found,
+        highest,
+        total,
+        masked_from,
+        split_end,
+        position,
+        k_head,
+        v_head,
+        table,
+        table_column,
+        num_blocks,
+        SCALE,
+        SOFTCAP,
+        CAUSAL and TILE > 1,
+        WINDOW * (TILE > 1),
+        BLOCK_SIZE,
+        K_BLOCK,
+        K_SLOT,
+        V_BLOCK,
+        V_SLOT,
+        K_DIM,
+        V_DIM,
+        K_WIDE,
+        V_WIDE,
+        ROWS,
+        KEYS,
+        WIDEN,
+        True,
+    )
+    if TILE > 1 and (CAUSAL or WINDOW > 0):  # 0 times what is no number is not 0: rows that do not see it are to be found without
+        if tl.max((found != found).to(tl.int32)) > 0:
+            found, highest, total = attend_key_by_key(
+                q + q_at,
+                is_real,
+                sink,
+                splits,
+                masked_from,
+                split_end,
+                position,
+                k_head,
+                v_head,
+                table,
+                table_column,
+                num_blocks,
+                SCALE,
+                SOFTCAP,
+                CAUSAL,
+                WINDOW,
+                SINKS,
+                BLOCK_SIZE,
+                K_BLOCK,
+                K_SLOT,
+                V_BLOCK,
+                V_SLOT,
+                K_DIM,
+                V_DIM,
+                K_WIDE,
+                V_WIDE,
+                ROWS,
+            )
+    if SEARCH and WINDOW == 0:
+        found, highest, total = attend_keys(
+            q_rows,
+            found,
+            highest,
+            total,
+            split_begin,
+            masked_from,
+            position,
+            k_head,
+            v_head,
+            table,
+            table_column,
+            num_blocks,
+            SCALE,
+            SOFTCAP,
+            False,
+            0,
+            BLOCK_SIZE,
+            K_BLOCK,
+            K_SLOT,
+            V_BLOCK,
+            V_SLOT,
+            K_DIM,
+            V_DIM,
+            K_WIDE,
+            V_WIDE,
+            ROWS,
+            KEYS,
+            WIDEN,
+            False,
+        )
+    store_rows(
+        found,
+        highest,
+        total,
+        at,
+        head,
+        is_real,
+        split,
+        splits,
+        out,
+        lse,
+        parts,
+        sums,
+        out_token,
+        out_head,
+        lse_token,
+        lse_head,
+        V_DIM=V_DIM,
+        V_WIDE=V_WIDE,
+        OUT_UNIT=OUT_UNIT,
+        QUERY_HEADS=HEADS * GROUP,
+        LSE=LSE,
+    )
+    if (place == 0) & (kv_head + share + split == 0):
+        count_bad(skipped, table, table_column, said, room, looked_from, num_blocks, BLOCK_SIZE)

@@ -1,0 +1,147 @@
+"""What is compiled for a request of `paged_attention`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvdock.plugin import Request, TensorMeta, common_alignment
+from kvdock_triton.attention_join import join_kernel
+from kvdock_triton.attention_kernels import attend_kernel
+from kvdock_triton.elements import index_type
+from kvdock_triton.launch import KernelSpec, is_interpreting
+from kvdock_triton.tuning import AttentionTile
+
+__all__ = ["MOST_KEYS", "MOST_SPLITS", "attend_spec", "join_spec", "unit_of"]
+
+MOST_SPLITS = 64
+"""Splits of a sequence at most: `join_kernel` looks at all of them at once."""
+
+_FLOATS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
+MOST_SHARED = 64
+"""Query heads that read one head of the cache at most, in a program that serves few queries."""
+
+WARP_ELEMENTS = 2048
+"""Elements of what a tile finds that a warp holds at most, up to `MOST_WARPS`: more would leave no registers for all else."""
+
+MOST_WARPS = 8
+
+MOST_KEYS = (1 << 31) - (1 << 16)
+"""Keys are counted in 32 bits."""
+
+_STRIDES = (
+    *("q_token", "q_head", "table_row", "table_column", "lens_step", "cu_step", "starts_step"),
+    *("out_token", "out_head", "lse_token", "lse_head"),
+)
+_OPTIONAL = {
+    "cu": ("cu_query_lens", "cu_step"),
+    "starts": ("starts", "starts_step"),
+    "sinks": ("sinks",),
+    "lse": ("lse", "lse_token", "lse_head"),
+}
+"""Pointers to what may be absent: name of the argument, and what else is absent with it."""
+
+
+def _wide(size: int) -> int:
+    """Return the power of two that a head of a cache is padded to: at least what matrix units take."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def unit_of(meta: TensorMeta) -> int:
+    """Return in how many elements strides of a tensor of rows are counted, so that the compiler sees their alignment."""
+    return max(min(meta.alignment, 16) // meta.dtype.itemsize, 1)
+
+
+def _absent(request: Request) -> dict[str, int]:
+    """Return a value for each parameter that a request has no argument for."""
+    names = [name for pointer, (arg, *more) in _OPTIONAL.items() if request.args[arg] is None for name in (pointer, *more)]
+    return dict.fromkeys(names, 0)
+
+
+def _pool_constants(name: str, pool: TensorMeta) -> dict[str, int]:
+    """Return what is constant about one cache; strides in elements."""
+    block, slot, head, _ = pool.strides or (0, 0, 0, 0)
+    dim = int(pool.shape[3] or 0)
+    values = {"BLOCK": block, "SLOT": slot, "HEAD": head, "DIM": dim, "WIDE": _wide(dim)}
+    return {f"{name}_{key}": value for key, value in values.items()}
+
+
+def _common_constants(request: Request) -> dict[str, Any]:
+    """Return the constants that both kernels have."""
+    return {
+        "SINKS": request.args["sinks"] is not None,
+        "LSE": request.args["lse"] is not None,
+        "V_DIM": int(request.tensor("v_cache").shape[3] or 0),
+        "V_WIDE": _wide(int(request.tensor("v_cache").shape[3] or 0)),
+        "OUT_UNIT": unit_of(request.tensor("out")),
+    }
+
+
+def _types(request: Request) -> dict[str, str]:
+    """Return the types of all pointers by parameter."""
+    arguments = {"q": "q", "k_cache": "k_cache", "v_cache": "v_cache", "table": "block_table", "lens": "seq_lens", "out": "out"}
+    arguments |= {name: arg for name, (arg, *_) in _OPTIONAL.items() if request.args[arg] is not None}
+    metas = {name: request.tensor(arg) for name, arg in arguments.items()}
+    found = {name: _FLOATS.get(meta.dtype) or index_type(meta) for name, meta in metas.items()}
+    return found | {"parts": "*fp32", "sums": "*fp32", "skipped": "*i64"}
+
+
+def _tile_for(request: Request, tile: AttentionTile) -> AttentionTile:
+    """Return the tile for the heads of a request."""
+    pools = [request.tensor(name) for name in ("k_cache", "v_cache")]
+    fitted = tile.for_keys(sum(_wide(int(pool.shape[3] or 0)) * pool.dtype.itemsize for pool in pools))
+    return fitted.without_matrix_units() if pools[0].dtype == torch.float32 else fitted
+
+
+def attend_spec(request: Request, tile: AttentionTile, search: bool) -> KernelSpec:
+    """Return what to compile for a request.
+
+    Args:
+        request: what is prepared.
+        tile: for tuned heads.
+        search: whether sequences have more queries than a tile.
+    """
+    q, k_cache = request.tensor("q"), request.tensor("k_cache")
+    tile, heads, absent = _tile_for(request, tile), int(k_cache.shape[2] or 1), _absent(request)
+    group = int(q.shape[1] or 1) // heads
+    rows = tile.rows if search else max(tile.rows, min(_wide(group), MOST_SHARED if q.dtype != torch.float32 else tile.rows))
+    share, scale = min(group, rows), request.args["scale"]
+    constants = _common_constants(request) | absent | _pool_constants("K", k_cache) | _pool_constants("V", request.tensor("v_cache"))
+    constants |= {
+        "SCALE": int(q.shape[2] or 1) ** -0.5 if scale is None else float(scale),
+        "SOFTCAP": float(request.args["softcap"] or 0),
+        "CAUSAL": request.args["causal"],
+        "WINDOW": min(request.args["window"] or 0, MOST_KEYS),
+        "RAGGED": "cu" not in absent,
+        "STARTS": "starts" not in absent,
+        "BLOCK_SIZE": k_cache.shape[1],
+        "Q_UNIT": unit_of(q),
+        "HEADS": heads,
+        "GROUP": group,
+        "SHARE": share,
+        "TILE": 1 if "cu" in absent else rows // share,
+        "SEARCH": search,
+        "ROWS": rows,
+        "KEYS": tile.keys,
+        "LEAST": tile.least,
+        "WIDEN": is_interpreting(),  # which multiplies the bits of bfloat16 as integers
+    }
+    types = _types(request) | dict.fromkeys(("queries", "batch", "room", "num_blocks", "splits", *_STRIDES), "i64")
+    pools = [name for name in ("k_cache", "v_cache") if common_alignment(request.tensor(name)) == 16]
+    aligned = (*pools, *(name for name in ("q", "out") if request.tensor(name).alignment >= 16), "parts", "sums")
+    types = {name: found for name, found in types.items() if name not in absent}
+    least = 4 if len(pools) < 2 else rows * constants["V_WIDE"] // WARP_ELEMENTS  # narrow accesses need an address each
+    warps = min(max(tile.warps, least), MOST_WARPS)
+    return KernelSpec.build(attend_kernel, types, constants, aligned, warps, tile.stages)
+
+
+def join_spec(request: Request) -> KernelSpec:
+    """Return what joins splits."""
+    absent = {name: value for name, value in _absent(request).items() if name in join_kernel.arg_names}
+    query_heads = int(request.tensor("q").shape[1] or 1)
+    constants = _common_constants(request) | absent | {"QUERY_HEADS": query_heads, "MOST": MOST_SPLITS, "STEP": 8}
+    types = _types(request) | dict.fromkeys(("splits", *_STRIDES), "i64")
+    types = {name: found for name, found in types.items() if name in join_kernel.arg_names and name not in absent}
+    aligned = ("parts", "sums", *(["out"] if request.tensor("out").alignment >= 16 else []))
+    return KernelSpec.build(join_kernel, types, constants, aligned, 1)

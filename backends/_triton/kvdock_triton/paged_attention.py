@@ -1,0 +1,130 @@
+"""`paged_attention` in Triton: the descriptor that launches its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from kvdock.plugin import Descriptor, Request, quantised_reasons
+from kvdock_triton.attention_specs import MOST_KEYS, MOST_SPLITS, attend_spec, join_spec, unit_of
+from kvdock_triton.launch import KernelSpec
+from kvdock_triton.support import TritonKernel, ceil_div
+from kvdock_triton.written import Launch
+
+__all__ = ["MOST_DIM", "PagedAttention", "PagedAttentionDescriptor"]
+
+MOST_DIM = 256
+"""Length of a head at most: a tile of longer ones has no room in some GPU's shared memory."""
+
+
+@attrs.frozen
+class _Attend:
+    """One way to attend: a kernel, and how its grid is laid out.
+
+    Args:
+        launch: the kernel.
+        queries: of a tile.
+        programs: of a tile, one for each head of the cache and each share of its group.
+        rows: of a program.
+        wanted: programs that the keys are split for.
+        least: keys of a split at least.
+    """
+
+    launch: Launch
+    queries: int
+    programs: int
+    rows: int
+    wanted: int
+    least: int
+
+    @classmethod
+    def of(cls, spec: KernelSpec, launch: Launch, wanted: int) -> _Attend:
+        """Read the layout off what was compiled."""
+        names = ("TILE", "HEADS", "GROUP", "SHARE", "ROWS", "LEAST")
+        tile, heads, group, share, rows, least = (spec.constant(name) for name in names)
+        return cls(launch, tile, heads * ceil_div(group, share), rows, wanted, least)
+
+    def splits(self, tiles: int, queries: int, room: int) -> int:
+        """Return in how many splits the keys of ``tiles`` tiles are looked at."""
+        programs = max(tiles, ceil_div(queries, self.queries)) * self.programs
+        return max(1, min(self.wanted // programs, ceil_div(room, self.least), MOST_SPLITS))
+
+
+class PagedAttentionDescriptor(Descriptor):
+    """Launches one of two kernels, by whether the queries of a sequence fit into a tile, and where keys were split, what joins them.
+
+    What splits found lies in memory that each call takes from torch's allocator, so that calls on several streams, and replays of
+    graphs, share none of it.
+    """
+
+    uses_autograd = False  # kernels read and write by address
+    notes_capture = True  # a graph needs the compiled kernels alone, which the process keeps
+
+    def __init__(self, request: Request, few: _Attend, many: _Attend, join: Launch, skipped: int) -> None:
+        self._few, self._many, self._join, self._skipped = few, many, join, skipped
+        k_cache, v_cache = request.tensor("k_cache"), request.tensor("v_cache")
+        self._num_blocks, self._block = int(k_cache.shape[0] or 0), int(k_cache.shape[1] or 1)
+        self._width = int(v_cache.shape[3] or 0) + 1  # of one part with its sum
+        self._q_unit, self._out_unit = unit_of(request.tensor("q")), unit_of(request.tensor("out"))
+        self.workspace_bytes = max(way.wanted * way.rows for way in (few, many)) * self._width * 4
+
+    def __call__(self, *args: Any) -> None:
+        """Attend, on the current stream of the tensors' device."""
+        q, k_cache, v_cache, table, lens, cu, starts, sinks, *_ = args
+        most, out, lse = args[10], *args[15:]
+        queries, batch, room = q.shape[0], table.shape[0], min(table.shape[1] * self._block, MOST_KEYS)
+        way = self._few if cu is None or most <= self._few.queries else self._many
+        tiles = batch if way is self._few else queries // way.queries + batch
+        splits = way.splits(tiles, queries, room)
+        parts, sums = self._workspace(queries * q.shape[1] * splits, q.device) if splits > 1 else (out, out)
+        pointers = [tensor.data_ptr() for tensor in (q, k_cache, v_cache, table, lens, cu, starts, sinks) if tensor is not None]
+        ends = [out.data_ptr()] if lse is None else [out.data_ptr(), lse.data_ptr()]
+        found = [parts.data_ptr(), sums.data_ptr()]
+        read, written = self._strides(q, table, lens, cu, starts), self._output_strides(out, lse)
+        sizes = (queries, batch, room, self._num_blocks, splits)
+        way.launch.run(tiles * way.programs, splits, *pointers, *ends, *found, self._skipped, *sizes, *read, *written)
+        if splits > 1:
+            sink = [] if sinks is None else [sinks.data_ptr()]
+            self._join.run(queries * q.shape[1], 1, *found, *sink, *ends, splits, *written)
+
+    def _workspace(self, parts: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return room for so many parts, and for their sums."""
+        room = torch.empty(parts * self._width, dtype=torch.float32, device=device)
+        return room, room[parts * (self._width - 1) :]
+
+    def _strides(self, q: torch.Tensor, table: torch.Tensor, *index: torch.Tensor | None) -> tuple[int, ...]:
+        """Return the strides of what is read, in the kernel's order."""
+        q_token, q_head, _ = q.stride()
+        steps = (tensor.stride(0) for tensor in index if tensor is not None)
+        return (q_token // self._q_unit, q_head // self._q_unit, *table.stride(), *steps)
+
+    def _output_strides(self, out: torch.Tensor, lse: torch.Tensor | None) -> tuple[int, ...]:
+        """Return the strides of what is written, in the kernels' order."""
+        out_token, out_head, _ = out.stride()
+        return (out_token // self._out_unit, out_head // self._out_unit, *(() if lse is None else lse.stride()))
+
+
+class PagedAttention(TritonKernel):
+    """Prepares `PagedAttentionDescriptor`."""
+
+    def supports(self, request: Request) -> Sequence[str]:
+        """Serve 16 and 32-bit floats, and heads that a tile has room for."""
+        reasons = quantised_reasons(request)
+        if request.tensor("q").dtype == torch.float64:
+            reasons.append("matrix units compute no float64")
+        dims = {name: int(request.tensor(name).shape[3] or 0) for name in ("k_cache", "v_cache")}
+        return reasons + [f"heads of {name} have {dim} elements, more than {MOST_DIM}" for name, dim in dims.items() if dim > MOST_DIM]
+
+    def prepare(self, request: Request) -> Descriptor:
+        """Compile the kernels."""
+        tuning, processors = self.tuning(request.device), self.processors(request.device)
+        tiles = {False: tuning.decode} | ({} if request.args["cu_query_lens"] is None else {True: tuning.prefill})
+        ways = []
+        for search, tile in tiles.items():
+            spec = attend_spec(request, tile, search)
+            ways.append(_Attend.of(spec, self.launch(spec, request), tile.programs * processors))
+        join = self.launch(join_spec(request), request)
+        return PagedAttentionDescriptor(request, ways[0], ways[-1], join, self.skipped(request.device))

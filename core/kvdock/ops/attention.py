@@ -1,0 +1,175 @@
+"""`paged_attention` as data: what it takes, which queries see which keys, and what its index values must be.
+
+A sequence has ``seq_lens[b]`` tokens in the cache, its queries' own keys included: its queries are its last tokens. So query ``i`` of
+``n`` stands at position ``seq_lens[b] - n + i``. It sees the keys from `visible`'s first to its end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvdock.errors import IndexRangeError
+from kvdock.interface import HOST
+from kvdock.ops.schema import Arg, OpSchema, Relation, Role
+from kvdock.spec import QUANTISED_DTYPES
+
+__all__ = ["PAGED_ATTENTION", "check_paged_attention", "first_keys", "query_rows", "softmax_scale", "visible"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INDICES = (torch.int32, torch.int64)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _expect_scale(value: Any) -> str:
+    return "" if value is None or _number(value) else "a finite number, or None for the square root of 1 / Dk"
+
+
+def _expect_bool(value: Any) -> str:
+    return "" if isinstance(value, bool) else "True or False"
+
+
+def _expect_window(value: Any) -> str:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    return "" if value is None or (is_int and value > 0) else "at least 1 key, or None for all"
+
+
+def _expect_softcap(value: Any) -> str:
+    return "" if value is None or (_number(value) and value > 0) else "a finite number above 0, or None for no cap"
+
+
+def check_paged_attention(args: Mapping[str, Any]) -> list[str]:
+    """Raise on index values that are out of range; nothing about them is doubtful. All lie in host memory.
+
+    Raises:
+        IndexRangeError: names the first argument and place.
+    """
+    table, lens, cu, starts = (args[name] for name in ("block_table", "seq_lens", "cu_query_lens", "starts"))
+    num_blocks, block = args["k_cache"].shape[:2]
+    room = table.shape[1] * block
+    _raise_first("seq_lens", lens, (lens < 0) | (lens > room), f"between 0 and {room}, for which block_table has room")
+    counts = _query_counts(cu, args["q"].shape[0], args["max_query_len"], lens)
+    _raise_first("seq_lens", lens, (lens < counts) & (lens > 0), "0 for padding, or at least the number of queries of the sequence")
+    if starts is not None:
+        _raise_first("starts", starts, (starts < 0) | (starts > lens), "between 0 and the length of the sequence")
+    first = first_keys(lens, counts, starts, args["window"])
+    columns = torch.arange(table.shape[1])
+    used = (columns >= (first // block)[:, None]) & (columns < ((lens + block - 1) // block)[:, None])
+    bad = used & ((table < 0) | (table >= num_blocks))
+    _raise_first("block_table", table, bad, f"a block id between 0 and {num_blocks - 1} wherever a query looks")
+    return []
+
+
+def _query_counts(cu: torch.Tensor | None, queries: int, most: int, lens: torch.Tensor) -> torch.Tensor:
+    """Return how many queries each sequence has."""
+    if cu is None:
+        return torch.ones_like(lens)
+    counts = cu.diff()
+    expected = f"sums of query counts, from 0 to the {queries} queries of q, none below the one before"
+    wrong = torch.cat([cu[:1] != 0, counts < 0])
+    wrong[-1] |= cu[-1] != queries
+    _raise_first("cu_query_lens", cu, wrong, expected)
+    _raise_first(
+        "cu_query_lens", cu, torch.cat([torch.zeros(1, dtype=torch.bool), counts > most]), f"at most max_query_len={most} more each"
+    )
+    return counts
+
+
+def _raise_first(name: str, values: torch.Tensor, wrong: torch.Tensor, expected: str) -> None:
+    if bool(wrong.any()):
+        place = wrong.nonzero()[0].tolist()
+        got = int(values[tuple(place)])
+        fix = "pass what the scheduler's BatchTables hold for this step, and a table of this pool's blocks"
+        raise IndexRangeError(f"paged_attention: {name}{place}", expected=expected, got=got, fix=fix)
+
+
+def first_keys(lens: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor | None, window: int | None) -> torch.Tensor:
+    """Return the first key that any query of each sequence sees, ``[B]``."""
+    first = torch.zeros_like(lens) if starts is None else starts.to(lens.dtype)
+    return first if window is None else torch.maximum(first, lens - counts - window + 1)
+
+
+def query_rows(cu: torch.Tensor | None, queries: int, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sequence of each query, ``[N]``, and how many queries of its sequence come behind it. B stands for no sequence."""
+    places = torch.arange(queries, device=device)
+    if cu is None:
+        return places, torch.zeros_like(places)
+    ends = cu[1:].to(torch.int64).contiguous()
+    rows = torch.searchsorted(ends, places, right=True)
+    return rows, ends[rows.clamp(max=batch - 1)] - 1 - places
+
+
+def visible(
+    lens: torch.Tensor, behind: torch.Tensor, starts: torch.Tensor | None, *, causal: bool, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first key that each query sees, and the end of those, ``[N]`` int64.
+
+    Args:
+        lens: length of each query's sequence, ``[N]`` int64.
+        behind: how many queries of its sequence come behind it.
+        starts: first key of its sequence that may be seen.
+        causal: whether a query sees none behind its own.
+        window: how many keys it sees at most, its own the last of them; keys behind its own, where it sees such, do not count.
+    """
+    position = lens - 1 - behind
+    first = torch.zeros_like(lens) if starts is None else starts.clamp(min=0)
+    if window is not None:
+        first = torch.maximum(first, position - window + 1)
+    return first, (torch.minimum(position + 1, lens) if causal else lens)
+
+
+def _see_nothing(args: dict[str, Any]) -> None:
+    """Fill the outputs of a call without sequences, blocks of any, or queries."""
+    if args["q"].device == HOST:
+        check_paged_attention(args)
+    args["out"].zero_()
+    if args["lse"] is not None:
+        args["lse"].copy_(torch.tensor(-torch.inf) if args["sinks"] is None else args["sinks"])
+
+
+def softmax_scale(scale: float | None, head_dim: int) -> float:
+    """Return what scores are multiplied by."""
+    return head_dim**-0.5 if scale is None else float(scale)
+
+
+PAGED_ATTENTION = OpSchema(
+    "paged_attention",
+    (
+        Arg("q", Role.TENSOR, ("*N Hq Dk",), _DTYPES, same_dtype="k_cache"),
+        Arg("k_cache", Role.TENSOR, ("NB block Hk Dk",), (*_DTYPES, *QUANTISED_DTYPES)),
+        Arg("v_cache", Role.TENSOR, ("NB block Hk Dv",), (*_DTYPES, *QUANTISED_DTYPES), same_dtype="k_cache"),
+        Arg("block_table", Role.TENSOR, ("*B *W",), (torch.int32,)),
+        Arg("seq_lens", Role.TENSOR, ("*B",), _INDICES),
+        Arg("cu_query_lens", Role.TENSOR, ("*C",), _INDICES, optional=True),
+        Arg("starts", Role.TENSOR, ("*B",), _INDICES, optional=True),
+        Arg("sinks", Role.TENSOR, ("Hq",), _DTYPES, optional=True),
+        Arg("k_scale", Role.TENSOR, ("", "Hk"), (torch.float32,), optional=True, host=True, scale_of="k_cache"),
+        Arg("v_scale", Role.TENSOR, ("", "Hk"), (torch.float32,), optional=True, host=True, scale_of="v_cache"),
+        Arg("max_query_len", Role.RUNTIME_INT, default=1),
+        Arg("scale", Role.STATIC, expects=_expect_scale),
+        Arg("causal", Role.STATIC, default=True, expects=_expect_bool),
+        Arg("window", Role.STATIC, expects=_expect_window),
+        Arg("softcap", Role.STATIC, expects=_expect_softcap),
+        Arg("out", Role.MUTATED, ("*N Hq Dv",), _DTYPES, same_dtype="q", returned=True),
+        Arg("lse", Role.MUTATED, ("*N Hq",), (torch.float32,), optional=True),
+    ),
+    (
+        Relation("Hq % Hk == 0", "q", "a multiple of the {Hk} heads of k_cache", "pass all query heads of the same rank as the cache"),
+        Relation("C == B + 1", "cu_query_lens", "one number more than the {B} rows of block_table", "begin it with 0"),
+        Relation(
+            "N == B",
+            "q",
+            "one query for each of the {B} rows of block_table, since there is no cu_query_lens",
+            "pass cu_query_lens, the sums of how many queries each sequence has",
+            without="cu_query_lens",
+        ),
+    ),
+    check_values=check_paged_attention,
+    when_empty=_see_nothing,
+)

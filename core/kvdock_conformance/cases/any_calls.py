@@ -1,0 +1,122 @@
+"""Calls of any op, by what a requirement is about: every two properties, repetition, change, what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import attrs
+
+from kvdock.plugin import Role
+from kvdock_conformance.cases.any_op import AnyCall, Drawable, factors_of, in_turn, runtime_words, static_words
+from kvdock_conformance.cases.pairs import covering
+from kvdock_conformance.requirement import Case, Level
+
+__all__ = ["again", "changing", "every_two", "evicted", "new_counts", "outputs", "plain", "repeated", "with_gradients", "without_tokens"]
+
+_COUNTS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 64, 65, 255, 256, 257)
+_FEW = (3, 1, 8)
+
+
+def _settled(op: Drawable, seed: int = 0, **how: Any) -> AnyCall:
+    """Return a call with its sizes."""
+    return AnyCall(op, how, seed=seed).settled() or AnyCall(op)
+
+
+def every_two(op: Drawable) -> Iterator[Case]:
+    """Yield calls in which every two properties meet."""
+    for level, classes in ((Level.CORE, ("even", "ones", "odd", "many")), (Level.EXTENDED, ("large",))):
+        for number, how in enumerate(covering(factors_of(op.schema, *classes))):
+            plain = {factor: values[0] for factor, values in factors_of(op.schema, "even").items()}
+            special = [f"{factor} {value}" for factor, value in how.items() if value != plain[factor]]
+            name = f"{level.value} {number}: {', '.join(special) or 'plain'}"
+            yield Case(name, in_turn([_settled(op, number, **how)]), level)
+
+
+def plain(op: Drawable) -> Iterator[Case]:
+    """Yield plain calls."""
+    for sizes in ("even", "ones", "odd"):
+        yield Case(f"sizes {sizes}", in_turn([_settled(op, sizes=sizes)]))
+
+
+def without_tokens(op: Drawable) -> Iterator[Case]:
+    """Yield calls in which one run-time size is 0, or all are."""
+    words = sorted(runtime_words(op.schema))
+    for name, zero in {**{word: [word] for word in words}, "all": words}.items():
+        call = AnyCall(op, {"lead": 2 if name == "lead1" else 1}).settled(**dict.fromkeys(zero, 0)) if zero else None
+        if call is not None and 0 in call.sizes.values():
+            yield Case(f"{name} = 0", in_turn([call]))
+
+
+def _others(first: AnyCall, counts: Iterable[int], memory: Iterable[str]) -> list[AnyCall]:
+    """Return calls like the first with other numbers of tokens, and with other steps of what is no pool."""
+    static = {word: first.sizes[word] for word in static_words(first.op.schema) if word in first.sizes}
+    words, pools = runtime_words(first.op.schema), {arg.name for arg in first.op.schema.static_args}
+    made = [attrs.evolve(first, sizes=static, seed=count).settled(**dict.fromkeys(words, count)) for count in counts]
+    found = [call for call in made if call is not None] if words else []
+    tensors = [arg.name for arg in first.op.schema.args if arg.is_tensor and arg.name not in pools]
+    return found + [
+        attrs.evolve(one, how={**one.how, **{f"{name} memory": kind for name in tensors}}) for kind in memory for one in found[:3]
+    ]
+
+
+def repeated(op: Drawable) -> Iterator[Case]:
+    """Yield calls that repeat one another, with others in between."""
+    for text, shared in (("the same pools", True), ("pools of their own", False)):
+        first = _settled(op)
+        again = [attrs.evolve(first, seed=seed) for seed in range(1, 6)]
+        others = _others(first, _FEW, ("wide gaps", "odd gaps", "other order"))
+        yield Case(text, in_turn([first, *again, *others, *again[:3], *others[:1] * 3, *again], pools=shared))
+
+
+def new_counts(op: Drawable) -> Iterator[Case]:
+    """Yield calls behind the first one that differ in what is no part of the key."""
+    first = _settled(op, sizes="many")  # so that pools have room for many
+    again = [attrs.evolve(first, seed=seed) for seed in (1, 2)]
+    yield Case("the same again", in_turn([first, *again], warm=1))
+    yield Case("pools of their own", in_turn([first, *again], pools=False, warm=1))
+    others = _others(first, _COUNTS, ("wide gaps",))
+    if others:
+        yield Case("counts and steps", in_turn([first, *others], warm=1))
+
+
+def _signatures(op: Drawable) -> list[AnyCall]:
+    """Return calls that need plans of their own: other sizes and dtypes, and pools in another order."""
+    first = _settled(op, seed=3)
+    found = [first, _settled(op, seed=4, sizes="odd"), _settled(op, seed=5, sizes="ones")]
+    pools = {f"{arg.name} memory": "odd gaps" for arg in op.schema.static_args}
+    found.append(attrs.evolve(first, how={**first.how, **pools}))
+    for factor, values in factors_of(op.schema, "even").items():
+        if factor.endswith("dtype"):
+            found += [attrs.evolve(first, how={**first.how, factor: value}) for value in values[1:]]
+    return found
+
+
+def changing(op: Drawable) -> Iterator[Case]:
+    """Yield calls that need plans of their own, in turns."""
+    yield Case("signatures in turns", in_turn([*_signatures(op), *_signatures(op)], pools=False))
+
+
+def evicted(op: Drawable) -> Iterator[Case]:
+    """Yield calls whose plans drive one another out."""
+    first, other = _settled(op), _settled(op, seed=4, sizes="odd")
+    if static_words(op.schema):
+        yield Case("signatures that drive each other out", in_turn([first, other, first, other, first], pools=False))
+
+
+def again(op: Drawable) -> Iterator[Case]:
+    """Yield calls of one signature."""
+    first = _settled(op)
+    yield Case("one signature", in_turn([attrs.evolve(first, seed=seed) for seed in range(3)]))
+
+
+def outputs(op: Drawable) -> Iterator[Case]:
+    """Yield plain calls, if the op returns what it writes."""
+    if any(arg.returned for arg in op.schema.args):
+        yield from plain(op)
+
+
+def with_gradients(op: Drawable) -> Iterator[Case]:
+    """Yield calls of one signature, if anything that is read may require gradients."""
+    if any(arg.role is Role.TENSOR and any(dtype.is_floating_point for dtype in arg.dtypes) for arg in op.schema.args):
+        yield from again(op)

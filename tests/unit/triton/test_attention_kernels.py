@@ -1,0 +1,187 @@
+"""`paged_attention` under the interpreter against the loops in float64, in tiles so small that short sequences have many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import kvdock
+from kvdock.interface import HOST, Request
+from kvdock.ops.attention import PAGED_ATTENTION
+from kvdock.ops.validate import validate
+from opskit import active, runtime_of
+from opskit.attention import ORDERS, TOLERANCE, assert_close, batch, meant
+from opskit.interpreted import AcmeBackend
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+class SmallTiles(AcmeBackend):
+    """Tiles of as few rows and keys as there are, and splits of as few keys."""
+
+    def tuning(self, device: torch.device) -> Any:
+        from kvdock_triton.tuning import AttentionTile, Tuning
+
+        return Tuning(decode=AttentionTile(16, 16, 1, 2, programs=4, least=16), prefill=AttentionTile(16, 16, 1, 2))
+
+
+@pytest.fixture(autouse=True)
+def backend(target: object) -> Iterator[SmallTiles]:
+    """Serve `kvdock.ops` in such tiles. ``target`` skips where there is no interpreter."""
+    made = SmallTiles()
+    with active(runtime_of(made), "acme"):
+        yield made
+
+
+def check(args: dict[str, Any]) -> torch.Tensor:
+    """Compare a call with what it means, into an output whose every number is overwritten."""
+    dtype, (expected, sums) = args["q"].dtype, meant(args)
+    into = torch.full(expected.shape, torch.nan, dtype=dtype)
+    out, lse = kvdock.ops.paged_attention(**args, return_lse=True, out=into)
+    assert_close(out, expected, dtype)
+    assert_close(lse, sums, torch.float32)
+    return out
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_batch(seed: int) -> None:
+    args = batch(seed, DTYPES[seed % 3], [*ORDERS][seed % len(ORDERS)])
+    if args["cu_query_lens"] is not None:
+        args["max_query_len"] = int(args["cu_query_lens"].diff().max())
+    check(args)
+
+
+def one(length: int, queries: int = 1, heads: tuple[int, int] = (2, 1), dim: int = 16, **options: Any) -> dict[str, Any]:
+    """Return one sequence in blocks of 4."""
+    torch.manual_seed(length)
+    width = -(-length // 4)
+    k, v = (torch.randn(width + 2, 4, heads[1], dim) for _ in "kv")
+    return {
+        "q": torch.randn(queries, heads[0], dim),
+        "k_cache": k,
+        "v_cache": v,
+        "block_table": torch.randperm(width + 2)[:width].view(1, -1).int(),
+        "seq_lens": torch.tensor([length]),
+        "cu_query_lens": None if queries == 1 else torch.tensor([0, queries]),
+        **dict.fromkeys(("starts", "sinks", "scale", "window", "softcap")),
+        "causal": True,
+        **options,
+    }
+
+
+@pytest.mark.parametrize("keys", [1, 15, 16, 17, 33])
+@pytest.mark.parametrize("sink", [False, True])
+def test_keys_at_the_ends_of_tiles_and_splits(keys: int, sink: bool) -> None:
+    check(one(keys, sinks=torch.randn(2) if sink else None))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 7, 20])
+def test_tiles_of_queries(causal: bool, window: int | None) -> None:
+    check(one(45, 21, causal=causal, window=window))
+
+
+@pytest.mark.parametrize("heads", [(17, 1), (70, 1), (10, 2)])
+def test_groups_of_any_size(heads: tuple[int, int]) -> None:
+    """Padded to a tile, or shared by several."""
+    check(one(19, heads=heads))
+    check(one(19, 3, heads=heads))
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_scales_that_turn_the_order_round(scale: float) -> None:
+    check(one(20, scale=scale))
+
+
+def test_queries_that_nobody_counts_get_zeros() -> None:
+    args = one(20, 5, sinks=torch.tensor([0.5, -2.0]))
+    args |= {"cu_query_lens": torch.tensor([0, 2]), "max_query_len": 2}
+    for most in (2, 5, 100):  # one tile for each sequence, or as many as it needs
+        out, lse = kvdock.ops.paged_attention(**{**args, "max_query_len": most}, return_lse=True, out=torch.full((5, 2, 16), torch.nan))
+        assert bool((out[2:] == 0).all())
+        assert_close(lse[2:], args["sinks"].expand(3, 2), torch.float32)
+        assert bool((out[:2] != 0).all())
+
+
+def test_more_queries_than_was_said_get_zeros() -> None:
+    """An index value that no host has checked: what was said decides the grid, and nothing is left as it was."""
+    out = kvdock.ops.paged_attention(**one(40, 30), max_query_len=1, out=torch.full((30, 2, 16), torch.nan))
+    assert bool((out[:8] != 0).any())
+    assert bool((out[8:] == 0).all())
+
+
+def test_padding_gets_zeros() -> None:
+    args = one(20, seq_lens=torch.tensor([0]), block_table=torch.tensor([[-1, 2**31 - 1]], dtype=torch.int32))
+    out, lse = kvdock.ops.paged_attention(**args, return_lse=True)
+    assert bool((out == 0).all())
+    assert bool((lse == -torch.inf).all())
+
+
+@pytest.mark.parametrize("queries", [1, 12])
+def test_a_table_without_columns_is_of_padding(queries: int) -> None:
+    args = one(20, queries, seq_lens=torch.tensor([0]), block_table=torch.zeros(1, 0, dtype=torch.int32))
+    out, lse = kvdock.ops.paged_attention(**args, return_lse=True, out=torch.full((queries, 2, 16), torch.nan))
+    assert bool((out == 0).all())
+    assert bool((lse == -torch.inf).all())
+
+
+@pytest.mark.parametrize("queries", [1, 12])
+def test_blocks_that_are_not_in_the_pool_are_not_seen_and_counted(backend: SmallTiles, queries: int) -> None:
+    args = one(39, queries)
+    before, kept = backend.skipped_writes(HOST), args["block_table"].clone()
+    check(args)
+    assert backend.skipped_writes(HOST) == before
+    args["block_table"][0, 2], args["block_table"][0, 5] = -3, 2**31 - 1
+    got = kvdock.ops.paged_attention(**args)
+    assert backend.skipped_writes(HOST) == before + 2
+    # What is left is what keys elsewhere mean: a score of -inf, for which a key of another head room is far too low.
+    seen = [key for key in range(39) if key // 4 not in (2, 5)]
+    places = [(int(kept[0, key // 4]), key % 4) for key in seen]
+    k, v = (torch.stack([args[name][place] for place in places]).double() for name in ("k_cache", "v_cache"))
+    scores = torch.einsum("nhd,kd->hnk", args["q"].double(), k[:, 0]) / 4
+    hidden = torch.tensor([[key > 39 - queries + query for key in seen] for query in range(queries)])
+    expected = torch.einsum("hnk,kd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v[:, 0])
+    assert_close(got, expected, torch.float32)
+
+
+@pytest.mark.parametrize(("length", "counted"), [(10**12, 1), (-5, 1), (40, 0), (41, 1)])
+def test_lengths_beyond_the_table_are_counted_and_nothing_behind_it_is_read(backend: SmallTiles, length: int, counted: int) -> None:
+    args, before = one(40), backend.skipped_writes(HOST)
+    out = kvdock.ops.paged_attention(**{**args, "seq_lens": torch.tensor([length])})
+    assert backend.skipped_writes(HOST) == before + counted
+    if length < 0:
+        assert bool((out == 0).all())
+    else:
+        assert torch.equal(out, kvdock.ops.paged_attention(**args))
+
+
+def request(**changed: Any) -> Request:
+    """Return the request of a call."""
+    args = {**dict.fromkeys(PAGED_ATTENTION.arg_names), **one(8), "max_query_len": 1, **changed}
+    args["out"] = torch.empty(*args["q"].shape[:2], args["v_cache"].shape[3], dtype=args["q"].dtype)
+    return validate(PAGED_ATTENTION, tuple(args[name] for name in PAGED_ATTENTION.arg_names))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "reason"),
+    [(torch.float32, 16, None), (torch.float64, 16, "no float64"), (torch.float16, 257, "k_cache have 257 elements, more than 256")],
+)
+def test_what_is_refused_says_why(backend: SmallTiles, dtype: torch.dtype, dim: int, reason: str | None) -> None:
+    args = {name: torch.zeros(3, 4, 1, dim, dtype=dtype) for name in ("k_cache", "v_cache")} | {"q": torch.zeros(1, 2, dim, dtype=dtype)}
+    reasons = backend.kernels()["paged_attention"].supports(request(**args))
+    assert bool(reasons) == bool(reason)
+    assert not reason or reason in reasons[0]
+    assert TOLERANCE.keys() >= {dtype}
+
+
+def test_a_call_takes_no_more_memory_than_is_stated(backend: SmallTiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, real = list[int](), torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: taken.append(size[0]) or real(*size, **options))
+    descriptor = backend.kernels()["paged_attention"].prepare(request())
+    args = {**dict.fromkeys(PAGED_ATTENTION.arg_names), **one(39), "max_query_len": 1, "out": torch.zeros(1, 2, 16)}
+    descriptor(*(args[name] for name in PAGED_ATTENTION.arg_names))
+    assert taken[-1] == 1 * 2 * 3 * 17  # queries, heads, splits of 16 keys, and a sum with each row
+    assert 0 < 4 * taken[-1] <= descriptor.workspace_bytes
