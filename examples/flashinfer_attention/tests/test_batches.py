@@ -16,6 +16,7 @@ def draw(seed: int, *, many: bool) -> dict[str, Any]:
     choose = random.Random(seed)
     lens = [choose.choice([0, 1, BLOCK, BLOCK + 1, BLOCK * WIDTH, choose.randint(1, BLOCK * WIDTH)]) for _ in range(4)]
     counts = [choose.randint(0, length or 3) if many else 1 for length in lens]
+    lens[-1], counts[-1] = max(1, lens[-1]), 1  # there is a query at least
     window = choose.choice([None, 1, 3, 9])
     table = torch.full((4, WIDTH), 1 << 30, dtype=torch.int32)
     for row, (length, count) in enumerate(zip(lens, counts, strict=True)):
@@ -24,7 +25,7 @@ def draw(seed: int, *, many: bool) -> dict[str, Any]:
             table[row, column] = choose.randrange(BLOCKS)
     ends = torch.tensor([0, *counts]).cumsum(0)
     return {
-        "q": torch.zeros(sum(counts), 1, 8),
+        "q": torch.zeros(sum(counts) + choose.choice([0, 3]) * many, 1, 8),
         "k_cache": torch.zeros(BLOCKS, BLOCK, 1, 8),
         "block_table": table,
         "seq_lens": torch.tensor(lens),
@@ -55,6 +56,7 @@ def test_blocks_lie_one_sequence_behind_the_other(seed: int, many: bool) -> None
         last.append((length - 1) % BLOCK + 1 if length else 1)
         tokens += length - first * BLOCK if length else 1
     assert (found.blocks.tolist(), found.block_ends.tolist(), found.last.tolist()) == (blocks, block_ends, last)
+    unseeing += range(ends[-1], len(args["q"]))
     assert (found.unseeing.tolist(), found.tokens) == (unseeing, tokens)
     assert {item.dtype for item in (found.query_ends, found.block_ends, found.blocks, found.last)} == {torch.int32}
 
@@ -74,3 +76,11 @@ def test_what_is_out_of_range_is_not_planned(wrong: dict[str, torch.Tensor]) -> 
     args = draw(0, many=False) | good
     assert Batch.read(args) is not None
     assert Batch.read(args | wrong) is None
+
+
+@pytest.mark.parametrize("sums", [[0, 0, 0, 0, 0], [0, 1, 2, 3, 9], [1, 2, 3, 4, 4], [0, 3, 2, 4, 4], [0, 3, 4, 4, 4]])
+def test_sums_of_queries_that_make_no_sense_are_not_planned(sums: list[int]) -> None:
+    good = {"block_table": torch.zeros(4, WIDTH, dtype=torch.int32), "seq_lens": torch.tensor([5, 5, 5, 5]), "window": None}
+    args = draw(0, many=True) | good | {"q": torch.zeros(4, 1, 8), "max_query_len": 2}
+    assert Batch.read(args | {"cu_query_lens": torch.tensor([0, 1, 2, 3, 4])}) is not None
+    assert Batch.read(args | {"cu_query_lens": torch.tensor(sums)}) is None

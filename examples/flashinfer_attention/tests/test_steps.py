@@ -16,7 +16,7 @@ class Maker:
 
     def __call__(self) -> Planned:
         self.made += 1
-        return Planned(self.made, None, self.spare)
+        return Planned(self.made, 1, None, self.spare)
 
     def used(self, of: str, *tensors: torch.Tensor | None) -> int:
         """Return the number of the plan that a call gets."""

@@ -24,7 +24,7 @@ class Batch:
         block_ends: the same of blocks.
         blocks: block ids, int32. Those that lie before the windows of all queries of a sequence are left out.
         last: tokens in the last block of each sequence, int32 ``[B]``.
-        unseeing: queries of sequences without tokens, int64.
+        unseeing: queries of sequences without tokens, and those behind the last sequence's; int64.
         tokens: tokens that are looked at, of all sequences.
     """
 
@@ -43,16 +43,19 @@ class Batch:
             args: those of the op, by name.
         """
         on_host: dict[str, Any] = {name: None if args[name] is None else args[name].cpu() for name in _READ}
+        lens, cu, queries = on_host["seq_lens"].to(torch.int64), on_host["cu_query_lens"], args["q"].shape[0]
+        ends = torch.arange(len(lens) + 1) if cu is None else cu
+        counted = int(ends[-1])
+        if not 0 < counted <= queries:
+            return None
         try:
-            check_paged_attention({**args, **on_host})
+            check_paged_attention({**args, **on_host, "q": args["q"][:counted]})
         except IndexRangeError:
             return None
-        lens, cu = on_host["seq_lens"].to(torch.int64), on_host["cu_query_lens"]
-        ends = torch.arange(len(lens) + 1) if cu is None else cu
-        return cls._arranged(on_host["block_table"], lens, ends, args["k_cache"].shape[1], args["window"])
+        return cls._arranged(on_host["block_table"], lens, ends, queries, args["k_cache"].shape[1], args["window"])
 
     @classmethod
-    def _arranged(cls, table: torch.Tensor, lens: torch.Tensor, ends: torch.Tensor, block: int, window: int | None) -> Batch:
+    def _arranged(cls, table: torch.Tensor, lens: torch.Tensor, ends: torch.Tensor, queries: int, block: int, window: int | None) -> Batch:
         counts, is_empty = ends.diff(), lens == 0
         seen = torch.where(is_empty, 1, lens)
         first = torch.zeros_like(lens) if window is None else (seen - counts - window + 1).clamp(min=0) // block
@@ -64,6 +67,6 @@ class Batch:
             block_ends=torch.nn.functional.pad((end - first).cumsum(0), (1, 0)).to(torch.int32),
             blocks=table.masked_fill(is_empty[:, None], 0)[is_looked_at],
             last=((seen - 1) % block + 1).to(torch.int32),
-            unseeing=is_empty.repeat_interleave(counts).nonzero()[:, 0],
+            unseeing=torch.cat([is_empty.repeat_interleave(counts).nonzero()[:, 0], torch.arange(int(ends[-1]), queries)]),
             tokens=int((seen - first * block).sum()),
         )

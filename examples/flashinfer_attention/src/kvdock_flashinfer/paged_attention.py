@@ -76,7 +76,7 @@ class PagedAttentionDescriptor(Descriptor):
         types = {"q_data_type": self._dtype, "kv_data_type": self._dtype}
         wrapper.plan(*ends, batch.block_ends, blocks, batch.last, *self._sizes, **types, **self._options)
         unseeing = batch.unseeing.to(self._device) if len(batch.unseeing) else None
-        return Planned(wrapper, unseeing, back)
+        return Planned(wrapper, int(batch.query_ends[-1]), unseeing, back)
 
     def _wrapper(self, room: torch.Tensor) -> Any:
         """Return a new wrapper. It honours strides, so that pools of any memory order are pools of tokens, heads and elements."""
@@ -90,7 +90,9 @@ class PagedAttentionDescriptor(Descriptor):
         lse = args["lse"]
         found = out if self._is_aligned and out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
         sums = lse if lse is None or lse.is_contiguous() else torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
-        plan.wrapper.run(q, (k_cache, v_cache), out=found, lse=sums, return_lse=sums is not None)
+        counted = slice(plan.queries)
+        part = None if sums is None else sums[counted]
+        plan.wrapper.run(q[counted], (k_cache, v_cache), out=found[counted], lse=part, return_lse=part is not None)
         if found is not out:
             out.copy_(found)
         if lse is not None:

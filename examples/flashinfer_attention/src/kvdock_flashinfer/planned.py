@@ -28,11 +28,13 @@ class Planned:
 
     Args:
         wrapper: FlashInfer's.
-        unseeing: queries that see no key, int64 on the device; None without any.
+        queries: how many the sequences have; there may be more behind them.
+        unseeing: those that see no key, int64 on the device; None without any.
         back: where the wrapper waits for its next use.
     """
 
     wrapper: Any
+    queries: int
     unseeing: torch.Tensor | None
     back: list[Any]
 
