@@ -101,7 +101,7 @@ def served_by(args: dict[str, Any], backend: str | None = None, **options: Any) 
     """Return who serves a call."""
     op = kvdock.runtime.default().dispatcher.op("paged_attention")
     most = args["q"].shape[0] if args["cu_query_lens"] is not None else 1
-    given = {"max_query_len": most, "causal": True, "out": args["q"], **args, **options}
+    given = {"max_query_len": most, "causal": True, "out": torch.empty_like(args["q"]), **args, **options}
     explained = kvdock.runtime.default().dispatcher.explain(
         "paged_attention", tuple(given.get(name) for name in op.schema.arg_names), backend
     )

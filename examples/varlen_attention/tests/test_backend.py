@@ -100,9 +100,10 @@ ODD = TensorMeta(torch.bfloat16, (None, 32, 128), None, 8)
         ({"k_cache": pool(block=64), "v_cache": pool(block=64)}, "of blocks of more than 63 tokens, here 64"),
         (
             {"q": TensorMeta(torch.bfloat16, (None, 32, 128), None, 8)},
-            "q: its kernels read 16 bytes at a time, and rows begin at multiples of 8",
+            "q: its kernels take 16 bytes at a time, and rows begin at multiples of 8",
         ),
-        ({"v_cache": pool(alignment=2)}, "v_cache: its kernels read 16 bytes at a time, and rows begin at multiples of 2"),
+        ({"out": ODD}, "out: its kernels take 16 bytes at a time, and rows begin at multiples of 8"),
+        ({"v_cache": pool(alignment=2)}, "v_cache: its kernels take 16 bytes at a time, and rows begin at multiples of 2"),
     ],
 )
 def test_what_it_does_not_serve_and_why(other: dict[str, Any], reason: str) -> None:

@@ -18,7 +18,7 @@ _MOST_DIM, _MOST_TOKENS = 256, 63
 """Elements of a head, and tokens of a block. Longer blocks may be a whole tile of keys, which is read with what lies behind a
 sequence's end: 0 times that is not 0 where it is NaN."""
 _ALIGNED = 16
-"""Bytes that its kernels read at a time."""
+"""Bytes that its kernels read and write at a time."""
 
 
 def reasons(request: Request, capability: tuple[int, int], active: str | None) -> list[str]:
@@ -56,8 +56,8 @@ def _wrong_memory(request: Request) -> Iterator[str]:
     block = int(request.tensor("k_cache").shape[1] or 0)
     if block > _MOST_TOKENS:
         yield f"k_cache: of blocks of more than {_MOST_TOKENS} tokens, here {block}, NaN behind a sequence's end may count"
-    for name in ("q", "k_cache", "v_cache"):
+    for name in ("q", "k_cache", "v_cache", "out"):
         meta = request.tensor(name)
         step = math.gcd(*(stride * meta.dtype.itemsize for stride in (meta.strides or ())[:-1]), _ALIGNED)
         if min(meta.alignment, step) < _ALIGNED:
-            yield f"{name}: its kernels read {_ALIGNED} bytes at a time, and rows begin at multiples of {min(meta.alignment, step)}"
+            yield f"{name}: its kernels take {_ALIGNED} bytes at a time, and rows begin at multiples of {min(meta.alignment, step)}"
