@@ -92,11 +92,13 @@ class Capabilities:
             dtype is served by the portable kernels.
         priority: see `Priority`.
         graph_capture: whether its launches may be recorded into a graph and replayed.
+        batch_invariant: whether what an op computes for a sequence has the same bits whatever else is in the batch.
     """
 
     dtypes: tuple[torch.dtype, ...] | None = None
     priority: Priority = Priority.NORMAL
     graph_capture: bool = False
+    batch_invariant: bool = False
 
 
 @attrs.frozen

@@ -169,8 +169,6 @@ def paged_attention(
     cu_query_lens: torch.Tensor | None,
     starts: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
     max_query_len: int,
     scale: float | None,
     causal: bool,
@@ -190,9 +188,7 @@ def paged_attention(
         cu_query_lens: ``[B + 1]``; None for one query of each sequence.
         starts: ``[B]``: first token that is seen.
         sinks: ``[Hq]``: a logit without a value.
-        k_scale: None: caches are not quantised.
-        v_scale: None.
-        max_query_len: at least the queries of any sequence.
+        max_query_len: means nothing here.
         scale: what scores are multiplied by; None for ``Dk ** -0.5``.
         causal: whether keys behind the query's own are not seen.
         window: how many keys up to its own a query sees.
@@ -215,18 +211,15 @@ def paged_attention(
             own = length - sums[row + 1] + query
             first = 0 if starts is None else int(starts[row])
             first = first if window is None else max(first, own - window + 1)
-            keys = range(first, own + 1 if causal else length)
-            places = [(int(block_table[row, key // block]), key % block) for key in keys]
+            keys = torch.arange(first, max(first, own + 1 if causal else length))
+            places = block_table[row].long()[keys // block], keys % block
             for head in range(q.shape[1]):
-                read = head * heads // q.shape[1]
-                scores = torch.stack([k_cache[*place, read].double() @ q[query, head].double() for place in places] or [torch.tensor(0.0)])
-                scores = scores[: len(places)] * (q.shape[2] ** -0.5 if scale is None else scale)
+                k, v = (cache[*places, head * heads // q.shape[1]].double() for cache in (k_cache, v_cache))
+                scores = k @ q[query, head].double() * (q.shape[2] ** -0.5 if scale is None else scale)
                 scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
                 every = scores if sinks is None else torch.cat([scores, sinks[head, None].double()])
                 if len(every):
-                    weights = torch.softmax(every, 0)[: len(places)]
-                    found = sum((w * v_cache[*place, read].double() for w, place in zip(weights, places, strict=True)), torch.zeros(()))
-                    out[query, head] = found
+                    out[query, head] = torch.softmax(every, 0)[: len(keys)] @ v
                     if lse is not None:
                         lse[query, head] = torch.logsumexp(every, 0)
     return []

@@ -151,6 +151,10 @@ SIGNATURES = {
     "static_update_": "(k_cache, v_cache, k, v, cache_lengths)",
     "gather_paged": "(k_cache, v_cache, slot_mapping, *, k_scale=None, v_scale=None, out=None)",
     "copy_blocks_": "(k_cache, v_cache, block_pairs)",
+    "paged_attention": (
+        "(q, k_cache, v_cache, block_table, seq_lens, *, cu_query_lens=None, max_query_len=None, scale=None, causal=True, window=None, "
+        "softcap=None, sinks=None, starts=None, k_scale=None, v_scale=None, return_lse=False, out=None)"
+    ),
     "mla_caching_": "(kv_cache, kv_c, k_pe, slot_mapping, *, scale=None)",
 }
 
@@ -169,12 +173,6 @@ def test_the_ops_are_called_as_settled(op: str) -> None:
 
 LATER: dict[str, tuple[int, dict[str, None]]] = {
     "swap_blocks_": (3, {}),
-    "paged_attention": (
-        5,
-        dict.fromkeys(
-            "cu_query_lens max_query_len scale causal window softcap k_scale v_scale return_lse out".split()  # noqa: SIM905 - as design.md has it
-        ),
-    ),
     "mla_caching_": (4, {"scale": None}),
     "mla_gather": (2, {"scale": None, "out": None}),
 }

@@ -63,7 +63,7 @@ def meant(args: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     q, v_cache = args["q"], args["v_cache"]
     out, lse = torch.empty(*q.shape[:2], v_cache.shape[3], dtype=torch.float64), torch.empty(q.shape[:2])
     names = ("q", "k_cache", "v_cache", "block_table", "seq_lens", "cu_query_lens", "starts", "sinks")
-    options = (None, None, len(q), args["scale"], args["causal"], args["window"], args["softcap"])
+    options = (len(q), args["scale"], args["causal"], args["window"], args["softcap"])
     reference.paged_attention(*(args[name] for name in names), *options, out, lse)
     return out, lse
 

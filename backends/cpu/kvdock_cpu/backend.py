@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvdock.plugin import Backend, Kernel, Probe
+from kvdock.plugin import Backend, Capabilities, Kernel, Probe
 from kvdock_cpu.copy_blocks import CopyBlocks
 from kvdock_cpu.gather_paged import GatherPaged
 from kvdock_cpu.paged_attention import PagedAttention
@@ -33,6 +33,10 @@ class CpuBackend(Backend):
     def devices(self) -> Sequence[torch.device]:
         """List the one CPU device."""
         return [torch.device("cpu")]
+
+    def capabilities(self) -> Capabilities:
+        """Claim equal bits in any batch: sequences are attended to one after the other."""
+        return Capabilities(batch_invariant=True)
 
     def kernels(self) -> Mapping[str, Kernel]:
         """Return one kernel per op."""

@@ -15,7 +15,7 @@ import torch
 from kvdock.plugin import Descriptor, Kernel, Request, TensorMeta, as_bits, quantised_reasons, slots_in_range
 from kvdock_cpu.rows import wide_dtype, widen
 
-__all__ = ["GatherPaged", "GatherPagedDescriptor", "RowReader"]
+__all__ = ["GatherPaged", "GatherPagedDescriptor", "KeyTiles", "RowReader"]
 
 
 class RowReader:
@@ -111,3 +111,52 @@ class GatherPaged(Kernel):
         """Work out what is static of the two pools."""
         readers = [RowReader(request.tensor(f"{name}_cache"), request.tensor(f"{name}_out")) for name in ("k", "v")]
         return GatherPagedDescriptor(request.op, *readers)
+
+
+class KeyTiles:
+    """Reads tiles of keys, or of values, from one pool geometry, for one call at a time.
+
+    Args:
+        pool: the pool, ``[num_blocks, block_size, heads, dim]``.
+        size: most tokens in a tile.
+    """
+
+    def __init__(self, pool: TensorMeta, size: int) -> None:
+        num_blocks, self._block, self._heads, self._dim = (int(length or 0) for length in pool.shape)
+        self._elements, self._dtype = size * self._heads * self._dim, pool.dtype
+        self._compute = torch.promote_types(pool.dtype, torch.float32)
+        self._steps = block_step, slot_step, head_step = (pool.strides or (0, 0, 0))[:3]
+        self._by_head = head_step > slot_step  # a tile in the pool's own order is read quickest
+        self._reader = RowReader(pool, TensorMeta(pool.dtype, (None, self._heads, self._dim), None, 16))
+        # A pool whose heads lie apart, as rows of one head, wherever all steps are so many rows.
+        self._is_rows = self._by_head and self._dim > 0 and not any(step % self._dim for step in self._steps)
+        last = max(num_blocks - 1, 0) * block_step + (self._block - 1) * slot_step + (self._heads - 1) * head_step
+        self._rows = last // max(self._dim, 1) + 1
+        self.workspace_bytes = self._elements * (pool.dtype.itemsize + (self._compute != pool.dtype) * self._compute.itemsize)
+
+    def room(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return room for a tile as it is read, and for one to compute with: the same where the dtype is."""
+        raw = torch.empty(self._elements, dtype=self._dtype)
+        return raw, raw if self._compute == self._dtype else torch.empty_like(raw, dtype=self._compute)
+
+    def read(self, pool: torch.Tensor, room: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
+        """Return the rows at ``slots``, ``[heads, slots, dim]``, in ``room``."""
+        raw, tile = (part[: len(slots) * self._heads * self._dim] for part in room)
+        if self._is_rows:
+            rows = pool.as_strided((self._rows, self._dim), (self._dim, 1))
+            torch.index_select(rows, 0, self._row_of(slots), out=raw.view(-1, self._dim))
+        else:
+            self._reader.read(pool, self._shaped(raw, len(slots)), slots)
+        return self._shaped(tile.copy_(raw) if tile.dtype != raw.dtype else tile, len(slots)).transpose(0, 1)
+
+    def _shaped(self, tile: torch.Tensor, slots: int) -> torch.Tensor:
+        """View a tile as ``[slots, heads, dim]``."""
+        by_head = tile.view(self._heads, slots, self._dim).transpose(0, 1)
+        return by_head if self._by_head else tile.view(slots, self._heads, self._dim)
+
+    def _row_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return the rows of one head in which tokens lie, for all heads."""
+        block_step, slot_step, head_step = (step // self._dim for step in self._steps)
+        blocks = slots // self._block
+        places = blocks * (block_step - self._block * slot_step) + slots * slot_step
+        return (places + torch.arange(0, self._heads * head_step, head_step)[:, None]).flatten()

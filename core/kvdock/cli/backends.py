@@ -62,6 +62,7 @@ def _abilities(loaded: LoadedBackend) -> dict[str, Any]:
         "priority": able.priority.name,
         "dtypes": None if able.dtypes is None else [str(dtype) for dtype in able.dtypes],
         "graph_capture": able.graph_capture,
+        "batch_invariant": able.batch_invariant,
         "native": sorted(loaded.kernels),
         "overridden": sorted(loaded.overridden),
         "portable": sorted(op for op in CATALOG if op not in loaded.kernels and op in PORTABLE_KERNELS),

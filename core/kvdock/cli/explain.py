@@ -82,7 +82,7 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _example(op: str, device: str, dtype: torch.dtype, sizes: dict[str, int], schemas: Mapping[str, OpSchema]) -> tuple[Any, ...]:
+def _example(op: str, device: str, dtype: torch.dtype, sizes: dict[str, Any], schemas: Mapping[str, OpSchema]) -> tuple[Any, ...]:
     try:
         return example(op, device=torch.device(device), dtype=dtype, schemas=schemas, **sizes)
     except (RuntimeError, AssertionError) as error:  # what torch raises for a device that it does not know or cannot reach

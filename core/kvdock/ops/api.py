@@ -244,8 +244,8 @@ def paged_attention(
             not end at N; nothing is written. On a device such keys are not seen and are counted: see `Backend.skipped_writes`.
         UnsupportedError: no kernel serves these dtypes.
     """
-    lse = new_lse(q) if return_lse else None
-    most = most_queries(q, cu_query_lens) if max_query_len is None else host_int(max_query_len)
+    lse = _new_lse(q) if return_lse else None
+    most = _most_queries(q, cu_query_lens) if max_query_len is None else host_int(max_query_len)
     found: torch.Tensor = ACTIVE_OPS["paged_attention"](
         *(q, k_cache, v_cache, block_table, seq_lens, cu_query_lens, starts, sinks, k_scale, v_scale),
         *(most, scale, causal, window, softcap, out, lse),
@@ -253,12 +253,12 @@ def paged_attention(
     return found if lse is None else (found, lse)
 
 
-def most_queries(q: Any, cu_query_lens: Any) -> int:
+def _most_queries(q: Any, cu_query_lens: Any) -> int:
     """Return how many queries a sequence may have, as far as the host knows."""
     return q.shape[0] if cu_query_lens is not None and isinstance(q, torch.Tensor) and q.dim() else 1
 
 
-def new_lse(q: Any) -> torch.Tensor | None:
+def _new_lse(q: Any) -> torch.Tensor | None:
     """Return room for a number of each query and head; None where ``q`` is wrong, which the op explains."""
     return q.new_empty(q.shape[:2], dtype=torch.float32) if isinstance(q, torch.Tensor) and q.dim() == 3 else None
 

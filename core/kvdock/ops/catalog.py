@@ -6,7 +6,7 @@ Sizes: NB blocks of ``block`` places each; Hk, Hv heads and Dk, Dv elements of k
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -118,23 +118,25 @@ def example(
     head_dim: int,
     block_size: int,
     schemas: Mapping[str, OpSchema] = CATALOG,
+    present: Collection[str] = (),
 ) -> tuple[Any, ...]:
     """Return small arguments for an op, in its schema's order: what `kvdock explain` asks about. All zeros.
 
     Arguments that may not have ``dtype``, such as indices, get the last of theirs; sizes of other names are 1. The ops are those of
-    ``schemas``.
+    ``schemas``; optional arguments are there where ``present`` names them, and scales of quantised caches.
 
     Raises:
         ArgumentValueError: there is no such op; lists those there are.
     """
     if op not in schemas:
         raise ArgumentValueError("op", expected=f"one of {', '.join(sorted(schemas))}", got=repr(op))
-    sizes = {"NB": 2, "block": block_size, "vblock": block_size, "Hk": heads, "Hv": heads, "Dk": head_dim, "Dv": head_dim, "S": block_size}
+    sizes = {"NB": 2, "C": 2, **dict.fromkeys(("block", "vblock", "S"), block_size)}
+    sizes |= dict.fromkeys(("Hq", "Hk", "Hv"), heads) | dict.fromkeys(("Dk", "Dv"), head_dim)
 
     def build(arg: Arg) -> Any:
         if not arg.is_tensor:
             return arg.default
-        if arg.optional and not (arg.scale_of and dtype in QUANTISED_DTYPES):
+        if arg.optional and arg.name not in present and not (arg.scale_of and dtype in QUANTISED_DTYPES):
             return None
         shape = [sizes.get(dim.name, dim.literal or 1) for dim in arg.shapes()[0]]
         return torch.zeros(shape, dtype=dtype if dtype in arg.dtypes else arg.dtypes[-1], device=device)

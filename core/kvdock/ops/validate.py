@@ -46,6 +46,8 @@ def validate(schema: OpSchema, values: tuple[Any, ...]) -> Request:
     for name, tensor in tensors.items():
         _check_device(schema, schema.arg(name), tensor, device, first)
         _check_dtype(schema, schema.arg(name), args)
+    for name in tensors:  # when each has a dtype that it may have: else what follows a wrong one would be blamed
+        _check_same_dtype(schema, schema.arg(name), args)
     _check_scales(schema, args)
     _check_sizes(schema, tensors)
     filled = {name: tensor for name, tensor in tensors.items() if tensor.numel()}  # where nothing lies, nothing can lie wrongly
@@ -104,6 +106,10 @@ def _check_dtype(schema: OpSchema, arg: Arg, args: dict[str, Any]) -> None:
         advice = like if like in arg.dtypes else arg.dtypes[0]
         fix = f"{arg.name}.to({advice}), if that keeps its meaning"
         _refuse(ArgumentTypeError, schema, arg.name, _one_of(arg), dtype, fix)
+
+
+def _check_same_dtype(schema: OpSchema, arg: Arg, args: dict[str, Any]) -> None:
+    dtype, like = args[arg.name].dtype, args[arg.same_dtype].dtype if arg.same_dtype else torch.int64
     if arg.same_dtype and dtype != like and not _is_scaled(schema, arg.same_dtype, args):
         expected, got = f"{like}, the dtype of {arg.same_dtype}", f"{dtype}; bits are never reinterpreted"
         _refuse(ArgumentTypeError, schema, arg.name, expected, got, f"{arg.name}.to({like}), or create the cache in {dtype}")

@@ -8,8 +8,7 @@ from typing import Any
 import attrs
 
 from kvdock.ops.schema import Arg, Role
-from kvdock.plugin import Op
-from kvdock_conformance.cases.any_op import AnyCall
+from kvdock_conformance.cases.any_op import AnyCall, Drawable
 from kvdock_conformance.cases.drawing import Drawing, View, call
 from kvdock_conformance.requirement import Case
 
@@ -22,13 +21,13 @@ TYPE, VALUE = "ArgumentTypeError", "ArgumentValueError"
 class _Good:
     """A good call: what a mistake is made in."""
 
-    op: Op
+    op: Drawable
     call: AnyCall
     drawing: Drawing
     args: Mapping[str, Any]
 
     @classmethod
-    def of(cls, op: Op) -> _Good:
+    def of(cls, op: Drawable) -> _Good:
         """Return a plain call."""
         one = AnyCall(op).settled() or AnyCall(op)
         drawing = Drawing()
@@ -46,10 +45,10 @@ class _Good:
         return Case(name, self.drawing.case(*calls, **{"error": error, "texts": texts, "meta": (), "may_pass": False, **more}))
 
 
-def _each(make: Callable[[_Good, Arg, View], Iterable[Case]]) -> Callable[[Op], Iterable[Case]]:
+def _each(make: Callable[[_Good, Arg, View], Iterable[Case]]) -> Callable[[Drawable], Iterable[Case]]:
     """Return what makes cases of each tensor of an op."""
 
-    def cases(op: Op) -> Iterator[Case]:
+    def cases(op: Drawable) -> Iterator[Case]:
         names = [arg.name for arg, _ in _Good.of(op).tensors()]
         for name in names:
             good = _Good.of(op)  # memory of its own for each, which a mistake may add to

@@ -5,23 +5,25 @@ What the schema cannot say, such as which slots there are, `kvdock.plugin.Op.dra
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
 
 from kvdock.errors import ArgumentValueError
 from kvdock.ops.schema import LEAD_RANKS, Arg, Dim, OpSchema, Role, parse_dims
-from kvdock.plugin import QUANTISED_DTYPES, Op
+from kvdock.plugin import QUANTISED_DTYPES
 from kvdock_conformance.cases.drawing import ITEMSIZE, Drawing, View, call
 from kvdock_conformance.checking.memory import BITS
 
-__all__ = ["SIZES", "AnyCall", "factors_of", "in_turn", "runtime_words", "static_words"]
+__all__ = ["SIZES", "AnyCall", "Drawable", "factors_of", "in_turn", "runtime_words", "static_words"]
 
 Sizes = Mapping[str, int]
 SIZES: Mapping[str, tuple[Sequence[int], Sequence[int]]] = MappingProxyType(
@@ -87,6 +89,27 @@ def _compiled(expression: str) -> CodeType:
     return compile(expression, "<relation>", "eval")
 
 
+def _equations(schema: OpSchema) -> list[tuple[str, CodeType]]:
+    """Return relations that say what a size is, ``"C == B + 1"``: the word, and what it is equal to."""
+    found = (re.fullmatch(r"(\w+) == ([\w +*-]+)", relation.expression) for relation in schema.relations)
+    return [(match[1], _compiled(match[2])) for match in found if match and " or " not in match[2]]
+
+
+def _elements(every: Sequence[Sequence[Dim]], sizes: Sizes) -> int:
+    """Return how many elements the largest of some tensors has."""
+    return max(math.prod(sizes.get(dim.name, dim.literal or 1) for dim in dims) for dims in every)
+
+
+def _solved(equations: Sequence[tuple[str, CodeType]], sizes: Sizes, fixed: Sizes) -> Sizes:
+    """Return sizes of which those that a relation settles are what it says."""
+    found = dict(sizes)
+    for word, expression in equations:
+        if word in found and word not in fixed:
+            with contextlib.suppress(NameError):  # about a size that is absent
+                found[word] = eval(expression, {"__builtins__": {}}, found)  # noqa: S307 - from the schema
+    return found
+
+
 def _fails(schema: OpSchema, sizes: Sizes) -> str:
     """Return the first relation that does not hold; empty when all do. One about sizes that are absent holds."""
     for relation in schema.relations:
@@ -96,6 +119,20 @@ def _fails(schema: OpSchema, sizes: Sizes) -> str:
         except NameError:
             continue
     return ""
+
+
+class Drawable(Protocol):
+    """An op whose calls can be drawn: `kvdock.plugin.Op` is one."""
+
+    @property
+    def schema(self) -> OpSchema:
+        """What it takes and writes."""
+        ...
+
+    @property
+    def draw(self) -> Callable[[Sizes, random.Random], Mapping[str, object]] | None:
+        """Returns values of what the schema cannot say."""
+        ...
 
 
 @attrs.frozen
@@ -109,7 +146,7 @@ class AnyCall:
         seed: of what is drawn.
     """
 
-    op: Op
+    op: Drawable
     how: Mapping[str, Any] = MappingProxyType({})
     sizes: Sizes = MappingProxyType({})
     seed: int = 0
@@ -140,13 +177,14 @@ class AnyCall:
         Raises:
             ArgumentValueError: no sizes fulfil the relations of the schema, and none were given.
         """
-        names = {dim.name: dim.runtime for arg in self.op.schema.args for dim in self.dims(arg) or () if dim.literal is None}
+        every = [self.dims(arg) or () for arg in self.op.schema.args]
+        names, equations = {dim.name: dim.runtime for dims in every for dim in dims if dim.literal is None}, _equations(self.op.schema)
         fixed = {word: size for word, size in {**self.sizes, **sizes}.items() if word in names}
         choose = random.Random(self.seed)  # noqa: S311 - the same in every run
         for number in range(_TRIES):
-            found = {**self._chosen(names, 3 * number // _TRIES, choose), **fixed}
+            found = _solved(equations, {**self._chosen(names, 3 * number // _TRIES, choose), **fixed}, fixed)
             broken = _fails(self.op.schema, found)
-            if not broken and self._elements(found) <= _MOST:
+            if not broken and _elements(every, found) <= _MOST:
                 return attrs.evolve(self, sizes=found)
         if fixed:
             return None
@@ -160,11 +198,6 @@ class AnyCall:
             word = choose.choice([*names])
             found[word] = found[word] if names[word] else choose.choice(_ROOMY)
         return found | ({"lead0": choose.choice((1, 2, 3))} if "lead1" in names else {})
-
-    def _elements(self, sizes: Sizes) -> int:
-        """Return how many elements the largest tensor has."""
-        shapes = [[sizes.get(dim.name, dim.literal or 1) for dim in self.dims(arg) or ()] for arg in self.op.schema.args]
-        return max(map(math.prod, shapes))
 
     def arguments(self, drawing: Drawing, kept: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         """Return the arguments of a call whose sizes are settled, without those that are absent; ``kept`` are there already."""

@@ -12,21 +12,29 @@ import torch
 
 import kvdock
 from kvdock import runtime
+from kvdock.ops.portable import PORTABLE_KERNELS
 from kvdock.ops.schema import OpSchema
 from kvdock_conformance.checking.calls import Reference
 from kvdock_conformance.checking.memory import Arenas, compare
 from kvdock_conformance.checking.target import Target
-from kvdock_conformance.reference import copy_blocks_, gather_paged, paged_caching_, static_update_
+from kvdock_conformance.reference import copy_blocks_, gather_paged, paged_attention, paged_caching_, static_update_
 
-__all__ = ["REFERENCES", "compare_call", "in_order", "kernel_of", "kernels_over", "refer", "schema_of"]
+__all__ = ["BOUNDS", "REFERENCES", "compare_call", "in_order", "kernel_of", "kernels_over", "refer", "schema_of"]
 
 REFERENCES: Mapping[str, Reference] = {
     "paged_caching_": paged_caching_,
     "static_update_": static_update_,
     "gather_paged": gather_paged,
     "copy_blocks_": copy_blocks_,
+    "paged_attention": paged_attention,
 }
-"""What each of kvdock's own ops means."""
+"""What each of kvdock's own ops means: a function of its arguments but scales, in the schema's order."""
+
+BOUNDS: Mapping[torch.dtype, float] = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""How far a number that attention computes may be from float64's, absolutely and relative to it, for inputs of a standard normal
+distribution. Of numbers that are as exact as their dtype, with weights and result rounded once each, about a fifth is used."""
+
+_COMPUTED = ("paged_attention",)
 
 
 def schema_of(op: str) -> OpSchema:
@@ -43,22 +51,29 @@ def refer(memory: Arenas, call: Mapping[str, Any]) -> None:
     """Do in memory what a call means. Every index of it is in range."""
     op, args = call["op"], {name: memory.tensor(spec) for name, spec in call["args"].items()}
     if op in REFERENCES:
-        REFERENCES[op](*args.values())
+        REFERENCES[op](*(args.get(arg.name) for arg in schema_of(op).args if arg.scale_of is None))
     else:
         runtime.default().registry.brought_ops()[op].reference(*in_order(op, args))
 
 
 def compare_call(memory: Arenas, expected: Arenas, call: Mapping[str, Any], what: str) -> None:
-    """Compare every byte with what it should be behind a call, with what a plugin's op may be off.
+    """Compare every byte with what it should be behind a call, but for what computed numbers may be off.
 
     Raises:
         NonconformanceError: names the first place that differs.
     """
-    brought = runtime.default().registry.brought_ops().get(call["op"])
-    for arg in brought.schema.mutated if brought is not None and brought.tolerance else ():
-        if arg.name in call["args"]:
-            _forgive(memory, expected, {**call["args"][arg.name], "values": None}, brought.tolerance if brought is not None else 0.0)
+    for arg in schema_of(call["op"]).mutated:
+        spec = call["args"].get(arg.name)
+        tolerance = _tolerance(call["op"], getattr(torch, spec["dtype"])) if spec is not None else 0.0
+        if tolerance:
+            _forgive(memory, expected, {**spec, "values": None}, tolerance)
     compare(memory, expected, call["args"], what)
+
+
+def _tolerance(op: str, dtype: torch.dtype) -> float:
+    """Return how far what an op writes in a dtype may be off."""
+    brought = runtime.default().registry.brought_ops().get(op)
+    return brought.tolerance if brought is not None else BOUNDS[dtype] if op in _COMPUTED else 0.0
 
 
 def _forgive(memory: Arenas, expected: Arenas, spec: Mapping[str, Any], tolerance: float) -> None:
@@ -69,9 +84,10 @@ def _forgive(memory: Arenas, expected: Arenas, spec: Mapping[str, Any], toleranc
 
 
 def kernel_of(target: Target, op: str) -> kvdock.plugin.Kernel:
-    """Return the backend's own kernel for an op, or the portable one of the plugin that brought the op."""
+    """Return the backend's own kernel for an op, or the portable one: kvdock's, or that of the plugin that brought the op."""
+    brought = runtime.default().registry.brought_ops().get(op)
     own = target.kernels.get(op)
-    return own if own is not None else runtime.default().registry.brought_ops()[op].portable
+    return own if own is not None else PORTABLE_KERNELS[op] if brought is None else brought.portable
 
 
 @contextlib.contextmanager

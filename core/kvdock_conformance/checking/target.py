@@ -64,10 +64,14 @@ class Target:
         return nullcontext() if usual is self.backend else kvdock.use_backend(self.name)
 
     def call(self, op: str, args: dict[str, Any]) -> Any:
-        """Call an op with arguments by name: one of `kvdock.ops` with scales and outputs as keywords, a plugin's by `call_op`."""
-        if op not in CATALOG:
+        """Call an op with arguments by name: one of `kvdock.ops` with scales and outputs as keywords.
+
+        A plugin's goes by `call_op`, and so does one with an output that may be absent, which no keyword brings.
+        """
+        schema = runtime.default().dispatcher.op(op).schema
+        if op not in CATALOG or any(arg.optional for arg in schema.mutated):
             with self.using(op):
-                return call_op(op, *(args.get(name) for name in runtime.default().dispatcher.op(op).schema.arg_names))
+                return call_op(op, *(args.get(name) for name in schema.arg_names))
         keywords = {name: value for name, value in args.items() if name.endswith("_scale")}
         outputs = [value for name, value in args.items() if name.endswith("_out")]
         others = [value for name, value in args.items() if name not in keywords and not name.endswith("_out")]

@@ -26,6 +26,7 @@ AREAS = (
     "copy_forms",
     "scales",
     "static_update",
+    "paged_attention",
     "descriptors",
     "repeats",
     "errors",

@@ -21,7 +21,7 @@ from kvdock_conformance.faults.seeds import FaultyKernel
 from kvdock_conformance.faults.tensors import bits, flip_byte
 from kvdock_conformance.requirement import Case, Requirement
 
-__all__ = ["FAULTS", "OpFault"]
+__all__ = ["FAULTS", "CallSeed", "OpFault", "mistakes_ignored"]
 
 FaultyOpCall = Callable[[str, BackendCall, Args], None]
 """Stands in for a call of an op of that name."""
@@ -247,7 +247,7 @@ for _fault in descriptors.FAULTS:
 
 
 @attrs.frozen
-class _CallSeed:
+class CallSeed:
     """A faulty function over an op as users call it.
 
     Args:
@@ -267,7 +267,9 @@ class _CallSeed:
         return mock.patch.dict(ACTIVE_OPS, {self.op: self.change(ACTIVE_OPS[self.op])})
 
 
-def _mistakes_ignored(function: Callable[..., Any]) -> Callable[..., Any]:
+def mistakes_ignored(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does nothing where another would say what is wrong."""
+
     def call(*args: Any) -> Any:
         try:
             return function(*args)
@@ -296,6 +298,6 @@ def _outputs_empty(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_add("op-mistakes-ignored", "A call that is wrong does nothing.", "011 012 013 014 015", lambda op: _CallSeed(op, _mistakes_ignored))
-_add("op-outputs-empty", "Outputs that are made anew hold zeros.", "018", lambda op: _CallSeed(op, _outputs_empty))
-_add("op-works-without-tokens", "A call without anything to do changes a byte.", "003", lambda op: _CallSeed(op, _never_nothing))
+_add("op-mistakes-ignored", "A call that is wrong does nothing.", "011 012 013 014 015", lambda op: CallSeed(op, mistakes_ignored))
+_add("op-outputs-empty", "Outputs that are made anew hold zeros.", "018", lambda op: CallSeed(op, _outputs_empty))
+_add("op-works-without-tokens", "A call without anything to do changes a byte.", "003", lambda op: CallSeed(op, _never_nothing))

@@ -55,6 +55,7 @@ def _about(target: Target) -> dict[str, Any]:
         "ops": sorted(target.backend.kernels()),
         "dtypes": None if claims.dtypes is None else sorted(map(str, claims.dtypes)),
         "graph_capture": claims.graph_capture,
+        "batch_invariant": claims.batch_invariant,
         "must_raise": target.must_raise,
         "versions": {"kvdock": kvdock.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "platform": platform.platform(),

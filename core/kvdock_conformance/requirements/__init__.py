@@ -14,6 +14,7 @@ AREAS = (
     "gather_paged",
     "copy_blocks",
     "static_update",
+    "paged_attention",
     "descriptors",
     "errors",
     "devices",

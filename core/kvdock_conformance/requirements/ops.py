@@ -1,4 +1,4 @@
-"""Ops that plugins bring: ``KVD-OP``. Each requirement is asked of each op, whoever serves it, by cases that its schema makes.
+"""Ops that plugins bring, and those of kvdock that compute: ``KVD-OP``. Each is asked of each, whoever serves it, by cases of its schema.
 
 `OpRequirement.of` makes a requirement of one op: ``KVD-OP-001@rope_caching_``. The child, which has the plugins, draws its cases.
 """
@@ -11,9 +11,9 @@ from typing import Any
 
 import attrs
 
-from kvdock.plugin import Op, Role
+from kvdock.plugin import Role
 from kvdock_conformance.cases import any_mistakes
-from kvdock_conformance.cases.any_op import AnyCall, factors_of, in_turn, runtime_words, static_words
+from kvdock_conformance.cases.any_op import AnyCall, Drawable, factors_of, in_turn, runtime_words, static_words
 from kvdock_conformance.cases.pairs import covering
 from kvdock_conformance.checking import any_op, plans, repeated
 from kvdock_conformance.checking.refusals import check_mistake
@@ -40,7 +40,7 @@ class OpRequirement:
     id: str
     sentence: str
     check: Check
-    cases: Callable[[Op], Iterable[Case]]
+    cases: Callable[[Drawable], Iterable[Case]]
 
     def of(self, op: str, cases: Sequence[Case] = _UNREADY, unready: str = "") -> Requirement:
         """Return it as a requirement of one op, with cases; or with why there are none, which leaves it open."""
@@ -48,7 +48,7 @@ class OpRequirement:
         return attrs.evolve(made, unready=unready)
 
 
-def drawn(op: Op) -> dict[str, list[dict[str, Any]]]:
+def drawn(op: Drawable) -> dict[str, list[dict[str, Any]]]:
     """Return the cases of an op by requirement, as what JSON can hold.
 
     Raises:
@@ -69,12 +69,12 @@ def of_op(op: str, cases: Mapping[str, Sequence[Mapping[str, Any]]], unready: st
             yield item.of(op, unready=unready)
 
 
-def _settled(op: Op, seed: int = 0, **how: Any) -> AnyCall:
+def _settled(op: Drawable, seed: int = 0, **how: Any) -> AnyCall:
     """Return a call with its sizes."""
     return AnyCall(op, how, seed=seed).settled() or AnyCall(op)
 
 
-def _every_two(op: Op) -> Iterator[Case]:
+def _every_two(op: Drawable) -> Iterator[Case]:
     """Yield calls in which every two properties meet."""
     for level, classes in ((Level.CORE, ("even", "ones", "odd", "many")), (Level.EXTENDED, ("large",))):
         for number, how in enumerate(covering(factors_of(op.schema, *classes))):
@@ -84,12 +84,12 @@ def _every_two(op: Op) -> Iterator[Case]:
             yield Case(name, in_turn([_settled(op, number, **how)]), level)
 
 
-def _plain(op: Op) -> Iterator[Case]:
+def _plain(op: Drawable) -> Iterator[Case]:
     for sizes in ("even", "ones", "odd"):
         yield Case(f"sizes {sizes}", in_turn([_settled(op, sizes=sizes)]))
 
 
-def _without_tokens(op: Op) -> Iterator[Case]:
+def _without_tokens(op: Drawable) -> Iterator[Case]:
     """Yield calls in which one run-time size is 0, or all are."""
     words = sorted(runtime_words(op.schema))
     for name, zero in {**{word: [word] for word in words}, "all": words}.items():
@@ -110,7 +110,7 @@ def _others(first: AnyCall, counts: Iterable[int], memory: Iterable[str]) -> lis
     ]
 
 
-def _repeated(op: Op) -> Iterator[Case]:
+def _repeated(op: Drawable) -> Iterator[Case]:
     """Yield calls that repeat one another, with others in between."""
     for text, shared in (("the same pools", True), ("pools of their own", False)):
         first = _settled(op)
@@ -119,7 +119,7 @@ def _repeated(op: Op) -> Iterator[Case]:
         yield Case(text, in_turn([first, *again, *others, *again[:3], *others[:1] * 3, *again], pools=shared))
 
 
-def _new_counts(op: Op) -> Iterator[Case]:
+def _new_counts(op: Drawable) -> Iterator[Case]:
     """Yield calls behind the first one that differ in what is no part of the key."""
     first = _settled(op, sizes="many")  # so that pools have room for many
     again = [attrs.evolve(first, seed=seed) for seed in (1, 2)]
@@ -130,7 +130,7 @@ def _new_counts(op: Op) -> Iterator[Case]:
         yield Case("counts and steps", in_turn([first, *others], warm=1))
 
 
-def _signatures(op: Op) -> list[AnyCall]:
+def _signatures(op: Drawable) -> list[AnyCall]:
     """Return calls that need plans of their own: other sizes and dtypes, and pools in another order."""
     first = _settled(op, seed=3)
     found = [first, _settled(op, seed=4, sizes="odd"), _settled(op, seed=5, sizes="ones")]
@@ -142,27 +142,27 @@ def _signatures(op: Op) -> list[AnyCall]:
     return found
 
 
-def _changing(op: Op) -> Iterator[Case]:
+def _changing(op: Drawable) -> Iterator[Case]:
     yield Case("signatures in turns", in_turn([*_signatures(op), *_signatures(op)], pools=False))
 
 
-def _evicted(op: Op) -> Iterator[Case]:
+def _evicted(op: Drawable) -> Iterator[Case]:
     first, other = _settled(op), _settled(op, seed=4, sizes="odd")
     if static_words(op.schema):
         yield Case("signatures that drive each other out", in_turn([first, other, first, other, first], pools=False))
 
 
-def _again(op: Op) -> Iterator[Case]:
+def _again(op: Drawable) -> Iterator[Case]:
     first = _settled(op)
     yield Case("one signature", in_turn([attrs.evolve(first, seed=seed) for seed in range(3)]))
 
 
-def _outputs(op: Op) -> Iterator[Case]:
+def _outputs(op: Drawable) -> Iterator[Case]:
     if any(arg.returned for arg in op.schema.args):
         yield from _plain(op)
 
 
-def _with_gradients(op: Op) -> Iterator[Case]:
+def _with_gradients(op: Drawable) -> Iterator[Case]:
     if any(arg.role is Role.TENSOR and any(dtype.is_floating_point for dtype in arg.dtypes) for arg in op.schema.args):
         yield from _again(op)
 
@@ -178,7 +178,12 @@ REQUIREMENTS: Sequence[OpRequirement] = (
         _every_two,
     ),
     OpRequirement("KVD-OP-002", "Neither a call nor the reference changes what is only read.", any_op.check_only_written, _plain),
-    OpRequirement("KVD-OP-003", "A call in which a run-time size is 0 changes nothing.", any_op.check_nothing_to_do, _without_tokens),
+    OpRequirement(
+        "KVD-OP-003",
+        "A call in which a run-time size is 0 writes what the reference writes, which may be nothing.",
+        any_op.check_nothing_to_do,
+        _without_tokens,
+    ),
     OpRequirement(
         "KVD-OP-004",
         "A call that repeats others, or differs from them in addresses, values, number of tokens and steps, is right each time.",

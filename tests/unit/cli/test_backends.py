@@ -42,9 +42,10 @@ def test_ready_backend_with_what_it_can_do(acme_runtime: Runtime) -> None:
         "priority": "NORMAL",
         "dtypes": None,
         "graph_capture": False,
+        "batch_invariant": False,
         "native": ["copy_blocks_", "own_op"],
         "overridden": [],
-        "portable": ["gather_paged", "paged_caching_", "static_update_"],
+        "portable": ["gather_paged", "paged_attention", "paged_caching_", "static_update_"],
         "notes": [],
     }
 

@@ -52,9 +52,10 @@ KINDS: dict[str, tuple[Wrap, str, str]] = {
 
 
 def arguments(target: Target, op: str, name: str = "") -> dict[str, Any]:
-    """Return good arguments; those that only a quantised cache has where ``name`` is one of them."""
+    """Return good arguments, the one of that ``name`` among them: of a quantised cache where only such have it."""
     dtype = torch.int8 if name.endswith("_scale") else torch.float32
-    return CATALOG[op].bind(example(op, device=torch.device(target.device), dtype=dtype, heads=2, head_dim=8, block_size=4))
+    device, sizes = torch.device(target.device), {"heads": 2, "head_dim": 8, "block_size": 4}
+    return CATALOG[op].bind(example(op, device=device, dtype=dtype, present=[name], **sizes))
 
 
 def tensors(op: str) -> list[str]:

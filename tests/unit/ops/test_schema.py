@@ -37,10 +37,15 @@ def test_every_argument_of_the_catalog_has_the_role_that_its_op_gives_it() -> No
         "static_update_": {"k_cache", "v_cache"},
         "gather_paged": {"k_out", "v_out"},
         "copy_blocks_": {"k_cache", "v_cache"},
+        "paged_attention": {"out", "lse"},
     }
     assert all({arg.name for arg in schema.static_args} == {"k_cache", "v_cache"} for schema in CATALOG.values())
-    assert {arg.name for schema in CATALOG.values() for arg in schema.args if arg.role is Role.RUNTIME_INT} == {"cache_lengths"}
-    assert {arg.name for schema in CATALOG.values() for arg in schema.args if arg.optional} == {"k_scale", "v_scale"}
+    assert {arg.name for schema in CATALOG.values() for arg in schema.args if arg.role is Role.RUNTIME_INT} == {
+        *("cache_lengths", "max_query_len")
+    }
+    assert {arg.name for schema in CATALOG.values() for arg in schema.args if arg.optional} == {
+        *("k_scale", "v_scale", "cu_query_lens", "starts", "sinks", "lse")
+    }
 
 
 def test_an_argument_is_found_by_name_and_names_are_distinct() -> None:

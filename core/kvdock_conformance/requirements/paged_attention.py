@@ -1,0 +1,283 @@
+"""`paged_attention`: what queries see, how exact results are, and what is refused. What holds of any op is asked by ``KVD-OP``."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from kvdock_conformance.cases.attention import ATTENTION, OP, Attention
+from kvdock_conformance.cases.drawing import Drawing, View, call
+from kvdock_conformance.cases.numbers import SPECIAL_BITS
+from kvdock_conformance.cases.pairs import covering
+from kvdock_conformance.checking import attention
+from kvdock_conformance.checking.any_op import BY_ANYBODY
+from kvdock_conformance.checking.refusals import check_mistake
+from kvdock_conformance.requirement import Case, Check, Level, Requirement
+from kvdock_conformance.requirements.ops import REQUIREMENTS as OF_ANY_OP
+
+__all__ = ["REQUIREMENTS"]
+
+_FACTORS: Mapping[str, Sequence[Any]] = {
+    "dtype": ("float32", "bfloat16", "float16", "float64"),
+    "pool": ("nhd", "hnd", "padded slots", "odd steps", "k and v unlike", "odd address", "padded blocks"),
+    "source": ("contiguous", "odd address", "fused qkv", "odd steps"),
+    "heads": ((4, 2), (3, 3), (6, 1), (17, 1)),
+    "dims": ((16, 16), (64, 64), (24, 8), (5, 3)),
+    "block": (16, 1, 3),
+    "counts": ("one each", "none or more", "all", "1 in sums"),
+    "causal": (True, False),
+    "window": (None, 1, 5, 100),
+    "softcap": (None, 3.0),
+    "scale": (None, 0.3, -0.5),
+    "sinks": (False, True),
+    "starts": (False, True),
+    "lse": (True, False),
+    "index": ("int64", "int32"),
+    "spare": (1, 0, 7),
+    "garbage": ("nan", "inf", "numbers"),
+}
+_LONG: Mapping[str, Sequence[Any]] = {**_FACTORS, "dims": ((64, 64), (128, 128), (256, 256), (576, 512)), "counts": ("one each", "many")}
+_EDGES = (1, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 0, 255, 256, 257, 511, 513, 1025)
+
+
+def _drawn(number: int, longest: int, **how: Any) -> Attention:
+    """Return a batch with some properties, of sequences of which one in six is padding."""
+    choose = random.Random(number)  # noqa: S311 - the same in every run
+    options = {name: how.pop(name) for name in ("causal", "window", "softcap", "scale")}
+    rows = choose.choice((1, 2, 5)) if longest < 100 else 2
+    most = {"one each": (1,), "1 in sums": (1,), "none or more": (0, 1, 2, 9), "all": (12,), "many": (1, 40, 70)}[how["counts"]]
+    counts = [choose.choice(most) for _ in range(rows)]
+    lens = [choose.choice((0, *[choose.randint(max(count, 1), longest)] * 5)) for count in counts]
+    if how["counts"] == "all":  # a prompt without anything before it
+        lens = counts
+    starts = [choose.randint(0, length) for length in lens] if how.pop("starts") else None
+    ragged = None if how.pop("counts") == "one each" else counts
+    return Attention(lens, ragged, starts=starts, options=options, seed=number, **how)
+
+
+def _every_two() -> Iterator[Case]:
+    for level, factors, longest in ((Level.CORE, _FACTORS, 40), (Level.EXTENDED, _LONG, 1500)):
+        for number, how in enumerate(covering(factors)):
+            special = [f"{factor} {value}" for factor, value in how.items() if value != _FACTORS[factor][0]]
+            yield Case(f"{level.value} {number}: {', '.join(special) or 'plain'}", _drawn(number, longest, **how).case(), level)
+
+
+def _edges() -> Iterator[Case]:
+    """Yield lengths around powers of two, and windows, in numbers: what is one place off is off by little."""
+    plain = Attention(_EDGES, garbage="numbers", spare=0)
+    special: Mapping[str, Mapping[str, Any]] = {
+        "plain": {},
+        "a window of 16": {"options": {"window": 16}},
+        "a window of 200": {"options": {"window": 200}},
+        "sinks": {"sinks": True},
+        "soft cap": {"options": {"softcap": 2.0}},
+        "starts": {"starts": [length // 3 for length in _EDGES]},
+        "no cause": {"options": {"causal": False}},
+        "chunks": {"counts": [min(length, 33) for length in _EDGES]},
+        "chunks, capped": {"counts": [min(length, 5) for length in _EDGES], "options": {"softcap": 2.0}},
+        "a long one alone": {"lens": [4097]},
+    }
+    for (name, how), dtype in itertools.product(special.items(), ("float32", "bfloat16", "float16")):
+        yield Case(f"{name}, {dtype}", attrs.evolve(plain, **{"dtype": dtype, "heads": (4, 2), **how}).case())
+
+
+def _garbage() -> Iterator[Case]:
+    """Yield garbage outside of sequences, and a NaN in what only the last queries see."""
+    for kind, counts, block in itertools.product(("nan", "inf"), (None, [3, 0, 20, 1]), (16, 3)):
+        made = Attention([20, 0, 45, 1], counts, garbage=kind, block=block, starts=[7, 0, 9, 0], sinks=True)
+        yield Case(f"{kind} outside, blocks of {block}, {'chunks' if counts else 'one each'}", made.case())
+    for window, part in itertools.product((None, 9), ("k_cache", "v_cache")):
+        made = Attention([45], [21], options={"window": window})
+        data = made.case()
+        place = View(**{**data["calls"][0]["args"][part], "values": [SPECIAL_BITS["float32"][0]]})
+        column = data["calls"][0]["args"]["block_table"]["values"][2]
+        late = place.slice(0, column, column + 1).slice(1, 8, 9)
+        data["places"].append(late.spec())
+        yield Case(f"nan in {part} of token 40, window {window}", data)
+
+
+def _nothing_seen() -> Iterator[Case]:
+    for name, made in {
+        "a table without columns": Attention([0, 0], spare=0),
+        "no queries": Attention([5, 20], [0, 0]),
+        "nothing at all": Attention([], []),
+        "queries of padding alone": Attention([0, 0], [2, 1], spare=0, sinks=True),
+        "padding": Attention([0, 5, 0]),
+        "padding with several queries, and sinks": Attention([0, 5, 0], [2, 1, 3], sinks=True),
+        "starts at the end": Attention([5, 20], [3, 1], starts=[5, 20]),
+        "starts at the end, and sinks": Attention([5, 20], starts=[5, 20], sinks=True),
+    }.items():
+        yield Case(name, made.case())
+
+
+_GOOD = Attention([5, 20, 33], [2, 1, 20], garbage="numbers", spare=0, starts=[0, 3, 2])
+
+
+def _changed(name: str, values: Sequence[int], place: str, *, counted: bool, good: Attention = _GOOD) -> Case:
+    """Return a good call with other index values."""
+    data = good.case(texts=[place], counted=counted)
+    data["calls"][0]["args"][name]["values"] = list(values)
+    return Case(f"{name} {list(values)}", data)
+
+
+def _index_values() -> Iterator[Case]:
+    yield _changed("seq_lens", [5, 49, 33], "seq_lens[1]", counted=True)
+    yield _changed("seq_lens", [5, 20, 2**31 + 5], "seq_lens[2]", counted=True)
+    yield _changed("seq_lens", [-1, 20, 33], "seq_lens[0]", counted=True)
+    yield _changed("seq_lens", [1, 20, 33], "seq_lens[0]", counted=False)
+    yield _changed("cu_query_lens", [0, 2, 3, 22], "cu_query_lens[3]", counted=False)
+    yield _changed("cu_query_lens", [0, 4, 3, 23], "cu_query_lens[2]", counted=False)
+    yield _changed("cu_query_lens", [1, 2, 3, 23], "cu_query_lens[0]", counted=False)
+    yield _changed("cu_query_lens", [0, 0, 0, 23], "cu_query_lens[3]", counted=False)
+    yield _changed("starts", [6, 3, 2], "starts[0]", counted=False)
+    yield _changed("starts", [0, 3, -1], "starts[2]", counted=False)
+    for outside in (-1, 8, 2**31 - 1):
+        table = _GOOD.case()["calls"][0]["args"]["block_table"]["values"]
+        yield _changed("block_table", [*table[:7], outside, *table[8:]], "block_table[2, 1]", counted=True)
+
+
+def _mistakes() -> Iterator[Case]:
+    """Yield what the schema's sizes and dtypes do not say."""
+    for name, wrong, text in (
+        *(("window", value, "at least 1 key") for value in (0, -3, 1.5, True)),
+        *(("softcap", value, "a finite number above 0") for value in (0, -1.0, "3")),
+        ("scale", "0.5", "a finite number"),
+        ("causal", 1, "True or False"),
+        ("causal", None, "True or False"),
+        ("max_query_len", 2.0, "an int"),
+    ):
+        yield _mistake(f"{name} {wrong!r}", {name: wrong}, f": {name}: ", text, error="ArgumentTypeError" if name[0] == "m" else None)
+    wrong_sizes: Mapping[str, Mapping[str, Any]] = {
+        "heads that do not divide": {"heads": (5, 2)},
+        "no sums": {"counts": None},
+        "fewer sums": {"counts": [2, 21]},
+    }
+    for name, change in wrong_sizes.items():
+        drawing = Drawing(1)
+        args = _GOOD.batch(drawing).args
+        other = attrs.evolve(_GOOD, **change).batch(drawing).args
+        if name == "heads that do not divide":
+            taken = {each: other[each] for each in ("q", "out", "lse")}
+        else:
+            taken = {"cu_query_lens": other["cu_query_lens"]}
+        calls = [call(OP, **args), call(OP, **{**args, **taken})]
+        yield Case(name, drawing.case(*calls, error="ArgumentValueError", texts=[""], meta=(), may_pass=False))
+
+
+def _mistake(name: str, change: Mapping[str, Any], *texts: str, error: str | None) -> Case:
+    data = _GOOD.case(error=error or "ArgumentValueError", texts=texts, meta=(), may_pass=False)
+    good = data["calls"][0]
+    args = {key: value for key, value in {**good["args"], **change}.items() if value is not None}
+    return Case(name, {**data, "calls": [good, {**good, "args": args}]})
+
+
+def _parts() -> Iterator[Case]:
+    """Yield batches whose keys are cut in two, or three."""
+    for name, cuts, dtype in (("two", ([18, 0, 7],), "float32"), ("three", ([18, 0, 7], [19, 3, 60]), "float16")):
+        lens = [20, 5, 130]
+        made = Attention(lens, dtype=dtype, options={"causal": False})
+        drawing = Drawing(3)
+        args = made.batch(drawing).args
+        sides = [[0] * 3, *cuts, lens]
+        parts = []
+        for first, end in itertools.pairwise(sides):
+            ends = [last if last > begin else 0 for begin, last in zip(first, end, strict=True)]
+            starts = [begin if last else 0 for begin, last in zip(first, ends, strict=True)]
+            index = {"seq_lens": ends, "starts": starts}
+            parts.append({**args, **{key: drawing.tensor("int64", (3,), values=values) for key, values in index.items()}})
+        yield Case(f"{name} parts, {dtype}", drawing.case(*(call(OP, **one) for one in (args, *parts)), places=[]))
+
+
+def _alone() -> Iterator[Case]:
+    """Yield batches, then each of their sequences alone."""
+    for dtype, counts, dims in itertools.product(("float32", "bfloat16"), (None, [1, 3, 70, 1, 1]), ((64, 64), (24, 8))):
+        made = Attention([20, 5, 300, 1, 1100], counts, dtype=dtype, dims=dims, garbage="numbers")
+        drawing = Drawing(5)
+        args = made.batch(drawing).args
+        ends = [0, *itertools.accumulate(counts or [1] * 5)]
+        calls, queries = [args], [*itertools.pairwise(ends)]
+        for row, (begin, end) in enumerate(queries):
+            own = {name: attrs.evolve(args[name].slice(0, row, row + 1), values=None) for name in ("block_table", "seq_lens")}
+            own |= {"q": args["q"].slice(0, begin, end), "out": drawing.tensor(dtype, (end - begin, 4, dims[1]))}
+            own |= {"lse": drawing.tensor("float32", (end - begin, 4))}
+            own |= {"cu_query_lens": drawing.tensor("int64", (2,), values=[0, end - begin])} if counts else {}
+            calls.append({**args, **own})
+        name = f"{dtype}, {dims[0]} and {dims[1]}, {'chunks' if counts else 'one each'}"
+        yield Case(name, drawing.case(*(call(OP, **one) for one in calls), places=[], queries=queries))
+
+
+def _asked(number: int, sentence: str, check: Check, cases: Any, **more: Any) -> Requirement:
+    return Requirement(f"KVD-ATTN-{number:03}", sentence, OP, check, cases, **{"needs": BY_ANYBODY, **more})
+
+
+def _of_any_op() -> Iterable[Requirement]:
+    """Yield what is asked of any op, with cases that are drawn when they are needed."""
+    for item in OF_ANY_OP:
+        yield attrs.evolve(item.of(OP), cases=functools.cache(functools.partial(lambda each: [*each.cases(ATTENTION)], item)))
+
+
+REQUIREMENTS = (
+    _asked(
+        1,
+        "Every result is within bounds of attention in float64, whatever two properties meet in a call, and no other byte is changed.",
+        attention.check_attention,
+        _every_two,
+    ),
+    _asked(
+        2,
+        "At lengths, windows, starts and chunks around powers of two, each query sees the keys that it is to see, no more and no less.",
+        attention.check_attention,
+        _edges,
+    ),
+    _asked(
+        3,
+        "What lies beyond a length, before a start, in blocks of nobody or behind a query changes no result, NaN and infinities included.",
+        attention.check_attention,
+        _garbage,
+    ),
+    _asked(
+        4,
+        "A query that sees nothing gets zeros, and as its sum the logit of the sink or minus infinity, also where a size is 0.",
+        attention.check_attention,
+        _nothing_seen,
+    ),
+    _asked(
+        5,
+        "An index value out of range raises IndexRangeError on host memory before anything is written, and on a device is not seen, and "
+        "counted where it can be.",
+        attention.check_index_values,
+        _index_values,
+    ),
+    _asked(
+        6,
+        "Heads that do not divide, sums that do not fit, and a window, cap, scale or cause that means nothing raise an error with the fix, "
+        "and change nothing.",
+        check_mistake,
+        _mistakes,
+    ),
+    _asked(
+        7,
+        "Results over parts of the keys, merged by their sums, which are natural logarithms, are the result over all.",
+        attention.check_parts,
+        _parts,
+    ),
+    _asked(
+        8,
+        "The public function returns the output, given or made, and with return_lse the sums too.",
+        attention.check_public,
+        lambda: [Case(f"of {counts or 'one each'}", Attention([5, 20], counts, sinks=True).case()) for counts in (None, [3, 1])],
+    ),
+    _asked(
+        9,
+        "What claims batch_invariant gives each sequence the same bits whatever else is in the batch.",
+        attention.check_alone,
+        _alone,
+        needs=attention.BATCH_INVARIANT,
+    ),
+    *_of_any_op(),
+)
