@@ -211,6 +211,19 @@ def test_blocks_outside_the_pool_are_never_read_and_counted(name: str) -> None:
     torch.testing.assert_close(found[1:], good[1:], rtol=2e-2, atol=2e-2)
 
 
+def test_what_was_made_in_inference_mode_works_outside(backend: str) -> None:
+    def attend() -> None:
+        with kvdock.use_backend(backend):
+            for counts in COUNTS.values():
+                (args, _) = step(counts)
+                assert_means(args, *kvdock.ops.paged_attention(**args, return_lse=True))
+
+    with torch.cuda.stream(torch.cuda.Stream()):  # where nothing was made before
+        with torch.inference_mode():
+            attend()
+        attend()
+
+
 def test_other_ops_are_the_built_in_kernels(flashinfer: str) -> None:
     pools = torch.zeros(2, 4, 16, 2, 64, device="cuda")
     dispatcher = kvdock.runtime.default().dispatcher

@@ -71,7 +71,8 @@ def take(device: torch.device, make: Callable[[torch.Tensor], Any], kind: str) -
     back = _SPARE.wrappers[device, stream, kind]
     if back:
         return back.pop(), back
-    room = _SPARE.rooms.get((device, stream))
-    if room is None:
-        room = _SPARE.rooms[device, stream] = torch.zeros(_ROOM, dtype=torch.uint8, device=device)
-    return make(room), back
+    with torch.inference_mode(False):  # what is made within, torch does not let be written outside
+        room = _SPARE.rooms.get((device, stream))
+        if room is None:
+            room = _SPARE.rooms[device, stream] = torch.zeros(_ROOM, dtype=torch.uint8, device=device)
+        return make(room), back
