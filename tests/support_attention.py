@@ -70,10 +70,10 @@ def filled(
 def assert_means(args: dict[str, Any], out: torch.Tensor, lse: torch.Tensor | None = None, **options: Any) -> None:
     """Compare a result with the reference's in float64."""
     names = ("q", "k_cache", "v_cache", "block_table", "seq_lens", "cu_query_lens")
-    read = [None if args[name] is None else args[name].cpu() for name in names]
+    read = {name: None if args[name] is None else args[name].cpu() for name in names}
     expected, sums = torch.empty(out.shape, dtype=torch.float64), torch.empty(out.shape[:2])
-    settings = [options.get(name, default) for name, default in (("scale", None), ("causal", True), ("window", None), ("softcap", None))]
-    reference.paged_attention(*read, None, None, None, None, len(read[0]), *settings, expected, sums)
+    settings = {"starts": None, "sinks": None, "max_query_len": len(out), "scale": None, "causal": True, "window": None, "softcap": None}
+    reference.paged_attention(**read, **settings | options, out=expected, lse=sums)
     assert float((out.cpu() - expected).norm() / expected.norm()) < BOUND[out.dtype]
     if lse is not None:
         torch.testing.assert_close(lse.cpu(), sums, rtol=1e-4, atol=1e-3)
