@@ -1,7 +1,7 @@
 """Attention kernels that others make, as backends from `examples/`: against the reference in float64, in every memory order of pools.
 
 FlashInfer's tests are skipped with the reason where its backend is not usable, and so are those of torch's `varlen_attn`. FlashInfer
-compiles kernels when they are first needed: half a minute for each of ``-k "not capped"`` and ``-k capped``, or more.
+compiles kernels when they are first needed, which takes a minute each: ``attention_of_others.sh`` has four compiled side by side.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 
 import kvdock
 from support_attention import ORDERS, assert_means, filled, sdpa, served_by, why_not_usable
+
+pytestmark = pytest.mark.filterwarnings("default")  # what others warn of is no fault of kvdock's
 
 LENS = (60, 16, 0, 33, 5)
 COUNTS = {"decode": None, "prefill": (20, 1, 0, 33, 2)}
