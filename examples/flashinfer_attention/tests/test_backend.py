@@ -85,6 +85,7 @@ def test_what_it_serves(other: dict[str, Any]) -> None:
     assert reasons(request(**other), (9, 0)) == []
 
 
+LSE = TensorMeta(torch.float32, (None, 32), None, 4)
 ODD = TensorMeta(torch.bfloat16, (None, 32, 128), None, 8)
 MANY = TensorMeta(torch.int32, (None,), None, 4)
 GAP = (16 * 8 * 128 + 64, 8 * 128, 128, 1)
@@ -96,6 +97,7 @@ GAP = (16 * 8 * 128 + 64, 8 * 128, 128, 1)
         ({"dtype": torch.float32}, "q: FlashInfer computes torch.float16 and torch.bfloat16, not torch.float32"),
         ({"k_cache": pool(96), "v_cache": pool(96)}, "compiled for 64, 128, 256 elements of keys and of values, not 96 and 96"),
         ({"k_cache": pool(256), "v_cache": pool(128)}, "not 256 and 128"),
+        ({"lse": LSE, "softcap": 20.0}, "lse: FlashInfer approximates the tanh of a soft cap"),
         ({"sinks": TensorMeta(torch.float32, (32,), (1,), 4)}, "sinks: FlashInfer's wrappers take none"),
         ({"starts": MANY}, "starts: FlashInfer's wrappers take none"),
         ({"causal": False, "window": 100, "cu_query_lens": MANY}, "without causal there are keys behind it"),
@@ -113,3 +115,11 @@ def test_what_it_does_not_serve_and_why(other: dict[str, Any], reason: str) -> N
 
 def test_old_gpus() -> None:
     assert reasons(request(), (7, 5)) == ["FlashInfer's tensor-core kernels need compute capability 8.0, not 7.5"]
+
+
+def test_sums_are_exact_on_hopper_only() -> None:
+    assert reasons(request(lse=LSE), (9, 0)) == []
+    for capability in ((8, 0), (10, 0)):
+        (reason,) = reasons(request(lse=LSE), capability)
+        assert reason.endswith("sum weights that were rounded to 16 bits")
+        assert reasons(request(), capability) == []

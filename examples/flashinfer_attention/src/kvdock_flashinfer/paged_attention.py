@@ -40,7 +40,8 @@ class PagedAttentionDescriptor(Descriptor):
         q, k_cache = request.tensor("q"), request.tensor("k_cache")
         self._dtype = q.dtype
         self._sizes = tuple(int(size or 0) for size in (q.shape[1], k_cache.shape[2], k_cache.shape[3], k_cache.shape[1]))
-        self._is_decode = request.args["cu_query_lens"] is None
+        # The wrapper for decode sums weights that were rounded to 16 bits. What it returns is exact enough, but its sums are not.
+        self._is_decode = request.args["cu_query_lens"] is None and request.args["lse"] is None
         self._is_aligned = request.tensor("out").alignment == 16
         window, softcap, scale = (request.args[name] for name in ("window", "softcap", "scale"))
         self._options = {
@@ -102,7 +103,7 @@ class PagedAttentionDescriptor(Descriptor):
             if lse is not None:
                 lse.index_fill_(0, plan.unseeing, -torch.inf)
 
-    def warm(self, window: int | None) -> None:
+    def warm(self, window: int | None, *, with_sums: bool) -> None:
         """Run a smallest call, for which FlashInfer compiles or loads what the others need too."""
         heads, kv_heads, dim, block = self._sizes
         new = torch.zeros(1, heads, dim, dtype=self._dtype, device=self._device)
@@ -110,6 +111,7 @@ class PagedAttentionDescriptor(Descriptor):
         absent: dict[str, Any] = dict.fromkeys(_NAMES)
         sizes = {"seq_lens": torch.tensor([1]), "cu_query_lens": None if self._is_decode else torch.tensor([0, 1]), "max_query_len": 1}
         args = absent | sizes | {"q": new, "k_cache": pool, "v_cache": pool, "out": torch.empty_like(new), "window": window}
+        args["lse"] = torch.empty(1, heads, device=self._device) if with_sums else None
         plan = self.plan(args | {"block_table": torch.zeros(1, 1, dtype=torch.int32)})
         if plan is not None:
             self.run(plan, args)
@@ -138,5 +140,5 @@ class PagedAttention(Kernel):
     def prepare(self, request: Request) -> Descriptor:
         """Prepare the built-in kernel's plan, and have FlashInfer compile its own: minutes, where it has not done so before."""
         made = PagedAttentionDescriptor(request, self._built_in.prepare(request))
-        made.warm(request.args["window"])
+        made.warm(request.args["window"], with_sums=request.args["lse"] is not None)
         return made

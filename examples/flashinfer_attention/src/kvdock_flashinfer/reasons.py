@@ -22,7 +22,7 @@ def reasons(request: Request, capability: tuple[int, int]) -> list[str]:
     found = quantised_reasons(request)
     if capability < (8, 0):
         found.append(f"FlashInfer's tensor-core kernels need compute capability 8.0, not {capability[0]}.{capability[1]}")
-    return found + [*_unknown_options(request), *_wrong_heads(request), *_wrong_memory(request)]
+    return found + [*_unknown_options(request), *_inexact_sums(request, capability), *_wrong_heads(request), *_wrong_memory(request)]
 
 
 def _unknown_options(request: Request) -> Iterator[str]:
@@ -31,6 +31,16 @@ def _unknown_options(request: Request) -> Iterator[str]:
             yield f"{name}: FlashInfer's wrappers take none"
     if request.args["window"] is not None and not request.args["causal"] and request.args["cu_query_lens"] is not None:
         yield "window: FlashInfer's windows end at the query's own key, and without causal there are keys behind it"
+
+
+def _inexact_sums(request: Request, capability: tuple[int, int]) -> Iterator[str]:
+    """Yield what speaks against returning sums, which kvdock's contract wants as exact as float32 allows."""
+    if request.args["lse"] is None:
+        return
+    if capability[0] != 9:
+        yield "lse: FlashInfer's kernels for GPUs other than Hopper's sum weights that were rounded to 16 bits"
+    if request.args["softcap"] is not None:
+        yield "lse: FlashInfer approximates the tanh of a soft cap, to three digits"
 
 
 def _wrong_heads(request: Request) -> Iterator[str]:
