@@ -9,7 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvdock_triton.attention_parts import LOG2E, attend_keys, count_bad, count_outside, find_sequence, store_rows
+from kvdock_triton.attention_parts import (
+    LOG2E,
+    attend_key_by_key,
+    attend_keys,
+    begin_rows,
+    count_bad,
+    count_outside,
+    find_sequence,
+    store_rows,
+)
 
 __all__ = ["attend_kernel"]
 
@@ -204,13 +213,7 @@ def attend_kernel(
     q_rows = tl.load(q + q_at[:, None] + k_dim, mask=is_real[:, None] & (k_dim < K_DIM), other=0.0)
     if WIDEN:
         q_rows = q_rows.to(tl.float32)
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    if SINKS:
-        if splits == 1:  # a key of each head whose value is nothing
-            highest = sink
-            total = total + 1.0
-    found = tl.zeros([ROWS, V_WIDE], tl.float32)
+    found, highest, total = begin_rows(sink, splits, V_WIDE, ROWS, SINKS)
     k_head = k_cache + kv_head.to(tl.int64) * K_HEAD
     v_head = v_cache + kv_head.to(tl.int64) * V_HEAD
     masked_from = split_begin
@@ -221,37 +224,7 @@ def attend_kernel(
         masked_from = split_begin + tl.maximum(common - split_begin, 0) // KEYS * KEYS
         if count_outside(table, table_column, split_begin // BLOCK_SIZE, (masked_from + BLOCK_SIZE - 1) // BLOCK_SIZE, num_blocks) > 0:
             masked_from = split_begin
-        found, highest, total = attend_keys(
-            q_rows,
-            found,
-            highest,
-            total,
-            split_begin,
-            masked_from,
-            position,
-            k_head,
-            v_head,
-            table,
-            table_column,
-            num_blocks,
-            SCALE,
-            SOFTCAP,
-            False,
-            0,
-            BLOCK_SIZE,
-            K_BLOCK,
-            K_SLOT,
-            V_BLOCK,
-            V_SLOT,
-            K_DIM,
-            V_DIM,
-            K_WIDE,
-            V_WIDE,
-            ROWS,
-            KEYS,
-            WIDEN,
-            False,
-        )
+    # The others first, while there is nothing yet that a value which some rows do not see could spoil.
     found, highest, total = attend_keys(
         q_rows,
         found,
@@ -283,6 +256,69 @@ def attend_kernel(
         WIDEN,
         True,
     )
+    if TILE > 1 and (CAUSAL or WINDOW > 0):  # 0 times what is no number is not 0: rows that do not see it are to be found without
+        if tl.max(tl.max((found != found).to(tl.int32), 1), 0) > 0:
+            found, highest, total = attend_key_by_key(
+                q + q_at,
+                is_real,
+                sink,
+                splits,
+                masked_from,
+                split_end,
+                position,
+                k_head,
+                v_head,
+                table,
+                table_column,
+                num_blocks,
+                SCALE,
+                SOFTCAP,
+                CAUSAL,
+                WINDOW,
+                SINKS,
+                BLOCK_SIZE,
+                K_BLOCK,
+                K_SLOT,
+                V_BLOCK,
+                V_SLOT,
+                K_DIM,
+                V_DIM,
+                K_WIDE,
+                V_WIDE,
+                ROWS,
+            )
+    if SEARCH and WINDOW == 0:
+        found, highest, total = attend_keys(
+            q_rows,
+            found,
+            highest,
+            total,
+            split_begin,
+            masked_from,
+            position,
+            k_head,
+            v_head,
+            table,
+            table_column,
+            num_blocks,
+            SCALE,
+            SOFTCAP,
+            False,
+            0,
+            BLOCK_SIZE,
+            K_BLOCK,
+            K_SLOT,
+            V_BLOCK,
+            V_SLOT,
+            K_DIM,
+            V_DIM,
+            K_WIDE,
+            V_WIDE,
+            ROWS,
+            KEYS,
+            WIDEN,
+            False,
+        )
     store_rows(
         found,
         highest,

@@ -2,7 +2,8 @@
 
 Softmax is kept up to date from one tile of keys to the next, in base 2; so are sums that go to ``sums``. The blocks of a tile are read
 one tile ahead, as a value that the loop carries: left to the compiler, loads of keys would wait for their block ids. A key that is not
-to be seen is not loaded, so that it may be anything, and block ids are compared with the pool before they are used.
+to be seen by any row is not loaded, so that it may be anything, and block ids are compared with the pool before they are used. Where
+rows of a tile see different keys, a value that is no number makes them attend once more, key by key.
 """
 
 from __future__ import annotations
@@ -10,7 +11,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["LN2", "LOG2E", "attend_keys", "count_bad", "count_outside", "find_sequence", "load_keys", "store_rows"]
+__all__ = [
+    "LN2",
+    "LOG2E",
+    "attend_key_by_key",
+    "attend_keys",
+    "begin_rows",
+    "count_bad",
+    "count_outside",
+    "find_sequence",
+    "load_keys",
+    "store_rows",
+]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -115,6 +127,84 @@ def attend_keys(
         if WIDEN:
             v = v.to(tl.float32)
         found = tl.dot(weights.to(v.dtype), v, found * faded[:, None], input_precision="ieee")
+    return found, highest, total
+
+
+@triton.jit
+def begin_rows(sink, splits, V_WIDE: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr):
+    """Return what rows have found before the first key: nothing, or where there are no splits to join, a sink."""
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        if splits == 1:  # a key of each head whose value is nothing
+            highest = sink
+            total = total + 1.0
+    return tl.zeros([ROWS, V_WIDE], tl.float32), highest, total
+
+
+@triton.jit
+def attend_key_by_key(
+    q_at,
+    is_real,
+    sink,
+    splits,
+    begin,
+    end,
+    position,
+    k_cache,
+    v_cache,
+    table,
+    table_column,
+    num_blocks,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    K_SLOT: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    V_SLOT: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_WIDE: tl.constexpr,
+    V_WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Let rows attend to one key after the other, so that a value reaches no row that does not see it.
+
+    It is slow and rarely needed. Queries are read anew, 16 elements at a time: it must not need more registers than the rest.
+    """
+    found, highest, total = begin_rows(sink, splits, V_WIDE, ROWS, SINKS)
+    v_dim = tl.arange(0, V_WIDE)
+    for key in range(begin, end):
+        block = tl.load(table + key // BLOCK_SIZE * table_column).to(tl.int64)
+        slot = key % BLOCK_SIZE
+        inside = (block >= 0) & (block < num_blocks)
+        scores = tl.zeros([ROWS], tl.float32)
+        for first in range(0, K_WIDE, 16):
+            dim = first + tl.arange(0, 16)
+            q = tl.load(q_at[:, None] + dim[None, :], mask=is_real[:, None] & (dim < K_DIM)[None, :], other=0.0).to(tl.float32)
+            k = tl.load(k_cache + block * K_BLOCK + slot * K_SLOT + dim, mask=inside & (dim < K_DIM), other=0.0).to(tl.float32)
+            scores += tl.sum(q * k[None, :], 1)
+        scores = scores * SCALE
+        if SOFTCAP > 0:
+            scores = SOFTCAP * (1 - 2 / (tl.exp2(scores * (2 * LOG2E / SOFTCAP)) + 1))
+        shown = is_real & inside
+        if CAUSAL:
+            shown = shown & (key <= position)
+        if WINDOW > 0:
+            shown = shown & (key > position - WINDOW)
+        scores = tl.where(shown, scores * LOG2E, float("-inf"))
+        before = highest
+        highest = tl.maximum(before, scores)
+        level = tl.where(highest == float("-inf"), 0.0, highest)
+        weights = tl.exp2(scores - level)
+        faded = tl.exp2(before - level)
+        total = total * faded + weights
+        v = tl.load(v_cache + block * V_BLOCK + slot * V_SLOT + v_dim, mask=inside & (v_dim < V_DIM), other=0.0).to(tl.float32)
+        found = found * faded[:, None] + tl.where(shown[:, None], weights[:, None] * v[None, :], 0.0)
     return found, highest, total
 
 

@@ -91,14 +91,14 @@ def _garbage() -> Iterator[Case]:
     for kind, counts, block in itertools.product(("nan", "inf"), (None, [3, 0, 20, 1]), (16, 3)):
         made = Attention([20, 0, 45, 1], counts, garbage=kind, block=block, starts=[7, 0, 9, 0], sinks=True)
         yield Case(f"{kind} outside, blocks of {block}, {'chunks' if counts else 'one each'}", made.case())
-    for window, part in itertools.product((None, 9), ("k_cache", "v_cache")):
-        made = Attention([45], [21], options={"window": window})
+    for window, part, dtype in itertools.product((None, 9), ("k_cache", "v_cache"), ("float32", "bfloat16")):
+        made = Attention([45], [21], dtype=dtype, options={"window": window})
         data = made.case()
-        place = View(**{**data["calls"][0]["args"][part], "values": [SPECIAL_BITS["float32"][0]]})
+        place = View(**{**data["calls"][0]["args"][part], "values": [SPECIAL_BITS[dtype][0]]})
         column = data["calls"][0]["args"]["block_table"]["values"][2]
-        late = place.slice(0, column, column + 1).slice(1, 8, 9)
+        late = place.slice(0, column, column + 1).slice(1, 5, 6)
         data["places"].append(late.spec())
-        yield Case(f"nan in {part} of token 40, window {window}", data)
+        yield Case(f"nan in {part} of token 37, window {window}, {dtype}", data)
 
 
 def _nothing_seen() -> Iterator[Case]:
