@@ -27,7 +27,7 @@ requirement in the row fails with the fault, and passes the same cases without i
 `make test-all` all of them. Every requirement has a fault. `kvdock conformance --backend NAME --prove` seeds the faults into another
 backend's own kernels, on its own device.
 
-The last table is about ops that plugins bring: each op that is installed is asked all of it, by cases that its schema makes, and
+The last table is about ops that plugins bring, and about `paged_attention`: each is asked all of it, by cases that its schema makes, and
 reported as `KVD-OP-001@rope_caching_`. `tests/unit/conformance/test_any_op.py` seeds these faults into ops of a plugin.
 
 * **level**: *core* is what an engine needs; *extended* adds the long and the large cases.
@@ -74,11 +74,13 @@ def page(every: Requirements, seeded: Mapping[str, Fault], of_ops: Sequence[Requ
         seeded: the faults by name, those of `ANY_OP` too.
         of_ops: the requirements of each op that a plugin brings, as those of `ANY_OP`.
     """
-    lines = [_HEAD.format(requirements=len(every) + len(of_ops), faults=len(seeded)).rstrip()]
+    count = sum("@" not in item.id for item in every) + len(of_ops)
+    lines = [_HEAD.format(requirements=count, faults=len(seeded)).rstrip()]
     for kind in KINDS:
         asked = every.of_kind(kind)
         for area in asked.areas:
-            lines += _area(area, [item for item in asked if item.area == area], [fault for fault in seeded.values() if fault.area == area])
+            own = [item for item in asked if item.area == area and "@" not in item.id]
+            lines += _area(area, own, [fault for fault in seeded.values() if fault.area == area])
     lines += _area(ANY_OP, of_ops, [fault for fault in seeded.values() if fault.area == ANY_OP]) if of_ops else ()
     return "\n".join(lines) + "\n"
 

@@ -257,7 +257,7 @@ def attend_kernel(
         True,
     )
     if TILE > 1 and (CAUSAL or WINDOW > 0):  # 0 times what is no number is not 0: rows that do not see it are to be found without
-        if tl.max(tl.max((found != found).to(tl.int32), 1), 0) > 0:
+        if tl.max((found != found).to(tl.int32)) > 0:
             found, highest, total = attend_key_by_key(
                 q + q_at,
                 is_real,

@@ -1,4 +1,4 @@
-"""Calls of any op as cases: for what holds of all ops alike, such as plans and errors."""
+"""Calls of any op that moves bytes as cases: for what holds of all of them alike, such as plans and errors."""
 
 from __future__ import annotations
 
@@ -102,4 +102,4 @@ _OTHERS: Mapping[str, Callable[[OpCall, Drawing], Arguments]] = MappingProxyType
 )
 
 OPS = tuple(_OTHERS)
-"""Every op of `kvdock.ops` that there is."""
+"""The ops of `kvdock.ops` that move bytes. One that computes is asked what any op is asked: see `kvdock_conformance.requirements.ops`."""

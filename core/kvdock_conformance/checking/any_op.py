@@ -38,7 +38,7 @@ def _check_refused_by_all(target: Target, data: Mapping[str, Any], reasons: Sequ
     check_refused(target, data, kvdock.UnsupportedError, [target.name, *reasons])
 
 
-BY_ANYBODY = Capability("serves the call, or the plugin's portable kernel does", _reasons_of_all, _check_refused_by_all)
+BY_ANYBODY = Capability("serves the call, or a portable kernel does", _reasons_of_all, _check_refused_by_all)
 
 
 def check_both_ways(target: Target, data: Mapping[str, Any]) -> None:
