@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvdock.ops.catalog import CATALOG
 from kvdock_conformance import requirements
@@ -23,6 +24,9 @@ from support_sources import ROOT
 ACME = ROOT / "examples" / "acme_backend"
 TORCH = ROOT / "examples" / "torch_devices"
 ROPE = ROOT / "examples" / "rope_op"
+FLASHINFER = ROOT / "examples" / "flashinfer_attention"
+VARLEN = ROOT / "examples" / "varlen_attention"
+ALL = (ACME, TORCH, ROPE, FLASHINFER, VARLEN)
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +35,7 @@ def wheels(shared: Path) -> list[Path]:
 
     def make(folder: Path) -> list[str]:
         options = ("--no-deps", "--no-index", "--no-build-isolation", "--quiet", "--disable-pip-version-check")
-        run([sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), str(ACME), str(TORCH), str(ROPE)], check=True)
+        run([sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), *map(str, ALL)], check=True)
         return sorted(map(str, folder.glob("*.whl")))
 
     return [Path(path) for path in once(shared, "examples-wheels", make)]
@@ -184,7 +188,7 @@ def test_a_device_of_torchs_without_a_plugin_reaches_core_level(installed: Envir
     assert found["KVD-WRITE-001"]["reason"] == "it has no kernel for this op"
 
 
-@pytest.mark.parametrize("folder", [ACME, TORCH, ROPE], ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", ALL, ids=lambda folder: folder.name)
 def test_their_lint_is_clean(folder: Path) -> None:
     run([sys.executable, "-m", "ruff", "check", "--no-cache", str(folder)], check=True)
     run([sys.executable, "-m", "ruff", "format", "--no-cache", "--check", str(folder)], check=True)
@@ -228,3 +232,40 @@ def test_faults_in_the_op_of_a_plugin_are_noticed(installed: Environment, tmp_pa
     seeded = {proof["fault"].partition("@")[0] for proof in report["proofs"]}
     assert {"op-row-behind", "op-padding-written", "op-byte-past-the-end", "op-input-changed", "op-plan-per-count"} <= seeded
     assert {"op-first-sizes-kept", "op-first-values-kept"} <= seeded
+
+
+ATTENTION = pytest.mark.parametrize(("name", "folder"), [("flashinfer", FLASHINFER), ("varlen", VARLEN)], ids=["flashinfer", "varlen"])
+NO_CUDA = pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built with CUDA: their own tests say what is so there")
+
+
+@NO_CUDA
+@ATTENTION
+def test_attention_of_others_is_absent_without_a_gpu_and_says_so(name: str, folder: Path, installed: Environment) -> None:
+    reason = f"torch {torch.__version__} is built without CUDA"
+    assert (rows(installed)[name]["state"], rows(installed)[name]["reason"]) == ("absent", reason)
+    told = json.loads(installed.kvdock("explain", "paged_attention", "--json").stdout)
+    assert (told["op"], told["served_by"]) == ("paged_attention", "cpu")
+    (other,) = [item for item in told["candidates"] if item["name"] == name]
+    assert other["reason"] == f"ABSENT: {reason}"
+
+
+@NO_CUDA
+@pytest.mark.slow  # the kit's items are looked at, and skipped
+@ATTENTION
+def test_own_tests_of_attention_of_others_pass_and_say_what_they_skip(
+    name: str, folder: Path, installed: Environment, tmp_path: Path
+) -> None:
+    for path in folder.iterdir():
+        if path.name != "src":  # what is tested is the wheel
+            (tmp_path / path.name).symlink_to(path)
+    done = installed.typed("pytest -q -rs", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d+ passed, \d+ skipped", done.stdout), done.stdout
+    assert f"backend '{name}': ABSENT: torch {torch.__version__} is built without CUDA" in done.stdout, done.stdout
+
+
+@pytest.mark.slow  # mypy reads all of torch
+@ATTENTION
+def test_types_of_attention_of_others_are_clean(name: str, folder: Path, installed: Environment, tmp_path: Path) -> None:
+    done = installed.typed(f"mypy --cache-dir {tmp_path}", folder)
+    assert "Success" in done.stdout, done.stdout + done.stderr

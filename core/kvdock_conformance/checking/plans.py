@@ -16,6 +16,7 @@ import kvdock
 from kvdock import runtime
 from kvdock.descriptors.manager import DEFAULT_CAPACITY
 from kvdock.interface import TensorMeta
+from kvdock.ops.catalog import CATALOG
 from kvdock.ops.validate import validate
 from kvdock.spec import COPY_DTYPES, QUANTISED_DTYPES
 from kvdock_conformance.checking.failure import NonconformanceError
@@ -199,15 +200,17 @@ def check_eviction(target: Target, data: Mapping[str, Any]) -> None:
         NonconformanceError: a byte differs, or a plan was not destroyed once, under its device, without an error.
     """
     calls = _Calls(target, data)
-    failures = _failures(calls.op)
+    failures, numbers = _failures(calls.op), range(len(calls.calls))
+    # Of an op of kvdock's own, what the backend refuses is served by a kernel that is not watched.
+    wanted = sum(calls.op not in CATALOG or not target.reasons_against(calls.op, calls.in_order(number)) for number in numbers)
     with _collecting(), _at_most(calls.op, 1), watched(target, calls.op) as watch:
         _clear(calls.op)
         calls.make_all()
         _clear(calls.op)
         gc.collect()  # what is destroyed once more when it is collected is destroyed twice
         watch.check_ends(calls.op)
-        if len(watch.prepared) < len(calls.calls):
-            raise NonconformanceError(f"{calls.op}: plans prepared", expected=len(calls.calls), got=len(watch.prepared))
+        if len(watch.prepared) < wanted:
+            raise NonconformanceError(f"{calls.op}: plans prepared", expected=wanted, got=len(watch.prepared))
     if _failures(calls.op) != failures:
         raise NonconformanceError(
             f"{calls.op}: destroy()", expected="no error", got=f"{_failures(calls.op) - failures} errors, see the log"

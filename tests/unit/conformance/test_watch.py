@@ -18,7 +18,7 @@ from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.cases.every_op import OpCall
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.memory import Arenas
-from kvdock_conformance.checking.plans import check_own_plans, check_releases, check_reuse, check_supports, check_workspace
+from kvdock_conformance.checking.plans import check_eviction, check_own_plans, check_releases, check_reuse, check_supports, check_workspace
 from kvdock_conformance.checking.refusals import check_mistake
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.checking.watch import misfit, watched
@@ -126,6 +126,22 @@ def test_a_call_of_a_plan_that_is_gone_or_does_not_fit_is_refused(target: Target
         with pytest.raises(NonconformanceError, match=r"expected no call after destroy\(\), got a call"):
             plan(*near.values(), None, None)
         clear()
+
+
+def test_what_a_kernel_refuses_need_not_drive_its_plans_out(target: Target, kernel: Plain) -> None:
+    case = data(OpCall(OP), OpCall(OP, pool="hnd"), OpCall(OP))
+    for answer in (lambda request: [], lambda request: ["nothing is served"]):
+        kernel.answer = answer
+        check_eviction(target, case)
+    calls = []
+
+    def once(request: kvdock.plugin.Request) -> Sequence[str]:
+        calls.append(request)
+        return [] if len(calls) <= 3 else ["not any more"]
+
+    kernel.answer = once
+    with pytest.raises(NonconformanceError, match="plans prepared: expected 3, got 0"):
+        check_eviction(target, case)
 
 
 def test_what_does_not_fit_is_named() -> None:

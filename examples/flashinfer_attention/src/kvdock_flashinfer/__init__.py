@@ -1,0 +1,19 @@
+"""FlashInfer's kernels for kvdock's `paged_attention`. The entry point names this module: it is light, and imports kernels when asked."""
+
+from __future__ import annotations
+
+from kvdock.plugin import Backend, hookimpl
+
+from .steps import one_step
+
+__all__ = ["KVDOCK_API", "kvdock_backends", "one_step"]
+
+KVDOCK_API = (1, 0)
+
+
+@hookimpl
+def kvdock_backends() -> list[Backend]:
+    """Return the backend."""
+    from .backend import FlashInferBackend
+
+    return [FlashInferBackend()]
