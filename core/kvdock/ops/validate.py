@@ -19,7 +19,7 @@ from kvdock.ops.plain import unlike_memory
 from kvdock.ops.schema import Arg, Dim, OpSchema, Relation, Role
 from kvdock.spec import QUANTISED_DTYPES
 
-__all__ = ["validate"]
+__all__ = ["check_traced", "validate"]
 
 
 def validate(schema: OpSchema, values: tuple[Any, ...]) -> Request:
@@ -35,10 +35,37 @@ def validate(schema: OpSchema, values: tuple[Any, ...]) -> Request:
         UnsupportedError: a quantised cache without its scale, or rows that are quantised already.
     """
     args = schema.bind(values)
+    tensors, device = _check_traits(schema, args, is_memory=True)
+    filled = {name: tensor for name, tensor in tensors.items() if tensor.numel()}  # where nothing lies, nothing can lie wrongly
+    for name, tensor in filled.items():
+        _check_storage(schema, name, tensor)
+        _check_strides(schema, schema.arg(name), tensor)
+    _check_overlap(schema, filled)
+    return Request(schema.name, device, {arg.name: _meta(arg, args[arg.name]) for arg in schema.args})
+
+
+def check_traced(schema: OpSchema, values: tuple[Any, ...]) -> None:
+    """Check what can be known of a call on tensors without memory of their own. Sizes may be symbols.
+
+    Raises:
+        KVDockError: as `validate`, which checks the rest when the call comes to memory.
+    """
+    tensors, _ = _check_traits(schema, schema.bind(values), is_memory=False)
+    for name, tensor in tensors.items():
+        _check_strides(schema, schema.arg(name), tensor)
+
+
+def _check_traits(schema: OpSchema, args: dict[str, Any], *, is_memory: bool) -> tuple[dict[str, torch.Tensor], torch.device]:
+    """Check all that does not depend on where tensors lie. Return the tensors by name, and the device.
+
+    Tensors that are more than plain memory are refused where that is what they are to be.
+    """
     is_made = all(args[arg.name] is None for arg in schema.args if arg.returned)  # outputs that could not be: something else is wrong
     for arg in schema.args:
         if not (arg.returned and is_made):
             _check_kind(schema, arg, args[arg.name])
+        if is_memory and isinstance(args[arg.name], torch.Tensor):
+            _check_unwrapped(schema, arg.name, args[arg.name])
     tensors = {arg.name: args[arg.name] for arg in schema.args if isinstance(args[arg.name], torch.Tensor)}
     first = next(name for name in tensors if not schema.arg(name).host)
     device = tensors[first].device
@@ -48,11 +75,7 @@ def validate(schema: OpSchema, values: tuple[Any, ...]) -> Request:
         _check_dtype(schema, schema.arg(name), args)
     _check_scales(schema, args)
     _check_sizes(schema, tensors)
-    filled = {name: tensor for name, tensor in tensors.items() if tensor.numel()}  # where nothing lies, nothing can lie wrongly
-    for name, tensor in filled.items():
-        _check_memory(schema, schema.arg(name), tensor)
-    _check_overlap(schema, filled)
-    return Request(schema.name, device, {arg.name: _meta(arg, args[arg.name]) for arg in schema.args})
+    return tensors, device
 
 
 def _refuse(error: type[KVDockError], schema: OpSchema, name: str, expected: str, got: object, fix: str) -> NoReturn:
@@ -60,11 +83,11 @@ def _refuse(error: type[KVDockError], schema: OpSchema, name: str, expected: str
 
 
 def _check_kind(schema: OpSchema, arg: Arg, value: Any) -> None:
-    """Refuse what is no tensor (or no int), and tensors that are more than plain memory."""
+    """Refuse what is no tensor (or no int)."""
     if value is None and arg.optional:
         return
     may_be_int = arg.role is Role.RUNTIME_INT
-    if may_be_int and isinstance(value, int) and not isinstance(value, bool):
+    if may_be_int and isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
         return
     if not arg.is_tensor:
         _check_plain(schema, arg, value)
@@ -74,9 +97,12 @@ def _check_kind(schema: OpSchema, arg: Arg, value: Any) -> None:
         _refuse(ArgumentTypeError, schema, arg.name, expected, got, "convert it with torch.as_tensor")
     if value.layout != torch.strided:
         _refuse(ArgumentTypeError, schema, arg.name, "a dense tensor with strides", value.layout, f"{arg.name}.to_dense()")
-    found = unlike_memory(arg.name, value)
+
+
+def _check_unwrapped(schema: OpSchema, name: str, tensor: torch.Tensor) -> None:
+    found = unlike_memory(name, tensor)
     if found is not None:
-        _refuse(ArgumentTypeError, schema, arg.name, "a plain torch.Tensor: its bytes are moved as they lie", *found)
+        _refuse(ArgumentTypeError, schema, name, "a plain torch.Tensor: its bytes are moved as they lie", *found)
 
 
 def _check_plain(schema: OpSchema, arg: Arg, value: Any) -> None:
@@ -162,7 +188,7 @@ def _agrees(dims: tuple[Dim, ...], tensor: torch.Tensor, name: str, sizes: _Size
         return False
     for dim, size in zip(dims, tensor.shape, strict=True):
         known = sizes.setdefault(dim.name, (size, name))[0] if dim.literal is None else dim.literal
-        if size != known or (size == 0 and not dim.runtime and dim.name != "NB"):
+        if size != known or (not dim.runtime and size == 0 and dim.name != "NB"):
             return False
     return True
 
@@ -199,13 +225,17 @@ def _check_relation(schema: OpSchema, relation: Relation, tensors: dict[str, tor
         _refuse(ArgumentValueError, schema, name, expected, got, relation.fix.format(**sizes))
 
 
-def _check_memory(schema: OpSchema, arg: Arg, tensor: torch.Tensor) -> None:
-    """Refuse elements without memory, rows that are not dense, and destinations that overlap themselves."""
-    dims = arg.dims_of_rank(tensor.dim()) or ()
+def _check_storage(schema: OpSchema, name: str, tensor: torch.Tensor) -> None:
+    """Refuse elements without memory."""
     needed, there = tensor.storage_offset() * tensor.element_size() + extent(tensor), tensor.untyped_storage().nbytes()
     if needed > there:
         fix = "call it before the storage is given back, as by resize_(0)"
-        _refuse(ArgumentValueError, schema, arg.name, f"a storage of at least {needed} bytes", f"one of {there}", fix)
+        _refuse(ArgumentValueError, schema, name, f"a storage of at least {needed} bytes", f"one of {there}", fix)
+
+
+def _check_strides(schema: OpSchema, arg: Arg, tensor: torch.Tensor) -> None:
+    """Refuse rows that are not dense, and destinations that overlap themselves."""
+    dims = arg.dims_of_rank(tensor.dim()) or ()
     got = f"strides {list(tensor.stride())} for shape {list(tensor.shape)}"
     if dims and not dims[-1].runtime and tensor.shape[-1] != 1 and tensor.stride(-1) != 1:
         _refuse(ArgumentValueError, schema, arg.name, "an innermost stride of 1", got, f"{arg.name}.contiguous()")
