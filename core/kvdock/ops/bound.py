@@ -37,7 +37,8 @@ class BoundOp:
         self.recent = Recent(own_name)
         ranges = [(pool.data_ptr(), pool.data_ptr() + extent(pool)) for pool in pools]
         low, high = (min(at for at, _ in ranges), max(end for _, end in ranges)) if ranges else (0, 0)
-        self.roots, self._views = zip(*map(_root_of, pools), strict=True) if pools else ((), ())
+        pairs = [_root_of(pool) for pool in pools]
+        self.roots, self._views = tuple(root for root, _ in pairs), tuple(view for _, view in pairs)
         self.fixed = (*pools, *(address for each in ranges for address in each), low, high)
 
     @property
@@ -73,7 +74,7 @@ class BoundOp:
         )
 
 
-_View = tuple[torch.Size, tuple[int, ...], int]
+_View = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def _root_of(pool: torch.Tensor) -> tuple[torch.Tensor, _View | None]:
@@ -81,4 +82,4 @@ def _root_of(pool: torch.Tensor) -> tuple[torch.Tensor, _View | None]:
     root = pool._base
     if root is None or root.dtype != pool.dtype or root.is_neg() != pool.is_neg() or root.is_conj() != pool.is_conj():
         return pool, None
-    return root, (pool.shape, pool.stride(), pool.storage_offset())
+    return root, (tuple(pool.shape), pool.stride(), int(pool.storage_offset()))

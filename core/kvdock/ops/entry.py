@@ -13,7 +13,7 @@ import torch
 
 from kvdock.descriptors.lru import Entry
 from kvdock.descriptors.manager import DescriptorCacheManager
-from kvdock.errors import KVDockWarning
+from kvdock.errors import KVDockError, KVDockWarning
 from kvdock.guarded import blame
 from kvdock.interface import HOST, Descriptor, Request
 from kvdock.ops.bound import BoundOp
@@ -142,7 +142,7 @@ class OpEntry(Shared):
             pools: those of the call, where they are known.
         """
         if is_intercepted(values):
-            self.trace(values, named)
+            self._pass_on(values, named)
             return
         request = validate(self.schema, values)
         if _is_noop(self.schema, values):
@@ -155,6 +155,16 @@ class OpEntry(Shared):
     def trace(self, values: tuple[Any, ...], named: str | None) -> Any:
         """Make a call one of `torch.ops.kvdock`, and return what the op returns: see `kvdock.ops.tracing`."""
         return traced(self, self.schema.name, values, named)
+
+    def _pass_on(self, values: tuple[Any, ...], named: str | None) -> None:
+        """Let torch show a call to who wants to see it."""
+        try:
+            self.trace(values, named)
+        except KVDockError:
+            raise
+        except Exception:  # the class of a tensor refuses the op, or tensors with memory beside its own
+            validate(self.schema, values)  # names the tensor
+            raise
 
     def make_outputs(self, values: tuple[Any, ...]) -> list[torch.Tensor | None]:
         """Return new outputs for a call that brings none: see `new_outputs`."""

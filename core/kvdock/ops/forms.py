@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import ast
 import threading
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import attrs
 import torch
@@ -39,12 +40,8 @@ _TYPES = {"bool": "bool", "int": "int", "float": "float", "str": "str", "none": 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)  # rows stay dense, and no copy is made for the rest
 
 
-class Runner(Protocol):
-    """Runs calls of forms."""
-
-    def __call__(self, schema: OpSchema, values: tuple[Any, ...], backend: str | None, dispatcher: int) -> Any:
-        """Run a call with all arguments, on memory."""
-        ...
+Runner = Callable[[OpSchema, tuple[Any, ...], str | None, int], Any]
+"""Runs a call with all arguments on memory, given the backend to use for good and the number of a dispatcher."""
 
 
 def kind_of(value: Any) -> str:
@@ -125,7 +122,7 @@ class Form:
     def values(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return all arguments in the schema's order, given those of the form."""
         rest = iter(given)
-        values = [None if arg.returned and self.makes_outputs else next(rest) for arg in self.schema.args]
+        values: list[Any] = [None if arg.returned and self.makes_outputs else next(rest) for arg in self.schema.args]
         return tuple(ast.literal_eval(value) if kind == "literal" else value for value, kind in zip(values, self.kinds, strict=True))
 
     def fake(self, *given: Any, backend: str | None, dispatcher: int) -> Any:
@@ -138,13 +135,14 @@ class Form:
         """Make it known to torch."""
 
         def on_memory(*given: Any, backend: str | None, dispatcher: int) -> Any:
-            return run(self.schema, self.values(given), backend, dispatcher)
+            found = run(self.schema, self.values(given), backend, dispatcher)
+            return found if self.makes_outputs else None
 
-        name = self.name
-        library.define(self.text, tags=_TAGS)
-        library.impl(name, on_memory, "CompositeExplicitAutograd")
-        library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # what runs leaves gradients alone, as eager calls do
-        torch.library.register_fake(f"{NAMESPACE}::{name}", self.fake, lib=library)
+        known: Any = library  # torch does not annotate it
+        known.define(self.text, tags=_TAGS)
+        known.impl(self.name, on_memory, "CompositeExplicitAutograd")
+        known.impl(self.name, torch.library.fallthrough_kernel, "Autograd")  # what runs leaves gradients alone, as eager calls do
+        torch.library.register_fake(f"{NAMESPACE}::{self.name}", self.fake, lib=library)
 
 
 def _check_kind(schema: OpSchema, arg: Arg, kind: str) -> None:
@@ -189,7 +187,8 @@ class Forms:
             key = form.op, form.overload
             if key not in self._known:
                 if self._library is None:
-                    self._library = torch.library.Library(NAMESPACE, "FRAGMENT")
+                    make: Any = torch.library.Library  # torch does not annotate it
+                    self._library = make(NAMESPACE, "FRAGMENT")
                 form.register(self._library, self._run)
                 self._known[key] = form
             return form

@@ -37,16 +37,12 @@ _INTERCEPTING = sum(torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key)).r
 
 
 def is_intercepted(values: tuple[Any, ...]) -> bool:
-    """Whether torch would let somebody see a call of one of its ops on these arguments: a mode that is on, or the class of a tensor.
-
-    A distributed tensor's class would refuse what it does not know, with worse advice than kvdock's own.
-    """
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    """Whether torch would let somebody see a call of one of its ops on these arguments: a mode that is on, or the class of a tensor."""
     keys = torch._C._dispatch_tls_local_include_set().raw_repr()
-    for tensor in tensors:
-        keys |= torch._C._dispatch_keys(tensor).raw_repr()
-    seen = keys & ~torch._C._dispatch_tls_local_exclude_set().raw_repr() & _INTERCEPTING
-    return bool(seen) and not any(hasattr(tensor, "to_local") for tensor in tensors)
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            keys |= torch._C._dispatch_keys(value).raw_repr()
+    return bool(keys & ~torch._C._dispatch_tls_local_exclude_set().raw_repr() & _INTERCEPTING)
 
 
 def traced(owner: OpEntry | None, op: str, values: tuple[Any, ...], named: str | None) -> Any:
@@ -124,9 +120,12 @@ _FORMS = Forms(_run)
 
 
 def keep_in_place(bound: BoundOp) -> bool:
-    """Tell torch.compile, while it traces, that pools stay where they are: else it does not replay graphs that write them."""
+    """Tell torch.compile, while it traces, that pools stay where and as they are: it replays no graph that writes other tensors, and
+    takes sizes that are equal by chance for one size.
+    """
     for tensor in bound.roots:
         torch._dynamo.mark_static_address(tensor)
+        torch._dynamo.mark_static(tensor)
     return True
 
 
