@@ -120,12 +120,14 @@ _FORMS = Forms(_run)
 
 
 def keep_in_place(bound: BoundOp) -> bool:
-    """Tell torch.compile, while it traces, that pools stay where and as they are: it replays no graph that writes other tensors, and
-    takes sizes that are equal by chance for one size.
+    """Tell torch.compile, while it traces, that pools stay where and as they are.
+
+    It replays no graph that writes other tensors, and takes sizes that are equal by chance for one size.
     """
     for tensor in bound.roots:
         torch._dynamo.mark_static_address(tensor)
-        torch._dynamo.mark_static(tensor)
+        known: Any = tensor  # what torch._dynamo.mark_static sets, which does something else while one traces
+        known._dynamo_static_indices, known._has_dynamo_dim_marking = {*range(tensor.dim())}, True
     return True
 
 
