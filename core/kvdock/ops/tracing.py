@@ -11,7 +11,8 @@ from __future__ import annotations
 import ast
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch.fx import _symbolic_trace
@@ -22,11 +23,34 @@ from kvdock.ops.modes import use_backend
 from kvdock.ops.schema import OpSchema
 from kvdock.process import process_runtime
 
-if TYPE_CHECKING:
-    from kvdock.ops.bound import BoundOp
-    from kvdock.ops.entry import OpEntry, Preparer
-
 __all__ = ["RECORDING", "is_intercepted", "keep_in_place", "traced"]
+
+
+class Owner(Protocol):
+    """An op of a dispatcher: a `kvdock.ops.entry.OpEntry`."""
+
+    schema: OpSchema
+    call: Callable[..., Any]
+
+    @property
+    def dispatcher(self) -> Owners:
+        """Whose op it is."""
+        ...
+
+
+class Owners(Protocol):
+    """A dispatcher."""
+
+    def op(self, name: str) -> Owner:
+        """Return one of its ops."""
+        ...
+
+
+class Rooted(Protocol):
+    """A `kvdock.ops.bound.BoundOp`."""
+
+    roots: tuple[torch.Tensor, ...]
+
 
 RECORDING = _symbolic_trace
 """Has the flag that torch.fx sets while it records calls, be it of ``make_fx``: the one such thing that guards do not notice."""
@@ -45,7 +69,7 @@ def is_intercepted(values: tuple[Any, ...]) -> bool:
     return bool(keys & ~torch._C._dispatch_tls_local_exclude_set().raw_repr() & _INTERCEPTING)
 
 
-def traced(owner: OpEntry | None, op: str, values: tuple[Any, ...], named: str | None) -> Any:
+def traced(owner: Owner | None, op: str, values: tuple[Any, ...], named: str | None) -> Any:
     """Make a call one of `torch.ops.kvdock`, and return what it returns.
 
     torch.compile traces this. What it must not look into is done by functions whose result it takes for a constant.
@@ -65,9 +89,9 @@ def traced(owner: OpEntry | None, op: str, values: tuple[Any, ...], named: str |
     return found
 
 
-def _form_of(owner: OpEntry | None, op: str, kinds: tuple[str, ...]) -> tuple[str, str, int, tuple[str, ...]]:
+def _form_of(owner: Owner | None, op: str, kinds: tuple[str, ...]) -> tuple[str, str, int, tuple[str, ...]]:
     """Return the names of a form, the number of its dispatcher, and for each argument whether it is anything but passed on."""
-    entry = owner if owner is not None else process_runtime().dispatcher.op(op)
+    entry: Owner = owner if owner is not None else process_runtime().dispatcher.op(op)
     form = _FORMS.of(entry.schema, kinds)
     return form.op, form.overload, _number_of(entry.dispatcher), form.roles
 
@@ -88,12 +112,12 @@ _form_of._dynamo_marked_constant = True  # type: ignore[attr-defined] # what tor
 _as_literal._dynamo_marked_constant = True  # type: ignore[attr-defined] # likewise
 
 
-_numbers: weakref.WeakKeyDictionary[Preparer, int] = weakref.WeakKeyDictionary()
-_dispatchers: weakref.WeakValueDictionary[int, Preparer] = weakref.WeakValueDictionary()
+_numbers: weakref.WeakKeyDictionary[Owners, int] = weakref.WeakKeyDictionary()
+_dispatchers: weakref.WeakValueDictionary[int, Owners] = weakref.WeakValueDictionary()
 _counter = itertools.count(1)
 
 
-def _number_of(dispatcher: Preparer) -> int:
+def _number_of(dispatcher: Owners) -> int:
     """Return the number of a dispatcher: graphs hold nothing but tensors, numbers and strings."""
     number = _numbers.setdefault(dispatcher, next(_counter))
     _dispatchers[number] = dispatcher
@@ -119,7 +143,7 @@ def _run(schema: OpSchema, values: tuple[Any, ...], backend: str | None, number:
 _FORMS = Forms(_run)
 
 
-def keep_in_place(bound: BoundOp) -> bool:
+def keep_in_place(bound: Rooted) -> bool:
     """Tell torch.compile, while it traces, that pools stay where and as they are.
 
     It replays no graph that writes other tensors, and takes sizes that are equal by chance for one size.

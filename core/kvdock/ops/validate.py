@@ -6,15 +6,15 @@ This is the slow and complete reading of a schema. It runs once per static signa
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any, NoReturn, TypeAlias
 
 import torch
 
-from kvdock.errors import ArgumentTypeError, ArgumentValueError, KVDockError, UnsupportedError
-from kvdock.interface import HOST, HOST_INT, Request, TensorMeta
-from kvdock.ops.geometry import alignment_of, extent, has_internal_overlap, normalised, ranges_overlap, share_memory
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from kvdock.interface import HOST, Request
+from kvdock.ops.memory import check_overlap, check_storage, check_strides, meta_of
+from kvdock.ops.memory import refuse as _refuse
 from kvdock.ops.plain import unlike_memory
 from kvdock.ops.schema import Arg, Dim, OpSchema, Relation, Role
 from kvdock.spec import QUANTISED_DTYPES
@@ -38,10 +38,10 @@ def validate(schema: OpSchema, values: tuple[Any, ...]) -> Request:
     tensors, device = _check_traits(schema, args, is_memory=True)
     filled = {name: tensor for name, tensor in tensors.items() if tensor.numel()}  # where nothing lies, nothing can lie wrongly
     for name, tensor in filled.items():
-        _check_storage(schema, name, tensor)
-        _check_strides(schema, schema.arg(name), tensor)
-    _check_overlap(schema, filled)
-    return Request(schema.name, device, {arg.name: _meta(arg, args[arg.name]) for arg in schema.args})
+        check_storage(schema, name, tensor)
+        check_strides(schema, schema.arg(name), tensor)
+    check_overlap(schema, filled)
+    return Request(schema.name, device, {arg.name: meta_of(arg, args[arg.name]) for arg in schema.args})
 
 
 def check_traced(schema: OpSchema, values: tuple[Any, ...]) -> None:
@@ -52,7 +52,7 @@ def check_traced(schema: OpSchema, values: tuple[Any, ...]) -> None:
     """
     tensors, _ = _check_traits(schema, schema.bind(values), is_memory=False)
     for name, tensor in tensors.items():
-        _check_strides(schema, schema.arg(name), tensor)
+        check_strides(schema, schema.arg(name), tensor)
 
 
 def _check_traits(schema: OpSchema, args: dict[str, Any], *, is_memory: bool) -> tuple[dict[str, torch.Tensor], torch.device]:
@@ -76,10 +76,6 @@ def _check_traits(schema: OpSchema, args: dict[str, Any], *, is_memory: bool) ->
     _check_scales(schema, args)
     _check_sizes(schema, tensors)
     return tensors, device
-
-
-def _refuse(error: type[KVDockError], schema: OpSchema, name: str, expected: str, got: object, fix: str) -> NoReturn:
-    raise error(f"{schema.name}: {name}", expected=expected, got=got, fix=fix)
 
 
 def _check_kind(schema: OpSchema, arg: Arg, value: Any) -> None:
@@ -223,58 +219,3 @@ def _check_relation(schema: OpSchema, relation: Relation, tensors: dict[str, tor
         name = relation.arg if relation.arg in tensors else [*sized][-1]
         expected, got = relation.expected.format(**sizes), f"shape {list(tensors[name].shape)}"
         _refuse(ArgumentValueError, schema, name, expected, got, relation.fix.format(**sizes))
-
-
-def _check_storage(schema: OpSchema, name: str, tensor: torch.Tensor) -> None:
-    """Refuse elements without memory."""
-    needed, there = tensor.storage_offset() * tensor.element_size() + extent(tensor), tensor.untyped_storage().nbytes()
-    if needed > there:
-        fix = "call it before the storage is given back, as by resize_(0)"
-        _refuse(ArgumentValueError, schema, name, f"a storage of at least {needed} bytes", f"one of {there}", fix)
-
-
-def _check_strides(schema: OpSchema, arg: Arg, tensor: torch.Tensor) -> None:
-    """Refuse rows that are not dense, and destinations that overlap themselves."""
-    dims = arg.dims_of_rank(tensor.dim()) or ()
-    got = f"strides {list(tensor.stride())} for shape {list(tensor.shape)}"
-    if dims and not dims[-1].runtime and tensor.shape[-1] != 1 and tensor.stride(-1) != 1:
-        _refuse(ArgumentValueError, schema, arg.name, "an innermost stride of 1", got, f"{arg.name}.contiguous()")
-    if arg.role is Role.MUTATED and has_internal_overlap(tensor):
-        expected = "a destination in which every place has memory of its own"
-        _refuse(ArgumentValueError, schema, arg.name, expected, got, "pass a real tensor rather than one made by expand or as_strided")
-
-
-def _check_overlap(schema: OpSchema, tensors: dict[str, torch.Tensor]) -> None:
-    """Refuse a source in the address range of a destination, and two destinations that share a byte."""
-    mutated = [arg.name for arg in schema.mutated if arg.name in tensors]
-    for written, (name, tensor) in itertools.product(mutated, tensors.items()):
-        target = tensors[written]
-        if name == written or tensor.device != target.device:
-            continue
-        if share_memory(target, tensor) if name in mutated else ranges_overlap(target, tensor):
-            got = f"address {tensor.data_ptr():#x} within {written} from {target.data_ptr():#x}"
-            fix = f"pass two tensors for {written} and {name}" if name in mutated else f"{name}.clone()"
-            _refuse(ArgumentValueError, schema, name, f"memory outside {written}, which is written", got, fix)
-
-
-def _meta(arg: Arg, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return HOST_INT if arg.role is Role.RUNTIME_INT and value is not None else value
-    dims = arg.dims_of_rank(value.dim()) or ()
-    if dims and not any(dim.runtime for dim in dims):
-        return TensorMeta(value.dtype, tuple(value.shape), normalised(value.shape, value.stride()), alignment_of([value.data_ptr()]))
-    shape = tuple(None if dim.runtime else size for dim, size in zip(dims, value.shape, strict=True))
-    return TensorMeta(value.dtype, shape, None, _runtime_alignment(dims, value))
-
-
-def _runtime_alignment(dims: tuple[Dim, ...], tensor: torch.Tensor) -> int:
-    """Return the alignment class of a tensor with run-time strides: its pointer, its rows' length, and every step.
-
-    A tensor that is read element by element (an index tensor) has the alignment of its elements. The length of a row
-    counts, so that one token and many have one class; strides of size-1 dims say nothing and do not.
-    """
-    size = tensor.element_size()
-    if not dims or dims[-1].runtime:
-        return alignment_of([tensor.data_ptr(), size])
-    steps = [stride * size for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if length > 1]
-    return alignment_of([tensor.data_ptr(), tensor.shape[-1] * size, *steps])
