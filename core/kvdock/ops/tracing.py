@@ -12,6 +12,7 @@ import ast
 import itertools
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -52,7 +53,7 @@ class Rooted(Protocol):
     roots: tuple[torch.Tensor, ...]
 
 
-RECORDING = _symbolic_trace
+RECORDING: Any = _symbolic_trace if hasattr(_symbolic_trace, "_is_fx_tracing_flag") else SimpleNamespace(_is_fx_tracing_flag=True)
 """Has the flag that torch.fx sets while it records calls, be it of ``make_fx``: the one such thing that guards do not notice."""
 
 _KEYS = ("Python", "PreDispatch", "Tracer")

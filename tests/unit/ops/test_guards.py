@@ -199,7 +199,7 @@ SETTINGS: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", [pytest.param(name, marks=[pytest.mark.slow] * bool(i)) for i, name in enumerate(SETTINGS)])
 def test_torchs_guards_are_tried_where_no_thread_has_set_anything(setting: str) -> None:
     """Else the first call of a process, in inference mode, would have it compare in Python for good."""
     code = f"""

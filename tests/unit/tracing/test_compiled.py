@@ -18,6 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import kvdock
 from kvdock.plugin import call_op
 from opskit import active, counting_runtime
+from opskit.any_schema import SCHEMAS, op_of
 from support_isolated import answer
 from support_plugins import InProcessBackend, plugin
 from unit.plugins import test_brought_ops as brought
@@ -105,6 +106,7 @@ def test_tokens_blocks_and_rows_may_be_any_from_the_start() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow  # eight seconds: every check has symbols
 def test_rows_of_tokens_may_be_any() -> None:
     cache = paged_cache()
     step = paged_step(cache)
@@ -192,6 +194,21 @@ def test_blocks_are_copied_in_every_layer(kind: str) -> None:
     for layer, old in enumerate(before):
         moved = old if kind == "none" else old[[0, 1, 1, 0, *range(4, 8)]]
         assert torch.equal(cache.k_cache(layer), moved)
+
+
+def test_static_values_that_change_have_graphs_of_their_own() -> None:
+    """Also where torch has made symbols of them, since they were seen to change."""
+    entry, kernel, _ = op_of(SCHEMAS["norm"], fixes=False)
+    x, weight = torch.randn(3, 4), torch.randn(4)
+
+    def step(x: torch.Tensor, eps: Any) -> Any:
+        return entry.call(x * 2, weight, eps, None) + 1
+
+    run, counter = compiled(step)
+    for eps in (0.5, 0.25, 0.125, 3, 4, True, 0.25):
+        assert torch.equal(run(x, eps), step(x, eps))
+        assert kernel.found[-1] == kernel.found[-2]
+    assert counter.frame_count == 6, "none twice"
 
 
 def test_outputs_that_are_given_are_returned() -> None:
