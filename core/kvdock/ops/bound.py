@@ -30,7 +30,7 @@ class BoundOp:
         own_name: backend to use for good, or None.
     """
 
-    __slots__ = ("_function", "_pools", "_views", "fixed", "own_name", "recent", "roots")
+    __slots__ = ("__weakref__", "_function", "_pools", "_views", "fixed", "own_name", "recent", "roots")
 
     def __init__(self, function: Callable[..., Any], pools: tuple[torch.Tensor, ...], own_name: str | None) -> None:
         self._function, self._pools, self.own_name = function, pools, own_name
@@ -80,6 +80,6 @@ _View = tuple[tuple[int, ...], tuple[int, ...], int]
 def _root_of(pool: torch.Tensor) -> tuple[torch.Tensor, _View | None]:
     """Return the tensor that a pool is a view of, and which view; the pool itself where it is none, or one of another kind."""
     root = pool._base
-    if root is None or root.dtype != pool.dtype or root.is_neg() != pool.is_neg() or root.is_conj() != pool.is_conj():
+    if root is None or root.requires_grad or root.dtype != pool.dtype or root.is_neg() != pool.is_neg() or root.is_conj() != pool.is_conj():
         return pool, None
     return root, (tuple(pool.shape), pool.stride(), int(pool.storage_offset()))
