@@ -24,7 +24,7 @@ from kvdock.ops.modes import use_backend
 from kvdock.ops.schema import OpSchema
 from kvdock.process import process_runtime
 
-__all__ = ["RECORDING", "is_intercepted", "keep_in_place", "traced"]
+__all__ = ["RECORDING", "Owner", "Owners", "Rooted", "is_intercepted", "keep_in_place", "traced"]
 
 
 class Owner(Protocol):

@@ -175,6 +175,29 @@ def test_pools_that_are_arguments_are_written_in_place() -> None:
     assert counter.frame_count <= 2, "pools of a memory of their own, and two in one"
 
 
+ROOTS: dict[str, Callable[[], torch.Tensor]] = {
+    "of another dtype": lambda: torch.zeros(8, 4, 2, 32, dtype=torch.uint8).view(torch.float32),
+    "with a gradient": lambda: torch.zeros(2, 8, 4, 2, 8, requires_grad=True)[1].detach(),
+    "made for inference": lambda: torch.inference_mode()(lambda: torch.zeros(2, 8, 4, 2, 8)[1])().clone(),
+    "a part of a part": lambda: torch.zeros(2, 8, 2, 4, 16)[1].transpose(1, 2)[..., 8:],
+}
+
+
+@pytest.mark.parametrize("kind", ROOTS)
+def test_a_pool_may_be_a_view_of_anything(kind: str) -> None:
+    pools = [ROOTS[kind]() for _ in "kv"]
+    write = kvdock.runtime.default().dispatcher.op("paged_caching_").bind(*pools)
+
+    def step(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        k_cache, _ = write(x, x * 2, slots, None, None)
+        return k_cache[0] + 1
+
+    x = torch.randn(3, 2, 8)
+    found = compiled(step)[0](x, torch.arange(3))
+    assert torch.equal(found[:3], x + 1)
+    assert torch.equal(pools[1][0, :3], x * 2)
+
+
 PAIRS: dict[str, Any] = {"list": [(0, 3), (1, 2)], "none": []}
 PAIRS |= {"numpy": np.array(PAIRS["list"]), "tensor": torch.tensor(PAIRS["list"])}
 
