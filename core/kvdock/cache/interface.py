@@ -31,6 +31,10 @@ class BindableOp(Protocol):
         Args:
             pools: the op's static tensor arguments, in the schema's order. The result holds them.
             named: backend to use for good, or None for the usual choice at each call.
+
+        Returns:
+            A function that returns what the op returns. Where torch.compile traces an op that returns nothing, it returns the pools as
+            the graph has them, for what reads them next.
         """
         ...
 

@@ -202,8 +202,7 @@ class PagedKVCache(Cache):
         # Written out, as this is called for each layer of each step: only a wrong index goes through the function that explains it.
         if layer.__class__ is not int or layer < 0 or layer >= len(self._views):
             check_layer("PagedKVCache", layer, len(self._views))
-        self._write[layer](k, v, slot_mapping, None, None)
-        return self._views[layer]
+        return self._write[layer](k, v, slot_mapping, None, None) or self._views[layer]  # None, but what is traced returns views of its own
 
     def gather(
         self, layer: int, slot_mapping: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None

@@ -126,8 +126,8 @@ class StaticKVCache(Cache):
             cache_lengths: positions already taken: an int, or a tensor ``[]``, ``[1]`` or ``[B]`` on the cache's device.
 
         Returns:
-            ``(k, v)``: views ``[B, heads, longest length after the write, dim]``. With lengths on a device, which are not
-            read, the views reach to ``max_cache_len``.
+            ``(k, v)``: views ``[B, heads, longest length after the write, dim]``. With lengths in a tensor that is on a device,
+            or traced, and so not read, the views reach to ``max_cache_len``.
 
         Raises:
             IndexRangeError: no such layer; or lengths that the host can read are negative or do not fit. Lengths on a
@@ -136,22 +136,22 @@ class StaticKVCache(Cache):
         """
         k_cache, v_cache = self._views[check_layer("StaticKVCache", layer, len(self._views))]
         cache_lengths = host_int(cache_lengths)
-        self._write[layer](k, v, cache_lengths)
+        k_cache, v_cache = self._write[layer](k, v, cache_lengths) or (k_cache, v_cache)  # what is traced returns views of its own
         rows, _, new, _ = k.shape
         longest = self._longest(cache_lengths, new)
         return k_cache[:rows, :, :longest], v_cache[:rows, :, :longest]
 
     def _longest(self, lengths: int | torch.Tensor, new: int) -> int:
-        """Return the longest length after a write, or the whole cache where it cannot be known without waiting.
+        """Return the longest length after a write, or the whole cache where it cannot be known without waiting, or is not there yet.
 
         The op does nothing for no new positions, nor does it check lengths then; but the views must not reach too far.
         """
-        if isinstance(lengths, torch.Tensor) and lengths.device != HOST:
+        if isinstance(lengths, torch.Tensor) and (lengths.device != HOST or torch.compiler.is_compiling()):
             return self.max_cache_len
         values = [lengths] if isinstance(lengths, int) else lengths.flatten().tolist()
         if new == 0:
             check_lengths("static_update_", values, new, self.max_cache_len)
-        return max(values, default=0) + new
+        return (max(values) if values else 0) + new  # written so that torch.compile can trace it
 
     def reset(self) -> None:
         """Zero the memory."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvdock.ops.dispatcher import OpDispatcher
-from kvdock.ops.entry import compiling_error
+from kvdock.ops.tracing import traced
 from kvdock.process import process_runtime
 
 __all__ = ["ACTIVE_OPS", "active_dispatcher", "call_op"]
@@ -23,8 +23,8 @@ class _ActiveOps(dict[str, Callable[..., Any]]):
     """The ops of the process's runtime, resolved once each: a look-up costs less than a function call."""
 
     def __missing__(self, name: str) -> Callable[..., None]:
-        if torch.compiler.is_compiling():
-            raise compiling_error(name)
+        if torch.compiler.is_dynamo_compiling():  # plugins cannot be looked for in what is traced, but beside it
+            return lambda *values: traced(None, name, values, None)
         call = self[name] = active_dispatcher().op(name).call
         return call
 

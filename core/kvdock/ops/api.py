@@ -19,7 +19,6 @@ import torch
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from kvdock.ops.active import ACTIVE_OPS
-from kvdock.ops.entry import compiling_error
 
 __all__ = [
     "copy_blocks_",
@@ -165,7 +164,8 @@ def pairs_tensor(block_pairs: BlockPairs) -> torch.Tensor:
     if isinstance(block_pairs, torch.Tensor):
         return block_pairs
     if torch.compiler.is_dynamo_compiling():
-        raise compiling_error("copy_blocks_")  # before numpy is traced, which fails with an error about numpy
+        # Not by way of numpy, which would be traced as torch on the default device.
+        return torch.as_tensor(block_pairs, device="cpu") if len(block_pairs) else torch.zeros((0, 2), dtype=torch.int64, device="cpu")
     try:
         pairs = np.array(block_pairs, order="C")  # a copy: torch shares memory, and would ask for a writable array
         return torch.from_numpy(pairs) if pairs.size else torch.zeros((0, 2), dtype=torch.int64, device="cpu")

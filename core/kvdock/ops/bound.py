@@ -12,6 +12,7 @@ import torch
 from kvdock.errors import UnsupportedError
 from kvdock.ops.geometry import extent
 from kvdock.ops.signatures import Recent
+from kvdock.ops.tracing import keep_in_place
 
 __all__ = ["BoundOp"]
 
@@ -29,13 +30,15 @@ class BoundOp:
         own_name: backend to use for good, or None.
     """
 
-    __slots__ = ("_function", "_pools", "fixed", "own_name", "recent")
+    __slots__ = ("__weakref__", "_function", "_pools", "_views", "fixed", "own_name", "recent", "roots")
 
     def __init__(self, function: Callable[..., Any], pools: tuple[torch.Tensor, ...], own_name: str | None) -> None:
         self._function, self._pools, self.own_name = function, pools, own_name
         self.recent = Recent(own_name)
         ranges = [(pool.data_ptr(), pool.data_ptr() + extent(pool)) for pool in pools]
         low, high = (min(at for at, _ in ranges), max(end for _, end in ranges)) if ranges else (0, 0)
+        pairs = [_root_of(pool) for pool in pools]
+        self.roots, self._views = tuple(root for root, _ in pairs), tuple(view for _, view in pairs)
         self.fixed = (*pools, *(address for each in ranges for address in each), low, high)
 
     @property
@@ -45,6 +48,16 @@ class BoundOp:
         It has the name of that function, since `copy.copy` looks a method up by the name of its function.
         """
         return MethodType(self._function, self)
+
+    def traced_pools(self) -> tuple[torch.Tensor, ...]:
+        """Return the pools as torch.compile is to see them: views of the tensors whose memory they are.
+
+        A graph that is given several tensors of one memory copies between them, or cannot be replayed; so it is given that memory, once.
+        What reads a pool after a traced write must read this view.
+        """
+        keep_in_place(self)
+        pairs = zip(self.roots, self._views, strict=True)
+        return tuple([root if view is None else root.as_strided(*view) for root, view in pairs])
 
     def __copy__(self) -> Self:
         return self
@@ -59,3 +72,14 @@ class BoundOp:
             got=f"pickle: it is bound to {len(self._pools)} pool(s) of this process",
             fix="bind one anew where it is to be used",
         )
+
+
+_View = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+def _root_of(pool: torch.Tensor) -> tuple[torch.Tensor, _View | None]:
+    """Return the tensor that a pool is a view of, and which view; the pool itself where it is none, or one of another kind."""
+    root = pool._base
+    if root is None or root.requires_grad or root.dtype != pool.dtype or root.is_neg() != pool.is_neg() or root.is_conj() != pool.is_conj():
+        return pool, None
+    return root, (tuple(pool.shape), pool.stride(), int(pool.storage_offset()))

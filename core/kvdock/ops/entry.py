@@ -13,7 +13,7 @@ import torch
 
 from kvdock.descriptors.lru import Entry
 from kvdock.descriptors.manager import DescriptorCacheManager
-from kvdock.errors import KVDockWarning, UnsupportedError
+from kvdock.errors import KVDockError, KVDockWarning
 from kvdock.guarded import blame
 from kvdock.interface import HOST, Descriptor, Request
 from kvdock.ops.bound import BoundOp
@@ -24,11 +24,12 @@ from kvdock.ops.plan import Plan, outside_autograd
 from kvdock.ops.schema import OpSchema
 from kvdock.ops.selection import Choice, Chooser, Selection
 from kvdock.ops.shared import Shared
-from kvdock.ops.signatures import EMPTY, Pools, Recent, Signature, known_sizes
+from kvdock.ops.signatures import EMPTY, Pools, Recent, Signature, new_outputs
+from kvdock.ops.tracing import RECORDING, is_intercepted, traced
 from kvdock.ops.validate import validate
 from kvdock.ops.variants import HOST_INT_RANK, Variant, pivot_of, variants_of
 
-__all__ = ["OpEntry", "Preparer", "compiling_error"]
+__all__ = ["OpEntry", "Preparer"]
 
 
 class Preparer(Protocol):
@@ -36,6 +37,10 @@ class Preparer(Protocol):
 
     chooser: Chooser
     descriptors: DescriptorCacheManager
+
+    def op(self, name: str) -> OpEntry:
+        """Return one of its ops."""
+        ...
 
     def choose(self, op: str, device: torch.device, named: str | None) -> Choice:
         """Return the backend for an op on a device."""
@@ -74,16 +79,19 @@ class OpEntry(Shared):
 
     Attributes:
         call: the op as a function of all arguments: the code in `kvdock.ops.calls`, and where a call begins.
+        dispatcher: whose op it is.
     """
 
     is_compiling = staticmethod(torch.compiler.is_dynamo_compiling)  # half the price of `is_compiling`: a guard knows the rest
+    is_intercepted = staticmethod(is_intercepted)
+    recording = RECORDING
     get_mode = staticmethod(MODE.get)
 
     def __init__(self, schema: OpSchema, dispatcher: Preparer) -> None:
         self.schema = schema
         self.chooser = dispatcher.chooser
         self.recent = Recent()
-        self._dispatcher = dispatcher
+        self.dispatcher = dispatcher
         # Its own destroyer, so that caches of two dispatchers are never taken for one another's.
         self.settings, self._local = dispatcher.descriptors.declare(schema.name, methodcaller("destroy"))
         self._epoch = dispatcher.chooser.epoch
@@ -101,7 +109,7 @@ class OpEntry(Shared):
     def enter(self, mode: Mode, values: tuple[Any, ...], own_name: str | None) -> str | None:
         """Do what `debug` asks for, and return the backend to use: that of a bound call, else what `use_backend` names."""
         named = own_name or mode.named
-        if mode.debug:
+        if mode.debug and not is_intercepted(values):  # else the values are looked at when the call comes to memory
             self._check_values(values, named)
         return named
 
@@ -111,7 +119,7 @@ class OpEntry(Shared):
         named = own_name or (mode.named if mode is not None else None)
 
         def find() -> tuple[str, object]:
-            selection = self._dispatcher.select(validate(self.schema, values), named)
+            selection = self.dispatcher.select(validate(self.schema, values), named)
             return selection.served_by, selection.kernel
 
         blame(error, self.schema.name, find)
@@ -119,7 +127,7 @@ class OpEntry(Shared):
     def _check_values(self, values: tuple[Any, ...], named: str | None) -> None:
         """Read index values back and check them, unless a graph is being captured."""
         request = validate(self.schema, values)
-        choice = self._dispatcher.choose(self.schema.name, request.device, named)
+        choice = self.dispatcher.choose(self.schema.name, request.device, named)
         if self.schema.check_values is None or choice.backend.is_capturing(request.device):
             return
         for finding in self.schema.check_values(_index_values_on_host(self.schema, values)):
@@ -133,7 +141,10 @@ class OpEntry(Shared):
             named: backend that was asked for.
             pools: those of the call, where they are known.
         """
-        request = self._validate(values)
+        if is_intercepted(values):
+            self._pass_on(values, named)
+            return
+        request = validate(self.schema, values)
         if _is_empty(self.schema, values):
             fill = self.schema.when_empty
             if fill is not None:
@@ -144,21 +155,23 @@ class OpEntry(Shared):
         _, plan = self._entry_for(request, values, named)
         plan.run(*values)
 
-    def _validate(self, values: tuple[Any, ...]) -> Request:
-        if torch.compiler.is_compiling():
-            raise compiling_error(self.schema.name)
-        return validate(self.schema, values)
+    def trace(self, values: tuple[Any, ...], named: str | None) -> Any:
+        """Make a call one of `torch.ops.kvdock`, and return what the op returns: see `kvdock.ops.tracing`."""
+        return traced(self, self.schema.name, values, named)
+
+    def _pass_on(self, values: tuple[Any, ...], named: str | None) -> None:
+        """Let torch show a call to who wants to see it."""
+        try:
+            self.trace(values, named)
+        except KVDockError:
+            raise
+        except Exception:  # the class of a tensor refuses the op, or tensors with memory beside its own
+            validate(self.schema, values)  # names the tensor
+            raise
 
     def make_outputs(self, values: tuple[Any, ...]) -> list[torch.Tensor | None]:
-        """Return new outputs for a call that brings none, as large as its other arguments say; None where these are wrong."""
-        args, returned = self.schema.bind(values), [arg for arg in self.schema.args if arg.returned]
-        try:
-            sizes = known_sizes(self.schema, args)
-            sizes |= {word: [int(word)] for arg in returned for word in arg.dims[0].split() if word.isdigit()}
-            shapes = [[size for word in arg.dims[0].split() for size in sizes[word.lstrip("*")]] for arg in returned]
-            return [args[arg.same_dtype or ""].new_empty(shape) for arg, shape in zip(returned, shapes, strict=True)]
-        except (AttributeError, KeyError, TypeError, ValueError):
-            return [None] * len(returned)  # wrong arguments, which the slow path explains
+        """Return new outputs for a call that brings none: see `new_outputs`."""
+        return new_outputs(self.schema, values)
 
     def find(self, recent: Recent, key: tuple[Any, ...], values: tuple[Any, ...]) -> Signature | None:
         """Return the signature of a call: one that this thread has met, or a new one, once the call is found valid.
@@ -207,7 +220,9 @@ class OpEntry(Shared):
 
     def _new_signature(self, key: tuple[Any, ...], variant: Variant, values: tuple[Any, ...]) -> Signature | None:
         """Validate a call, and remember its signature if a guard can tell such calls."""
-        request, recent = self._validate(values), self.recent
+        if is_intercepted(values):
+            return None
+        request, recent = validate(self.schema, values), self.recent
         if _is_empty(self.schema, values) or not self._fits(variant, values):
             return None
         self._choose(request.device, key[0])
@@ -228,7 +243,7 @@ class OpEntry(Shared):
 
     def _choose(self, device: torch.device, named: str | None) -> None:
         """Find backends, the first time; where what is registered has changed, no older plan is found any more."""
-        self._dispatcher.choose(self.schema.name, device, named)
+        self.dispatcher.choose(self.schema.name, device, named)
         if self._epoch != self.chooser.epoch:
             self._epoch = self.chooser.epoch
             self.settings.new_generation()
@@ -264,8 +279,8 @@ class OpEntry(Shared):
         else:
             cache.count_miss()
             start = time.perf_counter()
-            selection = self._dispatcher.select(request, named)
-            plan = Plan(self._dispatcher.prepare(request, selection), selection, cache.owner)
+            selection = self.dispatcher.select(request, named)
+            plan = Plan(self.dispatcher.prepare(request, selection), selection, cache.owner)
             entry = cache.put(key, plan, prepare_s=time.perf_counter() - start)
         return entry, plan
 
@@ -286,13 +301,6 @@ class OpEntry(Shared):
     def prepared(self) -> int:
         """How many plans the calling thread holds."""
         return sum(len(cache) for cache in self._local.caches.values())
-
-
-def compiling_error(op: str) -> UnsupportedError:
-    """Return the error of a call that torch.compile traces: it would read addresses of tensors that do not exist."""
-    advice = "call it outside the compiled function; support comes later"
-    torch._dynamo.graph_break(msg=f"kvdock: {op} cannot be traced. Fix: {advice}")  # what fullgraph=True shows
-    return UnsupportedError(f"{op} under torch.compile", got="a call that is being traced", fix=advice)
 
 
 def _is_empty(schema: OpSchema, values: tuple[Any, ...]) -> bool:

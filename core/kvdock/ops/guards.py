@@ -13,6 +13,7 @@ the same is compared in Python, which takes some ten times as long and needs not
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,20 +66,35 @@ def _maker() -> Callable[[Sequence[torch.Tensor], Sizes, Sizes], Guard]:
         check: Guard = TensorGuards(*tensors, dynamic_dims_sizes=dims[0], dynamic_dims_strides=dims[1]).check
         return check
 
-    try:
-        return make if _notices_changes(make) else guard_in_python
-    except Exception:  # noqa: BLE001 - private: whatever it raises, it is not what was relied on
-        return guard_in_python
+    answers: list[bool] = []
+
+    def ask() -> None:
+        try:
+            answers.append(_notices_changes(make))
+        except Exception:  # noqa: BLE001 - private: whatever it raises, it is not what was relied on
+            answers.append(False)
+
+    # In a thread where nothing is set that this one may have set, such as inference mode: the answer is for the process.
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return make if answers == [True] else guard_in_python
 
 
 def guard_in_python(tensors: Sequence[torch.Tensor], sizes: Sizes, strides: Sizes) -> Guard:
     """Make a guard that needs nothing private: see `make_guard`."""
+    here = _thread_keys()
     expected = [(_traits(tensor), tuple(size), tuple(stride)) for tensor, size, stride in zip(tensors, sizes, strides, strict=True)]
 
     def check(*values: Any) -> bool:
-        return all(_is_like(value, *each) for value, each in zip(values, expected, strict=True))
+        return _thread_keys() == here and all(_is_like(value, *each) for value, each in zip(values, expected, strict=True))
 
     return check
+
+
+def _thread_keys() -> tuple[int, int]:
+    """Return the dispatch keys that this thread adds and takes away, by which it has calls of torch's ops shown to others."""
+    return torch._C._dispatch_tls_local_include_set().raw_repr(), torch._C._dispatch_tls_local_exclude_set().raw_repr()
 
 
 def _traits(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -29,7 +29,7 @@ from kvdock.ops.guards import Guard, make_guard, never
 from kvdock.ops.schema import Arg, Dim, OpSchema, Role
 from kvdock.ops.variants import Variant
 
-__all__ = ["EMPTY", "FastCall", "Pools", "Recent", "Signature", "known_sizes"]
+__all__ = ["EMPTY", "FastCall", "Pools", "Recent", "Signature", "known_sizes", "new_outputs"]
 
 MOST_PATTERNS = 256
 """Patterns of strides that a signature counts. Those that never come again must not fill memory."""
@@ -326,6 +326,18 @@ def known_sizes(schema: OpSchema, args: dict[str, Any]) -> dict[str, list[int]]:
         for word, size in zip(words, shape, strict=False):
             sizes.setdefault(word if word.isdigit() else word.lstrip("*"), [int(word) if word.isdigit() else size])
     return sizes
+
+
+def new_outputs(schema: OpSchema, values: tuple[Any, ...]) -> list[torch.Tensor | None]:
+    """Return new outputs for a call that brings none, as large as its other arguments say; None where these are wrong."""
+    args, returned = schema.bind(values), [arg for arg in schema.args if arg.returned]
+    try:
+        sizes = known_sizes(schema, args)
+        sizes |= {word: [int(word)] for arg in returned for word in arg.dims[0].split() if word.isdigit()}
+        shapes = [[size for word in arg.dims[0].split() for size in sizes[word.lstrip("*")]] for arg in returned]
+        return [args[arg.same_dtype or ""].new_empty(shape) for arg, shape in zip(returned, shapes, strict=True)]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return [None] * len(returned)  # wrong arguments, which the slow path explains
 
 
 def _static_sizes(dims: Sequence[tuple[Dim, ...]], tensors: Sequence[torch.Tensor]) -> list[list[int | None]]:

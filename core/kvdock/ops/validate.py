@@ -6,20 +6,20 @@ This is the slow and complete reading of a schema. It runs once per static signa
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any, NoReturn, TypeAlias
 
 import torch
 
-from kvdock.errors import ArgumentTypeError, ArgumentValueError, KVDockError, UnsupportedError
-from kvdock.interface import HOST, HOST_INT, Request, TensorMeta
-from kvdock.ops.geometry import alignment_of, extent, has_internal_overlap, normalised, ranges_overlap, share_memory
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from kvdock.interface import HOST, Request
+from kvdock.ops.memory import check_overlap, check_storage, check_strides, meta_of
+from kvdock.ops.memory import refuse as _refuse
 from kvdock.ops.plain import unlike_memory
 from kvdock.ops.schema import Arg, Dim, OpSchema, Relation, Role
 from kvdock.spec import QUANTISED_DTYPES
 
-__all__ = ["validate"]
+__all__ = ["check_traced", "validate"]
 
 
 def validate(schema: OpSchema, values: tuple[Any, ...]) -> Request:
@@ -35,10 +35,37 @@ def validate(schema: OpSchema, values: tuple[Any, ...]) -> Request:
         UnsupportedError: a quantised cache without its scale, or rows that are quantised already.
     """
     args = schema.bind(values)
+    tensors, device = _check_traits(schema, args, is_memory=True)
+    filled = {name: tensor for name, tensor in tensors.items() if tensor.numel()}  # where nothing lies, nothing can lie wrongly
+    for name, tensor in filled.items():
+        check_storage(schema, name, tensor)
+        check_strides(schema, schema.arg(name), tensor)
+    check_overlap(schema, filled)
+    return Request(schema.name, device, {arg.name: meta_of(arg, args[arg.name]) for arg in schema.args})
+
+
+def check_traced(schema: OpSchema, values: tuple[Any, ...]) -> None:
+    """Check what can be known of a call on tensors without memory of their own. Sizes may be symbols.
+
+    Raises:
+        KVDockError: as `validate`, which checks the rest when the call comes to memory.
+    """
+    tensors, _ = _check_traits(schema, schema.bind(values), is_memory=False)
+    for name, tensor in tensors.items():
+        check_strides(schema, schema.arg(name), tensor)
+
+
+def _check_traits(schema: OpSchema, args: dict[str, Any], *, is_memory: bool) -> tuple[dict[str, torch.Tensor], torch.device]:
+    """Check all that does not depend on where tensors lie. Return the tensors by name, and the device.
+
+    Tensors that are more than plain memory are refused where that is what they are to be.
+    """
     is_made = all(args[arg.name] is None for arg in schema.args if arg.returned)  # outputs that could not be: something else is wrong
     for arg in schema.args:
         if not (arg.returned and is_made):
             _check_kind(schema, arg, args[arg.name])
+        if is_memory and isinstance(args[arg.name], torch.Tensor):
+            _check_unwrapped(schema, arg.name, args[arg.name])
     tensors = {arg.name: args[arg.name] for arg in schema.args if isinstance(args[arg.name], torch.Tensor)}
     first = next(name for name in tensors if not schema.arg(name).host)
     device = tensors[first].device
@@ -50,23 +77,15 @@ def validate(schema: OpSchema, values: tuple[Any, ...]) -> Request:
         _check_same_dtype(schema, schema.arg(name), args)
     _check_scales(schema, args)
     _check_sizes(schema, tensors)
-    filled = {name: tensor for name, tensor in tensors.items() if tensor.numel()}  # where nothing lies, nothing can lie wrongly
-    for name, tensor in filled.items():
-        _check_memory(schema, schema.arg(name), tensor)
-    _check_overlap(schema, filled)
-    return Request(schema.name, device, {arg.name: _meta(arg, args[arg.name]) for arg in schema.args})
-
-
-def _refuse(error: type[KVDockError], schema: OpSchema, name: str, expected: str, got: object, fix: str) -> NoReturn:
-    raise error(f"{schema.name}: {name}", expected=expected, got=got, fix=fix)
+    return tensors, device
 
 
 def _check_kind(schema: OpSchema, arg: Arg, value: Any) -> None:
-    """Refuse what is no tensor (or no int), and tensors that are more than plain memory."""
+    """Refuse what is no tensor (or no int)."""
     if value is None and arg.optional:
         return
     may_be_int = arg.role is Role.RUNTIME_INT
-    if may_be_int and isinstance(value, int) and not isinstance(value, bool):
+    if may_be_int and isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
         return
     if not arg.is_tensor:
         _check_plain(schema, arg, value)
@@ -76,9 +95,12 @@ def _check_kind(schema: OpSchema, arg: Arg, value: Any) -> None:
         _refuse(ArgumentTypeError, schema, arg.name, expected, got, "convert it with torch.as_tensor")
     if value.layout != torch.strided:
         _refuse(ArgumentTypeError, schema, arg.name, "a dense tensor with strides", value.layout, f"{arg.name}.to_dense()")
-    found = unlike_memory(arg.name, value)
+
+
+def _check_unwrapped(schema: OpSchema, name: str, tensor: torch.Tensor) -> None:
+    found = unlike_memory(name, tensor)
     if found is not None:
-        _refuse(ArgumentTypeError, schema, arg.name, "a plain torch.Tensor: its bytes are moved as they lie", *found)
+        _refuse(ArgumentTypeError, schema, name, "a plain torch.Tensor: its bytes are moved as they lie", *found)
 
 
 def _check_plain(schema: OpSchema, arg: Arg, value: Any) -> None:
@@ -172,7 +194,7 @@ def _agrees(dims: tuple[Dim, ...], tensor: torch.Tensor, name: str, sizes: _Size
         return False
     for dim, size in zip(dims, tensor.shape, strict=True):
         known = sizes.setdefault(dim.name, (size, name))[0] if dim.literal is None else dim.literal
-        if size != known or (size == 0 and not dim.runtime and dim.name != "NB"):
+        if size != known or (not dim.runtime and size == 0 and dim.name != "NB"):
             return False
     return True
 
@@ -207,54 +229,3 @@ def _check_relation(schema: OpSchema, relation: Relation, tensors: dict[str, tor
         name = relation.arg if relation.arg in tensors else [*sized][-1]
         expected, got = relation.expected.format(**sizes), f"shape {list(tensors[name].shape)}"
         _refuse(ArgumentValueError, schema, name, expected, got, relation.fix.format(**sizes))
-
-
-def _check_memory(schema: OpSchema, arg: Arg, tensor: torch.Tensor) -> None:
-    """Refuse elements without memory, rows that are not dense, and destinations that overlap themselves."""
-    dims = arg.dims_of_rank(tensor.dim()) or ()
-    needed, there = tensor.storage_offset() * tensor.element_size() + extent(tensor), tensor.untyped_storage().nbytes()
-    if needed > there:
-        fix = "call it before the storage is given back, as by resize_(0)"
-        _refuse(ArgumentValueError, schema, arg.name, f"a storage of at least {needed} bytes", f"one of {there}", fix)
-    got = f"strides {list(tensor.stride())} for shape {list(tensor.shape)}"
-    if dims and not dims[-1].runtime and tensor.shape[-1] != 1 and tensor.stride(-1) != 1:
-        _refuse(ArgumentValueError, schema, arg.name, "an innermost stride of 1", got, f"{arg.name}.contiguous()")
-    if arg.role is Role.MUTATED and has_internal_overlap(tensor):
-        expected = "a destination in which every place has memory of its own"
-        _refuse(ArgumentValueError, schema, arg.name, expected, got, "pass a real tensor rather than one made by expand or as_strided")
-
-
-def _check_overlap(schema: OpSchema, tensors: dict[str, torch.Tensor]) -> None:
-    """Refuse a source in the address range of a destination, and two destinations that share a byte."""
-    mutated = [arg.name for arg in schema.mutated if arg.name in tensors]
-    for written, (name, tensor) in itertools.product(mutated, tensors.items()):
-        target = tensors[written]
-        if name == written or tensor.device != target.device:
-            continue
-        if share_memory(target, tensor) if name in mutated else ranges_overlap(target, tensor):
-            got = f"address {tensor.data_ptr():#x} within {written} from {target.data_ptr():#x}"
-            fix = f"pass two tensors for {written} and {name}" if name in mutated else f"{name}.clone()"
-            _refuse(ArgumentValueError, schema, name, f"memory outside {written}, which is written", got, fix)
-
-
-def _meta(arg: Arg, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return HOST_INT if arg.role is Role.RUNTIME_INT and value is not None else value
-    dims = arg.dims_of_rank(value.dim()) or ()
-    if dims and not any(dim.runtime for dim in dims):
-        return TensorMeta(value.dtype, tuple(value.shape), normalised(value.shape, value.stride()), alignment_of([value.data_ptr()]))
-    shape = tuple(None if dim.runtime else size for dim, size in zip(dims, value.shape, strict=True))
-    return TensorMeta(value.dtype, shape, None, _runtime_alignment(dims, value))
-
-
-def _runtime_alignment(dims: tuple[Dim, ...], tensor: torch.Tensor) -> int:
-    """Return the alignment class of a tensor with run-time strides: its pointer, its rows' length, and every step.
-
-    A tensor that is read element by element (an index tensor) has the alignment of its elements. The length of a row
-    counts, so that one token and many have one class; strides of size-1 dims say nothing and do not.
-    """
-    size = tensor.element_size()
-    if not dims or dims[-1].runtime:
-        return alignment_of([tensor.data_ptr(), size])
-    steps = [stride * size for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if length > 1]
-    return alignment_of([tensor.data_ptr(), tensor.shape[-1] * size, *steps])

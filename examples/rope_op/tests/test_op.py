@@ -59,6 +59,21 @@ def test_it_is_bound_to_its_pools_as_caches_do() -> None:
     assert torch.equal(v_cache, expected[1])
 
 
+def test_it_can_be_compiled() -> None:
+    def step(args: list[torch.Tensor]) -> torch.Tensor:
+        rope_caching_(*args)
+        return args[2] + 1
+
+    run = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for count in (5, 3, 7):
+        args = arguments(count)
+        expected = [pool.clone() for pool in args[:2]]
+        ROPE_CACHING.reference(*expected, *args[2:])
+        assert torch.equal(run(args), args[2] + 1)
+        assert torch.equal(args[0], expected[0])
+        assert torch.equal(args[1], expected[1])
+
+
 def test_what_is_wrong_is_refused_before_anything_is_written() -> None:
     args = arguments(5)
     before = args[0].clone()

@@ -12,11 +12,13 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvdock.ops import guards
 from kvdock.ops.guards import guard_in_python, make_guard, never
 from opskit import PROPERTY, outcome_of
 from opskit.targets import forget_runtimes
+from support_isolated import answer
 
 F32 = torch.float32
 
@@ -188,3 +190,38 @@ def test_a_guard_that_is_not_what_was_relied_on_is_replaced() -> None:
     assert guard(torch.ones(5, 3))
     assert not any(guard(wrong) for wrong in (torch.ones(5, 4), torch.ones(5, 3).half(), torch.ones(3, 2).t(), x.as_subclass(Tagged)))
     assert outcome_of(lambda: guard(None)) == (None, "")
+
+
+SETTINGS: dict[str, str] = {
+    "inference mode": "torch.inference_mode()",
+    "no gradients": "torch.no_grad()",
+    "a mode of dispatch": "Mode()",
+}
+
+
+@pytest.mark.parametrize("setting", [pytest.param(name, marks=[pytest.mark.slow] * bool(i)) for i, name in enumerate(SETTINGS)])
+def test_torchs_guards_are_tried_where_no_thread_has_set_anything(setting: str) -> None:
+    """Else the first call of a process, in inference mode, would have it compare in Python for good."""
+    code = f"""
+import json, torch
+from torch.utils._python_dispatch import TorchDispatchMode
+import kvdock
+from kvdock.ops import guards
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {{}}))
+with {SETTINGS[setting]}:
+    pools = [torch.zeros(2, 4, 2, 8) for _ in "kv"]
+    kvdock.ops.copy_blocks_(*pools, torch.tensor([[0, 1]]))
+print(json.dumps(guards._maker() is not guards.guard_in_python))
+"""
+    assert answer(code) is True
+
+
+def test_guards_in_python_notice_who_is_shown_calls() -> None:
+    tensor = torch.zeros(3)
+    check = guard_in_python([tensor], [tensor.shape], [tensor.stride()])
+    assert check(tensor)
+    with FakeTensorMode():
+        assert not check(tensor)
+    assert check(tensor)

@@ -1,4 +1,7 @@
-"""Tensors that are more, or less, than plain memory: each argument of each op refuses them, and nothing is written."""
+"""Tensors that are more, or less, than plain memory: each argument of each op refuses them, and nothing is written.
+
+Beside plain ones, that is. What a tensor's class makes of calls that it accepts is in `tests/unit/tracing`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.testing._internal.two_tensor import TwoTensor
 
 import kvdock
 from kvdock.ops.catalog import CATALOG, example
@@ -38,14 +40,13 @@ def distributed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 KINDS: dict[str, tuple[Wrap, str, str]] = {
-    "fake": (FakeTensorMode(allow_non_fake_inputs=True).from_tensor, "FakeTensor with Python", "outside of the mode that made it"),
+    "fake": (FakeTensorMode().from_tensor, "FakeTensor with Python", "outside of the mode that made it"),
     "distributed": (distributed, "DTensor with Python", "{name}.to_local()"),
     "negative": (torch._neg_view, "torch.Tensor with Negative", "{name}.resolve_neg()"),
     "conjugate": (lambda t: t.to(torch.complex64).conj(), "torch.Tensor with Conjugate", "{name}.resolve_conj()"),
     "zeros": (lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype), "torch.Tensor with ZeroTensor", "{name}.clone()"),
     "functional": (functional, "FunctionalTensor with Python", "outside of the mode"),
     "functionalized": (torch._to_functional_tensor, "torch.Tensor with Functionalize", "outside of torch.func.functionalize"),
-    "wrapper": (lambda t: TwoTensor(t, t), "TwoTensor with Python", "the tensor that it stands for"),
     "subclass": (lambda t: t.as_subclass(Subclass), "test_plain_memory.Subclass", "{name}.as_subclass(torch.Tensor)"),
 }
 """What is made of a plain tensor, what an error calls it, and the fix."""

@@ -8,7 +8,8 @@ __all__ = ["make"]
 
 def make(op):
     """Return the op as a function of all its arguments, and as one of a `BoundOp` and the rest."""
-    is_compiling, get_mode, enter = op.is_compiling, op.get_mode, op.enter
+    is_compiling, recording, is_intercepted, trace = op.is_compiling, op.recording, op.is_intercepted, op.trace
+    get_mode, enter = op.get_mode, op.enter
     recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
     find, prepare, slow, blame = op.find, op.prepare, op.run_slowly, op.blame
     make_outputs = op.make_outputs
@@ -328,8 +329,9 @@ def make(op):
     def call(k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out):
         try:
             if is_compiling():
-                slow((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), None)
-                return k_out, v_out
+                return trace((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), None)
+            if recording._is_fx_tracing_flag and is_intercepted((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)):
+                return trace((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), None)
             mode = get_mode()
             epoch, generation, guard, pools, fast_calls = recent.state0
             try:
@@ -545,8 +547,10 @@ def make(op):
         k_cache, v_cache, k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high = bound.fixed
         try:
             if is_compiling():
-                slow((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), None)
-                return k_out, v_out
+                k_cache, v_cache = bound.traced_pools()
+                return trace((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), own_name)
+            if recording._is_fx_tracing_flag and is_intercepted((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out)):
+                return trace((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out), own_name)
             mode = get_mode()
             epoch, generation, guard, pools, fast_calls = recent.state0
             if not (epoch == chooser.epoch and generation == settings.generation):

@@ -8,7 +8,8 @@ __all__ = ["make"]
 
 def make(op):
     """Return the op as a function of all its arguments, and as one of a `BoundOp` and the rest."""
-    is_compiling, get_mode, enter = op.is_compiling, op.get_mode, op.enter
+    is_compiling, recording, is_intercepted, trace = op.is_compiling, op.recording, op.is_intercepted, op.trace
+    get_mode, enter = op.get_mode, op.enter
     recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
     find, prepare, slow, blame = op.find, op.prepare, op.run_slowly, op.blame
     make_outputs = op.make_outputs
@@ -430,7 +431,7 @@ def make(op):
     ):
         try:
             if is_compiling():
-                slow(
+                return trace(
                     (
                         q,
                         k_cache,
@@ -452,7 +453,49 @@ def make(op):
                     ),
                     None,
                 )
-                return out
+            if recording._is_fx_tracing_flag and is_intercepted(
+                (
+                    q,
+                    k_cache,
+                    v_cache,
+                    block_table,
+                    seq_lens,
+                    cu_query_lens,
+                    starts,
+                    sinks,
+                    k_scale,
+                    v_scale,
+                    max_query_len,
+                    scale,
+                    causal,
+                    window,
+                    softcap,
+                    out,
+                    lse,
+                )
+            ):
+                return trace(
+                    (
+                        q,
+                        k_cache,
+                        v_cache,
+                        block_table,
+                        seq_lens,
+                        cu_query_lens,
+                        starts,
+                        sinks,
+                        k_scale,
+                        v_scale,
+                        max_query_len,
+                        scale,
+                        causal,
+                        window,
+                        softcap,
+                        out,
+                        lse,
+                    ),
+                    None,
+                )
             mode = get_mode()
             epoch, generation, guard, pools, fast_calls = recent.state0
             try:
@@ -718,7 +761,8 @@ def make(op):
         k_cache, v_cache, k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high = bound.fixed
         try:
             if is_compiling():
-                slow(
+                k_cache, v_cache = bound.traced_pools()
+                return trace(
                     (
                         q,
                         k_cache,
@@ -738,9 +782,51 @@ def make(op):
                         out,
                         lse,
                     ),
-                    None,
+                    own_name,
                 )
-                return out
+            if recording._is_fx_tracing_flag and is_intercepted(
+                (
+                    q,
+                    k_cache,
+                    v_cache,
+                    block_table,
+                    seq_lens,
+                    cu_query_lens,
+                    starts,
+                    sinks,
+                    k_scale,
+                    v_scale,
+                    max_query_len,
+                    scale,
+                    causal,
+                    window,
+                    softcap,
+                    out,
+                    lse,
+                )
+            ):
+                return trace(
+                    (
+                        q,
+                        k_cache,
+                        v_cache,
+                        block_table,
+                        seq_lens,
+                        cu_query_lens,
+                        starts,
+                        sinks,
+                        k_scale,
+                        v_scale,
+                        max_query_len,
+                        scale,
+                        causal,
+                        window,
+                        softcap,
+                        out,
+                        lse,
+                    ),
+                    own_name,
+                )
             mode = get_mode()
             epoch, generation, guard, pools, fast_calls = recent.state0
             if not (epoch == chooser.epoch and generation == settings.generation):

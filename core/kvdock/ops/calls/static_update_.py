@@ -7,7 +7,8 @@ __all__ = ["make"]
 
 def make(op):
     """Return the op as a function of all its arguments, and as one of a `BoundOp` and the rest."""
-    is_compiling, get_mode, enter = op.is_compiling, op.get_mode, op.enter
+    is_compiling, recording, is_intercepted, trace = op.is_compiling, op.recording, op.is_intercepted, op.trace
+    get_mode, enter = op.get_mode, op.enter
     recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
     find, prepare, slow, blame = op.find, op.prepare, op.run_slowly, op.blame
 
@@ -398,7 +399,9 @@ def make(op):
     def call(k_cache, v_cache, k, v, cache_lengths):
         try:
             if is_compiling():
-                return slow((k_cache, v_cache, k, v, cache_lengths), None)
+                return trace((k_cache, v_cache, k, v, cache_lengths), None)
+            if recording._is_fx_tracing_flag and is_intercepted((k_cache, v_cache, k, v, cache_lengths)):
+                return trace((k_cache, v_cache, k, v, cache_lengths), None)
             mode = get_mode()
             if type(cache_lengths) is int:
                 epoch, generation, guard, pools, fast_calls = recent.state1
@@ -640,7 +643,11 @@ def make(op):
         k_cache, v_cache, k_cache_ptr, k_cache_end, v_cache_ptr, v_cache_end, low, high = bound.fixed
         try:
             if is_compiling():
-                return slow((k_cache, v_cache, k, v, cache_lengths), None)
+                k_cache, v_cache = bound.traced_pools()
+                trace((k_cache, v_cache, k, v, cache_lengths), own_name)
+                return k_cache, v_cache
+            if recording._is_fx_tracing_flag and is_intercepted((k_cache, v_cache, k, v, cache_lengths)):
+                return trace((k_cache, v_cache, k, v, cache_lengths), own_name)
             mode = get_mode()
             if type(cache_lengths) is int:
                 epoch, generation, guard, pools, fast_calls = recent.state1

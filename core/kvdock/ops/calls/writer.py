@@ -39,7 +39,8 @@ __all__ = ["make"]
 
 def make(op):
     """Return the op as a function of all its arguments, and as one of a `BoundOp` and the rest."""
-    is_compiling, get_mode, enter = op.is_compiling, op.get_mode, op.enter
+    is_compiling, recording, is_intercepted, trace = op.is_compiling, op.recording, op.is_intercepted, op.trace
+    get_mode, enter = op.get_mode, op.enter
     recent, chooser, settings, schema = op.recent, op.chooser, op.settings, op.schema
     find, prepare, slow, blame = op.find, op.prepare, op.run_slowly, op.blame
 '''
@@ -47,13 +48,13 @@ def make(op):
 
 _OWN_NAMES = frozenset(
     """
-    blame body0 body1 bound bound_call cache call chooser classes count EMPTY enter entry epoch error Exception fast fast_calls
-    FastCall find generation get_mode getattr guard has_internal_overlap high int is_compiling is_full key known late launch low made
-    make make_outputs mode more named numbers op own_name place plain plan pools prepare rank recent same schema settings signature
-    size0 size1 slow static strides type TypeError variant
+    backend blame body0 body1 bound bound_call cache call chooser classes count dispatcher EMPTY enter entry epoch error Exception fast
+    fast_calls FastCall find generation get_mode getattr guard has_internal_overlap high int is_compiling is_full is_intercepted key known
+    late launch low made make make_outputs mode more named numbers op own_name place plain plan pools prepare rank recent recording same
+    schema settings signature size0 size1 slow static strides trace type TypeError variant
     """.split()  # noqa: SIM905 - a list would be one name to a line
 )
-"""What the code of every op calls its own things."""
+"""What the code of every op calls its own things, and what every op has in `torch.ops`."""
 
 _DERIVED = r"(ptr|end|size|full|bits|extent|mask|row|rest|[nt]\d+|step\d+)"
 """What may follow the name of an argument."""
@@ -196,7 +197,9 @@ class _Module:
         """Write what a way in does, whatever may be raised there."""
         values, names = self.sources[0].values, ", ".join(self.schema.arg_names)
         yield "if is_compiling():"
-        yield from indented(finish(f"slow({values}, None)"), 1)
+        yield from indented(self._traced(is_bound, own), 1)
+        yield f"if recording._is_fx_tracing_flag and is_intercepted({values}):"
+        yield f"    return trace({values}, {own})"
         yield "mode = get_mode()"
         for group in reversed(self.groups):
             by = 0 if group == self.groups[0] else 1
@@ -208,6 +211,14 @@ class _Module:
                 yield from indented([f"if {' or '.join(f'type({name}) is not int' for name in self.ints)}:"], by)
                 yield from indented(finish(f"slow({values}, named)"), by + 1)
             yield from indented([f"return body{group}(recent, pools, {names}, named)"], by)
+
+    def _traced(self, is_bound: bool, own: str) -> list[str]:
+        """Write what torch.compile traces."""
+        call = f"trace({self.sources[0].values}, {own})"
+        if not is_bound or not self.pools:
+            return [f"return {call}"]
+        pools = names_of(self.pools)
+        return [f"{pools} = bound.traced_pools()", *([f"return {call}"] if self.returned else [call, f"return {pools}"])]
 
     def _fast(self, group: int, is_bound: bool) -> Iterator[str]:
         """Write the attempts to serve a call like earlier ones."""

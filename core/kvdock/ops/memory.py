@@ -1,0 +1,76 @@
+"""Where tensors lie: what an op refuses about it, and what of it is in a key. Nothing here reads what is in a tensor."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NoReturn
+
+import torch
+
+from kvdock.errors import ArgumentValueError, KVDockError
+from kvdock.interface import HOST_INT, TensorMeta
+from kvdock.ops.geometry import alignment_of, extent, has_internal_overlap, normalised, ranges_overlap, share_memory
+from kvdock.ops.schema import Arg, Dim, OpSchema, Role
+
+__all__ = ["check_overlap", "check_storage", "check_strides", "meta_of", "refuse"]
+
+
+def refuse(error: type[KVDockError], schema: OpSchema, name: str, expected: str, got: object, fix: str) -> NoReturn:
+    """Raise an error about an argument."""
+    raise error(f"{schema.name}: {name}", expected=expected, got=got, fix=fix)
+
+
+def check_storage(schema: OpSchema, name: str, tensor: torch.Tensor) -> None:
+    """Refuse elements without memory."""
+    needed, there = tensor.storage_offset() * tensor.element_size() + extent(tensor), tensor.untyped_storage().nbytes()
+    if needed > there:
+        fix = "call it before the storage is given back, as by resize_(0)"
+        refuse(ArgumentValueError, schema, name, f"a storage of at least {needed} bytes", f"one of {there}", fix)
+
+
+def check_strides(schema: OpSchema, arg: Arg, tensor: torch.Tensor) -> None:
+    """Refuse rows that are not dense, and destinations that overlap themselves."""
+    dims = arg.dims_of_rank(tensor.dim()) or ()
+    got = f"strides {list(tensor.stride())} for shape {list(tensor.shape)}"
+    if dims and not dims[-1].runtime and tensor.shape[-1] != 1 and tensor.stride(-1) != 1:
+        refuse(ArgumentValueError, schema, arg.name, "an innermost stride of 1", got, f"{arg.name}.contiguous()")
+    if arg.role is Role.MUTATED and has_internal_overlap(tensor):
+        expected = "a destination in which every place has memory of its own"
+        refuse(ArgumentValueError, schema, arg.name, expected, got, "pass a real tensor rather than one made by expand or as_strided")
+
+
+def check_overlap(schema: OpSchema, tensors: dict[str, torch.Tensor]) -> None:
+    """Refuse a source in the address range of a destination, and two destinations that share a byte."""
+    mutated = [arg.name for arg in schema.mutated if arg.name in tensors]
+    for written, (name, tensor) in itertools.product(mutated, tensors.items()):
+        target = tensors[written]
+        if name == written or tensor.device != target.device:
+            continue
+        if share_memory(target, tensor) if name in mutated else ranges_overlap(target, tensor):
+            got = f"address {tensor.data_ptr():#x} within {written} from {target.data_ptr():#x}"
+            fix = f"pass two tensors for {written} and {name}" if name in mutated else f"{name}.clone()"
+            refuse(ArgumentValueError, schema, name, f"memory outside {written}, which is written", got, fix)
+
+
+def meta_of(arg: Arg, value: Any) -> Any:
+    """Return what is static about an argument."""
+    if not isinstance(value, torch.Tensor):
+        return HOST_INT if arg.role is Role.RUNTIME_INT and value is not None else value
+    dims = arg.dims_of_rank(value.dim()) or ()
+    if dims and not any(dim.runtime for dim in dims):
+        return TensorMeta(value.dtype, tuple(value.shape), normalised(value.shape, value.stride()), alignment_of([value.data_ptr()]))
+    shape = tuple(None if dim.runtime else size for dim, size in zip(dims, value.shape, strict=True))
+    return TensorMeta(value.dtype, shape, None, _runtime_alignment(dims, value))
+
+
+def _runtime_alignment(dims: tuple[Dim, ...], tensor: torch.Tensor) -> int:
+    """Return the alignment class of a tensor with run-time strides: its pointer, its rows' length, and every step.
+
+    A tensor that is read element by element (an index tensor) has the alignment of its elements. The length of a row
+    counts, so that one token and many have one class; strides of size-1 dims say nothing and do not.
+    """
+    size = tensor.element_size()
+    if not dims or dims[-1].runtime:
+        return alignment_of([tensor.data_ptr(), size])
+    steps = [stride * size for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if length > 1]
+    return alignment_of([tensor.data_ptr(), tensor.shape[-1] * size, *steps])
