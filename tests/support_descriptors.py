@@ -13,12 +13,13 @@ import torch
 
 import kvdock
 from kvdock.descriptors.manager import DescriptorCacheManager
-from kvdock.ops import validate
+from kvdock.ops import entry, validate
 from kvdock.ops.catalog import CATALOG
 from kvdock.ops.dispatcher import OpDispatcher
 from kvdock.ops.plain import unlike_memory
 from kvdock.ops.portable import PORTABLE_KERNELS
 from kvdock.ops.schema import OpSchema
+from kvdock.ops.tracing import is_intercepted
 from kvdock.plugins.registry import Registry
 from support_plugins import QUIET, CallDescriptor, InProcessBackend, plugin
 
@@ -107,7 +108,13 @@ def _unlike_memory(name: str, tensor: torch.Tensor) -> tuple[str, str] | None:
     return None if isinstance(tensor, DeviceTensor) else unlike_memory(name, tensor)
 
 
+def _is_intercepted(values: tuple[Any, ...]) -> bool:
+    """Show nobody the calls on a `DeviceTensor`, as nobody is shown those on the plain tensor of a device."""
+    return is_intercepted(tuple(value for value in values if not isinstance(value, DeviceTensor)))
+
+
 validate.unlike_memory = _unlike_memory
+entry.is_intercepted = _is_intercepted
 
 
 def on(device: str, tensor: torch.Tensor) -> torch.Tensor:

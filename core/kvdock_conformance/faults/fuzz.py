@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+import kvdock
 from kvdock_conformance.cases.every_op import OPS
+from kvdock_conformance.faults.descriptors import OwnKernel
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
+from kvdock_conformance.faults.repeats import Rebuilt
 from kvdock_conformance.faults.tensors import restrided, store
 
 __all__ = ["FAULTS"]
@@ -75,3 +79,22 @@ def _main_thread_only(run: BackendCall, args: Args) -> None:
     if args["slot_mapping"].numel() >= 8 and threading.current_thread() is not threading.main_thread():
         raise ValueError("signal only works in main thread of the main interpreter")
     run(args)
+
+
+@FAULTS.kernel(_GATHER, "fuzz-values-behind-keys", "Values that lay behind keys are put there again.", "KVD-FUZZ-001", by_address=True)
+class _Together(OwnKernel):
+    """Makes plans that remember how values lay."""
+
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
+        return _BehindKeys(plan)
+
+
+class _BehindKeys(Rebuilt):
+    """Repeats a call on the address of keys, if the first had both in one tensor."""
+
+    def fix(self, *args: Any) -> Callable[..., None]:
+        fixed, (k_out, v_out) = super().fix(*args), args[3:5]
+        step = v_out.data_ptr() - k_out.data_ptr()
+        if k_out.shape != v_out.shape or step != k_out.numel() * k_out.element_size():
+            return fixed
+        return lambda *values: fixed(*values[:4], values[3] + step, *values[5:])

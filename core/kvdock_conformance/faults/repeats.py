@@ -15,7 +15,7 @@ from kvdock_conformance.faults.descriptors import OwnKernel, OwnPlan
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
 from kvdock_conformance.faults.tensors import restrided, store
 
-__all__ = ["FAULTS"]
+__all__ = ["FAULTS", "Rebuilt"]
 
 FAULTS = Faults("descriptors")
 _WRITE, _STATIC, _GATHER, _COPY = OPS
@@ -63,12 +63,13 @@ class _DoneBefore(_Fixed):
         return lambda *addresses: None
 
 
-class _Rebuilt(_Fixed):
-    """Repeats a call on the tensors at the addresses that come."""
+class Rebuilt(_Fixed):
+    """A plan that repeats a call on the tensors at the addresses that come."""
 
     knows_sizes = True
 
     def fix(self, *args: Any) -> Callable[..., None]:
+        """Return what repeats the call."""
         required = [value for value in args if isinstance(value, torch.Tensor)]
         metas = [(value.dtype, tuple(value.shape), value.stride()) for value in required]
 
@@ -100,34 +101,13 @@ class _FixedSizes(OwnKernel):
         return _OldSizes(plan)
 
 
-class _OldSizes(_Rebuilt):
+class _OldSizes(Rebuilt):
     """Repeats a call of the sizes of the first."""
 
     knows_sizes = False
 
 
-@FAULTS.kernel(
-    _GATHER, "desc-fixed-values-behind-keys", "Where values lay behind keys, they are put there again.", "KVD-FUZZ-001", by_address=True
-)
-class _FixedTogether(OwnKernel):
-    """Makes plans that remember how values lay."""
-
-    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
-        return _Together(plan)
-
-
-class _Together(_Rebuilt):
-    """Repeats a call on the address of keys, if the first had both in one tensor."""
-
-    def fix(self, *args: Any) -> Callable[..., None]:
-        fixed, (k_out, v_out) = super().fix(*args), args[3:5]
-        step = v_out.data_ptr() - k_out.data_ptr()
-        if k_out.shape != v_out.shape or step != k_out.numel() * k_out.element_size():
-            return fixed
-        return lambda *values: fixed(*values[:4], values[3] + step, *values[5:])
-
-
-class _NoPadding(_Rebuilt):
+class _NoPadding(Rebuilt):
     """Takes padding for the first place."""
 
     def changed(self, tensor: torch.Tensor) -> torch.Tensor:

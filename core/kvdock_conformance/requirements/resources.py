@@ -14,6 +14,7 @@ from kvdock_conformance.cases.layouts import POOLS, Geometry
 from kvdock_conformance.cases.mistakes import mistakes, out_of_range
 from kvdock_conformance.checking import costs, resources, scratch
 from kvdock_conformance.checking.plans import OWN_PLANS
+from kvdock_conformance.checking.served import SERVED
 from kvdock_conformance.requirement import Capability, Case, Check, Level, Requirement
 
 __all__ = ["AREA", "REQUIREMENTS"]
@@ -135,6 +136,7 @@ REQUIREMENTS = [
         "of one, and in no cycle that only the garbage collector frees.",
         resources.check_keeps_nothing,
         _counted(3, _MOST),
+        needs=SERVED,
         wrong=True,
     ),
     _require(
@@ -142,6 +144,7 @@ REQUIREMENTS = [
         "Calls leave nothing behind, however often they are made or raise: no tensor, memory, open file or thread.",
         resources.check_leaks,
         _counted(3, 1, 2, 5, 8, 24),
+        needs=SERVED,
         wrong=True,
     ),
     _require(

@@ -19,7 +19,23 @@ from opskit.any_schema import SCHEMAS, op_of
 from opskit.tracing import forms, seen
 from support_isolated import answer
 
-PAIRS = {"copy_blocks_": {"block_pairs": torch.tensor([[0, 1], [3, 2]])}}
+FIXED: dict[str, dict[str, Any]] = {
+    "copy_blocks_": {"block_pairs": torch.tensor([[0, 1], [3, 2]])},
+    "paged_attention": {
+        "q": torch.randn(3, 4, 8),
+        "block_table": torch.tensor([[1, 3], [0, 1], [2, 0]], dtype=torch.int32),
+        "seq_lens": torch.tensor([7, 5, 3]),
+        "cu_query_lens": torch.tensor([0, 1, 2, 3]),
+        "starts": torch.tensor([2, 0, 1]),
+        "scale": 0.5,
+        "causal": True,
+        "window": 3,
+        "softcap": 20.0,
+        "max_query_len": 1,
+        "out": torch.zeros(3, 4, 8),
+        "lse": torch.zeros(3, 4),
+    },
+}
 """Values that numbers from 0 on would not be."""
 
 
@@ -45,7 +61,7 @@ def sources_of(name: str, value: Any, sources: set[str]) -> Any:
 
 @pytest.mark.parametrize("op", CATALOG)
 def test_torch_finds_every_form_as_it_is_told(op: str) -> None:
-    names = check(kvdock.runtime.default().dispatcher.op(op), PAIRS.get(op, {}))
+    names = check(kvdock.runtime.default().dispatcher.op(op), FIXED.get(op, {}))
     known = {"gather_paged": {"default", "out"}, "static_update_": {"tensor", "len"}, "paged_caching_": {"default"}}
     assert {*names} == known.get(op, {*names})
 
