@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvdock.ops.dispatcher import OpDispatcher
-from kvdock.ops.tracing import traced
+from kvdock.ops.tracing import process_form_of, traced
 from kvdock.process import process_runtime
 
 __all__ = ["ACTIVE_OPS", "active_dispatcher", "call_op"]
@@ -24,7 +24,7 @@ class _ActiveOps(dict[str, Callable[..., Any]]):
 
     def __missing__(self, name: str) -> Callable[..., None]:
         if torch.compiler.is_dynamo_compiling():  # plugins cannot be looked for in what is traced, but beside it
-            return lambda *values: traced(None, name, values, None)
+            return lambda *values: traced(lambda kinds: process_form_of(name, kinds), values, None)
         call = self[name] = active_dispatcher().op(name).call
         return call
 

@@ -12,7 +12,7 @@ import torch
 from kvdock.errors import UnsupportedError
 from kvdock.ops.geometry import extent
 from kvdock.ops.signatures import Recent
-from kvdock.ops.tracing import keep_in_place
+from kvdock.ops.tracing import as_constant, keep_in_place
 
 __all__ = ["BoundOp"]
 
@@ -55,9 +55,14 @@ class BoundOp:
         A graph that is given several tensors of one memory copies between them, or cannot be replayed; so it is given that memory, once.
         What reads a pool after a traced write must read this view.
         """
-        keep_in_place(self)
+        self.keep_in_place()
         pairs = zip(self.roots, self._views, strict=True)
         return tuple([root if view is None else root.as_strided(*view) for root, view in pairs])
+
+    @as_constant
+    def keep_in_place(self) -> bool:
+        """Tell torch.compile that the pools stay where they are."""
+        return keep_in_place(self.roots)
 
     def __copy__(self) -> Self:
         return self

@@ -25,7 +25,7 @@ from kvdock.ops.schema import OpSchema
 from kvdock.ops.selection import Choice, Chooser, Selection
 from kvdock.ops.shared import Shared
 from kvdock.ops.signatures import EMPTY, Pools, Recent, Signature, new_outputs
-from kvdock.ops.tracing import RECORDING, is_intercepted, traced
+from kvdock.ops.tracing import RECORDING, TracedForm, as_constant, form_of, is_intercepted, traced
 from kvdock.ops.validate import validate
 from kvdock.ops.variants import HOST_INT_RANK, Variant, pivot_of, variants_of
 
@@ -157,7 +157,12 @@ class OpEntry(Shared):
 
     def trace(self, values: tuple[Any, ...], named: str | None) -> Any:
         """Make a call one of `torch.ops.kvdock`, and return what the op returns: see `kvdock.ops.tracing`."""
-        return traced(self, self.schema.name, values, named)
+        return traced(self.form_of, values, named)
+
+    @as_constant
+    def form_of(self, kinds: tuple[str, ...]) -> TracedForm:
+        """Return what `torch.ops.kvdock` has for a call with such arguments."""
+        return form_of(self, kinds)
 
     def _pass_on(self, values: tuple[Any, ...], named: str | None) -> None:
         """Let torch show a call to who wants to see it."""

@@ -13,7 +13,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.fx import _symbolic_trace
@@ -24,7 +24,21 @@ from kvdock.ops.modes import use_backend
 from kvdock.ops.schema import OpSchema
 from kvdock.process import process_runtime
 
-__all__ = ["RECORDING", "Owner", "Owners", "Rooted", "is_intercepted", "keep_in_place", "traced"]
+__all__ = [
+    "RECORDING",
+    "Owner",
+    "Owners",
+    "TracedForm",
+    "as_constant",
+    "form_of",
+    "is_intercepted",
+    "keep_in_place",
+    "process_form_of",
+    "traced",
+]
+
+
+_AnyCallable = TypeVar("_AnyCallable", bound=Callable[..., Any])
 
 
 class Owner(Protocol):
@@ -47,14 +61,19 @@ class Owners(Protocol):
         ...
 
 
-class Rooted(Protocol):
-    """A `kvdock.ops.bound.BoundOp`."""
-
-    roots: tuple[torch.Tensor, ...]
-
-
 RECORDING: Any = _symbolic_trace if hasattr(_symbolic_trace, "_is_fx_tracing_flag") else SimpleNamespace(_is_fx_tracing_flag=True)
 """Has the flag that torch.fx sets while it records calls, be it of ``make_fx``: the one such thing that guards do not notice."""
+
+
+def as_constant(function: _AnyCallable) -> _AnyCallable:
+    """Let torch.compile take what a function returns for a constant: `torch.compiler.assume_constant_result`, without its import.
+
+    Its arguments are to be tensors, numbers and strings, as torch 2.11 asks; the object of a method may be any.
+    """
+    marked: Any = function
+    marked._dynamo_marked_constant = True
+    return function
+
 
 _KEYS = ("Python", "PreDispatch", "Tracer")
 _INTERCEPTING = sum(torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key)).raw_repr() for key in _KEYS)
@@ -70,18 +89,21 @@ def is_intercepted(values: tuple[Any, ...]) -> bool:
     return bool(keys & ~torch._C._dispatch_tls_local_exclude_set().raw_repr() & _INTERCEPTING)
 
 
-def traced(owner: Owner | None, op: str, values: tuple[Any, ...], named: str | None) -> Any:
+TracedForm = tuple[str, str, int, tuple[str, ...]]
+"""The names of a form, the number of its dispatcher, and for each argument whether it is anything but passed on."""
+
+
+def traced(form_of: Callable[[tuple[str, ...]], TracedForm], values: tuple[Any, ...], named: str | None) -> Any:
     """Make a call one of `torch.ops.kvdock`, and return what it returns.
 
     torch.compile traces this. What it must not look into is done by functions whose result it takes for a constant.
 
     Args:
-        owner: whose call it is; None for an op of the process's runtime.
-        op: name of the op.
+        form_of: gives the form for the kinds of arguments; a constant to torch.compile. See `form_of`.
         values: all arguments in the schema's order, None where absent.
         named: backend to use for good.
     """
-    name, overload, dispatcher, roles = _form_of(owner, op, tuple([kind_of(value) for value in values]))
+    name, overload, dispatcher, roles = form_of(tuple([kind_of(value) for value in values]))
     given = [_as_literal(value) if role == "literal" else value for value, role in zip(values, roles, strict=True) if role != "made"]
     found = getattr(getattr(getattr(torch.ops, NAMESPACE), name), overload)(*given, backend=named, dispatcher=dispatcher)
     outputs = tuple([value for value, role in zip(values, roles, strict=True) if role == "output"])
@@ -90,13 +112,19 @@ def traced(owner: Owner | None, op: str, values: tuple[Any, ...], named: str | N
     return found
 
 
-def _form_of(owner: Owner | None, op: str, kinds: tuple[str, ...]) -> tuple[str, str, int, tuple[str, ...]]:
-    """Return the names of a form, the number of its dispatcher, and for each argument whether it is anything but passed on."""
-    entry: Owner = owner if owner is not None else process_runtime().dispatcher.op(op)
-    form = _FORMS.of(entry.schema, kinds)
-    return form.op, form.overload, _number_of(entry.dispatcher), form.roles
+def form_of(owner: Owner, kinds: tuple[str, ...]) -> TracedForm:
+    """Return the form of an op for the kinds of its arguments."""
+    form = _FORMS.of(owner.schema, kinds)
+    return form.op, form.overload, _number_of(owner.dispatcher), form.roles
 
 
+@as_constant
+def process_form_of(op: str, kinds: tuple[str, ...]) -> TracedForm:
+    """Return the form of an op of the process's runtime."""
+    return form_of(process_runtime().dispatcher.op(op), kinds)
+
+
+@as_constant
 def _as_literal(value: Any) -> str:
     """Return a static value as source, for want of a type that torch has for it."""
     text = repr(value)
@@ -107,10 +135,6 @@ def _as_literal(value: Any) -> str:
     if not is_same:
         raise ArgumentTypeError("a static argument of a traced call", expected="numbers, strings, and tuples of them", got=text[:120])
     return text
-
-
-_form_of._dynamo_marked_constant = True  # type: ignore[attr-defined] # what torch.compiler.assume_constant_result does, without its import
-_as_literal._dynamo_marked_constant = True  # type: ignore[attr-defined] # likewise
 
 
 _numbers: weakref.WeakKeyDictionary[Owners, int] = weakref.WeakKeyDictionary()
@@ -144,16 +168,13 @@ def _run(schema: OpSchema, values: tuple[Any, ...], backend: str | None, number:
 _FORMS = Forms(_run)
 
 
-def keep_in_place(bound: Rooted) -> bool:
+def keep_in_place(roots: tuple[torch.Tensor, ...]) -> bool:
     """Tell torch.compile, while it traces, that pools stay where and as they are.
 
     It replays no graph that writes other tensors, and takes sizes that are equal by chance for one size.
     """
-    for tensor in bound.roots:
+    for tensor in roots:
         torch._dynamo.mark_static_address(tensor)
         known: Any = tensor  # what torch._dynamo.mark_static sets, which does something else while one traces
         known._dynamo_static_indices, known._has_dynamo_dim_marking = {*range(tensor.dim())}, True
     return True
-
-
-keep_in_place._dynamo_marked_constant = True  # type: ignore[attr-defined] # likewise

@@ -44,6 +44,8 @@ def _drawn(number: int, longest: int, **how: Any) -> Attention:
     """Return a batch with some properties, of sequences of which one in six is padding."""
     choose = random.Random(number)  # noqa: S311 - the same in every run
     options = {name: how.pop(name) for name in ("causal", "window", "softcap", "scale")}
+    if options["scale"] is not None:  # said for heads of 16: rounding errors grow with scores, and bounds do not
+        options["scale"] *= 4 * how["dims"][0] ** -0.5
     rows = choose.choice((1, 2, 5)) if longest < 100 else 2
     most = {"one each": (1,), "1 in sums": (1,), "none or more": (0, 1, 2, 9), "all": (12,), "many": (1, 40, 70)}[how["counts"]]
     counts = [choose.choice(most) for _ in range(rows)]

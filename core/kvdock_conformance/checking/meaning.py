@@ -32,7 +32,8 @@ REFERENCES: Mapping[str, Reference] = {
 
 BOUNDS: Mapping[torch.dtype, float] = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """How far a number that attention computes may be from float64's, absolutely and relative to it, for inputs of a standard normal
-distribution. Of numbers that are as exact as their dtype, with weights and result rounded once each, about a fifth is used."""
+distribution and scores whose standard deviation is at most 2. Of numbers that are as exact as their dtype, with weights and result
+rounded once each, about a fifth is used."""
 
 _COMPUTED = ("paged_attention",)
 
