@@ -19,8 +19,10 @@ _SLOW = (
         "KVD-READ-003",
         "KVD-ATTN-002",
         "KVD-ATTN-009",
+        "KVD-HYGIENE-017",
+        *("KVD-THREAD-001", "KVD-THREAD-002", "KVD-THREAD-003"),
     ),
-    *map(_ATTENTION.format, ("006", "008", "010", "011", "012", "015")),
+    *map(_ATTENTION.format, ("006", "008", "010", "011", "012", "013", "014", "015")),
 )
 
 

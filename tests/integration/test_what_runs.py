@@ -39,7 +39,7 @@ def lora(model: Any) -> Any:
 WRAPPERS = {"a wrapper": Wrapper, "compiled": compiled, "compiled in a wrapper": lambda model: Wrapper(compiled(model)), "peft": lora}
 
 
-@pytest.fixture(params=WRAPPERS)
+@pytest.fixture(params=first_of(WRAPPERS))
 def around(request: pytest.FixtureRequest) -> Any:
     """A model in another."""
     yield WRAPPERS[request.param](zoo.build("Llama", {}))

@@ -200,6 +200,7 @@ def test_the_ci_file_is_the_one_that_new_backend_writes() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_op_of_a_plugin_works_as_a_stranger_has_it(installed: Environment, tmp_path: Path) -> None:
     (tmp_path / "tests").symlink_to(ROPE / "tests")
     (tmp_path / "pyproject.toml").symlink_to(ROPE / "pyproject.toml")

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from support_docs import PAGES, ROOT, Block, blocks
+from support_slow import first_of
 
 OPTIONAL = ("transformers", "typer", "rich")
-PYTHON = [block for page in PAGES for block in blocks(page, "python")]
+PYTHON = {page: found for page in PAGES if (found := blocks(page, "python"))}
 SHELL = [block for page in PAGES for block in blocks(page, "sh")]
 NEED_A_PROJECT = ("docs/backends", "examples/")
 """Pages whose commands need what those before them have installed: tests/packaging runs those."""
@@ -43,7 +44,7 @@ def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], cwd=folder, env=environ, capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=str)
+@pytest.mark.parametrize("block", [param for found in PYTHON.values() for param in first_of(found)], ids=str)
 def test_python_in_the_documentation_runs_and_prints_what_it_says(block: Block, tmp_path: Path) -> None:
     needs(block.text)
     (tmp_path / "block.py").write_text(block.text, encoding="utf-8")
@@ -55,7 +56,7 @@ def test_python_in_the_documentation_runs_and_prints_what_it_says(block: Block, 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/caches.md", "docs/transformers.md", "docs/prefix-and-scheduler.md"])
 def test_the_pages_of_use_have_code(page: str) -> None:
-    assert any(str(block.page) == page for block in PYTHON)
+    assert any(str(block.page) == page for found in PYTHON.values() for block in found)
 
 
 @pytest.mark.parametrize(("block", "line"), COMMANDS, ids=lambda value: value if isinstance(value, str) else "")

@@ -167,6 +167,7 @@ def test_a_fault_may_show_in_what_is_refused_only() -> None:
     assert attrs.evolve(refused, killed_by=killers).verdict == "killed"
 
 
+@pytest.mark.slow
 def test_what_a_backend_refuses_is_no_proof_against_it() -> None:
     def proof_on(backend: str) -> Proof:
         with Session(plan(backend, EVERY)) as session:

@@ -197,7 +197,7 @@ def caller(nest: Nest, heads: int) -> Callable[[], None]:
 
 @pytest.mark.parametrize(
     ("warm_ups", "every"),
-    [pytest.param(0, 7, id="new"), pytest.param(0, 1, id="new, all", marks=pytest.mark.slow), (1, 1), (3, 1)],
+    [pytest.param(0, 29, id="new"), pytest.param(0, 1, id="new, all", marks=pytest.mark.slow), (1, 1), (3, 1)],
     ids=[None, None, "found", "remembered"],
 )
 def test_an_interruption_at_any_moment(warm_ups: int, every: int) -> None:

@@ -135,7 +135,7 @@ class Model(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def end_a_run(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(sorted(self.running)))
+        number = data.draw(st.sampled_from([*self.running]))
         del self.running[number]
         for item in [item for item in self.waiting if id(item) == number]:
             self.waiting.remove(item)

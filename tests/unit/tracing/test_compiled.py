@@ -379,6 +379,7 @@ print(json.dumps([*found, counter.frame_count]))
 """
 
 
+@pytest.mark.slow
 def test_the_first_call_of_a_process_may_be_traced() -> None:
     """Plugins are found beside what is traced. An eager call later asks for one more graph at most."""
     first, second, graphs = answer(FIRST)
