@@ -17,7 +17,7 @@ from support_docs import PAGES, ROOT, Block, blocks
 from support_slow import first_of
 
 OPTIONAL = ("transformers", "typer", "rich")
-PYTHON = {page: found for page in PAGES if (found := blocks(page, "python"))}
+PYTHON = {page: found for page in PAGES if (found := [*blocks(page, "python")])}
 SHELL = [block for page in PAGES for block in blocks(page, "sh")]
 NEED_A_PROJECT = ("docs/backends", "examples/")
 """Pages whose commands need what those before them have installed: tests/packaging runs those."""
