@@ -11,12 +11,12 @@ __all__ = ["attend_key_by_key", "begin_rows"]
 
 
 @triton.jit
-def begin_rows(sink, splits, V_WIDE: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr):
+def begin_rows(sink, used, V_WIDE: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr):
     """Return what rows have found before the first key: nothing, or where there are no splits to join, a sink."""
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if SINKS:
-        if splits == 1:  # a key of each head whose value is nothing
+        if used == 1:  # a key of each head whose value is nothing
             highest = sink
             total = total + 1.0
     return tl.zeros([ROWS, V_WIDE], tl.float32), highest, total
@@ -27,7 +27,7 @@ def attend_key_by_key(
     q_at,
     is_real,
     sink,
-    splits,
+    used,
     begin,
     end,
     position,
@@ -56,7 +56,7 @@ def attend_key_by_key(
 
     It is slow and rarely needed. Queries are read anew, 16 elements at a time: it must not need more registers than the rest.
     """
-    found, highest, total = begin_rows(sink, splits, V_WIDE, ROWS, SINKS)
+    found, highest, total = begin_rows(sink, used, V_WIDE, ROWS, SINKS)
     v_dim = tl.arange(0, V_WIDE)
     for key in range(begin, end):
         block = tl.load(table + key // BLOCK_SIZE * table_column).to(tl.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvdock_triton.attention_parts import LN2, LOG2E
+from kvdock_triton.attention_parts import DONE, LN2, LOG2E
 
 __all__ = ["join_kernel"]
 
@@ -31,12 +31,14 @@ def join_kernel(
     MOST: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Join the splits of one query and head. What is empty, by its sum, was not stored."""
+    """Join the splits of one query and head, unless there was one alone. What is empty, by its sum, was not stored."""
     number = tl.program_id(0).to(tl.int64)
     query = number // QUERY_HEADS
     head = number % QUERY_HEADS
     sums += number * splits
     parts += number * splits * V_DIM
+    if tl.load(sums) == DONE:
+        return
     every = tl.arange(0, MOST)
     all_sums = tl.load(sums + every, mask=every < splits, other=float("-inf"))
     highest = tl.max(all_sums, 0)

@@ -16,6 +16,7 @@ from kvdock_triton.attention_parts import (
     count_bad,
     count_outside,
     find_sequence,
+    spread_of,
     store_rows,
 )
 
@@ -42,6 +43,7 @@ def attend_kernel(
     room,
     num_blocks,
     splits,
+    even,
     q_token,
     q_head,
     table_row,
@@ -136,10 +138,20 @@ def attend_kernel(
         end = tl.minimum(end, length - count + tl.minimum(place * TILE + TILE, count))
     end = tl.where((place >= 0) & (place * TILE < count), end, begin)
 
-    # Splits of equal length, as many as there are LEAST keys for.
+    # Splits of equal length, as many as there are LEAST keys for; or where some sequences are longer than others, splits that are as
+    # long in all of them.
     keys = tl.maximum(end - begin, 0)
     used = tl.minimum(splits.to(tl.int32), (keys + LEAST - 1) // LEAST)
-    each = (keys + tl.maximum(used, 1) - 1) // tl.maximum(used, 1)
+    if not SEARCH:
+        if even < splits:
+            longest, average = spread_of(lens, lens_step, batch.to(tl.int32), room, WINDOW)
+            if longest <= 1.25 * average:
+                used = tl.minimum(used, even.to(tl.int32))
+            else:
+                size = tl.maximum(2 * average / splits, 4 * LEAST).to(tl.int32)
+                used = tl.minimum(used, (keys + size - 1) // size)
+    used = tl.maximum(used, 1)
+    each = (keys + used - 1) // used
     each = (each + KEYS - 1) // KEYS * KEYS
     split_begin = begin + split * each
     split_end = tl.minimum(split_begin + each, end)
@@ -163,6 +175,7 @@ def attend_kernel(
                     head,
                     is_head & (r < SHARE),
                     split,
+                    splits,
                     splits,
                     out,
                     lse,
@@ -188,6 +201,7 @@ def attend_kernel(
                 is_head & (r < SHARE),
                 split,
                 splits,
+                splits,
                 out,
                 lse,
                 parts,
@@ -202,7 +216,7 @@ def attend_kernel(
                 QUERY_HEADS=HEADS * GROUP,
                 LSE=LSE,
             )
-    if split >= tl.maximum(used, 1):  # at once, so that what is at work can take its place
+    if split >= used:  # at once, so that what is at work can take its place
         tl.store(sums + (at * (HEADS * GROUP) + head) * splits + split, tl.full([ROWS], float("-inf"), tl.float32), mask=is_real)
         return
 
@@ -212,7 +226,7 @@ def attend_kernel(
     q_rows = tl.load(q + q_at[:, None] + k_dim, mask=is_real[:, None] & (k_dim < K_DIM), other=0.0)
     if WIDEN:
         q_rows = q_rows.to(tl.float32)
-    found, highest, total = begin_rows(sink, splits, V_WIDE, ROWS, SINKS)
+    found, highest, total = begin_rows(sink, used, V_WIDE, ROWS, SINKS)
     k_head = k_cache + kv_head.to(tl.int64) * K_HEAD
     v_head = v_cache + kv_head.to(tl.int64) * V_HEAD
     masked_from = split_begin
@@ -255,37 +269,9 @@ def attend_kernel(
         WIDEN,
         True,
     )
+    spoilt = False
     if TILE > 1 and (CAUSAL or WINDOW > 0):  # 0 times what is no number is not 0: rows that do not see it are to be found without
-        if tl.max((found != found).to(tl.int32)) > 0:
-            found, highest, total = attend_key_by_key(
-                q + q_at,
-                is_real,
-                sink,
-                splits,
-                masked_from,
-                split_end,
-                position,
-                k_head,
-                v_head,
-                table,
-                table_column,
-                num_blocks,
-                SCALE,
-                SOFTCAP,
-                CAUSAL,
-                WINDOW,
-                SINKS,
-                BLOCK_SIZE,
-                K_BLOCK,
-                K_SLOT,
-                V_BLOCK,
-                V_SLOT,
-                K_DIM,
-                V_DIM,
-                K_WIDE,
-                V_WIDE,
-                ROWS,
-            )
+        spoilt = tl.max((found != found).to(tl.int32)) > 0
     if SEARCH and WINDOW == 0:
         found, highest, total = attend_keys(
             q_rows,
@@ -318,6 +304,37 @@ def attend_kernel(
             WIDEN,
             False,
         )
+    if TILE > 1 and (CAUSAL or WINDOW > 0):  # at the end, where fewest registers are taken
+        if spoilt:
+            found, highest, total = attend_key_by_key(
+                q + q_at,
+                is_real,
+                sink,
+                used,
+                split_begin,
+                split_end,
+                position,
+                k_head,
+                v_head,
+                table,
+                table_column,
+                num_blocks,
+                SCALE,
+                SOFTCAP,
+                CAUSAL,
+                WINDOW,
+                SINKS,
+                BLOCK_SIZE,
+                K_BLOCK,
+                K_SLOT,
+                V_BLOCK,
+                V_SLOT,
+                K_DIM,
+                V_DIM,
+                K_WIDE,
+                V_WIDE,
+                ROWS,
+            )
     store_rows(
         found,
         highest,
@@ -327,6 +344,7 @@ def attend_kernel(
         is_real,
         split,
         splits,
+        used,
         out,
         lse,
         parts,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 __all__ = [
+    "DONE",
     "LN2",
     "LOG2E",
     "attend_keys",
@@ -19,11 +20,14 @@ __all__ = [
     "count_outside",
     "find_sequence",
     "load_keys",
+    "spread_of",
     "store_rows",
 ]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+DONE = tl.constexpr(-3.0e38)
+"""In place of the sum of a first split: it was the only one, and the result is stored."""
 
 
 @triton.jit
@@ -138,6 +142,7 @@ def store_rows(
     is_real,
     split,
     splits,
+    used,
     out,
     lse,
     parts,
@@ -152,13 +157,13 @@ def store_rows(
     OUT_UNIT: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    """Store what rows found: the result, or where there are several splits, a part for `join_kernel`."""
+    """Store what rows found: the result, or where several splits are used, a part for `join_kernel`."""
     dim = tl.arange(0, V_WIDE)[None, :]
     inside = is_real[:, None] & (dim < V_DIM)
     values = found / tl.where(total == 0, 1.0, total)[:, None]
     logarithm = tl.where(total == 0, float("-inf"), highest + tl.log2(tl.where(total == 0, 1.0, total)))
-    if splits > 1:
-        part = (query * QUERY_HEADS + head) * splits + split
+    part = (query * QUERY_HEADS + head) * splits + split
+    if used > 1:
         tl.store(sums + part, logarithm, mask=is_real)
         tl.store(parts + part[:, None] * V_DIM + dim, values, mask=inside & (total > 0)[:, None])
     else:
@@ -166,6 +171,25 @@ def store_rows(
         tl.store(out + at[:, None] + dim, values.to(out.dtype.element_ty), mask=inside)
         if LSE:
             tl.store(lse + query * lse_token + head * lse_head, logarithm * LN2, mask=is_real)
+        if splits > 1:
+            tl.store(sums + part, tl.full([found.shape[0]], DONE, tl.float32), mask=is_real)
+
+
+@triton.jit
+def spread_of(lens, lens_step, batch, room, WINDOW: tl.constexpr):
+    """Return the most keys that a sequence has, and how many they have on average."""
+    places = tl.arange(0, 128)
+    most = tl.zeros([128], tl.float32)
+    total = tl.zeros([128], tl.float32)
+    for start in range(0, batch, 128):
+        row = start + places
+        said = tl.load(lens + row.to(tl.int64) * lens_step, mask=row < batch, other=0).to(tl.int64)
+        keys = tl.minimum(tl.maximum(said, 0), room).to(tl.float32)
+        if WINDOW > 0:
+            keys = tl.minimum(keys, WINDOW)
+        most = tl.maximum(most, keys)
+        total += keys
+    return tl.max(most, 0), tl.sum(total, 0) / batch
 
 
 @triton.jit

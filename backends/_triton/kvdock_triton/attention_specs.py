@@ -127,7 +127,7 @@ def attend_spec(request: Request, tile: AttentionTile, search: bool) -> KernelSp
         "LEAST": tile.least,
         "WIDEN": is_interpreting(),  # which multiplies the bits of bfloat16 as integers
     }
-    types = _types(request) | dict.fromkeys(("queries", "batch", "room", "num_blocks", "splits", *_STRIDES), "i64")
+    types = _types(request) | dict.fromkeys(("queries", "batch", "room", "num_blocks", "splits", "even", *_STRIDES), "i64")
     pools = [name for name in ("k_cache", "v_cache") if common_alignment(request.tensor(name)) == 16]
     aligned = (*pools, *(name for name in ("q", "out") if request.tensor(name).alignment >= 16), "parts", "sums")
     types = {name: found for name, found in types.items() if name not in absent}

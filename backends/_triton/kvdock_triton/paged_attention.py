@@ -30,6 +30,7 @@ class _Attend:
         programs: of a tile, one for each head of the cache and each share of its group.
         rows: of a program.
         wanted: programs that the keys are split for.
+        uneven: as many, where some sequences are longer than others.
         least: keys of a split at least.
     """
 
@@ -38,19 +39,22 @@ class _Attend:
     programs: int
     rows: int
     wanted: int
+    uneven: int
     least: int
 
     @classmethod
-    def of(cls, spec: KernelSpec, launch: Launch, wanted: int) -> _Attend:
+    def of(cls, spec: KernelSpec, launch: Launch, wanted: int, uneven: int) -> _Attend:
         """Read the layout off what was compiled."""
         names = ("TILE", "HEADS", "GROUP", "SHARE", "ROWS", "LEAST")
         tile, heads, group, share, rows, least = (spec.constant(name) for name in names)
-        return cls(launch, tile, heads * ceil_div(group, share), rows, wanted, least)
+        return cls(launch, tile, heads * ceil_div(group, share), rows, wanted, uneven, least)
 
-    def splits(self, tiles: int, queries: int, room: int) -> int:
-        """Return in how many splits the keys of ``tiles`` tiles are looked at."""
+    def splits(self, tiles: int, queries: int, room: int) -> tuple[int, int]:
+        """Return in how many splits the keys of ``tiles`` tiles are looked at, at most and where sequences are of about one length."""
         programs = max(tiles, ceil_div(queries, self.queries)) * self.programs
-        return max(1, min(self.wanted // programs, ceil_div(room, self.least), MOST_SPLITS))
+        most = min(ceil_div(room, self.least), MOST_SPLITS)
+        even = max(1, min(self.wanted // programs, most))
+        return max(even, min(2 * self.uneven // programs, most)) if tiles > 1 else even, even
 
 
 class PagedAttentionDescriptor(Descriptor):
@@ -69,7 +73,7 @@ class PagedAttentionDescriptor(Descriptor):
         self._num_blocks, self._block = int(k_cache.shape[0] or 0), int(k_cache.shape[1] or 1)
         self._width = int(v_cache.shape[3] or 0) + 1  # of one part with its sum
         self._q_unit, self._out_unit = unit_of(request.tensor("q")), unit_of(request.tensor("out"))
-        self.workspace_bytes = max(way.wanted * way.rows for way in (few, many)) * self._width * 4
+        self.workspace_bytes = max(max(way.wanted, 2 * way.uneven) * way.rows for way in (few, many)) * self._width * 4
 
     def __call__(self, *args: Any) -> None:
         """Attend, on the current stream of the tensors' device."""
@@ -78,13 +82,13 @@ class PagedAttentionDescriptor(Descriptor):
         queries, batch, room = q.shape[0], table.shape[0], min(table.shape[1] * self._block, MOST_KEYS)
         way = self._few if cu is None or most <= self._few.queries else self._many
         tiles = batch if way is self._few else queries // way.queries + batch
-        splits = way.splits(tiles, queries, room)
+        splits, even = way.splits(tiles, queries, room)
         parts, sums = self._workspace(queries * q.shape[1] * splits, q.device) if splits > 1 else (out, out)
         pointers = [tensor.data_ptr() for tensor in (q, k_cache, v_cache, table, lens, cu, starts, sinks) if tensor is not None]
         ends = [out.data_ptr()] if lse is None else [out.data_ptr(), lse.data_ptr()]
         found = [parts.data_ptr(), sums.data_ptr()]
         read, written = self._strides(q, table, lens, cu, starts), self._output_strides(out, lse)
-        sizes = (queries, batch, room, self._num_blocks, splits)
+        sizes = (queries, batch, room, self._num_blocks, splits, even)
         way.launch.run(tiles * way.programs, splits, *pointers, *ends, *found, self._skipped, *sizes, *read, *written)
         if splits > 1:
             sink = [] if sinks is None else [sinks.data_ptr()]
@@ -125,6 +129,7 @@ class PagedAttention(TritonKernel):
         ways = []
         for search, tile in tiles.items():
             spec = attend_spec(request, tile, search)
-            ways.append(_Attend.of(spec, self.launch(spec, request), tile.programs * processors))
+            uneven = 0 if search else tile.uneven * processors
+            ways.append(_Attend.of(spec, self.launch(spec, request), tile.programs * processors, uneven))
         join = self.launch(join_spec(request), request)
         return PagedAttentionDescriptor(request, ways[0], ways[-1], join, self.skipped(request.device))

@@ -64,6 +64,7 @@ class AttentionTile:
         warps: warps per program.
         stages: steps whose keys are on their way at once.
         programs: programs per processor that the keys are split for.
+        uneven: as many, where some sequences are longer than others: those that end first make room for others.
         least: keys of a split at least.
     """
 
@@ -72,6 +73,7 @@ class AttentionTile:
     warps: int
     stages: int
     programs: int = 1
+    uneven: int = 16
     least: int = 512
 
     def for_keys(self, key_bytes: int) -> AttentionTile:
@@ -123,7 +125,7 @@ WIDE = Tuning(
 16 bytes."""
 
 
-HOPPER = Tuning(fused=Tile(1, 4), decode=AttentionTile(16, 32, 1, 4, programs=4, least=128), prefill=AttentionTile(128, 64, 8, 4))
+HOPPER = Tuning(fused=Tile(1, 4), decode=AttentionTile(16, 32, 1, 4, programs=4, least=128), prefill=AttentionTile(64, 64, 4, 3))
 """As measured on an H100; see docs/benchmarks."""
 
 

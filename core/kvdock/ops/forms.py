@@ -86,6 +86,7 @@ class Form:
         named = [lengths[kind] for arg, kind in self._given if arg.role is Role.RUNTIME_INT and arg.dims]
         named += [kind for arg, kind in self._given if arg.role is Role.STATIC]
         named += ["out"] if any(arg.returned for arg, _ in self._given) else []
+        named += [arg.name for arg, kind in self._given if _may_be_written(arg, kind) and arg.optional and not arg.returned]
         return "_".join(named) or "default"
 
     @property
@@ -117,7 +118,7 @@ class Form:
             return _TYPES[kind]
         if arg.role is Role.RUNTIME_INT and kind != "tensor":
             return "SymInt"
-        return (f"Tensor(a{place}!)" if arg.role is Role.MUTATED else "Tensor") + "?" * arg.optional
+        return (f"Tensor(a{place}!)" if _may_be_written(arg, kind) else "Tensor") + "?" * arg.optional
 
     def values(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return all arguments in the schema's order, given those of the form."""
@@ -143,6 +144,11 @@ class Form:
         known.impl(self.name, on_memory, "CompositeExplicitAutograd")
         known.impl(self.name, torch.library.fallthrough_kernel, "Autograd")  # what runs leaves gradients alone, as eager calls do
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", self.fake, lib=library)
+
+
+def _may_be_written(arg: Arg, kind: str) -> bool:
+    """Whether a form writes an argument. What is absent is not said to be written: torch 2.11 compiles no op that writes only such."""
+    return arg.role is Role.MUTATED and kind != "none"
 
 
 def _check_kind(schema: OpSchema, arg: Arg, kind: str) -> None:

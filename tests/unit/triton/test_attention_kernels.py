@@ -158,6 +158,42 @@ def test_lengths_beyond_the_table_are_counted_and_nothing_behind_it_is_read(back
         assert torch.equal(out, kvdock.ops.paged_attention(**args))
 
 
+class FewProgramsWhereEven(SmallTiles):
+    """Sequences of one length are not split, and others are."""
+
+    def tuning(self, device: torch.device) -> Any:
+        from kvdock_triton.tuning import AttentionTile, Tuning
+
+        return Tuning(decode=AttentionTile(16, 16, 1, 2, programs=0, uneven=1, least=16))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("lengths", [[300, 0, 17, 1], [200, 200], [0, 0, 300], [130, *[5] * 140]], ids=["uneven", "even", "one", "many"])
+def test_longer_sequences_are_split_and_others_are_not(lengths: list[int], sinks: bool, options: dict[str, Any]) -> None:
+    """With as many queries that are nobody's, whose results are zeros."""
+    torch.manual_seed(3)
+    batch, width = len(lengths), 75
+    k, v = (torch.randn(90, 4, 1, 16) for _ in "kv")
+    args = {**one(8), "q": torch.randn(batch, 2, 16), "k_cache": k, "v_cache": v, "seq_lens": torch.tensor(lengths)}
+    args |= {"block_table": torch.stack([torch.randperm(90)[:width] for _ in lengths]).int(), **options}
+    args["sinks"] = torch.randn(2) if sinks else None
+    with active(runtime_of(FewProgramsWhereEven()), "acme"):
+        check(args)
+
+
+def test_how_many_splits_there_are() -> None:
+    """Room for twice as many as sequences have on average, where they are not alike; none more where there is one sequence."""
+    from kvdock_triton.paged_attention import _Attend
+
+    way = _Attend(None, queries=1, programs=8, rows=16, wanted=528, uneven=2112, least=128)  # type: ignore[arg-type] # launches nothing
+    assert way.splits(64, 64, 8192) == (8, 1)
+    assert way.splits(16, 16, 4096) == (32, 4)
+    assert way.splits(1, 1, 4096) == (32, 32)
+    assert way.splits(1024, 1024, 4096) == (1, 1)
+    assert way.splits(1, 1, 0) == (1, 1)
+
+
 def request(**changed: Any) -> Request:
     """Return the request of a call."""
     args = {**dict.fromkeys(PAGED_ATTENTION.arg_names), **one(8), "max_query_len": 1, **changed}
