@@ -89,7 +89,7 @@ class Capabilities:
 
     Args:
         dtypes: cache dtypes its kernels store; None when each kernel decides in `Kernel.supports`. An op on another
-            dtype is served by the portable kernels.
+            dtype is served by others, as one that it lacks.
         priority: see `Priority`.
         graph_capture: whether its launches may be recorded into a graph and replayed.
         batch_invariant: whether what an op computes for a sequence has the same bits whatever else is in the batch.
@@ -243,7 +243,7 @@ class Backend(ABC):
 
     @abstractmethod
     def kernels(self) -> Mapping[str, Kernel]:
-        """Return its kernels by op name. Asked once, when one is first needed. An op it lacks is served by the portable kernels."""
+        """Return its kernels by op name. Asked once, when one is first needed. An op it lacks is served by others, or portable kernels."""
 
     def device_guard(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return a context in which ``device`` is the current device."""

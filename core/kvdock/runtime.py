@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from kvdock.guarded import ask
+from kvdock.interface import Backend
 from kvdock.ops.active import ACTIVE_OPS
 from kvdock.ops.dispatcher import OpDispatcher
 from kvdock.ops.modes import MODE
@@ -37,15 +38,22 @@ class Runtime(Shared):
     def skipped_writes(self, device: torch.device | str) -> int:
         """Return how many writes were skipped on a device because a slot or position was out of range.
 
-        Counts tokens, by the device's backend, or the one that `use_backend` names, and by the portable kernels. May
-        synchronise; padding does not count. A device without an index is the current one of its type.
+        Counts tokens, by the backends that claim the device, or the one that `use_backend` names, and by the portable kernels.
+        May synchronise; padding does not count. A device without an index is the current one of its type.
         """
         device = torch.empty(0, device=device).device  # with its index: counts are kept by device
         mode = MODE.get()
-        backend = self.dispatcher.choose("paged_caching_", device, mode.named if mode is not None else None).backend
-        question, fits = f"skipped_writes({device})", lambda count: isinstance(count, int)
-        own: int = ask(backend.name, question, lambda: backend.skipped_writes(device), "an int", fits)
-        return own + SKIPPED.read(device)
+        named = mode.named if mode is not None else None
+        first = self.dispatcher.choose("paged_caching_", device, named).backend
+        others = [] if named is not None else self.registry.claimants(device)  # each may have served what those before it did not
+        backends = {backend.name: backend for backend in (first, *others)}
+        return SKIPPED.read(device) + sum(_skipped_by(backend, device) for backend in backends.values())
+
+
+def _skipped_by(backend: Backend, device: torch.device) -> int:
+    question, fits = f"skipped_writes({device})", lambda count: isinstance(count, int)
+    count: int = ask(backend.name, question, lambda: backend.skipped_writes(device), "an int", fits)
+    return count
 
 
 _lock = threading.Lock()

@@ -247,7 +247,8 @@ def test_other_ops_are_the_built_in_kernels(flashinfer: str) -> None:
     assert (found.served_by, found.kernel) == ("flashinfer", "kvdock_triton.copy_blocks.CopyBlocks")
 
 
-def test_what_flashinfer_refuses_is_served_by_portable_torch(flashinfer: str) -> None:
+def test_what_flashinfer_refuses_is_served_by_the_built_in_kernel(flashinfer: str) -> None:
     (args, _) = step(None, dtype=torch.float32, dim=64)
-    assert served_by(args) == "portable"
+    assert served_by(args) == "cuda"
+    assert served_by(args, flashinfer) == "portable"
     assert_means(args, *kvdock.ops.paged_attention(**args, return_lse=True))

@@ -79,7 +79,7 @@ def _devices(loaded: LoadedBackend) -> list[str]:
 
 
 def command(json_output: JsonFlag = False) -> None:
-    """List the backends, the ops that each serves with its own or with portable kernels, and the ops that plugins bring."""
+    """List the backends, the ops that each serves with its own kernels or else with portable ones, and the ops that plugins bring."""
     with errors_shown("backends", json_output):
         rows, ops = describe(runtime.default().registry), describe_ops(runtime.default().registry)
     if json_output:

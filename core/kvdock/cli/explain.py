@@ -113,11 +113,12 @@ def command(
 
 
 def _show(found: dict[str, Any]) -> None:
+    told = [found["backend"], *(name for name, _ in found["rejected"])]
     show_lines(
         f"{found['op']} on {found['device']} is served by {found['served_by']}: {found['kernel']}",
         f"backend: {found['backend']} ({found['backend_reason']})",
         *(f"not {name}: {', '.join(reasons)}" for name, reasons in found["rejected"]),
-        *(f"other backend {item['name']}: {item['reason']}" for item in found["candidates"] if item["name"] != found["backend"]),
+        *(f"other backend {item['name']}: {item['reason']}" for item in found["candidates"] if item["name"] not in told),
         *([_run_text(found["run"])] if "run" in found else []),
     )
     if found["descriptors"]:

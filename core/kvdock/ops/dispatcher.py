@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from kvdock.ops.catalog import CATALOG
 from kvdock.ops.entry import OpEntry
 from kvdock.ops.portable import PORTABLE_KERNELS
 from kvdock.ops.schema import OpSchema
-from kvdock.ops.selection import Choice, Chooser, Selection
+from kvdock.ops.selection import Choice, Chooser, Rejected, Selection
 from kvdock.ops.shared import Shared
 from kvdock.ops.validate import validate
 
@@ -31,8 +32,8 @@ PORTABLE = "portable"
 class Explanation:
     """Which kernel would run for a call, for people. See `OpDispatcher.explain`.
 
-    ``backend`` was chosen for the device, and ``served_by`` is its name or ``"portable"``. ``kernel`` is a class, and
-    ``rejected`` names each other candidate with its reasons.
+    ``backend`` was chosen for the device. ``served_by`` is its name, that of another that claims the device, or
+    ``"portable"``. ``kernel`` is a class, and ``rejected`` names each candidate that was asked before, with its reasons.
     """
 
     op: str
@@ -86,28 +87,33 @@ class OpDispatcher(Shared):
         return self.chooser.choose(op, device, None if named == PORTABLE else named)
 
     def select(self, request: Request, named: str | None = None) -> Selection:
-        """Choose the kernel that serves a request: the backend's own, else a portable one.
+        """Choose the kernel that serves a request: that of the chosen backend, else of another that claims the device, else a portable one.
+
+        A backend that is named is left for portable kernels only.
 
         Raises:
-            UnsupportedError: neither serves it; lists every reason.
-            BackendError: no backend can be chosen.
+            UnsupportedError: none serves it; lists every reason.
+            BackendError: no backend can be chosen, or two that nothing prefers serve what the chosen one does not.
         """
-        choice = self.choose(request.op, request.device, named)
-        own, portable = choice.kernels.get(request.op), self._portable(request.op)
-        schema = self._ops[request.op].schema
+        choice, schema = self.choose(request.op, request.device, named), self._ops[request.op].schema
         against = ("use_backend asked for portable kernels",) if named == PORTABLE else own_reasons(request, choice, schema)
-        if own is not None and not against:
-            known = schema.known_to(choice.api)
-            return Selection(own, choice.backend.name, choice, request.device, (), None if len(known) == len(schema.args) else known)
-        rejected = [(choice.backend.name, against)]
+        rejected: Rejected = ((choice.backend.name, against),) if against else ()
+        serving = None if against else choice
+        if serving is None and named is None:
+            reasons = functools.partial(own_reasons, request, schema=schema)
+            serving, rejected = self.chooser.instead(request.op, request.device, rejected, reasons)
+        if serving is not None:
+            known = schema.known_to(serving.api)
+            places = None if len(known) == len(schema.args) else known
+            return Selection(serving.kernels[request.op], serving.backend.name, serving, request.device, rejected, places)
+        portable = self._portable(request.op)
         against = _kernel_reasons(request, portable, PORTABLE)
         if portable is not None and not against:
-            return Selection(portable, PORTABLE, choice, request.device, tuple(rejected))
-        rejected.append((PORTABLE, against))
+            return Selection(portable, PORTABLE, choice, request.device, rejected)
         raise UnsupportedError(
             f"{request.op} on {request.device}",
             expected="a request that some kernel serves",
-            got="; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in rejected),
+            got="; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in (*rejected, (PORTABLE, against))),
         )
 
     def prepare(self, request: Request, selection: Selection) -> Descriptor:
@@ -137,11 +143,12 @@ class OpDispatcher(Shared):
         The arguments are in the schema's order, None where absent; ``named`` is the backend to ask for, as `use_backend` does.
         """
         selection = self.select(validate(self.op(op).schema, args), named)
+        choice = self.choose(op, selection.device, named)
         return Explanation(
             op,
             str(selection.device),
-            selection.choice.backend.name,
-            selection.choice.reason,
+            choice.backend.name,
+            choice.reason,
             selection.served_by,
             f"{type(selection.kernel).__module__}.{type(selection.kernel).__qualname__}",
             [(name, list(reasons)) for name, reasons in selection.rejected],

@@ -127,8 +127,7 @@ class OpEntry(Shared):
     def _check_values(self, values: tuple[Any, ...], named: str | None) -> None:
         """Read index values back and check them, unless a graph is being captured."""
         request = validate(self.schema, values)
-        choice = self.dispatcher.choose(self.schema.name, request.device, named)
-        if self.schema.check_values is None or choice.backend.is_capturing(request.device):
+        if self.schema.check_values is None or self.dispatcher.select(request, named).choice.backend.is_capturing(request.device):
             return
         for finding in self.schema.check_values(_index_values_on_host(self.schema, values)):
             warnings.warn(f"{self.schema.name}: {finding}", KVDockWarning, stacklevel=5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import attrs
@@ -11,7 +11,10 @@ import torch
 from kvdock.interface import KVDOCK_API, Backend, Capabilities, Kernel
 from kvdock.ops.brought import Op
 
-__all__ = ["Choice", "Chooser", "Selection"]
+__all__ = ["Choice", "Chooser", "Rejected", "Selection"]
+
+Rejected = tuple[tuple[str, tuple[str, ...]], ...]
+"""Who was asked to serve a request and does not, each with its reasons."""
 
 
 @attrs.frozen
@@ -53,17 +56,30 @@ class Chooser(Protocol):
         """
         ...
 
+    def instead(
+        self, op: str, device: torch.device, rejected: Rejected, against: Callable[[Choice], tuple[str, ...]]
+    ) -> tuple[Choice | None, Rejected]:
+        """Return who else of those that claim the device serves a request, if any does, and all who were asked and do not.
+
+        Asks by priority, the highest first, for reasons ``against`` each; ``rejected`` has the chosen backend's.
+
+        Raises:
+            AmbiguousBackendError: several of one priority serve it.
+        """
+        ...
+
 
 @attrs.frozen
 class Selection:
-    """Which kernel serves a request, and why each other candidate does not.
+    """Which kernel serves a request, and why each candidate before it does not.
 
-    ``known`` are the places of the arguments that the kernel's version of the contract has; None where it has all.
+    ``choice`` is the backend that serves it; of a portable kernel, that which was chosen. ``known`` are the places of the
+    arguments that the kernel's version of the contract has; None where it has all.
     """
 
     kernel: Kernel
     served_by: str
     choice: Choice
     device: torch.device
-    rejected: tuple[tuple[str, tuple[str, ...]], ...]
+    rejected: Rejected
     known: tuple[int, ...] | None = None

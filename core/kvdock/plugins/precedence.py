@@ -2,12 +2,13 @@
 
 In this order: the call's own argument, what is configured for the op, what is configured for the device (first by the
 program, then by the environment), the only backend that is ready and claims the device, the highest priority. A tie is
-an error.
+an error. The others that claim the device come behind, by priority, for what the chosen one does not serve.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -15,14 +16,14 @@ import torch
 
 from kvdock.errors import AmbiguousBackendError, BackendUnavailableError, NoBackendError
 from kvdock.guarded import ask_devices
-from kvdock.ops.selection import Choice
+from kvdock.ops.selection import Choice, Rejected
 from kvdock.plugins.contract import RESERVED
 from kvdock.plugins.discovery import Discovery
 from kvdock.plugins.loading import LoadedBackend
 from kvdock.plugins.records import PluginRecord, PluginState
 from kvdock.plugins.settings import PER_DEVICE
 
-__all__ = ["Candidate", "Configured", "candidates", "choice_of", "decide", "require", "select", "why_unavailable"]
+__all__ = ["Candidate", "Configured", "behind", "candidates", "choice_of", "decide", "only_one", "require", "select", "why_unavailable"]
 
 _Selected = tuple[LoadedBackend, str]
 
@@ -91,6 +92,30 @@ def select(known: Discovery, configured: Configured, op: str, device: torch.devi
         )
     loaded, reason = _preferred(op, device, claimants)
     return loaded, "; ".join([reason, *_broken_rivals(known, device, loaded)])
+
+
+def behind(known: Discovery, device: torch.device, first: str) -> list[tuple[int, list[str]]]:
+    """Return who else claims a device, the highest priority first: each priority with the names of those that have it."""
+    others = [
+        (-loaded.capabilities.priority, name) for name, loaded in known.loaded.items() if name != first and _claims(loaded, device)[0]
+    ]
+    return [(-order, [name for _, name in equals]) for order, equals in itertools.groupby(sorted(others), key=operator.itemgetter(0))]
+
+
+def only_one(op: str, device: torch.device, able: Sequence[Choice], priority: int, rejected: Rejected) -> Choice:
+    """Return the one of some equal backends that serves a request which those before them do not.
+
+    Raises:
+        AmbiguousBackendError: several do.
+    """
+    if len(able) == 1:
+        return able[0]
+    names = ", ".join(f"{each.backend.name} (priority {priority})" for each in able)
+    refused = "; ".join(f"{name} does not ({', '.join(reasons)})" for name, reasons in rejected)
+    raise AmbiguousBackendError(
+        f"{op}: several backends that claim {device} serve the request, and none is preferred: {names}; {refused}",
+        fix="use kvdock.use_backend(name) for such calls, or leave out all but one with KVDOCK_BACKENDS_DENY",
+    )
 
 
 def _broken_rivals(known: Discovery, device: torch.device, chosen: LoadedBackend) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,12 +13,12 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError, BackendUnavaila
 from kvdock.interface import Backend, Kernel
 from kvdock.ops.brought import Op
 from kvdock.ops.catalog import CATALOG
-from kvdock.ops.selection import Choice
+from kvdock.ops.selection import Choice, Rejected
 from kvdock.plugins.discovery import Discovery, discover
 from kvdock.plugins.environment import EnvironmentWatch
 from kvdock.plugins.gate import Gate
 from kvdock.plugins.loading import LoadedBackend, StepWatcher, admit, unwatched
-from kvdock.plugins.precedence import Candidate, Configured, candidates, choice_of, select, why_unavailable
+from kvdock.plugins.precedence import Candidate, Configured, behind, candidates, choice_of, only_one, select, why_unavailable
 from kvdock.plugins.records import PluginRecord, PluginState
 from kvdock.plugins.refusals import refuse_broken, refuse_taken, report
 
@@ -95,6 +95,31 @@ class Registry:
         self._tell()
         return choice
 
+    def instead(
+        self, op: str, device: torch.device, rejected: Rejected, against: Callable[[Choice], tuple[str, ...]]
+    ) -> tuple[Choice | None, Rejected]:
+        """Return who else serves a request, and all who were asked and do not: see `Chooser.instead`.
+
+        Who is configured comes first, as for every call, and the others behind it. A tie is one of those that serve the request.
+        """
+        for priority, names in behind(self._discovery(), device, rejected[0][0]):
+            asked = [(choice, against(choice)) for choice in self._with_kernels(names, op, f"claims {device} with priority {priority}")]
+            rejected += tuple((choice.backend.name, reasons) for choice, reasons in asked if reasons)
+            able = [choice for choice, reasons in asked if not reasons]
+            if able:
+                return only_one(op, device, able, priority, rejected), rejected
+        return None, rejected
+
+    def _with_kernels(self, names: Sequence[str], op: str, reason: str) -> list[Choice]:
+        """Return backends as choices, once they were asked for their kernels; one that fails to bring them is not among them."""
+        with self._gate.held():
+            for name in names:
+                if name in (known := self._discovery().loaded) and not known[name].is_asked:
+                    self._ask_kernels(name)
+            known = self._discovery().loaded
+        self._tell()
+        return [choice_of(known[name], reason, op) for name in names if name in known]
+
     def _ask_kernels(self, name: str) -> Discovery:
         """Ask a backend for its kernels, and return what is known then: one that fails is ready no more. Hold the lock."""
         with self._gate.loading():
@@ -151,6 +176,10 @@ class Registry:
     def candidates(self, device: torch.device) -> list[Candidate]:
         """Return every backend, and every plugin without one, with why it does or does not come into question for a device."""
         return candidates(self._discovery(), device)
+
+    def claimants(self, device: torch.device) -> list[Backend]:
+        """Return the backends that are ready and claim a device, sorted by name."""
+        return [self.backend(item.name) for item in sorted(self.candidates(device), key=lambda item: item.name) if item.claims]
 
     def loaded(self) -> Mapping[str, LoadedBackend]:
         """Return the backends that are ready, by name, with their kernels and capabilities."""

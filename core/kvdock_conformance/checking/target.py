@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -56,12 +57,17 @@ class Target:
         return runtime.default().registry.loaded()[self.name].kernels
 
     def using(self, op: str) -> AbstractContextManager[None]:
-        """Return a block in which an op is served by this backend: an ordinary call where it is the usual choice."""
+        """Return a block in which an op is served by this backend or portable kernels: an ordinary call where no other may serve it."""
         try:
-            usual = runtime.default().dispatcher.choose(op, self.device, None).backend
-        except kvdock.BackendError:  # none or several claim the device
-            usual = None
-        return nullcontext() if usual is self.backend else kvdock.use_backend(self.name)
+            usual = self._is_alone and runtime.default().dispatcher.choose(op, self.device, None).backend is self.backend
+        except kvdock.BackendError:  # another one is configured, and cannot be had
+            usual = False
+        return nullcontext() if usual else kvdock.use_backend(self.name)
+
+    @functools.cached_property
+    def _is_alone(self) -> bool:
+        """Whether nobody else claims the device."""
+        return runtime.default().registry.claimants(self.device) == [self.backend]
 
     def call(self, op: str, args: dict[str, Any]) -> Any:
         """Call an op with arguments by name: one of `kvdock.ops` with scales and outputs as keywords.

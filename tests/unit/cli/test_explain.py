@@ -7,8 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from kvdock.cli.app import build
+from kvdock.ops.portable import PORTABLE_KERNELS
+from kvdock.plugin import Priority
 from kvdock.runtime import Runtime
-from support_plugins import CallKernel
+from support_plugins import CallKernel, InProcessBackend, plugin
 
 
 def explain(*arguments: str, code: int = 0) -> dict[str, Any]:
@@ -34,6 +36,22 @@ def test_portable_kernel_with_the_reason(acme_runtime: Runtime) -> None:
     answer = explain("gather_paged", "--heads", "2", "--head-dim", "64", "--block-size", "8", "--dtype", "torch.float32")
     assert answer["served_by"] == "portable"
     assert answer["rejected"] == [["acme", ["it has no kernel for this op"]]]
+
+
+def test_another_backend_that_serves_what_the_chosen_one_does_not(acme_runtime: Runtime) -> None:
+    other = InProcessBackend("other", claims=("cpu",), devices=("cpu",), kernels=PORTABLE_KERNELS, priority=Priority.FALLBACK)
+    last = InProcessBackend("last", claims=("cpu",), devices=("cpu",), priority=Priority.FALLBACK)
+    acme_runtime.registry.register(plugin(other, last), "two")
+    answer = explain("gather_paged", "--run", "1")
+    assert (answer["backend"], answer["served_by"], answer["run"]["calls"]) == ("acme", "other", 1)
+    assert answer["rejected"] == [["acme", ["it has no kernel for this op"]], ["last", ["it has no kernel for this op"]]]
+    text = CliRunner().invoke(build(["explain"]), ["explain", "gather_paged"]).stdout
+    assert text.startswith("gather_paged on cpu is served by other: kvdock.ops.portable.")
+    told = [line.split(":")[0] for line in text.splitlines()]
+    assert told[2:4] == ["not acme", "not last"]
+    assert "other backend other" in told
+    assert not {"other backend acme", "other backend last"} & {*told}, "they were told before"
+    assert explain("gather_paged", "--backend", "acme")["served_by"] == "portable"
 
 
 def test_overridden_kernel_shows(acme_runtime: Runtime) -> None:

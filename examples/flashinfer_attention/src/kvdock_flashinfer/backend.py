@@ -20,7 +20,7 @@ _FIX = f"pip install {_PACKAGE}, or take this plugin out with KVDOCK_BACKENDS_DE
 class FlashInferBackend(CudaBackend):
     """Serves NVIDIA GPUs as kvdock's own backend does, and `paged_attention` by FlashInfer.
 
-    It is one backend rather than a kernel, since kvdock chooses a backend first: what this one lacked, portable kernels would serve.
+    It has the built-in kernels for all else, so that it serves that too where it is named.
     """
 
     name = "flashinfer"
