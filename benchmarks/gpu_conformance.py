@@ -42,7 +42,7 @@ def started(area: str, given: argparse.Namespace, folder: Path) -> subprocess.Po
 def proved(given: argparse.Namespace, areas: list[str]) -> list[dict[str, Any]]:
     """Seed the faults of areas, in processes side by side, each of which takes the next few until the limit."""
     plan, begun = ConformancePlan(given.backend, load()), time.monotonic()
-    every = [fault for fault in faults_of(plan, faults.load()) if fault.area in areas]
+    every = sorted((fault for fault in faults_of(plan, faults.load()) if fault.area in areas), key=lambda fault: areas.index(fault.area))
     chunks = [every[begin : begin + _CHUNK] for begin in range(0, len(every), _CHUNK)]
 
     def in_time(proof: Proof) -> None:
@@ -104,7 +104,7 @@ def main() -> int:
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--level", choices=["core", "extended"], default="extended")
     parser.add_argument("--prove", action="store_true", help="also seed the kit's faults, after the requirements of core level")
-    parser.add_argument("--areas", nargs="*", help="only these")
+    parser.add_argument("--areas", nargs="*", help="only these, in this order")
     parser.add_argument("--limit", type=float, default=560, help="seconds for the requirements, and as many for the faults")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that seed faults")
     parser.add_argument("--out", type=Path, required=True)
