@@ -27,6 +27,7 @@ from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.checking import fresh
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.faults.fault import Args, BackendCall, Fault, Faults, FaultyCall
+from kvdock_conformance.faults.seeds import HostSeed
 
 __all__ = ["FAULTS"]
 
@@ -51,8 +52,9 @@ class _FreshSeed:
         return mock.patch.object(fresh, "SEEDED", list(self.lines))
 
 
-def _fresh(name: str, sentence: str, killer: str, *lines: str) -> None:
-    FAULTS.append(Fault(f"hygiene-{name}", sentence, _AREA, (killer,), _FreshSeed(lines)))
+def _fresh(name: str, sentence: str, killer: str, *lines: str, only_host: bool = False) -> None:
+    seed = HostSeed(_FreshSeed(lines)) if only_host else _FreshSeed(lines)
+    FAULTS.append(Fault(f"hygiene-{name}", sentence, _AREA, (killer,), seed))
 
 
 _AT_IMPORT = (
@@ -170,6 +172,7 @@ for _op in ("gather_paged", "static_update_", "copy_blocks_"):
         "    crew[:] = [os.getpid()]",
         "    return own_op(*args, **settings)",
         f"kvdock.ops.{_op} = faulty",
+        only_host=True,  # torch itself refuses a forked process a device that is in use
     )
 
 

@@ -86,7 +86,7 @@ class KernelSeed:
 
 @attrs.frozen
 class HostSeed:
-    """A seed that makes sense only where memory can be reached by its address.
+    """A seed that makes sense only on host memory, as where it is reached by its address.
 
     Args:
         seed: the seed.
