@@ -7,11 +7,13 @@ embedders can make their own and pass its dispatcher, or make it the process's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from kvdock.guarded import ask
+from kvdock.guarded import ask, ask_guard
+from kvdock.interface import Backend
 from kvdock.ops.active import ACTIVE_OPS
 from kvdock.ops.dispatcher import OpDispatcher
 from kvdock.ops.modes import MODE
@@ -41,11 +43,34 @@ class Runtime(Shared):
         synchronise; padding does not count. A device without an index is the current one of its type.
         """
         device = torch.empty(0, device=device).device  # with its index: counts are kept by device
-        mode = MODE.get()
-        backend = self.dispatcher.choose("paged_caching_", device, mode.named if mode is not None else None).backend
+        backend = self._backend(device)
         question, fits = f"skipped_writes({device})", lambda count: isinstance(count, int)
         own: int = ask(backend.name, question, lambda: backend.skipped_writes(device), "an int", fits)
         return own + SKIPPED.read(device)
+
+    def capture(self, device: torch.device, steps: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
+        """Make each step one call that repeats it, by the device's backend, or the one that `use_backend` names.
+
+        `kvdock.interface.Backend.capture` says what a step may do, and what comes back: the steps themselves where nothing is recorded.
+        What a step raises comes through, with a note; a backend's answer that is no function for each is a `PluginError`.
+        """
+        backend = self._backend(device)
+        try:
+            with ask_guard(backend, device):
+                made = backend.capture(device, steps)
+        except Exception as error:  # the steps are the caller's, so it need not be the backend's fault
+            error.add_note(f"raised while backend {backend.name!r} captured steps on {device}: a step must not wait for the device")
+            raise
+
+        def fits(answer: Any) -> bool:
+            return isinstance(answer, Sequence) and len(answer) == len(steps) and all(map(callable, answer))
+
+        return list(ask(backend.name, f"capture({device}, ...)", lambda: made, f"{len(steps)} functions", fits))
+
+    def _backend(self, device: torch.device) -> Backend:
+        """Return the backend of a device, or the one that `use_backend` names."""
+        mode = MODE.get()
+        return self.dispatcher.choose("paged_caching_", device, mode.named if mode is not None else None).backend
 
 
 _lock = threading.Lock()

@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plugins": LEAVES | {"descriptors", "guarded", "ops"},
     "plugin": LEAVES | {"bits", "ops", "plugins", "prefix"},
     "runtime": LEAVES | {"descriptors", "guarded", "ops", "plugins"},
+    "captured": LEAVES | {"runtime", "scheduler", "kvdock"},
     "cache": LEAVES | {"ops"},
     "prefix": {"errors", "spec", "process"},
     "scheduler": {"errors", "spec", "prefix"},
