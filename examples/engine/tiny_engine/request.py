@@ -42,8 +42,7 @@ class Request:
     def draw(self) -> float:
         """Return its next random number, from 0 to 1."""
         if self._random is None:
-            self._random = torch.Generator()
-            self._random.seed() if self.seed is None else self._random.manual_seed(self.seed)
+            self._random = torch.Generator().manual_seed(torch.Generator().seed() if self.seed is None else self.seed)
         return float(torch.rand((), generator=self._random))
 
     def take(self, token: int) -> str:

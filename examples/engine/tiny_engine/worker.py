@@ -40,3 +40,4 @@ class Worker:
     def _cancel_all(self, reason: str, error: str) -> None:
         for request in [*self.engine.batcher.running, *self.engine.batcher.waiting]:
             self.engine.cancel(request, reason, error)
+        self.engine.manager.hand_over()
