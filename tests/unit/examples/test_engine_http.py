@@ -268,7 +268,7 @@ def test_the_ten_lines_of_its_page(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: Letter())
     first, *_ = blocks(Path("examples/engine/README.md"), "py")
     assert len([line for line in first.text.splitlines() if line and "import" not in line]) <= 10
-    exec(compile(first.text, str(first), "exec"), {})
+    exec(compile(first.text, str(first), "exec"), {})  # noqa: S102 - the page is ours
     (printed,) = capsys.readouterr().out.splitlines()
     assert printed.count("length") == 2
     assert "thesea" in printed
