@@ -57,6 +57,7 @@ class Asked:
     request: Request
     task: Any = None
     first_token: float | None = None
+    is_told: bool = False
 
     @property
     def question(self) -> str:
@@ -96,7 +97,7 @@ def main() -> int:
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="ten requests on the example engine, or its HTTP endpoint")
-    parser.add_argument("--num-blocks", type=int, default=24, help="blocks of 16 tokens in the pool (default: %(default)s)")
+    parser.add_argument("--num-blocks", type=int, default=26, help="blocks of 16 tokens in the pool (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="where model and pool are, as torch names it (default: %(default)s)")
     parser.add_argument("--port", type=int, help="serve HTTP there, until it is stopped")
     return parser.parse_args()
@@ -133,7 +134,8 @@ def show(progress: Progress, one: Asked, now: float, *, has_come: bool) -> None:
         one.first_token = now
     computing = "reads its prompt" if request.sequence and not new else "runs" if request.sequence else "waits"
     state = request.finish_reason or (computing if has_come else "")
-    if not console.is_terminal and request.finish_reason and progress.tasks[one.task].fields["state"] != state:
+    if not console.is_terminal and request.finish_reason and not one.is_told:
+        one.is_told = True
         console.print(f"{now:5.1f} s: {new:2} tokens, {state}: {one.question}")
     again = f", began again {request.preemptions} times" if request.preemptions else ""
     progress.update(one.task, completed=new, state=state + again)

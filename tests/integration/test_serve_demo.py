@@ -28,7 +28,7 @@ def run(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
 
 @needs_model
 def test_ten_requests_get_the_tokens_of_generate() -> None:
-    done = run("--num-blocks", "20")
+    done = run()
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"^ *[0-9.]+ s: +\d+ tokens, (?:stop|length): ", done.stdout, re.MULTILINE)) == 10, "a line for each"
     rows = re.findall(r"│ *[0-9.]+ s *│ *(\d+) *│ *(\d+) *│ *(\d+) *│ *[0-9.]+ s *│ *(\d+) *│ *yes *│", done.stdout)
