@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from kvdock import runtime as runtimes
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
-from kvdock.runtime import Runtime
+from kvdock.runtime import Runtime, default
 from kvdock.scheduler.batch_tables import BatchTables, TableViews
 from kvdock.scheduler.sequence import CacheSequence
 from kvdock.spec import check_int
@@ -73,7 +72,7 @@ class CapturedSteps:
         tables.update([])  # nothing but padding, which writes nothing
         # The largest first, so that its memory is there for the others. Kept, since graphs hold no tensor of the step's.
         self._steps = {size: self._step_of(step, size) for size in reversed(self.batch_sizes)}
-        replays = (runtime or runtimes.default()).capture(device, list(self._steps.values()))
+        replays = (runtime or default()).capture(device, list(self._steps.values()))
         self._replays = dict(zip(self._steps, replays, strict=True))
         self.is_captured = any(self._replays[size] is not own for size, own in self._steps.items())
 
