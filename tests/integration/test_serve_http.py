@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -47,7 +48,7 @@ def client() -> Iterator[Any]:
                         time.sleep(0.5)
                 yield client
         finally:
-            server.terminate()
+            server.send_signal(signal.SIGINT)
     assert server.returncode == 0, "it ends when it is told to"
 
 
