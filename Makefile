@@ -8,7 +8,7 @@ PYTEST := $(TEST_ENV) $(PY) -m pytest
 # The interpreter of the gpu targets: the one they are called with, since such machines bring their own torch.
 PYTHON ?= python3
 
-.PHONY: setup demo test test-all check format bench bench-prefix aot calls matrix gpu-test gpu-bench clean
+.PHONY: setup demo serve-demo test test-all check format bench bench-prefix aot calls matrix gpu-test gpu-bench clean
 
 setup: $(VENV)/.ready
 
@@ -26,6 +26,10 @@ $(VENV)/.model: $(VENV)/.ready
 
 demo: $(VENV)/.model
 	HF_HUB_OFFLINE=1 $(PY) examples/demo.py
+
+# Requests that come at different times, on the example engine, beside generate().
+serve-demo: $(VENV)/.model
+	HF_HUB_OFFLINE=1 $(PY) examples/serve_demo.py
 
 # tests/architecture is part of `make check`. Three workers for two cores: many tests wait for a process or a limit of time.
 test: setup

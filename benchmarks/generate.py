@@ -161,7 +161,10 @@ def page(record: dict[str, Any]) -> str:
     lines = [f"# generate() on {record['machine']['card']}", "", "Written by `benchmarks/generate.py`.", ""]
     lines += [f"* {name}: {value}" for name, value in {**record["machine"], **record["options"]}.items()]
     lines += ["", "Milliseconds of a decode step: median (quartiles), and of DynamicCache's; the first round's mean of the second's.", ""]
-    lines += ["| batch | prompt | way | step | of DynamicCache | first of second | first token | peak, MiB | same tokens |", "|---|" + "---|" * 8]
+    lines += [
+        "| batch | prompt | way | step | of DynamicCache | first of second | first token | peak, MiB | same tokens |",
+        "|---|" + "---|" * 8,
+    ]
     for one in record["cells"]:
         base = next(iter(one["ways"].values()))
         for name, found in one["ways"].items():

@@ -270,3 +270,21 @@ class Backend(ABC):
     def is_capturing(self, device: torch.device) -> bool:
         """Whether the current stream of ``device`` records a graph right now."""
         return False
+
+    def capture(self, device: torch.device, steps: Sequence[Callable[[], Any]]) -> Sequence[Callable[[], Any]]:
+        """Make each step one call that repeats what it launches, on a device that records graphs; by default the steps themselves.
+
+        Asked under `device_guard`, outside of any graph. A step reads and writes tensors that stay where they are, and what
+        it returns stays where the first call has put it, until the next call of any of them.
+
+        Args:
+            device: device of all tensors.
+            steps: each was called once, on the current stream. Call each at least once more on the stream that it is
+                recorded from, before any is recorded: what a first call prepares cannot be recorded. The one that takes
+                the most memory comes first, and the others may share its memory: never two of them run at a time.
+
+        Returns:
+            A function for each step, without arguments, which launches on the stream that is current then and returns what
+            the step returned. It holds what a replay needs, but for tensors that steps were given: core keeps the steps.
+        """
+        return steps

@@ -7,11 +7,12 @@ embedders can make their own and pass its dispatcher, or make it the process's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from kvdock.guarded import ask
+from kvdock.guarded import ask, ask_guard
 from kvdock.interface import Backend
 from kvdock.ops.active import ACTIVE_OPS
 from kvdock.ops.dispatcher import OpDispatcher
@@ -42,12 +43,40 @@ class Runtime(Shared):
         May synchronise; padding does not count. A device without an index is the current one of its type.
         """
         device = torch.empty(0, device=device).device  # with its index: counts are kept by device
+        return SKIPPED.read(device) + sum(_skipped_by(backend, device) for backend in self._backends(device))
+
+    def capture(self, device: torch.device, steps: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
+        """Make each step one call that repeats it, by the device's backend, or the one that `use_backend` names.
+
+        Where the device's backend has no graphs, as one for a single kernel may, another that claims the device records them.
+
+        `kvdock.interface.Backend.capture` says what a step may do, and what comes back: the steps themselves where nothing is recorded.
+        What a step raises comes through, with a note; a backend's answer that is no function for each is a `PluginError`.
+        """
+        backends = self._backends(device)
+        backend = next((each for each in backends if self._has_graphs(each)), backends[0])
+        try:
+            with ask_guard(backend, device):
+                made = backend.capture(device, steps)
+        except Exception as error:  # the steps are the caller's, so it need not be the backend's fault
+            error.add_note(f"raised while backend {backend.name!r} captured steps on {device}: a step must not wait for the device")
+            raise
+
+        def fits(answer: Any) -> bool:
+            return isinstance(answer, Sequence) and len(answer) == len(steps) and all(map(callable, answer))
+
+        return list(ask(backend.name, f"capture({device}, ...)", lambda: made, f"{len(steps)} functions", fits))
+
+    def _has_graphs(self, backend: Backend) -> bool:
+        return self.registry.loaded()[backend.name].capabilities.graph_capture
+
+    def _backends(self, device: torch.device) -> list[Backend]:
+        """Return the backend of a device and the others that claim it, or the one that `use_backend` names: who may serve calls."""
         mode = MODE.get()
         named = mode.named if mode is not None else None
         first = self.dispatcher.choose("paged_caching_", device, named).backend
-        others = [] if named is not None else self.registry.claimants(device)  # each may have served what those before it did not
-        backends = {backend.name: backend for backend in (first, *others)}
-        return SKIPPED.read(device) + sum(_skipped_by(backend, device) for backend in backends.values())
+        others = [] if named is not None else self.registry.claimants(device)
+        return list({backend.name: backend for backend in (first, *others)}.values())
 
 
 def _skipped_by(backend: Backend, device: torch.device) -> int:

@@ -361,3 +361,8 @@ def test_a_module_without_a_guard_is_not_ready(monkeypatch: pytest.MonkeyPatch) 
 
     assert Guarded("meta").probe().state is not kvdock.plugin.ProbeState.ABSENT
     assert "torch.meta" not in Guarded("meta").probe().reason, "a guard of its own needs none of torch's"
+
+
+def test_where_torch_has_no_graphs_steps_stay_as_they_are() -> None:
+    steps = [lambda: 1, lambda: 2]
+    assert Of("cpu").capture(torch.device("cpu"), steps) is steps

@@ -14,13 +14,14 @@ A third party's whole backend::
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from kvdock.plugin import Backend, BackendError, Capabilities, Kernel, Probe, SkipCounter
+from kvdock_triton.graphs import captured, has_graphs
 from kvdock_triton.tuning import DEFAULT, Tuning
 
 __all__ = ["TritonBackend"]
@@ -146,6 +147,10 @@ class TritonBackend(Backend):
             return False
         with self.device_guard(device):
             return bool(self.module.is_current_stream_capturing())
+
+    def capture(self, device: torch.device, steps: Sequence[Callable[[], Any]]) -> Sequence[Callable[[], Any]]:
+        """Record a graph of each step, where torch's module for these devices has graphs."""
+        return captured(self.module, steps) if has_graphs(self.module) else steps
 
 
 def _is_known(torch_type: str) -> bool:

@@ -7,7 +7,7 @@ length.
 """
 
 from kvdock.prefix.interface import BlockIds
-from kvdock.scheduler.batch_tables import BatchTables, HostTables
+from kvdock.scheduler.batch_tables import BatchTables, HostTables, TableViews
 from kvdock.scheduler.block_allocator import BlockAllocator
 from kvdock.scheduler.cache_manager import CacheManager
 from kvdock.scheduler.exporters import CSRTable, csr_table, dense_table, sequence_lengths, token_table
@@ -27,6 +27,7 @@ __all__ = [
     "HostTables",
     "Pin",
     "SequenceBatch",
+    "TableViews",
     "csr_table",
     "dense_table",
     "sequence_lengths",

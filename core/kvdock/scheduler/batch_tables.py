@@ -30,7 +30,7 @@ from kvdock.scheduler.rows import Index, positions_of
 from kvdock.scheduler.sequence import CacheSequence
 from kvdock.spec import device_of
 
-__all__ = ["BatchTables", "HostTables"]
+__all__ = ["BatchTables", "HostTables", "TableViews"]
 
 
 @attrs.frozen(eq=False)
@@ -43,6 +43,18 @@ class HostTables:
     cu_query_lens: Int32
     positions: Int32
     slot_mapping: Int32
+
+
+@attrs.frozen(eq=False)
+class TableViews:
+    """The first rows and tokens of `BatchTables`, as views: what stands in them is that of the last update, whenever it was."""
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_lens: torch.Tensor
+    cu_query_lens: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
 
 
 class BatchTables(NotCopied):
@@ -147,6 +159,22 @@ class BatchTables(NotCopied):
         if not self._is_host:
             self._send(changed)
 
+    def first(self, rows: int, tokens: int) -> TableViews:
+        """Return views of the first rows and tokens, such as those that a step has, without the padding behind them.
+
+        Raises:
+            ArgumentTypeError, ArgumentValueError: a number that is none, below 0, or beyond the tables.
+        """
+        rows, tokens = count_of("BatchTables.first: rows", rows), count_of("BatchTables.first: tokens", tokens)
+        self._check(rows, 0, tokens, "BatchTables.first")
+        of_rows, of_tokens = (self.seq_lens[:rows], self.query_lens[:rows]), (self.positions[:tokens], self.slot_mapping[:tokens])
+        return TableViews(self.block_table[:rows], *of_rows, self.cu_query_lens[: rows + 1], *of_tokens)
+
+    def staged(self, values: torch.Tensor) -> torch.Tensor:
+        """Return a copy of values on the host that can be sent to the tables' device without waiting, pinned where that helps."""
+        # Torch's allocator of pinned memory keeps it until the copy has been made.
+        return torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pinned).copy_(values)
+
     def _write_blocks(self, rows: Index) -> Index:
         """Write the rows of the block table whose blocks have changed; return which."""
         of, table = self._manager._rows, self.host.block_table
@@ -173,20 +201,18 @@ class BatchTables(NotCopied):
             self.block_table.index_copy_(0, index.to(device, non_blocking=True), rows_of.to(device, non_blocking=True))
 
     def _staged(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        """Return a copy of values to send from: torch's allocator of pinned memory keeps it until the copy has been made."""
-        source = torch.from_numpy(values)
-        return torch.empty(source.shape, dtype=source.dtype, pin_memory=self._pinned).copy_(source)
+        return self.staged(torch.from_numpy(values))
 
     def _parts(self, flat: Int32) -> list[Int32]:
         """Return the parts of the array that has all but the block table."""
         ends = np.cumsum(self._sizes).tolist()
         return [flat[stop - size : stop] for size, stop in zip(self._sizes, ends, strict=True)]
 
-    def _check(self, batch: int, blocks: int, tokens: int) -> None:
+    def _check(self, batch: int, blocks: int, tokens: int, where: str = "BatchTables.update") -> None:
         (rows, width), most = self.host.block_table.shape, self.host.positions.size
         if batch > rows or blocks > width or tokens > most:
             raise ArgumentValueError(
-                "BatchTables.update",
+                where,
                 expected=f"at most {rows} sequences, {width} blocks of each and {most} tokens",
                 got=f"{batch} sequences, up to {blocks} blocks and {tokens} tokens",
                 fix="make the tables with a larger batch_size, max_blocks or max_tokens",

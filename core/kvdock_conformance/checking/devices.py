@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ __all__ = [
     "STREAMS",
     "SYNC_DEBUG",
     "TWO_DEVICES",
+    "check_captured",
     "check_done_at_once",
     "check_foreign_tensor",
     "check_miss_under_capture",
@@ -262,6 +264,35 @@ def check_replay(target: Target, data: Mapping[str, Any]) -> None:
         call.check(f"a replay with slots {slots}")
         if target.skipped() - before != call.skips():
             raise NonconformanceError(f"skipped writes of a replay with {slots}", expected=call.skips(), got=target.skipped() - before)
+
+
+def check_captured(target: Target, data: Mapping[str, Any]) -> None:
+    """Have two steps captured, and repeat each in turn with other slots and values.
+
+    Raises:
+        NonconformanceError: there is not a function for each, one does not do what its step does, or returns something else.
+    """
+    calls = [made(target.device, data, heads=heads) for heads in (3, 2)]  # the one that takes more memory first
+
+    def step(call: DeviceCall) -> torch.Tensor:
+        call.call(target)
+        return call.written[0]
+
+    steps = [partial(step, call) for call in calls]
+    for first in steps:
+        first()
+    with target.backend.device_guard(target.device):
+        repeats = target.backend.capture(target.device, steps)
+    if not isinstance(repeats, Sequence) or len(repeats) != len(steps) or not all(map(callable, repeats)):
+        raise NonconformanceError(f"capture() of {target.name}", expected=f"{len(steps)} functions", got=repr(repeats)[:80])
+    for slots in data["replays"]:
+        for call, repeat in zip(calls, repeats, strict=True):
+            call.take(slots)
+            call.refill()
+            result = repeat()
+            call.check(f"a captured step with slots {slots}")
+            if not isinstance(result, torch.Tensor) or result.data_ptr() != call.written[0].data_ptr():
+                raise NonconformanceError("what a captured step returns", expected="what the step returned", got=repr(result)[:80])
 
 
 def check_miss_under_capture(target: Target, data: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import attrs
@@ -121,6 +122,18 @@ FAULTS[-1] = attrs.evolve(FAULTS[-1], seed=_Where(FAULTS[-1].seed, GRAPHS, False
 @FAULTS.backend(_AREA, "is_capturing", "device-always-capturing", "A device says that it records though nobody asked.", "KVD-DEVICE-006")
 def _always_capturing(inner: Callable[..., bool]) -> Callable[..., bool]:
     return lambda device: True
+
+
+@FAULTS.backend(_AREA, "capture", "captured-steps-are-the-first", "All captured steps repeat the first one.", "KVD-DEVICE-012")
+def _all_the_first(inner: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda device, steps: [inner(device, steps)[0]] * len(steps)
+
+
+@FAULTS.backend(
+    _AREA, "capture", "captured-steps-do-nothing", "A captured step returns what it returned, and does nothing.", "KVD-DEVICE-012"
+)
+def _captured_nothing(inner: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda device, steps: [partial(lambda result: result, step()) for step in steps]
 
 
 @FAULTS.function(_OP, "device-foreign-tensor-ignored", "A call with a tensor of another device does nothing.", "KVD-DEVICE-007")

@@ -12,6 +12,7 @@ from kvdock_conformance.checking.devices import (
     STREAMS,
     SYNC_DEBUG,
     TWO_DEVICES,
+    check_captured,
     check_foreign_tensor,
     check_miss_under_capture,
     check_no_sync,
@@ -28,6 +29,7 @@ __all__ = ["AREA", "REQUIREMENTS"]
 AREA = "devices"
 _SLOTS = [7, 3, 21, 4, 0, 31]
 _REPLAYS = [[30, 3, 1, 5, 6, 31], [9, -1, 8, -5, 7, -1], [99, 3, 32, 5, -1, 31], [-1] * 6]
+_STEPS = [[30, 3, 1, 5, 6, 31], [9, 2, 8, 11, 7, 0]]
 
 
 def _require(number: int, sentence: str, check: Check, *cases: Case, needs: Capability | None = None, hardware: str = "") -> Requirement:
@@ -99,5 +101,11 @@ REQUIREMENTS = [
         11,
         "Guards can be entered inside each other, and by threads at once, and leaving one makes the device before it current.",
         check_guard_again,
+    ),
+    _require(
+        12,
+        "A captured step repeats what the step does, with the slots and values of then, and returns what it returned.",
+        check_captured,
+        *_each(replays=_STEPS),
     ),
 ]

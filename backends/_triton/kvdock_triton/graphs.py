@@ -1,0 +1,60 @@
+"""Steps as graphs of the device: recorded once, launched as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+__all__ = ["WARM_UPS", "captured", "has_graphs"]
+
+WARM_UPS = 2
+"""How often a step runs before it is recorded: the first call compiles and prepares, and libraries settle what they chose in the second."""
+
+
+@attrs.frozen(eq=False)
+class _Replay:
+    """A graph, and what the step returned while it was recorded; the step's own tensors are in the graph's memory."""
+
+    graph: Any
+    result: Any
+
+    def __call__(self) -> Any:
+        """Launch it on the current stream."""
+        self.graph.replay()
+        return self.result
+
+
+def has_graphs(module: Any) -> bool:
+    """Whether torch's module for a kind of device, such as `torch.cuda`, has all that `captured` uses."""
+    return all(hasattr(module, name) for name in ("CUDAGraph", "Stream", "current_stream", "graph", "graph_pool_handle", "stream"))
+
+
+def captured(module: Any, steps: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
+    """Record a graph of each step on the current device, all in one pool of memory.
+
+    All warm up first, on a stream of their own, which is the one that they are recorded from: what libraries keep by stream is
+    there then. What one step needs beside its result is free for the next, so that the largest decides how much memory there is.
+
+    Args:
+        module: torch's module for the devices.
+        steps: the one that takes the most memory first.
+    """
+    here, side, memory = module.current_stream(), module.Stream(), module.graph_pool_handle()
+    side.wait_stream(here)
+    with module.stream(side):
+        for step in steps:
+            for _ in range(WARM_UPS):
+                step()
+    here.wait_stream(side)
+    with module.stream(here):  # torch leaves the stream as it is where a step cannot be recorded
+        return [_record(module, step, memory, side) for step in steps]
+
+
+def _record(module: Any, step: Callable[[], Any], memory: Any, side: Any) -> _Replay:
+    graph = module.CUDAGraph()
+    # Other threads, such as one that loads or pins memory, go on meanwhile: what they do is not this stream's.
+    with module.graph(graph, pool=memory, stream=side, capture_error_mode="thread_local"):
+        result = step()
+    return _Replay(graph, result)
