@@ -8,16 +8,18 @@ attention is computed both ways, and compared.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
 import torch
+from transformers import DynamicCache
 
 from kvdock.cache.paged import PagedKVCacheConfig
 from kvdock.errors import ArgumentValueError, UnsupportedError
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD
-from kvdock.integrations.transformers.measure import Measurement, input_device, run_tokens
+from kvdock.integrations.transformers.measure import Measurement, input_device
 from kvdock.integrations.transformers.reading import Check, Reader
 from kvdock.integrations.transformers.state import PagedState
 from kvdock.integrations.transformers.switching import configs_of, former_of
@@ -91,12 +93,25 @@ def _tried(model: Any, found: Measurement, conf: PagedKVCacheConfig, make: Calla
     small = attrs.evolve(conf, num_blocks=blocks, max_kv_memory_bytes=None)
     try:
         got = _run(model, make(small, Reader(weakref.ref(model), tuple(configs), check=check)))
-        expected = _run(model, run_tokens(model, _IDS[0], attention_mask=[row[: len(_IDS[0][0])] for row in _MASK]), skip=1)
+        expected = _run(model, DynamicCache(config=model.config))
     except UnsupportedError as error:
         return _gathering(model, f"{type(model).__name__} has {error.got}")
     except Exception as error:  # noqa: BLE001 - whatever a model does not like about pages, or about padding
         return _gathering(model, f"a trial of {type(model).__name__} on pages failed: {type(error).__name__}: {error}")
     return _judged(model, check, configs, torch.equal(expected, got))
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Let nothing drop out: a cache may be made for a model that is still in training."""
+    training = [part for part in model.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
 
 
 def _judged(model: Any, check: Check, configs: list[tuple[Any, str]], same: bool) -> Reader:
@@ -108,14 +123,14 @@ def _judged(model: Any, check: Check, configs: list[tuple[Any, str]], same: bool
     return Reader(weakref.ref(model), tuple(pair for pair in configs if id(pair[0]) in check.configs), problems=problems)
 
 
-def _run(model: Any, cache: Any, skip: int = 0) -> torch.Tensor:
-    """Run the tokens of the trial, but for the first passes; return the last logits."""
-    device, length = input_device(model), len(_IDS[0][0]) if skip else 0
-    for ids in _IDS[skip:]:
+def _run(model: Any, cache: Any) -> torch.Tensor:
+    """Run the tokens of the trial; return the last logits."""
+    device, length = input_device(model), 0
+    for ids in _IDS:
         length += len(ids[0])
         mask = [row[:length] for row in _MASK]
         told = {name: torch.tensor(value, device=device) for name, value in (("input_ids", ids), ("attention_mask", mask))}
-        with torch.no_grad():
+        with torch.no_grad(), _evaluating(model):
             output = model(**told, use_cache=True, **{CACHE_KEYWORD: cache})
     logits: torch.Tensor = output.logits
     return logits

@@ -79,7 +79,7 @@ class Reader:
             "the cache was made for another model": self.model() is not model,
             "the model's attention was changed since": any(former_of(config) != name for config, name in self.configs),
             "gradients are recorded: wrap the call in torch.no_grad()": torch.is_grad_enabled(),
-            "the model is in training": model.training and not self.check,
+            "the model is in training": model.training,
             "attention weights are asked for": _wants_weights(model, told),
             "an attention_mask that is not [rows, tokens]": mask is not None and getattr(mask, "ndim", 0) != 2,
         }
