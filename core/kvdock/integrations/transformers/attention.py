@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kvdock.errors import UnsupportedError
+from kvdock.integrations.transformers.decoding import VIEW
 from kvdock.integrations.transformers.layer import PagedLayer
 from kvdock.integrations.transformers.masks import ODD, Mask
 from kvdock.integrations.transformers.passes import current_pass
@@ -41,7 +42,6 @@ def make_mask(**arguments: Any) -> Any:
     return former_mask(arguments["config"])(**arguments)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the same
 def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **told: Any) -> Any:
     """Attend to what the layer that returned ``key`` has on pages; without one, as the model would have it.
 
@@ -59,6 +59,14 @@ def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
     Raises:
         UnsupportedError: other keys than those that the cache returned, or keys of another pass.
     """
+    view = told.get(VIEW)
+    if view is not None:
+        return view.attend(query, attention_mask, told), None
+    return _attend(module, query, key, value, attention_mask, told)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the same
+def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, told: dict[str, Any]) -> Any:
     layer: PagedLayer | None = getattr(key, LAYER, None)
     begun = layer.state.reading if layer is not None else current_pass()
     if begun is None or layer is None:
@@ -134,7 +142,8 @@ def _check_foreign(begun: Pass | None, layer: PagedLayer | None, mask: Any) -> N
     """Raise where keys, or a mask, of a pass that reads pages would be taken for whole ones."""
     if begun is not None:
         begun.check_read()
-    if layer is not None or (begun is not None and begun.mask_of(mask) is not None):
+    is_ours = isinstance(mask, torch.Tensor) and mask.dtype == torch.int32
+    if layer is not None or is_ours:
         raise UnsupportedError(
             "PagedCacheForTransformers: attention",
             expected="keys that the cache returned in this pass",

@@ -16,6 +16,7 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErro
 from kvdock.integrations.transformers.bound import Bound
 from kvdock.integrations.transformers.commit import committable, computed_rows, publish
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, CROPS_TO_LENGTH, DUMMY_LAYER
+from kvdock.integrations.transformers.decoding import PagedDecoding
 from kvdock.integrations.transformers.hook import HookWatch, what_runs
 from kvdock.integrations.transformers.layer import PagedLayer
 from kvdock.integrations.transformers.measure import measure
@@ -195,6 +196,34 @@ class PagedCacheForTransformers(Cache):
         asked for, or the mask is none of padding on the left. `repr` names the reason for what gathers.
         """
         return "gather" if self.state.reader.why else "pages"
+
+    def decoding(self, new_tokens: int, attention_mask: torch.Tensor | None = None) -> PagedDecoding:
+        """Make room for steps of one token each, so that a step is one graph of `torch.compile`, whatever the length.
+
+        For example, behind a pass over the prompts::
+
+            step = torch.compile(model, fullgraph=True)
+            with cache.decoding(64) as steps:
+                for _ in range(64):
+                    logits = step(input_ids=tokens, **steps.next()).logits  # tokens: [rows, 1]
+
+        Behind the ``with`` block the cache has the tokens of these steps, and can go on by other ways. They are not stored by `commit`.
+
+        Args:
+            new_tokens: most steps, at least 1.
+            attention_mask: of the tokens that are there, ``[rows, length]``; by default nothing is hidden.
+
+        Raises:
+            ArgumentValueError: the cache is empty, or the mask hides more than padding on the left.
+            OutOfBlocksError: the pool has no room for so many. Nothing was changed.
+            UnsupportedError: attention does not read pages in all layers; layers share another's keys; Transformers before 5.24.
+        """
+        if not all(self._stored):
+            fix = "call generate() with the cache"
+            raise UnsupportedError(
+                "PagedCacheForTransformers.decoding", expected="keys of its own in each layer", got="shared ones", fix=fix
+            )
+        return PagedDecoding(self.state, self._windows, new_tokens, attention_mask)
 
     @property
     def prefix(self) -> PrefixCache | None:

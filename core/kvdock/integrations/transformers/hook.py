@@ -20,6 +20,8 @@ from transformers import GenerationMixin
 
 from kvdock.errors import ArgumentValueError
 from kvdock.integrations.transformers.bound import Bound
+from kvdock.integrations.transformers.compat import CACHE_KEYWORD
+from kvdock.integrations.transformers.decoding import PagedDecoding
 from kvdock.integrations.transformers.passes import enter, leave
 from kvdock.integrations.transformers.plain import CACHES, by_name, hooks_of, odd_argument, odd_places, parameters_of
 from kvdock.integrations.transformers.seen import HIDDEN, Oddity
@@ -56,7 +58,7 @@ class HookWatch:
         # One hook serves all caches of a model: it finds the cache in the arguments of the call.
         if prepare_pass not in model._forward_pre_hooks.values():
             model.register_forward_pre_hook(prepare_pass, with_kwargs=True)
-            model.register_forward_hook(finish_pass, always_call=True)
+            model.register_forward_hook(finish_pass, with_kwargs=True, always_call=True)
         _USERS.setdefault(model, []).append(weakref.ref(pool))
         # By the pool and not by the cache: copies of a cache share it, and need the hook as long as any of them lives.
         weakref.finalize(pool, _leave, self._model).atexit = False
@@ -76,16 +78,15 @@ def _leave(watched: weakref.ref[torch.nn.Module]) -> None:
     _USERS[model] = [pool for pool in _USERS.get(model, []) if pool() is not None]
     if not _USERS[model]:
         _remove(prepare_pass, model._forward_pre_hooks, model._forward_pre_hooks_with_kwargs)
-        _remove(finish_pass, model._forward_hooks, model._forward_hooks_always_called)
+        _remove(finish_pass, model._forward_hooks, model._forward_hooks_with_kwargs, model._forward_hooks_always_called)
 
 
-def _remove(function: object, hooks: dict[int, Any], settings: dict[int, bool]) -> None:
+def _remove(function: object, hooks: dict[int, Any], *settings: dict[int, bool]) -> None:
     for key in [key for key, hook in hooks.items() if hook is function]:
-        del hooks[key]
-        settings.pop(key, None)
+        for each in (hooks, *settings):
+            each.pop(key, None)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not annotate it
 def prepare_pass(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Make a pass over a bound batch fit to what is cached.
 
@@ -98,6 +99,11 @@ def prepare_pass(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
         ArgumentValueError: a pass that is to use no cache; over a bound batch also a mask that does not reach over what is
             cached, positions that are not those of the prompts, or where something is cached, what else could change it.
     """
+    return None if isinstance(kwargs.get(CACHE_KEYWORD), PagedDecoding) else _prepare(model, args, kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not annotate it
+def _prepare(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     leave(model)  # what was interrupted before it came to its end
     told = by_name(model, args, kwargs) if args else kwargs
     state = _paged_state(told)
@@ -109,12 +115,18 @@ def prepare_pass(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
     return None if changed is None else ((), changed)
 
 
-def finish_pass(model: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def finish_pass(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """End a pass, which may have failed: then there is no output.
 
     Raises:
         UnsupportedError: attention has passed by what the cache returned.
     """
+    if not isinstance(kwargs.get(CACHE_KEYWORD), PagedDecoding):
+        _finish(model, output)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the same
+def _finish(model: torch.nn.Module, output: Any) -> None:
     ended = leave(model)
     if ended is not None and output is not None:
         ended.check_read()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from kvdock.errors import WrongThreadError
+from kvdock.errors import ArgumentValueError, WrongThreadError
 from kvdock.integrations.transformers.reading import Pass
 from kvdock.integrations.transformers.state import PagedState
 from kvdock.integrations.transformers.switching import restore, switch
@@ -51,7 +51,14 @@ def enter(model: Any, state: PagedState, told: dict[str, Any]) -> None:
 
 
 def _check_alone(state: PagedState) -> None:
-    """Raise if another thread is in a pass that reads these pages."""
+    """Raise if another thread is in a pass that reads these pages, or steps of decoding are to be made."""
+    if state.is_decoding:
+        raise ArgumentValueError(
+            "PagedCacheForTransformers: a forward pass",
+            expected="the arguments that next() of the decoding returns",
+            got="the cache itself",
+            fix="leave the `with` block of decoding() first",
+        )
     if state.reading is not None and state.reading.thread != threading.get_ident():
         raise WrongThreadError(
             "PagedCacheForTransformers: a forward pass",

@@ -41,7 +41,7 @@ class PagedState:
         self.pool, self.manager, self.reader = pool, manager, reader
         self.tables, self.markers = StepTables(pool.device), Markers(pool.device)
         self.reading: Pass | None = None
-        self.odd = ""
+        self.odd, self.is_decoding = "", False
         self.batch: SequenceBatch | None = None
         self.lengths = Lengths(pool.num_layers)
         self.bound: Bound | None = None
@@ -165,6 +165,15 @@ class PagedState:
             if len(pairs):
                 self._slots.forget(0)
                 self._copy_blocks(torch.from_numpy(pairs))
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for tokens to come, of a batch that nobody else begins a step with meanwhile; see `_begin`."""
+        with self.change():
+            if self.batch and len(pairs := self._grown(self.batch, tokens)):
+                self._copy_blocks(torch.from_numpy(pairs))
+        if self.bound:
+            self.bound.close("one that went on in steps of decoding(), which are not watched")
+            self.bound.is_fresh = False
 
     def _grown(self, batch: SequenceBatch, tokens: int) -> npt.NDArray[np.int64]:
         """Make room; return the pairs of blocks to copy."""
