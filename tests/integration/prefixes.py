@@ -17,9 +17,12 @@ CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 """What rounding in another order may change; measured: 6e-6 in logits."""
 
 
-def reusing(of: Any, *, block_size: int = 4, num_blocks: int = 128, prefix: str = "radix") -> PagedCacheForTransformers:
+def reusing(
+    of: Any, *, block_size: int = 4, num_blocks: int = 128, prefix: str = "radix", attention: str = "auto"
+) -> PagedCacheForTransformers:
     """Make a cache that reuses prefixes."""
-    return PagedCacheForTransformers.for_model(of, PagedKVCacheConfig(num_blocks=num_blocks, block_size=block_size), prefix=prefix)
+    conf = PagedKVCacheConfig(num_blocks=num_blocks, block_size=block_size)
+    return PagedCacheForTransformers.for_model(of, conf, prefix=prefix, attention=attention)
 
 
 class Watched:

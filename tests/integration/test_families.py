@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from integration import zoo
 from integration.prefixes import CLOSE, padded, reusing, text
 from kvdock import UnsupportedError
+from kvdock.integrations.transformers.probe import described
 
 LAYERS: dict[str, Any] = dict.fromkeys(
     ("num_layers", "n_layer", "n_layers", "decoder_layers", "max_window_layers", "first_k_dense_replace"), 2
@@ -70,17 +71,27 @@ def small_model(model_type: str, windows: bool = True) -> Any:
     return made
 
 
+def model_for(model_type: str, attention: str) -> Any:
+    """Make a model; one without windows where pages are read only then: what a family never looks at, Transformers' caches do."""
+    made = small_model(model_type)
+    if attention == "auto" and getattr(attempt(lambda: zoo.paged(made)), "attention", "") == "gather":
+        return small_model(model_type, windows=False)
+    return made
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("attention", ["auto", "gather"])
 @pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-def test_a_family_is_right_or_refused(model_type: str) -> None:
-    made = small_model(model_type)
+def test_a_family_is_right_or_refused(model_type: str, attention: str) -> None:
+    made = model_for(model_type, attention)
     if "input_ids" not in inspect.signature(made.forward).parameters:
         pytest.skip("it takes no token ids")
-    cache = attempt(lambda: zoo.paged(made, num_blocks=1024))
+    cache = attempt(lambda: zoo.paged(made, num_blocks=1024, attention=attention))
     if isinstance(cache, UnsupportedError):
         assert "Fix: use Transformers' own cache" in str(cache)
         return
+    print(model_type, getattr(cache, "attention", ""), described(cache.state) if hasattr(cache, "state") else cache)
     compared = sum(compare(made, cache, way) for way in WAYS)
     if not compared:
         pytest.skip("Transformers' own cache fails too, with these settings")
@@ -106,13 +117,14 @@ PROMPTS = (padded(text(18)), padded(text(18)), padded([*text(14), 5, 6, 7]), pad
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("attention", ["auto", "gather"])
 @pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-def test_a_family_reuses_prefixes_or_is_refused(model_type: str) -> None:
+def test_a_family_reuses_prefixes_or_is_refused(model_type: str, attention: str) -> None:
     """Without windows that a family does not have, but Transformers' caches would see in its configuration all the same."""
     made = small_model(model_type, windows=False)
     if "input_ids" not in inspect.signature(made.forward).parameters:
         pytest.skip("it takes no token ids")
-    cache = attempt(lambda: reusing(made, num_blocks=512))
+    cache = attempt(lambda: reusing(made, num_blocks=512, attention=attention))
     if isinstance(cache, UnsupportedError):
         assert "Fix: use Transformers' own cache" in str(cache) or "else make the cache without prefix=" in str(cache)
         return

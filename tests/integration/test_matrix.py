@@ -1,4 +1,4 @@
-"""The same tokens and the same logits, bit for bit, as with DynamicCache: models x attention x block sizes x ways to generate."""
+"""The same tokens and logits as with DynamicCache: models x attention x block sizes x ways to generate, on pages and gathered."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def reference(made: Any, name: str, scenario: str) -> Any:
 
 
 def assert_identical(expected: Any, got: Any) -> None:
-    """Compare tokens exactly, and logits but for their last bits: eager attention may round otherwise where keys have other strides."""
+    """Compare tokens exactly, and logits but for their last bits: attention on pages rounds otherwise, and so does eager attention where
+    keys have other strides."""
     assert torch.equal(expected.sequences, got.sequences)
     assert len(expected.logits) == len(got.logits) > 0
     for step, (left, right) in enumerate(zip(expected.logits, got.logits, strict=True)):
@@ -36,30 +37,43 @@ def assert_identical(expected: Any, got: Any) -> None:
 
 
 def cases(names: Iterable[str], block_sizes: Iterable[int]) -> list[Any]:
-    """Every combination; those that repeat what another one shows are slow ones."""
+    """Every combination; those that repeat what another one shows are slow ones. One model gathers in quick ones, too."""
     found = []
-    for name, block_size, scenario in itertools.product(names, block_sizes, zoo.SCENARIOS):
+    for name, block_size, scenario, reads in itertools.product(names, block_sizes, zoo.SCENARIOS, ("auto", "gather")):
         for attention in attentions(name):
             telling = block_size == 4 or (name == "llama-gqa" and scenario in ("beams", "prompt-lookup"))
-            quick = telling and attention == attentions(name)[0]
-            found.append(pytest.param(name, attention, block_size, scenario, marks=() if quick else pytest.mark.slow))
+            quick = telling and attention == attentions(name)[0] and (reads == "auto" or name == "llama-gqa")
+            found.append(pytest.param(name, attention, block_size, scenario, reads, marks=() if quick else pytest.mark.slow))
     return found
 
 
-@pytest.mark.parametrize(("name", "attention", "block_size", "scenario"), cases(HEADS, (1, 4, 16)))
-def test_heads_and_blocks(name: str, attention: str, block_size: int, scenario: str) -> None:
+GATHERING = ("bloom", "falcon", "deepseek-v3")
+"""Models with an attention of their own, or whose attention gets other keys than those that are cached."""
+
+
+def paged(made: Any, name: str, reads: str, **sizes: int) -> Any:
+    """Make a cache whose attention reads pages, unless it is told otherwise or cannot."""
+    cache = zoo.paged(made, attention=reads, **sizes)
+    assert cache.attention == ("gather" if reads == "gather" or name in GATHERING else "pages"), cache
+    return cache
+
+
+@pytest.mark.parametrize(("name", "attention", "block_size", "scenario", "reads"), cases(HEADS, (1, 4, 16)))
+def test_heads_and_blocks(name: str, attention: str, block_size: int, scenario: str, reads: str) -> None:
     made = zoo.model(name, attention)
-    cache = zoo.paged(made, block_size=block_size, num_blocks=512 // block_size)
+    cache = paged(made, name, reads, block_size=block_size, num_blocks=512 // block_size)
     assert_identical(reference(made, name, scenario), zoo.generate(made, cache, scenario))
     assert cache.usage.tokens > 0
     cache.reset()
     assert cache.state.manager.allocator.num_used == 0
 
 
-@pytest.mark.parametrize(("name", "attention", "block_size", "scenario"), cases(OTHERS, (4,)))
-def test_models(name: str, attention: str, block_size: int, scenario: str) -> None:
+@pytest.mark.parametrize(("name", "attention", "block_size", "scenario", "reads"), cases(OTHERS, (4,)))
+def test_models(name: str, attention: str, block_size: int, scenario: str, reads: str) -> None:
     made = zoo.model(name, attention)
-    assert_identical(reference(made, name, scenario), zoo.generate(made, zoo.paged(made, block_size=block_size), scenario))
+    cache = paged(made, name, reads, block_size=block_size)
+    assert_identical(reference(made, name, scenario), zoo.generate(made, cache, scenario))
+    assert not cache.state.odd or reads == "gather" or name in GATHERING, "the last pass read pages"
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "deepseek-v3"])
@@ -67,9 +81,27 @@ def test_models(name: str, attention: str, block_size: int, scenario: str) -> No
 def test_half_precision(name: str, dtype: torch.dtype) -> None:
     family, changes = zoo.MODELS[name]
     made = zoo.build(family, changes).to(dtype)
-    cache = zoo.paged(made)
+    cache = paged(made, name, "gather")
     assert cache.state.pool.dtype == dtype
     assert_identical(zoo.generate(made, zoo.dynamic(made), "beams"), zoo.generate(made, cache, "beams"))
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_on_pages(name: str, dtype: torch.dtype) -> None:
+    """Over the same tokens, whichever would be chosen: pages round otherwise, and two tokens may be as good."""
+    family, changes = zoo.MODELS[name]
+    made = zoo.build(family, changes).to(dtype)
+    caches, inputs = (zoo.dynamic(made), paged(made, name, "auto")), zoo.prompt(3, 11, 6)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(3, 9, dtype=torch.long)], dim=1)
+    for start, stop in ((0, 11), (11, 15), *((token, token + 1) for token in range(15, 20))):
+        ids = torch.cat([inputs["input_ids"], zoo.prompt(9, 9, 9, seed=8)["input_ids"]], dim=1)[:, start:stop]
+        with torch.no_grad():
+            expected, got = (
+                made(input_ids=ids, attention_mask=mask[:, :stop], **{zoo.CACHE_KEYWORD: cache}).logits[:, -1] for cache in caches
+            )
+        assert float((expected - got).abs().max()) <= 16 * torch.finfo(dtype).eps * float(expected.abs().max())
+    assert not caches[1].state.odd
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gemma3"])

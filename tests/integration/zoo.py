@@ -160,9 +160,14 @@ def conf(*, block_size: int = 4, num_blocks: int = 128) -> PagedKVCacheConfig:
     return PagedKVCacheConfig(num_blocks=num_blocks, block_size=block_size)
 
 
-def paged(of: Any, *, block_size: int = 4, num_blocks: int = 128) -> PagedCacheForTransformers:
+def paged(of: Any, *, block_size: int = 4, num_blocks: int = 128, attention: str = "auto") -> PagedCacheForTransformers:
     """Make a paged cache."""
-    return PagedCacheForTransformers.for_model(of, conf(block_size=block_size, num_blocks=num_blocks))
+    return PagedCacheForTransformers.for_model(of, conf(block_size=block_size, num_blocks=num_blocks), attention=attention)
+
+
+def close(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return whether states or logits are the same but for rounding in another order; those of other tokens are further apart."""
+    return left.shape == right.shape and torch.allclose(left, right, rtol=1e-4, atol=1e-5)
 
 
 def table(cache: PagedCacheForTransformers) -> npt.NDArray[np.int32]:

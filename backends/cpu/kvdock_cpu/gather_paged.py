@@ -119,6 +119,9 @@ class KeyTiles:
     Args:
         pool: the pool, ``[num_blocks, block_size, heads, dim]``.
         size: most tokens in a tile.
+
+    Attributes:
+        has_runs: whether blocks that follow one another are one piece of memory, see `read_run`.
     """
 
     def __init__(self, pool: TensorMeta, size: int) -> None:
@@ -132,11 +135,17 @@ class KeyTiles:
         self._is_rows = self._by_head and self._dim > 0 and not any(step % self._dim for step in self._steps)
         last = max(num_blocks - 1, 0) * block_step + (self._block - 1) * slot_step + (self._heads - 1) * head_step
         self._rows = last // max(self._dim, 1) + 1
+        # A run of blocks is then one piece of memory, which is copied in half the time of its rows.
+        self.has_runs = block_step == self._block * slot_step and (head_step, slot_step) == (self._dim, self._heads * self._dim)
         self.workspace_bytes = self._elements * (pool.dtype.itemsize + (self._compute != pool.dtype) * self._compute.itemsize)
 
-    def room(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return room for a tile as it is read, and for one to compute with: the same where the dtype is."""
-        raw = torch.empty(self._elements, dtype=self._dtype)
+    def room(self, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return room for a tile as it is read, and for one to compute with: the same where the dtype is.
+
+        Args:
+            longest: most tokens of a sequence.
+        """
+        raw = torch.empty(min(self._elements, longest * self._heads * self._dim), dtype=self._dtype)
         return raw, raw if self._compute == self._dtype else torch.empty_like(raw, dtype=self._compute)
 
     def read(self, pool: torch.Tensor, room: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
@@ -148,6 +157,13 @@ class KeyTiles:
         else:
             self._reader.read(pool, self._shaped(raw, len(slots)), slots)
         return self._shaped(tile.copy_(raw) if tile.dtype != raw.dtype else tile, len(slots)).transpose(0, 1)
+
+    def read_run(self, pool: torch.Tensor, room: tuple[torch.Tensor, torch.Tensor], slot: int, count: int) -> torch.Tensor:
+        """Return ``count`` rows from ``slot`` on, ``[heads, count, dim]``, in ``room``, of a pool that `has_runs`."""
+        width = self._heads * self._dim
+        tile = room[1][: count * width]
+        tile.copy_(pool.as_strided((count * width,), (1,), int(pool.storage_offset()) + slot * width))
+        return self._shaped(tile, count).transpose(0, 1)
 
     def _shaped(self, tile: torch.Tensor, slots: int) -> torch.Tensor:
         """View a tile as ``[slots, heads, dim]``."""

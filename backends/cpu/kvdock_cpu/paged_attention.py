@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvdock.plugin import Descriptor, Kernel, Request, check_paged_attention, quantised_reasons
@@ -27,6 +28,8 @@ _LONGEST = 4096
 
 _ROWS = 4096
 """Queries times heads that attend together."""
+
+_INDICES = ("block_table", "seq_lens", "cu_query_lens", "starts")
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -49,6 +52,8 @@ class PagedAttentionDescriptor(Descriptor):
         self.tile = min(max(_TILE // max(heads * dims, 1), 16), _LONGEST)
         self.queries = max(_ROWS // max(query_heads, 1), 1)
         self.tiles = KeyTiles(k, self.tile), KeyTiles(v, self.tile)
+        self.has_runs = all(tiles.has_runs for tiles in self.tiles)
+        self._checked: tuple[Any, ...] = ()
         rows = self.queries * query_heads
         # Of each row: the query, what was found before and in this tile, and scores, weights and which are seen.
         results = rows * (2 * dims + 3 * self.tile) * 2 * max(k.dtype.itemsize, 4)
@@ -57,8 +62,17 @@ class PagedAttentionDescriptor(Descriptor):
     def __call__(self, *values: Any) -> None:
         """Check all index values, then fill ``out`` and, where it is given, ``lse``."""
         args = dict(zip(self._names, values, strict=True))
-        check_paged_attention(args)
+        checked = self._index_values(args)
+        if checked != self._checked:
+            check_paged_attention(args)
+            self._checked = checked
         _Call(self, args).run()
+
+    def _index_values(self, args: dict[str, Any]) -> tuple[Any, ...]:
+        """Return all that a check of index values looks at: the layers of a step, of one geometry, bring the same."""
+        arrays = [None if args[name] is None else args[name].numpy() for name in _INDICES]
+        sizes = (args["q"].shape[0], args["max_query_len"])  # the pool's sizes are this descriptor's, and so is the window
+        return *sizes, *[None if array is None else (array.dtype, array.shape, array.tobytes()) for array in arrays]
 
 
 class PagedAttention(Kernel):
@@ -83,8 +97,8 @@ class _Call:
         self.heads, self.block = self.k_cache.shape[2], self.k_cache.shape[1]
         self.scale = self.q.shape[2] ** -0.5 if args["scale"] is None else float(args["scale"])
         self.is_plain = args["softcap"] is not None or self.k_cache.shape[3] != self.v_cache.shape[3]
-        self.offsets = torch.arange(self.block)
-        self.rooms = [tiles.room() for tiles in made.tiles]
+        self.blocks, self.offsets = self.table.numpy(), np.arange(self.block)
+        self.rooms = [tiles.room(self.table.shape[1] * self.block) for tiles in made.tiles]
         sinks = args["sinks"]
         self.sinks = None if sinks is None else sinks.to(self.dtype).view(self.heads, -1, 1)
 
@@ -106,6 +120,9 @@ class _Call:
             for query in range(begin, end):
                 self._fill(row, start, length, query, query + 1, shift)
             return
+        if end - begin == 1 and self.sinks is None and self.args["lse"] is None:
+            self.args["out"][begin].view(joined[0].shape).copy_(joined[0])
+            return
         found, lse = (x.view(self.heads, -1, end - begin, *x.shape[2:]) for x in joined)  # [Hk, G, n, Dv] and [Hk, G, n]
         if self.sinks is not None:
             found = found * torch.sigmoid(lse - self.sinks)[..., None]
@@ -117,17 +134,15 @@ class _Call:
     def _queries(self, begin: int, end: int) -> torch.Tensor:
         """Return queries as rows of each head of the cache, ``[Hk, G * n, Dk]``."""
         q: torch.Tensor = self.q[begin:end].to(self.dtype)
+        if end - begin == 1:  # as in decoding, where each call counts
+            return q.view(self.heads, -1, q.shape[2])
         return q.view(end - begin, self.heads, -1, self.q.shape[2]).permute(1, 2, 0, 3).flatten(1, 2)
 
     def _attend(self, row: int, part: _Part, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return results and logarithms of sums; None if queries must be taken one by one, since one does not see what is no number."""
         joined = None
         for begin, end in part.tiles(self.made.tile):
-            slots = self._slots(row, begin, end)
-            k, v = (
-                tiles.read(cache, room, slots)
-                for tiles, cache, room in zip(self.made.tiles, (self.k_cache, self.v_cache), self.rooms, strict=True)
-            )
+            k, v = self._tiles(row, begin, end)
             is_seen = part.is_seen(begin, end)
             if is_seen is not None and not bool(v.sum().isfinite()):  # 0 times NaN is not 0
                 return None
@@ -137,12 +152,18 @@ class _Call:
             joined = q.new_zeros((*q.shape[:2], self.v_cache.shape[3])), q.new_full(q.shape[:2], -torch.inf)
         return joined
 
-    def _slots(self, row: int, begin: int, end: int) -> torch.Tensor:
-        """Return where the keys of a sequence from ``begin`` to ``end`` lie."""
+    def _tiles(self, row: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of a sequence from ``begin`` to ``end``, ``[heads, keys, dim]``, in the rooms."""
         column = begin // self.block
-        blocks = self.table[row, column : (end - 1) // self.block + 1].to(torch.int64)
-        slots: torch.Tensor = (blocks[:, None] * self.block + self.offsets).flatten()
-        return slots[begin - column * self.block : end - column * self.block]
+        blocks = self.blocks[row, column : (end - 1) // self.block + 1]
+        skipped, count = begin - column * self.block, end - begin
+        pairs = zip(self.made.tiles, (self.k_cache, self.v_cache), self.rooms, strict=True)
+        if self.made.has_runs and (np.diff(blocks) == 1).all():
+            k, v = (tiles.read_run(cache, room, int(blocks[0]) * self.block + skipped, count) for tiles, cache, room in pairs)
+            return k, v
+        slots = torch.from_numpy((blocks[:, None].astype(np.int64) * self.block + self.offsets).ravel()[skipped : skipped + count])
+        k, v = (tiles.read(cache, room, slots) for tiles, cache, room in pairs)
+        return k, v
 
     def _flash(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         found, lse = _flash(q[None], k[None], v[None], scale=self.scale)

@@ -142,6 +142,7 @@ class PagedKVCache(Cache):
         """Fix each layer's pools in the ops, so that a call no longer reads them."""
         self._write = [ops.op("paged_caching_").bind(*pair, named=self._named) for pair in self._views]
         self._read = [ops.op("gather_paged").bind(*pair, named=self._named) for pair in self._views]
+        self._attend = [ops.op("paged_attention").bind(*pair, named=self._named) for pair in self._views]
         # By group and not by layer: `whole` has the block of every layer as one block.
         self._copy = [ops.op("copy_blocks_").bind(k.whole, v.whole, named=self._named) for k, v in self._groups]
 
@@ -224,6 +225,51 @@ class PagedKVCache(Cache):
             check_layer("PagedKVCache", layer, len(self._views))
         k_out, v_out = (None, None) if out is None else output_pair(out)
         return cast(tuple[torch.Tensor, torch.Tensor], self._read[layer](slot_mapping, None, None, k_out, v_out))
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        cu_query_lens: torch.Tensor | None = None,
+        max_query_len: int = 1,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend from new tokens, which are written already, to the keys and values of their sequences.
+
+        Args:
+            layer: 0 to ``num_layers - 1``.
+            q: ``[N, Hq, Dk]``, the last tokens of each sequence.
+            block_table: ``[B, W]`` int32.
+            seq_lens: ``[B]`` int32 or int64.
+            cu_query_lens: ``[B + 1]``, sums of how many queries each sequence has; by default one each.
+            max_query_len: most queries of one sequence.
+            scale: as of `kvdock.ops.paged_attention`, as all that follow.
+            window: keys that a query sees at most.
+            softcap: cap of the scores.
+            sinks: ``[Hq]``.
+            starts: ``[B]``.
+            out: ``[N, Hq, Dv]``; by default a new tensor.
+
+        Returns:
+            ``[N, Hq, Dv]``.
+
+        Raises:
+            KVDockError: as `kvdock.ops.paged_attention`.
+        """
+        if layer.__class__ is not int or layer < 0 or layer >= len(self._views):
+            check_layer("PagedKVCache", layer, len(self._views))
+        found = self._attend[layer](
+            *(q, block_table, seq_lens, cu_query_lens, starts, sinks, None, None, max_query_len, scale, True, window, softcap, out, None)
+        )
+        return cast(torch.Tensor, found)
 
     def copy_blocks(self, block_pairs: BlockPairs) -> None:
         """Copy whole blocks in every layer, keys and values: one launch for each group of equal layers.

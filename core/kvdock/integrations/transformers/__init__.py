@@ -14,13 +14,19 @@ With a prefix cache, prompts are computed only as far as no earlier call has::
     cache.commit(out)
 
 In the order of a call: `cache` is what ``generate`` sees, `layer` what each attention layer sees, `state` the batch and the
-pool that all layers share (`lengths`: how far each layer is; `slots`: where its tokens are), `measure` how a model is asked
-what it caches, `compat` what differs between versions. Which blocks there are is `kvdock.scheduler`'s to say, here as
-everywhere. Where prefixes are reused: `prompts` reads what is bound, `reuse` begins its rows, `bound` is the batch meanwhile,
+pool that all layers share (`lengths`: how far each layer is; `tables`: what its step reads and writes; `slots`: where all tokens
+are), `measure` how a model is asked what it caches, `compat` what differs between versions. Which blocks there are is
+`kvdock.scheduler`'s to say, here as everywhere.
+
+Where attention reads pages: `probe` tries whether a model's can, `reading` says which passes do, `passes` which are under way,
+`switching` makes the model call `attention` in them, and `masks` says which masks are known.
+
+Where prefixes are reused: `prompts` reads what is bound, `reuse` begins its rows, `bound` is the batch meanwhile,
 `hook` makes each forward pass fit to it, `plain` says whether a pass may be stored and `seen` remembers that, `sharing` says
 what of a model can be shared, and `commit` which tokens were computed.
 """
 
+import kvdock.integrations.transformers.attention  # noqa: F401 - registers it with Transformers
 from kvdock.integrations.transformers.cache import CacheUsage, PagedCacheForTransformers
 
 __all__ = ["CacheUsage", "PagedCacheForTransformers"]

@@ -14,12 +14,15 @@ import kvdock
 from kvdock.cache.paged import PagedKVCacheConfig
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from kvdock.integrations.transformers.bound import Bound
-from kvdock.integrations.transformers.commit import committable, computed_rows
+from kvdock.integrations.transformers.commit import committable, computed_rows, publish
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, CROPS_TO_LENGTH, DUMMY_LAYER
+from kvdock.integrations.transformers.decoding import PagedDecoding
 from kvdock.integrations.transformers.hook import HookWatch, what_runs
 from kvdock.integrations.transformers.layer import PagedLayer
 from kvdock.integrations.transformers.measure import measure
+from kvdock.integrations.transformers.probe import check_choice, chosen_reader, described, reader_of
 from kvdock.integrations.transformers.prompts import ADAPTERS, check_not_held, check_use, read_prompts
+from kvdock.integrations.transformers.reading import Reader
 from kvdock.integrations.transformers.reuse import PrefixReuse
 from kvdock.integrations.transformers.sharing import sharing_of
 from kvdock.integrations.transformers.state import PagedState
@@ -87,17 +90,20 @@ class PagedCacheForTransformers(Cache):
 
     def __repr__(self) -> str:
         state = self.state
-        return f"PagedCacheForTransformers(layers={len(self)}, batch_size={state.batch_size}, length={state.length}, pool={state.manager})"
+        return (
+            f"PagedCacheForTransformers(layers={len(self)}, batch_size={state.batch_size}, length={state.length}, "
+            f"attention={described(state)}, pool={state.manager})"
+        )
 
     @classmethod
     def for_model(
-        cls, model: Any, conf: PagedKVCacheConfig, prefix: str | PrefixCache | None = None, **options: Any
+        cls, model: Any, conf: PagedKVCacheConfig, prefix: str | PrefixCache | None = None, *, attention: str = "auto", **options: Any
     ) -> PagedCacheForTransformers:
         """Make a cache for a model, with a pool on its device.
 
-        One token is run through the model, to measure what it hands to a cache. With ``prefix`` three more, to see what can be
-        shared, and the model gets a forward hook that makes each pass fit to what is cached, see
-        `kvdock.integrations.transformers.hook`.
+        One token is run through the model, to measure what it hands to a cache; a few more, to see whether its attention can read
+        pages, and with ``prefix`` what can be shared. The model gets forward hooks that make each pass fit to what is cached, see
+        `kvdock.integrations.transformers.hook`; between passes with a paged cache all else of it is as it was.
 
         Args:
             model: a decoder-only ``PreTrainedModel``.
@@ -105,16 +111,20 @@ class PagedCacheForTransformers(Cache):
             prefix: how prefixes are reused over calls: ``"radix"``, ``"naive"`` (not at all), or the name that a plugin gave its
                 prefix cache, see `kvdock.create_prefix_cache`; or an empty prefix cache of the same block size, for this cache
                 alone. None leaves the last tokens in the cache instead of looking them up.
+            attention: ``"pages"``: the model's attention reads keys and values where they lie. ``"gather"``: they are gathered for the
+                model's own attention. ``"auto"``: pages where the model allows it, see `attention`.
             options: what else a prefix cache made by name takes, such as ``policy="lfu"``.
 
         Raises:
             UnsupportedError: the model keeps something else than keys and values of one dtype on one device (linear
                 attention, convolutions, cross-attention, layers on several devices, ...). With ``prefix`` also where keys and
-                values depend on later tokens.
+                values depend on later tokens. With ``attention="pages"`` also where a layer cannot read pages; says why.
             CapacityError: the memory in ``conf`` holds not even one block.
-            ArgumentValueError: no prefix cache has that name; or one that is not empty, or of another block size.
+            ArgumentValueError: no prefix cache has that name; or one that is not empty, or of another block size. Or ``attention`` is
+                none of the three.
             ArgumentTypeError: ``prefix`` is something else, or options that the prefix cache does not take.
         """
+        check_choice(_FOR_MODEL, attention)
         if prefix is None and options:
             raise ArgumentTypeError(_FOR_MODEL, expected="no options without prefix=", got=", ".join(options))
         model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: it would trace it without the hook
@@ -124,8 +134,14 @@ class PagedCacheForTransformers(Cache):
         made = prefix_cache_of_pool(_FOR_MODEL, name, num_blocks=num_blocks, block_size=block_size, options=options)
         manager = CacheManager(num_blocks, block_size, made)
         reuse = PrefixReuse(manager, getattr(model, "generation_config", None), sharing_of(runs)) if prefix is not None else None
-        state = PagedState(pool, manager)
-        return cls(state, found.windows, found.stored, reuse, HookWatch(runs, pool))
+
+        def trial(small: PagedKVCacheConfig, reader: Reader) -> PagedCacheForTransformers:
+            tried = kvdock.create_cache(found.spec, small, RankInfo(found.device))
+            state = PagedState(tried, CacheManager(tried.num_blocks, block_size), reader)
+            return cls(state, found.windows, found.stored, None, HookWatch(runs, tried))
+
+        reader = chosen_reader(_FOR_MODEL, runs, attention, lambda: reader_of(runs, found, conf, trial))
+        return cls(PagedState(pool, manager, reader), found.windows, found.stored, reuse, HookWatch(runs, pool))
 
     def bind(self, *, namespace: Namespace = (), **inputs: Any) -> dict[str, Any]:
         """Return the arguments of a ``generate`` or ``forward`` call together with this cache.
@@ -169,8 +185,45 @@ class PagedCacheForTransformers(Cache):
         self.state.lengths.check_whole("commit")
         bound = committable(self.state.bound, reuse.epoch)
         if self.state.batch:
-            self.state.publish(computed_rows(bound, self.state.batch, out))
+            publish(self.state, self.state.batch, computed_rows(bound, self.state.batch, out))
         bound.close("one that is committed")
+
+    @property
+    def attention(self) -> str:
+        """How attention gets keys and values: ``"pages"``, where they lie, or ``"gather"``.
+
+        Where the cache reads pages, a pass gathers even so if gradients are recorded, the model is in training, attention weights are
+        asked for, or the mask is none of padding on the left. `repr` names the reason for what gathers.
+        """
+        return "gather" if self.state.reader.why else "pages"
+
+    def decoding(self, new_tokens: int, attention_mask: torch.Tensor | None = None) -> PagedDecoding:
+        """Make room for steps of one token each, so that a step is one graph of `torch.compile`, whatever the length.
+
+        For example, behind a pass over the prompts::
+
+            step = torch.compile(model, fullgraph=True)
+            with cache.decoding(64) as steps:
+                for _ in range(64):
+                    logits = step(input_ids=tokens, **steps.next()).logits  # tokens: [rows, 1]
+
+        Behind the ``with`` block the cache has the tokens of these steps, and can go on by other ways. They are not stored by `commit`.
+
+        Args:
+            new_tokens: most steps, at least 1.
+            attention_mask: of the tokens that are there, ``[rows, length]``; by default nothing is hidden.
+
+        Raises:
+            ArgumentValueError: the cache is empty, or the mask hides more than padding on the left.
+            OutOfBlocksError: the pool has no room for so many. Nothing was changed.
+            UnsupportedError: attention does not read pages in all layers; layers share another's keys; Transformers before 5.24.
+        """
+        if not all(self._stored):
+            fix = "call generate() with the cache"
+            raise UnsupportedError(
+                "PagedCacheForTransformers.decoding", expected="keys of its own in each layer", got="shared ones", fix=fix
+            )
+        return PagedDecoding(self.state, self._windows, new_tokens, attention_mask)
 
     @property
     def prefix(self) -> PrefixCache | None:

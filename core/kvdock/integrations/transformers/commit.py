@@ -11,9 +11,10 @@ import numpy.typing as npt
 from kvdock.errors import ArgumentValueError
 from kvdock.integrations.transformers.bound import Bound
 from kvdock.integrations.transformers.prompts import Prompts, read_ids
+from kvdock.integrations.transformers.state import PagedState
 from kvdock.scheduler import SequenceBatch
 
-__all__ = ["committable", "computed_rows"]
+__all__ = ["committable", "computed_rows", "publish"]
 
 _COMMIT = "PagedCacheForTransformers.commit: out"
 
@@ -76,6 +77,19 @@ def computed_rows(bound: Bound, batch: SequenceBatch, out: Any) -> dict[int, tup
     # From `steady` on keys depend on the length of the pass, and behind padding, in some models, on the padding.
     ends = np.where(bound.sharing.padded | (pads == 0), np.minimum(ends, bound.steady), 0)
     return dict(_new_tokens(batch, ids, rows, pads, ends))
+
+
+def publish(state: PagedState, batch: SequenceBatch, ends: dict[int, tuple[Ids, int]]) -> None:
+    """Let prefixes of rows be found from now on.
+
+    Args:
+        state: what has the rows.
+        batch: the rows.
+        ends: what `computed_rows` returned.
+    """
+    rows = batch.sequences
+    with state.change():
+        state.manager.commit([rows[row] for row in ends], [ids for ids, _ in ends.values()], computed=[stop for _, stop in ends.values()])
 
 
 def _check_prompts(ids: Ids, prompts: Prompts, origin: npt.NDArray[np.intp]) -> None:

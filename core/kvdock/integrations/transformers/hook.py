@@ -7,6 +7,7 @@
   then count padding as tokens, so that keys are turned by another angle than those of the same tokens elsewhere.
 * Positions are those of the prompts, where a model makes them from what an earlier call left behind (``rope_deltas``).
 * What does not fit to what is cached is refused; what may be fit for its caller only is not stored.
+* Attention reads pages, if it can: see `kvdock.integrations.transformers.reading`. That ends with the pass.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from transformers import GenerationMixin
 
 from kvdock.errors import ArgumentValueError
 from kvdock.integrations.transformers.bound import Bound
+from kvdock.integrations.transformers.compat import CACHE_KEYWORD
+from kvdock.integrations.transformers.decoding import PagedDecoding
+from kvdock.integrations.transformers.passes import enter, leave
 from kvdock.integrations.transformers.plain import CACHES, by_name, hooks_of, odd_argument, odd_places, parameters_of
 from kvdock.integrations.transformers.seen import HIDDEN, Oddity
 from kvdock.integrations.transformers.state import PagedState
 
-__all__ = ["HookWatch", "prepare_pass", "what_runs"]
+__all__ = ["HookWatch", "finish_pass", "prepare_pass", "what_runs"]
 
 _BY_TOKEN = ("input_ids", "position_ids", "cache_position")
 """Plain arguments with one entry per new token, in their last dimension. A mask has one for the cached ones too, and stays."""
@@ -42,7 +46,7 @@ def what_runs(model: Any) -> Any:
 
 
 class HookWatch:
-    """The hook on a model, which leaves it when the last pool with a cache for it goes.
+    """The hooks on a model, which leave it when the last pool with a cache for it goes.
 
     Args:
         model: what runs, see `what_runs`.
@@ -54,6 +58,7 @@ class HookWatch:
         # One hook serves all caches of a model: it finds the cache in the arguments of the call.
         if prepare_pass not in model._forward_pre_hooks.values():
             model.register_forward_pre_hook(prepare_pass, with_kwargs=True)
+            model.register_forward_hook(finish_pass, with_kwargs=True, always_call=True)
         _USERS.setdefault(model, []).append(weakref.ref(pool))
         # By the pool and not by the cache: copies of a cache share it, and need the hook as long as any of them lives.
         weakref.finalize(pool, _leave, self._model).atexit = False
@@ -72,12 +77,16 @@ def _leave(watched: weakref.ref[torch.nn.Module]) -> None:
         return
     _USERS[model] = [pool for pool in _USERS.get(model, []) if pool() is not None]
     if not _USERS[model]:
-        for key in [key for key, hook in model._forward_pre_hooks.items() if hook is prepare_pass]:
-            del model._forward_pre_hooks[key]
-            model._forward_pre_hooks_with_kwargs.pop(key, None)
+        _remove(prepare_pass, model._forward_pre_hooks, model._forward_pre_hooks_with_kwargs)
+        _remove(finish_pass, model._forward_hooks, model._forward_hooks_with_kwargs, model._forward_hooks_always_called)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not annotate it
+def _remove(function: object, hooks: dict[int, Any], *settings: dict[int, bool]) -> None:
+    for key in [key for key, hook in hooks.items() if hook is function]:
+        for each in (hooks, *settings):
+            each.pop(key, None)
+
+
 def prepare_pass(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Make a pass over a bound batch fit to what is cached.
 
@@ -90,14 +99,41 @@ def prepare_pass(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
         ArgumentValueError: a pass that is to use no cache; over a bound batch also a mask that does not reach over what is
             cached, positions that are not those of the prompts, or where something is cached, what else could change it.
     """
+    return None if isinstance(kwargs.get(CACHE_KEYWORD), PagedDecoding) else _prepare(model, args, kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not annotate it
+def _prepare(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    leave(model)  # what was interrupted before it came to its end
     told = by_name(model, args, kwargs) if args else kwargs
     state = _paged_state(told)
     if state is None:
         return None
     _check_use(told)
-    bound = state.bound
-    if bound is None:
-        return None
+    changed = _fit(model, state, state.bound, told) if state.bound is not None else None
+    enter(model, state, told if changed is None else changed)
+    return None if changed is None else ((), changed)
+
+
+def finish_pass(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """End a pass, which may have failed: then there is no output.
+
+    Raises:
+        UnsupportedError: attention has passed by what the cache returned.
+    """
+    if not isinstance(kwargs.get(CACHE_KEYWORD), PagedDecoding):
+        _finish(model, output)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the same
+def _finish(model: torch.nn.Module, output: Any) -> None:
+    ended = leave(model)
+    if ended is not None and output is not None:
+        ended.check_read()
+
+
+def _fit(model: torch.nn.Module, state: PagedState, bound: Bound, told: dict[str, Any]) -> dict[str, Any] | None:
+    """Make a pass over a bound batch fit to what is cached; return its arguments, or None to leave them as they are."""
     ids = told.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or not ids.numel():
         _judge(bound, odd_argument(model, told, 0))
@@ -109,7 +145,7 @@ def prepare_pass(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
     _judge(bound, odd_argument(model, told, len(ids)) or _changed(model, bound))
     if bound.is_fresh and bound.past and bound.begins_anew(ids, told.get("position_ids"), told.get("attention_mask")):
         told = _behind_past(state, bound, told)
-    return (), _announced(model, state, bound, told)
+    return _announced(model, state, bound, told)
 
 
 def _changed(model: torch.nn.Module, bound: Bound) -> Oddity | None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvdock.errors import UnsupportedError
 from kvdock.integrations.transformers.gradient import refuse_backward
+from kvdock.integrations.transformers.slots import inner
 from kvdock.integrations.transformers.state import PagedState
 
 __all__ = ["PagedLayer"]
@@ -17,8 +20,9 @@ __all__ = ["PagedLayer"]
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base does not annotate its __init_subclass__
     """One layer of a `PagedCacheForTransformers`.
 
-    It writes into the pool and returns the tokens that Transformers' own layer would return: all of them, or with a
-    sliding window those that the window reaches. The pool keeps all either way, so that `crop` works on every model.
+    It writes into the pool. In a pass that reads pages it returns the new tokens, on which kvdock's attention finds it; else those
+    that Transformers' own layer would return: all of them, or with a sliding window those that the window reaches. The pool keeps all
+    either way, so that `crop` works on every model.
 
     Args:
         state: the pool and the table, shared with the other layers.
@@ -35,6 +39,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base 
         self.index = index
         self.window = window
         self.is_sliding = window is not None
+        self._value_dim = state.pool.v_cache(index).shape[3]
 
     def __repr__(self) -> str:
         return f"PagedLayer(index={self.index}, window={self.window}, length={self.get_seq_length()})"
@@ -64,12 +69,17 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base 
         """Of the keys and values in the pool."""
         return self.state.pool.dtype
 
+    @property
+    def pads(self) -> npt.NDArray[np.intp]:
+        """Tokens of padding that have no blocks, of each row, ``[batch]``."""
+        return self.state.batch.pads if self.state.batch else np.zeros(0, dtype=np.intp)
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Do nothing: the pool is there from the start."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new tokens, and return them behind those that are visible from the first of them.
+        """Store new tokens, and return them; where attention does not read pages behind those that are visible from the first of them.
 
         Args:
             key_states: ``[batch, heads, tokens, dim]``.
@@ -80,13 +90,61 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base 
         Raises:
             OutOfBlocksError: the pool has too few free blocks. Nothing was changed, in no layer.
         """
-        start = self.state.update(self.index, key_states, value_states)
+        state = self.state
+        start = state.update(self.index, key_states, value_states)
+        if state.reading is not None:
+            state.reading.hand_over(self, key_states)
+            return key_states, value_states
         # The new tokens are all there are, so they need not be gathered from the pool.
         if start == 0:
             return key_states, value_states
-        length, offset = self._visible(start, key_states.shape[2])
-        keys, values = self.state.read(self.index, offset, offset + length)
+        keys, values = self._gather(start, key_states.shape[2])
         return refuse_backward(key_states, keys), refuse_backward(value_states, values)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        starts: torch.Tensor | None,
+        window: int | None,
+        scale: float | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend from the new tokens to all that the layer has.
+
+        Args:
+            query: ``[batch, Hq, tokens, dim]``.
+            starts: first place of each row that is seen, ``[batch]``; None for the first of all.
+            window: keys that a query sees at most, or None.
+            scale: what scores are multiplied by; None for the square root of 1 / dim.
+            softcap: cap of the scores, or None.
+            sinks: ``[Hq]``, a logit of each head that has no value, or None.
+
+        Returns:
+            ``[batch, tokens, Hq, dim of the values]``.
+        """
+        batch, heads, tokens, _ = query.shape
+        tables = self.state.tables
+        out = query.new_empty((batch, tokens, heads, self._value_dim))
+        self.state.pool.attend(
+            self.index,
+            inner(query.squeeze(2) if tokens == 1 else query.transpose(1, 2).flatten(0, 1)),
+            tables.block_table,
+            tables.lens,
+            cu_query_lens=tables.cu_query_lens,
+            max_query_len=tokens,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            starts=starts,
+            out=out.view(-1, heads, self._value_dim),
+        )
+        return out
+
+    def gathered(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `update` would have returned for the last ``tokens`` if attention did not read pages."""
+        return self._gather(self.get_seq_length() - tokens, tokens)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many tokens the next `update` returns for so many new ones, and which is the first."""
@@ -135,6 +193,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base 
         """Return number and first of the tokens that ``tokens`` new ones behind ``start`` see, themselves included."""
         offset = 0 if self.window is None else max(start - self.window + 1, 0)
         return start + tokens - offset, offset
+
+    def _gather(self, start: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what ``tokens`` behind ``start`` see, gathered as ``[batch, heads, tokens, dim]``."""
+        length, offset = self._visible(start, tokens)
+        return self.state.read(self.index, offset, offset + length)
 
     def _content(self) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
         length = self.get_seq_length()

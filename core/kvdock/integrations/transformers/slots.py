@@ -7,13 +7,13 @@ import torch
 from kvdock.cache.paged import PagedKVCache
 from kvdock.scheduler import SequenceBatch
 
-__all__ = ["SlotTensor", "read", "write"]
+__all__ = ["SlotTensor", "inner", "read", "write"]
 
 
 class SlotTensor:
-    """Slots of all tokens of a batch, built once and extended step by step.
+    """Slots of all tokens of a batch, for what gathers them: built once and extended step by step.
 
-    A step costs its new tokens; building the whole mapping again in each layer would cost more than the write.
+    A step costs its new tokens; building the whole mapping again in each layer would cost more than the reading.
 
     Args:
         device: where the slots are needed.
@@ -45,8 +45,9 @@ class SlotTensor:
 
 def write(pool: PagedKVCache, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
     """Write keys and values, ``[batch, heads, tokens, dim]``, to slots ``[batch, tokens]``; nothing where a slot is -1."""
-    with torch.no_grad():
-        pool.update(layer, _token_major(keys), _token_major(values), slots)
+    if torch.is_grad_enabled():
+        keys, values = keys.detach(), values.detach()
+    pool.update(layer, _token_major(keys), _token_major(values), slots)
 
 
 def read(pool: PagedKVCache, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,7 +60,11 @@ def read(pool: PagedKVCache, layer: int, slots: torch.Tensor) -> tuple[torch.Ten
 
 def _token_major(states: torch.Tensor) -> torch.Tensor:
     """View ``[batch, heads, tokens, dim]`` as ``[batch, tokens, heads, dim]``, elements of a head side by side."""
-    states = states.transpose(1, 2)
+    return inner(states.transpose(1, 2))
+
+
+def inner(states: torch.Tensor) -> torch.Tensor:
+    """Return states whose elements of a head lie side by side, as ops want them."""
     return states if states.stride(-1) == 1 or states.shape[-1] == 1 else states.contiguous()
 
 

@@ -13,7 +13,10 @@ from kvdock.cache.paged import PagedKVCache
 from kvdock.errors import ArgumentValueError, IndexRangeError, KVDockError, OutOfBlocksError
 from kvdock.integrations.transformers.bound import Bound
 from kvdock.integrations.transformers.lengths import Lengths
+from kvdock.integrations.transformers.masks import Markers
+from kvdock.integrations.transformers.reading import Pass, Reader
 from kvdock.integrations.transformers.slots import SlotTensor, read, write
+from kvdock.integrations.transformers.tables import StepTables
 from kvdock.scheduler import CacheManager, SequenceBatch
 
 __all__ = ["PagedState"]
@@ -27,11 +30,18 @@ class PagedState:
     Args:
         pool: where keys and values are.
         manager: who has which of its blocks; one for each pool.
+        reader: whether and how a model's attention reads the pool.
+
+    Attributes:
+        reading: the pass that is under way, if its attention reads pages.
+        odd: why the last pass did not; "" if it did, or had nothing to read.
     """
 
-    def __init__(self, pool: PagedKVCache, manager: CacheManager) -> None:
-        self.pool = pool
-        self.manager = manager
+    def __init__(self, pool: PagedKVCache, manager: CacheManager, reader: Reader) -> None:
+        self.pool, self.manager, self.reader = pool, manager, reader
+        self.tables, self.markers = StepTables(pool.device), Markers(pool.device)
+        self.reading: Pass | None = None
+        self.odd, self.is_decoding = "", False
         self.batch: SequenceBatch | None = None
         self.lengths = Lengths(pool.num_layers)
         self.bound: Bound | None = None
@@ -50,7 +60,7 @@ class PagedState:
     def fork(self) -> PagedState:
         """Return the same tokens in the same blocks, for another future."""
         self.lengths.check_whole("deepcopy")
-        other = PagedState(self.pool, self.manager)
+        other = PagedState(self.pool, self.manager, self.reader)
         with self.change():
             other.batch = self.batch and self.batch.fork()
         other.lengths.of = list(self.lengths.of)
@@ -65,7 +75,6 @@ class PagedState:
             batch: its rows, of ``bound.past`` tokens.
         """
         self.batch, self.bound = batch, bound
-        self._slots.forget(0)
         self.lengths.set(bound.past)
         pairs = [pair for seq in batch.sequences for pair in seq.block_pairs.tolist()]
         if pairs:
@@ -95,7 +104,7 @@ class PagedState:
         if stop > self.length:
             self._begin(keys.shape[0], tokens)
         try:
-            write(self.pool, layer, keys, values, self._slots_of(start, stop))
+            write(self.pool, layer, keys, values, self._new_slots(start, stop))
         except BaseException:
             # Layers that have written already go back too: a step is done by all layers or by none.
             self.lengths.undo()
@@ -130,26 +139,12 @@ class PagedState:
             if self.bound.is_fresh:
                 self.bound.past = min(self.bound.past, length)
 
-    def publish(self, ends: dict[int, tuple[npt.NDArray[np.int64], int]]) -> None:
-        """Let prefixes of rows be found from now on.
-
-        Args:
-            ends: by row the ids of tokens behind those that its sequence knows, and how many of the sequence are computed.
-        """
-        rows = self.batch.sequences if self.batch else ()
-        with self.change():
-            self.manager.commit(
-                [rows[row] for row in ends], [ids for ids, _ in ends.values()], computed=[stop for _, stop in ends.values()]
-            )
-        self._slots.forget(0)
-
     def select(self, rows: npt.ArrayLike) -> None:
         """Make row ``rows[i]`` the new row i; see `SequenceBatch.select`."""
         self.lengths.check_whole("changing the batch")
         with self.change():
             if self.batch:
                 self.batch.select(rows)
-        self._slots.forget(0)
         if self.bound:
             self.bound.select(rows)
 
@@ -165,10 +160,20 @@ class PagedState:
             if self.bound:
                 self.bound.begin(start, batch, tokens, grown.length)
             self.lengths.begin(start)
+            self.tables.forget()
             # Blocks were replaced by copies, so the slots that were worked out before are those of the old ones.
             if len(pairs):
                 self._slots.forget(0)
                 self._copy_blocks(torch.from_numpy(pairs))
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for tokens to come, of a batch that nobody else begins a step with meanwhile; see `_begin`."""
+        with self.change():
+            if self.batch and len(pairs := self._grown(self.batch, tokens)):
+                self._copy_blocks(torch.from_numpy(pairs))
+        if self.bound:
+            self.bound.close("one that went on in steps of decoding(), which are not watched")
+            self.bound.is_fresh = False
 
     def _grown(self, batch: SequenceBatch, tokens: int) -> npt.NDArray[np.int64]:
         """Make room; return the pairs of blocks to copy."""
@@ -185,6 +190,13 @@ class PagedState:
         except BaseException:
             self._drop()
             raise
+
+    def _new_slots(self, start: int, stop: int) -> torch.Tensor:
+        """Return the slots of tokens that a layer writes, int64 ``[batch, stop - start]``: the same for all layers of a step."""
+        if start != self.tables.start or stop != self.tables.stop:
+            assert self.batch is not None  # noqa: S101 - there are tokens
+            self.tables.begin(self.batch, start, stop, attends=self.reading is not None)
+        return self.tables.slots
 
     def _slots_of(self, start: int, stop: int) -> torch.Tensor:
         """Return the slots of tokens ``start`` to ``stop - 1``, int64 ``[batch, stop - start]``; -1 for padding."""
@@ -224,20 +236,18 @@ class PagedState:
                 self.batch.truncate(length)
         if self.bound:
             self.bound.seen.cut(length)
-        self._slots.forget(length)
         self.lengths.set(length)
 
     def _drop(self) -> None:
         with self.change():
             if self.batch:
                 self.batch.close()
-        self.batch = self.bound = None
-        self._slots.forget(0)
+        self.batch = self.bound = self.reading = None
         self.lengths.set(0)
 
     @contextmanager
     def change(self, *, keep: bool = False) -> Iterator[None]:
-        """Hand the manager over behind a change; ``keep`` it instead unless the change failed."""
+        """Hand the manager over behind a change, when blocks may be others; ``keep`` it instead unless the change failed."""
         try:
             yield
         except BaseException:
@@ -245,4 +255,5 @@ class PagedState:
                 self.manager.hand_over()
             raise
         if not keep:
+            self._slots.forget(0)
             self.manager.hand_over()

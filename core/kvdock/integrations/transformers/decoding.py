@@ -1,0 +1,182 @@
+"""Decoding with everything in place: room for all tokens to come is made before, so that a step writes and reads the same addresses.
+
+A step is then one graph for `torch.compile`, whatever the length. Nothing in it depends on a number that the host has::
+
+    eager:      positions, slots and lengths of the next token are copied to where they were
+    compiled:   the model, with writes to the pool and attention on pages
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvdock.cache.paged import PagedKVCache
+from kvdock.errors import ArgumentValueError, UnsupportedError
+from kvdock.integrations.transformers.compat import CACHE_KEYWORD
+from kvdock.integrations.transformers.masks import left_pads
+from kvdock.integrations.transformers.state import PagedState
+from kvdock.integrations.transformers.switching import restore, switch
+from kvdock.integrations.transformers.tables import sent
+
+__all__ = ["VIEW", "DecodingLayer", "PagedDecoding"]
+
+_DECODING = "PagedCacheForTransformers.decoding"
+
+VIEW = "kvdock_layer"
+"""Argument of attention functions by which a layer reaches kvdock's."""
+
+
+class Tables:
+    """What a step reads: tensors that stay where they are.
+
+    Args:
+        pool: where keys and values are.
+        block_table: int32 ``[rows, blocks]``, with room for all tokens.
+        starts: first token of each row that is seen, ``[rows]``.
+    """
+
+    def __init__(self, pool: PagedKVCache, block_table: torch.Tensor, starts: torch.Tensor) -> None:
+        rows = block_table.shape[0]
+        self.pool, self.block_table = pool, block_table
+        self.mask = starts.to(torch.int32).view(rows, 1, 1, 1)  # which passes through a model untouched
+        self.values = torch.zeros(3, rows, 1, dtype=torch.int64, device=block_table.device)
+        self.slots, self.positions, lens = self.values.unbind()
+        self.lens = lens.view(rows)
+        for tensor in (self.block_table, self.mask, self.slots, self.positions, self.lens):
+            torch._dynamo.mark_static_address(tensor)
+
+
+class DecodingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base does not annotate its __init_subclass__
+    """One layer: it writes one token of each row, and hands itself over to attention.
+
+    Args:
+        tables: shared by all layers.
+        index: which of the pool's layers this is.
+        window: sliding window in tokens, or None.
+    """
+
+    is_compileable = True
+
+    def __init__(self, tables: Tables, index: int, window: int | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # the same
+        self.tables, self.index, self.window = tables, index, window
+        self.is_sliding, self.is_initialized = window is not None, True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Do nothing: the pool is there."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values, ``[rows, heads, 1, dim]``; return them as they are."""
+        self.tables.pool.update(self.index, key_states.transpose(1, 2), value_states.transpose(1, 2), self.tables.slots)
+        kwargs["kwargs"][VIEW] = self
+        return key_states, value_states
+
+    def attend(self, query: torch.Tensor, mask: torch.Tensor, told: dict[str, Any]) -> torch.Tensor:
+        """Attend from one token of each row, ``[rows, Hq, 1, dim]``, to all that the row has.
+
+        Args:
+            query: the queries.
+            mask: that of `Tables`.
+            told: what else attention functions are told.
+
+        Returns:
+            ``[rows, 1, Hq, dim of the values]``.
+        """
+        found = self.tables.pool.attend(
+            self.index,
+            query.squeeze(2),
+            self.tables.block_table,
+            self.tables.lens,
+            scale=told.get("scaling"),
+            window=self.window,
+            softcap=told.get("softcap"),
+            sinks=told.get("s_aux"),
+            starts=mask.view(-1),
+        )
+        return found.unsqueeze(1)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the room of a row: a mask is there already."""
+        return self.tables.block_table.shape[1] * self.tables.pool.block_size, 0
+
+    def get_seq_length(self) -> int:
+        """Return 0: the positions of a step are there already, and a number would be part of a graph."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Return -1: no length but that of the room."""
+        return -1
+
+
+class PagedDecoding(Cache):
+    """The cache of decoding steps, see `PagedCacheForTransformers.decoding`; a context manager.
+
+    Args:
+        state: the batch, with tokens.
+        windows: sliding window of each layer, or None.
+        new_tokens: steps to make room for.
+        mask: of the tokens that are there, ``[rows, length]``, or None.
+
+    Raises:
+        ArgumentValueError: no tokens are there, or a mask that hides more than padding on the left.
+        OutOfBlocksError: there is no room for so many. Nothing was changed.
+        UnsupportedError: attention does not read pages in all layers; or Transformers before 5.24.
+    """
+
+    def __init__(self, state: PagedState, windows: tuple[int | None, ...], new_tokens: int, mask: torch.Tensor | None) -> None:
+        self._paged, self._start, self._steps, self._most = state, state.length, 0, new_tokens
+        _check(state)
+        assert state.batch is not None  # noqa: S101 - there are tokens
+        pads = left_pads(None if mask is None else mask.bool(), state.batch_size, state.length)
+        if pads is None or (pads < state.batch.pads).any():
+            expected = f"padding on the left only, [{state.batch_size}, {state.length}]"
+            raise ArgumentValueError(f"{_DECODING}: attention_mask", expected=expected, got=None if mask is None else list(mask.shape))
+        state.reserve(new_tokens)
+        self._pads, self._device = pads, state.pool.device
+        with torch.inference_mode(mode=False):
+            self.tables = Tables(state.pool, sent(state.batch.block_table, self._device), sent(pads - state.batch.pads, self._device))
+        super().__init__(layers=[DecodingLayer(self.tables, index, window) for index, window in enumerate(windows)])
+
+    def __enter__(self) -> Self:
+        self._paged.is_decoding = True
+        switch(config for config, _ in self._paged.reader.configs)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Give back the room that was not used. The cache goes on behind the tokens of the steps that were begun."""
+        restore(config for config, _ in self._paged.reader.configs)
+        self._paged.is_decoding = False
+        self._paged.lengths.set(self._start + self._steps)
+        self._paged.truncate(self._start + self._steps)
+
+    def next(self) -> dict[str, Any]:
+        """Show the next token of each row, and return the arguments of its pass, beside ``input_ids`` of shape ``[rows, 1]``.
+
+        Raises:
+            ArgumentValueError: all steps that there is room for were made.
+        """
+        batch, place = self._paged.batch, self._start + self._steps
+        if self._steps == self._most or batch is None:
+            raise ArgumentValueError(f"{_DECODING}: next", expected=f"at most {self._most} steps", got="one more", fix="make room for more")
+        values = np.stack([batch.slot_mapping(place, place + 1)[:, 0], place - self._pads, place + 1 - batch.pads])
+        self.tables.values.copy_(sent(values[:, :, None], self._device))
+        self._steps += 1
+        return {"attention_mask": self.tables.mask, "position_ids": self.tables.positions, "use_cache": True, CACHE_KEYWORD: self}
+
+
+def _check(state: PagedState) -> None:
+    """Raise unless steps of a batch can be made in place."""
+    reader = state.reader
+    problem = reader.why or next(filter(None, reader.problems), "")
+    problem = problem or ("" if CACHE_KEYWORD == "cache" else "Transformers before 5.24, which cannot hand over a layer")
+    if problem:
+        raise UnsupportedError(_DECODING, expected="attention on pages in all layers", got=problem, fix="call generate() with the cache")
+    state.lengths.check_whole("decoding")
+    if not state.length or state.is_decoding:
+        got = "a decoding that is not over" if state.is_decoding else "an empty cache"
+        raise ArgumentValueError(_DECODING, expected="a cache with the tokens of a prompt", got=got, fix="compute the prompt first")

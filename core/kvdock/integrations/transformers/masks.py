@@ -1,0 +1,122 @@
+"""Which masks `paged_attention` knows: padding on the left, what is ahead of a query, and what a window leaves behind.
+
+Transformers asks for a mask by a function of four indices. Those of plain and of sliding causal attention are told by their code;
+whatever else it may be is made as the model's own attention wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+
+from kvdock.integrations.transformers.tables import sent
+
+__all__ = ["ODD", "Markers", "Mask", "left_pads", "window_of"]
+
+Pads = npt.NDArray[np.int64]
+
+ODD = 0
+"""A window that no mask has: that of a function which is neither causal nor a causal window."""
+
+
+@attrs.define(eq=False)
+class Mask:
+    """A mask of one pass.
+
+    Args:
+        window: keys that a query sees at most, its own included; None for all.
+        pads: tokens of padding on the left of each row, ``[rows]``.
+        arguments: what Transformers asked for.
+        marker: what stands for it: ``pads`` on the device.
+        starts: first place of each row's blocks that is seen, on the device; None for the first of all.
+        is_settled: whether ``starts`` is known, which depends on how much of the padding has blocks.
+    """
+
+    window: int | None
+    pads: Pads
+    arguments: dict[str, Any]
+    marker: torch.Tensor
+    starts: torch.Tensor | None = None
+    is_settled: bool = False
+
+    def settle(self, hidden: npt.NDArray[np.intp]) -> None:
+        """Work out ``starts``, where ``hidden`` tokens of padding of each row have no blocks, ``[rows]``."""
+        starts = self.pads - hidden
+        if (starts < 0).any():  # places without keys are to be seen
+            self.window = ODD
+        elif starts.any():
+            self.starts = sent(starts, self.marker.device) if hidden.any() else self.marker.view(-1)
+        self.is_settled = True
+
+
+class Markers:
+    """The tensors that stand for masks, kept from step to step: decoding sends none.
+
+    Args:
+        device: where they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: dict[int | None, tuple[Pads, torch.Tensor]] = {}
+
+    def marker(self, window: int | None, pads: Pads) -> torch.Tensor:
+        """Return ``pads`` as int32 ``[rows, 1, 1, 1]``, of its own memory for each window."""
+        known, marker = self._last.get(window, (None, None))
+        if marker is None or known is None or not np.array_equal(known, pads):
+            with torch.inference_mode(mode=False):
+                marker = sent(pads.astype(np.int32).reshape(-1, 1, 1, 1), self._device)
+            self._last[window] = pads, marker
+        return marker
+
+
+def _code_of(function: Callable[..., Any]) -> Any:
+    return getattr(function, "__code__", None)
+
+
+def _parts(function: Callable[..., Any]) -> list[Any]:
+    """Return what a function made by another has from it."""
+    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+
+
+_SLIDING = sliding_window_causal_mask_function(1)
+_OVERLAY = next((part for parts in _parts(_SLIDING) if isinstance(parts, tuple) for part in parts if _parts(part) == [1]), None)
+
+
+def window_of(function: Callable[..., Any]) -> int | None:
+    """Return the window of a mask function: None for plain causal attention, `ODD` for what is neither."""
+    if function is causal_mask_function:
+        return None
+    if _OVERLAY is None or _code_of(function) is not _code_of(_SLIDING):
+        return ODD
+    both = _parts(function)[0]
+    if len(both) != 2 or _code_of(both[0]) is not _code_of(_OVERLAY) or both[1] is not causal_mask_function:
+        return ODD
+    window = _parts(both[0])[0]
+    return window if isinstance(window, int) and window > 0 else ODD
+
+
+def left_pads(mask: torch.Tensor | None, rows: int, length: int) -> Pads | None:
+    """Return how many tokens each row of a mask hides on the left; None if it is not 0s on the left and 1s behind them.
+
+    It waits for the device, as Transformers' own masks for sdpa do.
+
+    Args:
+        mask: booleans ``[rows, length]``, or None for no padding.
+        rows: of the batch.
+        length: tokens of each row, the new ones included.
+    """
+    if mask is None:
+        return np.zeros(rows, dtype=np.int64)
+    if mask.shape != (rows, length):
+        return None
+    pads: Pads = length - mask.sum(-1).cpu().numpy()
+    if pads.any() and (mask.to(torch.uint8).argmax(-1).cpu().numpy() != pads).any():
+        return None
+    return pads
