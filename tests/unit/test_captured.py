@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -187,6 +188,23 @@ def test_a_backend_that_captures_is_given_the_largest_first_and_asked_once() -> 
     steps.run(sequences[:2], tokens[:2])
     assert backend.replayed == [4, 2]
     assert steps.run(sequences, tokens).data_ptr() == steps.run(sequences, tokens).data_ptr(), "where the graph puts it"
+
+
+def test_a_backend_without_graphs_leaves_recording_to_another_that_has_them() -> None:
+    """As one for a single kernel, which comes first for its device."""
+
+    class Graphs(Recording):
+        def capabilities(self) -> kvdock.plugin.Capabilities:
+            return attrs.evolve(super().capabilities(), graph_capture=True)
+
+    class First(CpuBackend):
+        name = "first"
+
+        def capabilities(self) -> kvdock.plugin.Capabilities:
+            return attrs.evolve(super().capabilities(), priority=kvdock.plugin.Priority.SPECIALISED)
+
+    assert make(Decoder(), runtime=runtime_of(First(), Graphs())).is_captured
+    assert not make(Decoder(), runtime=runtime_of(First(), Recording())).is_captured, "of those without, the first"
 
 
 def capturing(answer: Callable[[Any], Any]) -> Runtime:
