@@ -58,6 +58,7 @@ def test_the_same_tokens_as_without_a_cache(name: str, compiled: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 def test_inductor_compiles_it_once_for_many_lengths() -> None:
     made = zoo.build("Llama", {"max_position_embeddings": 1024})
     cache, counter = zoo.paged(made, num_blocks=300), CompileCounterWithBackend("inductor")

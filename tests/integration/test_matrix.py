@@ -54,7 +54,9 @@ GATHERING = ("bloom", "falcon", "deepseek-v3")
 def paged(made: Any, name: str, reads: str, **sizes: int) -> Any:
     """Make a cache whose attention reads pages, unless it is told otherwise or cannot."""
     cache = zoo.paged(made, attention=reads, **sizes)
-    assert cache.attention == ("gather" if reads == "gather" or name in GATHERING else "pages"), cache
+    # Before Transformers 5.16 every head's keys are cached of latent attention, too.
+    own = name in GATHERING and (name != "deepseek-v3" or cache.state.pool.k_cache(0).shape[2] == 1)
+    assert cache.attention == ("gather" if reads == "gather" or own else "pages"), cache
     return cache
 
 
@@ -73,7 +75,7 @@ def test_models(name: str, attention: str, block_size: int, scenario: str, reads
     made = zoo.model(name, attention)
     cache = paged(made, name, reads, block_size=block_size)
     assert_identical(reference(made, name, scenario), zoo.generate(made, cache, scenario))
-    assert not cache.state.odd or reads == "gather" or name in GATHERING, "the last pass read pages"
+    assert not cache.state.odd or cache.attention == "gather", "the last pass read pages"
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "deepseek-v3"])

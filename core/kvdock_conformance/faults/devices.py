@@ -17,7 +17,7 @@ import torch
 from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.checking.devices import GRAPHS, STREAMS, SYNC_DEBUG, TWO_DEVICES, module_of
 from kvdock_conformance.checking.target import Target
-from kvdock_conformance.faults.fault import Args, BackendCall, Fault, Faults, FaultyCall, Seed
+from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall, Seed
 from kvdock_conformance.requirement import Capability
 
 __all__ = ["FAULTS"]
@@ -124,14 +124,12 @@ def _always_capturing(inner: Callable[..., bool]) -> Callable[..., bool]:
     return lambda device: True
 
 
-@FAULTS.backend(_AREA, "capture", "captured-steps-are-the-first", "All captured steps repeat the first one.", "KVD-DEVICE-012")
+@FAULTS.backend(_AREA, "capture", "captured-steps-are-the-first", "Captured steps repeat the first.", "KVD-DEVICE-012")
 def _all_the_first(inner: Callable[..., Any]) -> Callable[..., Any]:
     return lambda device, steps: [inner(device, steps)[0]] * len(steps)
 
 
-@FAULTS.backend(
-    _AREA, "capture", "captured-steps-do-nothing", "A captured step returns what it returned, and does nothing.", "KVD-DEVICE-012"
-)
+@FAULTS.backend(_AREA, "capture", "captured-steps-do-nothing", "A captured step does nothing.", "KVD-DEVICE-012")
 def _captured_nothing(inner: Callable[..., Any]) -> Callable[..., Any]:
     return lambda device, steps: [partial(lambda result: result, step()) for step in steps]
 
@@ -249,5 +247,4 @@ def _current_changed(inner: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-_ONE: Fault = FAULTS[-1]
-FAULTS[-1] = attrs.evolve(_ONE, area=_AREA, seed=_Where(_ONE.seed, TWO_DEVICES, True))
+FAULTS[-1] = attrs.evolve(FAULTS[-1], area=_AREA, seed=_Where(FAULTS[-1].seed, TWO_DEVICES, True))

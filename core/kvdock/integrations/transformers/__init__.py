@@ -19,11 +19,12 @@ are), `measure` how a model is asked what it caches, `compat` what differs betwe
 `kvdock.scheduler`'s to say, here as everywhere.
 
 Where attention reads pages: `probe` tries whether a model's can, `reading` says which passes do, `passes` which are under way,
-`switching` makes the model call `attention` in them, and `masks` says which masks are known.
+`switching` makes the model call `attention` in them, and `masks` says which masks are known. `decoding` keeps everything in one place,
+for compiled steps.
 
 Where prefixes are reused: `prompts` reads what is bound, `reuse` begins its rows, `bound` is the batch meanwhile,
-`hook` makes each forward pass fit to it, `plain` says whether a pass may be stored and `seen` remembers that, `sharing` says
-what of a model can be shared, and `commit` which tokens were computed.
+`hook` makes each forward pass fit to it (`watch` puts it on a model), `plain` says whether a pass may be stored and `seen`
+remembers that, `sharing` says what of a model can be shared, and `commit` which tokens were computed.
 """
 
 import kvdock.integrations.transformers.attention  # noqa: F401 - registers it with Transformers

@@ -17,7 +17,7 @@ from kvdock.integrations.transformers.bound import Bound
 from kvdock.integrations.transformers.commit import committable, computed_rows, publish
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, CROPS_TO_LENGTH, DUMMY_LAYER
 from kvdock.integrations.transformers.decoding import PagedDecoding
-from kvdock.integrations.transformers.hook import HookWatch, what_runs
+from kvdock.integrations.transformers.hook import what_runs
 from kvdock.integrations.transformers.layer import PagedLayer
 from kvdock.integrations.transformers.measure import measure
 from kvdock.integrations.transformers.probe import check_choice, chosen_reader, described, reader_of
@@ -27,6 +27,7 @@ from kvdock.integrations.transformers.reuse import PrefixReuse
 from kvdock.integrations.transformers.sharing import sharing_of
 from kvdock.integrations.transformers.state import PagedState
 from kvdock.integrations.transformers.usage import CacheUsage, usage_of
+from kvdock.integrations.transformers.watch import HookWatch
 from kvdock.prefix.factory import prefix_cache_of_pool
 from kvdock.prefix.interface import Namespace, PrefixCache
 from kvdock.rank import RankInfo

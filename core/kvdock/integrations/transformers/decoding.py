@@ -22,6 +22,7 @@ from kvdock.integrations.transformers.masks import left_pads
 from kvdock.integrations.transformers.state import PagedState
 from kvdock.integrations.transformers.switching import restore, switch
 from kvdock.integrations.transformers.tables import sent
+from kvdock.scheduler import SequenceBatch
 
 __all__ = ["VIEW", "DecodingLayer", "PagedDecoding"]
 
@@ -31,7 +32,7 @@ VIEW = "kvdock_layer"
 """Argument of attention functions by which a layer reaches kvdock's."""
 
 
-class Tables:
+class _Tables:
     """What a step reads: tensors that stay where they are.
 
     Args:
@@ -62,7 +63,7 @@ class DecodingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the ba
 
     is_compileable = True
 
-    def __init__(self, tables: Tables, index: int, window: int | None) -> None:
+    def __init__(self, tables: _Tables, index: int, window: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # the same
         self.tables, self.index, self.window = tables, index, window
         self.is_sliding, self.is_initialized = window is not None, True
@@ -81,13 +82,15 @@ class DecodingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the ba
 
         Args:
             query: the queries.
-            mask: that of `Tables`.
+            mask: that of the tables.
             told: what else attention functions are told.
 
         Returns:
             ``[rows, 1, Hq, dim of the values]``.
         """
-        found = self.tables.pool.attend(
+        pool = self.tables.pool
+        out = query.new_empty((*query.shape[:2], pool.v_cache(self.index).shape[3]))
+        pool.attend(
             self.index,
             query.squeeze(2),
             self.tables.block_table,
@@ -97,8 +100,9 @@ class DecodingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the ba
             softcap=told.get("softcap"),
             sinks=told.get("s_aux"),
             starts=mask.view(-1),
+            out=out,
         )
-        return found.unsqueeze(1)
+        return out.unsqueeze(1)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the room of a row: a mask is there already."""
@@ -136,10 +140,10 @@ class PagedDecoding(Cache):
         if pads is None or (pads < state.batch.pads).any():
             expected = f"padding on the left only, [{state.batch_size}, {state.length}]"
             raise ArgumentValueError(f"{_DECODING}: attention_mask", expected=expected, got=None if mask is None else list(mask.shape))
-        state.reserve(new_tokens)
+        _reserve(state, state.batch, new_tokens)
         self._pads, self._device = pads, state.pool.device
         with torch.inference_mode(mode=False):
-            self.tables = Tables(state.pool, sent(state.batch.block_table, self._device), sent(pads - state.batch.pads, self._device))
+            self.tables = _Tables(state.pool, sent(state.batch.block_table, self._device), sent(pads - state.batch.pads, self._device))
         super().__init__(layers=[DecodingLayer(self.tables, index, window) for index, window in enumerate(windows)])
 
     def __enter__(self) -> Self:
@@ -167,6 +171,16 @@ class PagedDecoding(Cache):
         self.tables.values.copy_(sent(values[:, :, None], self._device))
         self._steps += 1
         return {"attention_mask": self.tables.mask, "position_ids": self.tables.positions, "use_cache": True, CACHE_KEYWORD: self}
+
+
+def _reserve(state: PagedState, batch: SequenceBatch, tokens: int) -> None:
+    """Make room for tokens to come, in blocks that are nobody else's."""
+    with state.change():
+        if len(pairs := state.grown(batch, tokens)):
+            state.copy_blocks(torch.from_numpy(pairs))
+    if state.bound:
+        state.bound.close("one that went on in steps of decoding(), which are not watched")
+        state.bound.is_fresh = False
 
 
 def _check(state: PagedState) -> None:

@@ -78,7 +78,7 @@ class PagedState:
         self.lengths.set(bound.past)
         pairs = [pair for seq in batch.sequences for pair in seq.block_pairs.tolist()]
         if pairs:
-            self._copy_blocks(torch.tensor(pairs))
+            self.copy_blocks(torch.tensor(pairs))
 
     def forget_past(self) -> None:
         """Let a batch that just begins be computed from its first token."""
@@ -156,7 +156,7 @@ class PagedState:
         # The manager stays with this thread until the last layer has written, see `_end`.
         with self.change(keep=True):
             grown = self._batch_of(batch)
-            start, pairs = grown.length, self._grown(grown, tokens)
+            start, pairs = grown.length, self.grown(grown, tokens)
             if self.bound:
                 self.bound.begin(start, batch, tokens, grown.length)
             self.lengths.begin(start)
@@ -164,18 +164,9 @@ class PagedState:
             # Blocks were replaced by copies, so the slots that were worked out before are those of the old ones.
             if len(pairs):
                 self._slots.forget(0)
-                self._copy_blocks(torch.from_numpy(pairs))
+                self.copy_blocks(torch.from_numpy(pairs))
 
-    def reserve(self, tokens: int) -> None:
-        """Make room for tokens to come, of a batch that nobody else begins a step with meanwhile; see `_begin`."""
-        with self.change():
-            if self.batch and len(pairs := self._grown(self.batch, tokens)):
-                self._copy_blocks(torch.from_numpy(pairs))
-        if self.bound:
-            self.bound.close("one that went on in steps of decoding(), which are not watched")
-            self.bound.is_fresh = False
-
-    def _grown(self, batch: SequenceBatch, tokens: int) -> npt.NDArray[np.int64]:
+    def grown(self, batch: SequenceBatch, tokens: int) -> npt.NDArray[np.int64]:
         """Make room; return the pairs of blocks to copy."""
         try:
             return batch.grow(tokens)
@@ -183,7 +174,7 @@ class PagedState:
             fix = "reset() copies of the cache, or make the pool larger: num_blocks or max_kv_memory_bytes"
             raise OutOfBlocksError("PagedCacheForTransformers", expected=error.expected, got=error.got, fix=fix) from error
 
-    def _copy_blocks(self, pairs: torch.Tensor) -> None:
+    def copy_blocks(self, pairs: torch.Tensor) -> None:
         """Copy blocks in all layers. If that fails the table names blocks without content, so it is emptied."""
         try:
             self.pool.copy_blocks(pairs.to(self.pool.device))
