@@ -55,9 +55,8 @@ def test_a_folder_holds_one_package_that_is_installed(folder: Path) -> None:
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_backend_imports_only_kvdock(folder: Path) -> None:
     own = package_of(folder)
-    # attrs and numpy are kvdock's own requirements; the Triton library keeps its settings in the one, its interpreter needs the other.
-    shared = {"kvdock_triton", "triton", "attrs", "numpy"} if folder.name in ("cuda", "rocm", "_triton") else set()
-    allowed = {"torch", "kvdock", own} | shared | sys.stdlib_module_names
+    shared = {"kvdock_triton", "triton"} if folder.name in ("cuda", "rocm", "_triton") else set()
+    allowed = {"torch", "attrs", "numpy", "kvdock", own} | shared | sys.stdlib_module_names  # what kvdock itself requires
     for module in modules_below(folder):
         for line, name in module.imports():
             assert name.split(".")[0] in allowed, f"{module.where}:{line} imports {name}"
