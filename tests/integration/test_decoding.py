@@ -34,8 +34,14 @@ def decode(made: Any, step: Any, inputs: dict[str, torch.Tensor], cache: Any, ne
     return ids, logits
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "mistral-window", "gemma3", "gpt-oss"])
-@pytest.mark.parametrize("compiled", [False, True])
+CASES = [
+    pytest.param(name, compiled, marks=pytest.mark.slow if compiled and name not in ("llama-gqa", "gemma3") else ())
+    for name in ("llama-gqa", "gpt2", "mistral-window", "gemma3", "gpt-oss")
+    for compiled in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "compiled"), CASES)
 def test_the_same_tokens_as_without_a_cache(name: str, compiled: bool) -> None:
     """Eagerly it is the same code. Compiled it is one graph, without breaks and for all lengths."""
     family, changes = zoo.MODELS[name]
