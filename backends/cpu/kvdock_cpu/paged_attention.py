@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvdock.plugin import Descriptor, Kernel, Request, check_paged_attention, quantised_reasons
+from kvdock.plugin import HOST, Descriptor, Kernel, Request, check_paged_attention, quantised_reasons
 from kvdock_cpu.gather_paged import KeyTiles
 
 __all__ = ["PagedAttention", "PagedAttentionDescriptor"]
@@ -58,7 +58,11 @@ class PagedAttentionDescriptor(Descriptor):
         """Check all index values, then fill ``out`` and, where it is given, ``lse``."""
         args = dict(zip(self._names, values, strict=True))
         check_paged_attention(args)
-        _Call(self, args).run()
+        if torch.is_autocast_enabled("cpu"):  # which would round what is multiplied
+            with torch.autocast("cpu", enabled=False):
+                _Call(self, args).run()
+        else:
+            _Call(self, args).run()
 
 
 class PagedAttention(Kernel):
@@ -83,7 +87,7 @@ class _Call:
         self.heads, self.block = self.k_cache.shape[2], self.k_cache.shape[1]
         self.scale = self.q.shape[2] ** -0.5 if args["scale"] is None else float(args["scale"])
         self.is_plain = args["softcap"] is not None or self.k_cache.shape[3] != self.v_cache.shape[3]
-        self.offsets = torch.arange(self.block)
+        self.offsets = torch.arange(self.block, device=HOST)
         self.rooms = [tiles.room() for tiles in made.tiles]
         sinks = args["sinks"]
         self.sinks = None if sinks is None else sinks.to(self.dtype).view(self.heads, -1, 1)
@@ -196,7 +200,7 @@ class _Part:
         """Return which keys of a range each query sees, ``[n, keys]``; None for all."""
         if self.shared[0] <= begin and end <= self.shared[1]:
             return None
-        keys, positions = torch.arange(begin, end), torch.arange(self.begin, self.end)[:, None]
+        keys, positions = torch.arange(begin, end, device=HOST), torch.arange(self.begin, self.end, device=HOST)[:, None]
         is_seen = keys <= positions if self.causal else torch.ones_like(keys <= positions)
         return is_seen if self.window is None else is_seen & (keys > positions - self.window)
 

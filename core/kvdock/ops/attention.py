@@ -59,7 +59,7 @@ def check_paged_attention(args: Mapping[str, Any]) -> list[str]:
     if starts is not None:
         _raise_first("starts", starts, (starts < 0) | (starts > lens), "between 0 and the length of the sequence")
     first = first_keys(lens, counts, starts, args["window"])
-    columns = torch.arange(table.shape[1])
+    columns = torch.arange(table.shape[1], device=HOST)
     used = (columns >= (first // block)[:, None]) & (columns < ((lens + block - 1) // block)[:, None])
     bad = used & ((table < 0) | (table >= num_blocks))
     _raise_first("block_table", table, bad, f"a block id between 0 and {num_blocks - 1} wherever a query looks")
@@ -75,9 +75,8 @@ def _query_counts(cu: torch.Tensor | None, queries: int, most: int, lens: torch.
     wrong = torch.cat([cu[:1] != 0, counts < 0])
     wrong[-1] |= cu[-1] != queries
     _raise_first("cu_query_lens", cu, wrong, expected)
-    _raise_first(
-        "cu_query_lens", cu, torch.cat([torch.zeros(1, dtype=torch.bool), counts > most]), f"at most max_query_len={most} more each"
-    )
+    too_many = torch.cat([torch.zeros(1, dtype=torch.bool, device=HOST), counts > most])
+    _raise_first("cu_query_lens", cu, too_many, f"at most max_query_len={most} more each")
     return counts
 
 
@@ -130,7 +129,7 @@ def _see_nothing(args: dict[str, Any]) -> None:
         check_paged_attention(args)
     args["out"].zero_()
     if args["lse"] is not None:
-        args["lse"].copy_(torch.tensor(-torch.inf) if args["sinks"] is None else args["sinks"])
+        args["lse"].fill_(-torch.inf) if args["sinks"] is None else args["lse"].copy_(args["sinks"])
 
 
 def softmax_scale(scale: float | None, head_dim: int) -> float:

@@ -5,16 +5,24 @@ All take slots from 0 to 31. Negative ones are padding, but in `Update`, where n
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 import kvdock
+from kvdock.ops.active import call_op
+from kvdock_conformance.cases.computing import COMPUTING
+from kvdock_conformance.cases.drawing import Drawing
+from kvdock_conformance.cases.every_op import OpCall
+from kvdock_conformance.cases.layouts import Geometry
 from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.meaning import in_order, refer_to, schema_of, tolerance_of
+from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.checking.target import Target
 
-__all__ = ["CALLS", "CopyCall", "DeviceCall", "ReadCall", "UpdateCall", "WriteCall"]
+__all__ = ["CALLS", "ComputedCall", "CopyCall", "DeviceCall", "ReadCall", "UpdateCall", "WriteCall"]
 
 
 class DeviceCall(ABC):
@@ -31,6 +39,9 @@ class DeviceCall(ABC):
 
     written: tuple[torch.Tensor, ...]
     """What is written, of keys and of values; zeros before the call."""
+
+    names: Sequence[str] = "kv"
+    """What to call what is written."""
 
     index: torch.Tensor
     """The tensor that holds slots, lengths, or pairs."""
@@ -65,6 +76,10 @@ class DeviceCall(ABC):
         """Return how many writes must be counted as skipped for the slots."""
         return sum(slot >= 32 for slot in self.slots)
 
+    def tolerance(self, got: torch.Tensor) -> float:
+        """Return how far what was written may be off."""
+        return 0.0
+
     def call(self, target: Target) -> None:
         """Make the call by the backend."""
         with kvdock.use_backend(target.name):
@@ -96,8 +111,9 @@ class DeviceCall(ABC):
         Raises:
             NonconformanceError: a place differs.
         """
-        for name, got, expected in zip("kv", self.written, self.right() if right is None else right, strict=True):
-            wrong = (got.cpu() != expected).flatten(1).any(1).nonzero().flatten().tolist()
+        for name, got, expected in zip(self.names, self.written, self.right() if right is None else right, strict=True):
+            by = self.tolerance(got)
+            wrong = (~torch.isclose(got.cpu(), expected, rtol=by, atol=by)).flatten(1).any(1).nonzero().flatten().tolist()
             if wrong:
                 raise NonconformanceError(f"{what}: places of {name} that differ", expected="none", got=wrong)
 
@@ -200,10 +216,63 @@ class CopyCall(DeviceCall):
         return blocks
 
 
-CALLS: Mapping[str, type[DeviceCall]] = {
+class ComputedCall(DeviceCall):
+    """A call of an op that computes, made of its entry in `COMPUTING`. What is out of range is padding: what is counted of it may differ.
+
+    Args:
+        op: name of the op.
+        device: as of `DeviceCall`.
+        slots: as of `DeviceCall`.
+        heads: as of `DeviceCall`.
+    """
+
+    def __init__(self, op: str, device: torch.device, slots: Sequence[int], heads: int = 2) -> None:
+        self.op, self.own = op, COMPUTING[op]
+        super().__init__(device, slots, heads)
+
+    def make(self, device: torch.device, heads: int) -> None:
+        """Make the arguments."""
+        drawing, sizes = Drawing(heads), Geometry.even(heads, 16, num_blocks=8, block=4, dtype="float32")
+        made = OpCall(self.op, tokens=len(self.slots), geometry=sizes, more=self.own.of_slots).call(drawing)["args"]
+        memory = Arenas(drawing.arenas, device)
+        self.args = {name: memory.tensor(spec) for name, spec in made.items()}
+        self.names = [arg.name for arg in schema_of(self.op).mutated if arg.name in self.args]
+        self.written = tuple(self.args[name].zero_() for name in self.names)
+        tensors = {name: value for name, value in self.args.items() if isinstance(value, torch.Tensor) and value.is_floating_point()}
+        self.sources = tuple(value for name, value in tensors.items() if name not in self.names)
+
+    def indices(self) -> torch.Tensor:
+        """Return the first index, in host memory."""
+        return torch.tensor(self.own.slots(self.slots))
+
+    def run(self) -> None:
+        """Compute."""
+        call_op(self.op, *in_order(self.op, {**self.args, self.own.indices[0]: self.index}))
+
+    def right(self) -> list[torch.Tensor]:
+        """Return what must be written by what the sources hold now."""
+        host = {name: value.cpu().clone() if isinstance(value, torch.Tensor) else value for name, value in self.args.items()}
+        refer_to(self.op, {**host, self.own.indices[0]: self.indices()})
+        return [host[name] for name in self.names]
+
+    def expected(self, source: torch.Tensor) -> torch.Tensor:
+        """Return nothing of use: results are of all sources."""
+        raise NotImplementedError
+
+    def skips(self) -> int:
+        """Return 0."""
+        return 0
+
+    def tolerance(self, got: torch.Tensor) -> float:
+        """Return the bound of what is computed in a dtype."""
+        return tolerance_of(self.op, got.dtype)
+
+
+CALLS: Mapping[str, Callable[..., DeviceCall]] = {
     "paged_caching_": WriteCall,
     "static_update_": UpdateCall,
     "gather_paged": ReadCall,
     "copy_blocks_": CopyCall,
+    **{op: functools.partial(ComputedCall, op) for op in COMPUTING},
 }
 """By op."""

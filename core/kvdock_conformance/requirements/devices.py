@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvdock_conformance.cases.every_op import OPS
+from kvdock_conformance.cases.every_op import EVERY
 from kvdock_conformance.checking.claims import check_count, check_guard, check_guard_again
 from kvdock_conformance.checking.devices import (
     GRAPHS,
@@ -37,7 +37,7 @@ def _require(number: int, sentence: str, check: Check, *cases: Case, needs: Capa
 
 def _each(**more: Any) -> tuple[Case, ...]:
     """Return a call of six tokens, or of what they come to, for each op."""
-    return tuple(Case(op, {"op": op, "slots": _SLOTS, **more}) for op in OPS)
+    return tuple(Case(op, {"op": op, "slots": _SLOTS, **more}) for op in EVERY)
 
 
 def _foreign(name: str, argument: str) -> Case:

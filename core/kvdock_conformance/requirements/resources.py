@@ -8,8 +8,9 @@ from typing import Any
 
 import attrs
 
+from kvdock_conformance.cases.computing import COMPUTING
 from kvdock_conformance.cases.drawing import Drawing, call
-from kvdock_conformance.cases.every_op import OPS, OpCall, roomy
+from kvdock_conformance.cases.every_op import EVERY, OpCall, roomy
 from kvdock_conformance.cases.layouts import POOLS, Geometry
 from kvdock_conformance.cases.mistakes import mistakes, out_of_range
 from kvdock_conformance.checking import costs, resources, scratch
@@ -29,7 +30,7 @@ _LARGE = 34 << 20
 """So many bytes of keys: a little more than what malloc keeps when it is freed, so that it is seen."""
 _WAYS = (("nhd", "contiguous"), ("hnd", "[B, H, q, D]"), ("padded slots", "padded heads"), ("odd address", "odd address"))
 """Pools and rows: dense for all ops but the static one, dense for that alone, and not dense."""
-_COUNTED = ("k", "v", "slot_mapping", "k_out", "v_out", "block_pairs")
+_COUNTED = ("k", "v", "slot_mapping", "k_out", "v_out", "block_pairs", *(name for op in COMPUTING.values() for name in op.rows))
 
 
 def _require(
@@ -46,7 +47,7 @@ def _require(
     """Return a requirement of this area: cases of each op on each pool and rows, those of second calls extended; if so asked, of errors."""
 
     def cases() -> Iterable[Case]:
-        for op, (number, made), (pool, rows) in itertools.product(OPS, enumerate(calls), ways):
+        for op, (number, made), (pool, rows) in itertools.product(EVERY, enumerate(calls), ways):
             drawing = Drawing()
             name = ", ".join((op, *["extended"][:number], *[f"{pool}, {rows}"][: len(ways) - 1]))
             plain = OpCall(op, tokens=3, pool=pool, source=rows, geometry=_SIZES)
@@ -61,6 +62,11 @@ def _wrong() -> Iterable[Case]:
     first = {mistake.op: mistake for mistake in reversed([*out_of_range()])}
     for case in mistakes(first.values)():
         yield attrs.evolve(case, data={**case.data, "calls": case.data["calls"][1:]})
+    for op, own in COMPUTING.items():
+        drawing = Drawing()
+        args: Any = OpCall(op).arguments(drawing)
+        args[own.indices[0]] = attrs.evolve(args[own.indices[0]], values=[2**20])
+        yield Case(f"{op}, {own.indices[0]} out of range", drawing.case(call(op, **args)))
 
 
 def _of_64_mib(op: str, tokens: int) -> Geometry:

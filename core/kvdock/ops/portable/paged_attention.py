@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ class PagedAttentionDescriptor(PortableDescriptor):
         args = dict(zip(_NAMES, values, strict=True))
         if self._on_host:
             check_paged_attention(args)
-        _Call(args, self._skipped).run()
+        kind = args["q"].device.type
+        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext():
+            _Call(args, self._skipped).run()  # in the dtypes that it says, whatever the user has set
 
 
 class PagedAttention(PortableKernel):
