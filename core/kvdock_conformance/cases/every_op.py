@@ -15,7 +15,7 @@ from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry, Pair
 from kvdock_conformance.cases.paged import shuffled
 from kvdock_conformance.checking.memory import expanded
 
-__all__ = ["EVERY", "OPS", "Arguments", "OpCall", "roomy"]
+__all__ = ["EVERY", "OPS", "Arguments", "OpCall", "few", "roomy"]
 
 Arguments = dict[str, View | int]
 """Arguments of a call by name, in the schema's order."""
@@ -77,6 +77,11 @@ class OpCall:
     def leading(self) -> tuple[int, ...]:
         """Leading sizes of the tokens."""
         return (self.tokens,) if self.lead is None else self.lead
+
+
+def few(op: str, tokens: int) -> int:
+    """Return as many tokens, or for an op that computes, to which each is a context, a sixteenth of them."""
+    return 1 + tokens // 16 if op in COMPUTING else tokens
 
 
 def roomy(op: str, tokens: int) -> Geometry:

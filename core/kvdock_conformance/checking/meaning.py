@@ -14,7 +14,6 @@ import kvdock
 from kvdock import runtime
 from kvdock.ops.portable import PORTABLE_KERNELS
 from kvdock.ops.schema import OpSchema
-from kvdock_conformance.cases.computing import COMPUTING
 from kvdock_conformance.checking.calls import Reference
 from kvdock_conformance.checking.memory import Arenas, compare
 from kvdock_conformance.checking.target import Target
@@ -46,6 +45,9 @@ REFERENCES: Mapping[str, Reference] = {
 BOUNDS: Mapping[torch.dtype, float] = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """How far a number that attention computes may be from float64's, absolutely and relative to it, for inputs of a standard normal
 distribution. Of numbers that are as exact as their dtype, with weights and result rounded once each, about a fifth is used."""
+
+_BOUNDS_OF: Mapping[str, Mapping[torch.dtype, float]] = {"paged_attention": BOUNDS}
+"""By op of kvdock's own that computes."""
 
 
 def schema_of(op: str) -> OpSchema:
@@ -93,7 +95,7 @@ def forgive(memory: Arenas, expected: Arenas, call: Mapping[str, Any]) -> None:
 def tolerance_of(op: str, dtype: torch.dtype) -> float:
     """Return how far what an op writes in a dtype may be off."""
     brought = runtime.default().registry.brought_ops().get(op)
-    return brought.tolerance if brought is not None else BOUNDS[dtype] if op in COMPUTING else 0.0
+    return brought.tolerance if brought is not None else _BOUNDS_OF.get(op, {}).get(dtype, 0.0)
 
 
 def _forgive(memory: Arenas, expected: Arenas, spec: Mapping[str, Any], tolerance: float) -> None:

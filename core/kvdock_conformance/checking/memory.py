@@ -110,7 +110,8 @@ def filled(arena: Mapping[str, Any], device: torch.device) -> torch.Tensor:
 
 def _numbers(arena: Mapping[str, Any], count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return the bytes of finite numbers of an arena's dtype."""
-    numbers = torch.from_numpy(np.random.default_rng(arena["seed"]).standard_normal(count)).to(getattr(torch, arena["dtype"]))
+    dtype = getattr(torch, arena["dtype"])
+    numbers = torch.from_numpy(np.random.default_rng(arena["seed"]).standard_normal(-(-count // dtype.itemsize))).to(dtype)
     content: np.ndarray[Any, np.dtype[np.uint8]] = numbers.view(torch.uint8)[:count].numpy()
     return content
 

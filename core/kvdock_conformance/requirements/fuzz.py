@@ -21,7 +21,7 @@ def _cases() -> Iterator[Case]:
     for seed in range(_EXTENDED):
         data = random_case(SeededChooser(seed))
         yield Case(f"draw {seed}: {described(data)}", data, Level.CORE if seed < _CORE else Level.EXTENDED)
-    yield from of_computing(_CORE // 4, _EXTENDED // 4)
+    yield from of_computing(_CORE // 6, _EXTENDED // 4)
 
 
 def of_computing(core: int, extended: int) -> Iterator[Case]:

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from kvdock_conformance.cases.drawing import Drawing
-from kvdock_conformance.cases.every_op import EVERY, OpCall, roomy
+from kvdock_conformance.cases.every_op import EVERY, OpCall, few, roomy
 from kvdock_conformance.checking.claims import check_capabilities, check_claims, check_devices, check_kernels, check_names, check_probe
 from kvdock_conformance.checking.fresh import (
     check_import_cost,
@@ -53,7 +53,7 @@ def _made(op: str, number: int = 0, **more: str) -> Case:
     drawing, calls = Drawing(), []
     large = {"num_blocks": 48, "block": 384} if op == "static_update_" else {"num_blocks": 520, "block": 16}
     for tokens, pool, source, dtype, indices in _CALLS:
-        count = tokens + number
+        count = few(op, tokens + number)
         sizes = attrs.evolve(roomy(op, count), dtype=dtype, **(large if tokens == 5 else {}))
         like = OpCall(op, tokens=count, pool=pool, source=source, geometry=sizes, **indices)
         calls += [attrs.evolve(like, seed=seed).call(drawing) for seed in ((1, 2) if tokens in (5, 84) else (1,))]

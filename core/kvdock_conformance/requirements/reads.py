@@ -80,7 +80,7 @@ def _drawn() -> Iterator[Case]:
     for seed in range(_EXTENDED):
         data = random_case(SeededChooser(seed), is_plain=True)
         yield Case(f"draw {seed}: {described(data)}", data, Level.CORE if seed < _CORE else Level.EXTENDED)
-    yield from of_computing(_CORE // 4, _EXTENDED // 4)
+    yield from of_computing(_CORE // 5, _EXTENDED // 4)
 
 
 _INDICES = ("slot_mapping", "cache_lengths", "block_pairs", *(name for op in COMPUTING.values() for name in op.indices))

@@ -10,7 +10,7 @@ import attrs
 
 from kvdock_conformance.cases.computing import COMPUTING
 from kvdock_conformance.cases.drawing import Drawing, call
-from kvdock_conformance.cases.every_op import EVERY, OpCall, roomy
+from kvdock_conformance.cases.every_op import EVERY, OpCall, few, roomy
 from kvdock_conformance.cases.layouts import POOLS, Geometry
 from kvdock_conformance.cases.mistakes import mistakes, out_of_range
 from kvdock_conformance.checking import costs, resources, scratch
@@ -106,8 +106,8 @@ def _unlike(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
 
 def _large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
     """Return a call of many MiB on dense memory, and others on such that is not."""
-    tokens = _LARGE // (2048 if plain.op == "copy_blocks_" else 1024)
-    sizes = attrs.evolve(roomy(plain.op, tokens), hk=8, dk=64, hv=8, dv=64)
+    room = _LARGE // (2048 if plain.op == "copy_blocks_" else 1024)
+    tokens, sizes = few(plain.op, room), attrs.evolve(roomy(plain.op, room), hk=8, dk=64, hv=8, dv=64)
     ways = [*_WAYS]
     if plain.op == "static_update_":  # whose heads come before its positions
         ways.insert(0, ways.pop(1))
@@ -119,7 +119,7 @@ def _large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
 
 def _few_and_large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
     """Return a call of few tokens, and one of many MiB."""
-    tokens = _LARGE // (2**17 if plain.op in ("copy_blocks_", "static_update_") else 2**16)
+    tokens = _LARGE // (2**16 if plain.op in ("paged_caching_", "gather_paged") else 2**17)
     sizes = attrs.evolve(roomy(plain.op, tokens), hk=64, dk=512, hv=64, dv=512)  # long rows: an interpreter takes its time for each
     return _counted(3, tokens, sizes=lambda op, most: sizes, fill="zeros")(drawing, plain)
 
@@ -131,7 +131,7 @@ _FIRST = _counted(*_SEEN, *(count for count in range(9, 31) if count not in _SEE
 
 def _ever_more(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
     """Return calls of few numbers of tokens, and then of about twice as many again and again: what holds the most grows each time."""
-    first = 5 if plain.op == "copy_blocks_" else 8  # an interpreter takes its time for each block
+    first = 5 if plain.op in ("copy_blocks_", *COMPUTING) else 8  # an interpreter takes its time for each block
     return _counted(*_SEEN, *(2**power + more for power in range(first, first + 5) for more in (1, 2)))(drawing, plain)
 
 
