@@ -45,8 +45,8 @@ class Computing:
         fits: returns sizes that it can have, like some.
         arguments: returns the arguments of a call on two pools by name, the pools left out. Arenas that hold numbers say their dtype.
         rows: arguments that have a row for each token.
-        indices: arguments that hold indices. For the first, ``slots`` has values.
-        slots: returns values of the first index for slots from 0 to 31, of calls like ``of_slots``. Others are padding.
+        indices: arguments that hold indices. Zeros in the first are padding.
+        slots: values of the first index for slots from 0 to 31, of calls like ``of_slots``.
         of_slots: ``more`` of calls that go by slots.
         drawn: draws ``more`` for a random call.
     """
@@ -55,7 +55,7 @@ class Computing:
     arguments: Callable[[OpCall, Drawing, Pair], dict[str, Any]]
     rows: Sequence[str]
     indices: Sequence[str]
-    slots: Callable[[Sequence[int]], list[int]]
+    slots: Sequence[int]
     of_slots: Mapping[str, Any]
     drawn: Callable[[Chooser], Mapping[str, Any]]
 
@@ -119,7 +119,7 @@ COMPUTING: Mapping[str, Computing] = {
         arguments=_attend,
         rows=("q", "block_table", "seq_lens", "out", "lse"),
         indices=("seq_lens", "block_table", "cu_query_lens", "starts"),
-        slots=lambda slots: [slot + 1 if 0 <= slot < 32 else 0 for slot in slots],
+        slots=range(1, 33),
         of_slots={"width": 8},
         drawn=_attention_options,
     )

@@ -5,18 +5,14 @@ All take slots from 0 to 31. Negative ones are padding, but in `Update`, where n
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 import kvdock
 from kvdock.ops.active import call_op
-from kvdock_conformance.cases.computing import COMPUTING
-from kvdock_conformance.cases.drawing import Drawing
-from kvdock_conformance.cases.every_op import OpCall
-from kvdock_conformance.cases.layouts import Geometry
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.meaning import in_order, refer_to, schema_of, tolerance_of
 from kvdock_conformance.checking.memory import Arenas
@@ -217,25 +213,24 @@ class CopyCall(DeviceCall):
 
 
 class ComputedCall(DeviceCall):
-    """A call of an op that computes, made of its entry in `COMPUTING`. What is out of range is padding: what is counted of it may differ.
+    """A call of an op that computes. What is out of range is padding: what is counted of it may differ.
 
     Args:
-        op: name of the op.
+        data: the case: calls ``by_heads``, each with its ``arenas``, and ``values`` of the argument ``index`` by slot.
         device: as of `DeviceCall`.
         slots: as of `DeviceCall`.
         heads: as of `DeviceCall`.
     """
 
-    def __init__(self, op: str, device: torch.device, slots: Sequence[int], heads: int = 2) -> None:
-        self.op, self.own = op, COMPUTING[op]
+    def __init__(self, data: Mapping[str, Any], device: torch.device, slots: Sequence[int], heads: int = 2) -> None:
+        self.data, self.op = data, data["op"]
         super().__init__(device, slots, heads)
 
     def make(self, device: torch.device, heads: int) -> None:
         """Make the arguments."""
-        drawing, sizes = Drawing(heads), Geometry.even(heads, 16, num_blocks=8, block=4, dtype="float32")
-        made = OpCall(self.op, tokens=len(self.slots), geometry=sizes, more=self.own.of_slots).call(drawing)["args"]
-        memory = Arenas(drawing.arenas, device)
-        self.args = {name: memory.tensor(spec) for name, spec in made.items()}
+        made = self.data["by_heads"][str(heads)]
+        memory = Arenas(made["arenas"], device)
+        self.args = {name: memory.tensor(spec) for name, spec in made["calls"][0]["args"].items()}
         self.names = [arg.name for arg in schema_of(self.op).mutated if arg.name in self.args]
         self.written = tuple(self.args[name].zero_() for name in self.names)
         tensors = {name: value for name, value in self.args.items() if isinstance(value, torch.Tensor) and value.is_floating_point()}
@@ -243,16 +238,17 @@ class ComputedCall(DeviceCall):
 
     def indices(self) -> torch.Tensor:
         """Return the first index, in host memory."""
-        return torch.tensor(self.own.slots(self.slots))
+        values = self.data["values"]
+        return torch.tensor([values[slot] if 0 <= slot < len(values) else 0 for slot in self.slots])
 
     def run(self) -> None:
         """Compute."""
-        call_op(self.op, *in_order(self.op, {**self.args, self.own.indices[0]: self.index}))
+        call_op(self.op, *in_order(self.op, {**self.args, self.data["index"]: self.index}))
 
     def right(self) -> list[torch.Tensor]:
         """Return what must be written by what the sources hold now."""
         host = {name: value.cpu().clone() if isinstance(value, torch.Tensor) else value for name, value in self.args.items()}
-        refer_to(self.op, {**host, self.own.indices[0]: self.indices()})
+        refer_to(self.op, {**host, self.data["index"]: self.indices()})
         return [host[name] for name in self.names]
 
     def expected(self, source: torch.Tensor) -> torch.Tensor:
@@ -268,11 +264,10 @@ class ComputedCall(DeviceCall):
         return tolerance_of(self.op, got.dtype)
 
 
-CALLS: Mapping[str, Callable[..., DeviceCall]] = {
+CALLS: Mapping[str, type[DeviceCall]] = {
     "paged_caching_": WriteCall,
     "static_update_": UpdateCall,
     "gather_paged": ReadCall,
     "copy_blocks_": CopyCall,
-    **{op: functools.partial(ComputedCall, op) for op in COMPUTING},
 }
-"""By op."""
+"""By op that moves bytes."""
