@@ -212,8 +212,7 @@ def paged_attention(
             first = 0 if starts is None else int(starts[row])
             first = first if window is None else max(first, own - window + 1)
             keys = torch.arange(first, max(first, own + 1 if causal else length))
-            places = block_table[row].long()[keys // block], keys % block
-            seen = [cache[places].double() for cache in (k_cache, v_cache)]
+            seen = [cache[block_table[row].long()[keys // block], keys % block].double() for cache in (k_cache, v_cache)]
             for head in range(q.shape[1]):
                 k, v = (each[:, head * heads // q.shape[1]] for each in seen)
                 scores = k @ q[query, head].double() * (q.shape[2] ** -0.5 if scale is None else scale)

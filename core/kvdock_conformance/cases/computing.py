@@ -7,20 +7,16 @@ What it means, and how far its results may be off, is in `kvdock_conformance.che
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import attrs
 
 from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.cases.layouts import SOURCES, Geometry, Pair
 
-if TYPE_CHECKING:
-    from kvdock_conformance.cases.every_op import OpCall
-
-__all__ = ["COMPUTING", "Chooser", "Computing"]
+__all__ = ["COMPUTING", "Chooser", "Computing", "Like"]
 
 _T = TypeVar("_T")
 
@@ -38,6 +34,29 @@ class Chooser(Protocol):
 
 
 @attrs.frozen
+class Like:
+    """What a call is to be like.
+
+    Args:
+        count: how many tokens.
+        source: name of one of `SOURCES`, for the rows.
+        sizes: of the pools.
+        seed: of indices.
+        index: torch's name of their dtype.
+        is_padded: whether some tokens are padding, or come in other numbers than most.
+        more: what is for the op alone.
+    """
+
+    count: int
+    source: str
+    sizes: Geometry
+    seed: int
+    index: str
+    is_padded: bool
+    more: Mapping[str, Any]
+
+
+@attrs.frozen
 class Computing:
     """An op that computes.
 
@@ -52,7 +71,7 @@ class Computing:
     """
 
     fits: Callable[[Geometry], Geometry]
-    arguments: Callable[[OpCall, Drawing, Pair], dict[str, Any]]
+    arguments: Callable[[Like, Drawing, Pair], dict[str, Any]]
     rows: Sequence[str]
     indices: Sequence[str]
     slots: Sequence[int]
@@ -60,13 +79,13 @@ class Computing:
     drawn: Callable[[Chooser], Mapping[str, Any]]
 
 
-def _attend(like: OpCall, drawing: Drawing, pools: Pair) -> dict[str, Any]:
+def _attend(like: Like, drawing: Drawing, pools: Pair) -> dict[str, Any]:
     """Return queries over contexts that reach into the first and the last block, one for each sequence, or where padded none or two.
 
     ``like.more`` has ``group``, ``width`` of the table, how many ``blocks`` it may name, ``starts``, ``sinks``, ``lse`` and options.
     """
     more = {"group": 2, "width": 3, "blocks": pools[0].shape[0], "lse": True, "starts": False, "sinks": False, **like.more}
-    count, block, heads = math.prod(like.leading), pools[0].shape[1], like.sizes.hk * more["group"]
+    count, block, heads = like.count, pools[0].shape[1], like.sizes.hk * more["group"]
     rows = attrs.evolve(like.sizes, hk=heads, hv=heads)
     q = SOURCES[like.source](drawing, rows, (count,))[0]
     for view in (*pools, q):

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from kvdock_conformance.cases.computing import COMPUTING
+from kvdock_conformance.cases.computing import COMPUTING, Like
 from kvdock_conformance.cases.drawing import Drawing, View, call
 from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry, Pair
 from kvdock_conformance.cases.paged import shuffled
@@ -60,7 +60,8 @@ class OpCall:
         """Return the arguments, with new caches unless some are given."""
         k_cache, v_cache = self.caches(drawing) if caches is None else caches
         if self.op in COMPUTING:
-            others = COMPUTING[self.op].arguments(self, drawing, (k_cache, v_cache))
+            like = Like(math.prod(self.leading), self.source, self.sizes, self.seed, self.index, self.is_padded, self.more)
+            others = COMPUTING[self.op].arguments(like, drawing, (k_cache, v_cache))
             return {"k_cache": k_cache, "v_cache": v_cache, **{name: value for name, value in others.items() if value is not None}}
         return {"k_cache": k_cache, "v_cache": v_cache, **_OTHERS[self.op](self, drawing)}
 

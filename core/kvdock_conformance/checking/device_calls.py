@@ -7,18 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 import kvdock
-from kvdock.ops.active import call_op
 from kvdock_conformance.checking.failure import NonconformanceError
-from kvdock_conformance.checking.meaning import in_order, refer_to, schema_of, tolerance_of
-from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.checking.target import Target
 
-__all__ = ["CALLS", "ComputedCall", "CopyCall", "DeviceCall", "ReadCall", "UpdateCall", "WriteCall"]
+__all__ = ["CALLS", "CopyCall", "DeviceCall", "ReadCall", "UpdateCall", "WriteCall"]
 
 
 class DeviceCall(ABC):
@@ -60,9 +56,9 @@ class DeviceCall(ABC):
     def run(self) -> None:
         """Make the call."""
 
-    @abstractmethod
     def expected(self, source: torch.Tensor) -> torch.Tensor:
         """Return what must have been written, from what was read, both in host memory."""
+        raise NotImplementedError
 
     def indices(self) -> torch.Tensor:
         """Return the index argument for the slots, in host memory."""
@@ -210,58 +206,6 @@ class CopyCall(DeviceCall):
             if 0 <= slot < 32:
                 blocks[slot] = source[number % 4]
         return blocks
-
-
-class ComputedCall(DeviceCall):
-    """A call of an op that computes. What is out of range is padding: what is counted of it may differ.
-
-    Args:
-        data: the case: calls ``by_heads``, each with its ``arenas``, and ``values`` of the argument ``index`` by slot.
-        device: as of `DeviceCall`.
-        slots: as of `DeviceCall`.
-        heads: as of `DeviceCall`.
-    """
-
-    def __init__(self, data: Mapping[str, Any], device: torch.device, slots: Sequence[int], heads: int = 2) -> None:
-        self.data, self.op = data, data["op"]
-        super().__init__(device, slots, heads)
-
-    def make(self, device: torch.device, heads: int) -> None:
-        """Make the arguments."""
-        made = self.data["by_heads"][str(heads)]
-        memory = Arenas(made["arenas"], device)
-        self.args = {name: memory.tensor(spec) for name, spec in made["calls"][0]["args"].items()}
-        self.names = [arg.name for arg in schema_of(self.op).mutated if arg.name in self.args]
-        self.written = tuple(self.args[name].zero_() for name in self.names)
-        tensors = {name: value for name, value in self.args.items() if isinstance(value, torch.Tensor) and value.is_floating_point()}
-        self.sources = tuple(value for name, value in tensors.items() if name not in self.names)
-
-    def indices(self) -> torch.Tensor:
-        """Return the first index, in host memory."""
-        values = self.data["values"]
-        return torch.tensor([values[slot] if 0 <= slot < len(values) else 0 for slot in self.slots])
-
-    def run(self) -> None:
-        """Compute."""
-        call_op(self.op, *in_order(self.op, {**self.args, self.data["index"]: self.index}))
-
-    def right(self) -> list[torch.Tensor]:
-        """Return what must be written by what the sources hold now."""
-        host = {name: value.cpu().clone() if isinstance(value, torch.Tensor) else value for name, value in self.args.items()}
-        refer_to(self.op, {**host, self.data["index"]: self.indices()})
-        return [host[name] for name in self.names]
-
-    def expected(self, source: torch.Tensor) -> torch.Tensor:
-        """Return nothing of use: results are of all sources."""
-        raise NotImplementedError
-
-    def skips(self) -> int:
-        """Return 0."""
-        return 0
-
-    def tolerance(self, got: torch.Tensor) -> float:
-        """Return the bound of what is computed in a dtype."""
-        return tolerance_of(self.op, got.dtype)
 
 
 CALLS: Mapping[str, type[DeviceCall]] = {

@@ -12,7 +12,8 @@ import torch
 import kvdock
 from kvdock import runtime
 from kvdock_conformance.checking.claims import current_of
-from kvdock_conformance.checking.device_calls import CALLS, ComputedCall, DeviceCall, WriteCall
+from kvdock_conformance.checking.computed_calls import ComputedCall
+from kvdock_conformance.checking.device_calls import CALLS, DeviceCall, WriteCall
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.target import HOST, Target
 from kvdock_conformance.requirement import Capability, Check

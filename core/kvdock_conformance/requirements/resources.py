@@ -119,8 +119,11 @@ def _large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
 
 def _few_and_large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
     """Return a call of few tokens, and one of many MiB."""
-    tokens = _LARGE // (2**16 if plain.op in ("paged_caching_", "gather_paged") else 2**17)
-    sizes = attrs.evolve(roomy(plain.op, tokens), hk=64, dk=512, hv=64, dv=512)  # long rows: an interpreter takes its time for each
+    room = _LARGE // (2**16 if plain.op in ("paged_caching_", "gather_paged") else 2**17)
+    tokens, sizes = (
+        few(plain.op, room),
+        attrs.evolve(roomy(plain.op, room), hk=64, dk=512, hv=64, dv=512),
+    )  # long rows: an interpreter takes its time for each
     return _counted(3, tokens, sizes=lambda op, most: sizes, fill="zeros")(drawing, plain)
 
 

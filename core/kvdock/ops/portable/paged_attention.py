@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kvdock.interface import Descriptor, Request
 from kvdock.ops.attention import PAGED_ATTENTION, check_paged_attention, first_keys, query_rows, softmax_scale, visible
 from kvdock.ops.portable.rows import PortableDescriptor, PortableKernel
 
@@ -38,6 +39,12 @@ class PagedAttention(PortableKernel):
     """Prepares `PagedAttentionDescriptor`."""
 
     descriptor = PagedAttentionDescriptor
+
+    def prepare(self, request: Request) -> Descriptor:
+        """Say what a step takes: keys and values as read, in the dtype that is computed in, and as multiplied, and those before them."""
+        made = super().prepare(request)
+        made.workspace_bytes = 12 * _MOST * max(request.tensor("k_cache").dtype.itemsize, 4)
+        return made
 
 
 class _Call:
