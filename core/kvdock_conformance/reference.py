@@ -212,9 +212,9 @@ def paged_attention(
             first = 0 if starts is None else int(starts[row])
             first = first if window is None else max(first, own - window + 1)
             keys = torch.arange(first, max(first, own + 1 if causal else length))
-            places = block_table[row].long()[keys // block], keys % block
+            seen = [cache[block_table[row].long()[keys // block], keys % block].double() for cache in (k_cache, v_cache)]
             for head in range(q.shape[1]):
-                k, v = (cache[*places, head * heads // q.shape[1]].double() for cache in (k_cache, v_cache))
+                k, v = (each[:, head * heads // q.shape[1]] for each in seen)
                 scores = k @ q[query, head].double() * (q.shape[2] ** -0.5 if scale is None else scale)
                 scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
                 every = scores if sinks is None else torch.cat([scores, sinks[head, None].double()])

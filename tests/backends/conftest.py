@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvdock_conformance.cases.computing import COMPUTING
+from kvdock_conformance.requirement import Case, Level, Requirement
+
 _ATTENTION = "KVD-OP-{}@paged_attention"
 _MINUTES = (
     *("KVD-WRITE-025", "KVD-GATHER-030", "KVD-COPY-028", "KVD-STATIC-023"),
@@ -36,3 +39,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="takes minutes under Triton's interpreter; `kvdock conformance` asks it of a GPU"))
             if code in _SLOW:
                 item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def _what_computes_is_asked_elsewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave ops that compute out of requirements that go over every op: a case takes seconds or minutes. A GPU has them."""
+    own = Requirement.selected
+
+    def selected(self: Requirement, level: Level) -> list[Case]:
+        shared = self.area not in COMPUTING
+        return [case for case in own(self, level) if not (shared and _ops_of(case) & {*COMPUTING})]
+
+    if request.path.name == "test_triton_interpreted.py":
+        monkeypatch.setattr(Requirement, "selected", selected)
+
+
+def _ops_of(case: Case) -> set[str]:
+    return {call["op"] for call in case.data.get("calls", ())} | {case.data.get("op", "")}

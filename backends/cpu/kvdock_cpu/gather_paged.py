@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvdock.plugin import Descriptor, Kernel, Request, TensorMeta, as_bits, quantised_reasons, slots_in_range
+from kvdock.plugin import HOST, Descriptor, Kernel, Request, TensorMeta, as_bits, quantised_reasons, slots_in_range
 from kvdock_cpu.rows import wide_dtype, widen
 
 __all__ = ["GatherPaged", "GatherPagedDescriptor", "KeyTiles", "RowReader"]
@@ -145,7 +145,7 @@ class KeyTiles:
         Args:
             longest: most tokens of a sequence.
         """
-        raw = torch.empty(min(self._elements, longest * self._heads * self._dim), dtype=self._dtype)
+        raw = torch.empty(min(self._elements, longest * self._heads * self._dim), dtype=self._dtype, device=HOST)
         return raw, raw if self._compute == self._dtype else torch.empty_like(raw, dtype=self._compute)
 
     def read(self, pool: torch.Tensor, room: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
@@ -175,4 +175,4 @@ class KeyTiles:
         block_step, slot_step, head_step = (step // self._dim for step in self._steps)
         blocks = slots // self._block
         places = blocks * (block_step - self._block * slot_step) + slots * slot_step
-        return (places + torch.arange(0, self._heads * head_step, head_step)[:, None]).flatten()
+        return (places + torch.arange(0, self._heads * head_step, head_step, device=HOST)[:, None]).flatten()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvdock.plugin import Descriptor, Kernel, Request, check_paged_attention, quantised_reasons
+from kvdock.plugin import HOST, Descriptor, Kernel, Request, check_paged_attention, quantised_reasons
 from kvdock_cpu.gather_paged import KeyTiles
 
 __all__ = ["PagedAttention", "PagedAttentionDescriptor"]
@@ -66,7 +66,11 @@ class PagedAttentionDescriptor(Descriptor):
         if checked != self._checked:
             check_paged_attention(args)
             self._checked = checked
-        _Call(self, args).run()
+        if torch.is_autocast_enabled("cpu"):  # which would round what is multiplied
+            with torch.autocast("cpu", enabled=False):
+                _Call(self, args).run()
+        else:
+            _Call(self, args).run()
 
     def _index_values(self, args: dict[str, Any]) -> tuple[Any, ...]:
         """Return all that a check of index values looks at: the layers of a step, of one geometry, bring the same."""
@@ -217,7 +221,7 @@ class _Part:
         """Return which keys of a range each query sees, ``[n, keys]``; None for all."""
         if self.shared[0] <= begin and end <= self.shared[1]:
             return None
-        keys, positions = torch.arange(begin, end), torch.arange(self.begin, self.end)[:, None]
+        keys, positions = torch.arange(begin, end, device=HOST), torch.arange(self.begin, self.end, device=HOST)[:, None]
         is_seen = keys <= positions if self.causal else torch.ones_like(keys <= positions)
         return is_seen if self.window is None else is_seen & (keys > positions - self.window)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kvdock.plugin import Descriptor, Kernel, Request, TensorMeta, as_bits, quantised_reasons, slots_in_range
+from kvdock.plugin import HOST, Descriptor, Kernel, Request, TensorMeta, as_bits, quantised_reasons, slots_in_range
 from kvdock_cpu.rows import memmove, runs_of, spans, wide_dtype, widen
 
 __all__ = ["PagedCaching", "PagedCachingDescriptor", "RowWriter"]
@@ -172,7 +172,7 @@ class PagedCachingDescriptor(Descriptor):
                 memmove(k_cache + slot * k_step, k, k_bytes)
                 memmove(v_cache + slot * v_step, v, v_bytes)
             elif slot >= 0:
-                slots_in_range(self._op, torch.full(shape, slot), capacity)
+                slots_in_range(self._op, torch.full(shape, slot, device=HOST), capacity)
 
         return write_one
 

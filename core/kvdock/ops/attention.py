@@ -143,7 +143,7 @@ def _see_nothing(args: dict[str, Any]) -> None:
         check_paged_attention(args)
     args["out"].zero_()
     if args["lse"] is not None:
-        args["lse"].copy_(torch.tensor(-torch.inf) if args["sinks"] is None else args["sinks"])
+        args["lse"].fill_(-torch.inf) if args["sinks"] is None else args["lse"].copy_(args["sinks"])
 
 
 def softmax_scale(scale: float | None, head_dim: int) -> float:

@@ -1,4 +1,4 @@
-"""Calls of any op that moves bytes as cases: for what holds of all of them alike, such as plans and errors."""
+"""Calls of any op as cases: for what holds of all of them alike, such as plans and errors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 import attrs
 
+from kvdock_conformance.cases.computing import COMPUTING, Like
 from kvdock_conformance.cases.drawing import Drawing, View, call
 from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry, Pair
 from kvdock_conformance.cases.paged import shuffled
 from kvdock_conformance.checking.memory import expanded
 
-__all__ = ["OPS", "Arguments", "OpCall", "roomy"]
+__all__ = ["EVERY", "OPS", "Arguments", "OpCall", "few", "roomy"]
 
 Arguments = dict[str, View | int]
 """Arguments of a call by name, in the schema's order."""
@@ -27,15 +28,16 @@ class OpCall:
     """A good call of an op.
 
     Args:
-        op: name of the op, one of `OPS`.
+        op: name of the op, one of `EVERY`.
         tokens: how many tokens, new positions of each row, or pairs of blocks: at most half of the blocks.
         pool: name of one of `POOLS`; seen with heads and positions swapped in static caches.
         source: name of one of `SOURCES`, for the rows that are read, or that a gather writes.
-        geometry: sizes of the pool.
+        geometry: sizes of the pool, or for an op that computes sizes like them.
         seed: of slots, lengths and pairs.
         index: torch's name of the dtype of slots, lengths and pairs.
         is_padded: whether every third slot or pair is padding; lengths, which have none, are an int for all rows then.
         lead: leading sizes of the tokens; None for ``(tokens,)``.
+        more: what else an op that computes is told.
     """
 
     op: str
@@ -47,15 +49,20 @@ class OpCall:
     index: str = "int64"
     is_padded: bool = False
     lead: tuple[int, ...] | None = None
+    more: Mapping[str, Any] = MappingProxyType({})
 
     def caches(self, drawing: Drawing) -> Pair:
         """Return new caches."""
-        k_cache, v_cache = POOLS[self.pool](drawing, self.geometry)
+        k_cache, v_cache = POOLS[self.pool](drawing, self.sizes)
         return (k_cache.transpose(1, 2), v_cache.transpose(1, 2)) if self.op == "static_update_" else (k_cache, v_cache)
 
     def arguments(self, drawing: Drawing, caches: Pair | None = None) -> Arguments:
         """Return the arguments, with new caches unless some are given."""
         k_cache, v_cache = self.caches(drawing) if caches is None else caches
+        if self.op in COMPUTING:
+            like = Like(math.prod(self.leading), self.source, self.sizes, self.seed, self.index, self.is_padded, self.more)
+            others = COMPUTING[self.op].arguments(like, drawing, (k_cache, v_cache))
+            return {"k_cache": k_cache, "v_cache": v_cache, **{name: value for name, value in others.items() if value is not None}}
         return {"k_cache": k_cache, "v_cache": v_cache, **_OTHERS[self.op](self, drawing)}
 
     def call(self, drawing: Drawing, caches: Pair | None = None) -> dict[str, Any]:
@@ -63,9 +70,19 @@ class OpCall:
         return call(self.op, **self.arguments(drawing, caches))
 
     @property
+    def sizes(self) -> Geometry:
+        """Sizes of the pool that the op can have."""
+        return COMPUTING[self.op].fits(self.geometry) if self.op in COMPUTING else self.geometry
+
+    @property
     def leading(self) -> tuple[int, ...]:
         """Leading sizes of the tokens."""
         return (self.tokens,) if self.lead is None else self.lead
+
+
+def few(op: str, tokens: int) -> int:
+    """Return as many tokens, or for an op that computes, to which each is a context, a sixteenth of them."""
+    return 1 + tokens // 16 if op in COMPUTING else tokens
 
 
 def roomy(op: str, tokens: int) -> Geometry:
@@ -112,4 +129,7 @@ _OTHERS: Mapping[str, Callable[[OpCall, Drawing], Arguments]] = MappingProxyType
 )
 
 OPS = tuple(_OTHERS)
-"""The ops of `kvdock.ops` that move bytes. One that computes is asked what any op is asked: see `kvdock_conformance.requirements.ops`."""
+"""The ops of `kvdock.ops` that move bytes."""
+
+EVERY = (*OPS, *COMPUTING)
+"""All ops of `kvdock.ops`. One that computes is asked besides what any op is asked: see `kvdock_conformance.requirements.ops`."""

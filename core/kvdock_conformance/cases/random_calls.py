@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import attrs
 
 from kvdock.ops.catalog import CATALOG
+from kvdock_conformance.cases.computing import COMPUTING, Chooser
 from kvdock_conformance.cases.drawing import ITEMSIZE, Drawing, View, call
-from kvdock_conformance.cases.every_op import OPS
+from kvdock_conformance.cases.every_op import OPS, OpCall
 from kvdock_conformance.cases.layouts import Geometry, Pair
 from kvdock_conformance.cases.numbers import finite
 from kvdock_conformance.cases.quantised import FORMS, QUANTISED, finite_bytes, scales
@@ -26,21 +27,11 @@ _T = TypeVar("_T")
 _DTYPES = ("bfloat16", "float16", "float32", "float64", "uint8")
 _EDGES = tuple(sorted({0, *(edge + by for power in range(1, 17) for edge in (1 << power,) for by in (-1, 0, 1))}))
 """Sizes: one below, at and one above powers of two."""
+_ROWS = ("contiguous", "fused qkv", "padded heads", "odd steps", "odd address", "padded tokens")
+"""Sources of an op that computes."""
 _MOST_BYTES = 1 << 21
 """Of a pool."""
 _INDICES = ("slot_mapping", "cache_lengths", "block_pairs")
-
-
-class Chooser(Protocol):
-    """Chooses."""
-
-    def integer(self, least: int, most: int) -> int:
-        """Return an integer; the least is the plainest."""
-        ...
-
-    def one_of(self, values: Sequence[_T]) -> _T:
-        """Return one of some values; the first is the plainest."""
-        ...
 
 
 class SeededChooser:
@@ -71,6 +62,8 @@ def random_case(choose: Chooser, ops: Sequence[str] = OPS, *, is_plain: bool = F
         is_plain: every index is in range, every output is passed, and no pool is quantised.
     """
     drawing, op = Drawing(choose.integer(0, 3)), choose.one_of(ops)
+    if op in COMPUTING:
+        return drawing.case(*_computed(choose, drawing, op), **({"elsewhere": True} if choose.one_of((False, False, True)) else {}))
     by_slots = op in ("paged_caching_", "gather_paged")
     if by_slots and not is_plain and choose.one_of((False,) * 15 + (True,)):
         return drawing.case(_quantised(choose, drawing, op))
@@ -92,6 +85,22 @@ def _calls(choose: Chooser, drawing: Drawing, form: _Form, pools: Pair) -> Itera
     if choose.one_of((False, True)):
         others: Any = _arguments(choose, Drawing(), form, pools)  # in memory that nobody makes: what its indices hold is wanted
         yield {**call(form.op, **(args | {name: _other(args[name], others[name]) for name in _INDICES if name in args})), "again": True}
+
+
+def _computed(choose: Chooser, drawing: Drawing, op: str) -> Iterator[dict[str, Any]]:
+    """Yield calls of an op that computes, each several times with one set of indices and another at the same addresses."""
+    own, geometry = COMPUTING[op], COMPUTING[op].fits(_geometry(choose))
+    pools = _pools(choose, drawing, geometry)
+    for _ in range(choose.integer(1, 2)):
+        like = OpCall(op, choose.one_of((3, 1, 2, 6)), "", choose.one_of(_ROWS), geometry, 1, choose.one_of(("int64", "int32")))
+        like = attrs.evolve(like, is_padded=choose.one_of((False, True)), more=own.drawn(choose))
+        args: Any = like.arguments(drawing, pools)
+        aside = Drawing()
+        aside.arenas = [*map(dict, drawing.arenas)]
+        others: Any = attrs.evolve(like, seed=2).arguments(aside, pools)
+        indices = {name: attrs.evolve(args[name], values=others[name].values) for name in own.indices if name in args}
+        for _ in range(choose.one_of((1, 2, 3))):
+            yield from (call(op, **args), call(op, **(args | indices)))
 
 
 def _other(index: Any, other: Any) -> View | int:

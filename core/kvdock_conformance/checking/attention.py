@@ -13,14 +13,13 @@ from kvdock_conformance.checking.calls import expect_refusal
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.meaning import BOUNDS, compare_call, refer
 from kvdock_conformance.checking.memory import BITS, Arenas, compare
-from kvdock_conformance.checking.repeated import BoundTarget
+from kvdock_conformance.checking.repeated import check_computed, memory_of
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.requirement import Capability, Check
 
 __all__ = [
     "BATCH_INVARIANT",
     "check_alone",
-    "check_attention",
     "check_index_values",
     "check_parts",
     "check_public",
@@ -32,31 +31,8 @@ _OWN = ("q", "k_cache", "v_cache", "block_table", "seq_lens")
 """Arguments of the function that have no keyword."""
 
 
-def _memory(target: Target, data: Mapping[str, Any]) -> Arenas:
-    """Return the memory of a case, with garbage where nobody may look."""
-    memory = Arenas(data["arenas"], target.device)
-    for place in data["places"]:
-        memory.tensor(place)
-    return memory
-
-
 def _args(memory: Arenas, call: Mapping[str, Any]) -> dict[str, Any]:
     return {name: memory.tensor(spec) for name, spec in call["args"].items()}
-
-
-def check_attention(target: Target, data: Mapping[str, Any]) -> None:
-    """Check the calls of a case by arguments and bound to their pools, into outputs that are given.
-
-    Raises:
-        NonconformanceError: a number is further off than it may be, or another byte has changed.
-    """
-    for way in (target, BoundTarget(target.name, target.setup, str(target.device))):
-        memory = _memory(target, data)
-        for call in data["calls"]:
-            args, expected = _args(memory, call), memory.copy()
-            refer(expected, call)
-            way.call(call["op"], args)
-            compare_call(memory, expected, call, call["op"])
 
 
 def check_public(target: Target, data: Mapping[str, Any]) -> None:
@@ -68,7 +44,7 @@ def check_public(target: Target, data: Mapping[str, Any]) -> None:
     for call in data["calls"]:
         for given in (False, True):
             for return_lse in (False, True):
-                memory = _memory(target, data)
+                memory = memory_of(target, data)
                 expected, named = memory.copy(), {name: spec for name, spec in call["args"].items() if return_lse or name != "lse"}
                 refer(expected, {**call, "args": named})
                 _check_returned(target, memory, call, given=given, return_lse=return_lse)
@@ -99,7 +75,7 @@ def check_index_values(target: Target, data: Mapping[str, Any]) -> None:
         NonconformanceError: it does not raise where it must, says something else or has written something; or on a device a byte
             that is no output's has changed, or nothing was counted that could be.
     """
-    memory, call = _memory(target, data), data["calls"][0]
+    memory, call = memory_of(target, data), data["calls"][0]
     args = _args(memory, call)
     if target.must_raise:
         expect_refusal(target, memory, call, args, kvdock.IndexRangeError, [*data["texts"], "expected ", "got ", "Fix: "])
@@ -119,7 +95,7 @@ def check_parts(target: Target, data: Mapping[str, Any]) -> None:
     Raises:
         NonconformanceError: a number is further off than it may be.
     """
-    memory = _memory(target, data)
+    memory = memory_of(target, data)
     expected = memory.copy()
     whole, *parts = data["calls"]
     refer(expected, whole)
@@ -148,7 +124,7 @@ def check_repeatable(target: Target, data: Mapping[str, Any], reasons: Sequence[
     Raises:
         NonconformanceError: one is not.
     """
-    check_attention(target, {**data, "calls": data["calls"][:1]})
+    check_computed(target, {**data, "calls": data["calls"][:1]})
 
 
 BATCH_INVARIANT = Capability("gives a row the same bits in any batch", why_not_invariant, check_repeatable)
@@ -160,7 +136,7 @@ def check_alone(target: Target, data: Mapping[str, Any]) -> None:
     Raises:
         NonconformanceError: a bit differs.
     """
-    memory, (whole, *others) = _memory(target, data), data["calls"]
+    memory, (whole, *others) = memory_of(target, data), data["calls"]
     together = _args(memory, whole)
     target.call(whole["op"], together)
     for call, queries in zip(others, data["queries"], strict=True):

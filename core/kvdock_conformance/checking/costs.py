@@ -42,9 +42,10 @@ OWN_KERNEL = Capability("brings a kernel for the op", why_no_kernel, check_calls
 
 
 def _with_dtype(request: Request, dtype: torch.dtype) -> Request:
-    """Return a request in another dtype."""
+    """Return a request whose pools, and what has their dtype, have another."""
+    own = request.tensor("k_cache").dtype
     args = {
-        name: attrs.evolve(meta, dtype=dtype) if isinstance(meta, TensorMeta) and meta.dtype.is_floating_point else meta
+        name: attrs.evolve(meta, dtype=dtype) if isinstance(meta, TensorMeta) and meta.dtype == own else meta
         for name, meta in request.args.items()
     }
     return attrs.evolve(request, args=args)

@@ -32,6 +32,9 @@ class DeviceCall(ABC):
     written: tuple[torch.Tensor, ...]
     """What is written, of keys and of values; zeros before the call."""
 
+    names: Sequence[str] = "kv"
+    """What to call what is written."""
+
     index: torch.Tensor
     """The tensor that holds slots, lengths, or pairs."""
 
@@ -53,9 +56,9 @@ class DeviceCall(ABC):
     def run(self) -> None:
         """Make the call."""
 
-    @abstractmethod
     def expected(self, source: torch.Tensor) -> torch.Tensor:
         """Return what must have been written, from what was read, both in host memory."""
+        raise NotImplementedError
 
     def indices(self) -> torch.Tensor:
         """Return the index argument for the slots, in host memory."""
@@ -64,6 +67,10 @@ class DeviceCall(ABC):
     def skips(self) -> int:
         """Return how many writes must be counted as skipped for the slots."""
         return sum(slot >= 32 for slot in self.slots)
+
+    def tolerance(self, got: torch.Tensor) -> float:
+        """Return how far what was written may be off."""
+        return 0.0
 
     def call(self, target: Target) -> None:
         """Make the call by the backend."""
@@ -96,8 +103,9 @@ class DeviceCall(ABC):
         Raises:
             NonconformanceError: a place differs.
         """
-        for name, got, expected in zip("kv", self.written, self.right() if right is None else right, strict=True):
-            wrong = (got.cpu() != expected).flatten(1).any(1).nonzero().flatten().tolist()
+        for name, got, expected in zip(self.names, self.written, self.right() if right is None else right, strict=True):
+            by = self.tolerance(got)
+            wrong = (~torch.isclose(got.cpu(), expected, rtol=by, atol=by)).flatten(1).any(1).nonzero().flatten().tolist()
             if wrong:
                 raise NonconformanceError(f"{what}: places of {name} that differ", expected="none", got=wrong)
 
@@ -206,4 +214,4 @@ CALLS: Mapping[str, type[DeviceCall]] = {
     "gather_paged": ReadCall,
     "copy_blocks_": CopyCall,
 }
-"""By op."""
+"""By op that moves bytes."""

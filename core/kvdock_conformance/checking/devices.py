@@ -13,6 +13,7 @@ import torch
 import kvdock
 from kvdock import runtime
 from kvdock_conformance.checking.claims import current_of
+from kvdock_conformance.checking.computed_calls import ComputedCall
 from kvdock_conformance.checking.device_calls import CALLS, DeviceCall, WriteCall
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.target import HOST, Target
@@ -51,7 +52,8 @@ DELAY_CYCLES = 200_000_000
 
 def made(device: torch.device, data: Mapping[str, Any], slots: Sequence[int] | None = None, heads: int = 2) -> DeviceCall:
     """Return the call of a case on a device, of its op and its slots."""
-    return CALLS[data["op"]](device, data["slots"] if slots is None else slots, heads)
+    slots = data["slots"] if slots is None else slots
+    return ComputedCall(data, device, slots, heads) if "by_heads" in data else CALLS[data["op"]](device, slots, heads)
 
 
 def module_of(device: torch.device) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from kvdock_conformance.checking.gathers import check_dequantised, check_returned
 from kvdock_conformance.checking.plans import elsewhere
 from kvdock_conformance.checking.quantised import check_quantised
-from kvdock_conformance.checking.repeated import check_repeated
+from kvdock_conformance.checking.repeated import PLACES, check_computed, check_repeated
 from kvdock_conformance.checking.target import Target
 
 __all__ = ["check_drawn"]
@@ -35,6 +35,8 @@ def _check(target: Target, data: Mapping[str, Any]) -> None:
     call = data["calls"][0]
     if "k_scale" in call["args"]:
         (check_dequantised if call["op"] == "gather_paged" else check_quantised)(target, data)
+    elif call["op"] not in PLACES:
+        check_computed(target, data)
     elif data.get("returned"):
         check_returned(target, data)
     else:

@@ -19,7 +19,19 @@ from kvdock_conformance.checking.memory import Arenas, compare
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.reference import copy_blocks_, gather_paged, paged_attention, paged_caching_, static_update_
 
-__all__ = ["BOUNDS", "REFERENCES", "compare_call", "in_order", "kernel_of", "kernels_over", "refer", "schema_of"]
+__all__ = [
+    "BOUNDS",
+    "REFERENCES",
+    "compare_call",
+    "forgive",
+    "in_order",
+    "kernel_of",
+    "kernels_over",
+    "refer",
+    "refer_to",
+    "schema_of",
+    "tolerance_of",
+]
 
 REFERENCES: Mapping[str, Reference] = {
     "paged_caching_": paged_caching_,
@@ -35,7 +47,8 @@ BOUNDS: Mapping[torch.dtype, float] = {torch.float64: 1e-12, torch.float32: 1e-5
 distribution and scores whose standard deviation is at most 2. Of numbers that are as exact as their dtype, with weights and result
 rounded once each, about a fifth is used."""
 
-_COMPUTED = ("paged_attention",)
+_BOUNDS_OF: Mapping[str, Mapping[torch.dtype, float]] = {"paged_attention": BOUNDS}
+"""By op of kvdock's own that computes."""
 
 
 def schema_of(op: str) -> OpSchema:
@@ -50,7 +63,11 @@ def in_order(op: str, args: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def refer(memory: Arenas, call: Mapping[str, Any]) -> None:
     """Do in memory what a call means. Every index of it is in range."""
-    op, args = call["op"], {name: memory.tensor(spec) for name, spec in call["args"].items()}
+    refer_to(call["op"], {name: memory.tensor(spec) for name, spec in call["args"].items()})
+
+
+def refer_to(op: str, args: Mapping[str, Any]) -> None:
+    """Do what a call of an op means with its arguments, in host memory. Every index of it is in range."""
     if op in REFERENCES:
         REFERENCES[op](*(args.get(arg.name) for arg in schema_of(op).args if arg.scale_of is None))
     else:
@@ -63,18 +80,23 @@ def compare_call(memory: Arenas, expected: Arenas, call: Mapping[str, Any], what
     Raises:
         NonconformanceError: names the first place that differs.
     """
-    for arg in schema_of(call["op"]).mutated:
-        spec = call["args"].get(arg.name)
-        tolerance = _tolerance(call["op"], getattr(torch, spec["dtype"])) if spec is not None else 0.0
-        if tolerance:
-            _forgive(memory, expected, {**spec, "values": None}, tolerance)
+    forgive(memory, expected, call)
     compare(memory, expected, call["args"], what)
 
 
-def _tolerance(op: str, dtype: torch.dtype) -> float:
+def forgive(memory: Arenas, expected: Arenas, call: Mapping[str, Any]) -> None:
+    """Expect of what a call computes what it holds where that is near enough."""
+    for arg in schema_of(call["op"]).mutated:
+        spec = call["args"].get(arg.name)
+        tolerance = tolerance_of(call["op"], getattr(torch, spec["dtype"])) if spec is not None else 0.0
+        if tolerance:
+            _forgive(memory, expected, {**spec, "values": None}, tolerance)
+
+
+def tolerance_of(op: str, dtype: torch.dtype) -> float:
     """Return how far what an op writes in a dtype may be off."""
     brought = runtime.default().registry.brought_ops().get(op)
-    return brought.tolerance if brought is not None else BOUNDS[dtype] if op in _COMPUTED else 0.0
+    return brought.tolerance if brought is not None else _BOUNDS_OF.get(op, {}).get(dtype, 0.0)
 
 
 def _forgive(memory: Arenas, expected: Arenas, spec: Mapping[str, Any], tolerance: float) -> None:

@@ -59,11 +59,20 @@ class Arenas:
         """Turn all bytes of some specs' arenas over, and write their values, so that no version of a tensor counts it."""
         given = [spec for spec in specs.values() if isinstance(spec, Mapping)]
         unseen = Arenas.__new__(Arenas)
-        unseen.bytes = [content.data for content in self.bytes]
+        unseen.arenas, unseen.bytes = self.arenas, [content.data for content in self.bytes]
         for number in {spec["arena"] for spec in given}:
-            unseen.bytes[number].bitwise_not_()
+            unseen.turn(number)
         for spec in given:
             unseen.tensor(spec)
+
+    def turn(self, number: int) -> None:
+        """Turn all bytes of an arena over; of one of numbers, their signs."""
+        dtype = self.arenas[number].get("dtype")
+        if dtype is None:
+            self.bytes[number].bitwise_not_()
+        else:
+            size = getattr(torch, dtype).itemsize
+            self.bytes[number][size - 1 :: size].bitwise_xor_(128)
 
     def copy(self) -> Arenas:
         """Return a copy in host memory."""
@@ -101,7 +110,8 @@ def filled(arena: Mapping[str, Any], device: torch.device) -> torch.Tensor:
 
 def _numbers(arena: Mapping[str, Any], count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return the bytes of finite numbers of an arena's dtype."""
-    numbers = torch.from_numpy(np.random.default_rng(arena["seed"]).standard_normal(count)).to(getattr(torch, arena["dtype"]))
+    dtype = getattr(torch, arena["dtype"])
+    numbers = torch.from_numpy(np.random.default_rng(arena["seed"]).standard_normal(-(-count // dtype.itemsize))).to(dtype)
     content: np.ndarray[Any, np.dtype[np.uint8]] = numbers.view(torch.uint8)[:count].numpy()
     return content
 

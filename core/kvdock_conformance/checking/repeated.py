@@ -21,7 +21,19 @@ from kvdock_conformance.checking.meaning import REFERENCES, compare_call, refer,
 from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.checking.target import Target
 
-__all__ = ["NOISES", "PLACES", "BoundTarget", "Listener", "check_autograd", "check_quiet", "check_repeated", "length_place", "listener"]
+__all__ = [
+    "NOISES",
+    "PLACES",
+    "BoundTarget",
+    "Listener",
+    "check_autograd",
+    "check_computed",
+    "check_quiet",
+    "check_repeated",
+    "length_place",
+    "listener",
+    "memory_of",
+]
 
 
 class BoundTarget(Target):
@@ -69,6 +81,29 @@ def check_repeated(target: Target, data: Mapping[str, Any]) -> None:
     op = data["calls"][0]["op"]
     for way in (target, BoundTarget(target.name, target.setup, str(target.device))):
         check_calls(way, data, REFERENCES[op], _place_names(data), counted=op != "gather_paged")
+
+
+def memory_of(target: Target, data: Mapping[str, Any]) -> Arenas:
+    """Return the memory of a case, with what its places hold."""
+    memory = Arenas(data["arenas"], target.device)
+    for place in data.get("places", ()):
+        memory.tensor(place)
+    return memory
+
+
+def check_computed(target: Target, data: Mapping[str, Any]) -> None:
+    """Check the calls of a case that compute, by arguments and bound to their pools, into outputs that are given.
+
+    Raises:
+        NonconformanceError: a number is further off than it may be, or another byte has changed.
+    """
+    for way in (target, BoundTarget(target.name, target.setup, str(target.device))):
+        memory = memory_of(target, data)
+        for call in data["calls"]:
+            args, expected = {name: memory.tensor(spec) for name, spec in call["args"].items()}, memory.copy()
+            refer(expected, call)
+            way.call(call["op"], args)
+            compare_call(memory, expected, call, call["op"])
 
 
 def _place_names(data: Mapping[str, Any]) -> Callable[[Sequence[int]], str]:

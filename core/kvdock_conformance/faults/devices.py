@@ -14,10 +14,11 @@ from typing import Any
 import attrs
 import torch
 
+from kvdock_conformance.cases.attention import OP as ATTENTION
 from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.checking.devices import GRAPHS, STREAMS, SYNC_DEBUG, TWO_DEVICES, module_of
 from kvdock_conformance.checking.target import Target
-from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall, Seed
+from kvdock_conformance.faults.fault import Args, BackendCall, Fault, Faults, FaultyCall, Seed
 from kvdock_conformance.requirement import Capability
 
 __all__ = ["FAULTS"]
@@ -247,4 +248,11 @@ def _current_changed(inner: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-FAULTS[-1] = attrs.evolve(FAULTS[-1], area=_AREA, seed=_Where(FAULTS[-1].seed, TWO_DEVICES, True))
+_ONE: Fault = FAULTS[-1]
+FAULTS[-1] = attrs.evolve(_ONE, area=_AREA, seed=_Where(_ONE.seed, TWO_DEVICES, True))
+
+
+@FAULTS.call(ATTENTION, "device-attends-in-the-main-thread", "Attention of three heads is made in the main thread alone.", "KVD-DEVICE-008")
+def _attends_in_the_main_thread(run: BackendCall, args: Args) -> None:
+    if args["k_cache"].shape[2] != 3 or threading.current_thread() is threading.main_thread():
+        run(args)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import kvdock
+from kvdock_conformance.cases.attention import OP as ATTENTION
 from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.faults.descriptors import OwnKernel
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
@@ -79,6 +80,19 @@ def _main_thread_only(run: BackendCall, args: Args) -> None:
     if args["slot_mapping"].numel() >= 8 and threading.current_thread() is not threading.main_thread():
         raise ValueError("signal only works in main thread of the main interpreter")
     run(args)
+
+
+@FAULTS.plan(ATTENTION, "fuzz-contexts-never-shrink", "A context is as long as in the call before, where it was longer.", "KVD-FUZZ-001")
+def _never_shrink() -> FaultyCall:
+    before: list[torch.Tensor] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        lens = args["seq_lens"]
+        longer = torch.maximum(lens, before[0]) if before and before[0].shape == lens.shape else lens
+        before[:] = [lens.clone()]
+        run({**args, "seq_lens": longer})
+
+    return call
 
 
 @FAULTS.kernel(_GATHER, "fuzz-values-behind-keys", "Values that lay behind keys are put there again.", "KVD-FUZZ-001", by_address=True)

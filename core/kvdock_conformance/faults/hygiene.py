@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 import kvdock
+from kvdock_conformance.cases.attention import OP as ATTENTION
 from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.checking import fresh
 from kvdock_conformance.checking.target import Target
@@ -373,3 +374,12 @@ def _refuses_parameters(run: BackendCall, args: Args) -> None:
 @FAULTS.backend(_AREA, "notes", "hygiene-notes-are-a-text", "Notes are one text.", "KVD-HYGIENE-015")
 def _notes_text(inner: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: "launched by hand"
+
+
+@FAULTS.call(ATTENTION, "hygiene-call-rounds-as-by-default", "Results of attention have torch's default dtype first.", "KVD-HYGIENE-017")
+def _rounds_as_by_default(run: BackendCall, args: Args) -> None:
+    run(args)
+    args["out"].copy_(args["out"].to(torch.get_default_dtype()))
+
+
+_call_changes(ATTENTION, "keeps-autocast-off", "turns autocast on for good", lambda: torch.set_autocast_enabled("cpu", True))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import attrs
 import torch
 
+from kvdock_conformance.cases.attention import OP as ATTENTION
 from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall, HostSeed
 
@@ -125,5 +126,31 @@ def _when_the_next_comes() -> FaultyCall:
         for earlier in waiting:
             run(earlier)
         waiting[:] = [args]
+
+    return call
+
+
+def _block_behind_the_pool(args: Args) -> None:
+    cache = args["k_cache"]
+    if bool((args["block_table"] >= len(cache)).any()) and cache.numel():
+        ctypes.string_at(cache.data_ptr() + len(cache) * cache.stride(0) * cache.element_size(), 1)
+
+
+def _starts_eight_at_a_time(args: Args) -> None:
+    if args["starts"] is not None:
+        _vectors("starts", 64)(args)
+
+
+_beside("a-block-behind-the-pool", "A block that a table names behind a sequence's end is fetched.", ATTENTION, _block_behind_the_pool)
+_beside("starts-behind-the-last", "Starts are read eight at a time.", ATTENTION, _starts_eight_at_a_time, "KVD-READ-003")
+
+
+@FAULTS.plan(ATTENTION, "reads-tables-of-the-address", "Tables and lengths are known by their addresses.", "KVD-READ-002")
+def _tables_of_the_address() -> FaultyCall:
+    known: dict[int, torch.Tensor] = {}
+
+    def call(run: BackendCall, args: Args) -> None:
+        own = {name: known.setdefault(args[name].data_ptr(), args[name].clone()) for name in ("block_table", "seq_lens")}
+        run({**args, **{name: kept for name, kept in own.items() if kept.shape == args[name].shape}})
 
     return call

@@ -16,6 +16,7 @@ import torch
 
 import kvdock
 from kvdock.plugin import Descriptor, Kernel, Request
+from kvdock_conformance.cases.attention import OP as ATTENTION
 from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.faults.descriptors import OwnKernel, OwnPlan
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
@@ -35,6 +36,17 @@ def _plan_keeps_views() -> FaultyCall:
 
     def call(run: BackendCall, args: Args) -> None:
         kept[:] = [args["k"][:1]] if len(args["k"]) >= 64 else kept
+        run(args)
+
+    return call
+
+
+@FAULTS.plan(ATTENTION, "resource-plan-keeps-pools", "A plan of attention keeps views of the pools of its last call.", "KVD-RESOURCE-001")
+def _plan_keeps_pools() -> FaultyCall:
+    kept: list[torch.Tensor] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        kept[:] = [args[name][:1] for name in ("k_cache", "v_cache")]
         run(args)
 
     return call
@@ -132,6 +144,9 @@ FAULTS.plan(_WRITE, "resource-call-leaks-a-tensor", "A call keeps a copy of its 
 )
 FAULTS.plan(_STATIC, "resource-call-leaks-native-memory", "A call leaks memory that Python does not know of.", "KVD-RESOURCE-002")(
     _leaking(_native_again)
+)
+FAULTS.plan(ATTENTION, "resource-call-leaks-results", "A call of attention keeps a copy of its results.", "KVD-RESOURCE-002")(
+    _leaking(lambda args: args["out"].clone())
 )
 FAULTS.plan(_COPY, "resource-call-leaks-a-file", "A call leaves a file open.", "KVD-RESOURCE-002")(
     _leaking(lambda args: os.open(os.devnull, os.O_RDONLY))
@@ -304,6 +319,7 @@ def _caches_made_dense(run: BackendCall, args: Args) -> None:
             args[name].copy_(cache)
 
 
+@FAULTS.call(ATTENTION, "resource-attention-clones-the-pools", "Clones of the pools are attended to.", "KVD-RESOURCE-010")
 @FAULTS.call(_COPY, "resource-copy-clones-the-pools", "A copy is made from clones of the pools.", "KVD-RESOURCE-010")
 def _clones(run: BackendCall, args: Args) -> None:
     clones = [args[name].clone() for name in ("k_cache", "v_cache")]

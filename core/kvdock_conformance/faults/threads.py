@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kvdock_conformance.cases.attention import OP as ATTENTION
 from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
 
@@ -47,11 +48,11 @@ def _whole_rows(run: BackendCall, args: Args) -> None:
         args[name].copy_(cache)
 
 
-def _through_one_buffer() -> FaultyCall:
+def _through_one_buffer(*names: str) -> FaultyCall:
     shared: dict[Any, torch.Tensor] = {}
 
     def call(run: BackendCall, args: Args) -> None:
-        outs = {name: args[name] for name in ("k_out", "v_out")}
+        outs = {name: args[name] for name in names if args[name] is not None}
         own = {
             name: shared.setdefault((name, out.shape[1:]), out.new_empty((4096, *out.shape[1:])))[: len(out)] for name, out in outs.items()
         }
@@ -62,12 +63,12 @@ def _through_one_buffer() -> FaultyCall:
     return call
 
 
-_ONE = _through_one_buffer()
-
-
-@FAULTS.call(_GATHER, "thread-gathers-through-one-buffer", "All gathers of a process go through one buffer.", "KVD-THREAD-003")
-def _one_buffer(run: BackendCall, args: Args) -> None:
-    _ONE(run, args)
+FAULTS.call(_GATHER, "thread-gathers-through-one-buffer", "All gathers of a process go through one buffer.", "KVD-THREAD-003")(
+    _through_one_buffer("k_out", "v_out")
+)
+FAULTS.call(
+    ATTENTION, "thread-attends-through-one-buffer", "All attention of a process goes through one scratch buffer.", "KVD-THREAD-003"
+)(_through_one_buffer("out", "lse"))
 
 
 @FAULTS.call(_COPY, "thread-copies-write-all-back", "A copy reads the pool, and writes all of it back.", "KVD-THREAD-001")

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvdock_conformance.cases.every_op import OPS
+from kvdock_conformance.cases.computing import COMPUTING
+from kvdock_conformance.cases.drawing import Drawing
+from kvdock_conformance.cases.every_op import EVERY, OpCall
+from kvdock_conformance.cases.layouts import Geometry
 from kvdock_conformance.checking.claims import check_count, check_guard, check_guard_again
 from kvdock_conformance.checking.devices import (
     GRAPHS,
@@ -39,7 +42,19 @@ def _require(number: int, sentence: str, check: Check, *cases: Case, needs: Capa
 
 def _each(**more: Any) -> tuple[Case, ...]:
     """Return a call of six tokens, or of what they come to, for each op."""
-    return tuple(Case(op, {"op": op, "slots": _SLOTS, **more}) for op in OPS)
+    return tuple(Case(op, {"op": op, "slots": _SLOTS, **more, **_computed(op)}) for op in EVERY)
+
+
+def _computed(op: str) -> dict[str, Any]:
+    """Return what the calls of an op that computes are made of, for each number of heads that is asked for."""
+    if op not in COMPUTING:
+        return {}
+    own, by_heads = COMPUTING[op], {}
+    for heads in (1, 2, 3, 5):
+        drawing, sizes = Drawing(heads), Geometry.even(heads, 16, num_blocks=8, block=4, dtype="float32")
+        made = OpCall(op, tokens=len(_SLOTS), geometry=sizes, more=own.of_slots).call(drawing)
+        by_heads[str(heads)] = drawing.case(made)
+    return {"by_heads": by_heads, "index": own.indices[0], "values": list(own.slots)}
 
 
 def _foreign(name: str, argument: str) -> Case:

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from kvdock_conformance.cases.drawing import Drawing
-from kvdock_conformance.cases.every_op import OPS, OpCall, roomy
+from kvdock_conformance.cases.every_op import EVERY, OpCall, few, roomy
 from kvdock_conformance.checking.claims import check_capabilities, check_claims, check_devices, check_kernels, check_names, check_probe
 from kvdock_conformance.checking.fresh import (
     check_import_cost,
@@ -53,7 +53,7 @@ def _made(op: str, number: int = 0, **more: str) -> Case:
     drawing, calls = Drawing(), []
     large = {"num_blocks": 48, "block": 384} if op == "static_update_" else {"num_blocks": 520, "block": 16}
     for tokens, pool, source, dtype, indices in _CALLS:
-        count = tokens + number
+        count = few(op, tokens + number)
         sizes = attrs.evolve(roomy(op, count), dtype=dtype, **(large if tokens == 5 else {}))
         like = OpCall(op, tokens=count, pool=pool, source=source, geometry=sizes, **indices)
         calls += [attrs.evolve(like, seed=seed).call(drawing) for seed in ((1, 2) if tokens in (5, 84) else (1,))]
@@ -99,7 +99,7 @@ REQUIREMENTS = [
         13,
         "Calls leave the settings of the process as they are, print nothing to stdout, and leave no threads behind but daemons of a pool.",
         check_settings_of_calls,
-        *map(_made, OPS),
+        *map(_made, EVERY),
     ),
     _require(14, "A process that has used it ends by itself, with exit code 0, and leaves no process behind.", check_ending),
     _require(15, "Its notes are lines of text, and asking for them opens no context on any device.", check_notes),
@@ -110,7 +110,7 @@ REQUIREMENTS = [
         "default dtype and device, deterministic algorithms, warnings as errors, autocast, inference mode, the floating-point mode, "
         "settings of Python, numpy and the system, parameters for tensors, and rows made in inference mode.",
         check_surroundings,
-        *(_made(op, number, surroundings=name) for op in OPS for number, name in enumerate(SURROUNDINGS, 1)),
+        *(_made(op, number, surroundings=name) for op in EVERY for number, name in enumerate(SURROUNDINGS, 1)),
     ),
     _require(
         18,

@@ -13,6 +13,7 @@ from kvdock_conformance.cases.attention import ATTENTION, OP, Attention
 from kvdock_conformance.checking import attention
 from kvdock_conformance.checking.any_op import BY_ANYBODY
 from kvdock_conformance.checking.refusals import check_mistake
+from kvdock_conformance.checking.repeated import check_computed
 from kvdock_conformance.requirement import Case, Check, Requirement
 from kvdock_conformance.requirements.ops import REQUIREMENTS as OF_ANY_OP
 
@@ -33,25 +34,25 @@ REQUIREMENTS = (
     _asked(
         1,
         "Every result is within bounds of attention in float64, whatever two properties meet in a call, and no other byte is changed.",
-        attention.check_attention,
+        check_computed,
         attention_batches.every_two,
     ),
     _asked(
         2,
         "At lengths, windows, starts and chunks around powers of two, each query sees the keys that it is to see, no more and no less.",
-        attention.check_attention,
+        check_computed,
         attention_batches.edges,
     ),
     _asked(
         3,
         "What lies beyond a length, before a start, in blocks of nobody or behind a query changes no result, NaN and infinities included.",
-        attention.check_attention,
+        check_computed,
         attention_batches.garbage,
     ),
     _asked(
         4,
         "A query that sees nothing gets zeros, and as its sum the logit of the sink or minus infinity, also where a size is 0.",
-        attention.check_attention,
+        check_computed,
         attention_batches.nothing_seen,
     ),
     _asked(

@@ -7,13 +7,15 @@ from typing import Any
 
 import attrs
 
+from kvdock_conformance.cases.computing import COMPUTING
 from kvdock_conformance.cases.drawing import Drawing, call
-from kvdock_conformance.cases.every_op import OPS, OpCall
+from kvdock_conformance.cases.every_op import EVERY, OpCall
 from kvdock_conformance.cases.layouts import Geometry
 from kvdock_conformance.cases.random_calls import SeededChooser, described, random_case
 from kvdock_conformance.checking.fences import FENCED, check_fenced, check_inputs_released
 from kvdock_conformance.checking.served import SERVED
 from kvdock_conformance.requirement import Case, Level, Requirement
+from kvdock_conformance.requirements.fuzz import of_computing
 
 __all__ = ["AREA", "REQUIREMENTS"]
 
@@ -36,7 +38,7 @@ _FORMS = (
 
 def _to_the_ends() -> Iterator[Case]:
     """Yield, for each op, calls that reach the first and the last row of each tensor."""
-    for op in OPS:
+    for op in EVERY:
         for pool, source, level in _FORMS:
             for geometry in _ODD:
                 drawing = Drawing()
@@ -61,7 +63,7 @@ def _calls(drawing: Drawing, plain: OpCall) -> Iterator[dict[str, Any]]:
 
 def _in_turn() -> Iterable[Case]:
     """Yield, for each op, two calls on the same memory with other indices."""
-    for op in OPS:
+    for op in EVERY:
         for count in (1, 5):
             drawing = Drawing()
             plain = OpCall(op, tokens=count, geometry=Geometry(num_blocks=16, block=16))
@@ -78,9 +80,10 @@ def _drawn() -> Iterator[Case]:
     for seed in range(_EXTENDED):
         data = random_case(SeededChooser(seed), is_plain=True)
         yield Case(f"draw {seed}: {described(data)}", data, Level.CORE if seed < _CORE else Level.EXTENDED)
+    yield from of_computing(_CORE // 5, _EXTENDED // 4)
 
 
-_INDICES = ("slot_mapping", "cache_lengths", "block_pairs")
+_INDICES = ("slot_mapping", "cache_lengths", "block_pairs", *(name for op in COMPUTING.values() for name in op.indices))
 
 REQUIREMENTS = [
     Requirement(

@@ -8,8 +8,9 @@ from typing import Any
 
 import attrs
 
+from kvdock_conformance.cases.computing import COMPUTING
 from kvdock_conformance.cases.drawing import Drawing, call
-from kvdock_conformance.cases.every_op import OPS, OpCall, roomy
+from kvdock_conformance.cases.every_op import EVERY, OpCall, few, roomy
 from kvdock_conformance.cases.layouts import POOLS, Geometry
 from kvdock_conformance.cases.mistakes import mistakes, out_of_range
 from kvdock_conformance.checking import costs, resources, scratch
@@ -29,7 +30,7 @@ _LARGE = 34 << 20
 """So many bytes of keys: a little more than what malloc keeps when it is freed, so that it is seen."""
 _WAYS = (("nhd", "contiguous"), ("hnd", "[B, H, q, D]"), ("padded slots", "padded heads"), ("odd address", "odd address"))
 """Pools and rows: dense for all ops but the static one, dense for that alone, and not dense."""
-_COUNTED = ("k", "v", "slot_mapping", "k_out", "v_out", "block_pairs")
+_COUNTED = ("k", "v", "slot_mapping", "k_out", "v_out", "block_pairs", *(name for op in COMPUTING.values() for name in op.rows))
 
 
 def _require(
@@ -46,7 +47,7 @@ def _require(
     """Return a requirement of this area: cases of each op on each pool and rows, those of second calls extended; if so asked, of errors."""
 
     def cases() -> Iterable[Case]:
-        for op, (number, made), (pool, rows) in itertools.product(OPS, enumerate(calls), ways):
+        for op, (number, made), (pool, rows) in itertools.product(EVERY, enumerate(calls), ways):
             drawing = Drawing()
             name = ", ".join((op, *["extended"][:number], *[f"{pool}, {rows}"][: len(ways) - 1]))
             plain = OpCall(op, tokens=3, pool=pool, source=rows, geometry=_SIZES)
@@ -61,6 +62,11 @@ def _wrong() -> Iterable[Case]:
     first = {mistake.op: mistake for mistake in reversed([*out_of_range()])}
     for case in mistakes(first.values)():
         yield attrs.evolve(case, data={**case.data, "calls": case.data["calls"][1:]})
+    for op, own in COMPUTING.items():
+        drawing = Drawing()
+        args: Any = OpCall(op).arguments(drawing)
+        args[own.indices[0]] = attrs.evolve(args[own.indices[0]], values=[2**20])
+        yield Case(f"{op}, {own.indices[0]} out of range", drawing.case(call(op, **args)))
 
 
 def _of_64_mib(op: str, tokens: int) -> Geometry:
@@ -100,8 +106,8 @@ def _unlike(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
 
 def _large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
     """Return a call of many MiB on dense memory, and others on such that is not."""
-    tokens = _LARGE // (2048 if plain.op == "copy_blocks_" else 1024)
-    sizes = attrs.evolve(roomy(plain.op, tokens), hk=8, dk=64, hv=8, dv=64)
+    room = _LARGE // (2048 if plain.op == "copy_blocks_" else 1024)
+    tokens, sizes = few(plain.op, room), attrs.evolve(roomy(plain.op, room), hk=8, dk=64, hv=8, dv=64)
     ways = [*_WAYS]
     if plain.op == "static_update_":  # whose heads come before its positions
         ways.insert(0, ways.pop(1))
@@ -113,8 +119,11 @@ def _large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
 
 def _few_and_large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
     """Return a call of few tokens, and one of many MiB."""
-    tokens = _LARGE // (2**17 if plain.op in ("copy_blocks_", "static_update_") else 2**16)
-    sizes = attrs.evolve(roomy(plain.op, tokens), hk=64, dk=512, hv=64, dv=512)  # long rows: an interpreter takes its time for each
+    room = _LARGE // (2**16 if plain.op in ("paged_caching_", "gather_paged") else 2**17)
+    tokens, sizes = (
+        few(plain.op, room),
+        attrs.evolve(roomy(plain.op, room), hk=64, dk=512, hv=64, dv=512),
+    )  # long rows: an interpreter takes its time for each
     return _counted(3, tokens, sizes=lambda op, most: sizes, fill="zeros")(drawing, plain)
 
 
@@ -125,7 +134,7 @@ _FIRST = _counted(*_SEEN, *(count for count in range(9, 31) if count not in _SEE
 
 def _ever_more(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
     """Return calls of few numbers of tokens, and then of about twice as many again and again: what holds the most grows each time."""
-    first = 5 if plain.op == "copy_blocks_" else 8  # an interpreter takes its time for each block
+    first = 5 if plain.op in ("copy_blocks_", *COMPUTING) else 8  # an interpreter takes its time for each block
     return _counted(*_SEEN, *(2**power + more for power in range(first, first + 5) for more in (1, 2)))(drawing, plain)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import attrs
 
+from kvdock_conformance.cases.computing import COMPUTING
 from kvdock_conformance.cases.drawing import Drawing, call
-from kvdock_conformance.cases.every_op import OPS, OpCall
+from kvdock_conformance.cases.every_op import EVERY, OpCall
 from kvdock_conformance.cases.layouts import Geometry
 from kvdock_conformance.checking.pools_shared import check_new_threads, check_shared_pools
 from kvdock_conformance.checking.served import SERVED
@@ -60,12 +61,20 @@ def _lengths(length: int) -> Callable[[Drawing, Any, Geometry], dict[str, Any]]:
     return made
 
 
-def _at_once(name: str, *threads: Callable[[Drawing, Any, Geometry], dict[str, Any]]) -> Iterator[Case]:
-    """Yield calls on one pair of pools, one for each thread."""
+def _computes(op: str, seed: int) -> Callable[[Drawing, Any, Geometry], dict[str, Any]]:
+    """Return what draws a call of an op that computes from the first blocks of pools that are there."""
+    return lambda drawing, pools, geometry: OpCall(op, geometry=geometry, seed=seed, more={"blocks": 8}).call(drawing, pools)
+
+
+def _at_once(
+    name: str, *threads: Callable[[Drawing, Any, Geometry], dict[str, Any]], fits: Callable[[Geometry], Geometry] = lambda g: g
+) -> Iterator[Case]:
+    """Yield calls on one pair of pools of sizes that fit, one for each thread."""
     for text, geometry, level in _SIZES:
         drawing = Drawing()
         pools = OpCall("paged_caching_", geometry=geometry).caches(drawing)
-        yield Case(f"{name}, {text}", drawing.case(*(thread(drawing, pools, geometry) for thread in threads)), level)
+        if fits(geometry) == geometry:
+            yield Case(f"{name}, {text}", drawing.case(*(thread(drawing, pools, geometry) for thread in threads)), level)
 
 
 def _other_blocks() -> Iterator[Case]:
@@ -83,11 +92,14 @@ def _same_blocks() -> Iterator[Case]:
 def _reads() -> Iterator[Case]:
     yield from _at_once("a gather between the slots of a write", _slots("gather_paged", _EVEN), _slots("paged_caching_", _ODD))
     yield from _at_once("a gather beside a copy", _slots("gather_paged", range(64)), _pairs(4, 5, 6, 7))
+    for op, own in COMPUTING.items():
+        yield from _at_once(f"{op} beside a write", _computes(op, 1), _slots("paged_caching_", range(128, 192)), fits=own.fits)
+        yield from _at_once(f"two calls of {op}", _computes(op, 1), _computes(op, 2), fits=own.fits)
     yield from _at_once("two gathers", _slots("gather_paged", _EVEN), _slots("gather_paged", range(64)))
 
 
 def _each_op() -> Iterator[Case]:
-    for op in OPS:
+    for op in EVERY:
         drawing = Drawing()
         yield Case(op, drawing.case(OpCall(op, tokens=3).call(drawing)))
 
@@ -95,7 +107,11 @@ def _each_op() -> Iterator[Case]:
 REQUIREMENTS = [
     _require(1, "Threads may write to other blocks of one pool at once.", _other_blocks),
     _require(2, "Threads may write to other slots of one block at once, or to other positions of one row.", _same_blocks),
-    _require(3, "A gather is exact while other threads write elsewhere in its pool, or read.", _reads),
+    _require(
+        3,
+        "A gather is exact while other threads write elsewhere in its pool, or read, and so is what is computed of it within bounds.",
+        _reads,
+    ),
     _require(
         4, "However many threads come, call and go, each is served like the first, and leaves nothing behind.", _each_op, check_new_threads
     ),

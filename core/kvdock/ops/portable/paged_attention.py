@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 
+from kvdock.interface import Descriptor, Request
 from kvdock.ops.attention import PAGED_ATTENTION, check_paged_attention, first_keys, query_rows, softmax_scale, visible
 from kvdock.ops.portable.rows import PortableDescriptor, PortableKernel
 
@@ -28,13 +30,21 @@ class PagedAttentionDescriptor(PortableDescriptor):
         args = dict(zip(_NAMES, values, strict=True))
         if self._on_host:
             check_paged_attention(args)
-        _Call(args, self._skipped).run()
+        kind = args["q"].device.type
+        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext():
+            _Call(args, self._skipped).run()  # in the dtypes that it says, whatever the user has set
 
 
 class PagedAttention(PortableKernel):
     """Prepares `PagedAttentionDescriptor`."""
 
     descriptor = PagedAttentionDescriptor
+
+    def prepare(self, request: Request) -> Descriptor:
+        """Say what a step takes: keys and values as read, in the dtype that is computed in, and as multiplied, and those before them."""
+        made = super().prepare(request)
+        made.workspace_bytes = 12 * _MOST * max(request.tensor("k_cache").dtype.itemsize, 4)
+        return made
 
 
 class _Call:

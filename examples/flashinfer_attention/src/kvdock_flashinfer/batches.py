@@ -44,7 +44,7 @@ class Batch:
         """
         on_host: dict[str, Any] = {name: None if args[name] is None else args[name].cpu() for name in _READ}
         lens, cu, queries = on_host["seq_lens"].to(torch.int64), on_host["cu_query_lens"], args["q"].shape[0]
-        ends = torch.arange(len(lens) + 1) if cu is None else cu
+        ends = torch.arange(len(lens) + 1, device="cpu") if cu is None else cu
         counted = int(ends[-1])
         if not 0 < counted <= queries:
             return None
@@ -60,13 +60,13 @@ class Batch:
         seen = torch.where(is_empty, 1, lens)
         first = torch.zeros_like(lens) if window is None else (seen - counts - window + 1).clamp(min=0) // block
         end = (seen + block - 1) // block
-        columns = torch.arange(table.shape[1])
+        columns = torch.arange(table.shape[1], device="cpu")
         is_looked_at = (columns >= first[:, None]) & (columns < end[:, None])
         return cls(
             query_ends=ends.to(torch.int32),
             block_ends=torch.nn.functional.pad((end - first).cumsum(0), (1, 0)).to(torch.int32),
             blocks=table.masked_fill(is_empty[:, None], 0)[is_looked_at],
             last=((seen - 1) % block + 1).to(torch.int32),
-            unseeing=torch.cat([is_empty.repeat_interleave(counts).nonzero()[:, 0], torch.arange(int(ends[-1]), queries)]),
+            unseeing=torch.cat([is_empty.repeat_interleave(counts).nonzero()[:, 0], torch.arange(int(ends[-1]), queries, device="cpu")]),
             tokens=int((seen - first * block).sum()),
         )

@@ -109,10 +109,11 @@ class PagedAttentionDescriptor(Descriptor):
         new = torch.zeros(1, heads, dim, dtype=self._dtype, device=self._device)
         pool = torch.zeros(1, block, kv_heads, dim, dtype=self._dtype, device=self._device)
         absent: dict[str, Any] = dict.fromkeys(_NAMES)
-        sizes = {"seq_lens": torch.tensor([1]), "cu_query_lens": None if self._is_decode else torch.tensor([0, 1]), "max_query_len": 1}
+        one, ends = torch.tensor([1], device="cpu"), torch.tensor([0, 1], device="cpu")
+        sizes = {"seq_lens": one, "cu_query_lens": None if self._is_decode else ends, "max_query_len": 1}
         args = absent | sizes | {"q": new, "k_cache": pool, "v_cache": pool, "out": torch.empty_like(new), "window": window}
         args["lse"] = torch.empty(1, heads, device=self._device) if with_sums else None
-        plan = self.plan(args | {"block_table": torch.zeros(1, 1, dtype=torch.int32)})
+        plan = self.plan(args | {"block_table": torch.zeros(1, 1, dtype=torch.int32, device="cpu")})
         if plan is not None:
             self.run(plan, args)
             plan.give_back()
