@@ -95,6 +95,25 @@ def test_the_cache_goes_on_by_other_ways() -> None:
     assert cache.state.manager.available_size == free - 8, "room that was not used is free again; the first token of a block takes one"
 
 
+def test_a_step_that_fails_is_taken_back() -> None:
+    made = zoo.build("Llama", {})
+    cache, inputs = zoo.paged(made), zoo.prompt(6)
+    with torch.no_grad():
+        made(**inputs, **{CACHE_KEYWORD: cache})
+        steps = cache.decoding(9)
+
+        def fail() -> None:
+            with steps:
+                made(input_ids=torch.tensor([[5]]), **steps.next())
+                made(input_ids=torch.tensor([[zoo.VOCAB]]), **steps.next())
+
+        with pytest.raises(IndexError):
+            fail()
+    assert cache.get_seq_length() == 7
+    assert made.config._attn_implementation == "sdpa"
+    cache.state.manager.check_integrity()
+
+
 def test_a_copy_shares_no_block_that_is_written() -> None:
     made = zoo.build("Llama", {})
     cache, uncached, inputs = zoo.paged(made), Uncached(made), zoo.prompt(6)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from kvdock.plugin import HOST, Descriptor, Kernel, Request, check_paged_attention, quantised_reasons
@@ -101,7 +100,7 @@ class _Call:
         self.heads, self.block = self.k_cache.shape[2], self.k_cache.shape[1]
         self.scale = self.q.shape[2] ** -0.5 if args["scale"] is None else float(args["scale"])
         self.is_plain = args["softcap"] is not None or self.k_cache.shape[3] != self.v_cache.shape[3]
-        self.blocks, self.offsets = self.table.numpy(), np.arange(self.block)
+        self.offsets = torch.arange(self.block)
         self.rooms = [tiles.room(self.table.shape[1] * self.block) for tiles in made.tiles]
         sinks = args["sinks"]
         self.sinks = None if sinks is None else sinks.to(self.dtype).view(self.heads, -1, 1)
@@ -159,13 +158,13 @@ class _Call:
     def _tiles(self, row: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of a sequence from ``begin`` to ``end``, ``[heads, keys, dim]``, in the rooms."""
         column = begin // self.block
-        blocks = self.blocks[row, column : (end - 1) // self.block + 1]
+        blocks = self.table[row, column : (end - 1) // self.block + 1]
         skipped, count = begin - column * self.block, end - begin
         pairs = zip(self.made.tiles, (self.k_cache, self.v_cache), self.rooms, strict=True)
-        if self.made.has_runs and (np.diff(blocks) == 1).all():
-            k, v = (tiles.read_run(cache, room, int(blocks[0]) * self.block + skipped, count) for tiles, cache, room in pairs)
+        if self.made.has_runs and (ids := blocks.tolist()) == list(range(ids[0], ids[0] + len(ids))):
+            k, v = (tiles.read_run(cache, room, ids[0] * self.block + skipped, count) for tiles, cache, room in pairs)
             return k, v
-        slots = torch.from_numpy((blocks[:, None].astype(np.int64) * self.block + self.offsets).ravel()[skipped : skipped + count])
+        slots = (blocks.to(torch.int64)[:, None] * self.block + self.offsets).flatten()[skipped : skipped + count]
         k, v = (tiles.read(cache, room, slots) for tiles, cache, room in pairs)
         return k, v
 

@@ -45,9 +45,9 @@ class OneThread:
     def _claim(self) -> None:
         """Belong to the calling thread, unless another has it: one that runs, and has the number of the last user."""
         here = threading.current_thread()
-        # A thread that has ended is not listed, so that what it used can be claimed.
+        # A thread that has ended is not listed, so that what it used can be claimed. One that is just starting is, without a number.
         owner = next((thread for thread in threading.enumerate() if thread.ident == self._thread), None)
-        if owner is not None:
+        if self._thread is not None and owner is not None:
             raise WrongThreadError(
                 type(self).__name__,
                 expected=f"calls from thread {owner.name!r} only",

@@ -74,7 +74,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     add = engine.add
     monkeypatch.setattr(engine, "add", lambda request: (requests.append(request), add(request)))
     worker = Worker(engine)
-    config = uvicorn.Config(Endpoint(worker, Letters(), "tiny").app, port=0, log_level="error", ws="none", lifespan="off")
+    config = uvicorn.Config(
+        Endpoint(worker, Letters(), "tiny").app, port=0, log_level="error", ws="none", lifespan="off", timeout_graceful_shutdown=5
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()

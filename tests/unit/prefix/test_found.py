@@ -240,3 +240,15 @@ def test_check_integrity_notices(fault: str) -> None:
     corrupt(cache, fault)
     with pytest.raises(KVDockError):
         cache.check_integrity()
+
+
+def test_a_thread_that_is_just_starting_owns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is listed before it has a number, as what belongs to nobody has none: a server that starts threads met this."""
+    starting = threading.Thread(target=print)
+    monkeypatch.setitem(threading._limbo, starting, starting)  # type: ignore[attr-defined]
+    assert starting.ident is None
+    assert starting in threading.enumerate()
+    cache = RadixPrefixCache(4)
+    assert cache.match_prefix([1, 2, 3, 4]).handle.cached_len == 0
+    cache.hand_over()
+    assert cache.match_prefix([1, 2, 3, 4]).handle.cached_len == 0

@@ -152,11 +152,12 @@ class PagedDecoding(Cache):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Give back the room that was not used. The cache goes on behind the tokens of the steps that were begun."""
+        """Give back the room that was not used. The cache goes on behind the steps that were made, without one that failed."""
         restore(config for config, _ in self._paged.reader.configs)
         self._paged.is_decoding = False
-        self._paged.lengths.set(self._start + self._steps)
-        self._paged.truncate(self._start + self._steps)
+        length = self._start + max(self._steps - (error is not None), 0)
+        self._paged.lengths.set(length)
+        self._paged.truncate(length)
 
     def next(self) -> dict[str, Any]:
         """Show the next token of each row, and return the arguments of its pass, beside ``input_ids`` of shape ``[rows, 1]``.
