@@ -31,6 +31,7 @@ AREAS = (
     "repeats",
     "errors",
     "devices",
+    "device_guards",
     "hygiene",
     "resources",
     "reads",
