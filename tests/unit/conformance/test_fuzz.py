@@ -17,7 +17,7 @@ from kvdock.ops.catalog import CATALOG
 from kvdock.ops.validate import validate
 from kvdock_conformance import fuzz as fuzzing
 from kvdock_conformance import reports
-from kvdock_conformance.cases.every_op import OPS
+from kvdock_conformance.cases.every_op import EVERY
 from kvdock_conformance.cases.random_calls import SeededChooser, random_case
 from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.fuzz import FUZZED, check_fuzz, fuzz, with_fuzz
@@ -29,7 +29,7 @@ from support_conformance import chosen, plan
 HOST = torch.device("cpu")
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", EVERY)
 def test_what_is_drawn_is_a_good_call(op: str) -> None:
     for seed in range(30):
         data = random_case(SeededChooser(seed), (op,))
