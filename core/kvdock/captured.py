@@ -66,7 +66,7 @@ class CapturedSteps:
     ) -> None:
         self.tables = _checked_tables(tables)
         self.batch_sizes = _checked_sizes(batch_sizes, tables.seq_lens.numel())
-        rows = [torch.zeros((), dtype=torch.int64)] if inputs is None else [_checked_row(row) for row in inputs]
+        rows = [torch.zeros((), dtype=torch.int64, device="cpu")] if inputs is None else [_checked_row(row) for row in inputs]
         device, largest = tables.seq_lens.device, self.batch_sizes[-1]
         self._inputs = [row.to(device).expand(largest, *row.shape).clone() for row in rows]
         tables.update([])  # nothing but padding, which writes nothing
@@ -120,7 +120,7 @@ class CapturedSteps:
 
     def _checked_inputs(self, inputs: Sequence[Any], batch: int) -> list[torch.Tensor]:
         """Return the inputs as tensors; a shape that would be broadcast, or a dtype that would lose something, is an error."""
-        rows = [torch.as_tensor(values) for values in inputs]
+        rows = [values if isinstance(values, torch.Tensor) else torch.as_tensor(values, device="cpu") for values in inputs]
         expected = [(buffer.dtype, [batch, *buffer.shape[1:]]) for buffer in self._inputs]
         fit = [list(row.shape) == shape and torch.can_cast(row.dtype, dtype) for row, (dtype, shape) in zip(rows, expected, strict=False)]
         if len(rows) != len(expected) or not all(fit):

@@ -207,6 +207,19 @@ def test_a_backend_without_graphs_leaves_recording_to_another_that_has_them() ->
     assert not make(Decoder(), runtime=runtime_of(First(), Recording())).is_captured, "of those without, the first"
 
 
+def test_a_default_device_changes_nothing() -> None:
+    """Tables and inputs come from host memory, whatever a user's default is."""
+    decoder = Decoder()
+    sequences = decoder.begin([3, 4, 5])
+    tokens = decoder.grow(sequences)
+    expected = decoder.plain(sequences, tokens)
+    with torch.device("meta"):
+        steps = make(decoder, (1, 4))
+        found = steps.run(sequences, tokens)
+    assert found.device.type == "cpu"
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def capturing(answer: Callable[[Any], Any]) -> Runtime:
     """A runtime whose one backend answers `capture` so."""
 

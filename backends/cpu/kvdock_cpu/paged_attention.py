@@ -103,7 +103,7 @@ class _Call:
         self.heads, self.block = self.k_cache.shape[2], self.k_cache.shape[1]
         self.scale = self.q.shape[2] ** -0.5 if args["scale"] is None else float(args["scale"])
         self.is_plain = args["softcap"] is not None or self.k_cache.shape[3] != self.v_cache.shape[3]
-        self.offsets = torch.arange(self.block)
+        self.offsets = torch.arange(self.block, device=HOST)
         self.rooms = [tiles.room(self.table.shape[1] * self.block) for tiles in made.tiles]
         sinks = args["sinks"]
         self.sinks = None if sinks is None else sinks.to(self.dtype).view(self.heads, -1, 1)

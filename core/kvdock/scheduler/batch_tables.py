@@ -173,7 +173,7 @@ class BatchTables(NotCopied):
     def staged(self, values: torch.Tensor) -> torch.Tensor:
         """Return a copy of values on the host that can be sent to the tables' device without waiting, pinned where that helps."""
         # Torch's allocator of pinned memory keeps it until the copy has been made.
-        return torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pinned).copy_(values)
+        return torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=self._pinned).copy_(values)
 
     def _write_blocks(self, rows: Index) -> Index:
         """Write the rows of the block table whose blocks have changed; return which."""
@@ -221,7 +221,7 @@ class BatchTables(NotCopied):
 
 def _can_pin() -> bool:
     try:
-        torch.empty(1, pin_memory=True)
+        torch.empty(1, device="cpu", pin_memory=True)
     except RuntimeError:
         return False
     return True

@@ -74,7 +74,7 @@ class Seen:
         ids, self._announced = self._announced, None
         if ids is None or ids.shape != (rows, tokens):
             self.note(UNWATCHED)
-            ids = torch.full((rows, tokens), -1)
+            ids = torch.full((rows, tokens), -1, device="cpu")
         self._fed.append(ids)
         self._tokens += tokens
 

@@ -78,7 +78,7 @@ class PagedState:
         self.lengths.set(bound.past)
         pairs = [pair for seq in batch.sequences for pair in seq.block_pairs.tolist()]
         if pairs:
-            self.copy_blocks(torch.tensor(pairs))
+            self.copy_blocks(torch.tensor(pairs, device="cpu"))
 
     def forget_past(self) -> None:
         """Let a batch that just begins be computed from its first token."""
