@@ -21,5 +21,10 @@ for dtype, heads, dim in ((torch.bfloat16, 3, 46), (torch.float32, 2, 64)):
     new = torch.randn(3, heads, 2, dim, device="cuda").to(dtype)
     kvdock.ops.static_update_(static, static.clone(), new, new, torch.tensor([6, 7, -1], device="cuda"))
     assert torch.equal(static[0, :, 6:], new[0])
+    table = torch.tensor([[5, 1, -1], [2**31 - 1, 0, 4]], dtype=torch.int32, device="cuda")  # a block outside, and one behind a length
+    lens, cu = torch.tensor([32, 39], device="cuda"), torch.tensor([0, 20, 23], device="cuda")
+    q = torch.randn(23, 2 * heads, dim, device="cuda").to(dtype)
+    kvdock.ops.paged_attention(q[:2], k_cache, v_cache, table, lens)
+    kvdock.ops.paged_attention(q, k_cache, v_cache, table, lens, cu_query_lens=cu, max_query_len=20, return_lse=True)
 torch.cuda.synchronize()
 print("sanitized: done")
