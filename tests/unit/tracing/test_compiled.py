@@ -16,6 +16,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import kvdock
+from kvdock.ops.portable import PORTABLE_KERNELS
 from kvdock.plugin import call_op
 from opskit import active, counting_runtime
 from opskit.any_schema import SCHEMAS, op_of
@@ -275,7 +276,9 @@ def test_gradients_are_as_without(wants: bool) -> None:
 
 def test_a_cache_keeps_its_backend() -> None:
     runtime, kernels = counting_runtime()
-    other = InProcessBackend("other", claims=("cpu",), devices=("cpu",), priority=kvdock.plugin.Priority.SPECIALISED)
+    kernels_of_other = {"paged_caching_": PORTABLE_KERNELS["paged_caching_"]}
+    priority = kvdock.plugin.Priority.SPECIALISED
+    other = InProcessBackend("other", claims=("cpu",), devices=("cpu",), kernels=kernels_of_other, priority=priority)
     runtime.registry.register(plugin(other), "other")
     with active(runtime):
         with kvdock.use_backend("counting"):
