@@ -231,11 +231,19 @@ def test_what_shows_on_the_host_only_is_named_by_its_fault() -> None:
         assert not made.host_only or made.kind == "backend", "other things have no devices"
 
 
+NOTHING_THERE = {
+    "attn-size-by-the-batch": "out of reach",  # portable attention does not claim batch_invariant
+    "resource-repeat-keeps-views": "survived",  # portable plans repeat nothing
+    "resource-stage-that-nobody-tells": "survived",  # portable copies take a stage of that size anyway
+}
+"""Faults that make no difference to portable kernels."""
+
+
 @pytest.mark.slow
 def test_every_fault_is_noticed_where_indices_out_of_range_are_skipped() -> None:
     with Session(ConformancePlan("skips", EVERY, setup="support_conformance:register_skipping", command=CHILD)) as skipping:
         proofs = [prove_one(skipping, made, EVERY) for made in FAULTS.values() if made.kind == "backend"]
-    assert {proof.fault.name: proof.verdict for proof in proofs if proof.verdict not in ("killed", "not seeded")} == {}
+    assert {proof.fault.name: proof.verdict for proof in proofs if proof.verdict not in ("killed", "not seeded")} == NOTHING_THERE
     reasons = {proof.fault.name for proof in proofs if proof.verdict == "not seeded"} - ELSEWHERE
     assert reasons == {made.name for made in FAULTS.values() if made.host_only and set(made.host_only) == set(made.killers)}
 
