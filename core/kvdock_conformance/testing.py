@@ -44,6 +44,7 @@ def conformance_tests(
     setup: str | None = None,
     environ: Mapping[str, str] | None = None,
     device: str | None = None,
+    limit_s: float | None = None,
 ) -> Callable[..., None]:
     """Return a test function with one item for each requirement: assign it to a name that begins with ``test``.
 
@@ -61,6 +62,7 @@ def conformance_tests(
         setup: ``"module:function"`` to call in the child before the backend is looked for, if no entry point brings it.
         environ: variables of the child's environment beside this process's own, such as those that choose a simulator.
         device: on which of the backend's devices, such as ``"acme:1"``; the first if none is given.
+        limit_s: how long a case may take in seconds, such as on a simulator; if None, as each requirement says.
 
     Raises:
         ArgumentValueError: there is no such area of a prefix cache, or the file of expected failures is wrong.
@@ -70,7 +72,7 @@ def conformance_tests(
 
     every = requirements.load()
     known = read(Path(expected), every) if expected is not None else {}
-    plan = ConformancePlan(name, every, Level(level), op, known, setup, environ=environ or {}, kind=kind, device=device)
+    plan = ConformancePlan(name, every, Level(level), op, known, setup, environ=environ or {}, kind=kind, device=device, limit_s=limit_s)
     opened: list[_Opened] = []
 
     items = [pytest.param(item.id, id=item.id) for item in plan.known()]

@@ -13,4 +13,6 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 PATH = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
 
-test_conformance = conformance_tests("acme", setup="opskit.interpreted:register", environ={"TRITON_INTERPRET": "1", "PYTHONPATH": PATH})
+ENVIRON = {"TRITON_INTERPRET": "1", "PYTHONPATH": PATH}
+
+test_conformance = conformance_tests("acme", setup="opskit.interpreted:register", environ=ENVIRON, limit_s=300)
