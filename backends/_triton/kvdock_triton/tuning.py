@@ -126,7 +126,7 @@ WIDE = Tuning(
 
 
 HOPPER = Tuning(fused=Tile(1, 4), decode=AttentionTile(16, 32, 1, 4, programs=4, least=128), prefill=AttentionTile(64, 64, 4, 3))
-"""As measured on an H100; see docs/benchmarks."""
+"""As measured on an H100, and attention on H200s; see docs/benchmarks."""
 
 
 def tuning_for(lanes: int) -> Tuning:

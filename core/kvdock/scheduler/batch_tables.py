@@ -47,7 +47,11 @@ class HostTables:
 
 @attrs.frozen(eq=False)
 class TableViews:
-    """The first rows and tokens of `BatchTables`, as views: what stands in them is that of the last update, whenever it was."""
+    """The first ``b`` rows and ``t`` tokens of `BatchTables`, as views: what stands in them is that of the last update, whenever it was.
+
+    All int32: block_table ``[b, max_blocks]``, seq_lens and query_lens ``[b]``, cu_query_lens ``[b + 1]``, positions and
+    slot_mapping ``[t]``.
+    """
 
     block_table: torch.Tensor
     seq_lens: torch.Tensor

@@ -234,7 +234,7 @@ def test_what_shows_on_the_host_only_is_named_by_its_fault() -> None:
 NOTHING_THERE = {
     "attn-size-by-the-batch": "out of reach",  # portable attention does not claim batch_invariant
     "resource-repeat-keeps-views": "survived",  # portable plans repeat nothing
-    "resource-stage-that-nobody-tells": "survived",  # portable copies take a stage of that size anyway
+    "resource-stage-that-nobody-tells": "survived",  # portable copies say that they take as much and more
 }
 """Faults that make no difference to portable kernels."""
 
