@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ import torch
 
 import kvdock
 from support_adapters import Nano, installed, mini_engine, serve
-from support_engines import model_of
+from support_engines import model_of, module_of, modules
 from support_nano_vllm import NanoSequence
 
 
@@ -88,6 +91,22 @@ def test_nano_vllm_has_kvdocks_pool(nano: ModuleType) -> None:
     for number, layer in enumerate(runner.layers):
         assert layer.k_cache.data_ptr() == runner.kv_cache.k_cache(number).data_ptr()
         assert not layer.k_cache.any(), "zero, where theirs is memory as it came"
+
+
+def test_nano_vllm_needs_no_flash_attn_and_nobody_takes_kvdock_for_it(nano: ModuleType) -> None:
+    attention: Any = sys.modules["nanovllm.layers.attention"]
+    assert attention.flash_attn is nano, "what it has imported"
+    assert "flash_attn" not in sys.modules
+
+
+def test_nano_vllm_takes_over_from_a_flash_attn_that_is_there() -> None:
+    real = module_of("flash_attn")
+    real.__spec__ = ModuleSpec("flash_attn", None)
+    with modules(flash_attn=real), installed("kvdock_nano_vllm") as made:
+        attention: Any = sys.modules["nanovllm.layers.attention"]
+        assert attention.flash_attn is real is sys.modules["flash_attn"]
+        assert attention.flash_attn_varlen_func is made.flash_attn_varlen_func
+        Nano(20).serve((text(10), 3), (text(10), 3))
 
 
 @pytest.mark.parametrize("seed", range(12))
