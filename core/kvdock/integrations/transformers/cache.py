@@ -18,10 +18,11 @@ from kvdock.integrations.transformers.captured import CapturedDecoding, captured
 from kvdock.integrations.transformers.commit import committable, computed_rows, publish
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, CROPS_TO_LENGTH, DUMMY_LAYER
 from kvdock.integrations.transformers.decoding import PagedDecoding, check_in_place
+from kvdock.integrations.transformers.explanation import CacheExplanation, explained
 from kvdock.integrations.transformers.hook import what_runs
 from kvdock.integrations.transformers.layer import PagedLayer
 from kvdock.integrations.transformers.measure import measure
-from kvdock.integrations.transformers.probe import check_choice, chosen_reader, described, reader_of
+from kvdock.integrations.transformers.probe import check_choice, chosen_reader, reader_of
 from kvdock.integrations.transformers.prompts import ADAPTERS, check_not_held, check_use, read_prompts
 from kvdock.integrations.transformers.reading import Reader
 from kvdock.integrations.transformers.reuse import PrefixReuse
@@ -94,7 +95,7 @@ class PagedCacheForTransformers(Cache):
         state = self.state
         return (
             f"PagedCacheForTransformers(layers={len(self)}, batch_size={state.batch_size}, length={state.length}, "
-            f"attention={described(state)}, pool={state.manager})"
+            f"attention={self.explain()}, captured={state.captured}, pool={state.manager})"
         )
 
     @classmethod
@@ -195,9 +196,13 @@ class PagedCacheForTransformers(Cache):
         """How attention gets keys and values: ``"pages"``, where they lie, or ``"gather"``.
 
         Where the cache reads pages, a pass gathers even so if gradients are recorded, the model is in training, attention weights are
-        asked for, or the mask is none of padding on the left. `repr` names the reason for what gathers.
+        asked for, or the mask is none of padding on the left. `explain` and `repr` name the reason for what gathers.
         """
-        return "gather" if self.state.reader.why else "pages"
+        return self.explain().attention
+
+    def explain(self) -> CacheExplanation:
+        """Return how attention gets keys and values, and why: of the cache, of each layer, and of the last pass."""
+        return explained(self.state)
 
     def decoding(self, new_tokens: int, attention_mask: torch.Tensor | None = None) -> PagedDecoding:
         """Make room for steps of one token each, so that a step is one graph of `torch.compile`, whatever the length.

@@ -120,13 +120,15 @@ class CapturedDecoding:
             UnsupportedError: they give something else.
         """
         rows, trial = min(len(_TRIAL_MASK), self.batch_sizes[-1]), copy.deepcopy(cache)
-        with torch.no_grad():
-            *_, expected = [_logits(model, trial, ids[:rows]) for ids in _TRIAL]
-            trial.truncate(trial.get_seq_length() - 1)
-            trial.state.captured = self
-            got = _logits(model, trial, _TRIAL[-1][:rows])
+        try:
+            with torch.no_grad():
+                *_, expected = [_logits(model, trial, ids[:rows]) for ids in _TRIAL]
+                trial.truncate(trial.get_seq_length() - 1)
+                trial.state.captured = self
+                got = _logits(model, trial, _TRIAL[-1][:rows])
+        finally:
+            trial.reset()
         problem, limit = trial.state.odd or self.odd, max(_CLOSE, 8 * torch.finfo(expected.dtype).eps)
-        trial.reset()
         if problem or not bool((got - expected).float().norm() <= limit * expected.float().norm()):
             raise _unsupported(model, problem or "other logits from a captured step")
 
