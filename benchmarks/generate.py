@@ -1,6 +1,7 @@
 """Whole `generate()` calls on kvdock beside Transformers' own caches: time of a decode step, first tokens and memory.
 
     python benchmarks/generate.py --out docs/benchmarks           # on a GPU: a Llama of 1B parameters, random weights, bf16
+    python benchmarks/generate.py --draw docs/benchmarks/h200-generate.json   # where the GPU's machine has no matplotlib
     python benchmarks/generate.py --device cpu --layers 2 --batches 1 2 --prompts 40 --new-tokens 6 --rounds 2   # that it works
     python benchmarks/generate.py --device cpu --model smollm2 --batches 1 --prompts 1024                       # a real model
 
@@ -192,10 +193,33 @@ def model_of(options: argparse.Namespace) -> Any:
     return model.eval()
 
 
-def page(record: dict[str, Any]) -> str:
+def draw(record: dict[str, Any], to: Path) -> str:
+    """Draw the steps of all ways, a group of bars for each cell; return the file's name, or "" where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return ""
+    cells, ways = record["cells"], list(record["cells"][0]["ways"])
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(ways)
+    for number, way in enumerate(ways):
+        places = [place + (number - (len(ways) - 1) / 2) * width for place in range(len(cells))]
+        axes.bar(places, [one["ways"][way]["step_ms"][1] for one in cells], width, label=way)
+    axes.set_xticks(range(len(cells)), [f"{one['batch']} x {one['prompt']}" for one in cells])
+    axes.set_xlabel("rows x tokens of the prompt")
+    axes.set_ylabel("milliseconds of a decode step, median")
+    axes.set_title(f"generate() on {record['machine']['card']}, {record['options']['layers']} layers, {record['options']['dtype']}")
+    axes.legend()
+    figure.savefig(to, metadata={"Date": None})
+    return to.name
+
+
+def page(record: dict[str, Any], picture: str = "") -> str:
     """Return the page."""
     lines = [f"# generate() on {record['machine']['card']}", "", "Written by `benchmarks/generate.py`.", ""]
     lines += [f"* {name}: {value}" for name, value in {**record["machine"], **record["options"]}.items()]
+    lines += ["", f"![decode steps]({picture})"] if picture else []
     lines += ["", "Milliseconds of a decode step: median (quartiles), and of DynamicCache's; the first round's mean of the second's.", ""]
     lines += [
         "| batch | prompt | way | step | of DynamicCache | first of second | first token | peak, MiB | same tokens |",
@@ -224,13 +248,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--ways", choices=list(WAYS), nargs="+", default=list(WAYS))
+    parser.add_argument("--draw", type=Path, help="write page and picture of a record that was made before, beside it, and end")
     parser.add_argument("--out", type=Path, help="folder for the record")
     options = parser.parse_args(arguments)
+    if options.draw:
+        record = json.loads(options.draw.read_text())
+        options.draw.with_suffix(".md").write_text(page(record, draw(record, options.draw.with_suffix(".svg"))))
+        return
     model = model_of(options)
     card = torch.cuda.get_device_name(0) if options.device != "cpu" else platform.processor() or platform.machine()
     about = {"card": card, "torch": torch.__version__, "transformers": transformers.__version__, "kvdock": kvdock.__version__}
     told = {"model": options.model, "layers": model.config.num_hidden_layers, "dtype": str(model.dtype), "new tokens": options.new_tokens}
-    record: dict[str, Any] = {"machine": about, "options": {**told, "rounds": options.rounds}, "cells": []}
+    record = {"machine": about, "options": {**told, "rounds": options.rounds}, "cells": []}
     for prompt in options.prompts:
         for batch in options.batches:
             record["cells"].append(cell(model, batch, prompt, options))
@@ -239,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 name = options.out / f"{card.split()[-1].lower()}-generate"
                 options.out.mkdir(parents=True, exist_ok=True)
                 name.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-                name.with_suffix(".md").write_text(page(record))
+                name.with_suffix(".md").write_text(page(record, draw(record, name.with_suffix(".svg"))))
     print(page(record))
 
 
