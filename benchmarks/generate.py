@@ -68,6 +68,20 @@ class Taken:
     tokens: torch.Tensor
 
 
+def allocated(model: Any) -> int:
+    """Return the bytes of a GPU that tensors have."""
+    return torch.cuda.memory_allocated() if model.device.type != "cpu" else 0
+
+
+def reserved(model: Any) -> int:
+    """Return the bytes that torch has taken of a GPU and not given back."""
+    if model.device.type == "cpu":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
 class Theirs:
     """Transformers' own cache.
 
@@ -76,7 +90,7 @@ class Theirs:
     """
 
     def __init__(self, model: Any, batch: int, tokens: int, told: dict[str, Any] | None = None) -> None:
-        self.model, self.told = model, told
+        self.model, self.told, self.held = model, told, 0
 
     def begin(self, ids: torch.Tensor) -> dict[str, Any]:
         """Return the arguments of a call."""
@@ -96,9 +110,13 @@ class Ours:
 
     def __init__(self, model: Any, batch: int, tokens: int, *, captured: bool = False, prefix: str | None = None) -> None:
         config = kvdock.PagedKVCacheConfig(num_blocks=batch * -(-tokens // BLOCK) + 1, block_size=BLOCK)
+        before = allocated(model)
         self.cache = PagedCacheForTransformers.for_model(model, config, prefix=prefix)
+        self.held = allocated(model) - before
         if captured:
+            before = reserved(model)  # what graphs have for themselves is not allocated between two steps
             self.cache.capture(batch_sizes=[batch], max_length=tokens)
+            self.held += reserved(model) - before
 
     def begin(self, ids: torch.Tensor) -> dict[str, Any]:
         """Return the arguments of a call."""
@@ -138,11 +156,8 @@ def run(model: Any, arguments: dict[str, Any], new_tokens: int) -> Taken:
 
 def cell(model: Any, batch: int, prompt: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measure all ways in turns for one batch size and prompt length."""
-    ways, held, taken = dict[str, Any](), dict[str, int](), dict[str, list[Taken]]()
-    for name in options.ways:
-        before = reserved(model)
-        ways[name] = WAYS[name](model, batch, prompt + options.new_tokens)
-        held[name] = reserved(model) - before
+    ways = {name: WAYS[name](model, batch, prompt + options.new_tokens) for name in options.ways}
+    taken: dict[str, list[Taken]] = {}
     ids = torch.randint(3, model.config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(prompt)).to(model.device)
     for number in range(options.rounds):
         names = list(ways)
@@ -150,16 +165,7 @@ def cell(model: Any, batch: int, prompt: int, options: argparse.Namespace) -> di
             found = run(model, ways[name].begin(ids), options.new_tokens)
             ways[name].ended(found.tokens)
             taken.setdefault(name, []).append(found)
-    return {"batch": batch, "prompt": prompt, "ways": {name: summary(taken[name], held[name]) for name in ways}, "same": alike(taken)}
-
-
-def reserved(model: Any) -> int:
-    """Return the bytes of a GPU that are in use, those that graphs have for themselves included."""
-    if model.device.type == "cpu":
-        return 0
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved()
+    return {"batch": batch, "prompt": prompt, "ways": {name: summary(taken[name], ways[name].held) for name in ways}, "same": alike(taken)}
 
 
 def summary(runs: Sequence[Taken], held: int) -> dict[str, Any]:
@@ -229,6 +235,7 @@ def page(record: dict[str, Any], picture: str = "") -> str:
     lines = [f"# generate() on {record['machine']['card']}", "", "Written by `benchmarks/generate.py`.", ""]
     lines += [f"* {name}: {value}" for name, value in {**record["machine"], **record["options"]}.items()]
     lines += ["", f"![decode steps]({picture})"] if picture else []
+    lines += [f"\n{note}" for note in record.get("notes", [])]
     lines += ["", "Milliseconds of a decode step: median (quartiles), and of DynamicCache's; the first round's mean of the second's.", ""]
     lines += [
         "| batch | prompt | way | step | of DynamicCache | first of second | first token | peak, MiB | same tokens |",
