@@ -166,6 +166,7 @@ print(json.dumps([text, kvdock.runtime.default().registry.backend("eager").name]
     assert healed == "eager"
 
 
+@pytest.mark.slow
 def test_package_that_asks_for_backends_while_it_is_loaded_as_a_plugin_is_load_failed(environments: Environments) -> None:
     # Loading `kvdock_eager.entry` runs `kvdock_eager/__init__`.
     code = """
@@ -180,6 +181,7 @@ print(json.dumps([record.state.name, record.reason]))
     )
 
 
+@pytest.mark.slow
 def test_asking_while_kvdock_is_being_imported(first: Environment) -> None:
     """Its names are imported one by one when they are asked for: a plugin that is loaded meanwhile finds all that it needs."""
     code = """
@@ -202,6 +204,7 @@ print(json.dumps([Hook.asked, kvdock.runtime.default().registry.backend("first")
     assert first.json(code) == [["READY"], "first"]
 
 
+@pytest.mark.slow
 def test_distribution_under_a_program_that_makes_warnings_errors_is_usable_afterwards(environments: Environments) -> None:
     code = """
 import json, warnings

@@ -196,6 +196,7 @@ def test_it_works_where_it_is_installed(installed: Environment) -> None:
     assert answers["served by"] == "cpu", "its own backend was found by its entry point"
 
 
+@pytest.mark.slow  # in make test, those of the examples run in such an environment
 def test_its_command_runs(installed: Environment) -> None:
     done = run([str(installed.root / "bin" / "kvdock"), "backends", "--json"], environ={"PYTHONPATH": ""}, check=True)
     states = {backend["name"]: backend["state"] for backend in json.loads(done.stdout)["backends"]}

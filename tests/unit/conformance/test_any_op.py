@@ -160,6 +160,7 @@ def test_an_op_is_asked_by_its_name_and_a_wrong_name_lists_those_there_are() -> 
         run(plan(area="zoo_sam_"))
 
 
+@pytest.mark.slow
 def test_where_nothing_can_be_opened_the_op_that_is_wanted_is_not_run() -> None:
     found = run(plan("support_conformance:crash", area="zoo_sum_"))
     assert {outcome.verdict for outcome in found.outcomes} == {Verdict.NOT_RUN}
@@ -167,6 +168,7 @@ def test_where_nothing_can_be_opened_the_op_that_is_wanted_is_not_run() -> None:
     assert found.exit_code == 3
 
 
+@pytest.mark.slow
 def test_a_computed_number_may_be_as_far_off_as_its_plugin_says() -> None:
     found = run(plan("support_ops:register_exact", area="zoo_sum_"))
     assert "KVD-OP-001@zoo_sum_" in {outcome.requirement.id for outcome in found.failed}, "other orders of adding differ in the last bits"
