@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -38,62 +36,48 @@ def test_two_factors_give_all_there_is() -> None:
     assert len(covering({"a": (1, 2), "b": (3, 4, 5)})) == 6
 
 
-CASES = {"paged_caching_": slot_calls("paged_caching_"), "gather_paged": slot_calls("gather_paged"), "copies": copies, "updates": updates}
-Made = Callable[[str], list[Case]]
-
-
-@pytest.fixture(scope="module")
-def made() -> Made:
-    """Makes the cases of `CASES`, once."""
-    return functools.cache(lambda name: list(CASES[name]()))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_cases_are_few_enough_for_core_and_have_names_of_their_own(made: Made, name: str) -> None:
-    core = [case for case in made(name) if case.level is Level.CORE]
+@pytest.mark.parametrize("cases", [slot_calls("paged_caching_"), slot_calls("gather_paged"), copies, updates])
+def test_cases_are_few_enough_for_core_and_have_names_of_their_own(cases: Callable[[], Iterable[Case]]) -> None:
+    made = list(cases())
+    core = [case for case in made if case.level is Level.CORE]
     assert 25 <= len(core) <= 250
-    assert len({case.name for case in made(name)}) == len(made(name))
+    assert len({case.name for case in made}) == len(made)
 
 
-@pytest.fixture(scope="module")
-def writes(made: Made) -> list[dict[str, Any]]:
-    """The arguments of each call that writes."""
-    return [call["args"] for case in made("paged_caching_") for call in case.data["calls"]]
-
-
-def test_tokens_come_in_numbers_around_powers_of_two_up_to_65536(writes: list[dict[str, Any]]) -> None:
-    counts = {args["slot_mapping"]["shape"][0] for args in writes if len(args["slot_mapping"]["shape"]) == 1}
-    assert counts.issuperset({255, 256, 257, 4095, 4096, 4097, 65_535, 65_536, 65_537})
-
-
-def test_slots_written_are_distinct_padding_or_the_first_beyond(writes: list[dict[str, Any]]) -> None:
-    for args in writes:
+def test_slots_written_are_distinct_in_numbers_around_powers_of_two_and_reach_to_the_first_beyond() -> None:
+    counts = set()
+    for args in (call["args"] for case in slot_calls("paged_caching_")() for call in case.data["calls"]):
         blocks, block = args["k_cache"]["shape"][:2]
         good = [slot for slot in args["slot_mapping"]["values"] if slot >= 0]
         assert len(set(good)) == len(good)
         assert max(good, default=0) <= blocks * block
+        if len(args["slot_mapping"]["shape"]) == 1:
+            counts.add(args["slot_mapping"]["shape"][0])
+    assert counts.issuperset({255, 256, 257, 4095, 4096, 4097, 65_535, 65_536, 65_537})
 
 
 @pytest.mark.parametrize("op", ["paged_caching_", "gather_paged"])
-@pytest.mark.parametrize("how", ["two swapped", "one skipped", "backwards", "some padding"])
-def test_what_seems_to_be_a_run_is_none(made: Made, op: str, how: str) -> None:
-    found = [case.data["calls"][0]["args"]["slot_mapping"]["values"] for case in made(op) if f"one run, {how}" in case.name]
-    assert found
-    for slots in found:
-        run = range(min(slots[0], slots[-1]), max(slots[0], slots[-1]) + 1)
-        has_its_ends = how != "one skipped" or op == "gather_paged"
-        assert (len(run) == len(slots)) == has_its_ends
-        assert slots != list(run)
+def test_what_seems_to_be_a_run_is_none(op: str) -> None:
+    seen = dict.fromkeys(("two swapped", "one skipped", "backwards", "some padding"), 0)
+    for case in slot_calls(op)():
+        for how in [how for how in seen if f"one run, {how}" in case.name]:
+            seen[how] += 1
+            slots = case.data["calls"][0]["args"]["slot_mapping"]["values"]
+            run = range(min(slots[0], slots[-1]), max(slots[0], slots[-1]) + 1)
+            has_its_ends = how != "one skipped" or op == "gather_paged"
+            assert (len(run) == len(slots)) == has_its_ends, case.name
+            assert slots != list(run), case.name
+    assert all(seen.values()), seen
 
 
-def test_copies_and_updates_seem_to_be_runs_too(made: Made) -> None:
+def test_copies_and_updates_seem_to_be_runs_too() -> None:
     ends = {True: 0, False: 0}
-    for case in made("copies"):
+    for case in copies():
         pairs = case.data["calls"][0]["args"]["block_pairs"]["values"]
         if "destinations, two swapped" in case.name:
             assert pairs[-1] - pairs[1] == len(pairs) // 2 - 1
             assert pairs[1::2] != list(range(pairs[1], pairs[-1] + 1))
-    for case in made("updates"):
+    for case in updates():
         lengths = case.data["calls"][0]["args"]["cache_lengths"]
         if "lengths alike" in case.name and "too long" not in case.name:
             ends[lengths["values"][0] == lengths["values"][-1]] += 1

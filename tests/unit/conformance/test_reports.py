@@ -284,7 +284,7 @@ def each_requirement() -> Iterator[Any]:
         checks.add(item.check)
 
 
-@pytest.mark.parametrize("item", each_requirement())
+@pytest.mark.parametrize("item", list(each_requirement()))
 def test_every_requirement_can_be_told_as_a_script(item: Requirement) -> None:
     case = next(iter(item.cases()))
     failed = CaseOutcome(case.name, Verdict.FAILED, case.data, {"what": "a", "expected": "b", "got": "c"})
