@@ -10,32 +10,26 @@ from kvdock_conformance.requirement import Case, Level, Requirement
 _OP_OF_ATTENTION = "KVD-OP-{}@paged_attention"
 _PAIRS = ("KVD-WRITE-025", "KVD-GATHER-030", "KVD-COPY-028", "KVD-STATIC-023")
 _MINUTES = (*_PAIRS, *map(_OP_OF_ATTENTION.format, ("001", "004", "005")))  # of up to 257 sequences; `KVD-ATTN-001` asks of small ones
+_OF_ATTENTION = (*map(_OP_OF_ATTENTION.format, ("004", "005", "014")), "KVD-ATTN-002")
+_AROUND = tuple(map("KVD-{}-".format, ("DESC", "DEVICE", "ERROR", "FUZZ", "HYGIENE", "READ", "RESOURCE", "THREAD")))
 _SLOW = {
-    # What plans, threads, memory and surroundings are asked: each takes the interpreter seconds. What kernels write and compute stays.
-    "test_triton_interpreted.py": {
-        "KVD-FUZZ-001",
-        "KVD-COPY-017",
-        *map("KVD-ATTN-{}".format, ("002", "003", "005", "006", "009")),
-        *map("KVD-DESC-{}".format, ("002", "003", "004", "013", "014", "015")),
-        *("KVD-DEVICE-008", "KVD-ERROR-015"),
-        *map("KVD-HYGIENE-{}".format, ("001", "013", "014", "017")),
-        *map("KVD-READ-{}".format, ("001", "003")),
-        *map("KVD-RESOURCE-{}".format, ("001", "002", "003", "004", "007", "008", "010", "011", "012")),
-        *map("KVD-THREAD-{}".format, ("001", "002", "003", "004")),
-        *map(_OP_OF_ATTENTION.format, ("002", "006", "007", "008", "009", "010", "011", "012", "013", "014", "015", "018")),
-    },
+    "test_cpu.py": (*_OF_ATTENTION, "KVD-HYGIENE-017", "KVD-READ-003", "KVD-THREAD-003"),
     # `KVD-FUZZ-001` draws such pairs in small calls, and the CPU backend is asked all the same.
-    "test_own.py": {
+    "test_own.py": (
         *_PAIRS,
-        "KVD-ATTN-002",
-        *map("KVD-HYGIENE-{}".format, ("001", "014", "017")),
-        "KVD-READ-003",
-        "KVD-RESOURCE-011",
-        "KVD-THREAD-004",
-        *map(_OP_OF_ATTENTION.format, ("004", "005", "014")),
-    },
+        *_OF_ATTENTION,
+        *map("KVD-HYGIENE-{}".format, ("001", "002", "014", "017")),
+        *("KVD-READ-003", "KVD-RESOURCE-011", "KVD-THREAD-003", "KVD-THREAD-004"),
+    ),
+    # What is asked of plans, threads, memory and surroundings takes the interpreter seconds. What kernels write and compute stays.
+    "test_triton_interpreted.py": (
+        *_AROUND,
+        "KVD-COPY-017",
+        *map("KVD-ATTN-{}".format, ("001", "002", "003", "005", "006", "009")),
+        "KVD-OP-",
+    ),
 }
-"""By file, what `make test-all` asks only."""
+"""By file, what `make test-all` asks only: requirements, and areas of them."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` looks
@@ -46,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             code = item.name.partition("[")[2].rstrip("]")
             if item.path.name == "test_triton_interpreted.py" and code in _MINUTES:
                 item.add_marker(pytest.mark.skip(reason="takes minutes under Triton's interpreter; `kvdock conformance` asks it of a GPU"))
-            if code in _SLOW.get(item.path.name, ()):
+            if code.startswith(_SLOW.get(item.path.name, ())):
                 item.add_marker(pytest.mark.slow)
 
 

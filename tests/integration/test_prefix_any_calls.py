@@ -163,7 +163,7 @@ class Script:
                 call()
 
 
-@pytest.mark.parametrize("seed", first_of([0, 1, *range(100, 108)]))
+@pytest.mark.parametrize("seed", first_of([1, 0, *range(100, 108)]))
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gpt2"])
 def test_any_sequence_of_calls(name: str, seed: int) -> None:
     Script(name, seed).run(15 if seed < 100 else 60)

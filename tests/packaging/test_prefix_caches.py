@@ -56,6 +56,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     return made
 
 
+@pytest.mark.slow  # in make test, test_factory has caches of plugins
 def test_installed_prefix_caches_are_found_by_name(environment: Environment) -> None:
     one, both, nobody, cached = environment.json(ASK)
     assert one == "kvdock_pone"

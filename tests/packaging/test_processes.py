@@ -145,6 +145,7 @@ print(json.dumps([dict(steps), len(seen), all(records is seen[0] for records in 
     assert first.json(code) == [{"import": 1, "hooks": 1, "probe": 1, "kernels": 1}, 8, True]
 
 
+@pytest.mark.slow
 def test_plugin_half_imported_is_an_error_that_names_it_and_heals(environments: Environments) -> None:
     # The user's program imports the plugin's package, whose body asks for backends: its entry module is not usable yet.
     code = """

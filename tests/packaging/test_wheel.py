@@ -189,6 +189,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow  # in make test, the examples run from it
 def test_it_works_where_it_is_installed(installed: Environment) -> None:
     answers = installed.json(USE)
     assert all(Path(file).is_relative_to(installed.site_packages) for file in answers["files"]), answers["files"]

