@@ -17,6 +17,7 @@ import json
 import platform
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -66,36 +67,59 @@ class Taken:
     tokens: torch.Tensor
 
 
-class Ways:
-    """The ways to keep keys and values, each as arguments of `generate()` for a batch."""
+class Theirs:
+    """Transformers' own cache.
 
-    def __init__(self, model: Any, tokens: int) -> None:
-        blocks = -(-tokens // BLOCK) + 1
-        config = kvdock.PagedKVCacheConfig(num_blocks=blocks, block_size=BLOCK)
-        make = PagedCacheForTransformers.for_model
-        self.model = model
-        self.pages = make(model, config)
-        self.warm = make(model, config, prefix="radix")
+    Args:
+        told: arguments of `generate()` that name it; by default a new one for each call.
+    """
 
-    def each(self) -> dict[str, Callable[[torch.Tensor], dict[str, Any]]]:
-        """Return them by name, the one to compare with first."""
-        return {"DynamicCache": self._dynamic, "kvdock": self._pages, "kvdock, warm prefix": self._warm}
+    def __init__(self, model: Any, batch: int, tokens: int, told: dict[str, Any] | None = None) -> None:
+        self.model, self.told = model, told
 
-    def _dynamic(self, ids: torch.Tensor) -> dict[str, Any]:
-        return {"input_ids": ids, CACHE_KEYWORD: DynamicCache(config=self.model.config)}
+    def begin(self, ids: torch.Tensor) -> dict[str, Any]:
+        """Return the arguments of a call."""
+        return {"input_ids": ids, **(self.told or {CACHE_KEYWORD: DynamicCache(config=self.model.config)})}
 
-    def _pages(self, ids: torch.Tensor) -> dict[str, Any]:
-        self.pages.reset()
-        return self.pages.bind(input_ids=ids)
+    def ended(self, out: torch.Tensor) -> None:
+        """Do nothing more."""
 
-    def _warm(self, ids: torch.Tensor) -> dict[str, Any]:
-        """With the prompts of the round before this one, which all but the last block of is found."""
-        return self.warm.bind(input_ids=ids)
 
-    def ended(self, name: str, out: torch.Tensor) -> None:
-        """Publish what a call on the cache with prefixes has computed."""
-        if name == "kvdock, warm prefix":
-            self.warm.commit(out)
+class Ours:
+    """A paged cache for a batch of so many tokens.
+
+    Args:
+        captured: whether decode steps are graphs.
+        prefix: whether prompts of the round before are found, all but the last block of them.
+    """
+
+    def __init__(self, model: Any, batch: int, tokens: int, *, captured: bool = False, prefix: str | None = None) -> None:
+        config = kvdock.PagedKVCacheConfig(num_blocks=batch * -(-tokens // BLOCK) + 1, block_size=BLOCK)
+        self.cache = PagedCacheForTransformers.for_model(model, config, prefix=prefix)
+        if captured:
+            self.cache.capture(batch_sizes=[batch], max_length=tokens)
+
+    def begin(self, ids: torch.Tensor) -> dict[str, Any]:
+        """Return the arguments of a call."""
+        self.cache.reset()
+        return self.cache.bind(input_ids=ids)
+
+    def ended(self, out: torch.Tensor) -> None:
+        """Publish what a call has computed, where prefixes are found."""
+        if self.cache.prefix is not None:
+            self.cache.commit(out)
+        if self.cache.captured is not None and self.cache.captured.odd:
+            raise AssertionError(f"not captured: {self.cache.captured.odd}")
+
+
+WAYS: dict[str, Callable[[Any, int, int], Any]] = {
+    "DynamicCache": Theirs,
+    "StaticCache, compiled": partial(Theirs, told={"cache_implementation": "static"}),  # on a GPU generate() compiles for it
+    "kvdock": Ours,
+    "kvdock, warm prefix": partial(Ours, prefix="radix"),
+    "kvdock, captured": partial(Ours, captured=True),
+}
+"""The ways to keep keys and values; each makes what a batch of so many rows and tokens needs. The first is compared with."""
 
 
 def run(model: Any, arguments: dict[str, Any], new_tokens: int) -> Taken:
@@ -113,26 +137,35 @@ def run(model: Any, arguments: dict[str, Any], new_tokens: int) -> Taken:
 
 def cell(model: Any, batch: int, prompt: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measure all ways in turns for one batch size and prompt length."""
-    ways, taken = Ways(model, batch * (prompt + options.new_tokens)), dict[str, list[Taken]]()
+    ways, held, taken = dict[str, Any](), dict[str, int](), dict[str, list[Taken]]()
+    for name in options.ways:
+        before = torch.cuda.memory_reserved() if model.device.type != "cpu" else 0
+        ways[name] = WAYS[name](model, batch, prompt + options.new_tokens)
+        held[name] = torch.cuda.memory_reserved() - before if model.device.type != "cpu" else 0
     ids = torch.randint(3, model.config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(prompt)).to(model.device)
     for number in range(options.rounds):
-        names = list(ways.each())
+        names = list(ways)
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            found = run(model, ways.each()[name](ids), options.new_tokens)
-            ways.ended(name, found.tokens)
+            found = run(model, ways[name].begin(ids), options.new_tokens)
+            ways[name].ended(found.tokens)
             taken.setdefault(name, []).append(found)
-    return {"batch": batch, "prompt": prompt, "ways": {name: summary(runs) for name, runs in taken.items()}, "same": alike(taken)}
+    return {"batch": batch, "prompt": prompt, "ways": {name: summary(taken[name], held[name]) for name in ways}, "same": alike(taken)}
 
 
-def summary(runs: Sequence[Taken]) -> dict[str, Any]:
-    """Return milliseconds of a step (quartiles), of the steps of the first round and of the second, of first tokens, and the peak."""
+def summary(runs: Sequence[Taken], held: int) -> dict[str, Any]:
+    """Return milliseconds of a step (quartiles), of the steps of the first round and of the second, of first tokens, and bytes.
+
+    Args:
+        runs: one for each round.
+        held: bytes that were taken before the first: a pool and graphs. Transformers' own caches are made in the call.
+    """
     steps = [step for taken in runs[1:] for step in taken.steps]
     return {
         "step_ms": [1e3 * value for value in statistics.quantiles(steps, n=4)],
         "first_round_ms": 1e3 * statistics.fmean(runs[0].steps[1:]),
         "second_round_ms": 1e3 * statistics.fmean(runs[1].steps[1:]),
         "first_token_ms": 1e3 * statistics.median([taken.first for taken in runs[1:]]),
-        "peak_bytes": max(taken.peak for taken in runs[1:]),
+        "peak_bytes": held + max(taken.peak for taken in runs[1:]),
     }
 
 
@@ -190,6 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--ways", choices=list(WAYS), nargs="+", default=list(WAYS))
     parser.add_argument("--out", type=Path, help="folder for the record")
     options = parser.parse_args(arguments)
     model = model_of(options)

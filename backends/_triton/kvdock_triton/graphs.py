@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
+import torch
 
 __all__ = ["WARM_UPS", "captured", "has_graphs"]
 
@@ -49,7 +50,12 @@ def captured(module: Any, steps: Sequence[Callable[[], Any]]) -> list[Callable[[
                 step()
     here.wait_stream(side)
     with module.stream(here):  # torch leaves the stream as it is where a step cannot be recorded
-        return [_record(module, step, memory, side) for step in steps]
+        try:
+            return [_record(module, step, memory, side) for step in steps]
+        except BaseException:
+            # Torch (up to 2.13) leaves its random numbers as they are while one records, and then refuses to draw any.
+            _record(module, lambda: torch.zeros((), device=here.device), module.graph_pool_handle(), module.Stream())
+            raise
 
 
 def _record(module: Any, step: Callable[[], Any], memory: Any, side: Any) -> _Replay:
