@@ -3,7 +3,8 @@ SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
 # One thread for torch in each of the two test workers: two each would wait for one another on two cores.
-TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+# And bytecode is written, whatever the environment says: hundreds of processes import kvdock.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 PYTEST := $(TEST_ENV) $(PY) -m pytest
 # The interpreter of the gpu targets: the one they are called with, since such machines bring their own torch.
 PYTHON ?= python3

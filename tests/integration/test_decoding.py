@@ -168,7 +168,7 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("falcon", "an attention of its own"), ("llama4-chunked", "a mask that is not plain"), ("gemma3n-shared", "shared")],
+    [("falcon", "an attention of its own"), ("llama4-chunked", "a mask that is not plain"), ("gemma3n-shared", "share another's keys")],
 )
 def test_models_that_do_not_read_pages_alone_are_refused(name: str, reason: str) -> None:
     cache = zoo.paged(zoo.model(name))

@@ -85,6 +85,7 @@ def test_the_last_pass_is_explained_too() -> None:
     assert cache.explain() == CacheExplanation("pages", "", ("", ""), "")
 
 
+@pytest.mark.slow
 def test_the_real_command_line_answers_people(tmp_path: Path) -> None:
     lines = kvdock("explain", "transformers", saved("falcon", tmp_path)).stdout.splitlines()
     reason = zoo.paged(zoo.model("falcon")).explain().reason
@@ -160,6 +161,7 @@ def test_questions_that_make_no_sense(arguments: list[str], told: str) -> None:
     assert explain(*arguments, code=2)["error"] == {"type": "ArgumentValueError", "text": told}
 
 
+@pytest.mark.slow
 def test_without_transformers_the_fix_is_said_and_ops_are_explained_as_ever(tmp_path: Path) -> None:
     missing = "import sys; sys.modules['transformers'] = None"
     done = kvdock("explain", "transformers", tmp_path, code=2, before=missing)
