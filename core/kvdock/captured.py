@@ -68,7 +68,9 @@ class CapturedSteps:
         self.batch_sizes = _checked_sizes(batch_sizes, tables.seq_lens.numel())
         rows = [torch.zeros((), dtype=torch.int64, device="cpu")] if inputs is None else [_checked_row(row) for row in inputs]
         device, largest = tables.seq_lens.device, self.batch_sizes[-1]
-        self._inputs = [row.to(device).expand(largest, *row.shape).clone() for row in rows]
+        self._padding = [row.to(device) for row in rows]
+        self._inputs = [row.expand(largest, *row.shape).clone() for row in self._padding]
+        self._shown = 0  # rows of the inputs that may be something else than padding
         tables.update([])  # nothing but padding, which writes nothing
         # The largest first, so that its memory is there for the others. Kept, since graphs hold no tensor of the step's.
         self._steps = {size: self._step_of(step, size) for size in reversed(self.batch_sizes)}
@@ -103,9 +105,13 @@ class CapturedSteps:
             )
         rows = self._checked_inputs(inputs, batch)
         self.tables.update(sequences)
-        for buffer, values in zip(self._inputs, rows, strict=True):
+        before, self._shown = self._shown, max(self._shown, batch)
+        for buffer, values, padding in zip(self._inputs, rows, self._padding, strict=True):
             on_host = values.device != buffer.device
             buffer[:batch].copy_(self.tables.staged(values) if on_host else values, non_blocking=True)
+            if batch < before:
+                buffer[batch:before] = padding
+        self._shown = batch
         result: torch.Tensor = self._replays[size]()
         return result[:batch]
 

@@ -41,14 +41,14 @@ def steps_of(cache: Any) -> list[int]:
 def test_the_tokens_of_no_cache_at_all(name: str) -> None:
     made = build(name)
     uncached, cache = Uncached(made), zoo.paged(made)
-    cache.capture(batch_sizes=(1, 2, 4))
+    cache.capture(batch_sizes=(1, 4))
     steps = steps_of(cache)
-    for lengths in ((3, 11, 6), (9, 9), (5,)):
+    for lengths in ((3, 11, 6), (12, 3, 2), (9, 9), (5,)):  # rows of padding come behind padded ones
         inputs = zoo.prompt(*lengths)
         uncached.assert_same(inputs, made.generate(**cache.bind(**inputs), **GREEDY))
         assert cache.captured.odd == ""
         cache.reset()
-    assert steps == [3] * (NEW - 1) + [2] * (NEW - 1) + [1] * (NEW - 1)
+    assert steps == [3] * (2 * NEW - 2) + [2] * (NEW - 1) + [1] * (NEW - 1)
     assert "forward" not in vars(made.base_model)
     cache.state.manager.check_integrity()
 

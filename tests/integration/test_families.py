@@ -41,6 +41,9 @@ GATHERING = {
 }
 """Families that do not read pages: most have an attention of their own, the last two masks."""
 
+NOT_CAPTURED: set[str] = set()
+"""Families that read pages whose steps cannot be captured."""
+
 WAYS = ("left-padded", "beams", "chunked-prefill", "prompt-lookup")
 
 
@@ -90,6 +93,7 @@ def model_for(model_type: str, attention: str) -> Any:
 @pytest.mark.parametrize("attention", ["auto", "gather"])
 @pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 def test_a_family_is_right_or_refused(model_type: str, attention: str) -> None:
+    """With captured steps, too, which are the same code on a device that captures nothing."""
     made = model_for(model_type, attention)
     if "input_ids" not in inspect.signature(made.forward).parameters:
         pytest.skip("it takes no token ids")
@@ -100,6 +104,11 @@ def test_a_family_is_right_or_refused(model_type: str, attention: str) -> None:
     reads = getattr(cache, "attention", None)
     assert attention == "gather" or reads is None or (reads == "gather") == (model_type in GATHERING), cache
     compared = sum(compare(made, cache, way) for way in WAYS)
+    if getattr(cache, "attention", "") == "pages":
+        cache.reset()
+        refused = attempt(lambda: cache.capture(batch_sizes=(4, 8)))
+        assert isinstance(refused, UnsupportedError) == (model_type in NOT_CAPTURED), refused
+        compared += sum(compare(made, cache, way) for way in WAYS)
     if not compared:
         pytest.skip("Transformers' own cache fails too, with these settings")
 

@@ -77,6 +77,22 @@ def test_padding_writes_nothing_and_changes_nothing() -> None:
         assert changed == sorted(written)
 
 
+def test_rows_of_padding_have_the_inputs_of_padding_whatever_ran_before() -> None:
+    decoder, seen = Decoder(), []
+
+    def step(tables: TableViews, tokens: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        seen.append((tokens.tolist(), number.tolist()))
+        return decoder.step(tables, tokens)
+
+    steps = CapturedSteps(step, decoder.tables(4), batch_sizes=[4], inputs=[torch.tensor(7), torch.tensor(-1)])
+    sequences = decoder.begin([5, 2, 3, 4])
+    for batch in (4, 1, 3, 2):
+        decoder.grow(sequences[:batch])
+        steps.run(sequences[:batch], [20] * batch, [30] * batch)
+    padded = [([20] * batch + [7] * (4 - batch), [30] * batch + [-1] * (4 - batch)) for batch in (4, 1, 3, 2)]
+    assert seen[1:] == padded
+
+
 def test_inputs_may_be_arrays_or_tensors() -> None:
     decoder = Decoder()
     steps = make(decoder)
