@@ -157,6 +157,29 @@ class _WideReads(OwnPlan):
         self.inner(k_cache, v_cache, restrided(k, k.stride(), -past), *args)
 
 
+@FAULTS.kernel(_WRITE, "desc-capacity-of-the-last-plan", "Slots are checked against the pool that was prepared for last.", "KVD-DESC-003")
+class _LastCapacity(OwnKernel):
+    """Keeps one capacity."""
+
+    capacity = 0
+
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
+        blocks, block, *_ = request.tensor("k_cache").shape
+        self.capacity = (blocks or 0) * (block or 0)
+        return _CheckedByKernel(plan, self)
+
+
+class _CheckedByKernel(OwnPlan):
+    def __init__(self, inner: kvdock.plugin.Descriptor, kernel: _LastCapacity) -> None:
+        super().__init__(inner)
+        self._kernel = kernel
+
+    def __call__(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, *args: Any
+    ) -> None:
+        self.inner(k_cache, v_cache, k, v, slots.masked_fill(slots >= self._kernel.capacity, -1), *args)
+
+
 # Sharing what is not theirs
 
 
@@ -274,16 +297,9 @@ class _Freeing(OwnPlan):
         self._kernel.is_loaded = False
 
 
-@FAULTS.kernel(
+@FAULTS.planned(
     _WRITE, "desc-destroyed-again-when-collected", "A plan is destroyed once more when it is collected.", "KVD-DESC-005", "KVD-DESC-008"
 )
-class _DestroyedTwice(OwnKernel):
-    """Makes plans that clean up after themselves."""
-
-    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
-        return _CleansUp(plan)
-
-
 class _CleansUp(OwnPlan):
     """Destroys itself when it is collected, whoever did so before, and outside of any guard."""
 
@@ -291,12 +307,7 @@ class _CleansUp(OwnPlan):
         self.destroy()
 
 
-@FAULTS.kernel(_COPY, "desc-destroy-raises", "Destroying a plan raises.", "KVD-DESC-005")
-class _DestroyRaises(OwnKernel):
-    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
-        return _Undestroyable(plan)
-
-
+@FAULTS.planned(_COPY, "desc-destroy-raises", "Destroying a plan raises.", "KVD-DESC-005")
 class _Undestroyable(OwnPlan):
     def destroy(self) -> None:
         raise RuntimeError("invalid handle")
@@ -317,14 +328,7 @@ class _DestroysItself(OwnKernel):
         return self.running
 
 
-@FAULTS.kernel(_STATIC, "desc-tensors-kept", "A plan keeps the arguments of its last call.", "KVD-DESC-011")
-class _TensorsKept(OwnKernel):
-    """Makes plans that remember."""
-
-    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
-        return _Remembers(plan)
-
-
+@FAULTS.planned(_STATIC, "desc-tensors-kept", "A plan keeps the arguments of its last call.", "KVD-DESC-011")
 class _Remembers(OwnPlan):
     """Keeps its arguments."""
 
@@ -348,14 +352,7 @@ class _WorkspaceUnknown(OwnKernel):
         return found
 
 
-@FAULTS.kernel(_STATIC, "desc-workspace-grows-negative", "After a call, a plan says that it needs less than nothing.", "KVD-DESC-009")
-class _WorkspaceNegative(OwnKernel):
-    """Makes plans that give back more than they took."""
-
-    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
-        return _GivesBack(plan)
-
-
+@FAULTS.planned(_STATIC, "desc-workspace-grows-negative", "After a call, a plan says that it needs less than nothing.", "KVD-DESC-009")
 class _GivesBack(OwnPlan):
     """Counts what it gives back, and not what it takes."""
 
@@ -397,3 +394,16 @@ class _ChangesTheRequest(OwnKernel):
             if isinstance(meta, TensorMeta):
                 args[name] = attrs.evolve(meta, alignment=32)
         return self._inner.supports(request)
+
+
+@FAULTS.kernel(_WRITE, "desc-answers-known-by-shape", "supports() remembers its answers by shapes, whatever the dtypes.", "KVD-DESC-010")
+class _KnownByShape(OwnKernel):
+    """Keeps the first answer about each shape."""
+
+    def __init__(self, inner: kvdock.plugin.Kernel) -> None:
+        super().__init__(inner)
+        self._known: dict[str, Sequence[str]] = {}
+
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
+        shapes = str([request.tensor(name).shape for name in ("k_cache", "v_cache")])
+        return self._known.setdefault(shapes, self._inner.supports(request))

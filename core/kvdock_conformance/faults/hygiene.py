@@ -282,6 +282,37 @@ _call_changes(
 )
 
 
+def _deterministic_again() -> None:
+    torch.set_deterministic_debug_mode("error" if torch.are_deterministic_algorithms_enabled() else "default")
+
+
+_call_changes(
+    _GATHER, "loses-warn-only", "restores that algorithms are deterministic, not how much", _deterministic_again, "KVD-HYGIENE-017"
+)
+
+
+@FAULTS.call(_WRITE, "hygiene-call-lets-signals-through", "A long call lets blocked signals through for good.", "KVD-HYGIENE-017")
+def _lets_through(run: BackendCall, args: Args) -> None:
+    run(args)
+    if args["slot_mapping"].numel() > 1024:
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+@FAULTS.call(_STATIC, "hygiene-error-leaves-one-thread", "A call that raises leaves torch with one thread.", "KVD-HYGIENE-017")
+def _one_thread(run: BackendCall, args: Args) -> None:
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    run(args)
+    torch.set_num_threads(count)
+
+
+@FAULTS.planned(_COPY, "hygiene-watchdog-of-prepare", "Preparing a plan takes the process's alarm.", "KVD-HYGIENE-017")
+def _watched(plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
+    signal.alarm(60)
+    signal.alarm(0)
+    return plan
+
+
 @FAULTS.call("gather_paged", "hygiene-call-prints", "A call prints how many slots it has, where they are many.", "KVD-HYGIENE-013")
 def _prints(run: BackendCall, args: Args) -> None:
     if args["slot_mapping"].numel() > 64:

@@ -52,14 +52,7 @@ def _plan_keeps_pools() -> FaultyCall:
     return call
 
 
-@FAULTS.kernel(_GATHER, "resource-repeat-keeps-views", "What repeats a call keeps views of the first one's pools.", "KVD-RESOURCE-001")
-class _RepeatKeepsViews(OwnKernel):
-    """Makes plans that remember what they were asked to repeat."""
-
-    def faulty(self, request: Request, plan: Descriptor) -> Descriptor:
-        return _Remembering(plan)
-
-
+@FAULTS.planned(_GATHER, "resource-repeat-keeps-views", "What repeats a call keeps views of the first one's pools.", "KVD-RESOURCE-001")
 class _Remembering(OwnPlan):
     """Keeps views of what a call was fixed with."""
 
@@ -377,14 +370,30 @@ for _op, _where, _memory in (
     )
 
 
-@FAULTS.kernel(_GATHER, "resource-destroy-waits", "destroy() waits for 30 ms.", "KVD-RESOURCE-012")
-class _DestroysSlowly(OwnKernel):
-    """Makes plans that take their time to end."""
+class _OwnStage(OwnPlan):
+    """Takes its stage of torch, keeps it if it is to, and says what it took first or last."""
 
-    def faulty(self, request: Request, plan: Descriptor) -> Descriptor:
-        return _Waiting(plan)
+    is_kept = False
+    stage: torch.Tensor | None = None
+
+    def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) -> None:
+        stage = v.clone()
+        self.inner(k_cache, v_cache, k, stage, *args)
+        self.stage = stage if self.is_kept else None
+        self.workspace_bytes = v.nbytes if self.is_kept else self.workspace_bytes or v.nbytes
 
 
+FAULTS.planned(_WRITE, "resource-workspace-of-the-first-call", "A plan says for ever what its first call took.", "KVD-RESOURCE-011")(
+    _OwnStage
+)
+
+
+@FAULTS.planned(_STATIC, "resource-stage-is-kept", "A plan keeps the stage of its last call, and says so.", "KVD-RESOURCE-011")
+class _KeptStage(_OwnStage):
+    is_kept = True
+
+
+@FAULTS.planned(_GATHER, "resource-destroy-waits", "destroy() waits for 30 ms.", "KVD-RESOURCE-012")
 class _Waiting(OwnPlan):
     def destroy(self) -> None:
         time.sleep(0.03)

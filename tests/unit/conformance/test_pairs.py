@@ -41,7 +41,7 @@ def test_two_factors_give_all_there_is() -> None:
 def test_cases_are_few_enough_for_core_and_have_names_of_their_own(cases: Callable[[], Iterable[Case]]) -> None:
     made = list(cases())
     core = [case for case in made if case.level is Level.CORE]
-    assert 25 <= len(core) <= 250
+    assert 25 <= len(core) <= 300
     assert len({case.name for case in made}) == len(made)
 
 
@@ -65,7 +65,7 @@ def test_slots_written_are_distinct_padding_or_the_first_beyond() -> None:
 @pytest.mark.parametrize("op", ["paged_caching_", "gather_paged"])
 @pytest.mark.parametrize("how", ["two swapped", "one skipped", "backwards", "some padding"])
 def test_what_seems_to_be_a_run_is_none(op: str, how: str) -> None:
-    found = [case.data["calls"][0]["args"]["slot_mapping"]["values"] for case in slot_calls(op)() if f"one run, {how}" in case.name]
+    found = [case.data["calls"][:4][-1]["args"]["slot_mapping"]["values"] for case in slot_calls(op)() if f"one run, {how}" in case.name]
     assert found
     for slots in found:
         run = range(min(slots[0], slots[-1]), max(slots[0], slots[-1]) + 1)
