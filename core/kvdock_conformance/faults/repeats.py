@@ -104,24 +104,16 @@ def _first_lengths() -> FaultyCall:
 class _FoundByAddress(OwnKernel):
     """Keeps the first strides of each address and shape."""
 
-    def __init__(self, inner: kvdock.plugin.Kernel) -> None:
-        super().__init__(inner)
-        self.known: dict[int, tuple[Any, Any]] = {}
-
     def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
-        return _LooksUp(plan, self.known)
+        return _LooksUp(plan, self.kept)
 
 
 class _LooksUp(OwnPlan):
     """Sees key pools of one address and shape by the strides of the first."""
 
-    def __init__(self, inner: kvdock.plugin.Descriptor, known: dict[int, tuple[Any, Any]]) -> None:
-        super().__init__(inner)
-        self._known = known
-
     def __call__(self, k_cache: torch.Tensor, *args: Any) -> None:
         now = (k_cache.shape, k_cache.stride())
-        shape, strides = self._known.setdefault(k_cache.data_ptr(), now)
+        shape, strides = self.own.setdefault(k_cache.data_ptr(), now)
         if shape != k_cache.shape or strides == k_cache.stride():
             self.inner(k_cache, *args)
             return

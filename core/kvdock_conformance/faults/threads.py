@@ -21,6 +21,8 @@ FAULTS = Faults("threads")
 _WRITE, _STATIC, _GATHER, _COPY = OPS
 
 
+@FAULTS.call(_STATIC, "thread-whole-rows-written-back", "The rows of a cache are read, and written back whole.", "KVD-THREAD-002")
+@FAULTS.call(_COPY, "thread-copies-write-all-back", "A copy reads the pool, and writes all of it back.", "KVD-THREAD-001")
 @FAULTS.call(_WRITE, "thread-whole-pool-written-back", "A call reads the pool, and writes all of it back.", "KVD-THREAD-001")
 def _whole_pool(run: BackendCall, args: Args) -> None:
     own = {name: args[name].clone() for name in ("k_cache", "v_cache")}
@@ -41,14 +43,6 @@ def _whole_blocks(run: BackendCall, args: Args) -> None:
     run({**args, **own})
     for name, pool in own.items():
         args[name][blocks] = pool[blocks]
-
-
-@FAULTS.call(_STATIC, "thread-whole-rows-written-back", "The rows of a cache are read, and written back whole.", "KVD-THREAD-002")
-def _whole_rows(run: BackendCall, args: Args) -> None:
-    own = {name: args[name].clone() for name in ("k_cache", "v_cache")}
-    run({**args, **own})
-    for name, cache in own.items():
-        args[name].copy_(cache)
 
 
 def _through_one_buffer(*names: str) -> FaultyCall:
@@ -72,11 +66,6 @@ FAULTS.call(_GATHER, "thread-gathers-through-one-buffer", "All gathers of a proc
 FAULTS.call(
     ATTENTION, "thread-attends-through-one-buffer", "All attention of a process goes through one scratch buffer.", "KVD-THREAD-003"
 )(_through_one_buffer("out", "lse"))
-
-
-@FAULTS.call(_COPY, "thread-copies-write-all-back", "A copy reads the pool, and writes all of it back.", "KVD-THREAD-001")
-def _copies_whole(run: BackendCall, args: Args) -> None:
-    _whole_pool(run, args)
 
 
 def _with_a_seat(limit: int) -> FaultyCall:
