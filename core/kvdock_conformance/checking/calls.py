@@ -43,29 +43,52 @@ def check_calls(
     Raises:
         NonconformanceError: a byte differs; an index out of range neither raised as it must nor was skipped and counted.
     """
-    ways = [_Way(each, Arenas(data["arenas"], target.device)) for each in (target, *also)]
-    for way in ways:
+    told: list[_Told] = []
+    # One way after the other, not in turns: a call is to be behind its like.
+    for way in (_Way(each, Arenas(data["arenas"], target.device)) for each in (target, *also)):
         for place in data.get("places", ()):
             way.memory.tensor(place)
-    # The reference runs on a copy of all memory, gaps and margins too, so that one comparison finds every stray byte. What was
-    # compared is alike, so that the copy serves the next call too.
-    expected = ways[0].memory.copy()
-    for call in data["calls"]:
-        for side in (*(way.memory for way in ways), expected) if call.get("again") else ():
-            side.change(call["args"])
-        twins = {name: expected.tensor(spec) for name, spec in call["args"].items()}
-        for way in ways:
+        for number, call in enumerate(data["calls"]):
+            if number == len(told):
+                # The reference runs on a copy of all memory, gaps and margins too, so that one comparison finds every stray byte. What
+                # was compared is alike, so that the copy serves the next call too, unless another way needs it.
+                before = told[-1].expected if told else way.memory
+                told.append(_Told(before.copy() if also or not told else before, call))
             way.make(call)
-        raised = {way.error is not None for way in ways}
-        if len(raised) > 1:
-            got = f"{ways[0].error!r} and {ways[1].error!r}"
-            raise NonconformanceError(f"{call['op']}: errors of one call, made in two ways", expected="the same", got=got)
-        if True in raised:  # nothing may have been written
-            aside = expected.copy()
-            twins = {name: aside.tensor(spec) for name, spec in call["args"].items()}
-        names = [index(place) for place in reference(*(twin for name, twin in twins.items() if not name.endswith("_scale")))]
-        for way in ways:
-            way.check(call, expected, names, len(names) if counted and way.error is None else 0)
+            told[number].refer(reference, index, is_error=way.error is not None)
+            way.check(call, told[number], counted=counted)
+
+
+class _Told:
+    """What memory must be behind a call, and which places are out of range.
+
+    Args:
+        expected: memory before it, which is written to.
+        call: the call.
+    """
+
+    def __init__(self, expected: Arenas, call: Mapping[str, Any]) -> None:
+        self.expected, self.call = expected, call
+        if call.get("again"):
+            expected.change(call["args"])
+        self.twins = {name: expected.tensor(spec) for name, spec in call["args"].items()}
+        self.names: list[str] | None = None
+        self.is_error = False
+
+    def refer(self, reference: Reference, index: Callable[[Sequence[int]], str], *, is_error: bool) -> None:
+        """Let the reference tell once; where there was an error, nothing may have been written.
+
+        Raises:
+            NonconformanceError: there was one, and none the other way.
+        """
+        if self.names is None:
+            aside = self.expected.copy() if is_error else self.expected
+            twins = {name: aside.tensor(spec) for name, spec in self.call["args"].items()} if is_error else self.twins
+            self.names = [index(place) for place in reference(*(twin for name, twin in twins.items() if not name.endswith("_scale")))]
+            self.is_error = is_error
+        if is_error is not self.is_error:
+            expected, got = ("an IndexRangeError", "none")[:: 1 if self.is_error else -1]
+            raise NonconformanceError(f"{self.call['op']}, bound to its pools", expected=expected, got=got)
 
 
 class _Way:
@@ -85,6 +108,8 @@ class _Way:
     def make(self, call: Mapping[str, Any]) -> None:
         """Make a call, and note the error for an index out of range, and how many writes were skipped."""
         is_again = call.get("again")
+        if is_again:
+            self.memory.change(call["args"])
         self.args = {
             name: self.args[name] if is_again and isinstance(spec, Mapping) else self.memory.tensor(spec)
             for name, spec in call["args"].items()
@@ -96,15 +121,17 @@ class _Way:
             self.error = error
         self.skipped = self.target.skipped() - before
 
-    def check(self, call: Mapping[str, Any], expected: Arenas, names: Sequence[str], count: int) -> None:
+    def check(self, call: Mapping[str, Any], told: _Told, *, counted: bool) -> None:
         """Check what the call has written, raised and counted."""
+        names = told.names or []
+        count = len(names) if counted and self.error is None else 0
         check_range_error(self.target, call["op"], self.error, names, given_as_int=_gives_ints(call))
         if self.error is not None and _shown(self.error, self.args) not in str(self.error):
             value = _shown(self.error, self.args)
             raise NonconformanceError(
                 f"{call['op']}: text of the IndexRangeError", expected=f"the value that is there, {value}", got=self.error
             )
-        compare(self.memory, expected, call["args"], call["op"] if self.error is None else f"{call['op']} raised and wrote")
+        compare(self.memory, told.expected, call["args"], call["op"] if self.error is None else f"{call['op']} raised and wrote")
         if self.skipped != count:
             raise NonconformanceError(f"{call['op']}: writes counted as skipped", expected=count, got=self.skipped)
 

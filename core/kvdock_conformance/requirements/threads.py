@@ -123,8 +123,8 @@ def _inside() -> Iterator[Case]:
 def _first() -> Iterator[Case]:
     for op, anew in itertools.product(EVERY, (True, False)):
         drawing, calls, pools = Drawing(), [], None
-        for count in range(40, 40 + _FIRST):
-            blocks, block = (240, 1) if op == "copy_blocks_" else (8, 121)
+        for count in range(40 + _FIRST * anew, 40 + _FIRST * (1 + anew)):
+            blocks, block = (300, 1) if op == "copy_blocks_" else (8, 121)
             like = OpCall("paged_caching_", geometry=Geometry(num_blocks=blocks, block=block + count * anew))
             pools = like.caches(drawing) if anew or pools is None else pools
             calls += [made(drawing, pools, like) for made in _two(op, few(op, count))]
