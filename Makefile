@@ -3,12 +3,13 @@ SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
 # One thread for torch in each of the two test workers: two each would wait for one another on two cores.
-TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+# And bytecode is written, whatever the environment says: hundreds of processes import kvdock.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 PYTEST := $(TEST_ENV) $(PY) -m pytest
 # The interpreter of the gpu targets: the one they are called with, since such machines bring their own torch.
 PYTHON ?= python3
 
-.PHONY: setup demo serve-demo test test-all check format bench bench-prefix aot calls matrix gpu-test gpu-bench clean
+.PHONY: setup demo serve-demo test test-all check format bench bench-prefix aot calls matrix gpu-test gpu-bench gpu-bench-generate clean
 
 setup: $(VENV)/.ready
 
@@ -72,6 +73,10 @@ gpu-test:
 
 gpu-bench:
 	$(PYTHON) benchmarks/gpu_ops.py --out docs/benchmarks
+
+# Whole generate() calls beside Transformers' own caches: record, page and picture.
+gpu-bench-generate:
+	$(PYTHON) benchmarks/generate.py --out docs/benchmarks
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

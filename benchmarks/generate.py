@@ -1,6 +1,7 @@
 """Whole `generate()` calls on kvdock beside Transformers' own caches: time of a decode step, first tokens and memory.
 
     python benchmarks/generate.py --out docs/benchmarks           # on a GPU: a Llama of 1B parameters, random weights, bf16
+    python benchmarks/generate.py --draw docs/benchmarks/h200-generate.json   # where the GPU's machine has no matplotlib
     python benchmarks/generate.py --device cpu --layers 2 --batches 1 2 --prompts 40 --new-tokens 6 --rounds 2   # that it works
     python benchmarks/generate.py --device cpu --model smollm2 --batches 1 --prompts 1024                       # a real model
 
@@ -17,6 +18,7 @@ import json
 import platform
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -66,36 +68,77 @@ class Taken:
     tokens: torch.Tensor
 
 
-class Ways:
-    """The ways to keep keys and values, each as arguments of `generate()` for a batch."""
+def allocated(model: Any) -> int:
+    """Return the bytes of a GPU that tensors have."""
+    return torch.cuda.memory_allocated() if model.device.type != "cpu" else 0
 
-    def __init__(self, model: Any, tokens: int) -> None:
-        blocks = -(-tokens // BLOCK) + 1
-        config = kvdock.PagedKVCacheConfig(num_blocks=blocks, block_size=BLOCK)
-        make = PagedCacheForTransformers.for_model
-        self.model = model
-        self.pages = make(model, config)
-        self.warm = make(model, config, prefix="radix")
 
-    def each(self) -> dict[str, Callable[[torch.Tensor], dict[str, Any]]]:
-        """Return them by name, the one to compare with first."""
-        return {"DynamicCache": self._dynamic, "kvdock": self._pages, "kvdock, warm prefix": self._warm}
+def reserved(model: Any) -> int:
+    """Return the bytes that torch has taken of a GPU and not given back."""
+    if model.device.type == "cpu":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
 
-    def _dynamic(self, ids: torch.Tensor) -> dict[str, Any]:
-        return {"input_ids": ids, CACHE_KEYWORD: DynamicCache(config=self.model.config)}
 
-    def _pages(self, ids: torch.Tensor) -> dict[str, Any]:
-        self.pages.reset()
-        return self.pages.bind(input_ids=ids)
+class Theirs:
+    """Transformers' own cache.
 
-    def _warm(self, ids: torch.Tensor) -> dict[str, Any]:
-        """With the prompts of the round before this one, which all but the last block of is found."""
-        return self.warm.bind(input_ids=ids)
+    Args:
+        told: arguments of `generate()` that name it; by default a new one for each call.
+    """
 
-    def ended(self, name: str, out: torch.Tensor) -> None:
-        """Publish what a call on the cache with prefixes has computed."""
-        if name == "kvdock, warm prefix":
-            self.warm.commit(out)
+    def __init__(self, model: Any, batch: int, tokens: int, told: dict[str, Any] | None = None) -> None:
+        self.model, self.told, self.held = model, told, 0
+
+    def begin(self, ids: torch.Tensor) -> dict[str, Any]:
+        """Return the arguments of a call."""
+        return {"input_ids": ids, **(self.told or {CACHE_KEYWORD: DynamicCache(config=self.model.config)})}
+
+    def ended(self, out: torch.Tensor) -> None:
+        """Do nothing more."""
+
+
+class Ours:
+    """A paged cache for a batch of so many tokens.
+
+    Args:
+        captured: whether decode steps are graphs.
+        prefix: whether prompts of the round before are found, all but the last block of them.
+    """
+
+    def __init__(self, model: Any, batch: int, tokens: int, *, captured: bool = False, prefix: str | None = None) -> None:
+        config = kvdock.PagedKVCacheConfig(num_blocks=batch * -(-tokens // BLOCK) + 1, block_size=BLOCK)
+        before = allocated(model)
+        self.cache = PagedCacheForTransformers.for_model(model, config, prefix=prefix)
+        self.held = allocated(model) - before
+        if captured:
+            before = reserved(model)  # what graphs have for themselves is not allocated between two steps
+            self.cache.capture(batch_sizes=[batch], max_length=tokens)
+            self.held += reserved(model) - before
+
+    def begin(self, ids: torch.Tensor) -> dict[str, Any]:
+        """Return the arguments of a call."""
+        self.cache.reset()
+        return self.cache.bind(input_ids=ids)
+
+    def ended(self, out: torch.Tensor) -> None:
+        """Publish what a call has computed, where prefixes are found."""
+        if self.cache.prefix is not None:
+            self.cache.commit(out)
+        if self.cache.captured is not None and self.cache.captured.odd:
+            raise AssertionError(f"not captured: {self.cache.captured.odd}")
+
+
+WAYS: dict[str, Callable[[Any, int, int], Any]] = {
+    "DynamicCache": Theirs,
+    "StaticCache, compiled": partial(Theirs, told={"cache_implementation": "static"}),  # on a GPU generate() compiles for it
+    "kvdock": Ours,
+    "kvdock, warm prefix": partial(Ours, prefix="radix"),
+    "kvdock, captured": partial(Ours, captured=True),
+}
+"""The ways to keep keys and values; each makes what a batch of so many rows and tokens needs. The first is compared with."""
 
 
 def run(model: Any, arguments: dict[str, Any], new_tokens: int) -> Taken:
@@ -113,26 +156,32 @@ def run(model: Any, arguments: dict[str, Any], new_tokens: int) -> Taken:
 
 def cell(model: Any, batch: int, prompt: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measure all ways in turns for one batch size and prompt length."""
-    ways, taken = Ways(model, batch * (prompt + options.new_tokens)), dict[str, list[Taken]]()
+    ways = {name: WAYS[name](model, batch, prompt + options.new_tokens) for name in options.ways}
+    taken: dict[str, list[Taken]] = {}
     ids = torch.randint(3, model.config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(prompt)).to(model.device)
     for number in range(options.rounds):
-        names = list(ways.each())
+        names = list(ways)
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            found = run(model, ways.each()[name](ids), options.new_tokens)
-            ways.ended(name, found.tokens)
+            found = run(model, ways[name].begin(ids), options.new_tokens)
+            ways[name].ended(found.tokens)
             taken.setdefault(name, []).append(found)
-    return {"batch": batch, "prompt": prompt, "ways": {name: summary(runs) for name, runs in taken.items()}, "same": alike(taken)}
+    return {"batch": batch, "prompt": prompt, "ways": {name: summary(taken[name], ways[name].held) for name in ways}, "same": alike(taken)}
 
 
-def summary(runs: Sequence[Taken]) -> dict[str, Any]:
-    """Return milliseconds of a step (quartiles), of the steps of the first round and of the second, of first tokens, and the peak."""
+def summary(runs: Sequence[Taken], held: int) -> dict[str, Any]:
+    """Return milliseconds of a step (quartiles), of the steps of the first round and of the second, of first tokens, and bytes.
+
+    Args:
+        runs: one for each round.
+        held: bytes that were taken before the first: a pool and graphs. Transformers' own caches are made in the call.
+    """
     steps = [step for taken in runs[1:] for step in taken.steps]
     return {
         "step_ms": [1e3 * value for value in statistics.quantiles(steps, n=4)],
         "first_round_ms": 1e3 * statistics.fmean(runs[0].steps[1:]),
         "second_round_ms": 1e3 * statistics.fmean(runs[1].steps[1:]),
         "first_token_ms": 1e3 * statistics.median([taken.first for taken in runs[1:]]),
-        "peak_bytes": max(taken.peak for taken in runs[1:]),
+        "peak_bytes": held + max(taken.peak for taken in runs[1:]),
     }
 
 
@@ -159,10 +208,34 @@ def model_of(options: argparse.Namespace) -> Any:
     return model.eval()
 
 
-def page(record: dict[str, Any]) -> str:
+def draw(record: dict[str, Any], to: Path) -> str:
+    """Draw the steps of all ways, a group of bars for each cell; return the file's name, or "" where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return ""
+    cells, ways = record["cells"], list(record["cells"][0]["ways"])
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(ways)
+    for number, way in enumerate(ways):
+        places = [place + (number - (len(ways) - 1) / 2) * width for place in range(len(cells))]
+        axes.bar(places, [one["ways"][way]["step_ms"][1] for one in cells], width, label=way)
+    axes.set_xticks(range(len(cells)), [f"{one['batch']} x {one['prompt']}" for one in cells])
+    axes.set_xlabel("rows x tokens of the prompt")
+    axes.set_ylabel("milliseconds of a decode step, median")
+    axes.set_title(f"generate() on {record['machine']['card']}, {record['options']['layers']} layers, {record['options']['dtype']}")
+    axes.legend()
+    figure.savefig(to, metadata={"Date": None})
+    return to.name
+
+
+def page(record: dict[str, Any], picture: str = "") -> str:
     """Return the page."""
     lines = [f"# generate() on {record['machine']['card']}", "", "Written by `benchmarks/generate.py`.", ""]
     lines += [f"* {name}: {value}" for name, value in {**record["machine"], **record["options"]}.items()]
+    lines += ["", f"![decode steps]({picture})"] if picture else []
+    lines += [f"\n{note}" for note in record.get("notes", [])]
     lines += ["", "Milliseconds of a decode step: median (quartiles), and of DynamicCache's; the first round's mean of the second's.", ""]
     lines += [
         "| batch | prompt | way | step | of DynamicCache | first of second | first token | peak, MiB | same tokens |",
@@ -173,9 +246,10 @@ def page(record: dict[str, Any]) -> str:
         for name, found in one["ways"].items():
             low, middle, high = found["step_ms"]
             ratio, first = middle / base["step_ms"][1], found["first_round_ms"] / found["second_round_ms"]
+            peak = "not measured" if found["peak_bytes"] is None else f"{found['peak_bytes'] / 2**20:.0f}"
             lines.append(
                 f"| {one['batch']} | {one['prompt']} | {name} | {middle:.2f} ({low:.2f} .. {high:.2f}) | {ratio:.2f} | {first:.2f} "
-                f"| {found['first_token_ms']:.1f} | {found['peak_bytes'] / 2**20:.0f} | {one['same'][name]:.2f} |"
+                f"| {found['first_token_ms']:.1f} | {peak} | {one['same'][name]:.2f} |"
             )
     return "\n".join(lines) + "\n"
 
@@ -190,13 +264,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--ways", choices=list(WAYS), nargs="+", default=list(WAYS))
+    parser.add_argument("--draw", type=Path, help="write page and picture of a record that was made before, beside it, and end")
     parser.add_argument("--out", type=Path, help="folder for the record")
     options = parser.parse_args(arguments)
+    if options.draw:
+        record = json.loads(options.draw.read_text())
+        options.draw.with_suffix(".md").write_text(page(record, draw(record, options.draw.with_suffix(".svg"))))
+        return
     model = model_of(options)
     card = torch.cuda.get_device_name(0) if options.device != "cpu" else platform.processor() or platform.machine()
     about = {"card": card, "torch": torch.__version__, "transformers": transformers.__version__, "kvdock": kvdock.__version__}
     told = {"model": options.model, "layers": model.config.num_hidden_layers, "dtype": str(model.dtype), "new tokens": options.new_tokens}
-    record: dict[str, Any] = {"machine": about, "options": {**told, "rounds": options.rounds}, "cells": []}
+    record = {"machine": about, "options": {**told, "rounds": options.rounds}, "cells": []}
     for prompt in options.prompts:
         for batch in options.batches:
             record["cells"].append(cell(model, batch, prompt, options))
@@ -205,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 name = options.out / f"{card.split()[-1].lower()}-generate"
                 options.out.mkdir(parents=True, exist_ok=True)
                 name.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-                name.with_suffix(".md").write_text(page(record))
+                name.with_suffix(".md").write_text(page(record, draw(record, name.with_suffix(".svg"))))
     print(page(record))
 
 

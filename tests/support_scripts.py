@@ -15,14 +15,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 SERVER = """
 import json, os, sys, warnings
 import kvdock.runtime, support_descriptors
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # its threads are OpenBLAS's
 for line in sys.stdin:
-    code, arguments, streams = json.loads(line)
+    code, arguments, streams, folder = json.loads(line)
     child = os.fork()
     if child == 0:
+        os.chdir(folder)
         for number, path in enumerate([os.devnull, *streams]):
             os.dup2(os.open(path, os.O_RDWR), number)
         sys.argv = ["script", *arguments]
@@ -32,38 +35,54 @@ for line in sys.stdin:
 """
 
 
+@attrs.frozen
+class Ended:
+    """How a script ended: its exit code, or in words that it did not end, and what it printed."""
+
+    code: int | str
+    output: str
+    errors: str
+
+
 class Interpreters:
     """Runs scripts, one after the other.
 
     Args:
         folder: for what they print.
+        warnings: what to do with warnings, as Python's ``-W`` takes it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, warnings: str = "error") -> None:
+        self.folder = folder
         self.streams = [folder / name for name in ("stdout", "stderr")]
         tests = str(Path(__file__).parent)
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]), "OPENBLAS_NUM_THREADS": "1"}
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("KVDOCK_")}
+        environ |= {"PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]), "OPENBLAS_NUM_THREADS": "1"}
         self.server = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", SERVER],
+            [sys.executable, "-W", warnings, "-c", SERVER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environ,
             start_new_session=True,
         )
 
-    def run(self, code: str, *arguments: str, timeout: float = 100) -> tuple[list[Any], str]:
-        """Run a script that must end well; returns the lines of JSON that it prints, and what it says on stderr."""
+    def ended(self, code: str, *arguments: str, folder: Path | None = None, timeout: float = 100) -> Ended:
+        """Run a script in a folder, the one that is for what scripts print if none is given."""
         for path in self.streams:
             path.write_bytes(b"")
         assert self.server.stdin is not None
         assert self.server.stdout is not None
-        self.server.stdin.write(json.dumps([code, arguments, list(map(str, self.streams))]).encode() + b"\n")
+        self.server.stdin.write(json.dumps([code, arguments, [*map(str, self.streams)], str(folder or self.folder)]).encode() + b"\n")
         self.server.stdin.flush()
         ready, _, _ = select.select([self.server.stdout], [], [], timeout)
-        status = self.server.stdout.readline() if ready else b"it did not end\n"
-        output, errors = (path.read_text(encoding="utf-8") for path in self.streams)
-        assert status == b"0\n", f"{status.decode()}\n{output}\n{errors}"
-        return [json.loads(line) for line in output.splitlines()], errors
+        status = json.loads(self.server.stdout.readline()) if ready else "it did not end"
+        return Ended(status, *(path.read_text(encoding="utf-8") for path in self.streams))
+
+    def run(self, code: str, *arguments: str, timeout: float = 100) -> tuple[list[Any], str]:
+        """Run a script that must end well; returns the lines of JSON that it prints, and what it says on stderr."""
+        done = self.ended(code, *arguments, timeout=timeout)
+        assert done.code == 0, f"{done.code}\n{done.output}\n{done.errors}"
+        return [json.loads(line) for line in done.output.splitlines()], done.errors
 
     def answers(self, code: str, *arguments: str) -> list[Any]:
         """Run a script that must end well and say nothing on stderr; returns the lines of JSON that it prints."""

@@ -279,9 +279,10 @@ class Backend(ABC):
 
         Args:
             device: device of all tensors.
-            steps: each was called once, on the current stream. Call each at least once more on the stream that it is
-                recorded from, before any is recorded: what a first call prepares cannot be recorded. The one that takes
-                the most memory comes first, and the others may share its memory: never two of them run at a time.
+            steps: each was called once, on the current stream. Call each at least once more before any is recorded, away from
+                the current stream: what a first call prepares cannot be recorded. What libraries keep for a stream, such as room to
+                work in, must be the graph's own: others free it. The step that takes the most memory comes first, and the
+                others may share its memory: never two of them run at a time.
 
         Returns:
             A function for each step, without arguments, which launches on the stream that is current then and returns what

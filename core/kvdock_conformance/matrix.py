@@ -23,7 +23,7 @@ Made by `make matrix` from `kvdock_conformance.requirements` and `kvdock_conform
 requirements and {faults} seeded faults. Each fault is a backend (or a prefix cache) that is wrong in one way.
 
 `tests/unit/conformance/test_faults.py` seeds every fault into the CPU backend or the radix prefix cache. It checks that each
-requirement in the row fails with the fault, and passes the same cases without it. `make test` runs a sixteenth of the faults,
+requirement in the row fails with the fault, and passes the same cases without it. `make test` runs some of each area's faults,
 `make test-all` all of them. Every requirement has a fault. `kvdock conformance --backend NAME --prove` seeds the faults into another
 backend's own kernels, on its own device.
 

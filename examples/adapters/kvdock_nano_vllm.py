@@ -1,7 +1,9 @@
-"""kvdock under nano-vllm: its block manager, its cache, and what writes into the cache. See README.md beside this file."""
+"""kvdock under nano-vllm: its block manager, its cache, and what writes and reads the cache. See README.md beside this file."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from typing import Any
 
 import torch
@@ -65,6 +67,55 @@ def store_kvcache(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor,
     kvdock.ops.paged_caching_(k_cache, v_cache, key, value, slot_mapping)
 
 
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    block_table: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from prompts, or parts of prompts, ``[tokens, heads, dim]``, by the name under which nano-vllm calls it.
+
+    Keys lie in the blocks of a layer's cache; without a table they are in hand, one sequence behind the other, and nothing is cached
+    of them yet: such rows are blocks of one token each.
+    """
+    if block_table is None:
+        k, v = k.unsqueeze(1), v.unsqueeze(1)
+        block_table = cu_seqlens_k[:-1, None] + torch.arange(max_seqlen_k, dtype=torch.int32, device=q.device)
+    return kvdock.ops.paged_attention(
+        q,
+        k,
+        v,
+        block_table,
+        cu_seqlens_k.diff(),
+        cu_query_lens=cu_seqlens_q,
+        max_query_len=max_seqlen_q,
+        scale=softmax_scale,
+        causal=causal,
+    )
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+) -> torch.Tensor:
+    """Attend from one token of each sequence, ``[sequences, 1, heads, dim]``, to a layer's cache; rows of length 0 are padding."""
+    seen = kvdock.ops.paged_attention(q.squeeze(1), k_cache, v_cache, block_table, cache_seqlens, scale=softmax_scale, causal=causal)
+    return seen.unsqueeze(1)
+
+
 def adopt_kv_cache(runner: Any) -> None:
     """Put a `PagedKVCache` of the same size in the place of the cache that a model runner has measured and made."""
     layers = [module for module in runner.model.modules() if hasattr(module, "k_cache") and hasattr(module, "v_cache")]
@@ -84,10 +135,15 @@ def adopt_kv_cache(runner: Any) -> None:
 
 
 def install() -> None:
-    """Let nano-vllm use all that, in this process; call it before an ``LLM`` is made."""
+    """Let nano-vllm use all that, in this process; call it before an ``LLM`` is made. The package flash-attn need not be there."""
+    lacking = importlib.util.find_spec("flash_attn") is None
+    if lacking:  # what it imports from there has the same names here
+        sys.modules["flash_attn"] = sys.modules[__name__]
     from nanovllm.engine import model_runner, scheduler
     from nanovllm.layers import attention
 
+    if lacking:
+        del sys.modules["flash_attn"]
     measure = model_runner.ModelRunner.allocate_kv_cache
 
     def allocate_kv_cache(runner: Any) -> None:
@@ -96,3 +152,4 @@ def install() -> None:
 
     model_runner.ModelRunner.allocate_kv_cache = allocate_kv_cache
     scheduler.BlockManager, attention.store_kvcache = BlockManager, store_kvcache
+    attention.flash_attn_varlen_func, attention.flash_attn_with_kvcache = flash_attn_varlen_func, flash_attn_with_kvcache

@@ -1,6 +1,6 @@
 """Every kernel, compiled for every architecture without a GPU: widths of accesses, spills, and how the figures are read.
 
-The chosen subset (one aligned variant of each kernel, on one architecture of each kind) is in the default set; the rest is
+The chosen subset (one aligned variant of each kernel, on one architecture of each vendor) is in the default set; the rest is
 slow. The compiler runs in a process of its own: another test may have imported Triton for its interpreter.
 """
 
@@ -65,10 +65,10 @@ def assert_no_spills(results: Sequence[dict[str, Any]]) -> None:
 
 
 def test_a_chosen_subset_has_wide_accesses_and_no_spills(tmp_path: Path) -> None:
-    chosen = ("sm_90", "gfx942", "gfx1100")
+    chosen = ("sm_90", "gfx942")
     results = compiled(tmp_path, "--quick", *(word for name in chosen for word in ("--target", name)))
     assert {result["target"] for result in results} == set(chosen)
-    assert len(results) == 21
+    assert len(results) == 14
     assert_wide(results)
     assert_no_spills(results)
 

@@ -97,3 +97,21 @@ def test_inputs_from_the_host_are_not_overtaken() -> None:
     torch.cuda._sleep(200_000_000)
     results = [steps.run(sequences, [number, 100 + number]).clone() for number in range(20)]
     assert [result[:, 0].tolist() for result in results] == [[2 * number, 200 + 2 * number] for number in range(20)]
+
+
+def test_what_libraries_keep_for_a_stream_may_be_freed() -> None:
+    """`torch.compile` frees cuBLAS's room to work in before each graph that it records; kvdock's graphs have their own."""
+    from kvdock.runtime import default
+
+    shapes = [(rows, inner, columns) for rows in (16, 64, 256) for inner in (8192, 16384) for columns in (256, 1024)]  # few tiles: split
+    pairs = [(torch.randn(m, k, device="cuda").bfloat16(), torch.randn(k, n, device="cuda").bfloat16()) for m, k, n in shapes]
+    (replay,) = default().capture(torch.device("cuda", 0), [lambda: torch.cat([(x @ y).flatten() for x, y in pairs])])
+    expected = replay().clone()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    garbage = [torch.full((2**20,), 77, dtype=torch.uint8, device="cuda") for _ in range(128)]
+    for _ in range(3):
+        assert torch.equal(replay(), expected)
+    torch.cuda.synchronize()
+    assert all(bool((each == 77).all()) for each in garbage), "nothing else is written"

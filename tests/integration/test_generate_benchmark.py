@@ -28,10 +28,15 @@ def test_the_ways_agree_and_the_record_says_what_was_measured(
         cells = json.loads(record.read_text())["cells"]
         assert [(one["batch"], one["prompt"]) for one in cells] == [(1, 40), (2, 40)]
         for one in cells:
-            assert [*one["ways"]] == ["DynamicCache", "kvdock", "kvdock, warm prefix"]
+            assert [*one["ways"]] == list(bench.WAYS)
             assert {*one["same"].values()} == {1.0}
             assert all(0 < found["step_ms"][0] <= found["step_ms"][2] for found in one["ways"].values())
         (page,) = tmp_path.glob("*-generate.md")
-        assert page.read_text() in capsys.readouterr().out
+        assert page.read_text().replace(f"![decode steps]({record.stem}.svg)\n\n", "") in capsys.readouterr().out
+        written = page.read_bytes(), record.with_suffix(".svg").stat().st_size
+        assert b"<svg" in record.with_suffix(".svg").read_bytes()
+        page.unlink()
+        bench.main(["--draw", str(record)])
+        assert (page.read_bytes(), record.with_suffix(".svg").stat().st_size) == written
     finally:
         sys.modules.pop("generate", None)

@@ -12,6 +12,7 @@ from integration import zoo
 from integration.prefixes import CLOSE, Watched, longer, padded, text
 from integration.uncached import Uncached
 from kvdock.errors import ArgumentValueError
+from support_slow import first_of
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6, "return_dict_in_generate": True, "output_logits": True}
 IMAGE, START, END = 55, 57, 58
@@ -94,7 +95,7 @@ BEFORE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("rows", [[text(18)], [text(18), text(10, 2)], [text(22), text(18), text(14)]], ids=["one", "padded", "three"])
-@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("before", first_of(BEFORE))
 def test_a_text_that_is_cached_has_its_own_positions(case: Case, before: str, rows: list[list[int]]) -> None:
     case.generate(padded(*rows))
     case.model.generate(**BEFORE[before](), **GREEDY)

@@ -164,6 +164,7 @@ def test_unusable_backend_for_the_same_kind_of_device_is_told_with_the_choice(ou
     assert "probe-unusable is UNUSABLE: driver 3 is too old, needs 5" in outcome.answers[0]["text"]
 
 
+@pytest.mark.slow
 def test_tensor_on_the_device_of_a_failed_backend_raises_with_its_reason(faulty: Environment) -> None:
     answer = report(faulty, ("meta", None), KVDOCK_BACKENDS="import_error,probe_unusable").answers[0]
     assert answer["error"] == "NoBackendError"

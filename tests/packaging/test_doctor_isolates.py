@@ -90,6 +90,7 @@ def _running(text: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_doctor_is_content_with_what_works_and_loads_nothing_into_its_own_process(slow: Environment) -> None:
     code = """
 import json, sys

@@ -47,10 +47,22 @@ def installed(stranger: Callable[..., Environment], wheels: list[Path]) -> Envir
     return stranger("examples-installed", *wheels)
 
 
-def rows(environment: Environment, **environ: str) -> dict[str, dict[str, Any]]:
-    """Return what `kvdock backends` says of each backend."""
-    done = environment.kvdock("backends", "--json", environ=environ)
-    return {row["name"]: row for row in json.loads(done.stdout)["backends"]}
+@pytest.fixture(scope="session")
+def told(shared: Path, installed: Environment) -> dict[str, dict[str, Any]]:
+    """What commands print as JSON, by their names; each run once for all workers."""
+
+    def ask(_: Path) -> dict[str, Any]:
+        lines = {"backends": (), "explain": ("paged_attention",)}
+        return {name: json.loads(installed.kvdock(name, *more, "--json").stdout) for name, more in lines.items()}
+
+    answers: dict[str, dict[str, Any]] = once(shared, "examples-told", ask)
+    return answers
+
+
+@pytest.fixture(scope="session")
+def rows(told: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What `kvdock backends` says of each backend."""
+    return {row["name"]: row for row in told["backends"]["backends"]}
 
 
 def certify(environment: Environment, folder: Path, backend: str, *options: str, **environ: str) -> dict[str, Any]:
@@ -80,8 +92,8 @@ def assert_conforms(report: dict[str, Any], level: str) -> None:
     assert set(by_id(report)) == {item.id for item in wanted} | {f"{name}@rope_caching_" for name in of_plugins}
 
 
-def test_what_acme_declares(installed: Environment) -> None:
-    acme = rows(installed)["acme"]
+def test_what_acme_declares(rows: dict[str, dict[str, Any]]) -> None:
+    acme = rows["acme"]
     assert acme["state"] == "ready"
     assert (acme["devices"], acme["priority"]) == (["cpu"], "SPECIALISED")
     assert acme["dtypes"] == ["torch.bfloat16", "torch.float16", "torch.float32"]
@@ -89,8 +101,10 @@ def test_what_acme_declares(installed: Environment) -> None:
     assert acme["notes"] == ["copy engine: firmware 3, simulated in host memory"]
 
 
+@pytest.mark.slow
 def test_firmware_that_is_too_old_is_unusable(installed: Environment) -> None:
-    acme = rows(installed, ACME_FIRMWARE="1")["acme"]
+    listed = json.loads(installed.kvdock("backends", "--json", environ={"ACME_FIRMWARE": "1"}).stdout)["backends"]
+    (acme,) = [row for row in listed if row["name"] == "acme"]
     assert acme["state"] == "unusable"
     assert "Fix: update it to 2 or newer" in acme["reason"]
 
@@ -106,11 +120,10 @@ UNCLAIMED = (
 """Why a requirement is unsupported. All others are checked on Acme's own kernels."""
 
 
-@pytest.mark.slow  # `test_new_backend` certifies one that is installed in `make test`
-@pytest.mark.parametrize("level", ["core", "extended"])
-def test_acme_is_certified(level: str, installed: Environment, tmp_path: Path) -> None:
-    report = certify(installed, tmp_path, "acme", "--level", level)
-    assert_conforms(report, level)
+@pytest.mark.slow  # the whole of extended level
+def test_acme_is_certified(installed: Environment, tmp_path: Path) -> None:
+    report = certify(installed, tmp_path, "acme", "--level", "extended")  # whose requirements are those of core level, and more
+    assert_conforms(report, "extended")
     assert report["about"]["class"] == "kvdock_acme.backend.AcmeBackend"
     unsupported = {item["id"]: item["reason"] for item in report["requirements"] if item["verdict"] == "unsupported"}
     assert {name: reason for name, reason in unsupported.items() if not any(text in reason for text in UNCLAIMED)} == {}
@@ -168,8 +181,8 @@ def test_torchs_other_devices_take_at_most_60_lines() -> None:
     assert len((TORCH / "kvdock_torch_devices.py").read_text(encoding="utf-8").splitlines()) <= 60
 
 
-def test_each_type_of_device_is_there_or_says_why_not(installed: Environment) -> None:
-    found = {name: row for name, row in rows(installed).items() if name and name.startswith("torch-")}
+def test_each_type_of_device_is_there_or_says_why_not(rows: dict[str, dict[str, Any]]) -> None:
+    found = {name: row for name, row in rows.items() if name and name.startswith("torch-")}
     assert set(found) == {f"torch-{name}" for name in ("xpu", "mps", "npu", "hpu", "mlu", "musa", "cpu")}
     assert found["torch-cpu"]["state"] == "ready"
     assert found["torch-cpu"]["native"] == []
@@ -218,8 +231,8 @@ def test_the_op_of_a_plugin_is_explained_by_the_command(installed: Environment) 
     assert "rope_caching_" in installed.kvdock("explain", "no_such_op").stderr
 
 
-def test_the_op_of_a_plugin_is_listed_with_who_serves_it(installed: Environment) -> None:
-    (op,) = json.loads(installed.kvdock("backends", "--json").stdout)["ops"]
+def test_the_op_of_a_plugin_is_listed_with_who_serves_it(told: dict[str, dict[str, Any]]) -> None:
+    (op,) = told["backends"]["ops"]
     assert (op["op"], op["plugin"], op["distribution"], op["native"]) == ("rope_caching_", "rope", "kvdock-rope", [])
     assert {"acme", "cpu", "torch-cpu"} <= set(op["portable"])
 
@@ -240,13 +253,15 @@ NO_CUDA = pytest.mark.skipif(torch.version.cuda is not None, reason="torch is bu
 
 
 @NO_CUDA
-@ATTENTION
-def test_attention_of_others_is_absent_without_a_gpu_and_says_so(name: str, folder: Path, installed: Environment) -> None:
+@pytest.mark.parametrize("name", ["flashinfer", "varlen"])
+def test_attention_of_others_is_absent_without_a_gpu_and_says_so(
+    name: str, told: dict[str, dict[str, Any]], rows: dict[str, dict[str, Any]]
+) -> None:
     reason = f"torch {torch.__version__} is built without CUDA"
-    assert (rows(installed)[name]["state"], rows(installed)[name]["reason"]) == ("absent", reason)
-    told = json.loads(installed.kvdock("explain", "paged_attention", "--json").stdout)
-    assert (told["op"], told["served_by"]) == ("paged_attention", "cpu")
-    (other,) = [item for item in told["candidates"] if item["name"] == name]
+    assert (rows[name]["state"], rows[name]["reason"]) == ("absent", reason)
+    explained = told["explain"]
+    assert (explained["op"], explained["served_by"]) == ("paged_attention", "cpu")
+    (other,) = [item for item in explained["candidates"] if item["name"] == name]
     assert other["reason"] == f"ABSENT: {reason}"
 
 

@@ -73,6 +73,7 @@ def test_what_is_written(project: Path) -> None:
     assert "LICENSE" in (project / "README.md").read_text(encoding="utf-8"), "it says how to add one"
 
 
+@pytest.mark.slow
 def test_it_is_found_and_in_nobodys_way(installed: Environment) -> None:
     rows = {row["name"]: row for row in json.loads(installed.kvdock("backends", "--json").stdout)["backends"]}
     assert (rows["acme"]["state"], rows["acme"]["device_type"], rows["acme"]["devices"]) == ("ready", "npu", ["cpu"])

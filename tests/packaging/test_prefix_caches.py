@@ -56,6 +56,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     return made
 
 
+@pytest.mark.slow  # in make test, test_factory has caches of plugins
 def test_installed_prefix_caches_are_found_by_name(environment: Environment) -> None:
     one, both, nobody, cached = environment.json(ASK)
     assert one == "kvdock_pone"
@@ -64,5 +65,6 @@ def test_installed_prefix_caches_are_found_by_name(environment: Environment) -> 
     assert cached == 0
 
 
+@pytest.mark.slow
 def test_a_plugin_that_is_denied_leaves_the_name_to_the_other(environment: Environment) -> None:
     assert environment.json(ASK, environ={"KVDOCK_BACKENDS_DENY": "pone"})[1] == "kvdock_ptwo"

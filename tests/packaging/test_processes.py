@@ -145,6 +145,7 @@ print(json.dumps([dict(steps), len(seen), all(records is seen[0] for records in 
     assert first.json(code) == [{"import": 1, "hooks": 1, "probe": 1, "kernels": 1}, 8, True]
 
 
+@pytest.mark.slow
 def test_plugin_half_imported_is_an_error_that_names_it_and_heals(environments: Environments) -> None:
     # The user's program imports the plugin's package, whose body asks for backends: its entry module is not usable yet.
     code = """
@@ -166,6 +167,7 @@ print(json.dumps([text, kvdock.runtime.default().registry.backend("eager").name]
     assert healed == "eager"
 
 
+@pytest.mark.slow
 def test_package_that_asks_for_backends_while_it_is_loaded_as_a_plugin_is_load_failed(environments: Environments) -> None:
     # Loading `kvdock_eager.entry` runs `kvdock_eager/__init__`.
     code = """
@@ -180,6 +182,7 @@ print(json.dumps([record.state.name, record.reason]))
     )
 
 
+@pytest.mark.slow
 def test_asking_while_kvdock_is_being_imported(first: Environment) -> None:
     """Its names are imported one by one when they are asked for: a plugin that is loaded meanwhile finds all that it needs."""
     code = """
@@ -202,6 +205,7 @@ print(json.dumps([Hook.asked, kvdock.runtime.default().registry.backend("first")
     assert first.json(code) == [["READY"], "first"]
 
 
+@pytest.mark.slow
 def test_distribution_under_a_program_that_makes_warnings_errors_is_usable_afterwards(environments: Environments) -> None:
     code = """
 import json, warnings

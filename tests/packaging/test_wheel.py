@@ -189,6 +189,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow  # in make test, the examples run from it
 def test_it_works_where_it_is_installed(installed: Environment) -> None:
     answers = installed.json(USE)
     assert all(Path(file).is_relative_to(installed.site_packages) for file in answers["files"]), answers["files"]
@@ -196,6 +197,7 @@ def test_it_works_where_it_is_installed(installed: Environment) -> None:
     assert answers["served by"] == "cpu", "its own backend was found by its entry point"
 
 
+@pytest.mark.slow  # in make test, those of the examples run in such an environment
 def test_its_command_runs(installed: Environment) -> None:
     done = run([str(installed.root / "bin" / "kvdock"), "backends", "--json"], environ={"PYTHONPATH": ""}, check=True)
     states = {backend["name"]: backend["state"] for backend in json.loads(done.stdout)["backends"]}

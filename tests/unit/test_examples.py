@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from support_docs import PAGES, ROOT, Block, blocks
+from support_scripts import Interpreters
 from support_slow import first_of
 
 OPTIONAL = ("transformers", "typer", "rich")
@@ -22,7 +21,7 @@ SHELL = [block for page in PAGES for block in blocks(page, "sh")]
 NEED_A_PROJECT = ("docs/backends", "examples/")
 """Pages whose commands need what those before them have installed: tests/packaging runs those."""
 COMMANDS = [
-    (block, line)
+    pytest.param(block, line, marks=[pytest.mark.slow] if line.startswith("kvdock doctor") else [])  # it starts a process for each plugin
     for block in SHELL
     if not str(block.page).startswith(NEED_A_PROJECT)
     for line in block.text.splitlines()
@@ -38,20 +37,26 @@ def needs(text: str) -> None:
         pytest.skip(f"needs {', '.join(missing)}")
 
 
-def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python in an empty folder, as a user has it: no variable of kvdock's is set."""
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("KVDOCK_")}
-    return subprocess.run([sys.executable, *arguments], cwd=folder, env=environ, capture_output=True, text=True, timeout=240)
+@pytest.fixture(scope="module")
+def interpreters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreters]:
+    """Run what a user runs; no variable of kvdock's is set."""
+    made = Interpreters(tmp_path_factory.mktemp("scripts"), warnings="default")
+    yield made
+    made.close()
+
+
+FILE = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+MODULE = "import runpy; runpy.run_module('kvdock.cli', run_name='__main__', alter_sys=True)"
 
 
 @pytest.mark.parametrize("block", [param for found in PYTHON.values() for param in first_of(found)], ids=str)
-def test_python_in_the_documentation_runs_and_prints_what_it_says(block: Block, tmp_path: Path) -> None:
+def test_python_in_the_documentation_runs_and_prints_what_it_says(interpreters: Interpreters, block: Block, tmp_path: Path) -> None:
     needs(block.text)
     (tmp_path / "block.py").write_text(block.text, encoding="utf-8")
-    done = run(["block.py"], tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = interpreters.ended(FILE, "block.py", folder=tmp_path)
+    assert done.code == 0, done.errors
     assert block.output is not None, f"{block}: say in a block of text behind it what it prints"
-    assert done.stdout == block.output
+    assert done.output == block.output
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/caches.md", "docs/transformers.md", "docs/prefix-and-scheduler.md"])
@@ -60,28 +65,28 @@ def test_the_pages_of_use_have_code(page: str) -> None:
 
 
 @pytest.mark.parametrize(("block", "line"), COMMANDS, ids=lambda value: value if isinstance(value, str) else "")
-def test_commands_in_the_documentation_run(block: Block, line: str, tmp_path: Path) -> None:
+def test_commands_in_the_documentation_run(interpreters: Interpreters, block: Block, line: str, tmp_path: Path) -> None:
     needs("import typer\nimport rich")
-    done = run(["-m", "kvdock.cli", *shlex.split(line, comments=True)[1:]], tmp_path)
-    assert done.returncode == 0, f"{block}: {line}\n{done.stdout}{done.stderr}"
+    done = interpreters.ended(MODULE, *shlex.split(line, comments=True)[1:], folder=tmp_path)
+    assert done.code == 0, f"{block}: {line}\n{done.output}{done.errors}"
     if "--json" in line:
-        assert json.loads(done.stdout)["schema"] == 1
+        assert json.loads(done.output)["schema"] == 1
 
 
-def test_paged_loop_gives_the_tokens_of_the_model_without_a_cache(tmp_path: Path) -> None:
-    done = run(["-W", "error", str(ROOT / "examples" / "paged_loop.py")], tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "8 of 8 continuations have the tokens that the model gives without a cache" in done.stdout
-    waiting = [int(count) for count in re.findall(r"(\d+) wait,", done.stdout)]
+def test_paged_loop_gives_the_tokens_of_the_model_without_a_cache(interpreters: Interpreters) -> None:
+    done = interpreters.ended("import warnings; warnings.simplefilter('error'); " + FILE, str(ROOT / "examples" / "paged_loop.py"))
+    assert done.code == 0, done.output + done.errors
+    assert "8 of 8 continuations have the tokens that the model gives without a cache" in done.output
+    waiting = [int(count) for count in re.findall(r"(\d+) wait,", done.output)]
     assert waiting[0] > 0, "the pool is too small for all requests at once"
     assert waiting[-1] == 0
 
 
-def test_paged_loop_notices_a_token_that_differs(tmp_path: Path) -> None:
+def test_paged_loop_notices_a_token_that_differs(interpreters: Interpreters, tmp_path: Path) -> None:
     """Keys that are lost must show: a comparison that cannot fail proves nothing."""
     source = (ROOT / "examples" / "paged_loop.py").read_text(encoding="utf-8")
     broken = source.replace("cache.update(layer, k, v, slots)", "cache.update(layer, 0 * k, v, slots)")
     assert broken != source
     (tmp_path / "broken.py").write_text(broken)
-    done = run(["broken.py"], tmp_path)
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = interpreters.ended(FILE, "broken.py", folder=tmp_path)
+    assert done.code == 1, done.output + done.errors

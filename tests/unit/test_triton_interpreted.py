@@ -26,6 +26,10 @@ def run(*arguments: str) -> None:
     assert "skipped" not in text, text
 
 
+def test_attention_with_windows() -> None:
+    run("tests/unit/triton/test_attention_kernels.py", "-k", "test_tiles_of_queries")
+
+
 @pytest.mark.slow
 def test_kernels() -> None:
     run("tests/unit/triton", "-m", "not slow")

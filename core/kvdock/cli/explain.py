@@ -1,4 +1,7 @@
-"""``kvdock explain OP``: which kernel would run, and why each other would not; with ``--run``, what it costs to prepare it."""
+"""``kvdock explain OP``: which kernel would run, and why each other would not; with ``--run``, what it costs to prepare it.
+
+``kvdock explain transformers MODEL``: how the attention of a model's cache gets keys and values, see `kvdock.cli.explain_model`.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import typer
 
 from kvdock import runtime
 from kvdock.cli.counters import counters, show_counters
+from kvdock.cli.explain_model import calls_of, explain_model, lines_of
 from kvdock.cli.output import JsonFlag, errors_shown, show_json, show_lines
 from kvdock.errors import ArgumentValueError, KVDockWarning
 from kvdock.ops.catalog import CATALOG, example
@@ -23,6 +27,9 @@ from kvdock.ops.modes import use_backend
 from kvdock.ops.schema import Arg, OpSchema, Role
 
 __all__ = ["command", "explain"]
+
+_TRANSFORMERS = "transformers"
+"""What stands in place of an op, for the cache of a model of Transformers."""
 
 
 def explain(op: str, *, device: str, dtype: str, backend: str | None, sizes: dict[str, int], calls: int = 0) -> dict[str, Any]:
@@ -92,24 +99,48 @@ def _example(op: str, device: str, dtype: torch.dtype, sizes: dict[str, Any], sc
 
 
 def command(
-    op: Annotated[str, typer.Argument(metavar="OP", help="Name of the op, such as paged_caching_.")],
+    op: Annotated[str, typer.Argument(metavar="OP", help="Name of the op, such as paged_caching_; or transformers, for a model's cache.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="With transformers: a folder with a config.json, such a file, or a name on the hub."),
+    ] = None,
     device: Annotated[str, typer.Option(help="Device of the tensors, as torch names it.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Dtype of the cache, as torch names it.")] = "bfloat16",
-    heads: Annotated[int, typer.Option(min=1, help="KV heads.")] = 8,
-    head_dim: Annotated[int, typer.Option(min=1, help="Elements per head.")] = 128,
+    dtype: Annotated[
+        str | None, typer.Option(help="Dtype of the cache, as torch names it. Default: bfloat16, or the model's.", show_default=False)
+    ] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="KV heads of an op. Default: 8.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Elements per head of an op. Default: 128.")] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = 16,
     backend: Annotated[str | None, typer.Option(help="Use this backend, whatever else would be chosen.")] = None,
     run: Annotated[int, typer.Option(min=0, help="Call the op this many times with small tensors, and show times and counters.")] = 0,
     json_output: JsonFlag = False,
 ) -> None:
-    """Show which kernel would serve OP, and why the other candidates would not."""
-    sizes = {"heads": heads, "head_dim": head_dim, "block_size": block_size}
+    """Show which kernel would serve OP, and why the other candidates would not; or why the cache of MODEL reads pages, or gathers."""
     with errors_shown("explain", json_output):
-        found = explain(op, device=device, dtype=dtype, backend=backend, sizes=sizes, calls=run)
+        _check_arguments(op, model, {"--heads": heads, "--head-dim": head_dim})
+        if model is None:
+            sizes = {"heads": heads or 8, "head_dim": head_dim or 128, "block_size": block_size}
+            found = explain(op, device=device, dtype=dtype or "bfloat16", backend=backend, sizes=sizes, calls=run)
+        else:
+            found = explain_model(model, device=device, dtype=None if dtype is None else _dtype(dtype), block_size=block_size)
+            ops, of_cache = calls_of(found)
+            found["ops"] = [explain(name, device=device, **of_cache, backend=backend, calls=run) for name in ops]
     if json_output:
         show_json("explain", found)
-    else:
-        _show(found)
+        return
+    if model is not None:
+        show_lines(*lines_of(found))
+    for shown in found.get("ops", [found]):
+        _show(shown)
+
+
+def _check_arguments(op: str, model: str | None, sizes: dict[str, int | None]) -> None:
+    if (op == _TRANSFORMERS) != (model is not None):
+        expected = "a model behind 'transformers', and nothing behind an op"
+        raise ArgumentValueError("MODEL", expected=expected, got="nothing" if model is None else f"{model!r} behind {op!r}")
+    for option, size in sizes.items():
+        if model is not None and size is not None:
+            raise ArgumentValueError(option, expected="no such option with a model, which has sizes of its own", got=size)
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 ::
 
-    block_table     [B, W]    blocks of each row, the null block behind them
+    block_table     [B, W]    blocks of each row, and block 0 behind them
     seq_lens        [B]       tokens of each row, those of this step included; 0 for padding
     query_lens      [B]       tokens of this step, the last ones of each row; 0 for padding
     cu_query_lens   [B + 1]   where each row's tokens of this step begin in the next two, and where the last one's end
@@ -70,7 +70,8 @@ class BatchTables(NotCopied):
     cannot be copied or pickled.
 
     Args:
-        manager: whose sequences come; with a null block.
+        manager: whose sequences come. Without a null block block 0, which padding names, is a sequence's: kvdock's ops never look at
+            what is behind ``seq_lens`` or has slot -1, and other kernels may.
         batch_size: rows, at least 1.
         max_blocks: columns of the block table, at least 1.
         max_tokens: most tokens of a step; ``batch_size`` by default, which is a step of decoding.
@@ -89,8 +90,7 @@ class BatchTables(NotCopied):
 
     Raises:
         ArgumentTypeError: no manager, or what is no device.
-        ArgumentValueError: a manager without a null block, a device that torch does not know, a size that is not above 0, or more
-            than 2**31 numbers in a table.
+        ArgumentValueError: a device that torch does not know, a size that is not above 0, or more than 2**31 numbers in a table.
     """
 
     instead_of_copies = "make others with the same manager: sequences may be in several"
@@ -100,9 +100,6 @@ class BatchTables(NotCopied):
     ) -> None:
         if not isinstance(manager, CacheManager):
             raise ArgumentTypeError("BatchTables: manager", expected="a CacheManager", got=repr(manager)[:80])
-        if manager.null_block is None:
-            fix = "make it with CacheManager(..., null_block=True)"
-            raise ArgumentValueError("BatchTables: manager", expected="one with a null block, for padding", got=repr(manager), fix=fix)
         rows, width = count_of("BatchTables: batch_size", batch_size, 1), count_of("BatchTables: max_blocks", max_blocks, 1)
         tokens = rows if max_tokens is None else count_of("BatchTables: max_tokens", max_tokens, 1)
         if max(rows * width, 3 * rows + 2 * tokens) > MAX_SLOTS:

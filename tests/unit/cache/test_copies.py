@@ -163,7 +163,6 @@ def test_a_deep_copy_lies_in_memory_as_the_original_does(cache: Any) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
 def test_a_cache_goes_at_once_when_nobody_has_it(config: Any, ops: kvdock.OpDispatcher) -> None:
-    gc.collect()
     gc.disable()
     try:
         made = kvdock.create_cache(SPECS["uniform"], config, CPU, ops=ops)

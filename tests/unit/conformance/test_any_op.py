@@ -30,6 +30,7 @@ from kvdock_conformance.session import ConformancePlan, Session
 from kvdock_conformance.verdict import Verdict
 from support_conformance import CHILD, TESTS
 from support_ops import MIX, OPS, PICK, SUM
+from support_slow import first_of
 
 SEEDED_INTO = {"op-outputs-empty": "zoo_pick"}
 """What a fault is seeded into, if not into `MIX`: it has no outputs that are returned."""
@@ -55,7 +56,7 @@ def real(case: Case) -> list[dict[str, Any]]:
     return [{name: memory.tensor(spec) for name, spec in call["args"].items()} for call in case.data["calls"]]
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", first_of(OPS))
 def test_every_op_passes_what_it_is_asked(session: Session, asked: Requirements, op: str) -> None:
     own = [item for item in asked if item.area == op]
     for item in own:
@@ -150,6 +151,7 @@ def test_an_op_that_cannot_be_drawn_is_left_open() -> None:
     assert open_ones == {}
 
 
+@pytest.mark.slow
 def test_an_op_is_asked_by_its_name_and_a_wrong_name_lists_those_there_are() -> None:
     found = run(plan(area="zoo_sum_", limit_s=30.0))
     assert {outcome.requirement.area for outcome in found.outcomes} == {"zoo_sum_"}
@@ -160,6 +162,7 @@ def test_an_op_is_asked_by_its_name_and_a_wrong_name_lists_those_there_are() -> 
         run(plan(area="zoo_sam_"))
 
 
+@pytest.mark.slow
 def test_where_nothing_can_be_opened_the_op_that_is_wanted_is_not_run() -> None:
     found = run(plan("support_conformance:crash", area="zoo_sum_"))
     assert {outcome.verdict for outcome in found.outcomes} == {Verdict.NOT_RUN}
@@ -167,6 +170,7 @@ def test_where_nothing_can_be_opened_the_op_that_is_wanted_is_not_run() -> None:
     assert found.exit_code == 3
 
 
+@pytest.mark.slow
 def test_a_computed_number_may_be_as_far_off_as_its_plugin_says() -> None:
     found = run(plan("support_ops:register_exact", area="zoo_sum_"))
     assert "KVD-OP-001@zoo_sum_" in {outcome.requirement.id for outcome in found.failed}, "other orders of adding differ in the last bits"

@@ -60,7 +60,7 @@ def test_failures_of_a_strangers_backend_may_be_expected(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--backend", "reference", "--op", "nothing"), "op: expected one of paged_caching_"),
+        pytest.param(("--backend", "reference", "--op", "nothing"), "op: expected one of paged_caching_", marks=pytest.mark.slow),
         (("--backend", "reference", "--expected", "missing.toml"), "missing.toml: expected a TOML file"),
         (("--backend", "nobody"), "expected the name of a backend"),
         (("--backend", "reference", "--level", "all"), "Invalid value for '--level'"),
@@ -114,6 +114,7 @@ def test_proving_seeds_faults_into_the_backend(monkeypatch: pytest.MonkeyPatch) 
     assert "survived" not in result.output
 
 
+@pytest.mark.slow
 def test_a_selection_says_what_it_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvdock_conformance import requirements
     from support_conformance import chosen, requirement

@@ -106,7 +106,7 @@ def test_settings_of_the_process_that_it_changes_are_its_failure(one: Hostile, b
         ("no list", "expected a list of reasons (str), empty for yes, got None (NoneType)"),
         ("not a number", "expected a list of reasons (str), empty for yes, got [nan] (list)"),
         ("empty", "reason against paged_caching_: expected a text that says why, got ''"),
-        ("refuses and ends", "SystemExit: 0"),
+        pytest.param("refuses and ends", "SystemExit: 0", marks=pytest.mark.slow),
         ("no plan", "expected a Descriptor, got None (NoneType)"),
     ],
 )
@@ -119,7 +119,7 @@ def test_reasons_and_plans_that_are_none_are_a_failure(one: Hostile, behaviour: 
     [
         ("ends well", "ended with exit code 0"),
         pytest.param("closes", "ended with exit code 1", marks=pytest.mark.slow),
-        ("cheats", "wrote to the kit's own pipe: '[1, {"),
+        pytest.param("cheats", "wrote to the kit's own pipe: '[1, {", marks=pytest.mark.slow),
         pytest.param("plan crashes", "crashed with SIGSEGV", marks=pytest.mark.slow),
     ],
 )
@@ -128,6 +128,7 @@ def test_what_takes_the_child_away_is_a_failure(one: Hostile, behaviour: str, ho
     assert one.session._child is None
 
 
+@pytest.mark.slow
 def test_a_call_that_comes_back_in_two_processes_is_noticed(one: Hostile) -> None:
     # Each of the two would go on with the kit's work. Which of them is first is chance: then a later case notices, mostly the next.
     found = [one.case("forks")]
@@ -140,6 +141,7 @@ def test_a_call_that_comes_back_in_two_processes_is_noticed(one: Hostile) -> Non
     assert "a process that the backend forked came back from the case" in failed[0].failure["details"]
 
 
+@pytest.mark.slow
 def test_the_end_of_much_output_is_kept(one: Hostile) -> None:
     found = one.case("much output")
     assert found.failure is not None
@@ -161,6 +163,7 @@ def test_what_it_leaves_running_ends_with_the_child(one: Hostile) -> None:
     assert not Path(f"/proc/{left}/cmdline").exists() or not Path(f"/proc/{left}/cmdline").read_bytes(), "at most its entry is left"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("behaviour", "said"),
     [

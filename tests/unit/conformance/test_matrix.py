@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import attrs
+import pytest
 
 from kvdock_conformance import faults
 from kvdock_conformance.faults.fault import Fault, FunctionSeed
-from kvdock_conformance.matrix import page
+from kvdock_conformance.matrix import main, page
 from kvdock_conformance.requirement import Level, Requirements
 from kvdock_conformance.requirements import load
 from support_conformance import requirement
@@ -22,9 +20,9 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split(" | ")]
 
 
-def test_the_page_is_what_the_program_writes() -> None:
-    done = subprocess.run([sys.executable, "-m", "kvdock_conformance.matrix"], capture_output=True, text=True, check=True)
-    assert PAGE.read_text(encoding="utf-8") == done.stdout, "after a change to requirements or faults: make matrix"
+def test_the_page_is_what_the_program_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    main()
+    assert PAGE.read_text(encoding="utf-8") == capsys.readouterr().out, "after a change to requirements or faults: make matrix"
 
 
 def test_it_has_a_row_for_each_requirement_and_each_fault() -> None:

@@ -113,7 +113,7 @@ def test_a_cache_that_does_not_look_is_told_what_contradicts_what() -> None:
 
 
 @pytest.mark.parametrize("kind", [ChainCache, RadixPrefixCache])
-@pytest.mark.parametrize("block_size", [1, 2, 3, 5, 16])
+@pytest.mark.parametrize("block_size", [5, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 3, 16))])
 def test_a_cache_that_looks_passes_and_is_asked(kind: type[PrefixCache], block_size: int) -> None:
     target = Making(kind)
     assert why_no_damage(target, {"block_size": block_size}) == []

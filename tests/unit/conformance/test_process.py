@@ -27,7 +27,7 @@ def running(words: str) -> bool:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("atexit.register(os._exit, 7)", "expected exit code 0, got exit code 7: the last line"),
+        pytest.param("atexit.register(os._exit, 7)", "expected exit code 0, got exit code 7: the last line", marks=pytest.mark.slow),
         pytest.param("atexit.register(os.abort)", "expected exit code 0, got exit code -6: the last line", marks=pytest.mark.slow),
         pytest.param(
             "threading.Thread(target=time.sleep, args=(600,)).start()", "expected an end within 6 s, got none", marks=pytest.mark.slow
@@ -54,6 +54,7 @@ def test_a_process_that_ends_well_may_leave_helpers_a_moment(target: Target, mon
     check_ending(target, {})
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_the_call_is_for_others_to_say(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fresh, "SEEDED", ["def wrong(*args, **kwargs): raise OSError('no')", "kvdock.ops.paged_caching_ = wrong"])
     check_ending(target, {})

@@ -163,8 +163,9 @@ def repro(report: Path, name: str, env: dict[str, str]) -> subprocess.CompletedP
     return subprocess.run(command, env=env, cwd=path.parent, capture_output=True, text=True, check=False, timeout=200)
 
 
-@pytest.mark.parametrize("setup", [None, pytest.param("kvdock_wrapping:register", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fault", [pytest.param(fault, marks=[] if fault == "settings" else [pytest.mark.slow]) for fault in SAMPLE])
+@pytest.mark.slow  # three processes each; in make test, test_reports runs such a script
+@pytest.mark.parametrize("setup", [None, "kvdock_wrapping:register"])
+@pytest.mark.parametrize("fault", SAMPLE)
 def test_a_script_of_each_area_fails_with_the_fault_and_passes_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, setup: str | None
 ) -> None:

@@ -78,6 +78,7 @@ def test_cases_have_levels_and_names_of_their_own() -> None:
         requirement(cases=lambda: [both[0], both[0]]).selected(Level.CORE)
 
 
+@pytest.mark.slow  # draws every case; a run at core level, which `make test` has, sends the core ones to a child as JSON
 def test_every_requirement_of_the_kit_has_cases_that_json_can_hold() -> None:
     import json
 

@@ -23,9 +23,20 @@ def verdicts(found: ConformanceRun) -> dict[str, str]:
     return {outcome.requirement.id: outcome.verdict.value for outcome in found.outcomes}
 
 
-def test_a_good_backend() -> None:
-    heard: list[Outcome] = []
-    found = run(plan("good", chosen(SOME)), heard.append)
+@pytest.fixture(scope="module")
+def heard() -> list[Outcome]:
+    """What a run over a good backend tells as it goes."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def good(heard: list[Outcome]) -> ConformanceRun:
+    """A run over a good backend."""
+    return run(plan("good", chosen(SOME)), heard.append)
+
+
+def test_a_good_backend(good: ConformanceRun, heard: list[Outcome]) -> None:
+    found = good
     assert verdicts(found) == {"KVD-WRITE-001": "passed", "KVD-WRITE-008": "passed", "KVD-WRITE-022": "unsupported"}
     assert found.exit_code == 0
     assert found.missing == found.failed == []
@@ -39,6 +50,7 @@ def test_a_good_backend() -> None:
     assert set(found.about["versions"]) == {"kvdock", "torch", "python"}
 
 
+@pytest.mark.slow
 def test_what_a_backend_prints_is_no_answer() -> None:
     found = run(plan("prints", chosen(["KVD-WRITE-001"])))
     assert verdicts(found) == {"KVD-WRITE-001": "failed"}, "it writes nothing, whatever it prints"
@@ -92,6 +104,7 @@ def test_a_device_that_is_spoilt_costs_its_case_and_not_those_behind_it() -> Non
         assert case.failure["details"].endswith("and the next case gets a new one: RuntimeError: acme error 700: the device is lost")
 
 
+@pytest.mark.slow
 def test_a_backend_that_nobody_has_is_a_usage_error() -> None:
     with pytest.raises(
         kvdock.ArgumentValueError, match="backend: expected the name of a backend as `kvdock backends` lists it, got 'nobody'"
@@ -110,6 +123,7 @@ def test_a_child_that_cannot_start_leaves_everything_not_run() -> None:
     assert all(case.verdict is Verdict.NOT_RUN for outcome in found.outcomes for case in outcome.cases)
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_the_rest_not_run_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ask = Session.requirement
     left: Iterator[Any] = iter([None])
@@ -179,10 +193,9 @@ def test_nothing_is_not_green() -> None:
     assert run(plan("good", chosen([]))).exit_code == 3
 
 
-def test_a_fault_that_survives_is_a_failure() -> None:
-    found = run(plan("good", chosen(["KVD-WRITE-008"])))
+def test_a_fault_that_survives_is_a_failure(good: ConformanceRun) -> None:
     codes = {"killed": 0, "not seeded": 0, "out of reach": 0, "survived": 1, "missed": 1, "unclear": 3}
-    assert {verdict: attrs.evolve(found, proofs=[{"verdict": verdict}]).exit_code for verdict in codes} == codes
+    assert {verdict: attrs.evolve(good, proofs=[{"verdict": verdict}]).exit_code for verdict in codes} == codes
 
 
 @pytest.mark.slow

@@ -246,6 +246,7 @@ def test_the_child_goes_first_when_memory_runs_out() -> None:
     assert Path("/proc/self/oom_score_adj").read_text().strip() != "1000"
 
 
+@pytest.mark.slow
 def test_its_pipes_are_not_inherited_by_what_a_backend_starts() -> None:
     change = (
         "own = worker.serve\n"

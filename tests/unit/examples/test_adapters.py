@@ -2,81 +2,32 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import kvdock
-from support_docs import ROOT
-from support_engines import (
-    LAYERS,
-    MiniScheduler,
-    NanoScheduler,
-    NanoSequence,
-    Req,
-    mini_sglang,
-    modules,
-    nano_vllm,
-    without_cache,
-)
-
-
-def adapter(name: str) -> ModuleType:
-    sys.path.insert(0, str(ROOT / "examples" / "adapters"))
-    try:
-        sys.modules.pop(name, None)
-        return importlib.import_module(name)
-    finally:
-        sys.path.pop(0)
+from support_adapters import Nano, installed, mini_engine, serve
+from support_engines import model_of, module_of, modules
+from support_nano_vllm import NanoSequence
 
 
 @pytest.fixture
 def nano() -> Iterator[ModuleType]:
-    with modules(**nano_vllm()):
-        made = adapter("kvdock_nano_vllm")
-        made.install()
+    with installed("kvdock_nano_vllm") as made:
         yield made
 
 
 @pytest.fixture
 def mini() -> Iterator[ModuleType]:
-    with modules(**mini_sglang()):
-        made = adapter("kvdock_mini_sglang")
-        made.install()
+    with installed("kvdock_mini_sglang") as made:
         yield made
-
-
-class Nano:
-    """A nano-vllm of so many blocks."""
-
-    def __init__(self, num_blocks: int, block_size: int = 4, budget: int = 64) -> None:
-        self.scheduler = NanoScheduler(num_blocks, block_size, budget)
-        self.runner = sys.modules["nanovllm.engine.model_runner"].ModelRunner(num_blocks, block_size)  # type: ignore[attr-defined]
-        self.manager: kvdock.CacheManager = self.scheduler.block_manager.manager
-
-    def serve(self, *requests: tuple[list[int], int]) -> list[NanoSequence]:
-        """Serve prompts with so many new tokens; compare each text, and prove after each step that no block is lost."""
-        seqs = [NanoSequence(prompt, new) for prompt, new in requests]
-        self.scheduler.waiting.extend(seqs)
-        while self.scheduler.waiting or self.scheduler.running:
-            batch = self.scheduler.schedule()
-            assert batch, "somebody always gets on"
-            self.scheduler.postprocess(batch, self.runner.run(batch))
-            self.manager.check_integrity()
-            for seq in seqs:
-                if seq.block_table:
-                    held = self.scheduler.block_manager.sequences[seq.seq_id]
-                    assert seq.block_table == held.block_table.tolist()
-                    assert held.computed <= seq.num_cached_tokens, "nothing is found before it is computed"
-        assert [seq.token_ids for seq in seqs] == [without_cache(*request) for request in requests]
-        assert self.manager.num_sequences == 0
-        assert not self.scheduler.block_manager.sequences
-        return seqs
 
 
 def text(length: int, seed: int = 0) -> list[int]:
@@ -91,11 +42,11 @@ def any_request(draw: np.random.Generator, roots: list[list[int]]) -> tuple[list
 
 def test_nano_vllm_hits_what_was_computed_whole_blocks_only(nano: ModuleType) -> None:
     engine = Nano(20)
-    engine.serve((text(10), 3))
+    (first,) = engine.serve((text(10), 3))
     assert engine.scheduler.hits == 0
     engine.serve((text(10), 3))
     assert engine.scheduler.hits == 8
-    engine.serve((without_cache(text(10), 3), 2))
+    engine.serve((first.token_ids, 2))
     assert engine.scheduler.hits == 8 + 12, "what was generated is found too"
     engine.serve((text(8), 2))
     assert engine.scheduler.hits == 20 + 4, "a token is left to compute"
@@ -137,9 +88,25 @@ def test_nano_vllm_says_when_there_is_no_room(nano: ModuleType) -> None:
 def test_nano_vllm_has_kvdocks_pool(nano: ModuleType) -> None:
     runner = Nano(6).runner
     assert isinstance(runner.kv_cache, kvdock.PagedKVCache)
-    for number, layer in enumerate(runner.model):
+    for number, layer in enumerate(runner.layers):
         assert layer.k_cache.data_ptr() == runner.kv_cache.k_cache(number).data_ptr()
         assert not layer.k_cache.any(), "zero, where theirs is memory as it came"
+
+
+def test_nano_vllm_needs_no_flash_attn_and_nobody_takes_kvdock_for_it(nano: ModuleType) -> None:
+    attention: Any = sys.modules["nanovllm.layers.attention"]
+    assert attention.flash_attn is nano, "what it has imported"
+    assert "flash_attn" not in sys.modules
+
+
+def test_nano_vllm_takes_over_from_a_flash_attn_that_is_there() -> None:
+    real = module_of("flash_attn")
+    real.__spec__ = ModuleSpec("flash_attn", None)
+    with modules(flash_attn=real), installed("kvdock_nano_vllm") as made:
+        attention: Any = sys.modules["nanovllm.layers.attention"]
+        assert attention.flash_attn is real is sys.modules["flash_attn"]
+        assert attention.flash_attn_varlen_func is made.flash_attn_varlen_func
+        Nano(20).serve((text(10), 3), (text(10), 3))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -153,40 +120,25 @@ def test_nano_vllm_any_requests(nano: ModuleType, seed: int) -> None:
         engine.serve(*requests)
 
 
-def serve(engine: MiniScheduler, *requests: tuple[list[int], int]) -> list[Req]:
-    """Serve prompts with so many new tokens; compare each text, and prove after each step that no page is lost."""
-    reqs = [Req(list(prompt), len(prompt) + new) for prompt, new in requests]
-    engine.waiting.extend(reqs)
-    left = len(engine.done) + len(reqs)
-    for _ in range(1000):
-        engine.step()
-        engine.check()
-        if len(engine.done) == left:
-            break
-    assert [req.tokens for req in reqs] == [without_cache(*request) for request in requests]
-    assert engine.prefix.size_info.protected_size == 0
-    return reqs
-
-
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_mini_sglang_hits_whole_pages(mini: ModuleType, page_size: int) -> None:
-    engine = MiniScheduler(64 // page_size, page_size, chunk=100)
+    engine = mini_engine(64 // page_size, page_size, chunk=100)
     (first,) = serve(engine, (text(10), 3))
-    again, longer = serve(engine, (text(10), 3), (without_cache(text(10), 3), 2))
+    again, longer = serve(engine, (text(10), 3), (first.tokens, 2))
     assert first.hits == 0
     assert again.hits == 9 // page_size * page_size
     assert longer.hits == 12, "what was generated is found too"
 
 
 def test_mini_sglang_frees_duplicates_and_goes_on_with_the_stored_ones(mini: ModuleType) -> None:
-    engine = MiniScheduler(16, 4, chunk=100)
+    engine = mini_engine(16, 4, chunk=100)
     serve(engine, *[(text(9), 3)] * 3)
     assert sum(engine.prefix.size_info) == 8
     assert len(engine.free) == 14
 
 
 def test_mini_sglang_waits_evicts_and_computes_in_chunks(mini: ModuleType) -> None:
-    engine = MiniScheduler(10, 4, chunk=5)
+    engine = mini_engine(10, 4, chunk=5)
     for seed in range(4):
         serve(engine, (text(20, seed), 4), (text(20, seed), 8), (text(13, seed + 10), 3))
     assert engine.evictions > 0
@@ -205,17 +157,18 @@ def test_mini_sglang_raises_what_its_interface_says(mini: ModuleType) -> None:
 
 
 def test_mini_sglang_has_kvdocks_pool(mini: ModuleType) -> None:
-    pool = MiniScheduler(6, 4, chunk=8).pool
+    pool = mini_engine(6, 4, chunk=8).pool
     assert isinstance(pool.cache, kvdock.PagedKVCache)
-    assert (pool.num_layers, pool.dtype, pool.device) == (LAYERS, torch.float64, torch.device("cpu"))
-    assert pool.k_cache(0).shape[:2] == (6, 4)
+    assert (pool.num_layers, pool.dtype, pool.device) == (2, torch.float64, torch.device("cpu"))
+    assert pool.k_cache(0).shape[:2] == (7, 4)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_mini_sglang_any_requests(mini: ModuleType, seed: int) -> None:
+@pytest.mark.parametrize("model", ["llama", "mistral-window"])
+@pytest.mark.parametrize("seed", range(6))
+def test_mini_sglang_any_requests(mini: ModuleType, seed: int, model: str) -> None:
     draw = np.random.default_rng(seed)
     size = int(draw.choice([1, 2, 4, 16]))
-    engine = MiniScheduler(-(-64 // size), size, int(draw.choice([3, 17, 200])))
+    engine = mini_engine(-(-64 // size), size, int(draw.choice([3, 17, 200])), model_of(model))
     roots = [text(int(draw.integers(1, 21)), number) for number in range(3)]
     for _ in range(3):
         requests = [any_request(draw, roots) for _ in range(6)]

@@ -151,7 +151,7 @@ def test_quick_and_slow_path_agree_and_compute_what_the_op_means(op: str, fixes:
     agreeing = Agreeing(op, fixes=fixes)
 
     for plain in (False, True, False):
-        settings(PROPERTY, max_examples=25)(given(calls(SCHEMAS[op], plain=plain))(agreeing.check))()
+        settings(PROPERTY, max_examples=16)(given(calls(SCHEMAS[op], plain=plain))(agreeing.check))()
     seen, kernel = agreeing.seen, agreeing.kernel
     assert seen["ran"] > 12, f"too few valid calls: {seen}"
     assert {"ArgumentValueError", "ArgumentTypeError"} & set(seen), f"too few kinds: {seen}"

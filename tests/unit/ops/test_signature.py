@@ -146,7 +146,7 @@ def agree_on_many(target: Target, op: str, count: int) -> None:
 @pytest.mark.parametrize("target", SINGLE, indirect=True)
 @pytest.mark.parametrize("op", INDEX)
 def test_quick_and_slow_path_agree(target: Target, op: str) -> None:
-    agree_on_many(target, op, 60)
+    agree_on_many(target, op, 30)
 
 
 @pytest.mark.slow

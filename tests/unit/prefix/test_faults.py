@@ -198,7 +198,7 @@ def test_evict_returns_exactly_the_blocks_asked_for(block_size: int) -> None:
         assert cache.size_info.total_size == (4 - count) * block_size
 
 
-@pytest.mark.parametrize("options", [[], ["-O"]])
+@pytest.mark.parametrize("options", [["-O"], pytest.param([], marks=pytest.mark.slow)])
 def test_evicting_too_much_is_the_documented_error_and_evicts_nothing_even_without_assertions(options: list[str]) -> None:
     code = """if True:
         import json

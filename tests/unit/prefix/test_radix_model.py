@@ -426,7 +426,7 @@ def raised(call: Callable[[], object]) -> Exception | None:
 
 COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "report_multiple_bugs": False}
 
-Caches.TestCase.settings = settings(max_examples=200, stateful_step_count=50, **COMMON)
+Caches.TestCase.settings = settings(max_examples=120, stateful_step_count=50, **COMMON)
 TestCaches = Caches.TestCase
 
 

@@ -30,7 +30,7 @@ def bench() -> Iterator[ModuleType]:
 
 
 def test_with_room_for_all_both_hit_all_that_was_there(bench: ModuleType) -> None:
-    trace = read_trace(CONVERSATION, limit=40)
+    trace = read_trace(CONVERSATION, limit=20)
     ours, plain = bench.one_round(trace, 10**6, ours_first=True)
     assert ours.hits == plain.hits == endless_hits(trace, 16)
     assert ours.seconds > 0 < plain.seconds

@@ -474,7 +474,7 @@ class Managers(TwoManagers):
 
 COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "report_multiple_bugs": False}
 
-Managers.TestCase.settings = settings(max_examples=125, stateful_step_count=50, **COMMON)
+Managers.TestCase.settings = settings(max_examples=75, stateful_step_count=50, **COMMON)
 TestManagers = Managers.TestCase
 
 

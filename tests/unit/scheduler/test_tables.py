@@ -295,7 +295,6 @@ def test_what_cannot_be_shown_changes_nothing(case: str) -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: BatchTables(CacheManager(4, 2), 1, 1), "BatchTables: manager: expected one with a null block"),
         (lambda: BatchTables(None, 1, 1), "BatchTables: manager: expected a CacheManager"),  # type: ignore[arg-type]
         (lambda: BatchTables(two()[0], 0, 1), "BatchTables: batch_size"),
         (lambda: BatchTables(two()[0], 1, 0), "BatchTables: max_blocks"),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvdock.errors import UnsupportedError
-from kvdock.integrations.transformers.decoding import VIEW
+from kvdock.integrations.transformers.decoding import VIEW, DecodingLayer
 from kvdock.integrations.transformers.layer import PagedLayer
 from kvdock.integrations.transformers.masks import ODD, Mask
 from kvdock.integrations.transformers.passes import current_pass
@@ -67,7 +67,9 @@ def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the same
 def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, told: dict[str, Any]) -> Any:
-    layer: PagedLayer | None = getattr(key, LAYER, None)
+    layer: PagedLayer | DecodingLayer | None = getattr(key, LAYER, None)
+    if isinstance(layer, DecodingLayer):
+        return layer.attend(query, attention_mask, told), None
     begun = layer.state.reading if layer is not None else current_pass()
     if begun is None or layer is None:
         _check_foreign(begun, layer, attention_mask)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
@@ -14,13 +14,15 @@ import kvdock
 from kvdock.cache.paged import PagedKVCacheConfig
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from kvdock.integrations.transformers.bound import Bound
+from kvdock.integrations.transformers.captured import CapturedDecoding, captured_decoding
 from kvdock.integrations.transformers.commit import committable, computed_rows, publish
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, CROPS_TO_LENGTH, DUMMY_LAYER
-from kvdock.integrations.transformers.decoding import PagedDecoding
+from kvdock.integrations.transformers.decoding import PagedDecoding, check_in_place
+from kvdock.integrations.transformers.explanation import CacheExplanation, explained
 from kvdock.integrations.transformers.hook import what_runs
 from kvdock.integrations.transformers.layer import PagedLayer
 from kvdock.integrations.transformers.measure import measure
-from kvdock.integrations.transformers.probe import check_choice, chosen_reader, described, reader_of
+from kvdock.integrations.transformers.probe import check_choice, chosen_reader, reader_of
 from kvdock.integrations.transformers.prompts import ADAPTERS, check_not_held, check_use, read_prompts
 from kvdock.integrations.transformers.reading import Reader
 from kvdock.integrations.transformers.reuse import PrefixReuse
@@ -93,7 +95,7 @@ class PagedCacheForTransformers(Cache):
         state = self.state
         return (
             f"PagedCacheForTransformers(layers={len(self)}, batch_size={state.batch_size}, length={state.length}, "
-            f"attention={described(state)}, pool={state.manager})"
+            f"attention={self.explain()}, captured={state.captured}, pool={state.manager})"
         )
 
     @classmethod
@@ -194,9 +196,13 @@ class PagedCacheForTransformers(Cache):
         """How attention gets keys and values: ``"pages"``, where they lie, or ``"gather"``.
 
         Where the cache reads pages, a pass gathers even so if gradients are recorded, the model is in training, attention weights are
-        asked for, or the mask is none of padding on the left. `repr` names the reason for what gathers.
+        asked for, or the mask is none of padding on the left. `explain` and `repr` name the reason for what gathers.
         """
-        return "gather" if self.state.reader.why else "pages"
+        return self.explain().attention
+
+    def explain(self) -> CacheExplanation:
+        """Return how attention gets keys and values, and why: of the cache, of each layer, and of the last pass."""
+        return explained(self.state)
 
     def decoding(self, new_tokens: int, attention_mask: torch.Tensor | None = None) -> PagedDecoding:
         """Make room for steps of one token each, so that a step is one graph of `torch.compile`, whatever the length.
@@ -219,12 +225,50 @@ class PagedCacheForTransformers(Cache):
             OutOfBlocksError: the pool has no room for so many. Nothing was changed.
             UnsupportedError: attention does not read pages in all layers; layers share another's keys; Transformers before 5.24.
         """
-        if not all(self._stored):
-            fix = "call generate() with the cache"
-            raise UnsupportedError(
-                "PagedCacheForTransformers.decoding", expected="keys of its own in each layer", got="shared ones", fix=fix
-            )
+        check_in_place("PagedCacheForTransformers.decoding", self.state, self._stored)
         return PagedDecoding(self.state, self._windows, new_tokens, attention_mask)
+
+    def capture(self, batch_sizes: Sequence[int] = (1, 2, 4, 8, 16), max_length: int | None = None) -> CapturedDecoding:
+        """Make the model's decode step a graph of the device; `generate` and forward passes with this cache use it from now on.
+
+        For example::
+
+            cache = PagedCacheForTransformers.for_model(model, conf)
+            cache.capture(batch_sizes=(1, 4, 16), max_length=8192)
+            out = model.generate(**cache.bind(**inputs), max_new_tokens=64)
+
+        A pass of one token of each row then launches one graph instead of each layer's kernels; a batch is padded to the next of
+        ``batch_sizes``. Prompts, several tokens at a time, larger batches and longer rows are computed as before, and so is what may
+        be another step than the one that was recorded: other arguments, `torch.autocast`, hooks, adapters, weights that were moved.
+        `captured` says why the last step was. What weights hold may change. On a device that captures nothing, the same code runs
+        without a graph.
+
+        The model's layers run once for each size, on padding; a backend that captures runs them twice more to warm up, and once to
+        record. Then a few steps are compared with those without. All graphs share the memory that the largest needs.
+
+        Args:
+            batch_sizes: rows that graphs are made for, each at least 1.
+            max_length: most tokens of a row, without padding that has no blocks; by default what the pool and the model hold.
+
+        Raises:
+            UnsupportedError: attention does not read pages in all layers; the model is in training; it has parts that are
+                neither Transformers' nor torch's, such as adapters, or hooks on parts; its layers wait for the device, as some
+                mixtures of experts do, or give something else when they are recorded. Says why; the cache is as it was.
+            ArgumentValueError: the cache is not empty; no size, or one below 1.
+            OutOfBlocksError: the pool has no room for the tokens that it is tried on.
+        """
+        model = self.state.reader.model()
+        if model is None:
+            raise UnsupportedError("PagedCacheForTransformers.capture", expected="the model of the cache", got="one that is gone")
+        self.state.captured = None
+        self.state.captured = made = captured_decoding(self, model, self._windows, self._stored, batch_sizes, max_length)
+        return made
+
+    @property
+    def captured(self) -> CapturedDecoding | None:
+        """The decode step as graphs, see `capture`; None without."""
+        found = self.state.captured
+        return found if isinstance(found, CapturedDecoding) else None
 
     @property
     def prefix(self) -> PrefixCache | None:

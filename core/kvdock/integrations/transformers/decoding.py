@@ -8,9 +8,11 @@ A step is then one graph for `torch.compile`, whatever the length. Nothing in it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import attrs
 import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -19,12 +21,13 @@ from kvdock.cache.paged import PagedKVCache
 from kvdock.errors import ArgumentValueError, UnsupportedError
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD
 from kvdock.integrations.transformers.masks import left_pads
+from kvdock.integrations.transformers.reading import LAYER
 from kvdock.integrations.transformers.state import PagedState
 from kvdock.integrations.transformers.switching import restore, switch
 from kvdock.integrations.transformers.tables import sent
 from kvdock.scheduler import SequenceBatch
 
-__all__ = ["VIEW", "DecodingLayer", "PagedDecoding"]
+__all__ = ["VIEW", "DecodingLayer", "PagedDecoding", "Place", "check_in_place", "decoding_layers", "mask_of"]
 
 _DECODING = "PagedCacheForTransformers.decoding"
 
@@ -32,8 +35,25 @@ VIEW = "kvdock_layer"
 """Argument of attention functions by which a layer reaches kvdock's."""
 
 
+@attrs.frozen(eq=False)
+class Place:
+    """Where the steps of all layers write and read: tensors that stay where they are.
+
+    Args:
+        pool: where keys and values are.
+        block_table: int32 ``[rows, blocks]``, with room for all tokens.
+        slots: where the new token of each row goes, ``[rows, 1]``; -1 for padding.
+        lens: tokens of each row in its blocks, the new one included, ``[rows]``.
+    """
+
+    pool: PagedKVCache
+    block_table: torch.Tensor
+    slots: torch.Tensor
+    lens: torch.Tensor
+
+
 class _Tables:
-    """What a step reads: tensors that stay where they are.
+    """What steps of a batch read, and what they are told.
 
     Args:
         pool: where keys and values are.
@@ -43,29 +63,33 @@ class _Tables:
 
     def __init__(self, pool: PagedKVCache, block_table: torch.Tensor, starts: torch.Tensor) -> None:
         rows = block_table.shape[0]
-        self.pool, self.block_table = pool, block_table
-        self.mask = starts.to(torch.int32).view(rows, 1, 1, 1)  # which passes through a model untouched
+        self.mask = mask_of(starts)
         self.values = torch.zeros(3, rows, 1, dtype=torch.int64, device=block_table.device)
-        self.slots, self.positions, lens = self.values.unbind()
-        self.lens = lens.view(rows)
-        for tensor in (self.block_table, self.mask, self.slots, self.positions, self.lens):
+        slots, self.positions, lens = self.values.unbind()
+        self.place = Place(pool, block_table, slots, lens.view(rows))
+        for tensor in (block_table, self.mask, slots, self.positions, self.place.lens):
             torch._dynamo.mark_static_address(tensor)
+
+
+def mask_of(starts: torch.Tensor) -> torch.Tensor:
+    """Return the first token of each row that is seen, ``[rows]``, in a form that passes through a model untouched."""
+    return starts.to(torch.int32).view(-1, 1, 1, 1)
 
 
 class DecodingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base does not annotate its __init_subclass__
     """One layer: it writes one token of each row, and hands itself over to attention.
 
     Args:
-        tables: shared by all layers.
+        place: shared by all layers.
         index: which of the pool's layers this is.
         window: sliding window in tokens, or None.
     """
 
     is_compileable = True
 
-    def __init__(self, tables: _Tables, index: int, window: int | None) -> None:
+    def __init__(self, place: Place, index: int, window: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # the same
-        self.tables, self.index, self.window = tables, index, window
+        self.place, self.index, self.window = place, index, window
         self.is_sliding, self.is_initialized = window is not None, True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -73,8 +97,12 @@ class DecodingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the ba
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values, ``[rows, heads, 1, dim]``; return them as they are."""
-        self.tables.pool.update(self.index, key_states.transpose(1, 2), value_states.transpose(1, 2), self.tables.slots)
-        kwargs["kwargs"][VIEW] = self
+        place = self.place
+        place.pool.update(self.index, key_states.transpose(1, 2), value_states.transpose(1, 2), place.slots)
+        if "kwargs" in kwargs:
+            kwargs["kwargs"][VIEW] = self
+        else:  # Transformers before 5.24 passes no arguments on: without a compiler attention finds the layer on the keys
+            setattr(key_states, LAYER, self)
         return key_states, value_states
 
     def attend(self, query: torch.Tensor, mask: torch.Tensor, told: dict[str, Any]) -> torch.Tensor:
@@ -88,13 +116,13 @@ class DecodingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the ba
         Returns:
             ``[rows, 1, Hq, dim of the values]``.
         """
-        pool = self.tables.pool
+        pool = self.place.pool
         out = query.new_empty((*query.shape[:2], pool.v_cache(self.index).shape[3]))
         pool.attend(
             self.index,
             query.squeeze(2),
-            self.tables.block_table,
-            self.tables.lens,
+            self.place.block_table,
+            self.place.lens,
             scale=told.get("scaling"),
             window=self.window,
             softcap=told.get("softcap"),
@@ -106,7 +134,7 @@ class DecodingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the ba
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the room of a row: a mask is there already."""
-        return self.tables.block_table.shape[1] * self.tables.pool.block_size, 0
+        return self.place.block_table.shape[1] * self.place.pool.block_size, 0
 
     def get_seq_length(self) -> int:
         """Return 0: the positions of a step are there already, and a number would be part of a graph."""
@@ -115,6 +143,11 @@ class DecodingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the ba
     def get_max_length(self) -> int:
         """Return -1: no length but that of the room."""
         return -1
+
+
+def decoding_layers(place: Place, windows: Sequence[int | None]) -> list[Any]:
+    """Return a layer for each of the pool's, with its window."""
+    return [DecodingLayer(place, index, window) for index, window in enumerate(windows)]
 
 
 class PagedDecoding(Cache):
@@ -144,7 +177,7 @@ class PagedDecoding(Cache):
         self._pads, self._device = pads, state.pool.device
         with torch.inference_mode(mode=False):
             self.tables = _Tables(state.pool, sent(state.batch.block_table, self._device), sent(pads - state.batch.pads, self._device))
-        super().__init__(layers=[DecodingLayer(self.tables, index, window) for index, window in enumerate(windows)])
+        super().__init__(layers=decoding_layers(self.tables.place, windows))
 
     def __enter__(self) -> Self:
         self._paged.is_decoding = True
@@ -184,13 +217,19 @@ def _reserve(state: PagedState, batch: SequenceBatch, tokens: int) -> None:
         state.bound.is_fresh = False
 
 
-def _check(state: PagedState) -> None:
-    """Raise unless steps of a batch can be made in place."""
-    reader = state.reader
-    problem = reader.why or next(filter(None, reader.problems), "")
-    problem = problem or ("" if CACHE_KEYWORD == "cache" else "Transformers before 5.24, which cannot hand over a layer")
+def check_in_place(subject: str, state: PagedState, stored: Sequence[bool]) -> None:
+    """Raise unless all layers of a model can write and read in place."""
+    problem = state.reader.why or next(filter(None, state.reader.problems), "")
+    problem = problem or ("" if all(stored) else "layers that share another's keys")
     if problem:
-        raise UnsupportedError(_DECODING, expected="attention on pages in all layers", got=problem, fix="call generate() with the cache")
+        raise UnsupportedError(subject, expected="attention on pages in all layers", got=problem, fix="call generate() with the cache")
+
+
+def _check(state: PagedState) -> None:
+    """Raise unless steps of a batch can be made."""
+    if CACHE_KEYWORD != "cache":
+        got, fix = "one before 5.24, which cannot hand over a layer to a compiled graph", "call generate() with the cache"
+        raise UnsupportedError(_DECODING, expected="Transformers 5.24 or newer", got=got, fix=fix)
     state.lengths.check_whole("decoding")
     if not state.length or state.is_decoding:
         got = "a decoding that is not over" if state.is_decoding else "an empty cache"

@@ -60,7 +60,7 @@ def prepare_pass(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not annotate it
 def _prepare(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     leave(model)  # what was interrupted before it came to its end
-    told = by_name(model, args, kwargs) if args else kwargs
+    told = by_name(parameters_of(model), args, kwargs) if args else kwargs
     state = _paged_state(told)
     if state is None:
         return None

@@ -48,6 +48,8 @@ def enter(model: Any, state: PagedState, told: dict[str, Any]) -> None:
         state.reading = Pass(model, state.reader, state.length, state.markers)
         switch(config for config, _ in state.reader.configs)
         _PASSES.stack.append((state.reading, state))
+        if state.captured is not None:
+            state.captured.begin(state.reading, state, told)
 
 
 def _check_alone(state: PagedState) -> None:
@@ -81,4 +83,6 @@ def leave(model: Any) -> Pass | None:
         found, state = stack.pop()
         restore(config for config, _ in found.reader.configs)
         state.reading = None
+        if state.captured is not None:
+            state.captured.end(found)
     return found

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from kvdock.integrations.transformers.seen import Oddity
 
-__all__ = ["by_name", "hooks_of", "odd_argument", "odd_places", "parameters_of"]
+__all__ = ["by_name", "defaults_of", "hooks_of", "odd_argument", "odd_places", "parameters_of"]
 
 CACHES = ("cache", "past_key_values")
 """Names that a cache is passed by."""
@@ -29,19 +29,19 @@ _KNOWN = {
 _ALONE = "pass nothing beside what bind() returns, or make a cache without prefix= for such calls"
 
 
-def by_name(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a forward pass by their names."""
-    return {**dict(zip(parameters_of(model), args, strict=False)), **kwargs}
+def by_name(parameters: Iterable[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call by their names."""
+    return {**dict(zip(parameters, args, strict=False)), **kwargs}
 
 
 def parameters_of(model: torch.nn.Module) -> dict[str, Any]:
     """Return the arguments that a model takes, with their defaults; of a method of its class they are read once."""
     function = getattr(model.forward, "__func__", None)
-    return _defaults(function, 1) if function else _defaults.__wrapped__(model.forward, 0)
+    return defaults_of(function, 1) if function else defaults_of.__wrapped__(model.forward, 0)
 
 
 @functools.lru_cache(maxsize=64)
-def _defaults(function: Callable[..., Any], skip: int) -> dict[str, Any]:
+def defaults_of(function: Callable[..., Any], skip: int) -> dict[str, Any]:
     """Return names and defaults of the arguments behind the first ``skip``."""
     found = list(inspect.signature(function).parameters.values())[skip:]
     return {parameter.name: parameter.default for parameter in found}

@@ -21,10 +21,9 @@ from kvdock.errors import ArgumentValueError, UnsupportedError
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD
 from kvdock.integrations.transformers.measure import Measurement, input_device
 from kvdock.integrations.transformers.reading import Check, Reader
-from kvdock.integrations.transformers.state import PagedState
 from kvdock.integrations.transformers.switching import configs_of, former_of
 
-__all__ = ["check_choice", "chosen_reader", "described", "reader_of"]
+__all__ = ["check_choice", "chosen_reader", "reader_of"]
 
 _IDS = ([[0, 1, 2, 3], [1, 2, 3, 1]], [[1, 2], [2, 3]], [[3], [1]])
 _MASK = [[0, 1, 1, 1, 1, 1, 1], [1] * 7]
@@ -53,16 +52,6 @@ def chosen_reader(subject: str, model: Any, attention: str, find: Callable[[], R
         fix = "leave attention= out: then what can read pages does, and the rest gathers"
         raise UnsupportedError(f"{subject}: attention", expected="a model whose layers can all read pages", got=problem, fix=fix)
     return reader
-
-
-def described(state: PagedState) -> str:
-    """Return how a cache's attention gets keys and values, with the reason where it gathers."""
-    reader = state.reader
-    if reader.why:
-        return f"gather ({reader.why})"
-    layers = [index for index, problem in enumerate(reader.problems) if problem]
-    some = f" (but layers {layers}: {reader.problems[layers[0]]})" if layers else ""
-    return f"pages{some}" + (f" (not in the last pass: {state.odd})" if state.odd else "")
 
 
 def _gathering(model: Any, why: str) -> Reader:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import attrs
@@ -103,6 +104,7 @@ class Pass:
         thread: which thread runs it.
         masks: by the address of what stands for it, the masks that were asked for.
         unread: the layer that has written and whose new tokens nobody has attended to yet.
+        replay: what stands in for the model's layers, with their arguments; None where they are called.
     """
 
     model: Any
@@ -112,6 +114,7 @@ class Pass:
     thread: int = attrs.Factory(threading.get_ident)
     masks: dict[int, Mask] = attrs.Factory(dict)
     unread: _Layer | None = None
+    replay: Callable[..., Any] | None = None
 
     def mask_for(self, arguments: dict[str, Any]) -> torch.Tensor | None:
         """Return what stands for a mask that Transformers asks for; None if it is one to be made as usual."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,16 @@ from kvdock.scheduler import CacheManager, SequenceBatch
 __all__ = ["PagedState"]
 
 
+class Captured(Protocol):
+    """What is known here of `kvdock.integrations.transformers.captured`."""
+
+    def begin(self, begun: Pass, state: PagedState, told: dict[str, Any]) -> None:
+        """Stand in for the model's layers in a pass that has just begun, if it can."""
+
+    def end(self, begun: Pass) -> None:
+        """Let the layers be called again, when a pass is over."""
+
+
 class PagedState:
     """One batch of sequences in a pool that other states may share.
 
@@ -35,6 +46,7 @@ class PagedState:
     Attributes:
         reading: the pass that is under way, if its attention reads pages.
         odd: why the last pass did not; "" if it did, or had nothing to read.
+        captured: what stands in for the model's layers in passes of one token, or None.
     """
 
     def __init__(self, pool: PagedKVCache, manager: CacheManager, reader: Reader) -> None:
@@ -42,6 +54,7 @@ class PagedState:
         self.tables, self.markers = StepTables(pool.device), Markers(pool.device)
         self.reading: Pass | None = None
         self.odd, self.is_decoding = "", False
+        self.captured: Captured | None = None
         self.batch: SequenceBatch | None = None
         self.lengths = Lengths(pool.num_layers)
         self.bound: Bound | None = None
@@ -61,6 +74,7 @@ class PagedState:
         """Return the same tokens in the same blocks, for another future."""
         self.lengths.check_whole("deepcopy")
         other = PagedState(self.pool, self.manager, self.reader)
+        other.captured = self.captured
         with self.change():
             other.batch = self.batch and self.batch.fork()
         other.lengths.of = list(self.lengths.of)
@@ -103,17 +117,40 @@ class PagedState:
         stop = start + tokens
         if stop > self.length:
             self._begin(keys.shape[0], tokens)
-        try:
+        with self._whole_step():
             write(self.pool, layer, keys, values, self._new_slots(start, stop))
+        if self.lengths.written(layer, stop):
+            self._end()
+        return start
+
+    def step(self, rows: int, compute: Callable[[SequenceBatch], torch.Tensor]) -> torch.Tensor:
+        """Take a step of one token of each row that is written in all layers at once; return what ``compute`` does.
+
+        Args:
+            rows: of the batch.
+            compute: writes the last token of each row of the batch that it gets.
+
+        Raises:
+            OutOfBlocksError, ArgumentValueError: as `update`, and whatever ``compute`` raises. Nothing was changed.
+        """
+        self._begin(rows, 1)
+        with self._whole_step():
+            assert self.batch is not None  # noqa: S101 - there is room for it
+            found = compute(self.batch)
+        self.lengths.set(self.length)
+        self._end()
+        return found
+
+    @contextmanager
+    def _whole_step(self) -> Iterator[None]:
+        """Go back to before a step that fails, with layers that have written already: it is done by all layers or by none."""
+        try:
+            yield
         except BaseException:
-            # Layers that have written already go back too: a step is done by all layers or by none.
             self.lengths.undo()
             if self.length > self.lengths.start:
                 self._truncate(self.lengths.start)
             raise
-        if self.lengths.written(layer, stop):
-            self._end()
-        return start
 
     def read(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of tokens ``start`` to ``stop - 1`` as new ``[batch, heads, tokens, dim]``, contiguous."""

@@ -1,0 +1,287 @@
+"""Decode steps of a model as graphs of the device: what they stand in for, and when.
+
+::
+
+    model(...)                  Transformers' own, with kvdock's hooks
+        model.base_model(...)   tables and token ids are copied to where a graph reads them, and the graph is launched
+        the head                Transformers' own, on the hidden states that the graph has left
+
+A graph repeats what was launched when it was recorded, and nothing else. So each step is looked at first. One that may be another is
+computed as without graphs: with other arguments, or behind a change of the model, see `kvdock.integrations.transformers.parts`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers.cache_utils import Cache
+
+from kvdock.captured import CapturedSteps
+from kvdock.errors import ArgumentValueError, KVDockError, UnsupportedError
+from kvdock.integrations.transformers.compat import CACHE_KEYWORD
+from kvdock.integrations.transformers.decoding import Place, check_in_place, decoding_layers, mask_of
+from kvdock.integrations.transformers.masks import left_pads
+from kvdock.integrations.transformers.parts import Parts
+from kvdock.integrations.transformers.passes import current_pass
+from kvdock.integrations.transformers.plain import CACHES, by_name, defaults_of
+from kvdock.integrations.transformers.reading import Pass
+from kvdock.integrations.transformers.state import PagedState
+from kvdock.integrations.transformers.switching import restore, switch
+from kvdock.scheduler import BatchTables, SequenceBatch, TableViews
+from kvdock.spec import check_int
+
+__all__ = ["CapturedDecoding", "captured_decoding"]
+
+_CAPTURE = "PagedCacheForTransformers.capture"
+_FIX = "use the cache as it is: generate() then launches the kernels of each step one by one"
+
+_KNOWN = frozenset(("input_ids", "position_ids", "attention_mask", "cache_position", "use_cache", *CACHES))
+"""Arguments that are looked at, or follow from those."""
+
+_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+"""What a configuration may ask for beside hidden states."""
+
+_TRIAL = ([[0, 1, 2, 3], [1, 2, 3, 1]], [[1, 2], [2, 3]], [[3], [1]])
+_TRIAL_MASK = [[0, 1, 1, 1, 1, 1, 1], [1] * 7]
+_CLOSE = 1e-3
+"""How far logits of the trial may be apart, as a part of their length; more where a dtype is coarser."""
+
+
+class CapturedDecoding:
+    """The decode step of a model as graphs, see `PagedCacheForTransformers.capture`.
+
+    Args:
+        model: what runs.
+        state: of a cache of the model, whose pool is written and read.
+        windows: sliding window of each layer, or None.
+        batch_sizes: rows that graphs are made for.
+        max_length: most tokens of a row, without padding that has no blocks.
+
+    Attributes:
+        batch_sizes: the sizes, ascending.
+        max_length: the same.
+        is_captured: whether there are graphs. Otherwise each step calls the model, on the same tables.
+        odd: why the last pass of one token of each row was none of these steps; "" if it was.
+    """
+
+    def __init__(self, model: Any, state: PagedState, windows: Sequence[int | None], batch_sizes: Sequence[int], max_length: int) -> None:
+        inner, pool = model.base_model, state.pool
+        self._parts = Parts(inner)
+        problem = "no layers below its head" if inner is model else self._parts.problem
+        if problem:
+            raise _unsupported(model, problem)
+        self._inner, self._pool, self._windows, self._configs = (
+            weakref.ref(inner),
+            pool,
+            windows,
+            [pair[0] for pair in state.reader.configs],
+        )
+        self._parameters, self._config = defaults_of(type(inner).forward, 1), inner.config
+        self._form: tuple[type[Any], str, str]
+        self._autocast, self.max_length, self.odd = _autocast(pool.device), max_length, ""
+        sizes = sorted({check_int(f"{_CAPTURE}: batch_sizes", size, 1) for size in batch_sizes})
+        tables = BatchTables(state.manager, max(sizes, default=1), -(-max_length // pool.block_size), device=pool.device)
+        token, position, start = torch.zeros(3, dtype=torch.int64, device="cpu").unbind()
+        with _says_what_failed(model):
+            self._steps = CapturedSteps(self._compute, tables, inputs=[token, position, start], batch_sizes=sizes)
+        self.batch_sizes, self.is_captured = self._steps.batch_sizes, self._steps.is_captured
+
+    def __repr__(self) -> str:
+        odd = f", not in the last step: {self.odd}" if self.odd else ""
+        return f"CapturedDecoding(batch_sizes={self.batch_sizes}, max_length={self.max_length}, is_captured={self.is_captured}{odd})"
+
+    def begin(self, begun: Pass, state: PagedState, told: dict[str, Any]) -> None:
+        """Stand in for the model's layers in a pass that has just begun, if it has one token of each row."""
+        ids, inner = told.get("input_ids"), self._inner()
+        if inner is not None and isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[1] == 1:
+            begun.replay = functools.partial(self._replay, state)
+            _stand_in(inner)
+
+    def end(self, begun: Pass) -> None:
+        """Let the layers be called again, when a pass is over."""
+        inner = self._inner()
+        if begun.replay is not None and inner is not None:
+            begun.replay = None
+            _step_back(inner)
+
+    def check(self, cache: Any, model: Any) -> None:
+        """Compute a few tokens with a copy of an empty cache, in such steps and without.
+
+        Raises:
+            UnsupportedError: they give something else.
+        """
+        rows, trial = min(len(_TRIAL_MASK), self.batch_sizes[-1]), copy.deepcopy(cache)
+        try:
+            with torch.no_grad():
+                *_, expected = [_logits(model, trial, ids[:rows]) for ids in _TRIAL]
+                trial.truncate(trial.get_seq_length() - 1)
+                trial.state.captured = self
+                got = _logits(model, trial, _TRIAL[-1][:rows])
+        finally:
+            trial.reset()
+        problem, limit = trial.state.odd or self.odd, max(_CLOSE, 8 * torch.finfo(expected.dtype).eps)
+        if problem or not bool((got - expected).float().norm() <= limit * expected.float().norm()):
+            raise _unsupported(model, problem or "other logits from a captured step")
+
+    def _compute(self, views: TableViews, ids: torch.Tensor, positions: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """Run the model's layers on a token of each row; return hidden states ``[rows, 1, hidden]``."""
+        inner: Any = self._inner()
+        place = Place(self._pool, views.block_table, views.slot_mapping[:, None], views.seq_lens)
+        cache = Cache(layers=decoding_layers(place, self._windows))
+        told = {"input_ids": ids[:, None], "position_ids": positions[:, None], "attention_mask": mask_of(starts), "use_cache": True}
+        switch(self._configs)
+        try:
+            out = type(inner).forward(inner, **told, **{CACHE_KEYWORD: cache})
+        finally:
+            restore(self._configs)
+        self._form, hidden = _form_of(out, cache)
+        return hidden
+
+    def _replay(self, state: PagedState, inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do what the model's layers do in a pass."""
+        told = by_name(self._parameters, args, kwargs)
+        self.odd = self._problem(inner, state, told)
+        starts = None if self.odd else _starts(state, told)
+        if starts is None:
+            self.odd = self.odd or "a mask that hides more than padding on the left"
+            return type(inner).forward(inner, *args, **kwargs)
+        ids, positions = told["input_ids"][:, 0], told["position_ids"][:, 0]
+
+        def compute(batch: SequenceBatch) -> torch.Tensor:
+            return self._steps.run(batch.sequences, ids, positions.expand(len(ids)), starts)
+
+        hidden = state.step(len(ids), compute)
+        kind, of_hidden, of_cache = self._form
+        return kind(**{of_hidden: hidden, of_cache: _cache_in(told)})
+
+    def _problem(self, inner: Any, state: PagedState, told: dict[str, Any]) -> str:
+        """Return why a pass of one token of each row may be none of these steps, or ""."""
+        if self._inner() is not inner or getattr(_cache_in(told), "state", None) is not state:
+            return "another model, or another cache"
+        ids, positions, batch = told.get("input_ids"), told.get("position_ids"), state.batch
+        rows = len(ids) if isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[1] == 1 else 0
+        if (
+            batch is None
+            or rows != batch.batch_size
+            or not isinstance(positions, torch.Tensor)
+            or positions.shape not in ((rows, 1), (1, 1))
+        ):
+            return "no input_ids and position_ids of [rows, 1]"
+        if rows > self.batch_sizes[-1] or batch.length + 1 - int(batch.pads.min()) > self.max_length:
+            return f"more than {self.batch_sizes[-1]} rows, or {self.max_length} tokens in one"
+        if _autocast(self._pool.device) != self._autocast:
+            return "another torch.autocast than when it was captured"
+        defaults = self._parameters
+        others = (
+            name for name, value in told.items() if name not in _KNOWN and value is not defaults.get(name) and value not in (None, False)
+        )
+        config = self._config
+        asked = next(others, "") or next((name for name in _OUTPUTS if getattr(config, name, False)), "")
+        return f"{asked} is asked for, or passed" if asked else self._parts.changed()
+
+
+def captured_decoding(
+    cache: Any, model: Any, windows: Sequence[int | None], stored: Sequence[bool], sizes: Sequence[int], most: int | None
+) -> CapturedDecoding:
+    """Capture the decode step of a cache's model, and try it; see `PagedCacheForTransformers.capture`."""
+    state = cache.state
+    check_in_place(_CAPTURE, state, stored)
+    if state.length or state.bound:
+        raise ArgumentValueError(_CAPTURE, expected="an empty cache", got=f"one with {state.length} tokens", fix="reset() it first")
+    if model.training:
+        raise UnsupportedError(_CAPTURE, expected="a model that is not in training", got="one in training", fix="call model.eval()")
+    pool = state.pool
+    room = min(pool.num_blocks * pool.block_size, pool.spec.max_positions)
+    made = CapturedDecoding(model, state, windows, sizes, room if most is None else check_int(f"{_CAPTURE}: max_length", most, 1))
+    made.check(cache, model)
+    return made
+
+
+def _form_of(out: Any, cache: Cache) -> tuple[tuple[type[Any], str, str], torch.Tensor]:
+    """Return the type of what a model's layers return and the names of hidden states and cache in it, and the hidden states.
+
+    Raises:
+        UnsupportedError: it has more than these.
+    """
+    found = {name: value for name, value in out.items() if value is not None and value is not cache}
+    of_cache = next((name for name, value in out.items() if value is cache), None)
+    if of_cache is None or len(found) != 1 or not isinstance(hidden := next(iter(found.values())), torch.Tensor):
+        got = f"{type(out).__name__} with {', '.join(out)}"
+        raise UnsupportedError(_CAPTURE, expected="layers that return hidden states and the cache", got=got, fix=_FIX)
+    return (type(out), next(iter(found)), of_cache), hidden
+
+
+def _cache_in(told: dict[str, Any]) -> Any:
+    return next((told[name] for name in CACHES if told.get(name) is not None), None)
+
+
+def _starts(state: PagedState, told: dict[str, Any]) -> npt.NDArray[np.int64] | None:
+    """Return the first token of each row's blocks that is seen; None if that does not say what the mask does."""
+    mask, batch = told.get("attention_mask"), state.batch
+    assert batch is not None  # noqa: S101 - it was looked at
+    pads = left_pads(None if mask is None else mask != 0, batch.batch_size, batch.length + 1)
+    return None if pads is None or (pads < batch.pads).any() else pads - batch.pads
+
+
+def _autocast(device: torch.device) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def _logits(model: Any, cache: Any, ids: list[list[int]]) -> torch.Tensor:
+    """Compute tokens behind those of a trial; return the last logits of each row."""
+    start, stop = cache.get_seq_length(), cache.get_seq_length() + len(ids[0])
+    mask = torch.tensor([row[:stop] for row in _TRIAL_MASK[: len(ids)]], device=model.device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:]
+    told = {"input_ids": torch.tensor(ids, device=model.device), "attention_mask": mask, "position_ids": positions, "use_cache": True}
+    logits: torch.Tensor = model(**told, **{CACHE_KEYWORD: cache}).logits[:, -1]
+    return logits
+
+
+def _unsupported(model: Any, got: str) -> UnsupportedError:
+    return UnsupportedError(_CAPTURE, expected=f"a step of {type(model).__name__} that can be recorded and repeated", got=got, fix=_FIX)
+
+
+@contextmanager
+def _says_what_failed(model: Any) -> Iterator[None]:
+    """Make errors of a model that is recorded ours: that it waits for the device, for example."""
+    try:
+        yield
+    except KVDockError:
+        raise
+    except Exception as error:
+        raise _unsupported(model, f"{type(error).__name__}: {error}") from error
+
+
+_STANDING: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Passes that are under way in which a model's layers are stood in for, in any thread."""
+_LOCK = threading.Lock()
+
+
+def _stand_in(inner: Any) -> None:
+    with _LOCK:
+        _STANDING[inner] = _STANDING.get(inner, 0) + 1
+        vars(inner)["forward"] = functools.partial(_forward, inner)
+
+
+def _step_back(inner: Any) -> None:
+    with _LOCK:
+        _STANDING[inner] -= 1
+        if not _STANDING[inner]:
+            del _STANDING[inner], vars(inner)["forward"]
+
+
+def _forward(inner: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Be the forward of a model's layers, in passes of this thread and, as it was, in all others."""
+    begun = current_pass()
+    if begun is not None and begun.replay is not None:
+        return begun.replay(inner, args, kwargs)
+    return type(inner).forward(inner, *args, **kwargs)
