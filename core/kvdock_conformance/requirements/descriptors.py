@@ -21,8 +21,7 @@ AREA = "descriptors"
 _SMALL = Geometry(num_blocks=8, block=8)
 _MANY = (17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1023, 1024)
 _MORE_HEADS = Geometry.even(4, 8, num_blocks=8, block=8)
-_ASKED = tuple(Geometry.even(2, dim, num_blocks=8, block=8) for dim in (12, 20))
-"""Sizes that no other requirement of plans has: nobody was asked about them before."""
+_ASKED = [Geometry.even(2, dim, num_blocks=8, block=8) for dim in (12, 20)]  # nobody was asked about these before
 _OTHER_SIZES = Geometry(num_blocks=8, block=8, hk=3, dk=16, hv=1, dv=8)
 
 
@@ -149,11 +148,8 @@ def _again(first: OpCall) -> list[OpCall]:
 
 def _with_gradients() -> Iterable[Case]:
     """Return calls one after the other, of few tokens and many, and with indices of each form."""
-    forms: Sequence[dict[str, Any]] = (
-        *({"tokens": count} for count in (3, 84, 4097)),
-        *({"tokens": 18, **more} for more in ({"index": "int32"}, {"is_padded": True})),
-    )
-    for op, form in itertools.product(OPS, forms):
+    forms: Sequence[dict[str, Any]] = ({"tokens": 18, "index": "int32"}, {"tokens": 18, "is_padded": True})
+    for op, form in itertools.product(OPS, (*({"tokens": count} for count in (3, 84, 4097)), *forms)):
         name = ", ".join(f"{key} {value}" for key, value in form.items())
         yield _sequence(name, _again(OpCall(op, geometry=roomy(op, form["tokens"]), **form)), same_caches=True)
 
