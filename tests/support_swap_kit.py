@@ -14,6 +14,7 @@ import torch
 from kvdock_conformance.cases.copies import Copy
 from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, SINGLE_SIZES
 from kvdock_conformance.cases.paged import in_turn
+from kvdock_conformance.cases.places import apart
 from kvdock_conformance.checking.calls import check_calls, check_inputs
 from kvdock_conformance.checking.copies import pair_name
 from kvdock_conformance.checking.target import Target
@@ -107,7 +108,13 @@ REQUIREMENTS = [
         AREA.orders(),
         [Swap(text, [(0, sizes.num_blocks - 1)], geometry=sizes, pool=ANY_STEP) for text, sizes in SINGLE_SIZES.items()],
     ),
-    AREA.require(13, "When blocks are swapped, a pool may be part of a larger tensor.", [Swap(name, pool=name) for name in PARTS]),
+    AREA.require(
+        13,
+        "When blocks are swapped, a pool may be part of a larger tensor.",
+        [Swap(name, pool=name) for name in PARTS],
+        AREA.packed(),
+        functools.partial(apart, OP),
+    ),
     AREA.require(14, "When blocks are swapped, pools may begin at any address of an element.", AREA.addresses("pool", "pools")),
     AREA.require(15, "When blocks are swapped, elements of every dtype arrive bit for bit.", AREA.numbers()),
     AREA.require(16, "When blocks are swapped, pairs are not changed.", [Swap("padding", [(-3, 3), (2, 4)])], check=check_swap_inputs),

@@ -55,11 +55,11 @@ def paged_caching_(
         The tokens whose slot is not below ``NB * block``, which were not written.
     """
     skipped: list[Place] = []
-    moves = [(_bits(k_cache), _bits(k)), (_bits(v_cache), _bits(v))]
+    moves, capacity = [(_bits(k_cache), _bits(k)), (_bits(v_cache), _bits(v))], _capacity(k_cache)
     for place, slot in _values(slot_mapping):
         if slot < 0:
             continue
-        if slot >= _capacity(k_cache):
+        if slot >= capacity:
             skipped.append(place)
             continue
         for cache, source in moves:
@@ -122,9 +122,9 @@ def gather_paged(
         The tokens whose slot is not below ``NB * block``. On a device they are zeros, and no skipped writes.
     """
     beyond: list[Place] = []
-    moves = [(_bits(k_cache), _bits(k_out)), (_bits(v_cache), _bits(v_out))]
+    moves, capacity = [(_bits(k_cache), _bits(k_out)), (_bits(v_cache), _bits(v_out))], _capacity(k_cache)
     for place, slot in _values(slot_mapping):
-        is_inside = 0 <= slot < _capacity(k_cache)
+        is_inside = 0 <= slot < capacity
         if slot >= 0 and not is_inside:
             beyond.append(place)
         for cache, out in moves:

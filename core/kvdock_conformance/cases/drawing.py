@@ -175,6 +175,11 @@ class Drawing:
         self.arenas.append(arena)
         return View(len(self.arenas) - 1, dtype, tuple(shape), strides, offset, values)
 
+    def take(self, view: View, other: Drawing) -> View:
+        """Return a view of another drawing, whose arena becomes one of this."""
+        self.arenas.append({**other.arenas[view.arena], "seed": self._seed + len(self.arenas)})
+        return attrs.evolve(view, arena=len(self.arenas) - 1)
+
     def case(self, *calls: Mapping[str, Any], **more: Any) -> dict[str, Any]:
         """Return the data of a case: these calls one after the other, on this memory; ``more`` is for its check."""
         return {"arenas": self.arenas, "calls": list(calls), **more}

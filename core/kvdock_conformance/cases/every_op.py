@@ -15,7 +15,7 @@ from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry, Pair
 from kvdock_conformance.cases.paged import shuffled
 from kvdock_conformance.checking.memory import expanded
 
-__all__ = ["EVERY", "OPS", "Arguments", "OpCall", "few", "roomy"]
+__all__ = ["EVERY", "INDEX", "OPS", "Arguments", "OpCall", "few", "roomy"]
 
 Arguments = dict[str, View | int]
 """Arguments of a call by name, in the schema's order."""
@@ -68,6 +68,11 @@ class OpCall:
     def call(self, drawing: Drawing, caches: Pair | None = None) -> dict[str, Any]:
         """Return the call as data."""
         return call(self.op, **self.arguments(drawing, caches))
+
+    def beyond(self, drawing: Drawing) -> dict[str, Any]:
+        """Return the call as data, but with all its indices out of range."""
+        args: Any = self.arguments(drawing)
+        return call(self.op, **(args | {INDEX[self.op]: attrs.evolve(args[INDEX[self.op]], values=[2**20])}))
 
     @property
     def sizes(self) -> Geometry:
@@ -133,3 +138,13 @@ OPS = tuple(_OTHERS)
 
 EVERY = (*OPS, *COMPUTING)
 """All ops of `kvdock.ops`. One that computes is asked besides what any op is asked: see `kvdock_conformance.requirements.ops`."""
+
+INDEX: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("paged_caching_", "gather_paged"), "slot_mapping"),
+        "static_update_": "cache_lengths",
+        "copy_blocks_": "block_pairs",
+        **{op: own.indices[0] for op, own in COMPUTING.items()},
+    }
+)
+"""By op: the argument that says which places, and that an error for one out of range names."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
 from kvdock_conformance.cases.drawing import ITEMSIZE, Drawing, View
 
-__all__ = ["ANY_STEP", "PARTS", "POOLS", "READ_POOLS", "SINGLE_SIZES", "SOURCES", "Geometry", "Pair"]
+__all__ = ["ANY_STEP", "PACKED", "PARTS", "POOLS", "READ_POOLS", "SINGLE_SIZES", "SOURCES", "Geometry", "Pair"]
 
 ANY_STEP = "any step of a size of 1"
 """The pool, and the source, whose sizes of 1 have steps that mean nothing."""
@@ -74,11 +75,12 @@ SINGLE_SIZES: Mapping[str, Geometry] = MappingProxyType(
 )
 """Pools with sizes of 1."""
 
+PACKED = ("halves [2, NB, ...]", "halves [NB, 2, ...]", "values before keys", "k and v side by side")
+"""Keys and values in one tensor without gaps."""
+
 PARTS = (
-    "halves [2, NB, ...]",
-    "halves [NB, 2, ...]",
-    "values before keys",
-    "k and v side by side",
+    *PACKED,
+    "values inside keys",
     "layer-first",
     "page-first",
     "padded blocks",
@@ -87,6 +89,25 @@ PARTS = (
 
 PoolBuilder = Callable[[Drawing, Geometry], Pair]
 SourceBuilder = Callable[[Drawing, Geometry, tuple[int, ...]], Pair]
+
+
+Builder = TypeVar("Builder", bound=Callable[..., Any])
+
+
+class _Builders(dict[str, Builder]):
+    """Builders by name; ``"nhd / hnd"`` makes keys as the first does, and values as the second."""
+
+    def __missing__(self, name: str) -> Callable[..., Pair]:
+        keys, _, values = name.partition(" / ")
+        if not values:
+            raise KeyError(name)
+        return functools.partial(_of_two, (self[keys], self[values]))
+
+
+def _of_two(builders: Sequence[Callable[..., Pair]], drawing: Drawing, *sizes: Any) -> Pair:
+    made = [(build(aside, *sizes)[number], aside) for number, build in enumerate(builders) for aside in [Drawing()]]
+    k, v = (drawing.take(view, aside) for view, aside in made)
+    return k, v
 
 
 def _each(
@@ -106,22 +127,39 @@ def _each(
 
 
 def _halves_outer(drawing: Drawing, g: Geometry) -> Pair:
-    both = drawing.tensor(g.dtype, (2, *g.k_shape))
-    return both.select(0, 0), both.select(0, 1)
+    return _one_behind_the_other(drawing, g, ())
 
 
 def _halves_inner(drawing: Drawing, g: Geometry) -> Pair:
-    both = drawing.tensor(g.dtype, (g.num_blocks, 2, *g.k_shape[1:]))
-    return both.select(1, 0), both.select(1, 1)
+    return _one_behind_the_other(drawing, g, g.k_shape[:1])
 
 
 def _values_first(drawing: Drawing, g: Geometry) -> Pair:
-    return _halves_outer(drawing, g)[::-1]
+    return _halves_outer(drawing, _swapped(g))[::-1]
+
+
+def _swapped(g: Geometry) -> Geometry:
+    """Return sizes whose keys are like the values, and the other way round."""
+    return attrs.evolve(g, hk=g.hv, dk=g.dv, hv=g.hk, dv=g.dk)
 
 
 def _side_by_side(drawing: Drawing, g: Geometry) -> Pair:
-    rows = drawing.tensor(g.dtype, (*g.k_shape[:3], g.dk + g.dv))
-    return rows.slice(3, 0, g.dk), rows.slice(3, g.dk, g.dk + g.dv)
+    return _one_behind_the_other(drawing, g, g.k_shape[: 3 if g.hk == g.hv else 2])
+
+
+def _one_behind_the_other(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
+    """Return what there is of values behind what there is of keys: in each block, slot or head."""
+    at, sizes = len(lead), (g.k_shape[len(lead) :], g.v_shape[len(lead) :])
+    end, whole = math.prod(sizes[0]), sum(map(math.prod, sizes))
+    both = drawing.tensor(g.dtype, (*lead, whole))
+    return both.slice(at, 0, end).split(at, sizes[0]), both.slice(at, end, whole).split(at, sizes[1])
+
+
+def _values_inside(drawing: Drawing, g: Geometry) -> Pair:
+    """Values between the first head of keys and the second: no byte of them lies in front of the keys or behind them."""
+    step = g.hv + 1
+    heads = drawing.tensor(g.dtype, (*g.k_shape[:2], max(step * (g.hk - 1), g.hv) + 1, g.dk))
+    return heads.slice(2, 0, heads.shape[2], step), heads.slice(2, 1, step)
 
 
 def _layer_of(dim: int) -> PoolBuilder:
@@ -153,7 +191,7 @@ def _pools_of_any_step(drawing: Drawing, g: Geometry) -> Pair:
     return _any_step_of_one(drawing.tensor(g.dtype, g.k_shape)), _any_step_of_one(drawing.tensor(g.dtype, g.v_shape))
 
 
-POOLS: Mapping[str, PoolBuilder] = MappingProxyType(
+POOLS: Mapping[str, PoolBuilder] = _Builders(
     {
         "nhd": _each(),
         "hnd": _each((0, 2, 1, 3)),
@@ -163,6 +201,7 @@ POOLS: Mapping[str, PoolBuilder] = MappingProxyType(
         "halves [NB, 2, ...]": _halves_inner,
         "values before keys": _values_first,
         "k and v side by side": _side_by_side,
+        "values inside keys": _values_inside,
         "layer-first": _layer_of(0),
         "page-first": _layer_of(1),
         "padded blocks": _each(gaps=(0, 24, 0, 0)),
@@ -177,7 +216,7 @@ POOLS: Mapping[str, PoolBuilder] = MappingProxyType(
         "untouched memory": _each(fill="zeros"),
     }
 )
-"""Builders of the two caches, by name. Where keys and values share one tensor, their sizes must be alike."""
+"""Builders of the two caches, by name. Where values lie inside keys, their elements must be alike."""
 
 
 def _expanded(*dims: int, room: int = 0) -> PoolBuilder:
@@ -198,7 +237,7 @@ def _keys_expanded(drawing: Drawing, g: Geometry) -> Pair:
     return _expanded(1)(drawing, g)[0], POOLS["nhd"](drawing, g)[1]
 
 
-READ_POOLS: Mapping[str, PoolBuilder] = MappingProxyType(
+READ_POOLS: Mapping[str, PoolBuilder] = _Builders(
     {
         **POOLS,
         "one block for all": _expanded(0),
@@ -247,7 +286,7 @@ def _fused(drawing: Drawing, g: Geometry, lead: tuple[int, ...], q_width: int = 
 
 
 def _fused_values_first(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
-    return _fused(drawing, attrs.evolve(g, hk=g.hv, dk=g.dv, hv=g.hk, dv=g.dk), lead)[::-1]
+    return _fused(drawing, _swapped(g), lead)[::-1]
 
 
 def _cut_short(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
@@ -286,10 +325,11 @@ def _rows_of_any_step(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> P
     return _any_step_of_one(k), _any_step_of_one(v)
 
 
-SOURCES: Mapping[str, SourceBuilder] = MappingProxyType(
+SOURCES: Mapping[str, SourceBuilder] = _Builders(
     {
         "contiguous": _contiguous,
         "fused qkv": _fused,
+        "fused kv": functools.partial(_fused, q_width=0),
         "fused qvk": _fused_values_first,
         "[B, H, q, D]": _heads_before_tokens,
         "every other token": _every_other,

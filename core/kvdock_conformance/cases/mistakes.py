@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from kvdock_conformance.cases.drawing import ITEMSIZE, Drawing, View
-from kvdock_conformance.cases.every_op import OPS, OpCall
+from kvdock_conformance.cases.every_op import INDEX, OPS, OpCall
 from kvdock_conformance.cases.layouts import Geometry
 from kvdock_conformance.requirement import Case
 
@@ -34,13 +34,6 @@ __all__ = [
 TYPE, VALUE, RANGE, UNSUPPORTED = "ArgumentTypeError", "ArgumentValueError", "IndexRangeError", "UnsupportedError"
 _CALL = {op: OpCall(op, tokens=3, geometry=Geometry(num_blocks=8, block=8, hk=2, dk=8, hv=2, dv=16)) for op in OPS}
 _ROWS = {"paged_caching_": ("k", "v"), "static_update_": ("k", "v"), "gather_paged": ("k_out", "v_out"), "copy_blocks_": ()}
-_INDEX = {
-    "paged_caching_": "slot_mapping",
-    "static_update_": "cache_lengths",
-    "gather_paged": "slot_mapping",
-    "copy_blocks_": "block_pairs",
-}
-
 Change = Callable[[Drawing, dict[str, Any]], Mapping[str, Any]]
 """Given the arguments of a good call, returns those to replace."""
 
@@ -119,7 +112,7 @@ def other_ranks_and_sizes() -> Iterator[Mistake]:
         for name in names[1:]:
             size = 9 if op == "static_update_" and name != "v_cache" else 5
             yield Mistake(op, f"{name} with other leading sizes", _resized(name, 0, size), texts=("shape [",))  # it may be the others
-        yield Mistake(op, f"{_INDEX[op]} with three dims", _new(_INDEX[op], lambda shape: (*shape, 1, 1)))
+        yield Mistake(op, f"{INDEX[op]} with three dims", _new(INDEX[op], lambda shape: (*shape, 1, 1)))
         for name in _ROWS[op]:
             heads = 1 if op == "static_update_" else -2
             yield Mistake(op, f"{name} with one head for all", _resized(name, heads, 1))
@@ -138,9 +131,9 @@ def other_lengths() -> Iterator[Mistake]:
     for op, few, many in (("paged_caching_", 2, 4), ("gather_paged", 2, 4), ("static_update_", 7, 9)):
         # A gather's outputs are bound behind its slots: they are what does not fit.
         texts = ("shape [3, ",) if op == "gather_paged" else ()
-        yield Mistake(op, "one too few", _resized(_INDEX[op], 0, few), texts=texts)
-        yield Mistake(op, "one too many", _resized(_INDEX[op], 0, many), texts=texts)
-        yield Mistake(op, "none", _resized(_INDEX[op], 0, 0), texts=texts)
+        yield Mistake(op, "one too few", _resized(INDEX[op], 0, few), texts=texts)
+        yield Mistake(op, "one too many", _resized(INDEX[op], 0, many), texts=texts)
+        yield Mistake(op, "none", _resized(INDEX[op], 0, 0), texts=texts)
     yield Mistake("paged_caching_", "one for all", _resized("slot_mapping", 0, 1))
     yield Mistake("paged_caching_", "rows of a batch for tokens in a row", _new("slot_mapping", lambda shape: (1, *shape)))
 
@@ -149,7 +142,7 @@ def wrong_dtypes() -> Iterator[Mistake]:
     """Yield dtypes that an argument may not have."""
     for op in OPS:
         for dtype in ("float32", "int8"):
-            yield Mistake(op, f"{_INDEX[op]} in {dtype}", _retyped(_INDEX[op], dtype), TYPE, (f": {_INDEX[op]}: ", f"torch.{dtype}"))
+            yield Mistake(op, f"{INDEX[op]} in {dtype}", _retyped(INDEX[op], dtype), TYPE, (f": {INDEX[op]}: ", f"torch.{dtype}"))
         for name in ("k_cache", *_ROWS[op]):
             yield Mistake(op, f"{name} in int32", _retyped(name, "int32"), TYPE, (f": {name}: ", "torch.int32"))
 
@@ -172,7 +165,7 @@ def _caches_in(dtype: str) -> Change:
 def other_devices() -> Iterator[Mistake]:
     """Yield tensors that lie elsewhere than the first one."""
     for op in OPS:
-        for name in ("v_cache", *_ROWS[op], _INDEX[op]):
+        for name in ("v_cache", *_ROWS[op], INDEX[op]):
             yield Mistake(op, f"{name} elsewhere", lambda drawing, good: {}, texts=(f": {name}: ", "on meta"), meta=(name,))
 
 
@@ -202,7 +195,7 @@ def _swapped(name: str) -> Change:
 def overlapping_sources() -> Iterator[Mistake]:
     """Yield sources in the memory of a destination."""
     for op, destinations in (("gather_paged", ("k_out", "v_out")), *((op, ("k_cache", "v_cache")) for op in OPS if op != "gather_paged")):
-        sources = ("k_cache", "v_cache") if op == "gather_paged" else (*_ROWS[op], _INDEX[op])
+        sources = ("k_cache", "v_cache") if op == "gather_paged" else (*_ROWS[op], INDEX[op])
         for name in sources:
             for to in destinations:
                 wrong, put = (to, name) if op == "gather_paged" else (name, to)
@@ -267,7 +260,7 @@ def no_tensors() -> Iterator[Mistake]:
             yield Mistake(op, f"{name} None", _replaced(name, None), TYPE, (f": {name}: ", "NoneType"))
             yield Mistake(op, f"{name} a number", _replaced(name, 1.5), TYPE, (f": {name}: ", "float 1.5"))
     for op in ("paged_caching_", "gather_paged", "static_update_"):
-        yield Mistake(op, "a list of indices", _replaced(_INDEX[op], [0, 1, 2]), TYPE, (f": {_INDEX[op]}: ", "list [0, 1, 2]"))
+        yield Mistake(op, "a list of indices", _replaced(INDEX[op], [0, 1, 2]), TYPE, (f": {INDEX[op]}: ", "list [0, 1, 2]"))
     yield Mistake("static_update_", "a length that is a float", _replaced("cache_lengths", 1.5), TYPE, (": cache_lengths: ", "float 1.5"))
     yield Mistake("static_update_", "a length that is a bool", _replaced("cache_lengths", True), TYPE, (": cache_lengths: ", "bool True"))
     yield Mistake("copy_blocks_", "pairs of unlike length", _replaced("block_pairs", [[0, 1], [2]]), VALUE, ("[[0, 1], [2]]",))
@@ -284,7 +277,7 @@ def no_tokens() -> Iterator[Mistake]:
         for name, change, error, text in (
             ("k in float32", _retyped("k", "float32"), TYPE, "torch.float32"),
             ("v with other heads", _resized("v", 1, 5), VALUE, "shape ["),
-            ("a slot that is a float", _retyped(_INDEX[op], "float32"), TYPE, "torch.float32"),
+            ("a slot that is a float", _retyped(INDEX[op], "float32"), TYPE, "torch.float32"),
         ):
             yield Mistake(op, name, _emptied(change, op, at), error, (text,))
 

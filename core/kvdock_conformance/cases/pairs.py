@@ -25,10 +25,11 @@ Combination = dict[str, Any]
 Pair = tuple[str, Any, str, Any]
 
 _TRIES = 20
-_REPEATS = 4  # so many calls that differ in addresses and values of indices alone, and are remembered by then
+_REPEATS = 5  # so many calls that differ in addresses and values of indices alone, and are remembered by then
+_BAD = 3  # which of them may be padded, or wrong: the last is good again
 _PADDING = ("none", "some padding", "most padding", "beyond at the end")
 _COMMON: Factors = {
-    "dtype": ("bfloat16", "float32", "float16", "uint8"),
+    "dtype": ("bfloat16", "float32", "float16", "uint8", "float64"),
     "pool": ("nhd", "hnd", "padded slots", "odd steps", "k and v unlike", "odd address", "padded blocks"),
     "index": ("int64", "int32"),
     "is_repeated": (False, True),
@@ -62,6 +63,7 @@ _ROWS: Factors = {
     "first": (0,),
     "lengths": ("unlike",),
 }
+_ROWS_APART = ("k and v unlike", "contiguous / cut short", "cut short / contiguous", "[B, H, q, D] / contiguous")
 Tier = tuple[Level, Factors]
 """At which level an array of combinations runs, and factors in place of the ordinary ones."""
 
@@ -71,9 +73,16 @@ def _around(*powers: int) -> tuple[int, ...]:
     return tuple(2**power + edge for power in powers for edge in (-1, 0, 1))
 
 
-_UNLIKE_STRIDES: Factors = {"pool": ("k and v unlike",), "sizes": ("2 x 64",)}
+_UNLIKE_STRIDES: Factors = {
+    "pool": ("k and v unlike", "nhd / hnd", "hnd / nhd", "nhd / padded blocks", "padded blocks / nhd"),
+    "sizes": ("2 x 64",),
+}
 """Keys and values of one shape and unlike strides: with every other property, not with one that happens to be drawn."""
-_ONCE: Factors = {"is_repeated": (False,), "pool": ("nhd", "hnd", "k and v unlike"), "dtype": ("bfloat16", "float32", "uint8")}
+_ONCE: Factors = {
+    "is_repeated": (False,),
+    "pool": ("nhd", "hnd", "k and v unlike"),
+    "dtype": ("bfloat16", "float32", "float16", "uint8", "float64"),
+}
 """For what takes much memory: fewer properties beside it."""
 _ROW_BYTES: Factors = {**_ONCE, "sizes": ("1 x 3", "64 x 128", "8 x 4104", "1 x 3 and 65 x 130", "64 x 130 and 1 x 3")}
 """Rows of less than a vector, and at 16 KiB, 64 KiB and beyond."""
@@ -86,13 +95,22 @@ _ALMOST = (
     *(f"whole blocks, {how}" for how in ("two swapped", "backwards", "some padding")),
 )
 """What seems to be a run, by its ends, sum, order, beginning, or least and most, and is none."""
-_LIKE_RUNS: Factors = {**_ONCE, "pool": ("nhd", "k and v unlike"), "dtype": ("bfloat16",), "rows": ("contiguous",)}
+_LIKE_RUNS: Factors = {"pool": ("nhd", "k and v unlike"), "dtype": ("bfloat16",), "rows": ("contiguous",)}
+_DENSE: Factors = {"is_repeated": (False,), "dtype": ("bfloat16",), "pool": ("nhd",)}
+_PIECE: Factors = {**_DENSE, "rows": ("contiguous",), "form": ("[T]",), "index_order": ("rows",)}
+_LONG: Factors = {**_DENSE, "pool": ("hnd",), "source": ("[B, H, q, D]",)}
+"""For pieces of memory whose bytes are a power of two: rows, runs of them, and blocks."""
+_FARTHEST: Factors = {"dtype": ("uint8",), "sizes": ("1 x 1",), "first": (2**24 - 9,)}
+"""Places on both sides of what the numbers of float32 can say."""
 _TOKENS: Sequence[Tier] = (
-    (Level.CORE, {"count": (17, 256, 1025), **_UNLIKE_STRIDES}),
+    (Level.CORE, {"count": (17, 256, 1025), **_UNLIKE_STRIDES, "rows": ("contiguous", *_ROWS_APART)}),
     (Level.CORE, {"count": (1, 16, 17, *_around(8), 1025, *_around(12))}),
     (Level.CORE, {"count": (257, 4097), **_ONCE, "slots": ("one run", "whole blocks"), "form": ("[T]",), "block": (16, 1024)}),
     (Level.CORE, {"count": (1, 3, 17), **_ROW_BYTES, "block": (4, 1)}),
     (Level.CORE, {"count": (18, 64), **_FAR}),
+    (Level.CORE, {"count": (18,), **_PIECE, **_FARTHEST, "slots": ("scattered",), "block": (16,)}),
+    (Level.CORE, {"count": (256, 4096), **_PIECE, "sizes": ("2 x 64",), "slots": ("one run", "whole blocks"), "block": (16, 256, 4096)}),
+    (Level.CORE, {"count": (1, 2), **_PIECE, "sizes": ("8 x 4096", "64 x 8192"), "slots": ("scattered",), "block": (1,)}),
     (Level.CORE, {"count": (16, 64), **_LIKE_RUNS, "slots": _ALMOST, "form": ("[T]", "[B, 4]"), "block": (4, 16)}),
     (
         Level.CORE,
@@ -114,9 +132,10 @@ _TOKENS: Sequence[Tier] = (
 lead into the block before where one begins."""
 _ORDERS = ("one run", *(f"{which}, {how}" for which in ("sources", "destinations") for how in ("two swapped", "one skipped", "backwards")))
 _COPIED: Sequence[Tier] = (
-    (Level.CORE, {"count": (2, 17), **_UNLIKE_STRIDES, "sizes": ("1 x 8",)}),
+    (Level.CORE, {"count": (2, 17), **_UNLIKE_STRIDES, "sizes": ("2 x 8",)}),
     (Level.CORE, {"count": (1, 2, 16, 17, 65)}),
     (Level.CORE, {"count": (2,), **_ONCE, "sizes": ("1 x 64", "1 x 64 and 2 x 512"), "block": (513, 1023)}),
+    (Level.CORE, {"count": (1, 2), **_DENSE, "padding": ("none",), "sizes": ("1 x 64", "1 x 64 and 2 x 512"), "block": (512,)}),
     (Level.CORE, {"count": (1023, 1024, 1025), **_ONCE, "block": (1, 3)}),
     (Level.CORE, {"count": (4, 64), **_ONCE, "block": (1, 3), "padding": ("none",), "order": _ORDERS}),
     (Level.CORE, {**_ONE, "block": (1,), "padding": ("none",)}),
@@ -125,10 +144,13 @@ _COPIED: Sequence[Tier] = (
 )
 """A block of 513 slots of 64 elements of bfloat16 has a little more than 64 KiB, and one of 512 of them more than 1 MiB."""
 _UPDATED: Sequence[Tier] = (
-    (Level.CORE, {"count": (16, 257), **_UNLIKE_STRIDES}),
+    (Level.CORE, {"count": (16, 257), **_UNLIKE_STRIDES, "source": ("[B, H, q, D]", *_ROWS_APART)}),
     (Level.CORE, {"count": (1, 15, 16, 17, 257)}),
     (Level.CORE, {"count": (1, 3), **_ROW_BYTES, "rows": (1, 3)}),
     (Level.CORE, {"count": (1, 17), **_FAR, "rows": (1, 3)}),
+    (Level.CORE, {"count": (2,), **_LONG, **_FARTHEST, "rows": (1,), "form": ("[b]", "int")}),
+    (Level.CORE, {"count": (512, 1024), **_LONG, "sizes": ("1 x 64", "1 x 512"), "rows": (1, 3)}),
+    (Level.CORE, {"count": (2049, 4097), **_LONG, "sizes": ("1 x 8",), "rows": (3,), "form": ("[b]",)}),
     (Level.CORE, {"count": (17,), **_ONCE, "source": ("cut short",), "rows": (3,)}),
     (Level.CORE, {"count": (1, 5), **_ONCE, "lengths": ("alike at the ends", "alike but the last"), "rows": (5, 16), "form": ("[b]",)}),
     (Level.CORE, {"count": (1, 16), **_ONCE, "lengths": ("full",), "rows": (3,), "behind": (0,), "form": ("[b]", "int")}),
@@ -266,7 +288,7 @@ def slot_calls(op: str) -> Callable[[], Iterator[Case]]:
         geometry, reads = _geometry(sizes, dtype, num_blocks=room, block=block), op == "gather_paged"
         choose = random.Random(seed)  # noqa: S311 - the same in every run
         lists = [_arranged(slots, first, geometry, tokens, choose, twice=reads) for _ in range(_REPEATS if is_repeated else 1)]
-        lists[-1] = _padded(lists[-1], slots.rpartition(", ")[2], -1, geometry.capacity)
+        lists[: _BAD + 1][-1][:] = _padded(lists[: _BAD + 1][-1], slots.rpartition(", ")[2], -1, geometry.capacity)
         return [SlotCall(op, "", each, lead, geometry, **how) for each in lists]
 
     return lambda: _drawn(_SLOTS, _TOKENS, make)
@@ -281,7 +303,7 @@ def copies() -> Iterator[Case]:
         geometry = _geometry(sizes, dtype, num_blocks=2 * count + 2, block=block)
         pairs = _paired(order, geometry.num_blocks, count)
         lists = [[(src, dst) for src, dst in pairs[turn:] + pairs[:turn]] for turn in range(_REPEATS if is_repeated else 1)]
-        lists[-1] = _padded(lists[-1], padding, (-1, 0), (0, geometry.num_blocks))
+        lists[: _BAD + 1][-1][:] = _padded(lists[: _BAD + 1][-1], padding, (-1, 0), (0, geometry.num_blocks))
         return [Copy("", each, geometry=geometry, seed=seed, **how) for each in lists]
 
     return _drawn(_PAIRS, _COPIED, make)
@@ -308,8 +330,8 @@ def updates() -> Iterator[Case]:
         geometry = _geometry(sizes, dtype, num_blocks=rows + behind, block=first + count + 8 * (lengths != "full"))
         made = []
         for turn in range(_REPEATS if is_repeated else 1):
-            taken = _taken(lengths, first, rows, turn + seed)
-            if padding == "too long" and turn == (_REPEATS - 1 if is_repeated else 0):
+            taken = _taken(lengths, first, rows, _REPEATS - 1 - turn if is_repeated else seed)  # the last is 0 where the first is
+            if padding == "too long" and turn == (_BAD if is_repeated else 0):
                 taken[-1 if form.startswith("[b]") else 0] = first + 9
             given = taken[0] if form == "int" else taken[:1] if form in ("[1]", "[]") else taken
             shape = {"[]": (), "[1]": (1,)}.get(form)

@@ -12,9 +12,10 @@ from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry
 from kvdock_conformance.cases.paged import shuffled
 from kvdock_conformance.requirement import Case, Level
 
-__all__ = ["beside_the_pool", "far_slots", "far_updates"]
+__all__ = ["apart", "beside_the_pool", "far_slots", "far_updates"]
 
-_STEP = 2**31 + 64
+_BEYOND_24, _BEYOND_31 = 2**24 + 64, 2**31 + 64
+"""Steps in elements that 24 bits, and the integers of float32, cannot say; and 32 bits."""
 _FEW = Geometry(num_blocks=2, block=4)
 _ROW = _FEW.hk * _FEW.dk
 
@@ -37,19 +38,19 @@ def _side_by_side(drawing: Drawing, g: Geometry, count: int, *, is_behind: bool)
     return both.slice(0, pool, pool + g.capacity).split(0, (g.num_blocks, g.block)), both.slice(0, tokens, tokens + count)
 
 
-def _pool(drawing: Drawing) -> View:
-    """Return a pool of few blocks whose step is beyond 32 bits."""
-    return drawing.tensor(_FEW.dtype, _FEW.k_shape, gaps=(0, _STEP - _FEW.block * _ROW, 0, 0), fill="zeros")
+def _pool(drawing: Drawing, step: int) -> View:
+    """Return a pool of few blocks so many elements apart."""
+    return drawing.tensor(_FEW.dtype, _FEW.k_shape, gaps=(0, step - _FEW.block * _ROW, 0, 0), fill="zeros")
 
 
-def _rows(drawing: Drawing, *lead: int) -> View:
-    """Return few rows whose step is beyond 32 bits."""
-    gaps = [0] * (len(lead) - 1) + [0, _STEP - _ROW, 0]
+def _rows(drawing: Drawing, step: int, *lead: int) -> View:
+    """Return few rows so many elements apart."""
+    gaps = [0] * (len(lead) - 1) + [0, step - _ROW, 0]
     return drawing.tensor(_FEW.dtype, (*lead, _FEW.hk, _FEW.dk), gaps=gaps, fill="zeros")
 
 
-def far_slots(op: str) -> Iterator[Case]:
-    """Yield writes to few blocks or of few tokens, or reads of them, in steps that 32 bits cannot say."""
+def far_slots(op: str, step: int = _BEYOND_31, level: Level = Level.EXTENDED) -> Iterator[Case]:
+    """Yield writes to few blocks or of few tokens, or reads of them, in steps that so many bits cannot say."""
     is_read = op == "gather_paged"
     rows = ("k_out", "v_out") if is_read else ("k", "v")
     for name in ("k_cache", rows[0], "v_cache", rows[1]):
@@ -57,21 +58,39 @@ def far_slots(op: str) -> Iterator[Case]:
         args = dict(zip(("k_cache", "v_cache"), POOLS["nhd"](drawing, _FEW), strict=True))
         args |= zip(rows, SOURCES["contiguous"](drawing, _FEW, (2,)), strict=True)
         args["slot_mapping"] = drawing.tensor("int64", (2,), values=[7, 2])
-        distant = _pool(drawing) if name.endswith("_cache") else _rows(drawing, 2)
+        distant = _pool(drawing, step) if name.endswith("_cache") else _rows(drawing, step, 2)
         if name.endswith("_cache") == is_read:  # all that is read but these is zero
             distant = attrs.evolve(distant, values={"first": 1, "step": 1})
         made = call(op, **{argument: args[argument] for argument in CATALOG[op].arg_names if argument in args} | {name: distant})
-        yield Case(f"{name} in steps of {_STEP} elements", drawing.case(made), Level.EXTENDED)
+        yield Case(f"{name} in steps of {step} elements", drawing.case(made), level)
 
 
-def far_updates() -> Iterator[Case]:
-    """Yield updates of few rows of a cache, and of few new positions, in steps that 32 bits cannot say."""
+def far_updates(step: int = _BEYOND_31, level: Level = Level.EXTENDED) -> Iterator[Case]:
+    """Yield updates of few rows of a cache, and of few new positions, in steps that so many bits cannot say."""
     for name in ("k_cache", "k", "v_cache", "v"):
         drawing = Drawing()
         (k_cache, v_cache), (k, v) = POOLS["nhd"](drawing, _FEW), SOURCES["contiguous"](drawing, _FEW, (2, 2))
-        far = _pool(drawing) if name.endswith("_cache") else attrs.evolve(_rows(drawing, 2, 2), values={"first": 1, "step": 1})
+        is_pool = name.endswith("_cache")
+        far = _pool(drawing, step) if is_pool else attrs.evolve(_rows(drawing, step, 2, 2), values={"first": 1, "step": 1})
         args = {name: view.transpose(1, 2) for name, view in {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, name: far}.items()}
         lengths = drawing.tensor("int64", (2,), values=[2, 0])
-        yield Case(
-            f"{name} in steps of {_STEP} elements", drawing.case(call("static_update_", **args, cache_lengths=lengths)), Level.EXTENDED
-        )
+        yield Case(f"{name} in steps of {step} elements", drawing.case(call("static_update_", **args, cache_lengths=lengths)), level)
+
+
+def apart(op: str) -> Iterator[Case]:
+    """Yield calls on few blocks, or with few rows, whose steps 24 bits cannot say."""
+    if op == "static_update_":
+        yield from far_updates(_BEYOND_24, Level.CORE)
+    elif op in ("paged_caching_", "gather_paged"):
+        yield from far_slots(op, _BEYOND_24, Level.CORE)
+    else:
+        yield from _far_blocks(op, _BEYOND_24)
+
+
+def _far_blocks(op: str, step: int) -> Iterator[Case]:
+    for name in ("k_cache", "v_cache"):
+        drawing = Drawing()
+        pools = dict(zip(("k_cache", "v_cache"), POOLS["nhd"](drawing, _FEW), strict=True))
+        pools[name] = attrs.evolve(_pool(drawing, step), values={"first": 1, "step": 1})
+        made = [call(op, **pools, block_pairs=drawing.tensor("int64", (1, 2), values=pair)) for pair in ((1, 0), (0, 1))]
+        yield Case(f"{name} in steps of {step} elements", drawing.case(*made))

@@ -17,7 +17,7 @@ from kvdock.ops.catalog import CATALOG
 from kvdock_conformance.cases.computing import COMPUTING, Chooser
 from kvdock_conformance.cases.drawing import ITEMSIZE, Drawing, View, call
 from kvdock_conformance.cases.every_op import OPS, OpCall
-from kvdock_conformance.cases.layouts import Geometry, Pair
+from kvdock_conformance.cases.layouts import PACKED, POOLS, Geometry, Pair
 from kvdock_conformance.cases.numbers import finite
 from kvdock_conformance.cases.quantised import FORMS, QUANTISED, finite_bytes, scales
 
@@ -146,9 +146,8 @@ def _pool(choose: Chooser, drawing: Drawing, shape: Sequence[int], dtype: str) -
 
 
 def _pools(choose: Chooser, drawing: Drawing, g: Geometry) -> Pair:
-    if g.k_shape == g.v_shape and choose.one_of((True, False)):  # both in one tensor
-        both = drawing.tensor(g.dtype, (2, *g.k_shape), order=choose.one_of(((0, 1, 2, 3, 4), (1, 0, 2, 3, 4), (1, 2, 3, 0, 4))))
-        return both.select(0, 0), both.select(0, 1)
+    if choose.one_of((True, False)):  # both in one tensor
+        return POOLS[choose.one_of((*PACKED, *(["values inside keys"] if g.dk == g.dv else [])))](drawing, g)
     return _pool(choose, drawing, g.k_shape, g.dtype), _pool(choose, drawing, g.v_shape, g.dtype)
 
 

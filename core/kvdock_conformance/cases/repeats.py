@@ -9,26 +9,28 @@ from typing import Any
 import attrs
 
 from kvdock_conformance.cases.drawing import Drawing, call
-from kvdock_conformance.cases.every_op import OPS, OpCall
+from kvdock_conformance.cases.every_op import INDEX, OPS, OpCall, roomy
 from kvdock_conformance.cases.layouts import Geometry, Pair
 from kvdock_conformance.requirement import Case
 
 __all__ = ["repeats"]
 
 _SMALL = Geometry(num_blocks=8, block=8)
-_INDICES: Mapping[str, tuple[str, tuple[int, ...]]] = MappingProxyType(
+_ROW = _SMALL.hk * _SMALL.dk
+_INDICES: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {
-        "paged_caching_": ("slot_mapping", (5, 0, 63, 7)),
-        "gather_paged": ("slot_mapping", (5, 0, 63, 5)),
-        "static_update_": ("cache_lengths", (4, 0, 4, 1, 2, 3, 0, 4)),
-        "copy_blocks_": ("block_pairs", (0, 1, 2, 3, 4, 5, 0, 7)),
+        "paged_caching_": (5, 0, 63, 7),
+        "gather_paged": (5, 0, 63, 5),
+        "static_update_": (4, 0, 4, 1, 2, 3, 0, 4),
+        "copy_blocks_": (0, 1, 2, 3, 4, 5, 0, 7),
     }
 )
-"""By op: the argument that holds indices, and some with the first place and the last."""
+"""By op: indices with the first place and the last."""
 _PADDED: Mapping[str, tuple[int, ...]] = MappingProxyType(
-    {"paged_caching_": (5, -1, 63, -7), "gather_paged": (-7, 0, -1, 5), "copy_blocks_": (0, 1, 2, 3, -1, 5, 6, -1)}
+    {"paged_caching_": (5, -1, 63, -7), "gather_paged": (5, 0, -1, -7), "copy_blocks_": (0, 1, 2, 3, -1, 5, 6, -1)}
 )
-"""By op: indices with padding, where there is any."""
+"""By op: indices that begin like those, with padding, where there is any."""
+_COUNTS = (1, 1, 1, 1, 5, 18, 84, 2)
 
 
 def repeats() -> Iterator[Case]:
@@ -38,23 +40,29 @@ def repeats() -> Iterator[Case]:
             drawing = Drawing()
             caches = OpCall(op, tokens=4, geometry=_SMALL).caches(drawing)
             yield Case(f"{op}, {text}", drawing.case(*_calls(op, drawing, caches if is_shared else None)))
+        drawing, most = Drawing(), OpCall(op, geometry=roomy(op, max(_COUNTS)))
+        caches = most.caches(drawing)
+        counts = [attrs.evolve(most, tokens=count, seed=seed).call(drawing, caches) for seed, count in enumerate(_COUNTS)]
+        yield Case(f"{op}, ever more", drawing.case(*counts))
 
 
 def _calls(op: str, drawing: Drawing, caches: Pair | None) -> Iterator[dict[str, Any]]:
     """Yield calls that are remembered, and between them those that look like them and are not."""
-    first, (name, good) = OpCall(op, tokens=4, geometry=_SMALL), _INDICES[op]
+    first, name, good = OpCall(op, tokens=4, geometry=_SMALL), INDEX[op], _INDICES[op]
 
-    def made(seed: int, *, past: int = 0, index: dict[str, Any] | None = None, **other: Any) -> dict[str, Any]:
+    def made(seed: int, *, past: int = 0, index: dict[str, Any] | None = None, last: int | None = None, **other: Any) -> dict[str, Any]:
         args: dict[str, Any] = attrs.evolve(first, seed=seed, **other).arguments(drawing, caches)
         rows = {key: _moved(drawing, args[key], past) for key in ("k", "v", "k_out", "v_out") if key in args}
+        if last is not None:  # a row of one number, and one of another
+            rows = {key: attrs.evolve(row, values=[5] * _ROW + [last] * _ROW) for key, row in rows.items()}
         changed: Any = attrs.evolve(args[name], **(index or {}))
         return call(op, **(args | rows | {name: changed}))
 
     yield from (made(seed) for seed in range(4))
     yield made(4, index={"values": good})
+    yield made(5, index={"values": _PADDED.get(op, good)})
+    yield from (made(5, index={"values": good}, last=last) for last in (6, 7))
     yield made(5)
-    if op in _PADDED:
-        yield made(5, index={"values": _PADDED[op]})
     yield made(6, index={"dtype": "int32"})
     yield made(7, past=2)
     yield from (made(seed) for seed in range(8, 10))

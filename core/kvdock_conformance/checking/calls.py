@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
+
+import torch
 
 import kvdock
 from kvdock_conformance.checking.failure import NonconformanceError
@@ -17,7 +20,13 @@ Reference = Callable[..., Sequence[tuple[int, ...]]]
 
 
 def check_calls(
-    target: Target, data: Mapping[str, Any], reference: Reference, index: Callable[[Sequence[int]], str], *, counted: bool = True
+    target: Target,
+    data: Mapping[str, Any],
+    reference: Reference,
+    index: Callable[[Sequence[int]], str],
+    *,
+    counted: bool = True,
+    also: Sequence[Target] = (),
 ) -> None:
     """Make the calls of a case, and compare all memory with the reference's after each.
 
@@ -29,45 +38,112 @@ def check_calls(
         reference: what the op means.
         index: names a place that the reference skipped as an error must name it: ``slot_mapping[3]``.
         counted: whether what is skipped on a device is counted: writes are, reads are not.
+        also: other ways to the backend, which must do the same, each on memory of its own.
 
     Raises:
         NonconformanceError: a byte differs; an index out of range neither raised as it must nor was skipped and counted.
     """
-    memory = Arenas(data["arenas"], target.device)
-    for place in data.get("places", ()):
-        memory.tensor(place)
-    # The reference runs on a copy of all memory, gaps and margins too, so that one comparison finds every stray byte. What was
-    # compared is alike, so that the copy serves the next call too.
-    expected = memory.copy()
-    args: dict[str, Any] = {}
-    for call in data["calls"]:
-        for side in (memory, expected) if call.get("again") else ():
-            side.change(call["args"])
-        args = {
-            name: args[name] if call.get("again") and isinstance(spec, Mapping) else memory.tensor(spec)
+    told: list[_Told] = []
+    # One way after the other, not in turns: a call is to be behind its like.
+    for way in (_Way(each, Arenas(data["arenas"], target.device)) for each in (target, *also)):
+        for place in data.get("places", ()):
+            way.memory.tensor(place)
+        for number, call in enumerate(data["calls"]):
+            if number == len(told):
+                # The reference runs on a copy of all memory, gaps and margins too, so that one comparison finds every stray byte. What
+                # was compared is alike, so that the copy serves the next call too, unless another way needs it.
+                before = told[-1].expected if told else way.memory
+                told.append(_Told(before.copy() if also or not told else before, call))
+            way.make(call)
+            told[number].refer(reference, index, is_error=way.error is not None)
+            way.check(call, told[number], counted=counted)
+
+
+class _Told:
+    """What memory must be behind a call, and which places are out of range.
+
+    Args:
+        expected: memory before it, which is written to.
+        call: the call.
+    """
+
+    def __init__(self, expected: Arenas, call: Mapping[str, Any]) -> None:
+        self.expected, self.call = expected, call
+        if call.get("again"):
+            expected.change(call["args"])
+        self.twins = {name: expected.tensor(spec) for name, spec in call["args"].items()}
+        self.names: list[str] | None = None
+        self.is_error = False
+
+    def refer(self, reference: Reference, index: Callable[[Sequence[int]], str], *, is_error: bool) -> None:
+        """Let the reference tell once; where there was an error, nothing may have been written.
+
+        Raises:
+            NonconformanceError: there was one, and none the other way.
+        """
+        if self.names is None:
+            aside = self.expected.copy() if is_error else self.expected
+            twins = {name: aside.tensor(spec) for name, spec in self.call["args"].items()} if is_error else self.twins
+            self.names = [index(place) for place in reference(*(twin for name, twin in twins.items() if not name.endswith("_scale")))]
+            self.is_error = is_error
+        if is_error is not self.is_error:
+            expected, got = ("an IndexRangeError", "none")[:: 1 if self.is_error else -1]
+            raise NonconformanceError(f"{self.call['op']}, bound to its pools", expected=expected, got=got)
+
+
+class _Way:
+    """A way to the backend, and what came of its last call.
+
+    Args:
+        target: the way.
+        memory: its own.
+    """
+
+    def __init__(self, target: Target, memory: Arenas) -> None:
+        self.target, self.memory = target, memory
+        self.args: dict[str, Any] = {}
+        self.error: kvdock.IndexRangeError | None = None
+        self.skipped = 0
+
+    def make(self, call: Mapping[str, Any]) -> None:
+        """Make a call, and note the error for an index out of range, and how many writes were skipped."""
+        is_again = call.get("again")
+        if is_again:
+            self.memory.change(call["args"])
+        self.args = {
+            name: self.args[name] if is_again and isinstance(spec, Mapping) else self.memory.tensor(spec)
             for name, spec in call["args"].items()
         }
-        twins = {name: expected.tensor(spec) for name, spec in call["args"].items()}
-        before = target.skipped()
-        error = _range_error(target, call["op"], args)
-        if error is not None:  # nothing may have been written
-            aside = expected.copy()
-            twins = {name: aside.tensor(spec) for name, spec in call["args"].items()}
-        names = [index(place) for place in reference(*(twin for name, twin in twins.items() if not name.endswith("_scale")))]
-        check_range_error(target, call["op"], error, names, given_as_int=_gives_ints(call))
-        compare(memory, expected, call["args"], call["op"] if error is None else f"{call['op']} raised and wrote")
-        count = len(names) if counted and error is None else 0
-        if target.skipped() - before != count:
-            raise NonconformanceError(f"{call['op']}: writes counted as skipped", expected=count, got=target.skipped() - before)
+        before, self.error = self.target.skipped(), None
+        try:
+            self.target.call(call["op"], self.args)
+        except kvdock.IndexRangeError as error:
+            self.error = error
+        self.skipped = self.target.skipped() - before
+
+    def check(self, call: Mapping[str, Any], told: _Told, *, counted: bool) -> None:
+        """Check what the call has written, raised and counted."""
+        names = told.names or []
+        count = len(names) if counted and self.error is None else 0
+        check_range_error(self.target, call["op"], self.error, names, given_as_int=_gives_ints(call))
+        if self.error is not None and _shown(self.error, self.args) not in str(self.error):
+            value = _shown(self.error, self.args)
+            raise NonconformanceError(
+                f"{call['op']}: text of the IndexRangeError", expected=f"the value that is there, {value}", got=self.error
+            )
+        compare(self.memory, told.expected, call["args"], call["op"] if self.error is None else f"{call['op']} raised and wrote")
+        if self.skipped != count:
+            raise NonconformanceError(f"{call['op']}: writes counted as skipped", expected=count, got=self.skipped)
 
 
-def _range_error(target: Target, op: str, args: dict[str, Any]) -> kvdock.IndexRangeError | None:
-    """Make a call, and return the error for an index out of range if it raises one."""
-    try:
-        target.call(op, args)
-    except kvdock.IndexRangeError as error:
-        return error
-    return None
+def _shown(error: Exception, args: Mapping[str, Any]) -> str:
+    """Return how an error shows the value at the place that it names: ``cache_lengths``, or ``slot_mapping[0, 3]``."""
+    found = re.search(r"(\w+)(?:\[([\d, ]+)\])?(?=: )", str(error).partition(": ")[2])
+    value = args.get(found[1]) if found else None
+    if not isinstance(value, torch.Tensor):
+        return "" if value is None else f"got {value}"
+    place = tuple(map(int, found[2].split(","))) if found and found[2] else (0,) * value.dim()
+    return f"got {int(value[place])}" if len(place) == value.dim() else ""
 
 
 def _gives_ints(call: Mapping[str, Any]) -> bool:

@@ -6,27 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvdock
-from kvdock_conformance.checking.calls import check_calls, check_inputs, expect_refusal
+from kvdock_conformance.checking.calls import expect_refusal
 from kvdock_conformance.checking.memory import Arenas, compare
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.reference import copy_blocks_
 
-__all__ = ["check_copy", "check_copy_forms", "check_copy_inputs", "check_pairs_refused", "pair_name"]
+__all__ = ["check_copy_forms", "check_pairs_refused", "pair_name"]
 
 
 def pair_name(place: Sequence[int]) -> str:
     """Return how an error about the id of a pair begins: ``block_pairs[3, `` and then 0 for the source or 1 for the destination."""
     return f"block_pairs[{place[0]}, "
-
-
-def check_copy(target: Target, data: Mapping[str, Any]) -> None:
-    """Check copies against the reference."""
-    check_calls(target, data, copy_blocks_, pair_name)
-
-
-def check_copy_inputs(target: Target, data: Mapping[str, Any]) -> None:
-    """Check that pairs are not changed."""
-    check_inputs(target, data, ("k_cache", "v_cache"))
 
 
 def check_copy_forms(target: Target, data: Mapping[str, Any]) -> None:

@@ -8,29 +8,19 @@ from typing import Any
 import torch
 
 import kvdock
-from kvdock_conformance.checking.calls import check_calls, check_inputs, check_range_error
+from kvdock_conformance.checking.calls import check_range_error
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.memory import BITS, Arenas, compare, text_of
 from kvdock_conformance.checking.quantised import per_element
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.reference import gather_paged
 
-__all__ = ["check_dequantised", "check_gather", "check_gather_inputs", "check_returned", "check_returns_out", "gathered_slot"]
+__all__ = ["check_dequantised", "check_returned", "check_returns_out", "gathered_slot"]
 
 
 def gathered_slot(place: Sequence[int]) -> str:
     """Return how an error names a slot: ``slot_mapping[0, 3]``."""
     return f"slot_mapping{list(place)}"
-
-
-def check_gather(target: Target, data: Mapping[str, Any]) -> None:
-    """Check reads into given outputs against the reference."""
-    check_calls(target, data, gather_paged, gathered_slot, counted=False)
-
-
-def check_gather_inputs(target: Target, data: Mapping[str, Any]) -> None:
-    """Check that pools and slots are not changed."""
-    check_inputs(target, data, ("k_out", "v_out"))
 
 
 def check_returns_out(target: Target, data: Mapping[str, Any]) -> None:

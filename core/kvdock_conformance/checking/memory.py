@@ -98,7 +98,7 @@ def filled(arena: Mapping[str, Any], device: torch.device) -> torch.Tensor:
     if arena.get("fill") == "zeros":  # numpy's zeros take up no memory until they are written
         return torch.from_numpy(np.zeros(count, np.uint8)) if on_host else torch.zeros(count, dtype=torch.uint8, device=device)
     # Random and not zero, so that a byte that was written by mistake differs from what was there.
-    content = _numbers(arena, count) if "dtype" in arena else np.random.default_rng(arena["seed"]).integers(0, 256, count, dtype=np.uint8)
+    content = _numbers(arena, count) if "dtype" in arena else _random(arena["seed"], count)
     if not on_host:
         return torch.from_numpy(content).to(device)
     room = np.empty(count + 64 + shift, dtype=np.uint8)
@@ -106,6 +106,11 @@ def filled(arena: Mapping[str, Any], device: torch.device) -> torch.Tensor:
     start = -room.ctypes.data % 64 + shift
     room[start : start + count] = content
     return torch.from_numpy(room[start : start + count])
+
+
+def _random(seed: int, count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return random bytes: made as numbers of eight, which takes a third of the time."""
+    return np.random.default_rng(seed).integers(0, 2**64, -(-count // 8), dtype=np.uint64).view(np.uint8)[:count]
 
 
 def _numbers(arena: Mapping[str, Any], count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -290,10 +290,10 @@ def check_clear_elsewhere(target: Target, data: Mapping[str, Any]) -> None:
         watch.check_ends(calls.op)
 
 
-def _request(target: Target, data: Mapping[str, Any]) -> kvdock.plugin.Request:
-    """Return the request of a case's first call."""
+def _request(target: Target, data: Mapping[str, Any], number: int = 0) -> kvdock.plugin.Request:
+    """Return the request of a call of a case: the first."""
     calls = _Calls(target, data)
-    return validate(schema_of(calls.op), calls.in_order(0))
+    return validate(schema_of(calls.op), calls.in_order(number))
 
 
 def check_workspace(target: Target, data: Mapping[str, Any]) -> None:
@@ -352,13 +352,15 @@ def check_releases(target: Target, data: Mapping[str, Any]) -> None:
 
 
 def check_supports(target: Target, data: Mapping[str, Any]) -> None:
-    """Check what a kernel answers about requests of every dtype, each asked twice.
+    """Check what a kernel answers about requests of every dtype, each asked twice; those of the last call in the other order.
 
     Raises:
-        NonconformanceError: an answer is no list of texts, differs from the one before, or asking changed the request.
+        NonconformanceError: an answer is no list of texts, differs from the one before, goes by what was asked before it, or asking
+            changed the request.
     """
-    op, request = data["calls"][0]["op"], _request(target, data)
-    for dtype in (*COPY_DTYPES, *QUANTISED_DTYPES):
+    op, served, dtypes = data["calls"][0]["op"], dict[Any, bool](), (*COPY_DTYPES, *QUANTISED_DTYPES)
+    requests = [_request(target, data, number) for number in (0, -1)]
+    for request, dtype in (*((requests[0], dtype) for dtype in dtypes), *((requests[1], dtype) for dtype in reversed(dtypes))):
         asked = _with_dtype(request, dtype)
         answers = []
         for _ in range(2):
@@ -368,6 +370,9 @@ def check_supports(target: Target, data: Mapping[str, Any]) -> None:
                 raise NonconformanceError(f"{op}: a request after supports()", expected=asked, got=given)
         if answers[0] != answers[1]:
             raise NonconformanceError(f"{op}: supports() of {dtype}, asked twice", expected=answers[0], got=answers[1])
+        if served.setdefault(dtype, not answers[0]) == bool(answers[0]):
+            what = f"{op}: supports() of {dtype} in two sizes, behind other dtypes and before them"
+            raise NonconformanceError(what, expected="both or none", got=answers[0] or "no reason against the second alone")
 
 
 def _answer(what: str, answer: object) -> list[str]:

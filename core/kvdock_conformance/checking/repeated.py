@@ -27,6 +27,7 @@ __all__ = [
     "BoundTarget",
     "Listener",
     "check_autograd",
+    "check_called",
     "check_computed",
     "check_quiet",
     "check_repeated",
@@ -72,15 +73,23 @@ PLACES: Mapping[str, Callable[[Sequence[int]], str]] = {
 """How an error of each op names an index."""
 
 
+def check_called(target: Target, data: Mapping[str, Any], *also: Target) -> None:
+    """Check the calls of a case as a user makes them.
+
+    Raises:
+        NonconformanceError: a byte differs, or an index out of range neither raised as it must nor was skipped and counted.
+    """
+    op = data["calls"][0]["op"]
+    check_calls(target, data, REFERENCES[op], _place_names(data), counted=op != "gather_paged", also=also)
+
+
 def check_repeated(target: Target, data: Mapping[str, Any]) -> None:
     """Check the calls of a case as a user makes them, and bound to their pools.
 
     Raises:
         NonconformanceError: a byte differs, or an index out of range neither raised as it must nor was skipped and counted.
     """
-    op = data["calls"][0]["op"]
-    for way in (target, BoundTarget(target.name, target.setup, str(target.device))):
-        check_calls(way, data, REFERENCES[op], _place_names(data), counted=op != "gather_paged")
+    check_called(target, data, BoundTarget(target.name, target.setup, str(target.device)))
 
 
 def memory_of(target: Target, data: Mapping[str, Any]) -> Arenas:

@@ -14,6 +14,7 @@ import torch
 
 from kvdock.ops.validate import validate
 from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.growth import held
 from kvdock_conformance.checking.meaning import in_order, kernel_of, schema_of
 from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.checking.resources import made_calls
@@ -81,12 +82,13 @@ def _error_within(count: int, call: Callable[[], object]) -> BaseException | Non
     return None
 
 
-def _workspace(target: Target, op: str, args: Mapping[str, Any]) -> int:
-    """Return what a plan says of its scratch memory behind a call."""
-    values = in_order(op, args)
+def _workspace(target: Target, op: str, *calls: Mapping[str, Any]) -> int:
+    """Return what a plan says of its scratch memory behind calls."""
+    every = [in_order(op, args) for args in calls]
     with target.backend.device_guard(target.device):
-        plan = kernel_of(target, op).prepare(validate(schema_of(op), values))
-        plan(*values)
+        plan = kernel_of(target, op).prepare(validate(schema_of(op), every[0]))
+        for values in every:
+            plan(*values)
         said = plan.workspace_bytes
         plan.destroy()
     return said
@@ -110,18 +112,28 @@ def check_scratch_within(target: Target, data: Mapping[str, Any]) -> None:
     allocator alone can be asked.
 
     Raises:
-        NonconformanceError: it needs more, or gets it elsewhere.
+        NonconformanceError: it needs more, gets it elsewhere, or keeps it.
     """
     op, (few, many) = data["calls"][0]["op"], made_calls(Arenas(data["arenas"], target.device), data)
     for _ in range(3):
         target.call(op, few)
+    before = _in_use(target.device)
     got, is_torchs = _beyond(target.device, data["spare"], lambda: target.call(op, many))
-    if not got:
-        return
-    said = _workspace(target, op, many)
+    said = _workspace(target, op, few, many) if got else 0
     limit = data["spare"] + min(said, data["most"])
-    if is_torchs and limit > data["spare"]:
+    if got and is_torchs and limit > data["spare"]:
         got, _ = _beyond(target.device, limit, lambda: target.call(op, many))
     if got:
         expected = f"at most {limit} bytes, all of torch's allocator; workspace_bytes is {said}"
         raise NonconformanceError(f"{op}: scratch memory of a call", expected=expected, got=got)
+    kept = _in_use(target.device) - before
+    if kept > data["spare"]:
+        expected = f"at most {data['spare']} bytes"
+        raise NonconformanceError(f"{op}: memory that is kept behind a call", expected=expected, got=f"{kept} bytes")
+
+
+def _in_use(device: torch.device) -> int:
+    """Return how many bytes of a device are in use, or of the host those that malloc has given; 0 where nobody tells."""
+    found = held(device)
+    on_host = 16 * found.get("units of 16 bytes of malloc", 0)
+    return on_host if device == HOST else found.get("bytes that torch holds of the device", 0)

@@ -83,6 +83,7 @@ class ProcessSettings:
                 lambda: dict(vars(torch._tensor_str.PRINT_OPTS)),
                 lambda was: vars(torch._tensor_str.PRINT_OPTS).update(was),
             ),
+            "torch's check for NaN": (torch.is_anomaly_check_nan_enabled, lambda was: None),
             "torch's inference mode": (torch.is_inference_mode_enabled, lambda was: None),
             "torch's autocast": (lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")), lambda was: None),
             "torch's modes that see functions": (torch._C._len_torch_function_stack, lambda was: None),

@@ -38,6 +38,7 @@ def check_surroundings(target: Target, data: Mapping[str, Any]) -> None:
     inside, plain, again, within, untouched = (Arenas(data["arenas"], target.device) for _ in range(5))
     for call in data["calls"]:
         _arguments(untouched, call)
+    runtime.default().dispatcher.descriptors.clear()
     warned = {inside: _warned(target, data, inside, data["surroundings"]), plain: _warned(target, data, plain)}
     runtime.default().dispatcher.descriptors.clear()
     warned |= {again: _warned(target, data, again), within: _warned(target, data, within, data["surroundings"])}
@@ -74,8 +75,8 @@ def _warned(target: Target, data: Mapping[str, Any], memory: Arenas, surrounding
                 target.call(call["op"], args)
             except Warning:
                 warned.append(call)
-            except kvdock.UnsupportedError:
-                pass  # which is for others to ask
+            except (kvdock.UnsupportedError, kvdock.IndexRangeError):
+                pass  # which is for others to ask: here, what is left behind an error too
     return warned
 
 
@@ -144,6 +145,15 @@ def _timers() -> Iterator[None]:
             signal.setitimer(number, 0)
 
 
+@contextlib.contextmanager
+def _blocked(number: signal.Signals) -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _own_settings(device: torch.device) -> AbstractContextManager[None]:
     """Return a block in which much is not as it is at first, for whoever resets it in place of leaving it."""
     return _all_of(
@@ -152,7 +162,10 @@ def _own_settings(device: torch.device) -> AbstractContextManager[None]:
         _set(torch.set_flush_denormal, True, False),
         mock.patch.object(torch._tensor_str.PRINT_OPTS, "precision", 3),
         torch.no_grad(),
-        torch.autograd.set_detect_anomaly(True),
+        torch.autograd.set_detect_anomaly(True, check_nan=False),
+        _set(torch.set_deterministic_debug_mode, "warn", torch.get_deterministic_debug_mode()),
+        _set(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
+        _blocked(signal.SIGWINCH),
         _set(torch.set_float32_matmul_precision, "medium", torch.get_float32_matmul_precision()),
         _set(sys.setswitchinterval, 0.004, sys.getswitchinterval()),
         _set(sys.setrecursionlimit, sys.getrecursionlimit() + 9, sys.getrecursionlimit()),

@@ -33,6 +33,7 @@ AREAS = (
     "devices",
     "device_guards",
     "hygiene",
+    "hygiene_calls",
     "resources",
     "reads",
     "threads",

@@ -53,10 +53,11 @@ def _a_plan_for_each_count(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class OwnKernel(kvdock.plugin.Kernel):
-    """A kernel that does what the backend's own does."""
+    """A kernel that does what the backend's own does, and has room to keep something."""
 
     def __init__(self, inner: kvdock.plugin.Kernel) -> None:
         self._inner = inner
+        self.kept: dict[Any, Any] = {}
 
     def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         """Ask the backend."""
@@ -76,10 +77,10 @@ class OwnKernel(kvdock.plugin.Kernel):
 
 
 class OwnPlan(kvdock.plugin.Descriptor):
-    """A plan that does what the backend's own does."""
+    """A plan that does what the backend's own does, and has something of its kernel's."""
 
-    def __init__(self, inner: kvdock.plugin.Descriptor) -> None:
-        self.inner = inner
+    def __init__(self, inner: kvdock.plugin.Descriptor, own: Any = None) -> None:
+        self.inner, self.own = inner, own
 
     def __call__(self, *args: Any) -> None:
         """Make the call."""
@@ -100,14 +101,10 @@ class OwnPlan(kvdock.plugin.Descriptor):
 class _FoundByShapes(OwnKernel):
     """Keeps the strides of the first cache of each shape."""
 
-    def __init__(self, inner: kvdock.plugin.Kernel) -> None:
-        super().__init__(inner)
-        self._first: dict[Any, tuple[int, ...] | None] = {}
-
     def _strides(self, request: kvdock.plugin.Request) -> tuple[int, ...] | None:
         """Return the strides of the first cache of this one's shape."""
         meta = request.tensor("k_cache")
-        return self._first.setdefault((meta.shape, meta.dtype), meta.strides)
+        return self.kept.setdefault((meta.shape, meta.dtype), meta.strides)
 
     def altered(self, request: kvdock.plugin.Request) -> kvdock.plugin.Request:
         """Ask for the first strides: a plan may hold them from the start."""
@@ -123,38 +120,45 @@ class _FoundByShapes(OwnKernel):
 class _OldStrides(OwnPlan):
     """Sees the key cache by strides that were those of another."""
 
-    def __init__(self, inner: kvdock.plugin.Descriptor, strides: tuple[int, ...]) -> None:
-        super().__init__(inner)
-        self._strides = strides
-
     def __call__(self, k_cache: torch.Tensor, *args: Any) -> None:
-        self.inner(restrided(k_cache, self._strides), *args)
+        self.inner(restrided(k_cache, self.own), *args)
 
 
 @FAULTS.kernel(_WRITE, "desc-found-by-all-but-alignment", "A plan is found by all but the alignment of its tensors.", "KVD-DESC-004")
 class _FoundByAllButAlignment(OwnKernel):
     """Keeps the alignment of the first request that is otherwise the same."""
 
-    def __init__(self, inner: kvdock.plugin.Kernel) -> None:
-        super().__init__(inner)
-        self._first: dict[Any, int] = {}
-
     def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
         metas = [meta for meta in request.args.values() if isinstance(meta, TensorMeta)]
         key = tuple((meta.dtype, meta.shape, meta.strides) for meta in metas)
-        return _WideReads(plan, self._first.setdefault(key, request.tensor("k").alignment))
+        return _WideReads(plan, self.kept.setdefault(key, request.tensor("k").alignment))
 
 
 class _WideReads(OwnPlan):
     """Reads keys from the multiple of so many bytes at or before them."""
 
-    def __init__(self, inner: kvdock.plugin.Descriptor, alignment: int) -> None:
-        super().__init__(inner)
-        self._alignment = alignment
-
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, *args: Any) -> None:
-        past = k.data_ptr() % self._alignment // k.element_size()
+        past = k.data_ptr() % self.own // k.element_size()
         self.inner(k_cache, v_cache, restrided(k, k.stride(), -past), *args)
+
+
+@FAULTS.kernel(_WRITE, "desc-capacity-of-the-last-plan", "Slots are checked against the pool that was prepared for last.", "KVD-DESC-003")
+class _LastCapacity(OwnKernel):
+    """Keeps one capacity."""
+
+    capacity = 0
+
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
+        blocks, block, *_ = request.tensor("k_cache").shape
+        self.capacity = (blocks or 0) * (block or 0)
+        return _CheckedByKernel(plan, self)
+
+
+class _CheckedByKernel(OwnPlan):
+    def __call__(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, *args: Any
+    ) -> None:
+        self.inner(k_cache, v_cache, k, v, slots.masked_fill(slots >= self.own.capacity, -1), *args)
 
 
 # Sharing what is not theirs
@@ -189,12 +193,9 @@ class _Mortal(OwnPlan):
 class _OneForAll(OwnKernel):
     """Keeps descriptors by request."""
 
-    def __init__(self, inner: kvdock.plugin.Kernel) -> None:
-        super().__init__(inner)
-        self._kept: dict[str, kvdock.plugin.Descriptor] = {}
-
     def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
-        return self._kept.setdefault(repr(request), plan)
+        found: kvdock.plugin.Descriptor = self.kept.setdefault(repr(request), plan)
+        return found
 
 
 @FAULTS.kernel(
@@ -212,15 +213,11 @@ class _SharedArguments(OwnKernel):
 class _UsesBuffer(OwnPlan):
     """Takes its arguments by way of its kernel."""
 
-    def __init__(self, inner: kvdock.plugin.Descriptor, kernel: _SharedArguments) -> None:
-        super().__init__(inner)
-        self._kernel = kernel
-
     def __call__(self, *args: Any) -> None:
         """Make the call that is in the buffer by the time the device gets there."""
-        self._kernel.arguments = args
+        self.own.arguments = args
         time.sleep(0.01)
-        self.inner(*self._kernel.arguments)
+        self.inner(*self.own.arguments)
 
 
 @FAULTS.kernel(
@@ -262,28 +259,17 @@ class _FreesAll(OwnKernel):
 class _Freeing(OwnPlan):
     """Frees the compiled kernel when it is destroyed."""
 
-    def __init__(self, inner: kvdock.plugin.Descriptor, kernel: _FreesAll) -> None:
-        super().__init__(inner)
-        self._kernel = kernel
-
     def __call__(self, *args: Any) -> None:
-        if self._kernel.is_loaded:
+        if self.own.is_loaded:
             self.inner(*args)
 
     def destroy(self) -> None:
-        self._kernel.is_loaded = False
+        self.own.is_loaded = False
 
 
-@FAULTS.kernel(
+@FAULTS.planned(
     _WRITE, "desc-destroyed-again-when-collected", "A plan is destroyed once more when it is collected.", "KVD-DESC-005", "KVD-DESC-008"
 )
-class _DestroyedTwice(OwnKernel):
-    """Makes plans that clean up after themselves."""
-
-    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
-        return _CleansUp(plan)
-
-
 class _CleansUp(OwnPlan):
     """Destroys itself when it is collected, whoever did so before, and outside of any guard."""
 
@@ -291,12 +277,7 @@ class _CleansUp(OwnPlan):
         self.destroy()
 
 
-@FAULTS.kernel(_COPY, "desc-destroy-raises", "Destroying a plan raises.", "KVD-DESC-005")
-class _DestroyRaises(OwnKernel):
-    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
-        return _Undestroyable(plan)
-
-
+@FAULTS.planned(_COPY, "desc-destroy-raises", "Destroying a plan raises.", "KVD-DESC-005")
 class _Undestroyable(OwnPlan):
     def destroy(self) -> None:
         raise RuntimeError("invalid handle")
@@ -317,14 +298,7 @@ class _DestroysItself(OwnKernel):
         return self.running
 
 
-@FAULTS.kernel(_STATIC, "desc-tensors-kept", "A plan keeps the arguments of its last call.", "KVD-DESC-011")
-class _TensorsKept(OwnKernel):
-    """Makes plans that remember."""
-
-    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
-        return _Remembers(plan)
-
-
+@FAULTS.planned(_STATIC, "desc-tensors-kept", "A plan keeps the arguments of its last call.", "KVD-DESC-011")
 class _Remembers(OwnPlan):
     """Keeps its arguments."""
 
@@ -348,14 +322,7 @@ class _WorkspaceUnknown(OwnKernel):
         return found
 
 
-@FAULTS.kernel(_STATIC, "desc-workspace-grows-negative", "After a call, a plan says that it needs less than nothing.", "KVD-DESC-009")
-class _WorkspaceNegative(OwnKernel):
-    """Makes plans that give back more than they took."""
-
-    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
-        return _GivesBack(plan)
-
-
+@FAULTS.planned(_STATIC, "desc-workspace-grows-negative", "After a call, a plan says that it needs less than nothing.", "KVD-DESC-009")
 class _GivesBack(OwnPlan):
     """Counts what it gives back, and not what it takes."""
 
@@ -397,3 +364,13 @@ class _ChangesTheRequest(OwnKernel):
             if isinstance(meta, TensorMeta):
                 args[name] = attrs.evolve(meta, alignment=32)
         return self._inner.supports(request)
+
+
+@FAULTS.kernel(_WRITE, "desc-answers-known-by-shape", "supports() remembers its answers by shapes, whatever the dtypes.", "KVD-DESC-010")
+class _KnownByShape(OwnKernel):
+    """Keeps the first answer about each shape."""
+
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
+        shapes = str([request.tensor(name).shape for name in ("k_cache", "v_cache")])
+        found: Sequence[str] = self.kept.setdefault(shapes, self._inner.supports(request))
+        return found

@@ -12,6 +12,7 @@ import torch
 
 import kvdock
 from kvdock_conformance.cases.every_op import OPS
+from kvdock_conformance.faults.descriptors import OwnKernel, OwnPlan
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults
 from kvdock_conformance.faults.tensors import bits
 
@@ -247,21 +248,8 @@ def _cleared_first(function: Function) -> Function:
 # Kernels
 
 
-class _PickyKernel(kvdock.plugin.Kernel):
-    """A kernel that does what the backend's own does, or raises."""
-
-    def __init__(self, inner: kvdock.plugin.Kernel) -> None:
-        self._inner = inner
-
-    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
-        return self._inner.supports(request)
-
-    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
-        return self._inner.prepare(request)
-
-
 @FAULTS.kernel(_WRITE, "error-raised-by-supports", "supports() raises a KeyError about a dtype that it does not know.", "KVD-ERROR-015")
-class _SupportsRaises(_PickyKernel):
+class _SupportsRaises(OwnKernel):
     """Knows two dtypes."""
 
     def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
@@ -270,7 +258,7 @@ class _SupportsRaises(_PickyKernel):
 
 
 @FAULTS.kernel(_STATIC, "error-raised-by-prepare", "prepare() raises about what supports() had nothing against.", "KVD-ERROR-015")
-class _PrepareRaises(_PickyKernel):
+class _PrepareRaises(OwnKernel):
     """Compiles for rows of whole words only, and says so late."""
 
     def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
@@ -280,28 +268,21 @@ class _PrepareRaises(_PickyKernel):
 
 
 @FAULTS.kernel(_STATIC, "error-leaves-a-kernel-busy", "A kernel of which one call has raised takes itself for busy.", "KVD-ERROR-014")
-class _LeftBusy(_PickyKernel):
+class _LeftBusy(OwnKernel):
     """Serves one call at a time."""
 
     is_busy = False
 
-    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
-        return _BusyPlan(self, self._inner.prepare(request))
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
+        return _BusyPlan(plan, self)
 
 
-class _BusyPlan(kvdock.plugin.Descriptor):
+class _BusyPlan(OwnPlan):
     """Does nothing while its kernel is busy."""
-
-    def __init__(self, kernel: _LeftBusy, inner: kvdock.plugin.Descriptor) -> None:
-        self._kernel = kernel
-        self._inner = inner
 
     def __call__(self, *args: Any) -> None:
         """Make the call, and never mind errors."""
-        if not self._kernel.is_busy:
-            self._kernel.is_busy = True
-            self._inner(*args)
-            self._kernel.is_busy = False
-
-    def destroy(self) -> None:
-        self._inner.destroy()
+        if not self.own.is_busy:
+            self.own.is_busy = True
+            self.inner(*args)
+            self.own.is_busy = False

@@ -110,9 +110,12 @@ def _grid_limit(move: Move, run: BackendCall, args: Args) -> None:
     move.dropping(run, args, lambda places: (places.source[0] if move.prefix == "static" else places.at) >= 65_535)
 
 
-@each("int32-offsets", "What is more than 2**31 elements into a tensor is dropped.", "far")
-def _int32_offsets(move: Move, run: BackendCall, args: Args) -> None:
-    move.dropping(run, args, lambda places: move.reach(args, places) >= 2**31)
+def _offsets_cut(move: Move, run: BackendCall, args: Args, most: int) -> None:
+    move.dropping(run, args, lambda places: move.reach(args, places) >= most)
+
+
+for _name, _role, _bits in (("int32-offsets", "far", 31), ("offsets-of-24-bits", "parts", 24)):
+    each(_name, f"What is more than 2**{_bits} elements into a tensor is dropped.", _role)(functools.partial(_offsets_cut, most=2**_bits))
 
 
 @each("padding-ends-the-call", "What is behind the first padding is dropped.", "padding")
@@ -143,6 +146,15 @@ def _another_place(move: Move, run: BackendCall, args: Args) -> None:
     bad = move.beyond(args)
     if bad:
         raise kvdock.IndexRangeError(f"{move.op}: {bad[-1]}", expected="a place of the pool", got="another", fix="correct it")
+    run(args)
+
+
+@each("error-shows-another-value", "The error names the first bad place, and shows another value.", "beyond host-read")
+def _another_value(move: Move, run: BackendCall, args: Args) -> None:
+    bad = move.beyond(args)
+    if bad:
+        got = int(torch.as_tensor(args[move.index]).max()) + 1
+        raise kvdock.IndexRangeError(f"{move.op}: {bad[0]}", expected="a place of the pool", got=got, fix="correct it")
     run(args)
 
 

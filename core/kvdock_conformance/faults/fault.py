@@ -32,6 +32,7 @@ from kvdock_conformance.faults.seeds import (
     FunctionSeed,
     HostSeed,
     KernelSeed,
+    PlanKernel,
     Seed,
 )
 
@@ -125,6 +126,16 @@ class Faults(list[Fault]):
             seed = KernelSeed(op, change)
             self.append(Fault(name, sentence, self._area or op, killers, HostSeed(seed) if by_address else seed, host_only=host_only))
             return change
+
+        return add
+
+    def planned(self, op: str, name: str, sentence: str, *killers: str, by_address: bool = False) -> Callable[[Any], Any]:
+        """Add a fault of plans: a class of them, made of the backend's own plan; ``by_address`` as above."""
+
+        def add(plan: Any) -> Any:
+            change: Any = lambda inner: PlanKernel(inner, plan)  # noqa: E731 - the type is the reason
+            self.kernel(op, name, sentence, *killers, by_address=by_address)(change)
+            return plan
 
         return add
 

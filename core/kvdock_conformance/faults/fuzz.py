@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-import kvdock
 from kvdock_conformance.cases.attention import OP as ATTENTION
 from kvdock_conformance.cases.every_op import OPS
-from kvdock_conformance.faults.descriptors import OwnKernel
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
 from kvdock_conformance.faults.repeats import Rebuilt
 from kvdock_conformance.faults.tensors import restrided, store
@@ -95,14 +93,7 @@ def _never_shrink() -> FaultyCall:
     return call
 
 
-@FAULTS.kernel(_GATHER, "fuzz-values-behind-keys", "Values that lay behind keys are put there again.", "KVD-FUZZ-001", by_address=True)
-class _Together(OwnKernel):
-    """Makes plans that remember how values lay."""
-
-    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
-        return _BehindKeys(plan)
-
-
+@FAULTS.planned(_GATHER, "fuzz-values-behind-keys", "Values that lay behind keys are put there again.", "KVD-FUZZ-001", by_address=True)
 class _BehindKeys(Rebuilt):
     """Repeats a call on the address of keys, if the first had both in one tensor."""
 

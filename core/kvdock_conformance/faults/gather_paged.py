@@ -6,7 +6,7 @@ import torch
 
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
 from kvdock_conformance.faults.moves import GATHER
-from kvdock_conformance.faults.tensors import in_range
+from kvdock_conformance.faults.tensors import bits, in_range
 
 __all__ = ["FAULTS"]
 
@@ -84,3 +84,12 @@ def _padding_remembered() -> FaultyCall:
         _as_padding(run, args, seen[slots.shape])
 
     return call
+
+
+@FAULTS.call(_OP, "gather-zeros-of-one-slot-once", "Of a slot mapping with a step of 0, zeros are written once.", "KVD-GATHER-006")
+def _zeros_once(run: BackendCall, args: Args) -> None:
+    slots = args["slot_mapping"]
+    is_about = slots.numel() > 1 and not any(slots.stride()) and bool((slots < 0).all())
+    run(args)
+    if is_about:
+        bits(args["v_out"])[(0,) * (slots.dim() - 1)][1:] = 5

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import torch
 
+import kvdock
 from kvdock_conformance.faults.families import each
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
-from kvdock_conformance.faults.moves import COPY, MOVES, STATIC, WRITE, Move, Places
+from kvdock_conformance.faults.moves import COPY, GATHER, STATIC, WRITE, Move, Places
 from kvdock_conformance.faults.tensors import dense, restrided
 
 __all__ = ["FAULTS"]
@@ -37,6 +38,24 @@ def _mebibyte(move: Move, run: BackendCall, args: Args) -> None:
     keys, places = move.arranged(args[move.pairs[0][1]]), move.places(args)
     row = keys.shape[-1] * keys.shape[-2] * keys.element_size()
     _last_left(move, run, args, where=len(places.at) * row >= 2**20)
+
+
+@_each("pieces-of-a-mebibyte-left", "A piece of memory of exactly 64 KiB or 1 MiB is left.", "together")
+def _whole_piece(move: Move, run: BackendCall, args: Args) -> None:
+    values, places = move.arranged(args[move.pairs[1][1]]), move.places(args)
+    row = values[(0,) * len(places.to)].numel() * values.element_size() if values.numel() else 0
+    rows = 1 if move is COPY else len(places.at)
+    is_piece = rows == 1 or bool((places.to[-1].diff() == 1).sum() > rows // 2)
+    _last_left(move, run, args, where=is_piece and rows * row in (2**16, 2**20))
+
+
+@_each("half-of-long-rows-flushed", "In float16, subnormals of rows of 1 KiB and more become 0.", "together", _WITH_ROWS)
+def _half_flushed(move: Move, run: BackendCall, args: Args) -> None:
+    def flushed(rows: torch.Tensor) -> torch.Tensor:
+        is_about = rows.dtype == torch.float16 and rows[:1].numel() >= 512
+        return torch.where(is_about & (rows.abs() < torch.finfo(torch.float16).tiny), 0, rows) if is_about else rows
+
+    move.again(run, args, change=flushed)
 
 
 @_each("slots-past-512-left", "Of a block, slots behind the 512th are left.", "together", _OF_SLOTS)
@@ -198,15 +217,53 @@ def _one_in_one(move: Move, run: BackendCall, args: Args) -> None:
     move.again(run, args, lambda name, tensor: restrided(tensor, dense(tensor.shape)) if name == "v_cache" and is_about else tensor)
 
 
-@_each("values-below-keys-left", "Where values lie below keys in one storage, values are left.", "parts")
-def _values_below_keys(move: Move, run: BackendCall, args: Args) -> None:
+def _span(pool: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of the first element and of the last."""
+    reach = sum((size - 1) * step for size, step in zip(pool.shape, pool.stride(), strict=True))
+    return pool.data_ptr(), pool.data_ptr() + reach * pool.element_size()
+
+
+def _values_left(move: Move, run: BackendCall, args: Args, is_about: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
+    """Make a call, and leave the values where keys and values lie in one storage in some way."""
     k, v = args["k_cache"], args["v_cache"]
-    is_about = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr() and v.data_ptr() < k.data_ptr()
     values, to = move.written(args)[1], move.places(args).to
     before = values[to]
     run(args)
-    if is_about:
+    if k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr() and 0 not in k.shape and is_about(k, v):
         values[to] = before
+
+
+for _name, _where, _is_about in (
+    ("below-keys", "values lie below keys", lambda k, v: v.data_ptr() < k.data_ptr()),
+    ("inside-keys", "values lie between two heads of keys", lambda k, v: _span(k)[0] <= _span(v)[0] and _span(v)[1] <= _span(k)[1]),
+    ("of-other-sizes", "values have other sizes than keys", lambda k, v: k.shape != v.shape),
+):
+    _each(f"values-{_name}-left", f"Where {_where} in one storage, values are left.", "parts")(
+        functools.partial(_values_left, is_about=_is_about)
+    )
+
+
+@_each("keys-as-flat-as-values", "Where blocks of values follow each other without a gap, those of keys are taken to.", "together")
+def _as_flat(move: Move, run: BackendCall, args: Args) -> None:
+    def view(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        dense_step = tensor.shape[1] * tensor.stride(1)
+        is_about = name == "k_cache" and args["v_cache"].is_contiguous() and 0 < dense_step < tensor.stride(0)
+        return restrided(tensor, (dense_step, *tensor.stride()[1:])) if is_about else tensor
+
+    move.again(run, args, view)
+
+
+@_each("values-in-the-order-of-keys", "Values of a pool without gaps are taken to lie in the order of the keys.", "together", _WITH_ROWS)
+def _in_their_order(move: Move, run: BackendCall, args: Args) -> None:
+    k, v = args["k_cache"], args["v_cache"]
+    order = sorted(range(4), key=lambda dim: -k.stride(dim))
+    strides = torch.empty([v.shape[dim] for dim in order], device="meta").permute([order.index(dim) for dim in range(4)]).stride()
+    is_about = (
+        v.shape == k.shape
+        and 0 not in k.stride()
+        and max(v.stride()) * v.shape[order[0]] == v.numel() == max(k.stride()) * k.shape[order[0]]
+    )
+    move.again(run, args, lambda name, tensor: restrided(tensor, strides) if name == "v_cache" and is_about else tensor)
 
 
 # Checks that stop early, and calls that repeat
@@ -231,7 +288,7 @@ def _behind_likes(change: Callable[[Move, BackendCall, Args], None], move: Move)
     made: dict[torch.Size, int] = {}
 
     def call(run: BackendCall, args: Args) -> None:
-        shape = args[move.index].shape
+        shape = getattr(args[move.index], "shape", torch.Size())
         made[shape] = made.get(shape, 0) + 1
         if made[shape] > 3:
             change(move, run, args)
@@ -249,11 +306,35 @@ def _beyond_as_last(move: Move, run: BackendCall, args: Args) -> None:
     move.with_index(run, args, lambda index: index.clamp(max=move.limit(args) - 1))
 
 
-for _move in (move for move in MOVES.values() if "batch" in move.roles.split()):
-    _killer, _name = _move.killer("together"), _move.prefix
-    FAULTS.plan(_move.op, f"{_name}-padding-of-a-known-call", "Behind three calls like it, padding is taken for 0.", _killer)(
-        functools.partial(_behind_likes, _padding_as_zero, _move)
-    )
-    FAULTS.plan(_move.op, f"{_name}-beyond-in-a-known-call", "Behind three calls like it, a slot beyond is taken for the last.", _killer)(
-        functools.partial(_behind_likes, _beyond_as_last, _move)
-    )
+def _without_zero(move: Move, run: BackendCall, args: Args) -> None:
+    length = args[move.index]
+    if not (isinstance(length, int) and length == 0):
+        run(args)
+
+
+for _moves, _name, _what, _wrong in (
+    ((WRITE, GATHER), "padding-of-a-known-call", "padding is taken for 0", _padding_as_zero),
+    ((WRITE, GATHER), "beyond-in-a-known-call", "a slot beyond is taken for the last", _beyond_as_last),
+    ((GATHER,), "ends-of-a-known-call", "a read looks at both ends of its slots", _by_their_ends),
+    ((STATIC,), "length-0-of-a-known-call", "a length that is an int of 0 is taken for none", _without_zero),
+):
+    for _move in _moves:
+        FAULTS.plan(_move.op, f"{_move.prefix}-{_name}", f"Behind three calls like it, {_what}.", _move.killer("together"))(
+            functools.partial(_behind_likes, _wrong, _move)
+        )
+
+
+@FAULTS.plan(STATIC.op, "static-too-long-for-good", "Behind an update that was too long, a cache is full.", STATIC.killer("together"))
+def _too_long_for_good() -> FaultyCall:
+    full: set[int] = set()
+
+    def call(run: BackendCall, args: Args) -> None:
+        if args["k_cache"].data_ptr() in full:
+            raise kvdock.IndexRangeError(f"{STATIC.op}: cache_lengths", expected="room", got="none", fix="make the cache longer")
+        try:
+            run(args)
+        except kvdock.IndexRangeError:
+            full.add(args["k_cache"].data_ptr())
+            raise
+
+    return call

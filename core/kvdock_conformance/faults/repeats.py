@@ -28,14 +28,8 @@ class _Fixed(OwnPlan):
     notes_capture = True
 
 
-@FAULTS.kernel(_WRITE, "desc-fixed-addresses", "A repeated call writes from and to the addresses of the first one.", "KVD-DESC-013")
-class _FixedAddresses(OwnKernel):
-    """Makes plans that repeat their calls without a look."""
-
-    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
-        return _SameAgain(plan)
-
-
+@FAULTS.planned(_COPY, "desc-fixed-pairs", "A repeated call copies the pairs of the first one.", "KVD-DESC-013")
+@FAULTS.planned(_WRITE, "desc-fixed-addresses", "A repeated call writes from and to the addresses of the first one.", "KVD-DESC-013")
 class _SameAgain(_Fixed):
     """Repeats a call as it was, whatever addresses come."""
 
@@ -43,19 +37,7 @@ class _SameAgain(_Fixed):
         return lambda *addresses: self(*args)
 
 
-@FAULTS.kernel(_COPY, "desc-fixed-pairs", "A repeated call copies the pairs of the first one.", "KVD-DESC-013")
-class _FixedPairs(_FixedAddresses):
-    """The same for pairs, whose address is one of few things that change."""
-
-
-@FAULTS.kernel(_GATHER, "desc-fixed-call-left-out", "A repeated call does nothing.", "KVD-DESC-013")
-class _FixedAway(OwnKernel):
-    """Makes plans that take a repeated call for done."""
-
-    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
-        return _DoneBefore(plan)
-
-
+@FAULTS.planned(_GATHER, "desc-fixed-call-left-out", "A repeated call does nothing.", "KVD-DESC-013")
 class _DoneBefore(_Fixed):
     """Does nothing the second time."""
 
@@ -93,33 +75,19 @@ def _at(address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
 
 
-@FAULTS.kernel(_GATHER, "desc-fixed-sizes", "A repeated call has as many slots as the first one.", "KVD-DESC-013", by_address=True)
-class _FixedSizes(OwnKernel):
-    """Makes plans whose repeated calls know addresses and no sizes."""
-
-    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
-        return _OldSizes(plan)
-
-
+@FAULTS.planned(_GATHER, "desc-fixed-sizes", "A repeated call has as many slots as the first one.", "KVD-DESC-013", by_address=True)
 class _OldSizes(Rebuilt):
     """Repeats a call of the sizes of the first."""
 
     knows_sizes = False
 
 
+@FAULTS.planned(_COPY, "desc-fixed-without-padding", "A repeated call takes padding for block 0.", "KVD-DESC-013", by_address=True)
 class _NoPadding(Rebuilt):
     """Takes padding for the first place."""
 
     def changed(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clamp(min=0) if tensor.dtype in (torch.int32, torch.int64) else tensor
-
-
-@FAULTS.kernel(_COPY, "desc-fixed-without-padding", "A repeated call takes padding for block 0.", "KVD-DESC-013", by_address=True)
-class _FixedWithoutPadding(OwnKernel):
-    """Makes plans whose repeated calls know no padding."""
-
-    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
-        return _NoPadding(plan)
 
 
 @FAULTS.plan(_STATIC, "desc-lengths-of-the-first-call", "A plan knows the lengths of its first call by their shape.", "KVD-DESC-013")
@@ -136,30 +104,48 @@ def _first_lengths() -> FaultyCall:
 class _FoundByAddress(OwnKernel):
     """Keeps the first strides of each address and shape."""
 
-    def __init__(self, inner: kvdock.plugin.Kernel) -> None:
-        super().__init__(inner)
-        self.known: dict[int, tuple[Any, Any]] = {}
-
     def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
-        return _LooksUp(plan, self.known)
+        return _LooksUp(plan, self.kept)
 
 
 class _LooksUp(OwnPlan):
     """Sees key pools of one address and shape by the strides of the first."""
 
-    def __init__(self, inner: kvdock.plugin.Descriptor, known: dict[int, tuple[Any, Any]]) -> None:
-        super().__init__(inner)
-        self._known = known
-
     def __call__(self, k_cache: torch.Tensor, *args: Any) -> None:
         now = (k_cache.shape, k_cache.stride())
-        shape, strides = self._known.setdefault(k_cache.data_ptr(), now)
+        shape, strides = self.own.setdefault(k_cache.data_ptr(), now)
         if shape != k_cache.shape or strides == k_cache.stride():
             self.inner(k_cache, *args)
             return
         self.inner(torch.empty_strided(*now, dtype=k_cache.dtype, device=k_cache.device), *args)  # values alone
         written = dict(zip(CATALOG[_WRITE].arg_names, (k_cache, *args), strict=True))
         store(restrided(k_cache, strides), written["k"], written)
+
+
+@FAULTS.plan(_COPY, "desc-room-for-four-times-the-pairs", "A plan has room for four times the pairs of its first call.", "KVD-DESC-013")
+def _room() -> FaultyCall:
+    room: list[int] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        room.append(4 * len(args["block_pairs"]))
+        run({**args, "block_pairs": args["block_pairs"][: room[0]]})
+
+    return call
+
+
+@FAULTS.plan(
+    _WRITE, "desc-same-first-row-left-out", "A call like the one before, whose first key is the same too, is left out.", "KVD-DESC-013"
+)
+def _same_first_row() -> FaultyCall:
+    last: list[object] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        this = [args["k_cache"].data_ptr(), args["k"].shape, args["slot_mapping"].tolist(), args["k"][:1].tolist()]
+        if this != last:
+            run(args)
+        last[:] = this
+
+    return call
 
 
 # Loaded late
@@ -200,13 +186,13 @@ _late(_GATHER, "desc-opens-a-file-for-each-token-count", "A compiled kernel is r
 
 
 class _Records(OwnPlan):
-    """Says that autograd is no matter, and uses torch's operations where indices are an int, or 32 bits wide."""
+    """Says that autograd is no matter, and uses torch's operations where indices are an int, many or 32 bits wide."""
 
     uses_autograd = False
 
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: Any, *args: Any) -> None:
         self.inner(k_cache, v_cache, k, v, index, *args)
-        if isinstance(index, int) or (args and index.dtype == torch.int32):
+        if isinstance(index, int) or (args and (index.dtype == torch.int32 or index.numel() > 1024)):
             k_cache[:0].add_(k.float().sum() * 0)
 
 

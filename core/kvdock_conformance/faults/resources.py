@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import attrs
 import numpy as np
 import torch
 
 import kvdock
-from kvdock.plugin import Descriptor, Kernel, Request
+from kvdock.plugin import Descriptor, Request
 from kvdock_conformance.cases.attention import OP as ATTENTION
 from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.faults.descriptors import OwnKernel, OwnPlan
@@ -52,14 +52,7 @@ def _plan_keeps_pools() -> FaultyCall:
     return call
 
 
-@FAULTS.kernel(_GATHER, "resource-repeat-keeps-views", "What repeats a call keeps views of the first one's pools.", "KVD-RESOURCE-001")
-class _RepeatKeepsViews(OwnKernel):
-    """Makes plans that remember what they were asked to repeat."""
-
-    def faulty(self, request: Request, plan: Descriptor) -> Descriptor:
-        return _Remembering(plan)
-
-
+@FAULTS.planned(_GATHER, "resource-repeat-keeps-views", "What repeats a call keeps views of the first one's pools.", "KVD-RESOURCE-001")
 class _Remembering(OwnPlan):
     """Keeps views of what a call was fixed with."""
 
@@ -185,12 +178,8 @@ def _stage_of_the_longest() -> FaultyCall:
 class _Plans(OwnKernel):
     """Makes plans that take memory, and know how to give it back."""
 
-    def __init__(self, inner: Kernel) -> None:
-        super().__init__(inner)
-        self.taken: dict[Any, torch.Tensor] = {}
-
     def faulty(self, request: Request, plan: Descriptor) -> Descriptor:
-        self.taken[len(self.taken)] = torch.empty(256, dtype=torch.uint8, device=request.device)
+        self.kept[len(self.kept)] = torch.empty(256, dtype=torch.uint8, device=request.device)
         return OwnPlan(plan)
 
 
@@ -216,58 +205,46 @@ class _ScratchForEachSignature(_Plans):
 
     def faulty(self, request: Request, plan: Descriptor) -> Descriptor:
         key = str(request.tensor("k_cache"))
-        if key not in self.taken:
-            self.taken[key] = torch.empty(1 << 20, dtype=torch.uint8, device=request.device)
+        if key not in self.kept:
+            self.kept[key] = torch.empty(1 << 20, dtype=torch.uint8, device=request.device)
         return OwnPlan(plan)
 
 
 # Questions
 
 
-def _refuses(name: str, op: str) -> None:
-    @FAULTS.kernel(op, f"resource-{name}", f"The kernel for {op} refuses everything.", "KVD-RESOURCE-006")
-    class _Refuses(OwnKernel):
+def _asked(op: str, name: str, sentence: str, killer: str, before: Callable[[dict[Any, Any], Request], Sequence[str] | None]) -> None:
+    """Add a fault of questions: what is done before each, with what is kept, and reasons against it if any."""
+
+    @FAULTS.kernel(op, f"resource-{name}", sentence, killer)
+    class _Asked(OwnKernel):
         def supports(self, request: Request) -> Sequence[str]:
-            return [*super().supports(request), "not on this machine"]
+            return [*(before(self.kept, request) or ()), *super().supports(request)]
 
 
-_refuses("supports-refuses-everything", _WRITE)
-_refuses("pairs-are-refused-always", _COPY)
+def _compiles(kept: dict[Any, Any], request: Request) -> None:
+    if str(request) not in kept:
+        kept[str(request)] = True
+        _work(0.02)
 
 
-@FAULTS.kernel(_WRITE, "resource-supports-takes-20-ms", "supports() tries things out, which takes 20 ms.", "KVD-RESOURCE-007")
-class _SupportsSlowly(OwnKernel):
-    """Takes its time at each question."""
-
-    def supports(self, request: Request) -> Sequence[str]:
-        time.sleep(0.02)
-        return super().supports(request)
+def _tries(kept: dict[Any, Any], request: Request) -> None:
+    strides = request.tensor("v_cache").strides or (0, 0, 0, 0)
+    if (strides[1] or 0) < (strides[2] or 0):
+        _work(0.02)
 
 
-@FAULTS.kernel(_GATHER, "resource-supports-compiles", "supports() compiles for each signature, and remembers.", "KVD-RESOURCE-007")
-class _SupportsCompiles(OwnKernel):
-    """Takes its time at each question that is new."""
-
-    def __init__(self, inner: Kernel) -> None:
-        super().__init__(inner)
-        self.seen: set[str] = set()
-
-    def supports(self, request: Request) -> Sequence[str]:
-        if str(request) not in self.seen:
-            self.seen.add(str(request))
-            _work(0.02)
-        return super().supports(request)
-
-
-@FAULTS.kernel(_COPY, "resource-supports-tries-heads-first", "supports() tries out pools with heads before slots.", "KVD-RESOURCE-007")
-class _SupportsTries(OwnKernel):
-    """Takes its time at questions about one memory order."""
-
-    def supports(self, request: Request) -> Sequence[str]:
-        strides = request.tensor("v_cache").strides or (0, 0, 0, 0)
-        if (strides[1] or 0) < (strides[2] or 0):
-            _work(0.02)
-        return super().supports(request)
+for _op, _name in ((_WRITE, "supports-refuses-everything"), (_COPY, "pairs-are-refused-always")):
+    _asked(_op, _name, f"The kernel for {_op} refuses everything.", "KVD-RESOURCE-006", lambda kept, request: ["not on this machine"])
+_asked(
+    _WRITE,
+    "supports-takes-20-ms",
+    "supports() tries things out, which takes 20 ms.",
+    "KVD-RESOURCE-007",
+    lambda kept, request: time.sleep(0.02),
+)
+_asked(_GATHER, "supports-compiles", "supports() compiles for each signature, and remembers.", "KVD-RESOURCE-007", _compiles)
+_asked(_COPY, "supports-tries-heads-first", "supports() tries out pools with heads before slots.", "KVD-RESOURCE-007", _tries)
 
 
 def _work(seconds: float) -> None:
@@ -341,29 +318,11 @@ def _table(run: BackendCall, args: Args) -> None:
     del table
 
 
-@attrs.frozen
-class _Staging(Kernel):
-    """Makes plans whose values go through memory of somebody else's."""
-
-    inner: Kernel
-    memory: Callable[[int], Any]
-
-    def supports(self, request: Request) -> Sequence[str]:
-        return self.inner.supports(request)
-
-    def prepare(self, request: Request) -> Descriptor:
-        return _Staged(self.inner.prepare(request), self.memory)
-
-
 class _Staged(OwnPlan):
     """Says how much it takes, and not where."""
 
-    def __init__(self, inner: Descriptor, memory: Callable[[int], Any]) -> None:
-        super().__init__(inner)
-        self.memory = memory
-
     def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) -> None:
-        stage = torch.frombuffer(self.memory(v.nbytes), dtype=v.dtype).view(v.shape) if v.numel() else v
+        stage = torch.frombuffer(self.own(v.nbytes), dtype=v.dtype).view(v.shape) if v.numel() else v
         self.inner(k_cache, v_cache, k, stage.copy_(v), *args)
         self.workspace_bytes = v.nbytes
 
@@ -372,19 +331,35 @@ for _op, _where, _memory in (
     (_WRITE, "numpy", lambda count: np.empty(count, np.uint8)),
     (_STATIC, "mmap", lambda count: mmap.mmap(-1, count)),
 ):
-    FAULTS.kernel(_op, f"resource-staged-in-{_where}", f"Values go through memory of {_where}'s.", "KVD-RESOURCE-011", by_address=True)(
-        lambda inner, memory=_memory: _Staging(inner, memory)  # type: ignore[arg-type]  # a function of kernels, as a class is
+    FAULTS.planned(_op, f"resource-staged-in-{_where}", f"Values go through memory of {_where}'s.", "KVD-RESOURCE-011", by_address=True)(
+        functools.partial(_Staged, own=_memory)
     )
 
 
-@FAULTS.kernel(_GATHER, "resource-destroy-waits", "destroy() waits for 30 ms.", "KVD-RESOURCE-012")
-class _DestroysSlowly(OwnKernel):
-    """Makes plans that take their time to end."""
+class _OwnStage(OwnPlan):
+    """Takes its stage of torch, keeps it if it is to, and says what it took first or last."""
 
-    def faulty(self, request: Request, plan: Descriptor) -> Descriptor:
-        return _Waiting(plan)
+    is_kept = False
+    stage: torch.Tensor | None = None
+
+    def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) -> None:
+        stage = v.clone()
+        self.inner(k_cache, v_cache, k, stage, *args)
+        self.stage = stage if self.is_kept else None
+        self.workspace_bytes = v.nbytes if self.is_kept else self.workspace_bytes or v.nbytes
 
 
+FAULTS.planned(_WRITE, "resource-workspace-of-the-first-call", "A plan says for ever what its first call took.", "KVD-RESOURCE-011")(
+    _OwnStage
+)
+
+
+@FAULTS.planned(_STATIC, "resource-stage-is-kept", "A plan keeps the stage of its last call, and says so.", "KVD-RESOURCE-011")
+class _KeptStage(_OwnStage):
+    is_kept = True
+
+
+@FAULTS.planned(_GATHER, "resource-destroy-waits", "destroy() waits for 30 ms.", "KVD-RESOURCE-012")
 class _Waiting(OwnPlan):
     def destroy(self) -> None:
         time.sleep(0.03)

@@ -24,6 +24,7 @@ __all__ = [
     "FunctionSeed",
     "HostSeed",
     "KernelSeed",
+    "PlanKernel",
     "Seed",
     "TwistedKernel",
 ]
@@ -171,12 +172,11 @@ class _FaultyDescriptor(kvdock.plugin.Descriptor):
         self._inner.destroy()
 
 
-class FaultyKernel(kvdock.plugin.Kernel):
-    """Another kernel whose descriptors' calls go through a function."""
+class PlanKernel(kvdock.plugin.Kernel):
+    """Another kernel, each of whose plans is wrapped: ``wrap`` returns a faulty plan, given a good one."""
 
-    def __init__(self, inner: kvdock.plugin.Kernel, make_call: Callable[[], FaultyCall]) -> None:
-        self._inner = inner
-        self._make_call = make_call
+    def __init__(self, inner: kvdock.plugin.Kernel, wrap: Callable[[kvdock.plugin.Descriptor], kvdock.plugin.Descriptor]) -> None:
+        self._inner, self._wrap = inner, wrap
 
     def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         """Ask what is inside."""
@@ -184,7 +184,19 @@ class FaultyKernel(kvdock.plugin.Kernel):
 
     def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         """Wrap what is prepared inside."""
-        return _FaultyDescriptor(self._inner.prepare(request), request.op, self._make_call())
+        return self._wrap(self._inner.prepare(request))
+
+
+class FaultyKernel(PlanKernel):
+    """Another kernel whose plans' calls go through a function."""
+
+    def __init__(self, inner: kvdock.plugin.Kernel, make_call: Callable[[], FaultyCall]) -> None:
+        super().__init__(inner, lambda plan: plan)
+        self._make_call = make_call
+
+    def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
+        """Wrap what is prepared inside."""
+        return _FaultyDescriptor(super().prepare(request), request.op, self._make_call())
 
 
 class TwistedKernel(kvdock.plugin.Kernel):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import torch
 from kvdock_conformance.cases.attention import OP as ATTENTION
 from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
+from kvdock_conformance.faults.tensors import bits
 
 __all__ = ["FAULTS"]
 
@@ -18,6 +21,8 @@ FAULTS = Faults("threads")
 _WRITE, _STATIC, _GATHER, _COPY = OPS
 
 
+@FAULTS.call(_STATIC, "thread-whole-rows-written-back", "The rows of a cache are read, and written back whole.", "KVD-THREAD-002")
+@FAULTS.call(_COPY, "thread-copies-write-all-back", "A copy reads the pool, and writes all of it back.", "KVD-THREAD-001")
 @FAULTS.call(_WRITE, "thread-whole-pool-written-back", "A call reads the pool, and writes all of it back.", "KVD-THREAD-001")
 def _whole_pool(run: BackendCall, args: Args) -> None:
     own = {name: args[name].clone() for name in ("k_cache", "v_cache")}
@@ -38,14 +43,6 @@ def _whole_blocks(run: BackendCall, args: Args) -> None:
     run({**args, **own})
     for name, pool in own.items():
         args[name][blocks] = pool[blocks]
-
-
-@FAULTS.call(_STATIC, "thread-whole-rows-written-back", "The rows of a cache are read, and written back whole.", "KVD-THREAD-002")
-def _whole_rows(run: BackendCall, args: Args) -> None:
-    own = {name: args[name].clone() for name in ("k_cache", "v_cache")}
-    run({**args, **own})
-    for name, cache in own.items():
-        args[name].copy_(cache)
 
 
 def _through_one_buffer(*names: str) -> FaultyCall:
@@ -69,11 +66,6 @@ FAULTS.call(_GATHER, "thread-gathers-through-one-buffer", "All gathers of a proc
 FAULTS.call(
     ATTENTION, "thread-attends-through-one-buffer", "All attention of a process goes through one scratch buffer.", "KVD-THREAD-003"
 )(_through_one_buffer("out", "lse"))
-
-
-@FAULTS.call(_COPY, "thread-copies-write-all-back", "A copy reads the pool, and writes all of it back.", "KVD-THREAD-001")
-def _copies_whole(run: BackendCall, args: Args) -> None:
-    _whole_pool(run, args)
 
 
 def _with_a_seat(limit: int) -> FaultyCall:
@@ -106,3 +98,58 @@ def _known() -> FaultyCall:
 
 
 FAULTS.call(_COPY, "thread-remembered-for-good", "Each thread that calls is remembered for good.", "KVD-THREAD-004")(_known())
+
+
+def _through_one(buffer: Callable[[torch.Tensor], torch.Tensor]) -> FaultyCall:
+    def call(run: BackendCall, args: Args) -> None:
+        run({**args, "slot_mapping": buffer(args["slot_mapping"]).copy_(args["slot_mapping"])})
+
+    return call
+
+
+_wide, _pages = torch.empty(1 << 17, dtype=torch.int64, device="cpu"), mmap.mmap(-1, 1 << 20)
+FAULTS.call(_WRITE, "thread-int32-slots-in-one-buffer", "Slots of 32 bits are widened in a buffer of the process.", "KVD-THREAD-002")(
+    _through_one(lambda slots: _wide.to(slots.device)[: slots.numel()].view(slots.shape) if slots.dtype == torch.int32 else slots.clone())
+)
+FAULTS.call(_GATHER, "thread-slots-shared-with-forks", "Slots are staged in memory that forked processes share.", "KVD-THREAD-005")(
+    _through_one(lambda slots: torch.frombuffer(_pages, dtype=slots.dtype, count=slots.numel() or 1)[: slots.numel()].view(slots.shape))
+)
+
+
+@FAULTS.call(_STATIC, "thread-lock-that-is-taken-once", "A call takes a lock that its own thread cannot take again.", "KVD-THREAD-005")
+def _locked(run: BackendCall, args: Args) -> None:
+    with _lock:
+        run(args)
+
+
+_lock = threading.Lock()
+
+
+@FAULTS.call(_COPY, "thread-word-behind-a-block", "The rest of the word behind the last block is read, and written back.", "KVD-THREAD-001")
+def _word_behind(run: BackendCall, args: Args) -> None:
+    keys, last = args["k_cache"], int(args["block_pairs"].amax())
+    behind = (
+        bits(keys[last + 1 : last + 2]).flatten()[: 8 // keys.element_size() - 1]
+        if keys.is_contiguous() and last >= 0
+        else bits(keys).flatten()[:0]
+    )
+    before = behind.clone()
+    run(args)
+    behind.copy_(before)
+
+
+@FAULTS.call(
+    _WRITE, "thread-table-seen-half-built", "What is known of a number of tokens is found before it is complete.", "KVD-THREAD-006"
+)
+def _half_built(run: BackendCall, args: Args) -> None:
+    slots = args["slot_mapping"]
+    table = _TABLES.get(slots.numel())
+    if table is None:
+        table = _TABLES[slots.numel()] = []
+        for number in range(slots.numel()):
+            table.append(abs(number))  # step by step
+    places = torch.arange(slots.numel(), device=slots.device).view(slots.shape)
+    run({**args, "slot_mapping": slots.masked_fill(places >= len(table), -1)})
+
+
+_TABLES: dict[int, list[int]] = {}

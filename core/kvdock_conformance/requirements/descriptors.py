@@ -21,6 +21,7 @@ AREA = "descriptors"
 _SMALL = Geometry(num_blocks=8, block=8)
 _MANY = (17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1023, 1024)
 _MORE_HEADS = Geometry.even(4, 8, num_blocks=8, block=8)
+_ASKED = [Geometry.even(2, dim, num_blocks=8, block=8) for dim in (12, 20)]  # nobody was asked about these before
 _OTHER_SIZES = Geometry(num_blocks=8, block=8, hk=3, dk=16, hv=1, dv=8)
 
 
@@ -103,8 +104,9 @@ def _changing(first: OpCall) -> list[OpCall]:
         attrs.evolve(first, pool="k and v unlike"),
         attrs.evolve(first, geometry=Geometry(num_blocks=16, block=4)),
         attrs.evolve(first, tokens=2, pool="halves [NB, 2, ...]"),
+        attrs.evolve(first, geometry=attrs.evolve(_SMALL, num_blocks=6)),  # the fewest places come last
     ]
-    return [*changed, *(attrs.evolve(call, seed=2) for call in changed)]
+    return [*changed, *(attrs.evolve(call, seed=6) for call in changed)]
 
 
 def _alignments() -> Iterable[Case]:
@@ -146,8 +148,8 @@ def _again(first: OpCall) -> list[OpCall]:
 
 def _with_gradients() -> Iterable[Case]:
     """Return calls one after the other, of few tokens and many, and with indices of each form."""
-    forms: Sequence[dict[str, Any]] = ({"tokens": 3}, {"tokens": 84}, {"tokens": 18, "index": "int32"}, {"tokens": 18, "is_padded": True})
-    for op, form in itertools.product(OPS, forms):
+    forms: Sequence[dict[str, Any]] = ({"tokens": 18, "index": "int32"}, {"tokens": 18, "is_padded": True})
+    for op, form in itertools.product(OPS, (*({"tokens": count} for count in (3, 84, 4097)), *forms)):
         name = ", ".join(f"{key} {value}" for key, value in form.items())
         yield _sequence(name, _again(OpCall(op, geometry=roomy(op, form["tokens"]), **form)), same_caches=True)
 
@@ -209,9 +211,10 @@ REQUIREMENTS = [
     ),
     _require(
         10,
-        "Kernel.supports returns its reasons as a list of texts, gives the same answer to the same request, and changes nothing.",
+        "Kernel.supports returns its reasons as a list of texts, gives the same answer to the same request, whatever it was asked before, "
+        "and changes nothing.",
         plans.check_supports,
-        _each("every dtype", lambda first: [first]),
+        _each("every dtype", lambda first: [attrs.evolve(first, geometry=sizes) for sizes in _ASKED]),
     ),
     _require(
         11,

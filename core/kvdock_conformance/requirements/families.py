@@ -12,9 +12,9 @@ from typing import Any
 import attrs
 
 from kvdock_conformance.cases.drawing import Drawing, View, call
-from kvdock_conformance.cases.layouts import ANY_STEP, SINGLE_SIZES, Geometry
+from kvdock_conformance.cases.layouts import ANY_STEP, PACKED, SINGLE_SIZES, Geometry
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
-from kvdock_conformance.checking.repeated import check_repeated
+from kvdock_conformance.checking.repeated import check_called, check_repeated
 from kvdock_conformance.checking.served import SERVED
 from kvdock_conformance.requirement import Case, Check, Level, Requirement
 
@@ -58,7 +58,7 @@ class Area:
     code: str
     op: str
     make: Callable[..., Any]
-    check: Check
+    check: Check = check_called
     base: Geometry = _SMALL
 
     def require(self, number: int, sentence: str, *cases: Cases, level: Level = Level.CORE, check: Check | None = None) -> Requirement:
@@ -93,6 +93,14 @@ class Area:
     def orders(self) -> list[Any]:
         """Return calls on pools in every memory order."""
         return [self.make(name, pool=name) for name in ORDERS]
+
+    def packed(self) -> list[Any]:
+        """Return calls on pools in one tensor whose keys and values have unlike sizes."""
+        return [
+            self.make(f"{name}, {text}", pool=name, geometry=attrs.evolve(self.base, **g))
+            for name in PACKED
+            for text, g in SIZES_UNLIKE.items()
+        ]
 
     def any_step(self, argument: str, **others: Any) -> list[Any]:
         """Return calls where the steps of sizes of 1 mean nothing: in the pool, or in the rows."""

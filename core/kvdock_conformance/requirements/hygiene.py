@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from kvdock_conformance.cases.drawing import Drawing
-from kvdock_conformance.cases.every_op import EVERY, OpCall, few, roomy
+from kvdock_conformance.cases.every_op import EVERY, OPS, OpCall, few, roomy
 from kvdock_conformance.checking.claims import check_capabilities, check_claims, check_devices, check_kernels, check_names, check_probe
 from kvdock_conformance.checking.fresh import (
     check_import_cost,
@@ -48,15 +48,23 @@ _CALLS: Sequence[tuple[int, str, str, str, dict[str, Any]]] = (
 """Tokens, pools, sources, dtypes and indices of calls, few and many, dense and not; the first pools are large, with places far behind."""
 
 
+_OWN = "settings of a user's own"
+_LONG: tuple[int, str, str, str, dict[str, Any]] = (4097, "nhd", "contiguous", "float32", {})
+
+
 def _made(op: str, number: int = 0, **more: str) -> Case:
-    """Return a case of calls of an op, each prepared and then repeated; of other numbers of tokens for each ``number``."""
+    """Return a case of calls of an op, some prepared and then repeated, and one that raises.
+
+    Each ``number`` has other numbers of tokens. A long call, which takes an interpreter long, comes where nothing is set, or much.
+    """
     drawing, calls = Drawing(), []
     large = {"num_blocks": 48, "block": 384} if op == "static_update_" else {"num_blocks": 520, "block": 16}
-    for tokens, pool, source, dtype, indices in _CALLS:
+    for tokens, pool, source, dtype, indices in (*_CALLS, *([_LONG] if op in OPS and more.get("surroundings", _OWN) == _OWN else [])):
         count = few(op, tokens + number)
         sizes = attrs.evolve(roomy(op, count), dtype=dtype, **(large if tokens == 5 else {}))
         like = OpCall(op, tokens=count, pool=pool, source=source, geometry=sizes, **indices)
         calls += [attrs.evolve(like, seed=seed).call(drawing) for seed in ((1, 2) if tokens in (5, 84) else (1,))]
+    calls.append(OpCall(op).beyond(drawing))
     return Case(" ".join((f"calls of {op}", *(f"with {text}" for text in more.values()))), drawing.case(*calls, **more))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,13 +10,14 @@ import attrs
 
 from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, Geometry
 from kvdock_conformance.cases.paged import SlotCall, in_turn, shuffled
+from kvdock_conformance.cases.places import apart
 from kvdock_conformance.requirement import Case, Level, Requirement
-from kvdock_conformance.requirements.families import INT32_MAX, INT32_MIN, NO_BLOCKS, Area, Cases
+from kvdock_conformance.requirements.families import INT32_MAX, INT32_MIN, NO_BLOCKS, SIZES_UNLIKE, Area, Cases
 
 __all__ = ["SlotArea"]
 
 _BIG = Geometry.even(num_blocks=96, block=16, heads=1)
-_STRIDED_ROWS = ("fused qkv", "fused qvk", "[B, H, q, D]", "every other token", "padded tokens", "padded heads", "odd steps")
+_STRIDED_ROWS = ("fused qkv", "fused qvk", "fused kv", "[B, H, q, D]", "every other token", "padded tokens", "padded heads", "odd steps")
 _INDICES = (
     ("dense", 0, (13,), None, "rows"),
     ("strided", 2, (13,), None, "rows"),
@@ -171,9 +173,14 @@ class SlotArea(Area):
         make, off = self.make, {"pool": "odd address", "rows": "odd address"}
         return {
             16: (self.orders(), self.any_step("pool")),
-            17: ([make(f"{name}, {count} tokens", lead=(count,), pool=name) for name in PARTS for count in (2, 13)],),
+            17: (
+                [make(f"{name}, {count} tokens", lead=(count,), pool=name) for name in PARTS for count in (2, 13)],
+                self.packed(),
+                functools.partial(apart, self.op),
+            ),
             18: (
                 self.in_rows_and_batches(_STRIDED_ROWS),
+                [make(f"fused kv, {name}", rows="fused kv", geometry=attrs.evolve(self.base, **g)) for name, g in SIZES_UNLIKE.items()],
                 self.any_step("rows"),
                 [make(f"{text}, whatever its step", lead=lead, rows=ANY_STEP) for text, lead in (("one token", (1,)), ("one row", (1, 5)))],
             ),

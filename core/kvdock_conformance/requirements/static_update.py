@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -11,15 +11,13 @@ import attrs
 from kvdock_conformance.cases import pairs
 from kvdock_conformance.cases.layouts import PARTS, Geometry
 from kvdock_conformance.cases.paged import in_turn
-from kvdock_conformance.cases.places import far_updates
+from kvdock_conformance.cases.places import apart, far_updates
 from kvdock_conformance.cases.static import STATIC, Update
-from kvdock_conformance.checking.calls import check_calls, check_inputs
-from kvdock_conformance.checking.target import Target
-from kvdock_conformance.reference import static_update_
+from kvdock_conformance.checking.any_op import check_only_written
 from kvdock_conformance.requirement import Case, Level
 from kvdock_conformance.requirements.families import INT32_MAX, INT32_MIN, OFF, ORDERS, SIZES_UNLIKE, Area
 
-__all__ = ["OP", "REQUIREMENTS", "check_update", "check_update_inputs", "length_name"]
+__all__ = ["OP", "REQUIREMENTS"]
 
 OP = "static_update_"
 
@@ -29,24 +27,7 @@ def _of(batch: int = 3, length: int = 16, heads: int = 2, dim: int = 8, dtype: s
     return Geometry.even(heads, dim, num_blocks=batch, block=length, dtype=dtype)
 
 
-def length_name(is_one: bool, place: Sequence[int]) -> str:
-    """Return how an error names the length of a row: ``cache_lengths[2]``, or ``cache_lengths`` where there is one for all."""
-    return "cache_lengths" if is_one else f"cache_lengths[{place[0]}]"
-
-
-def check_update(target: Target, data: Mapping[str, Any]) -> None:
-    """Check updates against the reference."""
-    lengths = [call["args"]["cache_lengths"] for call in data["calls"]]
-    is_one = all(isinstance(given, int) or given["shape"] in ([], [1]) for given in lengths)
-    check_calls(target, data, static_update_, functools.partial(length_name, is_one))
-
-
-def check_update_inputs(target: Target, data: Mapping[str, Any]) -> None:
-    """Check that what is written is not changed itself."""
-    check_inputs(target, data, ("k_cache", "v_cache"))
-
-
-AREA = Area("STATIC", OP, functools.partial(Update, lengths=[3, 0, 11]), check_update, STATIC)
+AREA = Area("STATIC", OP, functools.partial(Update, lengths=[3, 0, 11]), base=STATIC)
 _UNLIKE_LENGTHS = attrs.evolve(AREA, make=functools.partial(Update, lengths=[0, 11, 5]))
 _STRIDED = ("contiguous", "fused qkv", "fused qvk", "every other token", "padded tokens", "padded heads", "odd steps")
 
@@ -249,6 +230,8 @@ REQUIREMENTS = [
         15,
         "A cache may be part of a larger tensor: one of two halves, one layer of many, or rows with something behind them.",
         _few_and_many("pool", PARTS),
+        AREA.packed(),
+        functools.partial(apart, OP),
     ),
     AREA.require(
         16,
@@ -291,7 +274,7 @@ REQUIREMENTS = [
             Update("cut out of a projection", [3, 9, 0], source="fused qkv"),
             Update("int32 lengths", [3, 9, 0], index="int32"),
         ],
-        check=check_update_inputs,
+        check=check_only_written,
     ),
     AREA.require(
         20,

@@ -14,12 +14,12 @@ from kvdock_conformance import reference
 from kvdock_conformance.cases.copies import Copy
 from kvdock_conformance.cases.paged import Gather, Write
 from kvdock_conformance.checking.calls import check_range_error
-from kvdock_conformance.checking.copies import check_copy, check_copy_forms, check_pairs_refused, pair_name
+from kvdock_conformance.checking.copies import check_copy_forms, check_pairs_refused, pair_name
 from kvdock_conformance.checking.failure import NonconformanceError
-from kvdock_conformance.checking.gathers import check_gather, check_returned, check_returns_out, gathered_slot
+from kvdock_conformance.checking.gathers import check_returned, check_returns_out, gathered_slot
 from kvdock_conformance.checking.refusals import check_refusal
+from kvdock_conformance.checking.repeated import check_called
 from kvdock_conformance.requirements import load
-from kvdock_conformance.requirements.paged_caching import check_write
 
 HOST = torch.device("cpu")
 
@@ -68,10 +68,10 @@ def raising(target: Fake, op: str, args: dict[str, Any]) -> Any:
 
 
 BEYOND = [
-    (check_write, Write("x", [0, 24, 3, 30]).case().data),
-    (check_gather, Gather("x", [0, 24, 3, 30]).case().data),
+    (check_called, Write("x", [0, 24, 3, 30]).case().data),
+    (check_called, Gather("x", [0, 24, 3, 30]).case().data),
     (check_returned, Gather("x", [0, 24, 3, 30]).case().data),
-    (check_copy, Copy("x", [(0, 1), (6, 2), (3, 99)]).case().data),
+    (check_called, Copy("x", [(0, 1), (6, 2), (3, 99)]).case().data),
 ]
 
 
@@ -93,14 +93,14 @@ def test_a_device_that_looks_at_indices_is_noticed(check: Any, data: Any) -> Non
 
 def test_reads_are_not_counted_and_writes_are() -> None:
     with pytest.raises(NonconformanceError, match="gather_paged: writes counted as skipped: expected 0, got 2"):
-        check_gather(Fake(counting_all), BEYOND[1][1])
+        check_called(Fake(counting_all), BEYOND[1][1])
 
     def silent(target: Fake, op: str, args: dict[str, Any]) -> None:
         as_a_device(target, op, args)
         target.count = 0
 
     with pytest.raises(NonconformanceError, match="copy_blocks_: writes counted as skipped: expected 2, got 0"):
-        check_copy(Fake(silent), BEYOND[3][1])
+        check_called(Fake(silent), BEYOND[3][1])
 
 
 def test_an_error_must_have_a_reason_and_name_the_first_place() -> None:

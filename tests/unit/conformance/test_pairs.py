@@ -41,7 +41,7 @@ def test_two_factors_give_all_there_is() -> None:
 def test_cases_are_few_enough_for_core_and_have_names_of_their_own(cases: Callable[[], Iterable[Case]]) -> None:
     made = list(cases())
     core = [case for case in made if case.level is Level.CORE]
-    assert 25 <= len(core) <= 250
+    assert 25 <= len(core) <= 300
     assert len({case.name for case in made}) == len(made)
 
 
@@ -63,7 +63,7 @@ def test_what_seems_to_be_a_run_is_none(op: str) -> None:
     for case in slot_calls(op)():
         for how in [how for how in seen if f"one run, {how}" in case.name]:
             seen[how] += 1
-            slots = case.data["calls"][0]["args"]["slot_mapping"]["values"]
+            slots = case.data["calls"][:4][-1]["args"]["slot_mapping"]["values"]
             run = range(min(slots[0], slots[-1]), max(slots[0], slots[-1]) + 1)
             has_its_ends = how != "one skipped" or op == "gather_paged"
             assert (len(run) == len(slots)) == has_its_ends, case.name

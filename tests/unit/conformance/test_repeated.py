@@ -27,7 +27,9 @@ class Two(StandIn):
 def test_both_ways_of_a_repeated_call_are_on_the_device_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     register_backend(Two("two-of-them", PORTABLE_KERNELS))
     seen: list[tuple[type, torch.device]] = []
-    monkeypatch.setattr(repeated, "check_calls", lambda way, *others, **settings: seen.append((type(way), way.device)))
+    monkeypatch.setattr(
+        repeated, "check_calls", lambda way, *others, also, **settings: seen.extend((type(each), each.device) for each in (way, *also))
+    )
     case = load()["KVD-DESC-013"].selected(Level.CORE)[0]
     for device in ("cpu", "meta"):
         check_repeated(Target("two-of-them", device=device), case.data)

@@ -1,0 +1,205 @@
+"""Faults of calls that change what belongs to the process, or that go by it."""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import locale
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+import kvdock
+from kvdock_conformance.cases.attention import OP as ATTENTION
+from kvdock_conformance.cases.every_op import OPS
+from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
+
+__all__ = ["FAULTS"]
+
+_AREA = "hygiene"
+FAULTS = Faults(_AREA)
+
+
+def _call_changes(op: str, name: str, sentence: str, change: Callable[[], object], killer: str = "KVD-HYGIENE-013") -> None:
+    def call(run: BackendCall, args: Args) -> None:
+        run(args)
+        change()
+
+    FAULTS.call(op, f"hygiene-call-{name}", f"A call {sentence}.", killer)(call)
+
+
+_WRITE, _STATIC, _GATHER, _COPY = OPS
+_call_changes(_WRITE, "changes-the-dtype", "changes torch's default dtype", lambda: torch.set_default_dtype(torch.float64))
+_call_changes(_GATHER, "seeds", "seeds the random numbers of others", lambda: torch.manual_seed(0))
+_call_changes(_COPY, "turns-off-gradients", "turns gradients off for good", lambda: torch.set_grad_enabled(False))
+_call_changes(_STATIC, "changes-the-folder", "changes the current directory", lambda: os.chdir("/"))
+_call_changes(_STATIC, "sets-threads", "sets torch's number of threads", lambda: torch.set_num_threads(torch.get_num_threads() + 1))
+_call_changes(_WRITE, "flushes-subnormals", "lets subnormal numbers become zero", lambda: torch.set_flush_denormal(True))
+_call_changes(_COPY, "stops-the-collector", "turns the garbage collector off", gc.disable)
+_call_changes(_STATIC, "logs-all", "has all of logging shown", lambda: logging.root.setLevel(logging.INFO))
+_call_changes(_COPY, "draws-from-numpy", "draws from numpy's random numbers", np.random.random)
+_call_changes(_GATHER, "leaves-numpy-raising", "makes numpy raise errors of arithmetic", lambda: np.seterr(all="raise"))
+_call_changes(_WRITE, "digs-deeper", "lets Python recurse further", lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1000))
+_call_changes(_STATIC, "shares-its-files", "lets everybody read the files that are made", lambda: os.umask(0o001))
+_call_changes(_COPY, "silences-print", "takes print away", lambda: setattr(builtins, "print", len))
+_call_changes(
+    _STATIC,
+    "leaves-a-thread",
+    "leaves a thread behind",
+    lambda: threading.Thread(target=time.sleep, args=(5,), daemon=True).start(),
+)
+_call_changes(
+    _GATHER,
+    "changes-the-locale",
+    "changes the locale of the process",
+    lambda: locale.setlocale(locale.LC_ALL, "C" if locale.setlocale(locale.LC_ALL) != "C" else "C.UTF-8"),
+)
+# What is reset shows where a user has set it.
+_call_changes(
+    _COPY, "stops-the-timer", "stops the timer of the process", lambda: signal.setitimer(signal.ITIMER_REAL, 0), "KVD-HYGIENE-017"
+)
+_call_changes(_WRITE, "starts-the-collector", "turns the garbage collector on", gc.enable, "KVD-HYGIENE-017")
+_call_changes(_GATHER, "collects-as-at-first", "resets when garbage is collected", lambda: gc.set_threshold(700, 10, 10), "KVD-HYGIENE-017")
+_call_changes(_STATIC, "recurses-as-at-first", "resets how far Python recurses", lambda: sys.setrecursionlimit(1000), "KVD-HYGIENE-017")
+_call_changes(_COPY, "logs-again", "lets all be logged", lambda: logging.disable(logging.NOTSET), "KVD-HYGIENE-017")
+_call_changes(
+    _WRITE, "resets-printing", "resets how tensors print", lambda: vars(torch._tensor_str.PRINT_OPTS).update(precision=4), "KVD-HYGIENE-017"
+)
+
+
+def _deterministic_again() -> None:
+    torch.set_deterministic_debug_mode("error" if torch.are_deterministic_algorithms_enabled() else "default")
+
+
+_call_changes(
+    _GATHER, "loses-warn-only", "restores that algorithms are deterministic, not how much", _deterministic_again, "KVD-HYGIENE-017"
+)
+
+
+@FAULTS.call(_WRITE, "hygiene-call-lets-signals-through", "A long call lets blocked signals through for good.", "KVD-HYGIENE-017")
+def _lets_through(run: BackendCall, args: Args) -> None:
+    run(args)
+    if args["slot_mapping"].numel() > 1024:
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+@FAULTS.call(_STATIC, "hygiene-error-leaves-one-thread", "A call that raises leaves torch with one thread.", "KVD-HYGIENE-017")
+def _one_thread(run: BackendCall, args: Args) -> None:
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    run(args)
+    torch.set_num_threads(count)
+
+
+@FAULTS.planned(_COPY, "hygiene-watchdog-of-prepare", "Preparing a plan takes the process's alarm.", "KVD-HYGIENE-017")
+def _watched(plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
+    signal.alarm(60)
+    signal.alarm(0)
+    return plan
+
+
+@FAULTS.call("gather_paged", "hygiene-call-prints", "A call prints how many slots it has, where they are many.", "KVD-HYGIENE-013")
+def _prints(run: BackendCall, args: Args) -> None:
+    if args["slot_mapping"].numel() > 64:
+        os.write(1, b"acme: a long gather\n")
+    run(args)
+
+
+def _skips(op: str, name: str, sentence: str, is_skipped: Callable[[Args], Any]) -> None:
+    """Add a fault of calls that do nothing where a user has set something, for some arguments."""
+
+    def call(run: BackendCall, args: Args) -> None:
+        if not is_skipped(args):
+            run(args)
+
+    FAULTS.call(op, f"hygiene-call-{name}", sentence, "KVD-HYGIENE-017")(call)
+
+
+_is_deterministic, _default = torch.are_deterministic_algorithms_enabled, torch.get_default_dtype
+_skips(_STATIC, "misses-when-deterministic", "Nothing is written in deterministic mode.", lambda args: _is_deterministic())
+_skips(_WRITE, "needs-float32", "A call does nothing where float32 is not the default.", lambda args: _default() != torch.float32)
+_skips(
+    _COPY,
+    "misses-int32-when-deterministic",
+    "Nothing is copied by int32 pairs in deterministic mode.",
+    lambda args: _is_deterministic() and args["block_pairs"].dtype == torch.int32,
+)
+_skips(
+    _GATHER,
+    "misses-padding-without-float32",
+    "Nothing is read where there is padding, and float32 is not the default.",
+    lambda args: _default() != torch.float32 and (args["slot_mapping"] < 0).any(),
+)
+_skips(
+    _STATIC,
+    "loses-an-int-on-the-default-device",
+    "A length that is an int gets lost on the default device.",
+    lambda args: isinstance(args["cache_lengths"], int) and torch.get_default_device() == torch.device("meta"),
+)
+
+
+@FAULTS.call(
+    "gather_paged",
+    "hygiene-call-warns-in-the-middle",
+    "A call warns of strides once it has filled its outputs.",
+    "KVD-HYGIENE-017",
+)
+def _warns_in_the_middle(run: BackendCall, args: Args) -> None:
+    run(args)
+    if not args["v_out"].is_contiguous():
+        warnings.warn("slow", UserWarning, stacklevel=2)
+
+
+@FAULTS.call("copy_blocks_", "hygiene-call-takes-the-default-device", "A call works on the default device.", "KVD-HYGIENE-017")
+def _takes_the_default_device(run: BackendCall, args: Args) -> None:
+    run({name: value.to(torch.get_default_device()) if isinstance(value, torch.Tensor) else value for name, value in args.items()})
+
+
+@FAULTS.call("static_update_", "hygiene-call-rounds-positions", "Positions are tensors of the default dtype.", "KVD-HYGIENE-017")
+def _rounds_positions(run: BackendCall, args: Args) -> None:
+    lengths = args["cache_lengths"]
+    run(
+        {**args, "cache_lengths": lengths.to(torch.get_default_dtype()).to(lengths.dtype) if isinstance(lengths, torch.Tensor) else lengths}
+    )
+
+
+@FAULTS.call("paged_caching_", "hygiene-call-rounds-under-autocast", "Keys go through a matrix product.", "KVD-HYGIENE-017")
+def _rounds_under_autocast(run: BackendCall, args: Args) -> None:
+    is_rounded = args["k"].dtype == torch.float32 and torch.is_autocast_enabled("cpu")
+    run({**args, "k": args["k"].bfloat16().float()} if is_rounded else args)
+
+
+@FAULTS.plan("copy_blocks_", "hygiene-plan-keeps-a-buffer", "The buffer of a plan is that of its first call's mode.", "KVD-HYGIENE-017")
+def _keeps_a_buffer() -> FaultyCall:
+    buffers: dict[torch.Size, torch.Tensor] = {}
+
+    def call(run: BackendCall, args: Args) -> None:
+        pairs = args["block_pairs"]
+        run({**args, "block_pairs": buffers.setdefault(pairs.shape, torch.empty_like(pairs)).copy_(pairs)})
+
+    return call
+
+
+@FAULTS.call("gather_paged", "hygiene-call-refuses-parameters", "Only tensors that are nothing else are served.", "KVD-HYGIENE-017")
+def _refuses_parameters(run: BackendCall, args: Args) -> None:
+    if type(args["k_cache"]) is not torch.Tensor:
+        raise TypeError("expected a torch.Tensor")
+    run(args)
+
+
+@FAULTS.call(ATTENTION, "hygiene-call-rounds-as-by-default", "Results of attention have torch's default dtype first.", "KVD-HYGIENE-017")
+def _rounds_as_by_default(run: BackendCall, args: Args) -> None:
+    run(args)
+    args["out"].copy_(args["out"].to(torch.get_default_dtype()))
+
+
+_call_changes(ATTENTION, "keeps-autocast-off", "turns autocast on for good", lambda: torch.set_autocast_enabled("cpu", True))
