@@ -20,7 +20,7 @@ from kvdock.integrations.transformers.slots import SlotTensor, read, write
 from kvdock.integrations.transformers.tables import StepTables
 from kvdock.scheduler import CacheManager, SequenceBatch
 
-__all__ = ["PagedState"]
+__all__ = ["Captured", "PagedState"]
 
 
 class Captured(Protocol):
