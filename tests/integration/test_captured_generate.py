@@ -210,6 +210,22 @@ def test_autocast_is_part_of_what_was_captured() -> None:
     assert cache.captured.odd == ""
 
 
+def test_a_tuple_is_given_where_one_is_asked_for() -> None:
+    made = build("llama-gqa")
+    uncached, cache, inputs = Uncached(made), zoo.paged(made), zoo.prompt(7)
+    cache.capture(batch_sizes=(1,))
+    told = {"input_ids": torch.tensor([[5]]), "position_ids": torch.tensor([[7]]), zoo.CACHE_KEYWORD: cache, "use_cache": True}
+    expected = uncached.logits(torch.cat([inputs["input_ids"], told["input_ids"]], dim=1))[:, -1:]
+    with torch.no_grad():
+        made(**inputs, **{zoo.CACHE_KEYWORD: cache})
+        for how in ("of the layers", "of the model"):
+            call = made.model if how == "of the layers" else made
+            got = call(**told, return_dict=False)
+            assert isinstance(got, tuple)
+            assert zoo.close(made.lm_head(got[0]) if how == "of the layers" else got[0], expected)
+            cache.truncate(7)
+
+
 def test_no_room_left_is_said_and_loses_nothing() -> None:
     made = build("llama-gqa")
     cache, inputs = zoo.paged(made, num_blocks=5), zoo.prompt(9)

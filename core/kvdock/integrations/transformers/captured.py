@@ -44,7 +44,7 @@ __all__ = ["CapturedDecoding", "captured_decoding"]
 _CAPTURE = "PagedCacheForTransformers.capture"
 _FIX = "use the cache as it is: generate() then launches the kernels of each step one by one"
 
-_KNOWN = frozenset(("input_ids", "position_ids", "attention_mask", "cache_position", "use_cache", *CACHES))
+_KNOWN = frozenset(("input_ids", "position_ids", "attention_mask", "cache_position", "use_cache", "return_dict", *CACHES))
 """Arguments that are looked at, or follow from those."""
 
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
@@ -180,6 +180,8 @@ class CapturedDecoding:
             return f"more than {self.batch_sizes[-1]} rows, or {self.max_length} tokens in one"
         if _autocast(self._pool.device) != self._autocast:
             return "another torch.autocast than when it was captured"
+        if told.get("return_dict") is False or getattr(self._config, "return_dict", True) is False:
+            return "a tuple is asked for"
         defaults = self._parameters
         others = (
             name for name, value in told.items() if name not in _KNOWN and value is not defaults.get(name) and value not in (None, False)
