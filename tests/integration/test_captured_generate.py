@@ -210,6 +210,31 @@ def test_autocast_is_part_of_what_was_captured() -> None:
     assert cache.captured.odd == ""
 
 
+MORE: dict[str, tuple[str, Any]] = {
+    "a tensor": ("cu_seq_lens_q", torch.tensor([0, 1])),
+    "a number": ("some_number", 3),
+}
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_layers_that_are_told_more_are_called(case: str) -> None:
+    made, (name, value) = build("llama-gqa"), MORE[case]
+    uncached, cache, inputs = Uncached(made), zoo.paged(made), zoo.prompt(7)
+    cache.capture(batch_sizes=(1,))
+    told = {"input_ids": torch.tensor([[5]]), "position_ids": torch.tensor([[7]]), zoo.CACHE_KEYWORD: cache, "use_cache": True}
+    expected = uncached.logits(torch.cat([inputs["input_ids"], told["input_ids"]], dim=1))[:, -1:]
+    own = made.model.__class__.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(self, *args, **{**kwargs, name: value})
+
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        made(**inputs, **{zoo.CACHE_KEYWORD: cache})
+        patch.setattr(type(made.model), "__call__", call)
+        assert zoo.close(made(**told).logits, expected)
+    assert name in cache.captured.odd
+
+
 def test_a_tuple_is_given_where_one_is_asked_for() -> None:
     made = build("llama-gqa")
     uncached, cache, inputs = Uncached(made), zoo.paged(made), zoo.prompt(7)

@@ -79,12 +79,8 @@ class CapturedDecoding:
         problem = "no layers below its head" if inner is model else self._parts.problem
         if problem:
             raise _unsupported(model, problem)
-        self._inner, self._pool, self._windows, self._configs = (
-            weakref.ref(inner),
-            pool,
-            windows,
-            [pair[0] for pair in state.reader.configs],
-        )
+        self._inner, self._pool, self._windows = weakref.ref(inner), pool, windows
+        self._configs = [config for config, _ in state.reader.configs]
         self._parameters, self._config = defaults_of(type(inner).forward, 1), inner.config
         self._form: tuple[type[Any], str, str]
         self._autocast, self.max_length, self.odd = _autocast(pool.device), max_length, ""
@@ -182,13 +178,12 @@ class CapturedDecoding:
             return "another torch.autocast than when it was captured"
         if told.get("return_dict") is False or getattr(self._config, "return_dict", True) is False:
             return "a tuple is asked for"
-        defaults = self._parameters
-        others = (
-            name for name, value in told.items() if name not in _KNOWN and value is not defaults.get(name) and value not in (None, False)
-        )
-        config = self._config
-        asked = next(others, "") or next((name for name in _OUTPUTS if getattr(config, name, False)), "")
+        others = (name for name, value in told.items() if name not in _KNOWN and not self._is_usual(name, value))
+        asked = next(others, "") or next((name for name in _OUTPUTS if getattr(self._config, name, False)), "")
         return f"{asked} is asked for, or passed" if asked else self._parts.changed()
+
+    def _is_usual(self, name: str, value: Any) -> bool:
+        return value is None or value is False or value is self._parameters.get(name)
 
 
 def captured_decoding(
@@ -230,6 +225,8 @@ def _starts(state: PagedState, told: dict[str, Any]) -> npt.NDArray[np.int64] | 
     """Return the first token of each row's blocks that is seen; None if that does not say what the mask does."""
     mask, batch = told.get("attention_mask"), state.batch
     assert batch is not None  # noqa: S101 - it was looked at
+    if mask is not None and not isinstance(mask, torch.Tensor):  # masks that were made already
+        return None
     pads = left_pads(None if mask is None else mask != 0, batch.batch_size, batch.length + 1)
     return None if pads is None or (pads < batch.pads).any() else pads - batch.pads
 
