@@ -159,10 +159,11 @@ class KeyTiles:
         return self._shaped(tile.copy_(raw) if tile.dtype != raw.dtype else tile, len(slots)).transpose(0, 1)
 
     def read_run(self, pool: torch.Tensor, room: tuple[torch.Tensor, torch.Tensor], slot: int, count: int) -> torch.Tensor:
-        """Return ``count`` rows from ``slot`` on, ``[heads, count, dim]``, in ``room``, of a pool that `has_runs`."""
+        """Return ``count`` rows from ``slot`` on, ``[heads, count, dim]``, of a pool that `has_runs`: where they lie, or in ``room``."""
         width = self._heads * self._dim
-        tile = room[1][: count * width]
-        tile.copy_(pool.as_strided((count * width,), (1,), int(pool.storage_offset()) + slot * width))
+        tile = pool.as_strided((count * width,), (1,), int(pool.storage_offset()) + slot * width)
+        if tile.dtype != self._compute:
+            tile = room[1][: count * width].copy_(tile)
         return self._shaped(tile, count).transpose(0, 1)
 
     def _shaped(self, tile: torch.Tensor, slots: int) -> torch.Tensor:
