@@ -142,9 +142,9 @@ class Environment:
         options = ("--no-deps", "--no-index", "--no-build-isolation", "--no-compile")
         _pip("--python", self.python, "install", *options, *map(str, what))
 
-    def kvdock(self, *arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    def kvdock(self, *arguments: str, environ: Mapping[str, str] | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         """Run kvdock's command line."""
-        return run([self.python, "-P", "-m", "kvdock.cli", *arguments], environ=self._environ(environ))
+        return run([self.python, "-P", "-m", "kvdock.cli", *arguments], environ=self._environ(environ), timeout=timeout)
 
     def typed(self, line: str, folder: Path) -> subprocess.CompletedProcess[str]:
         """Run a line as a reader types it into a shell in ``folder``, with tools of this environment, and no network for pip."""

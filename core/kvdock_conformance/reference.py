@@ -211,7 +211,7 @@ def paged_attention(
             own = length - sums[row + 1] + query
             first = 0 if starts is None else int(starts[row])
             first = first if window is None else max(first, own - window + 1)
-            keys = torch.arange(first, max(first, own + 1 if causal else length))
+            keys = torch.arange(first, max(first, own + 1 if causal else length), device=q.device)
             seen = [cache[block_table[row].long()[keys // block], keys % block].double() for cache in (k_cache, v_cache)]
             for head in range(q.shape[1]):
                 k, v = (each[:, head * heads // q.shape[1]] for each in seen)

@@ -67,7 +67,8 @@ def rows(told: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def certify(environment: Environment, folder: Path, backend: str, *options: str, **environ: str) -> dict[str, Any]:
     """Run the kit as anybody does; returns the report, whose exit code is that of the command."""
-    done = environment.kvdock("conformance", "--backend", backend, "--report", str(folder), *options, environ=environ)
+    command = ("conformance", "--backend", backend, "--report", str(folder), *options)
+    done = environment.kvdock(*command, environ=environ, timeout=900)
     report: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     assert done.returncode == report["exit_code"], done.stdout + done.stderr
     return report

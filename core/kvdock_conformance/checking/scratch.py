@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import mmap
 import resource
 import traceback
@@ -126,6 +127,7 @@ def check_scratch_within(target: Target, data: Mapping[str, Any]) -> None:
     if got:
         expected = f"at most {limit} bytes, all of torch's allocator; workspace_bytes is {said}"
         raise NonconformanceError(f"{op}: scratch memory of a call", expected=expected, got=got)
+    gc.collect()  # the error of a first try may hold the frames that it came through, and what they had
     kept = _in_use(target.device) - before
     if kept > data["spare"]:
         expected = f"at most {data['spare']} bytes"

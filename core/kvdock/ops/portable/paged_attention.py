@@ -31,8 +31,10 @@ class PagedAttentionDescriptor(PortableDescriptor):
         if self._on_host:
             check_paged_attention(args)
         kind = args["q"].device.type
-        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext():
-            _Call(args, self._skipped).run()  # in the dtypes that it says, whatever the user has set
+        # In the dtypes that it says, whatever the user has set. Where nothing is set, torch may not even know autocast for the device.
+        is_set = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, enabled=False) if is_set else contextlib.nullcontext():
+            _Call(args, self._skipped).run()
 
 
 class PagedAttention(PortableKernel):
