@@ -51,7 +51,7 @@ def _host_pairs_refused(function: Op) -> Op:
 # Refusals
 
 
-@FAULTS.function(_OP, "copy-pairs-of-any-dtype-taken", "Pairs of another dtype are converted.", "KVD-COPY-027")
+@FAULTS.function(_OP, "copy-pairs-of-any-dtype-taken", "Pairs of another dtype are converted.", "KVD-ERROR-003")
 def _any_dtype(function: Op) -> Op:
     return lambda k_cache, v_cache, pairs: function(k_cache, v_cache, pairs.long() if isinstance(pairs, torch.Tensor) else pairs)
 
