@@ -51,9 +51,10 @@ class DenseKernel(CallKernel):
         super().__init__(lambda *args: None)
 
     def supports(self, request: Any) -> Sequence[str]:
-        shape, strides = request.tensor("k_cache").shape, request.tensor("k_cache").strides
-        is_dense = strides == torch.empty([1 if size is None else size for size in shape], device="meta").stride()
-        return [*PORTABLE_KERNELS["paged_caching_"].supports(request), *([] if is_dense else [f"strides {strides}"])]
+        pools = [request.tensor(name) for name in ("k_cache", "v_cache")]
+        dense = [torch.empty([1 if size is None else size for size in pool.shape], device="meta").stride() for pool in pools]
+        odd = [f"strides {pool.strides}" for pool, strides in zip(pools, dense, strict=True) if pool.strides != strides]
+        return [*PORTABLE_KERNELS["paged_caching_"].supports(request), *odd]
 
     def prepare(self, request: Any) -> Any:
         return PORTABLE_KERNELS["paged_caching_"].prepare(request)

@@ -56,7 +56,7 @@ def _any_dtype(function: Op) -> Op:
     return lambda k_cache, v_cache, pairs: function(k_cache, v_cache, pairs.long() if isinstance(pairs, torch.Tensor) else pairs)
 
 
-@FAULTS.function(_OP, "copy-overlap-unnoticed", "Pairs within the pool are accepted.", "KVD-COPY-027")
+@FAULTS.function(_OP, "copy-overlap-unnoticed", "Pairs within the pool are accepted.", "KVD-ERROR-007")
 def _overlap_unnoticed(function: Op) -> Op:
     return lambda k_cache, v_cache, pairs: function(k_cache, v_cache, pairs.clone() if isinstance(pairs, torch.Tensor) else pairs)
 

@@ -109,7 +109,7 @@ def _cleared_first(function: Op) -> Op:
     return _repairing(function, lambda out, _: out.zero_())
 
 
-@FAULTS.function(_OP, "gather-overlap-unnoticed", "An output within the pool is accepted.", "KVD-GATHER-029")
+@FAULTS.function(_OP, "gather-overlap-unnoticed", "An output within the pool is accepted.", "KVD-ERROR-007")
 def _overlap_unnoticed(function: Op) -> Op:
     def call(k_cache: Any, v_cache: Any, *others: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
         is_dense = k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.dtype == v_cache.dtype
