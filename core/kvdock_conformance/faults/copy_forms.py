@@ -51,16 +51,6 @@ def _host_pairs_refused(function: Op) -> Op:
 # Refusals
 
 
-@FAULTS.function(_OP, "copy-pairs-of-any-dtype-taken", "Pairs of another dtype are converted.", "KVD-ERROR-003")
-def _any_dtype(function: Op) -> Op:
-    return lambda k_cache, v_cache, pairs: function(k_cache, v_cache, pairs.long() if isinstance(pairs, torch.Tensor) else pairs)
-
-
-@FAULTS.function(_OP, "copy-overlap-unnoticed", "Pairs within the pool are accepted.", "KVD-ERROR-007")
-def _overlap_unnoticed(function: Op) -> Op:
-    return lambda k_cache, v_cache, pairs: function(k_cache, v_cache, pairs.clone() if isinstance(pairs, torch.Tensor) else pairs)
-
-
 @FAULTS.function(_OP, "copy-pools-of-unlike-blocks-taken", "Of a larger pool, the part is taken that the other one has.", "KVD-COPY-027")
 def _unlike_blocks(function: Op) -> Op:
     def call(k_cache: Any, v_cache: Any, pairs: Any) -> None:

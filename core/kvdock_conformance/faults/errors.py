@@ -99,6 +99,25 @@ def _cloned(args: dict[str, Any]) -> dict[str, Any]:
     return {**args, "k": args["k"].clone(memory_format=torch.preserve_format)}
 
 
+@FAULTS.function(_COPY, "error-pairs-of-any-dtype-taken", "Pairs of another dtype are converted.", "KVD-ERROR-003")
+def _any_dtype(function: Function) -> Function:
+    return lambda k_cache, v_cache, pairs: function(k_cache, v_cache, pairs.long() if isinstance(pairs, torch.Tensor) else pairs)
+
+
+@FAULTS.function(_COPY, "error-overlap-of-pairs-cloned", "Pairs within the pool are accepted.", "KVD-ERROR-007")
+def _pairs_cloned(function: Function) -> Function:
+    return lambda k_cache, v_cache, pairs: function(k_cache, v_cache, pairs.clone() if isinstance(pairs, torch.Tensor) else pairs)
+
+
+@FAULTS.function(_GATHER, "error-overlap-of-outputs-unnoticed", "An output within the pool is accepted.", "KVD-ERROR-007")
+def _overlap_unnoticed(function: Function) -> Function:
+    def call(k_cache: Any, v_cache: Any, *others: Any, **more: Any) -> Any:
+        is_dense = k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.dtype == v_cache.dtype
+        return function(*((k_cache.clone(), v_cache.clone()) if is_dense else (k_cache, v_cache)), *others, **more)
+
+    return call
+
+
 @FAULTS.function(_STATIC, "error-one-place-for-all", "A cache whose rows share memory is written in a copy of it.", "KVD-ERROR-008")
 @_fixing
 def _one_place(args: dict[str, Any]) -> dict[str, Any]:

@@ -109,15 +109,6 @@ def _cleared_first(function: Op) -> Op:
     return _repairing(function, lambda out, _: out.zero_())
 
 
-@FAULTS.function(_OP, "gather-overlap-unnoticed", "An output within the pool is accepted.", "KVD-ERROR-007")
-def _overlap_unnoticed(function: Op) -> Op:
-    def call(k_cache: Any, v_cache: Any, *others: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        is_dense = k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.dtype == v_cache.dtype
-        return function(*((k_cache.clone(), v_cache.clone()) if is_dense else (k_cache, v_cache)), *others, **more)
-
-    return call
-
-
 @FAULTS.function(_OP, "gather-error-without-a-fix", "Errors about arguments do not say how to fix them.", "KVD-GATHER-029")
 def _without_a_fix(function: Op) -> Op:
     def call(*args: Any, **others: Any) -> tuple[torch.Tensor, torch.Tensor]:
