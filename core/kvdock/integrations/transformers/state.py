@@ -117,8 +117,11 @@ class PagedState:
         stop = start + tokens
         if stop > self.length:
             self._begin(keys.shape[0], tokens)
-        with self._whole_step():
+        try:
             write(self.pool, layer, keys, values, self._new_slots(start, stop))
+        except BaseException:
+            self._take_back()
+            raise
         if self.lengths.written(layer, stop):
             self._end()
         return start
@@ -134,23 +137,21 @@ class PagedState:
             OutOfBlocksError, ArgumentValueError: as `update`, and whatever ``compute`` raises. Nothing was changed.
         """
         self._begin(rows, 1)
-        with self._whole_step():
+        try:
             assert self.batch is not None  # noqa: S101 - there is room for it
             found = compute(self.batch)
+        except BaseException:
+            self._take_back()
+            raise
         self.lengths.set(self.length)
         self._end()
         return found
 
-    @contextmanager
-    def _whole_step(self) -> Iterator[None]:
-        """Go back to before a step that fails, with layers that have written already: it is done by all layers or by none."""
-        try:
-            yield
-        except BaseException:
-            self.lengths.undo()
-            if self.length > self.lengths.start:
-                self._truncate(self.lengths.start)
-            raise
+    def _take_back(self) -> None:
+        """Go back to before a step that failed, with layers that have written already: it is done by all layers or by none."""
+        self.lengths.undo()
+        if self.length > self.lengths.start:
+            self._truncate(self.lengths.start)
 
     def read(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of tokens ``start`` to ``stop - 1`` as new ``[batch, heads, tokens, dim]``, contiguous."""
