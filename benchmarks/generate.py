@@ -105,17 +105,18 @@ class Ours:
 
     Args:
         captured: whether decode steps are graphs.
+        compiled: whether they are compiled before.
         prefix: whether prompts of the round before are found, all but the last block of them.
     """
 
-    def __init__(self, model: Any, batch: int, tokens: int, *, captured: bool = False, prefix: str | None = None) -> None:
+    def __init__(self, model: Any, batch: int, tokens: int, *, captured: bool = False, compiled: bool = False, prefix: str | None = None) -> None:
         config = kvdock.PagedKVCacheConfig(num_blocks=batch * -(-tokens // BLOCK) + 1, block_size=BLOCK)
         before = allocated(model)
         self.cache = PagedCacheForTransformers.for_model(model, config, prefix=prefix)
         self.held = allocated(model) - before
         if captured:
             before = reserved(model)  # what graphs have for themselves is not allocated between two steps
-            self.cache.capture(batch_sizes=[batch], max_length=tokens)
+            self.cache.capture(batch_sizes=[batch], max_length=tokens, compiled=compiled)
             self.held += reserved(model) - before
 
     def begin(self, ids: torch.Tensor) -> dict[str, Any]:
@@ -137,7 +138,10 @@ WAYS: dict[str, Callable[[Any, int, int], Any]] = {
     "kvdock": Ours,
     "kvdock, warm prefix": partial(Ours, prefix="radix"),
     "kvdock, captured": partial(Ours, captured=True),
+    "kvdock, compiled": partial(Ours, captured=True, compiled=True),
 }
+if CACHE_KEYWORD != "cache":  # Transformers before 5.24 cannot hand over a layer to a compiled graph
+    del WAYS["kvdock, compiled"]
 """The ways to keep keys and values; each makes what a batch of so many rows and tokens needs. The first is compared with."""
 
 

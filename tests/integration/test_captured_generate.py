@@ -37,6 +37,12 @@ def steps_of(cache: Any) -> list[int]:
     return steps
 
 
+def launched_first(cache: Any) -> None:
+    """Let a step be looked at while it runs, as one that is a graph, and not before."""
+    assert not cache.captured.is_captured
+    cache.captured.is_captured = True
+
+
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in READ])
 def test_the_tokens_of_no_cache_at_all(name: str) -> None:
     made = build(name)
@@ -104,10 +110,13 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", ODD)
-def test_what_is_no_such_step_is_computed_without_and_says_why(case: str) -> None:
+@pytest.mark.parametrize("looks", ["before", "meanwhile"])
+def test_what_is_no_such_step_is_computed_without_and_says_why(case: str, looks: str) -> None:
     made, (settings, why) = build("llama-gqa"), ODD[case]
     cache, inputs = zoo.paged(made), zoo.prompt(7)
     cache.capture(batch_sizes=(2,), max_length=24)
+    if looks == "meanwhile":
+        launched_first(cache)
     options = {**GREEDY, **settings}
     expected = made.generate(**inputs, **{**options, "use_cache": False})
     got = made.generate(**cache.bind(**inputs), **options)
@@ -177,10 +186,13 @@ CHANGES: dict[Callable[[Any], None], str] = {
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_model_that_was_changed_since_gives_what_it_gives_now(change: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("looks", ["before", "meanwhile"])
+def test_a_model_that_was_changed_since_gives_what_it_gives_now(change: Callable[[Any], None], looks: str) -> None:
     made = build("llama-gqa")
     cache, inputs = zoo.paged(made), zoo.prompt(7, 5)
     cache.capture(batch_sizes=(2,))
+    if looks == "meanwhile":
+        launched_first(cache)
     change(made)
     expected = made.generate(**inputs, **{**GREEDY, "use_cache": False})
     got = made.generate(**cache.bind(**inputs), **GREEDY)
@@ -208,6 +220,29 @@ def test_autocast_is_part_of_what_was_captured() -> None:
     cache.reset()
     made.generate(**cache.bind(**inputs), **GREEDY)
     assert cache.captured.odd == ""
+
+
+def test_other_padding_than_in_the_step_before_is_seen() -> None:
+    made = build("llama-gqa")
+    cache, inputs = zoo.paged(made), zoo.prompt(7, 7)
+    cache.capture(batch_sizes=(2,))
+    launched_first(cache)
+    masks = {length: torch.ones(2, length, dtype=torch.long) for length in (8, 9, 10)}
+    masks[9][0, :3] = masks[10][0, :3] = 0
+    odd, ids = [], inputs["input_ids"]
+    with torch.no_grad():
+        made(**inputs, **{zoo.CACHE_KEYWORD: cache})
+        for length, mask in masks.items():
+            new = torch.tensor([[length], [length + 1]])
+            ids, positions = torch.cat([ids, new], dim=1), torch.full((2, 1), length - 1)
+            told = {"attention_mask": mask, "position_ids": positions, zoo.CACHE_KEYWORD: cache}
+            got = made(input_ids=new, **told).logits
+            places = torch.arange(length).expand(2, -1)
+            expected = made(input_ids=ids, attention_mask=mask, position_ids=places, use_cache=False).logits[:, -1:]
+            assert zoo.close(got[1], expected[1])  # the other row has tokens that saw what is hidden later
+            odd.append(cache.captured.odd)
+    assert odd == ["", "other padding than in the step before", ""]
+    cache.state.manager.check_integrity()
 
 
 MORE: dict[str, tuple[str, Any]] = {
@@ -374,6 +409,43 @@ def test_a_cache_with_tokens_and_a_model_in_training_are_refused() -> None:
         made(**zoo.prompt(5), **{zoo.CACHE_KEYWORD: cache})
     with pytest.raises(ArgumentValueError, match=r"one with 5 tokens. Fix: reset\(\)"):
         cache.capture()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", QUICK)
+def test_compiled_steps_give_the_tokens_of_no_cache_and_are_compiled_once(name: str) -> None:
+    made = build(name)
+    uncached, cache = Uncached(made), zoo.paged(made)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        cache.capture(batch_sizes=(1, 4), compiled=True)
+        steps = steps_of(cache)
+        for lengths in ((3, 11, 6), (9, 9), (5,), (12, 3, 2)):
+            inputs = zoo.prompt(*lengths)
+            uncached.assert_same(inputs, made.generate(**cache.bind(**inputs), **GREEDY))
+            assert cache.captured.odd == ""
+            cache.reset()
+    assert len(steps) == 4 * (NEW - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_may_be_compiled_for_any_number_of_caches() -> None:
+    made, inputs = build("llama-gqa"), zoo.prompt(7)
+    uncached = Uncached(made)
+    for _ in range(torch._dynamo.config.recompile_limit + 1):
+        cache = zoo.paged(made)
+        cache.capture(batch_sizes=(1,), compiled=True)
+    uncached.assert_same(inputs, made.generate(**cache.bind(**inputs), **GREEDY))
+
+
+def test_compiled_steps_are_refused_where_a_layer_cannot_be_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = build("llama-gqa")
+    cache = zoo.paged(made)
+    monkeypatch.setattr("kvdock.integrations.transformers.decoding.CACHE_KEYWORD", "past_key_values")
+    with pytest.raises(UnsupportedError, match=r"Transformers 5\.24 or newer"):
+        cache.capture(compiled=True)
+    assert cache.captured is None
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ def as_rows(rows: Rows, subject: str, sequences: Any) -> Index:
     batch, known = rows.last_batch
     try:
         # As from one call of a step to the next. Sequences are compared as objects; what is none may refuse to be compared.
-        if type(sequences) is list and batch == sequences:
+        if (type(sequences) is list and batch == sequences) or (type(sequences) is tuple and batch == list(sequences)):
             return known
         if not isinstance(sequences, Sequence):  # what can be read only once would be found empty
             raise TypeError

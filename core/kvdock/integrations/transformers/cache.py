@@ -228,7 +228,9 @@ class PagedCacheForTransformers(Cache):
         check_in_place("PagedCacheForTransformers.decoding", self.state, self._stored)
         return PagedDecoding(self.state, self._windows, new_tokens, attention_mask)
 
-    def capture(self, batch_sizes: Sequence[int] = (1, 2, 4, 8, 16), max_length: int | None = None) -> CapturedDecoding:
+    def capture(
+        self, batch_sizes: Sequence[int] = (1, 2, 4, 8, 16), max_length: int | None = None, *, compiled: bool = False
+    ) -> CapturedDecoding:
         """Make the model's decode step a graph of the device; `generate` and forward passes with this cache use it from now on.
 
         For example::
@@ -249,6 +251,8 @@ class PagedCacheForTransformers(Cache):
         Args:
             batch_sizes: rows that graphs are made for, each at least 1.
             max_length: most tokens of a row, without padding that has no blocks; by default what the pool and the model hold.
+            compiled: whether `torch.compile` joins the kernels of the model's layers first. That takes tens of seconds for each
+                size, and a step becomes quicker the smaller the batch is. It needs Transformers 5.24.
 
         Raises:
             UnsupportedError: attention does not read pages in all layers; the model is in training; it has parts that are
@@ -261,7 +265,7 @@ class PagedCacheForTransformers(Cache):
         if model is None:
             raise UnsupportedError("PagedCacheForTransformers.capture", expected="the model of the cache", got="one that is gone")
         self.state.captured = None
-        self.state.captured = made = captured_decoding(self, model, self._windows, self._stored, batch_sizes, max_length)
+        self.state.captured = made = captured_decoding(self, model, self._windows, self._stored, batch_sizes, max_length, compiled=compiled)
         return made
 
     @property

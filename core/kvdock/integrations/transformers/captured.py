@@ -15,27 +15,28 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache
 
 from kvdock.captured import CapturedSteps
 from kvdock.errors import ArgumentValueError, KVDockError, UnsupportedError
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD
-from kvdock.integrations.transformers.decoding import Place, check_in_place, decoding_layers, mask_of
-from kvdock.integrations.transformers.masks import left_pads
+from kvdock.integrations.transformers.decoding import Place, check_compiles, check_in_place, decoding_layers, mask_of
+from kvdock.integrations.transformers.masks import Pads, asked_pads
 from kvdock.integrations.transformers.parts import Parts
 from kvdock.integrations.transformers.passes import current_pass
 from kvdock.integrations.transformers.plain import CACHES, by_name, defaults_of
 from kvdock.integrations.transformers.reading import Pass
 from kvdock.integrations.transformers.state import PagedState
 from kvdock.integrations.transformers.switching import restore, switch
+from kvdock.integrations.transformers.tables import sent
 from kvdock.scheduler import BatchTables, SequenceBatch, TableViews
 from kvdock.spec import check_int
 
@@ -52,8 +53,17 @@ _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 _TRIAL = ([[0, 1, 2, 3], [1, 2, 3, 1]], [[1, 2], [2, 3]], [[3], [1]])
 _TRIAL_MASK = [[0, 1, 1, 1, 1, 1, 1], [1] * 7]
+_MASK = "a mask that hides more than padding on the left"
 _CLOSE = 1e-3
 """How far logits of the trial may be apart, as a part of their length; more where a dtype is coarser."""
+
+
+class _AnotherStepError(Exception):
+    """A pass is none of the steps that were captured: says why."""
+
+
+def _nothing() -> None:
+    """Be a reference to a batch that is gone."""
 
 
 class CapturedDecoding:
@@ -65,6 +75,7 @@ class CapturedDecoding:
         windows: sliding window of each layer, or None.
         batch_sizes: rows that graphs are made for.
         max_length: most tokens of a row, without padding that has no blocks.
+        compiled: whether the model's layers are compiled before they are recorded.
 
     Attributes:
         batch_sizes: the sizes, ascending.
@@ -73,7 +84,9 @@ class CapturedDecoding:
         odd: why the last pass of one token of each row was none of these steps; "" if it was.
     """
 
-    def __init__(self, model: Any, state: PagedState, windows: Sequence[int | None], batch_sizes: Sequence[int], max_length: int) -> None:
+    def __init__(
+        self, model: Any, state: PagedState, windows: Sequence[int | None], batch_sizes: Sequence[int], max_length: int, *, compiled: bool
+    ) -> None:
         inner, pool = model.base_model, state.pool
         self._parts = Parts(inner)
         problem = "no layers below its head" if inner is model else self._parts.problem
@@ -83,8 +96,12 @@ class CapturedDecoding:
         self._configs = [config for config, _ in state.reader.configs]
         self._parameters, self._config = defaults_of(type(inner).forward, 1), inner.config
         self._form: tuple[type[Any], str, str]
+        self._starts_of: Callable[[], SequenceBatch | None] = _nothing  # whose first tokens these are
+        self._starts: Pads
+        self._device_starts: torch.Tensor
         self._autocast, self.max_length, self.odd = _autocast(pool.device), max_length, ""
         sizes = sorted({check_int(f"{_CAPTURE}: batch_sizes", size, 1) for size in batch_sizes})
+        self._forwards = {size: _compiled(type(inner).forward) if compiled else type(inner).forward for size in sizes}
         tables = BatchTables(state.manager, max(sizes, default=1), -(-max_length // pool.block_size), device=pool.device)
         token, position, start = torch.zeros(3, dtype=torch.int64, device="cpu").unbind()
         with _says_what_failed(model):
@@ -136,7 +153,7 @@ class CapturedDecoding:
         told = {"input_ids": ids[:, None], "position_ids": positions[:, None], "attention_mask": mask_of(starts), "use_cache": True}
         switch(self._configs)
         try:
-            out = type(inner).forward(inner, **told, **{CACHE_KEYWORD: cache})
+            out = self._forwards[len(ids)](inner, **told, **{CACHE_KEYWORD: cache})
         finally:
             restore(self._configs)
         self._form, hidden = _form_of(out, cache)
@@ -145,25 +162,58 @@ class CapturedDecoding:
     def _replay(self, state: PagedState, inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what the model's layers do in a pass."""
         told = by_name(self._parameters, args, kwargs)
-        self.odd = self._problem(inner, state, told)
-        starts = None if self.odd else _starts(state, told)
-        if starts is None:
-            self.odd = self.odd or "a mask that hides more than padding on the left"
-            return type(inner).forward(inner, *args, **kwargs)
+        self.odd = self._misfit(inner, state, told)
+        if not self.odd:
+            try:
+                hidden = state.step(len(told["input_ids"]), functools.partial(self._step, told))
+            except _AnotherStepError as error:
+                self.odd = str(error)
+            else:
+                kind, of_hidden, of_cache = self._form
+                return kind(**{of_hidden: hidden, of_cache: _cache_in(told)})
+        return type(inner).forward(inner, *args, **kwargs)
+
+    def _step(self, told: dict[str, Any], batch: SequenceBatch) -> torch.Tensor:
+        """Launch a graph for the last token of each row, and look meanwhile whether it is the step that is asked for.
+
+        If it was not, it did no harm: it has written to places that were made for this step, from weights that are there, and the
+        same places are written again. Without a graph parts of the model run here, so that the look comes first.
+
+        Raises:
+            _AnotherStepError: it is not.
+        """
+        mask, rows = told.get("attention_mask"), batch.batch_size
+        asked = asked_pads(None if mask is None else mask != 0, rows, batch.length)
+        if self._starts_of() is not batch or self._starts.size != rows:  # the first step of a batch waits for the device
+            self._show_starts(batch, asked())
+        if not self.is_captured:
+            self._check(told, batch, asked())
         ids, positions = told["input_ids"][:, 0], told["position_ids"][:, 0]
+        hidden = self._steps.run(batch.sequences, ids, positions.expand(rows), self._device_starts)
+        if self.is_captured:
+            self._check(told, batch, asked())
+        return hidden
 
-        def compute(batch: SequenceBatch) -> torch.Tensor:
-            return self._steps.run(batch.sequences, ids, positions.expand(len(ids)), starts)
+    def _show_starts(self, batch: SequenceBatch, pads: Pads | None) -> None:
+        """Take from the padding of a mask the first token of each row's blocks that is seen, which stays from step to step."""
+        starts = None if pads is None else pads - batch.pads
+        if starts is None or (starts < 0).any():
+            raise _AnotherStepError(_MASK)
+        self._starts_of, self._starts, self._device_starts = weakref.ref(batch), starts, sent(starts, self._pool.device)
 
-        hidden = state.step(len(ids), compute)
-        kind, of_hidden, of_cache = self._form
-        return kind(**{of_hidden: hidden, of_cache: _cache_in(told)})
+    def _check(self, told: dict[str, Any], batch: SequenceBatch, pads: Pads | None) -> None:
+        """Raise unless what takes the host longer to look at says that a step is one of these, too."""
+        problem = self._problem(told) or self._parts.changed()
+        if not problem and (pads is None or not np.array_equal(pads - batch.pads, self._starts)):
+            problem, self._starts_of = _MASK if pads is None else "other padding than in the step before", _nothing
+        if problem:
+            raise _AnotherStepError(problem)
 
-    def _problem(self, inner: Any, state: PagedState, told: dict[str, Any]) -> str:
-        """Return why a pass of one token of each row may be none of these steps, or ""."""
+    def _misfit(self, inner: Any, state: PagedState, told: dict[str, Any]) -> str:
+        """Return why no graph may be launched for a pass of one token of each row, or ""."""
         if self._inner() is not inner or getattr(_cache_in(told), "state", None) is not state:
             return "another model, or another cache"
-        ids, positions, batch = told.get("input_ids"), told.get("position_ids"), state.batch
+        ids, positions, batch, mask = told.get("input_ids"), told.get("position_ids"), state.batch, told.get("attention_mask")
         rows = len(ids) if isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[1] == 1 else 0
         if (
             batch is None
@@ -172,35 +222,55 @@ class CapturedDecoding:
             or positions.shape not in ((rows, 1), (1, 1))
         ):
             return "no input_ids and position_ids of [rows, 1]"
+        if mask is not None and not isinstance(mask, torch.Tensor):
+            return "masks that were made already"
         if rows > self.batch_sizes[-1] or batch.length + 1 - int(batch.pads.min()) > self.max_length:
             return f"more than {self.batch_sizes[-1]} rows, or {self.max_length} tokens in one"
         if _autocast(self._pool.device) != self._autocast:
             return "another torch.autocast than when it was captured"
+        return self._parts.moved()
+
+    def _problem(self, told: dict[str, Any]) -> str:
+        """Return which of the arguments of a pass, or of what a configuration asks for, make it another step, or ""."""
         if told.get("return_dict") is False or getattr(self._config, "return_dict", True) is False:
             return "a tuple is asked for"
         others = (name for name, value in told.items() if name not in _KNOWN and not self._is_usual(name, value))
         asked = next(others, "") or next((name for name in _OUTPUTS if getattr(self._config, name, False)), "")
-        return f"{asked} is asked for, or passed" if asked else self._parts.changed()
+        return f"{asked} is asked for, or passed" if asked else ""
 
     def _is_usual(self, name: str, value: Any) -> bool:
         return value is None or value is False or value is self._parameters.get(name)
 
 
 def captured_decoding(
-    cache: Any, model: Any, windows: Sequence[int | None], stored: Sequence[bool], sizes: Sequence[int], most: int | None
+    cache: Any, model: Any, windows: Sequence[int | None], stored: Sequence[bool], sizes: Sequence[int], most: int | None, *, compiled: bool
 ) -> CapturedDecoding:
     """Capture the decode step of a cache's model, and try it; see `PagedCacheForTransformers.capture`."""
     state = cache.state
     check_in_place(_CAPTURE, state, stored)
+    if compiled:
+        check_compiles(_CAPTURE)
     if state.length or state.bound:
         raise ArgumentValueError(_CAPTURE, expected="an empty cache", got=f"one with {state.length} tokens", fix="reset() it first")
     if model.training:
         raise UnsupportedError(_CAPTURE, expected="a model that is not in training", got="one in training", fix="call model.eval()")
     pool = state.pool
     room = min(pool.num_blocks * pool.block_size, pool.spec.max_positions)
-    made = CapturedDecoding(model, state, windows, sizes, room if most is None else check_int(f"{_CAPTURE}: max_length", most, 1))
+    length = room if most is None else check_int(f"{_CAPTURE}: max_length", most, 1)
+    made = CapturedDecoding(model, state, windows, sizes, length, compiled=compiled)
     made.check(cache, model)
     return made
+
+
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a model's forward, compiled for one size of batch."""
+
+    def apart(inner: Any, **told: Any) -> Any:
+        return forward(inner, **told)
+
+    # torch.compile keeps what it has made with a function's code, and makes only so many for each: this code is nobody else's.
+    own = types.FunctionType(apart.__code__.replace(), apart.__globals__, closure=apart.__closure__)
+    return torch.compile(own, fullgraph=True, dynamic=False)
 
 
 def _form_of(out: Any, cache: Cache) -> tuple[tuple[type[Any], str, str], torch.Tensor]:
@@ -219,16 +289,6 @@ def _form_of(out: Any, cache: Cache) -> tuple[tuple[type[Any], str, str], torch.
 
 def _cache_in(told: dict[str, Any]) -> Any:
     return next((told[name] for name in CACHES if told.get(name) is not None), None)
-
-
-def _starts(state: PagedState, told: dict[str, Any]) -> npt.NDArray[np.int64] | None:
-    """Return the first token of each row's blocks that is seen; None if that does not say what the mask does."""
-    mask, batch = told.get("attention_mask"), state.batch
-    assert batch is not None  # noqa: S101 - it was looked at
-    if mask is not None and not isinstance(mask, torch.Tensor):  # masks that were made already
-        return None
-    pads = left_pads(None if mask is None else mask != 0, batch.batch_size, batch.length + 1)
-    return None if pads is None or (pads < batch.pads).any() else pads - batch.pads
 
 
 def _autocast(device: torch.device) -> torch.dtype | None:
@@ -251,13 +311,13 @@ def _unsupported(model: Any, got: str) -> UnsupportedError:
 
 @contextmanager
 def _says_what_failed(model: Any) -> Iterator[None]:
-    """Make errors of a model that is recorded ours: that it waits for the device, for example."""
+    """Make errors of a model that is recorded ours: that it waits for the device, for example. A compiler's go on for pages."""
     try:
         yield
     except KVDockError:
         raise
     except Exception as error:
-        raise _unsupported(model, f"{type(error).__name__}: {error}") from error
+        raise _unsupported(model, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
 
 
 _STANDING: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

@@ -27,7 +27,7 @@ from kvdock.integrations.transformers.switching import restore, switch
 from kvdock.integrations.transformers.tables import sent
 from kvdock.scheduler import SequenceBatch
 
-__all__ = ["VIEW", "DecodingLayer", "PagedDecoding", "Place", "check_in_place", "decoding_layers", "mask_of"]
+__all__ = ["VIEW", "DecodingLayer", "PagedDecoding", "Place", "check_compiles", "check_in_place", "decoding_layers", "mask_of"]
 
 _DECODING = "PagedCacheForTransformers.decoding"
 
@@ -225,11 +225,16 @@ def check_in_place(subject: str, state: PagedState, stored: Sequence[bool]) -> N
         raise UnsupportedError(subject, expected="attention on pages in all layers", got=problem, fix="call generate() with the cache")
 
 
-def _check(state: PagedState) -> None:
-    """Raise unless steps of a batch can be made."""
+def check_compiles(subject: str) -> None:
+    """Raise unless layers of this cache can be in a compiled graph."""
     if CACHE_KEYWORD != "cache":
         got, fix = "one before 5.24, which cannot hand over a layer to a compiled graph", "call generate() with the cache"
-        raise UnsupportedError(_DECODING, expected="Transformers 5.24 or newer", got=got, fix=fix)
+        raise UnsupportedError(subject, expected="Transformers 5.24 or newer", got=got, fix=fix)
+
+
+def _check(state: PagedState) -> None:
+    """Raise unless steps of a batch can be made."""
+    check_compiles(_DECODING)
     state.lengths.check_whole("decoding")
     if not state.length or state.is_decoding:
         got = "a decoding that is not over" if state.is_decoding else "an empty cache"

@@ -15,11 +15,12 @@ import numpy.typing as npt
 import torch
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from kvdock.integrations.transformers.tables import sent
+from kvdock.integrations.transformers.tables import is_accelerator, sent
 
-__all__ = ["ODD", "Markers", "Mask", "left_pads", "window_of"]
+__all__ = ["ODD", "Markers", "Mask", "Pads", "asked_pads", "left_pads", "window_of"]
 
 Pads = npt.NDArray[np.int64]
+"""Tokens of padding on the left of each row, ``[rows]``."""
 
 ODD = 0
 """A window that no mask has: that of a function which is neither causal nor a causal window."""
@@ -112,11 +113,25 @@ def left_pads(mask: torch.Tensor | None, rows: int, length: int) -> Pads | None:
         rows: of the batch.
         length: tokens of each row, the new ones included.
     """
+    return asked_pads(mask, rows, length)()
+
+
+def asked_pads(mask: torch.Tensor | None, rows: int, length: int) -> Callable[[], Pads | None]:
+    """Ask the device for `left_pads`; what is returned waits for them, but for nothing that is launched in between."""
     if mask is None:
-        return np.zeros(rows, dtype=np.int64)
+        return lambda: np.zeros(rows, dtype=np.int64)
     if mask.shape != (rows, length):
-        return None
-    pads: Pads = length - mask.sum(-1).cpu().numpy()
-    if pads.any() and (mask.to(torch.uint8).argmax(-1).cpu().numpy() != pads).any():
-        return None
-    return pads
+        return lambda: None
+    can_wait = is_accelerator(mask.device)
+    found = torch.stack((length - mask.sum(-1), mask.to(torch.uint8).argmax(-1))).to("cpu", non_blocking=can_wait)
+    copied = torch.Event(mask.device.type) if can_wait else None
+    if copied is not None:
+        copied.record()
+
+    def answer() -> Pads | None:
+        if copied is not None:
+            copied.synchronize()
+        pads, firsts = found.numpy()
+        return None if (firsts != pads).any() else pads
+
+    return answer

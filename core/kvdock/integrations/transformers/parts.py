@@ -41,17 +41,19 @@ class Parts:
         own = "a forward of its own" if "forward" in everything[0] else ""
         self.problem = own or (f"a {strange.__module__}.{strange.__qualname__} in it" if strange else self.changed())
 
+    def moved(self) -> str:
+        """Return "", or that weights are not where they were: a graph would read memory that is somebody else's by now."""
+        return "weights that were moved since" if self._where() != self._addresses else ""
+
     def changed(self) -> str:
-        """Return what is not as it was, or "". It is asked at each step, and takes some 0.1 us for each part."""
+        """Return what else is not as it was, or "". It is asked at each step, and takes some 0.1 us for each part."""
         if any(self._hooks) and (hook := self._foreign_hook()):
             return f"a hook on a part of it: {hook}"
         if sum(map(len, self._below)) != self._size:  # an attribute came or went: only then is it worth a look at each part
             if any("forward" in each or each.get("_compiled_call_impl") is not None for each in self._below):
                 return "a part that was compiled, or has a forward of its own"
             self._size = sum(map(len, self._below))
-        if list(map(id, self._values())) != self._ids:
-            return "parts or weights that came or went since"
-        return "weights that were moved since" if self._where() != self._addresses else ""
+        return "parts or weights that came or went since" if list(map(id, self._values())) != self._ids else ""
 
     def _values(self) -> chain[Any]:
         return chain.from_iterable(map(dict.values, self._held))

@@ -18,7 +18,7 @@ import torch
 
 from kvdock.scheduler import SequenceBatch
 
-__all__ = ["StepTables", "sent"]
+__all__ = ["StepTables", "is_accelerator", "sent"]
 
 
 class StepTables:
@@ -82,10 +82,10 @@ def sent(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     found = torch.from_numpy(values)
     if device.type == found.device.type:
         return found
-    return (found.pin_memory() if _pins(device) else found).to(device, non_blocking=True)
+    return (found.pin_memory() if is_accelerator(device) else found).to(device, non_blocking=True)
 
 
-def _pins(device: torch.device) -> bool:
-    """Return whether memory can be pinned for copies to a device."""
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether memory can be pinned for copies to a device, and copies from it be waited for by an event."""
     current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return current is not None and current.type == device.type
