@@ -120,6 +120,8 @@ class BatchTables(NotCopied):
         parts = torch.split(self._device_flat, list(self._sizes))
         self.seq_lens, self.query_lens, self.cu_query_lens, self.positions, self.slot_mapping = parts
         self.num_sequences = self.num_tokens = 0
+        self._ones = np.ones(rows, dtype=np.intp)
+        self._decoded = 0  # sequences of the last step, if it had one token of each
 
     def __repr__(self) -> str:
         rows, width = self.host.block_table.shape
@@ -139,6 +141,29 @@ class BatchTables(NotCopied):
             IndexRangeError: more tokens in this step than a sequence has, or lengths beyond its room. Nothing was changed.
         """
         rows = as_rows(self._manager._rows, "BatchTables.update: sequences", sequences)
+        if not (seq_lens is None and type(query_lens) is int and query_lens == 1 and self._show_next(rows)):
+            self._show(rows, query_lens, seq_lens)
+        changed = self._write_blocks(rows)
+        if not self._is_host:
+            self._send(changed)
+
+    def _show_next(self, rows: Index) -> bool:
+        """Show one token of each row behind a step of as many; False if that was no such step, or something is to be looked at.
+
+        Queries and padding are as they were, which is half of what `_show` writes.
+        """
+        of, host, batch = self._manager._rows, self.host, rows.size
+        lengths = of.num_tokens[rows]
+        if not batch or batch != self._decoded or not lengths.all() or of.num_blocks[rows].max() > host.block_table.shape[1]:
+            return False
+        starts = lengths - 1
+        host.seq_lens[:batch] = lengths
+        host.positions[:batch] = starts
+        host.slot_mapping[:batch] = of.slots(rows, starts, self._ones[:batch])
+        return True
+
+    def _show(self, rows: Index, query_lens: Any, seq_lens: npt.ArrayLike | None) -> None:
+        """Write all but the block table, see `update`."""
         of, host, batch = self._manager._rows, self.host, rows.size
         room = of.num_tokens[rows]
         lengths = room if seq_lens is None else counts_of("BatchTables.update: seq_lens", seq_lens, batch)
@@ -155,10 +180,8 @@ class BatchTables(NotCopied):
         host.cu_query_lens[1 : batch + 1], host.cu_query_lens[batch + 1 :] = queries.cumsum(), total
         host.positions[:total], host.positions[total:] = positions_of(starts, queries), 0
         host.slot_mapping[:total], host.slot_mapping[total:] = of.slots(rows, starts, queries), -1
-        changed = self._write_blocks(rows)
         self.num_sequences, self.num_tokens = batch, total
-        if not self._is_host:
-            self._send(changed)
+        self._decoded = batch if (queries == 1).all() else 0
 
     def first(self, rows: int, tokens: int) -> TableViews:
         """Return views of the first rows and tokens, such as those that a step has, without the padding behind them.

@@ -130,9 +130,9 @@ class SequenceBatch(NotCopied):
         Raises:
             OutOfBlocksError: too few blocks are free or evictable. Nothing was changed.
         """
-        self._live("grow")
+        rows = self._live("grow")
         length = self._length + int(counts_of("SequenceBatch.grow: n", count_of("SequenceBatch.grow: n", n), 1)[0])
-        room = np.array([seq.num_tokens for seq in self._sequences])
+        room = self._manager._rows.num_tokens[rows]
         # No match: all rows go on at one place, and a row that found more would run ahead of the others.
         pairs = self._manager.extend(self._sequences, np.maximum(length - self._pads - room, 0), match=False)
         self._length = length

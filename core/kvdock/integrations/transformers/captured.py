@@ -98,14 +98,14 @@ class CapturedDecoding:
         self._form: tuple[type[Any], str, str]
         self._starts_of: Callable[[], SequenceBatch | None] = _nothing  # whose first tokens these are
         self._starts: Pads
-        self._device_starts: torch.Tensor
         self._autocast, self.max_length, self.odd = _autocast(pool.device), max_length, ""
         sizes = sorted({check_int(f"{_CAPTURE}: batch_sizes", size, 1) for size in batch_sizes})
         self._forwards = {size: _compiled(type(inner).forward) if compiled else type(inner).forward for size in sizes}
         tables = BatchTables(state.manager, max(sizes, default=1), -(-max_length // pool.block_size), device=pool.device)
-        token, position, start = torch.zeros(3, dtype=torch.int64, device="cpu").unbind()
+        self._mask = mask_of(torch.zeros(max(sizes, default=1), device=pool.device))  # graphs read it where it is
+        token, position = torch.zeros(2, dtype=torch.int64, device="cpu").unbind()
         with _says_what_failed(model):
-            self._steps = CapturedSteps(self._compute, tables, inputs=[token, position, start], batch_sizes=sizes)
+            self._steps = CapturedSteps(self._compute, tables, inputs=[token, position], batch_sizes=sizes)
         self.batch_sizes, self.is_captured = self._steps.batch_sizes, self._steps.is_captured
 
     def __repr__(self) -> str:
@@ -145,12 +145,12 @@ class CapturedDecoding:
         if problem or not bool((got - expected).float().norm() <= limit * expected.float().norm()):
             raise _unsupported(model, problem or "other logits from a captured step")
 
-    def _compute(self, views: TableViews, ids: torch.Tensor, positions: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    def _compute(self, views: TableViews, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Run the model's layers on a token of each row; return hidden states ``[rows, 1, hidden]``."""
         inner: Any = self._inner()
         place = Place(self._pool, views.block_table, views.slot_mapping[:, None], views.seq_lens)
         cache = Cache(layers=decoding_layers(place, self._windows))
-        told = {"input_ids": ids[:, None], "position_ids": positions[:, None], "attention_mask": mask_of(starts), "use_cache": True}
+        told = {"input_ids": ids[:, None], "position_ids": positions[:, None], "attention_mask": self._mask[: len(ids)], "use_cache": True}
         switch(self._configs)
         try:
             out = self._forwards[len(ids)](inner, **told, **{CACHE_KEYWORD: cache})
@@ -189,7 +189,7 @@ class CapturedDecoding:
         if not self.is_captured:
             self._check(told, batch, asked())
         ids, positions = told["input_ids"][:, 0], told["position_ids"][:, 0]
-        hidden = self._steps.run(batch.sequences, ids, positions.expand(rows), self._device_starts)
+        hidden = self._steps.run(batch.sequences, ids, positions.expand(rows))
         if self.is_captured:
             self._check(told, batch, asked())
         return hidden
@@ -199,7 +199,11 @@ class CapturedDecoding:
         starts = None if pads is None else pads - batch.pads
         if starts is None or (starts < 0).any():
             raise _AnotherStepError(_MASK)
-        self._starts_of, self._starts, self._device_starts = weakref.ref(batch), starts, sent(starts, self._pool.device)
+        self._starts_of = _nothing
+        shown = np.zeros(self._mask.shape, dtype=np.int32)
+        shown[: starts.size, 0, 0, 0] = starts
+        self._mask.copy_(sent(shown, self._pool.device))
+        self._starts_of, self._starts = weakref.ref(batch), starts
 
     def _check(self, told: dict[str, Any], batch: SequenceBatch, pads: Pads | None) -> None:
         """Raise unless what takes the host longer to look at says that a step is one of these, too."""

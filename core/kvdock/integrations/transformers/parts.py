@@ -59,7 +59,7 @@ class Parts:
         return chain.from_iterable(map(dict.values, self._held))
 
     def _where(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self._tensors]
+        return list(map(torch.Tensor.data_ptr, self._tensors))
 
     def _foreign_hook(self) -> str:
         """Return a hook that is none of Transformers', which keep outputs that are asked for; or ""."""
