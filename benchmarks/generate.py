@@ -209,7 +209,9 @@ def model_of(options: argparse.Namespace) -> Any:
         with torch.device(options.device):
             model = LlamaForCausalLM(config).to(torch.float32 if options.device == "cpu" else torch.bfloat16)
     model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=None)
-    return model.eval()
+    # What libraries take of a device when they are first used is nobody's cache.
+    run(model.eval(), Theirs(model, 1, 0).begin(torch.full((1, 8), 3, device=options.device)), 2)
+    return model
 
 
 def draw(record: dict[str, Any], to: Path) -> str:
