@@ -109,7 +109,9 @@ class Ours:
         prefix: whether prompts of the round before are found, all but the last block of them.
     """
 
-    def __init__(self, model: Any, batch: int, tokens: int, *, captured: bool = False, compiled: bool = False, prefix: str | None = None) -> None:
+    def __init__(
+        self, model: Any, batch: int, tokens: int, *, captured: bool = False, compiled: bool = False, prefix: str | None = None
+    ) -> None:
         config = kvdock.PagedKVCacheConfig(num_blocks=batch * -(-tokens // BLOCK) + 1, block_size=BLOCK)
         before = allocated(model)
         self.cache = PagedCacheForTransformers.for_model(model, config, prefix=prefix)

@@ -16,6 +16,7 @@ SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler
 def test_the_ways_agree_and_the_record_says_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -321,7 +321,7 @@ def _says_what_failed(model: Any) -> Iterator[None]:
     except KVDockError:
         raise
     except Exception as error:
-        raise _unsupported(model, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
+        raise _unsupported(model, f"{type(error).__name__}: {' '.join(str(error).split(maxsplit=40)[:40])}") from error
 
 
 _STANDING: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
