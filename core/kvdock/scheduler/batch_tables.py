@@ -157,8 +157,7 @@ class BatchTables(NotCopied):
         if not batch or batch != self._decoded or not lengths.all() or of.num_blocks[rows].max() > host.block_table.shape[1]:
             return False
         starts = lengths - 1
-        host.seq_lens[:batch] = lengths
-        host.positions[:batch] = starts
+        host.seq_lens[:batch], host.positions[:batch] = lengths, starts
         host.slot_mapping[:batch] = of.slots(rows, starts, self._ones[:batch])
         return True
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -31,9 +30,9 @@ from kvdock.integrations.transformers.compat import CACHE_KEYWORD
 from kvdock.integrations.transformers.decoding import Place, check_compiles, check_in_place, decoding_layers, mask_of
 from kvdock.integrations.transformers.masks import Pads, asked_pads
 from kvdock.integrations.transformers.parts import Parts
-from kvdock.integrations.transformers.passes import current_pass
 from kvdock.integrations.transformers.plain import CACHES, by_name, defaults_of
 from kvdock.integrations.transformers.reading import Pass
+from kvdock.integrations.transformers.standing import stand_in, step_back
 from kvdock.integrations.transformers.state import PagedState
 from kvdock.integrations.transformers.switching import restore, switch
 from kvdock.integrations.transformers.tables import sent
@@ -117,14 +116,14 @@ class CapturedDecoding:
         ids, inner = told.get("input_ids"), self._inner()
         if inner is not None and isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[1] == 1:
             begun.replay = functools.partial(self._replay, state)
-            _stand_in(inner)
+            stand_in(inner)
 
     def end(self, begun: Pass) -> None:
         """Let the layers be called again, when a pass is over."""
         inner = self._inner()
         if begun.replay is not None and inner is not None:
             begun.replay = None
-            _step_back(inner)
+            step_back(inner)
 
     def check(self, cache: Any, model: Any) -> None:
         """Compute a few tokens with a copy of an empty cache, in such steps and without.
@@ -321,30 +320,4 @@ def _says_what_failed(model: Any) -> Iterator[None]:
     except KVDockError:
         raise
     except Exception as error:
-        raise _unsupported(model, f"{type(error).__name__}: {' '.join(str(error).split(maxsplit=40)[:40])}") from error
-
-
-_STANDING: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Passes that are under way in which a model's layers are stood in for, in any thread."""
-_LOCK = threading.Lock()
-
-
-def _stand_in(inner: Any) -> None:
-    with _LOCK:
-        _STANDING[inner] = _STANDING.get(inner, 0) + 1
-        vars(inner)["forward"] = functools.partial(_forward, inner)
-
-
-def _step_back(inner: Any) -> None:
-    with _LOCK:
-        _STANDING[inner] -= 1
-        if not _STANDING[inner]:
-            del _STANDING[inner], vars(inner)["forward"]
-
-
-def _forward(inner: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Be the forward of a model's layers, in passes of this thread and, as it was, in all others."""
-    begun = current_pass()
-    if begun is not None and begun.replay is not None:
-        return begun.replay(inner, args, kwargs)
-    return type(inner).forward(inner, *args, **kwargs)
+        raise _unsupported(model, f"{type(error).__name__}: {' '.join(str(error).split()[:40])}") from error
