@@ -24,11 +24,11 @@ _FACTORS: Mapping[str, Sequence[Any]] = {
     "heads": ((4, 2), (3, 3), (6, 1), (17, 1)),
     "dims": ((16, 16), (64, 64), (24, 8), (5, 3)),
     "block": (16, 1, 3),
-    "counts": ("one each", "none or more", "all", "1 in sums"),
+    "counts": ("one each", "none or more", "all", "1 in sums", "none or one"),
     "causal": (True, False),
     "window": (None, 1, 5, 100),
     "softcap": (None, 3.0),
-    "scale": (None, 0.3, -0.5),
+    "scale": (None, 0.3, -0.5, 0.0),
     "sinks": (False, True),
     "starts": (False, True),
     "lse": (True, False),
@@ -47,7 +47,9 @@ def _drawn(number: int, longest: int, **how: Any) -> Attention:
     if options["scale"] is not None:  # said for heads of 16: rounding errors grow with scores, and bounds do not
         options["scale"] *= 4 * how["dims"][0] ** -0.5
     rows = choose.choice((1, 2, 5)) if longest < 100 else 2
-    most = {"one each": (1,), "1 in sums": (1,), "none or more": (0, 1, 2, 9), "all": (12,), "many": (1, 40, 70)}[how["counts"]]
+    most = {"one each": (1,), "1 in sums": (1,), "none or one": (0, 1), "none or more": (0, 1, 2, 9), "all": (12,), "many": (1, 40, 70)}[
+        how["counts"]
+    ]
     counts = [choose.choice(most) for _ in range(rows)]
     lens = [choose.choice((0, *[choose.randint(max(count, 1), longest)] * 5)) for count in counts]
     if how["counts"] == "all":  # a prompt without anything before it
@@ -79,6 +81,8 @@ def edges() -> Iterator[Case]:
         "chunks": {"counts": [min(length, 33) for length in _EDGES]},
         "chunks, capped": {"counts": [min(length, 5) for length in _EDGES], "options": {"softcap": 2.0}},
         "a long one alone": {"lens": [4097]},
+        # Almost all scores are at the cap: exp of it is beyond float32, and no rounding error is left.
+        "scores at a cap of 100": {"lens": [33, 64, 129, 300], "options": {"softcap": 100.0, "scale": 1e4}},
     }
     for (name, how), dtype in itertools.product(special.items(), ("float32", "bfloat16", "float16")):
         yield Case(f"{name}, {dtype}", attrs.evolve(plain, **{"dtype": dtype, "heads": (4, 2), **how}).case())
@@ -97,6 +101,10 @@ def garbage() -> Iterator[Case]:
         late = place.slice(0, column, column + 1).slice(1, 5, 6)
         data["places"].append(late.spec())
         yield Case(f"nan in {part} of token 37, window {window}, {dtype}", data)
+        if part == "v_cache":  # of keys, scores would be of NaN
+            data = made.case()
+            data["places"].append(attrs.evolve(late, values=[SPECIAL_BITS[dtype][2]]).spec())
+            yield Case(f"infinities in {part} of token 37, window {window}, {dtype}", data)
 
 
 def nothing_seen() -> Iterator[Case]:
@@ -117,28 +125,29 @@ def nothing_seen() -> Iterator[Case]:
 _GOOD = Attention([5, 20, 33], [2, 1, 20], garbage="numbers", spare=0, starts=[0, 3, 2])
 
 
-def _changed(name: str, values: Sequence[int], place: str, *, counted: bool, good: Attention = _GOOD) -> Case:
-    """Return a good call with other index values."""
+def _changed(name: str, values: Sequence[int], place: str, *, counted: bool, good: Attention = _GOOD) -> Iterator[Case]:
+    """Yield a good call with other index values, alone and behind the good one, in the same memory."""
     data = good.case(texts=[place], counted=counted)
     data["calls"][0]["args"][name]["values"] = list(values)
-    return Case(f"{name} {list(values)}", data)
+    yield Case(f"{name} {list(values)}", data)
+    yield Case(f"{name} {list(values)}, behind a good call", {**data, "calls": [good.case()["calls"][0], *data["calls"]]})
 
 
 def index_values() -> Iterator[Case]:
     """Yield index values that are out of range."""
-    yield _changed("seq_lens", [5, 49, 33], "seq_lens[1]", counted=True)
-    yield _changed("seq_lens", [5, 20, 2**31 + 5], "seq_lens[2]", counted=True)
-    yield _changed("seq_lens", [-1, 20, 33], "seq_lens[0]", counted=True)
-    yield _changed("seq_lens", [1, 20, 33], "seq_lens[0]", counted=False)
-    yield _changed("cu_query_lens", [0, 2, 3, 22], "cu_query_lens[3]", counted=False)
-    yield _changed("cu_query_lens", [0, 4, 3, 23], "cu_query_lens[2]", counted=False)
-    yield _changed("cu_query_lens", [1, 2, 3, 23], "cu_query_lens[0]", counted=False)
-    yield _changed("cu_query_lens", [0, 0, 0, 23], "cu_query_lens[3]", counted=False)
-    yield _changed("starts", [6, 3, 2], "starts[0]", counted=False)
-    yield _changed("starts", [0, 3, -1], "starts[2]", counted=False)
+    yield from _changed("seq_lens", [5, 49, 33], "seq_lens[1]", counted=True)
+    yield from _changed("seq_lens", [5, 20, 2**31 + 5], "seq_lens[2]", counted=True)
+    yield from _changed("seq_lens", [-1, 20, 33], "seq_lens[0]", counted=True)
+    yield from _changed("seq_lens", [1, 20, 33], "seq_lens[0]", counted=False)
+    yield from _changed("cu_query_lens", [0, 2, 3, 22], "cu_query_lens[3]", counted=False)
+    yield from _changed("cu_query_lens", [0, 4, 3, 23], "cu_query_lens[2]", counted=False)
+    yield from _changed("cu_query_lens", [1, 2, 3, 23], "cu_query_lens[0]", counted=False)
+    yield from _changed("cu_query_lens", [0, 0, 0, 23], "cu_query_lens[3]", counted=False)
+    yield from _changed("starts", [6, 3, 2], "starts[0]", counted=False)
+    yield from _changed("starts", [0, 3, -1], "starts[2]", counted=False)
     for outside in (-1, 8, 2**31 - 1):
         table = _GOOD.case()["calls"][0]["args"]["block_table"]["values"]
-        yield _changed("block_table", [*table[:7], outside, *table[8:]], "block_table[2, 1]", counted=True)
+        yield from _changed("block_table", [*table[:7], outside, *table[8:]], "block_table[2, 1]", counted=True)
 
 
 def mistakes() -> Iterator[Case]:

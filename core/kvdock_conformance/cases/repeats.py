@@ -31,6 +31,8 @@ _PADDED: Mapping[str, tuple[int, ...]] = MappingProxyType(
 )
 """By op: indices that begin like those, with padding, where there is any."""
 _COUNTS = (1, 1, 1, 1, 5, 18, 84, 2)
+_UNLIKE = (Geometry(num_blocks=8, block=8, hk=2, dk=8, hv=2, dv=16), Geometry(num_blocks=8, block=8, hk=3, dk=16, hv=1, dv=8))
+"""Values in longer rows than keys, and in shorter ones."""
 
 
 def repeats() -> Iterator[Case]:
@@ -44,6 +46,25 @@ def repeats() -> Iterator[Case]:
         caches = most.caches(drawing)
         counts = [attrs.evolve(most, tokens=count, seed=seed).call(drawing, caches) for seed, count in enumerate(_COUNTS)]
         yield Case(f"{op}, ever more", drawing.case(*counts))
+        for text, sizes in zip(("longer", "shorter"), _UNLIKE, strict=True):
+            drawing, one = Drawing(), OpCall(op, tokens=1, geometry=sizes)
+            caches = one.caches(drawing)
+            calls = [attrs.evolve(one, seed=seed).call(drawing, caches) for seed in range(6)]
+            yield Case(f"{op}, one token, values in {text} rows", drawing.case(*calls))
+        if op in _PADDED:
+            yield Case(f"{op}, indices written anew where they lie", _in_place(op))
+
+
+def _in_place(op: str) -> dict[str, Any]:
+    """Return calls with one token each, whose index lies in one tensor: a place, padding, and places again."""
+    drawing, first = Drawing(), OpCall(op, tokens=1, geometry=_SMALL)
+    caches, count = first.caches(drawing), len(_INDICES[op]) // 4
+    index = first.arguments(drawing, caches)[INDEX[op]]
+    calls = []
+    for seed, place in enumerate((5, 0, 4, -1, 7, -1, 0, 3)):
+        args: dict[str, Any] = attrs.evolve(first, seed=seed).arguments(drawing, caches)
+        calls.append(call(op, **(args | {INDEX[op]: attrs.evolve(index, values=[place, 1][:count])})))
+    return drawing.case(*calls)
 
 
 def _calls(op: str, drawing: Drawing, caches: Pair | None) -> Iterator[dict[str, Any]]:

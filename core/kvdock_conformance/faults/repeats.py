@@ -90,6 +90,48 @@ class _NoPadding(Rebuilt):
         return tensor.clamp(min=0) if tensor.dtype in (torch.int32, torch.int64) else tensor
 
 
+@FAULTS.planned(
+    _WRITE,
+    "desc-fixed-rows-of-keys",
+    "A repeated call writes as much of each row of values as a row of keys has.",
+    "KVD-DESC-013",
+    by_address=True,
+)
+class _RowsOfKeys(Rebuilt):
+    """Leaves what is longer than keys as it was, in repeated calls alone."""
+
+    is_repeated = False
+
+    def __call__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, *args: Any) -> None:
+        longer = v_cache[..., k_cache.shape[-1] :]
+        before = longer.clone()
+        self.inner(k_cache, v_cache, *args)
+        if self.is_repeated:
+            longer.copy_(before)
+
+    def changed(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.is_repeated = True
+        return tensor
+
+
+@FAULTS.plan(_WRITE, "desc-padding-remembered", "One token is left out wherever a slot at the same address was padding.", "KVD-DESC-013")
+@FAULTS.plan(
+    _GATHER, "desc-padding-read-again", "One slot reads as what was there wherever one at its address was padding.", "KVD-DESC-013"
+)
+def _padding_remembered() -> FaultyCall:
+    padded: set[int] = set()
+
+    def call(run: BackendCall, args: Args) -> None:
+        slots = args["slot_mapping"]
+        if slots.numel() == 1 and slots.data_ptr() in padded:
+            return
+        run(args)
+        if slots.numel() == 1 and bool(slots < 0):
+            padded.add(slots.data_ptr())
+
+    return call
+
+
 @FAULTS.plan(_STATIC, "desc-lengths-of-the-first-call", "A plan knows the lengths of its first call by their shape.", "KVD-DESC-013")
 def _first_lengths() -> FaultyCall:
     kept: dict[Any, torch.Tensor] = {}
