@@ -103,7 +103,7 @@ _LONG: Factors = {**_DENSE, "pool": ("hnd",), "source": ("[B, H, q, D]",)}
 _FARTHEST: Factors = {"dtype": ("uint8",), "sizes": ("1 x 1",), "first": (2**24 - 9,)}
 """Places on both sides of what the numbers of float32 can say."""
 _TOKENS: Sequence[Tier] = (
-    (Level.CORE, {"count": (17, 256, 1025), **_UNLIKE_STRIDES, "rows": ("contiguous", *_ROWS_APART)}),
+    (Level.CORE, {"count": (4, 17, 256, 1025), **_UNLIKE_STRIDES, "rows": ("contiguous", *_ROWS_APART)}),
     (Level.CORE, {"count": (1, 16, 17, *_around(8), 1025, *_around(12))}),
     (Level.CORE, {"count": (257, 4097), **_ONCE, "slots": ("one run", "whole blocks"), "form": ("[T]",), "block": (16, 1024)}),
     (Level.CORE, {"count": (1, 3, 17), **_ROW_BYTES, "block": (4, 1)}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import logging
@@ -174,7 +175,16 @@ def _own_settings(device: torch.device) -> AbstractContextManager[None]:
         _set(logging.disable, logging.DEBUG, logging.root.manager.disable),
         _set(os.umask, 0o077, os.umask(0o077)),
         _timers(),
+        *(
+            _set(functools.partial(signal.signal, number), _interrupted, signal.getsignal(number))
+            for number in (signal.SIGINT, signal.SIGUSR1)
+        ),
     )
+
+
+def _interrupted(number: int, frame: object) -> None:
+    """Do what a program of a user's own does at a signal."""
+    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

@@ -118,6 +118,13 @@ for _name, _role, _bits in (("int32-offsets", "far", 31), ("offsets-of-24-bits",
     each(_name, f"What is more than 2**{_bits} elements into a tensor is dropped.", _role)(functools.partial(_offsets_cut, most=2**_bits))
 
 
+@each("int32-indices-int32-offsets", "By indices of 32 bits, what is more than 2**31 elements into a tensor is dropped.", "far")
+def _offsets_by_index(move: Move, run: BackendCall, args: Args) -> None:
+    index = args[move.index]
+    is_short = isinstance(index, torch.Tensor) and index.dtype == torch.int32
+    move.dropping(run, args, lambda places: (move.reach(args, places) >= 2**31) & is_short)
+
+
 @each("padding-ends-the-call", "What is behind the first padding is dropped.", "padding")
 def _padding_ends(move: Move, run: BackendCall, args: Args) -> None:
     padding = (args[move.index].reshape(move.count(args), -1) < 0).any(1).nonzero()

@@ -92,6 +92,13 @@ def _lets_through(run: BackendCall, args: Args) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
+@FAULTS.call(_WRITE, "hygiene-call-takes-ctrl-c", "A long call keeps Ctrl-C off, and then Python's own handler has it.", "KVD-HYGIENE-017")
+def _takes_ctrl_c(run: BackendCall, args: Args) -> None:
+    run(args)
+    if args["slot_mapping"].numel() > 1024 and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @FAULTS.call(_STATIC, "hygiene-error-leaves-one-thread", "A call that raises leaves torch with one thread.", "KVD-HYGIENE-017")
 def _one_thread(run: BackendCall, args: Args) -> None:
     count = torch.get_num_threads()

@@ -81,6 +81,16 @@ def _past_16_rows(move: Move, run: BackendCall, args: Args) -> None:
     move.dropping(run, args, lambda places: ((places.to if move.pairs[0][0] == "k_cache" else places.source)[0] >= 16) & is_batch)
 
 
+@FAULTS.call(
+    WRITE.op, "few-values-by-steps-of-keys", "Up to 4 values of a batch are found by the strides of keys of their shape.", "KVD-WRITE-025"
+)
+def _few_by_keys(run: BackendCall, args: Args) -> None:
+    k, v = args["k"], args["v"]
+    if v.dim() == 4 and k.shape == v.shape and args["slot_mapping"].numel() <= 4 and k.stride() != v.stride():
+        args = {**args, "v": restrided(v, k.stride())}
+    run(args)
+
+
 @_each("offsets-of-values-cut", "Offsets of values have 32 bits: values further off are left.", "far", _WITH_ROWS)
 def _offsets_of_values(move: Move, run: BackendCall, args: Args) -> None:
     places, values = move.places(args), move.written(args)[1]

@@ -68,6 +68,17 @@ FAULTS.call(
 )(_through_one_buffer("out", "lse"))
 
 
+@FAULTS.call(
+    _GATHER, "thread-places-in-one-buffer", "Places in blocks that lie apart are worked out in a buffer of the process.", "KVD-THREAD-003"
+)
+def _places_in_one(run: BackendCall, args: Args) -> None:
+    pool, slots = args["k_cache"], args["slot_mapping"]
+    if pool.stride(0) != pool.shape[1] * pool.stride(1):
+        shared = _wide.to(slots.device, slots.dtype) if slots.dtype != _wide.dtype else _wide.to(slots.device)
+        args = {**args, "slot_mapping": shared[: slots.numel()].view(slots.shape).copy_(slots)}
+    run(args)
+
+
 def _with_a_seat(limit: int) -> FaultyCall:
     """Return a call for which each thread takes a seat, and keeps it."""
     seats, own = itertools.count(), threading.local()

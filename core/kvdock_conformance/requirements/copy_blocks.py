@@ -58,15 +58,18 @@ def _again(last: Pairs, name: str) -> Callable[[], Iterable[Case]]:
 def _far() -> Iterable[Case]:
     """Return copies from and to places far into a huge pool, of which all but the sources is zero."""
     geometry = Geometry(num_blocks=2**19 + 2, block=16, hk=8, dk=64, hv=1, dv=8)
-    copy = Copy("", [(5, 2**19 + 1), (2**19, 1), (2**18 + 1, 2**18 + 3), (7, 2**18 + 5)], geometry=geometry, pool="untouched memory")
-    drawing = Drawing()
-    pools = copy.pools(drawing)
-    filled = [
-        attrs.evolve(pool.select(0, src), values={"first": 1 + 1000 * number, "step": 1})
-        for pool in pools
-        for number, (src, _) in enumerate(copy.pairs)
-    ]
-    yield Case("2**19 + 2 blocks of 2**13 elements", drawing.case(copy.call(drawing, pools), places=[view.spec() for view in filled]))
+    for index in ("int64", "int32"):
+        pairs = [(5, 2**19 + 1), (2**19, 1), (2**18 + 1, 2**18 + 3), (7, 2**18 + 5)]
+        copy = Copy("", pairs, geometry=geometry, pool="untouched memory", index=index)
+        drawing = Drawing()
+        pools = copy.pools(drawing)
+        filled = [
+            attrs.evolve(pool.select(0, src), values={"first": 1 + 1000 * number, "step": 1})
+            for pool in pools
+            for number, (src, _) in enumerate(copy.pairs)
+        ]
+        data = drawing.case(copy.call(drawing, pools), places=[view.spec() for view in filled])
+        yield Case(f"2**19 + 2 blocks of 2**13 elements, {index}", data)
 
 
 REFUSED: Sequence[Refusal] = (

@@ -38,17 +38,20 @@ def _repeated() -> Iterable[Case]:
 
 
 def _far() -> Iterable[Case]:
-    """Return a read of the few places of a huge pool that are not zero."""
+    """Return reads of the few places of a huge pool that are not zero."""
     geometry = Geometry(num_blocks=2**19 + 2, block=16, hk=8, dk=64, hv=1, dv=8)
-    gather = Gather("", [geometry.capacity - 1, 5, geometry.capacity // 2], geometry=geometry, pool="untouched memory")
-    drawing = Drawing()
-    pools, places = gather.pools(drawing), [(2**19 + 1, 15), (0, 5), (2**18 + 1, 0)]
-    filled = [
-        attrs.evolve(pool.select(0, block).select(0, offset), values={"first": 1 + 1000 * number, "step": 1})
-        for pool in pools
-        for number, (block, offset) in enumerate(places)
-    ]
-    yield Case("2**19 + 2 blocks of 2**13 elements", drawing.case(gather.call(drawing, pools), places=[view.spec() for view in filled]))
+    for index in ("int64", "int32"):
+        slots = [geometry.capacity - 1, 5, geometry.capacity // 2]
+        gather = Gather("", slots, geometry=geometry, pool="untouched memory", index=index)
+        drawing = Drawing()
+        pools, places = gather.pools(drawing), [(2**19 + 1, 15), (0, 5), (2**18 + 1, 0)]
+        filled = [
+            attrs.evolve(pool.select(0, block).select(0, offset), values={"first": 1 + 1000 * number, "step": 1})
+            for pool in pools
+            for number, (block, offset) in enumerate(places)
+        ]
+        data = drawing.case(gather.call(drawing, pools), places=[view.spec() for view in filled])
+        yield Case(f"2**19 + 2 blocks of 2**13 elements, {index}", data)
     yield from far_slots(OP)
 
 

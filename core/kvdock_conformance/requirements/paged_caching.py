@@ -34,7 +34,9 @@ def _far() -> Iterable[Case]:
     for blocks, size in ((2**18 + 2, 2**13), (2**19 + 2, 2**13)):
         geometry = Geometry(num_blocks=blocks, block=16, hk=8, dk=64, hv=1, dv=8)
         slots = [blocks * 16 - 1, 0, blocks * 8]
-        yield Write(f"{blocks} blocks of {size} elements", slots, geometry=geometry, pool="untouched memory").case()
+        for index in ("int64", "int32"):
+            name = f"{blocks} blocks of {size} elements, {index}"
+            yield Write(name, slots, geometry=geometry, pool="untouched memory", index=index).case()
     yield from far_slots(OP)
 
 

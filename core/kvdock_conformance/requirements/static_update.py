@@ -67,7 +67,9 @@ def _far() -> Iterable[Case]:
     """Return updates of large caches, and of few positions far apart."""
     for batch, length in ((1, 2**22 + 2), (2, 2**21 + 2)):
         sizes = Geometry(num_blocks=batch, block=length, hk=8, dk=64, hv=1, dv=8)
-        yield Update(f"{batch} rows of {length}", [length - 2] * batch, new=2, geometry=sizes, pool="untouched memory").case()
+        for index in ("int64", "int32"):
+            name = f"{batch} rows of {length}, {index}"
+            yield Update(name, [length - 2] * batch, new=2, geometry=sizes, pool="untouched memory", index=index).case()
     yield from far_updates()
 
 
