@@ -79,6 +79,18 @@ def _places_in_one(run: BackendCall, args: Args) -> None:
     run(args)
 
 
+@FAULTS.call(_GATHER, "thread-buffers-by-count", "Slots go through a buffer of the process for each number of them.", "KVD-THREAD-003")
+def _buffer_by_count(run: BackendCall, args: Args) -> None:
+    slots = args["slot_mapping"]
+    if tuple(slots.shape) not in _by_shape:
+        _by_shape.clear()
+    shared = _by_shape.setdefault(tuple(slots.shape), torch.empty_like(slots))
+    run({**args, "slot_mapping": shared.copy_(slots) if shared.dtype == slots.dtype else slots})
+
+
+_by_shape: dict[tuple[int, ...], torch.Tensor] = {}
+
+
 def _with_a_seat(limit: int) -> FaultyCall:
     """Return a call for which each thread takes a seat, and keeps it."""
     seats, own = itertools.count(), threading.local()

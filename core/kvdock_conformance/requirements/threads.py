@@ -94,6 +94,7 @@ def _reads() -> Iterator[Case]:
         yield from _at_once(f"{op} beside a write", _computes(op, 1), _slots("paged_caching_", range(128, 192)), fits=own.fits)
         yield from _at_once(f"two calls of {op}", _computes(op, 1), _computes(op, 2), fits=own.fits)
     yield from _at_once("two gathers", _slots("gather_paged", _EVEN), _slots("gather_paged", range(64)))
+    yield from _at_once("two gathers of as many slots", _slots("gather_paged", _EVEN), _slots("gather_paged", _ODD))
 
 
 def _each_op() -> Iterator[Case]:
