@@ -59,7 +59,7 @@ def _in_place(op: str) -> dict[str, Any]:
     """Return calls with one token each, whose index lies in one tensor: a place, padding, and places again."""
     drawing, first = Drawing(), OpCall(op, tokens=1, geometry=_SMALL)
     caches, count = first.caches(drawing), len(_INDICES[op]) // 4
-    index = first.arguments(drawing, caches)[INDEX[op]]
+    index: Any = first.arguments(drawing, caches)[INDEX[op]]
     calls = []
     for seed, place in enumerate((5, 0, 4, -1, 7, -1, 0, 3)):
         args: dict[str, Any] = attrs.evolve(first, seed=seed).arguments(drawing, caches)

@@ -25,7 +25,11 @@ Made = Callable[[Drawing, Any, OpCall], dict[str, Any]]
 
 _SIZES = (
     ("rows of 32 bytes", OpCall("", geometry=Geometry(num_blocks=16, block=16)), Level.CORE),
-    ("rows in blocks that lie apart", OpCall("", pool="padded blocks", geometry=Geometry(num_blocks=16, block=16)), Level.CORE),
+    (
+        "rows in blocks whole rows apart",
+        OpCall("", pool="padded blocks", geometry=Geometry.even(1, 8, num_blocks=16, block=16)),
+        Level.CORE,
+    ),
     ("rows of one byte", OpCall("", geometry=Geometry.even(1, 1, num_blocks=40, block=7, dtype="uint8"), index="int32"), Level.CORE),
     ("rows of six bytes", OpCall("", geometry=Geometry.even(1, 3, num_blocks=16, block=16)), Level.EXTENDED),
 )
