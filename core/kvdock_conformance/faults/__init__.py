@@ -27,6 +27,7 @@ AREAS = (
     "scales",
     "static_update",
     "paged_attention",
+    "attention_values",
     "descriptors",
     "repeats",
     "errors",

@@ -11,9 +11,9 @@ import torch
 from kvdock.interface import TensorMeta
 from kvdock_conformance.cases.attention import OP
 from kvdock_conformance.checking.meaning import BOUNDS
-from kvdock_conformance.faults.fault import Fault, Faults, FaultyCall, KernelSeed
+from kvdock_conformance.faults.fault import Fault, Faults, KernelSeed
 from kvdock_conformance.faults.ops import CallSeed, mistakes_ignored
-from kvdock_conformance.faults.seeds import Args, BackendCall, FaultyKernel, TwistedKernel
+from kvdock_conformance.faults.seeds import Args, BackendCall, TwistedKernel
 
 __all__ = ["FAULTS"]
 
@@ -108,26 +108,6 @@ def _sinks_missing(args: Args) -> Args:
 def _scale_twice(args: Args) -> Args:
     scale = args["q"].shape[2] ** -0.5 if args["scale"] is None else args["scale"]
     return {**args, "scale": scale * scale}
-
-
-@_twist("scale-of-none", "A scale of 0 is taken for none.", 1)
-def _scale_of_none(args: Args) -> Args:
-    return {**args, "scale": args["scale"] or None}
-
-
-@_call("cap-without-maximum", "The largest score is not taken off capped ones, whose exp is then beyond float32.", 2)
-def _cap_without_maximum(run: BackendCall, args: Args) -> None:
-    run(args)
-    if args["softcap"] is not None and args["lse"] is not None:
-        args["out"].masked_fill_(args["lse"][..., None] > math.log(torch.finfo(torch.float32).max), math.nan)
-
-
-@_call("one-at-most-is-decode", "Where no sequence has more than one query, query b is taken for that of sequence b.", 1)
-def _one_at_most(run: BackendCall, args: Args) -> None:
-    sums = args["cu_query_lens"]
-    if sums is not None and args["max_query_len"] == 1:
-        args = {**args, "cu_query_lens": torch.arange(len(sums), device=sums.device).clamp(max=len(args["q"])).to(sums.dtype)}
-    run(args)
 
 
 @_twist("cap-ignored", "Scores have no cap.", 1, 2)
@@ -244,29 +224,6 @@ def _cut(run: BackendCall, args: Args) -> None:
     run({**args, "seq_lens": lens, "block_table": args["block_table"].clamp(0, args["k_cache"].shape[0] - 1)})
 
 
-def _checked_before() -> FaultyCall:
-    before: list[object] = []
-
-    def call(run: BackendCall, args: Args) -> None:
-        now = [None if args[name] is None else args[name].tolist() for name in ("block_table", "seq_lens", "cu_query_lens")]
-        if now == before and args["starts"] is not None:
-            args = {**args, "starts": torch.minimum(args["starts"].clamp(min=0), args["seq_lens"])}
-        run(args)
-        before[:] = now
-
-    return call
-
-
-FAULTS.append(
-    Fault(
-        "attn-starts-not-checked-again",
-        "Starts are not checked where lengths, sums and blocks are those of the call before.",
-        OP,
-        ("KVD-ATTN-005",),
-        KernelSeed(OP, lambda inner: FaultyKernel(inner, _checked_before)),
-        host_only=("KVD-ATTN-005",),
-    )
-)
 FAULTS.append(Fault("attn-mistakes-ignored", "A call that is wrong does nothing.", OP, ("KVD-ATTN-006",), CallSeed(OP, mistakes_ignored)))
 
 

@@ -1,0 +1,74 @@
+"""Faults of `paged_attention` at values that are seldom passed: of scale, cap and counts, and of starts behind a call like it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kvdock_conformance.cases.attention import OP
+from kvdock_conformance.faults.fault import Fault, Faults, FaultyCall, KernelSeed
+from kvdock_conformance.faults.seeds import Args, BackendCall, FaultyKernel, TwistedKernel
+
+__all__ = ["FAULTS"]
+
+FAULTS = Faults()
+
+
+def _scale_of_none(args: Args) -> Args:
+    return {**args, "scale": args["scale"] or None}
+
+
+FAULTS.append(
+    Fault(
+        "attn-scale-of-none",
+        "A scale of 0 is taken for none.",
+        OP,
+        ("KVD-ATTN-001",),
+        KernelSeed(OP, lambda inner: TwistedKernel(inner, _scale_of_none)),
+    )
+)
+
+
+@FAULTS.call(
+    OP, "attn-cap-without-maximum", "The largest score is not taken off capped ones, whose exp is then beyond float32.", "KVD-ATTN-002"
+)
+def _cap_without_maximum(run: BackendCall, args: Args) -> None:
+    run(args)
+    if args["softcap"] is not None and args["lse"] is not None:
+        args["out"].masked_fill_(args["lse"][..., None] > math.log(torch.finfo(torch.float32).max), math.nan)
+
+
+@FAULTS.call(
+    OP, "attn-one-at-most-is-decode", "Where no sequence has more than one query, query b is taken for that of sequence b.", "KVD-ATTN-001"
+)
+def _one_at_most(run: BackendCall, args: Args) -> None:
+    sums = args["cu_query_lens"]
+    if sums is not None and args["max_query_len"] == 1:
+        args = {**args, "cu_query_lens": torch.arange(len(sums), device=sums.device).clamp(max=len(args["q"])).to(sums.dtype)}
+    run(args)
+
+
+def _checked_before() -> FaultyCall:
+    before: list[object] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        now = [None if args[name] is None else args[name].tolist() for name in ("block_table", "seq_lens", "cu_query_lens")]
+        if now == before and args["starts"] is not None:
+            args = {**args, "starts": torch.minimum(args["starts"].clamp(min=0), args["seq_lens"])}
+        run(args)
+        before[:] = now
+
+    return call
+
+
+FAULTS.append(
+    Fault(
+        "attn-starts-not-checked-again",
+        "Starts are not checked where lengths, sums and blocks are those of the call before.",
+        OP,
+        ("KVD-ATTN-005",),
+        KernelSeed(OP, lambda inner: FaultyKernel(inner, _checked_before)),
+        host_only=("KVD-ATTN-005",),
+    )
+)
