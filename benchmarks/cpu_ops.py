@@ -244,6 +244,26 @@ def static_rows(share: float) -> list[Row]:
     ]
 
 
+def attention_rows(share: float) -> list[Row]:
+    """Measure a step of decoding in float32, blocks in a run and in random order, against torch's attention over contiguous keys."""
+    batch, length, heads = 16, 2048, 4 * HEADS
+    q, lens, rows = torch.randn(batch, heads, DIM), torch.full((batch,), length), []
+    k, v = (torch.randn(batch, HEADS, length, DIM) for _ in range(2))
+    spec = KVSpec.uniform(num_layers=1, num_kv_heads=HEADS, head_dim=DIM, max_positions=length, dtype=torch.float32)
+    for layout in HeadLayout:
+        config = PagedKVCacheConfig(num_blocks=batch * length // BLOCK, block_size=BLOCK, head_layout=layout)
+        cache = kvdock.create_cache(spec, config, RankInfo("cpu"))
+        for order, blocks in (("a run", torch.arange(config.num_blocks or 0)), ("random order", torch.randperm(config.num_blocks or 0))):
+            for pool, states in ((cache.k_cache(0), k), (cache.v_cache(0), v)):
+                pool[blocks] = states.transpose(1, 2).reshape(-1, BLOCK, HEADS, DIM)
+            table = blocks.view(batch, -1).int()
+            sdpa = lambda: torch.nn.functional.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)  # noqa: E731
+            op = lambda cache=cache, table=table: cache.attend(0, q, table, lens)  # noqa: E731
+            case, rounds = f"{batch} x {length}, {layout.name}, blocks in {order}", max(15, int(30 * share))
+            rows.append(row("paged_attention", case, ("SDPA", ">= 0.9"), (sdpa, op), rounds, 1, speed=True))
+    return rows
+
+
 def show(rows: Sequence[Row]) -> None:
     """Print the table."""
     print(f"{'op':20} {'case':38} {'baseline':14} {'us':>9} {'ratio':>6}  quartiles      aim")
@@ -286,6 +306,7 @@ def main() -> None:
         *other_write_rows(cache, share),
         *read_rows(cache, share),
         *static_rows(share),
+        *attention_rows(share),
     ]
     print(f"bf16, {HEADS} heads x {DIM}, block {BLOCK}, {NUM_BLOCKS} blocks; " + ", ".join(f"{k} {v}" for k, v in machine().items()))
     show(rows)

@@ -8,7 +8,7 @@ Neither makes a copy of keys or values; what is allocated are indices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,6 +16,14 @@ from kvdock.plugin import HOST, Descriptor, Kernel, Request, TensorMeta, as_bits
 from kvdock_cpu.rows import wide_dtype, widen
 
 __all__ = ["GatherPaged", "GatherPagedDescriptor", "KeyTiles", "RowReader"]
+
+_SHORT = 256
+"""Bytes of a head's row up to which a tile is run through before it is read head by head."""
+
+_MANY = 128
+"""Rows from which on it is: fewer are soon read in any order."""
+
+_Room = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
 class RowReader:
@@ -116,64 +124,79 @@ class GatherPaged(Kernel):
 class KeyTiles:
     """Reads tiles of keys, or of values, from one pool geometry, for one call at a time.
 
+    A tile is in the order of its pool, which is read quickest: token by token, or head by head where heads lie further apart.
+
     Args:
         pool: the pool, ``[num_blocks, block_size, heads, dim]``.
-        size: most tokens in a tile.
-
-    Attributes:
-        has_runs: whether blocks that follow one another are one piece of memory, see `read_run`.
+        size: most tokens in a tile. No tile reaches over a multiple of it, so that where blocks divide it, whole ones fit into a room.
     """
 
     def __init__(self, pool: TensorMeta, size: int) -> None:
         num_blocks, self._block, self._heads, self._dim = (int(length or 0) for length in pool.shape)
-        self._elements, self._dtype = size * self._heads * self._dim, pool.dtype
+        self._width, self._dtype = self._heads * self._dim, pool.dtype
+        self._elements, self._is_whole = size * self._width, self._block > 0 and not size % self._block
         self._compute = torch.promote_types(pool.dtype, torch.float32)
         self._steps = block_step, slot_step, head_step = (pool.strides or (0, 0, 0))[:3]
-        self._by_head = head_step > slot_step  # a tile in the pool's own order is read quickest
+        # Steps of dims of size 1 are 0, and say nothing.
+        is_dense = (self._heads == 1 or head_step == self._dim) and (self._block == 1 or slot_step == self._width)
+        self._by_head = head_step > slot_step and not is_dense
         self._reader = RowReader(pool, TensorMeta(pool.dtype, (None, self._heads, self._dim), None, 16))
-        # A pool whose heads lie apart, as rows of one head, wherever all steps are so many rows.
-        self._is_rows = self._by_head and self._dim > 0 and not any(step % self._dim for step in self._steps)
-        last = max(num_blocks - 1, 0) * block_step + (self._block - 1) * slot_step + (self._heads - 1) * head_step
-        self._rows = last // max(self._dim, 1) + 1
-        # A run of blocks is then one piece of memory, which is copied in half the time of its rows.
-        self.has_runs = block_step == self._block * slot_step and (head_step, slot_step) == (self._dim, self._heads * self._dim)
+        self._offsets = torch.arange(self._block, device=HOST)
+        # What is together in a block, all of it or what a head has, as one row of all that there are.
+        self._piece = self._block * (self._dim if self._by_head else self._width)
+        step, parts = (head_step, self._heads) if self._by_head else (0, 1)
+        is_piece = self._block == 1 or slot_step == self._dim if self._by_head else is_dense
+        self._is_pieces = self._is_whole and self._piece > 0 and is_piece and not (block_step % self._piece or step % self._piece)
+        self._rows = (max(num_blocks - 1, 0) * block_step + (parts - 1) * step) // max(self._piece, 1) + 1
+        self._block_rows = block_step // max(self._piece, 1)
+        self._part_rows = torch.arange(parts, device=HOST)[:, None] * (step // max(self._piece, 1))
+        # A run of blocks is one piece of memory then, which need not be copied.
+        is_run = is_dense and (num_blocks == 1 or block_step == self._block * self._width)
+        self._is_in_place = is_run and self._compute == pool.dtype
+        # Short rows of one head lie far apart, and a product of one head after another waits for each. A sum of all comes first, which
+        # runs through memory in order: it takes less time than it saves.
+        self._is_touched = self._heads > 1 and self._dim * pool.dtype.itemsize <= _SHORT
         self.workspace_bytes = self._elements * (pool.dtype.itemsize + (self._compute != pool.dtype) * self._compute.itemsize)
 
     def room(self, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return room for a tile as it is read, and for one to compute with: the same where the dtype is.
 
         Args:
-            longest: most tokens of a sequence.
+            longest: most tokens of a sequence, in whole blocks.
         """
-        raw = torch.empty(min(self._elements, longest * self._heads * self._dim), dtype=self._dtype, device=HOST)
+        raw = torch.empty(min(self._elements, longest * self._width), dtype=self._dtype, device=HOST)
         return raw, raw if self._compute == self._dtype else torch.empty_like(raw, dtype=self._compute)
 
-    def read(self, pool: torch.Tensor, room: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
-        """Return the rows at ``slots``, ``[heads, slots, dim]``, in ``room``."""
-        raw, tile = (part[: len(slots) * self._heads * self._dim] for part in room)
-        if self._is_rows:
-            rows = pool.as_strided((self._rows, self._dim), (self._dim, 1))
-            torch.index_select(rows, 0, self._row_of(slots), out=raw.view(-1, self._dim))
-        else:
-            self._reader.read(pool, self._shaped(raw, len(slots)), slots)
-        return self._shaped(tile.copy_(raw) if tile.dtype != raw.dtype else tile, len(slots)).transpose(0, 1)
+    def read(self, pool: torch.Tensor, room: _Room, ids: list[int], skipped: int, count: int) -> torch.Tensor:
+        """Return ``count`` rows behind the first ``skipped`` of some blocks, ``[heads, count, dim]``: in a room, or where they lie."""
+        if (self._is_whole or self._is_in_place) and ids == list(range(ids[0], ids[0] + len(ids))):
+            return self._read_run(pool, room, ids[0], len(ids), skipped, count)
+        blocks = torch.tensor(ids, device=HOST)
+        if not self._is_pieces:
+            slots = (blocks[:, None] * self._block + self._offsets).flatten()[skipped : skipped + count]
+            raw, tile = (part[: count * self._width] for part in room())
+            self._reader.read(pool, self._shaped(raw, count).transpose(0, 1), slots)
+            return self._shaped(tile.copy_(raw) if tile.dtype != raw.dtype else tile, count)
+        raw, tile = (part[: len(ids) * self._block * self._width] for part in room())
+        rows = pool.as_strided((self._rows, self._piece), (self._piece, 1))
+        torch.index_select(rows, 0, (blocks * self._block_rows + self._part_rows).flatten(), out=raw.view(-1, self._piece))
+        tile = tile.copy_(raw) if tile.dtype != raw.dtype else tile
+        return self._shaped(tile, len(ids) * self._block)[:, skipped : skipped + count]
 
-    def read_run(self, pool: torch.Tensor, room: tuple[torch.Tensor, torch.Tensor], slot: int, count: int) -> torch.Tensor:
-        """Return ``count`` rows from ``slot`` on, ``[heads, count, dim]``, of a pool that `has_runs`: where they lie, or in ``room``."""
-        width = self._heads * self._dim
-        tile = pool.as_strided((count * width,), (1,), int(pool.storage_offset()) + slot * width)
-        if tile.dtype != self._compute:
-            tile = room[1][: count * width].copy_(tile)
-        return self._shaped(tile, count).transpose(0, 1)
+    def _read_run(self, pool: torch.Tensor, room: _Room, first: int, blocks: int, skipped: int, count: int) -> torch.Tensor:
+        """Read from blocks that follow one another."""
+        block_step, slot_step, head_step = self._steps
+        offset = pool.storage_offset() + first * block_step
+        if self._is_in_place:
+            offset += skipped * self._width
+            if self._is_touched and count >= _MANY:
+                pool.as_strided((count * self._width,), (1,), offset).sum()
+            return pool.as_strided((self._heads, count, self._dim), (self._dim, self._width, 1), offset)
+        shape, steps = (blocks, self._block, self._heads, self._dim), (block_step, slot_step, head_step, 1)
+        tile = self._shaped(room()[1][: blocks * self._block * self._width], blocks * self._block)
+        tile.view(self._heads, *shape[:2], self._dim).copy_(pool.as_strided(shape, steps, offset).permute(2, 0, 1, 3))
+        return tile[:, skipped : skipped + count]
 
     def _shaped(self, tile: torch.Tensor, slots: int) -> torch.Tensor:
-        """View a tile as ``[slots, heads, dim]``."""
-        by_head = tile.view(self._heads, slots, self._dim).transpose(0, 1)
-        return by_head if self._by_head else tile.view(slots, self._heads, self._dim)
-
-    def _row_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return the rows of one head in which tokens lie, for all heads."""
-        block_step, slot_step, head_step = (step // self._dim for step in self._steps)
-        blocks = slots // self._block
-        places = blocks * (block_step - self._block * slot_step) + slots * slot_step
-        return (places + torch.arange(0, self._heads * head_step, head_step, device=HOST)[:, None]).flatten()
+        """View a tile as ``[heads, slots, dim]``."""
+        return tile.view(self._heads, slots, self._dim) if self._by_head else tile.view(slots, self._heads, self._dim).transpose(0, 1)

@@ -1,7 +1,9 @@
 """`paged_attention` on the CPU: a tile of keys at a time is read from the pool and attended to, and tiles are joined by their sums.
 
-* A tile that every query sees whole goes to torch's flash kernel: fewer passes over the scores than `torch.softmax`.
-* At the edges of what queries see, with a soft cap, and where Dk is not Dv: scores, masks and an online softmax by hand.
+* One query of a sequence, as in decoding: scores, softmax and values by hand. Keys are read, then values, each in one go, while torch's
+  flash kernel goes to and fro between them.
+* Several queries: a tile that all of them see whole goes to the flash kernel, with fewer passes over the scores than `torch.softmax`.
+* At the edges of what they see, with a soft cap, and where Dk is not Dv: scores, masks and an online softmax by hand.
 
 All is computed in float32, or float64 for float64: torch's kernels for half-size floats are slower at a few queries and no quicker
 at many, and tiles are rounded once, when they have been joined.
@@ -9,13 +11,15 @@ at many, and tiles are rounded once, when they have been joined.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from kvdock.plugin import HOST, Descriptor, Kernel, Request, check_paged_attention, quantised_reasons
+from kvdock.plugin import Descriptor, Kernel, Request, check_paged_attention, quantised_reasons
 from kvdock_cpu.gather_paged import KeyTiles
+from kvdock_cpu.rows import Part, ranges
 
 __all__ = ["PagedAttention", "PagedAttentionDescriptor"]
 
@@ -30,6 +34,9 @@ _ROWS = 4096
 
 _INDICES = ("block_table", "seq_lens", "cu_query_lens", "starts")
 
+_Read = Callable[[int], torch.Tensor]
+"""Reads a tile of keys (0) or of values (1), ``[heads, keys, dim]``."""
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -43,19 +50,23 @@ class PagedAttentionDescriptor(Descriptor):
         request: the static signature.
     """
 
+    uses_autograd = False  # see `_needs_inference_mode`, which asks less than the dispatcher would
+
     def __init__(self, request: Request) -> None:
         k, v = (request.tensor(name) for name in ("k_cache", "v_cache"))
-        heads, dims = int(k.shape[2] or 0), int(k.shape[3] or 0) + int(v.shape[3] or 0)
-        query_heads = int(request.tensor("q").shape[1] or 0)
+        self.block, self.heads = int(k.shape[1] or 0), int(k.shape[2] or 0)
+        k_dim, v_dim = int(k.shape[3] or 0), int(v.shape[3] or 0)
+        dims, query_heads = k_dim + v_dim, int(request.tensor("q").shape[1] or 0)
         self._names = tuple(request.args)
-        self.tile = min(max(_TILE // max(heads * dims, 1), 16), _LONGEST)
+        self.dtype, self.scale = torch.promote_types(k.dtype, torch.float32), max(k_dim, 1) ** -0.5
+        self.is_even, self.wider = k_dim == v_dim, int(v_dim > k_dim)
+        tile = min(max(_TILE // max(self.heads * dims, 1), 16), _LONGEST)
+        self.tile = tile - tile % self.block if 0 < self.block <= tile else tile
         self.queries = max(_ROWS // max(query_heads, 1), 1)
         self.tiles = KeyTiles(k, self.tile), KeyTiles(v, self.tile)
-        self.has_runs = all(tiles.has_runs for tiles in self.tiles)
         self._checked: tuple[Any, ...] = ()
-        rows = self.queries * query_heads
-        # Of each row: the query, what was found before and in this tile, and scores, weights and which are seen.
-        results = rows * (2 * dims + 3 * self.tile) * 2 * max(k.dtype.itemsize, 4)
+        # Of each query's head: the query, what was found before and in this tile, and scores, weights and which are seen.
+        results = self.queries * query_heads * (2 * dims + 3 * self.tile) * 2 * max(k.dtype.itemsize, 4)
         self.workspace_bytes = sum(tiles.workspace_bytes for tiles in self.tiles) + results
 
     def __call__(self, *values: Any) -> None:
@@ -65,11 +76,12 @@ class PagedAttentionDescriptor(Descriptor):
         if checked != self._checked:
             check_paged_attention(args)
             self._checked = checked
+        run = _Call(self, args).run
         if torch.is_autocast_enabled("cpu"):  # which would round what is multiplied
-            with torch.autocast("cpu", enabled=False):
-                _Call(self, args).run()
-        else:
-            _Call(self, args).run()
+            run = torch.autocast("cpu", enabled=False)(run)
+        if _needs_inference_mode(args["out"], args["lse"]):
+            run = torch.inference_mode()(run)
+        run()
 
     def _index_values(self, args: dict[str, Any]) -> tuple[Any, ...]:
         """Return what tells all that a check of index values looks at: the layers of a step, of one geometry, bring the same.
@@ -98,134 +110,136 @@ class _Call:
 
     def __init__(self, made: PagedAttentionDescriptor, args: dict[str, Any]) -> None:
         self.made, self.args = made, args
-        self.q, self.k_cache, self.v_cache, self.table = (args[name] for name in ("q", "k_cache", "v_cache", "block_table"))
-        self.dtype = torch.promote_types(self.q.dtype, torch.float32)
-        self.heads, self.block = self.k_cache.shape[2], self.k_cache.shape[1]
-        self.scale = self.q.shape[2] ** -0.5 if args["scale"] is None else float(args["scale"])
-        self.is_plain = args["softcap"] is not None or self.k_cache.shape[3] != self.v_cache.shape[3]
-        self.offsets = torch.arange(self.block, device=HOST)
-        self.rooms = [tiles.room(self.table.shape[1] * self.block) for tiles in made.tiles]
+        self.q, self.out, self.lse = args["q"], args["out"], args["lse"]
+        self.caches = args["k_cache"], args["v_cache"]
+        self.table = args["block_table"].numpy()
+        self.scale = made.scale if args["scale"] is None else float(args["scale"])
         sinks = args["sinks"]
-        self.sinks = None if sinks is None else sinks.to(self.dtype).view(self.heads, -1, 1)
+        self.sinks = None if sinks is None else sinks.to(made.dtype).view(made.heads, -1, 1)
+        self.is_plain = args["softcap"] is not None or not made.is_even
+        self.rooms: list[Any] = [None, None]
 
     def run(self) -> None:
         """Fill the outputs."""
-        lens, cu, starts = (self.args[name] for name in ("seq_lens", "cu_query_lens", "starts"))
+        cu, starts, window = (self.args[name] for name in ("cu_query_lens", "starts", "window"))
+        lens = self.args["seq_lens"].tolist()
         sums = range(len(lens) + 1) if cu is None else cu.tolist()
         firsts = [0] * len(lens) if starts is None else starts.tolist()
-        for row, length in enumerate(lens.tolist()):
-            for begin in range(sums[row], sums[row + 1], self.made.queries):
-                end = min(begin + self.made.queries, sums[row + 1])
-                self._fill(row, firsts[row], length, begin, end, length - sums[row + 1])
+        for row, length in enumerate(lens):
+            begin, stop = sums[row], sums[row + 1]
+            if stop - begin == 1:
+                self._fill_one(row, firsts[row] if window is None else max(firsts[row], length - window), length, begin)
+            for first in range(begin, stop, self.made.queries) if stop - begin > 1 else ():
+                self._fill(row, firsts[row], length, first, min(first + self.made.queries, stop), length - stop)
 
     def _fill(self, row: int, start: int, length: int, begin: int, end: int, shift: int) -> None:
         """Fill the results of the queries from ``begin`` to ``end``, which stand ``shift`` further in their sequence than in ``q``."""
-        part = _Part(start, length, begin + shift, end + shift, self.args["causal"], self.args["window"])
+        part = Part(start, length, begin + shift, end + shift, self.args["causal"], self.args["window"])
         joined = self._attend(row, part, self._queries(begin, end))
         if joined is None:
             for query in range(begin, end):
-                self._fill(row, start, length, query, query + 1, shift)
-            return
-        if end - begin == 1 and self.sinks is None and self.args["lse"] is None:
-            self.args["out"][begin].view(joined[0].shape).copy_(joined[0])
-            return
-        found, lse = (x.view(self.heads, -1, end - begin, *x.shape[2:]) for x in joined)  # [Hk, G, n, Dv] and [Hk, G, n]
+                self._fill_one(row, part.first(query + shift), part.stop(query + shift), query)
+        else:
+            self._store(begin, end, *joined)
+
+    def _fill_one(self, row: int, first: int, stop: int, query: int) -> None:
+        """Fill the results of one query, which sees the keys from ``first`` to ``stop``: all that are looked at, so none is masked."""
+        q, joined = self._queries(query, query + 1), None
+        tiles = list(ranges(first, stop, self.made.tile))
+        if len(tiles) == 1 and self.sinks is None and self.lse is None:
+            found = self._quick(q, self._reader(row, first, stop, shares=True))
+            if math.isfinite(found.sum()):
+                self.out[query].view(found.shape).copy_(found)
+                return
+        for begin, end in tiles:
+            part = self._plain(q, self._reader(row, begin, end, shares=True), None)
+            joined = part if joined is None else _join(joined, part)
+        self._store(query, query + 1, *(joined or self._nothing(q)))
+
+    def _store(self, begin: int, end: int, found: torch.Tensor, lse: torch.Tensor) -> None:
+        """Put results where they belong, ``[Hk, G * n, Dv]``, and logarithms of sums, ``[Hk, G * n]``."""
+        found, lse = (x.view(len(x), -1, end - begin, *x.shape[2:]) for x in (found, lse))
         if self.sinks is not None:
             found = found * torch.sigmoid(lse - self.sinks)[..., None]
             lse = torch.logaddexp(lse, self.sinks)
-        self.args["out"][begin:end].view(end - begin, self.heads, -1, found.shape[3]).copy_(found.permute(2, 0, 1, 3))
-        if self.args["lse"] is not None:
-            self.args["lse"][begin:end] = lse.permute(2, 0, 1).flatten(1)
+        self.out[begin:end].view(end - begin, len(found), -1, found.shape[3]).copy_(found.permute(2, 0, 1, 3))
+        if self.lse is not None:
+            self.lse[begin:end] = lse.permute(2, 0, 1).flatten(1)
 
     def _queries(self, begin: int, end: int) -> torch.Tensor:
         """Return queries as rows of each head of the cache, ``[Hk, G * n, Dk]``."""
-        q: torch.Tensor = self.q[begin:end].to(self.dtype)
+        q: torch.Tensor = self.q[begin:end].to(self.made.dtype)
         if end - begin == 1:  # as in decoding, where each call counts
-            return q.view(self.heads, -1, q.shape[2])
-        return q.view(end - begin, self.heads, -1, self.q.shape[2]).permute(1, 2, 0, 3).flatten(1, 2)
+            return q.view(self.made.heads, -1, q.shape[2])
+        return q.view(end - begin, self.made.heads, -1, q.shape[2]).permute(1, 2, 0, 3).flatten(1, 2)
 
-    def _attend(self, row: int, part: _Part, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _attend(self, row: int, part: Part, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return results and logarithms of sums; None if queries must be taken one by one, since one does not see what is no number."""
         joined = None
         for begin, end in part.tiles(self.made.tile):
-            k, v = self._tiles(row, begin, end)
-            is_seen = part.is_seen(begin, end)
-            if is_seen is not None and not bool(v.sum().isfinite()):  # 0 times NaN is not 0
+            read, is_seen = self._reader(row, begin, end), part.is_seen(begin, end)
+            if is_seen is not None and not bool(read(1).sum().isfinite()):  # 0 times NaN is not 0
                 return None
-            found = self._plain(q, k, v, is_seen) if self.is_plain or is_seen is not None else self._flash(q, k, v)
+            found = self._plain(q, read, is_seen) if self.is_plain or is_seen is not None else self._flash(q, read)
             joined = found if joined is None else _join(joined, found)
-        if joined is None:
-            joined = q.new_zeros((*q.shape[:2], self.v_cache.shape[3])), q.new_full(q.shape[:2], -torch.inf)
-        return joined
+        return joined or self._nothing(q)
 
-    def _tiles(self, row: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of a sequence from ``begin`` to ``end``, ``[heads, keys, dim]``, in the rooms."""
-        column = begin // self.block
-        blocks = self.table[row, column : (end - 1) // self.block + 1]
-        skipped, count = begin - column * self.block, end - begin
-        pairs = zip(self.made.tiles, (self.k_cache, self.v_cache), self.rooms, strict=True)
-        if self.made.has_runs and (ids := blocks.tolist()) == list(range(ids[0], ids[0] + len(ids))):
-            k, v = (tiles.read_run(cache, room, ids[0] * self.block + skipped, count) for tiles, cache, room in pairs)
-            return k, v
-        slots = (blocks.to(torch.int64)[:, None] * self.block + self.offsets).flatten()[skipped : skipped + count]
-        k, v = (tiles.read(cache, room, slots) for tiles, cache, room in pairs)
-        return k, v
+    def _nothing(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what queries find that see no key."""
+        return q.new_zeros((*q.shape[:2], self.out.shape[2])), q.new_full(q.shape[:2], -torch.inf)
 
-    def _flash(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found, lse = _flash(q[None], k[None], v[None], scale=self.scale)
+    def _reader(self, row: int, begin: int, end: int, *, shares: bool = False) -> _Read:
+        """Return what reads a tile of a sequence.
+
+        Args:
+            row: which sequence.
+            begin: its first key in the tile.
+            end: the one behind the last.
+            shares: whether values may take the room of keys, which is in a nearer cache then.
+        """
+        block, tiles, caches = self.made.block, self.made.tiles, self.caches
+        column = begin // block
+        skipped, ids = begin - column * block, self.table[row, column : (end - 1) // block + 1].tolist()
+        return lambda which: tiles[which].read(caches[which], lambda: self._room(which, shares), ids, skipped, end - begin)
+
+    def _room(self, which: int, shares: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return room for keys (0) or values (1), the same in all tiles of a call."""
+        which = self.made.wider if shares else which
+        if self.rooms[which] is None:
+            self.rooms[which] = self.made.tiles[which].room(self.table.shape[1] * self.made.block)
+        found: tuple[torch.Tensor, torch.Tensor] = self.rooms[which]
+        return found
+
+    def _flash(self, q: torch.Tensor, read: _Read) -> tuple[torch.Tensor, torch.Tensor]:
+        found, lse = _flash(q[None], read(0)[None], read(1)[None], scale=self.scale)
         return found[0], lse[0]
 
-    def _plain(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_seen: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = torch.bmm(q, k.transpose(1, 2)).mul_(self.scale)
-        if self.args["softcap"] is not None:
-            scores.div_(self.args["softcap"]).tanh_().mul_(self.args["softcap"])
+    def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        scores, cap = q.new_empty((*q.shape[:2], k.shape[1])), self.args["softcap"]
+        scores.baddbmm_(q, k.mT, beta=0, alpha=self.scale)  # scaled on the way
+        return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
+
+    def _quick(self, q: torch.Tensor, read: _Read) -> torch.Tensor:
+        """Return results over keys that are all seen; a sum of weights that is 0 or no number makes them no numbers."""
+        return torch.bmm(torch.softmax(self._scores(q, read(0)), 2), read(1))
+
+    def _plain(self, q: torch.Tensor, read: _Read, is_seen: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self._scores(q, read(0))
         if is_seen is not None:
             scores.view(len(scores), -1, *is_seen.shape).masked_fill_(~is_seen, -torch.inf)
         highest = scores.amax(2, keepdim=True)
         highest.masked_fill_(highest == -torch.inf, 0)  # of -inf and -inf there is no difference
         weights = scores.sub_(highest).exp_()
         total = weights.sum(2, keepdim=True)
-        found = torch.bmm(weights, v).div_(total.clamp(min=torch.finfo(total.dtype).tiny))
+        found = torch.bmm(weights, read(1)).div_(total.clamp(min=torch.finfo(total.dtype).tiny))
         return found, highest.add_(total.log_()).squeeze(2)
 
 
-class _Part:
-    """Some queries of a sequence, and which keys they see.
-
-    Args:
-        start: first key that may be seen.
-        length: how many keys there are.
-        begin: position of the first query.
-        end: position behind the last.
-        causal: whether a query sees none behind its own.
-        window: how many it sees up to its own.
-    """
-
-    def __init__(self, start: int, length: int, begin: int, end: int, causal: bool, window: int | None) -> None:
-        self.start, self.length, self.causal, self.window = start, length, causal, window
-        self.begin, self.end = begin, end
-        self.shared = self._first(end - 1), self._stop(begin)
-        """The keys that all of them see."""
-
-    def _first(self, position: int) -> int:
-        return self.start if self.window is None else max(self.start, position - self.window + 1)
-
-    def _stop(self, position: int) -> int:
-        return min(position + 1, self.length) if self.causal else self.length
-
-    def tiles(self, size: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of keys to look at: no key outside is seen by any."""
-        stop = self._stop(self.end - 1)
-        for begin in range(self._first(self.begin), stop, size):
-            yield begin, min(begin + size, stop)
-
-    def is_seen(self, begin: int, end: int) -> torch.Tensor | None:
-        """Return which keys of a range each query sees, ``[n, keys]``; None for all."""
-        if self.shared[0] <= begin and end <= self.shared[1]:
-            return None
-        keys, positions = torch.arange(begin, end, device=HOST), torch.arange(self.begin, self.end, device=HOST)[:, None]
-        is_seen = keys <= positions if self.causal else torch.ones_like(keys <= positions)
-        return is_seen if self.window is None else is_seen & (keys > positions - self.window)
+def _needs_inference_mode(out: torch.Tensor, lse: torch.Tensor | None) -> bool:
+    """Return whether something would be recorded, or may be written in that mode only. To enter it takes as long as a few operations."""
+    if torch.is_inference_mode_enabled():
+        return False
+    return torch.is_grad_enabled() or out.is_inference() or (lse is not None and lse.is_inference())
 
 
 def _join(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

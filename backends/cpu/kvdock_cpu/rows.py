@@ -1,4 +1,4 @@
-"""What the CPU kernels share: moving rows of bytes in as wide elements as their addresses allow.
+"""What the CPU kernels share: moving rows of bytes in as wide elements as their addresses allow, and which rows queries see.
 
 torch's indexed copies cost one step per element, so a row of 2 KB goes about five times as fast as 128 elements of 16
 bytes than as 1,024 of 2 bytes. The elements are never computed with: bits arrive as they came.
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import torch
 
-from kvdock.plugin import TensorMeta, as_bits, bits_dtype, common_alignment
+from kvdock.plugin import HOST, TensorMeta, as_bits, bits_dtype, common_alignment
 
-__all__ = ["memmove", "runs_of", "spans", "wide_dtype", "widen"]
+__all__ = ["Part", "memmove", "ranges", "runs_of", "spans", "wide_dtype", "widen"]
 
 memmove = ctypes.PyDLL(None).memmove
 """``memmove(to, start, count)``: addresses and bytes. A sixth quicker than `ctypes.memmove`, which gives up the GIL for
@@ -73,3 +73,48 @@ def runs_of(slots: torch.Tensor, capacity: int) -> list[tuple[int, int, int]] | 
     if min(firsts) < 0 or max(map(int.__add__, firsts, lengths)) > capacity:
         return None
     return list(zip(starts, firsts, lengths, strict=True))
+
+
+class Part:
+    """Some queries of a sequence, and which keys they see.
+
+    Args:
+        start: first key that may be seen.
+        length: how many keys there are.
+        begin: position of the first query.
+        end: position behind the last.
+        causal: whether a query sees none behind its own.
+        window: how many it sees up to its own.
+    """
+
+    def __init__(self, start: int, length: int, begin: int, end: int, causal: bool, window: int | None) -> None:
+        self.start, self.length, self.causal, self.window = start, length, causal, window
+        self.begin, self.end = begin, end
+        self.shared = self.first(end - 1), self.stop(begin)
+        """The keys that all of them see."""
+
+    def first(self, position: int) -> int:
+        """Return the first key that the query at a position sees."""
+        return self.start if self.window is None else max(self.start, position - self.window + 1)
+
+    def stop(self, position: int) -> int:
+        """Return the one behind the last."""
+        return min(position + 1, self.length) if self.causal else self.length
+
+    def tiles(self, size: int) -> Iterator[tuple[int, int]]:
+        """Return the ranges of keys to look at: no key outside is seen by any."""
+        return ranges(self.first(self.begin), self.stop(self.end - 1), size)
+
+    def is_seen(self, begin: int, end: int) -> torch.Tensor | None:
+        """Return which keys of a range each query sees, ``[n, keys]``; None for all."""
+        if self.shared[0] <= begin and end <= self.shared[1]:
+            return None
+        keys, positions = torch.arange(begin, end, device=HOST), torch.arange(self.begin, self.end, device=HOST)[:, None]
+        is_seen = keys <= positions if self.causal else torch.ones_like(keys <= positions)
+        return is_seen if self.window is None else is_seen & (keys > positions - self.window)
+
+
+def ranges(first: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges from ``first`` to ``stop``, if any, that reach over no multiple of ``size``."""
+    for begin in range(first - first % size, stop, size) if first < stop else ():
+        yield max(begin, first), min(begin + size, stop)

@@ -48,13 +48,15 @@ def case(
     counts: list[int] | None = COUNTS,
     lens: list[int] = LENS,
     index: torch.dtype = torch.int64,
+    in_runs: bool = False,
 ) -> dict[str, Any]:
     """Return arguments: what lies behind a sequence is NaN, and its entries of the table are no blocks."""
     torch.manual_seed(0)
     width = -(-max(lens) // block) + 1
     g = Geometry(num_blocks=len(lens) * width + 2, block=block, hk=heads, hv=heads, dk=dims[0], dv=dims[1], dtype=dtype)
     k, v = pools(pool, g)
-    table = torch.randperm(g.num_blocks)[: len(lens) * width].view(-1, width).int()
+    order = torch.randperm(g.num_blocks)
+    table = (order.sort().values if in_runs else order)[: len(lens) * width].view(-1, width).int()
     for row, length in enumerate(lens):
         for key in range(length):
             place = table[row, key // block], key % block
@@ -144,6 +146,37 @@ def test_every_memory_order(pool: str) -> None:
 @pytest.mark.parametrize("pool", ["nhd", "hnd"])
 def test_sizes(pool: str, block: int, heads: int, group: int, dims: tuple[int, int]) -> None:
     check(case(pool, block=block, heads=heads, group=group, dims=dims))
+
+
+@pytest.mark.parametrize("counts", [COUNTS, None], ids=["many queries", "one query"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pool", POOLS)
+def test_blocks_that_follow_one_another(pool: str, dtype: torch.dtype, counts: list[int] | None) -> None:
+    """They are read in another way, and give the same bits."""
+    run, scattered = (case(pool, dtype=dtype, counts=counts, in_runs=in_runs) for in_runs in (True, False))
+    check(run)
+    assert torch.equal(kvdock.ops.paged_attention(**run), kvdock.ops.paged_attention(**scattered))
+
+
+@pytest.mark.parametrize("in_runs", [True, False], ids=["runs", "scattered"])
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("pool", ["nhd", "hnd"])
+def test_more_keys_than_a_tile_has(pool: str, heads: int, in_runs: bool) -> None:
+    """In blocks that divide it and in blocks that do not, the first of which are not seen."""
+    for block in (16, 48):
+        args = case(pool, block=block, heads=heads, group=2, dims=(64, 64), counts=None, lens=[5000, 0, 130], in_runs=in_runs)
+        check(args)
+        check({**args, "starts": torch.tensor([77, 0, 129])})
+
+
+def test_keys_of_which_none_weighs_anything() -> None:
+    """They give what no keys give."""
+    args = case(counts=None)
+    args["q"][3], args["k_cache"][args["block_table"][3, :15].long()] = 1, -torch.inf
+    out, lse = kvdock.ops.paged_attention(**args, return_lse=True)
+    assert not out[3].any()
+    assert bool((lse[3] == -torch.inf).all())
+    assert torch.equal(kvdock.ops.paged_attention(**args)[3], out[3])
 
 
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
