@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -180,3 +182,13 @@ def test_float64_is_stored_bit_for_bit(ops: kvdock.OpDispatcher) -> None:
     k = random_bits((2, 1, 3), torch.float64)
     cache.update(0, k, k.clone(), torch.tensor([4, 0]))
     assert torch.equal(cache.gather(0, torch.tensor([4, 0]))[0].view(torch.int64), k.view(torch.int64))
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no large pages")
+def test_host_memory_is_to_be_in_large_pages(ops: kvdock.OpDispatcher) -> None:
+    spec = kvdock.KVSpec.uniform(num_layers=2, num_kv_heads=8, head_dim=128, max_positions=4096, dtype=torch.float32)
+    cache = make(spec, ops, num_blocks=512)
+    maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]
+    inside = cache.v_cache(1).data_ptr()
+    (found,) = [entry for entry in maps if int(entry.split("-")[0], 16) <= inside < int(entry.split()[0].split("-")[1], 16)]
+    assert " hg" in found.split("VmFlags:")[1].splitlines()[0]
