@@ -13,6 +13,7 @@ is met for the first time, as in a user's first call.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import platform
@@ -77,6 +78,7 @@ def reserved(model: Any) -> int:
     """Return the bytes that torch has taken of a GPU and not given back."""
     if model.device.type == "cpu":
         return 0
+    gc.collect()  # what another cell had is nobody's any more
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
