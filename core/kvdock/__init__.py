@@ -11,11 +11,11 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvdock import layers, ops, plugin
+    from kvdock import ops, plugin
     from kvdock.cache.factory import create_cache
     from kvdock.cache.interface import Cache, CacheConfig
     from kvdock.cache.paged import PagedKVCache, PagedKVCacheConfig
-    from kvdock.cache.plan import BlockPlan, plan_blocks
+    from kvdock.cache.plan import plan_blocks
     from kvdock.cache.sharded import ShardedKVCache
     from kvdock.cache.static import StaticKVCache, StaticKVCacheConfig
     from kvdock.descriptors.lru import LRUDescriptorCache
@@ -52,7 +52,6 @@ __all__ = [
     "ArgumentValueError",
     "BackendError",
     "BackendUnavailableError",
-    "BlockPlan",
     "Cache",
     "CacheConfig",
     "CacheManager",
@@ -84,7 +83,6 @@ __all__ = [
     "create_cache",
     "create_prefix_cache",
     "debug",
-    "layers",
     "ops",
     "plan_blocks",
     "plugin",
@@ -97,7 +95,7 @@ _HOMES = {
     "kvdock.cache.factory": "create_cache",
     "kvdock.cache.interface": "Cache CacheConfig",
     "kvdock.cache.paged": "PagedKVCache PagedKVCacheConfig",
-    "kvdock.cache.plan": "BlockPlan plan_blocks",
+    "kvdock.cache.plan": "plan_blocks",
     "kvdock.cache.sharded": "ShardedKVCache",
     "kvdock.cache.static": "StaticKVCache StaticKVCacheConfig",
     "kvdock.descriptors.lru": "LRUDescriptorCache",
