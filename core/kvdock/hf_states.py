@@ -80,9 +80,12 @@ _READERS = {
 }
 """By the type of a layer, the first whose settings are all there."""
 
-READ_FOR_STATES = frozenset().union(*(reader.settings for of in _READERS.values() for reader in of)) | frozenset(
-    ["mamba_expand", "mamba_dt_rank", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "use_mamba_kernels", "use_mambapy"]
-)
+_HARMLESS = """
+    mamba_expand mamba_dt_rank mamba_chunk_size mamba_conv_bias mamba_proj_bias use_mamba_kernels use_mambapy mamba_d_ssm
+    mamba_rms_norm mamba_norm_before_gate key_multiplier lm_head_multiplier ssm_in_multiplier ssm_multipliers ssm_out_multiplier
+    """
+
+READ_FOR_STATES = frozenset(_HARMLESS.split()).union(*(reader.settings for of in _READERS.values() for reader in of))
 """Settings that are read, or known to change nothing about the sizes of a state."""
 
 
