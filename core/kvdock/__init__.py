@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvdock.cache.factory import create_cache
     from kvdock.cache.interface import Cache, CacheConfig
     from kvdock.cache.paged import PagedKVCache, PagedKVCacheConfig
+    from kvdock.cache.plan import plan_blocks
     from kvdock.cache.sharded import ShardedKVCache
     from kvdock.cache.static import StaticKVCache, StaticKVCacheConfig
     from kvdock.descriptors.lru import LRUDescriptorCache
@@ -83,6 +84,7 @@ __all__ = [
     "create_prefix_cache",
     "debug",
     "ops",
+    "plan_blocks",
     "plugin",
     "use_backend",
 ]
@@ -93,6 +95,7 @@ _HOMES = {
     "kvdock.cache.factory": "create_cache",
     "kvdock.cache.interface": "Cache CacheConfig",
     "kvdock.cache.paged": "PagedKVCache PagedKVCacheConfig",
+    "kvdock.cache.plan": "plan_blocks",
     "kvdock.cache.sharded": "ShardedKVCache",
     "kvdock.cache.static": "StaticKVCache StaticKVCacheConfig",
     "kvdock.descriptors.lru": "LRUDescriptorCache",

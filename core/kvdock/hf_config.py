@@ -11,14 +11,27 @@ from typing import Any
 import torch
 
 from kvdock.errors import ArgumentValueError, UnsupportedError
+from kvdock.hf_states import READ_FOR_STATES, state_of
+from kvdock.layers.attention import LayerSpec
+from kvdock.layers.chunked import ChunkedLayerSpec
+from kvdock.layers.hybrid import HybridLayerSpec
+from kvdock.layers.interface import LayerKind
+from kvdock.layers.latent import MLALayerSpec
+from kvdock.layers.shared import SharedLayerSpec
 
 __all__ = ["MOST_LAYERS", "read_dtype", "read_layers", "read_max_positions", "text_part"]
 
 _SUBJECT = "KVSpec.from_hf_config"
 _BY_HAND = "build KVSpec(layers=...) by hand"
 
-_WINDOWS = {"full_attention": None, "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""The kinds of layers that keep keys and values only, and which number says how far each looks back."""
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+"""Types of layers that keep keys and values only."""
+
+_STATES = ("linear_attention", "conv")
+"""Types that keep a state only, where its size is known."""
+
+_BOTH = {"hybrid": ("full_attention", "linear_attention")}
+"""Types that keep keys and values and a state."""
 
 MOST_LAYERS = 2**16
 """Layers of a model at most: a number that cannot be meant is refused before a list is made of it."""
@@ -68,26 +81,55 @@ def text_part(config: Any) -> Any:
         raise _refusal(config, [str(error)]) from error
 
 
-def read_layers(config: Any, text: Any) -> list[tuple[int, int, int, int | None]]:
+def read_layers(config: Any, text: Any, dtype: torch.dtype) -> list[LayerKind]:
     """Read what each layer caches.
 
     Args:
         config: the configuration of a model.
         text: its part that decodes text.
-
-    Returns:
-        One entry per layer: heads of keys and of values, elements of one key, elements of one value, window in tokens.
+        dtype: of the model.
 
     Raises:
-        UnsupportedError: the model keeps other state than each layer's own keys and values, or may do so.
+        UnsupportedError: the model keeps what no kind of layer describes, or may do so.
         ArgumentValueError: a number that is needed is missing.
     """
     layers = _layer_configs(text)
     kinds = _listed_kinds(text) or [_kind(layer) for layer in layers]
-    reasons = [*_strange_layers(layers, kinds), *_strange(config, text, layers)]
+    names = _declared(text)
+    made: list[LayerKind | None] = []
+    for index, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+        producer = _producer(text, kinds, index)
+        made.append(_layer(kind, layer, names, dtype) if producer is None else SharedLayerSpec(producer))
+    unknown = sorted({str(kind) for kind, layer in zip(kinds, made, strict=True) if layer is None})
+    reasons = [f"layers of another kind: {', '.join(unknown)}"] if unknown else []
+    reasons += [*_strange_layers(layers, kinds), *_strange(config, text, layers)]
     if reasons:
         raise _refusal(config, reasons)
-    return [(*_sizes(layer), _window(layer, kind)) for layer, kind in zip(layers, kinds, strict=True)]
+    return [layer for layer in made if layer is not None]
+
+
+def _layer(kind: str, layer: Any, names: set[str], dtype: torch.dtype) -> LayerKind | None:
+    """Return what one layer keeps; None where that is not known."""
+    if kind in _BOTH:
+        both = [_layer(each, layer, names, dtype) for each in _BOTH[kind]]
+        return HybridLayerSpec([each for each in both if each is not None]) if all(both) else None
+    if kind not in _ATTENTION:
+        return state_of(kind, layer, names, dtype)
+    if _is_latent(layer):
+        return MLALayerSpec(_number(layer, "kv_lora_rank"), _number(layer, "qk_rope_head_dim"))
+    heads, dim = _sizes(layer)
+    if kind == "chunked_attention" and (chunk := getattr(layer, "attention_chunk_size", None)) is not None:
+        return ChunkedLayerSpec(heads, heads, dim, dim, chunk)
+    return LayerSpec(heads, heads, dim, dim, getattr(layer, "sliding_window", None) if kind == "sliding_attention" else None)
+
+
+def _producer(text: Any, kinds: Sequence[str], index: int) -> int | None:
+    """Return whose keys and values a layer reads: those of the last layer of its type that keeps any; None for its own."""
+    modes = getattr(text, "kv_sharing_modes", None) or ()
+    if index >= len(modes) or modes[index] != "reuse":
+        return None
+    own = [at for at in range(index) if modes[at] != "reuse" and kinds[at] == kinds[index]]
+    return own[-1] if own else None
 
 
 def read_max_positions(text: Any) -> int:
@@ -134,19 +176,11 @@ def _kind(layer: Any) -> str:
     return "full_attention" if getattr(layer, "attention_chunk_size", None) is None else "chunked_attention"
 
 
-def _window(layer: Any, kind: str) -> int | None:
-    """Return how many tokens a layer sees, or None for all."""
-    name = _WINDOWS[kind]
-    return getattr(layer, name, None) if name else None
-
-
-def _sizes(layer: Any) -> tuple[int, int, int]:
-    """Return heads, and elements of one key and of one value."""
-    if _is_latent(layer):  # what all heads share: the latent is passed as key, the rotary part as value
-        return 1, _number(layer, "kv_lora_rank"), _number(layer, "qk_rope_head_dim")
+def _sizes(layer: Any) -> tuple[int, int]:
+    """Return heads, and elements of a key or a value."""
     heads = _number(layer, *_HEADS)
     dim = _number(layer, "head_dim") if getattr(layer, "head_dim", None) else _number(layer, "hidden_size") // heads
-    return _kv_heads(layer, heads), dim, dim
+    return _kv_heads(layer, heads), dim
 
 
 def _kv_heads(layer: Any, heads: int) -> int:
@@ -173,7 +207,7 @@ def _caches_latents(layer: Any) -> bool:
 def _refusal(config: Any, reasons: Sequence[str]) -> UnsupportedError:
     return UnsupportedError(
         f"{_SUBJECT}: {type(config).__name__}",
-        expected=f"only layers of {', '.join(_WINDOWS)}, each with keys and values of its own",
+        expected=f"only layers of {', '.join((*_ATTENTION, *_STATES, *_BOTH))}, of which kvdock knows what each keeps",
         got="; ".join(reasons),
         fix=f"{_BY_HAND}, or use Transformers' own cache for this model",
     )
@@ -184,10 +218,12 @@ def _strange(config: Any, text: Any, layers: Sequence[Any]) -> Iterator[str]:
     crossing = ("is_encoder_decoder", "add_cross_attention", "cross_attention_layers", "cross_attention_hidden_size")
     if any(getattr(part, name, False) for part in (config, text) for name in crossing):
         yield "cross-attention, whose keys and values belong to another sequence"
-    if getattr(text, "num_kv_shared_layers", None) or "reuse" in (getattr(text, "kv_sharing_modes", None) or ()):
-        yield "layers that reuse the keys and values of another layer"
+    modes = getattr(text, "kv_sharing_modes", None)
+    if (getattr(text, "num_kv_shared_layers", None) and modes is None) or (modes and modes[0] == "reuse"):
+        yield "layers that reuse the keys and values of another layer, and nothing that says of which"
     names = _declared(text)
     known = _READ | _HARMLESS | (_LATENT if any(map(_is_latent, layers)) else set())
+    known |= READ_FOR_STATES if any(kind in _STATES or kind in _BOTH for kind in _listed_kinds(text) or ()) else set()
     # What is unknown is refused and not ignored: a spec that is wrong would go unnoticed until a model writes into it.
     unknown = sorted(name for name in names - known if _TELLING.search(name))
     if unknown:
@@ -199,10 +235,8 @@ def _strange(config: Any, text: Any, layers: Sequence[Any]) -> Iterator[str]:
 
 
 def _strange_layers(layers: Sequence[Any], kinds: Sequence[str]) -> Iterator[str]:
-    unknown = sorted({str(kind) for kind in kinds} - set(_WINDOWS))
-    if unknown:
-        yield f"layers of another kind: {', '.join(unknown)}"
-    if any(_is_latent(layer) and not _caches_latents(layer) for layer in layers):
+    of_attention = (layer for layer, kind in zip(layers, kinds, strict=True) if kind in _ATTENTION)
+    if any(_is_latent(layer) and not _caches_latents(layer) for layer in of_attention):
         yield "latent attention of which kvdock does not know whether the latent is cached or what it expands to"
 
 

@@ -188,7 +188,7 @@ def test_ops_of_later_issues_take_their_arguments_and_refuse(op: str) -> None:
 
 
 FIELDS: dict[str, dict[str, object]] = {
-    "LayerSpec": {"num_k_heads": ..., "num_v_heads": ..., "k_dim": ..., "v_dim": ..., "window": None},
+    "LayerSpec": {"num_k_heads": ..., "num_v_heads": ..., "k_dim": ..., "v_dim": ..., "window": None, "sinks": 0},
     "MLALayerSpec": {"kv_lora_rank": ..., "rope_dim": ...},
     "KVSpec": {"layers": ..., "max_positions": ..., "dtype": ...},
     "StaticKVCacheConfig": {"max_batch_size": 1, "max_cache_len": None},

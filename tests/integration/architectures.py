@@ -79,7 +79,16 @@ def _mrope(*sections: int) -> dict[str, Any]:
 
 SMALL_PART = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_blocks": 1}
 
+MAMBA = {"mamba_d_state": 8, "mamba_d_conv": 3, "mamba_expand": 2}
+MAMBA_2 = {**MAMBA, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+TWO_TYPES = {"layer_types": ["linear_attention", "full_attention"] * 2}
+
 HELP: dict[str, dict[str, Any]] = {
+    "bamba": {**MAMBA_2, "attn_layer_indices": [1, 3]},
+    "falcon_h1": {**MAMBA_2, "mamba_d_ssm": 64},
+    "granitemoehybrid": {**MAMBA_2, **TWO_TYPES},
+    "jamba": {**MAMBA, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"linear_num_heads": 4, "linear_head_dim": 6, **TWO_TYPES},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "lfm2_moe": {"layer_types": ["full_attention"] * 4},
     "phi4_multimodal": {"vision_config": SMALL_PART, "audio_config": SMALL_PART},

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, EncoderDecoderCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, EncoderDecoderCache, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -20,8 +20,13 @@ from kvdock.integrations.transformers.compat import CACHE_KEYWORD
 
 TOKENS = 12
 
-Layer = tuple[int, int, int, int, int | None]
-"""Heads of keys and of values, elements of a key and of a value, window."""
+Layer = tuple[Any, ...] | None
+"""Heads of keys and of values, elements of a key and of a value, window; then shapes of a state; None for nothing."""
+
+STATE, BOTH, NOTHING = (
+    getattr(cache_utils, name, None) for name in ("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer", "DummyLayer")
+)
+"""Layers of newer versions that keep a state, keys and values and a state, or nothing."""
 
 
 class Recording(DynamicCache):
@@ -45,9 +50,19 @@ class Recording(DynamicCache):
     def layer(self, index: int) -> Layer | str:
         """Return what a layer caches, or what is strange about it."""
         of, seen = self.layers[index], self.seen.get(index, [])
-        if type(of) not in (DynamicLayer, DynamicSlidingWindowLayer) or len(seen) != 1:
+        if NOTHING is not None and type(of) is NOTHING and not seen:
+            return None
+        keeps_keys, keeps_state = type(of) in (DynamicLayer, DynamicSlidingWindowLayer, BOTH), type(of) in (STATE, BOTH)
+        if not (keeps_keys or keeps_state) or len(seen) != keeps_keys:
             return f"{type(of).__name__}, updated with {seen}"
-        return (*seen[0], getattr(of, "sliding_window", None))
+        keys = (*seen[0], getattr(of, "sliding_window", None)) if keeps_keys else ()
+        return (*keys, *(states_of(of) if keeps_state else ()))
+
+
+def states_of(layer: Any) -> tuple[Any, ...]:
+    """Return the shapes and dtypes of what a layer keeps of a sequence as a state, without the batch."""
+    states = [state for of in (layer.conv_states, layer.recurrent_states) for state in of.values() if state is not None]
+    return tuple((tuple(state.shape[1:]), state.dtype) for state in states)
 
 
 @attrs.frozen
@@ -140,4 +155,6 @@ def record(made: Any) -> Recorded:
             last = error
     else:
         raise last
-    return Recorded([cache.layer(index) for index in range(len(cache.layers))], dict(_SIGHT), cache.more)
+    layers = [cache.layer(index) for index in range(len(cache.layers))]
+    states = {"update_conv_state", "update_recurrent_state"} if any(type(layer) in (STATE, BOTH) for layer in cache.layers) else set()
+    return Recorded(layers, dict(_SIGHT), cache.more - states)

@@ -11,7 +11,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from integration.architectures import GROUPS, VARIANTS, config_of, decoder_of, known_settings
 from integration.recording import TOKENS, Layer, Recorded, build_small, record
-from kvdock import KVDockError, KVSpec, LayerSpec
+from kvdock import KVDockError, KVSpec
+from kvdock.layers import ChunkedLayerSpec, HybridLayerSpec, LayerKind, LayerSpec, MLALayerSpec, SharedLayerSpec, StateLayerSpec
 
 WRONG, RIGHT, UNVERIFIED, REFUSED, NOT_RUN = "wrong", "right", "a spec, but no model that runs", "refused", "no model that runs"
 
@@ -38,8 +39,24 @@ def described(config: Any) -> list[Layer] | str:
         spec = KVSpec.from_hf_config(config, torch.float32)
     except KVDockError as error:
         return str(error)
-    layers = [layer for layer in spec.layers if isinstance(layer, LayerSpec)]
-    return [(layer.num_k_heads, layer.num_v_heads, layer.k_dim, layer.v_dim, layer.window) for layer in layers]
+    return [recorded_as(layer) for layer in spec.layers]
+
+
+def recorded_as(layer: LayerKind) -> Layer:
+    """Return what `Recording` sees of such a layer: Transformers' cache keeps chunks as windows, and latents as a key and a value."""
+    match layer:
+        case LayerSpec() | ChunkedLayerSpec():
+            window = layer.window if isinstance(layer, LayerSpec) else layer.chunk
+            return (layer.num_k_heads, layer.num_v_heads, layer.k_dim, layer.v_dim, window)
+        case MLALayerSpec():
+            return (1, 1, layer.kv_lora_rank, layer.rope_dim, None)
+        case StateLayerSpec():
+            return tuple((buffer.shape, buffer.dtype) for buffer in layer.buffers)
+        case HybridLayerSpec():
+            return tuple(entry for each in layer.of for entry in recorded_as(each) or ())
+        case SharedLayerSpec():
+            return None
+    raise AssertionError(layer)
 
 
 def described_default(model_type: str) -> list[Layer] | str:
@@ -62,7 +79,8 @@ def compare(said: list[Layer] | str, got: Recorded, model_type: str) -> Outcome:
         return Outcome(REFUSED, said)
     if said != got.layers or got.more:
         return Outcome(WRONG, f"said {said}, cached {got.layers} and called {sorted(got.more)}")
-    sees = {index: layer[4] or TOKENS for index, layer in enumerate(said) if (layer[4] or 0) < TOKENS}
+    windows = {index: layer[4] or 0 for index, layer in enumerate(said) if layer and len(layer) >= 5}
+    sees = {index: window or TOKENS for index, window in windows.items() if window < TOKENS}
     wrong = {index: got.sight[index] for index in sees if got.sight.get(index, sees[index]) != sees[index]}
     if wrong and model_type not in UNSEEN_WINDOWS:
         return Outcome(WRONG, f"said {said}, but the masks let a query see {wrong}")

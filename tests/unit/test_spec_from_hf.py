@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 import types
@@ -13,6 +14,8 @@ import transformers
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 import kvdock
+from integration.recording import TOKENS, build, record
+from integration.sweep import recorded_as
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD
 
 SMALL: dict[str, Any] = {
@@ -84,7 +87,7 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {
 
 def config_of(family: str, changes: dict[str, Any]) -> Any:
     numbers = {name: value for name, value in {**SMALL, **changes}.items() if value is not None or name == "sliding_window"}
-    return getattr(transformers, f"{family}Config")(**numbers)
+    return getattr(transformers, f"{family}Config")(**copy.deepcopy(numbers))  # some write to the lists that they are given
 
 
 def cached(config: Any) -> tuple[list[tuple[int, int, int, int, int | None]], torch.dtype]:
@@ -99,10 +102,8 @@ def cached(config: Any) -> tuple[list[tuple[int, int, int, int, int | None]], to
     return [(kh, vh, kd, vd, window) for kh, kd, vh, vd, window in found], cache.layers[0].keys.dtype
 
 
-def described(spec: kvdock.KVSpec) -> list[tuple[int, int, int, int, int | None]]:
-    layers = [layer for layer in spec.layers if isinstance(layer, kvdock.LayerSpec)]
-    assert len(layers) == len(spec.layers)
-    return [(layer.num_k_heads, layer.num_v_heads, layer.k_dim, layer.v_dim, layer.window) for layer in layers]
+def described(spec: kvdock.KVSpec) -> list[Any]:
+    return [recorded_as(layer) for layer in spec.layers]
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # GPTBigCode does so when imported, up to 5.18
@@ -176,15 +177,55 @@ def test_dims_that_differ_between_layers() -> None:
     assert {layer[2] for layer in described(spec)} == {8, 16}
 
 
-HYBRID = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+TWO = ["linear_attention", "full_attention"] * 2
+DELTA = {
+    f"linear_{name}": size for name, size in (("num_key_heads", 2), ("num_value_heads", 4), ("key_head_dim", 8), ("value_head_dim", 12))
+}
+MAMBA_2 = {"mamba_n_heads": 6, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_conv": 3, "mamba_chunk_size": 8}
+SHARED = {"sliding_window": 6, "vocab_size_per_layer_input": 40, "hidden_size_per_layer_input": 8, "layer_types": [*SLIDING, *SLIDING]}
+
+KEEPS_MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-next": ("Qwen3Next", {**MOE, **DELTA, "linear_conv_kernel_dim": 3, "shared_expert_intermediate_size": 16, "layer_types": TWO}),
+    "qwen3.5": ("Qwen3_5Text", {**DELTA, "layer_types": TWO}),
+    "qwen3.5, mixture": ("Qwen3_5MoeText", {**MOE, **DELTA, "shared_expert_intermediate_size": 16, "layer_types": TWO}),
+    "olmo, hybrid": ("OlmoHybrid", {"head_dim": None, "layer_types": TWO}),
+    "kimi, linear": (
+        "KimiLinear",
+        {**LATENT, "num_experts": 4, "num_experts_per_token": 2, "linear_num_heads": 4, "linear_head_dim": 6, "layer_types": TWO},
+    ),
+    "jamba": (
+        "Jamba",
+        {"head_dim": None, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
+    ),
+    "bamba": ("Bamba", {**MAMBA_2, "head_dim": None, "attn_layer_indices": [1, 3]}),
+    "granite, hybrid": ("GraniteMoeHybrid", {**MOE, **MAMBA_2, "head_dim": None, "shared_intermediate_size": 16, "layer_types": TWO}),
+    "lfm2": ("Lfm2", {"head_dim": None, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"] * 2}),
+    "gemma3n": ("Gemma3nText", {**SHARED, "num_hidden_layers": 6, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 6}),
+    "gemma4": ("Gemma4Text", {**SHARED, "num_hidden_layers": 6, "num_kv_shared_layers": 3}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", KEEPS_MORE)
+def test_states_and_shared_layers_are_what_is_cached(name: str) -> None:
+    family, changes = KEEPS_MORE[name]
+    if not hasattr(transformers, f"{family}Config"):
+        pytest.skip(f"this version of Transformers has no {family}")
+    config = config_of(family, {"num_hidden_layers": 4, **changes})
+    got = record(build(transformers.AutoModelForCausalLM._model_mapping[type(config)], config))
+    assert TOKENS > 3, "the states were written"
+    assert described(kvdock.KVSpec.from_hf_config(config, torch.float32)) == got.layers
+    assert got.more == set()
+
+
+def test_a_shared_layer_reads_the_last_of_its_type_that_keeps_any() -> None:
+    family, changes = KEEPS_MORE["gemma3n"]
+    spec = kvdock.KVSpec.from_hf_config(config_of(family, changes), torch.float32)
+    assert [layer.of for layer in spec.layers if isinstance(layer, kvdock.layers.SharedLayerSpec)] == [1, 3]
+    assert list(map(type, spec.layers)) == [kvdock.LayerSpec] * 4 + [kvdock.layers.SharedLayerSpec] * 2
+
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "qwen3-next": (
-        "Qwen3Next",
-        {**MOE, **HYBRID, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
-        "layers of another kind: linear_attention",
-    ),
-    "jamba": ("Jamba", {**MOE, "head_dim": None}, "layers of another kind: "),
     "mamba": (
         "Mamba",
         {"num_attention_heads": None, "num_key_value_heads": None, "head_dim": None},
@@ -203,12 +244,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "MiMoV2Flash",
         {**MOE, "v_head_dim": 6, "sliding_window": 6},
         "mean for the cache: .*v_head_dim",
-    ),
-    "gemma3n, shared layers": (
-        "Gemma3nText",
-        {"num_hidden_layers": 3, "num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 3, "intermediate_size": 32}
-        | {"activation_sparsity_pattern": [0.0] * 3},
-        "layers that reuse the keys and values of another layer",
     ),
 }
 

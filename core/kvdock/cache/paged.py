@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Self, cast
 
 import attrs
 import torch
 
 from kvdock.cache.interface import Cache, CacheConfig, OpSource, active_name, check_layer, require_backend
-from kvdock.cache.pool import PagedPool, RankLayer, allocated, block_bytes, check_bytes, group_layers, rank_layers
+from kvdock.cache.pool import PagedPool, RankLayer, allocated, block_bytes, check_bytes, group_layers, rank_layers, sources
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, CapacityError, UnsupportedError
 from kvdock.layout import HeadLayout, KVCacheLayout
 from kvdock.ops.api import BlockPairs, output_pair, pairs_tensor
@@ -63,24 +63,27 @@ class PagedKVCacheConfig(CacheConfig):
         """Make a `PagedKVCache`."""
         return PagedKVCache(spec, self, rank, ops)
 
-    def blocks_for(self, layers: Sequence[RankLayer], dtype: torch.dtype) -> int:
+    def blocks_for(self, per_block: int, num_layers: int) -> int:
         """Return how many blocks the pool has.
+
+        Args:
+            per_block: bytes of a block, all layers.
+            num_layers: how many those are, for errors.
 
         Raises:
             ArgumentValueError: more bytes than an address space has.
             CapacityError: the budget holds no block, or fewer than ``num_blocks``; says how many bytes are needed.
         """
-        per_block = block_bytes(layers, self.block_size, dtype)
         needed = (self.num_blocks or 1) * per_block
         if self.max_kv_memory_bytes is not None and needed > self.max_kv_memory_bytes:
             raise CapacityError(
                 "PagedKVCacheConfig: max_kv_memory_bytes",
-                expected=f"at least {needed} bytes: {self.num_blocks or 1} block(s) of {self.block_size} tokens in {len(layers)} layers",
+                expected=f"at least {needed} bytes: {self.num_blocks or 1} block(s) of {self.block_size} tokens in {num_layers} layers",
                 got=self.max_kv_memory_bytes,
                 fix="raise the budget, or choose a smaller block_size or fewer num_blocks",
             )
         num_blocks = self.num_blocks or int(self.max_kv_memory_bytes or 0) // per_block
-        check_bytes(type(self).__name__, num_blocks * per_block, f"{num_blocks} blocks of {self.block_size} tokens in {len(layers)} layers")
+        check_bytes(type(self).__name__, num_blocks * per_block, f"{num_blocks} blocks of {self.block_size} tokens in {num_layers} layers")
         return num_blocks
 
 
@@ -113,17 +116,23 @@ class PagedKVCache(Cache):
                 expected=f"{spec.dtype}, the model's own",
                 got=f"{self._dtype}: only a quantised cache may differ, and those are not there yet",
             )
-        self._num_blocks = config.blocks_for(layers, self._dtype)
+        per_block = block_bytes(layers.values(), config.block_size, self._dtype)
+        self._num_blocks = config.blocks_for(per_block, len(layers))
         # Kept, since a cache stays with the backend that it was made under, whichever is active later.
         self._named = active_name()
         # Before memory is taken, which would be of no use without a backend.
         require_backend(ops, "paged_caching_", rank.device, self._named)
-        nbytes = self._num_blocks * block_bytes(layers, config.block_size, self._dtype)
+        nbytes = self._num_blocks * per_block
         self._groups, self._views = allocated(type(config).__name__, nbytes, rank.device, lambda: self._allocate(layers))
         self._bind(ops)
 
-    def _allocate(self, layers: Sequence[RankLayer]) -> tuple[list[tuple[PagedPool, PagedPool]], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Take the memory: one storage for keys and one for values, for each group of equal layers; and the views of each layer."""
+    def _allocate(
+        self, layers: Mapping[int, RankLayer]
+    ) -> tuple[list[tuple[PagedPool, PagedPool]], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Take the memory: one storage for keys and one for values, for each group of equal layers; and the views of each layer.
+
+        A layer that shares another's has the same views.
+        """
         config, device = self.config, self.rank.device
         groups: list[tuple[PagedPool, PagedPool]] = []
         views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -136,7 +145,7 @@ class PagedKVCache(Cache):
             )
             groups.append((k_pool, v_pool))
             views.update(zip(members, zip(k_pool.layers, v_pool.layers, strict=True), strict=True))
-        return groups, [views[index] for index in range(len(layers))]
+        return groups, [views[index] for index in sources(self.spec)]
 
     def _bind(self, ops: OpSource) -> None:
         """Fix each layer's pools in the ops, so that a call no longer reads them."""

@@ -6,7 +6,7 @@ import copy
 import ctypes
 import mmap
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Self, TypeVar
 
 import attrs
@@ -14,11 +14,13 @@ import torch
 
 from kvdock.errors import ArgumentValueError, CapacityError, KVDockError, UnsupportedError
 from kvdock.interface import HOST
+from kvdock.layers.interface import LayerKind
+from kvdock.layers.shared import SharedLayerSpec
 from kvdock.layout import HeadLayout, KVCacheLayout
 from kvdock.rank import RankInfo
-from kvdock.spec import KVSpec, LayerSpec, MLALayerSpec
+from kvdock.spec import KVSpec
 
-__all__ = ["PagedPool", "RankLayer", "allocated", "block_bytes", "check_bytes", "group_layers", "rank_layers"]
+__all__ = ["PagedPool", "RankLayer", "allocated", "block_bytes", "check_bytes", "group_layers", "rank_layers", "sources"]
 
 T = TypeVar("T")
 
@@ -38,30 +40,37 @@ class RankLayer:
         return self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
 
 
-def rank_layers(spec: KVSpec, rank: RankInfo) -> list[RankLayer]:
-    """Return what a rank holds of each layer.
+def rank_layers(spec: KVSpec, rank: RankInfo) -> dict[int, RankLayer]:
+    """Return what a rank holds of each layer that keeps keys and values of its own.
 
     Raises:
         ArgumentValueError: heads and ranks do not divide.
-        UnsupportedError: a layer has no separate keys and values.
+        UnsupportedError: a layer keeps something else.
     """
-    return [_rank_layer(layer, index, rank) for index, layer in enumerate(spec.layers)]
+    own = {index: layer for index, layer in enumerate(spec.layers) if not isinstance(layer, SharedLayerSpec)}
+    return {index: _rank_layer(layer, index, rank, spec.dtype) for index, layer in own.items()}
 
 
-def _rank_layer(layer: LayerSpec | MLALayerSpec, index: int, rank: RankInfo) -> RankLayer:
-    if not isinstance(layer, LayerSpec):
+def sources(spec: KVSpec) -> list[int]:
+    """Return for each layer which layer's keys and values it reads: its own, or those that it shares."""
+    return [layer.of if isinstance(layer, SharedLayerSpec) else index for index, layer in enumerate(spec.layers)]
+
+
+def _rank_layer(layer: LayerKind, index: int, rank: RankInfo, dtype: torch.dtype) -> RankLayer:
+    buffers = [buffer for part in layer.parts(rank.head_range, dtype) for buffer in part.buffers]
+    if [buffer.name for buffer in buffers] != ["k", "v"]:
+        keeps = ", ".join(f"{buffer.name} {list(buffer.shape)}" for buffer in buffers)
         raise UnsupportedError(
             f"KVSpec: layers[{index}]",
-            expected="a LayerSpec",
-            got=f"{layer!r}: latent caches are not there yet",
-            fix="cache the expanded keys and values",
+            expected="a layer that keeps keys and values, such as a LayerSpec",
+            got=f"{layer!r}, which keeps {keeps}",
+            fix="keep such layers in a cache of their own; pools that hold several kinds are not there yet",
         )
-    k_heads = rank.head_range(layer.num_k_heads, "num_k_heads")
-    v_heads = rank.head_range(layer.num_v_heads, "num_v_heads")
-    return RankLayer(len(k_heads), len(v_heads), layer.k_dim, layer.v_dim)
+    (k_heads, k_dim), (v_heads, v_dim) = buffers[0].shape, buffers[1].shape
+    return RankLayer(k_heads, v_heads, k_dim, v_dim)
 
 
-def block_bytes(layers: Sequence[RankLayer], block_size: int, dtype: torch.dtype) -> int:
+def block_bytes(layers: Collection[RankLayer], block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block of ``block_size`` tokens over all layers, keys and values."""
     return sum(layer.elements for layer in layers) * block_size * dtype.itemsize
 
@@ -117,10 +126,10 @@ def _is_about_memory(error: Exception) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
 
 
-def group_layers(layers: Sequence[RankLayer]) -> dict[RankLayer, list[int]]:
+def group_layers(layers: Mapping[int, RankLayer]) -> dict[RankLayer, list[int]]:
     """Return the indices of equal layers: each group shares a pool."""
     groups: dict[RankLayer, list[int]] = {}
-    for index, layer in enumerate(layers):
+    for index, layer in layers.items():
         groups.setdefault(layer, []).append(index)
     return groups
 

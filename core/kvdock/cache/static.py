@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from kvdock.cache.interface import Cache, CacheConfig, OpSource, active_name, check_layer, require_backend
-from kvdock.cache.pool import RankLayer, allocated, block_bytes, check_bytes, rank_layers
+from kvdock.cache.pool import RankLayer, allocated, block_bytes, check_bytes, rank_layers, sources
 from kvdock.interface import HOST
 from kvdock.ops.api import host_int
 from kvdock.ops.index_values import check_lengths
@@ -67,12 +67,15 @@ class StaticKVCache(Cache):
         self.spec, self.config, self.rank = spec, config, rank
         layers = rank_layers(spec, rank)
         self.max_cache_len = min(config.max_cache_len or spec.max_positions, spec.max_positions)
-        nbytes = config.max_batch_size * block_bytes(layers, self.max_cache_len, spec.dtype)
+        nbytes = config.max_batch_size * block_bytes(layers.values(), self.max_cache_len, spec.dtype)
         made_of = f"{config.max_batch_size} rows of {self.max_cache_len} tokens in {len(layers)} layers"
         check_bytes(type(config).__name__, nbytes, made_of)
         named = active_name()
         require_backend(ops, "static_update_", rank.device, named)
-        self._views = allocated(type(config).__name__, nbytes, rank.device, lambda: [self._allocate(layer) for layer in layers])
+        own = allocated(
+            type(config).__name__, nbytes, rank.device, lambda: {index: self._allocate(layer) for index, layer in layers.items()}
+        )
+        self._views = [own[index] for index in sources(spec)]
         self._write = [ops.op("static_update_").bind(*pair, named=named) for pair in self._views]
 
     def _allocate(self, layer: RankLayer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,7 +99,7 @@ class StaticKVCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the whole cache: all layers, keys and values."""
-        return sum(tensor.nbytes for pair in self._views for tensor in pair)
+        return sum(tensor.nbytes for pair in {id(pair): pair for pair in self._views}.values() for tensor in pair)
 
     @property
     def device(self) -> torch.device:

@@ -75,7 +75,7 @@ def test_a_layer_that_is_no_int_is_refused(kind: str, use: str, layer: object, o
 
 def test_a_latent_layer_is_not_there_yet(kind: str, ops: kvdock.OpDispatcher) -> None:
     spec = kvdock.KVSpec((kvdock.LayerSpec(1, 1, 8, 8), kvdock.MLALayerSpec(512, 64)), 16, torch.float32)
-    with pytest.raises(kvdock.UnsupportedError, match=r"layers\[1\]: expected a LayerSpec, got MLALayerSpec.*latent caches are not there"):
+    with pytest.raises(kvdock.UnsupportedError, match=r"layers\[1\]: expected a layer that keeps keys and values, .*keeps kv \[576\]"):
         make(kind, ops, spec)
 
 

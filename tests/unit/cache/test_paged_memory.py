@@ -26,9 +26,9 @@ def test_the_budget_of_design_md_counts_all_layers() -> None:
     layers = rank_layers(spec, CPU)
     one_layer = 2 * 8 * 128 * 2 * 16
     assert one_layer == 64 * 1024
-    assert block_bytes(layers, 16, torch.bfloat16) == 32 * one_layer == 2 * 2**20
+    assert block_bytes(layers.values(), 16, torch.bfloat16) == 32 * one_layer == 2 * 2**20
     config = kvdock.PagedKVCacheConfig(max_kv_memory_bytes=10 * GIB)
-    blocks = config.blocks_for(layers, torch.bfloat16)
+    blocks = config.blocks_for(32 * one_layer, len(layers))
     assert blocks == 5120
     assert blocks * 32 * one_layer == 10 * GIB
     assert 10 * GIB // one_layer * 32 * one_layer == 320 * GIB, "what dividing by one layer would take"

@@ -69,7 +69,7 @@ def test_a_budget_is_never_exceeded_and_one_more_block_would(
     setup: tuple[kvdock.KVSpec, kvdock.RankInfo, dict[str, object]], budget: int
 ) -> None:
     spec, rank, config = setup
-    per_block = block_bytes(rank_layers(spec, rank), int(config["block_size"]), spec.dtype)  # type: ignore[call-overload]
+    per_block = block_bytes(rank_layers(spec, rank).values(), int(config["block_size"]), spec.dtype)  # type: ignore[call-overload]
     if budget < per_block:
         with pytest.raises(kvdock.CapacityError, match=f"at least {per_block} bytes"):
             create(spec, rank, config, max_kv_memory_bytes=budget)
