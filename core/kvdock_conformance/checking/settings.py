@@ -49,9 +49,10 @@ class ProcessSettings:
 
     def __init__(self) -> None:
         self.values, self.threads = self.now(), set(self.running())
-        self.code = {name: dict(parts) for name, parts in self.held_code().items()}
+        self.code = {name: dict(vars(sys.modules[name])) for name in (*self.own_modules(), *self.everybodys)}
 
     @classmethod
+    @functools.cache
     def table(cls) -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
         """Return what is compared, by name: how it is read, and how it is put back."""
         return {
@@ -125,11 +126,10 @@ class ProcessSettings:
         with contextlib.suppress(Exception):
             write(**was) if isinstance(was, dict) else write(*was) if isinstance(was, tuple) else write(was)
 
-    @classmethod
-    def held_code(cls) -> dict[str, dict[str, Any]]:
-        """Return what the modules of kvdock hold, and those that are everybody's."""
-        names = [name for name in list(sys.modules) if name.startswith("kvdock") and name[6:7] in ("", ".")]
-        return {name: vars(sys.modules[name]) for name in (*names, *cls.everybodys)}
+    @staticmethod
+    def own_modules() -> list[str]:
+        """Return the names of the modules of kvdock that have been imported."""
+        return [name for name in list(sys.modules) if name[:6] == "kvdock" and name[6:7] in ("", ".")]
 
     @classmethod
     def status(cls) -> dict[str, Any]:
@@ -211,8 +211,8 @@ class ProcessSettings:
         """
         was, now = self.values, self.now()
         found = [(name, self.told(was, name), self.told(now, name)) for name in {**was, **now} if self._differs(was, now, name)]
-        for module, parts in self.held_code().items():
-            before = self.code.get(module, {})
+        for module, before in self.code.items():
+            parts = vars(sys.modules[module]) if module in sys.modules else before
             if len(parts) != len(before) or not all(map(operator.is_, parts.values(), before.values())):  # which is quick to ask
                 names = [name for name, part in before.items() if self._is_code(part) and parts.get(name) is not part]
                 found += [(f"{module}.{name}", self.told(before, name), self.told(parts, name)) for name in names]
