@@ -49,7 +49,8 @@ class ProcessSettings:
 
     def __init__(self) -> None:
         self.values, self.threads = self.now(), set(self.running())
-        self.code = {name: dict(vars(sys.modules[name])) for name in (*self.own_modules(), *self.everybodys)}
+        own = [name for name in list(sys.modules) if name[:6] == "kvdock" and name[6:7] in ("", ".")]
+        self.code = {name: dict(vars(sys.modules[name])) for name in (*own, *self.everybodys)}
 
     @classmethod
     @functools.cache
@@ -86,7 +87,8 @@ class ProcessSettings:
             ),
             "torch's check for NaN": (torch.is_anomaly_check_nan_enabled, lambda was: None),
             "torch's inference mode": (torch.is_inference_mode_enabled, lambda was: None),
-            "torch's autocast": (lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")), lambda was: None),
+            "torch's autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda was: torch.set_autocast_enabled("cpu", was)),
+            "the dtype of torch's autocast": (lambda: torch.get_autocast_dtype("cpu"), lambda was: torch.set_autocast_dtype("cpu", was)),
             "torch's modes that see functions": (torch._C._len_torch_function_stack, lambda was: None),
             "torch's modes that see operations": (torch._C._len_torch_dispatch_stack, lambda was: None),
             "the running timers": (cls.timers, cls._stop),
@@ -125,11 +127,6 @@ class ProcessSettings:
         """Put back what may be several arguments; what can be set once only stays."""
         with contextlib.suppress(Exception):
             write(**was) if isinstance(was, dict) else write(*was) if isinstance(was, tuple) else write(was)
-
-    @staticmethod
-    def own_modules() -> list[str]:
-        """Return the names of the modules of kvdock that have been imported."""
-        return [name for name in list(sys.modules) if name[:6] == "kvdock" and name[6:7] in ("", ".")]
 
     @classmethod
     def status(cls) -> dict[str, Any]:
