@@ -107,13 +107,24 @@ def prove_one(session: Session, fault: Fault, requirements: Requirements) -> Pro
     # Taken out before the failures are judged: what fails at the same case without the fault proves nothing.
     session.seed(None)
     failed = [outcome for outcome in outcomes if outcome.verdict is Verdict.FAILED]
-    always = [outcome.requirement.id for outcome in failed if _outcome(session, outcome.requirement, outcome.failed[0].name).failed]
+    always = [outcome.requirement.id for outcome in failed if _fails_anyway(session, outcome)]
     return Proof(
         fault,
         killed_by=tuple(outcome.requirement.id for outcome in failed if outcome.requirement.id not in always),
         always=tuple(always),
         refused=tuple(outcome.requirement.id for outcome in outcomes if outcome.requirement.id in fault.killers and _is_refused(outcome)),
     )
+
+
+def _fails_anyway(session: Session, outcome: Outcome) -> bool:
+    """Whether a requirement fails at the same cases without a fault. What is known of them from another fault is not asked again."""
+    requirement, first = outcome.requirement, outcome.failed[0]
+    count = 1 + [case.name for case in outcome.cases].index(first.name)
+    if session.sound.get(requirement.id, 0) < count:
+        if _outcome(session, requirement, first.name).failed:
+            return True
+        session.sound[requirement.id] = count
+    return False
 
 
 def _is_refused(outcome: Outcome) -> bool:

@@ -177,7 +177,7 @@ def paged_attention(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> list[Place]:
-    """Attend from each query to the keys of its sequence that it sees, in float64, one query and head after another.
+    """Attend from each query to the keys of its sequence that it sees, in float64, one query after another.
 
     Args:
         q: ``[N, Hq, Dk]``.
@@ -201,7 +201,7 @@ def paged_attention(
     """
     import torch
 
-    heads, block = k_cache.shape[2], k_cache.shape[1]
+    block, of_head = k_cache.shape[1], torch.arange(q.shape[1], device=q.device) * k_cache.shape[2] // q.shape[1]
     sums = list(range(len(seq_lens) + 1)) if cu_query_lens is None else cu_query_lens.tolist()
     out.zero_()
     if lse is not None:
@@ -212,16 +212,14 @@ def paged_attention(
             first = 0 if starts is None else int(starts[row])
             first = first if window is None else max(first, own - window + 1)
             keys = torch.arange(first, max(first, own + 1 if causal else length), device=q.device)
-            seen = [cache[block_table[row].long()[keys // block], keys % block].double() for cache in (k_cache, v_cache)]
-            for head in range(q.shape[1]):
-                k, v = (each[:, head * heads // q.shape[1]] for each in seen)
-                scores = k @ q[query, head].double() * (q.shape[2] ** -0.5 if scale is None else scale)
-                scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
-                every = scores if sinks is None else torch.cat([scores, sinks[head, None].double()])
-                if len(every):
-                    out[query, head] = torch.softmax(every, 0)[: len(keys)] @ v
-                    if lse is not None:
-                        lse[query, head] = torch.logsumexp(every, 0)
+            k, v = (cache[block_table[row].long()[keys // block], keys % block][:, of_head].double() for cache in (k_cache, v_cache))
+            scores = torch.einsum("khd,hd->hk", k, q[query].double()) * (q.shape[2] ** -0.5 if scale is None else scale)
+            scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+            every = scores if sinks is None else torch.cat([scores, sinks[:, None].double()], 1)
+            if every.shape[1]:
+                out[query] = torch.einsum("hk,khd->hd", torch.softmax(every, 1)[:, : len(keys)], v)
+                if lse is not None:
+                    lse[query] = torch.logsumexp(every, 1)
     return []
 
 

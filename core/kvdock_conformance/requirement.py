@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -129,8 +130,8 @@ class Requirement:
             ArgumentValueError: there is none, or two have one name.
         """
         cases = [case for case in self.cases() if level.includes(case.level)]
-        names = [case.name for case in cases]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        named = Counter(case.name for case in cases)
+        twice = sorted(name for name, count in named.items() if count > 1)
         if not cases or twice:
             got = f"{', '.join(map(repr, twice))} more than once" if twice else "none"
             raise ArgumentValueError(f"{self.id}: cases", expected="at least one, each with a name of its own", got=got)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -87,6 +88,10 @@ class Session:
         self._fault: str | None = None
         self._failed_starts = 0
         self._patience = Patience()
+        # Faults are seeded one after the other into what a few requirements ask about, whose cases may take a second to draw.
+        self._selected = functools.lru_cache(4)(lambda requirement, level: requirement.selected(level))
+        self.sound: dict[str, int] = {}
+        """By requirement, of how many cases from the first on it is known that none fails without a fault."""
         self.about: Mapping[str, Any] = {}
         """What the backend says of itself, once it has been opened."""
 
@@ -192,7 +197,7 @@ class Session:
             last: name of the case to end with; empty for all.
         """
         outcomes: list[CaseOutcome] = []
-        for case in _up_to(requirement.selected(level), last):
+        for case in _up_to(self._selected(requirement, level), last):
             reason = requirement.unready or self._patience.why_not(requirement)
             if not reason and stop_at_failure and outcomes and outcomes[-1].verdict in (Verdict.FAILED, Verdict.NOT_RUN):
                 reason = "not run after a failure"

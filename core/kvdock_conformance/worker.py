@@ -8,6 +8,7 @@ stdout and cannot get in between. See `Worker` for the requests.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -64,6 +65,7 @@ class Worker:
                 return {"error": error.subject, "state": error.got}
             except BaseException as error:  # noqa: BLE001 - whatever the backend raises is why it cannot be opened
                 return {"error": f"opening it raised {_text(error)}\n{_traceback(error)}", "state": "unusable"}
+        gc.freeze()  # what was imported stays, and takes the collector long to look through
         return {"about": about}
 
     def ops(self, name: str | None) -> dict[str, Any]:

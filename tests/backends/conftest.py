@@ -17,11 +17,8 @@ _SLOW = {
     # `KVD-FUZZ-001` draws such pairs in small calls, and the CPU backend is asked all the same.
     "test_own.py": (
         *_PAIRS,
-        *_OF_ATTENTION,
-        _OP_OF_ATTENTION.format("001"),
-        *map("KVD-HYGIENE-{}".format, ("001", "002", "003", "014", "017")),
-        *("KVD-READ-003", "KVD-RESOURCE-011"),
-        *map("KVD-THREAD-{}".format, ("003", "004", "005", "006")),
+        *map("KVD-HYGIENE-{}".format, ("001", "002", "003", "004", "014", "017")),
+        *("KVD-ATTN-002", "KVD-FUZZ-", "KVD-OP-", "KVD-READ-", "KVD-RESOURCE-011", "KVD-THREAD-"),
     ),
     # What is asked of plans, threads, memory and surroundings takes the interpreter seconds. What kernels write and compute stays.
     "test_triton_interpreted.py": (

@@ -115,7 +115,7 @@ def test_a_family_is_right_or_refused(model_type: str, attention: str) -> None:
 
 def compare(made: Any, cache: Any, way: str) -> bool:
     """Compare one way to generate; False if Transformers' own cache fails too."""
-    expected = attempt(lambda: zoo.generate(made, zoo.dynamic(made), way))
+    expected = expected_of(made, way)
     if isinstance(expected, Exception):
         return False
     cache.reset()
@@ -125,6 +125,12 @@ def compare(made: Any, cache: Any, way: str) -> bool:
     for left, right in zip(expected.logits, got.logits, strict=True):
         torch.testing.assert_close(left, right, **CLOSE, equal_nan=True, msg=way)  # matrices of other strides are rounded otherwise
     return True
+
+
+@functools.cache
+def expected_of(made: Any, way: str) -> Any:
+    """Return what a model, which is made once, generates with Transformers' own cache, or the error that it raises."""
+    return attempt(lambda: zoo.generate(made, zoo.dynamic(made), way))
 
 
 PROMPTS = (padded(text(18)), padded(text(18)), padded([*text(14), 5, 6, 7]), padded(text(18), text(10)), padded(text(21), text(13, 2)))

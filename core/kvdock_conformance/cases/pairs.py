@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import random
@@ -23,6 +24,8 @@ __all__ = ["copies", "covering", "slot_calls", "updates"]
 Factors = Mapping[str, Sequence[Any]]
 Combination = dict[str, Any]
 Pair = tuple[str, Any, str, Any]
+Partners = dict[tuple[str, Any], set[tuple[str, Any]]]
+"""By a value of a factor: the values of others with which it is still to occur."""
 
 _TRIES = 20
 _REPEATS = 5  # so many calls that differ in addresses and values of indices alone, and are remembered by then
@@ -177,31 +180,31 @@ def _covering(named: tuple[tuple[str, tuple[Any, ...]], ...], seed: int) -> list
     missing: dict[Pair, None] = {
         (a, x, b, y): None for a, b in itertools.combinations(factors, 2) for x, y in itertools.product(factors[a], factors[b])
     }
+    partners: Partners = collections.defaultdict(set)
+    for a, x, b, y in missing:
+        partners[a, x].add((b, y))
+        partners[b, y].add((a, x))
     found: list[Combination] = []
     while missing:
         start = next(iter(missing))
-        tried = [_settled(factors, missing, start, choose) for _ in range(_TRIES)]
+        tried = [_settled(factors, partners, start, choose) for _ in range(_TRIES)]
         best = max(tried, key=lambda combination: len(missing.keys() & _pairs_of(factors, combination)))
         for pair in _pairs_of(factors, best):
             missing.pop(pair, None)
+        for each in best.items():
+            partners[each].difference_update(best.items())
         found.append(best)
     return found
 
 
-def _settled(factors: Factors, missing: Mapping[Pair, None], start: Pair, choose: random.Random) -> Combination:
+def _settled(factors: Factors, partners: Partners, start: Pair, choose: random.Random) -> Combination:
     """Return a combination with a pair that is missing, and with as many others as a greedy choice finds."""
-    made, places = {start[0]: start[1], start[2]: start[3]}, {name: place for place, name in enumerate(factors)}
-    for factor in choose.sample([name for name in factors if name not in made], len(factors) - len(made)):
-        before = [(name, value) for name, value in made.items() if places[name] < places[factor]]
-        behind = [(name, value) for name, value in made.items() if places[name] > places[factor]]
+    made = [start[:2], start[2:]]
+    names = [name for name in factors if name not in (start[0], start[2])]
+    for factor in choose.sample(names, len(names)):
         values = choose.sample(list(factors[factor]), len(factors[factor]))
-        made[factor] = max(
-            values,
-            key=lambda value: (
-                sum((*old, factor, value) in missing for old in before) + sum((factor, value, *old) in missing for old in behind)
-            ),
-        )
-    return made
+        made.append((factor, max(values, key=lambda value: len(partners[factor, value].intersection(made)))))
+    return dict(made)
 
 
 def _pairs_of(factors: Factors, made: Combination) -> set[Pair]:

@@ -51,9 +51,10 @@ def check_calls(
         for number, call in enumerate(data["calls"]):
             if number == len(told):
                 # The reference runs on a copy of all memory, gaps and margins too, so that one comparison finds every stray byte. What
-                # was compared is alike, so that the copy serves the next call too, unless another way needs it.
-                before = told[-1].expected if told else way.memory
-                told.append(_Told(before.copy() if also or not told else before, call))
+                # was compared is alike, so that the copy serves the next call too; another way needs what this call may change as it was.
+                before = told[-1].expected if told else way.memory.copy()
+                own = {spec["arena"] for spec in call["args"].values() if isinstance(spec, Mapping)}
+                told.append(_Told(before.copy(own) if told and also else before, call))
             way.make(call)
             told[number].refer(reference, index, is_error=way.error is not None)
             way.check(call, told[number], counted=counted)

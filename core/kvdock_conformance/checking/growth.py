@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 
 from kvdock_conformance.checking.failure import NonconformanceError
 
-__all__ = ["ROUNDS", "MallocInfo", "check_growth", "held", "malloc_info", "only_new", "seconds", "times_that_fit"]
+__all__ = ["ROUNDS", "MallocInfo", "check_growth", "held", "malloc_info", "seconds", "set_apart", "times_that_fit"]
 
 ROUNDS = 4
 """So many rounds in a row must each leave something behind: what is made once, and kept for all, is no leak."""
@@ -63,14 +63,10 @@ def held(device: torch.device) -> dict[str, int]:
     return found
 
 
-@contextlib.contextmanager
-def only_new() -> Iterator[None]:
-    """Make `gc.collect` look only at what came into being in a block: all that torch brought takes long to look through."""
+def set_apart() -> None:
+    """Make `gc.collect` look only at what comes into being from now on: all that torch brought takes long to look through."""
+    gc.collect()  # what is set apart is never collected
     gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def check_growth(
@@ -94,12 +90,12 @@ def check_growth(
     Raises:
         NonconformanceError: each of `ROUNDS` rounds left so much behind.
     """
-    with only_new():
-        work(0)
-        for attempt in range(attempts):
-            grown = _grown(_levels(device, lambda number: work(attempt * ROUNDS + number)), times, least)  # noqa: B023 - called at once
-            if not grown:
-                return
+    set_apart()
+    work(0)
+    for attempt in range(attempts):
+        grown = _grown(_levels(device, lambda number: work(attempt * ROUNDS + number)), times, least)  # noqa: B023 - called at once
+        if not grown:
+            return
     name, count = grown[0]
     raise NonconformanceError(
         f"{what}: {name} that are left behind, in each of {ROUNDS} rounds of {times}", expected="none", got=f"at least {count}"

@@ -6,6 +6,8 @@ between rows, the margins around each tensor, and the inputs.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -22,6 +24,9 @@ MARGIN = 256
 
 CHUNK = 1 << 26
 """So many bytes are compared at a time."""
+
+_PERIOD = 1000003
+"""Random elements come again after so many: a prime, so that no two rows of a tensor lie so far apart."""
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of an element's size."""
@@ -74,18 +79,19 @@ class Arenas:
             size = getattr(torch, dtype).itemsize
             self.bytes[number][size - 1 :: size].bitwise_xor_(128)
 
-    def copy(self) -> Arenas:
-        """Return a copy in host memory."""
+    def copy(self, arenas: Collection[int] | None = None) -> Arenas:
+        """Return a copy in host memory: of some arenas, by number, if they are given, where the others are one with these."""
         twin = Arenas([], torch.device("cpu"))
         twin.arenas = self.arenas
-        twin.bytes = [_copied(arena, content) for arena, content in zip(self.arenas, self.bytes, strict=True)]
+        every = enumerate(zip(self.arenas, self.bytes, strict=True))
+        twin.bytes = [_copied(*each) if arenas is None or number in arenas else each[1] for number, each in every]
         return twin
 
 
 def expanded(values: Sequence[int] | Mapping[str, int], count: int) -> list[int]:
     """Return ``count`` integers: those of a list, repeated; ``first`` and so on by ``step``; or the first of ``shuffled`` numbers."""
     if not isinstance(values, Mapping):
-        return [values[i % len(values)] for i in range(count)]
+        return list(itertools.islice(itertools.cycle(values), count))
     if "first" in values:
         return list(range(values["first"], values["first"] + count * values["step"], values["step"]))
     return random.Random(values["seed"]).sample(range(values["shuffled"]), count)  # noqa: S311 - the same in every run
@@ -98,27 +104,24 @@ def filled(arena: Mapping[str, Any], device: torch.device) -> torch.Tensor:
     if arena.get("fill") == "zeros":  # numpy's zeros take up no memory until they are written
         return torch.from_numpy(np.zeros(count, np.uint8)) if on_host else torch.zeros(count, dtype=torch.uint8, device=device)
     # Random and not zero, so that a byte that was written by mistake differs from what was there.
-    content = _numbers(arena, count) if "dtype" in arena else _random(arena["seed"], count)
-    if not on_host:
-        return torch.from_numpy(content).to(device)
+    size = getattr(torch, arena.get("dtype", "uint8")).itemsize
+    content = _content(arena["seed"], arena.get("dtype"), (count // size).bit_length())
     room = np.empty(count + 64 + shift, dtype=np.uint8)
     # numpy promises 16 bytes only, and a case says how its tensors are aligned.
     start = -room.ctypes.data % 64 + shift
-    room[start : start + count] = content
-    return torch.from_numpy(room[start : start + count])
+    for at in range(0, count, _PERIOD * size):
+        room[start + at : start + min(at + _PERIOD * size, count)] = content[: min(count - at, _PERIOD * size)]
+    return torch.from_numpy(room[start : start + count]).to("cpu" if on_host else device)
 
 
-def _random(seed: int, count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return random bytes: made as numbers of eight, which takes a third of the time."""
-    return np.random.default_rng(seed).integers(0, 2**64, -(-count // 8), dtype=np.uint64).view(np.uint8)[:count]
-
-
-def _numbers(arena: Mapping[str, Any], count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the bytes of finite numbers of an arena's dtype."""
-    dtype = getattr(torch, arena["dtype"])
-    numbers = torch.from_numpy(np.random.default_rng(arena["seed"]).standard_normal(-(-count // dtype.itemsize))).to(dtype)
-    content: np.ndarray[Any, np.dtype[np.uint8]] = numbers.view(torch.uint8)[:count].numpy()
-    return content
+@functools.lru_cache(64)
+def _content(seed: int, dtype: str | None, bits: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the bytes of 2**bits finite numbers of a dtype, `_PERIOD` at most; without one any bytes. Most cases have the same seeds."""
+    draw, count = np.random.default_rng(seed), min(2**bits, _PERIOD)
+    # Bytes are made as numbers of eight, which takes a third of the time.
+    numbers: Any = draw.integers(0, 2**64, -(-count // 8), np.uint64) if dtype is None else draw.standard_normal(count)
+    content: np.ndarray[Any, np.dtype[np.uint8]] = numbers.view(np.uint8)
+    return content if dtype is None else torch.from_numpy(numbers).to(getattr(torch, dtype)).view(torch.uint8).numpy()
 
 
 def _copied(arena: Mapping[str, Any], content: torch.Tensor) -> torch.Tensor:
@@ -157,7 +160,8 @@ def compare(memory: Arenas, expected: Arenas, args: Mapping[str, Any], what: str
 def _equal(got: torch.Tensor, right: torch.Tensor) -> bool:
     """Compare bytes, eight at a time: torch needs seven times as long for them one by one."""
     whole = len(got) // 8 * 8
-    return torch.equal(got[:whole].view(torch.int64), right[:whole].view(torch.int64)) and torch.equal(got[whole:], right[whole:])
+    are_equal = torch.equal(got[:whole].view(torch.int64), right[:whole].view(torch.int64))
+    return are_equal and (whole == len(got) or torch.equal(got[whole:], right[whole:]))
 
 
 def _difference(memory: Arenas, expected: Arenas, args: Mapping[str, Any], what: str, place: tuple[int, int, int]) -> NonconformanceError:

@@ -20,6 +20,7 @@ from kvdock.ops.catalog import CATALOG
 from kvdock.ops.validate import validate
 from kvdock.spec import COPY_DTYPES, QUANTISED_DTYPES
 from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.growth import set_apart
 from kvdock_conformance.checking.meaning import compare_call, in_order, kernel_of, refer, schema_of
 from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.checking.served import check_not_served, reasons_against
@@ -118,16 +119,6 @@ def _clear(op: str) -> None:
     runtime.default().dispatcher.descriptors.clear(op)
 
 
-@contextlib.contextmanager
-def _collecting() -> Iterator[None]:
-    """Make `gc.collect` look only at what came into being in a block: all that torch brought takes long to look through."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def elsewhere(*functions: Callable[[], object]) -> None:
     """Call functions at once, each in a thread of its own.
 
@@ -203,7 +194,8 @@ def check_eviction(target: Target, data: Mapping[str, Any]) -> None:
     failures, numbers = _failures(calls.op), range(len(calls.calls))
     # Of an op of kvdock's own, what the backend refuses is served by a kernel that is not watched.
     wanted = sum(calls.op not in CATALOG or not target.reasons_against(calls.op, calls.in_order(number)) for number in numbers)
-    with _collecting(), _at_most(calls.op, 1), watched(target, calls.op) as watch:
+    set_apart()
+    with _at_most(calls.op, 1), watched(target, calls.op) as watch:
         _clear(calls.op)
         calls.make_all()
         _clear(calls.op)
@@ -279,7 +271,8 @@ def check_clear_elsewhere(target: Target, data: Mapping[str, Any]) -> None:
         NonconformanceError: a byte differs, a plan is found again, or was not destroyed once, under its device.
     """
     calls = _Calls(target, data)
-    with _collecting(), watched(target, calls.op) as watch:
+    set_apart()
+    with watched(target, calls.op) as watch:
         for number in range(len(calls.calls)):
             calls.make(number)
             elsewhere(lambda: _clear(calls.op))
@@ -339,13 +332,13 @@ def check_releases(target: Target, data: Mapping[str, Any]) -> None:
     """
     calls = _Calls(target, data)
     kept: list[tuple[str, weakref.ref[Any]]] = []
-    with _collecting():
-        for number in range(len(calls.calls)):
-            args = calls.arguments(number)
-            target.call(calls.op, args)
-            kept += [(f"{name} of call {number}", weakref.ref(value)) for name, value in args.items() if isinstance(value, torch.Tensor)]
-            del args
-        gc.collect()
+    set_apart()
+    for number in range(len(calls.calls)):
+        args = calls.arguments(number)
+        target.call(calls.op, args)
+        kept += [(f"{name} of call {number}", weakref.ref(value)) for name, value in args.items() if isinstance(value, torch.Tensor)]
+        del args
+    gc.collect()
     alive = [name for name, reference in kept if reference() is not None]
     if alive:
         raise NonconformanceError(f"{calls.op}: tensors after their calls", expected="none that a plan keeps", got=", ".join(alive))

@@ -16,7 +16,7 @@ from kvdock.ops.catalog import CATALOG
 from kvdock.ops.validate import validate
 from kvdock.plugin import Request
 from kvdock_conformance.checking.failure import NonconformanceError
-from kvdock_conformance.checking.growth import ROUNDS, check_growth, only_new, times_that_fit
+from kvdock_conformance.checking.growth import ROUNDS, check_growth, set_apart, times_that_fit
 from kvdock_conformance.checking.meaning import in_order
 from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.checking.target import HOST, Target
@@ -65,7 +65,8 @@ def check_keeps_nothing(target: Target, data: Mapping[str, Any]) -> None:
             frees; or a tensor of the call's own is in such a cycle.
     """
     op, kept = data["calls"][0]["op"], []
-    with only_new(), _uncollected() as in_cycles:
+    set_apart()
+    with _uncollected() as in_cycles:
         for turn in range(4):  # the plan is prepared, found, repeated, and found again
             memory = Arenas(data["arenas"], target.device)
             for args in made_calls(memory, data):

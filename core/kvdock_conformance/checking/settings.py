@@ -49,9 +49,11 @@ class ProcessSettings:
 
     def __init__(self) -> None:
         self.values, self.threads = self.now(), set(self.running())
-        self.code = {name: dict(parts) for name, parts in self.held_code().items()}
+        own = [name for name in list(sys.modules) if name[:6] == "kvdock" and name[6:7] in ("", ".")]
+        self.code = {name: dict(vars(sys.modules[name])) for name in (*own, *self.everybodys)}
 
     @classmethod
+    @functools.cache
     def table(cls) -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
         """Return what is compared, by name: how it is read, and how it is put back."""
         return {
@@ -85,7 +87,8 @@ class ProcessSettings:
             ),
             "torch's check for NaN": (torch.is_anomaly_check_nan_enabled, lambda was: None),
             "torch's inference mode": (torch.is_inference_mode_enabled, lambda was: None),
-            "torch's autocast": (lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")), lambda was: None),
+            "torch's autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda was: torch.set_autocast_enabled("cpu", was)),
+            "the dtype of torch's autocast": (lambda: torch.get_autocast_dtype("cpu"), lambda was: torch.set_autocast_dtype("cpu", was)),
             "torch's modes that see functions": (torch._C._len_torch_function_stack, lambda was: None),
             "torch's modes that see operations": (torch._C._len_torch_dispatch_stack, lambda was: None),
             "the running timers": (cls.timers, cls._stop),
@@ -124,12 +127,6 @@ class ProcessSettings:
         """Put back what may be several arguments; what can be set once only stays."""
         with contextlib.suppress(Exception):
             write(**was) if isinstance(was, dict) else write(*was) if isinstance(was, tuple) else write(was)
-
-    @classmethod
-    def held_code(cls) -> dict[str, dict[str, Any]]:
-        """Return what the modules of kvdock hold, and those that are everybody's."""
-        names = [name for name in list(sys.modules) if name.startswith("kvdock") and name[6:7] in ("", ".")]
-        return {name: vars(sys.modules[name]) for name in (*names, *cls.everybodys)}
 
     @classmethod
     def status(cls) -> dict[str, Any]:
@@ -211,8 +208,8 @@ class ProcessSettings:
         """
         was, now = self.values, self.now()
         found = [(name, self.told(was, name), self.told(now, name)) for name in {**was, **now} if self._differs(was, now, name)]
-        for module, parts in self.held_code().items():
-            before = self.code.get(module, {})
+        for module, before in self.code.items():
+            parts = vars(sys.modules[module]) if module in sys.modules else before
             if len(parts) != len(before) or not all(map(operator.is_, parts.values(), before.values())):  # which is quick to ask
                 names = [name for name, part in before.items() if self._is_code(part) and parts.get(name) is not part]
                 found += [(f"{module}.{name}", self.told(before, name), self.told(parts, name)) for name in names]

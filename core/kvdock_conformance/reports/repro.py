@@ -93,10 +93,10 @@ class Extract:
             return
         source = _source(module)
         self._seen[name] = module
-        node = source.definitions[name]
-        for used in dict.fromkeys(part.id for part in ast.walk(node) if isinstance(part, ast.Name)):
-            self._use(module, source, used)
-        self.parts.append(_text(source, node))
+        used, text = _definition(module, name)
+        for each in used:
+            self._use(module, source, each)
+        self.parts.append(text)
 
     def _use(self, module: str, source: _KitModule, name: str) -> None:
         """Take what a name in a module stands for, if it stands for something outside the statement that uses it."""
@@ -110,11 +110,15 @@ class Extract:
                 self.imports.add(statement)
 
 
-def _text(source: _KitModule, node: ast.stmt) -> str:
-    """Return the source of a statement, with its decorators, and the docstring behind an assignment left out."""
+@functools.cache
+def _definition(module: str, name: str) -> tuple[list[str], str]:
+    """Return the names that a definition uses, and its source, with its decorators, and the docstring behind an assignment left out."""
+    source = _source(module)
+    node = source.definitions[name]
+    used = dict.fromkeys(part.id for part in ast.walk(node) if isinstance(part, ast.Name))
     decorators = node.decorator_list if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
     first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
-    return "\n".join(source.text.splitlines()[first - 1 : node.end_lineno])
+    return [*used], "\n".join(source.text.splitlines()[first - 1 : node.end_lineno])
 
 
 _SCRIPT = '''"""{id}: {sentence}

@@ -231,6 +231,19 @@ def test_what_fails_without_the_fault_too_proves_nothing(monkeypatch: pytest.Mon
     assert proof.as_dict()["always"] == ["KVD-WRITE-001"]
 
 
+def test_what_is_known_without_a_fault_is_not_asked_again(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    own = Session.case
+    monkeypatch.setattr(Session, "case", lambda self, item, case: asked.append(case.name) or own(self, item, case))
+    session.sound.clear()
+    counts = []
+    for _ in range(2):
+        asked.clear()
+        assert prove_one(session, FAULTS["write-keys-into-values"], EVERY).verdict == "killed"
+        counts.append(len(asked))
+    assert counts[0] == 2 * counts[1]
+
+
 def test_killers_run_without_the_fault_up_to_where_they_failed_with_it(session: Session) -> None:
     item = EVERY["KVD-WRITE-003"]
     names = [case.name for case in item.selected(Level.CORE)]

@@ -33,6 +33,23 @@ def test_memory_is_the_same_in_every_run_and_differs_by_seed() -> None:
     assert len(first.bytes[0].unique()) > 100, "bytes of all kinds"
 
 
+@pytest.mark.parametrize("fill", ["random", "numbers"])
+def test_large_memory_has_no_two_rows_alike(fill: str) -> None:
+    drawing = Drawing()
+    spec = drawing.tensor("bfloat16", (2**14, 128), fill=fill).spec()
+    rows = Arenas(drawing.arenas, HOST).tensor(spec)
+    assert len({row.tobytes() for row in rows.view(torch.uint8).numpy()}) == len(rows)
+    assert fill == "random" or rows.isfinite().all()
+
+
+def test_a_copy_of_some_arenas_is_one_with_the_others() -> None:
+    memory, _ = two()
+    twin = memory.copy([1])
+    for content in memory.bytes:
+        content.bitwise_not_()
+    assert [torch.equal(a, b) for a, b in zip(memory.bytes, twin.bytes, strict=True)] == [True, False]
+
+
 def test_what_has_not_changed_compares_equal() -> None:
     memory, args = two()
     memory.tensor(args["index"])

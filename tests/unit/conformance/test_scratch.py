@@ -54,7 +54,6 @@ def test_what_a_plan_says_may_be_taken_of_torch() -> None:
     [
         (10, lambda args: args["k_cache"].clone(), 1 << 40, "with 16777216 bytes: RuntimeError"),
         (10, lambda args: of_torch(args["slot_mapping"].numel() * len(args["k_cache"])), 0, "with 16777216 bytes: RuntimeError"),
-        # More than malloc keeps of what was freed: a worker that has run other tests has tens of MiB at hand, whatever the limit.
         (11, lambda args: [args["v"].clone() for _ in range(9)], 0, "workspace_bytes is 0, got with 16777216 bytes: RuntimeError"),
         (11, lambda args: [args["v"].clone() for _ in range(4)], 72 * MIB, "with 92274688 bytes: RuntimeError"),
         (11, lambda args: np.empty(20 * args["v"].nbytes, np.uint8), 1 << 40, "with 16777216 bytes: MemoryError"),
@@ -65,3 +64,12 @@ def test_what_a_plan_says_may_be_taken_of_torch() -> None:
 def test_what_is_too_much_or_somebody_elses(number: int, take: Callable[[Args], object], workspace: int, said: str) -> None:
     with pytest.raises(NonconformanceError, match=said):
         checked(number, take, workspace)
+
+
+def test_what_malloc_has_at_hand_is_got_too() -> None:
+    np.empty(31 * MIB, np.uint8)  # from now on malloc keeps what is smaller
+    freed, behind = [np.empty(30 * MIB, np.uint8) for _ in range(40)], np.empty(MIB, np.uint8)
+    del freed  # to malloc and not to the system, because of what lies behind
+    with pytest.raises(NonconformanceError, match="with 16777216 bytes: RuntimeError"):
+        checked(10, lambda args: args["k_cache"].clone(), 1 << 40)
+    del behind
