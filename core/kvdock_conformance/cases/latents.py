@@ -28,9 +28,9 @@ class LatentCall(SlotCall):
         return self.geometry.hk * self.geometry.dk, self.geometry.hv * self.geometry.dv
 
     def pools(self, drawing: Drawing) -> Pair:
-        """Return its pool, twice."""
+        """Return its pool, twice. What the builders of two pools make beside it is left."""
         wide = attrs.evolve(self.geometry, hk=1, dk=sum(self.dims), hv=1, dv=sum(self.dims))
-        pool, _ = READ_POOLS[self.pool](drawing, wide)
+        pool = drawing.take(READ_POOLS[self.pool](aside := Drawing(), wide)[0], aside)
         pool = attrs.evolve(pool, values=self.values) if self._reads and self.values is not None else pool
         return pool, pool
 

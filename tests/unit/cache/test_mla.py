@@ -10,7 +10,20 @@ import torch
 
 import kvdock
 from kvdock_conformance import reference
-from support_caches import CPU, LAYOUT_NAMES, LAYOUTS, addresses, bits, counting_runtime, random_bits, read_slots, write_slots
+from support_caches import (
+    CPU,
+    LAYOUT_NAMES,
+    LAYOUTS,
+    RUNTIMES,
+    addresses,
+    bits,
+    counting_runtime,
+    needs_backends,
+    random_bits,
+    read_slots,
+    runtime_for,
+    write_slots,
+)
 
 DEEPSEEK = kvdock.MLALayerSpec(512, 64)
 UNLIKE = (kvdock.MLALayerSpec(16, 4), kvdock.MLALayerSpec(5, 3), kvdock.MLALayerSpec(16, 4), kvdock.MLALayerSpec(16, 4))
@@ -21,7 +34,8 @@ def make(
     layers: Any, ops: kvdock.OpDispatcher | None = None, rank: kvdock.RankInfo = CPU, dtype: Any = torch.float32, **how: Any
 ) -> kvdock.MLAKVCache:
     spec = kvdock.KVSpec(tuple(layers), 64, dtype)
-    cache = kvdock.create_cache(spec, kvdock.PagedKVCacheConfig(**{"num_blocks": 6, "block_size": 4, **how}), rank, ops=ops)
+    config = kvdock.PagedKVCacheConfig(**{"num_blocks": 6, "block_size": 4, **how})
+    cache = kvdock.create_cache(spec, config, rank, ops=ops or runtime_for(RUNTIMES[0]).dispatcher)
     assert isinstance(cache, kvdock.MLAKVCache)
     return cache
 
@@ -186,6 +200,7 @@ def test_a_layer_that_is_not_there(layer: Any) -> None:
     assert str(cache) == f"MLAKVCache(4 layers, 6 blocks of 4, torch.float32, {cache.nbytes} bytes on cpu)"
 
 
+@needs_backends  # the ops are those of the process
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_compiled_step_writes_copies_and_attends(layers: int) -> None:
     cache = make([UNLIKE[0]] * layers)

@@ -176,7 +176,7 @@ class Good:
 def test_what_is_refused(name: str) -> None:
     call, error, text = WRONG[name]
     args = Good()
-    with pytest.raises(error, match=text):
+    with kvdock.use_backend("portable"), pytest.raises(error, match=text):
         call(args)
     assert not args.kv.any()
     assert bool((args.c == 1).all())
