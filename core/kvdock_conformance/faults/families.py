@@ -49,7 +49,7 @@ def each(name: str, sentence: str, roles: str, among: str = "", to: Faults = FAU
 
 def faults_of(move: Move) -> Faults:
     """Return the faults that an op can have which copies, and is none of kvdock's: those of a call, for its move."""
-    importlib.import_module("kvdock_conformance.faults").load()  # whose modules add to what every move can have
+    importlib.import_module("kvdock_conformance.faults.pairs")  # which adds to what every move can have
     found = Faults()
     for add_to in _EVERY:
         add_to(move, found)
