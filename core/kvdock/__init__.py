@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from kvdock import ops, plugin
     from kvdock.cache.factory import create_cache
     from kvdock.cache.interface import Cache, CacheConfig
-    from kvdock.cache.paged import PagedKVCache, PagedKVCacheConfig
+    from kvdock.cache.mla import MLAKVCache
+    from kvdock.cache.paged import PagedKVCache
+    from kvdock.cache.paged_config import PagedKVCacheConfig
     from kvdock.cache.plan import plan_blocks
     from kvdock.cache.sharded import ShardedKVCache
     from kvdock.cache.static import StaticKVCache, StaticKVCacheConfig
@@ -66,6 +68,7 @@ __all__ = [
     "KVSpec",
     "LRUDescriptorCache",
     "LayerSpec",
+    "MLAKVCache",
     "MLALayerSpec",
     "NoBackendError",
     "OpDispatcher",
@@ -94,7 +97,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "kvdock.cache.factory": "create_cache",
     "kvdock.cache.interface": "Cache CacheConfig",
-    "kvdock.cache.paged": "PagedKVCache PagedKVCacheConfig",
+    "kvdock.cache.mla": "MLAKVCache",
+    "kvdock.cache.paged": "PagedKVCache",
+    "kvdock.cache.paged_config": "PagedKVCacheConfig",
     "kvdock.cache.plan": "plan_blocks",
     "kvdock.cache.sharded": "ShardedKVCache",
     "kvdock.cache.static": "StaticKVCache StaticKVCacheConfig",

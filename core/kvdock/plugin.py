@@ -9,6 +9,7 @@ A backend has
 * checks of index values that lie in host memory: `slots_in_range`, `check_lengths`, `live_pairs` and their like;
 * bits: `as_bits`, `bits_dtype`, `common_alignment`; `quantised_reasons` refuses what is no copy of bits; a `SkipCounter` counts the
   writes that a device skips;
+* `LatentKernel`, which makes a kernel for latents of one for keys and values;
 * ops of a plugin's own: an `Op` has an `OpSchema` of `Arg`, and `call_op` calls it;
 * prefix caches: `PrefixCache`, what its methods return, policies, and the checks of arguments that kvdock's own use;
 * errors: all of `kvdock.errors` that a plugin raises.
@@ -50,6 +51,7 @@ from kvdock.ops.active import call_op
 from kvdock.ops.attention import check_paged_attention
 from kvdock.ops.brought import Op
 from kvdock.ops.index_values import check_lengths, check_pairs, check_slots, equal_slots, live_pairs, pairs_on_device, slots_in_range
+from kvdock.ops.latents import LatentKernel
 from kvdock.ops.portable.rows import write_rows
 from kvdock.ops.schema import Arg, OpSchema, Relation, Role
 from kvdock.plugins.hookspecs import hookimpl
@@ -84,6 +86,7 @@ __all__ = [
     "KVDockError",
     "KVDockWarning",
     "Kernel",
+    "LatentKernel",
     "OneThread",
     "Op",
     "OpSchema",

@@ -29,7 +29,16 @@ if TYPE_CHECKING:
 
     Bits = npt.NDArray[np.integer[Any]]
 
-__all__ = ["Place", "copy_blocks_", "gather_paged", "paged_attention", "paged_caching_", "static_update_"]
+__all__ = [
+    "Place",
+    "copy_blocks_",
+    "gather_paged",
+    "mla_caching_",
+    "mla_gather",
+    "paged_attention",
+    "paged_caching_",
+    "static_update_",
+]
 
 Place = tuple[int, ...]
 """Position in an index argument: ``slot_mapping[place]``, ``block_pairs[place]``; for a static cache (row, position)."""
@@ -221,6 +230,58 @@ def paged_attention(
                 if lse is not None:
                     lse[query] = torch.logsumexp(every, 1)
     return []
+
+
+def mla_caching_(kv_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor) -> list[Place]:
+    """Write the latent of each token into its slot, and its rotary part behind it.
+
+    Args:
+        kv_cache: ``[NB, block, 1, rank + rope]``; written.
+        kv_c: ``[T, rank]`` or ``[B, S, rank]``.
+        k_pe: ``[T, rope]`` or ``[B, S, rope]``.
+        slot_mapping: ``[T]`` or ``[B, S]``: ``block_id * block + offset``, negative for padding.
+
+    Returns:
+        The tokens whose slot is not below ``NB * block``, which were not written.
+    """
+    skipped: list[Place] = []
+    cache, latents, rotary, capacity = _bits(kv_cache), _bits(kv_c), _bits(k_pe), _capacity(kv_cache)
+    for place, slot in _values(slot_mapping):
+        if slot >= capacity:
+            skipped.append(place)
+        elif slot >= 0:
+            row = cache[slot // kv_cache.shape[1], slot % kv_cache.shape[1], 0]
+            for element, value in enumerate([*latents[place], *rotary[place]]):
+                row[element] = value
+    return skipped
+
+
+def mla_gather(kv_cache: torch.Tensor, slot_mapping: torch.Tensor, kv_c_out: torch.Tensor, k_pe_out: torch.Tensor) -> list[Place]:
+    """Read the latents at given slots, and what is behind them; what no slot of the pool stands for reads as zeros.
+
+    Args:
+        kv_cache: ``[NB, block, 1, rank + rope]``.
+        slot_mapping: ``[T]`` or ``[B, S]``, negative for padding.
+        kv_c_out: ``[..., rank]``; written whole.
+        k_pe_out: ``[..., rope]``; written whole.
+
+    Returns:
+        The tokens whose slot is not below ``NB * block``. On a device they are zeros, and no skipped writes.
+    """
+    beyond: list[Place] = []
+    cache, latents, rotary, capacity = _bits(kv_cache), _bits(kv_c_out), _bits(k_pe_out), _capacity(kv_cache)
+    rank = kv_c_out.shape[-1]
+    for place, slot in _values(slot_mapping):
+        if slot >= capacity:
+            beyond.append(place)
+        for element in range(kv_cache.shape[3]):
+            is_inside = 0 <= slot < capacity
+            value = cache[slot // kv_cache.shape[1], slot % kv_cache.shape[1], 0, element] if is_inside else 0
+            if element < rank:
+                latents[(*place, element)] = value
+            else:
+                rotary[(*place, element - rank)] = value
+    return beyond
 
 
 def _values(index: torch.Tensor) -> Iterator[tuple[Place, int]]:

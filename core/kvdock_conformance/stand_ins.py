@@ -71,8 +71,9 @@ class ReferenceKernel(kvdock.plugin.Kernel):
 
     def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
         """Serve what stores bits as they come."""
-        dtype = request.tensor("k_cache").dtype
-        return [f"the reference does not say what a quantised cache ({dtype}) holds"] if dtype in kvdock.plugin.QUANTISED_DTYPES else []
+        dtypes = dict.fromkeys(meta.dtype for meta in request.args.values() if isinstance(meta, kvdock.plugin.TensorMeta))
+        quantised = [dtype for dtype in dtypes if dtype in kvdock.plugin.QUANTISED_DTYPES]
+        return [f"the reference does not say what a quantised cache ({dtype}) holds" for dtype in quantised]
 
     def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         """Return a plan, which holds nothing."""

@@ -16,7 +16,6 @@ from support_sources import BACKENDS, CORE, modules_below
 POOL = torch.zeros(2, 4, 1, 8)
 NEW, SLOTS, ONE = torch.zeros(1, 1, 8), torch.zeros(1, dtype=torch.int64), torch.ones(1)
 SPEC = kvdock.KVSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=8, max_positions=8, dtype=torch.float32)
-LATENT = kvdock.KVSpec((kvdock.MLALayerSpec(8, 4),), 8, torch.float32)
 CPU = kvdock.RankInfo("cpu")
 
 
@@ -29,17 +28,15 @@ def scaled(**scale: torch.Tensor) -> None:
 
 REFUSED: dict[str, tuple[type[kvdock.KVDockError], list[Callable[[], Any]]]] = {
     "kvdock.ops.swap_blocks_": (kvdock.UnsupportedError, [lambda: kvdock.ops.swap_blocks_(POOL, POOL, [(0, 1)])]),
-    "kvdock.ops.mla_caching_": (kvdock.UnsupportedError, [lambda: kvdock.ops.mla_caching_(POOL, NEW, NEW, SLOTS)]),
-    "kvdock.ops.mla_gather": (kvdock.UnsupportedError, [lambda: kvdock.ops.mla_gather(POOL, SLOTS)]),
-    "kvdock.MLALayerSpec": (
-        kvdock.UnsupportedError,
-        [
-            lambda: kvdock.create_cache(LATENT, kvdock.PagedKVCacheConfig(num_blocks=1), CPU),
-            lambda: kvdock.create_cache(LATENT, kvdock.StaticKVCacheConfig(), CPU),
-        ],
-    ),
     "k_scale": (kvdock.ArgumentValueError, [lambda: scaled(k_scale=ONE)]),
     "v_scale": (kvdock.ArgumentValueError, [lambda: scaled(v_scale=ONE)]),
+    "scale": (
+        kvdock.ArgumentValueError,
+        [
+            lambda: kvdock.ops.mla_caching_(POOL, NEW[0, :, :6], NEW[0, :, :2], SLOTS, scale=ONE[0]),
+            lambda: kvdock.ops.mla_gather(POOL, SLOTS, 6, scale=ONE[0]),
+        ],
+    ),
     "kvdock.plugin.QUANTISED_DTYPES": (
         kvdock.UnsupportedError,
         [lambda dtype=dtype: kvdock.PagedKVCacheConfig(num_blocks=1, cache_dtype=dtype) for dtype in kvdock.plugin.QUANTISED_DTYPES],

@@ -27,7 +27,7 @@ PROPERTY = hypothesis.settings(
 )
 """Settings of the property tests: examples are the same in every run, and each starts with memory of its own."""
 
-_INDEX = {"paged_caching_": 4, "static_update_": 4, "copy_blocks_": 2, "gather_paged": 2}
+_INDEX = {"paged_caching_": 4, "static_update_": 4, "copy_blocks_": 2, "gather_paged": 2, "mla_caching_": 3, "mla_gather": 1}
 
 
 def check(target: Target, memory: Memory, op: str, *args: Any) -> list[Place]:
@@ -39,7 +39,7 @@ def check(target: Target, memory: Memory, op: str, *args: Any) -> list[Place]:
         target: what to run on.
         memory: holds every tensor in ``args``.
         op: name of the op.
-        args: its arguments as the public function takes them; for `gather_paged` with both outputs at the end.
+        args: its arguments as the public function takes them; for those that read with both outputs at the end.
 
     Returns:
         What the reference skipped.
@@ -57,13 +57,15 @@ def check(target: Target, memory: Memory, op: str, *args: Any) -> list[Place]:
         return skipped
     call()
     expected.assert_same(op)
-    assert target.skipped() - counted == (0 if op == "gather_paged" else len(skipped)), f"{op}: count of skipped writes"
+    assert target.skipped() - counted == (0 if "gather" in op else len(skipped)), f"{op}: count of skipped writes"
     return skipped
 
 
 def _public(op: str, args: Sequence[Any]) -> Callable[[], Any]:
     """Return the public function with its arguments."""
     function = getattr(kvdock.ops, op)
+    if op == "mla_gather":
+        return lambda: function(*args[:2], args[2].shape[-1], out=args[2:])
     return (lambda: function(*args[:3], out=args[3:])) if op == "gather_paged" else (lambda: function(*args))
 
 

@@ -107,20 +107,31 @@ class _DeviceCopyBlocks(kvdock.plugin.Descriptor):
 
 
 class _DeviceKernel(kvdock.plugin.Kernel):
-    """A portable kernel whose plans never read an index tensor, as on a device."""
+    """A portable kernel whose plans never read an index tensor, as on a device.
+
+    Args:
+        op: whose kernel.
+    """
+
+    def __init__(self, op: str) -> None:
+        self._kernel = PORTABLE_KERNELS[op]
 
     def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
-        return PORTABLE_KERNELS[request.op].supports(request)
+        return self._kernel.supports(request)
 
     def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
-        prepared = PORTABLE_KERNELS[request.op].prepare(request)
+        prepared = self._kernel.prepare(request)
         if isinstance(prepared, copy_blocks.CopyBlocksDescriptor):
             return _DeviceCopyBlocks(prepared)
         assert isinstance(prepared, PortableDescriptor)
         return type(prepared)(request.op, SKIPPED.prepare(request.device), on_host=False)
 
 
-DEVICE_KERNELS: Mapping[str, kvdock.plugin.Kernel] = {op: _DeviceKernel() for op in PORTABLE_KERNELS}
+DEVICE_KERNELS: Mapping[str, kvdock.plugin.Kernel] = {
+    **{op: _DeviceKernel(op) for op in PORTABLE_KERNELS},
+    "mla_caching_": kvdock.plugin.LatentKernel(_DeviceKernel("paged_caching_")),
+    "mla_gather": kvdock.plugin.LatentKernel(_DeviceKernel("gather_paged")),
+}
 """Portable kernels on host memory that skip and count what is out of range, as on a device."""
 
 

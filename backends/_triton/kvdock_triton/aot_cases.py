@@ -14,7 +14,7 @@ from kvdock_triton.launch import KernelSpec
 from kvdock_triton.support import row_bytes
 from kvdock_triton.tuning import Tuning
 
-__all__ = ["GEOMETRIES", "USUAL", "Case", "Geometry", "all_cases"]
+__all__ = ["GEOMETRIES", "LATENTS", "USUAL", "Case", "Geometry", "all_cases"]
 
 _ROWS = 4096
 _BLOCKS, _BLOCK_SIZE = 64, 16
@@ -176,15 +176,15 @@ def _copy(geometry: Geometry, alignment: int, hnd: bool) -> list[Case]:
 _PLAIN: dict[str, Any] = {"causal": True, "window": None, "softcap": None, "scale": None}
 
 
-def _attention_request(geometry: Geometry, dtype: torch.dtype, every_option: bool) -> Request:
-    """Return a request for attention from four query heads for each of the cache."""
+def _attention_request(geometry: Geometry, dtype: torch.dtype, every_option: bool, group: int = 4) -> Request:
+    """Return a request for attention from some query heads for each of the cache."""
     alignment = 16 if geometry.k_dim % 8 == 0 else 4
     pools = {f"{name}_cache": attrs.evolve(_pool(geometry, name, alignment), dtype=dtype) for name in ("k", "v")}
-    q, out = (TensorMeta(dtype, (None, 4 * geometry.heads, dim), None, alignment) for dim in (geometry.k_dim, geometry.v_dim))
+    q, out = (TensorMeta(dtype, (None, group * geometry.heads, dim), None, alignment) for dim in (geometry.k_dim, geometry.v_dim))
     indices = {"block_table": _index(None, None, dtype=torch.int32), "seq_lens": _index(None), "cu_query_lens": _index(None)}
     more: dict[str, Any] = dict.fromkeys(("starts", "sinks", "lse"))
     if every_option:
-        sinks, lse = (TensorMeta(torch.float32, (size, 4 * geometry.heads)[-rank:], None, 4) for rank, size in ((1, None), (2, None)))
+        sinks, lse = (TensorMeta(torch.float32, (size, group * geometry.heads)[-rank:], None, 4) for rank, size in ((1, None), (2, None)))
         more = {"starts": _index(None), "sinks": sinks, "lse": lse, "window": 1000, "softcap": 30.0}
     return _request("paged_attention", **pools, q=q, out=out, **indices, **_PLAIN | more)
 
@@ -202,11 +202,47 @@ def _attention(geometry: Geometry, dtype: torch.dtype = _DTYPE, every_option: bo
     return [Case("paged_attention", f"{name} {variant}", alignment, spec, True) for name, spec in specs.items()]
 
 
+LATENTS = Geometry(1, 576, 512)
+"""Keys of 512 elements of a latent and 64 of its rotary part; the latents are the values."""
+
+
+def _latent_attention(group: int) -> list[Case]:
+    """Return attention to latents: where they are values too, and in the geometry of a cache of both apart."""
+    request = _attention_request(LATENTS, _DTYPE, False, group)
+    v_cache = attrs.evolve(request.tensor("v_cache"), strides=request.tensor("k_cache").strides)
+    request = attrs.evolve(request, args={**request.args, "v_cache": v_cache})
+    specs: dict[str, Callable[[Tuning], KernelSpec]] = {
+        "decode": lambda tuning: attention_specs.attend_spec(request, tuning.decode, False, True),
+        "prefill": lambda tuning: attention_specs.attend_spec(request, tuning.prefill, True, True),
+        "decode, read twice": lambda tuning: attention_specs.attend_spec(request, tuning.decode, False),
+        "prefill, read twice": lambda tuning: attention_specs.attend_spec(request, tuning.prefill, True),
+        "join": lambda tuning: attention_specs.join_spec(request),
+    }
+    return [Case("paged_attention", f"{name} {LATENTS}, {group} query heads, align 16", 16, spec, True) for name, spec in specs.items()]
+
+
+def _latent_moves() -> list[Case]:
+    """Return what moves latents and rotary parts: the kernels for keys and values on the two parts of a pool."""
+    dims = {"k": LATENTS.v_dim, "v": LATENTS.k_dim - LATENTS.v_dim}
+    pool = _pool(LATENTS, "k", 16)
+    caches = {f"{name}_cache": attrs.evolve(pool, shape=(*pool.shape[:3], dim)) for name, dim in dims.items()}
+    rows = {name: TensorMeta(_DTYPE, (None, 1, dim), None, 16) for name, dim in dims.items()}
+    write = _request("mla_caching_", **caches, **rows, slot_mapping=_index(None), k_scale=None, v_scale=None)
+    outs = {f"{name}_out": row for name, row in rows.items()}
+    read = _request("mla_gather", **caches, slot_mapping=_index(None), k_scale=None, v_scale=None, **outs)
+    names = enumerate(("fused", "separate"))
+    return [
+        *(Case("paged_caching_", f"{name} of latents 512+64 align 16", 16, _paged_spec(write, number)) for number, name in names),
+        Case("gather_paged", "latents 512+64 align 16", 16, lambda t: gather_paged.spec_for(read, t.gather.for_rows(row_bytes(read)))),
+    ]
+
+
 def _attention_cases() -> list[Case]:
     """Return what attention is compiled for: usual heads with and without options, and others."""
     others = [Geometry(4, 192, 128), Geometry(4, 256, 256), Geometry(8, 46, 46), Geometry(3, 64, 64)]
     cases = [*_attention(USUAL), *_attention(USUAL, every_option=True), *_attention(USUAL, torch.float32)]
-    return [*cases, *(case for geometry in others for case in _attention(geometry))]
+    cases += [case for geometry in others for case in _attention(geometry)]
+    return [*cases, *_latent_moves(), *(case for group in (16, 128) for case in _latent_attention(group))]
 
 
 def _geometry_cases(geometry: Geometry) -> list[Case]:

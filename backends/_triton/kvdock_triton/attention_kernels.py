@@ -73,6 +73,7 @@ def attend_kernel(
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     K_WIDE: tl.constexpr,
+    K_REST: tl.constexpr,
     V_WIDE: tl.constexpr,
     Q_UNIT: tl.constexpr,
     OUT_UNIT: tl.constexpr,
@@ -84,6 +85,7 @@ def attend_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     LEAST: tl.constexpr,
+    WITHIN: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Attend from one tile of ``TILE`` queries and ``SHARE`` of the ``GROUP`` heads that read one head, to one split of the keys.
@@ -226,6 +228,12 @@ def attend_kernel(
     q_rows = tl.load(q + q_at[:, None] + k_dim, mask=is_real[:, None] & (k_dim < K_DIM), other=0.0)
     if WIDEN:
         q_rows = q_rows.to(tl.float32)
+    q_rest = q_rows
+    if K_REST > 0:
+        rest = K_WIDE + tl.arange(0, K_REST)[None, :]
+        q_rest = tl.load(q + q_at[:, None] + rest, mask=is_real[:, None] & (rest < K_DIM), other=0.0)
+        if WIDEN:
+            q_rest = q_rest.to(tl.float32)
     found, highest, total = begin_rows(sink, used, V_WIDE, ROWS, SINKS)
     k_head = k_cache + kv_head.to(tl.int64) * K_HEAD
     v_head = v_cache + kv_head.to(tl.int64) * V_HEAD
@@ -240,6 +248,7 @@ def attend_kernel(
     # The others first, while there is nothing yet that a value which some rows do not see could spoil.
     found, highest, total = attend_keys(
         q_rows,
+        q_rest,
         found,
         highest,
         total,
@@ -263,9 +272,11 @@ def attend_kernel(
         K_DIM,
         V_DIM,
         K_WIDE,
+        K_REST,
         V_WIDE,
         ROWS,
         KEYS,
+        WITHIN,
         WIDEN,
         True,
     )
@@ -275,6 +286,7 @@ def attend_kernel(
     if SEARCH and WINDOW == 0:
         found, highest, total = attend_keys(
             q_rows,
+            q_rest,
             found,
             highest,
             total,
@@ -298,9 +310,11 @@ def attend_kernel(
             K_DIM,
             V_DIM,
             K_WIDE,
+            K_REST,
             V_WIDE,
             ROWS,
             KEYS,
+            WITHIN,
             WIDEN,
             False,
         )
@@ -331,7 +345,7 @@ def attend_kernel(
                 V_SLOT,
                 K_DIM,
                 V_DIM,
-                K_WIDE,
+                K_WIDE + K_REST,
                 V_WIDE,
                 ROWS,
             )

@@ -49,6 +49,7 @@ def load_keys(at, seen, dim, DIM: tl.constexpr, WIDE: tl.constexpr, CHECKED: tl.
 @triton.jit
 def attend_keys(
     q,
+    q_rest,
     found,
     highest,
     total,
@@ -72,15 +73,18 @@ def attend_keys(
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     K_WIDE: tl.constexpr,
+    K_REST: tl.constexpr,
     V_WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    WITHIN: tl.constexpr,
     WIDEN: tl.constexpr,
     CHECKED: tl.constexpr,
 ):
     """Let rows attend to the keys from ``begin`` to ``end`` of a sequence: causal and by window where rows differ in that.
 
-    What is not ``CHECKED`` are whole tiles, all of whose blocks are in the pool.
+    What is not ``CHECKED`` are whole tiles, all of whose blocks are in the pool. What a key has behind ``K_WIDE`` elements is read by
+    itself, in ``K_REST``; where values are ``WITHIN`` keys, those elements are the values, and read once.
     """
     k_dim = tl.arange(0, K_WIDE)[None, :]
     v_dim = tl.arange(0, V_WIDE)[None, :]
@@ -97,10 +101,17 @@ def attend_keys(
         slot = key % BLOCK_SIZE
         ahead = key + KEYS
         ids = tl.load(table + ahead // BLOCK_SIZE * table_column, mask=ahead < end, other=-1)
-        k = load_keys(k_cache + (block * K_BLOCK + slot * K_SLOT)[:, None] + k_dim, seen, k_dim, K_DIM, K_WIDE, CHECKED)
+        k_at = k_cache + (block * K_BLOCK + slot * K_SLOT)[:, None]
+        k = load_keys(k_at + k_dim, seen, k_dim, K_WIDE if K_REST > 0 else K_DIM, K_WIDE, CHECKED)
         if WIDEN:
             k = k.to(tl.float32)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if K_REST > 0:
+            rest = tl.arange(0, K_REST)[None, :]
+            k_rest = load_keys(k_at + K_WIDE + rest, seen, rest, K_DIM - K_WIDE, K_REST, CHECKED)
+            if WIDEN:
+                k_rest = k_rest.to(tl.float32)
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
         factor: tl.constexpr = SCALE * LOG2E
         if SOFTCAP > 0:  # the tangent by its exponential, which may overflow: 1 is right then
             scores = SOFTCAP * LOG2E * (1 - 2 / (tl.exp2(scores * (2 * LOG2E * SCALE / SOFTCAP)) + 1))
@@ -125,9 +136,12 @@ def attend_keys(
             weights = tl.exp2(tl.fma(scores, tl.full([ROWS, KEYS], factor, tl.float32), -tl.broadcast_to(level[:, None], (ROWS, KEYS))))
         faded = tl.exp2(before - level)
         total = total * faded + tl.sum(weights, 1)
-        v = load_keys(v_cache + (block * V_BLOCK + slot * V_SLOT)[:, None] + v_dim, seen, v_dim, V_DIM, V_WIDE, CHECKED)
-        if WIDEN:
-            v = v.to(tl.float32)
+        if WITHIN:
+            v = k
+        else:
+            v = load_keys(v_cache + (block * V_BLOCK + slot * V_SLOT)[:, None] + v_dim, seen, v_dim, V_DIM, V_WIDE, CHECKED)
+            if WIDEN:
+                v = v.to(tl.float32)
         found = tl.dot(weights.to(v.dtype), v, found * faded[:, None], input_precision="ieee")
     return found, highest, total
 

@@ -13,7 +13,7 @@ from kvdock_triton.elements import index_type
 from kvdock_triton.launch import KernelSpec, is_interpreting
 from kvdock_triton.tuning import AttentionTile
 
-__all__ = ["MOST_KEYS", "MOST_SPLITS", "attend_spec", "join_spec", "unit_of"]
+__all__ = ["LONG", "MOST_KEYS", "MOST_SPLITS", "attend_spec", "join_spec", "may_be_within", "unit_of"]
 
 MOST_SPLITS = 64
 """Splits of a sequence at most: `join_kernel` looks at all of them at once."""
@@ -21,6 +21,9 @@ MOST_SPLITS = 64
 _FLOATS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
 MOST_SHARED = 64
 """Query heads that read one head of the cache at most, in a program that serves few queries."""
+
+LONG = 256
+"""Elements of a key that are padded to a power of two at most: of 576 that would be nearly twice as many."""
 
 WARP_ELEMENTS = 2048
 """Elements of what a tile finds that a warp holds at most, up to `MOST_WARPS`: more would leave no registers for all else."""
@@ -48,6 +51,12 @@ def _wide(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+def _parts(size: int) -> tuple[int, int]:
+    """Return in which powers of two the elements of a key are read: of a long one, what is behind its greatest by itself."""
+    most = 1 << (size.bit_length() - 1)
+    return (_wide(size), 0) if size <= LONG or size == most else (most, _wide(size - most))
+
+
 def unit_of(meta: TensorMeta) -> int:
     """Return in how many elements strides of a tensor of rows are counted, so that the compiler sees their alignment."""
     return max(min(meta.alignment, 16) // meta.dtype.itemsize, 1)
@@ -63,7 +72,7 @@ def _pool_constants(name: str, pool: TensorMeta) -> dict[str, int]:
     """Return what is constant about one cache; strides in elements."""
     block, slot, head, _ = pool.strides or (0, 0, 0, 0)
     dim = int(pool.shape[3] or 0)
-    values = {"BLOCK": block, "SLOT": slot, "HEAD": head, "DIM": dim, "WIDE": _wide(dim)}
+    values = {"BLOCK": block, "SLOT": slot, "HEAD": head, "DIM": dim}
     return {f"{name}_{key}": value for key, value in values.items()}
 
 
@@ -90,24 +99,39 @@ def _types(request: Request) -> dict[str, str]:
 def _tile_for(request: Request, tile: AttentionTile) -> AttentionTile:
     """Return the tile for the heads of a request."""
     pools = [request.tensor(name) for name in ("k_cache", "v_cache")]
-    fitted = tile.for_keys(sum(_wide(int(pool.shape[3] or 0)) * pool.dtype.itemsize for pool in pools))
+    k_dim, v_dim = (int(pool.shape[3] or 0) for pool in pools)
+    fitted = tile.for_keys((sum(_parts(k_dim)) + _wide(v_dim)) * pools[0].dtype.itemsize)
     return fitted.without_matrix_units() if pools[0].dtype == torch.float32 else fitted
 
 
-def attend_spec(request: Request, tile: AttentionTile, search: bool) -> KernelSpec:
+def _is_long(request: Request) -> bool:
+    """Whether a tile of keys and values takes more room than one of usual heads."""
+    return any(int(request.tensor(name).shape[3] or 0) > LONG for name in ("k_cache", "v_cache"))
+
+
+def may_be_within(request: Request) -> bool:
+    """Whether values can be the first elements of keys, as those of latents are, so that both are read at once."""
+    k_cache, v_cache = request.tensor("k_cache"), request.tensor("v_cache")
+    return k_cache.strides == v_cache.strides and v_cache.shape[3] == _parts(int(k_cache.shape[3] or 0))[0] < int(k_cache.shape[3] or 0)
+
+
+def attend_spec(request: Request, tile: AttentionTile, search: bool, within: bool = False) -> KernelSpec:
     """Return what to compile for a request.
 
     Args:
         request: what is prepared.
         tile: for tuned heads.
         search: whether sequences have more queries than a tile.
+        within: whether values are the first elements of keys: see `may_be_within`.
     """
     q, k_cache = request.tensor("q"), request.tensor("k_cache")
     tile, heads, absent = _tile_for(request, tile), int(k_cache.shape[2] or 1), _absent(request)
     group = int(q.shape[1] or 1) // heads
-    rows = tile.rows if search else max(tile.rows, min(_wide(group), MOST_SHARED if q.dtype != torch.float32 else tile.rows))
+    most = tile.rows if q.dtype == torch.float32 else tile.long_rows if _is_long(request) else MOST_SHARED
+    rows = tile.rows if search else max(tile.rows, min(_wide(group), most))
     share, scale = min(group, rows), request.args["scale"]
-    constants = _common_constants(request) | absent | _pool_constants("K", k_cache) | _pool_constants("V", request.tensor("v_cache"))
+    v_cache, (k_wide, k_rest) = request.tensor("v_cache"), _parts(int(k_cache.shape[3] or 0))
+    constants = _common_constants(request) | absent | _pool_constants("K", k_cache) | _pool_constants("V", v_cache)
     constants |= {
         "SCALE": int(q.shape[2] or 1) ** -0.5 if scale is None else float(scale),
         "SOFTCAP": float(request.args["softcap"] or 0),
@@ -125,6 +149,9 @@ def attend_spec(request: Request, tile: AttentionTile, search: bool) -> KernelSp
         "ROWS": rows,
         "KEYS": tile.keys,
         "LEAST": tile.least,
+        "K_WIDE": k_wide,
+        "K_REST": k_rest,
+        "WITHIN": within,
         "WIDEN": is_interpreting(),  # which multiplies the bits of bfloat16 as integers
     }
     types = _types(request) | dict.fromkeys(("queries", "batch", "room", "num_blocks", "splits", "even", *_STRIDES), "i64")

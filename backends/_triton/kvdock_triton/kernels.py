@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from kvdock.plugin import Kernel
 from kvdock_triton.copy_blocks import CopyBlocks
 from kvdock_triton.gather_paged import GatherPaged
+from kvdock_triton.mla_caching import MLACaching
+from kvdock_triton.mla_gather import MLAGather
 from kvdock_triton.paged_attention import PagedAttention
 from kvdock_triton.paged_caching import PagedCaching
 from kvdock_triton.static_update import StaticUpdate
@@ -23,4 +25,6 @@ def kernels_for(owner: KernelOwner) -> Mapping[str, Kernel]:
         "gather_paged": GatherPaged(owner),
         "copy_blocks_": CopyBlocks(owner),
         "paged_attention": PagedAttention(owner),
+        "mla_caching_": MLACaching(owner),
+        "mla_gather": MLAGather(owner),
     }

@@ -9,15 +9,15 @@ import attrs
 import torch
 
 from kvdock.plugin import Descriptor, Request, quantised_reasons
-from kvdock_triton.attention_specs import MOST_KEYS, MOST_SPLITS, attend_spec, join_spec, unit_of
+from kvdock_triton.attention_specs import LONG, MOST_KEYS, MOST_SPLITS, attend_spec, join_spec, may_be_within, unit_of
 from kvdock_triton.launch import KernelSpec
 from kvdock_triton.support import TritonKernel, ceil_div
 from kvdock_triton.written import Launch
 
 __all__ = ["MOST_DIM", "PagedAttention", "PagedAttentionDescriptor"]
 
-MOST_DIM = 256
-"""Length of a head at most: a tile of longer ones has no room in some GPU's shared memory."""
+MOST_DIM = {"k_cache": 576, "v_cache": 512}
+"""Length of a head at most, that of latents: a tile of longer ones has no room in some GPU's shared memory."""
 
 
 @attrs.frozen
@@ -57,9 +57,14 @@ class _Attend:
         return max(even, min(2 * self.uneven // programs, most)) if tiles > 1 else even, even
 
 
+_Ways = tuple[_Attend, _Attend]
+"""For few queries of each sequence, and for any number."""
+
+
 class PagedAttentionDescriptor(Descriptor):
     """Launches one of two kernels, by whether the queries of a sequence fit into a tile, and where keys were split, what joins them.
 
+    Where values may be the first elements of keys, there are two more, for when they are.
     What splits found lies in memory that each call takes from torch's allocator, so that calls on several streams, and replays of
     graphs, share none of it.
     """
@@ -67,21 +72,22 @@ class PagedAttentionDescriptor(Descriptor):
     uses_autograd = False  # kernels read and write by address
     notes_capture = True  # a graph needs the compiled kernels alone, which the process keeps
 
-    def __init__(self, request: Request, few: _Attend, many: _Attend, join: Launch, skipped: int) -> None:
-        self._few, self._many, self._join, self._skipped = few, many, join, skipped
+    def __init__(self, request: Request, apart: _Ways, within: _Ways, join: Launch, skipped: int) -> None:
+        self._apart, self._within, self._join, self._skipped = apart, within, join, skipped
         k_cache, v_cache = request.tensor("k_cache"), request.tensor("v_cache")
         self._num_blocks, self._block = int(k_cache.shape[0] or 0), int(k_cache.shape[1] or 1)
         self._width = int(v_cache.shape[3] or 0) + 1  # of one part with its sum
         self._q_unit, self._out_unit = unit_of(request.tensor("q")), unit_of(request.tensor("out"))
-        self.workspace_bytes = max(max(way.wanted, 2 * way.uneven) * way.rows for way in (few, many)) * self._width * 4
+        self.workspace_bytes = max(max(way.wanted, 2 * way.uneven) * way.rows for way in (*apart, *within)) * self._width * 4
 
     def __call__(self, *args: Any) -> None:
         """Attend, on the current stream of the tensors' device."""
         q, k_cache, v_cache, table, lens, cu, starts, sinks, *_ = args
         most, out, lse = args[10], *args[15:]
         queries, batch, room = q.shape[0], table.shape[0], min(table.shape[1] * self._block, MOST_KEYS)
-        way = self._few if cu is None or most <= self._few.queries else self._many
-        tiles = batch if way is self._few else queries // way.queries + batch
+        few, many = self._within if k_cache.data_ptr() == v_cache.data_ptr() else self._apart
+        way = few if cu is None or most <= few.queries else many
+        tiles = batch if way is few else queries // way.queries + batch
         splits, even = way.splits(tiles, queries, room)
         parts, sums = self._workspace(queries * q.shape[1] * splits, q.device) if splits > 1 else (out, out)
         pointers = [tensor.data_ptr() for tensor in (q, k_cache, v_cache, table, lens, cu, starts, sinks) if tensor is not None]
@@ -119,17 +125,25 @@ class PagedAttention(TritonKernel):
         reasons = quantised_reasons(request)
         if request.tensor("q").dtype == torch.float64:
             reasons.append("matrix units compute no float64")
-        dims = {name: int(request.tensor(name).shape[3] or 0) for name in ("k_cache", "v_cache")}
-        return reasons + [f"heads of {name} have {dim} elements, more than {MOST_DIM}" for name, dim in dims.items() if dim > MOST_DIM]
+        for name, most in MOST_DIM.items():
+            meta = request.tensor(name)
+            most, dim = min(most, LONG) if meta.dtype == torch.float32 else most, int(meta.shape[3] or 0)
+            reasons += [f"heads of {name} have {dim} elements, more than {most}"] * (dim > most)
+        return reasons
 
     def prepare(self, request: Request) -> Descriptor:
         """Compile the kernels."""
+        apart = self._ways(request, within=False)
+        within = self._ways(request, within=True) if may_be_within(request) else apart
+        join = self.launch(join_spec(request), request)
+        return PagedAttentionDescriptor(request, apart, within, join, self.skipped(request.device))
+
+    def _ways(self, request: Request, *, within: bool) -> _Ways:
         tuning, processors = self.tuning(request.device), self.processors(request.device)
         tiles = {False: tuning.decode} | ({} if request.args["cu_query_lens"] is None else {True: tuning.prefill})
         ways = []
         for search, tile in tiles.items():
-            spec = attend_spec(request, tile, search)
+            spec = attend_spec(request, tile, search, within)
             uneven = 0 if search else tile.uneven * processors
             ways.append(_Attend.of(spec, self.launch(spec, request), tile.programs * processors, uneven))
-        join = self.launch(join_spec(request), request)
-        return PagedAttentionDescriptor(request, ways[0], ways[-1], join, self.skipped(request.device))
+        return ways[0], ways[-1]

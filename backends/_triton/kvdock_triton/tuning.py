@@ -66,6 +66,7 @@ class AttentionTile:
         programs: programs per processor that the keys are split for.
         uneven: as many, where some sequences are longer than others: those that end first make room for others.
         least: keys of a split at least.
+        long_rows: rows per program at most where keys are long, as latents are: as many as shared memory has room for.
     """
 
     rows: int
@@ -75,6 +76,7 @@ class AttentionTile:
     programs: int = 1
     uneven: int = 16
     least: int = 512
+    long_rows: int = LEAST_ROWS
 
     def for_keys(self, key_bytes: int) -> AttentionTile:
         """Return the tile for keys and values of so many bytes together: about as many bytes per step as for those it was tuned on."""
@@ -125,7 +127,9 @@ WIDE = Tuning(
 16 bytes."""
 
 
-HOPPER = Tuning(fused=Tile(1, 4), decode=AttentionTile(16, 32, 1, 4, programs=4, least=128), prefill=AttentionTile(64, 64, 4, 3))
+HOPPER = Tuning(
+    fused=Tile(1, 4), decode=AttentionTile(16, 32, 1, 4, programs=4, least=128, long_rows=64), prefill=AttentionTile(64, 64, 4, 3)
+)
 """As measured on an H100, and attention on H200s; see docs/benchmarks."""
 
 

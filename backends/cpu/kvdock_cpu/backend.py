@@ -9,6 +9,8 @@ import torch
 from kvdock.plugin import Backend, Capabilities, Kernel, Probe
 from kvdock_cpu.copy_blocks import CopyBlocks
 from kvdock_cpu.gather_paged import GatherPaged
+from kvdock_cpu.mla_caching import MLACaching
+from kvdock_cpu.mla_gather import MLAGather
 from kvdock_cpu.paged_attention import PagedAttention
 from kvdock_cpu.paged_caching import PagedCaching
 from kvdock_cpu.static_update import StaticUpdate
@@ -42,6 +44,8 @@ class CpuBackend(Backend):
             "gather_paged": GatherPaged(),
             "copy_blocks_": CopyBlocks(),
             "paged_attention": PagedAttention(),
+            "mla_caching_": MLACaching(),
+            "mla_gather": MLAGather(),
         }
 
     def capabilities(self) -> Capabilities:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import overload
 
 from kvdock.cache.interface import Cache, CacheConfig, OpSource
-from kvdock.cache.paged import PagedKVCache, PagedKVCacheConfig
+from kvdock.cache.paged import PagedKVCache
+from kvdock.cache.paged_config import PagedKVCacheConfig
 from kvdock.cache.static import StaticKVCache, StaticKVCacheConfig
 from kvdock.errors import ArgumentTypeError
 from kvdock.ops.active import active_dispatcher

@@ -84,7 +84,8 @@ class Cache(ABC):
     """Keys and values of every layer that one rank runs, on one device.
 
     The memory is allocated, and zeroed, when the cache is made, and belongs to it until it is garbage: a masked read of a
-    place that was never written yields zeros, never NaN. Keys and values lie in separate storages.
+    place that was never written yields zeros, never NaN. Keys and values lie in separate storages, but for
+    latents, of which values are a part of keys.
 
     Threads may share a cache as they may share torch tensors: calls that write different places may run at once, calls
     that write the same places need a lock of the caller's. Nothing here is differentiable; gradients are not recorded.

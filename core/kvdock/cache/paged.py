@@ -16,22 +16,12 @@ from kvdock.ops.api import BlockPairs, output_pair, pairs_tensor
 from kvdock.rank import RankInfo
 from kvdock.spec import KVSpec, check_cache_dtype, check_int
 
-__all__ = ["PagedKVCache", "PagedKVCacheConfig"]
+__all__ = ["PagedConfig", "PagedKVCache"]
 
 
 @attrs.frozen
-class PagedKVCacheConfig(CacheConfig):
-    """What the user chooses about a paged cache. Give a budget, a number of blocks, or both.
-
-    Args:
-        max_kv_memory_bytes: bound on the bytes of the whole pool: all layers, keys and values. Without ``num_blocks`` the
-            pool has as many blocks as fit.
-        block_size: tokens in a block.
-        num_blocks: blocks of the pool. With a budget too, they must fit into it.
-        cache_dtype: dtype of the elements; default is that of the KVSpec.
-        layout: which of layer and block is outermost.
-        head_layout: which of token and head is outermost in a block.
-    """
+class PagedConfig(CacheConfig):
+    """The fields of a `kvdock.PagedKVCacheConfig`, which says what they mean, and what follows from them."""
 
     max_kv_memory_bytes: int | None = None
     block_size: int = 16
@@ -58,10 +48,6 @@ class PagedKVCacheConfig(CacheConfig):
     def unique_copy(self) -> Self:
         """Return an equal configuration that is a distinct object."""
         return attrs.evolve(self)
-
-    def build(self, spec: KVSpec, rank: RankInfo, ops: OpSource) -> PagedKVCache:
-        """Make a `PagedKVCache`."""
-        return PagedKVCache(spec, self, rank, ops)
 
     def blocks_for(self, per_block: int, num_layers: int) -> int:
         """Return how many blocks the pool has.
@@ -106,9 +92,12 @@ class PagedKVCache(Cache):
         BackendError: no backend can be chosen for the device.
     """
 
-    def __init__(self, spec: KVSpec, config: PagedKVCacheConfig, rank: RankInfo, ops: OpSource) -> None:
+    _written_by = "paged_caching_"
+    _rank_layers = staticmethod(rank_layers)
+
+    def __init__(self, spec: KVSpec, config: PagedConfig, rank: RankInfo, ops: OpSource) -> None:
         self.spec, self.config, self.rank = spec, config, rank
-        layers = rank_layers(spec, rank)
+        layers = self._rank_layers(spec, rank)
         self._dtype = config.cache_dtype or spec.dtype
         if self._dtype != spec.dtype:
             raise UnsupportedError(
@@ -121,20 +110,18 @@ class PagedKVCache(Cache):
         # Kept, since a cache stays with the backend that it was made under, whichever is active later.
         self._named = active_name()
         # Before memory is taken, which would be of no use without a backend.
-        require_backend(ops, "paged_caching_", rank.device, self._named)
+        require_backend(ops, self._written_by, rank.device, self._named)
         nbytes = self._num_blocks * per_block
         self._groups, self._views = allocated(type(config).__name__, nbytes, rank.device, lambda: self._allocate(layers))
         self._bind(ops)
 
-    def _allocate(
-        self, layers: Mapping[int, RankLayer]
-    ) -> tuple[list[tuple[PagedPool, PagedPool]], list[tuple[torch.Tensor, torch.Tensor]]]:
+    def _allocate(self, layers: Mapping[int, RankLayer]) -> tuple[list[tuple[PagedPool, ...]], list[tuple[torch.Tensor, torch.Tensor]]]:
         """Take the memory: one storage for keys and one for values, for each group of equal layers; and the views of each layer.
 
         A layer that shares another's has the same views.
         """
         config, device = self.config, self.rank.device
-        groups: list[tuple[PagedPool, PagedPool]] = []
+        groups: list[tuple[PagedPool, ...]] = []
         views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for layer, members in group_layers(layers).items():
             k_pool, v_pool = (
@@ -187,11 +174,11 @@ class PagedKVCache(Cache):
 
     def k_cache(self, layer: int) -> torch.Tensor:
         """Return a layer's keys, ``[num_blocks, block_size, Hk, Dk]``; a permuted view for other memory orders."""
-        return self._views[check_layer("PagedKVCache", layer, len(self._views))][0]
+        return self._views[check_layer(type(self).__name__, layer, len(self._views))][0]
 
     def v_cache(self, layer: int) -> torch.Tensor:
         """Return a layer's values, ``[num_blocks, block_size, Hv, Dv]``."""
-        return self._views[check_layer("PagedKVCache", layer, len(self._views))][1]
+        return self._views[check_layer(type(self).__name__, layer, len(self._views))][1]
 
     def update(self, layer: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the keys and values of new tokens.
@@ -211,7 +198,7 @@ class PagedKVCache(Cache):
         """
         # Written out, as this is called for each layer of each step: only a wrong index goes through the function that explains it.
         if layer.__class__ is not int or layer < 0 or layer >= len(self._views):
-            check_layer("PagedKVCache", layer, len(self._views))
+            check_layer(type(self).__name__, layer, len(self._views))
         return self._write[layer](k, v, slot_mapping, None, None) or self._views[layer]  # None, but what is traced returns views of its own
 
     def gather(
@@ -231,7 +218,7 @@ class PagedKVCache(Cache):
             KVDockError: as `kvdock.ops.gather_paged`.
         """
         if layer.__class__ is not int or layer < 0 or layer >= len(self._views):
-            check_layer("PagedKVCache", layer, len(self._views))
+            check_layer(type(self).__name__, layer, len(self._views))
         k_out, v_out = (None, None) if out is None else output_pair(out)
         return cast(tuple[torch.Tensor, torch.Tensor], self._read[layer](slot_mapping, None, None, k_out, v_out))
 
@@ -274,7 +261,7 @@ class PagedKVCache(Cache):
             KVDockError: as `kvdock.ops.paged_attention`.
         """
         if layer.__class__ is not int or layer < 0 or layer >= len(self._views):
-            check_layer("PagedKVCache", layer, len(self._views))
+            check_layer(type(self).__name__, layer, len(self._views))
         found = self._attend[layer](
             *(q, block_table, seq_lens, cu_query_lens, starts, sinks, None, None, max_query_len, scale, True, window, softcap, out, None)
         )
@@ -301,4 +288,4 @@ class PagedKVCache(Cache):
 
     def __repr__(self) -> str:
         shape = f"{self.num_layers} layers, {self.num_blocks} blocks of {self.block_size}"
-        return f"PagedKVCache({shape}, {self.dtype}, {self.nbytes} bytes on {self.device})"
+        return f"{type(self).__name__}({shape}, {self.dtype}, {self.nbytes} bytes on {self.device})"

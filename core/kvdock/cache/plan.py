@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from kvdock.cache.paged import PagedKVCacheConfig
+from kvdock.cache.paged_config import PagedKVCacheConfig
 from kvdock.errors import ArgumentTypeError
 from kvdock.layers.groups import GroupPlan, LayerGroup, plan_groups
 from kvdock.rank import RankInfo

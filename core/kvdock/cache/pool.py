@@ -15,19 +15,31 @@ import torch
 from kvdock.errors import ArgumentValueError, CapacityError, KVDockError, UnsupportedError
 from kvdock.interface import HOST
 from kvdock.layers.interface import LayerKind
+from kvdock.layers.latent import MLALayerSpec
 from kvdock.layers.shared import SharedLayerSpec
 from kvdock.layout import HeadLayout, KVCacheLayout
 from kvdock.rank import RankInfo
 from kvdock.spec import KVSpec
 
-__all__ = ["PagedPool", "RankLayer", "allocated", "block_bytes", "check_bytes", "group_layers", "rank_layers", "sources"]
+__all__ = [
+    "LatentPool",
+    "PagedPool",
+    "RankLayer",
+    "allocated",
+    "block_bytes",
+    "check_bytes",
+    "group_layers",
+    "latent_layers",
+    "rank_layers",
+    "sources",
+]
 
 T = TypeVar("T")
 
 
 @attrs.frozen
 class RankLayer:
-    """One layer as a rank holds it: its share of the heads."""
+    """One layer as a rank holds it: its share of the heads. It has no value heads where values are the first elements of the keys."""
 
     num_k_heads: int
     num_v_heads: int
@@ -68,6 +80,22 @@ def _rank_layer(layer: LayerKind, index: int, rank: RankInfo, dtype: torch.dtype
         )
     (k_heads, k_dim), (v_heads, v_dim) = buffers[0].shape, buffers[1].shape
     return RankLayer(k_heads, v_heads, k_dim, v_dim)
+
+
+def latent_layers(spec: KVSpec) -> dict[int, RankLayer]:
+    """Return what any rank holds of each layer that keeps latents of its own: all of it.
+
+    Raises:
+        UnsupportedError: a layer keeps something else.
+    """
+    found = dict[int, RankLayer]()
+    for index, layer in enumerate(spec.layers):
+        if isinstance(layer, MLALayerSpec):
+            found[index] = RankLayer(1, 0, layer.kv_lora_rank + layer.rope_dim, layer.kv_lora_rank)
+        elif not isinstance(layer, SharedLayerSpec):
+            fix = "keep such layers in a cache of their own: this one holds latents"
+            raise UnsupportedError(f"KVSpec: layers[{index}]", expected="an MLALayerSpec", got=repr(layer), fix=fix)
+    return found
 
 
 def block_bytes(layers: Collection[RankLayer], block_size: int, dtype: torch.dtype) -> int:
@@ -191,7 +219,34 @@ class PagedPool:
         """Copy the memory once, and view the copy alike. torch copies views one by one on some devices."""
         nbytes, device = self.memory.nbytes, self.memory.device
         memory = allocated("a copy of a cache", nbytes, device, lambda: copy.deepcopy(self.memory, memo))
-        old = (*self.layers, self.whole)
-        new = [memory.as_strided(view.shape, view.stride(), view.storage_offset()) for view in old]
-        memo.update(zip(map(id, old), new, strict=True))
-        return type(self)(memory, tuple(new[:-1]), new[-1])
+        views = attrs.astuple(self, recurse=False)[1:]
+        return type(self)(memory, *(_moved(each, memory, memo) for each in views))
+
+
+def _moved(views: Any, memory: torch.Tensor, memo: dict[int, Any]) -> Any:
+    """Return a view of other memory like one, or several like several."""
+    if isinstance(views, tuple):
+        return tuple(_moved(view, memory, memo) for view in views)
+    memo[id(views)] = new = memory.as_strided(views.shape, views.stride(), views.storage_offset())
+    return new
+
+
+@attrs.frozen(eq=False)
+class LatentPool(PagedPool):
+    """One storage with the latents of a group of equal layers.
+
+    Args:
+        values: of each layer the first elements of its rows, ``[num_blocks, block_size, 1, rank]``.
+        halves: ``whole`` as two caches that share no byte, since blocks are copied in two at once.
+    """
+
+    values: tuple[torch.Tensor, ...]
+    halves: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, pool: PagedPool, rank: int) -> Self:
+        """Return a pool whose values are in its keys."""
+        dim = 1 if len(pool.layers) > 1 else 3  # by layers each half is one range of memory, where layers are outermost
+        half, size = pool.whole.shape[dim] // 2, pool.whole.shape[dim]
+        halves = tuple(pool.whole.narrow(dim, begin, end - begin) for begin, end in ((0, half), (half, size)))
+        return cls(pool.memory, pool.layers, pool.whole, tuple(layer[..., :rank] for layer in pool.layers), halves)

@@ -19,6 +19,7 @@ import torch
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from kvdock.ops.active import ACTIVE_OPS
+from kvdock.spec import check_int
 
 __all__ = [
     "copy_blocks_",
@@ -266,10 +267,69 @@ def _new_lse(q: Any) -> torch.Tensor | None:
 def mla_caching_(
     kv_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor, *, scale: torch.Tensor | None = None
 ) -> None:
-    """Write latents into a paged cache. Not there yet: raises `UnsupportedError`."""
-    raise _later("mla_caching_")
+    """Write the latents of new tokens (MLA), each with its rotary part behind it, into their slots of a paged cache.
+
+    `paged_attention` reads what is written as keys of one head, and the latents as values: ``k_cache=kv_cache`` and
+    ``v_cache=kv_cache[..., :rank]``, without a copy.
+
+    Args:
+        kv_cache: ``[NB, block, 1, rank + rope]``, any strides but an innermost of 1; written.
+        kv_c: the latents, ``[T, rank]`` or ``[B, S, rank]`` in the cache's dtype, any strides but an innermost of 1.
+        k_pe: the rotary parts, ``[T, rope]`` or ``[B, S, rope]``, with strides of their own.
+        slot_mapping: ``[T]`` or ``[B, S]`` int32 or int64; negative means padding, which is skipped. Which of two equal slots
+            wins is unspecified.
+        scale: scale of a quantised ``kv_cache``; an error for any other.
+
+    Raises:
+        KVDockError: as `paged_caching_`; nothing is written.
+    """
+    ACTIVE_OPS["mla_caching_"](kv_cache, kv_c, k_pe, slot_mapping, scale)
 
 
-def mla_gather(kv_cache: torch.Tensor, slot_mapping: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read latents from a paged cache. Not there yet: raises `UnsupportedError`."""
-    raise _later("mla_gather")
+def mla_gather(
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    rank: int,
+    *,
+    scale: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read the latents at given slots of a paged cache, and their rotary parts.
+
+    Args:
+        kv_cache: ``[NB, block, 1, rank + rope]``, any strides but an innermost of 1.
+        slot_mapping: ``[T]`` or ``[B, S]`` int32 or int64; a negative slot reads as zeros. Slots may repeat.
+        rank: elements of a latent: a row has more, and the others are the rotary part.
+        scale: scale of a quantised ``kv_cache``; an error for any other.
+        out: where to put the result: ``[..., rank]`` and ``[..., rope]`` in the cache's dtype, any strides but an innermost of 1.
+            Must not overlap the cache. By default new tensors.
+
+    Returns:
+        ``(kv_c, k_pe)``; the tensors of ``out`` themselves where given.
+
+    Raises:
+        KVDockError: as `gather_paged`, and where ``rank`` does not split a row.
+    """
+    kv_c, k_pe = new_latents(kv_cache, slot_mapping, rank) if out is None else output_pair(out)
+    if out is not None and isinstance(kv_c, torch.Tensor) and kv_c.dim() and kv_c.shape[-1] != rank:
+        fix = "pass the latent first, or the rank of this cache"
+        raise ArgumentValueError("mla_gather: out", expected=f"rows of rank={rank!r} elements first", got=f"{kv_c.shape[-1]}", fix=fix)
+    ACTIVE_OPS["mla_gather"](kv_cache, slot_mapping, scale, kv_c, k_pe)
+    return kv_c, k_pe
+
+
+def new_latents(kv_cache: Any, slot_mapping: Any, rank: Any) -> tuple[Any, Any]:
+    """Return room for what `mla_gather` reads; none where a tensor is wrong, which the op explains.
+
+    Raises:
+        ArgumentTypeError: ``rank`` is no int.
+        ArgumentValueError: it leaves no latent, or no rotary part.
+    """
+    check_int("mla_gather: rank", rank, 1)
+    if not isinstance(kv_cache, torch.Tensor) or not isinstance(slot_mapping, torch.Tensor) or not kv_cache.dim():
+        return None, None
+    rope = kv_cache.shape[-1] - rank
+    if rope < 1:
+        fix = "pass the rank of the latent alone, without the rotary part"
+        raise ArgumentValueError("mla_gather: rank", expected=f"less than the {kv_cache.shape[-1]} elements of a row", got=rank, fix=fix)
+    return kv_cache.new_empty((*slot_mapping.shape, rank)), kv_cache.new_empty((*slot_mapping.shape, rope))

@@ -1,6 +1,7 @@
 """The ops kvdock knows, as data. Adding one is adding an `OpSchema` here; nothing else in core branches on an op.
 
-Sizes: NB blocks of ``block`` places each; Hk, Hv heads and Dk, Dv elements of keys and values; B rows of S positions.
+Sizes: NB blocks of ``block`` places each; Hk, Hv heads and Dk, Dv elements of keys and values; B rows of S positions; Dw elements of
+a row of latents, Dc of a latent and Dp of the rotary part behind it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,17 @@ from kvdock.ops.index_values import check_lengths, check_pairs, check_slots
 from kvdock.ops.schema import Arg, OpSchema, Relation, Role
 from kvdock.spec import COPY_DTYPES, QUANTISED_DTYPES
 
-__all__ = ["CATALOG", "COPY_BLOCKS", "GATHER_PAGED", "INDEX_DTYPES", "PAGED_CACHING", "STATIC_UPDATE", "example"]
+__all__ = [
+    "CATALOG",
+    "COPY_BLOCKS",
+    "GATHER_PAGED",
+    "INDEX_DTYPES",
+    "MLA_CACHING",
+    "MLA_GATHER",
+    "PAGED_CACHING",
+    "STATIC_UPDATE",
+    "example",
+]
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 _CACHE_DTYPES = (*COPY_DTYPES, *QUANTISED_DTYPES)
@@ -104,7 +115,50 @@ COPY_BLOCKS = OpSchema(
     check_values=_check_copy_blocks,
 )
 
-_OPS = (PAGED_CACHING, STATIC_UPDATE, GATHER_PAGED, COPY_BLOCKS, PAGED_ATTENTION)
+
+def _check_mla_caching(args: Mapping[str, Any]) -> list[str]:
+    return check_slots("mla_caching_", args["slot_mapping"], math.prod(args["kv_cache"].shape[:2]))
+
+
+def _check_mla_gather(args: Mapping[str, Any]) -> list[str]:
+    check_slots("mla_gather", args["slot_mapping"], math.prod(args["kv_cache"].shape[:2]))
+    return []  # reading a slot twice is fine
+
+
+def _latents(role: Role) -> Arg:
+    return Arg("kv_cache", role, ("NB block 1 Dw",), _CACHE_DTYPES)  # with a dim for its one head, as `paged_attention` reads it
+
+
+def _parts(role: Role, suffix: str) -> tuple[Arg, Arg]:
+    return (
+        Arg(f"kv_c{suffix}", role, ("... Dc",), COPY_DTYPES, same_dtype="kv_cache"),
+        Arg(f"k_pe{suffix}", role, ("... Dp",), COPY_DTYPES, same_dtype="kv_cache"),
+    )
+
+
+_LATENT_SCALE = Arg("scale", Role.TENSOR, ("", "..."), (torch.float32,), optional=True, host=True, scale_of="kv_cache")
+
+
+def _whole_rows(part: str) -> tuple[Relation]:
+    fix = "pass the latent first and the rotary part second, as they are cached, or make the cache as wide as both"
+    return (Relation("Dw == Dc + Dp", part, "the {Dw} elements of a row of kv_cache, less {Dc} of the latent", fix),)
+
+
+MLA_CACHING = OpSchema(
+    "mla_caching_",
+    (_latents(Role.MUTATED), *_parts(Role.TENSOR, ""), _SLOTS, _LATENT_SCALE),
+    _whole_rows("k_pe"),
+    check_values=_check_mla_caching,
+)
+
+MLA_GATHER = OpSchema(
+    "mla_gather",
+    (_latents(Role.TENSOR), _SLOTS, _LATENT_SCALE, *_parts(Role.MUTATED, "_out")),
+    _whole_rows("k_pe_out"),
+    check_values=_check_mla_gather,
+)
+
+_OPS = (PAGED_CACHING, STATIC_UPDATE, GATHER_PAGED, COPY_BLOCKS, PAGED_ATTENTION, MLA_CACHING, MLA_GATHER)
 CATALOG: Mapping[str, OpSchema] = MappingProxyType({op.name: op for op in _OPS})
 """Every op by name."""
 
@@ -131,7 +185,7 @@ def example(
     if op not in schemas:
         raise ArgumentValueError("op", expected=f"one of {', '.join(sorted(schemas))}", got=repr(op))
     sizes = {"NB": 2, "C": 2, **dict.fromkeys(("block", "vblock", "S"), block_size)}
-    sizes |= dict.fromkeys(("Hq", "Hk", "Hv"), heads) | dict.fromkeys(("Dk", "Dv"), head_dim)
+    sizes |= dict.fromkeys(("Hq", "Hk", "Hv"), heads) | dict.fromkeys(("Dk", "Dv", "Dc", "Dp"), head_dim) | {"Dw": 2 * head_dim}
 
     def build(arg: Arg) -> Any:
         if not arg.is_tensor:

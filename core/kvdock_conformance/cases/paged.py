@@ -30,7 +30,7 @@ class SlotCall:
     what must come back: shape, dtype and device.
 
     Args:
-        op: name of the op: ``"gather_paged"`` reads, any other writes.
+        op: name of the op: one that gathers reads, any other writes.
         name: what is special.
         slots: the slots, see `kvdock_conformance.cases.drawing.Values`; None for all distinct in random order.
         lead: leading sizes of the tokens: ``(T,)`` or ``(B, S)``; None for as many tokens in a row as slots are listed, or 13.
@@ -68,7 +68,7 @@ class SlotCall:
 
     @property
     def _reads(self) -> bool:
-        return self.op == "gather_paged"
+        return "gather" in self.op
 
     def pools(self, drawing: Drawing) -> Pair:
         """Return its pools."""

@@ -17,7 +17,15 @@ from kvdock.ops.schema import OpSchema
 from kvdock_conformance.checking.calls import Reference
 from kvdock_conformance.checking.memory import Arenas, compare
 from kvdock_conformance.checking.target import Target
-from kvdock_conformance.reference import copy_blocks_, gather_paged, paged_attention, paged_caching_, static_update_
+from kvdock_conformance.reference import (
+    copy_blocks_,
+    gather_paged,
+    mla_caching_,
+    mla_gather,
+    paged_attention,
+    paged_caching_,
+    static_update_,
+)
 
 __all__ = [
     "BOUNDS",
@@ -39,6 +47,8 @@ REFERENCES: Mapping[str, Reference] = {
     "gather_paged": gather_paged,
     "copy_blocks_": copy_blocks_,
     "paged_attention": paged_attention,
+    "mla_caching_": mla_caching_,
+    "mla_gather": mla_gather,
 }
 """What each of kvdock's own ops means: a function of its arguments but scales, in the schema's order."""
 

@@ -69,6 +69,8 @@ PLACES: Mapping[str, Callable[[Sequence[int]], str]] = {
     "static_update_": length_place,
     "gather_paged": gathered_slot,
     "copy_blocks_": pair_name,
+    "mla_caching_": gathered_slot,
+    "mla_gather": gathered_slot,
 }
 """How an error of each op names an index."""
 
@@ -80,7 +82,7 @@ def check_called(target: Target, data: Mapping[str, Any], *also: Target) -> None
         NonconformanceError: a byte differs, or an index out of range neither raised as it must nor was skipped and counted.
     """
     op = data["calls"][0]["op"]
-    check_calls(target, data, REFERENCES[op], _place_names(data), counted=op != "gather_paged", also=also)
+    check_calls(target, data, REFERENCES[op], _place_names(data), counted="gather" not in op, also=also)
 
 
 def check_repeated(target: Target, data: Mapping[str, Any]) -> None:

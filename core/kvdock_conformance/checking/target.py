@@ -72,10 +72,12 @@ class Target:
     def call(self, op: str, args: dict[str, Any]) -> Any:
         """Call an op with arguments by name: one of `kvdock.ops` with scales and outputs as keywords.
 
-        A plugin's goes by `call_op`, and so does one with an output that may be absent, which no keyword brings.
+        A plugin's goes by `call_op`, and so does one with an output that may be absent, which no keyword brings, or that is always
+        there, as its public function makes it.
         """
         schema = runtime.default().dispatcher.op(op).schema
-        if op not in CATALOG or any(arg.optional for arg in schema.mutated):
+        made = [arg for arg in schema.mutated if arg.name.endswith("_out") and not arg.returned]
+        if op not in CATALOG or made or any(arg.optional for arg in schema.mutated):
             with self.using(op):
                 return call_op(op, *(args.get(name) for name in schema.arg_names))
         keywords = {name: value for name, value in args.items() if name.endswith("_scale")}

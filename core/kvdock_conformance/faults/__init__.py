@@ -28,6 +28,7 @@ AREAS = (
     "static_update",
     "paged_attention",
     "attention_values",
+    "latents",
     "descriptors",
     "repeats",
     "errors",

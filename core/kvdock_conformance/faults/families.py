@@ -11,7 +11,7 @@ import torch
 
 import kvdock
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
-from kvdock_conformance.faults.moves import GATHER, MOVES, Move
+from kvdock_conformance.faults.moves import MOVES, Move
 from kvdock_conformance.faults.quantised import QuantisedKernel
 from kvdock_conformance.faults.tensors import bits, dense, flip_byte, restrided
 
@@ -37,7 +37,7 @@ def each(name: str, sentence: str, roles: str, among: str = "", to: Faults = FAU
 
     def add(change: FaultyMove) -> FaultyMove:
         def add_to(move: Move, faults: Faults) -> None:
-            _add(faults.call, move, name, sentence, roles, among)(lambda run, args: change(move, run, args))
+            _add(faults.call, move, name, sentence, roles, among)(lambda run, args: change(move, *move.seen(run, args)))
 
         _EVERY.append(add_to)
         for move in MOVES.values():
@@ -49,7 +49,7 @@ def each(name: str, sentence: str, roles: str, among: str = "", to: Faults = FAU
 
 def faults_of(move: Move) -> Faults:
     """Return the faults that an op can have which copies, and is none of kvdock's: those of a call, for its move."""
-    importlib.import_module("kvdock_conformance.faults").load()  # whose modules add to what every move can have
+    importlib.import_module("kvdock_conformance.faults.pairs")  # which adds to what every move can have
     found = Faults()
     for add_to in _EVERY:
         add_to(move, found)
@@ -63,7 +63,7 @@ def _add(to: Callable[..., Any], move: Move, name: str, sentence: str, roles: st
     wanted = [role for role in roles.split() if role.rstrip("!?") in has]
     if not wanted or (among and among not in has):
         return lambda change: change
-    host_only = [role for role in wanted if role.endswith("!") or (role.endswith("?") and move is GATHER)]
+    host_only = [role for role in wanted if role.endswith("!") or (role.endswith("?") and "gather" in move.op)]
     killers, host = (tuple(move.killer(role.rstrip("!?")) for role in some) for some in (wanted, host_only))
     added: Callable[[Any], Any] = to(
         move.op, f"{move.prefix}-{move.names.get(name, name)}", sentence, *killers, **({"host_only": host} if host else {})
@@ -376,6 +376,7 @@ def _first_kept(move: Move) -> FaultyCall:
     kept: dict[Any, Any] = {}
 
     def call(run: BackendCall, args: Args) -> None:
+        run, args = move.seen(run, args)
         index = args[move.index]
         is_tensor = isinstance(index, torch.Tensor)
         run({**args, move.index: kept.setdefault(index.shape if is_tensor else "int", index.clone() if is_tensor else index)})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import attrs
 import torch
@@ -16,7 +17,7 @@ from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.faults.fault import Args, BackendCall
 from kvdock_conformance.faults.tensors import bits, capacity, in_range
 
-__all__ = ["COPY", "GATHER", "MOVES", "STATIC", "WRITE", "Move", "Places", "starts_of"]
+__all__ = ["COPY", "GATHER", "MOVES", "STATIC", "WRITE", "Move", "Places", "by_slots", "starts_of"]
 
 _WRITE, _STATIC, _GATHER, _COPY = OPS
 Index = tuple[torch.Tensor, ...]
@@ -60,6 +61,7 @@ class Move:
         left_out: makes a call without what is out of range.
         arranged: returns a tensor of a call so that `Places` index it.
         names: what faults are called that have another name than with other ops.
+        seen: returns a call as one of keys and values, and its arguments so.
     """
 
     op: str
@@ -74,6 +76,7 @@ class Move:
     left_out: Callable[[BackendCall, Args], None]
     arranged: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
     names: Mapping[str, str] = MappingProxyType({})
+    seen: Callable[[BackendCall, Args], tuple[BackendCall, Args]] = lambda run, args: (run, args)
 
     def killer(self, role: str) -> str:
         """Return the id of the requirement that is about something."""
@@ -171,7 +174,10 @@ def _slots_left_out(run: BackendCall, args: Args) -> None:
     run({**args, "slot_mapping": torch.where(slots >= capacity(args), -1, slots)})
 
 
-def _by_slots(op: str, prefix: str, roles: str, pairs: tuple[tuple[str, str], tuple[str, str]], names: Mapping[str, str]) -> Move:
+def by_slots(
+    op: str, prefix: str, roles: str, pairs: tuple[tuple[str, str], tuple[str, str]], names: Mapping[str, str], **more: Any
+) -> Move:
+    """Return an op that goes by slots; ``more`` is of `Move`."""
     is_read = pairs[0][0] == "k_cache"
     return Move(
         op,
@@ -185,11 +191,12 @@ def _by_slots(op: str, prefix: str, roles: str, pairs: tuple[tuple[str, str], tu
         _slots_beyond,
         _slots_left_out,
         names=names,
+        **more,
     )
 
 
 _SLOT_ROLES = "blocks dims heads unlike many grid orders parts rows addresses numbers inputs"
-WRITE = _by_slots(
+WRITE = by_slots(
     _WRITE,
     "write",
     f"first bytes padding beyond ends index batch nothing equal {_SLOT_ROLES} quantised far repeated together",
@@ -198,7 +205,7 @@ WRITE = _by_slots(
         "last-slot-is-beyond": "last-slot-dropped",
     },
 )
-GATHER = _by_slots(
+GATHER = by_slots(
     _GATHER,
     "gather",
     f"first out-bytes padding beyond ends index batch nothing again {_SLOT_ROLES} expanded returned out far repeated kept quantised "

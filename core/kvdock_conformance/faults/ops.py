@@ -21,7 +21,7 @@ from kvdock_conformance.faults.seeds import FaultyKernel
 from kvdock_conformance.faults.tensors import bits, flip_byte
 from kvdock_conformance.requirement import Case, Requirement
 
-__all__ = ["FAULTS", "CallSeed", "OpFault", "mistakes_ignored"]
+__all__ = ["FAULTS", "CallSeed", "OpFault", "mistakes_ignored", "never_nothing"]
 
 FaultyOpCall = Callable[[str, BackendCall, Args], None]
 """Stands in for a call of an op of that name."""
@@ -279,7 +279,9 @@ def mistakes_ignored(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _never_nothing(function: Callable[..., Any]) -> Callable[..., Any]:
+def never_nothing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that changes a byte where there is nothing to do."""
+
     def call(*args: Any) -> Any:
         found = function(*args)
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
@@ -300,4 +302,4 @@ def _outputs_empty(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _add("op-mistakes-ignored", "A call that is wrong does nothing.", "011 012 013 014 015", lambda op: CallSeed(op, mistakes_ignored))
 _add("op-outputs-empty", "Outputs that are made anew hold zeros.", "018", lambda op: CallSeed(op, _outputs_empty))
-_add("op-works-without-tokens", "A call without anything to do changes a byte.", "003", lambda op: CallSeed(op, _never_nothing))
+_add("op-works-without-tokens", "A call without anything to do changes a byte.", "003", lambda op: CallSeed(op, never_nothing))

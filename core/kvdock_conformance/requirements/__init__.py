@@ -15,6 +15,7 @@ AREAS = (
     "copy_blocks",
     "static_update",
     "paged_attention",
+    "latents",
     "descriptors",
     "errors",
     "devices",

@@ -53,12 +53,16 @@ class SlotArea(Area):
             own: cases that an op has beside those that all have, by number.
             how: what else `Area.require` is told, by number.
         """
-        shared: Mapping[int, Sequence[Cases]] = {**self._slots(), **self._sizes(), **self._layouts()}
+        shared = self.shared()
         levels: Mapping[int, Mapping[str, Any]] = {15: {"level": Level.EXTENDED}}
         return [
             self.require(number, sentence, *shared.get(number, ()), *own.get(number, ()), **{**levels, **how}.get(number, {}))
             for number, sentence in enumerate(sentences, 1)
         ]
+
+    def shared(self) -> Mapping[int, Sequence[Cases]]:
+        """Return the cases of all ops like this, by number."""
+        return {**self._slots(), **self._sizes(), **self._layouts()}
 
     def _again(self, slots: Sequence[int], name: str) -> Callable[[], Iterable[Case]]:
         """Return calls of as many good slots, which differ in addresses alone, and then one with these slots."""

@@ -73,10 +73,15 @@ def test_a_layer_that_is_no_int_is_refused(kind: str, use: str, layer: object, o
     assert count(cache) == 0
 
 
-def test_a_latent_layer_is_not_there_yet(kind: str, ops: kvdock.OpDispatcher) -> None:
-    spec = kvdock.KVSpec((kvdock.LayerSpec(1, 1, 8, 8), kvdock.MLALayerSpec(512, 64)), 16, torch.float32)
-    with pytest.raises(kvdock.UnsupportedError, match=r"layers\[1\]: expected a layer that keeps keys and values, .*keeps kv \[576\]"):
-        make(kind, ops, spec)
+LATENTS, HEADS = kvdock.MLALayerSpec(512, 64), kvdock.LayerSpec(1, 1, 8, 8)
+
+
+@pytest.mark.parametrize("layers", [(HEADS, LATENTS), (LATENTS, HEADS)], ids=["second", "first"])
+def test_latents_and_heads_do_not_share_a_cache(kind: str, layers: Any, ops: kvdock.OpDispatcher) -> None:
+    at = layers.index(LATENTS)
+    text = rf"layers\[{at}\]: expected a layer that keeps keys and values, .*keeps kv \[576\]"
+    with pytest.raises(kvdock.UnsupportedError, match=text):
+        make(kind, ops, kvdock.KVSpec(layers, 16, torch.float32))
 
 
 @pytest.mark.parametrize(("heads", "tp_size"), [(32, 5), (8, 12), (2, 3), (3, 2)])

@@ -40,6 +40,8 @@ SAMPLE = {
     "gather-off-by-one-at-a-block-border",
     "hygiene-call-changes-the-locale",
     "hygiene-claims-are-no-bools",
+    "mla-rotary-part-in-front",
+    "mlaread-parts-swapped-when-equal",
     "op-refuses-now-and-then@paged_attention",
     "prefix-duplicates-not-canonical",
     "prefix-protected-counted-twice",

@@ -46,7 +46,9 @@ def test_a_good_backend(good: ConformanceRun, heard: list[Outcome]) -> None:
     assert found.about["backend"] == "good"
     assert found.about["device"] == "cpu"
     assert found.about["class"] == "support_conformance.BadBackend"
-    assert found.about["ops"] == ["copy_blocks_", "gather_paged", "paged_attention", "paged_caching_", "static_update_"]
+    assert found.about["ops"] == [
+        *("copy_blocks_", "gather_paged", "mla_caching_", "mla_gather", "paged_attention", "paged_caching_", "static_update_")
+    ]
     assert set(found.about["versions"]) == {"kvdock", "torch", "python"}
 
 

@@ -54,7 +54,7 @@ KINDS: dict[str, tuple[Wrap, str, str]] = {
 
 def arguments(target: Target, op: str, name: str = "") -> dict[str, Any]:
     """Return good arguments, the one of that ``name`` among them: of a quantised cache where only such have it."""
-    dtype = torch.int8 if name.endswith("_scale") else torch.float32
+    dtype = torch.int8 if any(arg.name == name and arg.scale_of for arg in CATALOG[op].args) else torch.float32
     device, sizes = torch.device(target.device), {"heads": 2, "head_dim": 8, "block_size": 4}
     return CATALOG[op].bind(example(op, device=device, dtype=dtype, present=[name], **sizes))
 

@@ -38,13 +38,15 @@ def test_every_argument_of_the_catalog_has_the_role_that_its_op_gives_it() -> No
         "gather_paged": {"k_out", "v_out"},
         "copy_blocks_": {"k_cache", "v_cache"},
         "paged_attention": {"out", "lse"},
+        "mla_caching_": {"kv_cache"},
+        "mla_gather": {"kv_c_out", "k_pe_out"},
     }
-    assert all({arg.name for arg in schema.static_args} == {"k_cache", "v_cache"} for schema in CATALOG.values())
+    assert all({arg.name for arg in schema.static_args} in ({"k_cache", "v_cache"}, {"kv_cache"}) for schema in CATALOG.values())
     assert {arg.name for schema in CATALOG.values() for arg in schema.args if arg.role is Role.RUNTIME_INT} == {
         *("cache_lengths", "max_query_len")
     }
     assert {arg.name for schema in CATALOG.values() for arg in schema.args if arg.optional} == {
-        *("k_scale", "v_scale", "cu_query_lens", "starts", "sinks", "lse")
+        *("k_scale", "v_scale", "cu_query_lens", "starts", "sinks", "lse", "scale")
     }
 
 

@@ -251,8 +251,6 @@ def test_debug_mode_reads_nothing_back_while_a_graph_is_captured() -> None:
 
 LATER = {
     "swap_blocks_": lambda t: kvdock.ops.swap_blocks_(t, t, [(0, 1)]),
-    "mla_caching_": lambda t: kvdock.ops.mla_caching_(t, t, t, t),
-    "mla_gather": lambda t: kvdock.ops.mla_gather(t, t),
 }
 
 

@@ -20,6 +20,7 @@ from support_plugins import CallKernel, InProcessBackend, plugin
 
 HOST, META = torch.device("cpu"), torch.device("meta")
 KERNEL = CallKernel(lambda *args: None)
+OPS = "copy_blocks_, gather_paged, mla_caching_, mla_gather, paged_attention, paged_caching_, static_update_"
 
 
 class Asked(InProcessBackend):
@@ -143,7 +144,7 @@ def test_threads_that_need_it_at_once_ask_once(monkeypatch: pytest.MonkeyPatch) 
     [
         ("paged_caching", "rename it to 'paged_caching_'"),
         ("gather_pages", "rename it to 'gather_paged'"),
-        ("rms_norm", "name one of copy_blocks_, gather_paged, paged_attention, paged_caching_, static_update_; or bring the op"),
+        ("rms_norm", f"name one of {OPS}; or bring the op"),
     ],
 )
 def test_a_kernel_for_no_op_is_a_warning_and_a_reason(monkeypatch: pytest.MonkeyPatch, name: str, fix: str) -> None:

@@ -203,7 +203,12 @@ def request(**changed: Any) -> Request:
 
 @pytest.mark.parametrize(
     ("dtype", "dim", "reason"),
-    [(torch.float32, 16, None), (torch.float64, 16, "no float64"), (torch.float16, 257, "k_cache have 257 elements, more than 256")],
+    [
+        (torch.float32, 16, None),
+        (torch.float64, 16, "no float64"),
+        (torch.float16, 577, "k_cache have 577 elements, more than 576"),
+        (torch.float32, 257, "k_cache have 257 elements, more than 256"),
+    ],
 )
 def test_what_is_refused_says_why(backend: SmallTiles, dtype: torch.dtype, dim: int, reason: str | None) -> None:
     args = {name: torch.zeros(3, 4, 1, dim, dtype=dtype) for name in ("k_cache", "v_cache")} | {"q": torch.zeros(1, 2, dim, dtype=dtype)}
@@ -221,3 +226,46 @@ def test_a_call_takes_no_more_memory_than_is_stated(backend: SmallTiles, monkeyp
     descriptor(*(args[name] for name in PAGED_ATTENTION.arg_names))
     assert taken[-1] == 1 * 2 * 3 * 17  # queries, heads, splits of 16 keys, and a sum with each row
     assert 0 < 4 * taken[-1] <= descriptor.workspace_bytes
+
+
+def latents(seed: int, rank: int, rope: int, **changed: Any) -> dict[str, Any]:
+    """Return a batch whose values are the first elements of its keys, with NaN wherever no query may look."""
+    args = batch(seed, DTYPES[seed % 2], "NHD", sinks=None, **changed)
+    wide = torch.randn(*args["k_cache"].shape[:2], 1, rank + rope).to(args["q"].dtype)
+    wide[args["k_cache"][:, :, :1].isnan().any(-1)] = torch.nan
+    heads = args["q"].shape[1]
+    q = (torch.randn(args["q"].shape[0], heads, rank + rope) / 4).to(args["q"].dtype)
+    return args | {"q": q, "k_cache": wide, "v_cache": wide[..., :rank]}
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("apart", [False, True], ids=["within", "apart"])
+def test_latents_are_keys_and_their_first_elements_values(monkeypatch: pytest.MonkeyPatch, seed: int, apart: bool) -> None:
+    """Keys in two parts, and values read with the first of them; values of the same strides elsewhere are read by themselves."""
+    monkeypatch.setattr("kvdock_triton.attention_specs.LONG", 16)
+    args = latents(seed, *[(32, 16), (16, 5)][seed % 2])
+    if apart:
+        args["v_cache"] = torch.randn_like(args["k_cache"])[..., : args["v_cache"].shape[3]]
+        args["v_cache"][args["k_cache"][..., :1].isnan().any(-1)] = torch.nan
+    if args["cu_query_lens"] is not None:
+        args["max_query_len"] = int(args["cu_query_lens"].diff().max())
+    check(args)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_latents_of_the_size_that_models_have(heads: int, queries: int) -> None:
+    args = one(21, queries, (heads, 1), 576)
+    wide = torch.randn_like(args["k_cache"]).bfloat16()
+    args |= {"k_cache": wide, "v_cache": wide[..., :512], "q": args["q"].bfloat16()}
+    check(args)
+
+
+def test_who_reads_values_with_keys() -> None:
+    from kvdock_triton.attention_specs import may_be_within
+
+    pools = torch.zeros(2, 4, 1, 576), torch.zeros(2, 4, 1, 512)
+    assert may_be_within(request(k_cache=pools[0], v_cache=pools[0][..., :512], q=torch.zeros(1, 2, 576)))
+    assert not may_be_within(request(k_cache=pools[0], v_cache=pools[1], q=torch.zeros(1, 2, 576)))
+    assert not may_be_within(request(k_cache=pools[0], v_cache=pools[0][..., :256], q=torch.zeros(1, 2, 576)))
+    assert not may_be_within(request(k_cache=pools[1], v_cache=pools[1], q=torch.zeros(1, 2, 512))), "all of a key is its value"

@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import Cache
 
 import kvdock
-from kvdock.cache.paged import PagedKVCacheConfig
+from kvdock.cache.paged_config import PagedKVCacheConfig
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from kvdock.integrations.transformers.bound import Bound
 from kvdock.integrations.transformers.captured import CapturedDecoding, captured_decoding

@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvdock.cache.paged import PagedKVCacheConfig
+from kvdock.cache.paged_config import PagedKVCacheConfig
 from kvdock.errors import ArgumentValueError
 from kvdock.integrations.transformers.cache import PagedCacheForTransformers
 

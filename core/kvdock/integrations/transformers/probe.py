@@ -16,7 +16,7 @@ import attrs
 import torch
 from transformers import DynamicCache
 
-from kvdock.cache.paged import PagedKVCacheConfig
+from kvdock.cache.paged_config import PagedKVCacheConfig
 from kvdock.errors import ArgumentValueError, UnsupportedError
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD
 from kvdock.integrations.transformers.measure import Measurement, input_device

@@ -200,7 +200,6 @@ def make(op):
             or seq_lens_n0 != B
             or seq_lens_ptr & (seq_lens_size - 1)
             or out_n0 != N
-            or not (out.shape[1] % v_cache.shape[2] == 0)
             or (not (cu_query_lens is not None or N == B))
             or (not out.is_contiguous() and has_internal_overlap(out))
             or (q_ptr < high and low < q_end)
@@ -610,7 +609,6 @@ def make(op):
                         and out_ptr
                         and block_table_n0 == B
                         and not ((q_ptr | out_ptr) & 15 or block_table_ptr & block_table_mask or seq_lens_ptr & seq_lens_mask)
-                        and (out.shape[1] % v_cache.shape[2] == 0)
                         and (cu_query_lens is not None or N == B)
                     ):
                         entry.used = cache.clock = cache.clock + 1
@@ -931,7 +929,6 @@ def make(op):
                         and out_ptr
                         and block_table_n0 == B
                         and not ((q_ptr | out_ptr) & 15 or block_table_ptr & block_table_mask or seq_lens_ptr & seq_lens_mask)
-                        and (out.shape[1] % v_cache.shape[2] == 0)
                         and (cu_query_lens is not None or N == B)
                     ):
                         entry.used = cache.clock = cache.clock + 1

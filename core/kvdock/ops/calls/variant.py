@@ -181,13 +181,13 @@ class VariantSource:
             known.update(dim.name for _, dim in unknown)
 
     def relations(self) -> list[str]:
-        """Return the conditions of the schema whose words this variant has."""
+        """Return the conditions of the schema whose words this variant has. Those on static sizes were checked with the signature."""
         dims = [(name, i, dim) for name in (*self.pools, *self.rest) for i, dim in enumerate(self.variant.dims[name])]
         sizes = {dim.name: f"{name}.shape[{i}]" for name, i, dim in dims if not dim.runtime}
         found = []
         for relation in self.schema.relations:
             names = compile(relation.expression, "<relation>", "eval").co_names
-            if all(word in self.words or word in sizes for word in names):
+            if all(word in self.words or word in sizes for word in names) and any(word in self.words for word in names):
                 holds = _substitute(relation.expression, {w: sizes[w] for w in names if w not in self.words})
                 found.append(f"{relation.without} is not None or {holds}" if relation.without else holds)
         return found

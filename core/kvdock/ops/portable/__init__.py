@@ -12,6 +12,8 @@ from types import MappingProxyType
 from kvdock.interface import Kernel
 from kvdock.ops.portable.copy_blocks import CopyBlocks
 from kvdock.ops.portable.gather_paged import GatherPaged
+from kvdock.ops.portable.mla_caching import MLACaching
+from kvdock.ops.portable.mla_gather import MLAGather
 from kvdock.ops.portable.paged_attention import PagedAttention
 from kvdock.ops.portable.paged_caching import PagedCaching
 from kvdock.ops.portable.rows import SKIPPED
@@ -26,6 +28,8 @@ PORTABLE_KERNELS: Mapping[str, Kernel] = MappingProxyType(
         "gather_paged": GatherPaged(),
         "copy_blocks_": CopyBlocks(),
         "paged_attention": PagedAttention(),
+        "mla_caching_": MLACaching(),
+        "mla_gather": MLAGather(),
     }
 )
 """Portable kernels by op."""

@@ -1,0 +1,15 @@
+"""`mla_gather` on the CPU: `gather_paged` on the two parts of a latent pool."""
+
+from __future__ import annotations
+
+from kvdock.plugin import LatentKernel
+from kvdock_cpu.gather_paged import GatherPaged
+
+__all__ = ["MLAGather"]
+
+
+class MLAGather(LatentKernel):
+    """Reads latents as keys and rotary parts as values."""
+
+    def __init__(self) -> None:
+        super().__init__(GatherPaged())

@@ -1,0 +1,107 @@
+"""Faults of `mla_caching_` and `mla_gather`: those of any op that goes by slots, whose keys are latents, and some of rows in two parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import torch
+
+from kvdock_conformance.faults.families import faults_of
+from kvdock_conformance.faults.fault import Args, BackendCall, Fault, Faults, FaultyCall
+from kvdock_conformance.faults.moves import Move, by_slots
+from kvdock_conformance.faults.ops import CallSeed, never_nothing
+from kvdock_conformance.faults.tensors import bits, restrided
+from kvdock_conformance.requirements.latents import ASKED
+
+__all__ = ["FAULTS", "LATENT_READ", "LATENT_WRITE"]
+
+_PAIR = {"kv_c": "k", "k_pe": "v", "kv_c_out": "k_out", "k_pe_out": "v_out"}
+
+
+def _as_pair(run: BackendCall, args: Args) -> tuple[BackendCall, Args]:
+    """Return a call of latents as one of keys and values of one head."""
+    rank, pool = next(args[name].shape[-1] for name in ("kv_c", "kv_c_out") if name in args), args["kv_cache"]
+    rows = {pair: args[name].unsqueeze(-2) for name, pair in _PAIR.items() if name in args}
+
+    def run_pair(changed: Args) -> None:
+        own = {name: changed[pair].squeeze(-2) for name, pair in _PAIR.items() if pair in changed}
+        run({**args, **own, "slot_mapping": changed["slot_mapping"]})
+
+    return run_pair, {"k_cache": pool[..., :rank], "v_cache": pool[..., rank:], **rows, "slot_mapping": args["slot_mapping"]}
+
+
+_ROLES = " ".join(role for role, _, _ in ASKED)
+LATENT_WRITE = by_slots("mla_caching_", "mla", _ROLES, (("k", "k_cache"), ("v", "v_cache")), {}, seen=_as_pair)
+LATENT_READ = by_slots("mla_gather", "mlaread", _ROLES, (("k_cache", "k_out"), ("v_cache", "v_out")), {}, seen=_as_pair)
+
+_OF_TWO_POOLS = ("values-by-the-strides-of-keys", "values-below-keys-left", "values-inside-keys-left", "values-of-other-sizes-left")
+"""Faults that a pool for both parts cannot have."""
+
+
+def _of_family(move: Move) -> list[Fault]:
+    """Return the faults that any op that goes by slots can have. No part of a row of two is dense, whatever steps of a size of 1 say."""
+    every = {fault.name.removeprefix(f"{move.prefix}-"): fault for fault in faults_of(move)}
+    of_rows = {"steps-of-one-matter": attrs.evolve(every["steps-of-one-matter"], killers=(move.killer("rows"),))}
+    return [fault for name, fault in (every | of_rows).items() if name not in _OF_TWO_POOLS]
+
+
+FAULTS = Faults()
+
+
+def _ids(move: Move, roles: str) -> list[str]:
+    return [move.killer(role) for role in roles.split()]
+
+
+def _fault(move: Move, name: str, sentence: str, roles: str) -> Callable[[FaultyCall], FaultyCall]:
+    return FAULTS.call(move.op, f"{move.prefix}-{name}", sentence, *_ids(move, roles))
+
+
+for _move in (LATENT_WRITE, LATENT_READ):
+    FAULTS += _of_family(_move)
+    _seed = CallSeed(_move.op, never_nothing)
+    FAULTS.append(
+        Fault(f"{_move.prefix}-works-without-tokens", "A call without tokens changes a byte.", _move.op, (_move.killer("nothing"),), _seed)
+    )
+
+
+@_fault(LATENT_WRITE, "rotary-part-in-front", "The rotary part is written first, and the latent behind it.", "first unlike dims")
+def _in_front(run: BackendCall, args: Args) -> None:
+    run(args)
+    block, offset = LATENT_WRITE.places(_as_pair(run, args)[1]).to
+    pool, rope = bits(args["kv_cache"]), args["k_pe"].shape[-1]
+    pool[block, offset, 0] = pool[block, offset, 0].roll(rope, -1)
+
+
+@_fault(LATENT_WRITE, "rotary-part-by-the-steps-of-latents", "Rotary parts are read in steps as long as those of latents.", "first unlike")
+def _one_step(run: BackendCall, args: Args) -> None:
+    kv_c, k_pe = args["kv_c"], args["k_pe"]
+    reach = sum((size - 1) * step for size, step in zip(k_pe.shape, (*kv_c.stride()[:-1], 1), strict=True))
+    room = k_pe.untyped_storage().nbytes() // k_pe.element_size() - k_pe.storage_offset()
+    run({**args, "k_pe": restrided(k_pe, (*kv_c.stride()[:-1], 1)) if reach < room else torch.zeros_like(k_pe)})
+
+
+@_fault(LATENT_WRITE, "parts-swapped-when-equal", "Where both parts have as many elements, one is taken for the other.", "first batch")
+def _swapped(run: BackendCall, args: Args) -> None:
+    equal = args["kv_c"].shape == args["k_pe"].shape
+    run({**args, "kv_c": args["k_pe"], "k_pe": args["kv_c"]} if equal else args)
+
+
+@_fault(LATENT_WRITE, "last-block-left", "What goes to the last block is left.", "ends")
+def _last_block(run: BackendCall, args: Args) -> None:
+    slots, (blocks, block) = args["slot_mapping"], args["kv_cache"].shape[:2]
+    run({**args, "slot_mapping": torch.where((slots // block == blocks - 1) & (slots < blocks * block), -1, slots)})
+
+
+@_fault(LATENT_READ, "rotary-part-one-early", "The rotary part begins at the last element of the latent.", "first unlike dims")
+def _one_early(run: BackendCall, args: Args) -> None:
+    run(args)
+    places, rank = LATENT_READ.places(_as_pair(run, args)[1]), args["kv_c_out"].shape[-1]
+    block, offset = places.source
+    bits(args["k_pe_out"])[places.to] = bits(args["kv_cache"])[block, offset, 0, rank - 1 : -1]
+
+
+@_fault(LATENT_READ, "parts-swapped-when-equal", "Where both parts have as many elements, one is taken for the other.", "first batch")
+def _read_swapped(run: BackendCall, args: Args) -> None:
+    equal = args["kv_c_out"].shape == args["k_pe_out"].shape
+    run({**args, "kv_c_out": args["k_pe_out"], "k_pe_out": args["kv_c_out"]} if equal else args)

@@ -1,0 +1,93 @@
+"""Writing latents into a paged cache and reading them, ``KVD-MLA`` and ``KVD-MLAREAD``: what is asked of any op that goes by slots."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from kvdock_conformance.cases.latents import DRAWN, LatentCall
+from kvdock_conformance.cases.layouts import PARTS
+from kvdock_conformance.cases.paged import in_turn, shuffled
+from kvdock_conformance.checking.any_op import check_only_written
+from kvdock_conformance.requirement import Case, Requirement
+from kvdock_conformance.requirements.families import Cases
+from kvdock_conformance.requirements.ops import REQUIREMENTS as OF_ANY_OP
+from kvdock_conformance.requirements.slots import SlotArea
+
+__all__ = ["ASKED", "REQUIREMENTS"]
+
+ASKED: Sequence[tuple[str, int | None, str]] = (
+    ("first", 1, "Each token's latent is {done}, and behind it its rotary part, where slot_mapping names the slot."),
+    ("bytes", None, "No other byte is changed when latents are {done}: neither between rows nor around them."),
+    ("padding", 3, "When latents are {done}, a negative slot is padding, whichever negative number it is."),
+    ("beyond", 4, "When latents are {done}, a slot beyond the pool raises in host memory before anything is, and is left out on a device."),
+    ("ends", 5, "Latents are {done} at the first and the last slot of the pool, and at those on either side of a border between blocks."),
+    ("index", 6, "When latents are {done}, slots are read as int32 and as int64, by the strides of slot_mapping."),
+    ("batch", 7, "Latents are {done} as [T, D] and as [B, S, D]."),
+    ("nothing", 8, "A call in which no latents are {done} changes nothing and raises nothing."),
+    ("blocks", 10, "Latents are {done} in blocks of any number of slots, and pools of any number of blocks."),
+    ("dims", 11, "Latents and rotary parts of any number of elements are {done}."),
+    ("unlike", 13, "Latents are {done} that have more elements than the rotary part, and fewer."),
+    ("many", 14, "Any number of latents may be {done} in a call."),
+    ("orders", 16, "Latents are {done} by the pool's own strides, whatever the order of its dimensions in memory."),
+    ("parts", None, "Latents are {done} in a pool that is a part of a larger tensor."),
+    ("rows", 18, "When latents are {done}, those and rotary parts have strides of their own, as slices of one projection have."),
+    ("addresses", 19, "Latents are {done} in tensors that begin at any address that is a multiple of their element's size."),
+    ("numbers", 20, "Elements of every dtype arrive bit for bit when latents are {done}."),
+    ("inputs", None, "What is only read stays as it was when latents are {done}."),
+    ("repeated", None, "When latents are {done}, calls that differ from those before them are served as if they were the first."),
+)
+"""What a requirement is about, the number of its cases among those that all such ops have, and what must be so."""
+
+
+def _own(area: SlotArea) -> Mapping[str, Sequence[Cases]]:
+    """Return the cases that are for latents alone, by what they are about; those of "index" are beside the others."""
+    make, names = area.make, ("nhd", "padded slots", "padded blocks", "odd steps", "odd address", "nhd")
+
+    def repeated() -> Iterable[Case]:
+        for name, order in (("other strides at each call", names), ("the same at each call", ("nhd",) * 4)):
+            yield in_turn(name, [make("", pool=pool) for pool in order], own_pools=True)
+        leads = [(5,), (13,), (1,), (2, 3), (24,), (13,)]
+        yield in_turn("other tokens and slots at each call", [make("", shuffled(24, seed), lead) for seed, lead in enumerate(leads)])
+
+    gaps = ("padded slots", "padded blocks", "odd steps")
+    one = {"lead": (13,), "index_order": "one", "rows": "contiguous" if "gather" in area.op else "one token for all"}
+    far = attrs.evolve(area.base, num_blocks=2**15 + 2, block=16, dtype="float32")  # more than 2**24 elements
+    values = {"first": 1, "step": 1} if "gather" in area.op else None
+    return {
+        "index": ([make(f"{index}, one slot for all", [5], index=index, **one) for index in ("int32", "int64")],),
+        "bytes": ([make(name, pool=name) for name in gaps], [make(f"rows: {name}", rows=name) for name in ("padded tokens", "fused kv")]),
+        "parts": (
+            [make(f"{name}, {count} tokens", lead=(count,), pool=name) for name in PARTS for count in (2, 13)],
+            [make("far into a pool", [2**19 + 20, 0, 2**18], geometry=far, pool="untouched memory", values=values)],
+        ),
+        "inputs": ([make("plain"), make("with padding", [3, -1, -7, 9]), make("fused", rows="fused kv"), make("int32", index="int32")],),
+        "repeated": (repeated,),
+    }
+
+
+def _requirements(area: SlotArea, done: str) -> Iterator[Requirement]:
+    shared, own = area.shared(), _own(area)
+    for number, (role, at, sentence) in enumerate(ASKED, 1):
+        checked: dict[str, Any] = {"check": check_only_written} if role == "inputs" else {}
+        yield area.require(number, sentence.format(done=done), *(shared[at] if at else ()), *own.get(role, ()), **checked)
+
+
+def _of_any_op(op: str) -> Iterator[Requirement]:
+    """Yield what is asked of any op, with cases that are drawn when they are needed."""
+    for item in OF_ANY_OP:
+        yield attrs.evolve(item.of(op), cases=functools.cache(functools.partial(lambda each: [*each.cases(DRAWN[op])], item)))
+
+
+_AREAS = {"mla_caching_": ("MLA", "written"), "mla_gather": ("MLAREAD", "read")}
+REQUIREMENTS = [
+    *(
+        item
+        for op, (code, done) in _AREAS.items()
+        for item in (*_requirements(SlotArea(code, op, functools.partial(LatentCall, op)), done), *_of_any_op(op))
+        if item.id not in ("KVD-OP-018@mla_caching_", "KVD-OP-018@mla_gather")  # about outputs that the op itself makes
+    )
+]
