@@ -9,6 +9,7 @@ from kvdock_conformance.requirement import Case, Level, Requirement
 
 _OP_OF_ATTENTION = "KVD-OP-{}@paged_attention"
 _PAIRS = ("KVD-WRITE-025", "KVD-GATHER-030", "KVD-COPY-028", "KVD-STATIC-023")
+_OF_LATENTS = ("KVD-MLA-014", "KVD-MLAREAD-014")  # rows of every size; the CPU backend is asked of them
 _MINUTES = (*_PAIRS, *map(_OP_OF_ATTENTION.format, ("001", "004", "005")))  # of up to 257 sequences; `KVD-ATTN-001` asks of small ones
 _OF_ATTENTION = (*map(_OP_OF_ATTENTION.format, ("004", "005", "014")), "KVD-ATTN-002")
 _AROUND = tuple(map("KVD-{}-".format, ("DESC", "DEVICE", "ERROR", "FUZZ", "HYGIENE", "READ", "RESOURCE", "THREAD")))
@@ -17,12 +18,14 @@ _SLOW = {
     # `KVD-FUZZ-001` draws such pairs in small calls, and the CPU backend is asked all the same.
     "test_own.py": (
         *_PAIRS,
+        *_OF_LATENTS,
         *map("KVD-HYGIENE-{}".format, ("001", "002", "003", "004", "014", "017")),
         *("KVD-ATTN-002", "KVD-FUZZ-", "KVD-OP-", "KVD-READ-", "KVD-RESOURCE-011", "KVD-THREAD-"),
     ),
     # What is asked of plans, threads, memory and surroundings takes the interpreter seconds. What kernels write and compute stays.
     "test_triton_interpreted.py": (
         *_AROUND,
+        *_OF_LATENTS,
         "KVD-COPY-017",
         *map("KVD-ATTN-{}".format, ("001", "002", "003", "005", "006", "009")),
         "KVD-OP-",

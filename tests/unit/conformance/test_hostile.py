@@ -83,7 +83,7 @@ def test_whatever_it_raises_is_its_failure(one: Hostile, behaviour: str, got: st
     ("behaviour", "said"),
     [
         ("folder", "the current directory behind the calls: expected '"),
-        ("environment", "environment variable OMP_NUM_THREADS behind the calls: expected '"),
+        ("environment", "environment variable OMP_NUM_THREADS behind the calls: expected "),
         ("unset", "environment variable PATH behind the calls: expected '"),
         ("dtype", "torch.get_default_dtype() behind the calls: expected torch.float32, got torch.float64"),
         ("device", "torch.get_default_device() behind the calls: expected device(type='cpu'), got device(type='meta')"),
