@@ -54,7 +54,13 @@ def test_kernels_that_compute_may_spill_and_say_where() -> None:
     assert "2 kernels of attention, which compute: 1 spill registers, on sm_90." in text
     assert "| paged_attention | sm_90 | 2 | 20 | 20 | 8x128 NHD 1-D align 16 | 8 | 16 |" in text
     assert text.splitlines()[-1].startswith("None: ")
-    assert attrs.evolve(spilling, load=8).faults == ["accesses of 8 bytes"]
+    assert "\n0 of them have accesses narrower" in text
+    narrow = attrs.evolve(spilling, load=8)
+    assert narrow.faults == ["accesses of 8 bytes"]
+    text = page([PLAIN, narrow], {})
+    assert "0 spill registers, 0 have accesses narrower" in text, "those that move bits are not blamed for it"
+    assert "\n1 of them have accesses narrower" in text
+    assert text.splitlines()[-1].startswith("* paged_attention ")
 
 
 def test_of_many_that_differ_the_first_are_named_and_the_rest_counted() -> None:

@@ -74,6 +74,7 @@ says what code was compiled, not how fast it is. No kernel has run on an AMD GPU
 """
 _COMPUTING = """
 {count:,} kernels of attention, which compute: {spilling} spill registers, on {where}.
+{narrow} of them have accesses narrower than their alignment class.
 Of theirs, an access is one that loads keys and values; a variant is what the kernel is for, a geometry, a dtype, and every option of
 the op where it says so.
 """
@@ -88,20 +89,25 @@ def page(results: Sequence[Result], versions: Mapping[str, str]) -> str:
         results: what was compiled.
         versions: versions by name.
     """
-    spilling, narrow = (sum(fault.startswith(word) for result in results for fault in result.faults) for word in ("spills", "accesses"))
     told = ", ".join(f"{name} {version}" for name, version in versions.items())
-    computing = [result for result in results if result.computes]
-    lines = [_HEAD.format(versions=told, count=len(results) - len(computing), spilling=spilling, narrow=narrow)]
+    computing, moving = ([result for result in results if result.computes is kind] for kind in (True, False))
+    lines = [_HEAD.format(versions=told, count=len(moving), spilling=_count(moving, "spills"), narrow=_count(moving, "accesses"))]
     lines += [_attention(computing)] if computing else []
     lines += [*_table(results), "", "## What differs from the other kernels", "", *_different(results)]
     return "\n".join(lines) + "\n"
+
+
+def _count(results: Sequence[Result], what: str) -> int:
+    """Count what must not be, by how it begins."""
+    return sum(fault.startswith(what) for result in results for fault in result.faults)
 
 
 def _attention(results: Sequence[Result]) -> str:
     """Return what is said of kernels that compute."""
     spilling = [result for result in results if result.spills]
     where = ", ".join(dict.fromkeys(result.target for result in spilling)) or "none"
-    return _COMPUTING.format(count=len(results), spilling=len(spilling), where=where).lstrip("\n")
+    narrow = _count(results, "accesses")
+    return _COMPUTING.format(count=len(results), spilling=len(spilling), where=where, narrow=narrow).lstrip("\n")
 
 
 def _table(results: Iterable[Result]) -> Iterator[str]:
