@@ -197,6 +197,8 @@ def _by_a_forked_process(call: Callable[[], object]) -> Callable[[], object]:
     child = os.fork()
     if not child:
         try:
+            # GNU OpenMP waits for ever in the child for threads that only the parent has. That is torch's, and no backend's, to mend.
+            torch.set_num_threads(1)
             call()
         finally:
             os._exit(0)
