@@ -8,7 +8,7 @@ import gc
 import mmap
 import resource
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +71,37 @@ def check_scratch(target: Target, data: Mapping[str, Any]) -> None:
             )
 
 
+def _address_space() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * mmap.PAGESIZE
+
+
+@contextlib.contextmanager
+def _no_more_than(count: int) -> Iterator[None]:
+    """Let this process get so many bytes more of the system."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (_address_space() + count, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 def _at_hand() -> list[object]:
-    """Take what glibc's malloc keeps of what was freed, hundreds of MiB in a process that has done much: that is got whatever the limit."""
-    mallinfo, part = malloc_info(), 1 << 20
-    if mallinfo is None:
-        return []
-    taken: list[object] = [np.empty(part, np.uint8) for _ in range(mallinfo().fordblks // part)]
+    """Take what glibc's malloc keeps of what was freed, hundreds of MiB in a process that has done much: that is got whatever the limit.
+
+    Where a thread's own arena has nothing, malloc looks into one other, and may stay with that: so until it says no twice in a row.
+    """
+    taken: list[object] = []
+    if malloc_info() is None:
+        return taken
+    refused = 0
+    with _no_more_than(0):
+        while refused < 2:
+            try:
+                taken.append(np.empty(1 << 20, np.uint8))
+                refused = 0
+            except MemoryError:
+                refused += 1
     ctypes.CDLL(None).malloc_trim(0)
     return taken
 
@@ -84,15 +109,12 @@ def _at_hand() -> list[object]:
 def _error_within(count: int, call: Callable[[], object]) -> BaseException | None:
     """Make a call while this process may get so many bytes more, from whomever; return the error where that is not enough."""
     at_hand = _at_hand()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    taken = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * mmap.PAGESIZE
-    resource.setrlimit(resource.RLIMIT_AS, (taken + count, before[1]))
     try:
-        call()
+        with _no_more_than(count):
+            call()
     except Exception as error:  # noqa: BLE001 - whatever the backend makes of it
         return error
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
         at_hand.clear()
     return None
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from unittest import mock
 
@@ -33,6 +37,16 @@ def checked(number: int, take: Callable[[Args], object], workspace: int = 0) -> 
     seed = KernelSeed("paged_caching_", lambda inner: FaultyKernel(inner, lambda: call))
     with seed.seeded(target), mock.patch.object(kvdock.plugin.Descriptor, "workspace_bytes", workspace):
         requirement.check(target, data)
+
+
+def within(count: int, take: Callable[[], object]) -> object:
+    """Take something while this process may have so many bytes of address space."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (count, before[1]))
+    try:
+        return take()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def of_torch(count: int) -> torch.Tensor:
@@ -73,3 +87,33 @@ def test_what_malloc_has_at_hand_is_got_too() -> None:
     with pytest.raises(NonconformanceError, match="with 16777216 bytes: RuntimeError"):
         checked(10, lambda args: args["k_cache"].clone(), 1 << 40)
     del behind
+
+
+BEHIND_ANOTHER_ARENA = """
+import contextlib
+from threading import Thread
+
+import numpy as np
+import pytest
+
+from kvdock_conformance.checking.failure import NonconformanceError
+from unit.conformance.test_scratch import MIB, checked, of_torch, within
+
+np.empty(31 * MIB, np.uint8)
+freed, behind = [np.empty(30 * MIB, np.uint8) for _ in range(40)], np.empty(MIB, np.uint8)
+del freed  # to the main arena
+other = Thread(target=lambda: np.empty(MIB, np.uint8))  # has an arena of its own
+other.start()
+other.join()
+with contextlib.suppress(RuntimeError):  # a thread that is refused stays with the arena that malloc asked next
+    within(0, lambda: of_torch(1 << 40))
+assert within(0, lambda: of_torch(64 * MIB)) is not None
+with pytest.raises(NonconformanceError, match="with 16777216 bytes: RuntimeError"):
+    checked(10, lambda args: args["k_cache"].clone(), 1 << 40)
+"""
+
+
+def test_what_another_arena_has_at_hand_is_got_too() -> None:
+    """In a process of its own: what one has done decides where its memory lies."""
+    own = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", BEHIND_ANOTHER_ARENA], env=own, check=True)
