@@ -14,6 +14,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 from kvdock.checks import check_int
 
@@ -25,9 +27,24 @@ class Retention(ABC):
 
     Attributes:
         is_state: whether a block holds one state of a sequence, and not the tokens at its place.
+        keeps_all: whether nothing is ever let go.
     """
 
     is_state = False
+    keeps_all = False
+
+    @property
+    def leading(self) -> int:
+        """So many first tokens of a sequence are never let go."""
+        return 0
+
+    def first_kept(self, num_tokens: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+        """Return for each number of tokens from which position on all are kept, beside the leading ones. It never falls as they grow.
+
+        This is what `spans` says, for many sequences at once; a rule that is asked in each step has it as one operation of numpy.
+        """
+        lasts = ((count, self.spans(count)) for count in num_tokens.tolist())
+        return np.array([spans[-1].start if spans else count for count, spans in lasts], dtype=np.intp)
 
     @abstractmethod
     def spans(self, num_tokens: int) -> tuple[range, ...]:
@@ -55,6 +72,8 @@ class Retention(ABC):
 class KeepAll(Retention):
     """Every token: full attention."""
 
+    keeps_all = True
+
     def spans(self, num_tokens: int) -> tuple[range, ...]:
         """Return all of them."""
         return _spans((0, num_tokens))
@@ -79,6 +98,15 @@ class KeepWindow(Retention):
         check_int("KeepWindow: window", self.window, 1)
         check_int("KeepWindow: sinks", self.sinks, 0)
 
+    @property
+    def leading(self) -> int:
+        """The sinks."""
+        return self.sinks
+
+    def first_kept(self, num_tokens: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+        """Return where the window of the next token begins."""
+        return np.maximum(num_tokens - (self.window - 1), 0)
+
     def spans(self, num_tokens: int) -> tuple[range, ...]:
         """Return the sinks, and what the window of the next token reaches."""
         return _spans((0, min(self.sinks, num_tokens)), (max(num_tokens - self.window + 1, 0), num_tokens))
@@ -99,6 +127,10 @@ class KeepChunk(Retention):
 
     def __attrs_post_init__(self) -> None:
         check_int("KeepChunk: chunk", self.chunk, 1)
+
+    def first_kept(self, num_tokens: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+        """Return where the chunk of the next token begins."""
+        return num_tokens - num_tokens % self.chunk
 
     def spans(self, num_tokens: int) -> tuple[range, ...]:
         """Return what is in the chunk of the next token."""

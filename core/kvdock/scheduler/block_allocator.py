@@ -130,8 +130,11 @@ class BlockAllocator(NotCopied, OneThread):
         np.add.at(self._counts, ids, _ONE)
         self.num_extra += ids.size
 
-    def release(self, blocks: npt.ArrayLike) -> None:
+    def release(self, blocks: npt.ArrayLike) -> BlockIds:
         """Take a holder from each of ``blocks``; from one that is named twice, two. Without holders a block is free.
+
+        Returns:
+            those that are free now, int32.
 
         Raises:
             ArgumentValueError: a block has fewer holders than that: somebody frees it twice. Nothing was changed.
@@ -155,6 +158,7 @@ class BlockAllocator(NotCopied, OneThread):
         self._stack[self._top : self._top + free.size] = free[::-1]
         self._top += free.size
         self.num_extra -= ids.size - free.size
+        return free
 
     def check_integrity(self) -> None:
         """Prove that free and used blocks partition the pool. Costs time in its size.

@@ -24,21 +24,21 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.errors import ArgumentValueError, IndexRangeError, OutOfBlocksError
-from kvdock.prefix.factory import prefix_cache_of_pool
-from kvdock.prefix.inputs import as_integers, check_block_size, check_priority, count_of
-from kvdock.prefix.interface import Namespace, PrefixCache, PrefixHandle
+from kvdock.errors import ArgumentValueError, IndexRangeError
+from kvdock.layers.groups import LayerGroup
+from kvdock.prefix.inputs import as_integers, check_priority, count_of
+from kvdock.prefix.interface import Namespace, PrefixCache
 from kvdock.prefix.ownership import NotCopied, OneThread
 from kvdock.scheduler.batches import as_rows, ids_of_step
-from kvdock.scheduler.block_allocator import BlockAllocator, checked_num_blocks
+from kvdock.scheduler.beginnings import Beginnings
 from kvdock.scheduler.ids import TokenIds
 from kvdock.scheduler.partition import check_partition
 from kvdock.scheduler.pins import Pin, Pins
-from kvdock.scheduler.planning import Fit, Needs, Planner, Prompt
-from kvdock.scheduler.pool_blocks import PoolBlocks, in_the_middle
+from kvdock.scheduler.planning import Fit, Prompt
+from kvdock.scheduler.pool_blocks import in_the_middle
+from kvdock.scheduler.pools import pool_of
 from kvdock.scheduler.promises import Promises
 from kvdock.scheduler.publishing import NOTHING_MORE, Publisher
-from kvdock.scheduler.rows import Rows
 from kvdock.scheduler.sequence import CacheSequence
 from kvdock.scheduler.steps import Steps
 
@@ -52,11 +52,20 @@ class CacheManager(NotCopied, OneThread):
     tensor-parallel group, fed the same calls, decide alike; but for times of pins, where ``clock`` is not such a counter.
     It belongs to one thread at a time; see `hand_over`. Observers of its prefix cache cannot call it. It cannot be copied or pickled.
 
+    With several layer groups, or one that lets tokens go, ``block_size`` is the least number of tokens in which blocks of all groups
+    end together: prefixes are found and shared in so many, by any prefix cache, whose blocks are numbers of such units then. Numbers
+    of blocks that are promised, asked for and available count units, too. A sequence goes on behind the longest prefix of which
+    each group has what it needs: all tokens, the last window, a checkpoint of the state.
+
     Args:
         num_blocks: blocks in the pool.
-        block_size: tokens in a block, 1 to 512; at most 2**31 tokens in all.
+        block_size: tokens in a block, 1 to 512, 16 unless you say; at most 2**31 tokens in all. With ``groups`` it follows from them.
         prefix: name of a prefix cache, or an empty one of the same block size that nobody else uses.
-        null_block: whether block 0 is never handed out, so that it stays as it was made: zero. What pads a batch can point there.
+        groups: layer groups of the cache, as `kvdock.plan_blocks` plans them; none: one that keeps all tokens.
+        state_interval: tokens between two checkpoints of a sequence's states, at least. There is one at the end of each prompt that
+            is begun with ``at_most``, too; each takes a block for every group of states.
+        null_block: whether block 0 is never handed out, so that it stays as it was made: zero. What pads a batch can point there, and
+            states of new sequences begin as copies of it.
         clock: what times of pins are measured with, in seconds unless you pass another: ranks that must decide alike pass
             the number of steps.
         options: what else a prefix cache made by name takes, such as ``policy="lfu"``.
@@ -68,32 +77,34 @@ class CacheManager(NotCopied, OneThread):
     def __init__(
         self,
         num_blocks: int,
-        block_size: int = 16,
+        block_size: int | None = None,
         prefix: str | PrefixCache = "radix",
         *,
+        groups: Sequence[LayerGroup] | None = None,
+        state_interval: int = 4096,
         null_block: bool = False,
         clock: Callable[[], float] = time.monotonic,
         **options: Any,
     ) -> None:
-        self.block_size = check_block_size("CacheManager", block_size)
-        checked_num_blocks("CacheManager", num_blocks, block_size)
-        self.prefix = prefix_cache_of_pool("CacheManager", prefix, num_blocks=num_blocks, block_size=block_size, options=options)
-        self.allocator = BlockAllocator(num_blocks)
-        self.null_block = int(self.allocator.allocate(1)[0]) if null_block else None
-        self.allocator.hand_over()  # to the thread of the first call
-        self._pool = PoolBlocks(self.allocator, self.prefix)
-        self._rows = Rows(block_size)
+        self._pool, self._rows = pool_of(num_blocks, block_size, prefix, groups, state_interval, null_block=null_block, options=options)
+        self.allocator, self.prefix = self._pool.allocator, self._pool.prefix
+        self.block_size = self._rows.block_size
+        self._pool.hand_over()  # to the thread of the first call
         self._ids = TokenIds(self._rows)
         self._publisher = Publisher(self._pool, self._rows, self._ids)
         self._promises = Promises(self._pool, self._rows)
         self._steps = Steps(self._pool, self._rows, self._ids, self._publisher)
-        self._planner = Planner(self.prefix, num_blocks - (self.null_block is not None))
+        self._beginnings = Beginnings(self._pool, self._rows, self._ids, self._promises)
         self._pins = Pins(clock)
         self._late: deque[list[CacheSequence]] = deque()
-        self._serial = 0
 
     def __repr__(self) -> str:
         return f"CacheManager({self.allocator}, {self.prefix}, sequences={self.num_sequences}, pins={len(self._pins)})"
+
+    @property
+    def null_block(self) -> int | None:
+        """The block that is never handed out; None where there is none."""
+        return self._pool.null_block
 
     @property
     def available_size(self) -> int:
@@ -124,11 +135,7 @@ class CacheManager(NotCopied, OneThread):
         """
         self._enter()
         prompt = Prompt.read("CacheManager.plan", tokens, namespace, reserve=reserve, at_most=at_most)
-        needs = self._planner.look_up(prompt, partial=False)
-        self.prefix.lock_handle(needs.handle)
-        fits = needs.blocks <= self._pool.available  # under a lock: what is found cannot be evicted to make room, too
-        self.prefix.lock_handle(needs.handle, unlock=True)
-        return Fit(needs.cached_len, needs.blocks, fits)
+        return self._beginnings.plan(prompt)
 
     def begin(
         self,
@@ -168,14 +175,7 @@ class CacheManager(NotCopied, OneThread):
         self._enter()
         prompt = Prompt.read("CacheManager.begin", tokens, namespace, reserve=reserve, at_most=at_most, max_cached_len=max_cached_len)
         check_priority("CacheManager.begin: priority", priority)
-        needs = self._planner.look_up(prompt, partial=partial)
-        try:
-            return self._begin(prompt, needs, priority)
-        except OutOfBlocksError:
-            if needs.partial is None:
-                raise
-        # Locking the block to copy from takes it from what can be evicted; without it the prompt may fit.
-        return self._begin(prompt, self._planner.look_up(prompt, partial=False), priority)
+        return self._beginnings.begin(prompt, priority, partial=partial)
 
     @overload
     def extend(
@@ -260,18 +260,20 @@ class CacheManager(NotCopied, OneThread):
 
         Raises:
             StaleHandleError: the sequence is over, or another manager's.
-            IndexRangeError: there is room for fewer tokens.
-            OutOfBlocksError: ``seq`` was promised room, and there is no block for the copy that it will need now.
+            IndexRangeError: there is room for fewer tokens; or what the next one needs was let go, see `CacheSequence.shortest`.
+            OutOfBlocksError: ``seq`` was promised room, and there is no block for the copy that it will need now; or none for a state.
         """
         row, rows = self._row(seq, "fork"), self._rows
         room, known = int(rows.num_tokens[row]), int(rows.num_known[row])
         tokens = min(room, known) if num_tokens is None else count_of("CacheManager.fork: num_tokens", num_tokens)
         if tokens > room:
             raise IndexRangeError("CacheManager.fork: num_tokens", expected=f"at most the {room} tokens there is room for", got=tokens)
+        self._pool.check_kept("CacheManager.fork: num_tokens", row, tokens)
         self._promises.before_fork(row, rows.blocks_for(tokens))  # first: it may be refused
+        self._pool.take(0, "CacheManager.fork", states=1)
         handle, blocks, shared = rows.handle(row), rows.blocks(row, 0, rows.blocks_for(tokens)).copy(), int(rows.shared[row])
         self.allocator.share(blocks[shared:])  # the others are protected by the lock of the fork
-        other = self._open(seq.namespace, handle)
+        other = self._beginnings.open(seq.namespace, handle)
         shared = min(shared, blocks.size)
         other._cached_len = min(seq._cached_len, tokens)
         other._row = rows.add(
@@ -285,23 +287,26 @@ class CacheManager(NotCopied, OneThread):
             priority=int(rows.priority[row]),
         )
         self._ids.begin(other._row, self._ids.get(row, 0, known))
+        self._pool.settle(np.array([other._row]))
+        other.block_pairs = self._pool.states.fork(row, other._row)
         return other
 
     def truncate(self, seq: CacheSequence, n: int) -> None:
         """Keep the first ``n`` tokens, as when drafted tokens were not accepted, and release the blocks behind them.
 
         Raises:
-            IndexRangeError: there are fewer.
+            IndexRangeError: there are fewer; or what the next token needs was let go, see `CacheSequence.shortest`.
             StaleHandleError: the sequence is over, or another manager's.
         """
         row, rows = self._row(seq, "truncate"), self._rows
         n = count_of("CacheManager.truncate: n", n)
         if n > rows.num_tokens[row]:
             raise IndexRangeError("CacheManager.truncate: n", expected=f"at most the {rows.num_tokens[row]} tokens there are", got=n)
+        self._pool.check_kept("CacheManager.truncate: n", row, n)
         keep, shared = rows.blocks_for(n), int(rows.shared[row])
         self._publisher.remember(seq, n)  # before `_ids.truncate` forgets the ids behind n
+        gone = rows.blocks(row)[max(keep, shared) :].copy()
         if keep < rows.num_blocks[row]:
-            self.allocator.release(rows.blocks(row)[max(keep, shared) :])
             self._publisher.leave(seq, keep)
             if keep < shared:
                 self._publisher.lock_less(seq, keep)
@@ -310,6 +315,8 @@ class CacheManager(NotCopied, OneThread):
         self._ids.truncate(row, min(n, int(rows.num_known[row])))
         rows.num_tokens[row] = n
         rows.computed[row] = min(rows.computed[row], n)
+        self._pool.settle(np.array([row]))
+        self.allocator.release(gone)
         rows.end_chunks(row)
         seq._cached_len = min(seq._cached_len, n)
         self._promises.renew(row)
@@ -363,7 +370,8 @@ class CacheManager(NotCopied, OneThread):
         self._enter()
         ids = as_integers("CacheManager.pin: tokens", tokens)
         whole = ids.size // self.block_size * self.block_size
-        handle = self.prefix.match_prefix(ids[:whole], namespace, record=False).handle
+        match = self._pool.match(ids[:whole], namespace)
+        handle = match.handle
         if not whole or handle.cached_len < whole:
             raise ArgumentValueError(
                 "CacheManager.pin: tokens",
@@ -371,11 +379,9 @@ class CacheManager(NotCopied, OneThread):
                 got=f"{ids.size} tokens, of which {handle.cached_len} are cached",
                 fix="compute and commit the prefix first, and pin it before it is evicted",
             )
-        if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float | np.integer | np.floating) or not ttl > 0):
-            raise ArgumentValueError("CacheManager.pin: ttl", expected="a number above 0, or None", got=repr(ttl))
-        end = None if ttl is None else self._pins.now() + ttl  # before the lock, since a clock may raise
-        self._pool.lock(handle, "CacheManager.pin")  # a pin must not break a promise
-        pin = Pin(handle, self._unpin)
+        end = self._pins.end_of(ttl)  # before the lock, since a clock may raise
+        held = self._pool.lock(match, "CacheManager.pin")  # a pin must not break a promise
+        pin = Pin(handle, held, self._unpin)
         self._pins.add(pin, end)
         return pin
 
@@ -398,24 +404,19 @@ class CacheManager(NotCopied, OneThread):
             IntegrityError: they do not, or locks are not those of open sequences and pins; the text says what.
         """
         self._enter()
-        check_partition(self._pool, self._rows, self._ids, num_pins=len(self._pins), null_block=self.null_block)
+        check_partition(self._pool, self._rows, self._ids, self._pins)
 
     def hand_over(self) -> None:
         """Give the manager up: it belongs to the thread that uses it next. Raises `WrongThreadError` in another thread."""
         self._enter()
-        self._pool.note_size()
         self.prefix.hand_over()
-        self.allocator.hand_over()
+        self._pool.hand_over()
         super().hand_over()
 
     def open_empty(self, namespace: Namespace = ()) -> CacheSequence:
         """Start a sequence whose token ids come later or never: nothing is looked up, and nothing is held yet."""
         self._enter()
-        handle = self.prefix.match_prefix((), namespace, record=False).handle
-        seq = self._open(namespace, handle)
-        seq._row = self._rows.add(seq, np.empty(0, dtype=np.int32))
-        self._ids.begin(seq._row, np.empty(0, dtype=np.int32))
-        return seq
+        return self._beginnings.open_empty(namespace)
 
     def _claim(self) -> None:
         """Belong to the calling thread, unless another has this or its prefix cache, or somebody else has changed that."""
@@ -435,47 +436,6 @@ class CacheManager(NotCopied, OneThread):
         for pin in self._pins.over():
             self._unpin(pin)
 
-    def _begin(self, prompt: Prompt, needs: Needs, priority: int) -> CacheSequence:
-        """Lock, allocate, and note the sequence."""
-        self._planner.check_size(needs)
-        ids, shared, rows = prompt.ids, needs.cached_len // self.block_size, self._rows
-        self.prefix.lock_handle(needs.handle)
-        try:
-            self._pool.check(needs.blocks, "CacheManager.begin")  # promised ones too, though only `needs.new` are taken now
-            fresh = self._pool.take(needs.new, "CacheManager.begin")
-        except BaseException:
-            self.prefix.lock_handle(needs.handle, unlock=True)
-            raise
-        self.prefix.record_match(needs.match.handle, ids.size)  # a refused prompt must not count as a match
-        seq = self._open(prompt.namespace, needs.match.handle)  # its own lock, before that on `needs.handle` is released
-        self.prefix.lock_handle(needs.handle, unlock=True)
-        seq._cached_len = needs.cached_len
-        seq._row = row = rows.add(
-            seq,
-            np.concatenate((needs.match.blocks[:shared], fresh)),
-            num_tokens=needs.num_tokens,
-            prompt_len=ids.size if prompt.matches_again and needs.num_tokens < ids.size else 0,
-            computed=needs.cached_len,
-            shared=shared,
-            published=shared,
-            limit=needs.num_tokens + prompt.reserve if prompt.reserve else 0,
-            priority=priority,
-        )
-        self._ids.begin(row, ids)
-        self._promises.add(row, needs.promised)
-        # It goes on within a cached block, which others read: it writes into a copy, which the caller makes.
-        if needs.cached_len % self.block_size:
-            source = needs.partial.block if needs.partial else int(needs.match.blocks[shared])
-            seq.block_pairs = np.array([[source, fresh[0]]], dtype=np.int64)
-        return seq
-
-    def _open(self, namespace: Namespace, handle: PrefixHandle) -> CacheSequence:
-        """Make a sequence that has a handle locked, and no row yet."""
-        self._serial += 1
-        seq = CacheSequence(self._rows, self._ids, namespace, handle, self._serial)
-        self.prefix.lock_handle(handle)
-        return seq
-
     def _row(self, seq: CacheSequence, method: str) -> int:
         """Return the row of an open sequence of this manager, or raise."""
         self._enter()
@@ -483,6 +443,7 @@ class CacheManager(NotCopied, OneThread):
 
     def _close(self, seq: CacheSequence) -> None:
         rows, row = self._rows, seq._row
+        self._pool.leave(row)
         self.prefix.lock_handle(rows.handle(row), unlock=True)
         self.allocator.release(rows.blocks(row)[rows.shared[row] :])  # shared ones stay the prefix cache's
         self._promises.add(row, -int(rows.promised[row]))
@@ -497,4 +458,4 @@ class CacheManager(NotCopied, OneThread):
         if handle is not None:
             pin._handle = None
             self._pins.remove(pin)
-            self.prefix.lock_handle(handle, unlock=True)
+            self._pool.unlock(handle, pin._held)

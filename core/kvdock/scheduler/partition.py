@@ -7,13 +7,14 @@ import numpy as np
 from kvdock.errors import IntegrityError
 from kvdock.prefix.interface import BlockIds
 from kvdock.scheduler.ids import TokenIds
+from kvdock.scheduler.pins import Pins
 from kvdock.scheduler.pool_blocks import PoolBlocks
 from kvdock.scheduler.rows import Owner, Rows
 
 __all__ = ["check_partition"]
 
 
-def check_partition(pool: PoolBlocks, rows: Rows, ids: TokenIds, *, num_pins: int, null_block: int | None) -> None:
+def check_partition(pool: PoolBlocks, rows: Rows, ids: TokenIds, pins: Pins) -> None:
     """Compare the holders that the allocator counts with who holds what, and the locks and promises with those of sequences.
 
     The prefix cache holds each of its blocks once, and so does each sequence its own.
@@ -25,8 +26,10 @@ def check_partition(pool: PoolBlocks, rows: Rows, ids: TokenIds, *, num_pins: in
     allocator.check_integrity()
     prefix.check_integrity()
     holders, cached = np.zeros(allocator.num_blocks, dtype=np.int64), prefix.stored_blocks()
-    if null_block is not None:
-        holders[null_block] += 1
+    pool.check_integrity(pins.held())
+    num_pins = len(pins)
+    if pool.reserved is not None:
+        holders[pool.reserved] += 1
     for seq in sequences:
         np.add.at(holders, rows.blocks(seq._row)[rows.shared[seq._row] :], 1)
         _check_sequence(seq, rows, ids, cached)

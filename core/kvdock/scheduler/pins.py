@@ -7,7 +7,9 @@ import numbers
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvdock.errors import ArgumentTypeError
+import numpy as np
+
+from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.prefix.interface import PrefixHandle
 from kvdock.prefix.ownership import NotCopied
 
@@ -30,8 +32,9 @@ class Pin(NotCopied):
 
     instead_of_copies = "pin the prefix again: each pin holds it by itself"
 
-    def __init__(self, handle: PrefixHandle, release: Callable[[Pin], None]) -> None:
+    def __init__(self, handle: PrefixHandle, held: Any, release: Callable[[Pin], None]) -> None:
         self.num_tokens = handle.cached_len
+        self._held = held
         self._release = release
         self._handle: PrefixHandle | None = handle
 
@@ -76,12 +79,25 @@ class Pins:
     def __len__(self) -> int:
         return len(self._held)
 
+    def held(self) -> list[Any]:
+        """Return what each pin holds beside its lock."""
+        return [pin._held for pin in self._held.values()]
+
     def now(self) -> Any:
         """Return what the clock says. It is the caller's: what it raises comes through, so nothing may be half done by then."""
         now: Any = self._clock()
         if not isinstance(now, numbers.Real):
             raise ArgumentTypeError("CacheManager: clock", expected="a function that returns a number", got=repr(now)[:80], fix=_FIX)
         return now
+
+    def end_of(self, ttl: object) -> float | None:
+        """Return what the clock says when a pin of so much time is over."""
+        if ttl is None:
+            return None
+        if isinstance(ttl, bool) or not isinstance(ttl, int | float | np.integer | np.floating) or not ttl > 0:
+            raise ArgumentValueError("CacheManager.pin: ttl", expected="a number above 0, or None", got=repr(ttl))
+        end: float = self.now() + ttl
+        return end
 
     def add(self, pin: Pin, end: float | None) -> None:
         """Keep a pin, until the clock says ``end``."""

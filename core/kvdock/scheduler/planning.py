@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import attrs
+import numpy as np
 import numpy.typing as npt
 
 from kvdock.errors import ArgumentValueError, OutOfBlocksError
 from kvdock.prefix.inputs import as_integers, count_of
-from kvdock.prefix.interface import Namespace, PartialMatch, PrefixCache, PrefixHandle, PrefixMatch
+from kvdock.prefix.interface import Namespace, PartialMatch, PrefixHandle, PrefixMatch
+from kvdock.scheduler.pool_blocks import PoolBlocks
 
 __all__ = ["Fit", "Needs", "Planner", "Prompt"]
 
@@ -39,6 +41,7 @@ class Prompt:
         at_most: tokens behind the cached ones to make room for.
         max_cached_len: cached tokens to use.
         matches_again: whether it is matched again for each chunk: ``at_most`` was named, and no limit to what is cached.
+        is_chunked: whether ``at_most`` was named.
     """
 
     ids: npt.NDArray[Any]
@@ -47,6 +50,7 @@ class Prompt:
     at_most: int
     max_cached_len: int
     matches_again: bool
+    is_chunked: bool
 
     @classmethod
     def read(
@@ -71,6 +75,7 @@ class Prompt:
             ids.size if at_most is None else count_of(f"{subject}: at_most", at_most),
             ids.size if max_cached_len is None else count_of(f"{subject}: max_cached_len", max_cached_len),
             at_most is not None and max_cached_len is None,
+            at_most is not None,
         )
 
 
@@ -108,38 +113,38 @@ class Planner:
     """Looks prompts up. Changes nothing.
 
     Args:
-        prefix: the prefix cache.
-        num_blocks: blocks that sequences can have at most.
+        pool: the blocks.
     """
 
-    def __init__(self, prefix: PrefixCache, num_blocks: int) -> None:
-        self._prefix = prefix
-        self._block_size = prefix.block_size
-        self._num_blocks = num_blocks
+    def __init__(self, pool: PoolBlocks) -> None:
+        self._pool = pool
+        self._block_size = pool.prefix.block_size
 
     def look_up(self, prompt: Prompt, *, partial: bool) -> Needs:
         """Return what a prompt finds and needs; with ``partial`` also within a block."""
         ids, size, most = prompt.ids, self._block_size, prompt.max_cached_len
         # Without the last token, so that the block it is in is neither taken nor locked where all of it is cached.
-        looked_up = min((ids.size - 1) // size, self._blocks_for(most)) * size
-        match = self._prefix.match_prefix(ids[:looked_up], prompt.namespace, record=False)
+        looked_up = min((ids.size - 1) // size, self._blocks_for(most) if self._pool.uses_parts else most // size) * size
+        match = self._pool.match(ids[:looked_up], prompt.namespace)
         cached, found = min(match.handle.cached_len, most), None
-        if partial and cached == match.handle.cached_len:
-            found = self._prefix.match_partial(match.handle, ids[cached : min(ids.size - 1, most, cached + size)])
+        if partial and self._pool.uses_parts and cached == match.handle.cached_len:
+            found = self._pool.prefix.match_partial(match.handle, ids[cached : min(ids.size - 1, most, cached + size)])
             cached += found.num_tokens if found else 0
         tokens = min(ids.size, cached + prompt.at_most)
+        if prompt.is_chunked:
+            tokens = int(self._pool.states.chunk_ends(np.array(cached), np.array(tokens), np.array(ids.size)))
         blocks = self._blocks_for(tokens)
         return Needs(match, found, cached, tokens, blocks - cached // size, self._blocks_for(tokens + prompt.reserve) - blocks)
 
     def check_size(self, needs: Needs) -> None:
         """Raise OutOfBlocksError for a prompt that the pool could never hold."""
-        blocks = self._blocks_for(needs.num_tokens) + needs.promised
-        if blocks > self._num_blocks:
+        have = needs.cached_len // self._block_size
+        if not self._pool.could_hold(have, needs.blocks):
             raise OutOfBlocksError(
                 "CacheManager.begin: tokens",
-                expected=f"at most {self._num_blocks * self._block_size} tokens, the whole pool, reserved ones included",
+                expected=f"at most {self._pool.capacity * self._block_size} tokens, the whole pool, reserved ones included",
                 got=f"{needs.num_tokens}, and {needs.promised} blocks to reserve",
-                fix="refuse the request, or make the pool larger",
+                fix="refuse the request, or make the pool larger; where windows let go of tokens, begin it in chunks with at_most",
             )
 
     def _blocks_for(self, tokens: int) -> int:

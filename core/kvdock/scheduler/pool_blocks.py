@@ -8,14 +8,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from kvdock.errors import ArgumentValueError, OutOfBlocksError, UnsupportedError
-from kvdock.prefix.interface import BlockIds, PrefixCache, PrefixHandle
-from kvdock.scheduler.block_allocator import BlockAllocator
+import numpy as np
+import numpy.typing as npt
 
-__all__ = ["PoolBlocks", "in_the_middle"]
+from kvdock.errors import ArgumentValueError, OutOfBlocksError, UnsupportedError
+from kvdock.prefix.interface import BlockIds, Namespace, PrefixCache, PrefixHandle, PrefixMatch
+from kvdock.scheduler.block_allocator import BlockAllocator
+from kvdock.scheduler.rows import Index, Rows
+from kvdock.scheduler.states import States
+
+__all__ = ["PoolBlocks", "in_the_middle", "too_few"]
 
 T = TypeVar("T")
 
@@ -23,25 +28,38 @@ T = TypeVar("T")
 class PoolBlocks:
     """Takes blocks, evicting what is missing, and keeps promises.
 
+    These are the blocks of one layer group that keeps all tokens: whoever holds a block needs it, and what several groups have to
+    note beyond that is nothing here. `kvdock.scheduler.grouped_blocks.GroupedBlocks` says what it is.
+
     Args:
         allocator: which blocks are free.
         prefix: whose blocks can be evicted.
+        rows: what is known of the sequences.
 
     Attributes:
         promised: blocks that sequences were promised and have not taken.
         is_busy: whether the prefix cache works for the manager, and its observers must not call that.
+        states: the states of sequences; there are none here.
+        uses_parts: whether a sequence may go on within a cached block.
+        null_block: what is never handed out, if there is such a block.
+        reserved: that block, where ``allocator`` counts it.
     """
 
-    def __init__(self, allocator: BlockAllocator, prefix: PrefixCache) -> None:
+    uses_parts = True
+
+    def __init__(self, allocator: BlockAllocator, prefix: PrefixCache, rows: Rows, *, null_block: bool = False) -> None:
         self.allocator = allocator
         self.prefix = prefix
+        self.states = States(None, rows)
         self.promised = 0
         self.is_busy = False
+        self.null_block = self.reserved = int(allocator.allocate(1)[0]) if null_block else None
         self._size = 0  # of the prefix cache, when the manager was handed over
 
-    def note_size(self) -> None:
-        """Note how much is stored, since the pool will be left alone."""
+    def hand_over(self) -> None:
+        """Belong to the next thread, and note how much is stored, since the pool will be left alone."""
         self._size = self.prefix.size_info.total_size
+        self.allocator.hand_over()
 
     def check_unchanged(self) -> None:
         """Raise if somebody else has stored, evicted or reset since: then the prefix cache names blocks that hold something else."""
@@ -53,6 +71,51 @@ class PoolBlocks:
                 got=size,
                 fix="let nobody else store, evict or reset in it: each manager has its own, and reset() empties it",
             )
+
+    def match(self, tokens: npt.NDArray[Any], namespace: Namespace) -> PrefixMatch:
+        """Find the longest prefix behind which a sequence can go on; it counts as no use."""
+        return self.prefix.match_prefix(tokens, namespace, record=False)
+
+    def hold(self, blocks: BlockIds) -> Any:
+        """Keep what a sequence that goes on behind cached blocks needs beside their lock; return what `unhold` takes."""
+
+    def unhold(self, held: Any) -> None:
+        """Keep it no longer."""
+
+    def settle(self, rows: Index) -> None:
+        """Note that rows may need other blocks than before: they have grown, were cut, or more of them is computed."""
+
+    def leave(self, row: int) -> None:
+        """Note that a row is about to give all its blocks up."""
+
+    def stored(self, blocks: BlockIds) -> None:
+        """Note that blocks belong to the prefix cache from now on."""
+
+    def replace(self, old: BlockIds, new: BlockIds) -> None:
+        """Note that a sequence goes on with cached blocks in the place of its own, which are about to be released."""
+
+    def give_back(self, blocks: BlockIds) -> None:
+        """Release blocks that the prefix cache has no more."""
+        self.allocator.release(blocks)
+
+    def copies(self, pairs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the blocks of the pool to copy, for pairs of a sequence's."""
+        return pairs
+
+    def check_kept(self, subject: str, row: int, num_tokens: int) -> None:
+        """Raise IndexRangeError unless a row can go on behind its first ``num_tokens`` tokens."""
+
+    def check_integrity(self, held: Sequence[Any]) -> None:
+        """Prove what is counted beside holders; ``held`` is what pins hold. Raises IntegrityError."""
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that one sequence could have at once."""
+        return self.allocator.num_blocks - (self.null_block is not None)
+
+    def could_hold(self, cached: int, new: int) -> bool:
+        """Whether the pool is large enough for a sequence of so many cached blocks, and as many new ones at once."""
+        return cached + new <= self.capacity
 
     @property
     def evictable(self) -> int:
@@ -72,43 +135,60 @@ class PoolBlocks:
         finally:
             self.is_busy = False
 
-    def check(self, n: int, subject: str) -> None:
-        """Raise OutOfBlocksError unless ``n`` blocks that were not promised can be had. Changes nothing."""
-        if n <= self.allocator.num_free - self.promised:  # spares asking the prefix cache
-            return
-        if n > self.available:
-            raise OutOfBlocksError(
-                subject,
-                expected=f"at most {max(self.available, 0)} blocks: {self.allocator.num_free} free and {self.evictable} evictable, "
-                f"{self.promised} of them promised, of {self.allocator.num_blocks} in the pool",
-                got=f"a request for {n}",
-                fix="finish sequences or release pins first, ask plan() whether a prompt fits, or make the pool larger",
-            )
+    def has(self, n: int, states: int = 0) -> bool:
+        """Whether ``n`` blocks that were not promised can be had, and states for so many sequences."""
+        return n <= self.allocator.num_free - self.promised or n <= self.available  # the first spares asking the prefix cache
 
-    def lock(self, handle: PrefixHandle, subject: str) -> None:
-        """Lock what may have been evictable, unless a promise would be broken; OutOfBlocksError then."""
-        self.prefix.lock_handle(handle)
+    def check(self, n: int, subject: str, *, states: int = 0) -> None:
+        """Raise OutOfBlocksError unless `has`. Changes nothing."""
+        if not self.has(n):
+            room = f"{self.allocator.num_free} free and {self.evictable} evictable, {self.promised} of them promised"
+            raise too_few(subject, self.available, f"{room}, of {self.allocator.num_blocks} in the pool", f"a request for {n}")
+
+    def lock(self, match: PrefixMatch, subject: str) -> Any:
+        """Lock and hold what may have been evictable; OutOfBlocksError where a promise would be broken. `unlock` takes the result."""
+        self.prefix.lock_handle(match.handle)
+        held = self.hold(match.blocks)
         try:
             self.check(0, subject)
         except BaseException:
-            self.prefix.lock_handle(handle, unlock=True)
+            self.unlock(match.handle, held)
             raise
+        return held
 
-    def take(self, n: int, subject: str, *, promised: int = 0) -> BlockIds:
+    def unlock(self, handle: PrefixHandle, held: Any) -> None:
+        """Undo `lock`."""
+        self.unhold(held)
+        self.prefix.lock_handle(handle, unlock=True)
+
+    def states_due(self, rows: Index, new: int) -> int:
+        """Return how many of rows need a state of their own before they go on beside ``new`` blocks."""
+        return 0
+
+    def checkpoint(self, rows: Index) -> None:
+        """Keep states of rows that have computed far enough."""
+
+    def take(self, n: int, subject: str, *, promised: int = 0, states: int = 0) -> BlockIds:
         """Allocate ``n`` blocks, of which ``promised`` were promised to whoever asks; all or none. They are not promised any more.
 
         Raises:
             OutOfBlocksError: too few; nothing was changed.
         """
-        self.check(n - promised, subject)
+        self.check(n - promised, subject, states=states)
         # No more is evicted than is missing: a cached block that nobody needs yet may still be matched.
         missing = n - self.allocator.num_free
         if missing > 0:
-            self.allocator.release(self.change(self.prefix.evict, missing))
+            self.give_back(self.change(self.prefix.evict, missing))
         blocks = self.allocator.allocate(n)
         # Last: a request that was refused has used up no promise.
         self.promised -= promised
         return blocks
+
+
+def too_few(subject: str, most: int, room: str, got: str) -> OutOfBlocksError:
+    """Describe a request for more blocks than can be had."""
+    fix = "finish sequences or release pins first, ask plan() whether a prompt fits, or make the pool larger"
+    return OutOfBlocksError(subject, expected=f"at most {max(most, 0)} blocks: {room}", got=got, fix=fix)
 
 
 def in_the_middle() -> UnsupportedError:

@@ -88,6 +88,7 @@ class Publisher:
             r.shared[grown] += 1
             r.published[grown] = r.locked[grown] = r.shared[grown]
             self._publisher[blocks[done]] = r.serial[grown]
+            self._pool.stored(blocks[done])
         return done
 
     def _insert(self, seq: Owner, count: int) -> None:
@@ -102,11 +103,14 @@ class Publisher:
         known, stored = max(result.cached_len // size - shared, 0), max(result.handle.cached_len // size - shared, 0)
         fresh = own[known:stored]
         self._publisher[fresh] = seq._serial
+        self._pool.stored(fresh)
         self.relock(seq, result.handle)
         rows.shared[row], rows.published[row] = shared + stored, count
         if known:
             rows.table[row, shared : shared + known] = result.blocks[:known]
             rows.touch(np.array([row]))
+            self._pool.replace(own[:known], result.blocks[:known])
+            self._pool.settle(np.array([row]))
         if stored and self._pool.allocator.holders(own[:stored]).max() > 1:
             self._share_with_forks(seq, own[:stored])
         # Not before: the number of holders above, by which forks are noticed, still counts this sequence.
@@ -133,22 +137,29 @@ class Publisher:
         self.relock(seq, self._prefix.match_prefix(ids, seq.namespace, record=False).handle)
         if (rows.table[row, : cached.size] != cached).any():
             rows.touch(np.array([row]))
-        self._pool.allocator.release(rows.table[row, rows.shared[row] : cached.size])
+        shared = int(rows.shared[row])
+        own = rows.table[row, shared : cached.size].copy()
         rows.table[row, : cached.size] = cached
         rows.shared[row] = cached.size
         rows.published[row] = max(rows.published[row], cached.size)
+        self._pool.replace(own, cached[shared:])
+        self._pool.settle(np.array([row]))
+        self._pool.allocator.release(own)
 
     def take_over(self, seq: Owner, handle: PrefixHandle, blocks: BlockIds) -> None:
         """Let a sequence whose prompt was begun in chunks go on with what others have published of it, and lock that."""
         rows, row = self._rows, seq._row
         self.relock(seq, handle)
-        self._pool.allocator.release(rows.blocks(row)[rows.shared[row] :])
+        own = rows.blocks(row)[rows.shared[row] :].copy()
         rows.cut(row, 0)
         rows.reserve_width(blocks.size)
         rows.table[row, : blocks.size] = blocks
         rows.num_blocks[row] = rows.shared[row] = rows.published[row] = blocks.size
         rows.num_tokens[row] = rows.computed[row] = seq._cached_len = handle.cached_len
         rows.touch(np.array([row]))
+        self._pool.states.restart(row)
+        self._pool.settle(np.array([row]))
+        self._pool.allocator.release(own)
 
     def forget(self) -> None:
         """Empty the prefix cache. What open sequences had of it they hold themselves now, and publish no more."""
@@ -160,7 +171,7 @@ class Publisher:
             rows.shared[row], rows.locked[row], rows.published[row] = 0, 0, NOTHING_MORE
             seq._handle = handle
             seq._left.clear()
-        self._pool.allocator.release(forgotten)
+        self._pool.give_back(forgotten)
 
     def relock(self, seq: Owner, handle: PrefixHandle) -> None:
         """Hold another handle instead of the one before."""
@@ -206,4 +217,4 @@ class Publisher:
             others = np.flatnonzero(self._publisher[found.blocks] != seq._serial)
             keep = int(others[-1]) + 1 if others.size else 0
             if keep < found.blocks.size:
-                self._pool.allocator.release(self._pool.change(self._prefix.discard_prefix, found.handle, keep))
+                self._pool.give_back(self._pool.change(self._prefix.discard_prefix, found.handle, keep))

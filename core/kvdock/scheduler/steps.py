@@ -86,6 +86,9 @@ class Steps:
                 self._publisher.publish(
                     rows[due], whole[due], just_completed=is_one_each & (r.num_known[rows[due]] == whole[due] * r.block_size)
                 )
+        # Behind publishing: what is let go stays cached, where it is.
+        self._pool.settle(rows)
+        self._pool.checkpoint(rows)
 
     def _extend(self, rows: Index, counts: Index, *, match: bool) -> tuple[Index, npt.NDArray[np.int64]]:
         """Make room for ``counts`` more tokens in each row; return where these start, and the pairs to copy."""
@@ -96,7 +99,11 @@ class Steps:
             if found:
                 return self._extend_behind(rows, counts, found)
         starts = r.num_tokens[rows]
-        return starts, self._grow(rows, starts, starts + counts)
+        return starts, self._grow(rows, starts, self._stops(rows, starts, starts + counts))
+
+    def _stops(self, rows: Index, starts: Index, stops: Index) -> Index:
+        """Return where room ends, for rows that begin and are asked for so much."""
+        return self._pool.states.chunk_ends(starts, stops, self._rows.prompt_len[rows]) if self._rows.num_chunked else stops
 
     def _grow(self, rows: Index, starts: Index, stops: Index) -> npt.NDArray[np.int64]:
         """Make room up to ``stops``; return the pairs to copy."""
@@ -105,18 +112,23 @@ class Steps:
         need = r.blocks_for(stops) - have
         copied = self._to_copy(rows, starts, stops)
         asked, total = need, int(need.sum()) + copied.size
-        if total:
-            if copied.size:
-                asked = need.copy()
-                asked[copied] += 1
-            # A row uses up its own promise first; only what goes beyond that competes with the others.
-            used = np.minimum(asked, r.promised[rows]) if self._pool.promised else 0
+        if copied.size:
+            asked = need.copy()
+            asked[copied] += 1
+        # A row uses up its own promise first; only what goes beyond that competes with the others.
+        used = np.minimum(asked, r.promised[rows]) if self._pool.promised and total else 0
+        promised = int(np.sum(used))
+        states = self._pool.states_due(rows, total - promised)
+        if total or states:
             # One request for the whole batch, before any row is changed: it is refused for all rows or for none.
-            fresh = self._pool.take(total, "CacheManager.extend", promised=int(np.sum(used)))
+            fresh = self._pool.take(total, "CacheManager.extend", promised=promised, states=states)
             r.promised[rows] -= used
             pairs = self._replace(rows[copied], starts[copied] // r.block_size, fresh[: copied.size]) if copied.size else _NO_PAIRS
             self._append_blocks(rows, have, need, fresh[copied.size :])
             r.touch(rows[np.flatnonzero(asked)])
+            if states:
+                pairs = np.concatenate((pairs, self._pool.states.extend(rows)))
+            self._pool.settle(rows)
         else:
             pairs = _NO_PAIRS
         r.num_tokens[rows] = stops
@@ -157,7 +169,7 @@ class Steps:
             seq = r.sequence(row)
             self._publisher.leave(seq, keep)  # the handle stays, and with it what is copied from, until the next commit
         r.table[rows, index] = fresh
-        return np.stack((old, fresh), axis=1).astype(np.int64)
+        return self._pool.copies(np.stack((old, fresh), axis=1).astype(np.int64))
 
     def _append_blocks(self, rows: Index, have: Index, need: Index, fresh: npt.NDArray[np.int32]) -> None:
         r = self._rows
@@ -174,50 +186,53 @@ class Steps:
 
     def _found_since(self, rows: Index) -> dict[int, PrefixMatch]:
         """Return, by place in ``rows``, what has been published behind the room of prompts begun in chunks that is computed."""
-        r, prefix = self._rows, self._pool.prefix
+        r = self._rows
         found: dict[int, PrefixMatch] = {}
         for place in np.flatnonzero((r.prompt_len[rows] > 0) & (r.computed[rows] == r.num_tokens[rows])).tolist():
             row = int(rows[place])
             seq = r.sequence(row)
             # Without the last token, as in `Planner.look_up`: at least one is left to compute.
             most = (int(r.prompt_len[row]) - 1) // r.block_size * r.block_size
-            match = prefix.match_prefix(self._ids.get(row, 0, most), seq.namespace, record=False)
+            match = self._pool.match(self._ids.get(row, 0, most), seq.namespace)
             if match.handle.cached_len > r.num_tokens[row]:
                 found[place] = match
         return found
 
     def _extend_behind(self, rows: Index, counts: Index, found: dict[int, PrefixMatch]) -> tuple[Index, npt.NDArray[np.int64]]:
         """Extend rows of which others have published more; as if they had not, where there is no room to lock that."""
-        r, prefix = self._rows, self._pool.prefix
+        r, pool = self._rows, self._pool
         starts, have = r.num_tokens[rows], r.num_blocks[rows]
-        stops = starts + counts
+        stops, locked = starts + counts, dict[int, Any]()
         for place, match in found.items():
             # Locked before room is counted: what was found must not be evicted to make that room.
-            prefix.lock_handle(match.handle)
+            pool.prefix.lock_handle(match.handle)
+            locked[place] = pool.hold(match.blocks)
             most = max(int(r.prompt_len[rows[place]]), int(stops[place]))
             starts[place], have[place] = match.handle.cached_len, match.blocks.size
             stops[place] = min(int(starts[place] + counts[place]), most)
+        stops = self._stops(rows, starts, stops)
         try:
             asked = r.blocks_for(stops) - have
             asked[self._to_copy(rows, r.num_tokens[rows], stops)] += 1
-            self._pool.check(int((asked - np.minimum(asked, r.promised[rows])).sum()), "CacheManager.extend")
+            needed = int((asked - np.minimum(asked, r.promised[rows])).sum())
+            pool.check(needed, "CacheManager.extend", states=len(found) + pool.states.owed(rows).size)
         except OutOfBlocksError:
             # The locks themselves may have taken the last evictable blocks: go on as if nothing had been found.
             old = r.num_tokens[rows]
-            self._unlock(found)
-            return old, self._grow(rows, old, old + counts)
+            self._unlock(found, locked)
+            return old, self._grow(rows, old, self._stops(rows, old, old + counts))
         for place, match in found.items():
             seq = r.sequence(rows[place])
             # Recorded only here, where nothing can be refused any more.
-            prefix.record_match(match.handle, match.handle.cached_len)
+            pool.prefix.record_match(match.handle, match.handle.cached_len)
             self._publisher.take_over(seq, match.handle, match.blocks)
         pairs = self._grow(rows, starts, stops)
-        self._unlock(found)
+        self._unlock(found, locked)
         return starts, pairs
 
-    def _unlock(self, found: dict[int, PrefixMatch]) -> None:
-        for match in found.values():
-            self._pool.prefix.lock_handle(match.handle, unlock=True)
+    def _unlock(self, found: dict[int, PrefixMatch], locked: dict[int, Any]) -> None:
+        for place, match in found.items():
+            self._pool.unlock(match.handle, locked[place])
 
     def _cannot_be_computed(self, rows: Index, place: int, known: Index, computed: npt.NDArray[Any]) -> IndexRangeError:
         r, row = self._rows, int(rows[place])

@@ -56,7 +56,7 @@ BROKEN: dict[str, Callable[[CacheManager, CacheSequence], object]] = {
     "a pin that has no lock": lambda manager, seq: manager.prefix.lock_handle(
         next(iter(manager._pins._held.values()))._handle, unlock=True
     ),
-    "a null block that is somebody's": lambda manager, seq: setattr(manager, "null_block", 0),
+    "a null block that is somebody's": lambda manager, seq: setattr(manager._pool, "reserved", 0),
     "a prefix cache that is broken": lambda manager, seq: setattr(manager.prefix._tree, "stored", 1),
     "an allocator that is broken": lambda manager, seq: setattr(manager.allocator, "_top", 0),
 }

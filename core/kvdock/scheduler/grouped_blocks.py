@@ -1,0 +1,305 @@
+"""The blocks that a manager of several layer groups can have, and what each sequence needs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvdock.errors import IndexRangeError
+from kvdock.layers.retention import Retention
+from kvdock.prefix.interface import BlockIds, Namespace, PrefixCache, PrefixMatch
+from kvdock.scheduler.pool_blocks import PoolBlocks, too_few
+from kvdock.scheduler.rows import Index, Rows
+from kvdock.scheduler.states import States
+from kvdock.scheduler.units import UnitBlocks
+
+__all__ = ["GroupedBlocks"]
+
+
+@attrs.frozen(eq=False)
+class _Passing:
+    """A group whose blocks are let go: where its columns are, how many tokens each block has, and the rule."""
+
+    start: int
+    width: int
+    block_size: int
+    retention: Retention
+
+    def needed(self, first: int, stop: int) -> Index:
+        """Return which of the first ``stop`` blocks of a sequence are needed where all from ``first`` on are."""
+        leading = min(-(-self.retention.leading // self.block_size), first, stop)
+        return np.concatenate((np.arange(leading), np.arange(first, stop)))
+
+    def places(self, units: BlockIds, blocks: Index, columns: int) -> Index:
+        """Return the places of blocks of a sequence that has these units, in a table of so many columns."""
+        found: Index = units[blocks // self.width].astype(np.intp) * columns + (self.start + blocks % self.width)
+        return found
+
+    def first(self, num_tokens: Any) -> Index:
+        """Return the first block that is kept behind so many tokens, each."""
+        return self.retention.first_kept(np.asarray(num_tokens, dtype=np.intp)) // self.block_size
+
+
+class GroupedBlocks(PoolBlocks):
+    """Takes units where others take blocks, and lets go of blocks that no later token reads.
+
+    What a row needs follows from its units and from how much of it is computed: `settle` compares that with what it needed before.
+
+    Args:
+        units: which blocks units have.
+        prefix: whose units can be evicted.
+        rows: what is known of the sequences.
+        state_interval: tokens between two checkpoints of states, at least.
+    """
+
+    uses_parts = False
+
+    def __init__(self, units: UnitBlocks, prefix: PrefixCache, rows: Rows, state_interval: int) -> None:
+        super().__init__(units.ids, prefix, rows)
+        self.units = units
+        self.null_block = units.null_block
+        self.states = States(units, rows, state_interval)
+        self._rows = rows
+        self._columns = units.table.shape[1]
+        found = zip(units.groups, units.starts, units.widths, strict=True)
+        self._passing = [
+            _Passing(start, width, group.block_size, group.retention)
+            for group, start, width in found
+            if not (group.retention.keeps_all or group.retention.is_state)
+        ]
+        self._held: list[Index] = []  # what each row needs, by place
+        self._seen: Index = np.zeros(0, dtype=np.intp)  # the version of the row then
+        self._first: Index = np.zeros((len(self._passing), 0), dtype=np.intp)  # and the first block that is kept
+
+    def hand_over(self) -> None:
+        """Belong to the next thread."""
+        super().hand_over()
+        self.units.blocks.hand_over()
+
+    @property
+    def _room(self) -> int:
+        """Blocks that are free or that the prefix cache can do without, promised ones too."""
+        units = self.units
+        return units.blocks.num_free + units.num_idle + self.evictable * units.num_lasting
+
+    @property
+    def available(self) -> int:
+        """Units that can be had and were not promised."""
+        ids = self.allocator.num_free + self.evictable
+        return (min(ids, self._room // self.units.per_unit) if self.units.per_unit else ids) - self.promised
+
+    def has(self, n: int, states: int = 0) -> bool:
+        """Whether ``n`` units that were not promised can be had, and states for so many sequences."""
+        if n > self.allocator.num_free + self.evictable - self.promised:
+            return False
+        return (n + self.promised) * self.units.per_unit + states * self.states.per_sequence <= self._room
+
+    @property
+    def capacity(self) -> int:
+        """Units that one sequence could have at once."""
+        ids, per_unit = self.allocator.num_blocks, self.units.per_unit
+        return min(ids, (self._total - self.states.per_sequence) // per_unit) if per_unit else ids
+
+    @property
+    def _total(self) -> int:
+        return self.units.blocks.num_blocks - (self.null_block is not None)
+
+    def could_hold(self, cached: int, new: int) -> bool:
+        """Whether the pool is large enough for a sequence of so many cached units, and as many new ones at once."""
+        blocks = cached * self.units.num_lasting + new * self.units.per_unit + self.states.per_sequence
+        return blocks <= self._total and cached + new <= self.allocator.num_blocks
+
+    def check(self, n: int, subject: str, *, states: int = 0) -> None:
+        """Raise OutOfBlocksError unless `has`. Changes nothing."""
+        if not self.has(n, states):
+            blocks, per, each = self.units.blocks, self.units.per_unit, self.states.per_sequence
+            room = f"{blocks.num_free} free and {self._room - blocks.num_free} evictable, {self.promised * per} of them promised"
+            got = f"a request for {n * per + states * each}: {n} times {self.units.num_tokens} tokens in all groups"
+            raise too_few(subject, self._room - self.promised * per, f"{room}, of {blocks.num_blocks} in the pool", got)
+
+    def take(self, n: int, subject: str, *, promised: int = 0, states: int = 0) -> BlockIds:
+        """Allocate ``n`` units, and see to it that states for so many sequences are free; all or none."""
+        self.check(n - promised, subject, states=states)
+        self._make_room(n, n * self.units.per_unit + states * self.states.per_sequence)
+        fresh = self.allocator.allocate(n)
+        self.units.add(fresh)
+        self.promised -= promised
+        return fresh
+
+    def _make_room(self, ids: int, blocks: int) -> None:
+        """Evict until so many units and blocks are free, of which there are enough.
+
+        First goes what was let go within prefixes, then ends of prefixes with all their blocks, last what was let go where prompts
+        ended: a prefix whose blocks are all there but for those is of no use.
+        """
+        units = self.units
+        while (missing := blocks - units.blocks.num_free) > 0 or ids > self.allocator.num_free:
+            before = units.blocks.num_free
+            units.drop(missing, ends=False)
+            if units.blocks.num_free > before:
+                continue
+            if evictable := self.evictable:
+                few = max(missing // self._columns, ids - self.allocator.num_free, 1)
+                self.give_back(self.change(self.prefix.evict, min(few, evictable)))
+            else:
+                units.drop(missing, ends=True)
+
+    def give_back(self, blocks: BlockIds) -> None:
+        """Release units that the prefix cache has no more."""
+        self.units.uncache(blocks)
+        super().give_back(blocks)
+
+    def stored(self, blocks: BlockIds) -> None:
+        """Note that units are cached from now on."""
+        self.units.cache(blocks)
+
+    def replace(self, old: BlockIds, new: BlockIds) -> None:
+        """Let cached units have what they lack and equal ones of a sequence have."""
+        self.units.replace(old, new)
+
+    def copies(self, pairs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the blocks to copy for units to copy."""
+        return self.units.copies(pairs)
+
+    def match(self, tokens: npt.NDArray[Any], namespace: Namespace) -> PrefixMatch:
+        """Find the longest prefix behind which all groups can go on."""
+        match = super().match(tokens, namespace)
+        count = self._usable(match.blocks)
+        if count < match.blocks.size:
+            # Prompts part here: once this is computed again, keep it rather than what is within prefixes.
+            self.units.mark_ends(self._last_of(match.blocks))
+            match = super().match(tokens[: count * self.units.num_tokens], namespace)
+        return match
+
+    def _usable(self, units: BlockIds) -> int:
+        """Return behind how many of cached units, at most, each group has what it needs."""
+        counts = np.arange(1, units.size + 1)
+        can = np.ones(units.size, dtype=np.bool_)
+        for group in self._passing:
+            there = (self.units.table[units, group.start : group.start + group.width] >= 0).reshape(-1)
+            places = np.arange(there.size)
+            missing = np.maximum.accumulate(np.where(there, -1, places))[counts * group.width - 1]  # the last that is not there
+            can &= missing < group.first(counts * self.units.num_tokens)
+            leading = -(-group.retention.leading // group.block_size)
+            can &= np.logical_and.accumulate(there | (places >= leading))[counts * group.width - 1]
+        if self.units.states.size:
+            can &= self.units.table[units, self.units.states[0]] >= 0
+        found = np.flatnonzero(can)
+        return int(found[-1]) + 1 if found.size else 0
+
+    def _last_of(self, units: BlockIds) -> BlockIds:
+        """Return those of cached units that a prompt which ends behind them needs."""
+        tokens, needed = units.size * self.units.num_tokens, [units[-1:]]
+        for group in self._passing:
+            needed.append(units[group.needed(int(group.first(tokens)), units.size * group.width) // group.width])
+        return np.unique(np.concatenate(needed)) if units.size else units
+
+    def hold(self, blocks: BlockIds) -> Index:
+        """Need what a sequence that goes on behind cached units needs of them; `unhold` takes what is returned."""
+        tokens = blocks.size * self.units.num_tokens
+        parts = [
+            group.places(blocks, group.needed(int(group.first(tokens)), blocks.size * group.width), self._columns)
+            for group in self._passing
+        ]
+        if blocks.size:
+            self.units.mark_ends(self._last_of(blocks))
+            parts.append(int(blocks[-1]) * self._columns + self.units.states)
+        places = np.concatenate(parts) if parts else np.empty(0, dtype=np.intp)
+        self.units.hold(places)
+        return places
+
+    def unhold(self, held: Any) -> None:
+        """Need it no longer."""
+        self.units.unhold(held)
+
+    def settle(self, rows: Index) -> None:
+        """Let rows need what follows from their units and from what is computed of them."""
+        if (more := len(self._rows.sequences) - len(self._held)) > 0:
+            self._held += [np.empty(0, dtype=np.intp)] * more
+            self._seen = np.concatenate((self._seen, np.zeros(more, dtype=np.intp)))
+            self._first = np.concatenate((self._first, np.zeros((self._first.shape[0], more), dtype=np.intp)), axis=1)
+            self.states.reserve(len(self._held))
+        versions, computed = self._rows.version[rows], self._rows.computed[rows]
+        changed = versions != self._seen[rows]
+        for group, first in zip(self._passing, self._first, strict=True):
+            now = group.first(computed)
+            changed |= now != first[rows]
+            first[rows] = now
+        self._seen[rows] = versions
+        for row in rows[np.flatnonzero(changed)].tolist():
+            self._need(row, self._places_of(row, self._first[:, row]))
+
+    def _places_of(self, row: int, first: Iterable[Any]) -> Index:
+        """Return what a row needs, where all is kept from these blocks of each group on."""
+        blocks = self._rows.blocks(row)
+        parts = [
+            group.places(blocks, group.needed(min(int(begin), blocks.size * group.width), blocks.size * group.width), self._columns)
+            for group, begin in zip(self._passing, first, strict=True)
+        ]
+        return np.concatenate([*parts, self.states.places(row)])
+
+    def _need(self, row: int, places: Index) -> None:
+        """Let a row need these and no others; what it needs still is never without need in between."""
+        before, self._held[row] = self._held[row], places
+        self.units.hold(places)
+        self.units.unhold(before)
+
+    def leave(self, row: int) -> None:
+        """Let a row need nothing: it is about to give its units up."""
+        self._need(row, np.empty(0, dtype=np.intp))
+        self._seen[row] = 0
+        self.states.leave(row)
+
+    def checkpoint(self, rows: Index) -> None:
+        """Keep states of rows that have computed far enough behind a cached unit."""
+        for row in self.states.checkpoint(rows):
+            self._need(row, self._places_of(row, self._first[:, row]))
+
+    def states_due(self, rows: Index, new: int) -> int:
+        """Return how many of rows need a state of their own before they go on beside ``new`` units.
+
+        A checkpoint that only its row needs becomes that row's again where there is no room for a copy.
+        """
+        owed = self.states.owed(rows)
+        if owed.size and not self.has(new, owed.size):
+            mine = [row for row in owed.tolist() if self.states.is_alone(row)]
+            if self.has(new, owed.size - len(mine)):
+                for row in mine:
+                    self._held[row] = np.setdiff1d(self._held[row], self.states.places(row))
+                    self.states.take_back(row)
+                owed = self.states.owed(rows)
+        return int(owed.size)
+
+    def keeps(self, row: int, num_tokens: int) -> bool:
+        """Whether a row can go on behind its first ``num_tokens`` tokens: what they need is there still."""
+        if num_tokens >= self._rows.computed[row]:
+            return True
+        if self.states.per_sequence:
+            return False
+        blocks, table = self._rows.blocks(row), self.units.table.reshape(-1)
+        needed = [group.needed(int(group.first(num_tokens)), -(-num_tokens // group.block_size)) for group in self._passing]
+        places = [group.places(blocks, each, self._columns) for group, each in zip(self._passing, needed, strict=True)]
+        return all((table[each] >= 0).all() for each in places)
+
+    def shortest(self, row: int) -> int:
+        """Return a number of tokens from which on a row `keeps` all: what is before was let go, or is in a state."""
+        low, high = 0, int(self._rows.computed[row])
+        while low < high:  # the fewer tokens, the more of what was let go they need: halving finds the first that need nothing of it
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.keeps(row, middle) else (middle + 1, high)
+        return low
+
+    def check_kept(self, subject: str, row: int, num_tokens: int) -> None:
+        """Raise IndexRangeError unless a row `keeps` so many tokens."""
+        if not self.keeps(row, num_tokens):
+            expected = f"at least {self.shortest(row)}: what was before is let go, or in a state"
+            fix = "fork() before tokens are computed that may be undone, or begin() the prompt again, which finds what is cached"
+            raise IndexRangeError(subject, expected=expected, got=num_tokens, fix=fix)
+
+    def check_integrity(self, held: Sequence[Any]) -> None:
+        """Prove that blocks of the pool are free, of one unit or of one sequence, and needed as often as is counted."""
+        self.units.check_integrity(np.concatenate([*self._held, *held, np.empty(0, dtype=np.intp)]), self.states.own())

@@ -1,0 +1,275 @@
+"""The blocks of several layer groups, by unit: so many tokens that blocks of all groups end together.
+
+::
+
+    tokens of a sequence      | unit 4                    | unit 9                    |      what is found, shared and evicted
+    group 0, 32 tokens        | 17                        | 20                        |      each a block of the one pool
+    group 1, 16 tokens        | 18          | --          | 21          | 22          |      --: let go, no later token reads it
+    group 2, states           |                           | 23                        |      a checkpoint: the state behind unit 9
+
+A manager of several groups counts in units where one of a single group counts in blocks, so that prefixes, forks and promises are
+the same code; which blocks a unit has is known here alone. A unit has all its blocks of tokens from the beginning. What a rule
+lets go is given back when no sequence needs it any more; where the unit is cached it stays as long as there is room, since a
+prompt that ends there can be gone on with then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, IntegrityError
+from kvdock.layers.groups import LayerGroup
+from kvdock.prefix.interface import BlockIds
+from kvdock.scheduler.block_allocator import BlockAllocator, checked_num_blocks
+from kvdock.scheduler.rows import Index
+
+__all__ = ["UnitBlocks", "UnitIds", "checked_groups"]
+
+_NONE = -1
+
+_IDS_WITHOUT_BLOCKS = 64
+"""Units for each block of the pool where no group keeps all: of a long sequence most have no block any more."""
+
+
+def checked_groups(subject: str, groups: object) -> tuple[LayerGroup, ...]:
+    """Return layer groups, at least one, or raise."""
+    found = tuple(groups) if isinstance(groups, Sequence) else ()
+    if not found or not all(isinstance(group, LayerGroup) for group in found):
+        fix = "pass cache.groups, or those of kvdock.plan_blocks(...)"
+        raise ArgumentTypeError(f"{subject}: groups", expected="LayerGroups, at least one", got=repr(groups)[:80], fix=fix)
+    return found
+
+
+class UnitIds(BlockAllocator):
+    """Numbers of units, which tells when one has no holder any more.
+
+    Args:
+        num_units: how many there are.
+        on_free: called with those that are free from now on.
+    """
+
+    def __init__(self, num_units: int, on_free: Callable[[BlockIds], None]) -> None:
+        super().__init__(num_units)
+        self._on_free = on_free
+
+    def release(self, blocks: npt.ArrayLike) -> BlockIds:
+        """Take a holder from each, as any `BlockAllocator`."""
+        free = super().release(blocks)
+        if free.size:
+            self._on_free(free)
+        return free
+
+
+class UnitBlocks:
+    """Which blocks units have, who needs them, and which cached ones are needed by nobody.
+
+    Args:
+        groups: the layer groups.
+        num_blocks: blocks of the pool.
+        block_size: tokens of a unit where all groups keep states.
+        null_block: whether block 0 is never handed out.
+
+    Attributes:
+        groups: the layer groups.
+        blocks: the blocks of the pool; each has one holder: a unit, or a sequence whose state it is.
+        ids: which units are held.
+        num_tokens: of a unit.
+        starts: the first column of each group in ``table``.
+        widths: columns of each group.
+        table: block ids, int32 ``[units, columns]``; -1 for none.
+        states: columns of states.
+        per_unit: blocks that each unit has from the beginning.
+        num_lasting: of these, what is never let go while the unit is there.
+        num_idle: blocks of cached units that may go for themselves, and that nobody needs.
+    """
+
+    def __init__(self, groups: Sequence[LayerGroup], num_blocks: int, block_size: int, *, null_block: bool) -> None:
+        sizes = [group.block_size for group in groups if not group.retention.is_state]
+        self.groups = tuple(groups)
+        self.num_tokens = math.lcm(*sizes) if sizes else block_size
+        self.widths = tuple(1 if group.retention.is_state else self.num_tokens // group.block_size for group in groups)
+        self.starts = tuple(accumulate(self.widths[:-1], initial=0))
+        by_column = [group.retention for group, width in zip(groups, self.widths, strict=True) for _ in range(width)]
+        self.states = np.array([at for at, rule in enumerate(by_column) if rule.is_state], dtype=np.intp)
+        self._tokens = np.array([at for at, rule in enumerate(by_column) if not rule.is_state], dtype=np.intp)
+        self._passing = np.array([not rule.keeps_all for rule in by_column])
+        self.per_unit, self.num_lasting = self._tokens.size, int((~self._passing).sum())
+        checked_num_blocks("CacheManager", num_blocks, max(sizes, default=1))
+        self.blocks = BlockAllocator(num_blocks)
+        self.null_block = int(self.blocks.allocate(1)[0]) if null_block else None
+        ids = num_blocks // self.num_lasting if self.num_lasting else _IDS_WITHOUT_BLOCKS * num_blocks
+        ids = min(ids, 2**31 // self.num_tokens)
+        if not ids:
+            expected = f"at least the {self.num_lasting} blocks of {self.num_tokens} tokens"
+            raise ArgumentValueError("CacheManager: num_blocks", expected=expected, got=num_blocks, fix="make the pool larger")
+        self.ids = UnitIds(ids, self._free)
+        self.table: BlockIds = np.full((ids, len(by_column)), _NONE, dtype=np.int32)
+        self._needs = np.zeros((ids, len(by_column)), dtype=np.int32)
+        self._is_cached = np.zeros(ids, dtype=np.bool_)
+        self._is_end = np.zeros(ids, dtype=np.bool_)
+        self.num_idle = 0
+        # What nobody needs, first what was let go longest ago: within prefixes, and where prompts ended. An entry counts while its
+        # number is the one that its place was given last.
+        self._idle: tuple[deque[tuple[int, int]], ...] = (deque(), deque())
+        self._serials = np.zeros((ids, len(by_column)), dtype=np.int64)
+        self._serial = 0
+
+    def add(self, units: BlockIds) -> None:
+        """Give units their blocks, of which there are enough."""
+        if self.per_unit:
+            fresh = self.blocks.allocate(units.size * self.per_unit).reshape(units.size, self.per_unit)
+            self.table[units[:, None], self._tokens] = fresh
+
+    def _free(self, units: BlockIds) -> None:
+        """Take the blocks of units back that nobody holds any more."""
+        if self._needs[units].any():
+            raise IntegrityError("UnitBlocks", expected="no sequence that needs a unit without holders", got=units.tolist())
+        self._give_back(units[:, None] * self.table.shape[1] + np.arange(self.table.shape[1]))
+        self._is_end[units] = False
+
+    def hold(self, places: Index) -> None:
+        """Let somebody more need blocks; places count through ``table``."""
+        needs = self._needs.reshape(-1)
+        first = places[needs[places] == 0]
+        self.num_idle -= int(self._is_cached[first // self.table.shape[1]].sum())
+        needs[places] += 1
+
+    def unhold(self, places: Index) -> None:
+        """Let somebody need blocks no longer. Nobody's are given back, unless they are cached: then they are idle."""
+        needs = self._needs.reshape(-1)
+        needs[places] -= 1
+        last = places[needs[places] == 0]
+        is_cached = self._is_cached[last // self.table.shape[1]]
+        self._let_idle(last[is_cached])
+        self._give_back(last[~is_cached])
+
+    def cache(self, units: BlockIds) -> None:
+        """Note that units are cached from now on."""
+        self._is_cached[units] = True
+        self._let_idle(self._unneeded(units))
+
+    def uncache(self, units: BlockIds) -> None:
+        """Note that units are cached no longer. Sequences may hold them still."""
+        unneeded = self._unneeded(units)
+        self.num_idle -= unneeded.size
+        self._is_cached[units] = False
+        self._give_back(unneeded)
+
+    def attach(self, unit: int, states: BlockIds) -> bool:
+        """Keep states as the checkpoint behind a cached unit, unless it has one; return whether that was done. They are idle then."""
+        if self.table[unit, self.states[0]] != _NONE:
+            return False
+        self.table[unit, self.states] = states
+        self._let_idle(unit * self.table.shape[1] + self.states)
+        return True
+
+    def detach(self, places: Index) -> None:
+        """Give up a checkpoint that one sequence needs and nobody else: its blocks are the caller's."""
+        self._needs.reshape(-1)[places] = 0
+        self.table.reshape(-1)[places] = _NONE
+
+    def replace(self, old: BlockIds, new: BlockIds) -> None:
+        """Give cached units what they lack of the blocks of others with equal tokens, that are about to be released."""
+        lacking = (self.table[new] == _NONE) & (self.table[old] != _NONE) & (old != new)[:, None]
+        at, column = lacking.nonzero()
+        self.table[new[at], column] = self.table[old[at], column]
+        self.table[old[at], column] = _NONE
+        self._let_idle(new[at].astype(np.intp) * self.table.shape[1] + column)
+
+    def copies(self, pairs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the blocks to copy for units to copy; what a source has not, its copy need not have."""
+        old, new = (self.table[pairs[:, side]][:, self._tokens] for side in (0, 1))
+        there = old != _NONE
+        at, column = (~there & (new != _NONE)).nonzero()
+        self._give_back(pairs[at, 1] * self.table.shape[1] + self._tokens[column])
+        return np.stack((old[there], new[there]), axis=1).astype(np.int64)
+
+    def is_needed_once(self, places: Index) -> bool:
+        """Whether one sequence needs blocks, and nobody else."""
+        return bool((self._needs.reshape(-1)[places] == 1).all())
+
+    def drop(self, count: int, *, ends: bool) -> None:
+        """Give up to ``count`` idle blocks back, those that were let go longest ago; where prompts ended, or all others."""
+        queue, serials, taken = self._idle[ends], self._serials.reshape(-1), list[int]()
+        while queue and len(taken) < count:
+            place, serial = queue.popleft()
+            if serials[place] == serial and self._is_idle(place):
+                taken.append(place)
+        places = np.array(taken, dtype=np.intp)
+        self.num_idle -= places.size
+        self._give_back(places)
+
+    def mark_ends(self, units: BlockIds) -> None:
+        """Note that prompts ended in or behind units: what was let go there is given up last."""
+        self._is_end[units] = True
+
+    def check_integrity(self, needs: Index, states: BlockIds) -> None:
+        """Compare what is counted with what there is.
+
+        Args:
+            needs: places of what sequences and pins need, each as often as it is needed.
+            states: blocks that are states of sequences.
+
+        Raises:
+            IntegrityError: they differ.
+        """
+        self.blocks.check_integrity()
+        held = self.ids.ref_counts(np.arange(self.ids.num_blocks)) > 0
+        there = self.table[self.table != _NONE]
+        owned = np.concatenate((there, states, [] if self.null_block is None else [self.null_block]))
+        counted = np.bincount(needs, minlength=self._needs.size).reshape(self._needs.shape)
+        idle = self._is_cached[:, None] & self._passing & (self.table != _NONE) & (self._needs == 0)
+        queued = {place for queue in self._idle for place, serial in queue if self._serials.reshape(-1)[place] == serial}
+        is_let_go = self._passing & ~self._is_cached[:, None] & (self._needs == 0) & (self.table != _NONE)
+        facts = {
+            "each block free, or of one unit or sequence": np.unique(owned).size == owned.size == self.blocks.num_used,
+            "blocks for units that are held": bool((self.table[~held] == _NONE).all()),
+            "lasting blocks of each unit": bool((self.table[held][:, ~self._passing] != _NONE).all()),
+            "needs as sequences have them": bool((counted == self._needs).all()),
+            "what is needed to be there": bool((self.table[self._needs > 0] != _NONE).all()),
+            "as many idle blocks as are counted": int(idle.sum()) == self.num_idle,
+            "a turn for each idle block": queued >= set(np.flatnonzero(idle).tolist()),
+            "cached units to be held": not (self._is_cached & ~held).any(),
+            "states only behind cached units": not is_let_go[:, self.states].any(),
+        }
+        wrong = ", ".join(what for what, holds in facts.items() if not holds)
+        if wrong:
+            raise IntegrityError("UnitBlocks", expected=wrong, got="something else", fix="report it with the calls before")
+
+    def _unneeded(self, units: BlockIds) -> Index:
+        """Return places of blocks of units that may go for themselves and that nobody needs."""
+        at, column = (self._passing & (self.table[units] != _NONE) & (self._needs[units] == 0)).nonzero()
+        places: Index = units[at].astype(np.intp) * self.table.shape[1] + column
+        return places
+
+    def _is_idle(self, place: int) -> bool:
+        unit, column = divmod(place, self.table.shape[1])
+        return bool(self._is_cached[unit] and self.table[unit, column] != _NONE and not self._needs[unit, column])
+
+    def _let_idle(self, places: Index) -> None:
+        """Let blocks of cached units wait for their turn."""
+        serials = self._serials.reshape(-1)
+        self.num_idle += places.size
+        for place, is_end in zip(places.tolist(), self._is_end[places // self.table.shape[1]].tolist(), strict=True):
+            self._serial += 1
+            serials[place] = self._serial
+            self._idle[is_end].append((place, self._serial))
+        if len(self._idle[0]) + len(self._idle[1]) > 2 * self.num_idle + 1024:  # mostly entries that do not count
+            for queue in self._idle:
+                live = [entry for entry in queue if serials[entry[0]] == entry[1] and self._is_idle(entry[0])]
+                queue.clear()
+                queue.extend(live)
+
+    def _give_back(self, places: npt.NDArray[Any]) -> None:
+        """Free the blocks at places, as far as there are any."""
+        table = self.table.reshape(-1)
+        found = table[places]
+        self.blocks.release(found[found != _NONE])
+        table[places] = _NONE
