@@ -54,7 +54,7 @@ class Nano:
             for seq in seqs:
                 if seq.block_table:
                     held = self.scheduler.block_manager.sequences[seq.seq_id]
-                    assert seq.block_table == held.block_table.tolist()
+                    assert seq.block_table == held.block_table().tolist()
                     assert held.computed <= seq.num_cached_tokens, "nothing is found before it is computed"
         for seq, (prompt, new) in zip(seqs, requests, strict=True):
             assert len(seq) == len(prompt) + new

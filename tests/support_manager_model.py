@@ -180,7 +180,7 @@ class TwoManagers(RuleBasedStateMachine):
             for one in self.all:
                 seq, rows = one.pair[at], manager._rows
                 facts = [int(getattr(rows, name)[seq._row]) for name in rows._INTEGERS]
-                found.append([seq.block_table.tolist(), seq.tokens.tolist(), str(seq.tokens.dtype), seq.cached_len, facts])
+                found.append([seq.block_table().tolist(), seq.tokens.tolist(), str(seq.tokens.dtype), seq.cached_len, facts])
             found += [[one.pair[at].length, one.pair[at].pads.tolist(), list(map(id, one.pair[at].sequences))] for one in self.batches]
         return found
 
@@ -204,8 +204,8 @@ class TwoManagers(RuleBasedStateMachine):
         paths, versions = self.contents[0].paths, set[int]()
         assert paths == self.contents[1].paths
         for one in self.all:
-            table, whole = one.seq.block_table.tolist(), one.computed // self.size
-            assert table == one.pair[1].block_table.tolist()
+            table, whole = one.seq.block_table().tolist(), one.computed // self.size
+            assert table == one.pair[1].block_table().tolist()
             assert len(table) == len(set(table)) == self.blocks_for(one.seq.num_tokens)
             assert 0 not in table or not self.null
             assert self.pool.slots[one.seq.slot_mapping(0, len(one.written))].tolist() == chain(one.namespace, one.written)
@@ -225,7 +225,7 @@ class TwoManagers(RuleBasedStateMachine):
         self.read_events()
         allocator, size_info = self.manager.allocator, self.manager.prefix.size_info
         cached, held = set(self.contents[0].paths), self.held()
-        own = {block for one in self.all for block in one.seq.block_table.tolist()} - cached
+        own = {block for one in self.all for block in one.seq.block_table().tolist()} - cached
         assert allocator.num_used == len(cached) + len(own) + self.null
         assert size_info.protected_size == len(held) * self.size
         assert size_info.total_size == len(cached) * self.size

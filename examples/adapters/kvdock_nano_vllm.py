@@ -33,7 +33,7 @@ class BlockManager:
     def allocate(self, seq: Any, num_cached_blocks: int) -> None:
         """Give a sequence blocks for all its tokens; what is cached needs not be computed."""
         held = self.sequences[seq.seq_id] = self.manager.begin(seq.token_ids)
-        seq.num_cached_tokens, seq.block_table = held.cached_len, held.block_table.tolist()
+        seq.num_cached_tokens, seq.block_table = held.cached_len, held.block_table().tolist()
 
     def deallocate(self, seq: Any) -> None:
         """Take the blocks back, from one that is done or has to wait. Whole blocks that are computed stay cached."""
@@ -49,7 +49,7 @@ class BlockManager:
         held = self.sequences[seq.seq_id]
         if len(seq) > held.num_tokens:
             self.manager.extend(held, self.block_size - held.num_tokens % self.block_size)
-            seq.block_table = held.block_table.tolist()
+            seq.block_table = held.block_table().tolist()
 
     def hash_blocks(self, seq: Any) -> None:
         """Let others find what a step has computed, once it fills a block."""
@@ -59,7 +59,7 @@ class BlockManager:
             version = held.table_version
             self.manager.commit(held, seq.token_ids[held.num_known : whole], computed=whole)
             if held.table_version != version:  # another has computed the same meanwhile: go on with its blocks
-                seq.block_table = held.block_table.tolist()
+                seq.block_table = held.block_table().tolist()
 
 
 def store_kvcache(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:

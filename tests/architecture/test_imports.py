@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "captured": LEAVES | {"runtime", "scheduler"},
     "cache": LEAVES | {"layers", "ops"},
     "prefix": {"errors", "spec", "process"},
-    "scheduler": {"errors", "spec", "prefix"},
+    "scheduler": {"errors", "spec", "prefix", "layers"},
     "replay": {"errors", "spec", "prefix", "scheduler"},
     "kvdock": LEAVES | {"descriptors", "layers", "ops", "plugin", "plugins", "runtime"} | ENGINE_SIDE,
     "integrations": LEAVES | {"captured", "ops", "plugins", "runtime", "kvdock"} | ENGINE_SIDE,
@@ -141,7 +141,7 @@ def test_core_imports_no_backend_and_no_kit(name: str) -> None:
 THIRD_PARTY = {
     "attrs": set(MAY_IMPORT),
     "matplotlib": {"replay"},
-    "numpy": {"ops", "scheduler", "prefix", "replay", "integrations"},
+    "numpy": {"layers", "ops", "scheduler", "prefix", "replay", "integrations"},
     "pluggy": {"plugins"},
     "torch": set(MAY_IMPORT) - {"errors", "layout", "descriptors", "process", "scheduler", "prefix", "replay"},
     "transformers": {"integrations"},

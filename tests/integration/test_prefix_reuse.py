@@ -171,7 +171,7 @@ def test_padding_is_read_as_zeros_and_needs_no_block() -> None:
         assert watched.cached == 16 + 8
         assert_same(expected, got, greedy=True)
         assert not watched.cache.layers[0].keys[1, :, :8].any()
-        assert len(watched.cache.state.batch.sequences[1].block_table) == 5
+        assert len(watched.cache.state.batch.sequences[1].block_table()) == 5
     watched.check()
 
 

@@ -8,11 +8,14 @@
     cu_query_lens   [B + 1]   where each row's tokens of this step begin in the next two, and where the last one's end
     positions       [T]       their positions; 0 for padding
     slot_mapping    [T]       their slots; -1 for padding, which every op skips
+
+Of several layer groups each has a block table and a slot mapping of its own, in ``block_tables`` and ``slot_mappings``; those above
+are the first group's. The block table of a group of states is ``[B, 1]``, and all its slots are -1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -28,6 +31,7 @@ from kvdock.scheduler.cache_manager import CacheManager
 from kvdock.scheduler.exporters import Int32
 from kvdock.scheduler.rows import Index, positions_of
 from kvdock.scheduler.sequence import CacheSequence
+from kvdock.scheduler.tables import GroupTable
 from kvdock.spec import device_of
 
 __all__ = ["BatchTables", "HostTables", "TableViews"]
@@ -43,6 +47,8 @@ class HostTables:
     cu_query_lens: Int32
     positions: Int32
     slot_mapping: Int32
+    block_tables: tuple[Int32, ...]
+    slot_mappings: tuple[Int32, ...]
 
 
 @attrs.frozen(eq=False)
@@ -50,7 +56,7 @@ class TableViews:
     """The first ``b`` rows and ``t`` tokens of `BatchTables`, as views: what stands in them is that of the last update, whenever it was.
 
     All int32: block_table ``[b, max_blocks]``, seq_lens and query_lens ``[b]``, cu_query_lens ``[b + 1]``, positions and
-    slot_mapping ``[t]``.
+    slot_mapping ``[t]``; block_tables and slot_mappings are those of each layer group.
     """
 
     block_table: torch.Tensor
@@ -59,6 +65,8 @@ class TableViews:
     cu_query_lens: torch.Tensor
     positions: torch.Tensor
     slot_mapping: torch.Tensor
+    block_tables: tuple[torch.Tensor, ...]
+    slot_mappings: tuple[torch.Tensor, ...]
 
 
 class BatchTables(NotCopied):
@@ -73,7 +81,7 @@ class BatchTables(NotCopied):
         manager: whose sequences come. Without a null block block 0, which padding names, is a sequence's: kvdock's ops never look at
             what is behind ``seq_lens`` or has slot -1, and other kernels may.
         batch_size: rows, at least 1.
-        max_blocks: columns of the block table, at least 1.
+        max_blocks: columns of the block table, at least 1; with several layer groups also one number for each.
         max_tokens: most tokens of a step; ``batch_size`` by default, which is a step of decoding.
         device: where the tensors are.
 
@@ -84,6 +92,8 @@ class BatchTables(NotCopied):
         cu_query_lens: int32 ``[batch_size + 1]``.
         positions: int32 ``[max_tokens]``.
         slot_mapping: int32 ``[max_tokens]``.
+        block_tables: that of each layer group, ``[batch_size, max_blocks]``; the first is ``block_table``.
+        slot_mappings: that of each layer group; the first is ``slot_mapping``.
         host: the same on the host; on a host device they share memory.
         num_sequences: rows of the last step that are no padding.
         num_tokens: tokens of the last step.
@@ -96,32 +106,54 @@ class BatchTables(NotCopied):
     instead_of_copies = "make others with the same manager: sequences may be in several"
 
     def __init__(
-        self, manager: CacheManager, batch_size: int, max_blocks: int, *, max_tokens: int | None = None, device: torch.device | str = "cpu"
+        self,
+        manager: CacheManager,
+        batch_size: int,
+        max_blocks: int | Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         if not isinstance(manager, CacheManager):
             raise ArgumentTypeError("BatchTables: manager", expected="a CacheManager", got=repr(manager)[:80])
-        rows, width = count_of("BatchTables: batch_size", batch_size, 1), count_of("BatchTables: max_blocks", max_blocks, 1)
+        self._groups = manager._pool.tables
+        rows, widths = count_of("BatchTables: batch_size", batch_size, 1), self._widths(max_blocks)
         tokens = rows if max_tokens is None else count_of("BatchTables: max_tokens", max_tokens, 1)
-        if max(rows * width, 3 * rows + 2 * tokens) > MAX_SLOTS:
+        if max(rows * max(widths), 3 * rows + (1 + len(widths)) * tokens) > MAX_SLOTS:
             expected, fix = "tables of at most 2**31 numbers", "as many columns and tokens as the longest batch needs"
-            raise ArgumentValueError("BatchTables", expected=expected, got=f"[{rows}, {width}], and {tokens} tokens", fix=fix)
+            raise ArgumentValueError("BatchTables", expected=expected, got=f"[{rows}, {max(widths)}], and {tokens} tokens", fix=fix)
         to = device_of("BatchTables: device", device)
         self._manager = manager
         self._version = np.zeros(rows, dtype=np.intp)  # of what each row shows; 0 is padding
-        self._sizes = (rows, rows, rows + 1, tokens, tokens)
+        self._sizes = (rows, rows, rows + 1, tokens, *[tokens] * len(widths))
         self._flat = np.zeros(sum(self._sizes), dtype=np.int32)
-        self.host = HostTables(np.zeros((rows, width), dtype=np.int32), *self._parts(self._flat))
-        self.host.slot_mapping.fill(-1)
-        self.block_table = torch.from_numpy(self.host.block_table).to(to)
-        # One tensor for all but the block table, and the others are views of it: one transfer for each step.
+        seq_lens, query_lens, sums, positions, slots = self._parts(self._flat)
+        tables = tuple(np.zeros((rows, width), dtype=np.int32) for width in widths)
+        self.host = HostTables(tables[0], seq_lens, query_lens, sums, positions, slots[0], tables, slots)
+        for mapping in slots:
+            mapping.fill(-1)
+        self.block_tables = tuple(torch.from_numpy(table).to(to) for table in tables)
+        self.block_table = self.block_tables[0]
+        # One tensor for all but the block tables, and the others are views of it: one transfer for each step.
         self._device_flat = torch.from_numpy(self._flat).to(to)
         self._is_host = self._device_flat.data_ptr() == self._flat.ctypes.data  # then nothing is to be sent
         self._pinned = not self._is_host and _can_pin()
-        parts = torch.split(self._device_flat, list(self._sizes))
-        self.seq_lens, self.query_lens, self.cu_query_lens, self.positions, self.slot_mapping = parts
+        self.seq_lens, self.query_lens, self.cu_query_lens, self.positions, *views = torch.split(self._device_flat, list(self._sizes))
+        self.slot_mappings = tuple(views)
+        self.slot_mapping = self.slot_mappings[0]
+        self._of_tokens = [(table, slots[at]) for at, table in enumerate(self._groups) if not table.is_state]
         self.num_sequences = self.num_tokens = 0
         self._ones = np.ones(rows, dtype=np.intp)
         self._decoded = 0  # sequences of the last step, if it had one token of each
+
+    def _widths(self, max_blocks: Any) -> tuple[int, ...]:
+        """Return the columns of each group's block table."""
+        given = list(max_blocks) if isinstance(max_blocks, Sequence) else [max_blocks] * len(self._groups)
+        if len(given) != len(self._groups):
+            expected = f"one number, or {len(self._groups)}: one for each layer group"
+            raise ArgumentValueError("BatchTables: max_blocks", expected=expected, got=len(given))
+        found = [count_of("BatchTables: max_blocks", width, 1) for width in given]
+        return tuple(1 if table.is_state else width for table, width in zip(self._groups, found, strict=True))
 
     def __repr__(self) -> str:
         rows, width = self.host.block_table.shape
@@ -154,12 +186,21 @@ class BatchTables(NotCopied):
         """
         of, host, batch = self._manager._rows, self.host, rows.size
         lengths = of.num_tokens[rows]
-        if not batch or batch != self._decoded or not lengths.all() or of.num_blocks[rows].max() > host.block_table.shape[1]:
+        if not batch or batch != self._decoded or not lengths.all() or not self._fit(int(lengths.max())):
             return False
         starts = lengths - 1
         host.seq_lens[:batch], host.positions[:batch] = lengths, starts
-        host.slot_mapping[:batch] = of.slots(rows, starts, self._ones[:batch])
+        for table, slots in self._of_tokens:
+            slots[:batch] = table.slots(rows, starts, self._ones[:batch])
         return True
+
+    def _fit(self, tokens: int) -> bool:
+        """Whether the block tables have columns for so many tokens."""
+        return all(-(-tokens // table.block_size) <= shown.shape[1] for table, shown in self._with_host())
+
+    def _with_host(self) -> Iterator[tuple[GroupTable, Int32]]:
+        """Return the groups that keep tokens, with their block tables on the host."""
+        return ((table, shown) for table, shown in zip(self._groups, self.host.block_tables, strict=True) if not table.is_state)
 
     def _show(self, rows: Index, query_lens: Any, seq_lens: npt.ArrayLike | None) -> None:
         """Write all but the block table, see `update`."""
@@ -169,7 +210,7 @@ class BatchTables(NotCopied):
         queries = counts_of("BatchTables.update: query_lens", query_lens, batch)
         total = int(queries.sum())
         # All is checked before the first array is written: when this raises, the tables still show the last step.
-        self._check(batch, int(of.num_blocks[rows].max()) if batch else 0, total)
+        self._check(batch, int(room.max()) if batch else 0, total)
         if (queries > lengths).any() or (lengths is not room and (lengths > room).any()):
             expected = "query lengths up to the lengths, and these up to the room"
             raise IndexRangeError("BatchTables.update", expected=expected, got=f"{queries.tolist()}, {lengths.tolist()}, {room.tolist()}")
@@ -178,7 +219,8 @@ class BatchTables(NotCopied):
         host.query_lens[:batch], host.query_lens[batch:] = queries, 0
         host.cu_query_lens[1 : batch + 1], host.cu_query_lens[batch + 1 :] = queries.cumsum(), total
         host.positions[:total], host.positions[total:] = positions_of(starts, queries), 0
-        host.slot_mapping[:total], host.slot_mapping[total:] = of.slots(rows, starts, queries), -1
+        for table, slots in self._of_tokens:
+            slots[:total], slots[total:] = table.slots(rows, starts, queries), -1
         self.num_sequences, self.num_tokens = batch, total
         self._decoded = batch if (queries == 1).all() else 0
 
@@ -190,8 +232,9 @@ class BatchTables(NotCopied):
         """
         rows, tokens = count_of("BatchTables.first: rows", rows), count_of("BatchTables.first: tokens", tokens)
         self._check(rows, 0, tokens, "BatchTables.first")
-        of_rows, of_tokens = (self.seq_lens[:rows], self.query_lens[:rows]), (self.positions[:tokens], self.slot_mapping[:tokens])
-        return TableViews(self.block_table[:rows], *of_rows, self.cu_query_lens[: rows + 1], *of_tokens)
+        tables, slots = tuple(table[:rows] for table in self.block_tables), tuple(each[:tokens] for each in self.slot_mappings)
+        lengths = self.seq_lens[:rows], self.query_lens[:rows], self.cu_query_lens[: rows + 1]
+        return TableViews(tables[0], *lengths, self.positions[:tokens], slots[0], tables, slots)
 
     def staged(self, values: torch.Tensor) -> torch.Tensor:
         """Return a copy of values on the host that can be sent to the tables' device without waiting, pinned where that helps."""
@@ -199,15 +242,16 @@ class BatchTables(NotCopied):
         return torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=self._pinned).copy_(values)
 
     def _write_blocks(self, rows: Index) -> Index:
-        """Write the rows of the block table whose blocks have changed; return which."""
-        of, table = self._manager._rows, self.host.block_table
+        """Write the rows of the block tables whose blocks have changed; return which."""
         versions = np.zeros_like(self._version)
-        versions[: rows.size] = of.version[rows]
+        versions[: rows.size] = self._manager._rows.version[rows]
         changed = np.flatnonzero(versions != self._version)
         if changed.size:
-            table[changed] = 0  # the null block, as in the manager's own table behind the blocks of a row
-            shown, width = changed[changed < rows.size], min(table.shape[1], of.table.shape[1])
-            table[shown, :width] = of.table[rows[shown], :width]
+            shown = changed[changed < rows.size]
+            for table, out in zip(self._groups, self.host.block_tables, strict=True):
+                out[changed] = 0  # the null block, as in the manager's own table behind the blocks of a row
+                found = table.dense(rows[shown], out.shape[1])
+                out[shown, : found.shape[1]] = found
             self._version = versions
         return changed
 
@@ -217,27 +261,30 @@ class BatchTables(NotCopied):
         # Rows next to each other are one copy; others need their numbers on the device as well.
         if changed.size and changed.size == changed[-1] - changed[0] + 1:
             rows = slice(int(changed[0]), int(changed[-1]) + 1)
-            self.block_table[rows].copy_(self._staged(self.host.block_table[rows]), non_blocking=True)
+            for on_device, on_host in zip(self.block_tables, self.host.block_tables, strict=True):
+                on_device[rows].copy_(self._staged(on_host[rows]), non_blocking=True)
         elif changed.size:
-            device = self.block_table.device
-            index, rows_of = self._staged(changed.astype(np.int64)), self._staged(self.host.block_table[changed])
-            self.block_table.index_copy_(0, index.to(device, non_blocking=True), rows_of.to(device, non_blocking=True))
+            index = self._staged(changed.astype(np.int64)).to(self.block_table.device, non_blocking=True)
+            for on_device, on_host in zip(self.block_tables, self.host.block_tables, strict=True):
+                on_device.index_copy_(0, index, self._staged(on_host[changed]).to(on_device.device, non_blocking=True))
 
     def _staged(self, values: npt.NDArray[Any]) -> torch.Tensor:
         return self.staged(torch.from_numpy(values))
 
-    def _parts(self, flat: Int32) -> list[Int32]:
-        """Return the parts of the array that has all but the block table."""
+    def _parts(self, flat: Int32) -> tuple[Int32, Int32, Int32, Int32, tuple[Int32, ...]]:
+        """Return the parts of the array that has all but the block tables; the last are the slots of each group."""
         ends = np.cumsum(self._sizes).tolist()
-        return [flat[stop - size : stop] for size, stop in zip(self._sizes, ends, strict=True)]
+        seq_lens, query_lens, sums, positions, *slots = (flat[stop - size : stop] for size, stop in zip(self._sizes, ends, strict=True))
+        return seq_lens, query_lens, sums, positions, tuple(slots)
 
-    def _check(self, batch: int, blocks: int, tokens: int, where: str = "BatchTables.update") -> None:
+    def _check(self, batch: int, longest: int, tokens: int, where: str = "BatchTables.update") -> None:
+        """Raise unless the tables have room for so many sequences, tokens of the longest, and tokens of a step."""
         (rows, width), most = self.host.block_table.shape, self.host.positions.size
-        if batch > rows or blocks > width or tokens > most:
+        if batch > rows or not self._fit(longest) or tokens > most:
             raise ArgumentValueError(
                 where,
                 expected=f"at most {rows} sequences, {width} blocks of each and {most} tokens",
-                got=f"{batch} sequences, up to {blocks} blocks and {tokens} tokens",
+                got=f"{batch} sequences, up to {-(-longest // self._groups[0].block_size)} blocks and {tokens} tokens",
                 fix="make the tables with a larger batch_size, max_blocks or max_tokens",
             )
 

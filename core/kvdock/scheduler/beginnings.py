@@ -106,6 +106,6 @@ class Beginnings:
     def open(self, namespace: Namespace, handle: PrefixHandle) -> CacheSequence:
         """Make a sequence that has a handle locked, and no row yet."""
         self._serial += 1
-        seq = CacheSequence(self._rows, self._ids, namespace, handle, self._serial)
+        seq = CacheSequence(self._pool, self._rows, self._ids, namespace, handle, self._serial)
         self._pool.prefix.lock_handle(handle)
         return seq

@@ -261,7 +261,8 @@ class CacheManager(NotCopied, OneThread):
         Raises:
             StaleHandleError: the sequence is over, or another manager's.
             IndexRangeError: there is room for fewer tokens; or what the next one needs was let go, see `CacheSequence.shortest`.
-            OutOfBlocksError: ``seq`` was promised room, and there is no block for the copy that it will need now; or none for a state.
+            OutOfBlocksError: ``seq`` was promised room, and there is no block for the copy that it will need now; or none for a state,
+                or for what was let go and it would need again.
         """
         row, rows = self._row(seq, "fork"), self._rows
         room, known = int(rows.num_tokens[row]), int(rows.num_known[row])
@@ -270,7 +271,6 @@ class CacheManager(NotCopied, OneThread):
             raise IndexRangeError("CacheManager.fork: num_tokens", expected=f"at most the {room} tokens there is room for", got=tokens)
         self._pool.check_kept("CacheManager.fork: num_tokens", row, tokens)
         self._promises.before_fork(row, rows.blocks_for(tokens))  # first: it may be refused
-        self._pool.take(0, "CacheManager.fork", states=1)
         handle, blocks, shared = rows.handle(row), rows.blocks(row, 0, rows.blocks_for(tokens)).copy(), int(rows.shared[row])
         self.allocator.share(blocks[shared:])  # the others are protected by the lock of the fork
         other = self._beginnings.open(seq.namespace, handle)
@@ -296,6 +296,7 @@ class CacheManager(NotCopied, OneThread):
 
         Raises:
             IndexRangeError: there are fewer; or what the next token needs was let go, see `CacheSequence.shortest`.
+            OutOfBlocksError: it would need blocks again that were let go, and others were promised their room.
             StaleHandleError: the sequence is over, or another manager's.
         """
         row, rows = self._row(seq, "truncate"), self._rows

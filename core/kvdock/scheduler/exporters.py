@@ -14,6 +14,7 @@ from kvdock.prefix.inputs import MAX_SLOTS, count_of, index_of
 from kvdock.scheduler.batches import as_rows
 from kvdock.scheduler.rows import Index, Rows, steps
 from kvdock.scheduler.sequence import CacheSequence
+from kvdock.scheduler.tables import GroupTable, OnlyTable
 
 __all__ = ["CSRTable", "csr_table", "dense_table", "sequence_lengths", "token_table"]
 
@@ -46,13 +47,15 @@ def sequence_lengths(sequences: Sequence[CacheSequence], *, out: Int32 | None = 
         ArgumentTypeError: something that is no sequence.
         ArgumentValueError: ``out`` of another shape or dtype.
     """
-    rows, of = _batch("sequence_lengths", sequences)
+    rows, tokens, _ = _batch("sequence_lengths", sequences, 0)
     lengths = _out("sequence_lengths: out", out, (rows.size,))
-    lengths[:] = of.num_tokens[rows]
+    lengths[:] = tokens
     return lengths
 
 
-def dense_table(sequences: Sequence[CacheSequence], *, fill: int = 0, width: int | None = None, out: Int32 | None = None) -> Int32:
+def dense_table(
+    sequences: Sequence[CacheSequence], *, fill: int = 0, width: int | None = None, out: Int32 | None = None, group: int = 0
+) -> Int32:
     """Return block ids, int32 ``[batch, most blocks]``; the form of flash-attn, torch's ``varlen_attn`` and vLLM.
 
     Args:
@@ -60,39 +63,42 @@ def dense_table(sequences: Sequence[CacheSequence], *, fill: int = 0, width: int
         fill: what stands behind the blocks of shorter ones. 0 is a block that exists, so that it can be read.
         width: columns, at least as many as the longest has blocks; captured graphs need one width for all steps.
         out: int32 ``[batch, width]`` to write into; its width counts where none is named.
+        group: of which layer group; of what it has let go, anything is shown.
 
     Raises:
         ArgumentValueError: ``width`` is too small; or as for `sequence_lengths`.
     """
-    rows, of = _batch("dense_table", sequences)
-    sizes = of.num_blocks[rows]
+    rows, _, of = _batch("dense_table", sequences, group)
+    sizes = of.widths(rows)
     table = _table("dense_table", sizes, fill, width, out)
-    columns = min(table.shape[1], of.table.shape[1])
-    np.copyto(table[:, :columns], of.table[rows, :columns], where=np.arange(columns) < sizes[:, None])
+    found = of.dense(rows, table.shape[1])
+    np.copyto(table[:, : found.shape[1]], found, where=np.arange(found.shape[1]) < sizes[:, None])
     return table
 
 
-def token_table(sequences: Sequence[CacheSequence], *, fill: int = 0, width: int | None = None, out: Int32 | None = None) -> Int32:
+def token_table(
+    sequences: Sequence[CacheSequence], *, fill: int = 0, width: int | None = None, out: Int32 | None = None, group: int = 0
+) -> Int32:
     """Return the slot of every token, int32 ``[batch, most tokens]``; the form of SGLang. Arguments as for `dense_table`."""
-    rows, of = _batch("token_table", sequences)
-    sizes = of.num_tokens[rows]
+    rows, sizes, of = _batch("token_table", sequences, group)
     table = _table("token_table", sizes, fill, width, out)
     table[np.arange(rows.size).repeat(sizes), steps(sizes)] = of.slots(rows, np.zeros_like(sizes), sizes)
     return table
 
 
-def csr_table(sequences: Sequence[CacheSequence], *, out: CSRTable | None = None) -> CSRTable:
+def csr_table(sequences: Sequence[CacheSequence], *, out: CSRTable | None = None, group: int = 0) -> CSRTable:
     """Return block ids one sequence behind the other, with the length of each last block.
 
     Args:
         sequences: the batch; see `sequence_lengths`.
         out: a table to write into: ``indptr`` of ``[batch + 1]``, ``last_block_len`` of ``[batch]``, ``indices`` long enough.
+        group: as for `dense_table`.
 
     Raises:
         ArgumentValueError: ``out`` is too short; or as for `sequence_lengths`.
     """
-    rows, of = _batch("csr_table", sequences)
-    sizes, tokens = of.num_blocks[rows], of.num_tokens[rows]
+    rows, tokens, of = _batch("csr_table", sequences, group)
+    sizes = of.widths(rows)
     total = int(sizes.sum())
     if out is not None and not isinstance(out, CSRTable):
         raise ArgumentTypeError("csr_table: out", expected="a CSRTable", got=repr(out)[:80])
@@ -102,21 +108,24 @@ def csr_table(sequences: Sequence[CacheSequence], *, out: CSRTable | None = None
     indices = _out("csr_table: out.indices", out and out.indices, (room,))
     indptr[0] = 0
     sizes.cumsum(out=indptr[1:], dtype=np.int32)
-    indices[:total] = of.table[rows.repeat(sizes), steps(sizes)]
+    found = of.dense(rows, int(sizes.max()) if rows.size else 0)
+    indices[:total] = found[np.arange(found.shape[1]) < sizes[:, None]]
     last[:] = tokens - np.maximum(sizes - 1, 0) * of.block_size
     return CSRTable(indptr, indices, last)
 
 
-def _batch(subject: str, sequences: Sequence[CacheSequence]) -> tuple[Index, Rows]:
-    """Return the rows of open sequences of one manager, and what they are rows of."""
+def _batch(subject: str, sequences: Sequence[CacheSequence], group: int) -> tuple[Index, Index, GroupTable]:
+    """Return the rows of open sequences of one manager, how many tokens each has room for, and the table of a group."""
     if not isinstance(sequences, Sequence) or not all(isinstance(seq, CacheSequence) for seq in sequences):
         raise ArgumentTypeError(f"{subject}: sequences", expected="a list of sequences of a CacheManager", got=repr(sequences)[:80])
     if not sequences:
-        return np.empty(0, dtype=np.intp), Rows(1)
+        none: Index = np.empty(0, dtype=np.intp)
+        return none, none, OnlyTable(Rows(1))
     of = sequences[0]._rows
     distinct = {id(seq): seq for seq in sequences}
     as_rows(of, f"{subject}: sequences", list(distinct.values()))
-    return np.array([seq._row for seq in sequences], dtype=np.intp), of
+    rows: Index = np.array([seq._row for seq in sequences], dtype=np.intp)
+    return rows, of.num_tokens[rows], sequences[0]._pool.table(f"{subject}: group", group)
 
 
 def _table(subject: str, sizes: Index, fill: int, width: int | None, out: Int32 | None) -> Int32:

@@ -15,13 +15,14 @@ from kvdock.prefix.interface import BlockIds, Namespace, PrefixCache, PrefixMatc
 from kvdock.scheduler.pool_blocks import PoolBlocks, too_few
 from kvdock.scheduler.rows import Index, Rows
 from kvdock.scheduler.states import States
+from kvdock.scheduler.tables import GroupTable, StateTable, TokenTable
 from kvdock.scheduler.units import UnitBlocks
 
-__all__ = ["GroupedBlocks"]
+__all__ = ["GroupedBlocks", "Passing"]
 
 
 @attrs.frozen(eq=False)
-class _Passing:
+class Passing:
     """A group whose blocks are let go: where its columns are, how many tokens each block has, and the rule."""
 
     start: int
@@ -65,12 +66,18 @@ class GroupedBlocks(PoolBlocks):
         self.states = States(units, rows, state_interval)
         self._rows = rows
         self._columns = units.table.shape[1]
-        found = zip(units.groups, units.starts, units.widths, strict=True)
-        self._passing = [
-            _Passing(start, width, group.block_size, group.retention)
-            for group, start, width in found
-            if not (group.retention.keeps_all or group.retention.is_state)
-        ]
+        tables, state = list[GroupTable](), 0
+        self._passing = list[Passing]()
+        for place, (group, start, width) in enumerate(zip(units.groups, units.starts, units.widths, strict=True)):
+            if group.retention.is_state:
+                tables.append(StateTable(self.states, state))
+                state += 1
+                continue
+            passing = None if group.retention.keeps_all else Passing(start, width, group.block_size, group.retention)
+            tables.append(TokenTable(units, rows, place, passing))
+            if passing is not None:
+                self._passing.append(passing)
+        self.tables = tuple(tables)
         self._held: list[Index] = []  # what each row needs, by place
         self._seen: Index = np.zeros(0, dtype=np.intp)  # the version of the row then
         self._first: Index = np.zeros((len(self._passing), 0), dtype=np.intp)  # and the first block that is kept
@@ -177,19 +184,24 @@ class GroupedBlocks(PoolBlocks):
 
     def _usable(self, units: BlockIds) -> int:
         """Return behind how many of cached units, at most, each group has what it needs."""
-        counts = np.arange(1, units.size + 1)
-        can = np.ones(units.size, dtype=np.bool_)
-        for group in self._passing:
-            there = (self.units.table[units, group.start : group.start + group.width] >= 0).reshape(-1)
-            places = np.arange(there.size)
-            missing = np.maximum.accumulate(np.where(there, -1, places))[counts * group.width - 1]  # the last that is not there
-            can &= missing < group.first(counts * self.units.num_tokens)
-            leading = -(-group.retention.leading // group.block_size)
-            can &= np.logical_and.accumulate(there | (places >= leading))[counts * group.width - 1]
+        can = self._can_go_on(units, np.arange(1, units.size + 1) * self.units.num_tokens)
         if self.units.states.size:
             can &= self.units.table[units, self.units.states[0]] >= 0
         found = np.flatnonzero(can)
         return int(found[-1]) + 1 if found.size else 0
+
+    def _can_go_on(self, units: BlockIds, num_tokens: Index) -> npt.NDArray[np.bool_]:
+        """Return behind which numbers of tokens of units all that is kept of them is there."""
+        can = np.ones(num_tokens.size, dtype=np.bool_)
+        for group in self._passing:
+            there = (self.units.table[units, group.start : group.start + group.width] >= 0).reshape(-1)
+            places, stops = np.arange(there.size), -(-num_tokens // group.block_size)
+            gaps = np.concatenate(([-1], np.where(there, -1, places)))
+            missing = np.maximum.accumulate(gaps)[stops]  # the last that is not there
+            can &= missing < group.first(num_tokens)
+            is_led = there | (places >= -(-group.retention.leading // group.block_size))
+            can &= np.logical_and.accumulate(np.concatenate(([True], is_led)))[stops]
+        return can
 
     def _last_of(self, units: BlockIds) -> BlockIds:
         """Return those of cached units that a prompt which ends behind them needs."""
@@ -280,25 +292,26 @@ class GroupedBlocks(PoolBlocks):
             return True
         if self.states.per_sequence:
             return False
-        blocks, table = self._rows.blocks(row), self.units.table.reshape(-1)
-        needed = [group.needed(int(group.first(num_tokens)), -(-num_tokens // group.block_size)) for group in self._passing]
-        places = [group.places(blocks, each, self._columns) for group, each in zip(self._passing, needed, strict=True)]
-        return all((table[each] >= 0).all() for each in places)
+        return bool(self._can_go_on(self._rows.blocks(row), np.array([num_tokens]))[0])
 
     def shortest(self, row: int) -> int:
         """Return a number of tokens from which on a row `keeps` all: what is before was let go, or is in a state."""
-        low, high = 0, int(self._rows.computed[row])
-        while low < high:  # the fewer tokens, the more of what was let go they need: halving finds the first that need nothing of it
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.keeps(row, middle) else (middle + 1, high)
-        return low
+        computed = int(self._rows.computed[row])
+        if self.states.per_sequence:
+            return computed
+        lost = np.flatnonzero(~self._can_go_on(self._rows.blocks(row), np.arange(computed)))
+        return int(lost[-1]) + 1 if lost.size else 0
 
     def check_kept(self, subject: str, row: int, num_tokens: int) -> None:
-        """Raise IndexRangeError unless a row `keeps` so many tokens."""
+        """Raise IndexRangeError unless a row `keeps` so many tokens, and OutOfBlocksError where promises need what it would need again."""
         if not self.keeps(row, num_tokens):
             expected = f"at least {self.shortest(row)}: what was before is let go, or in a state"
             fix = "fork() before tokens are computed that may be undone, or begin() the prompt again, which finds what is cached"
             raise IndexRangeError(subject, expected=expected, got=num_tokens, fix=fix)
+        if num_tokens < self._rows.computed[row]:
+            again = self.units.idle_of(self._places_of(row, [group.first(num_tokens) for group in self._passing]))
+            if again and again > (spare := self._room - self.promised * self.units.per_unit):
+                raise too_few(subject, spare, "evictable ones that are not promised", f"a need for {again} that were let go")
 
     def check_integrity(self, held: Sequence[Any]) -> None:
         """Prove that blocks of the pool are free, of one unit or of one sequence, and needed as often as is counted."""

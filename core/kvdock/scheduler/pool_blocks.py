@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.errors import ArgumentValueError, OutOfBlocksError, UnsupportedError
+from kvdock.errors import ArgumentValueError, IndexRangeError, OutOfBlocksError, UnsupportedError
 from kvdock.prefix.interface import BlockIds, Namespace, PrefixCache, PrefixHandle, PrefixMatch
 from kvdock.scheduler.block_allocator import BlockAllocator
 from kvdock.scheduler.rows import Index, Rows
 from kvdock.scheduler.states import States
+from kvdock.scheduler.tables import GroupTable, OnlyTable
 
 __all__ = ["PoolBlocks", "in_the_middle", "too_few"]
 
@@ -40,6 +41,7 @@ class PoolBlocks:
         promised: blocks that sequences were promised and have not taken.
         is_busy: whether the prefix cache works for the manager, and its observers must not call that.
         states: the states of sequences; there are none here.
+        tables: the block table of each layer group.
         uses_parts: whether a sequence may go on within a cached block.
         null_block: what is never handed out, if there is such a block.
         reserved: that block, where ``allocator`` counts it.
@@ -51,6 +53,7 @@ class PoolBlocks:
         self.allocator = allocator
         self.prefix = prefix
         self.states = States(None, rows)
+        self.tables: tuple[GroupTable, ...] = (OnlyTable(rows),)
         self.promised = 0
         self.is_busy = False
         self.null_block = self.reserved = int(allocator.allocate(1)[0]) if null_block else None
@@ -71,6 +74,13 @@ class PoolBlocks:
                 got=size,
                 fix="let nobody else store, evict or reset in it: each manager has its own, and reset() empties it",
             )
+
+    def table(self, subject: str, group: object) -> GroupTable:
+        """Return the block table of a group, or raise."""
+        if type(group) is not int or not 0 <= group < len(self.tables):
+            expected = f"0 to {len(self.tables) - 1}, a layer group of the manager"
+            raise IndexRangeError(subject, expected=expected, got=repr(group), fix="pass the index of a group in cache.groups")
+        return self.tables[group]
 
     def match(self, tokens: npt.NDArray[Any], namespace: Namespace) -> PrefixMatch:
         """Find the longest prefix behind which a sequence can go on; it counts as no use."""
@@ -101,6 +111,10 @@ class PoolBlocks:
     def copies(self, pairs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the blocks of the pool to copy, for pairs of a sequence's."""
         return pairs
+
+    def shortest(self, row: int) -> int:
+        """Return a number of tokens from which on a row can be cut."""
+        return 0
 
     def check_kept(self, subject: str, row: int, num_tokens: int) -> None:
         """Raise IndexRangeError unless a row can go on behind its first ``num_tokens`` tokens."""

@@ -26,17 +26,19 @@ class Promises:
         self._pool.promised += blocks
 
     def before_fork(self, row: int, blocks: int) -> None:
-        """Promise a row the copy of its last block that it needs once its first ``blocks`` blocks are shared.
+        """Promise a row the copy of its last block that it needs once its first ``blocks`` blocks are shared; see to a state's room.
 
         Raises:
-            OutOfBlocksError: it has a promise, and there is no block for the copy.
+            OutOfBlocksError: it has a promise, and there is no block for the copy; or none for the fork's states.
         """
         rows = self._rows
         room = int(rows.num_tokens[row])
         # Only a promise makes the copy due now: without one, `extend` asks for the block when it needs it, and may be refused.
-        if rows.limit[row] > room and blocks == rows.num_blocks[row] and room % rows.block_size and not self._must_copy(row):
-            self._pool.check(1, "CacheManager.fork")
+        copies = rows.limit[row] > room and blocks == rows.num_blocks[row] and room % rows.block_size and not self._must_copy(row)
+        self._pool.check(int(bool(copies)), "CacheManager.fork", states=1)
+        if copies:
             self.add(row, 1)
+        self._pool.take(0, "CacheManager.fork", states=1)
 
     def renew(self, row: int) -> None:
         """Promise a row again what it gave up when it was cut, as far as blocks became free."""

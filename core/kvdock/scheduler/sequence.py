@@ -11,6 +11,7 @@ from kvdock.errors import IndexRangeError, StaleHandleError
 from kvdock.prefix.inputs import index_of
 from kvdock.prefix.interface import BlockIds, Namespace, PrefixHandle
 from kvdock.scheduler.ids import TokenIds
+from kvdock.scheduler.pool_blocks import PoolBlocks
 from kvdock.scheduler.rows import Owner, Rows
 
 __all__ = ["CacheSequence"]
@@ -27,13 +28,14 @@ class CacheSequence(Owner):
     Attributes:
         namespace: where its prefix is shared.
         block_pairs: blocks to copy as soon as it has begun, int64 ``[N, 2]`` (source, destination): a later call may hand out a
-            source. There are none unless `CacheManager.begin` was asked for a part of a block.
+            source. There are none unless `CacheManager.begin` was asked for a part of a block, or layers keep states.
     """
 
     instead_of_copies = "share its blocks with CacheManager.fork(), or begin another with its tokens"
 
-    def __init__(self, rows: Rows, ids: TokenIds, namespace: Namespace, handle: PrefixHandle, serial: int) -> None:
+    def __init__(self, pool: PoolBlocks, rows: Rows, ids: TokenIds, namespace: Namespace, handle: PrefixHandle, serial: int) -> None:
         super().__init__(rows, namespace, handle, serial)
+        self._pool = pool
         self.block_pairs = _NO_PAIRS
         self._ids = ids
 
@@ -44,7 +46,7 @@ class CacheSequence(Owner):
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block."""
+        """Tokens in a block; with several layer groups those in which blocks of all end together."""
         return self._rows.block_size
 
     @property
@@ -70,7 +72,10 @@ class CacheSequence(Owner):
 
     @property
     def table_version(self) -> int:
-        """A number that changes whenever `block_table` does; no two sequences of a manager ever have the same."""
+        """A number that changes whenever `block_table` does; no two sequences of a manager ever have the same.
+
+        That a group lets go of blocks, which no later token reads, does not count.
+        """
         return int(self._rows.version[self._live("table_version")])
 
     @property
@@ -80,18 +85,39 @@ class CacheSequence(Owner):
         return self._ids.get(row, 0, int(self._rows.num_known[row])).copy()
 
     @property
-    def block_table(self) -> BlockIds:
-        """Block ids, int32 ``[ceil(num_tokens / block_size)]``; the caller's own array.
+    def shortest(self) -> int:
+        """Tokens from which on `CacheManager.truncate` and `CacheManager.fork` can keep any number, up to what is computed.
+
+        0 where all layers keep all tokens. Before it something that the next token needs was let go, or is in a state.
+        """
+        return self._pool.shortest(self._live("shortest"))
+
+    def block_table(self, group: int = 0) -> BlockIds:
+        """Return block ids, int32 ``[ceil(num_tokens / block size of the group)]``; the caller's own array.
 
         `CacheManager.commit` and `CacheManager.extend` may change it: see `table_version`.
-        """
-        return self._rows.blocks(self._live("block_table")).copy()
 
-    def slot_mapping(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the slots of tokens ``start`` to ``stop - 1``, int64 ``[stop - start]``.
+        Args:
+            group: which layer group. What it has let go is 0; of a group of states, the one block of the sequence's.
 
         Raises:
-            IndexRangeError: not ``0 <= start <= stop <= num_tokens``.
+            IndexRangeError: no such group.
+            StaleHandleError: the sequence is over.
+        """
+        row = self._live("block_table")
+        return self._pool.table("CacheSequence.block_table: group", group).blocks(row)
+
+    def slot_mapping(self, start: int, stop: int, group: int = 0) -> npt.NDArray[np.int64]:
+        """Return the slots of tokens ``start`` to ``stop - 1``, int64 ``[stop - start]``.
+
+        Args:
+            start: the first token.
+            stop: the one behind the last.
+            group: which layer group. A token whose block is gone has slot -1.
+
+        Raises:
+            IndexRangeError: not ``0 <= start <= stop <= num_tokens``; no such group.
+            ArgumentValueError: a group of states.
             StaleHandleError: the sequence is over.
         """
         row = self._live("slot_mapping")
@@ -99,7 +125,8 @@ class CacheSequence(Owner):
         if not 0 <= start <= stop <= self.num_tokens:
             expected = f"0 <= start <= stop <= {self.num_tokens}"
             raise IndexRangeError("CacheSequence.slot_mapping", expected=expected, got=f"start={start}, stop={stop}")
-        return self._rows.slots(np.array([row]), np.array([start]), np.array([stop - start]))
+        table = self._pool.table("CacheSequence.slot_mapping: group", group)
+        return table.slots(np.array([row]), np.array([start]), np.array([stop - start]))
 
     def _live(self, what: str) -> int:
         """Return its row, or raise if it is over."""

@@ -119,7 +119,7 @@ class SequenceBatch(NotCopied):
     def num_blocks(self) -> int:
         """Distinct blocks that the rows have."""
         self._live("num_blocks")
-        return np.unique(np.concatenate([seq.block_table for seq in self._sequences])).size
+        return np.unique(np.concatenate([seq.block_table() for seq in self._sequences])).size
 
     def grow(self, n: int) -> npt.NDArray[np.int64]:
         """Make room for ``n`` more places in each row, in all rows or in none.

@@ -191,6 +191,10 @@ class UnitBlocks:
         self._give_back(pairs[at, 1] * self.table.shape[1] + self._tokens[column])
         return np.stack((old[there], new[there]), axis=1).astype(np.int64)
 
+    def idle_of(self, places: Index) -> int:
+        """Return how many of these blocks are idle."""
+        return sum(map(self._is_idle, places.tolist()))
+
     def is_needed_once(self, places: Index) -> bool:
         """Whether one sequence needs blocks, and nobody else."""
         return bool((self._needs.reshape(-1)[places] == 1).all())

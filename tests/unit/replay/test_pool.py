@@ -46,7 +46,7 @@ def state(pool: ReplayPool) -> tuple[int, int, int]:
 def test_the_life_of_a_request() -> None:
     pool, tokens = pool_of(4), ids(1, 2, 3, 4, 5)
     begun = begin(pool, tokens)
-    assert (begun.cached_len, begun.sequence.block_table.size, begun.sequence.num_tokens) == (0, 3, 5)
+    assert (begun.cached_len, begun.sequence.block_table().size, begun.sequence.num_tokens) == (0, 3, 5)
     assert state(pool) == (3, 0, 1)
     pool.store(begun)
     assert state(pool) == (3, 4, 1), "two whole blocks are the cache's, and the third is still the request's"

@@ -31,9 +31,9 @@ def put(name: str, value: int) -> Callable[[CacheManager, CacheSequence], object
 
 BROKEN: dict[str, Callable[[CacheManager, CacheSequence], object]] = {
     "a block that nobody holds is taken": lambda manager, seq: manager.allocator.allocate(1),
-    "a block of a sequence is free": lambda manager, seq: manager.allocator.release(seq.block_table[2:]),
-    "a cached block is free": lambda manager, seq: manager.allocator.release(seq.block_table[:1]),
-    "a cached block has another holder": lambda manager, seq: manager.allocator.share(seq.block_table[:1]),
+    "a block of a sequence is free": lambda manager, seq: manager.allocator.release(seq.block_table()[2:]),
+    "a cached block is free": lambda manager, seq: manager.allocator.release(seq.block_table()[:1]),
+    "a cached block has another holder": lambda manager, seq: manager.allocator.share(seq.block_table()[:1]),
     "a block both cached and a sequence's": put("shared", 1),
     "a shared block that is not cached": lambda manager, seq: manager._rows.table.__setitem__((seq._row, 0), 7),
     "fewer blocks than tokens": put("num_tokens", 7),
@@ -252,7 +252,7 @@ def test_an_error_begins_with_what_it_is_about_and_changes_nothing(call: str) ->
     def state() -> list[object]:
         numbers = [int(getattr(manager._rows, name)[seq._row]) for name in manager._rows._INTEGERS]
         stats = manager.prefix.stats, manager.prefix.num_locks, manager._pool.promised, manager.num_pins
-        return [seq.tokens.tolist(), seq.block_table.tolist(), numbers, manager.available_size, stats]
+        return [seq.tokens.tolist(), seq.block_table().tolist(), numbers, manager.available_size, stats]
 
     before = state()
     with pytest.raises(KVDockError) as caught:
@@ -301,4 +301,4 @@ def test_room_for_nothing_copies_nothing() -> None:
     other: Any = manager.fork(seq)
     slots, pairs = manager.extend(other, 0)
     assert (slots.size, pairs.shape, pairs.dtype) == (0, (0, 2), np.int64)
-    assert other.block_table.tolist() == seq.block_table.tolist()
+    assert other.block_table().tolist() == seq.block_table().tolist()

@@ -112,10 +112,10 @@ def test_a_slot_mapping_reaches_over_the_room_only(bad: tuple[int, int]) -> None
 def test_tables_are_the_callers_own() -> None:
     manager = CacheManager(4, 1)
     seq = manager.begin([1, 2])
-    seq.block_table[:] = 99
+    seq.block_table()[:] = 99
     seq.slot_mapping(0, 2)[:] = 99
     seq.tokens[:] = 99
-    assert (seq.block_table.tolist(), seq.slot_mapping(0, 2).tolist(), seq.tokens.tolist()) == ([0, 1], [0, 1], [1, 2])
+    assert (seq.block_table().tolist(), seq.slot_mapping(0, 2).tolist(), seq.tokens.tolist()) == ([0, 1], [0, 1], [1, 2])
 
 
 def test_prompts_do_not_alias_the_callers_memory() -> None:

@@ -390,7 +390,7 @@ class Managers(TwoManagers):
     def show(self, which: list[int], share: float) -> None:
         some = list({id(one): one for one in (self.all[at % len(self.all)] for at in which)}.values()) if self.all else []
         seqs = [one.seq for one in some]
-        lengths, tables = [seq.num_tokens for seq in seqs], [seq.block_table.tolist() for seq in seqs]
+        lengths, tables = [seq.num_tokens for seq in seqs], [seq.block_table().tolist() for seq in seqs]
         width = max(map(len, tables), default=0)
         assert dense_table(seqs, fill=-1).tolist() == [[*table, *[-1] * (width - len(table))] for table in tables]
         assert sequence_lengths(seqs).tolist() == lengths

@@ -130,7 +130,7 @@ def test_equal_blocks_of_forks_do_not_use_up_what_was_promised() -> None:
     promised = manager.begin([9], reserve=3)
     assert manager.available_size == 0
     manager.commit(seq, [], computed=1)
-    assert fork.block_table.tolist() == seq.block_table.tolist()
+    assert fork.block_table().tolist() == seq.block_table().tolist()
     manager.check_integrity()
     manager.extend(promised, 3)
 
@@ -211,7 +211,7 @@ def test_a_fork_of_a_prompt_in_chunks_goes_on_by_itself(at_most: int) -> None:
             manager.extend(one, min(2, 9 - one.num_tokens))
         manager.commit(one, [], computed=9)
     assert fork.cached_len == (0 if at_most == 100 else 8)
-    assert fork.block_table.tolist()[:4] == seq.block_table.tolist()[:4]
+    assert fork.block_table().tolist()[:4] == seq.block_table().tolist()[:4]
     manager.check_integrity()
 
 
@@ -222,7 +222,7 @@ def test_a_part_of_a_cached_block_is_copied_where_asked() -> None:
     seq = manager.begin([1, 2, 3, 4, 5, 6, 9], partial=True)
     assert (seq.cached_len, seq.computed) == (6, 6)
     source = manager.prefix.match_prefix([1, 2, 3, 4, 5, 6, 7, 8]).blocks[1]
-    assert seq.block_pairs.tolist() == [[source, seq.block_table[1]]]
+    assert seq.block_pairs.tolist() == [[source, seq.block_table()[1]]]
     assert manager.begin([1, 2, 3, 4, 5, 9, 9], partial=True).cached_len == 4, "less than half a block"
     assert manager.begin([1, 2, 3, 4, 5, 6, 7, 8], partial=True).cached_len == 7, "one is left to compute"
     manager.check_integrity()
@@ -246,7 +246,7 @@ def test_a_limit_on_what_is_found(most: int, found: int) -> None:
     seq = manager.begin(list(range(9)), max_cached_len=most)
     assert (seq.cached_len, len(seq.block_pairs)) == (found, found % 4 > 0)
     manager.commit(seq, [], computed=9)
-    assert seq.block_table.tolist()[:2] == manager.prefix.match_prefix(list(range(8))).blocks.tolist()
+    assert seq.block_table().tolist()[:2] == manager.prefix.match_prefix(list(range(8))).blocks.tolist()
     manager.check_integrity()
 
 

@@ -26,11 +26,11 @@ def test_open_sequences_keep_their_blocks_when_everything_is_forgotten() -> None
     manager = CacheManager(32, 4)
     first = computed(manager)
     fork, second = manager.fork(first), manager.begin([*TOKENS, 5, 6])
-    tables = [seq.block_table.tolist() for seq in (first, fork, second)]
+    tables = [seq.block_table().tolist() for seq in (first, fork, second)]
     manager.reset(keep_open=True)
     manager.check_integrity()
     assert manager.prefix.size_info.total_size == 0
-    assert [seq.block_table.tolist() for seq in (first, fork, second)] == tables
+    assert [seq.block_table().tolist() for seq in (first, fork, second)] == tables
     assert manager.plan(TOKENS).cached_len == 0
     for seq in (first, fork, second):
         manager.finish(seq, keep=False)
@@ -55,7 +55,7 @@ def test_what_was_there_before_is_never_published_afterwards() -> None:
     assert new.cached_len == 0
     manager.check_integrity()
     assert manager.prefix.size_info.total_size == 16
-    assert not np.isin(new.block_table[:4], np.concatenate([seq.block_table for seq in (first, late, half)])).any()
+    assert not np.isin(new.block_table()[:4], np.concatenate([seq.block_table() for seq in (first, late, half)])).any()
 
 
 def test_forgetting_is_refused_with_pins() -> None:

@@ -69,7 +69,7 @@ class Player:
         clock = prefix._tree.clock if isinstance(prefix, RadixPrefixCache) else 0
         found: list[object] = [self.manager.allocator.num_free, prefix.size_info, prefix.stats, clock]
         for seq in self.sequences:
-            table = [numbers.setdefault(block, len(numbers)) for block in seq.block_table.tolist()]
+            table = [numbers.setdefault(block, len(numbers)) for block in seq.block_table().tolist()]
             found.append((table, seq.tokens.tolist(), [int(getattr(rows, name)[seq._row]) for name in rows._INTEGERS if name != "version"]))
         return found
 
@@ -163,7 +163,7 @@ def test_ids_of_long_sequences_are_all_known(block_size: int, wide: int | None) 
         manager.commit([single], [ids[at]], computed=[at + 1])
     manager.commit(many, ids[130:], computed=400)
     assert many.tokens.tolist() == single.tokens.tolist() == ids
-    assert many.block_table.tolist()[: 400 // block_size] == single.block_table.tolist()[: 400 // block_size]
+    assert many.block_table().tolist()[: 400 // block_size] == single.block_table().tolist()[: 400 // block_size]
     for cut in (399, 300, 256, 255, 129, 128, 127, 1, 0):
         manager.truncate(many, cut)
         assert many.tokens.tolist() == ids[:cut]
@@ -211,9 +211,9 @@ def test_the_version_changes_exactly_when_blocks_do_and_is_nobody_elses() -> Non
     manager, (one, two_) = two()
     fork, other = manager.fork(one, 2), manager.fork(one, 0)
     for name, (call, changes) in versions_of(manager).items():
-        before, table = one.table_version, one.block_table.tolist()
+        before, table = one.table_version, one.block_table().tolist()
         call()
-        assert (one.table_version != before) == (one.block_table.tolist() != table) == changes, name
+        assert (one.table_version != before) == (one.block_table().tolist() != table) == changes, name
         assert len({seq.table_version for seq in (one, two_, fork, other)}) == 4, name
     old = {seq.table_version for seq in (one, two_, fork, other)}
     manager.abort(one)
@@ -224,9 +224,9 @@ def test_the_version_of_a_fork_stays_where_its_block_only_becomes_cached() -> No
     manager = CacheManager(8, 2)
     seq = manager.begin([1, 2, 3])
     fork = manager.fork(seq)
-    before = fork.table_version, fork.block_table.tolist()
+    before = fork.table_version, fork.block_table().tolist()
     manager.commit(seq, [], computed=3)
-    assert (fork.table_version, fork.block_table.tolist()) == before
+    assert (fork.table_version, fork.block_table().tolist()) == before
     twin = manager.begin([5])
     manager.abort(twin)
 
@@ -240,7 +240,7 @@ def test_the_version_changes_where_a_cached_block_takes_the_place_of_an_equal_on
     manager.commit(two_, [], computed=3)
     assert two_.table_version != before[0]
     assert fork.table_version != before[1]
-    assert fork.block_table[0] == two_.block_table[0] == one.block_table[0]
+    assert fork.block_table()[0] == two_.block_table()[0] == one.block_table()[0]
     manager.check_integrity()
 
 
@@ -290,10 +290,10 @@ def test_the_smallest_and_the_largest_blocks(block_size: int, prefix: str) -> No
     assert seq.cached_len == (2 * block_size if prefix == "radix" else 0)
     slots, pairs = manager.extend(seq, block_size)
     manager.commit(seq, prompt[:block_size], computed=3 * block_size)
-    assert (slots.size, pairs.size, seq.block_table.size) == (block_size, 0, -(-(3 * block_size + 1) // block_size))
+    assert (slots.size, pairs.size, seq.block_table().size) == (block_size, 0, -(-(3 * block_size + 1) // block_size))
     manager.truncate(seq, 0)
     manager.check_integrity()
-    assert (seq.num_tokens, seq.tokens.size, seq.block_table.size, manager.available_size) == (0, 0, 0, 8 * block_size)
+    assert (seq.num_tokens, seq.tokens.size, seq.block_table().size, manager.available_size) == (0, 0, 0, 8 * block_size)
     manager.extend(seq, 1)
     manager.commit(seq, [7], computed=1)
     manager.finish(seq, keep=False)

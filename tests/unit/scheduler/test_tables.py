@@ -148,9 +148,15 @@ def test_a_sequence_that_is_over_says_so(how: str) -> None:
     else:
         {"finish": manager.finish, "abort": manager.abort, "drop": lambda seq: manager.finish(seq, keep=False)}[how](one)
     manager.begin([7, 8, 9])
-    calls = [lambda name=name: getattr(one, name) for name in ("block_table", "tokens", "num_tokens", "num_known", "computed")]
+    calls = [lambda name=name: getattr(one, name) for name in ("tokens", "num_tokens", "num_known", "computed")]
     calls += [lambda name=name: getattr(one, name) for name in ("cached_len", "table_version")]
-    calls += [lambda: one.slot_mapping(0, 0), lambda: manager.extend(one, 1), lambda: manager.commit(one, [], computed=0)]
+    calls += [
+        one.block_table,
+        lambda: one.shortest,
+        lambda: one.slot_mapping(0, 0),
+        lambda: manager.extend(one, 1),
+        lambda: manager.commit(one, [], computed=0),
+    ]
     calls += [lambda: manager.fork(one), lambda: manager.truncate(one, 0), lambda: manager.finish(one), lambda: manager.abort(one)]
     for call in calls:
         with pytest.raises(StaleHandleError, match=r"Fix: "):
@@ -167,7 +173,7 @@ def wanted(manager: CacheManager, rows: int, width: int, tokens: int, sequences:
     positions = [at for length, query in zip(lengths, queries, strict=True) for at in range(length - query, length)]
     slots = [seq.slot_mapping(n - query, n).tolist() for seq, n, query in zip(sequences, lengths, queries, strict=True)]
     return {
-        "block_table": [[*seq.block_table.tolist(), *[0] * width][:width] for seq in sequences] + [[0] * width] * pad,
+        "block_table": [[*seq.block_table().tolist(), *[0] * width][:width] for seq in sequences] + [[0] * width] * pad,
         "seq_lens": [*lengths, *[0] * pad],
         "query_lens": [*queries, *[0] * pad],
         "cu_query_lens": [sum(queries[:at]) for at in range(rows + 1)],
@@ -247,7 +253,7 @@ def test_the_null_block_is_never_handed_out() -> None:
     for _ in range(3):
         seq = manager.begin(range(6))
         manager.commit(seq, [], computed=6)
-        assert 0 not in seq.block_table
+        assert 0 not in seq.block_table()
         assert not manager.plan([9]).fits
         manager.finish(seq)
         manager.reset()

@@ -1,0 +1,160 @@
+"""The block table of each layer group: what sequences, exporters and batches read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvdock.errors import ArgumentValueError
+from kvdock.prefix.interface import BlockIds
+from kvdock.scheduler.rows import Index, Rows, positions_of
+
+if TYPE_CHECKING:
+    from kvdock.scheduler.grouped_blocks import Passing
+    from kvdock.scheduler.states import States
+    from kvdock.scheduler.units import UnitBlocks
+
+__all__ = ["GroupTable", "OnlyTable", "StateTable", "TokenTable"]
+
+
+class GroupTable(ABC):
+    """The blocks of rows in one layer group.
+
+    Attributes:
+        block_size: tokens in a block; 1 where a block holds a state.
+        is_state: whether it does.
+    """
+
+    block_size: int
+    is_state = False
+
+    @abstractmethod
+    def blocks(self, row: int) -> BlockIds:
+        """Return the blocks of a row, an array of its own; 0 for what was let go."""
+
+    @abstractmethod
+    def widths(self, rows: Index) -> Index:
+        """Return how many blocks each row has, those that were let go included."""
+
+    @abstractmethod
+    def slots(self, rows: Index, starts: Index, counts: Index) -> Index:
+        """Return the slots of ``counts`` tokens of each row from ``starts`` on, one row behind the other; -1 for what was let go."""
+
+    @abstractmethod
+    def dense(self, rows: Index, columns: int) -> BlockIds:
+        """Return the first blocks of rows, one line each, at most so many columns; behind the blocks of a row stands anything."""
+
+
+class OnlyTable(GroupTable):
+    """The table of a manager of one group that keeps all tokens.
+
+    Args:
+        rows: what is known of the sequences.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self.block_size = rows.block_size
+        self.slots = rows.slots  # type: ignore[method-assign] # a call less in each step
+
+    def blocks(self, row: int) -> BlockIds:
+        """Return the blocks of a row."""
+        return self._rows.blocks(row).copy()
+
+    def widths(self, rows: Index) -> Index:
+        """Return how many blocks each row has."""
+        return self._rows.num_blocks[rows]
+
+    def slots(self, rows: Index, starts: Index, counts: Index) -> Index:
+        """Return slots; see `Rows.slots`."""
+        return self._rows.slots(rows, starts, counts)
+
+    def dense(self, rows: Index, columns: int) -> BlockIds:
+        """Return the first blocks of rows, and 0 behind them."""
+        return self._rows.table[rows, :columns]
+
+
+class TokenTable(GroupTable):
+    """The table of one of several groups, whose blocks are those of units.
+
+    Args:
+        units: which blocks units have.
+        rows: which units rows have.
+        group: the number of the group.
+        passing: what the group lets go; None if nothing.
+    """
+
+    def __init__(self, units: UnitBlocks, rows: Rows, group: int, passing: Passing | None) -> None:
+        self._units = units
+        self._rows = rows
+        self._start, self._width = units.starts[group], units.widths[group]
+        self._passing = passing
+        self.block_size = units.groups[group].block_size
+
+    def blocks(self, row: int) -> BlockIds:
+        """Return the blocks of a row."""
+        units = self._rows.blocks(row)
+        count = -(-int(self._rows.num_tokens[row]) // self.block_size)
+        found = self._units.table[units, self._start : self._start + self._width].reshape(-1)[:count]
+        if self._passing is not None:  # what is let go is there yet where it is cached, as long as nobody wants its room
+            needed = self._passing.needed(int(self._passing.first(self._rows.computed[row])), count)
+            kept = np.zeros_like(found)
+            kept[needed] = found[needed]
+            return kept
+        return found
+
+    def widths(self, rows: Index) -> Index:
+        """Return how many blocks each row has."""
+        return -(-self._rows.num_tokens[rows] // self.block_size)
+
+    def slots(self, rows: Index, starts: Index, counts: Index) -> Index:
+        """Return slots of the group's blocks."""
+        positions = positions_of(starts, counts)
+        if positions is not starts:
+            rows = rows.repeat(counts)
+        units, within = np.divmod(positions, self._units.num_tokens)
+        blocks, offsets = np.divmod(within, self.block_size)
+        found = self._units.table[self._rows.table[rows, units], self._start + blocks]
+        slots: Index = np.where(found < 0, -1, found.astype(np.intp) * self.block_size + offsets)
+        return slots
+
+    def dense(self, rows: Index, columns: int) -> BlockIds:
+        """Return the first blocks of rows; 0 for what was let go."""
+        units = self._rows.table[rows, : -(-columns // self._width)]
+        found = self._units.table[units, self._start : self._start + self._width].reshape(rows.size, -1)
+        return np.maximum(found[:, :columns], 0)
+
+
+class StateTable(GroupTable):
+    """The table of a group of states: one block for each row.
+
+    Args:
+        states: which they are.
+        at: which of a row's states.
+    """
+
+    block_size = 1
+    is_state = True
+
+    def __init__(self, states: States, at: int) -> None:
+        self._states = states
+        self._at = at
+
+    def blocks(self, row: int) -> BlockIds:
+        """Return the block of a row's state."""
+        return self._states.blocks[row, self._at : self._at + 1].copy()
+
+    def widths(self, rows: Index) -> Index:
+        """Return 1 for each row."""
+        return np.ones(rows.size, dtype=np.intp)
+
+    def slots(self, rows: Index, starts: Index, counts: Index) -> Index:
+        """Refuse: a state is of all tokens."""
+        fix = "read block_table(group=...): its one block is the state's place in the buffers of cache.state(layer)"
+        raise ArgumentValueError("slot_mapping: group", expected="a group that keeps tokens", got="one that keeps a state", fix=fix)
+
+    def dense(self, rows: Index, columns: int) -> BlockIds:
+        """Return the block of each row."""
+        return self._states.blocks[rows, self._at : self._at + 1]
