@@ -150,7 +150,7 @@ THIRD_PARTY = {
 }
 """Which parts may use a distribution. Blocks and prefixes are integers: they know no tensor and no device."""
 
-TENSORS_OF_INTEGERS = {("kvdock.scheduler.batch_tables", "torch")}
+TENSORS_OF_INTEGERS = {("kvdock.scheduler.batch_tables", "torch"), ("kvdock.scheduler.table_views", "torch")}
 """The module that puts integers where kernels read them."""
 
 

@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvdock.errors import IndexRangeError
-from kvdock.layers.retention import Retention
 from kvdock.prefix.interface import BlockIds, Namespace, PrefixCache, PrefixMatch
+from kvdock.scheduler.needs import Needs
 from kvdock.scheduler.pool_blocks import PoolBlocks, too_few
 from kvdock.scheduler.rows import Index, Rows
 from kvdock.scheduler.states import States
-from kvdock.scheduler.tables import GroupTable, StateTable, TokenTable
+from kvdock.scheduler.tables import tables_of
 from kvdock.scheduler.units import UnitBlocks
+from kvdock.scheduler.units_integrity import check_units
 
-__all__ = ["GroupedBlocks", "Passing"]
-
-
-@attrs.frozen(eq=False)
-class Passing:
-    """A group whose blocks are let go: where its columns are, how many tokens each block has, and the rule."""
-
-    start: int
-    width: int
-    block_size: int
-    retention: Retention
-
-    def needed(self, first: int, stop: int) -> Index:
-        """Return which of the first ``stop`` blocks of a sequence are needed where all from ``first`` on are."""
-        leading = min(-(-self.retention.leading // self.block_size), first, stop)
-        return np.concatenate((np.arange(leading), np.arange(first, stop)))
-
-    def places(self, units: BlockIds, blocks: Index, columns: int) -> Index:
-        """Return the places of blocks of a sequence that has these units, in a table of so many columns."""
-        found: Index = units[blocks // self.width].astype(np.intp) * columns + (self.start + blocks % self.width)
-        return found
-
-    def first(self, num_tokens: Any) -> Index:
-        """Return the first block that is kept behind so many tokens, each."""
-        return self.retention.first_kept(np.asarray(num_tokens, dtype=np.intp)) // self.block_size
+__all__ = ["GroupedBlocks"]
 
 
 class GroupedBlocks(PoolBlocks):
@@ -66,21 +42,8 @@ class GroupedBlocks(PoolBlocks):
         self.states = States(units, rows, state_interval)
         self._rows = rows
         self._columns = units.table.shape[1]
-        tables, state = list[GroupTable](), 0
-        self._passing = list[Passing]()
-        for place, (group, start, width) in enumerate(zip(units.groups, units.starts, units.widths, strict=True)):
-            if group.retention.is_state:
-                tables.append(StateTable(self.states, state))
-                state += 1
-                continue
-            passing = None if group.retention.keeps_all else Passing(start, width, group.block_size, group.retention)
-            tables.append(TokenTable(units, rows, place, passing))
-            if passing is not None:
-                self._passing.append(passing)
-        self.tables = tuple(tables)
-        self._held: list[Index] = []  # what each row needs, by place
-        self._seen: Index = np.zeros(0, dtype=np.intp)  # the version of the row then
-        self._first: Index = np.zeros((len(self._passing), 0), dtype=np.intp)  # and the first block that is kept
+        self.needs = Needs(units, rows, self.states)
+        self.tables = tables_of(units, rows, self.states, self.needs.passing)
 
     def hand_over(self) -> None:
         """Belong to the next thread."""
@@ -150,7 +113,7 @@ class GroupedBlocks(PoolBlocks):
             if units.blocks.num_free > before:
                 continue
             if evictable := self.evictable:
-                few = max(missing // self._columns, ids - self.allocator.num_free, 1)
+                few = max(missing // self.units.table.shape[1], ids - self.allocator.num_free, 1)
                 self.give_back(self.change(self.prefix.evict, min(few, evictable)))
             else:
                 units.drop(missing, ends=True)
@@ -178,49 +141,22 @@ class GroupedBlocks(PoolBlocks):
         count = self._usable(match.blocks)
         if count < match.blocks.size:
             # Prompts part here: once this is computed again, keep it rather than what is within prefixes.
-            self.units.mark_ends(self._last_of(match.blocks))
+            self.units.mark_ends(self.needs.last_of(match.blocks))
             match = super().match(tokens[: count * self.units.num_tokens], namespace)
         return match
 
     def _usable(self, units: BlockIds) -> int:
         """Return behind how many of cached units, at most, each group has what it needs."""
-        can = self._can_go_on(units, np.arange(1, units.size + 1) * self.units.num_tokens)
+        can = self.needs.can_go_on(units, np.arange(1, units.size + 1) * self.units.num_tokens)
         if self.units.states.size:
             can &= self.units.table[units, self.units.states[0]] >= 0
         found = np.flatnonzero(can)
         return int(found[-1]) + 1 if found.size else 0
 
-    def _can_go_on(self, units: BlockIds, num_tokens: Index) -> npt.NDArray[np.bool_]:
-        """Return behind which numbers of tokens of units all that is kept of them is there."""
-        can = np.ones(num_tokens.size, dtype=np.bool_)
-        for group in self._passing:
-            there = (self.units.table[units, group.start : group.start + group.width] >= 0).reshape(-1)
-            places, stops = np.arange(there.size), -(-num_tokens // group.block_size)
-            gaps = np.concatenate(([-1], np.where(there, -1, places)))
-            missing = np.maximum.accumulate(gaps)[stops]  # the last that is not there
-            can &= missing < group.first(num_tokens)
-            is_led = there | (places >= -(-group.retention.leading // group.block_size))
-            can &= np.logical_and.accumulate(np.concatenate(([True], is_led)))[stops]
-        return can
-
-    def _last_of(self, units: BlockIds) -> BlockIds:
-        """Return those of cached units that a prompt which ends behind them needs."""
-        tokens, needed = units.size * self.units.num_tokens, [units[-1:]]
-        for group in self._passing:
-            needed.append(units[group.needed(int(group.first(tokens)), units.size * group.width) // group.width])
-        return np.unique(np.concatenate(needed)) if units.size else units
-
     def hold(self, blocks: BlockIds) -> Index:
         """Need what a sequence that goes on behind cached units needs of them; `unhold` takes what is returned."""
-        tokens = blocks.size * self.units.num_tokens
-        parts = [
-            group.places(blocks, group.needed(int(group.first(tokens)), blocks.size * group.width), self._columns)
-            for group in self._passing
-        ]
-        if blocks.size:
-            self.units.mark_ends(self._last_of(blocks))
-            parts.append(int(blocks[-1]) * self._columns + self.units.states)
-        places = np.concatenate(parts) if parts else np.empty(0, dtype=np.intp)
+        self.units.mark_ends(self.needs.last_of(blocks))
+        places = self.needs.of_units(blocks)
         self.units.hold(places)
         return places
 
@@ -230,46 +166,17 @@ class GroupedBlocks(PoolBlocks):
 
     def settle(self, rows: Index) -> None:
         """Let rows need what follows from their units and from what is computed of them."""
-        if (more := len(self._rows.sequences) - len(self._held)) > 0:
-            self._held += [np.empty(0, dtype=np.intp)] * more
-            self._seen = np.concatenate((self._seen, np.zeros(more, dtype=np.intp)))
-            self._first = np.concatenate((self._first, np.zeros((self._first.shape[0], more), dtype=np.intp)), axis=1)
-            self.states.reserve(len(self._held))
-        versions, computed = self._rows.version[rows], self._rows.computed[rows]
-        changed = versions != self._seen[rows]
-        for group, first in zip(self._passing, self._first, strict=True):
-            now = group.first(computed)
-            changed |= now != first[rows]
-            first[rows] = now
-        self._seen[rows] = versions
-        for row in rows[np.flatnonzero(changed)].tolist():
-            self._need(row, self._places_of(row, self._first[:, row]))
-
-    def _places_of(self, row: int, first: Iterable[Any]) -> Index:
-        """Return what a row needs, where all is kept from these blocks of each group on."""
-        blocks = self._rows.blocks(row)
-        parts = [
-            group.places(blocks, group.needed(min(int(begin), blocks.size * group.width), blocks.size * group.width), self._columns)
-            for group, begin in zip(self._passing, first, strict=True)
-        ]
-        return np.concatenate([*parts, self.states.places(row)])
-
-    def _need(self, row: int, places: Index) -> None:
-        """Let a row need these and no others; what it needs still is never without need in between."""
-        before, self._held[row] = self._held[row], places
-        self.units.hold(places)
-        self.units.unhold(before)
+        self.needs.settle(rows)
 
     def leave(self, row: int) -> None:
-        """Let a row need nothing: it is about to give its units up."""
-        self._need(row, np.empty(0, dtype=np.intp))
-        self._seen[row] = 0
+        """Let a row need nothing, and release its states."""
+        self.needs.leave(row)
         self.states.leave(row)
 
     def checkpoint(self, rows: Index) -> None:
         """Keep states of rows that have computed far enough behind a cached unit."""
         for row in self.states.checkpoint(rows):
-            self._need(row, self._places_of(row, self._first[:, row]))
+            self.needs.renew(row)
 
     def states_due(self, rows: Index, new: int) -> int:
         """Return how many of rows need a state of their own before they go on beside ``new`` units.
@@ -281,7 +188,7 @@ class GroupedBlocks(PoolBlocks):
             mine = [row for row in owed.tolist() if self.states.is_alone(row)]
             if self.has(new, owed.size - len(mine)):
                 for row in mine:
-                    self._held[row] = np.setdiff1d(self._held[row], self.states.places(row))
+                    self.needs.without(row, self.states.places(row))
                     self.states.take_back(row)
                 owed = self.states.owed(rows)
         return int(owed.size)
@@ -292,14 +199,14 @@ class GroupedBlocks(PoolBlocks):
             return True
         if self.states.per_sequence:
             return False
-        return bool(self._can_go_on(self._rows.blocks(row), np.array([num_tokens]))[0])
+        return bool(self.needs.can_go_on(self._rows.blocks(row), np.array([num_tokens]))[0])
 
     def shortest(self, row: int) -> int:
         """Return a number of tokens from which on a row `keeps` all: what is before was let go, or is in a state."""
         computed = int(self._rows.computed[row])
         if self.states.per_sequence:
             return computed
-        lost = np.flatnonzero(~self._can_go_on(self._rows.blocks(row), np.arange(computed)))
+        lost = np.flatnonzero(~self.needs.can_go_on(self._rows.blocks(row), np.arange(computed)))
         return int(lost[-1]) + 1 if lost.size else 0
 
     def check_kept(self, subject: str, row: int, num_tokens: int) -> None:
@@ -309,10 +216,10 @@ class GroupedBlocks(PoolBlocks):
             fix = "fork() before tokens are computed that may be undone, or begin() the prompt again, which finds what is cached"
             raise IndexRangeError(subject, expected=expected, got=num_tokens, fix=fix)
         if num_tokens < self._rows.computed[row]:
-            again = self.units.idle_of(self._places_of(row, [group.first(num_tokens) for group in self._passing]))
+            again = self.units.idle_of(self.needs.of_row(row, num_tokens))
             if again and again > (spare := self._room - self.promised * self.units.per_unit):
                 raise too_few(subject, spare, "evictable ones that are not promised", f"a need for {again} that were let go")
 
     def check_integrity(self, held: Sequence[Any]) -> None:
         """Prove that blocks of the pool are free, of one unit or of one sequence, and needed as often as is counted."""
-        self.units.check_integrity(np.concatenate([*self._held, *held, np.empty(0, dtype=np.intp)]), self.states.own())
+        check_units(self.units, np.concatenate([*self.needs.held, *held, np.empty(0, dtype=np.intp)]), self.states.own())

@@ -9,16 +9,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 
 from kvdock.prefix.interface import BlockIds
 from kvdock.scheduler.rows import Index, Rows
-
-if TYPE_CHECKING:
-    from kvdock.scheduler.units import UnitBlocks
+from kvdock.scheduler.units import UnitBlocks
 
 __all__ = ["States"]
 

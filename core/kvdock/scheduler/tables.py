@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import numpy as np
 
 from kvdock.errors import ArgumentValueError
 from kvdock.prefix.interface import BlockIds
+from kvdock.scheduler.passing import Passing
 from kvdock.scheduler.rows import Index, Rows, positions_of
+from kvdock.scheduler.states import States
+from kvdock.scheduler.units import UnitBlocks
 
-if TYPE_CHECKING:
-    from kvdock.scheduler.grouped_blocks import Passing
-    from kvdock.scheduler.states import States
-    from kvdock.scheduler.units import UnitBlocks
-
-__all__ = ["GroupTable", "OnlyTable", "StateTable", "TokenTable"]
+__all__ = ["GroupTable", "OnlyTable", "StateTable", "TokenTable", "tables_of"]
 
 
 class GroupTable(ABC):
@@ -158,3 +156,12 @@ class StateTable(GroupTable):
     def dense(self, rows: Index, columns: int) -> BlockIds:
         """Return the block of each row."""
         return self._states.blocks[rows, self._at : self._at + 1]
+
+
+def tables_of(units: UnitBlocks, rows: Rows, states: States, passing: Mapping[int, Passing]) -> tuple[GroupTable, ...]:
+    """Return the block table of each group."""
+    of_states = iter(range(states.per_sequence))
+    return tuple(
+        StateTable(states, next(of_states)) if group.retention.is_state else TokenTable(units, rows, place, passing.get(place))
+        for place, group in enumerate(units.groups)
+    )

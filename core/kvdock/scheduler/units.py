@@ -87,6 +87,9 @@ class UnitBlocks:
         states: columns of states.
         per_unit: blocks that each unit has from the beginning.
         num_lasting: of these, what is never let go while the unit is there.
+        passing: which columns may go while the unit stays, bool ``[columns]``.
+        needs: how many sequences and pins need each block of ``table``; only of such columns.
+        is_cached: which units the prefix cache has.
         num_idle: blocks of cached units that may go for themselves, and that nobody needs.
     """
 
@@ -99,8 +102,8 @@ class UnitBlocks:
         by_column = [group.retention for group, width in zip(groups, self.widths, strict=True) for _ in range(width)]
         self.states = np.array([at for at, rule in enumerate(by_column) if rule.is_state], dtype=np.intp)
         self._tokens = np.array([at for at, rule in enumerate(by_column) if not rule.is_state], dtype=np.intp)
-        self._passing = np.array([not rule.keeps_all for rule in by_column])
-        self.per_unit, self.num_lasting = self._tokens.size, int((~self._passing).sum())
+        self.passing = np.array([not rule.keeps_all for rule in by_column])
+        self.per_unit, self.num_lasting = self._tokens.size, int((~self.passing).sum())
         checked_num_blocks("CacheManager", num_blocks, max(sizes, default=1))
         self.blocks = BlockAllocator(num_blocks)
         self.null_block = int(self.blocks.allocate(1)[0]) if null_block else None
@@ -111,8 +114,8 @@ class UnitBlocks:
             raise ArgumentValueError("CacheManager: num_blocks", expected=expected, got=num_blocks, fix="make the pool larger")
         self.ids = UnitIds(ids, self._free)
         self.table: BlockIds = np.full((ids, len(by_column)), _NONE, dtype=np.int32)
-        self._needs = np.zeros((ids, len(by_column)), dtype=np.int32)
-        self._is_cached = np.zeros(ids, dtype=np.bool_)
+        self.needs = np.zeros((ids, len(by_column)), dtype=np.int32)
+        self.is_cached = np.zeros(ids, dtype=np.bool_)
         self._is_end = np.zeros(ids, dtype=np.bool_)
         self.num_idle = 0
         # What nobody needs, first what was let go longest ago: within prefixes, and where prompts ended. An entry counts while its
@@ -129,37 +132,37 @@ class UnitBlocks:
 
     def _free(self, units: BlockIds) -> None:
         """Take the blocks of units back that nobody holds any more."""
-        if self._needs[units].any():
+        if self.needs[units].any():
             raise IntegrityError("UnitBlocks", expected="no sequence that needs a unit without holders", got=units.tolist())
         self._give_back(units[:, None] * self.table.shape[1] + np.arange(self.table.shape[1]))
         self._is_end[units] = False
 
     def hold(self, places: Index) -> None:
         """Let somebody more need blocks; places count through ``table``."""
-        needs = self._needs.reshape(-1)
+        needs = self.needs.reshape(-1)
         first = places[needs[places] == 0]
-        self.num_idle -= int(self._is_cached[first // self.table.shape[1]].sum())
+        self.num_idle -= int(self.is_cached[first // self.table.shape[1]].sum())
         needs[places] += 1
 
     def unhold(self, places: Index) -> None:
         """Let somebody need blocks no longer. Nobody's are given back, unless they are cached: then they are idle."""
-        needs = self._needs.reshape(-1)
+        needs = self.needs.reshape(-1)
         needs[places] -= 1
         last = places[needs[places] == 0]
-        is_cached = self._is_cached[last // self.table.shape[1]]
+        is_cached = self.is_cached[last // self.table.shape[1]]
         self._let_idle(last[is_cached])
         self._give_back(last[~is_cached])
 
     def cache(self, units: BlockIds) -> None:
         """Note that units are cached from now on."""
-        self._is_cached[units] = True
+        self.is_cached[units] = True
         self._let_idle(self._unneeded(units))
 
     def uncache(self, units: BlockIds) -> None:
         """Note that units are cached no longer. Sequences may hold them still."""
         unneeded = self._unneeded(units)
         self.num_idle -= unneeded.size
-        self._is_cached[units] = False
+        self.is_cached[units] = False
         self._give_back(unneeded)
 
     def attach(self, unit: int, states: BlockIds) -> bool:
@@ -172,7 +175,7 @@ class UnitBlocks:
 
     def detach(self, places: Index) -> None:
         """Give up a checkpoint that one sequence needs and nobody else: its blocks are the caller's."""
-        self._needs.reshape(-1)[places] = 0
+        self.needs.reshape(-1)[places] = 0
         self.table.reshape(-1)[places] = _NONE
 
     def replace(self, old: BlockIds, new: BlockIds) -> None:
@@ -197,7 +200,7 @@ class UnitBlocks:
 
     def is_needed_once(self, places: Index) -> bool:
         """Whether one sequence needs blocks, and nobody else."""
-        return bool((self._needs.reshape(-1)[places] == 1).all())
+        return bool((self.needs.reshape(-1)[places] == 1).all())
 
     def drop(self, count: int, *, ends: bool) -> None:
         """Give up to ``count`` idle blocks back, those that were let go longest ago; where prompts ended, or all others."""
@@ -214,48 +217,20 @@ class UnitBlocks:
         """Note that prompts ended in or behind units: what was let go there is given up last."""
         self._is_end[units] = True
 
-    def check_integrity(self, needs: Index, states: BlockIds) -> None:
-        """Compare what is counted with what there is.
-
-        Args:
-            needs: places of what sequences and pins need, each as often as it is needed.
-            states: blocks that are states of sequences.
-
-        Raises:
-            IntegrityError: they differ.
-        """
-        self.blocks.check_integrity()
-        held = self.ids.ref_counts(np.arange(self.ids.num_blocks)) > 0
-        there = self.table[self.table != _NONE]
-        owned = np.concatenate((there, states, [] if self.null_block is None else [self.null_block]))
-        counted = np.bincount(needs, minlength=self._needs.size).reshape(self._needs.shape)
-        idle = self._is_cached[:, None] & self._passing & (self.table != _NONE) & (self._needs == 0)
-        queued = {place for queue in self._idle for place, serial in queue if self._serials.reshape(-1)[place] == serial}
-        is_let_go = self._passing & ~self._is_cached[:, None] & (self._needs == 0) & (self.table != _NONE)
-        facts = {
-            "each block free, or of one unit or sequence": np.unique(owned).size == owned.size == self.blocks.num_used,
-            "blocks for units that are held": bool((self.table[~held] == _NONE).all()),
-            "lasting blocks of each unit": bool((self.table[held][:, ~self._passing] != _NONE).all()),
-            "needs as sequences have them": bool((counted == self._needs).all()),
-            "what is needed to be there": bool((self.table[self._needs > 0] != _NONE).all()),
-            "as many idle blocks as are counted": int(idle.sum()) == self.num_idle,
-            "a turn for each idle block": queued >= set(np.flatnonzero(idle).tolist()),
-            "cached units to be held": not (self._is_cached & ~held).any(),
-            "states only behind cached units": not is_let_go[:, self.states].any(),
-        }
-        wrong = ", ".join(what for what, holds in facts.items() if not holds)
-        if wrong:
-            raise IntegrityError("UnitBlocks", expected=wrong, got="something else", fix="report it with the calls before")
-
     def _unneeded(self, units: BlockIds) -> Index:
         """Return places of blocks of units that may go for themselves and that nobody needs."""
-        at, column = (self._passing & (self.table[units] != _NONE) & (self._needs[units] == 0)).nonzero()
+        at, column = (self.passing & (self.table[units] != _NONE) & (self.needs[units] == 0)).nonzero()
         places: Index = units[at].astype(np.intp) * self.table.shape[1] + column
         return places
 
+    def waiting(self) -> set[int]:
+        """Return the places that have a turn to be given up, those that are not idle any more included."""
+        serials = self._serials.reshape(-1)
+        return {place for queue in self._idle for place, serial in queue if serials[place] == serial}
+
     def _is_idle(self, place: int) -> bool:
         unit, column = divmod(place, self.table.shape[1])
-        return bool(self._is_cached[unit] and self.table[unit, column] != _NONE and not self._needs[unit, column])
+        return bool(self.is_cached[unit] and self.table[unit, column] != _NONE and not self.needs[unit, column])
 
     def _let_idle(self, places: Index) -> None:
         """Let blocks of cached units wait for their turn."""
