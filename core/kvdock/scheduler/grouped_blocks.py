@@ -188,7 +188,7 @@ class GroupedBlocks(PoolBlocks):
             mine = [row for row in owed.tolist() if self.states.is_alone(row)]
             if self.has(new, owed.size - len(mine)):
                 for row in mine:
-                    self.needs.without(row, self.states.places(row))
+                    self.needs.take_back(row)
                     self.states.take_back(row)
                 owed = self.states.owed(rows)
         return int(owed.size)
@@ -216,10 +216,10 @@ class GroupedBlocks(PoolBlocks):
             fix = "fork() before tokens are computed that may be undone, or begin() the prompt again, which finds what is cached"
             raise IndexRangeError(subject, expected=expected, got=num_tokens, fix=fix)
         if num_tokens < self._rows.computed[row]:
-            again = self.units.idle_of(self.needs.of_row(row, num_tokens))
+            again = self.units.idle_of(self.needs.behind(row, num_tokens))
             if again and again > (spare := self._room - self.promised * self.units.per_unit):
                 raise too_few(subject, spare, "evictable ones that are not promised", f"a need for {again} that were let go")
 
     def check_integrity(self, held: Sequence[Any]) -> None:
         """Prove that blocks of the pool are free, of one unit or of one sequence, and needed as often as is counted."""
-        check_units(self.units, np.concatenate([*self.needs.held, *held, np.empty(0, dtype=np.intp)]), self.states.own())
+        check_units(self.units, np.concatenate([self.needs.of_all(), *held]), self.states.own())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,15 +9,19 @@ import numpy.typing as npt
 
 from kvdock.prefix.interface import BlockIds
 from kvdock.scheduler.passing import Passing
-from kvdock.scheduler.rows import Index, Rows
+from kvdock.scheduler.rows import Index, Rows, positions_of
 from kvdock.scheduler.states import States
 from kvdock.scheduler.units import UnitBlocks
 
 __all__ = ["Needs"]
 
+_NOTHING: Index = np.empty(0, dtype=np.intp)
+
 
 class Needs:
     """Compares what rows need with what they needed before, and tells the units.
+
+    Most rows have only got more units, or computed more of them: what these need is told for all in a few operations of numpy.
 
     Args:
         units: which blocks units have.
@@ -27,7 +30,6 @@ class Needs:
 
     Attributes:
         passing: what each group lets go, by the number of the group; without those that keep all, and states.
-        held: what each row needs, by place in the table of units.
     """
 
     def __init__(self, units: UnitBlocks, rows: Rows, states: States) -> None:
@@ -42,52 +44,89 @@ class Needs:
             if not (group.retention.keeps_all or group.retention.is_state)
         }
         self._passing = list(self.passing.values())
-        self.held: list[Index] = []
+        # What the units were told: of each row its units, their number, the first block that each group keeps, and the place of a
+        # checkpoint that is its state.
+        self._table: BlockIds = np.zeros((0, 8), dtype=np.int32)
+        self._stop: Index = np.zeros(0, dtype=np.intp)
+        self._first: Index = np.zeros((len(self._passing), 0), dtype=np.intp)
+        self._checkpoint: list[Index] = []
         self._seen: Index = np.zeros(0, dtype=np.intp)  # the version of the row then
-        self._first: Index = np.zeros((len(self._passing), 0), dtype=np.intp)  # and the first block that is kept
 
     def settle(self, rows: Index) -> None:
         """Let rows need what follows from their units and from what is computed of them."""
-        if (more := len(self._rows.sequences) - len(self.held)) > 0:
-            self.held += [np.empty(0, dtype=np.intp)] * more
-            self._seen = np.concatenate((self._seen, np.zeros(more, dtype=np.intp)))
-            self._first = np.concatenate((self._first, np.zeros((self._first.shape[0], more), dtype=np.intp)), axis=1)
-            self._states.reserve(len(self.held))
+        self._reserve()
         versions, computed = self._rows.version[rows], self._rows.computed[rows]
-        changed = versions != self._seen[rows]
-        for group, first in zip(self._passing, self._first, strict=True):
-            now = group.first(computed)
-            changed |= now != first[rows]
-            first[rows] = now
-        self._seen[rows] = versions
-        for row in rows[np.flatnonzero(changed)].tolist():
-            self.renew(row)
+        first = np.array([group.first(computed) for group in self._passing], dtype=np.intp).reshape(len(self._passing), rows.size)
+        changed = np.flatnonzero((versions != self._seen[rows]) | (first != self._first[:, rows]).any(axis=0))
+        if changed.size:
+            self._settle(rows[changed], first[:, changed])
+            self._seen[rows] = versions
+
+    def _settle(self, rows: Index, first: Index) -> None:
+        """Settle rows whose units or first blocks have changed."""
+        table, stops, before = self._rows.table[rows], self._rows.num_blocks[rows], self._stop[rows]
+        width = min(table.shape[1], self._table.shape[1])
+        is_behind = np.arange(width) >= before[:, None]
+        has_grown = ((table[:, :width] == self._table[rows, :width]) | is_behind).all(axis=1) & (stops >= before)
+        has_grown &= (first >= self._first[:, rows]).all(axis=0)
+        for group in self._passing:
+            has_grown &= (group.leading <= before * group.width) | (group.leading == 0)
+        if self._states.per_sequence:
+            has_grown &= [np.array_equal(self._states.places(row), self._checkpoint[row]) for row in rows.tolist()]
+        if not has_grown.all():
+            for row, number in zip(rows[~has_grown].tolist(), np.flatnonzero(~has_grown).tolist(), strict=True):
+                self._need(row, first[:, number])
+            rows, first, stops, before = rows[has_grown], first[:, has_grown], stops[has_grown], before[has_grown]
+        gained, lost = [_NOTHING], [_NOTHING]
+        for group, old, new in zip(self._passing, self._first[:, rows], first, strict=True):
+            had = before * group.width
+            gained.append(self._ranges(group, rows, np.maximum(had, new), stops * group.width))
+            lost.append(self._ranges(group, rows, np.maximum(old, group.leading), np.minimum(new, had)))
+        self._note(rows, first)
+        self._units.hold(np.concatenate(gained))
+        self._units.unhold(np.concatenate(lost))
+
+    def _ranges(self, group: Passing, rows: Index, starts: Index, stops: Index) -> Index:
+        """Return the places of a group's blocks ``starts`` to ``stops - 1`` of rows."""
+        counts = np.maximum(stops - starts, 0)
+        if not counts.any():
+            return _NOTHING
+        blocks = positions_of(starts, counts)
+        if blocks is not starts:
+            rows = rows.repeat(counts)
+        return group.places_of(self._rows.table[rows, blocks // group.width], blocks, self._columns)
 
     def renew(self, row: int) -> None:
         """Let a row need what follows from its numbers, as they were looked at last."""
-        self._need(row, self._places(row, self._first[:, row]))
+        self._need(row, self._first[:, row].copy())
 
     def leave(self, row: int) -> None:
         """Let a row need nothing: it is about to give its units up."""
-        self._need(row, np.empty(0, dtype=np.intp))
-        self._seen[row] = 0
+        held = self.of_row(row)
+        self._stop[row], self._seen[row], self._checkpoint[row] = 0, 0, _NOTHING
+        self._units.unhold(held)
 
-    def without(self, row: int, places: Index) -> None:
-        """Note that a row needs some blocks no longer, of which somebody else has told the units."""
-        self.held[row] = np.setdiff1d(self.held[row], places)
+    def take_back(self, row: int) -> None:
+        """Note that a row needs the checkpoint no longer that is its state; somebody else has told the units."""
+        self._checkpoint[row] = _NOTHING
 
-    def of_row(self, row: int, num_tokens: int) -> Index:
-        """Return the places of what a row needs behind so many tokens."""
-        return self._places(row, [group.first(num_tokens) for group in self._passing])
+    def of_row(self, row: int) -> Index:
+        """Return the places of what a row needs, as the units were told."""
+        return self._places(self._table[row, : self._stop[row]], self._first[:, row], self._checkpoint[row])
+
+    def of_all(self) -> Index:
+        """Return that of all rows, each place as often as it is needed."""
+        return np.concatenate([_NOTHING, *map(self.of_row, range(len(self._seen)))])
+
+    def behind(self, row: int, num_tokens: int) -> Index:
+        """Return the places of what a row would need behind so many of its tokens."""
+        return self._places(self._rows.blocks(row), [int(group.first(num_tokens)) for group in self._passing], _NOTHING)
 
     def of_units(self, units: BlockIds) -> Index:
-        """Return the places of what a sequence needs that goes on behind units."""
-        tokens, parts = units.size * self._units.num_tokens, [np.empty(0, dtype=np.intp)]
-        for group in self._passing:
-            parts.append(group.places(units, group.needed(int(group.first(tokens)), units.size * group.width), self._columns))
-        if units.size:
-            parts.append(int(units[-1]) * self._columns + self._units.states)
-        return np.concatenate(parts)
+        """Return the places of what a sequence needs that goes on behind cached units."""
+        first = [int(group.first(units.size * self._units.num_tokens)) for group in self._passing]
+        checkpoint = int(units[-1]) * self._columns + self._units.states if units.size else _NOTHING
+        return self._places(units, first, checkpoint)
 
     def last_of(self, units: BlockIds) -> BlockIds:
         """Return those of cached units that a prompt which ends behind them needs."""
@@ -105,21 +144,39 @@ class Needs:
             gaps = np.concatenate(([-1], np.where(there, -1, places)))
             missing = np.maximum.accumulate(gaps)[stops]  # the last that is not there
             can &= missing < group.first(num_tokens)
-            is_led = there | (places >= -(-group.retention.leading // group.block_size))
+            is_led = there | (places >= group.leading)
             can &= np.logical_and.accumulate(np.concatenate(([True], is_led)))[stops]
         return can
 
-    def _places(self, row: int, first: Iterable[Any]) -> Index:
-        """Return what a row needs, where all is kept from these blocks of each group on."""
-        blocks = self._rows.blocks(row)
-        parts = [
-            group.places(blocks, group.needed(min(int(begin), blocks.size * group.width), blocks.size * group.width), self._columns)
-            for group, begin in zip(self._passing, first, strict=True)
-        ]
-        return np.concatenate([*parts, self._states.places(row)])
+    def _places(self, units: BlockIds, first: Any, checkpoint: Index) -> Index:
+        """Return the places of what is needed of units, where each group keeps all from a block on."""
+        parts = [checkpoint]
+        for group, begin in zip(self._passing, first, strict=True):
+            blocks = group.needed(int(begin), units.size * group.width)
+            parts.append(group.places_of(units[blocks // group.width], blocks, self._columns))
+        return np.concatenate(parts)
 
-    def _need(self, row: int, places: Index) -> None:
-        """Let a row need these and no others; what it needs still is never without need in between."""
-        before, self.held[row] = self.held[row], places
-        self._units.hold(places)
+    def _need(self, row: int, first: Index) -> None:
+        """Let a row need what its numbers say and nothing else; what it needs still is never without need in between."""
+        before = self.of_row(row)
+        self._note(np.array([row]), first[:, None])
+        if self._states.per_sequence:
+            self._checkpoint[row] = self._states.places(row)
+        self._units.hold(self.of_row(row))
         self._units.unhold(before)
+
+    def _note(self, rows: Index, first: Index) -> None:
+        """Note what the units are about to be told of rows."""
+        if self._table.shape[1] < self._rows.table.shape[1]:
+            self._table = np.pad(self._table, ((0, 0), (0, self._rows.table.shape[1] - self._table.shape[1])))
+        self._table[rows], self._stop[rows], self._first[:, rows] = self._rows.table[rows], self._rows.num_blocks[rows], first
+
+    def _reserve(self) -> None:
+        """Have room for all rows."""
+        more = len(self._rows.sequences) - len(self._seen)
+        if more > 0:
+            self._seen, self._stop = (np.concatenate((each, np.zeros(more, dtype=np.intp))) for each in (self._seen, self._stop))
+            self._first = np.pad(self._first, ((0, 0), (0, more)))
+            self._table = np.pad(self._table, ((0, more), (0, 0)))
+            self._checkpoint += [_NOTHING] * more
+            self._states.reserve(len(self._seen))

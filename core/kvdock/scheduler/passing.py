@@ -23,14 +23,19 @@ class Passing:
     block_size: int
     retention: Retention
 
+    @property
+    def leading(self) -> int:
+        """First blocks that are never let go."""
+        return -(-self.retention.leading // self.block_size)
+
     def needed(self, first: int, stop: int) -> Index:
         """Return which of the first ``stop`` blocks of a sequence are needed where all from ``first`` on are."""
-        leading = min(-(-self.retention.leading // self.block_size), first, stop)
-        return np.concatenate((np.arange(leading), np.arange(first, stop)))
+        first = min(first, stop)
+        return np.concatenate((np.arange(min(self.leading, first)), np.arange(first, stop)))
 
-    def places(self, units: BlockIds, blocks: Index, columns: int) -> Index:
-        """Return the places of blocks of a sequence that has these units, in a table of so many columns."""
-        found: Index = units[blocks // self.width].astype(np.intp) * columns + (self.start + blocks % self.width)
+    def places_of(self, units: BlockIds, blocks: Index, columns: int) -> Index:
+        """Return the places of blocks of sequences, each of the unit that has it, in a table of so many columns."""
+        found: Index = units.astype(np.intp) * columns + (self.start + blocks % self.width)
         return found
 
     def first(self, num_tokens: Any) -> Index:
