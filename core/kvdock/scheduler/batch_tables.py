@@ -216,9 +216,10 @@ class BatchTables(NotCopied):
         changed = np.flatnonzero(versions != self._version)
         if changed.size:
             shown = changed[changed < rows.size]
+            of = rows[shown]
             for table, out in zip(self._groups, self.host.block_tables, strict=True):
                 out[changed] = 0  # the null block, as in the manager's own table behind the blocks of a row
-                found = table.dense(rows[shown], out.shape[1])
+                found = table.dense(of, min(out.shape[1], int(table.widths(of).max())) if of.size else 0)
                 out[shown, : found.shape[1]] = found
             self._version = versions
         return changed

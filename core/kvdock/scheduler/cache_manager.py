@@ -287,7 +287,7 @@ class CacheManager(NotCopied, OneThread):
             priority=int(rows.priority[row]),
         )
         self._ids.begin(other._row, self._ids.get(row, 0, known))
-        self._pool.settle(np.array([other._row]))
+        self._pool.settle(np.array([row, other._row]))  # that of the one, too: what it needs may not be told yet
         other.block_pairs = self._pool.states.fork(row, other._row)
         return other
 

@@ -64,9 +64,10 @@ class GroupedBlocks(PoolBlocks):
 
     def has(self, n: int, states: int = 0) -> bool:
         """Whether ``n`` units that were not promised can be had, and states for so many sequences."""
-        if n > self.allocator.num_free + self.evictable - self.promised:
-            return False
-        return (n + self.promised) * self.units.per_unit + states * self.states.per_sequence <= self._room
+        ids, blocks = n + self.promised, (n + self.promised) * self.units.per_unit + states * self.states.per_sequence
+        if ids <= self.allocator.num_free and blocks <= self.units.blocks.num_free:  # spares asking the prefix cache
+            return True
+        return ids <= self.allocator.num_free + self.evictable and blocks <= self._room
 
     @property
     def capacity(self) -> int:
@@ -125,7 +126,7 @@ class GroupedBlocks(PoolBlocks):
 
     def stored(self, blocks: BlockIds) -> None:
         """Note that units are cached from now on."""
-        self.units.cache(blocks)
+        self.needs.stored(blocks)
 
     def replace(self, old: BlockIds, new: BlockIds) -> None:
         """Let cached units have what they lack and equal ones of a sequence have."""

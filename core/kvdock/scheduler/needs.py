@@ -50,40 +50,54 @@ class Needs:
         self._stop: Index = np.zeros(0, dtype=np.intp)
         self._first: Index = np.zeros((len(self._passing), 0), dtype=np.intp)
         self._checkpoint: list[Index] = []
+        self._stored: list[BlockIds] = []  # units that the prefix cache has got, of which the units are to be told
         self._seen: Index = np.zeros(0, dtype=np.intp)  # the version of the row then
+        self._replaced: Index = np.zeros(0, dtype=np.intp)  # and since when it had only got more units
 
     def settle(self, rows: Index) -> None:
         """Let rows need what follows from their units and from what is computed of them."""
         self._reserve()
         versions, computed = self._rows.version[rows], self._rows.computed[rows]
         first = np.array([group.first(computed) for group in self._passing], dtype=np.intp).reshape(len(self._passing), rows.size)
-        changed = np.flatnonzero((versions != self._seen[rows]) | (first != self._first[:, rows]).any(axis=0))
+        is_new = versions != self._seen[rows]
+        changed = np.flatnonzero(is_new | (first != self._first[:, rows]).any(axis=0))
         if changed.size:
-            self._settle(rows[changed], first[:, changed])
-            self._seen[rows] = versions
+            self._settle(rows[changed], first[:, changed], is_new[changed])
+        self._tell_stored()
 
-    def _settle(self, rows: Index, first: Index) -> None:
-        """Settle rows whose units or first blocks have changed."""
-        table, stops, before = self._rows.table[rows], self._rows.num_blocks[rows], self._stop[rows]
-        width = min(table.shape[1], self._table.shape[1])
-        is_behind = np.arange(width) >= before[:, None]
-        has_grown = ((table[:, :width] == self._table[rows, :width]) | is_behind).all(axis=1) & (stops >= before)
+    def stored(self, units: BlockIds) -> None:
+        """Note that units are cached: from the next `settle` on, for what rows still need of them is known then."""
+        self._stored.append(units)
+
+    def _tell_stored(self) -> None:
+        while self._stored:
+            self._units.cache(self._stored.pop())
+
+    def _settle(self, rows: Index, first: Index, is_new: npt.NDArray[np.bool_]) -> None:
+        """Settle rows whose units, as ``is_new`` says, or first blocks have changed."""
+        before = self._stop[rows]
+        has_grown = self._rows.replaced[rows] == self._replaced[rows]
         has_grown &= (first >= self._first[:, rows]).all(axis=0)
         for group in self._passing:
-            has_grown &= (group.leading <= before * group.width) | (group.leading == 0)
+            if group.leading:
+                has_grown &= group.leading <= before * group.width
         if self._states.per_sequence:
             has_grown &= [np.array_equal(self._states.places(row), self._checkpoint[row]) for row in rows.tolist()]
         if not has_grown.all():
+            self._tell_stored()  # first: what is let go of these stays there
             for row, number in zip(rows[~has_grown].tolist(), np.flatnonzero(~has_grown).tolist(), strict=True):
                 self._need(row, first[:, number])
-            rows, first, stops, before = rows[has_grown], first[:, has_grown], stops[has_grown], before[has_grown]
+            rows, first, before, is_new = rows[has_grown], first[:, has_grown], before[has_grown], is_new[has_grown]
         gained, lost = [_NOTHING], [_NOTHING]
+        stops = self._rows.num_blocks[rows]
         for group, old, new in zip(self._passing, self._first[:, rows], first, strict=True):
             had = before * group.width
             gained.append(self._ranges(group, rows, np.maximum(had, new), stops * group.width))
             lost.append(self._ranges(group, rows, np.maximum(old, group.leading), np.minimum(new, had)))
-        self._note(rows, first)
+        self._first[:, rows] = first
+        self._note_units(rows[is_new])
         self._units.hold(np.concatenate(gained))
+        self._tell_stored()
         self._units.unhold(np.concatenate(lost))
 
     def _ranges(self, group: Passing, rows: Index, starts: Index, stops: Index) -> Index:
@@ -103,7 +117,7 @@ class Needs:
     def leave(self, row: int) -> None:
         """Let a row need nothing: it is about to give its units up."""
         held = self.of_row(row)
-        self._stop[row], self._seen[row], self._checkpoint[row] = 0, 0, _NOTHING
+        self._stop[row], self._seen[row], self._replaced[row], self._checkpoint[row] = 0, 0, 0, _NOTHING
         self._units.unhold(held)
 
     def take_back(self, row: int) -> None:
@@ -120,7 +134,11 @@ class Needs:
 
     def behind(self, row: int, num_tokens: int) -> Index:
         """Return the places of what a row would need behind so many of its tokens."""
-        return self._places(self._rows.blocks(row), [int(group.first(num_tokens)) for group in self._passing], _NOTHING)
+        return self._places(
+            self._rows.blocks(row, 0, self._rows.blocks_for(num_tokens)),
+            [int(group.first(num_tokens)) for group in self._passing],
+            _NOTHING,
+        )
 
     def of_units(self, units: BlockIds) -> Index:
         """Return the places of what a sequence needs that goes on behind cached units."""
@@ -136,11 +154,11 @@ class Needs:
         return np.unique(np.concatenate(needed)) if units.size else units
 
     def can_go_on(self, units: BlockIds, num_tokens: Index) -> npt.NDArray[np.bool_]:
-        """Return behind which numbers of tokens of units all that is kept of them is there."""
+        """Return behind which numbers of tokens of units all that is kept of them is there, and what the rest of a unit is written to."""
         can = np.ones(num_tokens.size, dtype=np.bool_)
         for group in self._passing:
             there = (self._units.table[units, group.start : group.start + group.width] >= 0).reshape(-1)
-            places, stops = np.arange(there.size), -(-num_tokens // group.block_size)
+            places, stops = np.arange(there.size), -(-num_tokens // self._units.num_tokens) * group.width
             gaps = np.concatenate(([-1], np.where(there, -1, places)))
             missing = np.maximum.accumulate(gaps)[stops]  # the last that is not there
             can &= missing < group.first(num_tokens)
@@ -159,23 +177,27 @@ class Needs:
     def _need(self, row: int, first: Index) -> None:
         """Let a row need what its numbers say and nothing else; what it needs still is never without need in between."""
         before = self.of_row(row)
-        self._note(np.array([row]), first[:, None])
+        self._first[:, row] = first
+        self._note_units(np.array([row]))
         if self._states.per_sequence:
             self._checkpoint[row] = self._states.places(row)
         self._units.hold(self.of_row(row))
         self._units.unhold(before)
 
-    def _note(self, rows: Index, first: Index) -> None:
-        """Note what the units are about to be told of rows."""
-        if self._table.shape[1] < self._rows.table.shape[1]:
-            self._table = np.pad(self._table, ((0, 0), (0, self._rows.table.shape[1] - self._table.shape[1])))
-        self._table[rows], self._stop[rows], self._first[:, rows] = self._rows.table[rows], self._rows.num_blocks[rows], first
+    def _note_units(self, rows: Index) -> None:
+        """Note the units of rows, of which the units are about to be told."""
+        of = self._rows
+        if self._table.shape[1] < of.table.shape[1]:
+            self._table = np.pad(self._table, ((0, 0), (0, of.table.shape[1] - self._table.shape[1])))
+        self._table[rows], self._stop[rows] = of.table[rows], of.num_blocks[rows]
+        self._seen[rows], self._replaced[rows] = of.version[rows], of.replaced[rows]
 
     def _reserve(self) -> None:
         """Have room for all rows."""
         more = len(self._rows.sequences) - len(self._seen)
         if more > 0:
-            self._seen, self._stop = (np.concatenate((each, np.zeros(more, dtype=np.intp))) for each in (self._seen, self._stop))
+            arrays = (self._seen, self._replaced, self._stop)
+            self._seen, self._replaced, self._stop = (np.concatenate((each, np.zeros(more, dtype=np.intp))) for each in arrays)
             self._first = np.pad(self._first, ((0, 0), (0, more)))
             self._table = np.pad(self._table, ((0, more), (0, 0)))
             self._checkpoint += [_NOTHING] * more

@@ -64,6 +64,7 @@ class Rows:
         limit: tokens up to which blocks were promised.
         promised: blocks that were promised and not taken yet.
         version: another number whenever blocks of the row change, and in no two rows the same.
+        replaced: the version since which the row has only got more blocks behind those that it had.
         serial: the number by which the publisher knows the sequence.
         locked: blocks before the place that the sequence has locked in the prefix cache.
         priority: for the eviction policy.
@@ -81,6 +82,7 @@ class Rows:
         "limit",
         "promised",
         "version",
+        "replaced",
         "serial",
         "locked",
         "priority",
@@ -96,6 +98,7 @@ class Rows:
     limit: Index
     promised: Index
     version: Index
+    replaced: Index
     serial: Index
     locked: Index
     priority: Index
@@ -157,9 +160,11 @@ class Rows:
         self.table[row, keep : self.num_blocks[row]] = 0
         self.num_blocks[row] = keep
 
-    def touch(self, rows: Index) -> None:
-        """Note that the blocks of rows have changed."""
+    def touch(self, rows: Index, *, has_grown: bool = False) -> None:
+        """Note that the blocks of rows have changed; or only that there are more behind them."""
         self.version[rows] = np.arange(self._version + 1, self._version + 1 + rows.size)
+        if not has_grown:
+            self.replaced[rows] = self.version[rows]
         self._version += rows.size
 
     def end_chunks(self, row: int) -> None:

@@ -125,10 +125,12 @@ class Steps:
             r.promised[rows] -= used
             pairs = self._replace(rows[copied], starts[copied] // r.block_size, fresh[: copied.size]) if copied.size else _NO_PAIRS
             self._append_blocks(rows, have, need, fresh[copied.size :])
-            r.touch(rows[np.flatnonzero(asked)])
+            r.touch(rows[np.flatnonzero(asked)], has_grown=True)
             if states:
                 pairs = np.concatenate((pairs, self._pool.states.extend(rows)))
-            self._pool.settle(rows)
+            if copied.size:
+                r.touch(rows[copied])
+                self._pool.settle(rows[copied])  # what others hold may go; new blocks are settled when they are computed
         else:
             pairs = _NO_PAIRS
         r.num_tokens[rows] = stops

@@ -42,7 +42,7 @@ class GroupTable(ABC):
 
     @abstractmethod
     def dense(self, rows: Index, columns: int) -> BlockIds:
-        """Return the first blocks of rows, one line each, at most so many columns; behind the blocks of a row stands anything."""
+        """Return the first blocks of rows, one line each, at most so many columns; 0 behind the blocks of a row, and for what is gone."""
 
 
 class OnlyTable(GroupTable):
@@ -112,17 +112,24 @@ class TokenTable(GroupTable):
         positions = positions_of(starts, counts)
         if positions is not starts:
             rows = rows.repeat(counts)
-        units, within = np.divmod(positions, self._units.num_tokens)
-        blocks, offsets = np.divmod(within, self.block_size)
-        found = self._units.table[self._rows.table[rows, units], self._start + blocks]
-        slots: Index = np.where(found < 0, -1, found.astype(np.intp) * self.block_size + offsets)
+        blocks = positions // self.block_size
+        units = self._rows.table[rows, blocks // self._width if self._width > 1 else blocks]
+        found = self._units.table[units, self._start + blocks % self._width if self._width > 1 else self._start]
+        # As in `Rows.slots`; -1 where there is no block.
+        slots: Index = (found - blocks) * self.block_size + positions
+        if found.size and found.min() < 0:
+            slots[found < 0] = -1
         return slots
 
     def dense(self, rows: Index, columns: int) -> BlockIds:
         """Return the first blocks of rows; 0 for what was let go."""
         units = self._rows.table[rows, : -(-columns // self._width)]
-        found = self._units.table[units, self._start : self._start + self._width].reshape(rows.size, -1)
-        return np.maximum(found[:, :columns], 0)
+        if self._width == 1:  # mostly: at half the time
+            found = self._units.table[units, self._start]
+        else:
+            found = self._units.table[units, self._start : self._start + self._width].reshape(rows.size, -1)[:, :columns]
+        is_there = (np.arange(found.shape[1]) < self.widths(rows)[:, None]) & (found > 0)
+        return np.where(is_there, found, np.int32(0))
 
 
 class StateTable(GroupTable):
