@@ -93,6 +93,8 @@ class BatchTables(NotCopied):
         to = device_of("BatchTables: device", device)
         self._manager = manager
         self._version = np.zeros(rows, dtype=np.intp)  # of what each row shows; 0 is padding
+        self._replaced = np.zeros(rows, dtype=np.intp)  # since when that has only got more blocks
+        self._shown = [np.zeros(rows, dtype=np.intp) for _ in widths]  # blocks of each, by group
         self._sizes = (rows, rows, rows + 1, tokens, *[tokens] * len(widths))
         self._flat = np.zeros(sum(self._sizes), dtype=np.int32)
         seq_lens, query_lens, sums, positions, slots = self._parts(self._flat)
@@ -211,18 +213,45 @@ class BatchTables(NotCopied):
 
     def _write_blocks(self, rows: Index) -> Index:
         """Write the rows of the block tables whose blocks have changed; return which."""
-        versions = np.zeros_like(self._version)
-        versions[: rows.size] = self._manager._rows.version[rows]
+        versions, of = np.zeros_like(self._version), self._manager._rows
+        versions[: rows.size] = of.version[rows]
         changed = np.flatnonzero(versions != self._version)
         if changed.size:
             shown = changed[changed < rows.size]
-            of = rows[shown]
-            for table, out in zip(self._groups, self.host.block_tables, strict=True):
-                out[changed] = 0  # the null block, as in the manager's own table behind the blocks of a row
-                found = table.dense(of, min(out.shape[1], int(table.widths(of).max())) if of.size else 0)
-                out[shown, : found.shape[1]] = found
+            has_grown = of.replaced[rows[shown]] == self._replaced[shown]
+            if not has_grown.all() or shown.size < changed.size:
+                self._write_rows(rows, changed[~np.isin(changed, shown[has_grown])])
+            grown = shown[has_grown]
+            for table, out, widths in zip(self._groups, self.host.block_tables, self._shown, strict=True):
+                if not table.is_state:
+                    self._write_more(table, out, widths, rows[grown], grown)
             self._version = versions
+            self._replaced[shown] = of.replaced[rows[shown]]
+            self._replaced[rows.size :] = 0
         return changed
+
+    def _write_rows(self, rows: Index, places: Index) -> None:
+        """Write all blocks of rows of the tables, and what pads them."""
+        shown = places[places < rows.size]
+        of = rows[shown]
+        for table, out, widths in zip(self._groups, self.host.block_tables, self._shown, strict=True):
+            out[places] = 0  # the null block, as in the manager's own table behind the blocks of a row
+            widths[places] = 0
+            widths[shown] = table.widths(of)
+            found = table.dense(of, min(out.shape[1], int(widths[shown].max())) if of.size else 0)
+            out[shown, : found.shape[1]] = found
+
+    def _write_more(self, table: GroupTable, out: Int32, shown: Index, rows: Index, places: Index) -> None:
+        """Write the blocks that rows have got behind those which are shown."""
+        starts = shown[places]
+        counts = table.widths(rows) - starts
+        columns = positions_of(starts, counts)
+        if columns is not starts:
+            rows, to = rows.repeat(counts), places.repeat(counts)
+        else:
+            to = places
+        out[to, columns] = table.at(rows, columns)
+        shown[places] = starts + counts
 
     def _send(self, changed: Index) -> None:
         """Copy to the device what `update` has written on the host."""

@@ -56,13 +56,15 @@ class Needs:
 
     def settle(self, rows: Index) -> None:
         """Let rows need what follows from their units and from what is computed of them."""
-        self._reserve()
-        versions, computed = self._rows.version[rows], self._rows.computed[rows]
-        first = np.array([group.first(computed) for group in self._passing], dtype=np.intp).reshape(len(self._passing), rows.size)
-        is_new = versions != self._seen[rows]
-        changed = np.flatnonzero(is_new | (first != self._first[:, rows]).any(axis=0))
-        if changed.size:
-            self._settle(rows[changed], first[:, changed], is_new[changed])
+        if self._passing or self._states.per_sequence:
+            self._reserve()
+            is_new, computed = self._rows.version[rows] != self._seen[rows], self._rows.computed[rows]
+            first, changed = list[Index](), is_new
+            for group, before in zip(self._passing, self._first, strict=True):
+                first.append(group.first(computed))
+                changed = changed | (first[-1] != before[rows])
+            if (at := changed.nonzero()[0]).size:
+                self._settle(rows[at], [each[at] for each in first], is_new[at])
         self._tell_stored()
 
     def stored(self, units: BlockIds) -> None:
@@ -73,41 +75,48 @@ class Needs:
         while self._stored:
             self._units.cache(self._stored.pop())
 
-    def _settle(self, rows: Index, first: Index, is_new: npt.NDArray[np.bool_]) -> None:
+    def _settle(self, rows: Index, first: list[Index], is_new: npt.NDArray[np.bool_]) -> None:
         """Settle rows whose units, as ``is_new`` says, or first blocks have changed."""
         before = self._stop[rows]
         has_grown = self._rows.replaced[rows] == self._replaced[rows]
-        has_grown &= (first >= self._first[:, rows]).all(axis=0)
-        for group in self._passing:
+        for group, old, new in zip(self._passing, self._first, first, strict=True):
+            has_grown &= new >= old[rows]
             if group.leading:
                 has_grown &= group.leading <= before * group.width
         if self._states.per_sequence:
             has_grown &= [np.array_equal(self._states.places(row), self._checkpoint[row]) for row in rows.tolist()]
         if not has_grown.all():
             self._tell_stored()  # first: what is let go of these stays there
-            for row, number in zip(rows[~has_grown].tolist(), np.flatnonzero(~has_grown).tolist(), strict=True):
-                self._need(row, first[:, number])
-            rows, first, before, is_new = rows[has_grown], first[:, has_grown], before[has_grown], is_new[has_grown]
-        gained, lost = [_NOTHING], [_NOTHING]
+            for one in np.flatnonzero(~has_grown).tolist():
+                self._need(int(rows[one]), np.array([each[one] for each in first], dtype=np.intp))
+            rows, first, before, is_new = rows[has_grown], [each[has_grown] for each in first], before[has_grown], is_new[has_grown]
+        gained, lost = list[Index](), list[Index]()
         stops = self._rows.num_blocks[rows]
-        for group, old, new in zip(self._passing, self._first[:, rows], first, strict=True):
-            had = before * group.width
-            gained.append(self._ranges(group, rows, np.maximum(had, new), stops * group.width))
-            lost.append(self._ranges(group, rows, np.maximum(old, group.leading), np.minimum(new, had)))
-        self._first[:, rows] = first
-        self._note_units(rows[is_new])
-        self._units.hold(np.concatenate(gained))
+        for group, old, new in zip(self._passing, self._first, first, strict=True):
+            had, have = (before, stops) if group.width == 1 else (before * group.width, stops * group.width)
+            kept = old[rows] if not group.leading else np.maximum(old[rows], group.leading)
+            gained.append(self._ranges(group, rows, np.maximum(had, new), have))
+            lost.append(self._ranges(group, rows, kept, np.minimum(new, had)))
+            old[rows] = new
+        if (more := is_new.nonzero()[0]).size:
+            self._note_units(rows[more], before[more], stops[more])
+        self._units.hold(_joined(gained))
         self._tell_stored()
-        self._units.unhold(np.concatenate(lost))
+        self._units.unhold(_joined(lost))
 
     def _ranges(self, group: Passing, rows: Index, starts: Index, stops: Index) -> Index:
         """Return the places of a group's blocks ``starts`` to ``stops - 1`` of rows."""
-        counts = np.maximum(stops - starts, 0)
-        if not counts.any():
+        counts = stops - starts
+        some = (counts > 0).nonzero()[0]
+        if not some.size:
             return _NOTHING
+        rows, starts, counts = rows[some], starts[some], counts[some]
         blocks = positions_of(starts, counts)
         if blocks is not starts:
             rows = rows.repeat(counts)
+        if group.width == 1:  # mostly: half of the operations
+            units: Index = self._rows.table[rows, blocks].astype(np.intp)
+            return units * self._columns + group.start
         return group.places_of(self._rows.table[rows, blocks // group.width], blocks, self._columns)
 
     def renew(self, row: int) -> None:
@@ -178,19 +187,22 @@ class Needs:
         """Let a row need what its numbers say and nothing else; what it needs still is never without need in between."""
         before = self.of_row(row)
         self._first[:, row] = first
-        self._note_units(np.array([row]))
+        self._note_units(np.array([row]), np.zeros(1, dtype=np.intp), self._rows.num_blocks[[row]])
         if self._states.per_sequence:
             self._checkpoint[row] = self._states.places(row)
         self._units.hold(self.of_row(row))
         self._units.unhold(before)
 
-    def _note_units(self, rows: Index) -> None:
-        """Note the units of rows, of which the units are about to be told."""
+    def _note_units(self, rows: Index, before: Index, stops: Index) -> None:
+        """Note the units of rows behind the first ``before``, of which the units are about to be told."""
         of = self._rows
         if self._table.shape[1] < of.table.shape[1]:
             self._table = np.pad(self._table, ((0, 0), (0, of.table.shape[1] - self._table.shape[1])))
-        self._table[rows], self._stop[rows] = of.table[rows], of.num_blocks[rows]
-        self._seen[rows], self._replaced[rows] = of.version[rows], of.replaced[rows]
+        if (stops - before == 1).all():  # a step of decoding
+            self._table[rows, before] = of.table[rows, before]
+        else:
+            self._table[rows] = of.table[rows]
+        self._stop[rows], self._seen[rows], self._replaced[rows] = stops, of.version[rows], of.replaced[rows]
 
     def _reserve(self) -> None:
         """Have room for all rows."""
@@ -202,3 +214,7 @@ class Needs:
             self._table = np.pad(self._table, ((0, more), (0, 0)))
             self._checkpoint += [_NOTHING] * more
             self._states.reserve(len(self._seen))
+
+
+def _joined(parts: list[Index]) -> Index:
+    return parts[0] if len(parts) == 1 else np.concatenate([_NOTHING, *parts])

@@ -40,4 +40,4 @@ class Passing:
 
     def first(self, num_tokens: Any) -> Index:
         """Return the first block that is kept behind so many tokens, each."""
-        return self.retention.first_kept(np.asarray(num_tokens, dtype=np.intp)) // self.block_size
+        return self.retention.first_kept(num_tokens) // self.block_size

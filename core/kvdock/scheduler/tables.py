@@ -44,6 +44,10 @@ class GroupTable(ABC):
     def dense(self, rows: Index, columns: int) -> BlockIds:
         """Return the first blocks of rows, one line each, at most so many columns; 0 behind the blocks of a row, and for what is gone."""
 
+    @abstractmethod
+    def at(self, rows: Index, columns: Index) -> BlockIds:
+        """Return one block of each row, at a place in its table; 0 for what is gone."""
+
 
 class OnlyTable(GroupTable):
     """The table of a manager of one group that keeps all tokens.
@@ -72,6 +76,10 @@ class OnlyTable(GroupTable):
     def dense(self, rows: Index, columns: int) -> BlockIds:
         """Return the first blocks of rows, and 0 behind them."""
         return self._rows.table[rows, :columns]
+
+    def at(self, rows: Index, columns: Index) -> BlockIds:
+        """Return one block of each row."""
+        return self._rows.table[rows, columns]
 
 
 class TokenTable(GroupTable):
@@ -131,6 +139,12 @@ class TokenTable(GroupTable):
         is_there = (np.arange(found.shape[1]) < self.widths(rows)[:, None]) & (found > 0)
         return np.where(is_there, found, np.int32(0))
 
+    def at(self, rows: Index, columns: Index) -> BlockIds:
+        """Return one block of each row."""
+        units = self._rows.table[rows, columns // self._width]
+        found: BlockIds = np.maximum(self._units.table[units, self._start + columns % self._width], 0)
+        return found
+
 
 class StateTable(GroupTable):
     """The table of a group of states: one block for each row.
@@ -163,6 +177,11 @@ class StateTable(GroupTable):
     def dense(self, rows: Index, columns: int) -> BlockIds:
         """Return the block of each row."""
         return self._states.blocks[rows, self._at : self._at + 1]
+
+    def at(self, rows: Index, columns: Index) -> BlockIds:
+        """Return the block of each row."""
+        found: BlockIds = self._states.blocks[rows, self._at]
+        return found
 
 
 def tables_of(units: UnitBlocks, rows: Rows, states: States, passing: Mapping[int, Passing]) -> tuple[GroupTable, ...]:

@@ -120,11 +120,11 @@ class UnitBlocks:
         self.is_cached = np.zeros(ids, dtype=np.bool_)
         self._is_end = np.zeros(ids, dtype=np.bool_)
         self.num_idle = 0
-        # What nobody needs, first what was let go longest ago: within prefixes, and where prompts ended. An entry counts while its
-        # number is the one that its place was given last.
-        self._idle: tuple[deque[tuple[int, int]], ...] = (deque(), deque())
-        self._serials = np.zeros((ids, len(by_column)), dtype=np.int64)
-        self._serial = 0
+        # What nobody needs, first what was let go longest ago: within prefixes, and where prompts ended. A place of an entry counts
+        # while its number is the one that the place was given last.
+        self._idle: tuple[deque[tuple[Index, npt.NDArray[np.int64]]], ...] = (deque(), deque())
+        self._serials = np.full((ids, len(by_column)), -1, dtype=np.int64)
+        self._serial = self._entries = 0
 
     def add(self, units: BlockIds) -> None:
         """Give units their blocks, of which there are enough."""
@@ -140,27 +140,34 @@ class UnitBlocks:
         self._is_end[units] = False
 
     def hold(self, places: Index) -> None:
-        """Let somebody more need blocks; places count through ``table``, and may be there twice."""
-        needs = self.needs.reshape(-1)
+        """Let somebody more need blocks, each once; places count through ``table``."""
         if places.size:
-            first = np.unique(places[needs[places] == 0])
-            self.num_idle -= int(np.count_nonzero(self.is_cached[first // self.table.shape[1]]))
-            np.add.at(needs, places, _ONE)
+            needs = self.needs.reshape(-1)
+            before = needs[places]
+            needs[places] = before + _ONE
+            if self.num_idle:
+                self.num_idle -= int(np.count_nonzero(self.is_cached[places[before == 0] // self.table.shape[1]]))
 
     def unhold(self, places: Index) -> None:
-        """Let somebody need blocks no longer. Nobody's are given back, unless they are cached: then they are idle."""
-        needs = self.needs.reshape(-1)
+        """Let somebody need blocks no longer, as often as each is there. Nobody's are given back; cached ones are idle from now on."""
         if places.size:
+            needs = self.needs.reshape(-1)
             np.subtract.at(needs, places, _ONE)
-            last = np.unique(places[needs[places] == 0])
+            last = places[needs[places] == 0]
+            if len(set(last.tolist())) < last.size:
+                last = np.unique(last)
             is_cached = self.is_cached[last // self.table.shape[1]]
-            self._let_idle(last[is_cached])
-            self._give_back(last[~is_cached])
+            if is_cached.all():
+                self._let_idle(last)
+            else:
+                self._let_idle(last[is_cached])
+                self._give_back(last[~is_cached])
 
     def cache(self, units: BlockIds) -> None:
         """Note that units are cached from now on."""
         self.is_cached[units] = True
-        self._let_idle(self._unneeded(units))
+        if self.per_unit + self.states.size > self.num_lasting:
+            self._let_idle(self._unneeded(units))
 
     def uncache(self, units: BlockIds) -> None:
         """Note that units are cached no longer. Sequences may hold them still."""
@@ -200,7 +207,7 @@ class UnitBlocks:
 
     def idle_of(self, places: Index) -> int:
         """Return how many of these blocks are idle."""
-        return sum(map(self._is_idle, places.tolist()))
+        return int(np.count_nonzero(self._is_idle(places)))
 
     def is_needed_once(self, places: Index) -> bool:
         """Whether one sequence needs blocks, and nobody else."""
@@ -208,14 +215,17 @@ class UnitBlocks:
 
     def drop(self, count: int, *, ends: bool) -> None:
         """Give up to ``count`` idle blocks back, those that were let go longest ago; where prompts ended, or all others."""
-        queue, serials, taken = self._idle[ends], self._serials.reshape(-1), list[int]()
-        while queue and len(taken) < count:
-            place, serial = queue.popleft()
-            if serials[place] == serial and self._is_idle(place):
-                taken.append(place)
-        places = np.array(taken, dtype=np.intp)
-        self.num_idle -= places.size
-        self._give_back(places)
+        queue, taken = self._idle[ends], [np.empty(0, dtype=np.intp)]
+        while queue and count > 0:
+            places, serials = queue.popleft()
+            places = places[self._is_waiting(places, serials)]
+            if places.size > count:
+                queue.appendleft((places[count:], self._serials.reshape(-1)[places[count:]]))
+            taken.append(places[:count])
+            count -= taken[-1].size
+        gone = np.concatenate(taken)
+        self.num_idle -= gone.size
+        self._give_back(gone)
 
     def mark_ends(self, units: BlockIds) -> None:
         """Note that prompts ended in or behind units: what was let go there is given up last."""
@@ -228,27 +238,39 @@ class UnitBlocks:
         return places
 
     def waiting(self) -> set[int]:
-        """Return the places that have a turn to be given up, those that are not idle any more included."""
-        serials = self._serials.reshape(-1)
-        return {place for queue in self._idle for place, serial in queue if serials[place] == serial}
+        """Return the places that have a turn to be given up."""
+        return {place for queue in self._idle for entry in queue for place in entry[0][self._is_waiting(*entry)].tolist()}
 
-    def _is_idle(self, place: int) -> bool:
-        unit, column = divmod(place, self.table.shape[1])
-        return bool(self.is_cached[unit] and self.table[unit, column] != _NONE and not self.needs[unit, column])
+    def _is_waiting(self, places: Index, serials: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return which of the blocks of an entry are idle, and have no later one."""
+        found: npt.NDArray[np.bool_] = (self._serials.reshape(-1)[places] == serials) & self._is_idle(places)
+        return found
+
+    def _is_idle(self, places: Index) -> npt.NDArray[np.bool_]:
+        """Return which blocks, of those that may go, are there, cached, and needed by nobody."""
+        is_cached = self.is_cached[places // self.table.shape[1]]
+        found: npt.NDArray[np.bool_] = is_cached & (self.table.reshape(-1)[places] != _NONE) & (self.needs.reshape(-1)[places] == 0)
+        return found
 
     def _let_idle(self, places: Index) -> None:
         """Let blocks of cached units wait for their turn."""
-        serials = self._serials.reshape(-1)
+        if not places.size:
+            return
         self.num_idle += places.size
-        for place, is_end in zip(places.tolist(), self._is_end[places // self.table.shape[1]].tolist(), strict=True):
-            self._serial += 1
-            serials[place] = self._serial
-            self._idle[is_end].append((place, self._serial))
-        if len(self._idle[0]) + len(self._idle[1]) > 2 * self.num_idle + 1024:  # mostly entries that do not count
+        is_end = self._is_end[places // self.table.shape[1]]
+        for which, mine in ((0, places[~is_end]), (1, places[is_end])) if is_end.any() else ((0, places),):
+            serials = np.arange(self._serial, self._serial + mine.size)
+            self._serials.reshape(-1)[mine] = serials
+            self._serial += mine.size
+            self._idle[which].append((mine, serials))
+            self._entries += mine.size
+        if self._entries > 2 * self.num_idle + 4096:  # mostly what does not wait any more
+            self._entries = 0
             for queue in self._idle:
-                live = [entry for entry in queue if serials[entry[0]] == entry[1] and self._is_idle(entry[0])]
+                live = [(places[is_live], serials[is_live]) for places, serials in queue for is_live in [self._is_waiting(places, serials)]]
                 queue.clear()
-                queue.extend(live)
+                queue.extend(entry for entry in live if entry[0].size)
+                self._entries += sum(entry[0].size for entry in queue)
 
     def _give_back(self, places: npt.NDArray[Any]) -> None:
         """Free the blocks at places, as far as there are any."""
