@@ -13,8 +13,9 @@ block is unused and there are few groups: each is another table to keep.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import attrs
@@ -30,6 +31,9 @@ _REGION = 16
 
 _MOST_GROUPS = 64
 """Groups that the layers of one rule are spread over at most."""
+
+_MOST_TOKENS = 512
+"""Tokens of a block at most, unless the least are more: prefixes are shared in whole blocks of the group with the largest."""
 
 _PER_GROUP = 0.01
 """What a group more may save of the bytes for it to be worth its table."""
@@ -89,8 +93,19 @@ class GroupPlan:
     block_bytes: int
 
     def nbytes(self, num_tokens: int) -> int:
-        """Return the bytes of the blocks that a sequence of so many tokens needs."""
-        return self.block_bytes * sum(group.num_blocks(num_tokens) for group in self.groups)
+        """Return the bytes of the blocks that a sequence of so many tokens has, as `kvdock.CacheManager` hands them out.
+
+        Up to the end of the largest block each group has all of its blocks.
+        """
+        of_tokens = [group for group in self.groups if not group.retention.is_state]
+        end = -(-num_tokens // self.unit) * self.unit
+        ahead = sum(end // group.block_size - -(-num_tokens // group.block_size) for group in of_tokens)
+        return self.block_bytes * (ahead + sum(group.num_blocks(num_tokens) for group in self.groups))
+
+    @property
+    def unit(self) -> int:
+        """Tokens in which blocks of all groups end together; 1 where all keep states."""
+        return math.lcm(*(group.block_size for group in self.groups))
 
     def waste(self, num_tokens: int) -> float:
         """Return which part of these bytes a sequence of so many tokens does not need: rest of blocks, and of the last block."""
@@ -102,7 +117,8 @@ def plan_groups(layers: Sequence[Sequence[Part]], block_size: int, max_positions
     """Choose groups for layers.
 
     With one rule there is one group, whose blocks have ``block_size`` tokens and nothing unused. With several, blocks have multiples
-    of that. Among all ways the cheapest is taken; it follows from the arguments alone, so that ranks agree.
+    of that, such that blocks of all groups end together every 512 tokens at least. Among all ways the cheapest is taken; it
+    follows from the arguments alone, so that ranks agree.
 
     Args:
         layers: what each layer keeps; some may keep nothing.
@@ -124,13 +140,9 @@ def plan_groups(layers: Sequence[Sequence[Part]], block_size: int, max_positions
         group = _Chunk.of(rule, found).group(1 if rule.is_state else block_size)
         return GroupPlan((group,), _aligned(group.nbytes * group.block_size, alignment))
     lengths = [min(length, max_positions) for length in _LENGTHS]
-    ways = [list(_ways(rule, found)) for rule, found in rules.items()]
-    sizes = {_aligned(max(chunk.used(chunk.least(block_size)) for chunk in way), max(alignment, _REGION)) for of in ways for way in of}
-    needed = [sum(_Chunk.of(rule, found).nbytes * rule.kept(length) for rule, found in rules.items()) for length in lengths]
-    options = [option for nbytes in sorted(sizes) if (option := _cheapest(ways, nbytes, block_size, lengths, needed)) is not None]
-    _, nbytes, chosen = min(options, key=lambda option: option[:2])
-    groups = [chunk.group(chunk.tokens(nbytes, block_size)) for way in chosen for chunk in way]
-    best = GroupPlan(tuple(sorted(groups, key=lambda group: (-group.retention.kept(lengths[-1]), group.members))), nbytes)
+    best = _planned(rules, block_size, lengths, alignment, doubled=False)
+    if best.unit > _MOST_TOKENS:
+        best = _planned(rules, block_size, lengths, alignment, doubled=True)
     if (waste := best.waste(lengths[-1])) > 0.5:
         per = ", ".join(f"{group.nbytes} bytes of {group.retention}" for group in best.groups)
         raise ArgumentValueError(
@@ -140,6 +152,23 @@ def plan_groups(layers: Sequence[Sequence[Part]], block_size: int, max_positions
             fix="keep these layers in caches of their own",
         )
     return best
+
+
+def _planned(
+    rules: Mapping[Retention, Sequence[tuple[Member, Part]]], block_size: int, lengths: Sequence[int], alignment: int, *, doubled: bool
+) -> GroupPlan:
+    """Return the cheapest of all ways; ``doubled``: of those in which tokens of blocks are the least times powers of two."""
+    ways = [list(_ways(rule, found)) for rule, found in rules.items()]
+    sizes = {_aligned(max(chunk.used(chunk.least(block_size)) for chunk in way), max(alignment, _REGION)) for of in ways for way in of}
+    needed = [sum(_Chunk.of(rule, found).nbytes * rule.kept(length) for rule, found in rules.items()) for length in lengths]
+
+    def blocks_of(nbytes: int) -> Callable[[_Chunk], int]:
+        return lambda chunk: chunk.tokens(nbytes, block_size, doubled=doubled)
+
+    options = [option for nbytes in sorted(sizes) if (option := _cheapest(ways, nbytes, blocks_of(nbytes), lengths, needed)) is not None]
+    _, nbytes, chosen = min(options, key=lambda option: option[:2])
+    groups = [chunk.group(blocks_of(nbytes)(chunk)) for way in chosen for chunk in way]
+    return GroupPlan(tuple(sorted(groups, key=lambda group: (-group.retention.kept(lengths[-1]), group.members))), nbytes)
 
 
 @attrs.frozen(eq=False)
@@ -170,12 +199,15 @@ class _Chunk:
     def least(self, block_size: int) -> int:
         return 1 if self.rule.is_state else block_size
 
-    def tokens(self, nbytes: int, block_size: int) -> int:
-        """Return how many tokens a block of so many bytes has; 0 if not even the least."""
+    def tokens(self, nbytes: int, block_size: int, *, doubled: bool) -> int:
+        """Return how many tokens a block of so many bytes has; 0 if not even the least. ``doubled``: that times a power of two."""
         step = self.least(block_size)
-        tokens = min(nbytes // (self.nbytes * step), 1 if self.rule.is_state else nbytes) * step
-        # Places are rounded up, so that it may be one step less than the bytes alone would say.
-        return tokens - step if tokens and self.used(tokens) > nbytes else tokens
+        if self.used(step) > nbytes or self.rule.is_state:
+            return step if self.used(step) <= nbytes else 0
+        tokens = min(nbytes // (self.nbytes * step) * step, max(_MOST_TOKENS // step, 1) * step)
+        if self.used(tokens) > nbytes:  # places are rounded up, so that it may be one step less than the bytes alone would say
+            tokens -= step
+        return step << ((tokens // step).bit_length() - 1) if doubled else tokens
 
     def blocks(self, num_tokens: int, block_size: int) -> float:
         """Return how many blocks a sequence needs; what grows has half a block to come on average."""
@@ -195,12 +227,12 @@ def _ways(rule: Retention, found: Sequence[tuple[Member, Part]]) -> Iterator[lis
 
 
 def _cheapest(
-    ways: Sequence[Sequence[list[_Chunk]]], nbytes: int, block_size: int, lengths: Sequence[int], needed: Sequence[int]
+    ways: Sequence[Sequence[list[_Chunk]]], nbytes: int, tokens_of: Callable[[_Chunk], int], lengths: Sequence[int], needed: Sequence[int]
 ) -> tuple[float, int, list[list[_Chunk]]] | None:
     """Choose a way for each rule, with blocks of so many bytes; return cost, bytes and ways, or None where one fits in no way."""
     total, chosen = 0.0, []
     for of in ways:
-        costs = [(cost, place) for place, way in enumerate(of) if (cost := _cost(way, nbytes, block_size, lengths, needed)) is not None]
+        costs = [(cost, place) for place, way in enumerate(of) if (cost := _cost(way, nbytes, tokens_of, lengths, needed)) is not None]
         if not costs:
             return None
         cost, place = min(costs)
@@ -209,9 +241,11 @@ def _cheapest(
     return total, nbytes, chosen
 
 
-def _cost(way: Sequence[_Chunk], nbytes: int, block_size: int, lengths: Sequence[int], needed: Sequence[int]) -> float | None:
+def _cost(
+    way: Sequence[_Chunk], nbytes: int, tokens_of: Callable[[_Chunk], int], lengths: Sequence[int], needed: Sequence[int]
+) -> float | None:
     """Return what a way's blocks take of what all layers need, on average, and what its tables are worth; None if it does not fit."""
-    kinds = Counter((chunk.buffers, tokens) for chunk in way if (tokens := chunk.tokens(nbytes, block_size)))
+    kinds = Counter((chunk.buffers, tokens) for chunk in way if (tokens := tokens_of(chunk)))
     if sum(kinds.values()) < len(way):
         return None
     blocks = [sum(way[0].blocks(length, tokens) * count for (_, tokens), count in kinds.items()) for length in lengths]

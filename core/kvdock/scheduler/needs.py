@@ -116,7 +116,8 @@ class Needs:
             rows = rows.repeat(counts)
         if group.width == 1:  # mostly: half of the operations
             units: Index = self._rows.table[rows, blocks].astype(np.intp)
-            return units * self._columns + group.start
+            places: Index = units * self._columns + group.start
+            return places
         return group.places_of(self._rows.table[rows, blocks // group.width], blocks, self._columns)
 
     def renew(self, row: int) -> None:

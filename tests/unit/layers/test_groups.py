@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -122,12 +123,24 @@ def test_parts_of_a_hybrid_layer_are_in_groups_of_their_rules() -> None:
 
 
 def test_bytes_that_cannot_agree_are_refused_with_what_they_are() -> None:
-    large = StateLayerSpec([Buffer("state", (2**26,), BF16)])
+    small, large = (StateLayerSpec([Buffer("state", (size,), BF16)]) for size in (2**12, 2**26))
     with pytest.raises(
         kvdock.ArgumentValueError, match=r"whose bytes can agree.* got \d+% of 8 tokens' blocks unused at best: .* Fix: keep"
     ):
         plan([LayerSpec(1, 1, 2**12, 2**12), LayerSpec(1, 1, 8, 8, window=2)], 16, max_positions=8)
-    assert plan([LayerSpec(1, 1, 8, 8), large]).waste(32_768) < 0.5, "a state is one block, however small tokens are"
+    assert plan([LayerSpec(1, 1, 8, 8), small]).waste(32_768) < 0.5, "a block has many small tokens where it has one state"
+    with pytest.raises(kvdock.ArgumentValueError, match="whose bytes can agree"):
+        plan([LayerSpec(1, 1, 8, 8), large])
+
+
+def test_blocks_of_all_groups_end_together_often_enough_for_prefixes() -> None:
+    """Kinds whose bytes are of unlike primes: multiples that fill blocks best would end together after thousands of tokens."""
+    layers = [LayerSpec(1, 1, 8 * 7, 8 * 7), LayerSpec(1, 1, 8 * 11, 8 * 11, window=64), LayerSpec(1, 1, 8 * 90, 8 * 90, window=512)]
+    made = plan(layers * 3, 16)
+    assert len(made.groups) >= 3
+    assert made.unit <= 512
+    assert all(group.block_size % 16 == 0 for group in made.groups)
+    assert made.unit == math.lcm(*(group.block_size for group in made.groups))
 
 
 def test_layers_that_keep_nothing_are_refused() -> None:
