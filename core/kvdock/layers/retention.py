@@ -43,8 +43,8 @@ class Retention(ABC):
 
         This is what `spans` says, for many sequences at once; a rule that is asked in each step has it as one operation of numpy.
         """
-        lasts = ((count, self.spans(count)) for count in num_tokens.tolist())
-        return np.array([spans[-1].start if spans else count for count, spans in lasts], dtype=np.intp)
+        lasts = ((count, self.spans(count)) for count in np.ravel(num_tokens).tolist())
+        return np.array([spans[-1].start if spans else count for count, spans in lasts], dtype=np.intp).reshape(np.shape(num_tokens))
 
     @abstractmethod
     def spans(self, num_tokens: int) -> tuple[range, ...]:

@@ -133,7 +133,9 @@ class States:
         computed = r.computed[rows]
         far = (computed - self._last[rows] >= self._interval) | ((computed == self._end[rows]) & (computed > self._last[rows]))
         done = list[int]()
-        for row in rows[np.flatnonzero(far & (computed % size == 0) & (r.shared[rows] * size >= computed))].tolist():
+        # With room left it is written before `extend` could say what to copy.
+        due = far & (computed % size == 0) & (r.shared[rows] * size >= computed) & (r.num_tokens[rows] == computed)
+        for row in rows[due.nonzero()[0]].tolist():
             self._last[row] = r.computed[row]
             unit = int(r.table[row, int(r.computed[row]) // size - 1])
             if self._units.attach(unit, self.blocks[row]):

@@ -70,7 +70,13 @@ class Player:
         found: list[object] = [self.manager.allocator.num_free, prefix.size_info, prefix.stats, clock]
         for seq in self.sequences:
             table = [numbers.setdefault(block, len(numbers)) for block in seq.block_table().tolist()]
-            found.append((table, seq.tokens.tolist(), [int(getattr(rows, name)[seq._row]) for name in rows._INTEGERS if name != "version"]))
+            found.append(
+                (
+                    table,
+                    seq.tokens.tolist(),
+                    [int(getattr(rows, name)[seq._row]) for name in rows._INTEGERS if name not in ("version", "replaced")],
+                )
+            )
         return found
 
 

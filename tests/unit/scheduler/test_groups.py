@@ -1,0 +1,479 @@
+"""Layer groups in a manager: windows let go, states have checkpoints, and a hit is where every group can go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+import kvdock
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, IndexRangeError, IntegrityError, KVDockError, OutOfBlocksError
+from kvdock.layers import KeepAll, KeepChunk, KeepState, KeepWindow, Retention
+from kvdock.scheduler import BatchTables, CacheManager, CacheSequence, csr_table, dense_table, sequence_lengths, token_table
+from support_group_model import Engine, group
+
+FULL, WINDOW = group(KeepAll(), 4), group(KeepWindow(8), 2)
+STATE = group(KeepState(), 1)
+
+
+def manager_of(*groups: Any, num_blocks: int = 64, **how: Any) -> CacheManager:
+    return CacheManager(num_blocks, groups=groups, **how)
+
+
+def run(manager: CacheManager, ids: Sequence[int], at_most: int = 4) -> CacheSequence:
+    """Compute a prompt in chunks."""
+    seq = manager.begin(ids, at_most=at_most)
+    while True:
+        manager.commit(seq, [], computed=seq.num_tokens)
+        if seq.num_tokens >= len(ids):
+            return seq
+        manager.extend(seq, min(at_most, len(ids) - seq.num_tokens))
+
+
+def used(manager: CacheManager) -> int:
+    return manager._pool.units.blocks.num_used
+
+
+# What is let go.
+
+
+def test_a_window_is_let_go_as_the_sequence_grows_and_what_is_full_is_not() -> None:
+    manager = manager_of(FULL, WINDOW, prefix="naive")
+    seq = manager.begin(range(4))
+    held = []
+    for length in range(4, 41):
+        manager.commit(seq, [], computed=length)
+        held.append(int((seq.block_table(1) != 0).sum()))
+        manager.check_integrity()
+        if length < 40:
+            manager.extend(seq, 1)
+            manager.commit(seq, [length], computed=length)
+    assert seq.block_table(0).size == 10
+    # Seven tokens before the next one are in four or five blocks of two.
+    assert {3, 4} <= set(held) <= {2, 3, 4, 5}
+    assert used(manager) <= 10 + 5
+    assert seq.slot_mapping(0, 2, group=1).tolist() == [-1, -1]
+    assert (seq.slot_mapping(33, 40, group=1) >= 0).all()
+    manager.finish(seq)
+    assert used(manager) == 0
+
+
+def test_sinks_stay() -> None:
+    manager = manager_of(group(KeepWindow(4, sinks=3), 2), prefix="naive")
+    seq = run(manager, range(30))
+    table = seq.block_table()
+    kept = np.flatnonzero(seq.slot_mapping(0, 30) >= 0)
+    assert {0, 1, 2} <= set(kept.tolist())
+    assert {27, 28, 29} <= set(kept.tolist())
+    assert table.size == 15
+    assert used(manager) <= 2 + 3
+
+
+def test_a_chunk_is_let_go_when_the_next_one_begins() -> None:
+    manager = manager_of(group(KeepChunk(8), 2), prefix="naive")
+    seq = run(manager, range(8), at_most=8)
+    assert used(manager) == 0
+    manager.extend(seq, 3)
+    assert used(manager) == 2
+
+
+def test_a_rule_of_somebody_elses_needs_no_more_than_its_spans() -> None:
+    @attrs.frozen
+    class KeepEvenEnd(Retention):
+        """The last four tokens, from an even one on."""
+
+        def spans(self, num_tokens: int) -> tuple[range, ...]:
+            start = max(num_tokens - 4, 0) // 2 * 2
+            return (range(start, num_tokens),) if num_tokens else ()
+
+    assert KeepEvenEnd().first_kept(np.array([0, 3, 9, 10])).tolist() == [0, 0, 4, 6]
+    manager = manager_of(group(KeepEvenEnd(), 2), prefix="naive")
+    seq = run(manager, range(21))
+    assert np.flatnonzero(seq.slot_mapping(0, 21) >= 0).tolist() == [16, 17, 18, 19, 20]
+
+
+@pytest.mark.parametrize("rule", [KeepAll(), KeepWindow(5), KeepWindow(5, sinks=2), KeepChunk(6)])
+def test_what_is_kept_at_once_is_what_the_spans_say(rule: Retention) -> None:
+    counts = np.arange(40)
+    for count, first in zip(counts.tolist(), rule.first_kept(counts).tolist(), strict=True):
+        kept = {*range(min(rule.leading, count)), *range(first, count)}
+        assert kept == {position for span in rule.spans(count) for position in span}
+
+
+def test_the_pool_holds_long_prompts_in_chunks_and_refuses_them_at_once() -> None:
+    manager = manager_of(WINDOW, num_blocks=12, prefix="naive")
+    assert not manager.plan(range(200)).fits
+    with pytest.raises(OutOfBlocksError, match="begin it in chunks with at_most"):
+        manager.begin(range(200))
+    seq = run(manager, range(200))
+    assert seq.computed == 200
+    manager.check_integrity()
+
+
+def test_what_is_cached_but_let_go_makes_room_first() -> None:
+    """With prefixes cached, a pool that holds one sequence's needs is enough for it."""
+    manager = manager_of(FULL, WINDOW, num_blocks=25 + 8)
+    seq = run(manager, range(100))
+    assert (seq.computed, seq.block_table(0).size) == (100, 25)
+    manager.check_integrity()
+
+
+# Hits.
+
+
+def test_a_hit_needs_the_last_window_and_no_more_of_it() -> None:
+    manager = manager_of(FULL, WINDOW)
+    run(manager, [*range(20), 1])
+    other = manager.begin([*range(20), 2])
+    assert other.cached_len == 20
+    assert (other.slot_mapping(13, 20, group=1) >= 0).all()
+
+
+def test_without_its_window_a_prefix_is_no_hit_but_a_shorter_one_is() -> None:
+    manager = manager_of(FULL, WINDOW)
+    first = run(manager, range(40))
+    manager.finish(first)
+    units = manager._pool.units
+    stored = manager.prefix.match_prefix(range(40)).blocks
+    units.drop(10**6, ends=False)
+    units.drop(10**6, ends=True)
+    assert (units.table[stored, 1:] == -1).all()
+    assert manager.plan([*range(40), 7]).cached_len == 0
+    manager.check_integrity()
+    again = run(manager, range(24))  # what is computed again is put back
+    manager.finish(again)
+    assert manager.plan([*range(40), 7]).cached_len == 24
+    manager.check_integrity()
+
+
+def test_where_prompts_part_is_kept_longest() -> None:
+    """A system prompt's window goes after what was let go within other prompts."""
+    manager = manager_of(FULL, WINDOW, num_blocks=60)
+    system = list(range(100, 116))
+    for tail in range(2):
+        manager.finish(run(manager, [*system, tail, *range(30)]))
+    for number in range(4):
+        manager.finish(run(manager, [1000 + number, *range(40)]))
+        assert manager.plan([*system, 77, 78]).cached_len == 16, "it is in use again and again"
+        manager.finish(run(manager, [*system, 50 + number]))
+
+
+def test_any_prefix_cache_serves_several_groups() -> None:
+    """It knows numbers of units: which blocks these have is the manager's own affair."""
+
+    class Mine(kvdock.prefix.RadixPrefixCache):
+        """One that never heard of groups."""
+
+    manager = manager_of(FULL, WINDOW, STATE, prefix=Mine(4))
+    run(manager, range(20))
+    assert manager.plan([*range(20), 5]).cached_len == 16
+    manager.check_integrity()
+
+
+def test_ranks_that_are_called_alike_decide_alike() -> None:
+    tables = []
+    for _ in range(2):
+        manager = manager_of(FULL, WINDOW, STATE, num_blocks=50, null_block=True, state_interval=8)
+        rng, found = np.random.default_rng(5), []
+        for _ in range(40):
+            seq = run(manager, rng.integers(0, 2, rng.integers(1, 30)).tolist(), at_most=int(rng.integers(1, 9)))
+            found.append([seq.block_table(at).tolist() for at in range(3)] + [seq.cached_len])
+            manager.finish(seq)
+        tables.append(found)
+    assert tables[0] == tables[1]
+
+
+# States.
+
+
+def test_a_state_has_a_checkpoint_at_the_end_of_a_prompt_and_every_so_often() -> None:
+    manager = manager_of(FULL, STATE, state_interval=8)
+    seq = run(manager, range(11), at_most=100)
+    assert manager.plan([*range(8), 99]).cached_len == 8, "the end of the last whole unit before the last token"
+    for token in range(11, 30):
+        manager.extend(seq, 1)
+        manager.commit(seq, [token], computed=token + 1)
+        manager.check_integrity()
+    assert manager.plan([*range(30), 99]).cached_len == 24
+    assert manager.plan([*range(22), 99]).cached_len == 16
+    assert manager.plan([*range(15), 99]).cached_len == 8
+
+
+def test_a_checkpoint_is_copied_before_it_is_written() -> None:
+    manager = manager_of(FULL, STATE, null_block=True, state_interval=4)
+    seq = manager.begin(range(4))
+    (zero, first), *_ = seq.block_pairs.tolist()
+    assert (zero, seq.block_table(1).tolist()) == (0, [first])
+    manager.commit(seq, [], computed=4)
+    version = seq.table_version
+    _, pairs = manager.extend(seq, 1)
+    assert pairs.tolist() == [[first, seq.block_table(1)[0]]]
+    assert seq.block_table(1)[0] != first
+    assert seq.table_version != version
+    other = manager.begin([*range(4), 9])
+    assert other.cached_len == 4
+    assert other.block_pairs.tolist() == [[first, other.block_table(1)[0]]]
+    fork = manager.fork(seq)
+    assert fork.block_pairs.tolist() == [[seq.block_table(1)[0], fork.block_table(1)[0]]]
+
+
+def test_a_checkpoint_that_only_its_sequence_needs_is_its_own_again_where_there_is_no_room() -> None:
+    manager = manager_of(FULL, STATE, num_blocks=3, state_interval=4)
+    seq = manager.begin(range(4))
+    manager.commit(seq, [], computed=4)
+    (before,) = seq.block_table(1)
+    _, pairs = manager.extend(seq, 1)
+    assert pairs.size == 0 or used(manager) <= 3
+    manager.commit(seq, [4], computed=5)
+    for token in range(5, 8):
+        manager.extend(seq, 1)
+        manager.commit(seq, [token], computed=token + 1)
+    with pytest.raises(OutOfBlocksError):
+        manager.extend(seq, 1)
+    assert seq.block_table(1).size == 1
+    assert before >= 0
+    manager.check_integrity()
+
+
+def test_chunks_end_where_a_state_can_be_kept() -> None:
+    manager = manager_of(FULL, STATE)
+    seq = manager.begin(range(11), at_most=7)
+    assert seq.num_tokens == 4
+    manager.commit(seq, [], computed=4)
+    slots, _ = manager.extend(seq, 7)
+    assert (slots.size, seq.num_tokens) == (4, 8)
+    manager.commit(seq, [], computed=8)
+    manager.extend(seq, 7)
+    assert seq.num_tokens == 15, "behind the prompt's last whole unit there is nothing to stop for"
+
+
+# What can be undone.
+
+
+def test_drafts_can_be_undone_and_what_was_let_go_cannot() -> None:
+    manager = manager_of(FULL, WINDOW, prefix="naive")
+    seq = run(manager, range(40))
+    manager.extend(seq, 4)
+    manager.truncate(seq, 40)
+    assert seq.shortest > 30
+    manager.truncate(seq, seq.shortest)
+    with pytest.raises(IndexRangeError, match=rf"CacheManager.truncate: n: expected at least {seq.shortest}: what was before is let go"):
+        manager.truncate(seq, seq.shortest - 1)
+    with pytest.raises(IndexRangeError, match=r"CacheManager.fork: num_tokens: expected at least .* Fix: fork\(\) before"):
+        manager.fork(seq, 3)
+    manager.check_integrity()
+
+
+def test_a_state_cannot_be_undone() -> None:
+    manager = manager_of(FULL, STATE)
+    seq = run(manager, range(10))
+    assert seq.shortest == 10
+    manager.extend(seq, 3)
+    manager.truncate(seq, 10)
+    with pytest.raises(IndexRangeError, match="or in a state"):
+        manager.truncate(seq, 9)
+
+
+def test_one_group_that_keeps_all_is_as_before() -> None:
+    plain, grouped = CacheManager(8, 4), manager_of(FULL, num_blocks=8)
+    for manager in (plain, grouped):
+        seq = manager.begin(range(10))
+        assert (seq.shortest, seq.block_table(0).tolist(), manager.available_size) == (0, [0, 1, 2], 20)
+    assert type(plain._pool) is type(grouped._pool)
+
+
+# Pins.
+
+
+def test_a_pin_keeps_the_window_and_the_checkpoint() -> None:
+    manager = manager_of(FULL, WINDOW, STATE, num_blocks=60)
+    manager.finish(run(manager, range(17)))
+    with manager.pin(range(16)) as pin:
+        assert pin.num_tokens == 16
+        for number in range(6):
+            manager.finish(run(manager, [100 + number, *range(40)]))
+        manager.check_integrity()
+        assert manager.plan([*range(16), 1]).cached_len == 16
+    manager.check_integrity()
+
+
+def test_a_prefix_whose_window_is_gone_cannot_be_pinned() -> None:
+    manager = manager_of(FULL, WINDOW)
+    manager.finish(run(manager, range(40)))
+    manager._pool.units.drop(10**6, ends=False)
+    manager._pool.units.drop(10**6, ends=True)
+    with pytest.raises(ArgumentValueError, match="CacheManager.pin: tokens: expected at least a block"):
+        manager.pin(range(40))
+
+
+# Tables.
+
+
+def test_each_group_has_tables_of_its_own() -> None:
+    manager = manager_of(FULL, WINDOW, STATE, num_blocks=120, null_block=True)
+    seqs = [run(manager, range(start, start + length)) for start, length in ((0, 11), (50, 22))]
+    tables = BatchTables(manager, 3, (8, 16, 5), max_tokens=8)
+    assert [tuple(table.shape) for table in tables.block_tables] == [(3, 8), (3, 16), (3, 1)]
+    for queries in ([1, 1], [3, 2], [1, 1]):
+        manager.extend(seqs, queries)
+        tables.update(seqs, queries)
+        assert tables.block_tables[0] is tables.block_table
+        assert tables.slot_mappings[0] is tables.slot_mapping
+        for at in range(2):
+            slots = [seq.slot_mapping(seq.num_tokens - count, seq.num_tokens, at) for seq, count in zip(seqs, queries, strict=True)]
+            assert tables.slot_mappings[at].tolist() == [*np.concatenate(slots).tolist(), *[-1] * (8 - sum(queries))]
+            for row, seq in enumerate(seqs):
+                table = seq.block_table(at)
+                shown = tables.block_tables[at][row].numpy()
+                assert (shown[: table.size][table != 0] == table[table != 0]).all()
+                assert not shown[table.size :].any()
+        assert tables.block_tables[2][:2, 0].tolist() == [seq.block_table(2)[0] for seq in seqs]
+        assert tables.slot_mappings[2].tolist() == [-1] * 8
+        views = tables.first(2, 3)
+        assert [tuple(view.shape) for view in views.block_tables] == [(2, 8), (2, 16), (2, 1)]
+        assert [tuple(view.shape) for view in views.slot_mappings] == [(3,)] * 3
+        for seq in seqs:
+            manager.commit(seq, list(range(seq.num_tokens - seq.num_known)), computed=seq.num_tokens)
+
+
+def test_a_row_of_tables_that_is_anothers_is_written_anew() -> None:
+    """Also where that one has only got more blocks since the row was shown as somebody else's."""
+    manager = manager_of(FULL, WINDOW, null_block=True, num_blocks=100)
+    one, two = (run(manager, range(start, start + 9)) for start in (0, 50))
+    tables = BatchTables(manager, 2, 16)
+    for shown in ([one, two], [two], [one], [two, one], [one, two]):
+        manager.extend([one, two], 3)
+        tables.update(shown)
+        for row, seq in enumerate(shown):
+            assert tables.block_table[row].tolist() == [*seq.block_table(0).tolist(), *[0] * 16][:16]
+        for seq in (one, two):
+            manager.commit(seq, [1, 2, 3], computed=seq.num_tokens)
+
+
+def test_exporters_take_a_group() -> None:
+    manager = manager_of(FULL, WINDOW, STATE, null_block=True)
+    seqs = [manager.begin(range(start, start + length)) for start, length in ((0, 6), (50, 3))]
+    tables = [[seq.block_table(at).tolist() for seq in seqs] for at in range(3)]
+    for at, rows in enumerate(tables):
+        widest = max(map(len, rows))
+        assert dense_table(seqs, fill=-7, group=at).tolist() == [row + [-7] * (widest - len(row)) for row in rows]
+        csr = csr_table(seqs, group=at)
+        assert csr.indices.tolist() == [block for row in rows for block in row]
+        assert csr.indptr.tolist() == [0, len(rows[0]), len(rows[0]) + len(rows[1])]
+    assert csr_table(seqs, group=1).last_block_len.tolist() == [2, 1]
+    assert [row[:3] for row in token_table(seqs, group=1).tolist()] == [seq.slot_mapping(0, 3, 1).tolist() for seq in seqs]
+    assert sequence_lengths(seqs).tolist() == [6, 3]
+
+
+# Bad input.
+
+BAD: dict[str, tuple[Callable[[], object], type[KVDockError], str]] = {
+    "no groups": (lambda: CacheManager(8, groups=[]), ArgumentTypeError, "LayerGroups, at least one.*Fix: pass cache.groups"),
+    "no group": (lambda: CacheManager(8, groups=[KeepAll()]), ArgumentTypeError, "LayerGroups"),  # type: ignore[list-item]
+    "another block size": (lambda: CacheManager(64, 16, groups=[FULL, WINDOW]), ArgumentValueError, "expected 4 tokens.*Fix: leave it out"),
+    "another block size of one group": (lambda: CacheManager(64, 16, groups=[FULL]), ArgumentValueError, "expected 4 tokens"),
+    "a pool of less than a unit": (
+        lambda: CacheManager(1, groups=[group(KeepAll(), 2), group(KeepAll(), 4)]),
+        ArgumentValueError,
+        "at least the 3 blocks of 4 tokens",
+    ),
+    "units that are too large": (
+        lambda: CacheManager(64, groups=[group(KeepAll(), 512), group(KeepWindow(8), 3)]),
+        ArgumentValueError,
+        "block_size: expected 1 to 512 tokens, got 1536",
+    ),
+    "no interval": (lambda: CacheManager(8, groups=[FULL], state_interval=0), ArgumentValueError, "state_interval"),
+    "a prefix cache of another block size": (
+        lambda: CacheManager(64, prefix=kvdock.create_prefix_cache(block_size=16), groups=[FULL, WINDOW]),
+        ArgumentValueError,
+        "an empty prefix cache in blocks of 4",
+    ),
+    "no such group": (lambda: manager_of(FULL, WINDOW).begin([1]).block_table(2), IndexRangeError, "0 to 1, a layer group"),
+    "a group below 0": (lambda: manager_of(FULL, WINDOW).begin([1]).slot_mapping(0, 1, group=-1), IndexRangeError, "0 to 1"),
+    "slots of a state": (lambda: manager_of(FULL, STATE).begin([1]).slot_mapping(0, 1, group=1), ArgumentValueError, "that keeps a state"),
+    "columns for another number of groups": (
+        lambda: BatchTables(manager_of(FULL, WINDOW), 2, (4, 4, 4)),
+        ArgumentValueError,
+        "one number, or 2: one for each layer group",
+    ),
+    "a group of an exporter": (lambda: dense_table([manager_of(FULL, WINDOW).begin([1])], group=5), IndexRangeError, "dense_table: group"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_with_a_reason(case: str) -> None:
+    call, error, text = BAD[case]
+    with pytest.raises(error, match=text):
+        call()
+
+
+def broken(change: Callable[[Any, CacheSequence], object]) -> CacheManager:
+    manager = manager_of(FULL, WINDOW, STATE, num_blocks=80)
+    manager.finish(run(manager, range(30)))
+    seq = run(manager, range(50, 80))
+    manager.check_integrity()
+    change(manager._pool.units, seq)
+    return manager
+
+
+def _set(array: Any, at: Any, value: Any) -> None:
+    array[at] = value
+
+
+BROKEN: dict[str, Callable[[Any, CacheSequence], object]] = {
+    "a block of two units": lambda units, seq: _set(units.table, (int(seq._rows.blocks(seq._row)[0]), 0), units.table[units.table >= 0][0]),
+    "a lasting block that is gone": lambda units, seq: _set(units.table, (int(seq._rows.blocks(seq._row)[0]), 0), -1),
+    "a need that nobody has": lambda units, seq: _set(units.needs, (int(seq._rows.blocks(seq._row)[-1]), 1), 5),
+    "idle blocks that are counted otherwise": lambda units, seq: setattr(units, "num_idle", units.num_idle + 1),
+    "an idle block without a turn": lambda units, seq: units._idle[0].clear(),
+    "a cached unit that nobody holds": lambda units, seq: _set(units.is_cached, -1, True),
+    "a block that is free and a unit's": lambda units, seq: units.blocks.release([int(units.table[units.table >= 0][0])]),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_check_integrity_notices(fault: str) -> None:
+    manager = broken(BROKEN[fault])
+    with pytest.raises(IntegrityError):
+        manager.check_integrity()
+
+
+def steps(engine: Engine, times: int) -> None:
+    """Decode, with a prompt that shares all that is there after each step."""
+    one = engine.begin(list(range(9)))
+    assert one is not None
+    for _ in range(times):
+        engine.step(one)
+        other = engine.begin([*one.ids, 5])
+        assert other is not None
+        engine.end(other, "keep")
+
+
+def test_the_model_notices_what_is_wrong() -> None:
+    """A model that cannot fail proves nothing: a window that is let go too early, and a copy that is not made, are noticed."""
+    steps(Engine("full and a window", 60), 12)
+    engine = Engine("full and a window", 60, prefix="naive")
+    for passing in engine.manager._pool.needs.passing.values():
+        object.__setattr__(passing, "retention", KeepWindow(2))
+    with pytest.raises(AssertionError, match="is gone"):
+        steps(engine, 12)
+    steps(Engine("full and a state", 60), 12)
+    engine = Engine("full and a state", 60)
+    engine.copy = lambda pairs: None  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match="state"):
+        steps(engine, 12)
+
+
+def test_a_prompt_that_is_committed_in_parts_keeps_its_state() -> None:
+    """Where there is room left, a state that became a checkpoint would be written before anybody could say what to copy."""
+    manager = manager_of(FULL, STATE, null_block=True, state_interval=4)
+    seq = manager.begin(range(18))
+    for computed in range(1, 19):
+        manager.commit(seq, [], computed=computed)
+        manager.check_integrity()
+    assert manager.plan([*range(16), 1]).cached_len == 0
+    manager.finish(seq)
+    manager.check_integrity()
