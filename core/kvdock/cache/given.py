@@ -19,11 +19,11 @@ from kvdock.layers.interface import Buffer, Part
 from kvdock.layout import HeadLayout
 from kvdock.ops.geometry import has_internal_overlap, share_memory
 
-__all__ = ["Given", "given_blocks", "given_layers"]
+__all__ = ["Given", "GivenPool", "given_blocks", "given_layers"]
 
 _SUBJECT = "PagedKVCache.from_tensors: tensors"
 
-Given = torch.Tensor | Iterable[Any]
+Given = torch.Tensor | Iterable[object]
 """One ``uint8`` tensor, or for each layer its tensors."""
 
 
@@ -131,7 +131,7 @@ def given_blocks(
 
 
 def given_layers(
-    tensors: Iterable[Any], grouping: Grouping, sources: Sequence[int], num_blocks: int, config: Any, device: torch.device
+    tensors: Iterable[object], grouping: Grouping, sources: Sequence[int], num_blocks: int, config: Any, device: torch.device
 ) -> Store:
     """View an engine's tensors of each layer as a cache.
 

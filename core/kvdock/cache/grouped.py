@@ -48,16 +48,16 @@ class GroupedCache(Cache):
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block.
+        """Tokens in a block, where there is one group.
 
         Raises:
-            ArgumentValueError: they differ from group to group.
+            ArgumentValueError: there are several: each has a block table of its own, and perhaps blocks of other sizes.
         """
-        sizes = sorted({group.block_size for group in self.groups})
-        if len(sizes) > 1:
-            fix = "ask groups[i].block_size, and group_of(layer) for i"
-            raise ArgumentValueError(f"{type(self).__name__}.block_size", expected="one size for all groups", got=sizes, fix=fix)
-        return sizes[0]
+        if len(self.groups) > 1:
+            got = f"{len(self.groups)} groups, of blocks of {', '.join(str(group.block_size) for group in self.groups)}"
+            fix = "ask groups[i].block_size, with i from group_of(layer); or set keep_all=True, for one table of all keys and values"
+            raise ArgumentValueError(f"{type(self).__name__}.block_size", expected="one group", got=got, fix=fix)
+        return self.groups[0].block_size
 
     def group_of(self, layer: int, buffer: str | None = None) -> int:
         """Return the number of the group whose slots a layer's buffers go by; a layer that shares another's has that one's.

@@ -97,7 +97,7 @@ class PagedKVCache(GroupedCache):
         for name, value, kind in (("spec", spec, KVSpec), ("config", config, PagedConfig), ("rank", rank, RankInfo)):
             if not isinstance(value, kind):
                 raise ArgumentTypeError(f"PagedKVCache.from_tensors: {name}", expected=f"a {kind.__name__}", got=repr(value)[:80])
-        return config.build_on(tensors, spec, rank, ops if ops is not None else active_dispatcher())
+        return cast("PagedKVCache", config.build_on(tensors, spec, rank, ops if ops is not None else active_dispatcher()))
 
     def _taken(self) -> Store:
         """Take the memory."""

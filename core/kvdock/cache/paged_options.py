@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import attrs
 import torch
 
 from kvdock.cache.given import Given
-from kvdock.cache.interface import CacheConfig, OpSource
+from kvdock.cache.interface import Cache, CacheConfig, OpSource
 from kvdock.cache.memory import check_bytes
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, CapacityError
 from kvdock.layout import HeadLayout, KVCacheLayout
 from kvdock.rank import RankInfo
 from kvdock.spec import KVSpec, check_cache_dtype, check_int
-
-if TYPE_CHECKING:
-    from kvdock.cache.paged import PagedKVCache
 
 __all__ = ["PagedConfig"]
 
@@ -87,5 +84,5 @@ class PagedConfig(CacheConfig):
         return num_blocks
 
     @abstractmethod
-    def build_on(self, tensors: Given | None, spec: KVSpec, rank: RankInfo, ops: OpSource) -> PagedKVCache:
+    def build_on(self, tensors: Given | None, spec: KVSpec, rank: RankInfo, ops: OpSource) -> Cache:
         """Make the cache that this configures, in memory of its own or in given tensors; called by `PagedKVCache.from_tensors`."""

@@ -112,21 +112,34 @@ class Pool:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the memory once, and view the copy alike. torch copies views one by one on some devices."""
         memory = allocated("a copy of a cache", self.memory.nbytes, self.memory.device, lambda: self._copied(memo))
-        roots: dict[torch.dtype, torch.Tensor] = {}
+        move = _Move(self.memory, memory, memo)
+        return attrs.evolve(self, memory=memory, **{name: move.to_copy(getattr(self, name)) for name in _views_of(type(self))})
 
-        def moved(value: Any) -> Any:
-            if isinstance(value, tuple):
-                return tuple(map(moved, value))
-            if isinstance(value, Mapping):
-                return {key: moved(each) for key, each in value.items()}
-            if not isinstance(value, torch.Tensor):
-                return value
-            root = roots.setdefault(value.dtype, root_of(memory, value.dtype))
-            behind = (value.storage_offset() * value.itemsize - self.memory.storage_offset() * self.memory.itemsize) // value.itemsize
-            memo[id(value)] = new = root.as_strided(value.shape, value.stride(), root.storage_offset() + behind)
-            return new
 
-        return attrs.evolve(self, memory=memory, **{name: moved(getattr(self, name)) for name in _views_of(type(self))})
+@attrs.frozen(eq=False)
+class _Move:
+    """Makes views of a copy like views of the original, and notes them as their copies."""
+
+    old: torch.Tensor
+    new: torch.Tensor
+    memo: dict[int, Any]
+    roots: dict[torch.dtype, torch.Tensor] = attrs.field(factory=dict)
+    done: dict[int, torch.Tensor] = attrs.field(factory=dict)
+
+    def to_copy(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(self.to_copy(each) for each in value)
+        if isinstance(value, Mapping):
+            return {key: self.to_copy(each) for key, each in value.items()}
+        return self._view(value) if isinstance(value, torch.Tensor) else value
+
+    def _view(self, view: torch.Tensor) -> torch.Tensor:
+        if id(view) in self.done:
+            return self.done[id(view)]  # two names of one view stay so
+        root = self.roots.setdefault(view.dtype, root_of(self.new, view.dtype))
+        behind = (view.storage_offset() * view.itemsize - self.old.storage_offset() * self.old.itemsize) // view.itemsize
+        self.memo[id(view)] = self.done[id(view)] = new = root.as_strided(view.shape, view.stride(), root.storage_offset() + behind)
+        return new
 
 
 def _views_of(kind: type[Pool]) -> list[str]:
