@@ -151,6 +151,8 @@ def given_layers(
         kinds = ", ".join(str(group.retention) for group in grouping.plan.groups)
         fix = "pass one uint8 tensor for all layers, or keep_all=True where all have keys and values"
         raise UnsupportedError(_SUBJECT, expected="layers of one kind and one rule for tensors by layer", got=f"groups of {kinds}", fix=fix)
+    if not isinstance(tensors, Iterable):
+        raise ArgumentTypeError(_SUBJECT, expected="one uint8 tensor, or an entry for each layer", got=repr(tensors)[:80])
     (group,) = grouping.plan.groups
     given = [tuple(each) if isinstance(each, (tuple, list)) else (each,) for each in tensors]
     if len(given) != len(sources):

@@ -26,7 +26,7 @@ def test_no_two_buffers_of_a_block_overlap_and_all_are_in_it(mixture: tuple[kvdo
     plan = planned(spec, options, CPU)
     assume(plan is not None)
     assert plan.bytes_per_block % max(16, options["alignment"]) == 0
-    whole, memory = guarded(plan.nbytes, max(16, options["alignment"]))
+    _, memory = guarded(plan.nbytes, max(16, options["alignment"]))
     cache = kvdock.PagedKVCache.from_tensors(spec, config_of(options), CPU, memory, ops=OPS["portable"])
     assert cache.groups == plan.groups
     for number, group in enumerate(cache.groups):
