@@ -244,7 +244,7 @@ TWICE = HybridLayerSpec([STATE, STATE])
 BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "bytes that cannot agree": (
         (kvdock.LayerSpec(1, 1, 4096, 4096), kvdock.LayerSpec(1, 1, 8, 8, window=2)),
-        {},
+        {"block_size": 16},
         kvdock.ArgumentValueError,
         "whose bytes can agree",
     ),
