@@ -13,18 +13,16 @@ import torch
 from kvdock.cache.blocks import block_store
 from kvdock.cache.grouping import PLACE, Grouping
 from kvdock.cache.memory import aligned, allocated, fresh
+from kvdock.cache.paged_options import PagedConfig
 from kvdock.cache.pool import Pool, Store
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from kvdock.layers.interface import Buffer, Part
 from kvdock.layout import HeadLayout
 from kvdock.ops.geometry import has_internal_overlap, share_memory
 
-__all__ = ["Given", "GivenPool", "given_blocks", "given_layers"]
+__all__ = ["GivenPool", "given_blocks", "given_layers"]
 
 _SUBJECT = "PagedKVCache.from_tensors: tensors"
-
-Given = torch.Tensor | Iterable[object]
-"""One ``uint8`` tensor, or for each layer its tensors."""
 
 
 @attrs.frozen(eq=False)
@@ -32,43 +30,31 @@ class GivenPool(Pool):
     """A tensor of one layer that an engine owns, ``[num_blocks, block_size, ...]``. In a copy of it blocks lie close together.
 
     Args:
-        rows: the same, with a dim for its one head where it has none.
-        values: of latents the elements that are values too.
-        named: the same, without a dim for one head where the buffer has none.
+        views: the same as a buffer, then with a dim for its one head where it has none, and of latents the elements that are values too.
     """
 
-    rows: torch.Tensor
-    values: torch.Tensor
-    named: torch.Tensor
+    views: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
     @classmethod
     def of(cls, memory: torch.Tensor, buffer: Buffer, alignment: int) -> Self:
         """View a tensor as a buffer."""
         rows = memory if memory.dim() == 4 else memory.unsqueeze(2)
         named = rows.squeeze(2) if len(buffer.shape) == 1 else rows
-        return cls(memory, rows, rows[..., : buffer.values or None], named, alignment=alignment)
+        return cls(memory, (named, rows, rows[..., : buffer.values or None]), alignment=alignment)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the places that are the cache's, and nothing between them."""
-        old = self.memory
-        size = old.itemsize
+        old, size = self.memory, self.memory.itemsize
         run = aligned(math.prod(old.shape[1:]) * size, max(self.alignment, size)) // size
-        shape, strides = (len(old), run), (run, *old.stride()[1:])
 
         def make() -> torch.Tensor:
-            return fresh(shape, old.dtype, old.device, self.alignment).as_strided(old.shape, strides).copy_(old)
+            dense = fresh((len(old), run), old.dtype, old.device, self.alignment)
+            return dense.as_strided(old.shape, (run, *old.stride()[1:])).copy_(old)
 
         memory = allocated("a copy of a cache", len(old) * run * size, old.device, make)
-        twin = attrs.evolve(
-            self, memory=memory, rows=_like(self.rows, memory), values=_like(self.values, memory), named=_like(self.named, memory)
-        )
-        memo.update({id(getattr(self, name)): getattr(twin, name) for name in ("memory", "rows", "values", "named")})
-        return twin
-
-
-def _like(view: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """Return the view of a copy that is like one of the original: both begin where the memory does, and blocks are their first dim."""
-    return memory.as_strided(view.shape, (memory.stride(0), *view.stride()[1:]), memory.storage_offset())
+        like = [memory.as_strided(view.shape, (run, *view.stride()[1:]), memory.storage_offset()) for view in self.views]
+        memo.update(zip(map(id, self.views), like, strict=True))
+        return type(self)(memory, (like[0], like[1], like[2]), alignment=self.alignment)
 
 
 def _check_memory(subject: str, tensor: Any, dtype: torch.dtype, device: torch.device, alignment: int) -> torch.Tensor:
@@ -99,23 +85,13 @@ def _check_memory(subject: str, tensor: Any, dtype: torch.dtype, device: torch.d
     return tensor
 
 
-def given_blocks(
-    memory: torch.Tensor, grouping: Grouping, num_blocks: int, head_layout: HeadLayout, device: torch.device, alignment: int
-) -> Store:
-    """View an engine's buffer as a cache.
-
-    Args:
-        memory: ``[num_blocks, block_bytes]`` or at least as many bytes in one dim; uint8, dense, on the cache's device.
-        grouping: what is where.
-        num_blocks: blocks of the cache.
-        head_layout: order of what has heads in a block.
-        device: of the cache.
-        alignment: bytes that its address is a multiple of; 16 at least are needed.
+def given_blocks(memory: torch.Tensor, grouping: Grouping, num_blocks: int, config: PagedConfig, device: torch.device) -> Store:
+    """View an engine's buffer, ``[num_blocks, block_bytes]`` or so many bytes in one dim, as a cache.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: it is something else; says what.
     """
-    alignment, block_bytes = max(alignment, PLACE), grouping.plan.block_bytes
+    alignment, block_bytes = max(config.alignment, PLACE), grouping.plan.block_bytes
     _check_memory(_SUBJECT, memory, torch.uint8, device, alignment)
     needed, shape = num_blocks * block_bytes, list(memory.shape)
     fits = (memory.dim() == 1 and memory.nbytes >= needed) or shape == [num_blocks, block_bytes]
@@ -127,20 +103,20 @@ def given_blocks(
         got, fix = f"byte {memory.storage_offset()}", "wrap the address itself, as torch.frombuffer and DLPack do"
         raise ArgumentValueError(_SUBJECT, expected=f"a slice that begins at a multiple of {PLACE} of its storage", got=got, fix=fix)
     blocks = memory.flatten()[:needed].view(num_blocks, block_bytes)
-    return block_store(grouping, blocks, head_layout, alignment, is_given=True)
+    return block_store(grouping, blocks, config.head_layout, alignment, is_given=True)
 
 
 def given_layers(
-    tensors: Iterable[object], grouping: Grouping, sources: Sequence[int], num_blocks: int, config: Any, device: torch.device
+    tensors: Iterable[object], grouping: Grouping, sources: Sequence[int], num_blocks: int, config: PagedConfig, device: torch.device
 ) -> Store:
-    """View an engine's tensors of each layer as a cache.
+    """View an engine's tensors of each layer as a cache: ``(k, v)``, or latents, and None for one that shares another's.
 
     Args:
-        tensors: of each layer its keys and values, or its latents; None for one that shares another's.
+        tensors: of each layer.
         grouping: what each layer keeps.
         sources: which layer each reads.
         num_blocks: blocks of the cache.
-        config: a `kvdock.PagedKVCacheConfig`.
+        config: the rest.
         device: of the cache.
 
     Raises:
@@ -167,17 +143,18 @@ def given_layers(
         for (layer, _), part in zip(group.members, group.parts, strict=True)
     }
     _check_apart({f"{_SUBJECT}[{layer}]: {name}": pool.memory for layer, found in pools.items() for name, pool in found.items()})
-    named = {layer: {name: pool.named for name, pool in found.items()} for layer, found in pools.items()}
+    named = {layer: {name: pool.views[0] for name, pool in found.items()} for layer, found in pools.items()}
     pairs, copied = {}, []
     for layer, found in pools.items():
-        first, *others = found.values()
-        pairs[layer] = (first.rows, others[0].rows if others else first.values)
-        copied.append(pairs[layer] if others else (first.rows[..., :1], first.rows[..., 1:]))
+        (_, rows, values), *others = [pool.views for pool in found.values()]
+        half = rows.shape[3] // 2
+        pairs[layer] = (rows, others[0][1] if others else values)
+        copied.append(pairs[layer] if others else (rows[..., :half], rows[..., half:]))
     return Store(tuple(pool for found in pools.values() for pool in found.values()), named, pairs, tuple(copied))
 
 
 def _layer_pools(
-    subject: str, given: tuple[Any, ...], part: Part, sizes: tuple[int, int], config: Any, device: torch.device
+    subject: str, given: tuple[Any, ...], part: Part, sizes: tuple[int, int], config: PagedConfig, device: torch.device
 ) -> dict[str, GivenPool]:
     """Return the pools of a layer by name."""
     if len(given) != len(part.buffers):
@@ -193,7 +170,7 @@ def _layer_pools(
     return found
 
 
-def _check_shape(subject: str, tensor: torch.Tensor, shapes: Sequence[tuple[int, ...]], config: Any) -> None:
+def _check_shape(subject: str, tensor: torch.Tensor, shapes: Sequence[tuple[int, ...]], config: PagedConfig) -> None:
     """Refuse another shape, a block whose bytes do not lie together in the order of heads that is wanted, and blocks that overlap."""
     shape = tuple(tensor.shape)
     if shape not in shapes:

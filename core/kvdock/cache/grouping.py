@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
 
 import attrs
-import torch
 
 from kvdock.cache.memory import aligned
+from kvdock.cache.paged_options import PagedConfig
 from kvdock.cache.pool import PagedPool
 from kvdock.cache.uses import Use, use_of
 from kvdock.errors import ArgumentValueError
@@ -20,39 +19,10 @@ from kvdock.layout import KVCacheLayout
 from kvdock.rank import RankInfo
 from kvdock.spec import KVSpec
 
-__all__ = ["BlockOptions", "Grouping", "grouping", "only_use", "places_in", "rank_parts", "used_parts"]
+__all__ = ["Grouping", "grouping", "only_use", "places_in", "rank_parts", "used_parts"]
 
 PLACE = 16
 """Bytes that the place of each buffer in a block is a multiple of, and so the block: kernels move 16 bytes at a time where they can."""
-
-
-class BlockOptions(Protocol):
-    """What of a `kvdock.PagedKVCacheConfig` bears on groups and blocks."""
-
-    @property
-    def block_size(self) -> int:
-        """Least tokens in a block."""
-        ...
-
-    @property
-    def cache_dtype(self) -> torch.dtype | None:
-        """Dtype of keys and values; None for the model's."""
-        ...
-
-    @property
-    def layout(self) -> KVCacheLayout | None:
-        """Memory order; None for the usual one."""
-        ...
-
-    @property
-    def alignment(self) -> int:
-        """Bytes that addresses and blocks are multiples of."""
-        ...
-
-    @property
-    def keep_all(self) -> bool:
-        """Whether what has rows for tokens keeps them all."""
-        ...
 
 
 @attrs.frozen
@@ -70,7 +40,7 @@ class Grouping:
     use: type[Use] | None
 
 
-def rank_parts(spec: KVSpec, config: BlockOptions, rank: RankInfo) -> list[tuple[Part, ...]]:
+def rank_parts(spec: KVSpec, config: PagedConfig, rank: RankInfo) -> list[tuple[Part, ...]]:
     """Return what each layer keeps on a rank, by the rules that a configuration wants.
 
     Raises:
@@ -95,7 +65,7 @@ def only_use(parts: Sequence[tuple[Part, ...]]) -> type[Use] | None:
     return uses.pop() if len(uses) == len(rules) == 1 and all(len(found) == 1 for found in own) else None
 
 
-def grouping(spec: KVSpec, config: BlockOptions, rank: RankInfo, *, is_one_memory: bool = False) -> Grouping:
+def grouping(spec: KVSpec, config: PagedConfig, rank: RankInfo, *, is_one_memory: bool = False) -> Grouping:
     """Choose groups, the order of memory, and the bytes of a block. They follow from the arguments alone, so that ranks agree.
 
     Args:

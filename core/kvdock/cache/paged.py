@@ -7,12 +7,12 @@ from typing import cast
 import torch
 
 from kvdock.cache.blocks import block_store
-from kvdock.cache.given import Given, given_blocks, given_layers
+from kvdock.cache.given import given_blocks, given_layers
 from kvdock.cache.grouped import GroupedCache
 from kvdock.cache.grouping import PLACE, grouping
 from kvdock.cache.interface import OpSource, active_name, check_layer, require_backend
 from kvdock.cache.memory import allocated, fresh
-from kvdock.cache.paged_options import PagedConfig
+from kvdock.cache.paged_options import Given, PagedConfig
 from kvdock.cache.pool import PagedPool, RankLayer, Store, group_layers, sources
 from kvdock.errors import ArgumentTypeError, UnsupportedError
 from kvdock.ops.active import active_dispatcher
@@ -113,7 +113,7 @@ class PagedKVCache(GroupedCache):
         """View given memory."""
         config, device = self.config, torch.empty(0, device=self.rank.device).device  # with its index
         if isinstance(tensors, torch.Tensor):
-            return given_blocks(tensors, self._grouping, self._num_blocks, config.head_layout, device, config.alignment)
+            return given_blocks(tensors, self._grouping, self._num_blocks, config, device)
         return given_layers(tensors, self._grouping, sources(self.spec), self._num_blocks, config, device)
 
     def _allocate(self) -> Store:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import attrs
 
-from kvdock.cache.given import Given
 from kvdock.cache.grouping import only_use, rank_parts
 from kvdock.cache.interface import OpSource
 from kvdock.cache.mixed import MixedKVCache
 from kvdock.cache.mla import MLAKVCache
 from kvdock.cache.paged import PagedKVCache
-from kvdock.cache.paged_options import PagedConfig
+from kvdock.cache.paged_options import Given, PagedConfig
 from kvdock.cache.uses import KeysAndValues, Latents, Use
 from kvdock.rank import RankInfo
 from kvdock.spec import KVSpec

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from typing import Self
 
 import attrs
 import torch
 
-from kvdock.cache.given import Given
 from kvdock.cache.interface import Cache, CacheConfig, OpSource
 from kvdock.cache.memory import check_bytes
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, CapacityError
@@ -16,7 +16,10 @@ from kvdock.layout import HeadLayout, KVCacheLayout
 from kvdock.rank import RankInfo
 from kvdock.spec import KVSpec, check_cache_dtype, check_int
 
-__all__ = ["PagedConfig"]
+__all__ = ["Given", "PagedConfig"]
+
+Given = torch.Tensor | Iterable[object]
+"""Memory that an engine owns: one ``uint8`` tensor, or for each layer its tensors."""
 
 _MOST_ALIGNMENT = 2**30
 """Bytes: the largest pages that there are."""

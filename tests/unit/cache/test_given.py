@@ -15,7 +15,7 @@ import torch
 import kvdock
 from kvdock.cache.mixed import MixedKVCache
 from kvdock.layers import SharedLayerSpec
-from support_caches import CPU, bits, counting_runtime, random_bits, read_slots, write_slots
+from support_caches import CPU, RUNTIMES, bits, counting_runtime, random_bits, read_slots, runtime_for, write_slots
 from support_mixed import guarded
 
 F32 = torch.float32
@@ -42,7 +42,7 @@ def engine(
 
 
 def given(tensors: Any, spec: kvdock.KVSpec = SPEC, config: kvdock.PagedKVCacheConfig = CONFIG, ops: Any = None) -> kvdock.PagedKVCache:
-    return kvdock.PagedKVCache.from_tensors(spec, config, CPU, tensors, ops=ops)
+    return kvdock.PagedKVCache.from_tensors(spec, config, CPU, tensors, ops=ops or runtime_for(RUNTIMES[0]).dispatcher)
 
 
 def interleaved(config: kvdock.PagedKVCacheConfig) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import kvdock
 from support_caches import CPU, RUNTIMES, addresses, random_bits, runtime_for
 from support_mixed import Spot, as_bytes, config_of, guarded, mixtures, planned, spots
 
-FEW = settings(max_examples=60, deadline=None)
+FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 OPS = {name: runtime_for(name).dispatcher for name in RUNTIMES}
 
 

@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 
 import kvdock
 from kvdock.cache.memory import fresh
@@ -89,7 +89,7 @@ def test_pools_by_layer(name: str, layout: kvdock.KVCacheLayout, heads: kvdock.H
             assert torch.equal(view.view(torch.uint8), expected), "padding between blocks changes nothing"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(mixtures())
 def test_one_memory(mixture: tuple[kvdock.KVSpec, dict[str, Any]]) -> None:
     spec, options = mixture
