@@ -9,7 +9,7 @@ import torch
 
 from kvdock.cache.grouping import Grouping
 from kvdock.cache.interface import Cache, check_layer
-from kvdock.cache.pool import Store, sources
+from kvdock.cache.pool import Store
 from kvdock.cache.regions import MemoryRegion, regions_of
 from kvdock.errors import ArgumentValueError
 from kvdock.layers.groups import LayerGroup
@@ -25,6 +25,8 @@ class GroupedCache(Cache):
     _grouping: Grouping
     _store: Store
     _num_blocks: int
+    _sources: list[int]
+    _numbers: dict[int, dict[str, int]]
 
     @property
     def num_layers(self) -> int:
@@ -70,7 +72,7 @@ class GroupedCache(Cache):
             IndexRangeError: no such layer.
             ArgumentValueError: no such buffer; or none is named, and they are in several groups.
         """
-        found = self._groups_of(layer)
+        found = self._numbers[self._source(layer)]
         if buffer is None and len(set(found.values())) == 1:
             return next(iter(found.values()))
         if buffer not in found:
@@ -98,7 +100,11 @@ class GroupedCache(Cache):
             IndexRangeError: no such layer.
             ArgumentValueError: it keeps none.
         """
-        found = {name: self.buffers(layer)[name] for name, group in self._groups_of(layer).items() if self.groups[group].retention.is_state}
+        found = {
+            name: self.buffers(layer)[name]
+            for name, group in self._numbers[self._source(layer)].items()
+            if self.groups[group].retention.is_state
+        }
         if not found:
             raise ArgumentValueError(
                 f"{type(self).__name__}.state: layer",
@@ -110,7 +116,7 @@ class GroupedCache(Cache):
 
     def memory_regions(self) -> tuple[MemoryRegion, ...]:
         """Return where the cache lies: what a transport registers, and how it finds the bytes of a block. It stays so for its life."""
-        return regions_of(self._store, self.groups, self._num_blocks)
+        return regions_of(self._store, self._numbers, self._num_blocks)
 
     def reset(self) -> None:
         """Zero the memory. Views handed out before remain valid."""
@@ -118,18 +124,7 @@ class GroupedCache(Cache):
             pool.memory.zero_()
 
     def _source(self, layer: int) -> int:
-        return sources(self.spec)[check_layer(type(self).__name__, layer, self.num_layers)]
-
-    def _groups_of(self, layer: int) -> dict[str, int]:
-        """Return the group of each of a layer's buffers."""
-        own = self._source(layer)
-        return {
-            buffer.name: number
-            for number, group in enumerate(self.groups)
-            for (index, _), part in zip(group.members, group.parts, strict=True)
-            if index == own
-            for buffer in part.buffers
-        }
+        return self._sources[check_layer(type(self).__name__, layer, len(self._sources))]
 
     def _described(self, layer: int) -> str:
-        return f"layer {layer}, which keeps {', '.join(self._groups_of(layer)) or 'nothing'}"
+        return f"layer {layer}, which keeps {', '.join(self._numbers[self._source(layer)])}"

@@ -19,7 +19,7 @@ from kvdock.layout import KVCacheLayout
 from kvdock.rank import RankInfo
 from kvdock.spec import KVSpec
 
-__all__ = ["Grouping", "grouping", "only_use", "places_in", "rank_parts", "used_parts"]
+__all__ = ["Grouping", "group_numbers", "grouping", "only_use", "places_in", "rank_parts", "used_parts"]
 
 PLACE = 16
 """Bytes that the place of each buffer in a block is a multiple of, and so the block: kernels move 16 bytes at a time where they can."""
@@ -110,6 +110,15 @@ def places_in(group: LayerGroup) -> list[tuple[int, Part, Buffer, int, int]]:
         for buffer in part.buffers:
             found.append((layer, part, buffer, at, at + buffer.nbytes * group.block_size))
             at = aligned(found[-1][4], PLACE)
+    return found
+
+
+def group_numbers(groups: Sequence[LayerGroup]) -> dict[int, dict[str, int]]:
+    """Return of each layer that keeps something the number of the group that each of its buffers is in."""
+    found: dict[int, dict[str, int]] = {}
+    for number, group in enumerate(groups):
+        for (layer, _), part in zip(group.members, group.parts, strict=True):
+            found.setdefault(layer, {}).update((buffer.name, number) for buffer in part.buffers)
     return found
 
 

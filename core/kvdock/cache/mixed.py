@@ -9,7 +9,6 @@ import torch
 from kvdock.cache.grouping import used_parts
 from kvdock.cache.interface import OpSource, check_layer
 from kvdock.cache.paged import PagedKVCache
-from kvdock.cache.pool import sources
 from kvdock.cache.uses import Use
 from kvdock.errors import ArgumentValueError
 
@@ -33,7 +32,7 @@ class MixedKVCache(PagedKVCache):
         uses = {
             layer: kind(self._store.pairs[layer], ops, self._named) for layer, (_, kind) in used_parts(self._grouping.plan.groups).items()
         }
-        self._uses: list[Use | None] = [uses.get(index) for index in sources(self.spec)]
+        self._uses: list[Use | None] = [uses.get(index) for index in self._sources]
         self._bind_copies(ops)
 
     def _used(self, layer: int) -> Use:

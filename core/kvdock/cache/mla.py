@@ -8,7 +8,7 @@ import torch
 
 from kvdock.cache.interface import OpSource, check_layer
 from kvdock.cache.paged import PagedKVCache
-from kvdock.cache.pool import LatentPool, RankLayer, Store, group_layers, sources
+from kvdock.cache.pool import LatentPool, RankLayer, Store, group_layers
 from kvdock.cache.uses import check_latent_scale
 from kvdock.ops.api import new_latents, output_pair
 
@@ -45,7 +45,7 @@ class MLAKVCache(PagedKVCache):
 
     def _bind(self, ops: OpSource) -> None:
         """Fix each layer's pool in the ops."""
-        self._views = [self._store.pairs[index] for index in sources(self.spec)]
+        self._views = [self._store.pairs[index] for index in self._sources]
         self._write = [ops.op("mla_caching_").bind(pool, named=self._named) for pool, _ in self._views]
         self._read = [ops.op("mla_gather").bind(pool, named=self._named) for pool, _ in self._views]
         self._attend = [ops.op("paged_attention").bind(*pair, named=self._named) for pair in self._views]

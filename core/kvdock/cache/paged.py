@@ -9,7 +9,7 @@ import torch
 from kvdock.cache.blocks import block_store
 from kvdock.cache.given import given_blocks, given_layers
 from kvdock.cache.grouped import GroupedCache
-from kvdock.cache.grouping import PLACE, grouping
+from kvdock.cache.grouping import PLACE, group_numbers, grouping
 from kvdock.cache.interface import OpSource, active_name, check_layer, require_backend
 from kvdock.cache.memory import allocated, fresh
 from kvdock.cache.paged_options import Given, PagedConfig
@@ -57,8 +57,8 @@ class PagedKVCache(GroupedCache):
                 got=f"{self._dtype}: only a quantised cache may differ, and those are not there yet",
             )
         self._grouping = grouping(spec, config, rank, is_one_memory=isinstance(tensors, torch.Tensor))
-        layers = len({layer for group in self._grouping.plan.groups for layer, _ in group.members})
-        self._num_blocks = config.blocks_for(self._grouping.plan.block_bytes, layers)
+        self._sources, self._numbers = sources(spec), group_numbers(self.groups)
+        self._num_blocks = config.blocks_for(self._grouping.plan.block_bytes, len(self._numbers), self.groups)
         # Kept, since a cache stays with the backend that it was made under, whichever is active later.
         self._named = active_name()
         # Before memory is taken, which would be of no use without a backend.
@@ -114,7 +114,7 @@ class PagedKVCache(GroupedCache):
         config, device = self.config, torch.empty(0, device=self.rank.device).device  # with its index
         if isinstance(tensors, torch.Tensor):
             return given_blocks(tensors, self._grouping, self._num_blocks, config, device)
-        return given_layers(tensors, self._grouping, sources(self.spec), self._num_blocks, config, device)
+        return given_layers(tensors, self._grouping, self._sources, self._num_blocks, config, device)
 
     def _allocate(self) -> Store:
         """Take the memory: one storage for keys and one for values, for each group of equal layers; and the views of each layer."""
@@ -145,7 +145,7 @@ class PagedKVCache(GroupedCache):
 
     def _bind(self, ops: OpSource) -> None:
         """Fix each layer's pools in the ops, so that a call no longer reads them."""
-        self._views = [self._store.pairs[index] for index in sources(self.spec)]
+        self._views = [self._store.pairs[index] for index in self._sources]
         self._write = [ops.op("paged_caching_").bind(*pair, named=self._named) for pair in self._views]
         self._read = [ops.op("gather_paged").bind(*pair, named=self._named) for pair in self._views]
         self._attend = [ops.op("paged_attention").bind(*pair, named=self._named) for pair in self._views]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 import attrs
@@ -12,6 +12,7 @@ import torch
 from kvdock.cache.interface import Cache, CacheConfig, OpSource
 from kvdock.cache.memory import check_bytes
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, CapacityError
+from kvdock.layers.groups import LayerGroup
 from kvdock.layout import HeadLayout, KVCacheLayout
 from kvdock.rank import RankInfo
 from kvdock.spec import KVSpec, check_cache_dtype, check_int
@@ -63,27 +64,29 @@ class PagedConfig(CacheConfig):
         """Return an equal configuration that is a distinct object."""
         return attrs.evolve(self)
 
-    def blocks_for(self, per_block: int, num_layers: int) -> int:
+    def blocks_for(self, per_block: int, num_layers: int, groups: Sequence[LayerGroup] = ()) -> int:
         """Return how many blocks the pool has.
 
         Args:
             per_block: bytes of a block, all layers.
             num_layers: how many those are, for errors.
+            groups: the layer groups, for errors too.
 
         Raises:
             ArgumentValueError: more bytes than an address space has.
             CapacityError: the budget holds no block, or fewer than ``num_blocks``; says how many bytes are needed.
         """
+        tokens = " or ".join(map(str, sorted({group.block_size for group in groups} or {self.block_size})))
         needed = (self.num_blocks or 1) * per_block
         if self.max_kv_memory_bytes is not None and needed > self.max_kv_memory_bytes:
             raise CapacityError(
                 "PagedKVCacheConfig: max_kv_memory_bytes",
-                expected=f"at least {needed} bytes: {self.num_blocks or 1} block(s) of {self.block_size} tokens in {num_layers} layers",
+                expected=f"at least {needed} bytes: {self.num_blocks or 1} block(s) of {tokens} tokens in {num_layers} layers",
                 got=self.max_kv_memory_bytes,
                 fix="raise the budget, or choose a smaller block_size or fewer num_blocks",
             )
         num_blocks = self.num_blocks or int(self.max_kv_memory_bytes or 0) // per_block
-        check_bytes(type(self).__name__, num_blocks * per_block, f"{num_blocks} blocks of {self.block_size} tokens in {num_layers} layers")
+        check_bytes(type(self).__name__, num_blocks * per_block, f"{num_blocks} blocks of {tokens} tokens in {num_layers} layers")
         return num_blocks
 
     @abstractmethod

@@ -65,4 +65,4 @@ def plan_blocks(spec: KVSpec, config: PagedKVCacheConfig, rank: RankInfo, *, in_
         if not isinstance(value, kind):
             raise ArgumentTypeError(f"plan_blocks: {name}", expected=f"a {kind.__name__}", got=repr(value)[:80])
     plan = grouping(spec, config, rank, is_one_memory=in_one_memory).plan
-    return BlockPlan(plan.block_bytes, config.blocks_for(plan.block_bytes, len(spec.layers)), plan.groups)
+    return BlockPlan(plan.block_bytes, config.blocks_for(plan.block_bytes, len(spec.layers), plan.groups), plan.groups)

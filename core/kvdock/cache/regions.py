@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
 
 from kvdock.cache.pool import Store
-from kvdock.layers.groups import LayerGroup
-from kvdock.layers.interface import Buffer
 from kvdock.ops.geometry import extent
 
 __all__ = ["MemoryRegion", "Place", "regions_of"]
@@ -70,31 +68,24 @@ class MemoryRegion:
     places: tuple[Place, ...]
 
 
-def regions_of(store: Store, groups: Sequence[LayerGroup], num_blocks: int) -> tuple[MemoryRegion, ...]:
-    """Return the regions of a store; what lies in one storage is one."""
+def regions_of(store: Store, groups: Mapping[int, Mapping[str, int]], num_blocks: int) -> tuple[MemoryRegion, ...]:
+    """Return the regions of a store; what lies in one storage is one. ``groups`` has the group of each layer's buffers."""
     by_storage: dict[int, list[torch.Tensor]] = {}
     for pool in store.pools:
         by_storage.setdefault(pool.memory.untyped_storage().data_ptr(), []).append(pool.memory)
-    return tuple(_region(memories, store.named, groups, num_blocks) for memories in by_storage.values())
+    return tuple(_region(memories, store, groups, num_blocks) for memories in by_storage.values())
 
 
-def _region(
-    memories: Sequence[torch.Tensor], named: Mapping[int, Mapping[str, torch.Tensor]], groups: Sequence[LayerGroup], num_blocks: int
-) -> MemoryRegion:
+def _region(memories: Sequence[torch.Tensor], store: Store, groups: Mapping[int, Mapping[str, int]], num_blocks: int) -> MemoryRegion:
     storage = memories[0].untyped_storage().data_ptr()
     begin, end = min(each.data_ptr() for each in memories), max(each.data_ptr() + extent(each) for each in memories)
-    group_of = {(layer, buffer.name): number for number, group in enumerate(groups) for layer, buffer in _buffers(group)}
     places = tuple(
-        Place(layer, name, group_of[layer, name], view.data_ptr() - begin, *_steps(view))
-        for layer, found in named.items()
+        Place(layer, name, groups[layer][name], view.data_ptr() - begin, *_steps(view))
+        for layer, found in store.named.items()
         for name, view in found.items()
         if view.untyped_storage().data_ptr() == storage
     )
     return MemoryRegion(memories[0].device, begin, end - begin, num_blocks, places)
-
-
-def _buffers(group: LayerGroup) -> Iterable[tuple[int, Buffer]]:
-    return ((layer, buffer) for (layer, _), part in zip(group.members, group.parts, strict=True) for buffer in part.buffers)
 
 
 def _steps(view: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]:

@@ -267,6 +267,12 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         "at least 1024 bytes",
     ),
     "nothing to keep": ((TWICE,), {"num_blocks": 2**60}, kvdock.ArgumentValueError, "a name of its own"),
+    "a budget that is too small for two sizes": (
+        (FULL, STATE),
+        {"num_blocks": 3, "max_kv_memory_bytes": 9999},
+        kvdock.CapacityError,
+        r"3 block\(s\) of 1 or \d+ tokens in 2 layers, got 9999",
+    ),
     "too many bytes": ((FULL, WINDOW), {"num_blocks": 2**50}, kvdock.ArgumentValueError, "an address space"),
     "another dtype": ((FULL, WINDOW), {"cache_dtype": torch.float16}, kvdock.UnsupportedError, "cache_dtype: expected torch.float32"),
 }
