@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
 
 import kvdock
 from kvdock.cache.mixed import MixedKVCache
@@ -206,19 +207,27 @@ def test_a_step_over_several_groups_can_be_compiled(ops: kvdock.OpDispatcher) ->
     """Keys and values of all groups are one memory: a graph is given it once, and sees its writes in order."""
     cache = make(ops=ops)
 
-    def step(k: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def step(k: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cache.update(0, k, -k, slots)
         cache.update(1, 2 * k, k, slots)
-        cache.update(LATENT, kv_c, k_pe, slots + 8)
-        return cache.gather(0, slots)[1] + cache.gather(1, slots)[0]
+        _, latents = cache.update(LATENT, kv_c, k_pe, slots + 8)
+        return cache.gather(0, slots)[1] + cache.gather(1, slots)[0], latents[2] + 1
+
+    given: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        given.append(sum(isinstance(each, torch.Tensor) and each.numel() > 200 for each in inputs))
+        return aot_eager(graph, inputs)
 
     args = torch.randn(3, 2, 16), torch.randn(3, 32), torch.randn(3, 8), torch.tensor([0, 1, 13])
     expected = step(*args)
     written = memory(cache)
     cache.reset()
     torch._dynamo.reset()
-    assert torch.equal(torch.compile(step, backend="aot_eager", fullgraph=True)(*args), expected)
+    for got, meant in zip(torch.compile(step, backend=backend, fullgraph=True)(*args), expected, strict=True):
+        assert torch.equal(got, meant)
     assert torch.equal(memory(cache)[0], written[0])
+    assert given == [1]
 
 
 def test_the_backend_stays(ops: kvdock.OpDispatcher) -> None:
