@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from kvdock.cache.grouping import PLACE, Grouping, places_in, used_parts
-from kvdock.cache.memory import aligned, fresh, root_of
+from kvdock.cache.memory import aligned, fresh
 from kvdock.cache.pool import Pool, Store
 from kvdock.layers.groups import LayerGroup
 from kvdock.layers.interface import Buffer
@@ -56,7 +56,7 @@ def block_store(grouping: Grouping, memory: torch.Tensor, head_layout: HeadLayou
     named: dict[int, dict[str, torch.Tensor]] = {}
     for group in grouping.plan.groups:
         for layer, _, buffer, begin, _ in places_in(group):
-            root = roots.setdefault(buffer.dtype, root_of(memory.flatten(), buffer.dtype))
+            root = roots.setdefault(buffer.dtype, memory.view(buffer.dtype))  # one: torch.compile is given it for all views of a dtype
             named.setdefault(layer, {})[buffer.name] = _view(root, memory, group, buffer, begin, head_layout)
     pairs = {layer: use.attended(named[layer], part) for layer, (part, use) in used_parts(grouping.plan.groups).items()}
     halves = _halves(memory)

@@ -14,7 +14,7 @@ import torch
 from kvdock.errors import ArgumentValueError, CapacityError, KVDockError
 from kvdock.interface import HOST
 
-__all__ = ["aligned", "allocated", "check_bytes", "fresh", "root_of"]
+__all__ = ["aligned", "allocated", "check_bytes", "fresh"]
 
 T = TypeVar("T")
 
@@ -101,15 +101,3 @@ def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device, alignm
             whole = torch.empty(count + alignment // dtype.itemsize, dtype=dtype, device=device)
             memory = whole.narrow(0, -whole.data_ptr() % alignment // dtype.itemsize, count).view(tuple(shape))
         return _in_large_pages(memory).zero_()
-
-
-def root_of(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return dense memory as a tensor of another dtype that is a view of none: torch.compile is given one tensor for all its views.
-
-    Its address must be a multiple of the dtype's size.
-    """
-    if memory.dtype == dtype:
-        return memory
-    begin, count = memory.storage_offset() * memory.itemsize // dtype.itemsize, memory.nbytes // dtype.itemsize
-    with torch.inference_mode(False):
-        return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), begin, (count,), (1,))

@@ -10,7 +10,7 @@ from typing import Any, Self
 import attrs
 import torch
 
-from kvdock.cache.memory import aligned, allocated, fresh, root_of
+from kvdock.cache.memory import aligned, allocated, fresh
 from kvdock.errors import UnsupportedError
 from kvdock.layers.interface import LayerKind
 from kvdock.layers.shared import SharedLayerSpec
@@ -136,7 +136,7 @@ class _Move:
     def _view(self, view: torch.Tensor) -> torch.Tensor:
         if id(view) in self.done:
             return self.done[id(view)]  # two names of one view stay so
-        root = self.roots.setdefault(view.dtype, root_of(self.new, view.dtype))
+        root = self.roots.setdefault(view.dtype, self.new if view.dtype == self.new.dtype else self.new.view(view.dtype))
         behind = (view.storage_offset() * view.itemsize - self.old.storage_offset() * self.old.itemsize) // view.itemsize
         self.memo[id(view)] = self.done[id(view)] = new = root.as_strided(view.shape, view.stride(), root.storage_offset() + behind)
         return new
