@@ -32,8 +32,8 @@ class PagedKVCacheConfig(PagedConfig):
         head_layout: which of token and head is outermost in a block.
         alignment: bytes that the address of each memory is a multiple of, and so what lies together of each block: a power of two. Where
             the allocator gives less, so many bytes are taken beyond the budget.
-        keep_all: whether layers with windows or chunks keep all tokens too, in one group with those of full attention: one block table
-            for all layers that keep something of each token. States are groups of their own either way.
+        keep_all: whether layers with windows or chunks keep all tokens too, as full attention does. Where all layers keep something of
+            each token, they are one group then, with one block table; states are groups of their own either way.
     """
 
     def build(self, spec: KVSpec, rank: RankInfo, ops: OpSource) -> PagedKVCache:
