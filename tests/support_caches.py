@@ -24,8 +24,8 @@ SPECS: Mapping[str, kvdock.KVSpec] = {
     "layers differ": kvdock.KVSpec(
         (
             kvdock.LayerSpec(2, 2, 8, 8),
-            kvdock.LayerSpec(1, 3, 16, 4, window=8),
-            kvdock.LayerSpec(2, 2, 8, 8, window=8),
+            kvdock.LayerSpec(1, 3, 16, 4),
+            kvdock.LayerSpec(2, 2, 8, 8),
             kvdock.LayerSpec(1, 3, 16, 4),
             kvdock.LayerSpec(5, 1, 3, 1),
         ),

@@ -197,8 +197,10 @@ FIELDS: dict[str, dict[str, object]] = {
         "block_size": 16,
         "num_blocks": None,
         "cache_dtype": None,
-        "layout": kvdock.KVCacheLayout.LAYER_FIRST,
+        "layout": None,
         "head_layout": kvdock.HeadLayout.NHD,
+        "alignment": 1,
+        "keep_all": False,
     },
     "RankInfo": {"device": ..., "tp_size": 1, "tp_rank": 0},
 }

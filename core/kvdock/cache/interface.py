@@ -85,7 +85,8 @@ class Cache(ABC):
 
     The memory is allocated, and zeroed, when the cache is made, and belongs to it until it is garbage: a masked read of a
     place that was never written yields zeros, never NaN. Keys and values lie in separate storages, but for
-    latents, of which values are a part of keys.
+    latents, of which values are a part of keys, and for layers of several kinds, which share one memory. A cache in memory that
+    an engine owns is the exception: see `kvdock.PagedKVCache.from_tensors`.
 
     Threads may share a cache as they may share torch tensors: calls that write different places may run at once, calls
     that write the same places need a lock of the caller's. Nothing here is differentiable; gradients are not recorded.

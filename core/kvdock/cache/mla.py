@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from kvdock.cache.interface import OpSource, check_layer
 from kvdock.cache.paged import PagedKVCache
-from kvdock.cache.pool import LatentPool, PagedPool, RankLayer, group_layers, latent_layers, sources
-from kvdock.errors import ArgumentValueError
+from kvdock.cache.pool import LatentPool, RankLayer, Store, group_layers
+from kvdock.cache.uses import check_latent_scale
 from kvdock.ops.api import new_latents, output_pair
-from kvdock.rank import RankInfo
-from kvdock.spec import KVSpec
 
 __all__ = ["MLAKVCache"]
 
@@ -29,29 +26,30 @@ class MLAKVCache(PagedKVCache):
 
     _written_by = "mla_caching_"
 
-    @staticmethod
-    def _rank_layers(spec: KVSpec, rank: RankInfo) -> dict[int, RankLayer]:
-        return latent_layers(spec)
+    def _rank_layers(self) -> dict[int, RankLayer]:
+        (group,) = self._grouping.plan.groups
+        rows = {index: part.buffers[0] for (index, _), part in zip(group.members, group.parts, strict=True)}
+        return {index: RankLayer(1, 0, row.shape[0], row.values) for index, row in rows.items()}
 
-    def _allocate(self, layers: Mapping[int, RankLayer]) -> tuple[list[tuple[PagedPool, ...]], list[tuple[torch.Tensor, torch.Tensor]]]:
+    def _allocate(self) -> Store:
         """Take the memory: one storage for each group of equal layers; and the views of each layer."""
-        config, dtype, device = self.config, self._dtype, self.rank.device
-        groups: list[tuple[PagedPool, ...]] = []
+        pools: list[LatentPool] = []
         views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for layer, members in group_layers(layers).items():
-            sizes = (len(members), self._num_blocks, config.block_size, layer.num_k_heads, layer.k_dim)
-            pool = LatentPool.of(PagedPool.allocate(*sizes, dtype, device, config.layout, config.head_layout), layer.v_dim)
-            groups.append((pool,))
+        named: dict[int, dict[str, torch.Tensor]] = {}
+        for layer, members in group_layers(self._rank_layers()).items():
+            pool = LatentPool.of(self._pool(len(members), layer.num_k_heads, layer.k_dim), layer.v_dim)
+            pools.append(pool)
             views.update(zip(members, zip(pool.layers, pool.values, strict=True), strict=True))
-        return groups, [views[index] for index in sources(self.spec)]
+            named.update((index, {"kv": rows}) for index, rows in zip(members, pool.rows, strict=True))
+        return Store(tuple(pools), named, views, tuple(pool.halves for pool in pools))
 
     def _bind(self, ops: OpSource) -> None:
         """Fix each layer's pool in the ops."""
+        self._views = [self._store.pairs[index] for index in self._sources]
         self._write = [ops.op("mla_caching_").bind(pool, named=self._named) for pool, _ in self._views]
         self._read = [ops.op("mla_gather").bind(pool, named=self._named) for pool, _ in self._views]
         self._attend = [ops.op("paged_attention").bind(*pair, named=self._named) for pair in self._views]
-        pools = [cast(LatentPool, pool) for (pool,) in self._groups]
-        self._copy = [ops.op("copy_blocks_").bind(*pool.halves, named=self._named) for pool in pools]
+        self._bind_copies(ops)
 
     def kv_cache(self, layer: int) -> torch.Tensor:
         """Return a layer's rows, ``[num_blocks, block_size, 1, rank + rope]``. `k_cache` returns the same, and `v_cache` the latents."""
@@ -135,8 +133,5 @@ class MLAKVCache(PagedKVCache):
             ArgumentValueError: no scale.
             KVDockError: as `kvdock.ops.paged_attention`.
         """
-        if scale is None:
-            expected = "a number, since rank + rope is no head's length"
-            fix = "pass (head_dim without rotation + rope) ** -0.5, as the model's own attention has it"
-            raise ArgumentValueError("MLAKVCache.attend: scale", expected=expected, got="None", fix=fix)
+        check_latent_scale(scale)
         return super().attend(layer, q, block_table, seq_lens, scale=scale, **options)

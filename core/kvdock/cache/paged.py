@@ -2,102 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Self, cast
+from typing import cast
 
-import attrs
 import torch
 
-from kvdock.cache.interface import Cache, CacheConfig, OpSource, active_name, check_layer, require_backend
-from kvdock.cache.pool import PagedPool, RankLayer, allocated, block_bytes, check_bytes, group_layers, rank_layers, sources
-from kvdock.errors import ArgumentTypeError, ArgumentValueError, CapacityError, UnsupportedError
-from kvdock.layout import HeadLayout, KVCacheLayout
+from kvdock.cache.blocks import block_store
+from kvdock.cache.given import given_blocks, given_layers
+from kvdock.cache.grouped import GroupedCache
+from kvdock.cache.grouping import PLACE, group_numbers, grouping
+from kvdock.cache.interface import OpSource, active_name, check_layer, require_backend
+from kvdock.cache.memory import allocated, fresh
+from kvdock.cache.paged_options import Given, PagedConfig
+from kvdock.cache.pool import PagedPool, RankLayer, Store, group_layers, sources
+from kvdock.errors import ArgumentTypeError, UnsupportedError
+from kvdock.ops.active import active_dispatcher
 from kvdock.ops.api import BlockPairs, output_pair, pairs_tensor
 from kvdock.rank import RankInfo
-from kvdock.spec import KVSpec, check_cache_dtype, check_int
+from kvdock.spec import KVSpec
 
-__all__ = ["PagedConfig", "PagedKVCache"]
-
-
-@attrs.frozen
-class PagedConfig(CacheConfig):
-    """The fields of a `kvdock.PagedKVCacheConfig`, which says what they mean, and what follows from them."""
-
-    max_kv_memory_bytes: int | None = None
-    block_size: int = 16
-    num_blocks: int | None = None
-    cache_dtype: torch.dtype | None = None
-    layout: KVCacheLayout = KVCacheLayout.LAYER_FIRST
-    head_layout: HeadLayout = HeadLayout.NHD
-
-    def __attrs_post_init__(self) -> None:
-        check_int("PagedKVCacheConfig: block_size", self.block_size, 1)
-        for name in ("max_kv_memory_bytes", "num_blocks"):
-            if getattr(self, name) is not None:
-                check_int(f"PagedKVCacheConfig: {name}", getattr(self, name), 1)
-        if self.max_kv_memory_bytes is None and self.num_blocks is None:
-            raise ArgumentValueError(
-                "PagedKVCacheConfig", expected="max_kv_memory_bytes or num_blocks", got="neither", fix="say how large the pool may be"
-            )
-        if self.cache_dtype is not None:
-            check_cache_dtype("PagedKVCacheConfig: cache_dtype", self.cache_dtype)
-        for name, kind in (("layout", KVCacheLayout), ("head_layout", HeadLayout)):
-            if not isinstance(getattr(self, name), kind):
-                raise ArgumentTypeError(f"PagedKVCacheConfig: {name}", expected=f"one of {list(kind)}", got=repr(getattr(self, name)))
-
-    def unique_copy(self) -> Self:
-        """Return an equal configuration that is a distinct object."""
-        return attrs.evolve(self)
-
-    def blocks_for(self, per_block: int, num_layers: int) -> int:
-        """Return how many blocks the pool has.
-
-        Args:
-            per_block: bytes of a block, all layers.
-            num_layers: how many those are, for errors.
-
-        Raises:
-            ArgumentValueError: more bytes than an address space has.
-            CapacityError: the budget holds no block, or fewer than ``num_blocks``; says how many bytes are needed.
-        """
-        needed = (self.num_blocks or 1) * per_block
-        if self.max_kv_memory_bytes is not None and needed > self.max_kv_memory_bytes:
-            raise CapacityError(
-                "PagedKVCacheConfig: max_kv_memory_bytes",
-                expected=f"at least {needed} bytes: {self.num_blocks or 1} block(s) of {self.block_size} tokens in {num_layers} layers",
-                got=self.max_kv_memory_bytes,
-                fix="raise the budget, or choose a smaller block_size or fewer num_blocks",
-            )
-        num_blocks = self.num_blocks or int(self.max_kv_memory_bytes or 0) // per_block
-        check_bytes(type(self).__name__, num_blocks * per_block, f"{num_blocks} blocks of {self.block_size} tokens in {num_layers} layers")
-        return num_blocks
+__all__ = ["PagedKVCache"]
 
 
-class PagedKVCache(Cache):
-    """A pool of blocks per layer. Which token goes to which slot is the caller's to say.
+class PagedKVCache(GroupedCache):
+    """A pool of blocks. Which token goes to which slot is the caller's to say.
 
-    A slot is ``block_id * block_size + offset``, the same in every layer, for keys and for values. There may be more slots than
-    int32 counts: what comes in int64 reaches them. It copies as `Cache` says.
+    A slot is ``block_id * block_size + offset``, the same in every layer of a group, for keys and for values. There may be more slots
+    than int32 counts: what comes in int64 reaches them. Layers that all keep keys and values by one rule are one group. Others are in
+    several, and each of these has slots of its own: see `groups` and `group_of`. It copies as `Cache` says.
 
     Args:
         spec: what the layers need.
         config: what the user chose.
         rank: device, and which share of the heads.
         ops: where its ops come from.
+        tensors: memory to lie in, see `from_tensors`; by default its own.
 
     Raises:
-        ArgumentValueError: heads and ranks do not divide, or more bytes than an address space has.
+        ArgumentValueError: heads and ranks do not divide, bytes of groups cannot agree, a layout that these layers do not have, or more
+            bytes than an address space has.
         CapacityError: the budget is too small, or the device has not as much memory.
-        UnsupportedError: a kind of layer that this cache does not hold.
+        UnsupportedError: a dtype that no cache holds yet.
         BackendError: no backend can be chosen for the device.
     """
 
     _written_by = "paged_caching_"
-    _rank_layers = staticmethod(rank_layers)
 
-    def __init__(self, spec: KVSpec, config: PagedConfig, rank: RankInfo, ops: OpSource) -> None:
+    def __init__(self, spec: KVSpec, config: PagedConfig, rank: RankInfo, ops: OpSource, tensors: Given | None = None) -> None:
         self.spec, self.config, self.rank = spec, config, rank
-        layers = self._rank_layers(spec, rank)
         self._dtype = config.cache_dtype or spec.dtype
         if self._dtype != spec.dtype:
             raise UnsupportedError(
@@ -105,67 +56,109 @@ class PagedKVCache(Cache):
                 expected=f"{spec.dtype}, the model's own",
                 got=f"{self._dtype}: only a quantised cache may differ, and those are not there yet",
             )
-        per_block = block_bytes(layers.values(), config.block_size, self._dtype)
-        self._num_blocks = config.blocks_for(per_block, len(layers))
+        self._grouping = grouping(spec, config, rank, is_one_memory=isinstance(tensors, torch.Tensor))
+        self._sources, self._numbers = sources(spec), group_numbers(self.groups)
+        self._num_blocks = config.blocks_for(self._grouping.plan.block_bytes, len(self._numbers), self.groups)
         # Kept, since a cache stays with the backend that it was made under, whichever is active later.
         self._named = active_name()
         # Before memory is taken, which would be of no use without a backend.
         require_backend(ops, self._written_by, rank.device, self._named)
-        nbytes = self._num_blocks * per_block
-        self._groups, self._views = allocated(type(config).__name__, nbytes, rank.device, lambda: self._allocate(layers))
+        self._store = self._given(tensors) if tensors is not None else self._taken()
         self._bind(ops)
 
-    def _allocate(self, layers: Mapping[int, RankLayer]) -> tuple[list[tuple[PagedPool, ...]], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Take the memory: one storage for keys and one for values, for each group of equal layers; and the views of each layer.
+    @classmethod
+    def from_tensors(
+        cls, spec: KVSpec, config: PagedConfig, rank: RankInfo, tensors: Given, *, ops: OpSource | None = None
+    ) -> PagedKVCache:
+        """Make a cache in memory that the caller owns, such as an engine's pools.
 
-        A layer that shares another's has the same views.
+        The memory stays the caller's: kvdock keeps references to the tensors, and neither zeroes nor frees anything. A masked read
+        of what was never written yields what is there; zero it first if that may be NaN. `reset` zeroes the cache's places. A deep
+        copy of the cache has memory of its own.
+
+        Args:
+            spec: what the layers need.
+            config: what the user chose; its ``num_blocks``, or the number that fits into its budget, is how many blocks there are.
+            rank: device, and which share of the heads.
+            tensors: one contiguous ``uint8`` tensor for everything, in one dim or ``[num_blocks, block_bytes]``, at a multiple of 16
+                bytes: ``plan_blocks(..., in_one_memory=True)`` says how large. Or, for layers of one kind and one rule, for each layer
+                ``(k, v)`` or its latents, ``[num_blocks, block_size, heads, dim]``, with a block's bytes together; None for a layer that
+                shares another's. Of two pools of all layers pass ``zip(k_pool, v_pool)``.
+            ops: where its ops come from; default is the process's runtime.
+
+        Returns:
+            A cache of the class that `create_cache` would make.
+
+        Raises:
+            ArgumentTypeError, ArgumentValueError: another dtype, shape, device, order or alignment than is needed, or tensors that share
+                bytes; says which, and what is needed.
+            UnsupportedError: tensors by layer for layers of several kinds or rules.
         """
-        config, device = self.config, self.rank.device
-        groups: list[tuple[PagedPool, ...]] = []
+        for name, value, kind in (("spec", spec, KVSpec), ("config", config, PagedConfig), ("rank", rank, RankInfo)):
+            if not isinstance(value, kind):
+                raise ArgumentTypeError(f"PagedKVCache.from_tensors: {name}", expected=f"a {kind.__name__}", got=repr(value)[:80])
+        return cast("PagedKVCache", config.build_on(tensors, spec, rank, ops if ops is not None else active_dispatcher()))
+
+    def _taken(self) -> Store:
+        """Take the memory."""
+        config, plan, device = self.config, self._grouping.plan, self.rank.device
+        subject, nbytes = type(config).__name__, self._num_blocks * plan.block_bytes
+        if self._grouping.use is not None:
+            return allocated(subject, nbytes, device, self._allocate)
+        shape, alignment = (self._num_blocks, plan.block_bytes), max(config.alignment, PLACE)
+        memory = allocated(subject, nbytes, device, lambda: fresh(shape, torch.uint8, device, alignment))
+        return block_store(self._grouping, memory, config.head_layout, alignment)
+
+    def _given(self, tensors: Given) -> Store:
+        """View given memory."""
+        config, device = self.config, torch.empty(0, device=self.rank.device).device  # with its index
+        if isinstance(tensors, torch.Tensor):
+            return given_blocks(tensors, self._grouping, self._num_blocks, config, device)
+        return given_layers(tensors, self._grouping, self._sources, self._num_blocks, config, device)
+
+    def _allocate(self) -> Store:
+        """Take the memory: one storage for keys and one for values, for each group of equal layers; and the views of each layer."""
+        pools: list[PagedPool] = []
         views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for layer, members in group_layers(layers).items():
+        for layer, members in group_layers(self._rank_layers()).items():
             k_pool, v_pool = (
-                PagedPool.allocate(
-                    len(members), self._num_blocks, config.block_size, heads, dim, self._dtype, device, config.layout, config.head_layout
-                )
-                for heads, dim in ((layer.num_k_heads, layer.k_dim), (layer.num_v_heads, layer.v_dim))
+                self._pool(len(members), heads, dim) for heads, dim in ((layer.num_k_heads, layer.k_dim), (layer.num_v_heads, layer.v_dim))
             )
-            groups.append((k_pool, v_pool))
+            pools += k_pool, v_pool
             views.update(zip(members, zip(k_pool.layers, v_pool.layers, strict=True), strict=True))
-        return groups, [views[index] for index in sources(self.spec)]
+        named = {index: {"k": k, "v": v} for index, (k, v) in views.items()}
+        return Store(tuple(pools), named, views, tuple((k.whole, v.whole) for k, v in zip(pools[::2], pools[1::2], strict=True)))
+
+    def _rank_layers(self) -> dict[int, RankLayer]:
+        """Return what the rank holds of each layer that keeps something."""
+        (group,) = self._grouping.plan.groups
+        found = {}
+        for (index, _), part in zip(group.members, group.parts, strict=True):
+            (k_heads, k_dim), (v_heads, v_dim) = (buffer.shape for buffer in part.buffers)
+            found[index] = RankLayer(k_heads, v_heads, k_dim, v_dim)
+        return found
+
+    def _pool(self, num_layers: int, heads: int, dim: int) -> PagedPool:
+        config, sizes = self.config, (num_layers, self._num_blocks, self.config.block_size, heads, dim)
+        where = (self._dtype, self.rank.device, self._grouping.layout, config.head_layout, config.alignment)
+        return PagedPool.allocate(*sizes, *where)
 
     def _bind(self, ops: OpSource) -> None:
         """Fix each layer's pools in the ops, so that a call no longer reads them."""
+        self._views = [self._store.pairs[index] for index in self._sources]
         self._write = [ops.op("paged_caching_").bind(*pair, named=self._named) for pair in self._views]
         self._read = [ops.op("gather_paged").bind(*pair, named=self._named) for pair in self._views]
         self._attend = [ops.op("paged_attention").bind(*pair, named=self._named) for pair in self._views]
-        # By group and not by layer: `whole` has the block of every layer as one block.
-        self._copy = [ops.op("copy_blocks_").bind(k.whole, v.whole, named=self._named) for k, v in self._groups]
+        self._bind_copies(ops)
 
-    @property
-    def num_layers(self) -> int:
-        """Number of layers."""
-        return len(self._views)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the pool, the same for every layer."""
-        return self._num_blocks
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in a block."""
-        return self.config.block_size
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole pool: all layers, keys and values."""
-        return sum(pool.memory.nbytes for pair in self._groups for pool in pair)
+    def _bind_copies(self, ops: OpSource) -> None:
+        """Fix what copies blocks: of all layers at once where these lie together, see `Store`."""
+        self._copy = [ops.op("copy_blocks_").bind(*each, named=self._named) for each in self._store.copied]
 
     @property
     def device(self) -> torch.device:
         """Device that holds it."""
-        return self._views[0][0].device
+        return self._store.pools[0].memory.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -268,7 +261,7 @@ class PagedKVCache(Cache):
         return cast(torch.Tensor, found)
 
     def copy_blocks(self, block_pairs: BlockPairs) -> None:
-        """Copy whole blocks in every layer, keys and values: one launch for each group of equal layers.
+        """Copy whole blocks, all that is in them: one launch where all layers lie in one memory, or one for each group of equal layers.
 
         Args:
             block_pairs: ``[N, 2]`` (src, dst) block ids: a tensor, a numpy array or a list.
@@ -280,12 +273,7 @@ class PagedKVCache(Cache):
         for copy in self._copy:
             copy(pairs)
 
-    def reset(self) -> None:
-        """Zero the memory."""
-        for pair in self._groups:
-            for pool in pair:
-                pool.memory.zero_()
-
     def __repr__(self) -> str:
-        shape = f"{self.num_layers} layers, {self.num_blocks} blocks of {self.block_size}"
+        sizes = ", ".join(str(group.block_size) for group in self.groups)
+        shape = f"{self.num_layers} layers, {self.num_blocks} blocks of {sizes}"
         return f"{type(self).__name__}({shape}, {self.dtype}, {self.nbytes} bytes on {self.device})"

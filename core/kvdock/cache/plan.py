@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import attrs
 
+from kvdock.cache.grouping import grouping
 from kvdock.cache.paged_config import PagedKVCacheConfig
 from kvdock.errors import ArgumentTypeError
-from kvdock.layers.groups import GroupPlan, LayerGroup, plan_groups
+from kvdock.layers.groups import GroupPlan, LayerGroup
 from kvdock.rank import RankInfo
 from kvdock.spec import KVSpec
 
@@ -41,27 +42,27 @@ class BlockPlan:
         return GroupPlan(self.groups, self.bytes_per_block).waste(num_tokens)
 
 
-def plan_blocks(spec: KVSpec, config: PagedKVCacheConfig, rank: RankInfo) -> BlockPlan:
+def plan_blocks(spec: KVSpec, config: PagedKVCacheConfig, rank: RankInfo, *, in_one_memory: bool = False) -> BlockPlan:
     """Plan a pool for any kinds of layers.
 
-    Layers with one rule of retention form groups that share one pool; see `kvdock.layers.plan_groups` for how they are chosen.
-    Caches do not hold several groups yet: `create_cache` makes one of layers that keep all their tokens' keys and values.
+    Layers with one rule of retention form groups that share one pool; see `kvdock.layers.plan_groups` for how they are chosen. It is
+    what `create_cache` makes of the same arguments.
 
     Args:
         spec: what the layers keep.
         config: how large the pool may be, and the least tokens in a block.
         rank: which share of the heads; its device is not touched.
+        in_one_memory: whether all is to lie in one buffer, as `PagedKVCache.from_tensors` takes it. Only layers of one kind and one rule
+            lie otherwise; places in a block are then rounded up to 16 bytes.
 
     Raises:
         ArgumentTypeError: an argument of the wrong type.
-        ArgumentValueError: heads and ranks do not divide, no layer keeps anything, bytes of groups cannot agree, or there are more
-            than an address space has.
+        ArgumentValueError: heads and ranks do not divide, no layer keeps anything, bytes of groups cannot agree, a layout that these
+            layers do not have, or more bytes than an address space has.
         CapacityError: the budget is too small.
     """
     for name, value, kind in (("spec", spec, KVSpec), ("config", config, PagedKVCacheConfig), ("rank", rank, RankInfo)):
         if not isinstance(value, kind):
             raise ArgumentTypeError(f"plan_blocks: {name}", expected=f"a {kind.__name__}", got=repr(value)[:80])
-    dtype = config.cache_dtype or spec.dtype
-    parts = [layer.parts(rank.head_range, dtype) for layer in spec.layers]
-    plan = plan_groups(parts, config.block_size, spec.max_positions)
-    return BlockPlan(plan.block_bytes, config.blocks_for(plan.block_bytes, len(spec.layers)), plan.groups)
+    plan = grouping(spec, config, rank, is_one_memory=in_one_memory).plan
+    return BlockPlan(plan.block_bytes, config.blocks_for(plan.block_bytes, len(spec.layers), plan.groups), plan.groups)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-import ctypes
-import mmap
-import traceback
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, Self, TypeVar
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, Self
 
 import attrs
 import torch
 
-from kvdock.errors import ArgumentValueError, CapacityError, KVDockError, UnsupportedError
-from kvdock.interface import HOST
+from kvdock.cache.memory import aligned, allocated, fresh
+from kvdock.errors import UnsupportedError
 from kvdock.layers.interface import LayerKind
-from kvdock.layers.latent import MLALayerSpec
 from kvdock.layers.shared import SharedLayerSpec
 from kvdock.layout import HeadLayout, KVCacheLayout
 from kvdock.rank import RankInfo
@@ -24,17 +21,14 @@ from kvdock.spec import KVSpec
 __all__ = [
     "LatentPool",
     "PagedPool",
+    "Pool",
     "RankLayer",
-    "allocated",
+    "Store",
     "block_bytes",
-    "check_bytes",
     "group_layers",
-    "latent_layers",
     "rank_layers",
     "sources",
 ]
-
-T = TypeVar("T")
 
 
 @attrs.frozen
@@ -76,82 +70,15 @@ def _rank_layer(layer: LayerKind, index: int, rank: RankInfo, dtype: torch.dtype
             f"KVSpec: layers[{index}]",
             expected="a layer that keeps keys and values, such as a LayerSpec",
             got=f"{layer!r}, which keeps {keeps}",
-            fix="keep such layers in a cache of their own; pools that hold several kinds are not there yet",
+            fix="make a cache that holds several kinds, with a PagedKVCacheConfig",
         )
     (k_heads, k_dim), (v_heads, v_dim) = buffers[0].shape, buffers[1].shape
     return RankLayer(k_heads, v_heads, k_dim, v_dim)
 
 
-def latent_layers(spec: KVSpec) -> dict[int, RankLayer]:
-    """Return what any rank holds of each layer that keeps latents of its own: all of it.
-
-    Raises:
-        UnsupportedError: a layer keeps something else.
-    """
-    found = dict[int, RankLayer]()
-    for index, layer in enumerate(spec.layers):
-        if isinstance(layer, MLALayerSpec):
-            found[index] = RankLayer(1, 0, layer.kv_lora_rank + layer.rope_dim, layer.kv_lora_rank)
-        elif not isinstance(layer, SharedLayerSpec):
-            fix = "keep such layers in a cache of their own: this one holds latents"
-            raise UnsupportedError(f"KVSpec: layers[{index}]", expected="an MLALayerSpec", got=repr(layer), fix=fix)
-    return found
-
-
 def block_bytes(layers: Collection[RankLayer], block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block of ``block_size`` tokens over all layers, keys and values."""
     return sum(layer.elements for layer in layers) * block_size * dtype.itemsize
-
-
-_MOST_BYTES = 2**56
-"""What a program can address on the processors there are, with page tables of five levels."""
-
-
-def check_bytes(subject: str, nbytes: int, made_of: str) -> None:
-    """Refuse a cache that no machine could hold, before a device is touched; torch says what this one cannot.
-
-    Raises:
-        ArgumentValueError: more bytes than an address space has.
-    """
-    if nbytes > _MOST_BYTES:
-        raise ArgumentValueError(
-            subject,
-            expected=f"at most {_MOST_BYTES} bytes, an address space",
-            got=f"{nbytes} bytes: {made_of}",
-            fix="ask for a smaller cache",
-        )
-
-
-def allocated(subject: str, nbytes: int, device: torch.device, make: Callable[[], T]) -> T:
-    """Return what ``make`` allocates. When it raises, all that it had made is let go at once, whoever keeps the error.
-
-    Args:
-        subject: what is made, for the error.
-        nbytes: how many bytes it takes.
-        device: where.
-        make: makes it, and keeps it in variables of its own until it returns.
-
-    Raises:
-        CapacityError: the device has not as much memory.
-    """
-    try:
-        return make()
-    except (MemoryError, RuntimeError) as error:
-        traceback.clear_frames(error.__traceback__)
-        if isinstance(error, KVDockError) or not _is_about_memory(error):
-            raise
-        said = str(error).partition("\n")[0][:200]
-    raise CapacityError(
-        subject,
-        expected=f"{nbytes} bytes of memory on {device}",
-        got=f"fewer: {said}",
-        fix="ask for a smaller cache, or free memory on the device first",
-    )
-
-
-def _is_about_memory(error: Exception) -> bool:
-    """Whether a device refused memory. That of the host has no class of errors for it."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
 
 
 def group_layers(layers: Mapping[int, RankLayer]) -> dict[RankLayer, list[int]]:
@@ -162,21 +89,65 @@ def group_layers(layers: Mapping[int, RankLayer]) -> dict[RankLayer, list[int]]:
     return groups
 
 
-def _in_large_pages(memory: torch.Tensor) -> torch.Tensor:
-    """Ask for large pages for host memory that nobody has touched yet, as numpy does, and return it: decoding looks up fewer addresses.
+@attrs.frozen(eq=False)
+class Pool:
+    """One memory, and views of it. A deep copy has memory of its own, and the same views of that.
 
-    Where the system has none, all stays as it is.
+    Args:
+        memory: the memory.
+        alignment: bytes that its address is a multiple of.
     """
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
-    if memory.device == HOST and advice is not None:
-        first, last = -(-memory.data_ptr() // mmap.PAGESIZE), (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE
-        if last > first:
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(first * mmap.PAGESIZE), ctypes.c_size_t((last - first) * mmap.PAGESIZE), advice)
-    return memory
+
+    memory: torch.Tensor
+    alignment: int = attrs.field(default=1, kw_only=True)
+
+    def _copied(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return a copy of the memory; views of it that are copied too, by whoever has them, become views of the copy."""
+        memory = copy.deepcopy(self.memory, memo)
+        if memory.data_ptr() % self.alignment:
+            memory = fresh(memory.shape, memory.dtype, memory.device, self.alignment).copy_(memory)
+            memo[id(self.memory)] = memory
+        return memory
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the memory once, and view the copy alike. torch copies views one by one on some devices."""
+        memory = allocated("a copy of a cache", self.memory.nbytes, self.memory.device, lambda: self._copied(memo))
+        move = _Move(self.memory, memory, memo)
+        return attrs.evolve(self, memory=memory, **{name: move.to_copy(getattr(self, name)) for name in _views_of(type(self))})
 
 
 @attrs.frozen(eq=False)
-class PagedPool:
+class _Move:
+    """Makes views of a copy like views of the original, and notes them as their copies."""
+
+    old: torch.Tensor
+    new: torch.Tensor
+    memo: dict[int, Any]
+    roots: dict[torch.dtype, torch.Tensor] = attrs.field(factory=dict)
+    done: dict[int, torch.Tensor] = attrs.field(factory=dict)
+
+    def to_copy(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(self.to_copy(each) for each in value)
+        if isinstance(value, Mapping):
+            return {key: self.to_copy(each) for key, each in value.items()}
+        return self._view(value) if isinstance(value, torch.Tensor) else value
+
+    def _view(self, view: torch.Tensor) -> torch.Tensor:
+        if id(view) in self.done:
+            return self.done[id(view)]  # two names of one view stay so
+        root = self.roots.setdefault(view.dtype, self.new if view.dtype == self.new.dtype else self.new.view(view.dtype))
+        behind = (view.storage_offset() * view.itemsize - self.old.storage_offset() * self.old.itemsize) // view.itemsize
+        self.memo[id(view)] = self.done[id(view)] = new = root.as_strided(view.shape, view.stride(), root.storage_offset() + behind)
+        return new
+
+
+def _views_of(kind: type[Pool]) -> list[str]:
+    return [field.name for field in attrs.fields(kind) if field.name not in ("memory", "alignment")]
+
+
+@attrs.frozen(eq=False)
+class PagedPool(Pool):
     """One storage with the keys, or the values, of a group of equal layers.
 
     Args:
@@ -186,7 +157,6 @@ class PagedPool:
             dims swapped; copying a block of it copies that block of every layer.
     """
 
-    memory: torch.Tensor
     layers: tuple[torch.Tensor, ...]
     whole: torch.Tensor
 
@@ -202,33 +172,31 @@ class PagedPool:
         device: torch.device,
         layout: KVCacheLayout,
         head_layout: HeadLayout,
+        alignment: int = 1,
     ) -> PagedPool:
-        """Allocate zeroed memory and the views of it."""
+        """Allocate zeroed memory and the views of it. What lies together of a block is padded to multiples of ``alignment`` bytes."""
         inner = (block_size, heads, dim) if head_layout is HeadLayout.NHD else (heads, block_size, dim)
-        outer = (num_layers, num_blocks) if layout is KVCacheLayout.LAYER_FIRST else (num_blocks, num_layers)
-        with torch.inference_mode(False):  # a cache made while inferring must be writable afterwards too
-            memory = _in_large_pages(torch.empty((*outer, *inner), dtype=dtype, device=device)).zero_()
-        by_layer = memory if layout is KVCacheLayout.LAYER_FIRST else memory.transpose(0, 1)
+        first = layout is KVCacheLayout.LAYER_FIRST
+        outer, each = ((num_layers, num_blocks), inner) if first else ((num_blocks,), (num_layers, *inner))
+        run = math.prod(each)
+        padded = aligned(run * dtype.itemsize, alignment) // dtype.itemsize if alignment > dtype.itemsize else run
+        if padded == run:
+            memory = used = fresh((*outer, *each), dtype, device, alignment)
+            blocks = memory.flatten(2).unsqueeze(2)
+        else:
+            memory = fresh((*outer, padded), dtype, device, alignment)
+            used = memory[..., :run].view(*outer, *each)
+            blocks = memory.unsqueeze(2) if first else memory[:, None, None]
+        by_layer = used if first else used.transpose(0, 1)
         if head_layout is HeadLayout.HND:
             by_layer = by_layer.transpose(2, 3)
-        blocks = memory.flatten(2).unsqueeze(2)
-        whole = blocks.transpose(0, 1) if layout is KVCacheLayout.LAYER_FIRST else blocks
-        return cls(memory, tuple(by_layer.unbind(0)), whole)
+        return cls(memory, tuple(by_layer.unbind(0)), blocks.transpose(0, 1) if first else blocks, alignment=alignment)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy the memory once, and view the copy alike. torch copies views one by one on some devices."""
-        nbytes, device = self.memory.nbytes, self.memory.device
-        memory = allocated("a copy of a cache", nbytes, device, lambda: copy.deepcopy(self.memory, memo))
-        views = attrs.astuple(self, recurse=False)[1:]
-        return type(self)(memory, *(_moved(each, memory, memo) for each in views))
-
-
-def _moved(views: Any, memory: torch.Tensor, memo: dict[int, Any]) -> Any:
-    """Return a view of other memory like one, or several like several."""
-    if isinstance(views, tuple):
-        return tuple(_moved(view, memory, memo) for view in views)
-    memo[id(views)] = new = memory.as_strided(views.shape, views.stride(), views.storage_offset())
-    return new
+    @staticmethod
+    def block_bytes(num_layers: int, nbytes: int, layout: KVCacheLayout, alignment: int) -> int:
+        """Return the bytes of a block of so many layers, each with ``nbytes`` of it."""
+        first = layout is KVCacheLayout.LAYER_FIRST
+        return aligned(nbytes, alignment) * num_layers if first else aligned(nbytes * num_layers, alignment)
 
 
 @attrs.frozen(eq=False)
@@ -236,17 +204,37 @@ class LatentPool(PagedPool):
     """One storage with the latents of a group of equal layers.
 
     Args:
+        rows: of each layer its rows without the dim of their one head, ``[num_blocks, block_size, rank + rope]``.
         values: of each layer the first elements of its rows, ``[num_blocks, block_size, 1, rank]``.
         halves: ``whole`` as two caches that share no byte, since blocks are copied in two at once.
     """
 
+    rows: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
-    halves: tuple[torch.Tensor, ...]
+    halves: tuple[torch.Tensor, torch.Tensor]
 
     @classmethod
     def of(cls, pool: PagedPool, rank: int) -> Self:
         """Return a pool whose values are in its keys."""
-        dim = 1 if len(pool.layers) > 1 else 3  # by layers each half is one range of memory, where layers are outermost
+        dim = 1 if pool.whole.shape[1] > 1 else 3  # by layers each half is one range of memory, where layers are outermost
         half, size = pool.whole.shape[dim] // 2, pool.whole.shape[dim]
-        halves = tuple(pool.whole.narrow(dim, begin, end - begin) for begin, end in ((0, half), (half, size)))
-        return cls(pool.memory, pool.layers, pool.whole, tuple(layer[..., :rank] for layer in pool.layers), halves)
+        halves = pool.whole.narrow(dim, 0, half), pool.whole.narrow(dim, half, size - half)
+        rows, values = ([layer.squeeze(2) for layer in pool.layers], [layer[..., :rank] for layer in pool.layers])
+        return cls(pool.memory, pool.layers, pool.whole, tuple(rows), tuple(values), halves, alignment=pool.alignment)
+
+
+@attrs.frozen(eq=False)
+class Store:
+    """The memory of a cache in blocks, whoever owns it. Pools come first, so that a deep copy copies them before views of them.
+
+    Args:
+        pools: the pools; zeroing the memory of all zeroes the cache.
+        named: of each layer that keeps something, its buffers by name, ``[num_blocks, ...]``.
+        pairs: of each layer that attention reads, what it takes as keys and values, ``[num_blocks, block_size, heads, dim]``.
+        copied: what `copy_blocks_` takes, two tensors a call: together all blocks.
+    """
+
+    pools: tuple[Pool, ...]
+    named: Mapping[int, Mapping[str, torch.Tensor]]
+    pairs: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+    copied: tuple[tuple[torch.Tensor, torch.Tensor], ...]

@@ -10,7 +10,7 @@ from typing import Self
 import torch
 
 from kvdock.cache.interface import OpSource
-from kvdock.cache.pool import allocated
+from kvdock.cache.memory import allocated
 from kvdock.cache.static import StaticKVCache, StaticKVCacheConfig
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, DroppedCacheError, IndexRangeError
 from kvdock.ops.active import active_dispatcher

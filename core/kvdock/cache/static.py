@@ -8,7 +8,8 @@ import attrs
 import torch
 
 from kvdock.cache.interface import Cache, CacheConfig, OpSource, active_name, check_layer, require_backend
-from kvdock.cache.pool import RankLayer, allocated, block_bytes, check_bytes, rank_layers, sources
+from kvdock.cache.memory import allocated, check_bytes
+from kvdock.cache.pool import RankLayer, block_bytes, rank_layers, sources
 from kvdock.interface import HOST
 from kvdock.ops.api import host_int
 from kvdock.ops.index_values import check_lengths

@@ -22,8 +22,8 @@ class LayerSpec(LayerKind):
         num_v_heads: value heads of the whole model; may differ from ``num_k_heads``.
         k_dim: elements of one key head.
         v_dim: elements of one value head; may differ from ``k_dim``.
-        window: sliding window in tokens, a query's own included, or None for full attention. A cache keeps all tokens either way;
-            the window says which of them later ones need, see `kvdock.plan_blocks`.
+        window: sliding window in tokens, a query's own included, or None for full attention. It says which tokens later ones need,
+            and so which layers share a block table, see `kvdock.plan_blocks`; a cache takes whatever is written.
         sinks: first tokens of a sequence that are seen beside the window; for plans alone, since no kernel reads them so.
     """
 

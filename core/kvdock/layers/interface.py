@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import torch
 
-from kvdock.checks import check_cache_dtype, check_size
+from kvdock.checks import check_cache_dtype, check_int, check_size
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.layers.retention import Retention
 
@@ -32,14 +32,17 @@ class Buffer:
         name: what it is called, such as ``"k"`` or ``"conv"``.
         shape: of one token's part, or of the whole state; at least one dimension, none of them 0.
         dtype: of its elements.
+        values: where attention reads each row as the key of one head, and its first elements as the value too: how many these are.
+            Latents are so; 0 means that they are not.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: no name, no shape, or a dtype that no cache stores.
+        ArgumentTypeError, ArgumentValueError: no name, no shape, a dtype that no cache stores, or more values than a row has.
     """
 
     name: str
     shape: tuple[int, ...] = attrs.field(converter=_to_shape)
     dtype: torch.dtype
+    values: int = 0
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -50,6 +53,9 @@ class Buffer:
         for place, size in enumerate(self.shape):
             check_size(f"Buffer {self.name!r}: shape[{place}]", size)
         check_cache_dtype(f"Buffer {self.name!r}: dtype", self.dtype)
+        if check_int(f"Buffer {self.name!r}: values", self.values, 0) and (len(self.shape) > 1 or self.values > self.shape[0]):
+            expected, fix = "0, or at most the elements of a row of one dimension", "count the elements that are values: they come first"
+            raise ArgumentValueError(f"Buffer {self.name!r}: values", expected=expected, got=f"{self.values} of {self.shape}", fix=fix)
 
     @property
     def nbytes(self) -> int:

@@ -30,4 +30,5 @@ class MLALayerSpec(LayerKind):
 
     def parts(self, split: Split, dtype: torch.dtype) -> tuple[Part, ...]:
         """Return one row of ``kv_lora_rank + rope_dim`` elements a token, the same on each rank: there are no heads to split."""
-        return (Part((Buffer("kv", (self.kv_lora_rank + self.rope_dim,), dtype),), KeepAll()),)
+        row = Buffer("kv", (self.kv_lora_rank + self.rope_dim,), dtype, values=self.kv_lora_rank)
+        return (Part((row,), KeepAll()),)

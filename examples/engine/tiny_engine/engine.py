@@ -31,7 +31,7 @@ class Engine:
     def __init__(
         self, model: Any, num_blocks: int, block_size: int = 16, batch_sizes: Sequence[int] = (1, 2, 4, 8, 16), max_tokens: int = 512
     ) -> None:
-        self.decoder = Decoder(model, kvdock.PagedKVCacheConfig(num_blocks=num_blocks, block_size=block_size))
+        self.decoder = Decoder(model, kvdock.PagedKVCacheConfig(num_blocks=num_blocks, block_size=block_size, keep_all=True))
         self.manager = kvdock.CacheManager(num_blocks, block_size, null_block=True)
         self.batcher = Batcher(self.manager, max(batch_sizes), max(max_tokens, *batch_sizes))
         self.max_context = min((num_blocks - 1) * block_size, self.decoder.max_positions)

@@ -77,11 +77,11 @@ LATENTS, HEADS = kvdock.MLALayerSpec(512, 64), kvdock.LayerSpec(1, 1, 8, 8)
 
 
 @pytest.mark.parametrize("layers", [(HEADS, LATENTS), (LATENTS, HEADS)], ids=["second", "first"])
-def test_latents_and_heads_do_not_share_a_cache(kind: str, layers: Any, ops: kvdock.OpDispatcher) -> None:
+def test_latents_and_heads_do_not_share_a_static_cache(layers: Any, ops: kvdock.OpDispatcher) -> None:
     at = layers.index(LATENTS)
     text = rf"layers\[{at}\]: expected a layer that keeps keys and values, .*keeps kv \[576\]"
     with pytest.raises(kvdock.UnsupportedError, match=text):
-        make(kind, ops, kvdock.KVSpec(layers, 16, torch.float32))
+        make("static", ops, kvdock.KVSpec(layers, 16, torch.float32))
 
 
 @pytest.mark.parametrize(("heads", "tp_size"), [(32, 5), (8, 12), (2, 3), (3, 2)])

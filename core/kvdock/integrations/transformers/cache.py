@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
+import attrs
 import numpy as np
 import torch
 from transformers.cache_utils import Cache
@@ -132,6 +133,8 @@ class PagedCacheForTransformers(Cache):
             raise ArgumentTypeError(_FOR_MODEL, expected="no options without prefix=", got=", ".join(options))
         model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: it would trace it without the hook
         found, runs = measure(model), what_runs(model)
+        if isinstance(conf, PagedKVCacheConfig):
+            conf = attrs.evolve(conf, keep_all=True)  # one table for all layers: windows are the attention's to see to
         pool = kvdock.create_cache(found.spec, conf, RankInfo(found.device))
         num_blocks, block_size, name = pool.num_blocks, pool.block_size, "naive" if prefix is None else prefix
         made = prefix_cache_of_pool(_FOR_MODEL, name, num_blocks=num_blocks, block_size=block_size, options=options)
