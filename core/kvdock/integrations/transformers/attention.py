@@ -83,6 +83,8 @@ def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
     if begun.reader.check is not None:
         return _tried(begun.reader.check, module, query, key, layer, mask, attention_mask, problem, told)
     if problem or mask is None:
+        if not any(layer.state.reader.problems):  # of layers that never read pages the reason is known
+            layer.state.odd = problem
         return _gathered(module, query, key, layer, mask, attention_mask, told)
     return _paged(module, query, layer, mask, told), None
 
@@ -115,10 +117,11 @@ def _problem(module: Any, layer: PagedLayer, query: torch.Tensor, mask: Mask | N
 
 
 def _paged(module: Any, query: torch.Tensor, layer: PagedLayer, mask: Mask, told: dict[str, Any]) -> torch.Tensor:
-    def attend(query: torch.Tensor) -> torch.Tensor:
-        return layer.attend(query, mask.starts, mask.window, told.get("scaling"), told.get("softcap"), told.get("s_aux"))
+    def attend(query: torch.Tensor, scale: float | None) -> torch.Tensor:
+        return layer.attend(query, mask.starts, mask.window, scale, told.get("softcap"), told.get("s_aux"))
 
-    return absorbing(module, query, layer.rope, attend) if layer.rope else attend(query)
+    scale = told.get("scaling")
+    return absorbing(module, query, layer.rope, scale, attend) if layer.rope else attend(query, scale)
 
 
 def _gathered(

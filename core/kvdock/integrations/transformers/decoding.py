@@ -119,12 +119,12 @@ class DecodingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the ba
         Returns:
             ``[rows, 1, Hq, dim of the values]``.
         """
-        rope = rope_of(self.place.pool, self.index)
+        rope, scale = rope_of(self.place.pool, self.index), told.get("scaling")
         if rope:
-            return absorbing(module, query, rope, lambda absorbed: self._attend(absorbed, mask, told))
-        return self._attend(query, mask, told)
+            return absorbing(module, query, rope, scale, lambda query, scale: self._attend(query, mask, scale, told))
+        return self._attend(query, mask, scale, told)
 
-    def _attend(self, query: torch.Tensor, mask: torch.Tensor, told: dict[str, Any]) -> torch.Tensor:
+    def _attend(self, query: torch.Tensor, mask: torch.Tensor, scale: float | None, told: dict[str, Any]) -> torch.Tensor:
         pool = self.place.pool
         out = query.new_empty((*query.shape[:2], pool.v_cache(self.index).shape[3]))
         pool.attend(
@@ -132,7 +132,7 @@ class DecodingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the ba
             query.squeeze(2),
             self.place.block_table,
             self.place.lens,
-            scale=told.get("scaling"),
+            scale=scale,
             window=self.window,
             softcap=told.get("softcap"),
             sinks=told.get("s_aux"),
@@ -229,9 +229,20 @@ def _reserve(state: PagedState, batch: SequenceBatch, tokens: int) -> None:
 def check_in_place(subject: str, state: PagedState, stored: Sequence[bool]) -> None:
     """Raise unless all layers of a model can write and read in place."""
     problem = state.reader.why or next(filter(None, state.reader.problems), "")
-    problem = problem or ("" if all(stored) else "layers that share another's keys")
+    problem = problem or ("" if all(stored) else "layers that share another's keys") or _latents_problem(state)
     if problem:
         raise UnsupportedError(subject, expected="attention on pages in all layers", got=problem, fix="call generate() with the cache")
+
+
+def _latents_problem(state: PagedState) -> str:
+    """Return why latents cannot be absorbed by now, or "": it is not looked at again in each step."""
+    if not any(rope_of(state.pool, index) for index in range(state.pool.num_layers)):
+        return ""
+    if CACHE_KEYWORD != "cache":
+        return "latents, which Transformers before 5.24 hands over to no compiled or captured step"
+    model = state.reader.model()
+    parts = [part for part in (model.modules() if model is not None else ()) if expanding(part)]
+    return next(filter(None, map(weights_problem, parts)), "")
 
 
 def check_compiles(subject: str) -> None:

@@ -75,14 +75,17 @@ def problem_of(module: Any, query: torch.Tensor, rope: int) -> str:
     return ""
 
 
-def absorbing(module: Any, query: torch.Tensor, rope: int, attend: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def absorbing(
+    module: Any, query: torch.Tensor, rope: int, scale: float | None, attend: Callable[[torch.Tensor, float], torch.Tensor]
+) -> torch.Tensor:
     """Attend to latents.
 
     Args:
         module: the model's attention, with no `problem_of` it.
         query: ``[batch, Hq, tokens, nope + rope]``.
         rope: elements of the rotary part.
-        attend: attends from ``[batch, Hq, tokens, rank + rope]``, and returns ``[batch, tokens, Hq, rank]``.
+        scale: what scores are multiplied by; None for the square root of 1 / (nope + rope).
+        attend: attends from ``[batch, Hq, tokens, rank + rope]`` with a scale, and returns ``[batch, tokens, Hq, rank]``.
 
     Returns:
         ``[batch, tokens, Hq, dim of the values]``.
@@ -90,5 +93,5 @@ def absorbing(module: Any, query: torch.Tensor, rope: int, attend: Callable[[tor
     nope, weight = query.shape[3] - rope, getattr(module, _UP).weight
     up_k, up_v = weight.view(query.shape[1], -1, weight.shape[1]).split([nope, weight.shape[0] // query.shape[1] - nope], 1)
     latent, rotary = torch.einsum("bhtd,hdr->bthr", query[..., :nope], up_k), query[..., nope:].transpose(1, 2)
-    found = attend(torch.cat([latent, rotary], -1).transpose(1, 2))
+    found = attend(torch.cat([latent, rotary], -1).transpose(1, 2), query.shape[3] ** -0.5 if scale is None else scale)
     return torch.einsum("bthr,hdr->bthd", found, up_v)
