@@ -8,7 +8,7 @@ import torch
 
 from kvdock.errors import UnsupportedError
 from kvdock.integrations.transformers.decoding import VIEW, DecodingLayer
-from kvdock.integrations.transformers.latent import absorbing, expanding, problem_of
+from kvdock.integrations.transformers.latent import absorbing, expanding, problem_of, too_many
 from kvdock.integrations.transformers.layer import PagedLayer
 from kvdock.integrations.transformers.masks import ODD, Mask
 from kvdock.integrations.transformers.passes import current_pass
@@ -82,6 +82,8 @@ def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
     problem = _problem(module, layer, query, mask, told)
     if begun.reader.check is not None:
         return _tried(begun.reader.check, module, query, key, layer, mask, attention_mask, problem, told)
+    if layer.rope and not problem:
+        problem = too_many(module, query)
     if problem or mask is None:
         if not any(layer.state.reader.problems):  # of layers that never read pages the reason is known
             layer.state.odd = problem

@@ -22,7 +22,7 @@ import torch
 
 from kvdock.cache.mla import MLAKVCache
 
-__all__ = ["absorbing", "expanding", "latent_layers_of", "problem_of", "rope_of", "weights_problem"]
+__all__ = ["absorbing", "expanding", "latent_layers_of", "problem_of", "rope_of", "too_many", "weights_problem"]
 
 _EXPAND, _UP = "expand_kv", "kv_b_proj"
 """What such a module has: a method that expands latents and rotary parts, and the layer that it does so by."""
@@ -73,6 +73,22 @@ def problem_of(module: Any, query: torch.Tensor, rope: int) -> str:
     if left or not 0 < query.shape[3] - rope < values:
         return f"{weight.shape[0]} rows of {_UP}, which are no keys and values for {query.shape[1]} heads of {query.shape[3]}"
     return ""
+
+
+def too_many(module: Any, query: torch.Tensor) -> str:
+    """Return that queries would take more work on latents as they are than on what those expand to, or "".
+
+    Of each head and each token that is seen, a query takes ``rank`` products for its score and as many for the result, in place of those
+    of a key and a value; and expanding takes ``rank`` for each element of both, once for all queries. Rotary parts are the same.
+
+    Args:
+        module: the model's attention, with no `problem_of` it.
+        query: ``[batch, Hq, tokens, nope + rope]``.
+    """
+    (rows, rank), (_, heads, tokens, _) = getattr(module, _UP).weight.shape, query.shape
+    expanded = rows // heads
+    more = tokens * (2 * rank - expanded) > rank * expanded
+    return f"{tokens} new tokens of each row, for which expanding the latents is less work" if more else ""
 
 
 def absorbing(
