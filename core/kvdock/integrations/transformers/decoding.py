@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvdock.cache.paged import PagedKVCache
 from kvdock.errors import ArgumentValueError, UnsupportedError
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD
-from kvdock.integrations.transformers.latent import absorbing, expanding, rope_of, weights_problem
+from kvdock.integrations.transformers.latent import absorbing, latents_problem, rope_of
 from kvdock.integrations.transformers.masks import left_pads
 from kvdock.integrations.transformers.reading import LAYER
 from kvdock.integrations.transformers.slots import rows_for
@@ -229,19 +229,9 @@ def _reserve(state: PagedState, batch: SequenceBatch, tokens: int) -> None:
 def check_in_place(subject: str, state: PagedState, stored: Sequence[bool]) -> None:
     """Raise unless all layers of a model can write and read in place."""
     problem = state.reader.why or next(filter(None, state.reader.problems), "")
-    problem = problem or ("" if all(stored) else "layers that share another's keys") or _latents_problem(state)
+    problem = problem or ("" if all(stored) else "layers that share another's keys") or latents_problem(state.pool, state.reader.model())
     if problem:
         raise UnsupportedError(subject, expected="attention on pages in all layers", got=problem, fix="call generate() with the cache")
-
-
-def _latents_problem(state: PagedState) -> str:
-    """Return why latents cannot be absorbed by now, or "": it is not looked at again in each step."""
-    if not any(rope_of(state.pool, index) for index in range(state.pool.num_layers)):
-        return ""
-    model = state.reader.model()
-    parts = [part for part in (model.modules() if model is not None else ()) if expanding(part)]
-    old = "latents, which Transformers before 5.24 hands over to no compiled or captured step"
-    return next(filter(None, map(weights_problem, parts)), "") or ("" if CACHE_KEYWORD == "cache" else old)
 
 
 def check_compiles(subject: str) -> None:

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from kvdock.cache.mla import MLAKVCache
+from kvdock.integrations.transformers.compat import CACHE_KEYWORD
 
-__all__ = ["absorbing", "expanding", "latent_layers_of", "problem_of", "rope_of", "too_many", "weights_problem"]
+__all__ = ["absorbing", "expanding", "latent_layers_of", "latents_problem", "problem_of", "rope_of", "too_many"]
 
 _EXPAND, _UP = "expand_kv", "kv_b_proj"
 """What such a module has: a method that expands latents and rotary parts, and the layer that it does so by."""
@@ -44,7 +45,16 @@ def rope_of(pool: Any, layer: int) -> int:
     return pool.k_cache(layer).shape[3] - pool.v_cache(layer).shape[3] if isinstance(pool, MLAKVCache) else 0
 
 
-def weights_problem(module: Any) -> str:
+def latents_problem(pool: Any, model: Any) -> str:
+    """Return why decode steps in place cannot absorb what a pool holds, or "": it is not looked at again in each step."""
+    if not isinstance(pool, MLAKVCache):
+        return ""
+    old = "" if CACHE_KEYWORD == "cache" else "latents, which Transformers before 5.24 hands over to no compiled or captured step"
+    parts = [] if model is None else [part for part in model.modules() if expanding(part)]
+    return next(filter(None, map(_weights_problem, parts)), old)
+
+
+def _weights_problem(module: Any) -> str:
     """Return why what a module expands latents by cannot be absorbed, or ""."""
     up = getattr(module, _UP, None)
     if type(up) is not torch.nn.Linear or type(up.weight) is not torch.nn.Parameter:
@@ -63,7 +73,7 @@ def problem_of(module: Any, query: torch.Tensor, rope: int) -> str:
         query: ``[batch, Hq, tokens, nope + rope]``.
         rope: elements of the rotary part.
     """
-    problem = weights_problem(module)
+    problem = _weights_problem(module)
     if problem:
         return problem
     weight = getattr(module, _UP).weight

@@ -19,8 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kvdock.errors import UnsupportedError
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, DUMMY_LAYER
 from kvdock.integrations.transformers.latent import latent_layers_of
-from kvdock.layers import LayerKind, LayerSpec, MLALayerSpec
-from kvdock.spec import KVSpec
+from kvdock.spec import KVSpec, LayerSpec, MLALayerSpec
 
 __all__ = ["Measurement", "input_device", "measure", "run_tokens"]
 
@@ -123,7 +122,7 @@ def _keep_latents(model: Any, every: Sequence[Any]) -> bool:
     return bool(stored) and stored <= latent and all(every[index].keys.shape[1] == every[index].values.shape[1] == 1 for index in stored)
 
 
-def _layer_specs(layers: Sequence[Any], keep_latents: bool) -> list[LayerKind]:
+def _layer_specs(layers: Sequence[Any], keep_latents: bool) -> Sequence[LayerSpec | MLALayerSpec]:
     """Describe layers by what they stored, ``[1, heads, 1, dim]`` each: of latents one head each, the latent and the rotary part."""
     shapes = [(layer, *layer.keys.shape[1::2], *layer.values.shape[1::2]) for layer in layers]
     if keep_latents:
