@@ -24,6 +24,7 @@ from kvdock import KVSpec, MLAKVCache, MLALayerSpec, UnsupportedError
 from kvdock.integrations.transformers import PagedCacheForTransformers
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD
 from kvdock.integrations.transformers.latent import absorbing, problem_of
+from support_attention import ORDERS
 
 MODELS = Path(transformers.__file__).parent / "models"
 EXPANDING = {code.parent.name for code in MODELS.glob("*/modeling_*.py") if "def expand_kv" in code.read_text(encoding="utf-8")}
@@ -187,6 +188,24 @@ def test_a_token_takes_what_its_latent_needs() -> None:
     assert cache.usage.bytes == 32 * 576 * 4 * 2, "float32, two layers"
     assert cache.state.pool.spec == KVSpec.from_hf_config(made.config, torch.float32)
     assert cache.attention == "pages"
+
+
+@pytest.mark.parametrize(("layout", "heads"), ORDERS)
+def test_any_memory_order_of_the_pool(layout: kvdock.KVCacheLayout, heads: kvdock.HeadLayout) -> None:
+    made, inputs = zoo.model("deepseek-v3"), zoo.prompt(3, 11, 6)
+    conf = kvdock.PagedKVCacheConfig(num_blocks=64, block_size=4, layout=layout, head_layout=heads)
+    cache = PagedCacheForTransformers.for_model(made, conf, attention="pages")
+    Uncached(made).assert_same(inputs, made.generate(**cache.bind(**inputs), **GREEDY))
+
+
+def test_latents_in_some_layers_only_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No architecture does this without more: one pool has rows of latents, or heads of their own."""
+    made, inputs = build("deepseek_v3"), zoo.prompt(3, 11, 6)
+    monkeypatch.setattr("kvdock.integrations.transformers.measure.latent_layers_of", lambda model: {0, 1, 3})
+    cache = zoo.paged(made)
+    assert not isinstance(cache.state.pool, MLAKVCache)
+    Uncached(made).assert_same(inputs, made.generate(**cache.bind(**inputs), **GREEDY))
+    assert str(cache.explain()) == "gather (DeepseekV3ForCausalLM has an attention of its own, or one on other keys)"
 
 
 class Scaled(torch.nn.Linear):

@@ -116,8 +116,8 @@ def absorbing(
     Returns:
         ``[batch, tokens, Hq, dim of the values]``.
     """
-    nope, weight = query.shape[3] - rope, getattr(module, _UP).weight
-    up_k, up_v = weight.view(query.shape[1], -1, weight.shape[1]).split([nope, weight.shape[0] // query.shape[1] - nope], 1)
+    nope, up = query.shape[3] - rope, getattr(module, _UP).weight.unflatten(0, (query.shape[1], -1))  # of each head, whatever its strides
+    up_k, up_v = up[:, :nope], up[:, nope:]
     latent, rotary = torch.einsum("bhtd,hdr->bthr", query[..., :nope], up_k), query[..., nope:].transpose(1, 2)
     found = attend(torch.cat([latent, rotary], -1).transpose(1, 2), query.shape[3] ** -0.5 if scale is None else scale)
     return torch.einsum("bthr,hdr->bthd", found, up_v)
