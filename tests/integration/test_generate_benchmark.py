@@ -41,3 +41,16 @@ def test_the_ways_agree_and_the_record_says_what_was_measured(
         assert (page.read_bytes(), record.with_suffix(".svg").stat().st_size) == written
     finally:
         sys.modules.pop("generate", None)
+
+
+@pytest.mark.slow
+def test_latents_are_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    bench = import_module("generate")
+    try:
+        monkeypatch.setattr(bench, "LATENTS", {**bench.LATENTS, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2})
+        bench.main([*SMALL.split(), "--model", "latents", "--ways", "DynamicCache", "kvdock", "--out", str(tmp_path)])
+        (record,) = tmp_path.glob("*-latents.json")
+        assert {share for one in json.loads(record.read_text())["cells"] for share in one["same"].values()} == {1.0}
+    finally:
+        sys.modules.pop("generate", None)

@@ -52,16 +52,14 @@ def cases(names: Iterable[str], block_sizes: Iterable[int]) -> list[Any]:
     return found
 
 
-GATHERING = ("bloom", "falcon", "deepseek-v3")
-"""Models with an attention of their own, or whose attention gets other keys than those that are cached."""
+GATHERING = ("bloom", "falcon")
+"""Models with an attention of their own."""
 
 
 def paged(made: Any, name: str, reads: str, **sizes: int) -> Any:
     """Make a cache whose attention reads pages, unless it is told otherwise or cannot."""
     cache = zoo.paged(made, attention=reads, **sizes)
-    # Before Transformers 5.16 every head's keys are cached of latent attention, too.
-    own = name in GATHERING and (name != "deepseek-v3" or cache.state.pool.k_cache(0).shape[2] == 1)
-    assert cache.attention == ("gather" if reads == "gather" or own else "pages"), cache
+    assert cache.attention == ("gather" if reads == "gather" or name in GATHERING else "pages"), cache
     return cache
 
 
@@ -93,7 +91,7 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
     assert_identical(zoo.generate(made, zoo.dynamic(made), "beams"), zoo.generate(made, cache, "beams"))
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "deepseek-v3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_on_pages(name: str, dtype: torch.dtype) -> None:
     """Over the same tokens, whichever would be chosen: pages round otherwise, and two tokens may be as good."""

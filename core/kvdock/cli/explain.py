@@ -40,7 +40,7 @@ def explain(op: str, *, device: str, dtype: str, backend: str | None, sizes: dic
         device: torch's name of the device.
         dtype: torch's name of the cache dtype.
         backend: backend to ask for by name, or None.
-        sizes: heads, head_dim and block_size of the example.
+        sizes: heads, head_dim and block_size of the example; of latents also rope_dim.
         calls: how often to call the op with the example, really, in this process and thread. 0 prepares and runs nothing.
 
     Returns:

@@ -30,9 +30,9 @@ def explain_model(name: str, *, device: str, dtype: torch.dtype | None, block_si
 
 def calls_of(found: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Return the ops that read the cache of a model that was explained, and its dtype and sizes: what `explain` takes."""
-    readers = {"pages": "paged_attention", "gather": "gather_paged"}
+    readers = {"pages": "paged_attention", "gather": "mla_gather" if "rope_dim" in found["cache"] else "gather_paged"}
     ops = dict.fromkeys(readers[layer["attention"]] for layer in found["layers"])
-    sizes = {size: found["cache"][size] for size in ("heads", "head_dim", "block_size")}
+    sizes = {size: number for size, number in found["cache"].items() if size != "dtype"}
     return list(ops), {"dtype": found["cache"]["dtype"], "sizes": sizes}
 
 

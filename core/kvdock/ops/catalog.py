@@ -171,13 +171,15 @@ def example(
     heads: int,
     head_dim: int,
     block_size: int,
+    rope_dim: int = 0,
     schemas: Mapping[str, OpSchema] = CATALOG,
     present: Collection[str] = (),
 ) -> tuple[Any, ...]:
     """Return small arguments for an op, in its schema's order: what `kvdock explain` asks about. All zeros.
 
     Arguments that may not have ``dtype``, such as indices, get the last of theirs; sizes of other names are 1. The ops are those of
-    ``schemas``; optional arguments are there where ``present`` names them, and scales of quantised caches.
+    ``schemas``; optional arguments are there where ``present`` names them, and scales of quantised caches. With ``rope_dim`` caches
+    hold latents, of ``head_dim`` elements with those of the rotary part, and values are a view of the keys.
 
     Raises:
         ArgumentValueError: there is no such op; lists those there are.
@@ -186,6 +188,8 @@ def example(
         raise ArgumentValueError("op", expected=f"one of {', '.join(sorted(schemas))}", got=repr(op))
     sizes = {"NB": 2, "C": 2, **dict.fromkeys(("block", "vblock", "S"), block_size)}
     sizes |= dict.fromkeys(("Hq", "Hk", "Hv"), heads) | dict.fromkeys(("Dk", "Dv", "Dc", "Dp"), head_dim) | {"Dw": 2 * head_dim}
+    if rope_dim:
+        sizes |= dict.fromkeys(("Dv", "Dc"), head_dim - rope_dim) | {"Dp": rope_dim, "Dw": head_dim}
 
     def build(arg: Arg) -> Any:
         if not arg.is_tensor:
@@ -195,4 +199,7 @@ def example(
         shape = [sizes.get(dim.name, dim.literal or 1) for dim in arg.shapes()[0]]
         return torch.zeros(shape, dtype=dtype if dtype in arg.dtypes else arg.dtypes[-1], device=device)
 
-    return tuple(build(arg) for arg in schemas[op].args)
+    made = {arg.name: build(arg) for arg in schemas[op].args}
+    if rope_dim and {"k_cache", "v_cache"} <= made.keys():
+        made["v_cache"] = made["k_cache"][..., : head_dim - rope_dim]
+    return tuple(made.values())

@@ -19,7 +19,8 @@ are), `measure` how a model is asked what it caches, `compat` what differs betwe
 `kvdock.scheduler`'s to say, here as everywhere.
 
 Where attention reads pages: `probe` tries whether a model's can, `reading` says which passes do, `passes` which are under way,
-`switching` makes the model call `attention` in them, and `masks` says which masks are known. `explanation` says what came of that, and
+`switching` makes the model call `attention` in them, and `masks` says which masks are known. `latent` attends to latents without
+expanding them. `explanation` says what came of that, and
 `configured` tries it for a configuration, for the command line. `decoding` keeps everything in one place,
 for compiled steps.
 

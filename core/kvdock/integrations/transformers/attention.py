@@ -8,6 +8,7 @@ import torch
 
 from kvdock.errors import UnsupportedError
 from kvdock.integrations.transformers.decoding import VIEW, DecodingLayer
+from kvdock.integrations.transformers.latent import absorbing, expanding, problem_of, too_many
 from kvdock.integrations.transformers.layer import PagedLayer
 from kvdock.integrations.transformers.masks import ODD, Mask
 from kvdock.integrations.transformers.passes import current_pass
@@ -61,7 +62,7 @@ def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
     """
     view = told.get(VIEW)
     if view is not None:
-        return view.attend(query, attention_mask, told), None
+        return view.attend(module, query, attention_mask, told), None
     return _attend(module, query, key, value, attention_mask, told)
 
 
@@ -69,22 +70,34 @@ def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
 def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, told: dict[str, Any]) -> Any:
     layer: PagedLayer | DecodingLayer | None = getattr(key, LAYER, None)
     if isinstance(layer, DecodingLayer):
-        return layer.attend(query, attention_mask, told), None
+        return layer.attend(module, query, attention_mask, told), None
     begun = layer.state.reading if layer is not None else current_pass()
+    if layer is None and begun is not None:
+        layer = _expanded(module, begun)
     if begun is None or layer is None:
         _check_foreign(begun, layer, attention_mask)
         return former_attention(module)(module, query, key, value, attention_mask, **told)
     begun.unread = None
     mask = begun.mask_of(attention_mask)
-    problem = _problem(layer, query, mask, told)
+    problem = _problem(module, layer, query, mask, told)
     if begun.reader.check is not None:
         return _tried(begun.reader.check, module, query, key, layer, mask, attention_mask, problem, told)
+    if layer.rope and not problem:
+        problem = too_many(module, query)
     if problem or mask is None:
+        if not any(layer.state.reader.problems):  # of layers that never read pages the reason is known
+            layer.state.odd = problem
         return _gathered(module, query, key, layer, mask, attention_mask, told)
-    return _paged(query, layer, mask, told), None
+    return _paged(module, query, layer, mask, told), None
 
 
-def _problem(layer: PagedLayer, query: torch.Tensor, mask: Mask | None, told: dict[str, Any]) -> str:
+def _expanded(module: Any, begun: Pass) -> PagedLayer | None:
+    """Return the layer whose latents a module has expanded, so that the keys are others than those which name it; None if none has."""
+    layer = begun.unread
+    return layer if isinstance(layer, PagedLayer) and layer.rope and expanding(module) else None
+
+
+def _problem(module: Any, layer: PagedLayer, query: torch.Tensor, mask: Mask | None, told: dict[str, Any]) -> str:
     """Return why a call cannot be served on pages, or ""."""
     if mask is None:
         return "a mask that is not plain"
@@ -100,12 +113,17 @@ def _problem(layer: PagedLayer, query: torch.Tensor, mask: Mask | None, told: di
         return "dropout, or attention that is not causal"
     if not told.keys() <= _HARMLESS:
         others = [name for name, value in told.items() if value is not None and name not in _HARMLESS]
-        return f"arguments that are not known: {', '.join(others)}" if others else ""
-    return ""
+        if others:
+            return f"arguments that are not known: {', '.join(others)}"
+    return problem_of(module, query, layer.rope) if layer.rope else ""
 
 
-def _paged(query: torch.Tensor, layer: PagedLayer, mask: Mask, told: dict[str, Any]) -> torch.Tensor:
-    return layer.attend(query, mask.starts, mask.window, told.get("scaling"), told.get("softcap"), told.get("s_aux"))
+def _paged(module: Any, query: torch.Tensor, layer: PagedLayer, mask: Mask, told: dict[str, Any]) -> torch.Tensor:
+    def attend(query: torch.Tensor, scale: float | None) -> torch.Tensor:
+        return layer.attend(query, mask.starts, mask.window, scale, told.get("softcap"), told.get("s_aux"))
+
+    scale = told.get("scaling")
+    return absorbing(module, query, layer.rope, scale, attend) if layer.rope else attend(query, scale)
 
 
 def _gathered(
@@ -113,6 +131,9 @@ def _gathered(
 ) -> Any:
     """Return what the model's own attention gives on gathered keys and values."""
     keys, values = layer.gathered(key.shape[2])
+    expand = expanding(module) if layer.rope else None
+    if expand is not None:
+        keys, values = expand(keys, values)
     made = given if mask is None else former_mask(mask.arguments["config"])(**mask.arguments)
     return former_attention(module)(module, query, keys, values, made, **told)
 
@@ -132,7 +153,7 @@ def _tried(
     check.configs[id(module.config)] = module.config
     found = _gathered(module, query, key, layer, mask, given, told)
     if not problem and mask is not None:
-        expected, got = found[0].float(), _paged(query, layer, mask, told).float()
+        expected, got = found[0].float(), _paged(module, query, layer, mask, told).float()
         limit = max(_CLOSE, 8 * torch.finfo(query.dtype).eps)
         if expected.shape != got.shape or not bool((got - expected).norm() <= limit * expected.norm()):
             problem = "an attention that gives something else"

@@ -199,7 +199,8 @@ class PagedCacheForTransformers(Cache):
         """How attention gets keys and values: ``"pages"``, where they lie, or ``"gather"``.
 
         Where the cache reads pages, a pass gathers even so if gradients are recorded, the model is in training, attention weights are
-        asked for, or the mask is none of padding on the left. `explain` and `repr` name the reason for what gathers.
+        asked for, or the mask is none of padding on the left; and latents are expanded for so many new tokens that it is less work.
+        `explain` and `repr` name the reason for what gathers.
         """
         return self.explain().attention
 

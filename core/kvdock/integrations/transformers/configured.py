@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvdock.cache.paged_config import PagedKVCacheConfig
 from kvdock.errors import ArgumentValueError
 from kvdock.integrations.transformers.cache import PagedCacheForTransformers
+from kvdock.integrations.transformers.latent import rope_of
 
 __all__ = ["explain_configured"]
 
@@ -27,7 +28,8 @@ def explain_configured(name: str, *, device: str, dtype: torch.dtype | None, blo
         block_size: of the cache.
 
     Returns:
-        ``attention`` and ``reason`` of the cache and of each of its ``layers``; the cache's sizes under ``cache``.
+        ``attention`` and ``reason`` of the cache and of each of its ``layers``; the cache's sizes under ``cache``, of latents with
+        ``rope_dim``.
 
     Raises:
         UnsupportedError: the cache is none for this model.
@@ -37,7 +39,10 @@ def explain_configured(name: str, *, device: str, dtype: torch.dtype | None, blo
     cache = PagedCacheForTransformers.for_model(model, PagedKVCacheConfig(num_blocks=1, block_size=block_size))
     found = cache.explain()
     layers = [{"layer": index, "attention": "gather" if why else "pages", "reason": why} for index, why in enumerate(found.layers)]
-    _, _, heads, head_dim = cache.state.pool.k_cache(0).shape
+    pool = cache.state.pool
+    _, _, heads, head_dim = pool.k_cache(0).shape
+    sizes = {"heads": heads, "head_dim": head_dim, "block_size": block_size}
+    rope = rope_of(pool, 0)
     return {
         "model": name,
         "architecture": type(model).__name__,
@@ -45,7 +50,7 @@ def explain_configured(name: str, *, device: str, dtype: torch.dtype | None, blo
         "attention": found.attention,
         "reason": found.reason,
         "layers": layers,
-        "cache": {"dtype": str(cache.state.pool.dtype), "heads": heads, "head_dim": head_dim, "block_size": block_size},
+        "cache": {"dtype": str(pool.dtype), **sizes, **({"rope_dim": rope} if rope else {})},
     }
 
 

@@ -20,8 +20,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvdock.cache.paged import PagedKVCache
 from kvdock.errors import ArgumentValueError, UnsupportedError
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD
+from kvdock.integrations.transformers.latent import absorbing, latents_problem, rope_of
 from kvdock.integrations.transformers.masks import left_pads
 from kvdock.integrations.transformers.reading import LAYER
+from kvdock.integrations.transformers.slots import rows_for
 from kvdock.integrations.transformers.state import PagedState
 from kvdock.integrations.transformers.switching import restore, switch
 from kvdock.integrations.transformers.tables import sent
@@ -98,17 +100,18 @@ class DecodingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the ba
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values, ``[rows, heads, 1, dim]``; return them as they are."""
         place = self.place
-        place.pool.update(self.index, key_states.transpose(1, 2), value_states.transpose(1, 2), place.slots)
+        place.pool.update(self.index, rows_for(place.pool, key_states), rows_for(place.pool, value_states), place.slots)
         if "kwargs" in kwargs:
             kwargs["kwargs"][VIEW] = self
         else:  # Transformers before 5.24 passes no arguments on: without a compiler attention finds the layer on the keys
             setattr(key_states, LAYER, self)
         return key_states, value_states
 
-    def attend(self, query: torch.Tensor, mask: torch.Tensor, told: dict[str, Any]) -> torch.Tensor:
+    def attend(self, module: Any, query: torch.Tensor, mask: torch.Tensor, told: dict[str, Any]) -> torch.Tensor:
         """Attend from one token of each row, ``[rows, Hq, 1, dim]``, to all that the row has.
 
         Args:
+            module: the model's attention.
             query: the queries.
             mask: that of the tables.
             told: what else attention functions are told.
@@ -116,6 +119,12 @@ class DecodingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the ba
         Returns:
             ``[rows, 1, Hq, dim of the values]``.
         """
+        rope, scale = rope_of(self.place.pool, self.index), told.get("scaling")
+        if rope:
+            return absorbing(module, query, rope, scale, lambda query, scale: self._attend(query, mask, scale, told))
+        return self._attend(query, mask, scale, told)
+
+    def _attend(self, query: torch.Tensor, mask: torch.Tensor, scale: float | None, told: dict[str, Any]) -> torch.Tensor:
         pool = self.place.pool
         out = query.new_empty((*query.shape[:2], pool.v_cache(self.index).shape[3]))
         pool.attend(
@@ -123,7 +132,7 @@ class DecodingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the ba
             query.squeeze(2),
             self.place.block_table,
             self.place.lens,
-            scale=told.get("scaling"),
+            scale=scale,
             window=self.window,
             softcap=told.get("softcap"),
             sinks=told.get("s_aux"),
@@ -220,7 +229,7 @@ def _reserve(state: PagedState, batch: SequenceBatch, tokens: int) -> None:
 def check_in_place(subject: str, state: PagedState, stored: Sequence[bool]) -> None:
     """Raise unless all layers of a model can write and read in place."""
     problem = state.reader.why or next(filter(None, state.reader.problems), "")
-    problem = problem or ("" if all(stored) else "layers that share another's keys")
+    problem = problem or ("" if all(stored) else "layers that share another's keys") or latents_problem(state.pool, state.reader.model())
     if problem:
         raise UnsupportedError(subject, expected="attention on pages in all layers", got=problem, fix="call generate() with the cache")
 

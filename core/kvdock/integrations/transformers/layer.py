@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvdock.errors import UnsupportedError
 from kvdock.integrations.transformers.gradient import refuse_backward
+from kvdock.integrations.transformers.latent import rope_of
 from kvdock.integrations.transformers.slots import inner
 from kvdock.integrations.transformers.state import PagedState
 
@@ -28,6 +29,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base 
         state: the pool and the table, shared with the other layers.
         index: which of the pool's layers this is.
         window: sliding window in tokens, or None.
+
+    Attributes:
+        rope: where the pool has latents, the elements of the rotary part; else 0.
     """
 
     is_compileable = False
@@ -39,6 +43,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base 
         self.index = index
         self.window = window
         self.is_sliding = window is not None
+        self.rope = rope_of(state.pool, index)
         self._value_dim = state.pool.v_cache(index).shape[3]
 
     def __repr__(self) -> str:

@@ -18,7 +18,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvdock.errors import UnsupportedError
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, DUMMY_LAYER
-from kvdock.spec import KVSpec, LayerSpec
+from kvdock.integrations.transformers.latent import latent_layers_of
+from kvdock.spec import KVSpec, LayerSpec, MLALayerSpec
 
 __all__ = ["Measurement", "input_device", "measure", "run_tokens"]
 
@@ -30,7 +31,7 @@ class Measurement:
     """What one token left in Transformers' own cache.
 
     Args:
-        spec: the layers that store keys and values, in order.
+        spec: the layers that store keys and values, in order; latents where all of them store those.
         windows: their sliding windows in tokens; None for full attention.
         stored: for each layer of the model, whether it is one of those. The others store nothing.
         device: where the keys and values are.
@@ -57,9 +58,8 @@ def measure(model: Any) -> Measurement:
     for index, layer in enumerate(layers):
         if not (layer.is_initialized and layer.keys is not None and layer.keys.shape[2] == 1):
             raise _refusal(model, "every layer to cache one position for one token", f"a layer that does not: {index}")
-    specs = [_layer_spec(layer) for layer in layers]
-    spec = KVSpec(specs, _max_positions(model), _only(model, layers, "dtype"))
-    return Measurement(spec, tuple(layer.window for layer in specs), stored, _only(model, layers, "device"))
+    spec = KVSpec(_layer_specs(layers, _keep_latents(model, every)), _max_positions(model), _only(model, layers, "dtype"))
+    return Measurement(spec, tuple(map(_window_of, layers)), stored, _only(model, layers, "device"))
 
 
 def _empty_cache(model: Any) -> DynamicCache:
@@ -115,10 +115,24 @@ def input_device(model: Any) -> torch.device:
     return torch.device("cpu") if device == torch.device("meta") else device
 
 
-def _layer_spec(layer: Any) -> LayerSpec:
-    """Describe a layer by what it stored, ``[1, heads, 1, dim]`` each."""
-    (_, k_heads, _, k_dim), (_, v_heads, _, v_dim) = layer.keys.shape, layer.values.shape
-    return LayerSpec(k_heads, v_heads, k_dim, v_dim, getattr(layer, "sliding_window", None))
+def _keep_latents(model: Any, every: Sequence[Any]) -> bool:
+    """Return whether all layers that store anything store latents, which one pool holds and heads of their own another."""
+    latent = latent_layers_of(model)
+    stored = {index for index, layer in enumerate(every) if type(layer) in _STORED}
+    return bool(stored) and stored <= latent and all(every[index].keys.shape[1] == every[index].values.shape[1] == 1 for index in stored)
+
+
+def _layer_specs(layers: Sequence[Any], keep_latents: bool) -> Sequence[LayerSpec | MLALayerSpec]:
+    """Describe layers by what they stored, ``[1, heads, 1, dim]`` each: of latents one head each, the latent and the rotary part."""
+    shapes = [(layer, *layer.keys.shape[1::2], *layer.values.shape[1::2]) for layer in layers]
+    if keep_latents:
+        return [MLALayerSpec(rank, rope) for _, _, rank, _, rope in shapes]
+    return [LayerSpec(k_heads, v_heads, k_dim, v_dim, _window_of(layer)) for layer, k_heads, k_dim, v_heads, v_dim in shapes]
+
+
+def _window_of(layer: Any) -> int | None:
+    found: int | None = getattr(layer, "sliding_window", None)
+    return found
 
 
 def _max_positions(model: Any) -> int:

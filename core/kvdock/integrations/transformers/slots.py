@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from kvdock.cache.mla import MLAKVCache
 from kvdock.cache.paged import PagedKVCache
 from kvdock.scheduler import SequenceBatch
 
-__all__ = ["SlotTensor", "inner", "read", "write"]
+__all__ = ["SlotTensor", "inner", "read", "rows_for", "write"]
 
 
 class SlotTensor:
@@ -47,20 +48,28 @@ def write(pool: PagedKVCache, layer: int, keys: torch.Tensor, values: torch.Tens
     """Write keys and values, ``[batch, heads, tokens, dim]``, to slots ``[batch, tokens]``; nothing where a slot is -1."""
     if torch.is_grad_enabled():
         keys, values = keys.detach(), values.detach()
-    pool.update(layer, _token_major(keys), _token_major(values), slots)
+    pool.update(layer, rows_for(pool, keys), rows_for(pool, values), slots)
 
 
 def read(pool: PagedKVCache, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys and values in slots ``[batch, tokens]`` as new ``[batch, heads, tokens, dim]``, contiguous; 0 where a slot is -1."""
+    if isinstance(pool, MLAKVCache):
+        with torch.no_grad():
+            latents, rotary = pool.gather(layer, slots)
+        return latents.unsqueeze(1), rotary.unsqueeze(1)
     keys, values = (_buffer(cache, *slots.shape) for cache in (pool.k_cache(layer), pool.v_cache(layer)))
     with torch.no_grad():
         pool.gather(layer, slots, out=(keys.transpose(1, 2), values.transpose(1, 2)))
     return keys, values
 
 
-def _token_major(states: torch.Tensor) -> torch.Tensor:
-    """View ``[batch, heads, tokens, dim]`` as ``[batch, tokens, heads, dim]``, elements of a head side by side."""
-    return inner(states.transpose(1, 2))
+def rows_for(pool: PagedKVCache, states: torch.Tensor) -> torch.Tensor:
+    """View ``[batch, heads, tokens, dim]`` as a pool writes it, elements of a head side by side.
+
+    Returns:
+        ``[batch, tokens, heads, dim]``; for latents, which have one head, ``[batch, tokens, dim]``.
+    """
+    return inner(states.squeeze(1) if isinstance(pool, MLAKVCache) else states.transpose(1, 2))
 
 
 def inner(states: torch.Tensor) -> torch.Tensor:
