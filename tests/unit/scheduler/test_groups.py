@@ -305,7 +305,7 @@ def test_a_prefix_whose_window_is_gone_cannot_be_pinned() -> None:
     manager.finish(run(manager, range(40)))
     manager._pool.units.drop(10**6, ends=False)
     manager._pool.units.drop(10**6, ends=True)
-    with pytest.raises(ArgumentValueError, match="CacheManager.pin: tokens: expected at least a block"):
+    with pytest.raises(ArgumentValueError, match=r"CacheManager\.pin: tokens: expected at least a block"):
         manager.pin(range(40))
 
 
