@@ -113,7 +113,6 @@ class BatchTables(NotCopied):
         self.slot_mapping = self.slot_mappings[0]
         self._of_tokens = [(table, slots[at]) for at, table in enumerate(self._groups) if not table.is_state]
         self.num_sequences = self.num_tokens = 0
-        self._ones = np.ones(rows, dtype=np.intp)
         self._decoded = 0  # sequences of the last step, if it had one token of each
 
     def _widths(self, max_blocks: Any) -> tuple[int, ...]:
@@ -161,7 +160,7 @@ class BatchTables(NotCopied):
         starts = lengths - 1
         host.seq_lens[:batch], host.positions[:batch] = lengths, starts
         for table, slots in self._of_tokens:
-            slots[:batch] = table.slots(rows, starts, self._ones[:batch])
+            slots[:batch] = table.slots_at(rows, starts)
         return True
 
     def _fit(self, tokens: int) -> bool:

@@ -77,10 +77,10 @@ class Needs:
 
     def _settle(self, rows: Index, first: list[Index], is_new: npt.NDArray[np.bool_]) -> None:
         """Settle rows whose units, as ``is_new`` says, or first blocks have changed."""
-        before = self._stop[rows]
+        before, kept = self._stop[rows], [each[rows] for each in self._first]
         has_grown = self._rows.replaced[rows] == self._replaced[rows]
-        for group, old, new in zip(self._passing, self._first, first, strict=True):
-            has_grown &= new >= old[rows]
+        for group, old, new in zip(self._passing, kept, first, strict=True):
+            has_grown &= new >= old
             if group.leading:
                 has_grown &= group.leading <= before * group.width
         if self._states.per_sequence:
@@ -89,15 +89,15 @@ class Needs:
             self._tell_stored()  # first: what is let go of these stays there
             for one in np.flatnonzero(~has_grown).tolist():
                 self._need(int(rows[one]), np.array([each[one] for each in first], dtype=np.intp))
-            rows, first, before, is_new = rows[has_grown], [each[has_grown] for each in first], before[has_grown], is_new[has_grown]
+            rows, before, is_new = rows[has_grown], before[has_grown], is_new[has_grown]
+            first, kept = ([each[has_grown] for each in both] for both in (first, kept))
         gained, lost = list[Index](), list[Index]()
         stops = self._rows.num_blocks[rows]
-        for group, old, new in zip(self._passing, self._first, first, strict=True):
+        for at, (group, old, new) in enumerate(zip(self._passing, kept, first, strict=True)):
             had, have = (before, stops) if group.width == 1 else (before * group.width, stops * group.width)
-            kept = old[rows] if not group.leading else np.maximum(old[rows], group.leading)
             gained.append(self._ranges(group, rows, np.maximum(had, new), have))
-            lost.append(self._ranges(group, rows, kept, np.minimum(new, had)))
-            old[rows] = new
+            lost.append(self._ranges(group, rows, np.maximum(old, group.leading) if group.leading else old, np.minimum(new, had)))
+            self._first[at, rows] = new
         if (more := is_new.nonzero()[0]).size:
             self._note_units(rows[more], before[more], stops[more])
         self._units.hold(_joined(gained))

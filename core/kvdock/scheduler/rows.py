@@ -183,8 +183,10 @@ class Rows:
     def slots(self, rows: Index, starts: Index, counts: Index) -> Index:
         """Return the slots of ``counts`` tokens of each row from ``starts`` on, one row behind the other."""
         positions = positions_of(starts, counts)
-        if positions is not starts:
-            rows = rows.repeat(counts)
+        return self.slots_at(rows if positions is starts else rows.repeat(counts), positions)
+
+    def slots_at(self, rows: Index, positions: Index) -> Index:
+        """Return the slot of one token of each row; a row may be there more than once."""
         blocks = positions // self.block_size
         # block * size + (position - index * size), with one multiplication less.
         slots: Index = (self.table[rows, blocks] - blocks) * self.block_size + positions

@@ -36,9 +36,14 @@ class GroupTable(ABC):
     def widths(self, rows: Index) -> Index:
         """Return how many blocks each row has, those that were let go included."""
 
-    @abstractmethod
     def slots(self, rows: Index, starts: Index, counts: Index) -> Index:
         """Return the slots of ``counts`` tokens of each row from ``starts`` on, one row behind the other; -1 for what was let go."""
+        positions = positions_of(starts, counts)
+        return self.slots_at(rows if positions is starts else rows.repeat(counts), positions)
+
+    @abstractmethod
+    def slots_at(self, rows: Index, positions: Index) -> Index:
+        """Return the slot of one token of each row; a row may be there more than once."""
 
     @abstractmethod
     def dense(self, rows: Index, columns: int) -> BlockIds:
@@ -59,7 +64,6 @@ class OnlyTable(GroupTable):
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
         self.block_size = rows.block_size
-        self.slots = rows.slots  # type: ignore[method-assign] # a call less in each step
 
     def blocks(self, row: int) -> BlockIds:
         """Return the blocks of a row."""
@@ -69,9 +73,9 @@ class OnlyTable(GroupTable):
         """Return how many blocks each row has."""
         return self._rows.num_blocks[rows]
 
-    def slots(self, rows: Index, starts: Index, counts: Index) -> Index:
-        """Return slots; see `Rows.slots`."""
-        return self._rows.slots(rows, starts, counts)
+    def slots_at(self, rows: Index, positions: Index) -> Index:
+        """Return slots; see `Rows.slots_at`."""
+        return self._rows.slots_at(rows, positions)
 
     def dense(self, rows: Index, columns: int) -> BlockIds:
         """Return the first blocks of rows, and 0 behind them."""
@@ -115,17 +119,14 @@ class TokenTable(GroupTable):
         """Return how many blocks each row has."""
         return -(-self._rows.num_tokens[rows] // self.block_size)
 
-    def slots(self, rows: Index, starts: Index, counts: Index) -> Index:
+    def slots_at(self, rows: Index, positions: Index) -> Index:
         """Return slots of the group's blocks."""
-        positions = positions_of(starts, counts)
-        if positions is not starts:
-            rows = rows.repeat(counts)
         blocks = positions // self.block_size
         units = self._rows.table[rows, blocks // self._width if self._width > 1 else blocks]
         found = self._units.table[units, self._start + blocks % self._width if self._width > 1 else self._start]
         # As in `Rows.slots`; -1 where there is no block.
         slots: Index = (found - blocks) * self.block_size + positions
-        if found.size and found.min() < 0:
+        if self._passing is not None and found.size and found.min() < 0:
             slots[found < 0] = -1
         return slots
 
@@ -141,8 +142,9 @@ class TokenTable(GroupTable):
 
     def at(self, rows: Index, columns: Index) -> BlockIds:
         """Return one block of each row."""
-        units = self._rows.table[rows, columns // self._width]
-        found: BlockIds = np.maximum(self._units.table[units, self._start + columns % self._width], 0)
+        is_one = self._width == 1
+        units = self._rows.table[rows, columns if is_one else columns // self._width]
+        found: BlockIds = np.maximum(self._units.table[units, self._start if is_one else self._start + columns % self._width], 0)
         return found
 
 
@@ -169,7 +171,7 @@ class StateTable(GroupTable):
         """Return 1 for each row."""
         return np.ones(rows.size, dtype=np.intp)
 
-    def slots(self, rows: Index, starts: Index, counts: Index) -> Index:
+    def slots_at(self, rows: Index, positions: Index) -> Index:
         """Refuse: a state is of all tokens."""
         fix = "read block_table(group=...): its one block is the state's place in the buffers of cache.state(layer)"
         raise ArgumentValueError("slot_mapping: group", expected="a group that keeps tokens", got="one that keeps a state", fix=fix)
