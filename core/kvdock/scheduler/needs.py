@@ -85,7 +85,7 @@ class Needs:
                 has_grown &= group.leading <= before * group.width
         if self._states.per_sequence:
             has_grown &= [np.array_equal(self._states.places(row), self._checkpoint[row]) for row in rows.tolist()]
-        if not has_grown.all():
+        if np.count_nonzero(has_grown) < rows.size:
             self._tell_stored()  # first: what is let go of these stays there
             for one in np.flatnonzero(~has_grown).tolist():
                 self._need(int(rows[one]), np.array([each[one] for each in first], dtype=np.intp))
@@ -199,7 +199,7 @@ class Needs:
         of = self._rows
         if self._table.shape[1] < of.table.shape[1]:
             self._table = np.pad(self._table, ((0, 0), (0, of.table.shape[1] - self._table.shape[1])))
-        if (stops - before == 1).all():  # a step of decoding
+        if np.count_nonzero(stops - before == 1) == rows.size:  # a step of decoding
             self._table[rows, before] = of.table[rows, before]
         else:
             self._table[rows] = of.table[rows]

@@ -157,7 +157,7 @@ class UnitBlocks:
             if len(set(last.tolist())) < last.size:  # two rows have let go of one block: rarely
                 last = np.unique(last)
             is_cached = self.is_cached[last // self.table.shape[1]]
-            if is_cached.all():
+            if np.count_nonzero(is_cached) == last.size:
                 self._let_idle(last)
             else:
                 self._let_idle(last[is_cached])
@@ -259,7 +259,7 @@ class UnitBlocks:
             return
         self.num_idle += places.size
         is_end = self._is_end[places // self.table.shape[1]]
-        for which, mine in ((0, places[~is_end]), (1, places[is_end])) if is_end.any() else ((0, places),):
+        for which, mine in ((0, places[~is_end]), (1, places[is_end])) if np.count_nonzero(is_end) else ((0, places),):
             serials = np.arange(self._serial, self._serial + mine.size)
             self._serials.reshape(-1)[mine] = serials
             self._serial += mine.size
