@@ -39,9 +39,10 @@ REQUIREMENTS = (
     ),
     _asked(
         2,
-        "At lengths, windows, starts and chunks around powers of two, each query sees the keys that it is to see, no more and no less.",
+        "At lengths, windows, starts and chunks around powers of two, and of many keys of which it is to see few, each query sees the keys "
+        "that it is to see, no more and no less.",
         check_computed,
-        attention_batches.edges,
+        lambda: (*attention_batches.edges(), *attention_batches.joins()),
     ),
     _asked(
         3,
