@@ -9,13 +9,14 @@ from typing import Any
 
 import attrs
 
+from kvdock_conformance.cases.addresses import at_any_address
 from kvdock_conformance.cases.attention import OP, Attention
 from kvdock_conformance.cases.drawing import Drawing, View, call
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
 from kvdock_conformance.cases.pairs import covering
 from kvdock_conformance.requirement import Case, Level
 
-__all__ = ["alone", "edges", "every_two", "garbage", "index_values", "joins", "mistakes", "nothing_seen", "parts"]
+__all__ = ["addresses", "alone", "edges", "every_two", "garbage", "index_values", "joins", "mistakes", "nothing_seen", "parts"]
 
 _FACTORS: Mapping[str, Sequence[Any]] = {
     "dtype": ("float32", "bfloat16", "float16", "float64"),
@@ -65,6 +66,13 @@ def every_two() -> Iterator[Case]:
         for number, how in enumerate(covering(factors)):
             special = [f"{factor} {value}" for factor, value in how.items() if value != _FACTORS[factor][0]]
             yield Case(f"{level.value} {number}: {', '.join(special) or 'plain'}", _drawn(number, longest, **how).case(), level)
+
+
+def addresses() -> Iterator[Case]:
+    """Yield batches with rows of whole vectors, and each tensor at addresses that are no multiple of 16 bytes."""
+    for dtype in ("float32", "bfloat16"):
+        made = Attention([20, 0, 45, 1], [3, 0, 20, 1], dtype, dims=(64, 64), starts=[7, 0, 9, 0], sinks=True)
+        yield from at_any_address(Case(dtype, made.case()))
 
 
 def edges() -> Iterator[Case]:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import attrs
 
+from kvdock_conformance.cases.addresses import at_any_address
 from kvdock_conformance.cases.drawing import Drawing, Values, View, call
 from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry
 from kvdock_conformance.cases.numbers import finite
@@ -55,6 +56,7 @@ def writes() -> Iterator[Case]:
             yield _write(f"{dtype}, a scale {form}", dtype, form=form)
         for name, bits in _SPECIAL.items():
             yield _write(f"{dtype}, {name}", dtype, values=bits, scale=[0x3F800000])
+        yield from at_any_address(_write(dtype, dtype, form="for each head"), ("k_scale", "v_scale"))
         yield _write(f"{dtype}, padding", dtype, form="for each token and head", slots=[3, -1, 5, 0, -7, 23])
 
 
@@ -85,6 +87,7 @@ def reads() -> Iterator[Case]:
         yield _read(dtype, dtype)
         for form in FORMS:
             yield _read(f"{dtype}, a scale {form}", dtype, form=form)
+        yield from at_any_address(_read(dtype, dtype, form="for each head"), ("k_scale", "v_scale"))
         yield _read(f"{dtype}, padding", dtype, form="for each token and head", slots=[3, -1, 5, 0, -7, 23])
 
 

@@ -9,6 +9,7 @@ import torch
 from kvdock_conformance.faults.fault import Faults
 from kvdock_conformance.faults.moves import GATHER, WRITE
 from kvdock_conformance.faults.quantised import QuantisedKernel, Quantises, Reads
+from kvdock_conformance.faults.tensors import at_or_before
 
 __all__ = ["FAULTS"]
 
@@ -19,6 +20,7 @@ _SCALES: Mapping[str, Callable[[torch.Tensor, torch.Tensor], Scales]] = {
     "key-scale-for-values": lambda k_scale, v_scale: (k_scale, k_scale),
     "first-scale-for-all": lambda k_scale, v_scale: (k_scale.reshape(-1)[0], v_scale.reshape(-1)[0]),
     "scale-ignored": lambda k_scale, v_scale: (torch.ones_like(k_scale), torch.ones_like(v_scale)),
+    "scale-address-rounded-to-16": lambda k_scale, v_scale: (at_or_before(k_scale), at_or_before(v_scale)),
 }
 """Scales that are used in place of those that came."""
 
@@ -49,6 +51,7 @@ _SENTENCES = {
     "key-scale-for-values": "Values go by the scale of keys.",
     "first-scale-for-all": "Everything goes by the first of all scales.",
     "scale-ignored": "A quantised pool is served, and its scale ignored.",
+    "scale-address-rounded-to-16": "Scales begin at the multiple of 16 bytes at or before them.",
     "quotients-cut": "Quotients are cut to integers instead of rounded.",
     "halves-rounded-up": "Halves are rounded away from zero instead of to even.",
     "infinity-is-nan": "An infinite quotient is stored as NaN.",

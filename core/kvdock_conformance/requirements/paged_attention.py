@@ -33,9 +33,10 @@ def _of_any_op() -> Iterable[Requirement]:
 REQUIREMENTS = (
     _asked(
         1,
-        "Every result is within bounds of attention in float64, whatever two properties meet in a call, and no other byte is changed.",
+        "Every result is within bounds of attention in float64, whatever two properties meet in a call and wherever its tensors "
+        "begin, and no other byte is changed.",
         check_computed,
-        attention_batches.every_two,
+        lambda: (*attention_batches.every_two(), *attention_batches.addresses()),
     ),
     _asked(
         2,
