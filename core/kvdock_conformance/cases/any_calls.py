@@ -10,6 +10,7 @@ import attrs
 from kvdock.plugin import Role
 from kvdock_conformance.cases.addresses import at_any_address
 from kvdock_conformance.cases.any_op import AnyCall, Drawable, factors_of, in_turn, runtime_words, static_words
+from kvdock_conformance.cases.drawing import Drawing, call, each_elsewhere
 from kvdock_conformance.cases.pairs import covering
 from kvdock_conformance.requirement import Case, Level
 
@@ -69,6 +70,14 @@ def repeated(op: Drawable) -> Iterator[Case]:
         again = [attrs.evolve(first, seed=seed) for seed in range(1, 6)]
         others = _others(first, _FEW, ("wide gaps", "odd gaps", "other order"))
         yield Case(text, in_turn([first, *again, *others, *again[:3], *others[:1] * 3, *again], pools=shared))
+    drawing, one = Drawing(), _settled(op)
+    args = one.arguments(drawing)
+    others_args = attrs.evolve(one, seed=1).arguments(drawing, one.kept(args, pools=False))
+    turned = [call(op.schema.name, **each) for each in each_elsewhere(args, others_args)]
+    yield Case(
+        "each argument in turn from elsewhere",
+        drawing.case(*turned),
+    )
 
 
 def new_counts(op: Drawable) -> Iterator[Case]:

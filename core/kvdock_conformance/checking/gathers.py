@@ -98,12 +98,17 @@ def _check_result(target: Target, what: str, got: torch.Tensor, right: torch.Ten
 
 
 def check_dequantised(target: Target, data: Mapping[str, Any]) -> None:
-    """Check a read of slots of quantised pools, or of padding, into float32.
+    """Check reads of slots of quantised pools, or of padding, into float32, one after the other.
 
     Raises:
         NonconformanceError: a byte differs.
     """
-    memory, call = Arenas(data["arenas"], target.device), data["calls"][0]
+    memory = Arenas(data["arenas"], target.device)
+    for call in data["calls"]:
+        _check_read(target, memory, call)
+
+
+def _check_read(target: Target, memory: Arenas, call: Mapping[str, Any]) -> None:
     args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
     expected = memory.copy()
     twins = {name: expected.tensor(spec) for name, spec in call["args"].items()}

@@ -33,12 +33,17 @@ def per_element(scale: torch.Tensor) -> torch.Tensor:
 
 
 def check_quantised(target: Target, data: Mapping[str, Any]) -> None:
-    """Check a write of distinct slots, or padding.
+    """Check writes of distinct slots, or padding, one after the other.
 
     Raises:
         NonconformanceError: a byte differs.
     """
-    memory, call = Arenas(data["arenas"], target.device), data["calls"][0]
+    memory = Arenas(data["arenas"], target.device)
+    for call in data["calls"]:
+        _check_write(target, memory, call)
+
+
+def _check_write(target: Target, memory: Arenas, call: Mapping[str, Any]) -> None:
     args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
     expected = memory.copy()
     twins = {name: expected.tensor(spec) for name, spec in call["args"].items()}

@@ -8,6 +8,7 @@ import torch
 
 from kvdock_conformance.cases.attention import OP
 from kvdock_conformance.faults.fault import Fault, Faults, FaultyCall, KernelSeed
+from kvdock_conformance.faults.repeats import of_the_key_pool
 from kvdock_conformance.faults.seeds import Args, BackendCall, FaultyKernel, TwistedKernel
 from kvdock_conformance.faults.tensors import at_or_before
 
@@ -65,6 +66,14 @@ def _even_storages(run: BackendCall, args: Args) -> None:
 def _rounded_index(run: BackendCall, args: Args) -> None:
     names = ("block_table", "seq_lens", "cu_query_lens", "starts", "sinks")
     run({**args, **{name: at_or_before(args[name]) for name in names if args[name] is not None}})
+
+
+FAULTS.plan(
+    OP,
+    "attn-values-by-the-keys",
+    "A plan finds the pool of values by the address of that of keys, of the first call.",
+    f"KVD-OP-004@{OP}",
+)(of_the_key_pool)
 
 
 def _checked_before() -> FaultyCall:
