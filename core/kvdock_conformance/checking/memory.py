@@ -119,7 +119,7 @@ def filled(arena: Mapping[str, Any], device: torch.device) -> torch.Tensor:
     return torch.from_numpy(room[start : start + count]).to("cpu" if on_host else device)
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(160)
 def _content(seed: int, dtype: str | None, bits: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return the bytes of 2**bits finite numbers of a dtype, `_PERIOD` at most; without one any bytes. Most cases have the same seeds."""
     draw, count = np.random.default_rng(seed), min(2**bits, _PERIOD)
