@@ -6,7 +6,10 @@ from collections import Counter
 
 from kvdock_conformance.requirement import Requirement
 
-__all__ = ["Patience"]
+__all__ = ["INTERRUPTED", "Patience"]
+
+INTERRUPTED = "interrupted"
+"""Why the rest of a run is not run, behind Ctrl-C."""
 
 _IN_A_REQUIREMENT = 3  # dead children of one requirement: more would only take time
 _SILENT = 3  # so many requirements of an area in a row without an answer to any case, and the area is left

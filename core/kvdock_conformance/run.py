@@ -13,8 +13,9 @@ from kvdock.errors import ArgumentValueError, BackendUnavailableError
 from kvdock_conformance.child import ChildEndedError
 from kvdock_conformance.expected import apply
 from kvdock_conformance.kinds import KINDS, UNKNOWN_DEVICE
+from kvdock_conformance.patience import INTERRUPTED
 from kvdock_conformance.requirement import Level, Requirement
-from kvdock_conformance.session import INTERRUPTED, ConformancePlan, Session
+from kvdock_conformance.session import ConformancePlan, Session
 from kvdock_conformance.side_by_side import outcomes_of
 from kvdock_conformance.verdict import CaseOutcome, Outcome, Verdict, counted
 

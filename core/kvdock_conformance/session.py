@@ -12,15 +12,12 @@ import attrs
 from kvdock.errors import BackendUnavailableError
 from kvdock_conformance.child import COMMAND, Child, ChildEndedError
 from kvdock_conformance.expected import Expected
-from kvdock_conformance.patience import Patience
+from kvdock_conformance.patience import INTERRUPTED, Patience
 from kvdock_conformance.requirement import Case, Level, Requirement, Requirements
 from kvdock_conformance.turns import Turns
 from kvdock_conformance.verdict import CaseOutcome, Outcome, Verdict, outcome_of
 
-__all__ = ["INTERRUPTED", "ConformancePlan", "Session"]
-
-INTERRUPTED = "interrupted"
-"""Why the rest of a run was not run, behind Ctrl-C."""
+__all__ = ["ConformancePlan", "Session"]
 
 _START_S = 300.0
 _DRAWING_S = 60.0
@@ -44,8 +41,7 @@ class ConformancePlan:
         kind: kind of what is tested: a name in `kvdock_conformance.kinds.KINDS`.
         device: on which of its devices, such as ``"acme:1"``; None for the first.
         start_s: how long Python, torch and the plugins may take to start, in seconds.
-        workers: how many areas may run at once, each in a child of its own, where memory is the host's. Another device may let one
-            process in only, and has one memory for all.
+        workers: how many areas may run at once, each in a child of its own; on host memory: a device may let one process in only.
     """
 
     backend: str
@@ -215,21 +211,17 @@ class Session:
         """
         outcomes: list[CaseOutcome] = []
         for case in _up_to(self._selected(requirement, level), last):
-            reason = requirement.unready or self._patience.why_not(requirement)
+            reason = INTERRUPTED if self.is_stopped else requirement.unready or self._patience.why_not(requirement)
             if not reason and stop_at_failure and outcomes and outcomes[-1].verdict in (Verdict.FAILED, Verdict.NOT_RUN):
                 reason = "not run after a failure"
-            if reason:
-                outcomes.append(CaseOutcome(case.name, Verdict.NOT_RUN, case.data, reason=reason))
-                continue
             with self._turns.turn(alone=requirement.alone):
-                outcomes.append(self._survived(requirement, case))
+                left = CaseOutcome(case.name, Verdict.NOT_RUN, case.data, reason=reason)
+                outcomes.append(left if reason else self._survived(requirement, case))
         self._patience.finish(requirement)
         return outcome_of(requirement, outcomes)
 
     def _survived(self, requirement: Requirement, case: Case) -> CaseOutcome:
         """Run one case; a crash or a hang is a failure, and a backend that cannot be opened again leaves it open."""
-        if self.is_stopped:
-            return CaseOutcome(case.name, Verdict.NOT_RUN, case.data, reason=INTERRUPTED)
         if self._failed_starts >= _FAILED_STARTS:
             return CaseOutcome(case.name, Verdict.NOT_RUN, case.data, reason=f"the backend could not be opened {self._failed_starts} times")
         try:

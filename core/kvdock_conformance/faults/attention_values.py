@@ -7,8 +7,8 @@ import math
 import torch
 
 from kvdock_conformance.cases.attention import OP
+from kvdock_conformance.faults.descriptors import of_the_key_pool
 from kvdock_conformance.faults.fault import Fault, Faults, FaultyCall, KernelSeed
-from kvdock_conformance.faults.repeats import of_the_key_pool
 from kvdock_conformance.faults.seeds import Args, BackendCall, FaultyKernel, TwistedKernel
 from kvdock_conformance.faults.tensors import at_or_before
 

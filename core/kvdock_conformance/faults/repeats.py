@@ -15,7 +15,7 @@ from kvdock_conformance.faults.descriptors import OwnKernel, OwnPlan
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
 from kvdock_conformance.faults.tensors import restrided, store
 
-__all__ = ["FAULTS", "Rebuilt", "of_the_key_pool"]
+__all__ = ["FAULTS", "Rebuilt"]
 
 FAULTS = Faults("descriptors")
 _WRITE, _STATIC, _GATHER, _COPY = OPS
@@ -162,22 +162,6 @@ class _LooksUp(OwnPlan):
         self.inner(torch.empty_strided(*now, dtype=k_cache.dtype, device=k_cache.device), *args)  # values alone
         written = dict(zip(CATALOG[_WRITE].arg_names, (k_cache, *args), strict=True))
         store(restrided(k_cache, strides), written["k"], written)
-
-
-def of_the_key_pool() -> FaultyCall:
-    """Return a call that finds the pool of values by the address of that of keys."""
-    kept: dict[Any, torch.Tensor] = {}
-
-    def call(run: BackendCall, args: Args) -> None:
-        keys, values = args["k_cache"], args["v_cache"]
-        run({**args, "v_cache": kept.setdefault((keys.data_ptr(), values.shape, values.stride()), values)})
-
-    return call
-
-
-for _op in OPS:
-    _sentence = "A plan finds the pool of values by the address of that of keys, of the first call."
-    FAULTS.plan(_op, f"desc-values-by-the-keys-of-{_op.strip('_')}", _sentence, "KVD-DESC-013")(of_the_key_pool)
 
 
 @FAULTS.plan(_COPY, "desc-room-for-four-times-the-pairs", "A plan has room for four times the pairs of its first call.", "KVD-DESC-013")
