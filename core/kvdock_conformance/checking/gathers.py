@@ -109,7 +109,6 @@ def check_dequantised(target: Target, data: Mapping[str, Any]) -> None:
 
 
 def _check_read(target: Target, memory: Arenas, call: Mapping[str, Any]) -> None:
-    args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
     expected = memory.copy()
     twins = {name: expected.tensor(spec) for name, spec in call["args"].items()}
     slots = twins["slot_mapping"].long()
@@ -117,5 +116,5 @@ def _check_read(target: Target, memory: Arenas, call: Mapping[str, Any]) -> None
         pool, scale = twins[f"{name}_cache"], per_element(twins[f"{name}_scale"])
         rows = pool.float()[slots // pool.shape[1], slots % pool.shape[1]] * scale
         twins[f"{name}_out"].copy_(torch.where(slots[:, None, None] < 0, 0, rows))
-    target.call(call["op"], args)
+    target.call(call["op"], {name: memory.tensor(spec) for name, spec in call["args"].items()})
     compare(memory, expected, call["args"], call["op"])

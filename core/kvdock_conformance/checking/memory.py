@@ -93,13 +93,7 @@ def expanded(values: Sequence[int] | Mapping[str, int], count: int) -> np.ndarra
         return np.resize(np.array(values, np.int64), count)
     if "first" in values:
         return values["first"] + values["step"] * np.arange(count)
-    return np.array(_shuffled(values["shuffled"], values["seed"], count))  # a copy: what is kept stays
-
-
-@functools.lru_cache(64)
-def _shuffled(most: int, seed: int, count: int) -> list[int]:
-    """Return so many of the numbers below one, in the same order in every run. Most cases of an op have the same."""
-    return random.Random(seed).sample(range(most), count)  # noqa: S311 - the same in every run
+    return np.array(random.Random(values["seed"]).sample(range(values["shuffled"]), count), np.int64)  # noqa: S311 - the same in every run
 
 
 def filled(arena: Mapping[str, Any], device: torch.device) -> torch.Tensor:

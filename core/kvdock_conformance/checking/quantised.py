@@ -44,7 +44,6 @@ def check_quantised(target: Target, data: Mapping[str, Any]) -> None:
 
 
 def _check_write(target: Target, memory: Arenas, call: Mapping[str, Any]) -> None:
-    args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
     expected = memory.copy()
     twins = {name: expected.tensor(spec) for name, spec in call["args"].items()}
     for cache, source, scale in (("k_cache", "k", "k_scale"), ("v_cache", "v", "v_scale")):
@@ -53,5 +52,5 @@ def _check_write(target: Target, memory: Arenas, call: Mapping[str, Any]) -> Non
         for row, slot in zip(rows, twins["slot_mapping"].tolist(), strict=True):
             if slot >= 0:
                 pool[slot // pool.shape[1], slot % pool.shape[1]] = row
-    target.call(call["op"], args)
+    target.call(call["op"], {name: memory.tensor(spec) for name, spec in call["args"].items()})
     compare(memory, expected, call["args"], call["op"])
