@@ -115,7 +115,7 @@ REQUIREMENTS = [
         AREA.packed(),
         functools.partial(apart, OP),
     ),
-    AREA.require(14, "When blocks are swapped, pools may begin at any address of an element.", AREA.addresses("pool", "pools")),
+    AREA.require(14, "When blocks are swapped, pools may begin at any address of an element.", AREA.addresses),
     AREA.require(15, "When blocks are swapped, elements of every dtype arrive bit for bit.", AREA.numbers()),
     AREA.require(16, "When blocks are swapped, pairs are not changed.", [Swap("padding", [(-3, 3), (2, 4)])], check=check_swap_inputs),
     AREA.require(17, "Swaps that differ from those before them are served as if they were the first.", _repeated),

@@ -70,7 +70,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=own_end,
                 stderr=self._output,
-                # A process group of its own, so that `_kill` reaches whatever the backend starts.
+                # A process group of its own, so that `kill` reaches whatever the backend starts.
                 start_new_session=True,
             )
         finally:
@@ -165,11 +165,11 @@ class Child:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_TRACEBACK_S)
         code = self._process.poll()
-        self._kill()
+        self.kill()
         return ChildEndedError(how or _how(code), self._end_of_output().decode(errors="replace").strip())
 
-    def _kill(self) -> None:
-        """End the child and whatever it started."""
+    def kill(self) -> None:
+        """End the child and whatever it started. Another thread may ask for it: whoever waits for an answer gets a `ChildEndedError`."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -178,7 +178,7 @@ class Child:
         """End the child, and release what it held. May be called more than once."""
         if self._output.closed:
             return
-        self._kill()
+        self.kill()
         os.close(self._requests)
         os.close(self._answers)
         self._output.close()

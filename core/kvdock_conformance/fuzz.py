@@ -13,8 +13,8 @@ import attrs
 from kvdock.errors import ArgumentValueError, KVDockError
 from kvdock_conformance.cases.every_op import EVERY
 from kvdock_conformance.cases.random_calls import described, random_case
+from kvdock_conformance.patience import INTERRUPTED
 from kvdock_conformance.requirement import Case, Level, Requirement
-from kvdock_conformance.run import INTERRUPTED
 from kvdock_conformance.session import ConformancePlan, Session
 from kvdock_conformance.verdict import CaseOutcome, Outcome, Verdict, outcome_of
 

@@ -10,8 +10,8 @@ import attrs
 from kvdock.errors import BackendUnavailableError
 from kvdock_conformance.child import ChildEndedError
 from kvdock_conformance.faults.fault import Fault
+from kvdock_conformance.patience import INTERRUPTED
 from kvdock_conformance.requirement import Level, Requirement, Requirements
-from kvdock_conformance.run import INTERRUPTED
 from kvdock_conformance.session import ConformancePlan, Session
 from kvdock_conformance.verdict import Outcome, Verdict
 

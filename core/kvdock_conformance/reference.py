@@ -216,17 +216,18 @@ def paged_attention(
     if lse is not None:
         lse.fill_(-torch.inf)
     for row, length in enumerate(seq_lens.tolist()):
+        start, shift = 0 if starts is None else int(starts[row]), length - sums[row + 1]
+        least = start if window is None else max(start, shift + sums[row] - window + 1)  # which the first query sees
+        keys = torch.arange(least, max(least, length), device=q.device)
+        k, v = (cache[block_table[row].long()[keys // block], keys % block][:, of_head].double() for cache in (k_cache, v_cache))
         for query in range(sums[row], sums[row + 1]):
-            own = length - sums[row + 1] + query
-            first = 0 if starts is None else int(starts[row])
-            first = first if window is None else max(first, own - window + 1)
-            keys = torch.arange(first, max(first, own + 1 if causal else length), device=q.device)
-            k, v = (cache[block_table[row].long()[keys // block], keys % block][:, of_head].double() for cache in (k_cache, v_cache))
-            scores = torch.einsum("khd,hd->hk", k, q[query].double()) * (q.shape[2] ** -0.5 if scale is None else scale)
+            first = start if window is None else max(start, shift + query - window + 1)
+            seen = slice(first - least, max(first, shift + query + 1 if causal else length) - least)
+            scores = torch.einsum("khd,hd->hk", k[seen], q[query].double()) * (q.shape[2] ** -0.5 if scale is None else scale)
             scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
             every = scores if sinks is None else torch.cat([scores, sinks[:, None].double()], 1)
             if every.shape[1]:
-                out[query] = torch.einsum("hk,khd->hd", torch.softmax(every, 1)[:, : len(keys)], v)
+                out[query] = torch.einsum("hk,khd->hd", torch.softmax(every, 1)[:, : scores.shape[1]], v[seen])
                 if lse is not None:
                     lse[query] = torch.logsumexp(every, 1)
     return []

@@ -109,6 +109,7 @@ class Requirement:
         hardware: what a machine must have, beside a host, for the check to be made on any backend at all: ``"two devices"``.
             Elsewhere only the refusal can be verified. Empty where the host will do.
         unready: why none of its cases can be run, which leaves it open; empty when they can.
+        alone: whether no other case may run meanwhile: it measures time, or needs every processor.
     """
 
     id: str = attrs.field(validator=_check_id)
@@ -122,6 +123,7 @@ class Requirement:
     kind: str = "backend"
     hardware: str = ""
     unready: str = ""
+    alone: bool = False
 
     def selected(self, level: Level) -> list[Case]:
         """Return the cases that run at a level.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from typing import Any
 
 import attrs
@@ -12,8 +13,10 @@ from kvdock.errors import ArgumentValueError, BackendUnavailableError
 from kvdock_conformance.child import ChildEndedError
 from kvdock_conformance.expected import apply
 from kvdock_conformance.kinds import KINDS, UNKNOWN_DEVICE
+from kvdock_conformance.patience import INTERRUPTED
 from kvdock_conformance.requirement import Level, Requirement
 from kvdock_conformance.session import ConformancePlan, Session
+from kvdock_conformance.side_by_side import outcomes_of
 from kvdock_conformance.verdict import CaseOutcome, Outcome, Verdict, counted
 
 __all__ = ["EXIT_FAILED", "EXIT_GREEN", "EXIT_INCOMPLETE", "ConformanceRun", "run"]
@@ -21,7 +24,6 @@ __all__ = ["EXIT_FAILED", "EXIT_GREEN", "EXIT_INCOMPLETE", "ConformanceRun", "ru
 EXIT_GREEN = 0
 EXIT_FAILED = 1
 EXIT_INCOMPLETE = 3
-INTERRUPTED = "interrupted"
 
 
 @attrs.frozen
@@ -86,24 +88,29 @@ def run(plan: ConformancePlan, listen: Callable[[Outcome], None] = lambda outcom
 
     Args:
         plan: what to run.
-        listen: called with each outcome as it comes, before expected failures are taken into account.
+        listen: called with each outcome as it comes, before expected failures are taken into account. With several workers, those of an
+            area come in their order; the run has all in the order of the plan.
 
     Raises:
         ArgumentValueError: no plugin has the backend, it has no such device, or there is no such area.
     """
     started = datetime.datetime.now(datetime.UTC)
-    outcomes: list[Outcome] = []
-    with Session(plan) as session:
+    found: dict[str, Outcome] = {}
+    with ExitStack() as stack:
+        session = stack.enter_context(Session(plan))
         reason = _why_not_open(session, plan)
         plan = plan.with_ops(session.brought(reason))
-        for requirement in plan.selected():
-            try:
-                outcome = _not_run(requirement, plan.level, reason) if reason else session.requirement(requirement, plan.level)
+        wanted, is_host = [*plan.selected()], session.about.get("device") == "cpu"
+        others = [stack.enter_context(Session(plan, session)) for _ in range(1, plan.workers if is_host else 1)]
+        told = outcomes_of([session, *others], wanted, plan.level)
+        try:
+            for outcome in (_not_run(item, plan.level, reason) for item in wanted) if reason else stack.enter_context(closing(told)):
                 listen(outcome)
-            except KeyboardInterrupt:
-                reason = INTERRUPTED
-                outcome = _not_run(requirement, plan.level, reason)
-            outcomes.append(outcome)
+                found[outcome.requirement.id] = outcome
+        except KeyboardInterrupt:
+            told.close()
+            reason = INTERRUPTED
+        outcomes = [found[item.id] if item.id in found else _not_run(item, plan.level, reason) for item in wanted]
         seconds = (datetime.datetime.now(datetime.UTC) - started).total_seconds()
         return ConformanceRun(plan, session.about, apply(outcomes, plan.expected, started.date()), started, seconds)
 

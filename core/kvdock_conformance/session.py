@@ -12,8 +12,9 @@ import attrs
 from kvdock.errors import BackendUnavailableError
 from kvdock_conformance.child import COMMAND, Child, ChildEndedError
 from kvdock_conformance.expected import Expected
-from kvdock_conformance.patience import Patience
+from kvdock_conformance.patience import INTERRUPTED, Patience
 from kvdock_conformance.requirement import Case, Level, Requirement, Requirements
+from kvdock_conformance.turns import Turns
 from kvdock_conformance.verdict import CaseOutcome, Outcome, Verdict, outcome_of
 
 __all__ = ["ConformancePlan", "Session"]
@@ -40,6 +41,7 @@ class ConformancePlan:
         kind: kind of what is tested: a name in `kvdock_conformance.kinds.KINDS`.
         device: on which of its devices, such as ``"acme:1"``; None for the first.
         start_s: how long Python, torch and the plugins may take to start, in seconds.
+        workers: how many areas may run at once, each in a child of its own; on host memory: a device may let one process in only.
     """
 
     backend: str
@@ -54,6 +56,7 @@ class ConformancePlan:
     kind: str = "backend"
     device: str | None = None
     start_s: float = _START_S
+    workers: int = 1
 
     def selected(self) -> Requirements:
         """Return the requirements to run."""
@@ -80,14 +83,18 @@ class Session:
 
     Args:
         plan: what to open, and how.
+        beside: a session of the same run, in another thread: both wait for dead children together, and for cases that must be alone.
     """
 
-    def __init__(self, plan: ConformancePlan) -> None:
+    is_stopped = False
+
+    def __init__(self, plan: ConformancePlan, beside: Session | None = None) -> None:
         self._plan = plan
         self._child: Child | None = None
         self._fault: str | None = None
         self._failed_starts = 0
-        self._patience = Patience()
+        self._patience: Patience = beside._patience if beside else Patience()
+        self._turns: Turns = beside._turns if beside else Turns()
         # Faults are seeded one after the other into what a few requirements ask about, whose cases may take a second to draw.
         self._selected = functools.lru_cache(4)(lambda requirement, level: requirement.selected(level))
         self.sound: dict[str, int] = {}
@@ -106,6 +113,12 @@ class Session:
         if self._child is not None:
             self._child.close()
             self._child = None
+
+    def stop(self) -> None:
+        """End the child, and run nothing more. Another thread may ask for it."""
+        self.is_stopped, child = True, self._child
+        if child is not None:
+            child.kill()
 
     def open(self) -> None:
         """Start the child and load the backend in it, unless it is there.
@@ -198,12 +211,12 @@ class Session:
         """
         outcomes: list[CaseOutcome] = []
         for case in _up_to(self._selected(requirement, level), last):
-            reason = requirement.unready or self._patience.why_not(requirement)
+            reason = INTERRUPTED if self.is_stopped else requirement.unready or self._patience.why_not(requirement)
             if not reason and stop_at_failure and outcomes and outcomes[-1].verdict in (Verdict.FAILED, Verdict.NOT_RUN):
                 reason = "not run after a failure"
-            outcomes.append(
-                CaseOutcome(case.name, Verdict.NOT_RUN, case.data, reason=reason) if reason else self._survived(requirement, case)
-            )
+            with self._turns.turn(alone=requirement.alone):
+                left = CaseOutcome(case.name, Verdict.NOT_RUN, case.data, reason=reason)
+                outcomes.append(left if reason else self._survived(requirement, case))
         self._patience.finish(requirement)
         return outcome_of(requirement, outcomes)
 
@@ -223,7 +236,7 @@ class Session:
             seconds = time.monotonic() - begin
             outcome = CaseOutcome(case.name, Verdict.FAILED, case.data, failure, seconds=seconds)
         # Gone, for which the case is to blame.
-        self._patience.count(dead=outcome.verdict is Verdict.FAILED and self._child is None, seconds=seconds)
+        self._patience.count(requirement, dead=outcome.verdict is Verdict.FAILED and self._child is None, seconds=seconds)
         return outcome
 
 

@@ -7,6 +7,7 @@ folder for reports that cannot be written to. Ctrl-C ends a run early: what came
 from __future__ import annotations
 
 import enum
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +42,10 @@ class LevelName(enum.StrEnum):
     EXTENDED = "extended"
 
 
+_WORKERS = {("backend", LevelName.CORE): min(2, os.cpu_count() or 1)}
+"""Areas at once where nobody says how many. The extended level has cases of many GiB, and what is asked of a prefix cache is quick."""
+
+
 def certify(plan: ConformancePlan, *, with_faults: bool) -> ConformanceRun:
     """Run a plan, and after it the seeded faults if they are asked for and the backend could be opened.
 
@@ -73,6 +78,10 @@ def command(
         typer.Option("--fuzz", metavar="MINUTES", help="After the extended level, draw random calls for so long. Needs Hypothesis."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the random calls of --fuzz.")] = 0,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="So many areas at once, on host memory; the report is the same. Default: 2 where there are processors."),
+    ] = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Check a backend or a prefix cache. Exits with 0 if it conforms, 1 if something failed, 3 if something was not run."""
@@ -80,7 +89,8 @@ def command(
         kind, name = _wanted(backend=backend, prefix=prefix)
         every = requirements.load()
         known = expected.read(expected_file, every) if expected_file is not None else {}
-        plan = ConformancePlan(name, every, Level(level.value), op, known, kind=kind, device=device)
+        at_once = _WORKERS.get((kind, level), 1) if workers is None else workers
+        plan = ConformancePlan(name, every, Level(level.value), op, known, kind=kind, device=device, workers=at_once)
         plan.known()  # raises where there is no such area
         if fuzz_minutes is not None:
             plan = attrs.evolve(plan, level=Level.EXTENDED)

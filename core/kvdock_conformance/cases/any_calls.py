@@ -8,7 +8,9 @@ from typing import Any
 import attrs
 
 from kvdock.plugin import Role
+from kvdock_conformance.cases.addresses import at_any_address
 from kvdock_conformance.cases.any_op import AnyCall, Drawable, factors_of, in_turn, runtime_words, static_words
+from kvdock_conformance.cases.drawing import Drawing, call, each_elsewhere
 from kvdock_conformance.cases.pairs import covering
 from kvdock_conformance.requirement import Case, Level
 
@@ -24,13 +26,14 @@ def _settled(op: Drawable, seed: int = 0, **how: Any) -> AnyCall:
 
 
 def every_two(op: Drawable) -> Iterator[Case]:
-    """Yield calls in which every two properties meet."""
+    """Yield calls in which every two properties meet, and a plain one with each tensor at addresses of every kind."""
     for level, classes in ((Level.CORE, ("even", "ones", "odd", "many")), (Level.EXTENDED, ("large",))):
         for number, how in enumerate(covering(factors_of(op.schema, *classes))):
             plain = {factor: values[0] for factor, values in factors_of(op.schema, "even").items()}
             special = [f"{factor} {value}" for factor, value in how.items() if value != plain[factor]]
             name = f"{level.value} {number}: {', '.join(special) or 'plain'}"
             yield Case(name, in_turn([_settled(op, number, **how)]), level)
+    yield from at_any_address(Case("even", in_turn([_settled(op, sizes="even")])))
 
 
 def plain(op: Drawable) -> Iterator[Case]:
@@ -67,6 +70,14 @@ def repeated(op: Drawable) -> Iterator[Case]:
         again = [attrs.evolve(first, seed=seed) for seed in range(1, 6)]
         others = _others(first, _FEW, ("wide gaps", "odd gaps", "other order"))
         yield Case(text, in_turn([first, *again, *others, *again[:3], *others[:1] * 3, *again], pools=shared))
+    drawing, one = Drawing(), _settled(op)
+    args = one.arguments(drawing)
+    others_args = attrs.evolve(one, seed=1).arguments(drawing, one.kept(args, pools=False))
+    turned = [call(op.schema.name, **each) for each in each_elsewhere(args, others_args)]
+    yield Case(
+        "each argument in turn from elsewhere",
+        drawing.case(*turned),
+    )
 
 
 def new_counts(op: Drawable) -> Iterator[Case]:

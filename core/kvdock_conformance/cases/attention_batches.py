@@ -9,13 +9,14 @@ from typing import Any
 
 import attrs
 
+from kvdock_conformance.cases.addresses import at_any_address
 from kvdock_conformance.cases.attention import OP, Attention
 from kvdock_conformance.cases.drawing import Drawing, View, call
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
 from kvdock_conformance.cases.pairs import covering
 from kvdock_conformance.requirement import Case, Level
 
-__all__ = ["alone", "edges", "every_two", "garbage", "index_values", "mistakes", "nothing_seen", "parts"]
+__all__ = ["addresses", "alone", "edges", "every_two", "garbage", "index_values", "joins", "mistakes", "nothing_seen", "parts"]
 
 _FACTORS: Mapping[str, Sequence[Any]] = {
     "dtype": ("float32", "bfloat16", "float16", "float64"),
@@ -67,6 +68,13 @@ def every_two() -> Iterator[Case]:
             yield Case(f"{level.value} {number}: {', '.join(special) or 'plain'}", _drawn(number, longest, **how).case(), level)
 
 
+def addresses() -> Iterator[Case]:
+    """Yield batches with rows of whole vectors, and each tensor at addresses that are no multiple of 16 bytes."""
+    for dtype in ("float32", "bfloat16"):
+        made = Attention([20, 0, 45, 1], [3, 0, 20, 1], dtype, dims=(64, 64), starts=[7, 0, 9, 0], sinks=True)
+        yield from at_any_address(Case(dtype, made.case()))
+
+
 def edges() -> Iterator[Case]:
     """Yield lengths around powers of two, and windows, in numbers: what is one place off is off by little."""
     plain = Attention(_EDGES, garbage="numbers", spare=0)
@@ -86,6 +94,26 @@ def edges() -> Iterator[Case]:
     }
     for (name, how), dtype in itertools.product(special.items(), ("float32", "bfloat16", "float16")):
         yield Case(f"{name}, {dtype}", attrs.evolve(plain, **{"dtype": dtype, "heads": (4, 2), **how}).case())
+
+
+_JOINS = (
+    # Queries whose windows begin in other tiles, some of which see nothing at all: a start lies among them.
+    Attention([600, 333], [300, 300], starts=[450, 100], sinks=True, garbage="numbers"),
+    # Of a few queries of a long sequence, one sees a last key that is a split of its own.
+    Attention([4097, 2050, 5], [3, 2, 1], garbage="numbers"),
+    # What a window or a start hides is whole splits, and the short ones have fewer of them than the longest.
+    Attention([4097, 3000, 700, 5, 0], garbage="numbers"),
+    Attention([4097, 3000, 700, 5, 0], starts=[3900, 2999, 0, 5, 0], garbage="numbers"),
+)
+
+
+def joins() -> Iterator[Case]:
+    """Yield sequences of several tiles or splits of keys, however long those are, of some of which a query sees nothing."""
+    for made, window, dtype in itertools.product(_JOINS, (None, 1, 40, 700), ("float32", "bfloat16")):
+        text = f"{made.lens}, {made.counts or 'one each'}, starts {made.starts}, window {window}, {dtype}"
+        yield Case(f"joined: {text}", attrs.evolve(made, dtype=dtype, options={"window": window}).case())
+    wide = Attention([1100], [1100], heads=(8, 8), dims=(128, 128), options={"window": 2}, garbage="numbers")
+    yield Case("joined: many queries of wide rows, window 2", wide.case())
 
 
 def garbage() -> Iterator[Case]:
@@ -118,6 +146,8 @@ def nothing_seen() -> Iterator[Case]:
         "padding with several queries, and sinks": Attention([0, 5, 0], [2, 1, 3], sinks=True),
         "starts at the end": Attention([5, 20], [3, 1], starts=[5, 20]),
         "starts at the end, and sinks": Attention([5, 20], starts=[5, 20], sinks=True),
+        "starts at the end of many keys": Attention([2000, 4097, 300], [3, 1, 2], starts=[2000, 4097, 300], spare=0),
+        "starts at the end of many keys, one each": Attention([2000, 4097, 300], starts=[2000, 4097, 299], spare=0),
     }.items():
         yield Case(name, made.case())
 

@@ -7,13 +7,13 @@ of them. `kvdock_conformance.checking.memory` makes both real, from what `Drawin
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import attrs
 
-__all__ = ["ITEMSIZE", "Drawing", "Values", "View", "call", "strides_of"]
+__all__ = ["ITEMSIZE", "Drawing", "Values", "View", "call", "each_elsewhere", "strides_of"]
 
 Values = Sequence[int] | Mapping[str, int]
 """Bits of the elements in order, as signed integers: a list that is repeated as often as needed, or a recipe of
@@ -189,3 +189,17 @@ def call(op: str, **args: View | int | None) -> dict[str, Any]:
     """Return one call of an op as data: its arguments in the schema's order, by name. Those that are absent are left out."""
     present = {name: value for name, value in args.items() if value is not None}
     return {"op": op, "args": {name: value.spec() if isinstance(value, View) else value for name, value in present.items()}}
+
+
+def each_elsewhere(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield arguments: the first ones until they are known, then with each tensor of floats in turn from the others, the first in between.
+
+    What holds no floats goes by each other, such as lengths and sums, and comes from the others together.
+    """
+    alone = [[name] for name, value in first.items() if isinstance(value, View) and "float" in value.dtype]
+    together = [name for name in first if [name] not in alone]
+    yield from (dict(first) for _ in range(3))
+    for names in (*alone, together):
+        yield {**first, **{name: other[name] for name in names}}
+        yield dict(first)
+    yield dict(other)

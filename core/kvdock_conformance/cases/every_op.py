@@ -111,7 +111,7 @@ def _read(this: OpCall, drawing: Drawing) -> Arguments:
 def _slots(this: OpCall, drawing: Drawing) -> View:
     values = shuffled(this.geometry.capacity, this.seed)
     if this.is_padded:
-        values = [-1 if at % 3 == 1 else slot for at, slot in enumerate(expanded(values, math.prod(this.leading)))]
+        values = [-1 if at % 3 == 1 else slot for at, slot in enumerate(expanded(values, math.prod(this.leading)).tolist())]
     return drawing.tensor(this.index, this.leading, values=values)
 
 

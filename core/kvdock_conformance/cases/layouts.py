@@ -110,17 +110,12 @@ def _of_two(builders: Sequence[Callable[..., Pair]], drawing: Drawing, *sizes: A
     return k, v
 
 
-def _each(
-    order: Sequence[int] = (0, 1, 2, 3), gaps: Sequence[int] = (0, 0, 0, 0), offset: int = 0, shift: int = 0, fill: str = "random"
-) -> PoolBuilder:
-    """Return a builder of two separate tensors; ``offset`` and ``shift`` in elements."""
+def _each(order: Sequence[int] = (0, 1, 2, 3), gaps: Sequence[int] = (0, 0, 0, 0), offset: int = 0, fill: str = "random") -> PoolBuilder:
+    """Return a builder of two separate tensors; ``offset`` in elements."""
 
     def build(drawing: Drawing, g: Geometry) -> Pair:
         size = ITEMSIZE[g.dtype]
-        k, v = (
-            drawing.tensor(g.dtype, shape, order=order, gaps=gaps, offset=offset * size, shift=shift * size, fill=fill)
-            for shape in (g.k_shape, g.v_shape)
-        )
+        k, v = (drawing.tensor(g.dtype, shape, order=order, gaps=gaps, offset=offset * size, fill=fill) for shape in (g.k_shape, g.v_shape))
         return k, v
 
     return build
@@ -210,7 +205,6 @@ POOLS: Mapping[str, PoolBuilder] = _Builders(
         "k and v unlike, in whole vectors": _different_orders(gap=8, offset=8),
         "odd steps": _each(gaps=(0, 1, 3, 5)),
         "odd address": _each(offset=1),
-        "even address in an odd storage": _each(offset=1, shift=31),
         "k and v unlike": _different_orders(gap=3, offset=2),
         ANY_STEP: _pools_of_any_step,
         "untouched memory": _each(fill="zeros"),
@@ -257,15 +251,12 @@ def _contiguous(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
     return drawing.tensor(g.dtype, (*lead, g.hk, g.dk)), drawing.tensor(g.dtype, (*lead, g.hv, g.dv))
 
 
-def _strided(gaps: Sequence[int] = (0, 0, 0), offset: int = 0, shift: int = 0) -> SourceBuilder:
-    """Return a builder with free elements behind tokens, heads and rows; ``offset`` and ``shift`` in elements."""
+def _strided(gaps: Sequence[int] = (0, 0, 0), offset: int = 0) -> SourceBuilder:
+    """Return a builder with free elements behind tokens, heads and rows; ``offset`` in elements."""
 
     def build(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
         every, size = (*[0] * (len(lead) - 1), *gaps), ITEMSIZE[g.dtype]
-        k, v = (
-            drawing.tensor(g.dtype, (*lead, *row), gaps=every, offset=offset * size, shift=shift * size)
-            for row in ((g.hk, g.dk), (g.hv, g.dv))
-        )
+        k, v = (drawing.tensor(g.dtype, (*lead, *row), gaps=every, offset=offset * size) for row in ((g.hk, g.dk), (g.hv, g.dv)))
         return k, v
 
     return build
@@ -338,7 +329,6 @@ SOURCES: Mapping[str, SourceBuilder] = _Builders(
         "padded heads": _strided((0, 0, 8)),
         "odd steps": _strided((0, 1, 3)),
         "odd address": _strided(offset=1),
-        "even address in an odd storage": _strided(offset=1, shift=31),
         "k and v unlike": _unlike_rows,
         "one head for all": _one_head_for_all,
         "one token for all": _one_token_for_all,

@@ -151,7 +151,7 @@ _UPDATED: Sequence[Tier] = (
     (Level.CORE, {"count": (1, 15, 16, 17, 257)}),
     (Level.CORE, {"count": (1, 3), **_ROW_BYTES, "rows": (1, 3)}),
     (Level.CORE, {"count": (1, 17), **_FAR, "rows": (1, 3)}),
-    (Level.CORE, {"count": (2,), **_LONG, **_FARTHEST, "rows": (1,), "form": ("[b]", "int")}),
+    (Level.CORE, {"count": (2,), **_LONG, **_FARTHEST, "rows": (1,), "behind": (0,), "form": ("[b]", "int")}),
     (Level.CORE, {"count": (512, 1024), **_LONG, "sizes": ("1 x 64", "1 x 512"), "rows": (1, 3)}),
     (Level.CORE, {"count": (2049, 4097), **_LONG, "sizes": ("1 x 8",), "rows": (3,), "form": ("[b]",)}),
     (Level.CORE, {"count": (17,), **_ONCE, "source": ("cut short",), "rows": (3,)}),

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import attrs
 
+from kvdock_conformance.cases.addresses import at_any_address
 from kvdock_conformance.cases.drawing import Drawing, Values, View, call
 from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry
 from kvdock_conformance.cases.numbers import finite
@@ -20,6 +21,7 @@ QUANTISED = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz
 
 _SCALES = (0x3DCCCCCD, 0x3D4CCCCD, 0x3E800000, 0x40400000, 0x3B03126F)
 """0.1, 0.05, 0.25, 3 and 0.002."""
+_NAMES = ("k_scale", "v_scale")
 FORMS = ("for each head", "for each token and head", "in host memory")
 _TOKENS = 13
 _SPECIAL: Mapping[str, Sequence[int]] = MappingProxyType(
@@ -55,6 +57,8 @@ def writes() -> Iterator[Case]:
             yield _write(f"{dtype}, a scale {form}", dtype, form=form)
         for name, bits in _SPECIAL.items():
             yield _write(f"{dtype}, {name}", dtype, values=bits, scale=[0x3F800000])
+        by_head = _write(dtype, dtype, form="for each head")
+        yield from (_with_other_scales(by_head), *at_any_address(by_head, _NAMES))
         yield _write(f"{dtype}, padding", dtype, form="for each token and head", slots=[3, -1, 5, 0, -7, 23])
 
 
@@ -79,12 +83,26 @@ def _write(
     return Case(name, drawing.case(call("paged_caching_", **args)))
 
 
+def _with_other_scales(case: Case) -> Case:
+    """Return a case's call several times, on the same pools, with each scale in turn from elsewhere."""
+    (first,), arenas = case.data["calls"], [*case.data["arenas"]]
+    calls = [first, first]
+    for name in _NAMES:
+        scale = first["args"][name]
+        other = {**scale, "arena": len(arenas), "values": scale["values"][::-1]}
+        arenas.append(arenas[scale["arena"]])
+        calls += [{**first, "args": {**first["args"], name: other}}, first]
+    return Case(f"{case.name}, each scale in turn from elsewhere", {**case.data, "arenas": arenas, "calls": calls})
+
+
 def reads() -> Iterator[Case]:
     """Yield reads of quantised pools into float32, where the product of element and scale is rounded once."""
     for dtype in QUANTISED:
         yield _read(dtype, dtype)
         for form in FORMS:
             yield _read(f"{dtype}, a scale {form}", dtype, form=form)
+        by_head = _read(dtype, dtype, form="for each head")
+        yield from (_with_other_scales(by_head), *at_any_address(by_head, _NAMES))
         yield _read(f"{dtype}, padding", dtype, form="for each token and head", slots=[3, -1, 5, 0, -7, 23])
 
 

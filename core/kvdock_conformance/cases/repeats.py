@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from kvdock_conformance.cases.drawing import Drawing, call
+from kvdock_conformance.cases.drawing import Drawing, call, each_elsewhere
 from kvdock_conformance.cases.every_op import INDEX, OPS, OpCall, roomy
 from kvdock_conformance.cases.layouts import Geometry, Pair
 from kvdock_conformance.requirement import Case
@@ -51,6 +51,9 @@ def repeats() -> Iterator[Case]:
             caches = one.caches(drawing)
             calls = [attrs.evolve(one, seed=seed).call(drawing, caches) for seed in range(6)]
             yield Case(f"{op}, one token, values in {text} rows", drawing.case(*calls))
+        drawing, one = Drawing(), OpCall(op, tokens=4, geometry=_SMALL)
+        turned = each_elsewhere(one.arguments(drawing), attrs.evolve(one, seed=2).arguments(drawing))
+        yield Case(f"{op}, each argument in turn from elsewhere", drawing.case(*(call(op, **args) for args in turned)))
         if op in _PADDED:
             yield Case(f"{op}, indices written anew where they lie", _in_place(op))
 

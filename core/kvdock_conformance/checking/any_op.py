@@ -13,13 +13,11 @@ from kvdock_conformance.checking.calls import check_inputs, check_refused
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.meaning import compare_call, in_order, kernel_of, refer, schema_of
 from kvdock_conformance.checking.memory import Arenas, compare
-from kvdock_conformance.checking.plans import check_all_calls
-from kvdock_conformance.checking.repeated import BoundTarget
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.checking.watch import watched
 from kvdock_conformance.requirement import Capability, Check
 
-__all__ = ["BY_ANYBODY", "check_both_ways", "check_explained", "check_made_anew", "check_nothing_to_do", "check_only_written"]
+__all__ = ["BY_ANYBODY", "check_explained", "check_made_anew", "check_nothing_to_do", "check_only_written"]
 
 
 def _reasons_of_all(target: Target, data: Mapping[str, Any]) -> Sequence[str]:
@@ -39,16 +37,6 @@ def _check_refused_by_all(target: Target, data: Mapping[str, Any], reasons: Sequ
 
 
 BY_ANYBODY = Capability("serves the call, or a portable kernel does", _reasons_of_all, _check_refused_by_all)
-
-
-def check_both_ways(target: Target, data: Mapping[str, Any]) -> None:
-    """Check the calls of a case as a user makes them, and bound to their pools.
-
-    Raises:
-        NonconformanceError: a byte differs from the reference's.
-    """
-    for way in (target, BoundTarget(target.name, target.setup, str(target.device))):
-        check_all_calls(way, data)
 
 
 def check_only_written(target: Target, data: Mapping[str, Any]) -> None:

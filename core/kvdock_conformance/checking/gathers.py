@@ -98,13 +98,17 @@ def _check_result(target: Target, what: str, got: torch.Tensor, right: torch.Ten
 
 
 def check_dequantised(target: Target, data: Mapping[str, Any]) -> None:
-    """Check a read of slots of quantised pools, or of padding, into float32.
+    """Check reads of slots of quantised pools, or of padding, into float32, one after the other.
 
     Raises:
         NonconformanceError: a byte differs.
     """
-    memory, call = Arenas(data["arenas"], target.device), data["calls"][0]
-    args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
+    memory = Arenas(data["arenas"], target.device)
+    for call in data["calls"]:
+        _check_read(target, memory, call)
+
+
+def _check_read(target: Target, memory: Arenas, call: Mapping[str, Any]) -> None:
     expected = memory.copy()
     twins = {name: expected.tensor(spec) for name, spec in call["args"].items()}
     slots = twins["slot_mapping"].long()
@@ -112,5 +116,5 @@ def check_dequantised(target: Target, data: Mapping[str, Any]) -> None:
         pool, scale = twins[f"{name}_cache"], per_element(twins[f"{name}_scale"])
         rows = pool.float()[slots // pool.shape[1], slots % pool.shape[1]] * scale
         twins[f"{name}_out"].copy_(torch.where(slots[:, None, None] < 0, 0, rows))
-    target.call(call["op"], args)
+    target.call(call["op"], {name: memory.tensor(spec) for name, spec in call["args"].items()})
     compare(memory, expected, call["args"], call["op"])

@@ -7,7 +7,6 @@ between rows, the margins around each tensor, and the inputs.
 from __future__ import annotations
 
 import functools
-import itertools
 import random
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -56,7 +55,7 @@ class Arenas:
         tensor = typed.as_strided(spec["shape"], spec["strides"])
         if spec.get("values") is not None and tensor.numel():
             places = tensor[tuple(slice(0, None if step else 1) for step in spec["strides"])]  # those that are one in memory get one value
-            bits = torch.tensor(expanded(spec["values"], places.numel()), dtype=BITS[dtype.itemsize])
+            bits = torch.from_numpy(expanded(spec["values"], places.numel())).to(BITS[dtype.itemsize])
             places.view(bits.dtype).copy_(bits.reshape(places.shape))
         return tensor
 
@@ -88,13 +87,13 @@ class Arenas:
         return twin
 
 
-def expanded(values: Sequence[int] | Mapping[str, int], count: int) -> list[int]:
+def expanded(values: Sequence[int] | Mapping[str, int], count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return ``count`` integers: those of a list, repeated; ``first`` and so on by ``step``; or the first of ``shuffled`` numbers."""
     if not isinstance(values, Mapping):
-        return list(itertools.islice(itertools.cycle(values), count))
+        return np.resize(np.array(values, np.int64), count)
     if "first" in values:
-        return list(range(values["first"], values["first"] + count * values["step"], values["step"]))
-    return random.Random(values["seed"]).sample(range(values["shuffled"]), count)  # noqa: S311 - the same in every run
+        return values["first"] + values["step"] * np.arange(count)
+    return np.array(random.Random(values["seed"]).sample(range(values["shuffled"]), count), np.int64)  # noqa: S311 - the same in every run
 
 
 def filled(arena: Mapping[str, Any], device: torch.device) -> torch.Tensor:
@@ -114,7 +113,7 @@ def filled(arena: Mapping[str, Any], device: torch.device) -> torch.Tensor:
     return torch.from_numpy(room[start : start + count]).to("cpu" if on_host else device)
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(160)
 def _content(seed: int, dtype: str | None, bits: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return the bytes of 2**bits finite numbers of a dtype, `_PERIOD` at most; without one any bytes. Most cases have the same seeds."""
     draw, count = np.random.default_rng(seed), min(2**bits, _PERIOD)

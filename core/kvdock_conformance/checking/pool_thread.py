@@ -75,9 +75,10 @@ class PoolThread:
         self._number = number
         self._target, self._memory, self._op = target, memory, call["op"]
         self._args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
-        before = memory.copy()
+        own = {spec["arena"] for spec in call["args"].values() if isinstance(spec, Mapping)}
+        before = memory.copy(own)
         refer(expected, call)
-        after = before.copy()
+        after = before.copy(own)
         refer(after, call)
         written = {arg.name: call["args"][arg.name] for arg in schema_of(self._op).mutated if arg.name in call["args"]}
         self._computed = [
@@ -85,10 +86,10 @@ class PoolThread:
             for name, spec in written.items()
             if (tolerance := tolerance_of(self._op, self._args[name].dtype))
         ]
-        changed = [(was != now).nonzero().flatten() for was, now in zip(before.bytes, after.bytes, strict=True)]
+        changed = [(memory.bytes[at], (before.bytes[at] != after.bytes[at]).nonzero().flatten(), after.bytes[at]) for at in sorted(own)]
         self._places = [
             (content, places.to(content.device), now[places].to(content.device))
-            for content, places, now in zip(memory.bytes, changed, after.bytes, strict=True)
+            for content, places, now in changed
             if len(places) and not self._computed
         ]
 

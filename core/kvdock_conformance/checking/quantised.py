@@ -33,13 +33,17 @@ def per_element(scale: torch.Tensor) -> torch.Tensor:
 
 
 def check_quantised(target: Target, data: Mapping[str, Any]) -> None:
-    """Check a write of distinct slots, or padding.
+    """Check writes of distinct slots, or padding, one after the other.
 
     Raises:
         NonconformanceError: a byte differs.
     """
-    memory, call = Arenas(data["arenas"], target.device), data["calls"][0]
-    args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
+    memory = Arenas(data["arenas"], target.device)
+    for call in data["calls"]:
+        _check_write(target, memory, call)
+
+
+def _check_write(target: Target, memory: Arenas, call: Mapping[str, Any]) -> None:
     expected = memory.copy()
     twins = {name: expected.tensor(spec) for name, spec in call["args"].items()}
     for cache, source, scale in (("k_cache", "k", "k_scale"), ("v_cache", "v", "v_scale")):
@@ -48,5 +52,5 @@ def check_quantised(target: Target, data: Mapping[str, Any]) -> None:
         for row, slot in zip(rows, twins["slot_mapping"].tolist(), strict=True):
             if slot >= 0:
                 pool[slot // pool.shape[1], slot % pool.shape[1]] = row
-    target.call(call["op"], args)
+    target.call(call["op"], {name: memory.tensor(spec) for name, spec in call["args"].items()})
     compare(memory, expected, call["args"], call["op"])

@@ -17,9 +17,10 @@ __all__ = ["SERVED", "check_not_served", "reasons_against"]
 
 
 def _first_call(target: Target, data: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the arguments of a case's first call in the schema's order, on zeros: nobody asked looks at what pools and rows hold."""
+    """Return the arguments of a case's first call in the schema's order, on zeros: nobody asked looks at what tensors hold."""
     memory, call = Arenas([{**arena, "fill": "zeros"} for arena in data["arenas"]], target.device), data["calls"][0]
-    return tuple(memory.tensor(call["args"].get(name)) for name in runtime.default().dispatcher.op(call["op"]).schema.arg_names)
+    unset = {name: {**spec, "values": None} if isinstance(spec, Mapping) else spec for name, spec in call["args"].items()}
+    return tuple(memory.tensor(unset.get(name)) for name in runtime.default().dispatcher.op(call["op"]).schema.arg_names)
 
 
 def reasons_against(target: Target, data: Mapping[str, Any]) -> Sequence[str]:

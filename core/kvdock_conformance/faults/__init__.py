@@ -28,6 +28,7 @@ AREAS = (
     "static_update",
     "paged_attention",
     "attention_values",
+    "attention_joins",
     "latents",
     "descriptors",
     "repeats",

@@ -7,8 +7,10 @@ import math
 import torch
 
 from kvdock_conformance.cases.attention import OP
+from kvdock_conformance.faults.descriptors import of_the_key_pool
 from kvdock_conformance.faults.fault import Fault, Faults, FaultyCall, KernelSeed
 from kvdock_conformance.faults.seeds import Args, BackendCall, FaultyKernel, TwistedKernel
+from kvdock_conformance.faults.tensors import at_or_before
 
 __all__ = ["FAULTS"]
 
@@ -47,6 +49,31 @@ def _one_at_most(run: BackendCall, args: Args) -> None:
     if sums is not None and args["max_query_len"] == 1:
         args = {**args, "cu_query_lens": torch.arange(len(sums), device=sums.device).clamp(max=len(args["q"])).to(sums.dtype)}
     run(args)
+
+
+@FAULTS.call(
+    OP,
+    "attn-storages-taken-for-even",
+    "Queries, keys and values at a multiple of 16 bytes of their storage are taken to be at such an address.",
+    "KVD-ATTN-001",
+    by_address=True,
+)
+def _even_storages(run: BackendCall, args: Args) -> None:
+    run({**args, **{name: at_or_before(args[name], by_place=True) for name in ("q", "k_cache", "v_cache")}})
+
+
+@FAULTS.call(OP, "attn-index-address-rounded-to-16", "Indices begin at the multiple of 16 bytes at or before them.", "KVD-ATTN-001")
+def _rounded_index(run: BackendCall, args: Args) -> None:
+    names = ("block_table", "seq_lens", "cu_query_lens", "starts", "sinks")
+    run({**args, **{name: at_or_before(args[name]) for name in names if args[name] is not None}})
+
+
+FAULTS.plan(
+    OP,
+    "attn-values-by-the-keys",
+    "A plan finds the pool of values by the address of that of keys, of the first call.",
+    f"KVD-OP-004@{OP}",
+)(of_the_key_pool)
 
 
 def _checked_before() -> FaultyCall:

@@ -14,10 +14,10 @@ import kvdock
 from kvdock import runtime
 from kvdock.interface import TensorMeta
 from kvdock_conformance.cases.every_op import OPS
-from kvdock_conformance.faults.fault import Faults
+from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
 from kvdock_conformance.faults.tensors import restrided
 
-__all__ = ["FAULTS", "OwnKernel", "OwnPlan"]
+__all__ = ["FAULTS", "OwnKernel", "OwnPlan", "of_the_key_pool"]
 
 FAULTS = Faults("descriptors")
 _WRITE, _STATIC, _GATHER, _COPY = OPS
@@ -374,3 +374,19 @@ class _KnownByShape(OwnKernel):
         shapes = str([request.tensor(name).shape for name in ("k_cache", "v_cache")])
         found: Sequence[str] = self.kept.setdefault(shapes, self._inner.supports(request))
         return found
+
+
+def of_the_key_pool() -> FaultyCall:
+    """Return a call that finds the pool of values by the address of that of keys."""
+    kept: dict[Any, torch.Tensor] = {}
+
+    def call(run: BackendCall, args: Args) -> None:
+        keys, values = args["k_cache"], args["v_cache"]
+        run({**args, "v_cache": kept.setdefault((keys.data_ptr(), values.shape, values.stride()), values)})
+
+    return call
+
+
+for _op in OPS:
+    _sentence = "A plan finds the pool of values by the address of that of keys, of the first call."
+    FAULTS.plan(_op, f"desc-values-by-the-keys-of-{_op.strip('_')}", _sentence, "KVD-DESC-013")(of_the_key_pool)

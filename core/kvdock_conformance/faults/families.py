@@ -13,7 +13,7 @@ import kvdock
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
 from kvdock_conformance.faults.moves import MOVES, Move
 from kvdock_conformance.faults.quantised import QuantisedKernel
-from kvdock_conformance.faults.tensors import bits, dense, flip_byte, restrided
+from kvdock_conformance.faults.tensors import at_or_before, bits, dense, flip_byte, restrided
 
 __all__ = ["FAULTS", "each", "faults_of"]
 
@@ -23,7 +23,9 @@ _EVERY: list[Callable[[Move, Faults], None]] = []
 """What adds a fault of a move to a list, for each fault of the family."""
 
 
-def each(name: str, sentence: str, roles: str, among: str = "", to: Faults = FAULTS) -> Callable[[FaultyMove], FaultyMove]:
+def each(
+    name: str, sentence: str, roles: str, among: str = "", to: Faults = FAULTS, *, by_address: bool = False
+) -> Callable[[FaultyMove], FaultyMove]:
     """Add a fault of every move.
 
     Args:
@@ -33,11 +35,14 @@ def each(name: str, sentence: str, roles: str, among: str = "", to: Faults = FAU
             notices it in host memory only; with a ``?`` so it is with reads, which need not say what they leave out.
         among: only moves that have a requirement about this can be wrong like this.
         to: the list.
+        by_address: whether it shows in host memory alone, by where that lies.
     """
 
     def add(change: FaultyMove) -> FaultyMove:
         def add_to(move: Move, faults: Faults) -> None:
-            _add(faults.call, move, name, sentence, roles, among)(lambda run, args: change(move, *move.seen(run, args)))
+            _add(functools.partial(faults.call, by_address=by_address), move, name, sentence, roles, among)(
+                lambda run, args: change(move, *move.seen(run, args))
+            )
 
         _EVERY.append(add_to)
         for move in MOVES.values():
@@ -289,12 +294,23 @@ def _row_strides_ignored(move: Move, run: BackendCall, args: Args) -> None:
 
 @each("addresses-rounded-to-16", "Rows begin at the multiple of 16 bytes at or before them.", "addresses")
 def _rounded_addresses(move: Move, run: BackendCall, args: Args) -> None:
-    def rounded(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        past = tensor.data_ptr() % 16 // tensor.element_size()
-        is_moved = 0 < past <= tensor.storage_offset() and (move.index == "block_pairs" or not _is_pool(name))
-        return restrided(tensor, tensor.stride(), -past) if is_moved else tensor
+    is_of_pools = move.index == "block_pairs"
+    move.again(run, args, lambda name, tensor: at_or_before(tensor) if is_of_pools or not _is_pool(name) else tensor)
 
-    move.again(run, args, rounded)
+
+@each(
+    "storages-taken-for-even",
+    "What lies at a multiple of 16 bytes of its storage is taken to be at such an address.",
+    "addresses",
+    by_address=True,
+)
+def _even_storages(move: Move, run: BackendCall, args: Args) -> None:
+    move.again(run, args, lambda name, tensor: at_or_before(tensor, by_place=True))
+
+
+@each("index-address-rounded-to-16", "Indices begin at the multiple of 16 bytes at or before them.", "addresses")
+def _rounded_index(move: Move, run: BackendCall, args: Args) -> None:
+    move.with_index(run, args, at_or_before)
 
 
 @each("one-byte-past-the-row", "The byte behind the last row written is changed.", "bytes out-bytes")

@@ -90,20 +90,14 @@ class Faults(list[Fault]):
         super().__init__()
         self._area = area
 
-    def call(self, op: str, name: str, sentence: str, *killers: str, host_only: tuple[str, ...] = ()) -> Callable[[FaultyCall], FaultyCall]:
-        """Add a fault that is a function of a call, the same for all descriptors."""
+    def call(
+        self, op: str, name: str, sentence: str, *killers: str, host_only: tuple[str, ...] = (), by_address: bool = False
+    ) -> Callable[[FaultyCall], FaultyCall]:
+        """Add a fault that is a function of a call, the same for all descriptors; ``by_address`` where host memory's shows it alone."""
 
         def add(call: FaultyCall) -> FaultyCall:
-            self.append(
-                Fault(
-                    name,
-                    sentence,
-                    self._area or op,
-                    killers,
-                    KernelSeed(op, lambda inner: FaultyKernel(inner, lambda: call)),
-                    host_only=host_only,
-                )
-            )
+            change: Any = lambda inner: FaultyKernel(inner, lambda: call)  # noqa: E731 - the type is the reason
+            self.kernel(op, name, sentence, *killers, host_only=host_only, by_address=by_address)(change)
             return call
 
         return add

@@ -16,9 +16,9 @@ from kvdock.ops.active import ACTIVE_OPS
 from kvdock.ops.schema import Arg, Role
 from kvdock_conformance.checking.meaning import schema_of
 from kvdock_conformance.faults import descriptors
-from kvdock_conformance.faults.fault import Args, BackendCall, Fault, KernelSeed, Seed
+from kvdock_conformance.faults.fault import Args, BackendCall, Fault, HostSeed, KernelSeed, Seed
 from kvdock_conformance.faults.seeds import FaultyKernel
-from kvdock_conformance.faults.tensors import bits, flip_byte
+from kvdock_conformance.faults.tensors import at_or_before, bits, flip_byte
 from kvdock_conformance.requirement import Case, Requirement
 
 __all__ = ["FAULTS", "CallSeed", "OpFault", "mistakes_ignored", "never_nothing"]
@@ -60,11 +60,15 @@ def _add(name: str, sentence: str, killers: str, seed: Callable[[str], Seed]) ->
     FAULTS[name] = OpFault(name, sentence, tuple(f"KVD-OP-{number}" for number in killers.split()), seed)
 
 
-def _call(name: str, sentence: str, killers: str) -> Callable[[FaultyOpCall], FaultyOpCall]:
-    """Add a fault of a call."""
+def _call(name: str, sentence: str, killers: str, *, by_address: bool = False) -> Callable[[FaultyOpCall], FaultyOpCall]:
+    """Add a fault of a call; ``by_address`` where it shows in host memory alone, by where that lies."""
 
     def add(change: FaultyOpCall) -> FaultyOpCall:
-        _add(name, sentence, killers, lambda op: KernelSeed(op, lambda inner: FaultyKernel(inner, lambda: _bound(change, op))))
+        def seed(op: str) -> Seed:
+            made = KernelSeed(op, lambda inner: FaultyKernel(inner, lambda: _bound(change, op)))
+            return HostSeed(made) if by_address else made
+
+        _add(name, sentence, killers, seed)
         return change
 
     return add
@@ -154,6 +158,21 @@ def _steps_ignored(op: str, run: BackendCall, args: Args) -> None:
         return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
 
     run({**args, **{arg.name: dense(tensor) for arg, tensor in _tensors(op, args, Role.TENSOR)}})
+
+
+@_call("op-address-rounded-to-16", "What is read begins at the multiple of 16 bytes at or before it.", "001")
+def _rounded_address(op: str, run: BackendCall, args: Args) -> None:
+    run({**args, **{arg.name: at_or_before(tensor) for arg, tensor in _tensors(op, args, Role.TENSOR)}})
+
+
+@_call(
+    "op-storages-taken-for-even",
+    "What lies at a multiple of 16 bytes of its storage is taken to be at such an address.",
+    "001",
+    by_address=True,
+)
+def _even_storages(op: str, run: BackendCall, args: Args) -> None:
+    run({**args, **{arg.name: at_or_before(tensor, by_place=True) for arg, tensor in _tensors(op, args, Role.TENSOR)}})
 
 
 @_call("op-many-dropped", "A call of more than 64 rows does nothing.", "001 005")

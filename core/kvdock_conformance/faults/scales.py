@@ -9,6 +9,7 @@ import torch
 from kvdock_conformance.faults.fault import Faults
 from kvdock_conformance.faults.moves import GATHER, WRITE
 from kvdock_conformance.faults.quantised import QuantisedKernel, Quantises, Reads
+from kvdock_conformance.faults.tensors import at_or_before
 
 __all__ = ["FAULTS"]
 
@@ -19,6 +20,7 @@ _SCALES: Mapping[str, Callable[[torch.Tensor, torch.Tensor], Scales]] = {
     "key-scale-for-values": lambda k_scale, v_scale: (k_scale, k_scale),
     "first-scale-for-all": lambda k_scale, v_scale: (k_scale.reshape(-1)[0], v_scale.reshape(-1)[0]),
     "scale-ignored": lambda k_scale, v_scale: (torch.ones_like(k_scale), torch.ones_like(v_scale)),
+    "scale-address-rounded-to-16": lambda k_scale, v_scale: (at_or_before(k_scale), at_or_before(v_scale)),
 }
 """Scales that are used in place of those that came."""
 
@@ -48,7 +50,9 @@ def _limit_of_another(self: Quantises, quotient: torch.Tensor, dtype: torch.dtyp
 _SENTENCES = {
     "key-scale-for-values": "Values go by the scale of keys.",
     "first-scale-for-all": "Everything goes by the first of all scales.",
+    "first-scales-kept": "A plan goes by the scales of its first call for ever.",
     "scale-ignored": "A quantised pool is served, and its scale ignored.",
+    "scale-address-rounded-to-16": "Scales begin at the multiple of 16 bytes at or before them.",
     "quotients-cut": "Quotients are cut to integers instead of rounded.",
     "halves-rounded-up": "Halves are rounded away from zero instead of to even.",
     "infinity-is-nan": "An infinite quotient is stored as NaN.",
@@ -67,6 +71,8 @@ for _name, _scales in _SCALES.items():
     _method = lambda self, k_scale, v_scale, scales=_scales: scales(k_scale, v_scale)  # noqa: E731 - a method
     _add(WRITE.op, f"write-{_name}", "KVD-WRITE-022", Quantises, scales=_method)
     _add(GATHER.op, f"gather-{_name}", "KVD-GATHER-028", Reads, scales=_method)
+for _op, _prefix, _killer, _kind in ((WRITE.op, "write", "KVD-WRITE-022", Quantises), (GATHER.op, "gather", "KVD-GATHER-028", Reads)):
+    _add(_op, f"{_prefix}-first-scales-kept", _killer, _kind, scales=lambda self, *scales: vars(self).setdefault("kept", scales))
 for _name, _change in _STORED.items():
     _add(WRITE.op, f"write-{_name}", "KVD-WRITE-022", Quantises, stored=_stored(_change))
 _add(WRITE.op, "write-infinity-is-nan", "KVD-WRITE-022", Quantises, stored=_infinity_is_nan)

@@ -9,7 +9,7 @@ import torch
 from kvdock_conformance.checking.memory import BITS
 from kvdock_conformance.faults.fault import Args
 
-__all__ = ["bits", "capacity", "dense", "flip_byte", "in_range", "restrided", "store"]
+__all__ = ["at_or_before", "bits", "capacity", "dense", "flip_byte", "in_range", "restrided", "store"]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -25,6 +25,19 @@ def dense(shape: Sequence[int]) -> list[int]:
 def restrided(tensor: torch.Tensor, strides: Sequence[int], offset: int = 0) -> torch.Tensor:
     """Return a tensor's memory seen with other strides; it may show less of it than the shape asks for, never more."""
     return tensor.as_strided(tensor.shape, tuple(strides), tensor.storage_offset() + offset)
+
+
+def at_or_before(tensor: torch.Tensor, *, by_place: bool = False) -> torch.Tensor:
+    """Return a tensor as it is where it begins at a multiple of 16 bytes, else what begins at the one before it.
+
+    Args:
+        tensor: the tensor.
+        by_place: only where its place in its storage is such a multiple, so that nothing but its address tells.
+    """
+    size = tensor.element_size()
+    past = tensor.data_ptr() % 16 // size
+    is_moved = 0 < past <= tensor.storage_offset() and not (by_place and tensor.storage_offset() * size % 16)
+    return restrided(tensor, tensor.stride(), -past) if is_moved else tensor
 
 
 def capacity(args: Args) -> int:

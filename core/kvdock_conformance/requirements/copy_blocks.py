@@ -335,12 +335,8 @@ REQUIREMENTS = [
     AREA.require(
         21,
         "Pools may begin at any address that is a multiple of their element's size.",
+        AREA.addresses,
         [
-            *(
-                Copy(f"{name}, {dtype}", geometry=_EVEN(dim=64, dtype=dtype), pool=name)
-                for name in ("odd address", "even address in an odd storage")
-                for dtype in ("bfloat16", "float32")
-            ),
             Copy("rows of odd length", geometry=_EVEN(dim=5, heads=3), pool="odd address"),
             Copy("keys and values at unlike addresses", geometry=_EVEN(dim=64), pool="k and v unlike"),
         ],

@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 
+from kvdock_conformance.cases.addresses import at_any_address
 from kvdock_conformance.cases.drawing import Drawing, View, call
 from kvdock_conformance.cases.layouts import ANY_STEP, PACKED, SINGLE_SIZES, Geometry
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
@@ -18,7 +19,7 @@ from kvdock_conformance.checking.repeated import check_called, check_repeated
 from kvdock_conformance.checking.served import SERVED
 from kvdock_conformance.requirement import Case, Check, Level, Requirement
 
-__all__ = ["INT32_MAX", "INT32_MIN", "NO_BLOCKS", "OFF", "ORDERS", "SIZES_UNLIKE", "Area", "Refusal", "refusals"]
+__all__ = ["INT32_MAX", "INT32_MIN", "NO_BLOCKS", "ORDERS", "SIZES_UNLIKE", "Area", "Refusal", "refusals"]
 
 INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
 _SMALL = Geometry()
@@ -37,7 +38,6 @@ SIZES_UNLIKE: Mapping[str, Mapping[str, Any]] = {
 
 _DIMS = (1, 2, 3, 46, 64, 80, 96, 100, 128, 192, 256, 576)
 _HEADS = ((1, 64), (3, 64), (5, 80), (8, 128), (9, 128), (17, 64), (32, 128), (129, 8))
-OFF = ("odd address", "even address in an odd storage")
 
 Cases = Iterable[Any] | Callable[[], Iterable[Case]]
 """Calls, each with a method ``case``; or a function that makes cases."""
@@ -106,9 +106,10 @@ class Area:
         """Return calls where the steps of sizes of 1 mean nothing: in the pool, or in the rows."""
         return [self.make(f"{text}, whatever its step", geometry=g, **{argument: ANY_STEP}, **others) for text, g in SINGLE_SIZES.items()]
 
-    def addresses(self, argument: str, text: str) -> list[Any]:
-        """Return calls with tensors at addresses that are no multiple of 16 bytes."""
-        return [self.make(f"{text} at an {name}", **{argument: name}) for name in OFF]
+    def addresses(self) -> Iterator[Case]:
+        """Yield calls on rows of whole vectors with each tensor, and all of them, at addresses that are no multiple of 16 bytes."""
+        for dtype in ("bfloat16", "float32"):
+            yield from at_any_address(self.make(dtype, geometry=self.sizes(dim=64, dtype=dtype)).case())
 
     def numbers(self, **others: Any) -> list[Any]:
         """Return calls on random bits and on special values of every dtype; ``others`` is for random bits."""

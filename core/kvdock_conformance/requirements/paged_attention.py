@@ -33,15 +33,17 @@ def _of_any_op() -> Iterable[Requirement]:
 REQUIREMENTS = (
     _asked(
         1,
-        "Every result is within bounds of attention in float64, whatever two properties meet in a call, and no other byte is changed.",
+        "Every result is within bounds of attention in float64, whatever two properties meet in a call and wherever its tensors "
+        "begin, and no other byte is changed.",
         check_computed,
-        attention_batches.every_two,
+        lambda: (*attention_batches.every_two(), *attention_batches.addresses()),
     ),
     _asked(
         2,
-        "At lengths, windows, starts and chunks around powers of two, each query sees the keys that it is to see, no more and no less.",
+        "At lengths, windows, starts and chunks around powers of two, and of many keys of which it is to see few, each query sees the keys "
+        "that it is to see, no more and no less.",
         check_computed,
-        attention_batches.edges,
+        lambda: (*attention_batches.edges(), *attention_batches.joins()),
     ),
     _asked(
         3,

@@ -31,6 +31,7 @@ _LARGER = 66 << 20
 """So many bytes of keys: more than a thread has of malloc's, who takes of that where a process may have no more."""
 _WAYS = (("nhd", "contiguous"), ("hnd", "[B, H, q, D]"), ("padded slots", "padded heads"), ("odd address", "odd address"))
 """Pools and rows: dense for all ops but the static one, dense for that alone, and not dense."""
+_TIMED = (costs.check_supports_time, costs.check_new_counts, costs.check_destroy_time)
 _COUNTED = ("k", "v", "slot_mapping", "k_out", "v_out", "block_pairs", *(name for op in COMPUTING.values() for name in op.rows))
 
 
@@ -55,7 +56,7 @@ def _require(
             yield Case(name, drawing.case(*made(drawing, plain), **more), Level.EXTENDED if number else Level.CORE)
         yield from _wrong() if wrong else ()
 
-    return Requirement(f"KVD-RESOURCE-{number:03}", sentence, AREA, check, cases, level, needs)
+    return Requirement(f"KVD-RESOURCE-{number:03}", sentence, AREA, check, cases, level, needs, alone=check in _TIMED)
 
 
 def _wrong() -> Iterable[Case]:

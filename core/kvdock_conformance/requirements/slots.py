@@ -174,7 +174,7 @@ class SlotArea(Area):
         }
 
     def _layouts(self) -> Mapping[int, Sequence[Cases]]:
-        make, off = self.make, {"pool": "odd address", "rows": "odd address"}
+        make = self.make
         return {
             16: (self.orders(), self.any_step("pool")),
             17: (
@@ -188,12 +188,7 @@ class SlotArea(Area):
                 self.any_step("rows"),
                 [make(f"{text}, whatever its step", lead=lead, rows=ANY_STEP) for text, lead in (("one token", (1,)), ("one row", (1, 5)))],
             ),
-            19: (
-                self.addresses("pool", "pool"),
-                self.addresses("rows", self.tokens),
-                [make("both", geometry=self.sizes(dim=64), **off)],
-                [make("both, float32", geometry=self.sizes(dim=64, dtype="float32"), **off)],
-            ),
+            19: (self.addresses,),
             20: (self.numbers(lead=(24,)),),
         }
 

@@ -64,6 +64,7 @@ def test_failures_of_a_strangers_backend_may_be_expected(tmp_path: Path) -> None
         (("--backend", "reference", "--expected", "missing.toml"), "missing.toml: expected a TOML file"),
         (("--backend", "nobody"), "expected the name of a backend"),
         (("--backend", "reference", "--level", "all"), "Invalid value for '--level'"),
+        (("--backend", "reference", "--workers", "0"), "Invalid value for '--workers'"),
         ((), "expected one of --backend NAME, --prefix NAME, got none"),
     ],
 )

@@ -52,6 +52,14 @@ def test_a_good_backend(good: ConformanceRun, heard: list[Outcome]) -> None:
     assert set(found.about["versions"]) == {"kvdock", "torch", "python"}
 
 
+def test_areas_at_once_are_reported_in_the_order_of_the_plan() -> None:
+    some = ("KVD-WRITE-001", "KVD-COPY-001", "KVD-GATHER-001", "KVD-COPY-002")
+    found, told = run(plan("raises", chosen(some), workers=2), (heard := []).append), heard
+    assert verdicts(found) == {"KVD-WRITE-001": "failed", **dict.fromkeys(some[1:], "passed")}
+    assert [outcome.requirement.id for outcome in found.outcomes] == [*some]
+    assert sorted(outcome.requirement.id for outcome in told) == sorted(some)
+
+
 @pytest.mark.slow
 def test_what_a_backend_prints_is_no_answer() -> None:
     found = run(plan("prints", chosen(["KVD-WRITE-001"])))

@@ -1,0 +1,53 @@
+"""Requirements of several areas at once, each area by a session of its own."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import queue
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from kvdock_conformance.requirement import Level, Requirement
+from kvdock_conformance.session import Session
+from kvdock_conformance.verdict import Outcome
+
+__all__ = ["outcomes_of"]
+
+
+def outcomes_of(sessions: Sequence[Session], requirements: Iterable[Requirement], level: Level) -> Generator[Outcome, None, None]:
+    """Yield what comes of requirements as it comes, those of an area in their order. Closing it, or an interrupt, stops the sessions.
+
+    Args:
+        sessions: each with a child of its own. One runs everything in order, in this thread.
+        requirements: those to run.
+        level: at which level.
+    """
+    if len(sessions) == 1:
+        yield from (sessions[0].requirement(item, level) for item in requirements)
+        return
+    areas = collections.deque([*items] for _, items in itertools.groupby(requirements, lambda item: item.area))
+    told: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
+
+    def work(session: Session) -> None:
+        try:
+            while areas and not session.is_stopped:
+                for item in areas.popleft():
+                    told.put(session.requirement(item, level))
+        finally:
+            told.put(None)
+
+    with ThreadPoolExecutor(len(sessions)) as pool:
+        try:
+            ends = [pool.submit(work, session) for session in sessions]
+            left = len(ends)
+            while left:
+                outcome = told.get()
+                left -= outcome is None
+                if outcome is not None:
+                    yield outcome
+            for end in ends:
+                end.result()
+        finally:
+            for session in sessions:
+                session.stop()
