@@ -73,17 +73,17 @@ def measure(turns: int) -> tuple[list[float], list[float]]:
 def page(one: Sequence[float], two: Sequence[float]) -> str:
     """Return the page."""
     ratios = [both / single for single, both in zip(one, two, strict=True)]
-    rows = [
-        f"| {name} | {statistics.median(values) * scale:.{digits}f} | {' to '.join(f'{value * scale:.{digits}f}' for value in ends)} |"
-        for name, values, scale, digits in (("one group, us", one, 1e6, 0), ("two groups, us", two, 1e6, 0), ("ratio", ratios, 1, 2))
-        for ends in [(lambda cuts: (cuts[0], cuts[2]))(statistics.quantiles(values, n=4))]
-    ]
+    rows = []
+    for name, values, scale, digits in (("one group, us", one, 1e6, 0), ("two groups, us", two, 1e6, 0), ("ratio", ratios, 1, 2)):
+        low, middle, high = (f"{cut * scale:.{digits}f}" for cut in statistics.quantiles(values, n=4))
+        rows.append(f"| {name} | {middle} | {low} to {high} |")
     head = [
         "# A step of decoding with two layer groups",
         "",
         f"Written by `benchmarks/group_step.py`: {SEQUENCES} sequences of {LENGTHS[0]} to {LENGTHS[1]:,} tokens; `extend`,",
-        "`BatchTables.update` and `commit`, in the processor's time of one thread. One group keeps all tokens; the second of two has windows of 128 tokens,",
-        f"and lets a block go every {BLOCK} steps of each sequence. Steps of {len(one)} turns in one run, {platform.machine()},",
+        "`BatchTables.update` and `commit`, in the processor's time of one thread. One group keeps all tokens; the second of two",
+        f"has windows of 128 tokens, and lets a block go every {BLOCK} steps of each sequence. {len(one)} turns of {BLOCK} steps in one",
+        f"run, one beside the other; {platform.machine()},",
         f"{platform.system()}, Python {platform.python_version()}, numpy {np.__version__}.",
         "",
         "| | median | quartiles |",
