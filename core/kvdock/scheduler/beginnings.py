@@ -68,6 +68,7 @@ class Beginnings:
             pool.unlock(needs.handle, held)
             raise
         pool.prefix.record_match(needs.match.handle, ids.size)  # a refused prompt must not count as a match
+        pool.use(needs.match)
         seq = self.open(prompt.namespace, needs.match.handle)  # its own lock, before that on `needs.handle` is released
         seq._cached_len = needs.cached_len
         seq._row = row = rows.add(

@@ -43,6 +43,7 @@ class GroupedBlocks(PoolBlocks):
         self._rows = rows
         self._columns = units.table.shape[1]
         self.needs = Needs(units, rows, self.states)
+        self._longest: tuple[PrefixMatch | None, PrefixMatch | None] = None, None  # what was found last, and what was there of it
         self.tables = tables_of(units, rows, self.states, self.needs.passing)
 
     def hand_over(self) -> None:
@@ -138,13 +139,18 @@ class GroupedBlocks(PoolBlocks):
 
     def match(self, tokens: npt.NDArray[Any], namespace: Namespace) -> PrefixMatch:
         """Find the longest prefix behind which all groups can go on."""
-        match = super().match(tokens, namespace)
+        match = longest = super().match(tokens, namespace)
         count = self._usable(match.blocks)
         if count < match.blocks.size:
-            # Prompts part here: once this is computed again, keep it rather than what is within prefixes.
-            self.units.mark_ends(self.needs.last_of(match.blocks))
             match = super().match(tokens[: count * self.units.num_tokens], namespace)
+        self._longest = match, longest
         return match
+
+    def use(self, match: PrefixMatch) -> None:
+        """Note where prompts part: what is let go there, and where the tokens still were the same, is given up last."""
+        self.units.mark_ends(self.needs.last_of(match.blocks))
+        if self._longest[0] is match and self._longest[1] is not None:
+            self.units.mark_ends(self.needs.last_of(self._longest[1].blocks))
 
     def _usable(self, units: BlockIds) -> int:
         """Return behind how many of cached units, at most, each group has what it needs."""
@@ -156,7 +162,6 @@ class GroupedBlocks(PoolBlocks):
 
     def hold(self, blocks: BlockIds) -> Index:
         """Need what a sequence that goes on behind cached units needs of them; `unhold` takes what is returned."""
-        self.units.mark_ends(self.needs.last_of(blocks))
         places = self.needs.of_units(blocks)
         self.units.hold(places)
         return places

@@ -86,6 +86,9 @@ class PoolBlocks:
         """Find the longest prefix behind which a sequence can go on; it counts as no use."""
         return self.prefix.match_prefix(tokens, namespace, record=False)
 
+    def use(self, match: PrefixMatch) -> None:
+        """Note that a sequence goes on behind what was found, which is in use now."""
+
     def hold(self, blocks: BlockIds) -> Any:
         """Keep what a sequence that goes on behind cached blocks needs beside their lock; return what `unhold` takes."""
 

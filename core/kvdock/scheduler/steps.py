@@ -227,6 +227,7 @@ class Steps:
             seq = r.sequence(rows[place])
             # Recorded only here, where nothing can be refused any more.
             pool.prefix.record_match(match.handle, match.handle.cached_len)
+            pool.use(match)
             self._publisher.take_over(seq, match.handle, match.blocks)
         pairs = self._grow(rows, starts, stops)
         self._unlock(found, locked)

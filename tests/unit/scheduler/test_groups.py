@@ -477,3 +477,18 @@ def test_a_prompt_that_is_committed_in_parts_keeps_its_state() -> None:
     assert manager.plan([*range(16), 1]).cached_len == 0
     manager.finish(seq)
     manager.check_integrity()
+
+
+def test_to_plan_changes_nothing() -> None:
+    """Not even what is given up first: a prompt that is only planned does not part from others."""
+    gone = []
+    for plans in (0, 5):
+        manager = manager_of(FULL, WINDOW, num_blocks=60)
+        for start in (0, 100, 200):
+            manager.finish(run(manager, range(start, start + 30)))
+        for _ in range(plans):
+            manager.plan([*range(100, 116), 7])
+        manager.finish(run(manager, range(300, 330)))
+        gone.append([manager.plan([*range(start, start + length), 7]).cached_len for start in (0, 100, 200) for length in (8, 16, 28)])
+    assert gone[0] == gone[1]
+    assert len(set(gone[0])) > 1, "some of it had to go"
