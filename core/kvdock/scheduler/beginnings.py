@@ -38,9 +38,8 @@ class Beginnings:
         """Say what `begin` would find and take, and whether it would succeed."""
         needs = self._planner.look_up(prompt, partial=False)
         self._pool.prefix.lock_handle(needs.handle)
-        held = self._pool.hold(needs.match.blocks)
-        fits = self._pool.has(needs.blocks, states=1)  # under a lock: what is found cannot be evicted to make room, too
-        self._pool.unlock(needs.handle, held)
+        fits = self._pool.has(needs.blocks, 1, needs.match.blocks)  # under a lock: what is found cannot be evicted to make room, too
+        self._pool.prefix.lock_handle(needs.handle, unlock=True)
         return Fit(needs.cached_len, needs.blocks, fits)
 
     def begin(self, prompt: Prompt, priority: int, *, partial: bool) -> CacheSequence:

@@ -63,12 +63,13 @@ class GroupedBlocks(PoolBlocks):
         ids = self.allocator.num_free + self.evictable
         return (min(ids, self._room // self.units.per_unit) if self.units.per_unit else ids) - self.promised
 
-    def has(self, n: int, states: int = 0) -> bool:
-        """Whether ``n`` units that were not promised can be had, and states for so many sequences."""
+    def has(self, n: int, states: int = 0, behind: BlockIds | None = None) -> bool:
+        """Whether ``n`` units that were not promised can be had, and states for so many sequences, if one goes on ``behind`` others."""
         ids, blocks = n + self.promised, (n + self.promised) * self.units.per_unit + states * self.states.per_sequence
         if ids <= self.allocator.num_free and blocks <= self.units.blocks.num_free:  # spares asking the prefix cache
             return True
-        return ids <= self.allocator.num_free + self.evictable and blocks <= self._room
+        again = 0 if behind is None else self.units.idle_of(self.needs.of_units(behind))
+        return ids <= self.allocator.num_free + self.evictable and blocks + again <= self._room
 
     @property
     def capacity(self) -> int:

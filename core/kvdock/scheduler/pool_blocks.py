@@ -152,8 +152,8 @@ class PoolBlocks:
         finally:
             self.is_busy = False
 
-    def has(self, n: int, states: int = 0) -> bool:
-        """Whether ``n`` blocks that were not promised can be had, and states for so many sequences."""
+    def has(self, n: int, states: int = 0, behind: BlockIds | None = None) -> bool:
+        """Whether ``n`` blocks that were not promised can be had, and states for so many sequences, if one goes on ``behind`` others."""
         return n <= self.allocator.num_free - self.promised or n <= self.available  # the first spares asking the prefix cache
 
     def check(self, n: int, subject: str, *, states: int = 0) -> None:
