@@ -94,7 +94,7 @@ class BatchTables(NotCopied):
         self._manager = manager
         self._version = np.zeros(rows, dtype=np.intp)  # of what each row shows; 0 is padding
         self._replaced = np.zeros(rows, dtype=np.intp)  # since when that has only got more blocks
-        self._shown = [np.zeros(rows, dtype=np.intp) for _ in widths]  # blocks of each, by group
+        self._shown = {table.block_size: np.zeros(rows, dtype=np.intp) for table in self._groups}  # blocks of each, by their size
         self._sizes = (rows, rows, rows + 1, tokens, *[tokens] * len(widths))
         self._flat = np.zeros(sum(self._sizes), dtype=np.int32)
         seq_lens, query_lens, sums, positions, slots = self._parts(self._flat)
@@ -220,10 +220,7 @@ class BatchTables(NotCopied):
             has_grown = of.replaced[rows[shown]] == self._replaced[shown]
             if not has_grown.all() or shown.size < changed.size:
                 self._write_rows(rows, changed[~np.isin(changed, shown[has_grown])])
-            grown = shown[has_grown]
-            for table, out, widths in zip(self._groups, self.host.block_tables, self._shown, strict=True):
-                if not table.is_state:
-                    self._write_more(table, out, widths, rows[grown], grown)
+            self._write_more(rows[shown[has_grown]], shown[has_grown])
             self._version = versions
             self._replaced[shown] = of.replaced[rows[shown]]
             self._replaced[rows.size :] = 0
@@ -233,24 +230,30 @@ class BatchTables(NotCopied):
         """Write all blocks of rows of the tables, and what pads them."""
         shown = places[places < rows.size]
         of = rows[shown]
-        for table, out, widths in zip(self._groups, self.host.block_tables, self._shown, strict=True):
+        for table, out in zip(self._groups, self.host.block_tables, strict=True):
+            widths = table.widths(of)
             out[places] = 0  # the null block, as in the manager's own table behind the blocks of a row
-            widths[places] = 0
-            widths[shown] = table.widths(of)
-            found = table.dense(of, min(out.shape[1], int(widths[shown].max())) if of.size else 0)
+            self._shown[table.block_size][shown] = widths
+            found = table.dense(of, min(out.shape[1], int(widths.max())) if of.size else 0)
             out[shown, : found.shape[1]] = found
 
-    def _write_more(self, table: GroupTable, out: Int32, shown: Index, rows: Index, places: Index) -> None:
+    def _write_more(self, rows: Index, places: Index) -> None:
         """Write the blocks that rows have got behind those which are shown."""
-        starts = shown[places]
-        counts = table.widths(rows) - starts
+        spans: dict[int, tuple[Index, Index, Index]] = {}
+        for table, out in self._with_host():
+            if table.block_size not in spans:  # groups of one size have got as many
+                spans[table.block_size] = self._columns_to_write(table, rows, places)
+            which, to, columns = spans[table.block_size]
+            out[to, columns] = table.at(which, columns)
+
+    def _columns_to_write(self, table: GroupTable, rows: Index, places: Index) -> tuple[Index, Index, Index]:
+        """Return of each block to write its row, the row of the tables, and the column; and note that they are shown."""
+        shown = self._shown[table.block_size]
+        starts, stops = shown[places], table.widths(rows)
+        counts = stops - starts
         columns = positions_of(starts, counts)
-        if columns is not starts:
-            rows, to = rows.repeat(counts), places.repeat(counts)
-        else:
-            to = places
-        out[to, columns] = table.at(rows, columns)
-        shown[places] = starts + counts
+        shown[places] = stops
+        return (rows, places, columns) if columns is starts else (rows.repeat(counts), places.repeat(counts), columns)
 
     def _send(self, changed: Index) -> None:
         """Copy to the device what `update` has written on the host."""
