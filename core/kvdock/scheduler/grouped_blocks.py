@@ -176,7 +176,8 @@ class GroupedBlocks(PoolBlocks):
         self.needs.settle(rows)
 
     def leave(self, row: int) -> None:
-        """Let a row need nothing, and release its states."""
+        """Let a row need nothing, and release its states. A prompt that goes on with its tokens needs what it needed: that goes last."""
+        self.units.mark_ends(self.needs.last_of(self._rows.blocks(row, 0, int(self._rows.shared[row]))))
         self.needs.leave(row)
         self.states.leave(row)
 
