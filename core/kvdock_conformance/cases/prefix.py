@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from kvdock_conformance.checking.group_engine import GROUPED
 from kvdock_conformance.requirement import Case, Level
 
-__all__ = ["BAD_CALLS", "FORMS", "MIX", "Step", "sequence", "sequences"]
+__all__ = ["BAD_CALLS", "FORMS", "MIX", "Step", "grouped", "sequence", "sequences"]
 
 Step = dict[str, Any]
 
@@ -136,3 +137,16 @@ def sequences(
                 yield Case(f"blocks of {size}, seed {seed}", made, level)
 
     return cases
+
+
+def grouped() -> Iterable[Case]:
+    """Return random engines on managers of several layer groups, or of one that lets tokens go: what `drive_engine` is told.
+
+    Pools are small, so that prefixes are evicted and blocks of units let go; prompts begin alike, but for some of each model: where no
+    group keeps all tokens, there are more units than blocks then.
+    """
+    for seed in range(10):
+        for at, name in enumerate(GROUPED):
+            variety, blocks = (0.5, 90) if (seed + at) % 2 else (0.04, (24, 40)[seed // 2 % 2])
+            data = {"model": name, "num_blocks": blocks, "null_block": seed % 3 > 0, "seed": seed, "steps": 60, "variety": variety}
+            yield Case(f"{name}, seed {seed}", data, Level.EXTENDED if seed else Level.CORE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kvdock_conformance.cases.prefix import BAD_CALLS, FORMS, MIX, sequences
+from kvdock_conformance.cases.prefix import BAD_CALLS, FORMS, MIX, grouped, sequences
 from kvdock_conformance.checking.prefix_alike import STORES_AND_CHOOSES, check_alike
 from kvdock_conformance.checking.prefix_calls import (
     ABOUT_ALL,
@@ -21,6 +21,7 @@ from kvdock_conformance.checking.prefix_calls import (
     check_threads,
 )
 from kvdock_conformance.checking.prefix_costs import check_costs, check_deep, check_leaves_nothing
+from kvdock_conformance.checking.prefix_groups import check_groups
 from kvdock_conformance.checking.prefix_whole import CAN_BE_DAMAGED, check_notices_damage
 from kvdock_conformance.requirement import Case, Level, Requirement
 
@@ -144,6 +145,8 @@ _SENTENCES = """
    another.
 30 Statistics tell the ages of what went: of each block how many matches and insertions ago it was used last.
 31 Matches, locks, insertions and evictions leave no memory behind once their handles are gone.
+32 A manager of several layer groups, whose block numbers are those of units, is served as one of a single group: it finds all that is
+   stored, reads what was written, adds up after each call, and decides as another that is called alike.
 """
 """By number; what is indented goes on with the line before."""
 
@@ -190,6 +193,7 @@ _ROWS: Mapping[int, Sequence[Any]] = {
     29: (check_notices_damage, _of(5, 16), CAN_BE_DAMAGED),
     30: (check_calls, sequences("ages", {"match": 6, "record": 3, "insert": 6, "behind": 4, "evict": 2, "discard": 8}, length=160)),
     31: (check_leaves_nothing, _of(2, times=500), None),
+    32: (check_groups, grouped, None),
 }
 """By number the check, its cases, and the capability that it needs, where that is not `STORES`."""
 

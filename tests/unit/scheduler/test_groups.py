@@ -13,7 +13,8 @@ import kvdock
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, IndexRangeError, IntegrityError, KVDockError, OutOfBlocksError
 from kvdock.layers import KeepAll, KeepChunk, KeepState, KeepWindow, Retention
 from kvdock.scheduler import BatchTables, CacheManager, CacheSequence, csr_table, dense_table, sequence_lengths, token_table
-from support_group_model import Engine, group
+from kvdock_conformance.checking.group_engine import group_of as group
+from support_group_model import Engine
 
 FULL, WINDOW = group(KeepAll(), 4), group(KeepWindow(8), 2)
 STATE = group(KeepState(), 1)
