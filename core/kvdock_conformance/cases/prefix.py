@@ -142,11 +142,16 @@ def sequences(
 def grouped() -> Iterable[Case]:
     """Return random engines on managers of several layer groups, or of one that lets tokens go: what `drive_engine` is told.
 
-    Pools are small, so that prefixes are evicted and blocks of units let go; prompts begin alike, but for some of each model: where no
-    group keeps all tokens, there are more units than blocks then.
+    Pools are small, so that prefixes are evicted and blocks of units let go.
     """
     for seed in range(10):
         for at, name in enumerate(GROUPED):
-            variety, blocks = (0.5, 90) if (seed + at) % 2 else (0.04, (24, 40)[seed // 2 % 2])
-            data = {"model": name, "num_blocks": blocks, "null_block": seed % 3 > 0, "seed": seed, "steps": 60, "variety": variety}
-            yield Case(f"{name}, seed {seed}", data, Level.EXTENDED if seed else Level.CORE)
+            blocks = (24, 40, 90)[(seed + at) % 3]
+            yield _grouped(f"{name}, seed {seed}", name, blocks, seed, level=Level.EXTENDED if seed else Level.CORE)
+    for name in ("a window", "states alone"):  # of which no group keeps all, so that there may be more units than blocks
+        yield _grouped(f"{name}, more units than blocks", name, 90, 0, longest=200)
+
+
+def _grouped(case: str, model: str, num_blocks: int, seed: int, *, longest: int = 30, level: Level = Level.CORE) -> Case:
+    how = {"null_block": seed % 3 > 0, "seed": seed, "steps": 120, "longest": longest}
+    return Case(case, {"model": model, "num_blocks": num_blocks, **how}, level)

@@ -12,23 +12,26 @@ from kvdock_conformance.checking.group_engine import GroupEngine, must_be
 
 __all__ = ["drive_engine"]
 
-_ACTIONS = ("begin", "begin", "step", "step", "step", "batch", "batch", "fork", "truncate", "draft", "end", "pin", "unpin", "reset")
+_ACTIONS = (
+    *("begin", "begin", "begin", "step", "step", "step", "batch", "batch", "end", "end"),
+    *("fork", "truncate", "draft", "pin", "unpin", "reset"),
+)
 
 
-def drive_engine(engine: GroupEngine, seed: int, steps: int, variety: float = 0.04) -> None:
+def drive_engine(engine: GroupEngine, seed: int, steps: int, longest: int = 30) -> None:
     """Make random calls, and look at everything after each; then end all, and see that all blocks are back.
 
     Args:
         engine: the engine, new.
         seed: of chance.
         steps: how many calls.
-        variety: how likely a token of a prompt is another than usual: prompts of low variety begin alike.
+        longest: tokens of the longest prompt.
     """
     rng, pins = random.Random(seed), list[Any]()  # noqa: S311 - the same in every run
     for _ in range(steps):
         action, one = rng.choice(_ACTIONS), rng.choice(engine.all) if engine.all else None
         if action == "begin" or one is None:
-            _begin(engine, rng, variety)
+            _begin(engine, rng, longest)
         elif action == "step":
             engine.step(one, rng.choice([1, 1, 3, 9]))
         elif action == "batch":
@@ -46,15 +49,17 @@ def drive_engine(engine: GroupEngine, seed: int, steps: int, variety: float = 0.
                 pins.append(engine.manager.pin(one.ids[: one.seq.computed], one.namespace))
         elif action == "unpin" and pins:
             pins.pop(rng.randrange(len(pins))).release()
-        elif action == "reset" and not pins and rng.random() < 0.3:
+        elif action == "reset" and not pins and rng.random() < 0.1:
             engine.manager.reset(keep_open=True)
         engine.check()
     _end_all(engine, pins)
 
 
-def _begin(engine: GroupEngine, rng: random.Random, variety: float) -> None:
-    """Begin a random prompt: reserved, in chunks, or with a limit to what is cached of it."""
-    ids = [int(rng.random() < variety) for _ in range(rng.randint(1, 30))]
+def _begin(engine: GroupEngine, rng: random.Random, longest: int) -> None:
+    """Begin a prompt that begins like others and goes on at random: reserved, in chunks, or with a limit to what is cached of it."""
+    length = rng.randint(1, longest)
+    alike = rng.randint(0, length)
+    ids = [int(rng.random() < 0.04) for _ in range(alike)] + [rng.randrange(3) for _ in range(alike, length)]
     how: dict[str, Any] = {"reserve": rng.choice([0, 0, 5])}
     if rng.random() < 0.5:
         how["at_most"] = rng.randint(1, 12)

@@ -25,6 +25,7 @@ GROUPED: Mapping[str, Sequence[tuple[Retention, int]]] = MappingProxyType(
         "full and a window": [(KeepAll(), 4), (KeepWindow(6), 2)],
         "full and a window with sinks": [(KeepAll(), 2), (KeepWindow(7, sinks=3), 2)],
         "windows and full of unlike blocks": [(KeepAll(), 6), (KeepWindow(5), 2), (KeepWindow(9), 3)],
+        "full and a window shorter than a unit": [(KeepAll(), 8), (KeepWindow(3), 2)],
         "full and chunks": [(KeepAll(), 2), (KeepChunk(8), 4)],
         "full and a state": [(KeepAll(), 4), (KeepState(), 1)],
         "full, a window and two states": [(KeepAll(), 4), (KeepWindow(4), 2), (KeepState(), 1), (KeepState(), 1)],
@@ -99,6 +100,7 @@ class GroupEngine:
         """Copy blocks, all at once, as `PagedKVCache.copy_blocks` does."""
         if len(pairs):
             must_be("blocks to copy into, each once", len(pairs), len(np.unique(pairs[:, 1])))
+            must_be("the least of the blocks to copy", 0, min(0, int(pairs.min())))
             self.memory[pairs[:, 1]] = self.memory[pairs[:, 0]]
 
     def check_readable(self, one: Request, length: int) -> None:
@@ -256,4 +258,4 @@ class GroupEngine:
         self.manager.check_integrity()
         for one in self.all:
             self.check_readable(one, one.seq.computed)
-        self.told.append(self.facts())
+        self.told.append((self.facts(), self.manager.prefix.stored_blocks().tolist()))

@@ -179,7 +179,7 @@ def check_groups(target: PrefixTarget, data: Mapping[str, Any]) -> None:
     told = list[list[Any]]()
     for prefix in (FollowedCache(target.make(size), slow), target.make(size)):
         engine = GroupEngine(name, data["num_blocks"], prefix=prefix, null_block=data["null_block"])
-        drive_engine(engine, data["seed"], data["steps"], data["variety"])
+        drive_engine(engine, data["seed"], data["steps"], data["longest"])
         told.append(engine.told)
     for number, (one, other) in enumerate(zip(*told, strict=True)):
         must_be(f"call {number}: sequences and tables of two managers that are called alike", one, other)

@@ -44,6 +44,7 @@ AREAS = (
     "prefix",
     "prefix_answers",
     "prefix_behind",
+    "prefix_groups",
 )
 """Modules of this package."""
 

@@ -13,7 +13,7 @@ from kvdock.prefix import EvictionPolicy, InsertResult, PrefixMatch, SizeInfo
 from kvdock.prefix.inputs import slots_of
 from kvdock_conformance.faults.prefix_seed import Change, after, answered, changed, faults_of, first, forgiving
 
-__all__ = ["FAULTS"]
+__all__ = ["FAULTS", "By"]
 
 _TABLE = """
 last-block-not-matched     | 001     | A match that goes to the end of the tokens leaves their last block out.
@@ -191,7 +191,7 @@ def _what_there_is(cache: Any, evict: Any, num_blocks: int) -> Any:
     return evict(cache.size_info.evictable_size // cache.block_size)
 
 
-class _By(EvictionPolicy):
+class By(EvictionPolicy):
     """Asks a function once for each time of creation.
 
     Args:
@@ -209,7 +209,7 @@ class _By(EvictionPolicy):
 
 def _policy(key: Change, name: str = "of one's own") -> dict[str, Change]:
     """Return a change of ``__init__`` that brings another policy."""
-    return {"__init__": lambda cache, init, block_size=16, policy=None: init(block_size, _By(name, key))}
+    return {"__init__": lambda cache, init, block_size=16, policy=None: init(block_size, By(name, key))}
 
 
 _WENT: dict[str, dict[str, Any]] = {
