@@ -92,6 +92,7 @@ class UnitBlocks:
         passing: which columns may go while the unit stays, bool ``[columns]``.
         needs: how many sequences and pins need each block of ``table``; only of such columns.
         is_cached: which units the prefix cache has.
+        is_end: in or behind which units prompts ended: what is let go there is given up last.
         num_idle: blocks of cached units that may go for themselves, and that nobody needs.
     """
 
@@ -118,7 +119,7 @@ class UnitBlocks:
         self.table: BlockIds = np.full((ids, len(by_column)), _NONE, dtype=np.int32)
         self.needs = np.zeros((ids, len(by_column)), dtype=np.int32)
         self.is_cached = np.zeros(ids, dtype=np.bool_)
-        self._is_end = np.zeros(ids, dtype=np.bool_)
+        self.is_end = np.zeros(ids, dtype=np.bool_)
         self.num_idle = 0
         # What nobody needs, first what was let go longest ago: within prefixes, and where prompts ended. A place of an entry counts
         # while its number is the one that the place was given last.
@@ -137,7 +138,7 @@ class UnitBlocks:
         if self.needs[units].any():
             raise IntegrityError("UnitBlocks", expected="no sequence that needs a unit without holders", got=units.tolist())
         self._give_back(units[:, None] * self.table.shape[1] + np.arange(self.table.shape[1]))
-        self._is_end[units] = False
+        self.is_end[units] = False
 
     def hold(self, places: Index) -> None:
         """Let somebody more need blocks, each once; places count through ``table``."""
@@ -192,7 +193,7 @@ class UnitBlocks:
 
     def replace(self, old: BlockIds, new: BlockIds) -> None:
         """Give cached units what they lack of the blocks of others with equal tokens, that are about to be released."""
-        lacking = (self.table[new] == _NONE) & (self.table[old] != _NONE) & (old != new)[:, None]
+        lacking = (self.table[new] == _NONE) & (self.table[old] != _NONE)
         at, column = lacking.nonzero()
         self.table[new[at], column] = self.table[old[at], column]
         self.table[old[at], column] = _NONE
@@ -230,7 +231,7 @@ class UnitBlocks:
 
     def mark_ends(self, units: BlockIds) -> None:
         """Note that prompts ended in or behind units: what was let go there is given up last."""
-        self._is_end[units] = True
+        self.is_end[units] = True
 
     def _unneeded(self, units: BlockIds) -> Index:
         """Return places of blocks of units that may go for themselves and that nobody needs."""
@@ -258,7 +259,7 @@ class UnitBlocks:
         if not places.size:
             return
         self.num_idle += places.size
-        is_end = self._is_end[places // self.table.shape[1]]
+        is_end = self.is_end[places // self.table.shape[1]]
         for which, mine in ((0, places[~is_end]), (1, places[is_end])) if np.count_nonzero(is_end) else ((0, places),):
             serials = np.arange(self._serial, self._serial + mine.size)
             self._serials.reshape(-1)[mine] = serials

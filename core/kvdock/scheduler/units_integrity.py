@@ -36,7 +36,7 @@ def check_units(units: UnitBlocks, needs: Index, states: BlockIds) -> None:
         "what is needed to be there": bool(is_there[units.needs > 0].all()),
         "as many idle blocks as are counted": int(idle.sum()) == units.num_idle,
         "a turn for each idle block": units.waiting() >= set(np.flatnonzero(idle).tolist()),
-        "cached units to be held": not (units.is_cached & ~is_held).any(),
+        "cached units, and ends of prompts, to be held": not ((units.is_cached | units.is_end) & ~is_held).any(),
         "checkpoints of cached units, or needed": not (unneeded & ~units.is_cached[:, None])[:, units.states].any(),
     }
     wrong = ", ".join(what for what, holds in facts.items() if not holds)

@@ -37,7 +37,7 @@ def drive_engine(engine: GroupEngine, seed: int, steps: int, longest: int = 30) 
         elif action == "batch":
             engine.batch(rng.sample(engine.all, rng.randint(1, len(engine.all))))
         elif action == "fork":
-            engine.fork(one, rng.randint(0, one.seq.num_tokens))
+            engine.fork(one, rng.choice([one.seq.num_tokens, rng.randint(0, one.seq.num_tokens)]))
         elif action == "truncate":
             engine.truncate(one, rng.randint(0, min(one.seq.num_tokens, len(one.ids))))
         elif action == "draft":

@@ -16,7 +16,7 @@ from kvdock_conformance.faults.prefix_seed import Change, after, answered, chang
 __all__ = ["FAULTS", "By"]
 
 _TABLE = """
-last-block-not-matched     | 001     | A match that goes to the end of the tokens leaves their last block out.
+last-block-not-matched     | 001 032 | A match that goes to the end of the tokens leaves their last block out.
 blocks-of-64-bits          | 001     | Blocks come back as int64.
 indices-in-blocks          | 001 002 | Indices are blocks.
 handle-of-the-root         | 001 005 | The handle of a match stands for no token.
@@ -29,14 +29,14 @@ types-of-parts-dropped     | 004     | Parts of a namespace that print alike are
 parts-joined               | 004     | The parts of a namespace are joined without a mark between them.
 true-is-one                | 004     | A part True is taken for 1.
 namespaces-by-hash         | 004     | Namespaces are compared by their hashes.
-duplicates-not-canonical   | 002 021 | An insertion returns the blocks that the caller passed.
+duplicates-not-canonical   | 002 021 032 | An insertion returns the blocks that the caller passed.
 what-was-there-miscounted  | 002     | cached_len of an insertion counts what is stored by it.
 split-loses-its-lock       | 005 006 | The upper part of a run that is split is not locked.
-end-not-locked             | 005 006 | A lock protects what is before the last block of its prefix, and not that.
+end-not-locked             | 005 006 032 | A lock protects what is before the last block of its prefix, and not that.
 one-lock-for-all           | 005     | The first unlock releases all locks of a place.
 lock-of-a-whole-run        | 005 023 | A lock protects the rest of the run that its place is in.
-eviction-in-tokens         | 006     | Evicting n blocks frees those of n tokens.
-eviction-of-one-more       | 006 023 | Evicting n blocks frees one more, where there is one.
+eviction-in-tokens         | 006 032 | Evicting n blocks frees those of n tokens.
+eviction-of-one-more       | 006 023 032 | Evicting n blocks frees one more, where there is one.
 eviction-returns-slots     | 006     | An eviction returns the slots of what it frees.
 eviction-returns-what-there-is | 009 | Evicting more than there is frees what there is, and does not raise.
 a-use-does-not-count       | 007     | The cache declares lru, and evicts what was stored first.
@@ -54,7 +54,7 @@ stale-handles-ignored      | 008     | Locking what was evicted does nothing.
 handles-outlive-a-reset    | 011 008 | A handle from before a reset is good after it.
 reset-keeps-what-is-locked | 011     | A reset leaves locked prefixes where they are.
 any-block-size             | 018     | A block of no tokens is made one of one, and one of too many is made.
-protected-counted-twice    | 012     | evictable_size counts what is locked too.
+protected-counted-twice    | 012 032 | evictable_size counts what is locked too.
 blocks-unsorted            | 012     | stored_blocks is in no order.
 walks-by-recursion         | 016     | Paths are walked by recursion.
 threads-unnoticed          | 017     | Any thread may call at any time.

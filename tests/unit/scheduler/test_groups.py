@@ -239,6 +239,18 @@ def test_a_checkpoint_that_only_its_sequence_needs_is_its_own_again_where_there_
     manager.check_integrity()
 
 
+def test_a_checkpoint_that_a_pin_needs_too_is_nobody_s_own_again() -> None:
+    manager = manager_of(FULL, STATE, num_blocks=3, state_interval=4)
+    seq = manager.begin(range(4))
+    manager.commit(seq, [], computed=4)
+    with manager.pin(range(4)):
+        with pytest.raises(OutOfBlocksError):
+            manager.extend(seq, 1)
+        manager.check_integrity()
+    manager.extend(seq, 1)
+    manager.check_integrity()
+
+
 def test_chunks_end_where_a_state_can_be_kept() -> None:
     manager = manager_of(FULL, STATE)
     seq = manager.begin(range(11), at_most=7)
@@ -249,6 +261,30 @@ def test_chunks_end_where_a_state_can_be_kept() -> None:
     manager.commit(seq, [], computed=8)
     manager.extend(seq, 7)
     assert seq.num_tokens == 15, "behind the prompt's last whole unit there is nothing to stop for"
+
+
+# Copies.
+
+
+def test_sequences_that_let_go_of_one_block_at_once_let_it_go_once() -> None:
+    for prefix in ("radix", "naive"):
+        manager = manager_of(FULL, WINDOW, prefix=prefix)
+        seqs = [seq := run(manager, range(12)), manager.fork(seq)]
+        for length in range(12, 30):
+            manager.extend(seqs, 1)
+            manager.commit(seqs, [length, length], computed=[length + 1] * 2)
+            manager.check_integrity()
+
+
+def test_a_copy_of_a_unit_has_no_block_where_that_has_none() -> None:
+    manager = manager_of(group(KeepAll(), 8), group(KeepWindow(3), 2), prefix="naive")
+    seq = run(manager, range(7), at_most=1)
+    fork = manager.fork(seq)
+    before = used(manager)
+    pairs = manager.extend([seq, fork], 1)
+    # Of the window's four blocks of a unit the last two are needed behind seven tokens.
+    assert sorted(pairs[:, 0].tolist()) == sorted([*seq.block_table(0).tolist(), *seq.block_table(1)[2:].tolist()])
+    assert used(manager) == before + 3
 
 
 # What can be undone.
