@@ -40,6 +40,10 @@ _IDS_WITHOUT_BLOCKS = 64
 """Units for each block of the pool where no group keeps all: of a long sequence most have no block any more."""
 
 
+_FEW = 4096
+"""Entries of which it costs nothing that they wait no more."""
+
+
 def checked_groups(subject: str, groups: object) -> tuple[LayerGroup, ...]:
     """Return layer groups, at least one, or raise."""
     found = tuple(groups) if isinstance(groups, Sequence) else ()
@@ -266,7 +270,7 @@ class UnitBlocks:
             self._serial += mine.size
             self._idle[which].append((mine, serials))
             self._entries += mine.size
-        if self._entries > 2 * self.num_idle + 4096:  # mostly what does not wait any more
+        if self._entries > 2 * self.num_idle + _FEW:  # mostly what does not wait any more
             self._entries = 0
             for queue in self._idle:
                 live = [(places[is_live], serials[is_live]) for places, serials in queue for is_live in [self._is_waiting(places, serials)]]

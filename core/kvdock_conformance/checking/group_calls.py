@@ -41,7 +41,7 @@ def drive_engine(engine: GroupEngine, seed: int, steps: int, longest: int = 30) 
         elif action == "truncate":
             engine.truncate(one, rng.randint(0, min(one.seq.num_tokens, len(one.ids))))
         elif action == "draft":
-            engine.draft(one)
+            engine.draft(one, is_undone=rng.random() < 0.5)
         elif action == "end":
             engine.end(one, rng.choice(["keep", "keep", "drop", "abort"]))
         elif action == "pin":

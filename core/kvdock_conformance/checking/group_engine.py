@@ -209,13 +209,14 @@ class GroupEngine:
     def look_at(self, seqs: Sequence[CacheSequence]) -> None:
         """Look at a batch that is about to be computed; there is nothing more to see here."""
 
-    def draft(self, one: Request) -> None:
-        """Make room for four tokens of one that waits for one, and give it up."""
+    def draft(self, one: Request, *, is_undone: bool) -> None:
+        """Make room for four tokens of one that waits for one, and give it up; or leave it for a later step, or for a cut."""
         if one.seq.computed == one.seq.num_tokens == len(one.ids):
             made = self.tried(lambda: self.manager.extend(one.seq, 4))
             if made is not None:
                 self.copy(made[1])
-                self.truncate(one, one.seq.computed)
+                if is_undone:
+                    self.truncate(one, one.seq.computed)
 
     def fork(self, one: Request, tokens: int) -> None:
         """Fork a sequence; refused is what cannot be gone on with."""

@@ -122,6 +122,28 @@ def test_what_is_cached_but_let_go_makes_room_first() -> None:
     manager.check_integrity()
 
 
+def test_what_was_let_go_first_goes_first_and_no_more_than_is_missing() -> None:
+    manager = manager_of(FULL, WINDOW)
+    manager.finish(run(manager, range(40)))
+    units, stored = manager._pool.units, manager.prefix.match_prefix(range(40)).blocks
+    for gone in (1, 2, 5):
+        units.drop(gone - int((units.table[stored] == -1).sum()), ends=False)
+        assert np.flatnonzero(units.table[stored, 1:] == -1).tolist() == list(range(gone))
+        manager.check_integrity()
+
+
+def test_what_waits_no_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdock.scheduler.units._FEW", 0)
+    manager = manager_of(FULL, WINDOW, STATE)
+    manager.finish(run(manager, range(40)))
+    units = manager._pool.units
+    for number in range(30):
+        manager.finish(run(manager, [*range(40 - number % 2 * 8), 77]))
+        manager.check_integrity()
+        entries = sum(places.size for queue in units._idle for places, _ in queue)
+        assert units.num_idle <= entries == units._entries <= 2 * units.num_idle
+
+
 # Hits.
 
 
@@ -476,6 +498,18 @@ def test_check_integrity_notices(fault: str) -> None:
     manager = broken(BROKEN[fault])
     with pytest.raises(IntegrityError):
         manager.check_integrity()
+
+
+def test_a_unit_that_is_needed_cannot_be_freed() -> None:
+    manager = manager_of(FULL, WINDOW, prefix="naive")
+    seq = run(manager, range(30))
+    with pytest.raises(IntegrityError, match="no sequence that needs a unit without holders"):
+        manager.allocator.release(seq._rows.blocks(seq._row))
+
+
+def test_there_are_no_more_units_than_a_prefix_cache_can_name() -> None:
+    manager = manager_of(group(KeepWindow(8), 512), num_blocks=2**17)
+    assert manager.allocator.num_blocks * manager.block_size == 2**31
 
 
 def steps(engine: Engine, times: int) -> None:
