@@ -151,7 +151,8 @@ class GroupedBlocks(PoolBlocks):
         """Note where prompts part: what is let go there, and where the tokens still were the same, is given up last."""
         self.units.mark_ends(self.needs.last_of(match.blocks))
         if self._longest[0] is match and self._longest[1] is not None:
-            self.units.mark_ends(self.needs.last_of(self._longest[1].blocks))
+            ends = self.needs.last_of(self._longest[1].blocks)
+            self.units.mark_ends(ends[self.units.is_cached[ends]])  # others have been evicted since, to make room
 
     def _usable(self, units: BlockIds) -> int:
         """Return behind how many of cached units, at most, each group has what it needs."""

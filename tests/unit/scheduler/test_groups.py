@@ -209,6 +209,18 @@ def test_ranks_that_are_called_alike_decide_alike() -> None:
     assert tables[0] == tables[1]
 
 
+def test_what_a_prompt_has_evicted_of_its_own_prefix_is_marked_no_more() -> None:
+    """Where prompts part is noted once there is room, for which units without windows may have gone."""
+    manager = manager_of(FULL, group(KeepWindow(5), 1), num_blocks=21)
+    manager.finish(run(manager, range(40)))
+    for ends in (False, True):
+        manager._pool.units.drop(10**6, ends=ends)
+    other = manager.begin(range(100, 108))
+    seq = manager.begin([*range(40), 7], at_most=4)
+    assert (seq.cached_len, other.num_tokens) == (0, 8)
+    manager.check_integrity()
+
+
 # States.
 
 

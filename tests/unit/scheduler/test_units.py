@@ -11,7 +11,7 @@ from kvdock.errors import ArgumentValueError, IntegrityError
 from kvdock.layers import KeepAll, KeepState, KeepWindow
 from kvdock.scheduler.units import UnitBlocks
 from kvdock.scheduler.units_integrity import check_units
-from support_group_model import group
+from kvdock_conformance.checking.group_engine import group_of as group
 
 FULL, WINDOW, STATE = group(KeepAll(), 4), group(KeepWindow(4), 2), group(KeepState(), 1)
 NO_STATES = np.empty(0, dtype=np.int32)
