@@ -1,17 +1,40 @@
-"""The kit's engine on managers of several layer groups, which also looks at the tables of batches."""
+"""The kit's engine on managers of several layer groups, which also looks at the tables of batches and at how much is found."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from kvdock.scheduler import BatchTables, CacheSequence, dense_table, token_table
-from kvdock_conformance.checking.group_engine import GroupEngine
+from kvdock_conformance.checking.group_engine import GroupEngine, Request
 
 __all__ = ["Engine"]
 
 
 class Engine(GroupEngine):
-    """Compares what `BatchTables` and exporters show of a batch with what each sequence says."""
+    """Compares what `BatchTables` and exporters show of a batch with what each sequence says, and hits with the longest there could be."""
+
+    def begin(self, ids: list[int], namespace: tuple[Any, ...] = (), **how: Any) -> Request | None:
+        assert self.manager.plan(ids, namespace).cached_len == self.longest_hit(ids, namespace)
+        return super().begin(ids, namespace, **how)
+
+    def longest_hit(self, ids: list[int], namespace: tuple[Any, ...]) -> int:
+        """Return behind how many cached tokens each group has all that the next one reads, by what blocks units have."""
+        size, units = self.manager.block_size, self.manager._pool.units
+        found = self.manager.prefix.match_prefix(ids[: (len(ids) - 1) // size * size], namespace, record=False).blocks
+        for count in range(found.size, 0, -1):
+            reads = (self._read(at, found[:count], count * size) for at in range(len(self.groups)))
+            if all(units.table[place] >= 0 for places in reads for place in places):
+                return count * size
+        return 0
+
+    def _read(self, at: int, units: Any, length: int) -> set[tuple[int, int]]:
+        """Return the places, in the table of units, of what a group reads behind a number of tokens."""
+        group, of = self.groups[at], self.manager._pool.units
+        if group.retention.is_state:
+            return {(int(units[-1]), of.starts[at])}
+        blocks = {position // group.block_size for span in group.retention.spans(length) for position in span}
+        return {(int(units[block // of.widths[at]]), of.starts[at] + block % of.widths[at]) for block in blocks}
 
     def look_at(self, seqs: Sequence[CacheSequence]) -> None:
         tables = BatchTables(self.manager, len(seqs), 64)

@@ -512,13 +512,6 @@ def test_check_integrity_notices(fault: str) -> None:
         manager.check_integrity()
 
 
-def test_a_unit_that_is_needed_cannot_be_freed() -> None:
-    manager = manager_of(FULL, WINDOW, prefix="naive")
-    seq = run(manager, range(30))
-    with pytest.raises(IntegrityError, match="no sequence that needs a unit without holders"):
-        manager.allocator.release(seq._rows.blocks(seq._row))
-
-
 def test_there_are_no_more_units_than_a_prefix_cache_can_name() -> None:
     manager = manager_of(group(KeepWindow(8), 512), num_blocks=2**17)
     assert manager.allocator.num_blocks * manager.block_size == 2**31

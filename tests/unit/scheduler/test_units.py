@@ -136,6 +136,20 @@ def test_a_unit_that_is_cached_no_longer_keeps_what_is_needed() -> None:
     assert units.blocks.num_used == 0
 
 
+def test_a_unit_that_is_somebody_elses_by_now_waits_no_more() -> None:
+    """A sequence that has just got room needs none of it yet."""
+    units = made(FULL, WINDOW)
+    (unit,) = units_of(units, 1)
+    units.cache(as_ids(unit))
+    units.uncache(as_ids(unit))
+    units.ids.release([unit])
+    assert units_of(units, 1) == [unit]
+    units.drop(10, ends=False)
+    assert (units.table[unit] >= 0).all()
+    assert units.idle_of(places(units, unit, 1, 2)) == 0
+    check(units)
+
+
 def test_a_cached_unit_gets_what_it_lacks_from_an_equal_one() -> None:
     units = made(FULL, WINDOW)
     cached, own = units_of(units, 2)
