@@ -18,6 +18,14 @@ class Engine(GroupEngine):
         assert self.manager.plan(ids, namespace).cached_len == self.longest_hit(ids, namespace)
         return super().begin(ids, namespace, **how)
 
+    def check(self) -> None:
+        """Look, too, whether only what somebody needs has a block, where nothing is cached."""
+        super().check()
+        null = self.manager.null_block
+        if not self.manager.prefix.can_store and null is not None:
+            tables = [one.seq.block_table(at).tolist() for one in self.all for at in range(len(self.groups))]
+            assert self.manager._pool.units.blocks.num_used == len({null, *(block for table in tables for block in table)})
+
     def longest_hit(self, ids: list[int], namespace: tuple[Any, ...]) -> int:
         """Return behind how many cached tokens each group has all that the next one reads, by what blocks units have."""
         size, units = self.manager.block_size, self.manager._pool.units

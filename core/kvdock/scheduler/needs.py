@@ -95,8 +95,9 @@ class Needs:
         stops = self._rows.num_blocks[rows]
         for at, (group, old, new) in enumerate(zip(self._passing, kept, first, strict=True)):
             had, have = (before, stops) if group.width == 1 else (before * group.width, stops * group.width)
-            gained.append(self._ranges(group, rows, np.maximum(had, new), have))
-            lost.append(self._ranges(group, rows, np.maximum(old, group.leading) if group.leading else old, np.minimum(new, had)))
+            # What comes and passes in one step is needed in between, so that it is let go as the rest.
+            gained.append(self._ranges(group, rows, had, have))
+            lost.append(self._ranges(group, rows, np.maximum(old, group.leading) if group.leading else old, np.minimum(new, have)))
             self._first[at, rows] = new
         if (more := is_new.nonzero()[0]).size:
             self._note_units(rows[more], before[more], stops[more])
@@ -186,13 +187,14 @@ class Needs:
 
     def _need(self, row: int, first: Index) -> None:
         """Let a row need what its numbers say and nothing else; what it needs still is never without need in between."""
-        before = self.of_row(row)
+        before, stop = self.of_row(row), int(self._stop[row])
         self._first[:, row] = first
         self._note_units(np.array([row]), np.zeros(1, dtype=np.intp), self._rows.num_blocks[[row]])
         if self._states.per_sequence:
             self._checkpoint[row] = self._states.places(row)
         self._units.hold(self.of_row(row))
         self._units.unhold(before)
+        self._units.let_go(self._table[row, stop : self._stop[row]])
 
     def _note_units(self, rows: Index, before: Index, stops: Index) -> None:
         """Note the units of rows behind the first ``before``, of which the units are about to be told."""

@@ -168,6 +168,10 @@ class UnitBlocks:
                 self._let_idle(last[is_cached])
                 self._give_back(last[~is_cached])
 
+    def let_go(self, units: BlockIds) -> None:
+        """Give back what nobody needs, and never did, of units that are new to a sequence; cached ones have noted it."""
+        self._give_back(self._unneeded(units[~self.is_cached[units]]))
+
     def cache(self, units: BlockIds) -> None:
         """Note that units are cached from now on."""
         self.is_cached[units] = True

@@ -73,6 +73,27 @@ def test_sinks_stay() -> None:
     assert used(manager) <= 2 + 3
 
 
+def test_sinks_stay_that_come_in_one_step_with_what_is_let_go() -> None:
+    manager = manager_of(group(KeepWindow(4, sinks=6), 2), prefix="naive")
+    seq = run(manager, range(2))
+    manager.extend(seq, 30)
+    manager.commit(seq, range(2, 32), computed=32)
+    assert np.flatnonzero(seq.slot_mapping(0, 32) >= 0).tolist() == [*range(6), *range(28, 32)]
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("groups", [(group(KeepWindow(8), 2),), (group(KeepWindow(8, sinks=6), 2),), (FULL, WINDOW, STATE)])
+def test_what_is_computed_and_passes_in_one_step_is_let_go(groups: Any) -> None:
+    """Chunks of a prompt are longer than windows, mostly, and nothing may be cached."""
+    taken = []
+    for at_most in (4, 64):
+        manager = manager_of(*groups, num_blocks=200, prefix="naive")
+        run(manager, range(200), at_most=at_most)
+        manager.check_integrity()
+        taken.append(used(manager))
+    assert taken[0] == taken[1]
+
+
 def test_a_chunk_is_let_go_when_the_next_one_begins() -> None:
     manager = manager_of(group(KeepChunk(8), 2), prefix="naive")
     seq = run(manager, range(8), at_most=8)
