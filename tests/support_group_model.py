@@ -23,8 +23,15 @@ class Engine(GroupEngine):
         super().check()
         null = self.manager.null_block
         if not self.manager.prefix.can_store and null is not None:
-            tables = [one.seq.block_table(at).tolist() for one in self.all for at in range(len(self.groups))]
-            assert self.manager._pool.units.blocks.num_used == len({null, *(block for table in tables for block in table)})
+            blocks = [self._blocks_of(one.seq, at) for one in self.all for at in range(len(self.groups))]
+            assert self.manager._pool.units.blocks.num_used == len({null}.union(*blocks))
+
+    def _blocks_of(self, seq: CacheSequence, at: int) -> set[int]:
+        """Return the blocks of a sequence in a group, with those that its last unit has beyond its tokens."""
+        table, of = seq.block_table(at), self.manager._pool.units
+        begun = 0 if self.groups[at].retention.is_state else table.size % of.widths[at]
+        rest = of.table[seq._rows.blocks(seq._row)[-1], of.starts[at] + begun : of.starts[at] + of.widths[at]] if begun else []
+        return {*table.tolist(), *(int(block) for block in rest)}
 
     def longest_hit(self, ids: list[int], namespace: tuple[Any, ...]) -> int:
         """Return behind how many cached tokens each group has all that the next one reads, by what blocks units have."""

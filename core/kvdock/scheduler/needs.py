@@ -76,15 +76,16 @@ class Needs:
             self._units.cache(self._stored.pop())
 
     def _settle(self, rows: Index, first: list[Index], is_new: npt.NDArray[np.bool_]) -> None:
-        """Settle rows whose units, as ``is_new`` says, or first blocks have changed."""
+        """Settle rows whose units, as ``is_new`` says, or first blocks have changed.
+
+        A row whose checkpoint is another is replaced, too; or `renew` and `take_back` have told.
+        """
         before, kept = self._stop[rows], [each[rows] for each in self._first]
         has_grown = self._rows.replaced[rows] == self._replaced[rows]
         for group, old, new in zip(self._passing, kept, first, strict=True):
             has_grown &= new >= old
             if group.leading:
                 has_grown &= group.leading <= before * group.width
-        if self._states.per_sequence:
-            has_grown &= [np.array_equal(self._states.places(row), self._checkpoint[row]) for row in rows.tolist()]
         if np.count_nonzero(has_grown) < rows.size:
             self._tell_stored()  # first: what is let go of these stays there
             for one in np.flatnonzero(~has_grown).tolist():
@@ -187,14 +188,14 @@ class Needs:
 
     def _need(self, row: int, first: Index) -> None:
         """Let a row need what its numbers say and nothing else; what it needs still is never without need in between."""
-        before, stop = self.of_row(row), int(self._stop[row])
+        before = self.of_row(row)
         self._first[:, row] = first
         self._note_units(np.array([row]), np.zeros(1, dtype=np.intp), self._rows.num_blocks[[row]])
         if self._states.per_sequence:
             self._checkpoint[row] = self._states.places(row)
         self._units.hold(self.of_row(row))
         self._units.unhold(before)
-        self._units.let_go(self._table[row, stop : self._stop[row]])
+        self._units.let_go(self._table[row, : self._stop[row]])
 
     def _note_units(self, rows: Index, before: Index, stops: Index) -> None:
         """Note the units of rows behind the first ``before``, of which the units are about to be told."""

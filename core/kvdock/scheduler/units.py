@@ -169,7 +169,7 @@ class UnitBlocks:
                 self._give_back(last[~is_cached])
 
     def let_go(self, units: BlockIds) -> None:
-        """Give back what nobody needs, and never did, of units that are new to a sequence; cached ones have noted it."""
+        """Give back what nobody needs of units of a sequence that are not cached, and perhaps never did: room, or copies."""
         self._give_back(self._unneeded(units[~self.is_cached[units]]))
 
     def cache(self, units: BlockIds) -> None:

@@ -257,6 +257,7 @@ class GroupEngine:
     def check(self) -> None:
         """Prove that everything is whole, and note what was decided."""
         self.manager.check_integrity()
+        must_be("tokens for which there is room beyond what is promised, where fewer than none", 0, min(self.manager.available_size, 0))
         for one in self.all:
             self.check_readable(one, one.seq.computed)
         self.told.append((self.facts(), self.manager.prefix.stored_blocks().tolist()))

@@ -242,6 +242,16 @@ def test_what_a_prompt_has_evicted_of_its_own_prefix_is_marked_no_more() -> None
     manager.check_integrity()
 
 
+@pytest.mark.parametrize("rule", [KeepWindow(4), KeepWindow(4, sinks=6), KeepChunk(8)])
+def test_what_passes_in_one_step_is_found_again(rule: Retention) -> None:
+    manager = manager_of(group(rule, 2))
+    seq = run(manager, range(2))
+    manager.extend(seq, 30)
+    manager.commit(seq, range(2, 32), computed=32)
+    for length in range(2, 32, 2):
+        assert manager.plan([*range(length), 99]).cached_len == length
+
+
 # States.
 
 
@@ -357,6 +367,27 @@ def test_drafts_can_be_undone_and_what_was_let_go_cannot() -> None:
     with pytest.raises(IndexRangeError, match=r"CacheManager.fork: num_tokens: expected at least .* Fix: fork\(\) before"):
         manager.fork(seq, 3)
     manager.check_integrity()
+
+
+def test_what_is_promised_is_there_whatever_is_undone() -> None:
+    undone = refused = 0
+    for num_blocks in range(24, 40):
+        manager = manager_of(FULL, WINDOW, num_blocks=num_blocks)
+        seq = run(manager, range(40))
+        while manager.plan([99], reserve=3).fits:
+            manager.begin([99], ("other",), reserve=3)
+        for n in range(39, 20, -1):
+            try:
+                manager.truncate(seq, n)
+                undone += 1
+            except (OutOfBlocksError, IndexRangeError):
+                refused += 1
+                break
+            finally:
+                assert manager.available_size >= 0
+                manager.check_integrity()
+    assert undone
+    assert refused
 
 
 def test_a_state_cannot_be_undone() -> None:
