@@ -193,6 +193,24 @@ def test_without_its_window_a_prefix_is_no_hit_but_a_shorter_one_is() -> None:
     manager.check_integrity()
 
 
+def test_without_its_sinks_a_prefix_is_no_hit() -> None:
+    manager = manager_of(group(KeepWindow(4, sinks=6), 2))
+    manager.finish(run(manager, range(30)))
+    units, (first, *_) = manager._pool.units, manager.prefix.match_prefix(range(2)).blocks
+    assert manager.plan([*range(30), 7]).cached_len == 30
+    while units.table[first, 0] >= 0:
+        units.drop(1, ends=not any(places.size for places, _ in units._idle[0]))
+    assert manager.plan([*range(30), 7]).cached_len == 0
+
+
+def test_the_state_where_prompts_part_is_kept_longest() -> None:
+    manager = manager_of(FULL, STATE, num_blocks=40, state_interval=4)
+    system = list(range(100, 116))
+    for number in range(8):
+        manager.finish(run(manager, [*system, number, *range(20)]))
+        assert manager.plan([*system, 77, 78]).cached_len == 16, "it is in use again and again"
+
+
 def test_where_prompts_part_is_kept_longest() -> None:
     """A system prompt's window goes after what was let go within other prompts."""
     manager = manager_of(FULL, WINDOW, num_blocks=60)
