@@ -235,8 +235,13 @@ class GroupEngine:
     def truncate(self, one: Request, tokens: int) -> None:
         """Cut a sequence; refused is what cannot be gone on with, and never what is not computed."""
         least = one.seq.shortest
+
+        def truncate() -> bool:
+            self.manager.truncate(one.seq, tokens)
+            return True
+
         try:
-            done = self.tried(lambda: (self.manager.truncate(one.seq, tokens), True))
+            done = self.tried(truncate)
         except IndexRangeError:
             must_be("whether as many tokens as a sequence says could be kept", False, least <= tokens)
             return

@@ -286,6 +286,35 @@ def test_a_state_has_a_checkpoint_at_the_end_of_a_prompt_and_every_so_often() ->
     assert manager.plan([*range(15), 99]).cached_len == 8
 
 
+def test_checkpoints_are_as_far_apart_behind_a_hit_and_in_a_fork() -> None:
+    manager = manager_of(FULL, STATE, state_interval=8)
+    manager.finish(run(manager, range(9), at_most=8))
+    seq = manager.begin([*range(8), 50])
+    assert seq.cached_len == 8
+    manager.commit(seq, [], computed=9)
+    for one in (manager.fork(seq), seq):
+        for token in range(9, 17):
+            manager.extend(one, 1)
+            manager.commit(one, [token + one._serial], computed=token + 1)
+        ids = one.tokens.tolist()
+        assert [manager.plan([*ids[:length], 99]).cached_len for length in (12, 16)] == [8, 16]
+        manager.check_integrity()
+
+
+def test_a_prompt_goes_on_with_the_state_that_another_has_published() -> None:
+    manager = manager_of(FULL, STATE)
+    seq = manager.begin(range(20), at_most=4)
+    manager.commit(seq, [], computed=4)
+    manager.extend(seq, 2)
+    manager.commit(seq, [], computed=6)
+    manager.finish(run(manager, range(20), at_most=8))
+    manager.check_integrity()
+    _, pairs = manager.extend(seq, 4)
+    assert seq.computed == 16
+    assert pairs[:, 1].tolist() == seq.block_table(1).tolist()
+    manager.check_integrity()
+
+
 def test_a_checkpoint_is_copied_before_it_is_written() -> None:
     manager = manager_of(FULL, STATE, null_block=True, state_interval=4)
     seq = manager.begin(range(4))
