@@ -14,6 +14,8 @@ __all__ = ["Engine"]
 class Engine(GroupEngine):
     """Compares what `BatchTables` and exporters show of a batch with what each sequence says, and hits with the longest there could be."""
 
+    tables: BatchTables | None = None  # the same in all steps, of whatever sequences
+
     def begin(self, ids: list[int], namespace: tuple[Any, ...] = (), **how: Any) -> Request | None:
         assert self.manager.plan(ids, namespace).cached_len == self.longest_hit(ids, namespace)
         return super().begin(ids, namespace, **how)
@@ -52,7 +54,9 @@ class Engine(GroupEngine):
         return {(int(units[block // of.widths[at]]), of.starts[at] + block % of.widths[at]) for block in blocks}
 
     def look_at(self, seqs: Sequence[CacheSequence]) -> None:
-        tables = BatchTables(self.manager, len(seqs), 64)
+        if self.tables is None:
+            self.tables = BatchTables(self.manager, 64, 64)
+        tables = self.tables
         tables.update(seqs)
         for at, each in enumerate(self.groups):
             wide = 1 if each.retention.is_state else 64
@@ -64,7 +68,7 @@ class Engine(GroupEngine):
                 assert (exported[row, : table.size][kept] == table[kept]).all()
             if not each.retention.is_state:
                 last = [int(seq.slot_mapping(seq.num_tokens - 1, seq.num_tokens, group=at)[0]) for seq in seqs]
-                assert tables.slot_mappings[at].tolist() == last
+                assert tables.slot_mappings[at][: len(seqs)].tolist() == last
                 assert [row[seq.num_tokens - 1] for row, seq in zip(token_table(seqs, group=at).tolist(), seqs, strict=True)] == last
             else:
                 assert set(tables.slot_mappings[at].tolist()) == {-1}

@@ -82,10 +82,8 @@ class Needs:
         """
         before, kept = self._stop[rows], [each[rows] for each in self._first]
         has_grown = self._rows.replaced[rows] == self._replaced[rows]
-        for group, old, new in zip(self._passing, kept, first, strict=True):
+        for old, new in zip(kept, first, strict=True):
             has_grown &= new >= old
-            if group.leading:
-                has_grown &= group.leading <= before * group.width
         if np.count_nonzero(has_grown) < rows.size:
             self._tell_stored()  # first: what is let go of these stays there
             for one in np.flatnonzero(~has_grown).tolist():

@@ -136,7 +136,9 @@ class TokenTable(GroupTable):
         if self._width == 1:  # mostly: at half the time
             found = self._units.table[units, self._start]
         else:
-            found = self._units.table[units, self._start : self._start + self._width].reshape(rows.size, -1)[:, :columns]
+            found = self._units.table[units, self._start : self._start + self._width].reshape(rows.size, units.shape[1] * self._width)[
+                :, :columns
+            ]
         is_there = (np.arange(found.shape[1]) < self.widths(rows)[:, None]) & (found > 0)
         return np.where(is_there, found, np.int32(0))
 

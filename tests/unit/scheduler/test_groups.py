@@ -302,7 +302,7 @@ def test_checkpoints_are_as_far_apart_behind_a_hit_and_in_a_fork() -> None:
 
 
 def test_a_prompt_goes_on_with_the_state_that_another_has_published() -> None:
-    manager = manager_of(FULL, STATE)
+    manager = manager_of(FULL, STATE, state_interval=8)
     seq = manager.begin(range(20), at_most=4)
     manager.commit(seq, [], computed=4)
     manager.extend(seq, 2)
@@ -312,7 +312,9 @@ def test_a_prompt_goes_on_with_the_state_that_another_has_published() -> None:
     _, pairs = manager.extend(seq, 4)
     assert seq.computed == 16
     assert pairs[:, 1].tolist() == seq.block_table(1).tolist()
+    manager.commit(seq, [], computed=20)
     manager.check_integrity()
+    assert manager.plan([*range(20), 99]).cached_len == 16, "the next one is eight tokens behind that"
 
 
 def test_a_checkpoint_is_copied_before_it_is_written() -> None:
@@ -323,6 +325,8 @@ def test_a_checkpoint_is_copied_before_it_is_written() -> None:
     manager.commit(seq, [], computed=4)
     version = seq.table_version
     _, pairs = manager.extend(seq, 1)
+    manager.commit(seq, [4], computed=5)
+    assert manager._pool.units.num_idle == 1, "the checkpoint is nobody's"
     assert pairs.tolist() == [[first, seq.block_table(1)[0]]]
     assert seq.block_table(1)[0] != first
     assert seq.table_version != version
@@ -418,16 +422,15 @@ def test_drafts_can_be_undone_and_what_was_let_go_cannot() -> None:
 
 def test_what_is_promised_is_there_whatever_is_undone() -> None:
     undone = refused = 0
-    for num_blocks in range(24, 40):
+    for num_blocks in range(34, 46):
         manager = manager_of(FULL, WINDOW, num_blocks=num_blocks)
         seq = run(manager, range(40))
-        while manager.plan([99], reserve=3).fits:
-            manager.begin([99], ("other",), reserve=3)
+        manager.begin([99], ("other",), reserve=max(n for n in range(100) if manager.plan([99], reserve=n).fits))
         for n in range(39, 20, -1):
             try:
                 manager.truncate(seq, n)
                 undone += 1
-            except (OutOfBlocksError, IndexRangeError):
+            except OutOfBlocksError:
                 refused += 1
                 break
             finally:
@@ -507,6 +510,24 @@ def test_each_group_has_tables_of_its_own() -> None:
         assert [tuple(view.shape) for view in views.slot_mappings] == [(3,)] * 3
         for seq in seqs:
             manager.commit(seq, list(range(seq.num_tokens - seq.num_known)), computed=seq.num_tokens)
+
+
+def test_a_block_that_begins_within_a_unit_is_shown() -> None:
+    manager = manager_of(FULL, WINDOW, null_block=True)
+    seq = run(manager, range(4))
+    tables = BatchTables(manager, 2, 16)
+    for length in range(5, 30):
+        manager.extend(seq, 1)
+        tables.update([seq])
+        table = seq.block_table(1)
+        assert tables.block_tables[1][0].numpy()[: table.size][table != 0].tolist() == table[table != 0].tolist()
+        manager.commit(seq, [length], computed=length)
+        if length % 7 == 0:
+            manager.extend(seq, 3)
+            tables.update([seq])
+            manager.truncate(seq, length)
+    tables.update([])
+    assert not any(shown.any() for shown in tables.block_tables), "padding alone"
 
 
 def test_a_row_of_tables_that_is_anothers_is_written_anew() -> None:
