@@ -29,7 +29,7 @@ from kvdock.layers.groups import LayerGroup
 from kvdock.prefix.inputs import as_integers, check_priority, count_of
 from kvdock.prefix.interface import Namespace, PrefixCache
 from kvdock.prefix.ownership import NotCopied, OneThread
-from kvdock.scheduler.batches import as_rows, ids_of_step
+from kvdock.scheduler.batches import as_rows, counts_of, ids_of_step
 from kvdock.scheduler.beginnings import Beginnings
 from kvdock.scheduler.ids import TokenIds
 from kvdock.scheduler.partition import check_partition
@@ -248,6 +248,29 @@ class CacheManager(NotCopied, OneThread):
             computed = [count_of("CacheManager.commit: computed", computed)]
         self._steps.commit(rows, ids, counts, as_integers("CacheManager.commit: computed", computed))
 
+    def note_written(self, seq: Sequence[CacheSequence], written: npt.ArrayLike) -> None:
+        """Tell how many tokens of each of a batch have their keys and values written, where their ids come later or never.
+
+        What no later token reads may go from now on, when its room is wanted. Until then `truncate` goes back to it, and `commit`
+        publishes it. Where all layers keep all tokens this changes nothing.
+
+        Args:
+            seq: sequences.
+            written: how many tokens of the whole sequence, ``[batch]``.
+
+        Raises:
+            IndexRangeError: more than there is room for, or fewer than were computed.
+            StaleHandleError: a sequence is over, or another manager's.
+        """
+        self._enter()
+        rows, subject = as_rows(self._rows, "CacheManager.note_written: seq", seq), "CacheManager.note_written: written"
+        counts = counts_of(subject, as_integers(subject, written), rows.size)
+        least, most = self._rows.computed[rows], self._rows.num_tokens[rows]
+        if ((counts < least) | (counts > most)).any():
+            expected = f"{least.tolist()}, what is computed, to {most.tolist()}, the room"
+            raise IndexRangeError(subject, expected=expected, got=counts.tolist(), fix="make room with extend(), go back with truncate()")
+        self._pool.written(rows, counts)
+
     def fork(self, seq: CacheSequence, num_tokens: int | None = None) -> CacheSequence:
         """Return another sequence that goes on from here. All blocks are shared until one of the two writes into them.
 
@@ -282,6 +305,7 @@ class CacheManager(NotCopied, OneThread):
             num_tokens=tokens,
             prompt_len=int(rows.prompt_len[row]),
             computed=min(int(rows.computed[row]), tokens),
+            written=min(int(rows.written[row]), tokens),
             shared=shared,
             published=NOTHING_MORE if rows.published[row] == NOTHING_MORE else shared,
             priority=int(rows.priority[row]),
@@ -315,7 +339,7 @@ class CacheManager(NotCopied, OneThread):
             rows.touch(np.array([row]))
         self._ids.truncate(row, min(n, int(rows.num_known[row])))
         rows.num_tokens[row] = n
-        rows.computed[row] = min(rows.computed[row], n)
+        rows.computed[row], rows.written[row] = min(rows.computed[row], n), min(rows.written[row], n)
         self._pool.settle(np.array([row]))
         self.allocator.release(gone)
         rows.end_chunks(row)

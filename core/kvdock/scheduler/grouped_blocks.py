@@ -44,6 +44,7 @@ class GroupedBlocks(PoolBlocks):
         self._columns = units.table.shape[1]
         self.needs = Needs(units, rows, self.states)
         self._longest: tuple[PrefixMatch | None, PrefixMatch | None] = None, None  # what was found last, and what was there of it
+        self.lets_go = bool(self.needs.passing)
         self.tables = tables_of(units, rows, self.states, self.needs.passing)
 
     def hand_over(self) -> None:
@@ -175,6 +176,11 @@ class GroupedBlocks(PoolBlocks):
         """Let rows need what follows from their units and from what is computed of them."""
         self.needs.settle(rows)
 
+    def written(self, rows: Index, counts: Index) -> None:
+        """Let rows need what follows from so many tokens; what they let go is spared."""
+        self._rows.written[rows] = counts
+        self.needs.settle(rows, spare=True)
+
     def leave(self, row: int) -> None:
         """Let a row need nothing, and release its states. A prompt that goes on with its tokens needs what it needed: that goes last."""
         self.units.mark_ends(self.needs.last_of(self._rows.blocks(row, 0, int(self._rows.shared[row]))))
@@ -203,7 +209,7 @@ class GroupedBlocks(PoolBlocks):
 
     def keeps(self, row: int, num_tokens: int) -> bool:
         """Whether a row can go on behind its first ``num_tokens`` tokens: what they need is there still."""
-        if num_tokens >= self._rows.computed[row]:
+        if num_tokens >= self._rows.reach(row):
             return True
         if self.states.per_sequence:
             return False
@@ -211,7 +217,7 @@ class GroupedBlocks(PoolBlocks):
 
     def shortest(self, row: int) -> int:
         """Return a number of tokens from which on a row `keeps` all: what is before was let go, or is in a state."""
-        computed = int(self._rows.computed[row])
+        computed = int(self._rows.reach(row))
         if self.states.per_sequence:
             return computed
         lost = np.flatnonzero(~self.needs.can_go_on(self._rows.blocks(row), np.arange(computed)))
@@ -223,7 +229,7 @@ class GroupedBlocks(PoolBlocks):
             expected = f"at least {self.shortest(row)}: what was before is let go, or in a state"
             fix = "fork() before tokens are computed that may be undone, or begin() the prompt again, which finds what is cached"
             raise IndexRangeError(subject, expected=expected, got=num_tokens, fix=fix)
-        if num_tokens < self._rows.computed[row]:
+        if num_tokens < self._rows.reach(row):
             again = self.units.idle_of(self.needs.behind(row, num_tokens))
             if again and again > (spare := self._room - self.promised * self.units.per_unit):
                 raise too_few(subject, spare, "evictable ones that are not promised", f"a need for {again} that were let go")

@@ -42,12 +42,14 @@ class PoolBlocks:
         is_busy: whether the prefix cache works for the manager, and its observers must not call that.
         states: the states of sequences; there are none here.
         tables: the block table of each layer group.
+        lets_go: whether a layer group lets tokens go.
         uses_parts: whether a sequence may go on within a cached block.
         null_block: what is never handed out, if there is such a block.
         reserved: that block, where ``allocator`` counts it.
     """
 
     uses_parts = True
+    lets_go = False
 
     def __init__(self, allocator: BlockAllocator, prefix: PrefixCache, rows: Rows, *, null_block: bool = False) -> None:
         self.allocator = allocator
@@ -97,6 +99,9 @@ class PoolBlocks:
 
     def settle(self, rows: Index) -> None:
         """Note that rows may need other blocks than before: they have grown, were cut, or more of them is computed."""
+
+    def written(self, rows: Index, counts: Index) -> None:
+        """Note how many tokens of rows are written, whose ids may not be known."""
 
     def leave(self, row: int) -> None:
         """Note that a row is about to give all its blocks up."""
