@@ -117,6 +117,17 @@ class CacheManager(NotCopied, OneThread):
         return self._pool.available * self.block_size
 
     @property
+    def lets_go(self) -> bool:
+        """Whether a layer group lets tokens go that no later token reads."""
+        return self._pool.lets_go
+
+    @property
+    def blocks_used(self) -> int:
+        """Blocks of the pool that sequences or the prefix cache hold."""
+        self._enter()
+        return self._pool.used
+
+    @property
     def num_sequences(self) -> int:
         """Sequences that are open."""
         return len(self._rows.open())
@@ -176,6 +187,36 @@ class CacheManager(NotCopied, OneThread):
         prompt = Prompt.read("CacheManager.begin", tokens, namespace, reserve=reserve, at_most=at_most, max_cached_len=max_cached_len)
         check_priority("CacheManager.begin: priority", priority)
         return self._beginnings.begin(prompt, priority, partial=partial)
+
+    def can_go_on(self, tokens: npt.ArrayLike, namespace: Namespace = ()) -> npt.NDArray[np.bool_]:
+        """Say behind how many cached tokens of a prompt a sequence could go on, for each number of them below the prompt's length.
+
+        Returns:
+            ``[n]`` for a prompt of ``n`` tokens; the first, for none of them, is True. Changes nothing.
+        """
+        self._enter()
+        ids = as_integers("CacheManager.can_go_on: tokens", tokens)
+        most = (ids.size - 1) // self.block_size * self.block_size
+        found = np.zeros(ids.size, dtype=np.bool_)
+        match = self._pool.match(ids[:most], namespace)
+        found[: match.handle.cached_len + 1] = self._pool.ends(match.blocks, match.handle.cached_len)
+        return found
+
+    def begin_behind(self, tokens: npt.ArrayLike, cached_len: int, namespace: Namespace = ()) -> CacheSequence:
+        """Start a sequence behind so many of its cached tokens, which `can_go_on` names, without room for others.
+
+        Raises:
+            OutOfBlocksError: what is to be copied has no room.
+        """
+        if not cached_len or self._pool.uses_parts:
+            return self.begin(tokens, namespace, at_most=0, max_cached_len=cached_len)
+        seq = self.begin(tokens, namespace, at_most=0)
+        try:
+            self.truncate(seq, cached_len)
+        except BaseException:
+            self.abort(seq)
+            raise
+        return seq
 
     @overload
     def extend(

@@ -53,6 +53,11 @@ class GroupedBlocks(PoolBlocks):
         self.units.blocks.hand_over()
 
     @property
+    def used(self) -> int:
+        """Blocks of the pool that sequences or the prefix cache hold; spared ones are there only as long as nobody wants their room."""
+        return self.units.blocks.num_used - int(np.count_nonzero(self.units.spared))
+
+    @property
     def _room(self) -> int:
         """Blocks that are free or that the prefix cache can do without, promised ones too."""
         units = self.units
@@ -161,6 +166,11 @@ class GroupedBlocks(PoolBlocks):
             can &= self.units.table[units, self.units.states[0]] >= 0
         found = np.flatnonzero(can)
         return int(found[-1]) + 1 if found.size else 0
+
+    def ends(self, blocks: BlockIds, num_tokens: int) -> Any:
+        """Return behind which numbers of tokens all groups can go on; within what was found, a state is of no use."""
+        counts = np.arange(num_tokens + 1)
+        return (counts == 0) | (counts == num_tokens) if self.states.per_sequence else self.needs.can_go_on(blocks, counts)
 
     def hold(self, blocks: BlockIds) -> Index:
         """Need what a sequence that goes on behind cached units needs of them; `unhold` takes what is returned."""

@@ -91,6 +91,10 @@ class PoolBlocks:
     def use(self, match: PrefixMatch) -> None:
         """Note that a sequence goes on behind what was found, which is in use now."""
 
+    def ends(self, blocks: BlockIds, num_tokens: int) -> Any:
+        """Return behind which numbers of tokens a sequence can go on, from 0 to the ``num_tokens`` that cached blocks have."""
+        return True
+
     def hold(self, blocks: BlockIds) -> Any:
         """Keep what a sequence that goes on behind cached blocks needs beside their lock; return what `unhold` takes."""
 
@@ -138,6 +142,11 @@ class PoolBlocks:
     def could_hold(self, cached: int, new: int) -> bool:
         """Whether the pool is large enough for a sequence of so many cached blocks, and as many new ones at once."""
         return cached + new <= self.capacity
+
+    @property
+    def used(self) -> int:
+        """Blocks of the pool that sequences or the prefix cache hold."""
+        return self.allocator.num_used
 
     @property
     def evictable(self) -> int:

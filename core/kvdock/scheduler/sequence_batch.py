@@ -144,7 +144,7 @@ class SequenceBatch(NotCopied):
 
     def written(self) -> None:
         """Note that all places in use are written: what windows no longer reach may go, see `CacheManager.note_written`."""
-        if self._manager._pool.lets_go:
+        if self._manager.lets_go:
             self._manager.note_written(self._sequences, np.maximum(self._length - self._pads, 0))
 
     def truncate(self, length: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, SupportsIndex
@@ -133,20 +134,21 @@ class PagedCacheForTransformers(Cache):
             raise ArgumentTypeError(_FOR_MODEL, expected="no options without prefix=", got=", ".join(options))
         model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: it would trace it without the hook
         found, runs = measure(model), what_runs(model)
-        if isinstance(conf, PagedKVCacheConfig):
-            conf = attrs.evolve(conf, keep_all=True)  # one table for all layers: windows are the attention's to see to
         pool = kvdock.create_cache(found.spec, conf, RankInfo(found.device))
-        num_blocks, block_size, name = pool.num_blocks, pool.block_size, "naive" if prefix is None else prefix
-        made = prefix_cache_of_pool(_FOR_MODEL, name, num_blocks=num_blocks, block_size=block_size, options=options)
-        manager = CacheManager(num_blocks, block_size, made)
+        block_size = math.lcm(*(group.block_size for group in pool.groups))  # in which blocks of all groups end together
+        name = "naive" if prefix is None else prefix
+        made = prefix_cache_of_pool(_FOR_MODEL, name, num_blocks=pool.num_blocks, block_size=block_size, options=options)
+        manager = CacheManager(pool.num_blocks, prefix=made, groups=pool.groups)
         reuse = PrefixReuse(manager, getattr(model, "generation_config", None), sharing_of(runs)) if prefix is not None else None
 
-        def trial(small: PagedKVCacheConfig, reader: Reader) -> PagedCacheForTransformers:
+        def trial(rows: int, tokens: int, reader: Reader) -> PagedCacheForTransformers:
+            blocks = rows * sum(-(-tokens // block_size) * block_size // group.block_size for group in pool.groups)
+            small = attrs.evolve(conf, num_blocks=blocks, max_kv_memory_bytes=None)
             tried = kvdock.create_cache(found.spec, small, RankInfo(found.device))
-            state = PagedState(tried, CacheManager(tried.num_blocks, block_size), reader)
+            state = PagedState(tried, CacheManager(tried.num_blocks, groups=tried.groups), reader)
             return cls(state, found.windows, found.stored, None, HookWatch(runs, tried))
 
-        reader = chosen_reader(_FOR_MODEL, runs, attention, lambda: reader_of(runs, found, conf, trial))
+        reader = chosen_reader(_FOR_MODEL, runs, attention, lambda: reader_of(runs, found, trial))
         return cls(PagedState(pool, manager, reader), found.windows, found.stored, reuse, HookWatch(runs, pool))
 
     def bind(self, *, namespace: Namespace = (), **inputs: Any) -> dict[str, Any]:
