@@ -123,8 +123,7 @@ class CacheManager(NotCopied, OneThread):
 
     @property
     def blocks_used(self) -> int:
-        """Blocks of the pool that sequences or the prefix cache hold."""
-        self._enter()
+        """Blocks of the pool that sequences or the prefix cache hold; any thread may ask."""
         return self._pool.used
 
     @property
