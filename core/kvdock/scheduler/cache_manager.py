@@ -376,6 +376,7 @@ class CacheManager(NotCopied, OneThread):
             if keep < shared:
                 self._publisher.lock_less(seq, keep)
             rows.cut(row, keep)
+        if -(-n // self._pool.finest) < -(-int(rows.num_tokens[row]) // self._pool.finest):
             rows.touch(np.array([row]))
         self._ids.truncate(row, min(n, int(rows.num_known[row])))
         rows.num_tokens[row] = n

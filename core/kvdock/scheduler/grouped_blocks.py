@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ class GroupedBlocks(PoolBlocks):
         self.needs = Needs(units, rows, self.states)
         self._longest: tuple[PrefixMatch | None, PrefixMatch | None] = None, None  # what was found last, and what was there of it
         self.lets_go = bool(self.needs.passing)
+        self.finest = math.gcd(rows.block_size, *(group.block_size for group in units.groups if not group.retention.is_state))
         self.tables = tables_of(units, rows, self.states, self.needs.passing)
 
     def hand_over(self) -> None:

@@ -42,6 +42,7 @@ class PoolBlocks:
         is_busy: whether the prefix cache works for the manager, and its observers must not call that.
         states: the states of sequences; there are none here.
         tables: the block table of each layer group.
+        finest: tokens in which every block of any layer group begins.
         lets_go: whether a layer group lets tokens go.
         uses_parts: whether a sequence may go on within a cached block.
         null_block: what is never handed out, if there is such a block.
@@ -56,7 +57,7 @@ class PoolBlocks:
         self.prefix = prefix
         self.states = States(None, rows)
         self.tables: tuple[GroupTable, ...] = (OnlyTable(rows),)
-        self.promised = 0
+        self.finest, self.promised = rows.block_size, 0
         self.is_busy = False
         self.null_block = self.reserved = int(allocator.allocate(1)[0]) if null_block else None
         self._size = 0  # of the prefix cache, when the manager was handed over

@@ -109,20 +109,20 @@ class TokenTable(GroupTable):
 
     def blocks(self, row: int) -> BlockIds:
         """Return the blocks of a row."""
-        found, needed = self._needed(row)
+        count = -(-int(self._rows.num_tokens[row]) // self.block_size)
+        found, needed = self._needed(row, count)
         kept = np.zeros_like(found)
         kept[needed] = found[needed]
         return kept
 
     def held(self, row: int) -> BlockIds:
-        """Return the blocks that a row needs."""
-        found, needed = self._needed(row)
+        """Return the blocks that a row needs, and those at the end of its last unit that it has not come to."""
+        found, needed = self._needed(row, int(self._rows.num_blocks[row]) * self._width)
         return found[needed]
 
-    def _needed(self, row: int) -> tuple[BlockIds, Index]:
-        """Return the blocks of a row, and which it needs: what is let go may be there yet, as long as nobody wants its room."""
+    def _needed(self, row: int, count: int) -> tuple[BlockIds, Index]:
+        """Return the first blocks of a row, and which it needs: what is let go may be there yet, as long as nobody wants its room."""
         units = self._rows.blocks(row)
-        count = -(-int(self._rows.num_tokens[row]) // self.block_size)
         found = self._units.table[units, self._start : self._start + self._width].reshape(-1)[:count]
         if self._passing is None:
             return found, np.arange(count)

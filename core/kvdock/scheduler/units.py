@@ -230,7 +230,9 @@ class UnitBlocks:
         self.spared.reshape(-1)[moved] = False
         self.table[new[at], column] = self.table[old[at], column]
         self.table[old[at], column] = _NONE
-        self._let_idle(new[at].astype(np.intp) * self.table.shape[1] + column)
+        places = new[at].astype(np.intp) * self.table.shape[1] + column
+        self.spared.reshape(-1)[places] = ~self.is_cached[new[at]]  # of what another row is just publishing
+        self._let_idle(places)
 
     def copies(self, pairs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the blocks to copy for units to copy; what a source has not, its copy need not have."""
