@@ -98,15 +98,15 @@ def tiny(name: str) -> Any:
     return getattr(transformers, f"{family}ForCausalLM")(config).eval()
 
 
-def filled(cache: Any, layers: int, tokens: int, nbytes: Callable[[], int]) -> tuple[int, int]:
+def filled(cache: Any, layers: int, tokens: int, nbytes: Callable[[Any], int]) -> tuple[int, int]:
     """Write a prompt in chunks and a few tokens behind it, as forward passes do; return the bytes held at most, and at the end."""
     chunks, most = [CHUNK] * (tokens // CHUNK - 1) + [CHUNK - DECODED] + [1] * DECODED, 0
     for count in chunks:
         states = torch.zeros(1, 1, count, 8)
         for layer in range(layers):
             cache.update(states, states, layer)
-            most = max(most, nbytes()) if not layer else most
-    return most, nbytes()
+            most = max(most, nbytes(cache)) if not layer else most
+    return most, nbytes(cache)
 
 
 def held(name: str, tokens: int) -> tuple[int, int, int, int]:
@@ -114,13 +114,13 @@ def held(name: str, tokens: int) -> tuple[int, int, int, int]:
     model, found = tiny(name), []
     layers, ids = model.config.num_hidden_layers, torch.ones(1, tokens, dtype=torch.int64)
     theirs = transformers.DynamicCache(config=model.config)
-    filled(theirs, layers, tokens, lambda: 0)
+    filled(theirs, layers, tokens, lambda _: 0)
     found.append(sum(layer.keys.nbytes + layer.values.nbytes for layer in theirs.layers))
     for keep_all in (False, True):
         conf = kvdock.PagedKVCacheConfig(max_kv_memory_bytes=2 * 2 * tokens * layers * 8 * 4, keep_all=keep_all)
         cache = PagedCacheForTransformers.for_model(model, conf, prefix="radix", attention="gather")
         cache.bind(input_ids=ids)
-        most, at_the_end = filled(cache, layers, tokens, lambda: cache.usage.bytes)
+        most, at_the_end = filled(cache, layers, tokens, lambda cache: cache.usage.bytes)
         found += [at_the_end] if keep_all else [at_the_end, most]
     return found[0], found[1], found[2], found[3]
 
@@ -128,8 +128,12 @@ def held(name: str, tokens: int) -> tuple[int, int, int, int]:
 def held_section(tokens: int = LENGTHS[-1]) -> str:
     """Return the part of the page about what a sequence holds in `generate`."""
     lines = ["", "## What a sequence holds in Transformers", ""]
-    lines += [f"{tokens:,} tokens in float32, one key head of 8 elements in each layer, written in chunks of {CHUNK:,} by Transformers' own"]
-    lines += ["model classes' caches: the tensors of `DynamicCache`, and the blocks that `PagedCacheForTransformers` holds, with prefix reuse."]
+    lines += [
+        f"{tokens:,} tokens in float32, one key head of 8 elements in each layer, written in chunks of {CHUNK:,} by Transformers' own"
+    ]
+    lines += [
+        "model classes' caches: the tensors of `DynamicCache`, and the blocks that `PagedCacheForTransformers` holds, with prefix reuse."
+    ]
     lines += ["*At most* is while a chunk is computed, *of one table* with `keep_all=True`.", ""]
     lines += ["| model | `DynamicCache`, MiB | kvdock, MiB | ratio | at most, ratio | of one table, ratio |", "|---|---|---|---|---|---|"]
     for name in HELD:

@@ -206,7 +206,7 @@ def test_what_was_let_go_comes_back_until_its_room_is_taken(name: str) -> None:
         before = held(cache)
         manager = cache.state.manager
         manager._pool.units.drop(1000, ends=False)  # as a sequence that wants all room would
-        with pytest.raises(IndexRangeError, match="expected at least .* let go"):
+        with pytest.raises(IndexRangeError, match=r"expected at least .* let go"):
             cache.truncate(20)
         assert (cache.get_seq_length(), held(cache)) == (60, before), "nothing was changed"
         cache.truncate(59)

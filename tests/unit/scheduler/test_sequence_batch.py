@@ -29,7 +29,15 @@ def used(manager: CacheManager) -> int:
 
 def state(manager: CacheManager, batch: SequenceBatch) -> tuple[Any, ...]:
     counts = manager.allocator.ref_counts(range(manager.allocator.num_blocks)).tolist()
-    return len(batch), batch.length, batch.pads.tolist(), batch.block_table().tolist(), manager.available_size, manager.num_sequences, counts
+    return (
+        len(batch),
+        batch.length,
+        batch.pads.tolist(),
+        batch.block_table().tolist(),
+        manager.available_size,
+        manager.num_sequences,
+        counts,
+    )
 
 
 def test_a_new_batch_is_empty() -> None:

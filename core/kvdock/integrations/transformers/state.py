@@ -233,7 +233,7 @@ class PagedState:
             raise
 
     def _new_slots(self, start: int, stop: int) -> list[torch.Tensor]:
-        """Return the slots of tokens that a layer writes, int64 ``[batch, stop - start]``, of each group: the same for all of its layers."""
+        """Return the slots of tokens that layers write, int64 ``[batch, stop - start]``, of each group: one for all of its layers."""
         if start != self.tables.start or stop != self.tables.stop:
             assert self.batch is not None  # noqa: S101 - there are tokens
             self.tables.begin(self.batch, start, stop, attends=self.reading is not None)
