@@ -112,7 +112,9 @@ class PagedCacheForTransformers(Cache):
 
         Args:
             model: a decoder-only ``PreTrainedModel``.
-            conf: size of the pool and of its blocks, which hold ``num_blocks * block_size`` tokens of all rows together.
+            conf: size of the pool and of its blocks. Where all layers keep all tokens they hold ``num_blocks * block_size`` tokens of
+                all rows together. Layers with sliding windows let go of what no later token reads, and have blocks of their own in
+                the pool, see `kvdock.plan_blocks`; with ``keep_all=True`` they keep it.
             prefix: how prefixes are reused over calls: ``"radix"``, ``"naive"`` (not at all), or the name that a plugin gave its
                 prefix cache, see `kvdock.create_prefix_cache`; or an empty prefix cache of the same block size, for this cache
                 alone. None leaves the last tokens in the cache instead of looking them up.
@@ -310,8 +312,10 @@ class PagedCacheForTransformers(Cache):
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` tokens of every row, and release the blocks behind them.
 
+        What sliding windows have left behind is there as long as nobody wants its room, so that a pass can be undone before the next.
+
         Raises:
-            IndexRangeError: there are fewer. Nothing was changed.
+            IndexRangeError: there are fewer; or a window has let go of what the next token needs. Nothing was changed.
         """
         self.state.truncate(length)
 

@@ -279,7 +279,13 @@ class PagedState:
     def _truncate(self, length: int) -> None:
         with self.change():
             if self.batch:
-                self.batch.truncate(length)
+                try:
+                    self.batch.truncate(length)
+                except IndexRangeError as error:
+                    fix = (
+                        "reset() it and compute the prompt again; a larger pool keeps what windows let go for longer, keep_all=True always"
+                    )
+                    raise IndexRangeError("PagedCacheForTransformers: length", expected=error.expected, got=length, fix=fix) from error
         if self.bound:
             self.bound.seen.cut(length)
         self.lengths.set(length)
