@@ -6,12 +6,14 @@ import copy
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from integration import zoo
 from kvdock import MLAKVCache, PagedKVCacheConfig
 from kvdock.integrations.transformers import PagedCacheForTransformers
 from kvdock.prefix import Cleared, PrefixEvent, Removed, Stored
+from kvdock.scheduler.grouped_blocks import GroupedBlocks
 
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 """What rounding in another order may change; measured: 6e-6 in logits."""
@@ -116,10 +118,21 @@ class Watched:
                 rows = (
                     (torch.cat([layer.keys, layer.values], -1), layer.keys) if isinstance(pool, MLAKVCache) else (layer.keys, layer.values)
                 )
+                blocks = torch.from_numpy(self.blocks_of(path, index))
+                there = blocks >= 0
                 for cached, expected in zip((pool.k_cache(index), pool.v_cache(index)), rows, strict=True):
-                    torch.testing.assert_close(cached[path].flatten(0, 1), expected[0].transpose(0, 1), **CLOSE)
+                    found = cached[blocks[there]]
+                    torch.testing.assert_close(found, expected[0].transpose(0, 1).unflatten(0, (len(blocks), -1))[there], **CLOSE)
                 index += 1
         assert index == pool.num_layers
+
+    def blocks_of(self, path: list[int], layer: int) -> npt.NDArray[np.int32]:
+        """Return a layer's blocks of what the prefix cache calls blocks: with several layer groups, units; -1 for what was let go."""
+        pool, group = self.cache.state.manager._pool, self.cache.state.group_of[layer]
+        if not isinstance(pool, GroupedBlocks):
+            return np.array(path, dtype=np.int32)
+        units = pool.units
+        return units.table[path, units.starts[group] : units.starts[group] + units.widths[group]].reshape(-1)
 
     def stored_texts(self) -> list[list[int]]:
         """Return the tokens of each stored prefix that is no part of another, sorted."""
@@ -132,7 +145,8 @@ class Watched:
 
     def poison_free_blocks(self) -> None:
         """Write NaN wherever nobody's tokens are."""
-        pool, allocator = self.cache.state.pool, self.cache.state.manager.allocator
+        pool, blocks = self.cache.state.pool, self.cache.state.manager._pool
+        allocator = blocks.units.blocks if isinstance(blocks, GroupedBlocks) else blocks.allocator
         free = np.flatnonzero(allocator.ref_counts(range(allocator.num_blocks)) == 0)
         for layer in range(pool.num_layers):
             pool.k_cache(layer)[free] = torch.nan

@@ -364,12 +364,12 @@ def test_tables_are_made_once_a_step() -> None:
 
     tables.begin = count  # type: ignore[method-assign]  # counts, and does what it did
     forward(made, torch.tensor([[5]]), cache)
-    table = tables.block_table
+    table = tables.block_tables[0]
     forward(made, torch.tensor([[5]]), cache)
     assert begun == [7, 8]
-    assert tables.block_table is table, "the blocks are the same"
+    assert tables.block_tables[0] is table, "the blocks are the same"
     forward(made, torch.tensor([[5]]), cache)
-    assert tables.block_table is not table, "9 tokens are in another block"
+    assert tables.block_tables[0] is not table, "9 tokens are in another block"
 
 
 REFUSED = {

@@ -172,7 +172,7 @@ def close(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def table(cache: PagedCacheForTransformers) -> npt.NDArray[np.int32]:
     """Return the blocks of each row, 0 behind the shorter ones; none without rows."""
-    return cache.state.batch.block_table if cache.state.batch else np.empty((0, 0), dtype=np.int32)
+    return cache.state.batch.block_table() if cache.state.batch else np.empty((0, 0), dtype=np.int32)
 
 
 def dynamic(of: Any) -> DynamicCache:

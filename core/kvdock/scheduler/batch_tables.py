@@ -95,8 +95,6 @@ class BatchTables(NotCopied):
         self._version = np.zeros(rows, dtype=np.intp)  # of what each row shows; 0 is padding
         self._replaced = np.zeros(rows, dtype=np.intp)  # since when that has only got more blocks
         self._shown = {table.block_size: np.zeros(rows, dtype=np.intp) for table in self._groups}  # blocks of each, by their size
-        sizes = {table.block_size: table for table in self._groups if not table.is_state}
-        self._within = [table for size, table in sizes.items() if size < manager.block_size]  # of which a unit has several blocks
         self._sizes = (rows, rows, rows + 1, tokens, *[tokens] * len(widths))
         self._flat = np.zeros(sum(self._sizes), dtype=np.int32)
         seq_lens, query_lens, sums, positions, slots = self._parts(self._flat)
@@ -216,10 +214,7 @@ class BatchTables(NotCopied):
         """Write the rows of the block tables whose blocks have changed; return which."""
         versions, of = np.zeros_like(self._version), self._manager._rows
         versions[: rows.size] = of.version[rows]
-        is_stale = versions != self._version
-        for table in self._within:  # a row may begin another block without another unit
-            is_stale[: rows.size] |= table.widths(rows) > self._shown[table.block_size][: rows.size]
-        changed = is_stale.nonzero()[0]
+        changed: Index = (versions != self._version).nonzero()[0]
         if changed.size:
             shown = changed[changed < rows.size]
             has_grown = of.replaced[rows[shown]] == self._replaced[shown]

@@ -29,7 +29,7 @@ from kvdock.layers.groups import LayerGroup
 from kvdock.prefix.inputs import as_integers, check_priority, count_of
 from kvdock.prefix.interface import Namespace, PrefixCache
 from kvdock.prefix.ownership import NotCopied, OneThread
-from kvdock.scheduler.batches import as_rows, ids_of_step
+from kvdock.scheduler.batches import as_rows, counts_of, ids_of_step
 from kvdock.scheduler.beginnings import Beginnings
 from kvdock.scheduler.ids import TokenIds
 from kvdock.scheduler.partition import check_partition
@@ -117,6 +117,16 @@ class CacheManager(NotCopied, OneThread):
         return self._pool.available * self.block_size
 
     @property
+    def lets_go(self) -> bool:
+        """Whether a layer group lets tokens go that no later token reads."""
+        return self._pool.lets_go
+
+    @property
+    def blocks_used(self) -> int:
+        """Blocks of the pool that sequences or the prefix cache hold; any thread may ask."""
+        return self._pool.used
+
+    @property
     def num_sequences(self) -> int:
         """Sequences that are open."""
         return len(self._rows.open())
@@ -176,6 +186,36 @@ class CacheManager(NotCopied, OneThread):
         prompt = Prompt.read("CacheManager.begin", tokens, namespace, reserve=reserve, at_most=at_most, max_cached_len=max_cached_len)
         check_priority("CacheManager.begin: priority", priority)
         return self._beginnings.begin(prompt, priority, partial=partial)
+
+    def can_go_on(self, tokens: npt.ArrayLike, namespace: Namespace = ()) -> npt.NDArray[np.bool_]:
+        """Say behind how many cached tokens of a prompt a sequence could go on, for each number of them below the prompt's length.
+
+        Returns:
+            ``[n]`` for a prompt of ``n`` tokens; the first, for none of them, is True. Changes nothing.
+        """
+        self._enter()
+        ids = as_integers("CacheManager.can_go_on: tokens", tokens)
+        most = (ids.size - 1) // self.block_size * self.block_size
+        found = np.zeros(ids.size, dtype=np.bool_)
+        match = self._pool.match(ids[:most], namespace)
+        found[: match.handle.cached_len + 1] = self._pool.ends(match.blocks, match.handle.cached_len)
+        return found
+
+    def begin_behind(self, tokens: npt.ArrayLike, cached_len: int, namespace: Namespace = ()) -> CacheSequence:
+        """Start a sequence behind so many of its cached tokens, which `can_go_on` names, without room for others.
+
+        Raises:
+            OutOfBlocksError: what is to be copied has no room.
+        """
+        if not cached_len or self._pool.uses_parts:
+            return self.begin(tokens, namespace, at_most=0, max_cached_len=cached_len)
+        seq = self.begin(tokens, namespace, at_most=0)
+        try:
+            self.truncate(seq, cached_len)
+        except BaseException:
+            self.abort(seq)
+            raise
+        return seq
 
     @overload
     def extend(
@@ -248,6 +288,29 @@ class CacheManager(NotCopied, OneThread):
             computed = [count_of("CacheManager.commit: computed", computed)]
         self._steps.commit(rows, ids, counts, as_integers("CacheManager.commit: computed", computed))
 
+    def note_written(self, seq: Sequence[CacheSequence], written: npt.ArrayLike) -> None:
+        """Tell how many tokens of each of a batch have their keys and values written, where their ids come later or never.
+
+        What no later token reads may go from now on, when its room is wanted. Until then `truncate` goes back to it, and `commit`
+        publishes it. Where all layers keep all tokens this changes nothing.
+
+        Args:
+            seq: sequences.
+            written: how many tokens of the whole sequence, ``[batch]``.
+
+        Raises:
+            IndexRangeError: more than there is room for, or fewer than were computed.
+            StaleHandleError: a sequence is over, or another manager's.
+        """
+        self._enter()
+        rows, subject = as_rows(self._rows, "CacheManager.note_written: seq", seq), "CacheManager.note_written: written"
+        counts = counts_of(subject, as_integers(subject, written), rows.size)
+        least, most = self._rows.computed[rows], self._rows.num_tokens[rows]
+        if ((counts < least) | (counts > most)).any():
+            expected = f"{least.tolist()}, what is computed, to {most.tolist()}, the room"
+            raise IndexRangeError(subject, expected=expected, got=counts.tolist(), fix="make room with extend(), go back with truncate()")
+        self._pool.written(rows, counts)
+
     def fork(self, seq: CacheSequence, num_tokens: int | None = None) -> CacheSequence:
         """Return another sequence that goes on from here. All blocks are shared until one of the two writes into them.
 
@@ -282,6 +345,7 @@ class CacheManager(NotCopied, OneThread):
             num_tokens=tokens,
             prompt_len=int(rows.prompt_len[row]),
             computed=min(int(rows.computed[row]), tokens),
+            written=min(int(rows.written[row]), tokens),
             shared=shared,
             published=NOTHING_MORE if rows.published[row] == NOTHING_MORE else shared,
             priority=int(rows.priority[row]),
@@ -312,10 +376,11 @@ class CacheManager(NotCopied, OneThread):
             if keep < shared:
                 self._publisher.lock_less(seq, keep)
             rows.cut(row, keep)
+        if -(-n // self._pool.finest) < -(-int(rows.num_tokens[row]) // self._pool.finest):
             rows.touch(np.array([row]))
         self._ids.truncate(row, min(n, int(rows.num_known[row])))
         rows.num_tokens[row] = n
-        rows.computed[row] = min(rows.computed[row], n)
+        rows.computed[row], rows.written[row] = min(rows.computed[row], n), min(rows.written[row], n)
         self._pool.settle(np.array([row]))
         self.allocator.release(gone)
         rows.end_chunks(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,12 +45,19 @@ class GroupedBlocks(PoolBlocks):
         self._columns = units.table.shape[1]
         self.needs = Needs(units, rows, self.states)
         self._longest: tuple[PrefixMatch | None, PrefixMatch | None] = None, None  # what was found last, and what was there of it
+        self.lets_go = bool(self.needs.passing)
+        self.finest = math.gcd(rows.block_size, *(group.block_size for group in units.groups if not group.retention.is_state))
         self.tables = tables_of(units, rows, self.states, self.needs.passing)
 
     def hand_over(self) -> None:
         """Belong to the next thread."""
         super().hand_over()
         self.units.blocks.hand_over()
+
+    @property
+    def used(self) -> int:
+        """Blocks of the pool that sequences or the prefix cache hold; spared ones are there only as long as nobody wants their room."""
+        return self.units.blocks.num_used - int(np.count_nonzero(self.units.spared))
 
     @property
     def _room(self) -> int:
@@ -162,6 +170,11 @@ class GroupedBlocks(PoolBlocks):
         found = np.flatnonzero(can)
         return int(found[-1]) + 1 if found.size else 0
 
+    def ends(self, blocks: BlockIds, num_tokens: int) -> Any:
+        """Return behind which numbers of tokens all groups can go on; within what was found, a state is of no use."""
+        counts = np.arange(num_tokens + 1)
+        return (counts == 0) | (counts == num_tokens) if self.states.per_sequence else self.needs.can_go_on(blocks, counts)
+
     def hold(self, blocks: BlockIds) -> Index:
         """Need what a sequence that goes on behind cached units needs of them; `unhold` takes what is returned."""
         places = self.needs.of_units(blocks)
@@ -175,6 +188,11 @@ class GroupedBlocks(PoolBlocks):
     def settle(self, rows: Index) -> None:
         """Let rows need what follows from their units and from what is computed of them."""
         self.needs.settle(rows)
+
+    def written(self, rows: Index, counts: Index) -> None:
+        """Let rows need what follows from so many tokens; what they let go is spared."""
+        self._rows.written[rows] = counts
+        self.needs.settle(rows, spare=True)
 
     def leave(self, row: int) -> None:
         """Let a row need nothing, and release its states. A prompt that goes on with its tokens needs what it needed: that goes last."""
@@ -204,7 +222,7 @@ class GroupedBlocks(PoolBlocks):
 
     def keeps(self, row: int, num_tokens: int) -> bool:
         """Whether a row can go on behind its first ``num_tokens`` tokens: what they need is there still."""
-        if num_tokens >= self._rows.computed[row]:
+        if num_tokens >= self._rows.reach(row):
             return True
         if self.states.per_sequence:
             return False
@@ -212,7 +230,7 @@ class GroupedBlocks(PoolBlocks):
 
     def shortest(self, row: int) -> int:
         """Return a number of tokens from which on a row `keeps` all: what is before was let go, or is in a state."""
-        computed = int(self._rows.computed[row])
+        computed = int(self._rows.reach(row))
         if self.states.per_sequence:
             return computed
         lost = np.flatnonzero(~self.needs.can_go_on(self._rows.blocks(row), np.arange(computed)))
@@ -224,7 +242,7 @@ class GroupedBlocks(PoolBlocks):
             expected = f"at least {self.shortest(row)}: what was before is let go, or in a state"
             fix = "fork() before tokens are computed that may be undone, or begin() the prompt again, which finds what is cached"
             raise IndexRangeError(subject, expected=expected, got=num_tokens, fix=fix)
-        if num_tokens < self._rows.computed[row]:
+        if num_tokens < self._rows.reach(row):
             again = self.units.idle_of(self.needs.behind(row, num_tokens))
             if again and again > (spare := self._room - self.promised * self.units.per_unit):
                 raise too_few(subject, spare, "evictable ones that are not promised", f"a need for {again} that were let go")

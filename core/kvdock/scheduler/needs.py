@@ -54,17 +54,22 @@ class Needs:
         self._seen: Index = np.zeros(0, dtype=np.intp)  # the version of the row then
         self._replaced: Index = np.zeros(0, dtype=np.intp)  # and since when it had only got more units
 
-    def settle(self, rows: Index) -> None:
-        """Let rows need what follows from their units and from what is computed of them."""
+    def settle(self, rows: Index, *, spare: bool = False) -> None:
+        """Let rows need what follows from their units and from what is written of them.
+
+        Args:
+            rows: which.
+            spare: whether what they let go stays as long as nobody wants its room, though it is not cached.
+        """
         if self._passing or self._states.per_sequence:
             self._reserve()
-            is_new, computed = self._rows.version[rows] != self._seen[rows], self._rows.computed[rows]
+            is_new, written = self._rows.version[rows] != self._seen[rows], self._rows.reach(rows)
             first, changed = list[Index](), is_new
             for group, before in zip(self._passing, self._first, strict=True):
-                first.append(group.first(computed))
+                first.append(group.first(written))
                 changed = changed | (first[-1] != before[rows])
             if (at := changed.nonzero()[0]).size:
-                self._settle(rows[at], [each[at] for each in first], is_new[at])
+                self._settle(rows[at], [each[at] for each in first], is_new[at], spare=spare)
         self._tell_stored()
 
     def stored(self, units: BlockIds) -> None:
@@ -75,7 +80,7 @@ class Needs:
         while self._stored:
             self._units.cache(self._stored.pop())
 
-    def _settle(self, rows: Index, first: list[Index], is_new: npt.NDArray[np.bool_]) -> None:
+    def _settle(self, rows: Index, first: list[Index], is_new: npt.NDArray[np.bool_], *, spare: bool) -> None:
         """Settle rows whose units, as ``is_new`` says, or first blocks have changed.
 
         A row whose checkpoint is another is replaced, too; or `renew` and `take_back` have told.
@@ -87,7 +92,7 @@ class Needs:
         if np.count_nonzero(has_grown) < rows.size:
             self._tell_stored()  # first: what is let go of these stays there
             for one in np.flatnonzero(~has_grown).tolist():
-                self._need(int(rows[one]), np.array([each[one] for each in first], dtype=np.intp))
+                self._need(int(rows[one]), np.array([each[one] for each in first], dtype=np.intp), spare=spare)
             rows, before, is_new = rows[has_grown], before[has_grown], is_new[has_grown]
             first, kept = ([each[has_grown] for each in both] for both in (first, kept))
         gained, lost = list[Index](), list[Index]()
@@ -102,7 +107,7 @@ class Needs:
             self._note_units(rows[more], before[more], stops[more])
         self._units.hold(_joined(gained))
         self._tell_stored()
-        self._units.unhold(_joined(lost))
+        self._units.unhold(_joined(lost), spare=spare)
 
     def _ranges(self, group: Passing, rows: Index, starts: Index, stops: Index) -> Index:
         """Return the places of a group's blocks ``starts`` to ``stops - 1`` of rows."""
@@ -122,7 +127,7 @@ class Needs:
 
     def renew(self, row: int) -> None:
         """Let a row need what follows from its numbers, as they were looked at last."""
-        self._need(row, self._first[:, row].copy())
+        self._need(row, self._first[:, row].copy(), spare=False)
 
     def leave(self, row: int) -> None:
         """Let a row need nothing: it is about to give its units up."""
@@ -184,7 +189,7 @@ class Needs:
             parts.append(group.places_of(units[blocks // group.width], blocks, self._columns))
         return np.concatenate(parts)
 
-    def _need(self, row: int, first: Index) -> None:
+    def _need(self, row: int, first: Index, *, spare: bool) -> None:
         """Let a row need what its numbers say and nothing else; what it needs still is never without need in between."""
         before = self.of_row(row)
         self._first[:, row] = first
@@ -192,8 +197,8 @@ class Needs:
         if self._states.per_sequence:
             self._checkpoint[row] = self._states.places(row)
         self._units.hold(self.of_row(row))
-        self._units.unhold(before)
-        self._units.let_go(self._table[row, : self._stop[row]])
+        self._units.unhold(before, spare=spare)
+        self._units.let_go_of(self._table[row, : self._stop[row]], spare=spare)
 
     def _note_units(self, rows: Index, before: Index, stops: Index) -> None:
         """Note the units of rows behind the first ``before``, of which the units are about to be told."""

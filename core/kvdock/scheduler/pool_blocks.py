@@ -42,19 +42,22 @@ class PoolBlocks:
         is_busy: whether the prefix cache works for the manager, and its observers must not call that.
         states: the states of sequences; there are none here.
         tables: the block table of each layer group.
+        finest: tokens in which every block of any layer group begins.
+        lets_go: whether a layer group lets tokens go.
         uses_parts: whether a sequence may go on within a cached block.
         null_block: what is never handed out, if there is such a block.
         reserved: that block, where ``allocator`` counts it.
     """
 
     uses_parts = True
+    lets_go = False
 
     def __init__(self, allocator: BlockAllocator, prefix: PrefixCache, rows: Rows, *, null_block: bool = False) -> None:
         self.allocator = allocator
         self.prefix = prefix
         self.states = States(None, rows)
         self.tables: tuple[GroupTable, ...] = (OnlyTable(rows),)
-        self.promised = 0
+        self.finest, self.promised = rows.block_size, 0
         self.is_busy = False
         self.null_block = self.reserved = int(allocator.allocate(1)[0]) if null_block else None
         self._size = 0  # of the prefix cache, when the manager was handed over
@@ -89,6 +92,10 @@ class PoolBlocks:
     def use(self, match: PrefixMatch) -> None:
         """Note that a sequence goes on behind what was found, which is in use now."""
 
+    def ends(self, blocks: BlockIds, num_tokens: int) -> Any:
+        """Return behind which numbers of tokens a sequence can go on, from 0 to the ``num_tokens`` that cached blocks have."""
+        return True
+
     def hold(self, blocks: BlockIds) -> Any:
         """Keep what a sequence that goes on behind cached blocks needs beside their lock; return what `unhold` takes."""
 
@@ -97,6 +104,9 @@ class PoolBlocks:
 
     def settle(self, rows: Index) -> None:
         """Note that rows may need other blocks than before: they have grown, were cut, or more of them is computed."""
+
+    def written(self, rows: Index, counts: Index) -> None:
+        """Note how many tokens of rows are written, whose ids may not be known."""
 
     def leave(self, row: int) -> None:
         """Note that a row is about to give all its blocks up."""
@@ -133,6 +143,11 @@ class PoolBlocks:
     def could_hold(self, cached: int, new: int) -> bool:
         """Whether the pool is large enough for a sequence of so many cached blocks, and as many new ones at once."""
         return cached + new <= self.capacity
+
+    @property
+    def used(self) -> int:
+        """Blocks of the pool that sequences or the prefix cache hold."""
+        return self.allocator.num_used
 
     @property
     def evictable(self) -> int:

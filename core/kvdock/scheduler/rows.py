@@ -57,7 +57,8 @@ class Rows:
         num_tokens: tokens that there is room for, ``[rows]`` as all that follow.
         num_known: tokens whose ids are known.
         prompt_len: tokens to match again when the row grows; 0 for none.
-        computed: tokens whose keys and values are written.
+        computed: tokens whose keys and values are written, and whose ids are known.
+        written: tokens whose keys and values are written; what is less than ``computed`` says nothing.
         num_blocks: blocks.
         shared: leading blocks that belong to the prefix cache.
         published: leading blocks that the prefix cache was asked to store.
@@ -76,6 +77,7 @@ class Rows:
         "num_known",
         "prompt_len",
         "computed",
+        "written",
         "num_blocks",
         "shared",
         "published",
@@ -92,6 +94,7 @@ class Rows:
     num_known: Index
     prompt_len: Index
     computed: Index
+    written: Index
     num_blocks: Index
     shared: Index
     published: Index
@@ -166,6 +169,10 @@ class Rows:
         if not has_grown:
             self.replaced[rows] = self.version[rows]
         self._version += rows.size
+
+    def reach(self, rows: Any) -> Any:
+        """Return how many tokens of rows are written."""
+        return np.maximum(self.computed[rows], self.written[rows])
 
     def end_chunks(self, row: int) -> None:
         """Match the prompt of a row no longer."""

@@ -67,6 +67,7 @@ class SequenceBatch(NotCopied):
                 got=f"pads {self._pads.tolist()} and room for {room.tolist()} tokens",
             )
         self._manager = manager
+        self._tables = manager._pool.tables
         self._sequences = list(sequences)
         # The list itself: `select` and `close` change it in place, and what is in it at the end is to be aborted.
         finalizer = weakref.finalize(self, manager.abort_later, self._sequences)
@@ -109,17 +110,20 @@ class SequenceBatch(NotCopied):
         """The sequence of each row; `select` and `close` change them."""
         return tuple(self._sequences)
 
-    @property
-    def block_table(self) -> BlockIds:
-        """Block ids of each row's sequence, int32 ``[batch_size, most blocks]``, 0 behind the shorter ones; pads have no blocks."""
+    def block_table(self, group: int = 0) -> BlockIds:
+        """Return block ids of each row's sequence, int32 ``[batch_size, most blocks]``, 0 behind the shorter ones; pads have no blocks.
+
+        Args:
+            group: which layer group; of what it has let go, anything is shown.
+        """
         self._live("block_table")
-        return dense_table(self._sequences)
+        return dense_table(self._sequences, group=group)
 
     @property
     def num_blocks(self) -> int:
-        """Distinct blocks that the rows have."""
-        self._live("num_blocks")
-        return np.unique(np.concatenate([seq.block_table() for seq in self._sequences])).size
+        """Distinct blocks of the pool that the rows need, in all layer groups."""
+        rows = self._live("num_blocks").tolist()
+        return np.unique(np.concatenate([table.held(row) for table in self._tables for row in rows])).size
 
     def grow(self, n: int) -> npt.NDArray[np.int64]:
         """Make room for ``n`` more places in each row, in all rows or in none.
@@ -138,19 +142,30 @@ class SequenceBatch(NotCopied):
         self._length = length
         return pairs
 
+    def written(self) -> None:
+        """Note that all places in use are written: what windows no longer reach may go, see `CacheManager.note_written`."""
+        if self._manager.lets_go:
+            self._manager.note_written(self._sequences, np.maximum(self._length - self._pads, 0))
+
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` places of each row, and release the blocks behind them.
 
         Raises:
-            IndexRangeError: the rows are shorter than that. Nothing was changed.
+            IndexRangeError: the rows are shorter than that; or what the next token needs was let go. Nothing was changed.
         """
         self._live("truncate")
         count_of("SequenceBatch.truncate: length", length)
         if length > self._length:
             raise IndexRangeError("SequenceBatch.truncate: length", expected=f"at most the {self._length} places there are", got=length)
-        for seq, pad in zip(self._sequences, self._pads.tolist(), strict=True):
-            if seq.num_tokens > (tokens := max(length - pad, 0)):
-                self._manager.truncate(seq, tokens)
+        shorter = [
+            (seq, tokens)
+            for seq, pad in zip(self._sequences, self._pads.tolist(), strict=True)
+            if seq.num_tokens > (tokens := max(length - pad, 0))
+        ]
+        for seq, tokens in shorter:  # all rows are asked before the first is cut
+            self._manager._pool.check_kept("SequenceBatch.truncate: length", seq._row, tokens)
+        for seq, tokens in shorter:
+            self._manager.truncate(seq, tokens)
         self._length = length
 
     def select(self, rows: npt.ArrayLike) -> None:
@@ -191,11 +206,16 @@ class SequenceBatch(NotCopied):
         self._live("fork")
         return SequenceBatch(self._manager, self._forks(range(self.batch_size)), length=self._length, pads=self._pads)
 
-    def slot_mapping(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the slots of places ``start`` to ``stop - 1``, int64 ``[batch_size, stop - start]``; -1 for pads.
+    def slot_mapping(self, start: int, stop: int, group: int = 0) -> npt.NDArray[np.int64]:
+        """Return the slots of places ``start`` to ``stop - 1``, int64 ``[batch_size, stop - start]``; -1 for pads and what is gone.
+
+        Args:
+            start: the first place.
+            stop: the one behind the last.
+            group: which layer group.
 
         Raises:
-            IndexRangeError: not ``0 <= start <= stop <= length``.
+            IndexRangeError: not ``0 <= start <= stop <= length``; no such group.
         """
         rows = self._live("slot_mapping")
         start, stop = (index_of(f"SequenceBatch.slot_mapping: {name}", value) for name, value in (("start", start), ("stop", stop)))
@@ -203,10 +223,9 @@ class SequenceBatch(NotCopied):
             raise IndexRangeError(
                 "SequenceBatch.slot_mapping", expected=f"0 <= start <= stop <= {self._length}", got=f"start={start}, stop={stop}"
             )
-        of = self._manager._rows
         places = np.arange(start, stop) - self._pads[:, None]
-        blocks, offsets = np.divmod(np.maximum(places, 0), of.block_size)
-        return np.where(places < 0, -1, of.table[rows[:, None], blocks].astype(np.int64) * of.block_size + offsets)
+        table = self._manager._pool.table("SequenceBatch.slot_mapping: group", group)
+        return np.where(places < 0, -1, table.slots_at(rows[:, None], np.maximum(places, 0)))
 
     def close(self, *, keep: bool = True) -> None:
         """End all sequences; what they published stays cached with ``keep``. The batch is of no use then.

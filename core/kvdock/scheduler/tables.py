@@ -32,6 +32,10 @@ class GroupTable(ABC):
     def blocks(self, row: int) -> BlockIds:
         """Return the blocks of a row, an array of its own; 0 for what was let go."""
 
+    def held(self, row: int) -> BlockIds:
+        """Return the blocks of a row that are there for it."""
+        return self.blocks(row)
+
     @abstractmethod
     def widths(self, rows: Index) -> Index:
         """Return how many blocks each row has, those that were let go included."""
@@ -105,15 +109,24 @@ class TokenTable(GroupTable):
 
     def blocks(self, row: int) -> BlockIds:
         """Return the blocks of a row."""
-        units = self._rows.blocks(row)
         count = -(-int(self._rows.num_tokens[row]) // self.block_size)
+        found, needed = self._needed(row, count)
+        kept = np.zeros_like(found)
+        kept[needed] = found[needed]
+        return kept
+
+    def held(self, row: int) -> BlockIds:
+        """Return the blocks that a row needs, and those at the end of its last unit that it has not come to."""
+        found, needed = self._needed(row, int(self._rows.num_blocks[row]) * self._width)
+        return found[needed]
+
+    def _needed(self, row: int, count: int) -> tuple[BlockIds, Index]:
+        """Return the first blocks of a row, and which it needs: what is let go may be there yet, as long as nobody wants its room."""
+        units = self._rows.blocks(row)
         found = self._units.table[units, self._start : self._start + self._width].reshape(-1)[:count]
-        if self._passing is not None:  # what is let go is there yet where it is cached, as long as nobody wants its room
-            needed = self._passing.needed(int(self._passing.first(self._rows.computed[row])), count)
-            kept = np.zeros_like(found)
-            kept[needed] = found[needed]
-            return kept
-        return found
+        if self._passing is None:
+            return found, np.arange(count)
+        return found, self._passing.needed(int(self._passing.first(self._rows.reach(row))), count)
 
     def widths(self, rows: Index) -> Index:
         """Return how many blocks each row has."""

@@ -97,7 +97,8 @@ class UnitBlocks:
         needs: how many sequences and pins need each block of ``table``; only of such columns.
         is_cached: which units the prefix cache has.
         is_end: in or behind which units prompts ended: what is let go there is given up last.
-        num_idle: blocks of cached units that may go for themselves, and that nobody needs.
+        spared: which blocks of other units are there still, though nobody needs them: who let them go may go back, or publish them.
+        num_idle: blocks that may go for themselves and that nobody needs, of cached units and spared ones.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], num_blocks: int, block_size: int, *, null_block: bool) -> None:
@@ -124,6 +125,7 @@ class UnitBlocks:
         self.needs = np.zeros((ids, len(by_column)), dtype=np.int32)
         self.is_cached = np.zeros(ids, dtype=np.bool_)
         self.is_end = np.zeros(ids, dtype=np.bool_)
+        self.spared = np.zeros((ids, len(by_column)), dtype=np.bool_)
         self.num_idle = 0
         # What nobody needs, first what was let go longest ago: within prefixes, and where prompts ended. A place of an entry counts
         # while its number is the one that the place was given last.
@@ -141,6 +143,7 @@ class UnitBlocks:
         """Take the blocks of units back that nobody holds any more."""
         if self.needs[units].any():
             raise IntegrityError("UnitBlocks", expected="no sequence that needs a unit without holders", got=units.tolist())
+        self._spare_no_more(units)
         self._give_back(units[:, None] * self.table.shape[1] + np.arange(self.table.shape[1]))
         self.is_end[units] = False
 
@@ -151,10 +154,17 @@ class UnitBlocks:
             before = needs[places]
             needs[places] = before + _ONE
             if self.num_idle:
-                self.num_idle -= int(np.count_nonzero(self.is_cached[places[before == 0] // self.table.shape[1]]))
+                first, spared = places[before == 0], self.spared.reshape(-1)
+                self.num_idle -= int(np.count_nonzero(self.is_cached[first // self.table.shape[1]] | spared[first]))
+                spared[first] = False
 
-    def unhold(self, places: Index) -> None:
-        """Let somebody need blocks no longer, as often as each is there. Nobody's are given back; cached ones are idle from now on."""
+    def unhold(self, places: Index, *, spare: bool = False) -> None:
+        """Let somebody need blocks no longer, as often as each is there. Nobody's are given back; cached ones are idle from now on.
+
+        Args:
+            places: of the blocks.
+            spare: whether others are idle, too.
+        """
         if places.size:
             needs = self.needs.reshape(-1)
             np.subtract.at(needs, places, _ONE)
@@ -166,14 +176,31 @@ class UnitBlocks:
                 self._let_idle(last)
             else:
                 self._let_idle(last[is_cached])
-                self._give_back(last[~is_cached])
+                self.let_go(last[~is_cached], spare=spare)
 
-    def let_go(self, units: BlockIds) -> None:
-        """Give back what nobody needs of units of a sequence that are not cached, and perhaps never did: room, or copies."""
-        self._give_back(self._unneeded(units[~self.is_cached[units]]))
+    def let_go(self, places: Index, *, spare: bool) -> None:
+        """Give blocks back that nobody needs, of units that are not cached; or spare those that are there."""
+        if spare:
+            places = places[self.table.reshape(-1)[places] != _NONE]
+            self.spared.reshape(-1)[places] = True
+            self._let_idle(places)
+        else:
+            self._give_back(places)
+
+    def let_go_of(self, units: BlockIds, *, spare: bool) -> None:
+        """Let go what nobody needs of units that are not cached."""
+        unneeded = self._unneeded(units[~self.is_cached[units]])
+        self.let_go(unneeded[~self.spared.reshape(-1)[unneeded]], spare=spare)
+
+    def _spare_no_more(self, units: BlockIds) -> None:
+        """Count what is spared of units as idle no longer."""
+        if self.num_idle:
+            self.num_idle -= int(np.count_nonzero(self.spared[units]))
+            self.spared[units] = False
 
     def cache(self, units: BlockIds) -> None:
         """Note that units are cached from now on."""
+        self._spare_no_more(units)
         self.is_cached[units] = True
         # What lasts is never counted: mostly all the rest is needed, which this tells at a third of the time.
         if np.count_nonzero(self.needs[units]) < units.size * (self.per_unit - self.num_lasting) or self.states.size:
@@ -203,14 +230,20 @@ class UnitBlocks:
         """Give cached units what they lack of the blocks of others with equal tokens, that are about to be released."""
         lacking = (self.table[new] == _NONE) & (self.table[old] != _NONE)
         at, column = lacking.nonzero()
+        moved = old[at].astype(np.intp) * self.table.shape[1] + column
+        self.num_idle -= int(np.count_nonzero(self.spared.reshape(-1)[moved]))
+        self.spared.reshape(-1)[moved] = False
         self.table[new[at], column] = self.table[old[at], column]
         self.table[old[at], column] = _NONE
-        self._let_idle(new[at].astype(np.intp) * self.table.shape[1] + column)
+        places = new[at].astype(np.intp) * self.table.shape[1] + column
+        self.spared.reshape(-1)[places] = ~self.is_cached[new[at]]  # of what another row is just publishing
+        self._let_idle(places)
 
     def copies(self, pairs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the blocks to copy for units to copy; what a source has not, its copy need not have."""
         old, new = (self.table[pairs[:, side]][:, self._tokens] for side in (0, 1))
-        there = old != _NONE
+        is_idle = self.passing[self._tokens] & self._is_idle(pairs[:, :1] * self.table.shape[1] + self._tokens)
+        there = (old != _NONE) & ~is_idle
         at, column = (~there & (new != _NONE)).nonzero()
         self._give_back(pairs[at, 1] * self.table.shape[1] + self._tokens[column])
         return np.stack((old[there], new[there]), axis=1).astype(np.int64)
@@ -257,13 +290,13 @@ class UnitBlocks:
         return found
 
     def _is_idle(self, places: Index) -> npt.NDArray[np.bool_]:
-        """Return which blocks, of those that may go, are there, cached, and needed by nobody."""
-        is_cached = self.is_cached[places // self.table.shape[1]]
-        found: npt.NDArray[np.bool_] = is_cached & (self.table.reshape(-1)[places] != _NONE) & (self.needs.reshape(-1)[places] == 0)
+        """Return which blocks, of those that may go, are there, cached or spared, and needed by nobody."""
+        may_go = self.is_cached[places // self.table.shape[1]] | self.spared.reshape(-1)[places]
+        found: npt.NDArray[np.bool_] = may_go & (self.table.reshape(-1)[places] != _NONE) & (self.needs.reshape(-1)[places] == 0)
         return found
 
     def _let_idle(self, places: Index) -> None:
-        """Let blocks of cached units wait for their turn."""
+        """Let blocks that nobody needs wait for their turn."""
         if not places.size:
             return
         self.num_idle += places.size
@@ -289,3 +322,4 @@ class UnitBlocks:
             found = table[places]
             self.blocks.release(found[found != _NONE])
             table[places] = _NONE
+            self.spared.reshape(-1)[places] = False

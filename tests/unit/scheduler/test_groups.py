@@ -688,3 +688,82 @@ def test_to_plan_changes_nothing() -> None:
         gone.append([manager.plan([*range(start, start + length), 7]).cached_len for start in (0, 100, 200) for length in (8, 16, 28)])
     assert gone[0] == gone[1]
     assert len(set(gone[0])) > 1, "some of it had to go"
+
+
+def windows_of(*sizes: int) -> tuple[Any, Any]:
+    """Return a group that keeps all, and one of a window of 8, of so many tokens a block."""
+    return group(KeepAll(), sizes[0]), group(KeepWindow(8), sizes[1])
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (20, 4), (4, 12)])
+@pytest.mark.parametrize("prefix", ["naive", "radix"])
+def test_what_is_written_and_not_known_lets_windows_go(sizes: tuple[int, int], prefix: str) -> None:
+    """Whether it comes at once or one by one; what was let go stays until its room is wanted, and can be published."""
+    groups = windows_of(*sizes)
+    for step in (1, 7, 100):
+        manager = CacheManager(200, groups=groups, prefix=prefix)
+        seq = manager.open_empty()
+        for _ in range(100 // step):
+            manager.extend(seq, step)
+            manager.note_written([seq], [seq.num_tokens])
+            manager.check_integrity()
+        tokens, unit = seq.num_tokens, manager.block_size
+        room = -(-tokens // unit) * unit
+        assert manager.blocks_used == room // sizes[0] + -(-room // sizes[1]) - (tokens - 7) // sizes[1]
+        manager.truncate(seq, 30)
+        manager.check_integrity()
+        assert (seq.num_tokens, seq.computed) == (30, 0)
+        manager.commit(seq, range(30), computed=30)
+        manager.check_integrity()
+        manager.finish(seq)
+        can = manager.can_go_on(range(60))
+        assert (can[0], can.size) == (True, 60)
+        whole = 30 // unit * unit if prefix == "radix" else 0
+        assert int(np.flatnonzero(can)[-1]) == whole
+        if whole:
+            again = manager.begin_behind(range(60), whole - 1)
+            assert (again.cached_len, again.num_tokens) == (whole - 1, whole - 1)
+            _, pairs = manager.extend(again, 3)
+            assert len(pairs), "it goes on within what is cached, so that is copied"
+        manager.check_integrity()
+
+
+def test_what_is_spared_goes_first_when_room_is_wanted() -> None:
+    manager = CacheManager(30, groups=windows_of(4, 4))
+    seq = manager.open_empty()
+    manager.extend(seq, 56)
+    manager.note_written([seq], [56])
+    assert (manager.blocks_used, seq.shortest) == (16, 0)
+    other = manager.begin(range(28))  # 14 blocks: the 2 that were free, and all that was let go
+    assert seq.shortest > 0
+    with pytest.raises(IndexRangeError, match=r"CacheManager.truncate: n: expected at least \d+: what was before is let go"):
+        manager.truncate(seq, 20)
+    manager.check_integrity()
+    manager.abort(other)
+    manager.truncate(seq, 55)
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("written", [-1, 9, 3], ids=["below 0", "beyond the room", "less than computed"])
+def test_what_cannot_be_written(written: int) -> None:
+    manager = CacheManager(30, groups=windows_of(4, 4))
+    seq = manager.begin(range(8))
+    manager.commit(seq, [], computed=4)
+    with pytest.raises((ArgumentValueError, IndexRangeError), match=r"note_written: written"):
+        manager.note_written([seq], [written])
+    manager.check_integrity()
+
+
+def test_blocks_that_come_into_use_within_a_unit_are_shown() -> None:
+    """A unit has its blocks before they are used: a step that comes to the next one changes the tables all the same."""
+    manager = CacheManager(100, groups=windows_of(20, 4))
+    tables, seq = BatchTables(manager, 1, 32), manager.begin(range(3))
+    for _ in range(60):
+        tables.update([seq])
+        for at, table in enumerate(tables.host.block_tables):
+            expected = seq.block_table(at)
+            assert table[0, : expected.size][expected > 0].tolist() == expected[expected > 0].tolist(), (seq.num_tokens, at)
+        if seq.num_tokens == 30:
+            manager.truncate(seq, 27)
+        manager.commit(seq, np.arange(seq.num_known, seq.num_tokens), computed=seq.num_tokens)
+        manager.extend(seq, 1)

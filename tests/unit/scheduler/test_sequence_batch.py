@@ -29,13 +29,21 @@ def used(manager: CacheManager) -> int:
 
 def state(manager: CacheManager, batch: SequenceBatch) -> tuple[Any, ...]:
     counts = manager.allocator.ref_counts(range(manager.allocator.num_blocks)).tolist()
-    return len(batch), batch.length, batch.pads.tolist(), batch.block_table.tolist(), manager.available_size, manager.num_sequences, counts
+    return (
+        len(batch),
+        batch.length,
+        batch.pads.tolist(),
+        batch.block_table().tolist(),
+        manager.available_size,
+        manager.num_sequences,
+        counts,
+    )
 
 
 def test_a_new_batch_is_empty() -> None:
     manager, batch = make(3)
     assert (len(batch), batch.batch_size, batch.length, batch.block_size, batch.num_blocks) == (3, 3, 0, 4, 0)
-    assert (batch.block_table.shape, batch.slot_mapping(0, 0).shape) == ((3, 0), (3, 0))
+    assert (batch.block_table().shape, batch.slot_mapping(0, 0).shape) == ((3, 0), (3, 0))
     assert used(manager) == 0
 
 
@@ -98,10 +106,10 @@ def test_growing_past_the_pool_changes_nothing(share: bool) -> None:
 def test_only_the_partly_filled_shared_block_is_copied_and_only_once() -> None:
     manager, batch = make(1, length=6)
     other = batch.fork()
-    assert (other.block_table.tolist(), used(manager)) == ([[0, 1]], 2)
+    assert (other.block_table().tolist(), used(manager)) == ([[0, 1]], 2)
     assert other.grow(0).shape == (0, 2), "nothing is written"
     assert other.grow(7).tolist() == [[1, 2]]
-    assert (other.block_table.tolist(), batch.block_table.tolist()) == ([[0, 2, 3, 4]], [[0, 1]])
+    assert (other.block_table().tolist(), batch.block_table().tolist()) == ([[0, 2, 3, 4]], [[0, 1]])
     assert batch.grow(1).tolist() == [], "it is the only one now"
     batch.truncate(4)
     third = batch.fork()
@@ -112,22 +120,22 @@ def test_one_of_the_rows_that_share_a_block_keeps_it_unless_others_hold_it_too()
     manager, batch = make(1, length=6)
     batch.repeat(3)
     assert batch.grow(1)[:, 0].tolist() == [1, 1], "three rows, two copies"
-    assert batch.block_table[0].tolist() == [0, 1]
-    assert np.unique(batch.block_table[:, 1]).size == 3
+    assert batch.block_table()[0].tolist() == [0, 1]
+    assert np.unique(batch.block_table()[:, 1]).size == 3
     assert manager.allocator.ref_counts([0, 1]).tolist() == [3, 1]
     _, batch = make(1, length=6)
     other = batch.fork()
     other.select([0, 0])
     assert other.grow(1)[:, 0].tolist() == [1, 1]
-    assert batch.block_table.tolist() == [[0, 1]]
+    assert batch.block_table().tolist() == [[0, 1]]
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
 def test_select_reorders_repeats_and_drops_rows(kind: Any) -> None:
     manager, batch = make(3, length=6)
-    ids, sequences = batch.block_table, batch.sequences
+    ids, sequences = batch.block_table(), batch.sequences
     batch.select(kind([2, 0, 2, 2]))
-    assert batch.block_table.tolist() == ids[[2, 0, 2, 2]].tolist()
+    assert batch.block_table().tolist() == ids[[2, 0, 2, 2]].tolist()
     assert batch.sequences[:2] == (sequences[2], sequences[0]), "the first of each goes on"
     assert (used(manager), sequences[1].is_open) == (4, False)
     assert manager.allocator.ref_counts(ids).tolist() == [1, 1, 0, 0, 3, 3]
@@ -188,14 +196,14 @@ def test_a_fork_of_rows_that_is_refused_halfway_leaves_nothing_behind(how: str) 
 
 def test_truncate_gives_back_whole_blocks() -> None:
     manager, batch = make(2, length=14)
-    ids, taken = batch.block_table, []
+    ids, taken = batch.block_table(), []
     for length in (14, 9, 8, 0):
         batch.truncate(length)
         taken.append(used(manager))
-        assert batch.block_table.tolist() == ids[:, : -(-length // 4)].tolist()
+        assert batch.block_table().tolist() == ids[:, : -(-length // 4)].tolist()
     assert taken == [8, 6, 4, 0]
     batch.grow(5)
-    assert batch.block_table.shape == (2, 2)
+    assert batch.block_table().shape == (2, 2)
 
 
 def test_truncating_into_a_shared_block_copies_it_at_the_next_write() -> None:
@@ -203,7 +211,7 @@ def test_truncating_into_a_shared_block_copies_it_at_the_next_write() -> None:
     other = batch.fork()
     other.truncate(5)
     assert other.grow(1).tolist() == [[1, 2]]
-    assert batch.block_table.tolist() == [[0, 1]]
+    assert batch.block_table().tolist() == [[0, 1]]
 
 
 def test_a_batch_that_is_dropped_gives_back_what_it_held_last() -> None:
@@ -231,7 +239,7 @@ def test_a_batch_that_is_closed_says_so(keep: bool) -> None:
     batch.close()
     assert used(manager) == 2 * keep
     calls = [lambda: batch.grow(1), lambda: batch.truncate(0), lambda: batch.select([0]), lambda: batch.repeat(2), batch.fork]
-    looks = [lambda: batch.slot_mapping(0, 1), lambda: batch.block_table, lambda: batch.num_blocks]
+    looks = [lambda: batch.slot_mapping(0, 1), lambda: batch.block_table(), lambda: batch.num_blocks]
     for call in (*calls, *looks):
         with pytest.raises(StaleHandleError, match=r"SequenceBatch\.\w+: expected an open batch"):
             call()
@@ -255,13 +263,13 @@ def test_a_row_that_shares_what_a_fork_has_published_is_cut_without_knowing_the_
     batch.grow(3)
     fork = batch.fork()
     manager.commit(list(fork.sequences), [[8, 9, 10]], computed=[4])
-    shared = batch.block_table[0, :3].tolist()
+    shared = batch.block_table()[0, :3].tolist()
     batch.truncate(3)  # what it keeps is cached and locked, though it knows one id of it only
     manager.check_integrity()
     fork.close()
     manager.begin(range(20, 20 + manager.available_size // 1))  # evicts all that is not held
     manager.check_integrity()
-    assert batch.block_table[0].tolist() == shared
+    assert batch.block_table()[0].tolist() == shared
     batch.close(keep=False)
     manager.check_integrity()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, SupportsIndex
@@ -111,7 +112,9 @@ class PagedCacheForTransformers(Cache):
 
         Args:
             model: a decoder-only ``PreTrainedModel``.
-            conf: size of the pool and of its blocks, which hold ``num_blocks * block_size`` tokens of all rows together.
+            conf: size of the pool and of its blocks. Where all layers keep all tokens they hold ``num_blocks * block_size`` tokens of
+                all rows together. Layers with sliding windows let go of what no later token reads, and have blocks of their own in
+                the pool, see `kvdock.plan_blocks`; with ``keep_all=True`` they keep it.
             prefix: how prefixes are reused over calls: ``"radix"``, ``"naive"`` (not at all), or the name that a plugin gave its
                 prefix cache, see `kvdock.create_prefix_cache`; or an empty prefix cache of the same block size, for this cache
                 alone. None leaves the last tokens in the cache instead of looking them up.
@@ -133,20 +136,21 @@ class PagedCacheForTransformers(Cache):
             raise ArgumentTypeError(_FOR_MODEL, expected="no options without prefix=", got=", ".join(options))
         model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: it would trace it without the hook
         found, runs = measure(model), what_runs(model)
-        if isinstance(conf, PagedKVCacheConfig):
-            conf = attrs.evolve(conf, keep_all=True)  # one table for all layers: windows are the attention's to see to
         pool = kvdock.create_cache(found.spec, conf, RankInfo(found.device))
-        num_blocks, block_size, name = pool.num_blocks, pool.block_size, "naive" if prefix is None else prefix
-        made = prefix_cache_of_pool(_FOR_MODEL, name, num_blocks=num_blocks, block_size=block_size, options=options)
-        manager = CacheManager(num_blocks, block_size, made)
+        block_size = math.lcm(*(group.block_size for group in pool.groups))  # in which blocks of all groups end together
+        name = "naive" if prefix is None else prefix
+        made = prefix_cache_of_pool(_FOR_MODEL, name, num_blocks=pool.num_blocks, block_size=block_size, options=options)
+        manager = CacheManager(pool.num_blocks, prefix=made, groups=pool.groups)
         reuse = PrefixReuse(manager, getattr(model, "generation_config", None), sharing_of(runs)) if prefix is not None else None
 
-        def trial(small: PagedKVCacheConfig, reader: Reader) -> PagedCacheForTransformers:
+        def trial(rows: int, tokens: int, reader: Reader) -> PagedCacheForTransformers:
+            blocks = rows * sum(-(-tokens // block_size) * block_size // group.block_size for group in pool.groups)
+            small = attrs.evolve(conf, num_blocks=blocks, max_kv_memory_bytes=None)
             tried = kvdock.create_cache(found.spec, small, RankInfo(found.device))
-            state = PagedState(tried, CacheManager(tried.num_blocks, block_size), reader)
+            state = PagedState(tried, CacheManager(tried.num_blocks, groups=tried.groups), reader)
             return cls(state, found.windows, found.stored, None, HookWatch(runs, tried))
 
-        reader = chosen_reader(_FOR_MODEL, runs, attention, lambda: reader_of(runs, found, conf, trial))
+        reader = chosen_reader(_FOR_MODEL, runs, attention, lambda: reader_of(runs, found, trial))
         return cls(PagedState(pool, manager, reader), found.windows, found.stored, reuse, HookWatch(runs, pool))
 
     def bind(self, *, namespace: Namespace = (), **inputs: Any) -> dict[str, Any]:
@@ -308,8 +312,10 @@ class PagedCacheForTransformers(Cache):
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` tokens of every row, and release the blocks behind them.
 
+        What sliding windows have left behind is there as long as nobody wants its room, so that a pass can be undone before the next.
+
         Raises:
-            IndexRangeError: there are fewer. Nothing was changed.
+            IndexRangeError: there are fewer; or a window has let go of what the next token needs. Nothing was changed.
         """
         self.state.truncate(length)
 

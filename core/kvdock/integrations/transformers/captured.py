@@ -91,7 +91,7 @@ class CapturedDecoding:
         problem = "no layers below its head" if inner is model else self._parts.problem
         if problem:
             raise _unsupported(model, problem)
-        self._inner, self._pool, self._windows = weakref.ref(inner), pool, windows
+        self._inner, self._pool, self._windows, self._group_of = weakref.ref(inner), pool, windows, state.group_of
         self._configs = [config for config, _ in state.reader.configs]
         self._parameters, self._config = defaults_of(type(inner).forward, 1), inner.config
         self._form: tuple[type[Any], str, str]
@@ -100,7 +100,8 @@ class CapturedDecoding:
         self._autocast, self.max_length, self.odd = _autocast(pool.device), max_length, ""
         sizes = sorted({check_int(f"{_CAPTURE}: batch_sizes", size, 1) for size in batch_sizes})
         self._forwards = {size: _compiled(type(inner).forward) if compiled else type(inner).forward for size in sizes}
-        tables = BatchTables(state.manager, max(sizes, default=1), -(-max_length // pool.block_size), device=pool.device)
+        widths = [-(-max_length // group.block_size) for group in pool.groups]
+        tables = BatchTables(state.manager, max(sizes, default=1), widths, device=pool.device)
         self._mask = mask_of(torch.zeros(max(sizes, default=1), device=pool.device))  # graphs read it where it is
         token, position = torch.zeros(2, dtype=torch.int64, device="cpu").unbind()
         with _says_what_failed(model):
@@ -147,8 +148,9 @@ class CapturedDecoding:
     def _compute(self, views: TableViews, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Run the model's layers on a token of each row; return hidden states ``[rows, 1, hidden]``."""
         inner: Any = self._inner()
-        place = Place(self._pool, views.block_table, views.slot_mapping[:, None], views.seq_lens)
-        cache = Cache(layers=decoding_layers(place, self._windows))
+        of_groups = zip(views.block_tables, views.slot_mappings, strict=True)
+        places = [Place(self._pool, table, slots[:, None], views.seq_lens) for table, slots in of_groups]
+        cache = Cache(layers=decoding_layers(places, self._group_of, self._windows))
         told = {"input_ids": ids[:, None], "position_ids": positions[:, None], "attention_mask": self._mask[: len(ids)], "use_cache": True}
         switch(self._configs)
         try:
@@ -258,7 +260,7 @@ def captured_decoding(
     if model.training:
         raise UnsupportedError(_CAPTURE, expected="a model that is not in training", got="one in training", fix="call model.eval()")
     pool = state.pool
-    room = min(pool.num_blocks * pool.block_size, pool.spec.max_positions)
+    room = min(pool.num_blocks * max(group.block_size for group in pool.groups), pool.spec.max_positions)
     length = room if most is None else check_int(f"{_CAPTURE}: max_length", most, 1)
     made = CapturedDecoding(model, state, windows, sizes, length, compiled=compiled)
     made.check(cache, model)

@@ -39,7 +39,7 @@ VIEW = "kvdock_layer"
 
 @attrs.frozen(eq=False)
 class Place:
-    """Where the steps of all layers write and read: tensors that stay where they are.
+    """Where the steps of all layers of a group write and read: tensors that stay where they are.
 
     Args:
         pool: where keys and values are.
@@ -59,17 +59,18 @@ class _Tables:
 
     Args:
         pool: where keys and values are.
-        block_table: int32 ``[rows, blocks]``, with room for all tokens.
+        block_tables: int32 ``[rows, blocks]``, with room for all tokens, of each layer group.
         starts: first token of each row that is seen, ``[rows]``.
     """
 
-    def __init__(self, pool: PagedKVCache, block_table: torch.Tensor, starts: torch.Tensor) -> None:
-        rows = block_table.shape[0]
+    def __init__(self, pool: PagedKVCache, block_tables: Sequence[torch.Tensor], starts: torch.Tensor) -> None:
+        rows = starts.shape[0]
         self.mask = mask_of(starts)
-        self.values = torch.zeros(3, rows, 1, dtype=torch.int64, device=block_table.device)
-        slots, self.positions, lens = self.values.unbind()
-        self.place = Place(pool, block_table, slots, lens.view(rows))
-        for tensor in (block_table, self.mask, slots, self.positions, self.place.lens):
+        self.values = torch.zeros(2 + len(block_tables), rows, 1, dtype=torch.int64, device=starts.device)
+        self.positions, lens, *slots = self.values.unbind()
+        lens = lens.view(rows)
+        self.places = [Place(pool, *each, lens) for each in zip(block_tables, slots, strict=True)]
+        for tensor in (*block_tables, *slots, self.mask, self.positions, lens):
             torch._dynamo.mark_static_address(tensor)
 
 
@@ -82,7 +83,7 @@ class DecodingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the ba
     """One layer: it writes one token of each row, and hands itself over to attention.
 
     Args:
-        place: shared by all layers.
+        place: shared by all layers of its group.
         index: which of the pool's layers this is.
         window: sliding window in tokens, or None.
     """
@@ -143,7 +144,7 @@ class DecodingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the ba
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the room of a row: a mask is there already."""
-        return self.place.block_table.shape[1] * self.place.pool.block_size, 0
+        return self.place.block_table.shape[1] * self.place.pool.k_cache(self.index).shape[1], 0
 
     def get_seq_length(self) -> int:
         """Return 0: the positions of a step are there already, and a number would be part of a graph."""
@@ -154,9 +155,9 @@ class DecodingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the ba
         return -1
 
 
-def decoding_layers(place: Place, windows: Sequence[int | None]) -> list[Any]:
-    """Return a layer for each of the pool's, with its window."""
-    return [DecodingLayer(place, index, window) for index, window in enumerate(windows)]
+def decoding_layers(places: Sequence[Place], group_of: Sequence[int], windows: Sequence[int | None]) -> list[Any]:
+    """Return a layer for each of the pool's, with the place of its group and its window."""
+    return [DecodingLayer(places[group_of[index]], index, window) for index, window in enumerate(windows)]
 
 
 class PagedDecoding(Cache):
@@ -183,10 +184,11 @@ class PagedDecoding(Cache):
             expected = f"padding on the left only, [{state.batch_size}, {state.length}]"
             raise ArgumentValueError(f"{_DECODING}: attention_mask", expected=expected, got=None if mask is None else list(mask.shape))
         _reserve(state, state.batch, new_tokens)
-        self._pads, self._device = pads, state.pool.device
+        self._pads, self._device, self._groups = pads, state.pool.device, range(len(state.pool.groups))
         with torch.inference_mode(mode=False):
-            self.tables = _Tables(state.pool, sent(state.batch.block_table, self._device), sent(pads - state.batch.pads, self._device))
-        super().__init__(layers=decoding_layers(self.tables.place, windows))
+            block_tables = [sent(state.batch.block_table(group), self._device) for group in self._groups]
+            self.tables = _Tables(state.pool, block_tables, sent(pads - state.batch.pads, self._device))
+        super().__init__(layers=decoding_layers(self.tables.places, state.group_of, windows))
 
     def __enter__(self) -> Self:
         self._paged.is_decoding = True
@@ -200,6 +202,7 @@ class PagedDecoding(Cache):
         length = self._start + max(self._steps - (error is not None), 0)
         self._paged.lengths.set(length)
         self._paged.truncate(length)
+        self._paged.settle()
 
     def next(self) -> dict[str, Any]:
         """Show the next token of each row, and return the arguments of its pass, beside ``input_ids`` of shape ``[rows, 1]``.
@@ -210,7 +213,8 @@ class PagedDecoding(Cache):
         batch, place = self._paged.batch, self._start + self._steps
         if self._steps == self._most or batch is None:
             raise ArgumentValueError(f"{_DECODING}: next", expected=f"at most {self._most} steps", got="one more", fix="make room for more")
-        values = np.stack([batch.slot_mapping(place, place + 1)[:, 0], place - self._pads, place + 1 - batch.pads])
+        slots = [batch.slot_mapping(place, place + 1, group)[:, 0] for group in self._groups]
+        values = np.stack([place - self._pads, place + 1 - batch.pads, *slots])
         self.tables.values.copy_(sent(values[:, :, None], self._device))
         self._steps += 1
         return {"attention_mask": self.tables.mask, "position_ids": self.tables.positions, "use_cache": True, CACHE_KEYWORD: self}

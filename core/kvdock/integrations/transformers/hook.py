@@ -77,14 +77,16 @@ def finish_pass(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         UnsupportedError: attention has passed by what the cache returned.
     """
     if not isinstance(kwargs.get(CACHE_KEYWORD), PagedDecoding):
-        _finish(model, output)
+        _finish(model, by_name(parameters_of(model), args, kwargs) if args else kwargs, output)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the same
-def _finish(model: torch.nn.Module, output: Any) -> None:
-    ended = leave(model)
+def _finish(model: torch.nn.Module, told: dict[str, Any], output: Any) -> None:
+    ended, state = leave(model), _paged_state(told)
     if ended is not None and output is not None:
         ended.check_read()
+    if state is not None and output is not None:
+        state.settle()
 
 
 def _fit(model: torch.nn.Module, state: PagedState, bound: Bound, told: dict[str, Any]) -> dict[str, Any] | None:

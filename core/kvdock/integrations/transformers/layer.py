@@ -22,8 +22,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base 
     """One layer of a `PagedCacheForTransformers`.
 
     It writes into the pool. In a pass that reads pages it returns the new tokens, on which kvdock's attention finds it; else those
-    that Transformers' own layer would return: all of them, or with a sliding window those that the window reaches. The pool keeps all
-    either way, so that `crop` works on every model.
+    that Transformers' own layer would return: all of them, or with a sliding window those that the window reaches. What a window
+    has left behind is there as long as nobody wants its room, so that `crop` can go back to it.
 
     Args:
         state: the pool and the table, shared with the other layers.
@@ -43,7 +43,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base 
         self.index = index
         self.window = window
         self.is_sliding = window is not None
-        self.rope = rope_of(state.pool, index)
+        self.rope, self._group = rope_of(state.pool, index), state.group_of[index]
         self._value_dim = state.pool.v_cache(index).shape[3]
 
     def __repr__(self) -> str:
@@ -56,12 +56,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base 
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]  # the base assigns it
-        """All keys, gathered anew as ``[batch, heads, tokens, dim]``; None without tokens."""
+        """The keys that later tokens read, gathered anew as ``[batch, heads, tokens, dim]``; None without tokens."""
         return self._content()[0]
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]  # the base assigns it
-        """All values, gathered anew as ``[batch, heads, tokens, dim]``; None without tokens."""
+        """Their values, gathered anew as ``[batch, heads, tokens, dim]``; None without tokens."""
         return self._content()[1]
 
     @property
@@ -134,7 +134,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base 
         self.state.pool.attend(
             self.index,
             inner(query.squeeze(2) if tokens == 1 else query.transpose(1, 2).flatten(0, 1)),
-            tables.block_table,
+            tables.block_tables[self._group],
             tables.lens,
             cu_query_lens=tables.cu_query_lens,
             max_query_len=tokens,
@@ -206,7 +206,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base 
 
     def _content(self) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
         length = self.get_seq_length()
-        return self.state.read(self.index, 0, length) if length else (None, None)
+        return self.state.read(self.index, self._visible(length, 0)[1], length) if length else (None, None)
 
     def _not_alone(self, method: str) -> UnsupportedError:
         """Make the error for a change of one layer only."""

@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import attrs
 import torch
 from transformers import DynamicCache
 
-from kvdock.cache.paged_config import PagedKVCacheConfig
 from kvdock.errors import ArgumentValueError, UnsupportedError
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD
 from kvdock.integrations.transformers.measure import Measurement, input_device
@@ -59,29 +57,26 @@ def _gathering(model: Any, why: str) -> Reader:
     return Reader(weakref.ref(model), why=why)
 
 
-def reader_of(model: Any, found: Measurement, conf: PagedKVCacheConfig, make: Callable[[PagedKVCacheConfig, Reader], Any]) -> Reader:
+def reader_of(model: Any, found: Measurement, make: Callable[[int, int, Reader], Any]) -> Reader:
     """Try whether a model's attention can read pages. What was found is kept as long as the model lives.
 
     Args:
         model: what runs, whose cache was measured.
         found: the measurement.
-        conf: of the pool.
-        make: makes a cache for the model, with a pool and a reader.
+        make: makes a cache for the model, with a pool for so many rows of so many tokens, and a reader.
     """
     names = [former_of(config) for config in configs_of(model)]
     known = _KNOWN.get(model)
     if known is None or known[0] != names:
-        known = _KNOWN[model] = names, _tried(model, found, conf, make)
+        known = _KNOWN[model] = names, _tried(model, found, make)
     return known[1]
 
 
-def _tried(model: Any, found: Measurement, conf: PagedKVCacheConfig, make: Callable[[PagedKVCacheConfig, Reader], Any]) -> Reader:
+def _tried(model: Any, found: Measurement, make: Callable[[int, int, Reader], Any]) -> Reader:
     check = Check([None] * len(found.spec.layers))
     configs = [(config, former_of(config)) for config in configs_of(model)]
-    blocks = len(_MASK) * -(-len(_MASK[0]) // conf.block_size)
-    small = attrs.evolve(conf, num_blocks=blocks, max_kv_memory_bytes=None)
     try:
-        got = _run(model, make(small, Reader(weakref.ref(model), tuple(configs), check=check)))
+        got = _run(model, make(len(_MASK), len(_MASK[0]), Reader(weakref.ref(model), tuple(configs), check=check)))
         expected = _run(model, DynamicCache(config=model.config))
     except UnsupportedError as error:
         return _gathering(model, f"{type(model).__name__} has {error.got}")

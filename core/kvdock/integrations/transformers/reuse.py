@@ -46,12 +46,12 @@ class PrefixReuse:
             OutOfBlocksError: there is no room for the prompts. Nothing was changed, and nothing counted as found.
         """
         manager, pads = self.manager, prompts.pads.tolist()
-        found = [
-            manager.plan(prompts.row(row), prompts.namespace).cached_len if self._shares(prompts, row) else 0 for row in range(len(pads))
-        ]
-        most = prompts.length - 1 if prompts.length <= self.sharing.limit else 0
-        # All rows of a batch go on at one place, so the row that has found least decides.
-        past = min(most, *(pad + cached for pad, cached in zip(pads, found, strict=True)))
+        # All rows of a batch go on at one place: behind padding, or where what the row has found is enough to go on.
+        can_go_on = np.ones(prompts.length if prompts.length <= self.sharing.limit else 1, dtype=np.bool_)
+        for row, pad in enumerate(pads):
+            of_row = can_go_on[pad + 1 :]
+            of_row &= manager.can_go_on(prompts.row(row), prompts.namespace)[1 : of_row.size + 1] if self._shares(prompts, row) else False
+        past = int(np.flatnonzero(can_go_on)[-1])
         self._check_room(prompts, past)
         rows: list[CacheSequence] = []
         try:
@@ -76,10 +76,12 @@ class PrefixReuse:
     def _begin_row(self, prompts: Prompts, row: int, cached: int) -> CacheSequence:
         if not self._shares(prompts, row):
             return self.manager.open_empty(prompts.namespace)
-        return self.manager.begin(prompts.row(row), prompts.namespace, at_most=0, max_cached_len=cached)
+        return self.manager.begin_behind(prompts.row(row), cached, prompts.namespace)
 
     def _check_room(self, prompts: Prompts, past: int) -> None:
-        """Raise if prompts do not fit behind their past, before anything counts as found."""
+        """Raise if prompts do not fit behind their past, before anything counts as found; windows may let go of most of a long one."""
+        if self.manager.lets_go:
+            return
         size = self.manager.block_size
         tokens = prompts.length - prompts.pads
         needed = int((-(-tokens // size) - np.maximum(past - prompts.pads, 0) // size).sum())

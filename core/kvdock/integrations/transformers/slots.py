@@ -18,9 +18,11 @@ class SlotTensor:
 
     Args:
         device: where the slots are needed.
+        group: of which layer group.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, group: int) -> None:
+        self._group = group
         self._buffer = torch.empty((0, 0), dtype=torch.int64, device=device)
         self._valid = 0
 
@@ -40,7 +42,7 @@ class SlotTensor:
             with torch.inference_mode(mode=False):
                 self._buffer = torch.empty((batch.batch_size, 2 * stop), dtype=torch.int64, device=self._buffer.device)
             self._valid = 0
-        self._buffer[:, self._valid : stop] = torch.from_numpy(batch.slot_mapping(self._valid, stop))
+        self._buffer[:, self._valid : stop] = torch.from_numpy(batch.slot_mapping(self._valid, stop, self._group))
         self._valid = stop
 
 

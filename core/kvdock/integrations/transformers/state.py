@@ -45,20 +45,23 @@ class PagedState:
 
     Attributes:
         reading: the pass that is under way, if its attention reads pages.
+        group_of: the layer group of each layer.
         odd: why the last pass did not; "" if it did, or had nothing to read.
         captured: what stands in for the model's layers in passes of one token, or None.
     """
 
     def __init__(self, pool: PagedKVCache, manager: CacheManager, reader: Reader) -> None:
         self.pool, self.manager, self.reader = pool, manager, reader
-        self.tables, self.markers = StepTables(pool.device), Markers(pool.device)
+        self.tables, self.markers = StepTables(pool.device, len(pool.groups)), Markers(pool.device)
+        self.group_of = [pool.group_of(layer) for layer in range(pool.num_layers)]
+        self._lets_go = not all(group.retention.keeps_all for group in pool.groups)
         self.reading: Pass | None = None
         self.odd, self.is_decoding = "", False
         self.captured: Captured | None = None
         self.batch: SequenceBatch | None = None
         self.lengths = Lengths(pool.num_layers)
         self.bound: Bound | None = None
-        self._slots = SlotTensor(pool.device)
+        self._slots = [SlotTensor(pool.device, group) for group in range(len(pool.groups))]
 
     @property
     def length(self) -> int:
@@ -118,7 +121,7 @@ class PagedState:
         if stop > self.length:
             self._begin(keys.shape[0], tokens)
         try:
-            write(self.pool, layer, keys, values, self._new_slots(start, stop))
+            write(self.pool, layer, keys, values, self._new_slots(start, stop)[self.group_of[layer]])
         except BaseException:
             self._take_back()
             raise
@@ -155,13 +158,13 @@ class PagedState:
 
     def read(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of tokens ``start`` to ``stop - 1`` as new ``[batch, heads, tokens, dim]``, contiguous."""
-        return read(self.pool, layer, self._slots_of(start, stop))
+        return read(self.pool, layer, self._slots_of(start, stop, self.group_of[layer]))
 
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` tokens. Also the way on after a forward pass that failed in between.
 
         Raises:
-            IndexRangeError: a layer has fewer. Nothing was changed.
+            IndexRangeError: a layer has fewer; or a window has let go of what the next token needs. Nothing was changed.
         """
         if length > (most := min(self.lengths.of)):
             raise IndexRangeError(
@@ -194,6 +197,7 @@ class PagedState:
         # The manager stays with this thread until the last layer has written, see `_end`.
         with self.change(keep=True):
             grown = self._batch_of(batch)
+            grown.written()
             start, pairs = grown.length, self.grown(grown, tokens)
             if self.bound:
                 self.bound.begin(start, batch, tokens, grown.length)
@@ -201,7 +205,7 @@ class PagedState:
             self.tables.forget()
             # Blocks were replaced by copies, so the slots that were worked out before are those of the old ones.
             if len(pairs):
-                self._slots.forget(0)
+                self._forget_slots()
                 self.copy_blocks(torch.from_numpy(pairs))
 
     def grown(self, batch: SequenceBatch, tokens: int) -> npt.NDArray[np.int64]:
@@ -210,7 +214,15 @@ class PagedState:
             return batch.grow(tokens)
         except OutOfBlocksError as error:
             fix = "reset() copies of the cache, or make the pool larger: num_blocks or max_kv_memory_bytes"
+            if self._lets_go:
+                fix += "; with prefill_chunk_size in the GenerationConfig, windows let go of a long prompt as it is computed"
             raise OutOfBlocksError("PagedCacheForTransformers", expected=error.expected, got=error.got, fix=fix) from error
+
+    def settle(self) -> None:
+        """Let windows go of what no later token reads, behind a pass: while one runs, its last layer has yet to attend."""
+        if self._lets_go and self.batch and self.lengths.is_whole:
+            self.batch.written()
+            self.manager.hand_over()
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         """Copy blocks in all layers. If that fails the table names blocks without content, so it is emptied."""
@@ -220,17 +232,22 @@ class PagedState:
             self._drop()
             raise
 
-    def _new_slots(self, start: int, stop: int) -> torch.Tensor:
-        """Return the slots of tokens that a layer writes, int64 ``[batch, stop - start]``: the same for all layers of a step."""
+    def _new_slots(self, start: int, stop: int) -> list[torch.Tensor]:
+        """Return the slots of tokens that layers write, int64 ``[batch, stop - start]``, of each group: one for all of its layers."""
         if start != self.tables.start or stop != self.tables.stop:
             assert self.batch is not None  # noqa: S101 - there are tokens
             self.tables.begin(self.batch, start, stop, attends=self.reading is not None)
         return self.tables.slots
 
-    def _slots_of(self, start: int, stop: int) -> torch.Tensor:
-        """Return the slots of tokens ``start`` to ``stop - 1``, int64 ``[batch, stop - start]``; -1 for padding."""
+    def _slots_of(self, start: int, stop: int, group: int) -> torch.Tensor:
+        """Return a group's slots of tokens ``start`` to ``stop - 1``, int64 ``[batch, stop - start]``; -1 for padding."""
         assert self.batch is not None  # noqa: S101 - there are tokens
-        return self._slots.upto(self.batch, stop)[:, start:]
+        return self._slots[group].upto(self.batch, stop)[:, start:]
+
+    def _forget_slots(self) -> None:
+        """Tokens may be elsewhere."""
+        for slots in self._slots:
+            slots.forget(0)
 
     def _end(self) -> None:
         """End a step: every layer has written."""
@@ -256,13 +273,19 @@ class PagedState:
             )
         else:
             self.batch = SequenceBatch.empty(self.manager, rows)
-        self._slots.forget(0)
+        self._forget_slots()
         return self.batch
 
     def _truncate(self, length: int) -> None:
         with self.change():
             if self.batch:
-                self.batch.truncate(length)
+                try:
+                    self.batch.truncate(length)
+                except IndexRangeError as error:
+                    fix = (
+                        "reset() it and compute the prompt again; a larger pool keeps what windows let go for longer, keep_all=True always"
+                    )
+                    raise IndexRangeError("PagedCacheForTransformers: length", expected=error.expected, got=length, fix=fix) from error
         if self.bound:
             self.bound.seen.cut(length)
         self.lengths.set(length)
@@ -284,5 +307,5 @@ class PagedState:
                 self.manager.hand_over()
             raise
         if not keep:
-            self._slots.forget(0)
+            self._forget_slots()
             self.manager.hand_over()

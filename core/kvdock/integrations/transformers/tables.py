@@ -2,8 +2,8 @@
 
 ::
 
-    slots          [rows, tokens]    where the new tokens go; -1 for padding
-    block_table    [rows, blocks]    blocks of each row; those behind the shorter ones mean nothing
+    slots          [rows, tokens]    where the new tokens go, of each layer group; -1 for padding
+    block_tables   [rows, blocks]    blocks of each row, of each layer group; those behind the shorter ones mean nothing
     lens           [rows]            tokens of each row in its blocks, the new ones included
     cu_query_lens  [rows + 1]        where each row's new tokens begin; None for one each
 """
@@ -26,23 +26,24 @@ class StepTables:
 
     Args:
         device: where they are needed.
+        groups: layer groups of the pool.
 
     Attributes:
         start: places before the step, of each row.
         stop: places with those of the step.
-        slots: int64.
-        block_table: int32; as the next two only where the step attends.
+        slots: int64, of each layer group.
+        block_tables: int32, of each layer group; as the next two only where the step attends.
         lens: int64.
         cu_query_lens: int64, or None.
     """
 
-    slots: torch.Tensor
-    block_table: torch.Tensor
+    slots: list[torch.Tensor]
+    block_tables: list[torch.Tensor]
     lens: torch.Tensor
     cu_query_lens: torch.Tensor | None
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, groups: int) -> None:
+        self._device, self._groups = device, range(groups)
         self._versions: list[int] = []
         self.start = self.stop = 0
 
@@ -58,23 +59,24 @@ class StepTables:
     def begin(self, batch: SequenceBatch, start: int, stop: int, *, attends: bool) -> None:
         """Show a step that writes places ``start`` to ``stop - 1`` of each row; without ``attends`` only where they go."""
         rows, tokens = batch.batch_size, stop - start
-        parts: list[npt.NDArray[Any]] = [batch.slot_mapping(start, stop).ravel()]
+        parts: list[npt.NDArray[Any]] = [batch.slot_mapping(start, stop, group).ravel() for group in self._groups]
         if attends:
             parts += [stop - batch.pads, np.arange(0, (rows + 1) * tokens, tokens)][: 2 if tokens > 1 else 1]
         with torch.inference_mode(mode=False):
             # One transfer for all that changes at each step.
             found = torch.split(sent(np.concatenate(parts), self._device), [part.size for part in parts])
-            self.slots = found[0].view(rows, tokens)
+            self.slots = [found[group].view(rows, tokens) for group in self._groups]
             if attends:
-                self.lens, self.cu_query_lens = found[1], found[2] if tokens > 1 else None
+                self.lens, self.cu_query_lens = found[len(self._groups)], found[-1] if tokens > 1 else None
                 self._show_blocks(batch)
         self.start, self.stop = start, stop
 
     def _show_blocks(self, batch: SequenceBatch) -> None:
-        """Send the block table, unless it is as it was."""
+        """Send the block tables, unless they are as they were but for what was let go, which nobody reads."""
         versions = [seq.table_version for seq in batch.sequences]  # in no two sequences the same
         if versions != self._versions:
-            self.block_table, self._versions = sent(batch.block_table, self._device), versions
+            self.block_tables = [sent(batch.block_table(group), self._device) for group in self._groups]
+            self._versions = versions
 
 
 def sent(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:

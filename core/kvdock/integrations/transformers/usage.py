@@ -49,7 +49,7 @@ def usage_of(state: PagedState) -> CacheUsage:
         tokens=state.batch_size * state.length,
         blocks=blocks,
         bytes=pool.nbytes // pool.num_blocks * blocks,
-        pool_blocks_used=state.manager.allocator.num_used,
+        pool_blocks_used=state.manager.blocks_used,
         pool_blocks=pool.num_blocks,
         pool_bytes=pool.nbytes,
         prompt_tokens=bound.prompts.tokens if bound else 0,
