@@ -17,18 +17,19 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErro
 from kvdock.integrations.transformers.bound import Bound
 from kvdock.integrations.transformers.captured import CapturedDecoding, captured_decoding
 from kvdock.integrations.transformers.commit import committable, computed_rows, publish
-from kvdock.integrations.transformers.compat import CACHE_KEYWORD, CROPS_TO_LENGTH, DUMMY_LAYER
+from kvdock.integrations.transformers.compat import CACHE_KEYWORD, CROPS_TO_LENGTH
 from kvdock.integrations.transformers.decoding import PagedDecoding, check_in_place
 from kvdock.integrations.transformers.explanation import CacheExplanation, explained
 from kvdock.integrations.transformers.hook import what_runs
-from kvdock.integrations.transformers.layer import PagedLayer
-from kvdock.integrations.transformers.measure import measure
+from kvdock.integrations.transformers.measure import Measurement, measure
 from kvdock.integrations.transformers.probe import check_choice, chosen_reader, reader_of
 from kvdock.integrations.transformers.prompts import ADAPTERS, check_not_held, check_use, read_prompts
 from kvdock.integrations.transformers.reading import Reader
 from kvdock.integrations.transformers.reuse import PrefixReuse
 from kvdock.integrations.transformers.sharing import sharing_of
 from kvdock.integrations.transformers.state import PagedState
+from kvdock.integrations.transformers.state_layer import layers_of
+from kvdock.integrations.transformers.states import StateLayer, StateLayers
 from kvdock.integrations.transformers.usage import CacheUsage, usage_of
 from kvdock.integrations.transformers.watch import HookWatch
 from kvdock.prefix.factory import prefix_cache_of_pool
@@ -82,15 +83,15 @@ class PagedCacheForTransformers(Cache):
     """
 
     def __init__(
-        self, state: PagedState, windows: tuple[int | None, ...], stored: tuple[bool, ...], reuse: PrefixReuse | None, watch: HookWatch
+        self, state: PagedState, found: Measurement, reuse: PrefixReuse | None, watch: HookWatch
     ) -> None:
         self.state = state
-        self._windows = windows
-        self._stored = stored
+        self._found = found
         self._reuse = reuse
         self._watch = watch
-        paged = iter(PagedLayer(state, index, window) for index, window in enumerate(windows))
-        super().__init__(layers=[next(paged) if real else DUMMY_LAYER() for real in stored])
+        layers = list(layers_of(state, found))
+        state.states = StateLayers([layer for layer in layers if isinstance(layer, StateLayer)])
+        super().__init__(layers=layers)
 
     def __repr__(self) -> str:
         state = self.state
@@ -144,10 +145,10 @@ class PagedCacheForTransformers(Cache):
         def trial(small: PagedKVCacheConfig, reader: Reader) -> PagedCacheForTransformers:
             tried = kvdock.create_cache(found.spec, small, RankInfo(found.device))
             state = PagedState(tried, CacheManager(tried.num_blocks, block_size), reader)
-            return cls(state, found.windows, found.stored, None, HookWatch(runs, tried))
+            return cls(state, found, None, HookWatch(runs, tried))
 
         reader = chosen_reader(_FOR_MODEL, runs, attention, lambda: reader_of(runs, found, conf, trial))
-        return cls(PagedState(pool, manager, reader), found.windows, found.stored, reuse, HookWatch(runs, pool))
+        return cls(PagedState(pool, manager, reader), found, reuse, HookWatch(runs, pool))
 
     def bind(self, *, namespace: Namespace = (), **inputs: Any) -> dict[str, Any]:
         """Return the arguments of a ``generate`` or ``forward`` call together with this cache.
@@ -188,7 +189,7 @@ class PagedCacheForTransformers(Cache):
             UnsupportedError: there is no prefix cache.
         """
         reuse = self._needed("commit")
-        self.state.lengths.check_whole("commit")
+        self.state.check_whole("commit")
         bound = committable(self.state.bound, reuse.epoch)
         if self.state.batch:
             publish(self.state, self.state.batch, computed_rows(bound, self.state.batch, out))
@@ -229,8 +230,8 @@ class PagedCacheForTransformers(Cache):
             OutOfBlocksError: the pool has no room for so many. Nothing was changed.
             UnsupportedError: attention does not read pages in all layers; layers share another's keys; Transformers before 5.24.
         """
-        check_in_place("PagedCacheForTransformers.decoding", self.state, self._stored)
-        return PagedDecoding(self.state, self._windows, new_tokens, attention_mask)
+        check_in_place("PagedCacheForTransformers.decoding", self.state, self._found.stored)
+        return PagedDecoding(self.state, self._found.windows, new_tokens, attention_mask)
 
     def capture(
         self, batch_sizes: Sequence[int] = (1, 2, 4, 8, 16), max_length: int | None = None, *, compiled: bool = False
@@ -269,7 +270,9 @@ class PagedCacheForTransformers(Cache):
         if model is None:
             raise UnsupportedError("PagedCacheForTransformers.capture", expected="the model of the cache", got="one that is gone")
         self.state.captured = None
-        self.state.captured = made = captured_decoding(self, model, self._windows, self._stored, batch_sizes, max_length, compiled=compiled)
+        self.state.captured = made = captured_decoding(
+            self, model, self._found.windows, self._found.stored, batch_sizes, max_length, compiled=compiled
+        )
         return made
 
     @property
@@ -382,7 +385,8 @@ class PagedCacheForTransformers(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCacheForTransformers:
         """Return a cache that goes on from here in the same pool. No key or value is copied before one of the two writes."""
-        copied = type(self)(self.state.fork(), self._windows, self._stored, self._reuse, self._watch)
+        copied = type(self)(self.state.fork(), self._found, self._reuse, self._watch)
+        copied.state.states.become(self.state.states)
         memo[id(self)] = copied
         return copied
 

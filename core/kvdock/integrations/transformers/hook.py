@@ -66,6 +66,8 @@ def _prepare(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         return None
     _check_use(told)
     changed = _fit(model, state, state.bound, told) if state.bound is not None else None
+    if len(state.states):
+        _make_room(state, told if changed is None else changed)
     enter(model, state, told if changed is None else changed)
     return None if changed is None else ((), changed)
 
@@ -77,11 +79,21 @@ def finish_pass(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         UnsupportedError: attention has passed by what the cache returned.
     """
     if not isinstance(kwargs.get(CACHE_KEYWORD), PagedDecoding):
-        _finish(model, output)
+        _finish(model, by_name(parameters_of(model), args, kwargs) if args else kwargs, output)
+
+
+def _make_room(state: PagedState, told: dict[str, Any]) -> None:
+    """Make room for a pass that changes states, so that it does not fail in the middle for want of it."""
+    given = next((value for name in ("input_ids", "inputs_embeds") if isinstance(value := told.get(name), torch.Tensor)), None)
+    if given is not None and given.ndim > 1:
+        state.reserve(given.shape[0], given.shape[1])
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the same
-def _finish(model: torch.nn.Module, output: Any) -> None:
+def _finish(model: torch.nn.Module, told: dict[str, Any], output: Any) -> None:
+    state = _paged_state(told)
+    if state is not None and len(state.states):
+        state.settle(failed=output is None)
     ended = leave(model)
     if ended is not None and output is not None:
         ended.check_read()

@@ -19,11 +19,12 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kvdock.errors import UnsupportedError
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, DUMMY_LAYER
 from kvdock.integrations.transformers.latent import latent_layers_of
+from kvdock.integrations.transformers.states import BOTH, STATES
 from kvdock.spec import KVSpec, LayerSpec, MLALayerSpec
 
 __all__ = ["Measurement", "input_device", "measure", "run_tokens"]
 
-_STORED: tuple[type, ...] = (DynamicLayer, DynamicSlidingWindowLayer)
+_STORED: tuple[type, ...] = (DynamicLayer, DynamicSlidingWindowLayer, *BOTH)
 
 
 @attrs.frozen
@@ -33,13 +34,15 @@ class Measurement:
     Args:
         spec: the layers that store keys and values, in order; latents where all of them store those.
         windows: their sliding windows in tokens; None for full attention.
-        stored: for each layer of the model, whether it is one of those. The others store nothing.
+        stored: for each layer of the model, whether it is one of those.
+        states: for each layer of the model, how many states it keeps. Layers with neither store nothing.
         device: where the keys and values are.
     """
 
     spec: KVSpec
     windows: tuple[int | None, ...]
     stored: tuple[bool, ...]
+    states: tuple[int, ...]
     device: torch.device
 
 
@@ -50,7 +53,7 @@ def measure(model: Any) -> Measurement:
         model: a ``PreTrainedModel`` that generates; its forward hooks see the call.
 
     Raises:
-        UnsupportedError: it keeps more than keys and values of one dtype on one device; the text says what.
+        UnsupportedError: it keeps more than states, and keys and values of one dtype on one device; the text says what.
     """
     every: list[Any] = run_tokens(model, [[0]]).layers
     stored = tuple(type(layer) in _STORED for layer in every)
@@ -59,11 +62,12 @@ def measure(model: Any) -> Measurement:
         if not (layer.is_initialized and layer.keys is not None and layer.keys.shape[2] == 1):
             raise _refusal(model, "every layer to cache one position for one token", f"a layer that does not: {index}")
     spec = KVSpec(_layer_specs(layers, _keep_latents(model, every)), _max_positions(model), _only(model, layers, "dtype"))
-    return Measurement(spec, tuple(map(_window_of, layers)), stored, _only(model, layers, "device"))
+    states = tuple(layer.number_of_states if type(layer) in STATES else 0 for layer in every)
+    return Measurement(spec, tuple(map(_window_of, layers)), stored, states, _only(model, layers, "device"))
 
 
 def _empty_cache(model: Any) -> DynamicCache:
-    """Return Transformers' own cache for a model, refusing what is more than keys and values."""
+    """Return Transformers' own cache for a model, refusing what is more than keys, values and states."""
     text = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder or getattr(text, "add_cross_attention", False):
         raise _refusal(model, "a decoder-only model", "one with cross-attention, whose cache has a second part")
@@ -73,9 +77,9 @@ def _empty_cache(model: Any) -> DynamicCache:
         cache = DynamicCache(config=model.config)
     except KeyError as error:
         raise _refusal(model, "layers with keys and values", f"a layer of type {error.args[0]!r}") from error
-    strange = {type(layer).__name__ for layer in cache.layers if type(layer) not in (*_STORED, DUMMY_LAYER)}
+    strange = {type(layer).__name__ for layer in cache.layers if type(layer) not in (*_STORED, *STATES, DUMMY_LAYER)}
     if strange:
-        raise _refusal(model, "layers that keep keys and values only", f"layers that keep more: {', '.join(sorted(strange))}")
+        raise _refusal(model, "layers that keep keys, values and states", f"layers that keep more: {', '.join(sorted(strange))}")
     return cache
 
 
@@ -89,7 +93,7 @@ def run_tokens(model: Any, ids: list[list[int]], *, keep_all: bool = False, **to
         told: other arguments of the model, as lists; a mask of 1s if there is none.
 
     Raises:
-        UnsupportedError: it keeps more than keys and values, or puts them into another cache.
+        UnsupportedError: it keeps more than keys, values and states, or puts them into another cache.
     """
     cache = _empty_cache(model)
     if keep_all:
