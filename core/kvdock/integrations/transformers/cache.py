@@ -16,6 +16,7 @@ from kvdock.cache.paged_config import PagedKVCacheConfig
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from kvdock.integrations.transformers.bound import Bound
 from kvdock.integrations.transformers.captured import CapturedDecoding, captured_decoding
+from kvdock.integrations.transformers.checkpoints import Checkpoints
 from kvdock.integrations.transformers.commit import committable, computed_rows, publish
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, CROPS_TO_LENGTH
 from kvdock.integrations.transformers.decoding import PagedDecoding, check_in_place
@@ -82,9 +83,7 @@ class PagedCacheForTransformers(Cache):
     itself must also call its ``hand_over``.
     """
 
-    def __init__(
-        self, state: PagedState, found: Measurement, reuse: PrefixReuse | None, watch: HookWatch
-    ) -> None:
+    def __init__(self, state: PagedState, found: Measurement, reuse: PrefixReuse | None, watch: HookWatch) -> None:
         self.state = state
         self._found = found
         self._reuse = reuse
@@ -102,7 +101,14 @@ class PagedCacheForTransformers(Cache):
 
     @classmethod
     def for_model(
-        cls, model: Any, conf: PagedKVCacheConfig, prefix: str | PrefixCache | None = None, *, attention: str = "auto", **options: Any
+        cls,
+        model: Any,
+        conf: PagedKVCacheConfig,
+        prefix: str | PrefixCache | None = None,
+        *,
+        attention: str = "auto",
+        state_bytes: int | None = None,
+        **options: Any,
     ) -> PagedCacheForTransformers:
         """Make a cache for a model, with a pool on its device.
 
@@ -118,6 +124,8 @@ class PagedCacheForTransformers(Cache):
                 alone. None leaves the last tokens in the cache instead of looking them up.
             attention: ``"pages"``: the model's attention reads keys and values where they lie. ``"gather"``: they are gathered for the
                 model's own attention. ``"auto"``: pages where the model allows it, see `attention`.
+            state_bytes: of a model with states, most bytes of those that are kept behind prefixes, beside the pool; by default a
+                quarter of the pool's, and at least those of 4 prefixes.
             options: what else a prefix cache made by name takes, such as ``policy="lfu"``.
 
         Raises:
@@ -126,7 +134,7 @@ class PagedCacheForTransformers(Cache):
                 values depend on later tokens. With ``attention="pages"`` also where a layer cannot read pages; says why.
             CapacityError: the memory in ``conf`` holds not even one block.
             ArgumentValueError: no prefix cache has that name; or one that is not empty, or of another block size. Or ``attention`` is
-                none of the three.
+                none of the three; or ``state_bytes`` is less than one prefix needs.
             ArgumentTypeError: ``prefix`` is something else, or options that the prefix cache does not take.
         """
         check_choice(_FOR_MODEL, attention)
@@ -140,7 +148,8 @@ class PagedCacheForTransformers(Cache):
         num_blocks, block_size, name = pool.num_blocks, pool.block_size, "naive" if prefix is None else prefix
         made = prefix_cache_of_pool(_FOR_MODEL, name, num_blocks=num_blocks, block_size=block_size, options=options)
         manager = CacheManager(num_blocks, block_size, made)
-        reuse = PrefixReuse(manager, getattr(model, "generation_config", None), sharing_of(runs)) if prefix is not None else None
+        kept = Checkpoints(block_size, _room_for_states(state_bytes, found, pool.nbytes)) if any(found.states) else None
+        reuse = PrefixReuse(manager, getattr(model, "generation_config", None), sharing_of(runs), kept) if prefix is not None else None
 
         def trial(small: PagedKVCacheConfig, reader: Reader) -> PagedCacheForTransformers:
             tried = kvdock.create_cache(found.spec, small, RankInfo(found.device))
@@ -193,6 +202,8 @@ class PagedCacheForTransformers(Cache):
         bound = committable(self.state.bound, reuse.epoch)
         if self.state.batch:
             publish(self.state, self.state.batch, computed_rows(bound, self.state.batch, out))
+        if reuse.checkpoints is not None:
+            reuse.checkpoints.store(bound.prompts, bound.kept)
         bound.close("one that is committed")
 
     @property
@@ -301,7 +312,8 @@ class PagedCacheForTransformers(Cache):
     @property
     def usage(self) -> CacheUsage:
         """What this cache holds now."""
-        return usage_of(self.state)
+        kept = self._reuse.checkpoints if self._reuse else None
+        return usage_of(self.state, 0 if kept is None else kept.nbytes)
 
     @property
     def batch_size(self) -> int:
@@ -401,9 +413,11 @@ class PagedCacheForTransformers(Cache):
         # With adapter_names PEFT adds hooks for the call, so that a change of hooks says nothing.
         hooks = None if inputs.get(ADAPTERS) else self._watch.hooks
         with self.state.change():
-            batch = reuse.begin(prompts)
-            bound = Bound(prompts, batch.length, reuse.epoch, np.arange(batch.batch_size), reuse.sharing, hooks)
+            begun = reuse.begin(prompts)
+            batch = begun.batch
+            bound = Bound(prompts, batch.length, reuse.epoch, np.arange(batch.batch_size), reuse.sharing, hooks, places=begun.places)
             self.state.begin_with(bound, batch)
+            self.state.states.join(begun.states)
         positions = {"position_ids": (mask.cumsum(dim=-1) - 1).clamp(min=0)} if reuse.sharing.own_positions else {}
         return {**inputs, "attention_mask": mask, **positions, CACHE_KEYWORD: self}
 
@@ -413,3 +427,13 @@ class PagedCacheForTransformers(Cache):
             fix = "make the cache with for_model(..., prefix='radix')"
             raise UnsupportedError(f"PagedCacheForTransformers.{method}", expected="a prefix cache", got="none", fix=fix)
         return self._reuse
+
+
+def _room_for_states(given: int | None, found: Measurement, pool_bytes: int) -> int:
+    """Return how many bytes of states are kept behind prefixes at most."""
+    if given is None:
+        return max(pool_bytes // 4, 4 * found.state_bytes)
+    expected, fix = f"at least {found.state_bytes}, the bytes of one prefix", "leave it out, or make the cache without prefix="
+    if not isinstance(given, int) or given < found.state_bytes:
+        raise ArgumentValueError(f"{_FOR_MODEL}: state_bytes", expected=expected, got=given, fix=fix)
+    return given

@@ -18,13 +18,19 @@ from transformers.cache_utils import (
 
 from kvdock.errors import ArgumentValueError, UnsupportedError
 
-__all__ = ["BOTH", "STATES", "StateLayer", "StateLayers"]
+__all__ = ["BOTH", "STATES", "StateLayer", "StateLayers", "held"]
 
 BOTH: tuple[type, ...] = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 """Transformers' own layers with keys, values and states."""
 
 STATES: tuple[type, ...] = (LinearAttentionLayer, *BOTH)
 """All of its layers with states."""
+
+
+def held(layer: Any) -> Iterator[tuple[dict[int, torch.Tensor], int]]:
+    """Yield where each state that there is lies: a dict of a layer and a key in it; nothing of layers without."""
+    for of in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
+        yield from [(of, key) for key, state in of.items() if state is not None]
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # Transformers' is not annotated
@@ -46,16 +52,32 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # Transformers' i
         """Forget the states, and how many rows they have."""
         LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
 
-    def held(self) -> Iterator[tuple[dict[int, torch.Tensor], int]]:
-        """Yield where each state that there is lies: a dict of the layer and a key in it."""
-        for of in (self.conv_states, self.recurrent_states):
-            yield from ((of, key) for key, state in of.items() if state is not None)
-
     def select(self, rows: torch.Tensor) -> None:
         """Make row ``rows[i]`` the new row i."""
         with torch.inference_mode(mode=False):
-            for of, key in self.held():
+            for of, key in held(self):
                 of[key] = of[key].detach().index_select(0, rows.to(of[key].device))
+
+    def row(self, row: int) -> StateLayer:
+        """Return a layer with the states of one row, as they are without a record of what was before."""
+        made = StateLayer(self.number_of_states)
+        made.become(self)
+        made.select(torch.tensor([row], device="cpu"))
+        made.record_past = False
+        for key, size in self.conv_kernel_size.items():
+            if size is not None:  # while inputs are recorded there may be more columns, and at the beginning fewer
+                state = made.conv_states[key]
+                made.conv_states[key] = torch.nn.functional.pad(state, (max(size - state.shape[-1], 0), 0))[..., -size:].contiguous()
+        return made
+
+    def join(self, rows: Sequence[StateLayer]) -> None:
+        """Have the states of layers of one row each, one behind the other."""
+        self.become(rows[0])
+        with torch.inference_mode(mode=False):
+            for name in ("conv_states", "recurrent_states"):
+                of = getattr(self, name)
+                for key in [key for key, state in of.items() if state is not None]:
+                    of[key] = torch.cat([getattr(row, name)[key] for row in rows])
 
     def become(self, other: StateLayer) -> None:
         """Have the states of another, as copies of one's own."""
@@ -63,7 +85,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # Transformers' i
             if name in _KEPT:
                 setattr(self, name, dict(value) if isinstance(value, dict) else value)
         with torch.inference_mode(mode=False):
-            for of, key in self.held():
+            for of, key in held(self):
                 of[key] = of[key].detach().clone()
 
     def can_cut(self, tokens: int) -> bool:
@@ -71,7 +93,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # Transformers' i
         if any(self.is_recurrent_states_initialized.values()) or not self.record_past:
             return False
         # More columns than a convolution reads are there only while it is recorded what was before.
-        return all(of[key].shape[-1] - tokens >= self.conv_kernel_size[key] for of, key in self.held())
+        return all(of[key].shape[-1] - tokens >= self.conv_kernel_size[key] for of, key in held(self))
 
     def cut(self, tokens: int) -> None:
         """Take the last tokens back, see `can_cut`; 0 lets go of what is recorded."""
@@ -103,7 +125,7 @@ class StateLayers:
     @property
     def nbytes(self) -> int:
         """Bytes of all states."""
-        return sum(of[key].nbytes for layer in self._layers for of, key in layer.held())
+        return sum(of[key].nbytes for layer in self._layers for of, key in held(layer))
 
     def check(self, what: str) -> None:
         """Raise if states fit to nothing any more.
@@ -162,6 +184,18 @@ class StateLayers:
         self.is_torn = other.is_torn
         for mine, theirs in zip(self._layers, other._layers, strict=True):
             mine.become(theirs)
+
+    def row(self, row: int) -> StateLayers:
+        """Return the states of one row, in layers of their own."""
+        return StateLayers([layer.row(row) for layer in self._layers])
+
+    def join(self, rows: Sequence[StateLayers]) -> None:
+        """Have the states of rows, see `row`; none forgets all."""
+        for at, layer in enumerate(self._layers):
+            if rows:
+                layer.join([row._layers[at] for row in rows])
+            else:
+                layer.clear()
 
     def clear(self) -> None:
         """Forget all states."""
