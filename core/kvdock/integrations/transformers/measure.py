@@ -90,11 +90,12 @@ def _empty_cache(model: Any) -> DynamicCache:
         cache = DynamicCache(config=model.config)
     except KeyError as error:
         raise _refusal(model, "layers with keys and values", f"a layer of type {error.args[0]!r}") from error
-    if not any(type(layer) in _STORED for layer in cache.layers):
-        raise _refusal(model, "a layer with keys and values, which are what a pool pages", "layers with states only")
     strange = {type(layer).__name__ for layer in cache.layers if type(layer) not in (*_STORED, *STATES, DUMMY_LAYER)}
     if strange:
         raise _refusal(model, "layers that keep keys, values and states", f"layers that keep more: {', '.join(sorted(strange))}")
+    if cache.layers and not any(type(layer) in _STORED for layer in cache.layers):
+        names = ", ".join(sorted({type(layer).__name__ for layer in cache.layers}))
+        raise _refusal(model, "a layer with keys and values, which are what a pool pages", f"none but {names}")
     return cache
 
 
