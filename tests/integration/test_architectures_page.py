@@ -11,7 +11,7 @@ from integration.architectures import GROUPS
 from integration.served import NOT_TRIED, PAGE, REFUSED, SERVED, Row, page, rows
 
 WRITTEN = (Path(__file__).parents[2] / "docs" / PAGE).read_text(encoding="utf-8")
-SAMPLE = ["bart", "bloom", "cpmant", "deepseek_v32", "falcon_h1", "gemma2", "gpt2", "jamba", "kimi_linear", "llama", "llama4_text", "mamba", "qwen3_next"]
+SAMPLE = """bart bloom cpmant deepseek_v32 falcon_h1 gemma2 gpt2 jamba kimi_linear llama llama4_text mamba qwen3_next"""
 
 
 @pytest.mark.skipif(f"Transformers {transformers.__version__}:" not in WRITTEN, reason="the page is of another version of Transformers")

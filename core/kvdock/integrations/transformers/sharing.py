@@ -56,7 +56,7 @@ def sharing_of(model: Any) -> Sharing:
     """
     first = _first_position(model)
     plain, other, padded = (
-        _stored(run_tokens(model, [ids], keep_all=True, attention_mask=[mask], **_positions(first, mask)), mask.index(1))
+        _stored(run_tokens(model, [ids], None, keep_all=True, attention_mask=[mask], **_positions(first, mask)), mask.index(1))
         for ids, mask in (
             # Three tokens; the same before other ones; the same behind padding.
             ([1, 2, 3, 0, 0, 0, 0, 0], [1] * 8),

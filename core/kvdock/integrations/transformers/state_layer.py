@@ -27,7 +27,7 @@ def layers_of(state: PagedState, found: Measurement) -> Iterator[Any]:
             yield StateLayer(states) if states else DUMMY_LAYER()
 
 
-class PagedStateLayer(StateLayer, PagedLayer):
+class PagedStateLayer(StateLayer, PagedLayer):  # type: ignore[no-untyped-call, override]  # as Transformers' own, of two of its bases
     """A layer with keys and values on pages, and states.
 
     Args:
@@ -51,7 +51,7 @@ class PagedStateLayer(StateLayer, PagedLayer):
             StateLayer.lazy_initialization(self, **kwargs)
 
     reset = PagedLayer.reset
-    crop = PagedLayer.crop
+    crop = PagedLayer.crop  # type: ignore[assignment]  # it takes any arguments
     reorder_cache = PagedLayer.reorder_cache
     offload = PagedLayer.offload
     prefetch = PagedLayer.prefetch

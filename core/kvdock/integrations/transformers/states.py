@@ -33,7 +33,7 @@ def held(layer: Any) -> Iterator[tuple[dict[int, torch.Tensor], int]]:
         yield from [(of, key) for key, state in of.items() if state is not None]
 
 
-class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # Transformers' is not annotated
+class StateLayer(LinearAttentionLayer):
     """A layer with states only: Transformers' own, with what a whole cache needs of it.
 
     Args:
@@ -66,7 +66,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # Transformers' i
         made.record_past = False
         for key, size in self.conv_kernel_size.items():
             if size is not None:  # while inputs are recorded there may be more columns, and at the beginning fewer
-                state = made.conv_states[key]
+                state: Any = made.conv_states[key]
                 made.conv_states[key] = torch.nn.functional.pad(state, (max(size - state.shape[-1], 0), 0))[..., -size:].contiguous()
         return made
 
@@ -93,7 +93,8 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # Transformers' i
         if any(self.is_recurrent_states_initialized.values()) or not self.record_past:
             return False
         # More columns than a convolution reads are there only while it is recorded what was before.
-        return all(of[key].shape[-1] - tokens >= self.conv_kernel_size[key] for of, key in held(self))
+        sizes: dict[int, Any] = self.conv_kernel_size
+        return all(of[key].shape[-1] - tokens >= sizes[key] for of, key in held(self))
 
     def cut(self, tokens: int) -> None:
         """Take the last tokens back, see `can_cut`; 0 lets go of what is recorded."""
