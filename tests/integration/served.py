@@ -49,6 +49,7 @@ SMALL_STATES: dict[str, dict[str, Any]] = {
         "attention_head_dim": 16,
         "num_key_value_heads": 4,
     },
+    "zamba2": {"num_hidden_layers": 6, "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2},
 }
 """What makes layers with states of single families, and makes them small."""
 

@@ -69,6 +69,19 @@ GREEDY = {"do_sample": False, "max_new_tokens": 10, "min_new_tokens": 10, "retur
 
 
 small = functools.cache(build)
+
+
+def assert_same(made: Any, uncached: Uncached, inputs: dict[str, torch.Tensor], got: Any) -> None:
+    """Compare tokens with those without any cache, and logits with those of Transformers' own.
+
+    Some models' steps of one token give slightly other logits than their passes over many, with any cache and in float64 too.
+    """
+    ids, _ = uncached.generate(inputs, len(got.logits))
+    assert torch.equal(ids, got.sequences)
+    for expected, logits in zip(made.generate(**inputs, **GREEDY).logits, got.logits, strict=True):
+        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+
+
 served = pytest.mark.parametrize("model_type", [name for name in SERVED if name in GROUPS["causal"]])
 some = pytest.mark.parametrize("model_type", ["qwen3_next", "falcon_h1", "lfm3"])
 """States in layers of their own, beside keys and values, and convolutions only."""
@@ -97,7 +110,7 @@ def test_tokens_are_those_without_any_cache(model_type: str) -> None:
     made = build(model_type)
     uncached, cache = Uncached(made), zoo.paged(made)
     first = made.generate(**cache.bind(**padded(text(18), text(11, 2))), **GREEDY)
-    uncached.assert_same(padded(text(18), text(11, 2)), first)
+    assert_same(made, uncached, padded(text(18), text(11, 2)), first)
     assert cache.usage.state_bytes > 0
     assert cache.explain().states == sum(isinstance(layer, StateLayer) for layer in cache.layers) > 0
     if model_type not in SPLIT:
@@ -105,7 +118,7 @@ def test_tokens_are_those_without_any_cache(model_type: str) -> None:
         whole = padded(text(18))
         turn = {name: torch.cat([value, torch.ones_like(value[:, :3])], dim=1) for name, value in whole.items()}
         made(**cache.bind(**whole))
-        uncached.assert_same(turn, made.generate(**cache.bind(**turn), **GREEDY))
+        assert_same(made, uncached, turn, made.generate(**cache.bind(**turn), **GREEDY))
 
 
 @served
@@ -151,7 +164,7 @@ def test_prompts_go_on_from_states_that_are_kept(model_type: str) -> None:
         got = made.generate(**cache.bind(**inputs), **GREEDY)
         assert cache.usage.cached_tokens == found
         cache.commit(got)
-        uncached.assert_same(inputs, got)
+        assert_same(made, uncached, inputs, got)
     assert cache.usage.kept_state_bytes > 0
     cache.state.manager.check_integrity()
 
@@ -272,7 +285,7 @@ def test_a_pass_that_fails_is_noticed(model_type: str, layer: int) -> None:
                 hook.remove()
 
     run(*text(5), fails=True)
-    if not cache.state.lengths.is_whole:
+    if layer or not cache.state.lengths.is_whole:
         cache.reset()  # keys and values were written
     run(*text(18), fails=False)
     run(5, fails=True)
