@@ -22,7 +22,7 @@ from kvdock.integrations.transformers.latent import latent_layers_of
 from kvdock.integrations.transformers.states import BOTH, STATES, held
 from kvdock.spec import KVSpec, LayerSpec, MLALayerSpec
 
-__all__ = ["Measurement", "input_device", "measure", "run_tokens"]
+__all__ = ["Measurement", "has_states", "input_device", "measure", "run_tokens"]
 
 _STORED: tuple[type, ...] = (DynamicLayer, DynamicSlidingWindowLayer, *BOTH)
 
