@@ -228,9 +228,9 @@ def _reserve(state: PagedState, batch: SequenceBatch, tokens: int) -> None:
 
 def check_in_place(subject: str, state: PagedState, stored: Sequence[bool]) -> None:
     """Raise unless all layers of a model can write and read in place."""
-    keeping = "layers that keep a state" if len(state.states) else ""
-    problem = state.reader.why or next(filter(None, state.reader.problems), "") or keeping
-    problem = problem or ("" if all(stored) else "layers that share another's keys") or latents_problem(state.pool, state.reader.model())
+    others = "layers that keep a state" if len(state.states) else "" if all(stored) else "layers that share another's keys"
+    problem = next(filter(None, (state.reader.why, *state.reader.problems, others)), "")
+    problem = problem or latents_problem(state.pool, state.reader.model())
     if problem:
         raise UnsupportedError(subject, expected="attention on pages in all layers", got=problem, fix="call generate() with the cache")
 
