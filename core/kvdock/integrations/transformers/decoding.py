@@ -230,8 +230,7 @@ def check_in_place(subject: str, state: PagedState, stored: Sequence[bool]) -> N
     """Raise unless all layers of a model can write and read in place."""
     others = "layers that keep a state" if len(state.states) else "" if all(stored) else "layers that share another's keys"
     problem = next(filter(None, (state.reader.why, *state.reader.problems, others)), "")
-    problem = problem or latents_problem(state.pool, state.reader.model())
-    if problem:
+    if problem := problem or latents_problem(state.pool, state.reader.model()):
         raise UnsupportedError(subject, expected="attention on pages in all layers", got=problem, fix="call generate() with the cache")
 
 
