@@ -9,7 +9,7 @@ PYTEST := $(TEST_ENV) $(PY) -m pytest
 # The interpreter of the gpu targets: the one they are called with, since such machines bring their own torch.
 PYTHON ?= python3
 
-.PHONY: setup demo serve-demo test test-all check format bench bench-prefix aot calls matrix gpu-test gpu-bench gpu-bench-generate clean
+.PHONY: setup demo serve-demo test test-all check format bench bench-prefix aot calls matrix architectures gpu-test gpu-bench gpu-bench-generate clean
 
 setup: $(VENV)/.ready
 
@@ -67,6 +67,10 @@ calls: setup
 # The page of what the conformance kit asks, after a change to its requirements or faults.
 matrix: setup
 	$(PY) -m kvdock_conformance.matrix > docs/backends/conformance-matrix.md
+
+# The page of what the Transformers cache says to every causal architecture of the installed version: some 2 minutes.
+architectures: setup
+	PYTHONPATH=tests $(TEST_ENV) $(PY) -m integration.served --out docs
 
 gpu-test:
 	$(PYTHON) -m pytest -m gpu tests

@@ -113,7 +113,7 @@ class Watched:
         with torch.no_grad():
             self.model(input_ids=torch.tensor([tokens]), **{zoo.CACHE_KEYWORD: dynamic})
         pool, index = self.cache.state.pool, 0
-        for layer, stored in zip(dynamic.layers, self.cache._stored, strict=False):
+        for layer, stored in zip(dynamic.layers, self.cache._found.stored, strict=False):
             if stored:
                 rows = (
                     (torch.cat([layer.keys, layer.values], -1), layer.keys) if isinstance(pool, MLAKVCache) else (layer.keys, layer.values)

@@ -110,7 +110,7 @@ def test_a_family_is_right_or_refused(model_type: str, attention: str) -> None:
     if getattr(cache, "attention", "") == "pages":
         cache.reset()
         refused = attempt(lambda: cache.capture(batch_sizes=(4, 8)))
-        assert isinstance(refused, UnsupportedError) == (model_type in NOT_CAPTURED), refused
+        assert isinstance(refused, UnsupportedError) == (model_type in NOT_CAPTURED or cache.explain().states > 0), refused
         compared += sum(compare(made, cache, way) for way in WAYS)
     if not compared:
         pytest.skip("Transformers' own cache fails too, with these settings")
@@ -151,7 +151,7 @@ def test_a_family_reuses_prefixes_or_is_refused(model_type: str, attention: str)
         pytest.skip("it takes no token ids")
     cache = attempt(lambda: reusing(made, num_blocks=512, attention=attention))
     if isinstance(cache, UnsupportedError):
-        assert "Fix: use Transformers' own cache" in str(cache) or "else make the cache without prefix=" in str(cache)
+        assert "Fix: use Transformers' own cache" in str(cache) or "make the cache without prefix=" in str(cache)
         return
     if not goes_on(made):
         pytest.skip("Transformers' own cache cannot go on, with these settings")

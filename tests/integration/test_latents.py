@@ -32,13 +32,15 @@ EXPANDING = {code.parent.name for code in MODELS.glob("*/modeling_*.py") if "def
 pytestmark = pytest.mark.skipif(not EXPANDING, reason="before Transformers 5.16 what a latent expands to is cached")
 
 SERVED = {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "mistral4", "youtu"}
-INDEXED, LINEAR = "layers that keep more: DynamicIndexedLayer", "layers that keep more: LinearAttentionLayer"
+INDEXED = "layers that keep more: DynamicIndexedLayer"
 REFUSED = {
     **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "hy_v4", "hy_v4_vl", "mistral_large4"), INDEXED),
-    **dict.fromkeys(("bailing_hybrid", "kimi_linear"), LINEAR),
     "glm5_next": "layers that keep more: ",
 }
-"""Those that choose keys by an index keep one beside the latents, and others have layers of linear attention."""
+"""Those that choose keys by an index keep one beside the latents."""
+
+WITH_STATES = {"bailing_hybrid", "kimi_linear"}
+"""Those with layers of linear attention beside latents, see test_states."""
 
 PARTLY = {"kimi_k25", "sarvam_mla"}
 """Configurations of a type of their own, whose text is decoded by DeepSeek-V3."""
@@ -76,7 +78,7 @@ def quick(names: list[str]) -> list[Any]:
 
 def test_every_architecture_that_expands_latents_is_named() -> None:
     """So that a new version's are looked at. Older versions have fewer."""
-    named = SERVED | REFUSED.keys()
+    named = SERVED | REFUSED.keys() | WITH_STATES
     assert named >= EXPANDING, "served or refused? Put it where it belongs"
     assert named == EXPANDING or transformers.__version__ != "5.24.0"
 

@@ -128,7 +128,7 @@ def test_windows_are_really_left_behind(name: str) -> None:
     cache = zoo.paged(zoo.model(name, "eager"))
     zoo.generate(zoo.model(name, "eager"), cache, "greedy")
     length = cache.get_seq_length()
-    seen = [cache.get_mask_sizes(1, index) for index, stored in enumerate(cache._stored) if stored]
+    seen = [cache.get_mask_sizes(1, index) for index, stored in enumerate(cache._found.stored) if stored]
     assert length >= 20
     assert (8, length - 7) in seen
 

@@ -134,13 +134,20 @@ class SequenceBatch(NotCopied):
         Raises:
             OutOfBlocksError: too few blocks are free or evictable. Nothing was changed.
         """
+        pairs = self.reserve(n)
+        self._length += n
+        return pairs
+
+    def reserve(self, n: int) -> npt.NDArray[np.int64]:
+        """Make room as `grow` does, and use none of it yet: the next `grow` does, and `truncate` gives it back.
+
+        A `fork` shares it, so it is to be used or given back before.
+        """
         rows = self._live("grow")
         length = self._length + int(counts_of("SequenceBatch.grow: n", count_of("SequenceBatch.grow: n", n), 1)[0])
         room = self._manager._rows.num_tokens[rows]
         # No match: all rows go on at one place, and a row that found more would run ahead of the others.
-        pairs = self._manager.extend(self._sequences, np.maximum(length - self._pads - room, 0), match=False)
-        self._length = length
-        return pairs
+        return self._manager.extend(self._sequences, np.maximum(length - self._pads - room, 0), match=False)
 
     def written(self) -> None:
         """Note that all places in use are written: what windows no longer reach may go, see `CacheManager.note_written`."""

@@ -90,6 +90,28 @@ def test_room_that_is_there_already_is_used_first() -> None:
     assert batch.sequences[0].num_tokens == 1
 
 
+def test_room_that_is_reserved_is_used_by_the_next_growth_or_given_back() -> None:
+    manager, batch = make(2, length=3)
+    before = state(manager, batch)
+    assert len(batch.reserve(6)) == 0
+    assert (batch.length, used(manager)) == (3, 6)
+    with pytest.raises(OutOfBlocksError):
+        batch.reserve(1000)
+    batch.truncate(3)
+    assert state(manager, batch) == before
+    batch.reserve(6)
+    assert len(batch.grow(6)) == 0
+    assert (batch.length, used(manager)) == (9, 6)
+
+
+def test_what_is_reserved_in_a_shared_block_is_copied_once() -> None:
+    manager, batch = make(1, length=3)
+    fork = batch.fork()
+    assert batch.reserve(2).tolist() == [[fork.block_table[0, 0], batch.block_table[0, 0]]]
+    assert len(batch.grow(2)) == 0
+    assert (batch.length, fork.length, used(manager)) == (5, 3, 3)
+
+
 @pytest.mark.parametrize("share", [False, True], ids=["new blocks", "a copy"])
 def test_growing_past_the_pool_changes_nothing(share: bool) -> None:
     manager, batch = make(1, length=5, num_blocks=2)

@@ -11,9 +11,11 @@ import numpy.typing as npt
 import torch
 
 from kvdock.errors import ArgumentValueError
+from kvdock.integrations.transformers.checkpoints import Kept
 from kvdock.integrations.transformers.prompts import Prompts
 from kvdock.integrations.transformers.seen import Oddity, Seen
 from kvdock.integrations.transformers.sharing import Sharing
+from kvdock.integrations.transformers.states import StateLayers
 
 __all__ = ["Bound"]
 
@@ -37,6 +39,8 @@ class Bound:
         steady: tokens of each row that no longer pass computed.
         is_reordered: rows went on from other rows, so that what was generated cannot be told from the output.
         closed: why nothing can be committed any more, or None.
+        places: where states are to be kept, ascending, each with the numbers of prompts.
+        kept: the states that are kept so far.
     """
 
     prompts: Prompts
@@ -51,6 +55,8 @@ class Bound:
     is_reordered: bool = False
     steady: int = sys.maxsize
     closed: Oddity | None = None
+    places: dict[int, list[int]] = attrs.Factory(dict)
+    kept: Kept = attrs.Factory(dict)
 
     @property
     def cached_tokens(self) -> int:
@@ -59,7 +65,12 @@ class Bound:
 
     def fork(self) -> Bound:
         """Return the same for a copy of the table."""
-        return attrs.evolve(self, seen=self.seen.fork())
+        return attrs.evolve(self, seen=self.seen.fork(), kept=dict(self.kept))
+
+    def keep(self, place: int, states: StateLayers) -> None:
+        """Keep the states that there are behind a pass which ended at one of the places."""
+        for prompt in self.places[place]:
+            self.kept[prompt, place] = states.row(int((self.origin == prompt).argmax()))
 
     def repeated(self, batch: int) -> Rows:
         """Return the rows to take for a first step with ``batch`` rows, each prompt equally often, one after another.

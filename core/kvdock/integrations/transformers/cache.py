@@ -17,19 +17,21 @@ from kvdock.cache.paged_config import PagedKVCacheConfig
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from kvdock.integrations.transformers.bound import Bound
 from kvdock.integrations.transformers.captured import CapturedDecoding, captured_decoding
+from kvdock.integrations.transformers.checkpoints import Checkpoints
 from kvdock.integrations.transformers.commit import committable, computed_rows, publish
-from kvdock.integrations.transformers.compat import CACHE_KEYWORD, CROPS_TO_LENGTH, DUMMY_LAYER
+from kvdock.integrations.transformers.compat import CACHE_KEYWORD, CROPS_TO_LENGTH
 from kvdock.integrations.transformers.decoding import PagedDecoding, check_in_place
 from kvdock.integrations.transformers.explanation import CacheExplanation, explained
 from kvdock.integrations.transformers.hook import what_runs
-from kvdock.integrations.transformers.layer import PagedLayer
-from kvdock.integrations.transformers.measure import measure
+from kvdock.integrations.transformers.measure import Measurement, measure
 from kvdock.integrations.transformers.probe import check_choice, chosen_reader, reader_of
 from kvdock.integrations.transformers.prompts import ADAPTERS, check_not_held, check_use, read_prompts
 from kvdock.integrations.transformers.reading import Reader
 from kvdock.integrations.transformers.reuse import PrefixReuse
 from kvdock.integrations.transformers.sharing import sharing_of
 from kvdock.integrations.transformers.state import PagedState
+from kvdock.integrations.transformers.state_layer import layers_of
+from kvdock.integrations.transformers.states import StateLayer, StateLayers
 from kvdock.integrations.transformers.usage import CacheUsage, usage_of
 from kvdock.integrations.transformers.watch import HookWatch
 from kvdock.prefix.factory import prefix_cache_of_pool
@@ -82,16 +84,14 @@ class PagedCacheForTransformers(Cache):
     itself must also call its ``hand_over``.
     """
 
-    def __init__(
-        self, state: PagedState, windows: tuple[int | None, ...], stored: tuple[bool, ...], reuse: PrefixReuse | None, watch: HookWatch
-    ) -> None:
+    def __init__(self, state: PagedState, found: Measurement, reuse: PrefixReuse | None, watch: HookWatch) -> None:
         self.state = state
-        self._windows = windows
-        self._stored = stored
+        self._found = found
         self._reuse = reuse
         self._watch = watch
-        paged = iter(PagedLayer(state, index, window) for index, window in enumerate(windows))
-        super().__init__(layers=[next(paged) if real else DUMMY_LAYER() for real in stored])
+        layers = list(layers_of(state, found))
+        state.states = StateLayers([layer for layer in layers if isinstance(layer, StateLayer)])
+        super().__init__(layers=layers)
 
     def __repr__(self) -> str:
         state = self.state
@@ -102,7 +102,14 @@ class PagedCacheForTransformers(Cache):
 
     @classmethod
     def for_model(
-        cls, model: Any, conf: PagedKVCacheConfig, prefix: str | PrefixCache | None = None, *, attention: str = "auto", **options: Any
+        cls,
+        model: Any,
+        conf: PagedKVCacheConfig,
+        prefix: str | PrefixCache | None = None,
+        *,
+        attention: str = "auto",
+        state_bytes: int | None = None,
+        **options: Any,
     ) -> PagedCacheForTransformers:
         """Make a cache for a model, with a pool on its device.
 
@@ -120,6 +127,8 @@ class PagedCacheForTransformers(Cache):
                 alone. None leaves the last tokens in the cache instead of looking them up.
             attention: ``"pages"``: the model's attention reads keys and values where they lie. ``"gather"``: they are gathered for the
                 model's own attention. ``"auto"``: pages where the model allows it, see `attention`.
+            state_bytes: of a model with states, most bytes of those that are kept behind prefixes, beside the pool; by default a
+                quarter of the pool's, and at least those of 4 prefixes.
             options: what else a prefix cache made by name takes, such as ``policy="lfu"``.
 
         Raises:
@@ -128,7 +137,7 @@ class PagedCacheForTransformers(Cache):
                 values depend on later tokens. With ``attention="pages"`` also where a layer cannot read pages; says why.
             CapacityError: the memory in ``conf`` holds not even one block.
             ArgumentValueError: no prefix cache has that name; or one that is not empty, or of another block size. Or ``attention`` is
-                none of the three.
+                none of the three; or ``state_bytes`` is less than one prefix needs.
             ArgumentTypeError: ``prefix`` is something else, or options that the prefix cache does not take.
         """
         check_choice(_FOR_MODEL, attention)
@@ -141,17 +150,18 @@ class PagedCacheForTransformers(Cache):
         name = "naive" if prefix is None else prefix
         made = prefix_cache_of_pool(_FOR_MODEL, name, num_blocks=pool.num_blocks, block_size=block_size, options=options)
         manager = CacheManager(pool.num_blocks, prefix=made, groups=pool.groups)
-        reuse = PrefixReuse(manager, getattr(model, "generation_config", None), sharing_of(runs)) if prefix is not None else None
+        kept = Checkpoints(block_size, _room_for_states(state_bytes, found, pool.nbytes)) if any(found.states) else None
+        reuse = PrefixReuse(manager, getattr(model, "generation_config", None), sharing_of(runs), kept) if prefix is not None else None
 
         def trial(rows: int, tokens: int, reader: Reader) -> PagedCacheForTransformers:
             blocks = rows * sum(-(-tokens // block_size) * block_size // group.block_size for group in pool.groups)
             small = attrs.evolve(conf, num_blocks=blocks, max_kv_memory_bytes=None)
             tried = kvdock.create_cache(found.spec, small, RankInfo(found.device))
             state = PagedState(tried, CacheManager(tried.num_blocks, groups=tried.groups), reader)
-            return cls(state, found.windows, found.stored, None, HookWatch(runs, tried))
+            return cls(state, found, None, HookWatch(runs, tried))
 
         reader = chosen_reader(_FOR_MODEL, runs, attention, lambda: reader_of(runs, found, trial))
-        return cls(PagedState(pool, manager, reader), found.windows, found.stored, reuse, HookWatch(runs, pool))
+        return cls(PagedState(pool, manager, reader), found, reuse, HookWatch(runs, pool))
 
     def bind(self, *, namespace: Namespace = (), **inputs: Any) -> dict[str, Any]:
         """Return the arguments of a ``generate`` or ``forward`` call together with this cache.
@@ -192,10 +202,12 @@ class PagedCacheForTransformers(Cache):
             UnsupportedError: there is no prefix cache.
         """
         reuse = self._needed("commit")
-        self.state.lengths.check_whole("commit")
+        self.state.check_whole("commit")
         bound = committable(self.state.bound, reuse.epoch)
         if self.state.batch:
             publish(self.state, self.state.batch, computed_rows(bound, self.state.batch, out))
+        if reuse.checkpoints is not None:
+            reuse.checkpoints.store(bound.prompts, bound.kept)
         bound.close("one that is committed")
 
     @property
@@ -233,8 +245,8 @@ class PagedCacheForTransformers(Cache):
             OutOfBlocksError: the pool has no room for so many. Nothing was changed.
             UnsupportedError: attention does not read pages in all layers; layers share another's keys; Transformers before 5.24.
         """
-        check_in_place("PagedCacheForTransformers.decoding", self.state, self._stored)
-        return PagedDecoding(self.state, self._windows, new_tokens, attention_mask)
+        check_in_place("PagedCacheForTransformers.decoding", self.state, self._found.stored)
+        return PagedDecoding(self.state, self._found.windows, new_tokens, attention_mask)
 
     def capture(
         self, batch_sizes: Sequence[int] = (1, 2, 4, 8, 16), max_length: int | None = None, *, compiled: bool = False
@@ -273,7 +285,9 @@ class PagedCacheForTransformers(Cache):
         if model is None:
             raise UnsupportedError("PagedCacheForTransformers.capture", expected="the model of the cache", got="one that is gone")
         self.state.captured = None
-        self.state.captured = made = captured_decoding(self, model, self._windows, self._stored, batch_sizes, max_length, compiled=compiled)
+        self.state.captured = made = captured_decoding(
+            self, model, self._found.windows, self._found.stored, batch_sizes, max_length, compiled=compiled
+        )
         return made
 
     @property
@@ -302,7 +316,8 @@ class PagedCacheForTransformers(Cache):
     @property
     def usage(self) -> CacheUsage:
         """What this cache holds now."""
-        return usage_of(self.state)
+        kept = self._reuse.checkpoints if self._reuse else None
+        return usage_of(self.state, 0 if kept is None else kept.nbytes)
 
     @property
     def batch_size(self) -> int:
@@ -388,7 +403,8 @@ class PagedCacheForTransformers(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCacheForTransformers:
         """Return a cache that goes on from here in the same pool. No key or value is copied before one of the two writes."""
-        copied = type(self)(self.state.fork(), self._windows, self._stored, self._reuse, self._watch)
+        copied = type(self)(self.state.fork(), self._found, self._reuse, self._watch)
+        copied.state.states.become(self.state.states)
         memo[id(self)] = copied
         return copied
 
@@ -403,9 +419,11 @@ class PagedCacheForTransformers(Cache):
         # With adapter_names PEFT adds hooks for the call, so that a change of hooks says nothing.
         hooks = None if inputs.get(ADAPTERS) else self._watch.hooks
         with self.state.change():
-            batch = reuse.begin(prompts)
-            bound = Bound(prompts, batch.length, reuse.epoch, np.arange(batch.batch_size), reuse.sharing, hooks)
+            begun = reuse.begin(prompts)
+            batch = begun.batch
+            bound = Bound(prompts, batch.length, reuse.epoch, np.arange(batch.batch_size), reuse.sharing, hooks, places=begun.places)
             self.state.begin_with(bound, batch)
+            self.state.states.join(begun.states)
         positions = {"position_ids": (mask.cumsum(dim=-1) - 1).clamp(min=0)} if reuse.sharing.own_positions else {}
         return {**inputs, "attention_mask": mask, **positions, CACHE_KEYWORD: self}
 
@@ -415,3 +433,13 @@ class PagedCacheForTransformers(Cache):
             fix = "make the cache with for_model(..., prefix='radix')"
             raise UnsupportedError(f"PagedCacheForTransformers.{method}", expected="a prefix cache", got="none", fix=fix)
         return self._reuse
+
+
+def _room_for_states(given: int | None, found: Measurement, pool_bytes: int) -> int:
+    """Return how many bytes of states are kept behind prefixes at most."""
+    if given is None:
+        return max(pool_bytes // 4, 4 * found.state_bytes)
+    expected, fix = f"at least {found.state_bytes}, the bytes of one prefix", "leave it out, or make the cache without prefix="
+    if not isinstance(given, int) or given < found.state_bytes:
+        raise ArgumentValueError(f"{_FOR_MODEL}: state_bytes", expected=expected, got=given, fix=fix)
+    return given

@@ -232,9 +232,9 @@ def _reserve(state: PagedState, batch: SequenceBatch, tokens: int) -> None:
 
 def check_in_place(subject: str, state: PagedState, stored: Sequence[bool]) -> None:
     """Raise unless all layers of a model can write and read in place."""
-    problem = state.reader.why or next(filter(None, state.reader.problems), "")
-    problem = problem or ("" if all(stored) else "layers that share another's keys") or latents_problem(state.pool, state.reader.model())
-    if problem:
+    others = "layers that keep a state" if len(state.states) else "" if all(stored) else "layers that share another's keys"
+    problem = next(filter(None, (state.reader.why, *state.reader.problems, others)), "")
+    if problem := problem or latents_problem(state.pool, state.reader.model()):
         raise UnsupportedError(subject, expected="attention on pages in all layers", got=problem, fix="call generate() with the cache")
 
 

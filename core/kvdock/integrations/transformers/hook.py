@@ -1,5 +1,6 @@
 """What happens to each forward pass that gets a paged cache, before the model sees it.
 
+* Where states are to be kept within a pass, it is split there.
 * What is cached is not computed again. ``generate`` leaves it out, except in assisted decoding, whose first pass is over the
   whole prompt (up to Transformers 5.24 at least), and in chunked prefill up to 5.18: silently, the prompt is put behind
   itself. A forward pass by hand does the same.
@@ -66,6 +67,8 @@ def _prepare(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         return None
     _check_use(told)
     changed = _fit(model, state, state.bound, told) if state.bound is not None else None
+    if len(state.states):
+        _make_room(state, told if changed is None else changed)
     enter(model, state, told if changed is None else changed)
     return None if changed is None else ((), changed)
 
@@ -80,9 +83,19 @@ def finish_pass(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         _finish(model, by_name(parameters_of(model), args, kwargs) if args else kwargs, output)
 
 
+def _make_room(state: PagedState, told: dict[str, Any]) -> None:
+    """Make room for a pass that changes states, so that it does not fail in the middle for want of it."""
+    given = next((value for name in ("input_ids", "inputs_embeds") if isinstance(value := told.get(name), torch.Tensor)), None)
+    if given is not None and given.ndim > 1:
+        state.reserve(given.shape[0], given.shape[1])
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the same
 def _finish(model: torch.nn.Module, told: dict[str, Any], output: Any) -> None:
-    ended, state = leave(model), _paged_state(told)
+    state = _paged_state(told)
+    if state is not None and len(state.states):
+        state.unreserve(failed=output is None)
+    ended = leave(model)
     if ended is not None and output is not None:
         ended.check_read()
     if state is not None and output is not None:
@@ -102,7 +115,26 @@ def _fit(model: torch.nn.Module, state: PagedState, bound: Bound, told: dict[str
     _judge(bound, odd_argument(model, told, len(ids)) or _changed(model, bound))
     if bound.is_fresh and bound.past and bound.begins_anew(ids, told.get("position_ids"), told.get("attention_mask")):
         told = _behind_past(state, bound, told)
+    if bound.places and bound.seen.oddity is None:
+        told = _behind_places(model, state, bound, told)
     return _announced(model, state, bound, told)
+
+
+def _behind_places(model: torch.nn.Module, state: PagedState, bound: Bound, told: dict[str, Any]) -> dict[str, Any]:
+    """Compute a pass up to each place in it where states are to be kept, and keep them; return what is left of it."""
+    stop = state.length + told["input_ids"].shape[1]
+    for place in [place for place in bound.places if state.length < place < stop]:
+        count, ahead = told["input_ids"].shape[1], place - state.length
+        parts = [
+            {name: value[..., part] if name in _BY_TOKEN and _is_by_token(value, count) else value for name, value in told.items()}
+            for part in (slice(ahead), slice(ahead, None))
+        ]
+        mask = told.get("attention_mask")
+        first = {name: value for name, value in parts[0].items() if name != "labels"}
+        model(**(first if mask is None else {**first, "attention_mask": mask[:, :place]}))
+        bound.keep(place, state.states)
+        told = parts[1]
+    return told
 
 
 def _changed(model: torch.nn.Module, bound: Bound) -> Oddity | None:

@@ -19,11 +19,19 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kvdock.errors import UnsupportedError
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, DUMMY_LAYER
 from kvdock.integrations.transformers.latent import latent_layers_of
+from kvdock.integrations.transformers.states import BOTH, STATES, held
 from kvdock.spec import KVSpec, LayerSpec, MLALayerSpec
 
-__all__ = ["Measurement", "input_device", "measure", "run_tokens"]
+__all__ = ["Measurement", "has_states", "input_device", "measure", "run_tokens"]
 
-_STORED: tuple[type, ...] = (DynamicLayer, DynamicSlidingWindowLayer)
+_STORED: tuple[type, ...] = (DynamicLayer, DynamicSlidingWindowLayer, *BOTH)
+
+_WITHOUT_WINDOW: dict[type, Any] = {DynamicSlidingWindowLayer: DynamicLayer, BOTH[1]: BOTH[0]}
+
+
+def _states(layer: Any) -> dict[str, int]:
+    """Return how many states a layer keeps, as an argument of its class."""
+    return {"number_of_states": layer.number_of_states} if type(layer) in STATES else {}
 
 
 @attrs.frozen
@@ -33,13 +41,17 @@ class Measurement:
     Args:
         spec: the layers that store keys and values, in order; latents where all of them store those.
         windows: their sliding windows in tokens; None for full attention.
-        stored: for each layer of the model, whether it is one of those. The others store nothing.
+        stored: for each layer of the model, whether it is one of those.
+        states: for each layer of the model, how many states it keeps. Layers with neither store nothing.
+        state_bytes: bytes of all states of one row.
         device: where the keys and values are.
     """
 
     spec: KVSpec
     windows: tuple[int | None, ...]
     stored: tuple[bool, ...]
+    states: tuple[int, ...]
+    state_bytes: int
     device: torch.device
 
 
@@ -50,7 +62,7 @@ def measure(model: Any) -> Measurement:
         model: a ``PreTrainedModel`` that generates; its forward hooks see the call.
 
     Raises:
-        UnsupportedError: it keeps more than keys and values of one dtype on one device; the text says what.
+        UnsupportedError: it keeps more than states, and keys and values of one dtype on one device; the text says what.
     """
     every: list[Any] = run_tokens(model, [[0]]).layers
     stored = tuple(type(layer) in _STORED for layer in every)
@@ -59,11 +71,16 @@ def measure(model: Any) -> Measurement:
         if not (layer.is_initialized and layer.keys is not None and layer.keys.shape[2] == 1):
             raise _refusal(model, "every layer to cache one position for one token", f"a layer that does not: {index}")
     spec = KVSpec(_layer_specs(layers, _keep_latents(model, every)), _max_positions(model), _only(model, layers, "dtype"))
-    return Measurement(spec, tuple(map(_window_of, layers)), stored, _only(model, layers, "device"))
+    states = tuple(layer.number_of_states if type(layer) in STATES else 0 for layer in every)
+    held_by = [sum(of[key].nbytes for of, key in held(layer)) for layer in every]
+    empty = [index for index, (number, nbytes) in enumerate(zip(states, held_by, strict=True)) if number and not nbytes]
+    if empty:
+        raise _refusal(model, "layers that keep their states in the cache", f"a layer that keeps them elsewhere: {empty[0]}")
+    return Measurement(spec, tuple(map(_window_of, layers)), stored, states, sum(held_by), _only(model, layers, "device"))
 
 
 def _empty_cache(model: Any) -> DynamicCache:
-    """Return Transformers' own cache for a model, refusing what is more than keys and values."""
+    """Return Transformers' own cache for a model, refusing what is more than keys, values and states."""
     text = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder or getattr(text, "add_cross_attention", False):
         raise _refusal(model, "a decoder-only model", "one with cross-attention, whose cache has a second part")
@@ -73,28 +90,37 @@ def _empty_cache(model: Any) -> DynamicCache:
         cache = DynamicCache(config=model.config)
     except KeyError as error:
         raise _refusal(model, "layers with keys and values", f"a layer of type {error.args[0]!r}") from error
-    strange = {type(layer).__name__ for layer in cache.layers if type(layer) not in (*_STORED, DUMMY_LAYER)}
+    strange = {type(layer).__name__ for layer in cache.layers if type(layer) not in (*_STORED, *STATES, DUMMY_LAYER)}
     if strange:
-        raise _refusal(model, "layers that keep keys and values only", f"layers that keep more: {', '.join(sorted(strange))}")
+        raise _refusal(model, "layers that keep keys, values and states", f"layers that keep more: {', '.join(sorted(strange))}")
+    if cache.layers and not any(type(layer) in _STORED for layer in cache.layers):
+        names = ", ".join(sorted({type(layer).__name__ for layer in cache.layers}))
+        raise _refusal(model, "a layer with keys and values, which are what a pool pages", f"none but {names}")
     return cache
 
 
-def run_tokens(model: Any, ids: list[list[int]], *, keep_all: bool = False, **told: Any) -> DynamicCache:
+def has_states(model: Any) -> bool:
+    """Whether layers of a model, whose cache was measured, keep states."""
+    return any(type(layer) in STATES for layer in _empty_cache(model).layers)
+
+
+def run_tokens(model: Any, ids: list[list[int]], cache: DynamicCache | None = None, *, keep_all: bool = False, **told: Any) -> DynamicCache:
     """Run tokens through a model; return Transformers' own cache with what it stored.
 
     Args:
         model: a ``PreTrainedModel``.
         ids: ``[rows, tokens]``.
+        cache: with what is there already; by default an empty one.
         keep_all: keep what windows no longer see, too.
         told: other arguments of the model, as lists; a mask of 1s if there is none.
 
     Raises:
-        UnsupportedError: it keeps more than keys and values, or puts them into another cache.
+        UnsupportedError: it keeps more than keys, values and states, or puts them into another cache.
     """
-    cache = _empty_cache(model)
-    if keep_all:
-        full: Any = DynamicLayer
-        cache.layers = [full() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
+    if cache is None:
+        cache = _empty_cache(model)
+        if keep_all:
+            cache.layers = [_WITHOUT_WINDOW.get(type(layer), type(layer))(**_states(layer)) for layer in cache.layers]
     inputs = {name: torch.tensor(value, device=input_device(model)) for name, value in {"input_ids": ids, **told}.items()}
     inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
     try:

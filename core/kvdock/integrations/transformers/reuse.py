@@ -11,14 +11,32 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import numpy as np
 
 from kvdock.errors import OutOfBlocksError
+from kvdock.integrations.transformers.checkpoints import Checkpoints
 from kvdock.integrations.transformers.prompts import Prompts
 from kvdock.integrations.transformers.sharing import Sharing
+from kvdock.integrations.transformers.states import StateLayers
 from kvdock.scheduler import CacheManager, CacheSequence, SequenceBatch
 
-__all__ = ["PrefixReuse"]
+__all__ = ["Beginning", "PrefixReuse"]
+
+
+@attrs.frozen(eq=False)
+class Beginning:
+    """What a batch begins with.
+
+    Args:
+        batch: its rows, with what is cached of them.
+        states: the states of each there, if it has any.
+        places: where states of it are to be kept, each with the numbers of prompts.
+    """
+
+    batch: SequenceBatch
+    states: list[StateLayers]
+    places: dict[int, list[int]]
 
 
 class PrefixReuse:
@@ -28,18 +46,20 @@ class PrefixReuse:
         manager: who has which blocks of the pool.
         generation: the model's ``GenerationConfig``, which names the token ids that end a sequence and that pad it; or None.
         sharing: what of a batch can be shared.
+        checkpoints: states behind prefixes; None where a model keeps none.
 
     Attributes:
         epoch: how often everything was forgotten.
     """
 
-    def __init__(self, manager: CacheManager, generation: Any, sharing: Sharing) -> None:
+    def __init__(self, manager: CacheManager, generation: Any, sharing: Sharing, checkpoints: Checkpoints | None) -> None:
         self.manager = manager
+        self.checkpoints = checkpoints
         self.generation = generation
         self.sharing = sharing
         self.epoch = 0
 
-    def begin(self, prompts: Prompts) -> SequenceBatch:
+    def begin(self, prompts: Prompts) -> Beginning:
         """Find the longest past that all rows of a batch have, and begin them behind it. At least one token is left to compute.
 
         Raises:
@@ -51,7 +71,8 @@ class PrefixReuse:
         for row, pad in enumerate(pads):
             of_row = can_go_on[pad + 1 :]
             of_row &= manager.can_go_on(prompts.row(row), prompts.namespace)[1 : of_row.size + 1] if self._shares(prompts, row) else False
-        past = int(np.flatnonzero(can_go_on)[-1])
+        places = np.flatnonzero(can_go_on).tolist()
+        past = places[-1] if self.checkpoints is None else self._with_states(prompts, places)
         self._check_room(prompts, past)
         rows: list[CacheSequence] = []
         try:
@@ -62,11 +83,32 @@ class PrefixReuse:
                 manager.abort(seq)
             raise
         hidden = [pad if self._shares(prompts, row) else min(pad, past) for row, pad in enumerate(pads)]
-        return SequenceBatch(manager, rows, length=past, pads=hidden)
+        batch = SequenceBatch(manager, rows, length=past, pads=hidden)
+        return Beginning(batch, *self._states(prompts, past))
+
+    def _with_states(self, prompts: Prompts, can_go_on: list[int]) -> int:
+        """Return the last of places where all rows can go on with their tokens at which there are states of all, too."""
+        assert self.checkpoints is not None  # noqa: S101 - the caller looked
+        places = set(can_go_on)
+        for row, pad in enumerate(prompts.pads.tolist()):
+            places &= {pad + length for length in self.checkpoints.lengths(prompts.row(row), prompts.namespace)}
+        return max(places, default=0)
+
+    def _states(self, prompts: Prompts, past: int) -> tuple[list[StateLayers], dict[int, list[int]]]:
+        """Return the states that rows begin with, and where others are to be kept."""
+        if self.checkpoints is None:
+            return [], {}
+        pads, shared = prompts.pads.tolist(), [self._shares(prompts, row) for row in range(len(prompts.pads))]
+        found = [self.manager.plan(prompts.row(row), prompts.namespace).cached_len if shared[row] else 0 for row in range(len(pads))]
+        begun = [self.checkpoints.find(prompts.row(row)[: past - pad], prompts.namespace) for row, pad in enumerate(pads)] if past else []
+        places = self.checkpoints.places(prompts, found, past) if self.manager.prefix.can_store else {}
+        return begun, {place: kept for place, rows in places.items() if (kept := [row for row in rows if self._shares(prompts, row)])}
 
     def forget(self) -> None:
         """Forget all prefixes; their blocks are free then, but for those that batches hold."""
         self.manager.reset(keep_open=True)
+        if self.checkpoints is not None:
+            self.checkpoints.clear()
         self.epoch += 1
 
     def _shares(self, prompts: Prompts, row: int) -> bool:

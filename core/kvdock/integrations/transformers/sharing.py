@@ -16,8 +16,9 @@ from transformers import DynamicCache, GenerationMixin
 
 from kvdock.errors import UnsupportedError
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD
-from kvdock.integrations.transformers.measure import input_device, run_tokens
+from kvdock.integrations.transformers.measure import has_states, input_device, run_tokens
 from kvdock.integrations.transformers.plain import parameters_of
+from kvdock.integrations.transformers.states import held
 
 __all__ = ["Sharing", "sharing_of"]
 
@@ -55,7 +56,7 @@ def sharing_of(model: Any) -> Sharing:
     """
     first = _first_position(model)
     plain, other, padded = (
-        _stored(run_tokens(model, [ids], keep_all=True, attention_mask=[mask], **_positions(first, mask)), mask.index(1))
+        _stored(run_tokens(model, [ids], None, keep_all=True, attention_mask=[mask], **_positions(first, mask)), mask.index(1))
         for ids, mask in (
             # Three tokens; the same before other ones; the same behind padding.
             ([1, 2, 3, 0, 0, 0, 0, 0], [1] * 8),
@@ -70,10 +71,21 @@ def sharing_of(model: Any) -> Sharing:
             got="others when other tokens followed",
             fix="call model.eval() if it drops out at random; else make the cache without prefix=",
         )
+    split, whole, behind_padding = _states_of(model, first)
+    if not _same(split, whole, _CLOSE):
+        raise UnsupportedError(
+            f"PagedCacheForTransformers: {type(model).__name__}",
+            expected="states that do not depend on how tokens are divided into passes, so that prompts can go on from them",
+            got="others when four tokens came in two passes",
+            fix="make the cache without prefix=",
+        )
     limit = min((length for module in model.modules() for length in _lengths(module)), default=sys.maxsize)
     makes = getattr(type(model), "_prepare_position_ids_for_generation", None)
     return Sharing(
-        limit, _same(plain, padded, _CLOSE), first or 0, makes is not getattr(GenerationMixin, "_prepare_position_ids_for_generation", None)
+        limit,
+        _same(plain, padded, _CLOSE) and _same(whole, behind_padding, _CLOSE),
+        first or 0,
+        makes is not getattr(GenerationMixin, "_prepare_position_ids_for_generation", None),
     )
 
 
@@ -97,6 +109,17 @@ def _stored(cache: Any, start: int) -> list[torch.Tensor]:
     tokens = slice(start, start + 3)
     layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
     return [states[:, :, tokens].float() for layer in layers for states in (layer.keys, layer.values)]
+
+
+def _states_of(model: Any, first: int | None) -> Iterator[list[torch.Tensor]]:
+    """Yield the states behind four tokens in two passes, in one, and in one behind padding; of most models nothing is run."""
+    for passes in ((([1, 2], [1] * 2), ([3, 1], [1] * 4)), (([1, 2, 3, 1], [1] * 4),), (([0, 1, 2, 3, 1], [0, 1, 1, 1, 1]),)):
+        cache: Any = None
+        for ids, mask in passes if has_states(model) else ():
+            told = {name: [row[-len(ids) :] for row in value] for name, value in _positions(first, mask).items()}
+            cache = run_tokens(model, [ids], cache, keep_all=True, attention_mask=[mask], **told)
+        layers = cache.layers if cache else ()
+        yield [state.float() for layer in layers for of, key in held(layer) for state in (of[key],)]
 
 
 def _rounding(dtype: torch.dtype) -> tuple[float, float]:

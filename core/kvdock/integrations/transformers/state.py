@@ -17,6 +17,7 @@ from kvdock.integrations.transformers.lengths import Lengths
 from kvdock.integrations.transformers.masks import Markers
 from kvdock.integrations.transformers.reading import Pass, Reader
 from kvdock.integrations.transformers.slots import SlotTensor, read, write
+from kvdock.integrations.transformers.states import StateLayers
 from kvdock.integrations.transformers.tables import StepTables
 from kvdock.scheduler import CacheManager, SequenceBatch
 
@@ -48,11 +49,14 @@ class PagedState:
         group_of: the layer group of each layer.
         odd: why the last pass did not; "" if it did, or had nothing to read.
         captured: what stands in for the model's layers in passes of one token, or None.
+        states: what layers keep beside the pool; nothing of most models.
+        is_reserved: whether there is room for a pass that is under way and changes states.
     """
 
     def __init__(self, pool: PagedKVCache, manager: CacheManager, reader: Reader) -> None:
         self.pool, self.manager, self.reader = pool, manager, reader
         self.tables, self.markers = StepTables(pool.device, len(pool.groups)), Markers(pool.device)
+        self.states, self.is_reserved = StateLayers(), False
         self.group_of = [pool.group_of(layer) for layer in range(pool.num_layers)]
         self._lets_go = not all(group.retention.keeps_all for group in pool.groups)
         self.reading: Pass | None = None
@@ -75,7 +79,7 @@ class PagedState:
 
     def fork(self) -> PagedState:
         """Return the same tokens in the same blocks, for another future."""
-        self.lengths.check_whole("deepcopy")
+        self.check_whole("deepcopy")
         other = PagedState(self.pool, self.manager, self.reader)
         other.captured = self.captured
         with self.change():
@@ -100,6 +104,7 @@ class PagedState:
     def forget_past(self) -> None:
         """Let a batch that just begins be computed from its first token."""
         self._truncate(0)
+        self.states.clear()
         if self.bound:
             self.bound.past = 0
 
@@ -153,6 +158,7 @@ class PagedState:
     def _take_back(self) -> None:
         """Go back to before a step that failed, with layers that have written already: it is done by all layers or by none."""
         self.lengths.undo()
+        self.states.tear(self.lengths.start)
         if self.length > self.lengths.start:
             self._truncate(self.lengths.start)
 
@@ -165,6 +171,7 @@ class PagedState:
 
         Raises:
             IndexRangeError: a layer has fewer; or a window has let go of what the next token needs. Nothing was changed.
+            UnsupportedError: a layer's state cannot be taken back. Nothing was changed.
         """
         if length > (most := min(self.lengths.of)):
             raise IndexRangeError(
@@ -174,6 +181,9 @@ class PagedState:
         if not length:
             self._drop()
             return
+        self.states.check("truncate")
+        self.states.check_cut(self.length - length)
+        self.states.cut(self.length - length)
         self._truncate(length)
         if self.bound and length < self.bound.prompts.length:
             self.bound.close(f"one whose prompts were cut to {length} tokens since")
@@ -182,16 +192,48 @@ class PagedState:
 
     def select(self, rows: npt.ArrayLike) -> None:
         """Make row ``rows[i]`` the new row i; see `SequenceBatch.select`."""
-        self.lengths.check_whole("changing the batch")
+        self.check_whole("changing the batch")
         with self.change():
             if self.batch:
-                self.batch.select(rows)
+                self._select(self.batch, rows)
         if self.bound:
             self.bound.select(rows)
 
+    def check_whole(self, what: str) -> None:
+        """Raise if a step is under way, or has left states that fit to nothing."""
+        self.lengths.check_whole(what)
+        self.states.check(what)
+
+    def reserve(self, rows: int, tokens: int) -> None:
+        """Make room for a step before any state is changed: a pool that is full is noticed here.
+
+        Raises:
+            OutOfBlocksError, ArgumentValueError: as `update`. Nothing was changed.
+        """
+        self.check_whole("a step")
+        with self.change():
+            if len(pairs := self.grown(self._batch_of(rows), tokens, reserve=True)):
+                self.copy_blocks(torch.from_numpy(pairs))
+        self.is_reserved = True
+
+    def unreserve(self, *, failed: bool) -> None:
+        """End a pass that began with `reserve`: give back what it did not use; if it failed its states fit to nothing."""
+        if failed and self.is_reserved:
+            self.states.tear(max(self.lengths.of))
+        self.is_reserved = False
+        if self.batch:
+            with self.change(keep=not failed):
+                self.batch.truncate(self.batch.length)
+            if self.lengths.is_whole:
+                self.manager.hand_over()
+
+    def _select(self, batch: SequenceBatch, rows: npt.ArrayLike) -> None:
+        batch.select(rows)
+        self.states.select(np.asarray(rows).tolist())
+
     def _begin(self, batch: int, tokens: int) -> None:
         """Start a step: make room in the table, and copy shared blocks that will be written, in all layers."""
-        self.lengths.check_whole("a step")
+        self.check_whole("a step")
         if self.bound:
             self.bound.check_first(tokens)
         # The manager stays with this thread until the last layer has written, see `_end`.
@@ -208,10 +250,10 @@ class PagedState:
                 self._forget_slots()
                 self.copy_blocks(torch.from_numpy(pairs))
 
-    def grown(self, batch: SequenceBatch, tokens: int) -> npt.NDArray[np.int64]:
-        """Make room; return the pairs of blocks to copy."""
+    def grown(self, batch: SequenceBatch, tokens: int, *, reserve: bool = False) -> npt.NDArray[np.int64]:
+        """Make room, or reserve it for later; return the pairs of blocks to copy."""
         try:
-            return batch.grow(tokens)
+            return batch.reserve(tokens) if reserve else batch.grow(tokens)
         except OutOfBlocksError as error:
             fix = "reset() copies of the cache, or make the pool larger: num_blocks or max_kv_memory_bytes"
             if self._lets_go:
@@ -262,7 +304,7 @@ class PagedState:
         bound = self.bound if self.bound and self.bound.is_fresh else None
         if bound and self.batch:
             chosen = bound.repeated(rows)
-            self.batch.select(chosen)
+            self._select(self.batch, chosen)
             bound.origin = bound.origin[chosen]
         elif self.length:
             raise ArgumentValueError(
@@ -296,6 +338,7 @@ class PagedState:
                 self.batch.close()
         self.batch = self.bound = self.reading = None
         self.lengths.set(0)
+        self.states.clear()
 
     @contextmanager
     def change(self, *, keep: bool = False) -> Iterator[None]:

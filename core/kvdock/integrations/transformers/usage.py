@@ -25,6 +25,8 @@ class CacheUsage:
         pool_bytes: bytes of the pool.
         prompt_tokens: tokens of the prompts of the last `PagedCacheForTransformers.bind`, without padding; 0 without a prefix cache.
         cached_tokens: tokens of those that were found in the prefix cache.
+        state_bytes: bytes of the states of this cache, which are beside the pool; 0 of models without.
+        kept_state_bytes: bytes of the states that are kept behind prefixes, beside the pool.
     """
 
     tokens: int
@@ -35,9 +37,11 @@ class CacheUsage:
     pool_bytes: int
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    state_bytes: int = 0
+    kept_state_bytes: int = 0
 
 
-def usage_of(state: PagedState) -> CacheUsage:
+def usage_of(state: PagedState, kept_state_bytes: int) -> CacheUsage:
     """Return what a batch holds now, and its pool: without what was dropped, unless another thread is in a step."""
     with suppress(KVDockError):
         state.manager.available_size  # noqa: B018 - the manager ends what is over at any call
@@ -54,4 +58,6 @@ def usage_of(state: PagedState) -> CacheUsage:
         pool_bytes=pool.nbytes,
         prompt_tokens=bound.prompts.tokens if bound else 0,
         cached_tokens=bound.cached_tokens if bound else 0,
+        state_bytes=state.states.nbytes,
+        kept_state_bytes=kept_state_bytes,
     )
