@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from kvdock_conformance.cases.attention import OP, Attention
 from kvdock_conformance.cases.drawing import Drawing, View, call
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
 from kvdock_conformance.cases.pairs import covering
-from kvdock_conformance.requirement import Case, Level
+from kvdock_conformance.requirement import Case, Extended, Level, at_level
 
 __all__ = ["addresses", "alone", "edges", "every_two", "garbage", "index_values", "joins", "mistakes", "nothing_seen", "parts"]
 
@@ -60,12 +61,16 @@ def _drawn(number: int, longest: int, **how: Any) -> Attention:
     return Attention(lens, ragged, starts=starts, options=options, seed=number, **how)
 
 
-def every_two() -> Iterator[Case]:
+def every_two() -> Iterator[Case | Extended]:
     """Yield batches in which every two properties meet."""
     for level, factors, longest in ((Level.CORE, _FACTORS, 40), (Level.EXTENDED, _LONG, 1500)):
-        for number, how in enumerate(covering(factors)):
-            special = [f"{factor} {value}" for factor, value in how.items() if value != _FACTORS[factor][0]]
-            yield Case(f"{level.value} {number}: {', '.join(special) or 'plain'}", _drawn(number, longest, **how).case(), level)
+        yield from at_level(level, functools.partial(_every_two, level, factors, longest))
+
+
+def _every_two(level: Level, factors: Mapping[str, Sequence[Any]], longest: int) -> Iterator[Case]:
+    for number, how in enumerate(covering(factors)):
+        special = [f"{factor} {value}" for factor, value in how.items() if value != _FACTORS[factor][0]]
+        yield Case(f"{level.value} {number}: {', '.join(special) or 'plain'}", _drawn(number, longest, **how).case(), level)
 
 
 def addresses() -> Iterator[Case]:
