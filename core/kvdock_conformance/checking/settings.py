@@ -50,7 +50,14 @@ class ProcessSettings:
     def __init__(self) -> None:
         self.values, self.threads = self.now(), set(self.running())
         own = [name for name in list(sys.modules) if name[:6] == "kvdock" and name[6:7] in ("", ".")]
-        self.code = {name: dict(vars(sys.modules[name])) for name in (*own, *self.everybodys)}
+        self.code, self.modules = {name: dict(vars(sys.modules[name])) for name in (*own, *self.everybodys)}, len(sys.modules)
+
+    def renewed(self) -> ProcessSettings:
+        """Return the settings as they are now, where no setting has changed: what kvdock has imported since is kvdock's, too."""
+        if len(sys.modules) != self.modules:
+            return ProcessSettings()
+        self.threads = set(self.running())
+        return self
 
     @classmethod
     @functools.cache
@@ -285,16 +292,17 @@ class ProcessSettings:
 
 
 @contextmanager
-def unchanged(*, workers: bool = True) -> Iterator[None]:
+def unchanged(*, workers: bool = True, before: ProcessSettings | None = None) -> Iterator[None]:
     """Hold a block to leave the settings of the process as they are, and put them back where it does not.
 
     Args:
         workers: whether it may leave daemon threads behind, as long as they are few: those of a pool that is made once.
+        before: the settings as they are now, where they are known.
 
     Raises:
         NonconformanceError: the block ended by itself, and one is otherwise now.
     """
-    before = ProcessSettings()
+    before = before or ProcessSettings()
     try:
         yield
     except BaseException:
