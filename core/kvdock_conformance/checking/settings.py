@@ -53,7 +53,7 @@ class ProcessSettings:
         self.code, self.modules = {name: dict(vars(sys.modules[name])) for name in (*own, *self.everybodys)}, len(sys.modules)
 
     def renewed(self) -> ProcessSettings:
-        """Return the settings as they are now, where no setting has changed: what kvdock has imported since is kvdock's, too."""
+        """Return the settings as they are now, where `changes` has just found none: anew where kvdock has imported or set more of its own."""
         if len(sys.modules) != self.modules:
             return ProcessSettings()
         self.threads = set(self.running())
@@ -214,10 +214,12 @@ class ProcessSettings:
             workers: whether daemon threads may have been started that stay, as long as they are few.
         """
         was, now = self.values, self.now()
-        found = [(name, self.told(was, name), self.told(now, name)) for name in {**was, **now} if self._differs(was, now, name)]
+        names = {**was, **now} if was != now else ()  # which is quick to ask
+        found = [(name, self.told(was, name), self.told(now, name)) for name in names if self._differs(was, now, name)]
         for module, before in self.code.items():
             parts = vars(sys.modules[module]) if module in sys.modules else before
             if len(parts) != len(before) or not all(map(operator.is_, parts.values(), before.values())):  # which is quick to ask
+                self.modules = 0  # to be looked at anew, with what is there now
                 names = [name for name, part in before.items() if self._is_code(part) and parts.get(name) is not part]
                 found += [(f"{module}.{name}", self.told(before, name), self.told(parts, name)) for name in names]
         running = self.running()
