@@ -53,7 +53,7 @@ class ProcessSettings:
         self.code, self.modules = {name: dict(vars(sys.modules[name])) for name in (*own, *self.everybodys)}, len(sys.modules)
 
     def renewed(self) -> ProcessSettings:
-        """Return the settings as they are now, where `changes` has just found none: anew where kvdock has imported or set more of its own."""
+        """Return the settings as they are now, where `changes` has just found none: anew where kvdock has brought more of its own."""
         if len(sys.modules) != self.modules:
             return ProcessSettings()
         self.threads = set(self.running())
@@ -214,8 +214,8 @@ class ProcessSettings:
             workers: whether daemon threads may have been started that stay, as long as they are few.
         """
         was, now = self.values, self.now()
-        names = {**was, **now} if was != now else ()  # which is quick to ask
-        found = [(name, self.told(was, name), self.told(now, name)) for name in names if self._differs(was, now, name)]
+        unlike = {**was, **now} if was != now else {}  # which is quick to ask
+        found = [(name, self.told(was, name), self.told(now, name)) for name in unlike if self._differs(was, now, name)]
         for module, before in self.code.items():
             parts = vars(sys.modules[module]) if module in sys.modules else before
             if len(parts) != len(before) or not all(map(operator.is_, parts.values(), before.values())):  # which is quick to ask
