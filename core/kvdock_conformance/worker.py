@@ -108,11 +108,11 @@ class Worker:
         Returns:
             ``verdict``, ``seconds``, and ``failure`` or ``reason``; ``spoilt`` with why, where this process cannot go on.
         """
-        from kvdock_conformance.checking.settings import ProcessSettings
+        from kvdock_conformance.checking.settings import ProcessSettings, renewed
 
         start = time.perf_counter()
         # Between two cases, nothing is done here that could change a setting: what comes by itself is seen behind the next one.
-        before, self._settings = self._settings.renewed() if self._settings else ProcessSettings(), None
+        before, self._settings = renewed(self._settings) if self._settings else ProcessSettings(), None
         found = _run(self._target, wanted["requirement"], wanted["data"], before)
         if found["verdict"] != "failed":
             self._settings = before

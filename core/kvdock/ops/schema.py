@@ -69,13 +69,6 @@ def parse_dims(dims: str, lead: int) -> tuple[Dim, ...]:
     return tuple(Dim(word.lstrip("*"), word.startswith("*")) for word in words)
 
 
-@functools.cache
-def _shapes(lines: tuple[str, ...]) -> tuple[tuple[Dim, ...], ...]:
-    """Read several lines of sizes, each with every number of leading dimensions that it may have."""
-    ranks = LEAD_RANKS if any(line.startswith("...") for line in lines) else (0,)
-    return tuple(parse_dims(line, lead) for line in lines for lead in ranks)
-
-
 @attrs.frozen
 class Arg:
     """One argument.
@@ -115,7 +108,8 @@ class Arg:
 
     def shapes(self) -> tuple[tuple[Dim, ...], ...]:
         """Return every list of dimensions it may have."""
-        return _shapes(self.dims)
+        ranks = LEAD_RANKS if any(line.startswith("...") for line in self.dims) else (0,)
+        return tuple(parse_dims(line, lead) for line in self.dims for lead in ranks)
 
     def dims_of_rank(self, rank: int) -> tuple[Dim, ...] | None:
         """Return its dimensions when it has ``rank`` of them, or None when it may not."""

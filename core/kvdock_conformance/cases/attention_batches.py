@@ -15,7 +15,7 @@ from kvdock_conformance.cases.attention import OP, Attention
 from kvdock_conformance.cases.drawing import Drawing, View, call
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
 from kvdock_conformance.cases.pairs import covering
-from kvdock_conformance.requirement import Case, Extended, Level, at_level
+from kvdock_conformance.requirement import Case, Extended, Level
 
 __all__ = ["addresses", "alone", "edges", "every_two", "garbage", "index_values", "joins", "mistakes", "nothing_seen", "parts"]
 
@@ -63,8 +63,8 @@ def _drawn(number: int, longest: int, **how: Any) -> Attention:
 
 def every_two() -> Iterator[Case | Extended]:
     """Yield batches in which every two properties meet."""
-    for level, factors, longest in ((Level.CORE, _FACTORS, 40), (Level.EXTENDED, _LONG, 1500)):
-        yield from at_level(level, functools.partial(_every_two, level, factors, longest))
+    yield from _every_two(Level.CORE, _FACTORS, 40)
+    yield Extended(functools.partial(_every_two, Level.EXTENDED, _LONG, 1500))
 
 
 def _every_two(level: Level, factors: Mapping[str, Sequence[Any]], longest: int) -> Iterator[Case]:

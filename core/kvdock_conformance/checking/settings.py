@@ -28,7 +28,7 @@ import torch
 
 from kvdock_conformance.checking.failure import NonconformanceError
 
-__all__ = ["ProcessSettings", "unchanged"]
+__all__ = ["ProcessSettings", "renewed", "unchanged"]
 
 
 class ProcessSettings:
@@ -51,13 +51,6 @@ class ProcessSettings:
         self.values, self.threads = self.now(), set(self.running())
         own = [name for name in list(sys.modules) if name[:6] == "kvdock" and name[6:7] in ("", ".")]
         self.code, self.modules = {name: dict(vars(sys.modules[name])) for name in (*own, *self.everybodys)}, len(sys.modules)
-
-    def renewed(self) -> ProcessSettings:
-        """Return the settings as they are now, where `changes` has just found none: anew where kvdock has brought more of its own."""
-        if len(sys.modules) != self.modules:
-            return ProcessSettings()
-        self.threads = set(self.running())
-        return self
 
     @classmethod
     @functools.cache
@@ -291,6 +284,14 @@ class ProcessSettings:
         warnings.resetwarnings()
         own: list[Any] = vars(warnings)["filters"]  # a list, whatever is said of its type
         own[:] = filters
+
+
+def renewed(before: ProcessSettings) -> ProcessSettings:
+    """Return the settings as they are now, where `unchanged` has just found them so: anew where kvdock has brought more of its own."""
+    if len(sys.modules) != before.modules:
+        return ProcessSettings()
+    before.threads = set(before.running())
+    return before
 
 
 @contextmanager
