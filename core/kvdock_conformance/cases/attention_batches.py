@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from kvdock_conformance.cases.attention import OP, Attention
 from kvdock_conformance.cases.drawing import Drawing, View, call
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
 from kvdock_conformance.cases.pairs import covering
-from kvdock_conformance.requirement import Case, Extended, Level
+from kvdock_conformance.requirement import Case, Level
 
 __all__ = ["addresses", "alone", "edges", "every_two", "garbage", "index_values", "joins", "mistakes", "nothing_seen", "parts"]
 
@@ -61,16 +60,12 @@ def _drawn(number: int, longest: int, **how: Any) -> Attention:
     return Attention(lens, ragged, starts=starts, options=options, seed=number, **how)
 
 
-def every_two() -> Iterator[Case | Extended]:
+def every_two() -> Iterator[Case]:
     """Yield batches in which every two properties meet."""
-    yield from _every_two(Level.CORE, _FACTORS, 40)
-    yield Extended(functools.partial(_every_two, Level.EXTENDED, _LONG, 1500))
-
-
-def _every_two(level: Level, factors: Mapping[str, Sequence[Any]], longest: int) -> Iterator[Case]:
-    for number, how in enumerate(covering(factors)):
-        special = [f"{factor} {value}" for factor, value in how.items() if value != _FACTORS[factor][0]]
-        yield Case(f"{level.value} {number}: {', '.join(special) or 'plain'}", _drawn(number, longest, **how).case(), level)
+    for level, factors, longest in ((Level.CORE, _FACTORS, 40), (Level.EXTENDED, _LONG, 1500)):
+        for number, how in enumerate(covering(factors)):
+            special = [f"{factor} {value}" for factor, value in how.items() if value != _FACTORS[factor][0]]
+            yield Case(f"{level.value} {number}: {', '.join(special) or 'plain'}", _drawn(number, longest, **how).case(), level)
 
 
 def addresses() -> Iterator[Case]:

@@ -207,8 +207,7 @@ class ProcessSettings:
             workers: whether daemon threads may have been started that stay, as long as they are few.
         """
         was, now = self.values, self.now()
-        unlike = {**was, **now} if was != now else {}  # which is quick to ask
-        found = [(name, self.told(was, name), self.told(now, name)) for name in unlike if self._differs(was, now, name)]
+        found = [(name, self.told(was, name), self.told(now, name)) for name in {**was, **now} if self._differs(was, now, name)]
         for module, before in self.code.items():
             parts = vars(sys.modules[module]) if module in sys.modules else before
             if len(parts) != len(before) or not all(map(operator.is_, parts.values(), before.values())):  # which is quick to ask
