@@ -71,8 +71,8 @@ def paged_caching_(
         if slot >= capacity:
             skipped.append(place)
             continue
+        block, offset = divmod(slot, k_cache.shape[1])
         for cache, source in moves:
-            block, offset = divmod(slot, cache.shape[1])
             cache[block, offset] = source[place]
     return skipped
 
@@ -136,8 +136,8 @@ def gather_paged(
         is_inside = 0 <= slot < capacity
         if slot >= 0 and not is_inside:
             beyond.append(place)
+        block, offset = divmod(slot, k_cache.shape[1])
         for cache, out in moves:
-            block, offset = divmod(slot, cache.shape[1])
             out[place] = cache[block, offset] if is_inside else 0
     return beyond
 

@@ -15,7 +15,7 @@ import attrs
 
 from kvdock.errors import ArgumentValueError
 
-__all__ = ["Capability", "Case", "Check", "Level", "Requirement", "Requirements"]
+__all__ = ["Capability", "Case", "Check", "Extended", "Level", "Requirement", "Requirements", "at_level", "cases_at"]
 
 Check = Callable[[Any, Mapping[str, Any]], None]
 """Checks one case: takes the target, of the class that its kind has (see `kvdock_conformance.kinds`), and the case's data, and
@@ -50,6 +50,33 @@ class Case:
     name: str
     data: Mapping[str, Any]
     level: Level = Level.CORE
+
+
+@attrs.frozen
+class Extended:
+    """Cases of the extended level, drawn where it is asked: drawing them takes longer than running the core level's.
+
+    Args:
+        cases: returns them.
+    """
+
+    cases: Callable[[], Iterable[Case]]
+
+
+def at_level(level: Level, cases: Callable[[], Iterable[Case]]) -> Iterator[Case | Extended]:
+    """Yield cases that are all of one level, those of the extended one to be drawn later."""
+    if level is Level.EXTENDED:
+        yield Extended(cases)
+    else:
+        yield from cases()
+
+
+def cases_at(level: Level, parts: Iterable[Case | Extended]) -> list[Case]:
+    """Return those cases that run at a level, and draw no others that need not be drawn."""
+    found: list[Case] = []
+    for part in parts:
+        found += [part] if isinstance(part, Case) else part.cases() if level is Level.EXTENDED else ()
+    return [case for case in found if level.includes(case.level)]
 
 
 def _check_source(owner: Any, attribute: Any, value: Callable[..., Any]) -> None:
@@ -116,7 +143,7 @@ class Requirement:
     sentence: str = attrs.field(validator=_check_sentence)
     area: str
     check: Check = attrs.field(validator=_check_source)
-    cases: Callable[[], Iterable[Case]]
+    cases: Callable[[], Iterable[Case | Extended]]
     level: Level = Level.CORE
     needs: Capability | None = None
     limit_s: float = _LIMIT_S
@@ -131,7 +158,7 @@ class Requirement:
         Raises:
             ArgumentValueError: there is none, or two have one name.
         """
-        cases = [case for case in self.cases() if level.includes(case.level)]
+        cases = cases_at(level, self.cases())
         named = Counter(case.name for case in cases)
         twice = sorted(name for name, count in named.items() if count > 1)
         if not cases or twice:

@@ -19,7 +19,10 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from typing import IO, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from kvdock_conformance.checking.settings import ProcessSettings
 
 __all__ = ["Worker", "main", "serve"]
 
@@ -32,6 +35,7 @@ class Worker:
     def __init__(self) -> None:
         self._target: Any = None
         self._fault = ExitStack()
+        self._settings: ProcessSettings | None = None
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return what to answer to a request."""
@@ -86,6 +90,7 @@ class Worker:
         from kvdock_conformance.faults import find
 
         self._fault.close()
+        self._settings = None  # kvdock's own functions may be others now
         if name is None:
             return {"reason": ""}
         fault = find(name)
@@ -103,13 +108,19 @@ class Worker:
         Returns:
             ``verdict``, ``seconds``, and ``failure`` or ``reason``; ``spoilt`` with why, where this process cannot go on.
         """
+        from kvdock_conformance.checking.settings import ProcessSettings, renewed
+
         start = time.perf_counter()
-        found = _run(self._target, wanted["requirement"], wanted["data"])
+        # Between two cases, nothing is done here that could change a setting: what comes by itself is seen behind the next one.
+        before, self._settings = renewed(self._settings) if self._settings else ProcessSettings(), None
+        found = _run(self._target, wanted["requirement"], wanted["data"], before)
+        if found["verdict"] != "failed":
+            self._settings = before
         spoilt = self._target.spoilt() if found["verdict"] == "failed" else ""
         return {**found, "seconds": time.perf_counter() - start, **({"spoilt": spoilt} if spoilt else {})}
 
 
-def _run(target: Any, requirement_id: str, data: Mapping[str, Any]) -> dict[str, Any]:
+def _run(target: Any, requirement_id: str, data: Mapping[str, Any], before: ProcessSettings | None = None) -> dict[str, Any]:
     """Check one case, or the refusal if the backend does not claim it."""
     from kvdock_conformance.checking.failure import NonconformanceError
     from kvdock_conformance.checking.settings import unchanged
@@ -117,7 +128,7 @@ def _run(target: Any, requirement_id: str, data: Mapping[str, Any]) -> dict[str,
 
     requirement = find(requirement_id)
     try:
-        with unchanged():
+        with unchanged(before=before):
             reasons = list(requirement.needs.reasons(target, data)) if requirement.needs else []
             if reasons and requirement.needs:
                 requirement.needs.refused(target, data, reasons, requirement.check)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -12,7 +13,7 @@ from kvdock_conformance.cases.addresses import at_any_address
 from kvdock_conformance.cases.any_op import AnyCall, Drawable, factors_of, in_turn, runtime_words, static_words
 from kvdock_conformance.cases.drawing import Drawing, call, each_elsewhere
 from kvdock_conformance.cases.pairs import covering
-from kvdock_conformance.requirement import Case, Level
+from kvdock_conformance.requirement import Case, Extended, Level, at_level
 
 __all__ = ["again", "changing", "every_two", "evicted", "new_counts", "outputs", "plain", "repeated", "with_gradients", "without_tokens"]
 
@@ -25,15 +26,18 @@ def _settled(op: Drawable, seed: int = 0, **how: Any) -> AnyCall:
     return AnyCall(op, how, seed=seed).settled() or AnyCall(op)
 
 
-def every_two(op: Drawable) -> Iterator[Case]:
+def every_two(op: Drawable) -> Iterator[Case | Extended]:
     """Yield calls in which every two properties meet, and a plain one with each tensor at addresses of every kind."""
     for level, classes in ((Level.CORE, ("even", "ones", "odd", "many")), (Level.EXTENDED, ("large",))):
-        for number, how in enumerate(covering(factors_of(op.schema, *classes))):
-            plain = {factor: values[0] for factor, values in factors_of(op.schema, "even").items()}
-            special = [f"{factor} {value}" for factor, value in how.items() if value != plain[factor]]
-            name = f"{level.value} {number}: {', '.join(special) or 'plain'}"
-            yield Case(name, in_turn([_settled(op, number, **how)]), level)
+        yield from at_level(level, functools.partial(_every_two, op, level, classes))
     yield from at_any_address(Case("even", in_turn([_settled(op, sizes="even")])))
+
+
+def _every_two(op: Drawable, level: Level, classes: Sequence[str]) -> Iterator[Case]:
+    plain = {factor: values[0] for factor, values in factors_of(op.schema, "even").items()}
+    for number, how in enumerate(covering(factors_of(op.schema, *classes))):
+        special = [f"{factor} {value}" for factor, value in how.items() if value != plain[factor]]
+        yield Case(f"{level.value} {number}: {', '.join(special) or 'plain'}", in_turn([_settled(op, number, **how)]), level)
 
 
 def plain(op: Drawable) -> Iterator[Case]:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import itertools
 import random
@@ -17,15 +16,16 @@ from kvdock_conformance.cases.copies import Copy, fanned
 from kvdock_conformance.cases.layouts import Geometry
 from kvdock_conformance.cases.paged import SlotCall, in_turn
 from kvdock_conformance.cases.static import Update
-from kvdock_conformance.requirement import Case, Level
+from kvdock_conformance.requirement import Case, Extended, Level, at_level
 
 __all__ = ["copies", "covering", "slot_calls", "updates"]
 
 Factors = Mapping[str, Sequence[Any]]
 Combination = dict[str, Any]
-Pair = tuple[str, Any, str, Any]
-Partners = dict[tuple[str, Any], set[tuple[str, Any]]]
-"""By a value of a factor: the values of others with which it is still to occur."""
+Value = tuple[str, Any]
+"""A factor, and one of its values."""
+Bits = dict[Value, int]
+"""By a value of a factor: its bit, or those of the values of others with which it is still to occur."""
 
 _TRIES = 20
 _REPEATS = 5  # so many calls that differ in addresses and values of indices alone, and are remembered by then
@@ -175,51 +175,48 @@ def covering(factors: Factors, seed: int = 0) -> list[Combination]:
 @functools.cache
 def _covering(named: tuple[tuple[str, tuple[Any, ...]], ...], seed: int) -> list[Combination]:
     """Return the combinations; kept, because two ops ask for the same ones."""
-    factors = dict(named)
+    factors = {name: [(name, value) for value in values] for name, values in named}
     choose = random.Random(seed)  # noqa: S311 - the same in every run
-    missing: dict[Pair, None] = {
-        (a, x, b, y): None for a, b in itertools.combinations(factors, 2) for x, y in itertools.product(factors[a], factors[b])
-    }
-    partners: Partners = collections.defaultdict(set)
-    for a, x, b, y in missing:
-        partners[a, x].add((b, y))
-        partners[b, y].add((a, x))
+    bits = {each: 1 << at for at, each in enumerate(itertools.chain(*factors.values()))}
+    partners = {each: sum(bits[other] for other in bits if other[0] != each[0]) for each in bits}
     found: list[Combination] = []
-    while missing:
-        start = next(iter(missing))
-        tried = [_settled(factors, partners, start, choose) for _ in range(_TRIES)]
-        best = max(tried, key=lambda combination: len(missing.keys() & _pairs_of(factors, combination)))
-        for pair in _pairs_of(factors, best):
-            missing.pop(pair, None)
-        for each in best.items():
-            partners[each].difference_update(best.items())
-        found.append(best)
+    for first, second in itertools.chain(*(itertools.product(factors[a], factors[b]) for a, b in itertools.combinations(factors, 2))):
+        if partners[first] & bits[second]:
+            tried = [_settled(factors, bits, partners, (first, second), choose) for _ in range(_TRIES)]
+            best, every = max(tried, key=lambda made: sum((partners[each] & made[1]).bit_count() for each in made[0]))
+            for each in best:
+                partners[each] &= ~every
+            found.append(dict(best))
     return found
 
 
-def _settled(factors: Factors, partners: Partners, start: Pair, choose: random.Random) -> Combination:
-    """Return a combination with a pair that is missing, and with as many others as a greedy choice finds."""
-    made = [start[:2], start[2:]]
-    names = [name for name in factors if name not in (start[0], start[2])]
+def _settled(
+    factors: Mapping[str, list[Value]], bits: Bits, partners: Bits, start: tuple[Value, Value], choose: random.Random
+) -> tuple[list[Value], int]:
+    """Return a combination with a pair that is missing, and with as many others as a greedy choice finds; and its bits."""
+    made, every = [*start], bits[start[0]] | bits[start[1]]
+    names = [name for name in factors if name not in (start[0][0], start[1][0])]
     for factor in choose.sample(names, len(names)):
-        values = choose.sample(list(factors[factor]), len(factors[factor]))
-        made.append((factor, max(values, key=lambda value: len(partners[factor, value].intersection(made)))))
-    return dict(made)
+        values = choose.sample(factors[factor], len(factors[factor]))
+        best = max(values, key=lambda each: (partners[each] & every).bit_count())
+        made.append(best)
+        every |= bits[best]
+    return made, every
 
 
-def _pairs_of(factors: Factors, made: Combination) -> set[Pair]:
-    return {(a, made[a], b, made[b]) for a, b in itertools.combinations(factors, 2)}
-
-
-def _drawn(factors: Factors, tiers: Sequence[Tier], make: Callable[..., list[Any]]) -> Iterator[Case]:
+def _drawn(factors: Factors, tiers: Sequence[Tier], make: Callable[..., list[Any]]) -> Iterator[Case | Extended]:
     """Yield a case of each combination: calls one after the other."""
     names: set[str] = set()
-    for level, others in tiers:
+
+    def tier(level: Level, others: Factors) -> Iterator[Case]:
         for number, one in enumerate(covering({**factors, **others})):
             name = ", ".join(f"{factor} {one[factor]}" for factor in (*factors, "count"))
             if name not in names:  # two arrays may have one combination
                 names.add(name)
                 yield Case(name, in_turn("", make(seed=number, **one)).data, level)
+
+    for level, others in tiers:
+        yield from at_level(level, functools.partial(tier, level, others))
 
 
 def _geometry(sizes: str, dtype: str, **others: int) -> Geometry:
@@ -279,7 +276,7 @@ def _taken(lengths: str, first: int, rows: int, turn: int) -> list[int]:
     return [*[one] * (rows - 3), *((one + 1, one - 1, one) if lengths == "alike at the ends" else (one, one, one + 1))]
 
 
-def slot_calls(op: str) -> Callable[[], Iterator[Case]]:
+def slot_calls(op: str) -> Callable[[], Iterator[Case | Extended]]:
     """Return a function that makes calls of an op that goes by slots, in which every two properties meet."""
 
     def make(
@@ -297,7 +294,7 @@ def slot_calls(op: str) -> Callable[[], Iterator[Case]]:
     return lambda: _drawn(_SLOTS, _TOKENS, make)
 
 
-def copies() -> Iterator[Case]:
+def copies() -> Iterator[Case | Extended]:
     """Yield copies of blocks in which every two properties meet."""
 
     def make(
@@ -312,7 +309,7 @@ def copies() -> Iterator[Case]:
     return _drawn(_PAIRS, _COPIED, make)
 
 
-def updates() -> Iterator[Case]:
+def updates() -> Iterator[Case | Extended]:
     """Yield updates of static caches in which every two properties meet."""
 
     def make(

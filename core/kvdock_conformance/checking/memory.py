@@ -6,6 +6,7 @@ between rows, the margins around each tensor, and the inputs.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import random
 from collections.abc import Collection, Mapping, Sequence
@@ -157,10 +158,8 @@ def compare(memory: Arenas, expected: Arenas, args: Mapping[str, Any], what: str
 
 
 def _equal(got: torch.Tensor, right: torch.Tensor) -> bool:
-    """Compare bytes, eight at a time: torch needs seven times as long for them one by one."""
-    whole = len(got) // 8 * 8
-    are_equal = torch.equal(got[:whole].view(torch.int64), right[:whole].view(torch.int64))
-    return are_equal and (whole == len(got) or torch.equal(got[whole:], right[whole:]))
+    """Compare bytes in host memory by C's own function: torch takes four times as long for eight at a time."""
+    return bool(ctypes.pythonapi.memcmp(*(ctypes.c_void_p(side.data_ptr()) for side in (got, right)), ctypes.c_size_t(len(got))) == 0)
 
 
 def _difference(memory: Arenas, expected: Arenas, args: Mapping[str, Any], what: str, place: tuple[int, int, int]) -> NonconformanceError:

@@ -28,7 +28,7 @@ import torch
 
 from kvdock_conformance.checking.failure import NonconformanceError
 
-__all__ = ["ProcessSettings", "unchanged"]
+__all__ = ["ProcessSettings", "renewed", "unchanged"]
 
 
 class ProcessSettings:
@@ -50,7 +50,7 @@ class ProcessSettings:
     def __init__(self) -> None:
         self.values, self.threads = self.now(), set(self.running())
         own = [name for name in list(sys.modules) if name[:6] == "kvdock" and name[6:7] in ("", ".")]
-        self.code = {name: dict(vars(sys.modules[name])) for name in (*own, *self.everybodys)}
+        self.code, self.modules = {name: dict(vars(sys.modules[name])) for name in (*own, *self.everybodys)}, len(sys.modules)
 
     @classmethod
     @functools.cache
@@ -211,6 +211,7 @@ class ProcessSettings:
         for module, before in self.code.items():
             parts = vars(sys.modules[module]) if module in sys.modules else before
             if len(parts) != len(before) or not all(map(operator.is_, parts.values(), before.values())):  # which is quick to ask
+                self.modules = 0  # to be looked at anew, with what is there now
                 names = [name for name, part in before.items() if self._is_code(part) and parts.get(name) is not part]
                 found += [(f"{module}.{name}", self.told(before, name), self.told(parts, name)) for name in names]
         running = self.running()
@@ -284,17 +285,26 @@ class ProcessSettings:
         own[:] = filters
 
 
+def renewed(before: ProcessSettings) -> ProcessSettings:
+    """Return the settings as they are now, where `unchanged` has just found them so: anew where kvdock has brought more of its own."""
+    if len(sys.modules) != before.modules:
+        return ProcessSettings()
+    before.threads = set(before.running())
+    return before
+
+
 @contextmanager
-def unchanged(*, workers: bool = True) -> Iterator[None]:
+def unchanged(*, workers: bool = True, before: ProcessSettings | None = None) -> Iterator[None]:
     """Hold a block to leave the settings of the process as they are, and put them back where it does not.
 
     Args:
         workers: whether it may leave daemon threads behind, as long as they are few: those of a pool that is made once.
+        before: the settings as they are now, where they are known.
 
     Raises:
         NonconformanceError: the block ended by itself, and one is otherwise now.
     """
-    before = ProcessSettings()
+    before = before or ProcessSettings()
     try:
         yield
     except BaseException:

@@ -19,7 +19,7 @@ from kvdock_conformance.faults import descriptors
 from kvdock_conformance.faults.fault import Args, BackendCall, Fault, HostSeed, KernelSeed, Seed
 from kvdock_conformance.faults.seeds import FaultyKernel
 from kvdock_conformance.faults.tensors import at_or_before, bits, flip_byte
-from kvdock_conformance.requirement import Case, Requirement
+from kvdock_conformance.requirement import Case, Level, Requirement, cases_at
 
 __all__ = ["FAULTS", "CallSeed", "OpFault", "mistakes_ignored", "never_nothing"]
 
@@ -49,8 +49,11 @@ class OpFault:
         """Return it as a fault of one op, noticed by its killers, or by those of them that are asked and have cases that show it."""
         killers = [f"{killer}@{op}" for killer in self.killers]
         if asked is not None:
-            killers = [name for name in killers if name in asked and (not self.shows or any(map(self.shows, asked[name].cases())))]
+            killers = [name for name in killers if name in asked and self._is_shown(asked[name])]
         return Fault(f"{self.name}@{op}", self.sentence, op, tuple(killers), self.seed(op))
+
+    def _is_shown(self, requirement: Requirement) -> bool:
+        return self.shows is None or any(map(self.shows, cases_at(Level.EXTENDED, requirement.cases())))
 
 
 FAULTS: dict[str, OpFault] = {}

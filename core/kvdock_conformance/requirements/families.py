@@ -17,7 +17,7 @@ from kvdock_conformance.cases.layouts import ANY_STEP, PACKED, SINGLE_SIZES, Geo
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
 from kvdock_conformance.checking.repeated import check_called, check_repeated
 from kvdock_conformance.checking.served import SERVED
-from kvdock_conformance.requirement import Case, Check, Level, Requirement
+from kvdock_conformance.requirement import Case, Check, Extended, Level, Requirement
 
 __all__ = ["INT32_MAX", "INT32_MIN", "NO_BLOCKS", "ORDERS", "SIZES_UNLIKE", "Area", "Refusal", "refusals"]
 
@@ -39,7 +39,7 @@ SIZES_UNLIKE: Mapping[str, Mapping[str, Any]] = {
 _DIMS = (1, 2, 3, 46, 64, 80, 96, 100, 128, 192, 256, 576)
 _HEADS = ((1, 64), (3, 64), (5, 80), (8, 128), (9, 128), (17, 64), (32, 128), (129, 8))
 
-Cases = Iterable[Any] | Callable[[], Iterable[Case]]
+Cases = Iterable[Any] | Callable[[], Iterable[Case | Extended]]
 """Calls, each with a method ``case``; or a function that makes cases."""
 
 
@@ -66,7 +66,7 @@ class Area:
         listed = [part if callable(part) else tuple(part) for part in cases]
         return Requirement(f"KVD-{self.code}-{number:03}", sentence, self.op, check or self.check, lambda: _made(listed), level, SERVED)
 
-    def together(self, number: int, call: str, cases: Callable[[], Iterable[Case]]) -> Requirement:
+    def together(self, number: int, call: str, cases: Callable[[], Iterable[Case | Extended]]) -> Requirement:
         """Return the requirement about properties of a call that meet."""
         sentence = (
             f"Whatever two properties meet in {call}, of dtype, memory orders, form, size, index, padding and unlike sizes of keys and "
@@ -127,7 +127,7 @@ class Area:
         ]
 
 
-def _made(listed: Sequence[Cases]) -> Iterator[Case]:
+def _made(listed: Sequence[Cases]) -> Iterator[Case | Extended]:
     for part in listed:
         yield from part() if callable(part) else (one.case() for one in part)
 

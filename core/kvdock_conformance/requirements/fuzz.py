@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from kvdock_conformance.cases.computing import COMPUTING
 from kvdock_conformance.cases.random_calls import SeededChooser, described, random_case
 from kvdock_conformance.checking.drawn import check_drawn
 from kvdock_conformance.checking.served import SERVED
-from kvdock_conformance.requirement import Case, Level, Requirement
+from kvdock_conformance.requirement import Case, Extended, Level, Requirement, at_level
 
-__all__ = ["AREA", "REQUIREMENTS", "of_computing"]
+__all__ = ["AREA", "REQUIREMENTS", "of_computing", "random_cases"]
 
 AREA = "fuzz"
 _CORE, _EXTENDED = 48, 200
 
 
-def _cases() -> Iterator[Case]:
-    for seed in range(_EXTENDED):
-        data = random_case(SeededChooser(seed))
-        yield Case(f"draw {seed}: {described(data)}", data, Level.CORE if seed < _CORE else Level.EXTENDED)
-    yield from of_computing(_CORE // 6, _EXTENDED // 4)
+def random_cases(core: int, extended: int, **how: Any) -> Iterator[Case | Extended]:
+    """Yield so many random calls, of which the first are core."""
+    for level, seeds in ((Level.CORE, range(core)), (Level.EXTENDED, range(core, extended))):
+        yield from at_level(level, functools.partial(_drawn, level, seeds, how))
 
 
-def of_computing(core: int, extended: int) -> Iterator[Case]:
+def of_computing(core: int, extended: int) -> Iterator[Case | Extended]:
     """Yield random calls of ops that compute: so many of each, of which the first are core."""
-    for op, seed in itertools.product(COMPUTING, range(extended)):
-        data = random_case(SeededChooser(seed), (op,), is_plain=True)
-        yield Case(f"draw {seed}: {described(data)}", data, Level.CORE if seed < core else Level.EXTENDED)
+    for op in COMPUTING:
+        yield from random_cases(core, extended, ops=(op,), is_plain=True)
+
+
+def _drawn(level: Level, seeds: Iterable[int], how: Mapping[str, Any]) -> Iterator[Case]:
+    for seed in seeds:
+        data = random_case(SeededChooser(seed), **how)
+        yield Case(f"draw {seed}: {described(data)}", data, level)
+
+
+def _cases() -> Iterator[Case | Extended]:
+    yield from random_cases(_CORE, _EXTENDED)
+    yield from of_computing(_CORE // 6, _EXTENDED // 4)
 
 
 REQUIREMENTS = [

@@ -15,7 +15,7 @@ from kvdock_conformance.cases import any_calls, any_mistakes
 from kvdock_conformance.cases.any_op import Drawable
 from kvdock_conformance.checking import any_op, plans, repeated
 from kvdock_conformance.checking.refusals import check_mistake
-from kvdock_conformance.requirement import Case, Check, Level, Requirement
+from kvdock_conformance.requirement import Case, Check, Extended, Level, Requirement, cases_at
 
 __all__ = ["REQUIREMENTS", "OpRequirement", "drawn", "of_op"]
 
@@ -36,7 +36,7 @@ class OpRequirement:
     id: str
     sentence: str
     check: Check
-    cases: Callable[[Drawable], Iterable[Case]]
+    cases: Callable[[Drawable], Iterable[Case | Extended]]
 
     def of(self, op: str, cases: Sequence[Case] = _UNREADY, unready: str = "") -> Requirement:
         """Return it as a requirement of one op, with cases; or with why there are none, which leaves it open."""
@@ -50,7 +50,8 @@ def drawn(op: Drawable) -> dict[str, list[dict[str, Any]]]:
     Raises:
         Exception: whatever the plugin's ``draw`` raises; ArgumentValueError where it does not say enough.
     """
-    found = {item.id: [attrs.asdict(case, recurse=False) | {"level": case.level.value} for case in item.cases(op)] for item in REQUIREMENTS}
+    every = {item.id: cases_at(Level.EXTENDED, item.cases(op)) for item in REQUIREMENTS}
+    found = {name: [attrs.asdict(case, recurse=False) | {"level": case.level.value} for case in cases] for name, cases in every.items()}
     json.dumps(found)
     return found
 

@@ -11,11 +11,10 @@ from kvdock_conformance.cases.computing import COMPUTING
 from kvdock_conformance.cases.drawing import Drawing, call
 from kvdock_conformance.cases.every_op import EVERY, OpCall
 from kvdock_conformance.cases.layouts import Geometry
-from kvdock_conformance.cases.random_calls import SeededChooser, described, random_case
 from kvdock_conformance.checking.fences import FENCED, check_fenced, check_inputs_released
 from kvdock_conformance.checking.served import SERVED
-from kvdock_conformance.requirement import Case, Level, Requirement
-from kvdock_conformance.requirements.fuzz import of_computing
+from kvdock_conformance.requirement import Case, Extended, Level, Requirement
+from kvdock_conformance.requirements.fuzz import of_computing, random_cases
 
 __all__ = ["AREA", "REQUIREMENTS"]
 
@@ -75,11 +74,9 @@ def _in_turn() -> Iterable[Case]:
             yield Case(f"{op}, {count}", drawing.case(call(op, **first), call(op, **(first | indices))))
 
 
-def _drawn() -> Iterator[Case]:
+def _drawn() -> Iterator[Case | Extended]:
     """Yield random calls."""
-    for seed in range(_EXTENDED):
-        data = random_case(SeededChooser(seed), is_plain=True)
-        yield Case(f"draw {seed}: {described(data)}", data, Level.CORE if seed < _CORE else Level.EXTENDED)
+    yield from random_cases(_CORE, _EXTENDED, is_plain=True)
     yield from of_computing(_CORE // 5, _EXTENDED // 4)
 
 

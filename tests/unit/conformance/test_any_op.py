@@ -23,7 +23,7 @@ from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.expected import read
 from kvdock_conformance.faults.ops import FAULTS
 from kvdock_conformance.prove import prove_one
-from kvdock_conformance.requirement import Case, Level, Requirements
+from kvdock_conformance.requirement import Case, Level, Requirements, cases_at
 from kvdock_conformance.requirements.ops import REQUIREMENTS, drawn, of_op
 from kvdock_conformance.run import run
 from kvdock_conformance.session import ConformancePlan, Session
@@ -80,7 +80,7 @@ def test_no_requirement_is_without_a_fault_and_each_id_is_there_once() -> None:
 
 @pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
 def test_drawn_calls_are_good_and_every_two_properties_meet(op: Op) -> None:
-    (every,) = [list(item.cases(op)) for item in REQUIREMENTS if item.id == "KVD-OP-001"]
+    (every,) = [cases_at(Level.EXTENDED, item.cases(op)) for item in REQUIREMENTS if item.id == "KVD-OP-001"]
     seen: set[tuple[str, int]] = set()
     for case in every:
         (args,) = real(case)
@@ -94,7 +94,7 @@ def test_drawn_calls_are_good_and_every_two_properties_meet(op: Op) -> None:
 
 
 def test_optional_arguments_are_there_and_absent_and_a_host_int_is_an_int_and_a_tensor() -> None:
-    calls = [args for item in REQUIREMENTS[:1] for case in item.cases(MIX) for args in real(case)]
+    calls = [args for item in REQUIREMENTS[:1] for case in cases_at(Level.EXTENDED, item.cases(MIX)) for args in real(case)]
     assert {"gain" in args for args in calls} == {True, False}
     assert {type(args["shift"]) for args in calls} == {int, torch.Tensor}
     assert {args["where"].dim() for args in calls} == {1, 2}
@@ -226,7 +226,7 @@ def test_the_ops_of_kvdock_could_be_drawn_too() -> None:
     """The drawing knows no op: given how slots are drawn, it makes good calls of kvdock's own."""
     named = attrs.evolve(CATALOG["paged_caching_"], name="zoo_paged_")
     made = Op(named, SUM.portable, lambda *args: None, lambda sizes, choose: {"slot_mapping": [-1] * sizes["..."]})
-    for case in REQUIREMENTS[0].cases(made):
+    for case in cases_at(Level.EXTENDED, REQUIREMENTS[0].cases(made)):
         for args in real(case):
             validate(made.schema, tuple(args.get(name) for name in made.schema.arg_names))
 

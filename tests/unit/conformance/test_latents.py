@@ -14,7 +14,7 @@ from kvdock_conformance.faults import load
 from kvdock_conformance.faults.fault import Args
 from kvdock_conformance.faults.latents import LATENT_READ, LATENT_WRITE
 from kvdock_conformance.faults.moves import Move
-from kvdock_conformance.requirement import Case
+from kvdock_conformance.requirement import Case, Level
 from kvdock_conformance.requirements import load as requirements
 from kvdock_conformance.requirements.latents import ASKED
 
@@ -84,7 +84,7 @@ def test_each_thing_that_is_asked_is_a_requirement_with_cases_and_faults(op: str
     for role, _, _ in ASKED:
         item = requirements()[MOVES[op].killer(role)]
         assert item.area == op
-        names = [case.name for case in item.cases()]
+        names = [case.name for case in item.selected(Level.EXTENDED)]
         assert names, item.id
         assert len(names) == len(set(names)), item.id
         assert [fault for fault in load().values() if item.id in fault.killers], item.id

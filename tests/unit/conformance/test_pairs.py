@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from kvdock_conformance.cases.pairs import copies, covering, slot_calls, updates
-from kvdock_conformance.requirement import Case, Level
+from kvdock_conformance.requirement import Case, Extended, Level, cases_at
 from support_slow import first_of
 
 FACTORS = {"a": (1, 2, 3, 4), "b": ("x", "y", "z"), "c": (False, True), "d": range(5)}
@@ -38,8 +38,8 @@ def test_two_factors_give_all_there_is() -> None:
 
 
 @pytest.mark.parametrize("cases", first_of([slot_calls("paged_caching_"), slot_calls("gather_paged"), copies, updates]))
-def test_cases_are_few_enough_for_core_and_have_names_of_their_own(cases: Callable[[], Iterable[Case]]) -> None:
-    made = list(cases())
+def test_cases_are_few_enough_for_core_and_have_names_of_their_own(cases: Callable[[], Iterable[Case | Extended]]) -> None:
+    made = cases_at(Level.EXTENDED, cases())
     core = [case for case in made if case.level is Level.CORE]
     assert 25 <= len(core) <= 300
     assert len({case.name for case in made}) == len(made)
@@ -47,7 +47,7 @@ def test_cases_are_few_enough_for_core_and_have_names_of_their_own(cases: Callab
 
 def test_slots_written_are_distinct_in_numbers_around_powers_of_two_and_reach_to_the_first_beyond() -> None:
     counts = set()
-    for args in (call["args"] for case in slot_calls("paged_caching_")() for call in case.data["calls"]):
+    for args in (call["args"] for case in cases_at(Level.EXTENDED, slot_calls("paged_caching_")()) for call in case.data["calls"]):
         blocks, block = args["k_cache"]["shape"][:2]
         good = [slot for slot in args["slot_mapping"]["values"] if slot >= 0]
         assert len(set(good)) == len(good)
@@ -60,7 +60,7 @@ def test_slots_written_are_distinct_in_numbers_around_powers_of_two_and_reach_to
 @pytest.mark.parametrize("op", first_of(["gather_paged", "paged_caching_"]))
 def test_what_seems_to_be_a_run_is_none(op: str) -> None:
     seen = dict.fromkeys(("two swapped", "one skipped", "backwards", "some padding"), 0)
-    for case in slot_calls(op)():
+    for case in cases_at(Level.EXTENDED, slot_calls(op)()):
         for how in [how for how in seen if f"one run, {how}" in case.name]:
             seen[how] += 1
             slots = case.data["calls"][:4][-1]["args"]["slot_mapping"]["values"]
@@ -73,12 +73,12 @@ def test_what_seems_to_be_a_run_is_none(op: str) -> None:
 
 def test_copies_and_updates_seem_to_be_runs_too() -> None:
     ends = {True: 0, False: 0}
-    for case in copies():
+    for case in cases_at(Level.EXTENDED, copies()):
         pairs = case.data["calls"][0]["args"]["block_pairs"]["values"]
         if "destinations, two swapped" in case.name:
             assert pairs[-1] - pairs[1] == len(pairs) // 2 - 1
             assert pairs[1::2] != list(range(pairs[1], pairs[-1] + 1))
-    for case in updates():
+    for case in cases_at(Level.EXTENDED, updates()):
         lengths = case.data["calls"][0]["args"]["cache_lengths"]
         if "lengths alike" in case.name and "too long" not in case.name:
             ends[lengths["values"][0] == lengths["values"][-1]] += 1

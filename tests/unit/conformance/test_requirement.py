@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 
 import kvdock
 from kvdock_conformance.checking.served import SERVED
-from kvdock_conformance.requirement import Capability, Case, Level, Requirement, Requirements
+from kvdock_conformance.requirement import Capability, Case, Extended, Level, Requirement, Requirements, at_level
 from kvdock_conformance.requirements import load
 from support_conformance import never, requirement
 
@@ -76,6 +78,24 @@ def test_cases_have_levels_and_names_of_their_own() -> None:
         requirement(cases=lambda: both[1:]).selected(Level.CORE)
     with pytest.raises(kvdock.ArgumentValueError, match=r"got 'a' more than once"):
         requirement(cases=lambda: [both[0], both[0]]).selected(Level.CORE)
+
+
+def test_cases_of_the_extended_level_are_drawn_where_it_is_asked() -> None:
+    drawn: list[Level] = []
+
+    def of(level: Level) -> Iterable[Case]:
+        drawn.append(level)
+        return [Case(level.value, {}, level)]
+
+    def cases() -> Iterator[Case | Extended]:
+        for level in Level:
+            yield from at_level(level, functools.partial(of, level))
+
+    one = requirement(cases=cases)
+    assert [case.name for case in one.selected(Level.CORE)] == ["core"]
+    assert drawn == [Level.CORE]
+    assert [case.name for case in one.selected(Level.EXTENDED)] == ["core", "extended"]
+    assert drawn == [Level.CORE, Level.CORE, Level.EXTENDED]
 
 
 @pytest.mark.slow  # draws every case; a run at core level, which `make test` has, sends the core ones to a child as JSON

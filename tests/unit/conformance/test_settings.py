@@ -24,7 +24,7 @@ import torch
 
 import kvdock
 from kvdock_conformance.checking.failure import NonconformanceError
-from kvdock_conformance.checking.settings import ProcessSettings, unchanged
+from kvdock_conformance.checking.settings import ProcessSettings, renewed, unchanged
 
 
 @pytest.fixture(autouse=True)
@@ -198,3 +198,30 @@ def test_what_the_system_does_with_a_signal_is_told_unless_compilers_take_it(num
             libc.signal(number, 1)
     finally:
         libc.signal(number, was)
+
+
+def test_settings_that_no_case_has_changed_serve_the_next_one() -> None:
+    before = ProcessSettings()
+    with unchanged(before=before):
+        pass
+    assert renewed(before) is before
+
+
+def test_what_kvdock_brings_meanwhile_is_watched_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = ProcessSettings()
+    with unchanged(before=before):
+        monkeypatch.setattr(kvdock, "another", print, raising=False)
+    with pytest.raises(NonconformanceError, match=r"kvdock\.another behind the calls"), unchanged(before=renewed(before)):
+        monkeypatch.setattr(kvdock, "another", len, raising=False)
+    with unchanged(before=renewed(before)):
+        monkeypatch.setitem(sys.modules, "kvdock.made_by_a_test", types.ModuleType("kvdock.made_by_a_test"))
+    assert "kvdock.made_by_a_test" in renewed(before).code
+
+
+def test_what_changes_between_two_cases_is_told_behind_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = ProcessSettings()
+    with unchanged(before=before):
+        pass
+    monkeypatch.setenv("KVDOCK_MADE_BY_A_TEST", "1")
+    with pytest.raises(NonconformanceError, match="environment variable KVDOCK_MADE_BY_A_TEST"), unchanged(before=renewed(before)):
+        pass
