@@ -504,6 +504,9 @@ def test_each_group_has_tables_of_its_own() -> None:
                 assert (shown[: table.size][table != 0] == table[table != 0]).all()
                 assert not shown[table.size :].any()
         assert tables.block_tables[2][:2, 0].tolist() == [seq.block_table(2)[0] for seq in seqs]
+        for at in range(3):
+            seqs[0].block_table(at)[:] = 99  # the caller's own
+            assert 99 not in seqs[0].block_table(at)
         assert tables.slot_mappings[2].tolist() == [-1] * 8
         views = tables.first(2, 3)
         assert [tuple(view.shape) for view in views.block_tables] == [(2, 8), (2, 16), (2, 1)]
