@@ -61,6 +61,7 @@ class Engine(GroupEngine):
         for at, each in enumerate(self.groups):
             wide = 1 if each.retention.is_state else 64
             shown, exported = tables.block_tables[at].numpy(), dense_table(seqs, width=wide, group=at)
+            assert shown.min() >= 0, "what is let go points to the null block"
             for row, seq in enumerate(seqs):
                 table = seq.block_table(at)
                 kept = table != 0
