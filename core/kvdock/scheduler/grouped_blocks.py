@@ -166,7 +166,7 @@ class GroupedBlocks(PoolBlocks):
         """Return behind how many of cached units, at most, each group has what it needs."""
         can = self.needs.can_go_on(units, np.arange(1, units.size + 1) * self.units.num_tokens)
         if self.units.states.size:
-            can &= self.units.table[units, self.units.states[0]] >= 0
+            can &= (self.units.table[np.ix_(units, self.units.states)] >= 0).all(axis=1)
         found = np.flatnonzero(can)
         return int(found[-1]) + 1 if found.size else 0
 

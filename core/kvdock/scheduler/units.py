@@ -215,10 +215,14 @@ class UnitBlocks:
 
     def attach(self, unit: int, states: BlockIds) -> bool:
         """Keep states as the checkpoint behind a cached unit, unless it has one; return whether that was done. They are idle then."""
-        if self.table[unit, self.states[0]] != _NONE:
+        places = unit * self.table.shape[1] + self.states
+        there = self.table[unit, self.states] != _NONE
+        if there.all():
             return False
+        self.num_idle -= int(np.count_nonzero(there))  # what is left of one that was given up in part: nobody needs it
+        self._give_back(places)
         self.table[unit, self.states] = states
-        self._let_idle(unit * self.table.shape[1] + self.states)
+        self._let_idle(places)
         return True
 
     def detach(self, places: Index) -> None:

@@ -403,6 +403,20 @@ def test_a_copy_of_a_unit_has_no_block_where_that_has_none() -> None:
     assert used(manager) == before + 3
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_prefix_without_a_part_of_its_checkpoint_is_no_hit(count: int) -> None:
+    manager = manager_of(FULL, STATE, STATE, state_interval=4)
+    manager.finish(run(manager, range(9)))
+    assert manager.plan([*range(8), 99]).cached_len == 8
+    manager._pool.units.drop(100, ends=False)  # that behind four tokens
+    manager._pool.units.drop(count, ends=True)
+    assert manager.plan([*range(8), 99]).cached_len == 0
+    manager.check_integrity()
+    manager.finish(run(manager, range(9)))
+    assert manager.plan([*range(8), 99]).cached_len == 8
+    manager.check_integrity()
+
+
 # What can be undone.
 
 

@@ -193,6 +193,20 @@ def test_a_checkpoint_goes_with_its_unit_or_before_it() -> None:
     check(units)
 
 
+def test_a_checkpoint_of_which_a_part_was_given_up_is_none() -> None:
+    """The part that is left is given back when another takes its place, and counts as no checkpoint until then."""
+    units = made(FULL, STATE, STATE)
+    (unit,) = units_of(units, 1)
+    units.cache(as_ids(unit))
+    units.attach(unit, units.blocks.allocate(2))
+    units.drop(1, ends=False)
+    states = units.blocks.allocate(2)
+    assert units.attach(unit, states)
+    assert units.table[unit, 1:].tolist() == states.tolist()
+    assert (units.num_idle, units.blocks.num_used) == (2, 3)
+    check(units)
+
+
 def test_a_checkpoint_can_be_taken_back_by_the_only_one_who_needs_it() -> None:
     units = made(FULL, STATE)
     (unit,) = units_of(units, 1)
