@@ -133,9 +133,8 @@ class Steps:
                 self._pool.settle(rows[copied])  # what others hold may go; new blocks are settled when they are computed
         else:
             pairs = _NO_PAIRS
-        finest = self._pool.finest
-        if finest < r.block_size and (begun := (-(-starts // finest) < -(-stops // finest)).nonzero()[0]).size:
-            r.touch(rows[begun], has_grown=True)  # blocks that are held already come into use, of groups with smaller ones
+        if (finest := self._pool.finest) < r.block_size:  # blocks that are held already come into use, of groups with smaller ones
+            r.touch(rows[-(-starts // finest) < -(-stops // finest)], has_grown=True)
         r.num_tokens[rows] = stops
         # A prompt that has all of its room is not matched again.
         if r.num_chunked:
