@@ -211,8 +211,7 @@ class PagedDecoding(Cache):
         if self._steps == self._most or batch is None:
             raise ArgumentValueError(f"{_DECODING}: next", expected=f"at most {self._most} steps", got="one more", fix="make room for more")
         slots = [batch.slot_mapping(place, place + 1, group)[:, 0] for group in self._groups]
-        values = np.stack([place - self._pads, place + 1 - batch.pads, *slots])
-        self.tables.values.copy_(sent(values[:, :, None], self._device))
+        self.tables.values.copy_(sent(np.stack([place - self._pads, place + 1 - batch.pads, *slots])[:, :, None], self._device))
         self._steps += 1
         return {"attention_mask": self.tables.mask, "position_ids": self.tables.positions, "use_cache": True, CACHE_KEYWORD: self}
 
