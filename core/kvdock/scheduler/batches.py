@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.errors import ArgumentTypeError, ArgumentValueError, StaleHandleError
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, IndexRangeError, StaleHandleError
 from kvdock.prefix.inputs import as_integers, count_of
 from kvdock.scheduler.rows import Index, Owner, Rows
 
-__all__ = ["as_rows", "check_slots", "counts_of", "ids_of_step"]
+__all__ = ["as_rows", "check_slots", "counts_of", "ids_of_step", "written_of"]
 
 _row_of = attrgetter("_row")
 
@@ -77,6 +77,18 @@ def _check_batch(subject: str, got: int, batch: int) -> None:
     if got != batch:
         fix = "pass [batch] ids for one each, [batch, n], or a list of as many arrays"
         raise ArgumentValueError(subject, expected=f"ids for {batch} sequences", got=f"for {got}", fix=fix)
+
+
+def written_of(rows: Rows, sequences: Any, written: Any) -> tuple[Index, Index]:
+    """Return the rows of a batch, and how many tokens of each are written."""
+    subject = "CacheManager.note_written: written"
+    batch = as_rows(rows, "CacheManager.note_written: seq", sequences)
+    counts = counts_of(subject, as_integers(subject, written), batch.size)
+    least, most = rows.computed[batch], rows.num_tokens[batch]
+    if ((counts < least) | (counts > most)).any():
+        expected = f"{least.tolist()}, what is computed, to {most.tolist()}, the room"
+        raise IndexRangeError(subject, expected=expected, got=counts.tolist(), fix="make room with extend(), go back with truncate()")
+    return batch, counts
 
 
 def counts_of(subject: str, n: Any, batch: int) -> Index:

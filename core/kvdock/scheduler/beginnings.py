@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from kvdock.errors import OutOfBlocksError
 from kvdock.prefix.interface import Namespace, PrefixHandle
@@ -41,6 +44,13 @@ class Beginnings:
         fits = self._pool.has(needs.blocks, 1, needs.match.blocks)  # under a lock: what is found cannot be evicted to make room, too
         self._pool.prefix.lock_handle(needs.handle, unlock=True)
         return Fit(needs.cached_len, needs.blocks, fits)
+
+    def ends(self, ids: npt.NDArray[Any], namespace: Namespace) -> npt.NDArray[np.bool_]:
+        """Return behind how many cached tokens of a prompt a sequence could go on, ``[tokens]``."""
+        size = self._rows.block_size
+        match, found = self._pool.match(ids[: (ids.size - 1) // size * size], namespace), np.zeros(ids.size, dtype=np.bool_)
+        found[: match.handle.cached_len + 1] = self._pool.ends(match.blocks, match.handle.cached_len)
+        return found
 
     def begin(self, prompt: Prompt, priority: int, *, partial: bool) -> CacheSequence:
         """Start a sequence, or raise OutOfBlocksError."""

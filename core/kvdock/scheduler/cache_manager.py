@@ -29,7 +29,7 @@ from kvdock.layers.groups import LayerGroup
 from kvdock.prefix.inputs import as_integers, check_priority, count_of
 from kvdock.prefix.interface import Namespace, PrefixCache
 from kvdock.prefix.ownership import NotCopied, OneThread
-from kvdock.scheduler.batches import as_rows, counts_of, ids_of_step
+from kvdock.scheduler.batches import as_rows, ids_of_step, written_of
 from kvdock.scheduler.beginnings import Beginnings
 from kvdock.scheduler.ids import TokenIds
 from kvdock.scheduler.partition import check_partition
@@ -194,28 +194,7 @@ class CacheManager(NotCopied, OneThread):
             ``[n]`` for a prompt of ``n`` tokens; the first, for none of them, is True. Changes nothing.
         """
         self._enter()
-        ids = as_integers("CacheManager.can_go_on: tokens", tokens)
-        most = (ids.size - 1) // self.block_size * self.block_size
-        found = np.zeros(ids.size, dtype=np.bool_)
-        match = self._pool.match(ids[:most], namespace)
-        found[: match.handle.cached_len + 1] = self._pool.ends(match.blocks, match.handle.cached_len)
-        return found
-
-    def begin_behind(self, tokens: npt.ArrayLike, cached_len: int, namespace: Namespace = ()) -> CacheSequence:
-        """Start a sequence behind so many of its cached tokens, which `can_go_on` names, without room for others.
-
-        Raises:
-            OutOfBlocksError: what is to be copied has no room.
-        """
-        if not cached_len or self._pool.uses_parts:
-            return self.begin(tokens, namespace, at_most=0, max_cached_len=cached_len)
-        seq = self.begin(tokens, namespace, at_most=0)
-        try:
-            self.truncate(seq, cached_len)
-        except BaseException:
-            self.abort(seq)
-            raise
-        return seq
+        return self._beginnings.ends(as_integers("CacheManager.can_go_on: tokens", tokens), namespace)
 
     @overload
     def extend(
@@ -303,13 +282,7 @@ class CacheManager(NotCopied, OneThread):
             StaleHandleError: a sequence is over, or another manager's.
         """
         self._enter()
-        rows, subject = as_rows(self._rows, "CacheManager.note_written: seq", seq), "CacheManager.note_written: written"
-        counts = counts_of(subject, as_integers(subject, written), rows.size)
-        least, most = self._rows.computed[rows], self._rows.num_tokens[rows]
-        if ((counts < least) | (counts > most)).any():
-            expected = f"{least.tolist()}, what is computed, to {most.tolist()}, the room"
-            raise IndexRangeError(subject, expected=expected, got=counts.tolist(), fix="make room with extend(), go back with truncate()")
-        self._pool.written(rows, counts)
+        self._pool.written(*written_of(self._rows, seq, written))
 
     def fork(self, seq: CacheSequence, num_tokens: int | None = None) -> CacheSequence:
         """Return another sequence that goes on from here. All blocks are shared until one of the two writes into them.

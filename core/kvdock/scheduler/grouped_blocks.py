@@ -149,8 +149,7 @@ class GroupedBlocks(PoolBlocks):
     def match(self, tokens: npt.NDArray[Any], namespace: Namespace) -> PrefixMatch:
         """Find the longest prefix behind which all groups can go on."""
         match = longest = super().match(tokens, namespace)
-        count = self._usable(match.blocks)
-        if count < match.blocks.size:
+        if (count := self._usable(match.blocks)) < match.blocks.size:
             match = super().match(tokens[: count * self.units.num_tokens], namespace)
         self._longest = match, longest
         return match
@@ -173,7 +172,7 @@ class GroupedBlocks(PoolBlocks):
     def ends(self, blocks: BlockIds, num_tokens: int) -> Any:
         """Return behind which numbers of tokens all groups can go on; within what was found, a state is of no use."""
         counts = np.arange(num_tokens + 1)
-        return (counts == 0) | (counts == num_tokens) if self.states.per_sequence else self.needs.can_go_on(blocks, counts)
+        return counts % max(num_tokens, 1) == 0 if self.states.per_sequence else self.needs.can_go_on(blocks, counts)
 
     def hold(self, blocks: BlockIds) -> Index:
         """Need what a sequence that goes on behind cached units needs of them; `unhold` takes what is returned."""
@@ -222,10 +221,9 @@ class GroupedBlocks(PoolBlocks):
 
     def keeps(self, row: int, num_tokens: int) -> bool:
         """Whether a row can go on behind its first ``num_tokens`` tokens: what they need is there still."""
-        if num_tokens >= self._rows.reach(row):
-            return True
-        if self.states.per_sequence:
-            return False
+        is_behind = bool(num_tokens >= self._rows.reach(row))
+        if is_behind or self.states.per_sequence:
+            return is_behind
         return bool(self.needs.can_go_on(self._rows.blocks(row), np.array([num_tokens]))[0])
 
     def shortest(self, row: int) -> int:

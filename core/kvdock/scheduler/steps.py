@@ -108,8 +108,7 @@ class Steps:
     def _grow(self, rows: Index, starts: Index, stops: Index) -> npt.NDArray[np.int64]:
         """Make room up to ``stops``; return the pairs to copy."""
         r = self._rows
-        have = r.num_blocks[rows]
-        need = r.blocks_for(stops) - have
+        need = r.blocks_for(stops) - (have := r.num_blocks[rows])
         copied = self._to_copy(rows, starts, stops)
         asked, total = need, int(need.sum()) + copied.size
         if copied.size:
@@ -128,14 +127,13 @@ class Steps:
             r.touch(rows[np.flatnonzero(asked)], has_grown=True)
             if states:
                 pairs = np.concatenate((pairs, self._pool.states.extend(rows)))
-            if copied.size:
-                r.touch(rows[copied])
-                self._pool.settle(rows[copied])  # what others hold may go; new blocks are settled when they are computed
+            if (again := rows[copied]).size:
+                r.touch(again)
+                self._pool.settle(again)  # what others hold may go; new blocks are settled when they are computed
         else:
             pairs = _NO_PAIRS
-        finest = self._pool.finest
-        if finest < r.block_size and (begun := (-(-starts // finest) < -(-stops // finest)).nonzero()[0]).size:
-            r.touch(rows[begun], has_grown=True)  # blocks that are held already come into use, of groups with smaller ones
+        if (finest := self._pool.finest) < r.block_size:  # blocks that are held already come into use, of groups with smaller ones
+            r.touch(rows[-(-starts // finest) < -(-stops // finest)], has_grown=True)
         r.num_tokens[rows] = stops
         # A prompt that has all of its room is not matched again.
         if r.num_chunked:

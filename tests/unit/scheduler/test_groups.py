@@ -738,7 +738,8 @@ def test_what_is_written_and_not_known_lets_windows_go(sizes: tuple[int, int], p
         whole = 30 // unit * unit if prefix == "radix" else 0
         assert int(np.flatnonzero(can)[-1]) == whole
         if whole:
-            again = manager.begin_behind(range(60), whole - 1)
+            again = manager.begin(range(60), at_most=0)
+            manager.truncate(again, whole - 1)
             assert (again.cached_len, again.num_tokens) == (whole - 1, whole - 1)
             _, pairs = manager.extend(again, 3)
             assert len(pairs), "it goes on within what is cached, so that is copied"

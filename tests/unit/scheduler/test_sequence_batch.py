@@ -107,7 +107,7 @@ def test_room_that_is_reserved_is_used_by_the_next_growth_or_given_back() -> Non
 def test_what_is_reserved_in_a_shared_block_is_copied_once() -> None:
     manager, batch = make(1, length=3)
     fork = batch.fork()
-    assert batch.reserve(2).tolist() == [[fork.block_table[0, 0], batch.block_table[0, 0]]]
+    assert batch.reserve(2).tolist() == [[fork.block_table()[0, 0], batch.block_table()[0, 0]]]
     assert len(batch.grow(2)) == 0
     assert (batch.length, fork.length, used(manager)) == (5, 3, 3)
 

@@ -64,13 +64,11 @@ class _Tables:
     """
 
     def __init__(self, pool: PagedKVCache, block_tables: Sequence[torch.Tensor], starts: torch.Tensor) -> None:
-        rows = starts.shape[0]
         self.mask = mask_of(starts)
-        self.values = torch.zeros(2 + len(block_tables), rows, 1, dtype=torch.int64, device=starts.device)
+        self.values = torch.zeros(2 + len(block_tables), starts.numel(), 1, dtype=torch.int64, device=starts.device)
         self.positions, lens, *slots = self.values.unbind()
-        lens = lens.view(rows)
-        self.places = [Place(pool, *each, lens) for each in zip(block_tables, slots, strict=True)]
-        for tensor in (*block_tables, *slots, self.mask, self.positions, lens):
+        self.places = [Place(pool, *each, lens.view(-1)) for each in zip(block_tables, slots, strict=True)]
+        for tensor in (*block_tables, *slots, self.mask, self.positions, self.places[0].lens):
             torch._dynamo.mark_static_address(tensor)
 
 
@@ -199,8 +197,7 @@ class PagedDecoding(Cache):
         """Give back the room that was not used. The cache goes on behind the steps that were made, without one that failed."""
         restore(config for config, _ in self._paged.reader.configs)
         self._paged.is_decoding = False
-        length = self._start + max(self._steps - (error is not None), 0)
-        self._paged.lengths.set(length)
+        self._paged.lengths.set(length := self._start + max(self._steps - (error is not None), 0))
         self._paged.truncate(length)
         self._paged.settle()
 
@@ -214,8 +211,7 @@ class PagedDecoding(Cache):
         if self._steps == self._most or batch is None:
             raise ArgumentValueError(f"{_DECODING}: next", expected=f"at most {self._most} steps", got="one more", fix="make room for more")
         slots = [batch.slot_mapping(place, place + 1, group)[:, 0] for group in self._groups]
-        values = np.stack([place - self._pads, place + 1 - batch.pads, *slots])
-        self.tables.values.copy_(sent(values[:, :, None], self._device))
+        self.tables.values.copy_(sent(np.stack([place - self._pads, place + 1 - batch.pads, *slots])[:, :, None], self._device))
         self._steps += 1
         return {"attention_mask": self.tables.mask, "position_ids": self.tables.positions, "use_cache": True, CACHE_KEYWORD: self}
 

@@ -77,7 +77,9 @@ class PrefixReuse:
         rows: list[CacheSequence] = []
         try:
             for row, pad in enumerate(pads):
-                rows.append(self._begin_row(prompts, row, max(past - pad, 0)))
+                rows.append(self._begin_row(prompts, row, cached := max(past - pad, 0)))
+                if rows[row].num_tokens > cached:
+                    manager.truncate(rows[row], cached)
         except BaseException:
             for seq in rows:
                 manager.abort(seq)
@@ -118,7 +120,9 @@ class PrefixReuse:
     def _begin_row(self, prompts: Prompts, row: int, cached: int) -> CacheSequence:
         if not self._shares(prompts, row):
             return self.manager.open_empty(prompts.namespace)
-        return self.manager.begin_behind(prompts.row(row), cached, prompts.namespace)
+        # Several groups begin behind whole blocks of all of them, and are cut back from there.
+        most = prompts.length if self.manager.lets_go and cached else cached
+        return self.manager.begin(prompts.row(row), prompts.namespace, at_most=0, max_cached_len=most)
 
     def _check_room(self, prompts: Prompts, past: int) -> None:
         """Raise if prompts do not fit behind their past, before anything counts as found; windows may let go of most of a long one."""
