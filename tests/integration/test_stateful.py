@@ -22,6 +22,7 @@ from integration import zoo
 from kvdock import PagedKVCacheConfig
 from kvdock.errors import IndexRangeError, OutOfBlocksError
 from kvdock.integrations.transformers import PagedCacheForTransformers
+from kvdock.scheduler.grouped_blocks import GroupedBlocks
 
 WINDOWS = {"llama-gqa": None, "mistral-window": 8}
 
@@ -135,8 +136,11 @@ class Caches(RuleBasedStateMachine):
     @invariant()
     def blocks_are_held_by_caches_that_live(self) -> None:
         self.manager.check_integrity()  # which also takes back what was dropped
-        held = {block for one in self.alive for block in zoo.table(one.paged).ravel().tolist()}
-        assert self.allocator.num_used == len(held)
+        pool, batches = self.manager._pool, [one.paged.state.batch for one in self.alive]
+        rows = [seq._row for batch in batches if batch for seq in batch.sequences]
+        held = {block for row in rows for table in pool.tables for block in table.held(row).tolist()}
+        let_go = pool.units.num_idle if isinstance(pool, GroupedBlocks) else 0  # there yet, until somebody wants the room
+        assert pool.used - let_go == len(held)
         self.manager.hand_over()
 
 
