@@ -41,7 +41,6 @@ _PER_GROUP = 0.01
 _LENGTHS = (512, 4096, 32_768)
 """Tokens of the sequences that a plan is made for, all of the same weight, as far as a model goes."""
 
-
 Member = tuple[int, int]
 """A layer, and which part of it."""
 
@@ -97,9 +96,8 @@ class GroupPlan:
 
         Up to the end of the largest block each group has all of its blocks.
         """
-        of_tokens = [group for group in self.groups if not group.retention.is_state]
-        end = -(-num_tokens // self.unit) * self.unit
-        ahead = sum(end // group.block_size - -(-num_tokens // group.block_size) for group in of_tokens)
+        end, tokens = _aligned(num_tokens, self.unit), [group for group in self.groups if not group.retention.is_state]
+        ahead = sum(end // group.block_size - -(-num_tokens // group.block_size) for group in tokens)
         return self.block_bytes * (ahead + sum(group.num_blocks(num_tokens) for group in self.groups))
 
     @property
