@@ -215,7 +215,7 @@ def test_what_was_forgotten_can_be_stored_again() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_calls_leave_what_a_list_in_the_order_of_use_leaves(seed: int) -> None:
-    rng = random.Random(seed)
+    rng = random.Random(seed)  # noqa: S311 - calls of a test
     most = rng.randint(5, 40)
     kept = Checkpoints(2, most)
     model: list[tuple[tuple[Hashable, ...], tuple[int, ...], int, int]] = []  # namespace, tokens, bytes, mark; the next to go first
@@ -227,9 +227,9 @@ def test_random_calls_leave_what_a_list_in_the_order_of_use_leaves(seed: int) ->
         act = rng.random()
         if act < 0.55:
             nbytes = rng.randint(1, 12)
-            keep(kept, tokens, of_bytes(nbytes, step % 250), namespace)
+            keep(kept, tokens, of_bytes(nbytes, step), namespace)
             if at is None and nbytes <= most:
-                model.append((namespace, tokens, nbytes, step % 250))
+                model.append((namespace, tokens, nbytes, step))
                 while sum(each[2] for each in model) > most:
                     del model[0]
         elif act < 0.98 and at is not None:
