@@ -35,7 +35,7 @@ split-loses-its-lock       | 005 006 | The upper part of a run that is split is 
 end-not-locked             | 005 006 032 | A lock protects what is before the last block of its prefix, and not that.
 one-lock-for-all           | 005     | The first unlock releases all locks of a place.
 lock-of-a-whole-run        | 005 023 | A lock protects the rest of the run that its place is in.
-eviction-in-tokens         | 006 032 | Evicting n blocks frees those of n tokens.
+eviction-in-tokens         | 006     | Evicting n blocks frees those of n tokens.
 eviction-of-one-more       | 006 023 032 | Evicting n blocks frees one more, where there is one.
 eviction-returns-slots     | 006     | An eviction returns the slots of what it frees.
 eviction-returns-what-there-is | 009 | Evicting more than there is frees what there is, and does not raise.
