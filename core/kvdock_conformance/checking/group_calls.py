@@ -37,7 +37,9 @@ def drive_engine(engine: GroupEngine, seed: int, steps: int, longest: int = 30) 
         elif action == "batch":
             engine.batch(rng.sample(engine.all, rng.randint(1, len(engine.all))))
         elif action == "fork":
-            engine.fork(one, rng.choice([one.seq.num_tokens, rng.randint(0, one.seq.num_tokens)]))
+            # Not behind what is known: two would write tokens of their own to one place, which no call could tell them.
+            most = min(one.seq.num_tokens, len(one.ids))
+            engine.fork(one, rng.choice([most, rng.randint(0, most)]))
         elif action == "truncate":
             engine.truncate(one, rng.randint(0, min(one.seq.num_tokens, len(one.ids))))
         elif action == "draft":
