@@ -24,7 +24,7 @@ class LayerSpec(LayerKind):
         v_dim: elements of one value head; may differ from ``k_dim``.
         window: sliding window in tokens, a query's own included, or None for full attention. It says which tokens later ones need,
             and so which layers share a block table, see `kvdock.plan_blocks`; a cache takes whatever is written.
-        sinks: first tokens of a sequence that are seen beside the window; for plans alone, since no kernel reads them so.
+        sinks: first tokens of a sequence that are seen beside the window. Managers keep them; no op of kvdock's reads them so.
     """
 
     num_k_heads: int

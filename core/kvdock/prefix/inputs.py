@@ -81,7 +81,7 @@ def as_array(subject: str, values: Any) -> npt.NDArray[Any]:
             raise ArgumentValueError(subject, expected="integers on the host", got=str(error), fix=fix) from error
         fix = "pass one flat list of ints, such as [1, 2, 3]"
         raise ArgumentValueError(subject, expected="integers in one dimension", got=repr(values)[:80], fix=fix) from error
-    empty = not array.size and isinstance(values, list | tuple)  # which numpy takes for floats
+    empty = not array.size and isinstance(values, list | tuple | range)  # which numpy takes for floats
     return array.astype(np.int64) if empty else array
 
 

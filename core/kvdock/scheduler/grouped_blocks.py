@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.errors import IndexRangeError
+from kvdock.errors import IndexRangeError, IntegrityError
 from kvdock.prefix.interface import BlockIds, Namespace, PrefixCache, PrefixMatch
 from kvdock.scheduler.needs import Needs
 from kvdock.scheduler.pool_blocks import PoolBlocks, too_few
@@ -128,6 +128,8 @@ class GroupedBlocks(PoolBlocks):
                 self.give_back(self.change(self.prefix.evict, min(few, evictable)))
             else:
                 units.drop(missing, ends=True)
+                if units.blocks.num_free == before:  # `has` has counted what is not there: better to say so than to look for ever
+                    raise IntegrityError("GroupedBlocks", expected=f"{missing} more blocks, as counted", got="none that can be evicted")
 
     def give_back(self, blocks: BlockIds) -> None:
         """Release units that the prefix cache has no more."""
@@ -166,8 +168,7 @@ class GroupedBlocks(PoolBlocks):
         can = self.needs.can_go_on(units, np.arange(1, units.size + 1) * self.units.num_tokens)
         if self.units.states.size:
             can &= (self.units.table[np.ix_(units, self.units.states)] >= 0).all(axis=1)
-        found = np.flatnonzero(can)
-        return int(found[-1]) + 1 if found.size else 0
+        return int((np.flatnonzero(can) + 1).max(initial=0))
 
     def ends(self, blocks: BlockIds, num_tokens: int) -> Any:
         """Return behind which numbers of tokens all groups can go on; within what was found, a state is of no use."""
@@ -221,8 +222,7 @@ class GroupedBlocks(PoolBlocks):
 
     def keeps(self, row: int, num_tokens: int) -> bool:
         """Whether a row can go on behind its first ``num_tokens`` tokens: what they need is there still."""
-        is_behind = bool(num_tokens >= self._rows.reach(row))
-        if is_behind or self.states.per_sequence:
+        if (is_behind := bool(num_tokens >= self._rows.reach(row))) or self.states.per_sequence:
             return is_behind
         return bool(self.needs.can_go_on(self._rows.blocks(row), np.array([num_tokens]))[0])
 
@@ -232,7 +232,7 @@ class GroupedBlocks(PoolBlocks):
         if self.states.per_sequence:
             return computed
         lost = np.flatnonzero(~self.needs.can_go_on(self._rows.blocks(row), np.arange(computed)))
-        return int(lost[-1]) + 1 if lost.size else 0
+        return int((lost + 1).max(initial=0))
 
     def check_kept(self, subject: str, row: int, num_tokens: int) -> None:
         """Raise IndexRangeError unless a row `keeps` so many tokens, and OutOfBlocksError where promises need what it would need again."""

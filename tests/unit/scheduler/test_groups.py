@@ -165,6 +165,21 @@ def test_what_waits_no_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
         assert units.num_idle <= entries == units._entries <= 2 * units.num_idle
 
 
+def test_room_that_is_counted_and_not_there_is_no_endless_search() -> None:
+    manager = manager_of(FULL, WINDOW, num_blocks=20)
+    run(manager, range(8))
+    manager._pool.units.num_idle += 20
+    with pytest.raises(IntegrityError, match="none that can be evicted"):
+        manager.begin(range(100, 120))
+
+
+def test_an_empty_range_is_no_tokens() -> None:
+    manager = manager_of(FULL, WINDOW)
+    seq = manager.begin(range(3))
+    manager.commit(seq, range(0), computed=3)
+    assert (seq.num_known, seq.computed) == (3, 3)
+
+
 # Hits.
 
 

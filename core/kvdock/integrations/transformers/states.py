@@ -192,11 +192,9 @@ class StateLayers:
 
     def join(self, rows: Sequence[StateLayers]) -> None:
         """Have the states of rows, see `row`; none forgets all."""
-        for at, layer in enumerate(self._layers):
-            if rows:
-                layer.join([row._layers[at] for row in rows])
-            else:
-                layer.clear()
+        self.clear()
+        for at, layer in enumerate(self._layers if rows else ()):
+            layer.join([row._layers[at] for row in rows])
 
     def clear(self) -> None:
         """Forget all states."""
