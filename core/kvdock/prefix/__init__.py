@@ -2,6 +2,7 @@
 
 In the order of reading: `interface` is the contract, `naive` the shortest prefix cache, `radix` the one to use, with `node`,
 `tree`, `handle`, `labels` (token ids as bytes), `eviction` (policies and the queue), `integrity` and `events`; `factory` makes one by name.
+`names` calls blocks by what they hold, outside any tree.
 """
 
 from kvdock.prefix.events import Cleared, PrefixEvent, Removed, Stored
@@ -19,6 +20,7 @@ from kvdock.prefix.interface import (
     Slots,
 )
 from kvdock.prefix.naive import NaivePrefixCache
+from kvdock.prefix.names import NAME_BYTES, block_names, root_name
 from kvdock.prefix.radix import RadixPrefixCache
 from kvdock.prefix.stats import PrefixStats
 
@@ -26,6 +28,7 @@ __all__ = [
     "FIFO",
     "LFU",
     "LRU",
+    "NAME_BYTES",
     "BlockIds",
     "Cleared",
     "EvictionPolicy",
@@ -45,5 +48,7 @@ __all__ = [
     "Slots",
     "Stored",
     "Usage",
+    "block_names",
     "create_prefix_cache",
+    "root_name",
 ]
