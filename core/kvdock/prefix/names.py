@@ -11,8 +11,6 @@ import hashlib
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.prefix.inputs import as_integers, check_block_size, namespace_key
 from kvdock.prefix.interface import Namespace
@@ -71,7 +69,7 @@ def block_names(tokens: Any, block_size: int, namespace: Namespace = (), *, pare
             raise ArgumentValueError("block_names: parent", expected=f"{NAME_BYTES} bytes", got=f"{len(parent)} bytes")
         name = parent
     ids = as_integers("block_names: tokens", tokens)
-    data = memoryview(np.ascontiguousarray(ids, dtype="<i8")).cast("B") if ids.size else memoryview(b"")
+    data = ids.astype("<i8").tobytes()
     step = 8 * block_size
     names = []
     for begin, end in pairwise(range(0, len(data) + 1, step)):
