@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import masking_utils as made
 
 from kvdock.integrations.transformers.masks import ODD, Markers, Mask, left_pads, window_of
@@ -65,16 +67,39 @@ def test_no_mask_is_no_padding() -> None:
     assert found.tolist() == [0, 0]
 
 
+def hiding(*pads: int, length: int = 4) -> torch.Tensor:
+    """A mask that hides so many tokens on the left of each row."""
+    return torch.arange(length) >= torch.tensor(pads)[:, None]
+
+
 def test_what_stands_for_a_mask_is_kept_as_long_as_it_is_the_same() -> None:
     markers = Markers(torch.device("cpu"))
-    first = markers.marker(None, np.array([1, 2]))
-    assert first.dtype == torch.int32
-    assert first.flatten().tolist() == [1, 2]
-    assert first.shape == (2, 1, 1, 1)
-    assert markers.marker(None, np.array([1, 2])) is first
-    assert markers.marker(8, np.array([1, 2])).data_ptr() != first.data_ptr(), "masks are told by their address"
-    assert markers.marker(None, np.array([1, 3])) is not first
-    assert markers.marker(None, np.array([1])).shape == (1, 1, 1, 1)
+    first = markers.for_mask(None, hiding(1, 2), 2, 4)
+    assert first is not None
+    assert first.tensor.dtype == torch.int32
+    assert first.tensor.flatten().tolist() == first.pads.tolist() == [1, 2]
+    assert first.tensor.shape == (2, 1, 1, 1)
+    assert markers.for_mask(None, hiding(1, 2, length=5), 2, 5) is first
+    other = markers.for_mask(8, hiding(1, 2), 2, 4)
+    assert other is not None
+    assert other.tensor.data_ptr() != first.tensor.data_ptr(), "masks are told by their address"
+    assert markers.for_mask(None, hiding(1, 3), 2, 4) is not first
+
+
+MASKS = st.tuples(st.integers(1, 2), st.integers(1, 4)).flatmap(
+    lambda shape: st.lists(st.lists(st.booleans(), min_size=shape[1], max_size=shape[1]), min_size=shape[0], max_size=shape[0])
+)
+
+
+@given(st.lists(st.one_of(st.none(), MASKS, st.just([[True] * 3] * 2), st.just([[False, True, True]] * 2)), max_size=6))
+def test_what_stands_for_a_mask_does_not_depend_on_those_before(masks: list[list[list[bool]] | None]) -> None:
+    markers = Markers(torch.device("cpu"))
+    for rows in masks:
+        mask = None if rows is None else torch.tensor(rows)
+        expected = left_pads(mask, 2, 3)
+        found = markers.for_mask(None, mask, 2, 3)
+        assert (None if found is None else found.pads.tolist()) == (None if expected is None else expected.tolist())
+        assert found is None or found.tensor.flatten().tolist() == found.pads.tolist()
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError, IndexRangeError
 from kvdock.prefix.inputs import as_integers, count_of
 from kvdock.scheduler.rows import Index, Owner, Rows
 
-__all__ = ["as_rows", "check_slots", "counts_of", "ids_of_step", "written_of"]
+__all__ = ["TOO_MANY", "as_rows", "check_slots", "counts_of", "ids_of_step", "written_of"]
 
 _row_of = attrgetter("_row")
 
-_TOO_MANY = 2**40
+TOO_MANY = 2**40
 """More tokens than any pool has room for."""
 
 
@@ -94,13 +94,13 @@ def written_of(rows: Rows, sequences: Any, written: Any) -> tuple[Index, Index]:
 def counts_of(subject: str, n: Any, batch: int) -> Index:
     """Return how many tokens each sequence gets; what no pool has is cut down to more than any pool has, and can be added up."""
     if isinstance(n, int | np.integer) and not isinstance(n, bool):
-        return np.full(batch, min(count_of(subject, n), _TOO_MANY))
+        return np.full(batch, min(count_of(subject, n), TOO_MANY))
     counts = as_integers(subject, n).astype(np.intp)
     if counts.size != batch:
         raise ArgumentValueError(subject, expected=f"one number, or {batch}: one for each sequence", got=counts.size)
     if counts.size and counts.min() < 0:
         raise ArgumentValueError(subject, expected="at least 0", got=int(counts.min()))
-    return np.minimum(counts, _TOO_MANY)
+    return np.minimum(counts, TOO_MANY)
 
 
 def check_slots(slots: Any, size: int) -> None:

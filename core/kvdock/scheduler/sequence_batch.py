@@ -19,7 +19,7 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError, IndexRangeError
 from kvdock.prefix.inputs import as_integers, count_of, index_of
 from kvdock.prefix.interface import BlockIds, Namespace
 from kvdock.prefix.ownership import NotCopied
-from kvdock.scheduler.batches import as_rows, counts_of
+from kvdock.scheduler.batches import TOO_MANY, as_rows
 from kvdock.scheduler.cache_manager import CacheManager
 from kvdock.scheduler.exporters import dense_table
 from kvdock.scheduler.rows import Index
@@ -66,6 +66,7 @@ class SequenceBatch(NotCopied):
                 expected=f"pads of at least 0, and room for what of the length, {length}, is behind them",
                 got=f"pads {self._pads.tolist()} and room for {room.tolist()} tokens",
             )
+        self._most_pads = int(self._pads.max())
         self._manager = manager
         self._tables = manager._pool.tables
         self._sequences = list(sequences)
@@ -106,6 +107,11 @@ class SequenceBatch(NotCopied):
         return self._pads.copy()
 
     @property
+    def most_pads(self) -> int:
+        """The largest of them."""
+        return self._most_pads
+
+    @property
     def sequences(self) -> tuple[CacheSequence, ...]:
         """The sequence of each row; `select` and `close` change them."""
         return tuple(self._sequences)
@@ -144,7 +150,7 @@ class SequenceBatch(NotCopied):
         A `fork` shares it, so it is to be used or given back before.
         """
         rows = self._live("grow")
-        length = self._length + int(counts_of("SequenceBatch.grow: n", count_of("SequenceBatch.grow: n", n), 1)[0])
+        length = self._length + min(count_of("SequenceBatch.grow: n", n), TOO_MANY)
         room = self._manager._rows.num_tokens[rows]
         # No match: all rows go on at one place, and a row that found more would run ahead of the others.
         return self._manager.extend(self._sequences, np.maximum(length - self._pads - room, 0), match=False)
@@ -202,6 +208,7 @@ class SequenceBatch(NotCopied):
                 self._manager.abort(seq)
         self._sequences[:] = made
         self._pads = self._pads[chosen]
+        self._most_pads = int(self._pads.max())
 
     def repeat(self, times: int) -> None:
         """Put ``times`` of each row beside one another; see `select`."""

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 import kvdock
@@ -332,10 +334,10 @@ def test_all_layers_are_cut_alike() -> None:
 MODEL = torch.nn.Identity()
 
 
-def paged() -> PagedState:
-    """Make a pool of two layers, one of them with a window of 4 tokens and in a group of its own, in blocks of 2 tokens."""
+def paged(num_blocks: int = 32, block_size: int = 2) -> PagedState:
+    """Make a pool of two layers, one of them with a window of 4 tokens and in a group of its own."""
     spec = kvdock.KVSpec([kvdock.LayerSpec(1, 1, 2, 2), kvdock.LayerSpec(1, 1, 2, 2, 4)], 4096, torch.float32)
-    pool: Any = kvdock.create_cache(spec, kvdock.PagedKVCacheConfig(num_blocks=32, block_size=2), kvdock.RankInfo(CPU))
+    pool: Any = kvdock.create_cache(spec, kvdock.PagedKVCacheConfig(num_blocks=num_blocks, block_size=block_size), kvdock.RankInfo(CPU))
     return PagedState(pool, CacheManager(pool.num_blocks, groups=pool.groups), Reader(weakref.ref(MODEL), why="a test"))
 
 
@@ -415,7 +417,7 @@ def test_slots_of_a_group_are_extended_and_worked_out_anew_where_they_were_forgo
 def test_tables_of_a_step_show_each_group_its_own_blocks() -> None:
     state = paged()
     batch = SequenceBatch(state.manager, [state.manager.open_empty(()) for _ in range(2)], pads=[2, 0])
-    tables = StepTables(CPU, 2)
+    tables = StepTables(CPU, [group.block_size for group in state.pool.groups])
     batch.grow(5)
     tables.begin(batch, 0, 5, attends=True)
     assert [slots.tolist() for slots in tables.slots] == [slots_by_blocks(batch, 0, 5, group) for group in (0, 1)]
@@ -431,3 +433,45 @@ def test_tables_of_a_step_show_each_group_its_own_blocks() -> None:
     assert [slots.tolist() for slots in tables.slots] == [slots_by_blocks(batch, 5, 6, group) for group in (0, 1)]
     tables.forget()
     assert (tables.start, tables.stop, tables.count) == (0, 0, 0)
+
+
+ONE_MORE = st.just(("grow", 1))
+ODD_STEPS = st.sampled_from([("swap", 0), ("twice", 0), ("fails", 0), ("gathers", 0), ("reserve", 6)])
+STEPS = st.lists(
+    st.one_of(ONE_MORE, ONE_MORE, ONE_MORE, st.tuples(st.sampled_from(["grow", "cut"]), st.integers(1, 5)), ODD_STEPS), max_size=30
+)
+
+
+@example([("reserve", 6), *[("grow", 1)] * 7])
+@settings(max_examples=40)
+@given(STEPS)
+def test_tables_of_any_steps_show_what_the_batch_has(steps: list[tuple[str, int]]) -> None:
+    """Where each row only writes the next place of a block, the tables are counted on and not made: that must not show."""
+    state = paged(num_blocks=400, block_size=4)
+    batch = SequenceBatch(state.manager, [state.manager.open_empty(()) for _ in range(2)], pads=[2, 0])
+    tables = StepTables(CPU, [group.block_size for group in state.pool.groups])
+    for what, count in [("grow", 3), *steps]:
+        before = batch.length
+        if what in ("swap", "twice"):  # a fork shares what was reserved
+            batch.truncate(before)
+        if what == "swap":
+            batch.select([1, 0])
+        elif what == "twice":
+            batch.select([0, 0])
+        elif what == "reserve":
+            batch.reserve(count)
+        elif what == "cut":
+            batch.truncate(max(batch.length - count, 3))
+        else:
+            batch.grow(count or 1)
+            tables.begin(batch, before, batch.length, attends=what != "gathers")
+            assert [slots.tolist() for slots in tables.slots] == [
+                slots_by_blocks(batch, before, batch.length, group, 4) for group in (0, 1)
+            ]
+            if what != "gathers":
+                assert tables.lens.tolist() == [batch.length - pad for pad in batch.pads]
+                shown = [tables.block_tables[group][:, : batch.block_table(group).shape[1]].tolist() for group in (0, 1)]
+                assert shown == [batch.block_table(group).tolist() for group in (0, 1)]
+            if what == "fails":
+                batch.truncate(before)
+            tables.forget()

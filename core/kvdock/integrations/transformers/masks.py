@@ -17,7 +17,7 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from kvdock.integrations.transformers.tables import is_accelerator, sent
 
-__all__ = ["ODD", "Markers", "Mask", "Pads", "asked_pads", "left_pads", "window_of"]
+__all__ = ["ODD", "Marker", "Markers", "Mask", "Pads", "asked_pads", "left_pads", "window_of"]
 
 Pads = npt.NDArray[np.int64]
 """Tokens of padding on the left of each row, ``[rows]``."""
@@ -56,8 +56,29 @@ class Mask:
         self.is_settled = True
 
 
+@attrs.frozen(eq=False)
+class Marker:
+    """What stands for a mask of some padding.
+
+    Args:
+        pads: tokens of padding on the left of each row, ``[rows]``.
+        tensor: the same on the device, int32 ``[rows, 1, 1, 1]``.
+        hides_none: whether there is no padding.
+    """
+
+    pads: Pads
+    tensor: torch.Tensor
+    hides_none: bool
+
+    def shows_all(self, mask: torch.Tensor | None, rows: int, length: int) -> bool:
+        """Return whether a mask has no padding as this has none: asked in one operation, where `left_pads` takes six."""
+        if not self.hides_none or rows != self.pads.size:
+            return False
+        return mask is None or (mask.shape == (rows, length) and bool(mask.all()))
+
+
 class Markers:
-    """The tensors that stand for masks, kept from step to step: decoding sends none.
+    """The last marker of each window, kept from step to step: decoding sends none.
 
     Args:
         device: where they are.
@@ -65,16 +86,23 @@ class Markers:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._last: dict[int | None, tuple[Pads, torch.Tensor]] = {}
+        self._last: dict[int | None, Marker] = {}
 
-    def marker(self, window: int | None, pads: Pads) -> torch.Tensor:
-        """Return ``pads`` as int32 ``[rows, 1, 1, 1]``, of its own memory for each window."""
-        known, marker = self._last.get(window, (None, None))
-        if marker is None or known is None or not np.array_equal(known, pads):
+    def for_mask(self, window: int | None, mask: torch.Tensor | None, rows: int, length: int) -> Marker | None:
+        """Return what stands for a mask, of its own memory for each window; None if `left_pads` knows none."""
+        last = self._last.get(window)
+        if last is not None and last.shows_all(mask, rows, length):
+            return last
+        pads = left_pads(mask, rows, length)
+        return None if pads is None else self._marker(window, pads)
+
+    def _marker(self, window: int | None, pads: Pads) -> Marker:
+        last = self._last.get(window)
+        if last is None or not np.array_equal(last.pads, pads):
             with torch.inference_mode(mode=False):
-                marker = sent(pads.astype(np.int32).reshape(-1, 1, 1, 1), self._device)
-            self._last[window] = pads, marker
-        return marker
+                tensor = sent(pads.astype(np.int32).reshape(-1, 1, 1, 1), self._device)
+            self._last[window] = last = Marker(pads, tensor, not pads.any())
+        return last
 
 
 def _code_of(function: Callable[..., Any]) -> Any:

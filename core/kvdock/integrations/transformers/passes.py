@@ -73,7 +73,7 @@ def _check_alone(state: PagedState) -> None:
 def _pads_ahead(state: PagedState) -> str:
     """Return whether padding that has no blocks goes on behind the tokens that are there, as a reason; or ""."""
     batch = state.batch
-    return "padding behind what is cached" if batch is not None and (batch.pads > batch.length).any() else ""
+    return "padding behind what is cached" if batch is not None and batch.most_pads > batch.length else ""
 
 
 def leave(model: Any) -> Pass | None:

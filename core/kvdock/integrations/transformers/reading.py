@@ -17,7 +17,7 @@ import torch
 from transformers.masking_utils import causal_mask_function
 
 from kvdock.errors import UnsupportedError
-from kvdock.integrations.transformers.masks import ODD, Markers, Mask, left_pads, window_of
+from kvdock.integrations.transformers.masks import ODD, Markers, Mask, window_of
 from kvdock.integrations.transformers.switching import former_of
 
 __all__ = ["LAYER", "Check", "Pass", "Reader"]
@@ -74,17 +74,21 @@ class Reader:
             model: what runs.
             told: arguments of the pass, by name.
         """
+        if self.why:
+            return self.why
+        is_known = self.model() is model
+        if not is_known:
+            return "the cache was made for another model"
+        if any(former_of(config) != name for config, name in self.configs):
+            return "the model's attention was changed since"
+        if torch.is_grad_enabled():
+            return "gradients are recorded: wrap the call in torch.no_grad()"
+        if model.training:
+            return "the model is in training"
+        if _wants_weights(model, told):
+            return "attention weights are asked for"
         mask = told.get("attention_mask")
-        reasons = {
-            self.why: self.why,
-            "the cache was made for another model": self.model() is not model,
-            "the model's attention was changed since": any(former_of(config) != name for config, name in self.configs),
-            "gradients are recorded: wrap the call in torch.no_grad()": torch.is_grad_enabled(),
-            "the model is in training": model.training,
-            "attention weights are asked for": _wants_weights(model, told),
-            "an attention_mask that is not [rows, tokens]": mask is not None and getattr(mask, "ndim", 0) != 2,
-        }
-        return next((reason for reason, holds in reasons.items() if holds), "")
+        return "" if mask is None or getattr(mask, "ndim", 0) == 2 else "an attention_mask that is not [rows, tokens]"
 
 
 def _wants_weights(model: Any, told: dict[str, Any]) -> bool:
@@ -122,12 +126,11 @@ class Pass:
         reach = arguments["kv_length"] + arguments.get("kv_offset", 0)
         if window == ODD or reach != stop or arguments.get("q_offset", self.length) != self.length:
             return None
-        pads = left_pads(arguments.get("attention_mask"), arguments["batch_size"], stop)
-        if pads is None:
+        marker = self.markers.for_mask(window, arguments.get("attention_mask"), arguments["batch_size"], stop)
+        if marker is None:
             return None
-        marker = self.markers.marker(window, pads)
-        self.masks[marker.data_ptr()] = Mask(window, pads, arguments, marker)
-        return marker
+        self.masks[marker.tensor.data_ptr()] = Mask(window, marker.pads, arguments, marker.tensor)
+        return marker.tensor
 
     def mask_of(self, given: Any) -> Mask | None:
         """Return the mask that an attention function is given; None if it is none of this pass."""

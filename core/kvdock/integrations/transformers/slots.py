@@ -50,7 +50,10 @@ def write(pool: PagedKVCache, layer: int, keys: torch.Tensor, values: torch.Tens
     """Write keys and values, ``[batch, heads, tokens, dim]``, to slots ``[batch, tokens]``; nothing where a slot is -1."""
     if torch.is_grad_enabled():
         keys, values = keys.detach(), values.detach()
-    pool.update(layer, rows_for(pool, keys), rows_for(pool, values), slots)
+    if isinstance(pool, MLAKVCache):
+        pool.update(layer, rows_for(pool, keys), rows_for(pool, values), slots)
+    else:  # written out, as this is called for each layer of each step
+        pool.update(layer, inner(keys.transpose(1, 2)), inner(values.transpose(1, 2)), slots)
 
 
 def read(pool: PagedKVCache, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

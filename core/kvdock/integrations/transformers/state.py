@@ -55,7 +55,7 @@ class PagedState:
 
     def __init__(self, pool: PagedKVCache, manager: CacheManager, reader: Reader) -> None:
         self.pool, self.manager, self.reader = pool, manager, reader
-        self.tables, self.markers = StepTables(pool.device, len(pool.groups)), Markers(pool.device)
+        self.tables, self.markers = StepTables(pool.device, [group.block_size for group in pool.groups]), Markers(pool.device)
         self.states, self.is_reserved = StateLayers(), False
         self.group_of = [pool.group_of(layer) for layer in range(pool.num_layers)]
         self._lets_go = not all(group.retention.keeps_all for group in pool.groups)

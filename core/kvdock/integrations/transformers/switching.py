@@ -22,6 +22,8 @@ __all__ = ["configs_of", "former_attention", "former_mask", "former_of", "regist
 
 _NAME = "kvdock_pages_{}"  # without the former name, in which some models look for "flash"
 
+_ATTRIBUTE = "_attn_implementation_internal"
+
 _FORMER: dict[str, str] = {}
 """By name what a configuration said before."""
 
@@ -46,7 +48,11 @@ def configs_of(model: Any) -> list[Any]:
 
 def former_of(config: Any) -> Any:
     """Return the attention that a configuration names, or named before it was switched."""
-    name = getattr(config, "_attn_implementation", None)
+    try:
+        # Past Transformers' own way to an attribute, which looks for another name of it first: this is asked several times a pass.
+        name = object.__getattribute__(config, _ATTRIBUTE)
+    except AttributeError:
+        name = getattr(config, "_attn_implementation", None)
     return _FORMER.get(name, name) if isinstance(name, str) else name
 
 
@@ -55,7 +61,7 @@ def switch(configs: Iterable[Any]) -> None:
     with _LOCK:
         for config in configs:
             _PASSES[id(config)] = _PASSES.get(id(config), 0) + 1
-            config._attn_implementation_internal = _name_for(former_of(config))
+            object.__setattr__(config, _ATTRIBUTE, _name_for(former_of(config)))
 
 
 def restore(configs: Iterable[Any]) -> None:
@@ -65,7 +71,7 @@ def restore(configs: Iterable[Any]) -> None:
             _PASSES[id(config)] -= 1
             if not _PASSES[id(config)]:
                 del _PASSES[id(config)]
-                config._attn_implementation_internal = former_of(config)
+                object.__setattr__(config, _ATTRIBUTE, former_of(config))
 
 
 def _name_for(former: str) -> str:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ class StepTables:
 
     Args:
         device: where they are needed.
-        groups: layer groups of the pool.
+        block_sizes: tokens in a block, of each layer group of the pool.
 
     Attributes:
         start: places before the step, of each row.
@@ -42,9 +43,11 @@ class StepTables:
     lens: torch.Tensor
     cu_query_lens: torch.Tensor | None
 
-    def __init__(self, device: torch.device, groups: int) -> None:
-        self._device, self._groups = device, range(groups)
+    def __init__(self, device: torch.device, block_sizes: Sequence[int]) -> None:
+        self._device, self._groups, self._block_sizes = device, range(len(block_sizes)), block_sizes
         self._versions: list[int] = []
+        self._step: torch.Tensor | None = None
+        self._last, self._left = 0, 0
         self.start = self.stop = 0
 
     def forget(self) -> None:
@@ -58,25 +61,45 @@ class StepTables:
 
     def begin(self, batch: SequenceBatch, start: int, stop: int, *, attends: bool) -> None:
         """Show a step that writes places ``start`` to ``stop - 1`` of each row; without ``attends`` only where they go."""
-        rows, tokens = batch.batch_size, stop - start
+        versions = [seq.table_version for seq in batch.sequences] if attends else []  # in no two sequences the same
+        if self._goes_on(start, stop, versions):
+            assert self._step is not None  # noqa: S101 - there is a step to go on from
+            self._step.add_(1)
+            self._left -= 1
+        else:
+            self._make(batch, start, stop, versions)
+        self._last = stop
+        self.start, self.stop = start, stop
+
+    def _goes_on(self, start: int, stop: int, versions: list[int]) -> bool:
+        """Return whether each row writes the place behind the one that it wrote in the last step, in the same block.
+
+        Then all that a step sends is one more than it was, and the device can count by itself: most steps of decoding.
+        """
+        return self._left > 0 and start == self._last and stop == start + 1 and versions == self._versions
+
+    def _make(self, batch: SequenceBatch, start: int, stop: int, versions: list[int]) -> None:
+        rows, tokens, attends = batch.batch_size, stop - start, bool(versions)
         parts: list[npt.NDArray[Any]] = [batch.slot_mapping(start, stop, group).ravel() for group in self._groups]
         if attends:
             parts += [stop - batch.pads, np.arange(0, (rows + 1) * tokens, tokens)][: 2 if tokens > 1 else 1]
+        self._left = _left_in_block(parts[: len(self._groups)], self._block_sizes) if attends and tokens == 1 else 0
         with torch.inference_mode(mode=False):
             # One transfer for all that changes at each step.
-            found = torch.split(sent(np.concatenate(parts), self._device), [part.size for part in parts])
+            self._step = sent(np.concatenate(parts), self._device)
+            found = torch.split(self._step, [part.size for part in parts])
             self.slots = [found[group].view(rows, tokens) for group in self._groups]
             if attends:
                 self.lens, self.cu_query_lens = found[len(self._groups)], found[-1] if tokens > 1 else None
-                self._show_blocks(batch)
-        self.start, self.stop = start, stop
+                # Block tables stay, unless they are other ones but for what was let go, which nobody reads.
+                if versions != self._versions:
+                    self.block_tables = [sent(batch.block_table(group), self._device) for group in self._groups]
+                    self._versions = versions
 
-    def _show_blocks(self, batch: SequenceBatch) -> None:
-        """Send the block tables, unless they are as they were but for what was let go, which nobody reads."""
-        versions = [seq.table_version for seq in batch.sequences]  # in no two sequences the same
-        if versions != self._versions:
-            self.block_tables = [sent(batch.block_table(group), self._device) for group in self._groups]
-            self._versions = versions
+
+def _left_in_block(slots: list[npt.NDArray[Any]], block_sizes: Sequence[int]) -> int:
+    """Return how many more tokens each row can write behind its slot, of each group, without another block; 0 with padding."""
+    return min(int(np.where(of < 0, 0, size - 1 - of % size).min()) for of, size in zip(slots, block_sizes, strict=True))
 
 
 def sent(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
