@@ -82,28 +82,26 @@ class PagedAttentionDescriptor(Descriptor):
 
     def __call__(self, *args: Any) -> None:
         """Attend, on the current stream of the tensors' device."""
-        q, k_cache, v_cache, table, lens, cu, starts, sinks, *_ = args
-        most, out, lse = args[10], *args[15:]
-        queries, batch, room = q.shape[0], table.shape[0], min(table.shape[1] * self._block, MOST_KEYS)
+        q, k_cache, v_cache, table, lens, cu, starts, sinks, _, _, most, _, _, _, _, out, lse = args
+        queries, heads, _ = q.shape
+        batch, width = table.shape
+        room = min(width * self._block, MOST_KEYS)
         few, many = self._within if k_cache.data_ptr() == v_cache.data_ptr() else self._apart
         way = few if cu is None or most <= few.queries else many
         tiles = batch if way is few else queries // way.queries + batch
         splits, even = way.splits(tiles, queries, room)
-        parts, sums = self._workspace(queries * q.shape[1] * splits, q.device) if splits > 1 else (out, out)
+        parts = queries * heads * splits
+        workspace = torch.empty(parts * self._width, dtype=torch.float32, device=q.device) if splits > 1 else out
         pointers = [tensor.data_ptr() for tensor in (q, k_cache, v_cache, table, lens, cu, starts, sinks) if tensor is not None]
         ends = [out.data_ptr()] if lse is None else [out.data_ptr(), lse.data_ptr()]
-        found = [parts.data_ptr(), sums.data_ptr()]
+        begin = workspace.data_ptr()
+        found = (begin, begin + 4 * parts * (self._width - 1) if splits > 1 else begin)  # what splits found, and its sums
         read, written = self._strides(q, table, lens, cu, starts), self._output_strides(out, lse)
         sizes = (queries, batch, room, self._num_blocks, splits, even)
         way.launch.run(tiles * way.programs, splits, *pointers, *ends, *found, self._skipped, *sizes, *read, *written)
         if splits > 1:
             sink = [] if sinks is None else [sinks.data_ptr()]
-            self._join.run(queries * q.shape[1], 1, *found, *sink, *ends, splits, *written)
-
-    def _workspace(self, parts: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return room for so many parts, and for their sums."""
-        room = torch.empty(parts * self._width, dtype=torch.float32, device=device)
-        return room, room[parts * (self._width - 1) :]
+            self._join.run(queries * heads, 1, *found, *sink, *ends, splits, *written)
 
     def _strides(self, q: torch.Tensor, table: torch.Tensor, *index: torch.Tensor | None) -> tuple[int, ...]:
         """Return the strides of what is read, in the kernel's order."""
