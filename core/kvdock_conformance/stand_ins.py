@@ -55,6 +55,9 @@ class StandIn(kvdock.plugin.Backend):
 class _ReferenceDescriptor(kvdock.plugin.Descriptor):
     """Checks index values as any kernel on host memory does, and runs the reference."""
 
+    workspace_bytes = 1 << 30
+    """Keys and values of a whole sequence in float64, for each query head: how long it is no plan knows, so this is more than that."""
+
     def __init__(self, op: str) -> None:
         self._schema = CATALOG[op]
         self._reference = getattr(reference, op)

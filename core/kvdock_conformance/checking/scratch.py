@@ -25,6 +25,9 @@ from kvdock_conformance.checking.target import HOST, Target
 
 __all__ = ["check_scratch", "check_scratch_within"]
 
+_MMAP_THRESHOLD = -3
+"""``M_MMAP_THRESHOLD`` of glibc's ``mallopt``."""
+
 
 def _peak(device: torch.device, call: Callable[[], object]) -> int:
     """Return by how many bytes the memory in use grows in a call; 0 where that cannot be told. Large ones alone tell on a host."""
@@ -106,11 +109,29 @@ def _at_hand() -> list[object]:
     return taken
 
 
+@contextlib.contextmanager
+def _large_ones_alone() -> Iterator[None]:
+    """Let glibc's malloc give each large array pages of its own, and give them back when it is freed.
+
+    Otherwise arrays as large as one that was freed before come from a heap, which falls to pieces: of the same call then now 100 MiB
+    and now 220 MiB are enough.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        yield
+        return
+    mallopt(_MMAP_THRESHOLD, 1 << 20)
+    try:
+        yield
+    finally:
+        mallopt(_MMAP_THRESHOLD, 32 << 20)  # where malloc arrives by itself when arrays come and go
+
+
 def _error_within(count: int, call: Callable[[], object]) -> BaseException | None:
     """Make a call while this process may get so many bytes more, from whomever; return the error where that is not enough."""
     at_hand = _at_hand()
     try:
-        with _no_more_than(count):
+        with _large_ones_alone(), _no_more_than(count):
             call()
     except Exception as error:  # noqa: BLE001 - whatever the backend makes of it
         return error
