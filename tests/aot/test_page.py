@@ -56,7 +56,7 @@ def test_kernels_that_compute_may_spill_and_say_where() -> None:
     assert text.splitlines()[-1].startswith("None: ")
     assert "\n0 of them have accesses narrower" in text
     narrow = attrs.evolve(spilling, load=8)
-    assert narrow.faults == ["accesses of 8 bytes"]
+    assert (narrow.faults, narrow.differences) == ([], ["accesses of 8 bytes"])
     text = page([PLAIN, narrow], {})
     assert "0 spill registers, 0 have accesses narrower" in text, "those that move bits are not blamed for it"
     assert "\n1 of them have accesses narrower" in text

@@ -42,18 +42,25 @@ class Result:
 
     @property
     def faults(self) -> list[str]:
-        """What must not be: spills, and accesses narrower than the alignment class allows."""
-        found = [f"spills {self.spills}"] if self.spills and not self.computes else []
-        narrow = self.load if self.computes else min(self.load, self.narrowest_store)
-        return found + ([f"accesses of {narrow} bytes"] if narrow < self.alignment else [])
+        """What must not be of a kernel that moves bits: spills, and accesses narrower than the alignment class allows."""
+        return [] if self.computes else self._spilling + self._narrow
 
     @property
     def differences(self) -> list[str]:
-        """What is not as in all other kernels that move bits, whether it is a fault or not."""
+        """What is not as in other kernels, whether it is a fault or not: of those that compute, the compiler lays out the loads."""
         if self.computes:
-            return self.faults
+            return self._narrow
         shared = [f"{self.shared} bytes of shared memory"] if self.shared else []
         return self.faults + shared + ([f"stores of {self.store} bytes"] if self.store > self.alignment else [])
+
+    @property
+    def _spilling(self) -> list[str]:
+        return [f"spills {self.spills}"] if self.spills else []
+
+    @property
+    def _narrow(self) -> list[str]:
+        narrow = self.load if self.computes else min(self.load, self.narrowest_store)
+        return [f"accesses of {narrow} bytes"] if narrow < self.alignment else []
 
 
 _HEAD = """\
@@ -99,7 +106,7 @@ def page(results: Sequence[Result], versions: Mapping[str, str]) -> str:
 
 def _count(results: Sequence[Result], what: str) -> int:
     """Count what must not be, by how it begins."""
-    return sum(fault.startswith(what) for result in results for fault in result.faults)
+    return sum(fault.startswith(what) for result in results for fault in result.differences)
 
 
 def _attention(results: Sequence[Result]) -> str:
