@@ -112,12 +112,14 @@ class TensorMeta:
             innermost stride is always 1, or its size is 1.
         alignment: largest power of two up to 16, in bytes, that divides the pointer and all run-time strides. A later
             call of the same descriptor never has less.
+        is_on_host: whether a pool lies in host memory, where the op runs on another device. Kernels for such ops alone need look.
     """
 
     dtype: torch.dtype
     shape: tuple[int | None, ...]
     strides: tuple[int, ...] | None
     alignment: int
+    is_on_host: bool = False
 
 
 @attrs.frozen

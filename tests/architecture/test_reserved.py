@@ -27,7 +27,6 @@ def scaled(**scale: torch.Tensor) -> None:
 
 
 REFUSED: dict[str, tuple[type[kvdock.KVDockError], list[Callable[[], Any]]]] = {
-    "kvdock.ops.swap_blocks_": (kvdock.UnsupportedError, [lambda: kvdock.ops.swap_blocks_(POOL, POOL, [(0, 1)])]),
     "k_scale": (kvdock.ArgumentValueError, [lambda: scaled(k_scale=ONE)]),
     "v_scale": (kvdock.ArgumentValueError, [lambda: scaled(v_scale=ONE)]),
     "scale": (

@@ -9,6 +9,7 @@ import torch
 
 from kvdock.cache.grouping import Grouping
 from kvdock.cache.interface import Cache, check_layer
+from kvdock.cache.paged_options import PagedConfig
 from kvdock.cache.pool import Store
 from kvdock.cache.regions import MemoryRegion, regions_of
 from kvdock.errors import ArgumentValueError
@@ -22,6 +23,8 @@ class GroupedCache(Cache):
     """A cache whose layers form groups, each with a block table and slots of its own."""
 
     spec: KVSpec
+    config: PagedConfig
+    _named: str | None
     _grouping: Grouping
     _store: Store
     _num_blocks: int

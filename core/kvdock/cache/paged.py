@@ -14,6 +14,7 @@ from kvdock.cache.interface import OpSource, active_name, check_layer, require_b
 from kvdock.cache.memory import allocated, fresh
 from kvdock.cache.paged_options import Given, PagedConfig
 from kvdock.cache.pool import PagedPool, RankLayer, Store, group_layers, sources
+from kvdock.cache.routes import Routes
 from kvdock.errors import ArgumentTypeError, UnsupportedError
 from kvdock.ops.active import active_dispatcher
 from kvdock.ops.api import BlockPairs, output_pair, pairs_tensor
@@ -153,6 +154,7 @@ class PagedKVCache(GroupedCache):
 
     def _bind_copies(self, ops: OpSource) -> None:
         """Fix what copies blocks: of all layers at once where these lie together, see `Store`."""
+        self._routes = Routes(ops)
         self._copy = [ops.op("copy_blocks_").bind(*each, named=self._named) for each in self._store.copied]
 
     @property
@@ -272,6 +274,25 @@ class PagedKVCache(GroupedCache):
         pairs = pairs_tensor(block_pairs)
         for copy in self._copy:
             copy(pairs)
+
+    def swap_blocks(self, dst: PagedKVCache, block_pairs: BlockPairs, *, group: int = 0) -> None:
+        """Copy whole blocks to another cache of the same layers, such as one in host memory: all layers of a group.
+
+        Layouts, alignment and numbers of blocks may differ. Where both have one order of heads, and pad blocks alike, it is a launch
+        for keys and one for values of each group of equal layers, or two for all layers in one memory; otherwise one for each buffer
+        of a layer. It is ordered as `kvdock.ops.swap_blocks_` says; `kvdock.cache.swapping` does it aside.
+
+        Args:
+            dst: the cache to copy to, on the same device, or one of the two in host memory.
+            block_pairs: ``[N, 2]`` (src, dst): blocks of this cache, and where they go in ``dst``.
+            group: number of the group of layers that the blocks belong to.
+
+        Raises:
+            ArgumentTypeError, ArgumentValueError: ``dst`` keeps something else, or is this cache.
+            IndexRangeError: no such group.
+            KVDockError: as `kvdock.ops.swap_blocks_`; nothing was written.
+        """
+        self._routes.swap(self, dst, block_pairs, group)
 
     def __repr__(self) -> str:
         sizes = ", ".join(str(group.block_size) for group in self.groups)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.ops.active import ACTIVE_OPS
 from kvdock.spec import check_int
 
@@ -160,8 +160,8 @@ def copy_blocks_(k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: Bloc
     ACTIVE_OPS["copy_blocks_"](k_cache, v_cache, pairs_tensor(block_pairs))
 
 
-def pairs_tensor(block_pairs: BlockPairs) -> torch.Tensor:
-    """Return block pairs as a tensor ``[N, 2]``, in host memory unless they are a tensor already."""
+def pairs_tensor(block_pairs: BlockPairs, op: str = "copy_blocks_") -> torch.Tensor:
+    """Return block pairs as a tensor ``[N, 2]``, in host memory unless they are a tensor already; ``op`` is for errors."""
     if isinstance(block_pairs, torch.Tensor):
         return block_pairs
     if torch.compiler.is_dynamo_compiling():
@@ -172,20 +172,37 @@ def pairs_tensor(block_pairs: BlockPairs) -> torch.Tensor:
         return torch.from_numpy(pairs) if pairs.size else torch.zeros((0, 2), dtype=torch.int64, device="cpu")
     except (TypeError, ValueError) as error:
         raise ArgumentValueError(
-            "copy_blocks_: block_pairs",
+            f"{op}: block_pairs",
             expected="[N, 2] integers (src, dst)",
             got=repr(block_pairs)[:80],
             fix="pass a list of pairs, or an integer array or tensor of shape [N, 2]",
         ) from error
 
 
-def _later(op: str) -> UnsupportedError:
-    return UnsupportedError(op, expected="an op of this release", got="one of a later release", fix="see CHANGELOG.md for what there is")
-
-
 def swap_blocks_(src_cache: torch.Tensor, dst_cache: torch.Tensor, block_pairs: BlockPairs) -> None:
-    """Copy whole blocks between pools. Not there yet: raises `UnsupportedError`."""
-    raise _later("swap_blocks_")
+    """Copy whole blocks from one pool to another, of one device or between a device and host memory.
+
+    It is ordered like any launch: behind what the device's current stream was given before. A copy to host memory that the device
+    writes itself (page-locked: `kvdock.cache.swapping.pin`) may be on its way when this returns. It is there once the stream has come
+    so far: wait for an event of the stream before the host reads it, or before another device does. Pageable host memory is staged,
+    and this waits for the device.
+
+    Args:
+        src_cache: ``[NBs, block, H, D]``, any strides but an innermost of 1.
+        dst_cache: ``[NBd, block, H, D]`` in the same dtype, with strides of its own; written.
+        block_pairs: ``[N, 2]`` (src, dst), int32 or int64, in host memory or on the pools' device: a block of ``src_cache``, and
+            where it goes in ``dst_cache``. Sources may repeat. A pair with a negative id is padding, and skipped.
+
+    Raises:
+        ArgumentTypeError: an argument is no tensor or has the wrong dtype.
+        ArgumentValueError: blocks of unlike shape, pools on two devices of which none is the host, a wrong stride, or pools that
+            overlap; or, where the host can read the pairs, two with one destination.
+        IndexRangeError: a block id that the host can read is not below NBs, or NBd; on a device such a pair is skipped and counted.
+        UnsupportedError: no kernel serves these dtypes.
+
+    Nothing is written when it raises. Zero pairs are a no-op.
+    """
+    ACTIVE_OPS["swap_blocks_"](src_cache, dst_cache, pairs_tensor(block_pairs, "swap_blocks_"))
 
 
 def paged_attention(

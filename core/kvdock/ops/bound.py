@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any, NoReturn, Self
 
@@ -28,15 +28,17 @@ class BoundOp:
         function: the function of which this is the first argument, shared by everything that is bound to the op.
         pools: the op's static tensor arguments.
         own_name: backend to use for good, or None.
+        written: places of those that the op writes.
     """
 
-    __slots__ = ("__weakref__", "_function", "_pools", "_views", "fixed", "own_name", "recent", "roots")
+    __slots__ = ("__weakref__", "_function", "_pools", "_views", "_written", "fixed", "own_name", "recent", "roots")
 
-    def __init__(self, function: Callable[..., Any], pools: tuple[torch.Tensor, ...], own_name: str | None) -> None:
-        self._function, self._pools, self.own_name = function, pools, own_name
+    def __init__(self, function: Callable[..., Any], pools: tuple[torch.Tensor, ...], own_name: str | None, written: Sequence[int]) -> None:
+        self._function, self._pools, self.own_name, self._written = function, pools, own_name, written
         self.recent = Recent(own_name)
         ranges = [(pool.data_ptr(), pool.data_ptr() + extent(pool)) for pool in pools]
-        low, high = (min(at for at, _ in ranges), max(end for _, end in ranges)) if ranges else (0, 0)
+        targets = [ranges[place] for place in written]
+        low, high = (min(at for at, _ in targets), max(end for _, end in targets)) if targets else (0, 0)
         pairs = [_root_of(pool) for pool in pools]
         self.roots, self._views = tuple(root for root, _ in pairs), tuple(view for _, view in pairs)
         self.fixed = (*pools, *(address for each in ranges for address in each), low, high)
@@ -68,7 +70,7 @@ class BoundOp:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)(self._function, copy.deepcopy(self._pools, memo), self.own_name)
+        return type(self)(self._function, copy.deepcopy(self._pools, memo), self.own_name, self._written)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(

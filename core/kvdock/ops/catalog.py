@@ -1,7 +1,7 @@
 """The ops kvdock knows, as data. Adding one is adding an `OpSchema` here; nothing else in core branches on an op.
 
-Sizes: NB blocks of ``block`` places each; Hk, Hv heads and Dk, Dv elements of keys and values; B rows of S positions; Dw elements of
-a row of latents, Dc of a latent and Dp of the rotary part behind it.
+Sizes: NB blocks of ``block`` places each, or NBs and NBd in two pools; Hk, Hv heads and Dk, Dv elements of keys and values; B rows of S
+positions; Dw elements of a row of latents, Dc of a latent and Dp of the rotary part behind it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ __all__ = [
     "MLA_GATHER",
     "PAGED_CACHING",
     "STATIC_UPDATE",
+    "SWAP_BLOCKS",
     "example",
 ]
 
@@ -116,6 +117,23 @@ COPY_BLOCKS = OpSchema(
 )
 
 
+def _check_swap_blocks(args: Mapping[str, Any]) -> list[str]:
+    sources, blocks = args["src_cache"].shape[0], args["dst_cache"].shape[0]
+    return check_pairs("swap_blocks_", args["block_pairs"], blocks, num_sources=sources)
+
+
+SWAP_BLOCKS = OpSchema(
+    "swap_blocks_",
+    (
+        Arg("src_cache", Role.TENSOR, ("NBs block Hk Dk",), _CACHE_DTYPES, host=True),
+        Arg("dst_cache", Role.MUTATED, ("NBd block Hk Dk",), _CACHE_DTYPES, same_dtype="src_cache", host=True),
+        Arg("block_pairs", Role.TENSOR, ("*N 2",), INDEX_DTYPES, host=True),
+    ),
+    check_values=_check_swap_blocks,
+    instead="copy blocks inside one pool with kvdock.ops.copy_blocks_",
+)
+
+
 def _check_mla_caching(args: Mapping[str, Any]) -> list[str]:
     return check_slots("mla_caching_", args["slot_mapping"], math.prod(args["kv_cache"].shape[:2]))
 
@@ -158,7 +176,7 @@ MLA_GATHER = OpSchema(
     check_values=_check_mla_gather,
 )
 
-_OPS = (PAGED_CACHING, STATIC_UPDATE, GATHER_PAGED, COPY_BLOCKS, PAGED_ATTENTION, MLA_CACHING, MLA_GATHER)
+_OPS = (PAGED_CACHING, STATIC_UPDATE, GATHER_PAGED, COPY_BLOCKS, SWAP_BLOCKS, PAGED_ATTENTION, MLA_CACHING, MLA_GATHER)
 CATALOG: Mapping[str, OpSchema] = MappingProxyType({op.name: op for op in _OPS})
 """Every op by name."""
 
@@ -186,7 +204,7 @@ def example(
     """
     if op not in schemas:
         raise ArgumentValueError("op", expected=f"one of {', '.join(sorted(schemas))}", got=repr(op))
-    sizes = {"NB": 2, "C": 2, **dict.fromkeys(("block", "vblock", "S"), block_size)}
+    sizes = {"NB": 2, "NBs": 2, "NBd": 2, "C": 2, **dict.fromkeys(("block", "vblock", "S"), block_size)}
     sizes |= dict.fromkeys(("Hq", "Hk", "Hv"), heads) | dict.fromkeys(("Dk", "Dv", "Dc", "Dp"), head_dim) | {"Dw": 2 * head_dim}
     if rope_dim:
         sizes |= dict.fromkeys(("Dv", "Dc"), head_dim - rope_dim) | {"Dp": rope_dim, "Dw": head_dim}

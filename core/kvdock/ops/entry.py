@@ -99,6 +99,7 @@ class OpEntry(Shared):
         self._pivot = pivot_of(schema)
         places = {name: place for place, name in enumerate(schema.arg_names)}
         self._pools = [places[arg.name] for arg in schema.static_args]
+        self._written = [place for place, arg in enumerate(schema.static_args) if arg in schema.mutated]
         self._rest = {v.number: [places[name] for name in v.dims if places[name] not in self._pools] for v in self._variants.values()}
         self.call, self._bound_call = _maker_of(schema)(self)
 
@@ -299,7 +300,7 @@ class OpEntry(Shared):
             The op as a function of its other arguments, in the schema's order: a method of a `BoundOp`, which says what comes
             of copying it.
         """
-        return BoundOp(self._bound_call, pools, named).bound_call
+        return BoundOp(self._bound_call, pools, named, self._written).bound_call
 
     @property
     def prepared(self) -> int:

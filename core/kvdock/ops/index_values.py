@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 
 from kvdock.errors import ArgumentValueError, IndexRangeError
+from kvdock.interface import HOST
 
 __all__ = ["check_lengths", "check_pairs", "check_slots", "equal_slots", "live_pairs", "pairs_on_device", "slots_in_range"]
 
@@ -75,19 +76,27 @@ def check_lengths(op: str, lengths: Sequence[int], new: int, capacity: int) -> l
     return []
 
 
-def check_pairs(op: str, pairs: torch.Tensor, num_blocks: int) -> list[str]:
+def check_pairs(op: str, pairs: torch.Tensor, num_blocks: int, *, num_sources: int | None = None) -> list[str]:
     """Raise as `live_pairs` does; nothing about pairs is doubtful."""
-    live_pairs(op, pairs, num_blocks)
+    live_pairs(op, pairs, num_blocks, num_sources=num_sources)
     return []
 
 
-def live_pairs(op: str, pairs: torch.Tensor, num_blocks: int) -> Sequence[Sequence[int]]:
+def live_pairs(op: str, pairs: torch.Tensor, num_blocks: int, *, num_sources: int | None = None) -> Sequence[Sequence[int]]:
     """Return the pairs ``[N, 2]`` (src, dst) that are no padding, which has a negative id, once their order does not matter.
 
+    Args:
+        op: name of the op, for errors.
+        pairs: int32 or int64, in host memory.
+        num_blocks: blocks of the pool.
+        num_sources: blocks of the pool that sources are in, where that is another: then a source may have a destination's number.
+
     Raises:
-        IndexRangeError: a block id is not below ``num_blocks``.
+        IndexRangeError: a block id is not below the number of blocks.
         ArgumentValueError: two pairs have one destination, or a destination is also a source.
     """
+    if num_sources is not None:
+        return _pairs_between(op, pairs, num_sources, num_blocks)
     ids = set(chain.from_iterable(rows := pairs.tolist()))
     # Almost every call: no id occurs twice, so no order matters. Half as long as the rest, which can name what is wrong.
     if len(ids) == 2 * len(rows) and (not ids or (min(ids) >= 0 and max(ids) < num_blocks)):
@@ -95,19 +104,41 @@ def live_pairs(op: str, pairs: torch.Tensor, num_blocks: int) -> Sequence[Sequen
     live = [(src, dst) for src, dst in rows if src >= 0 and dst >= 0]
     sources, destinations = {src for src, _ in live}, {dst for _, dst in live}
     if live and (max(sources) >= num_blocks or max(destinations) >= num_blocks):
-        place = ((pairs >= num_blocks) & (pairs >= 0).all(1, keepdim=True)).nonzero()[0].tolist()
-        raise IndexRangeError(
-            f"{op}: block_pairs{place}",
-            expected=f"a block id below {num_blocks}, or a negative one for padding",
-            got=int(pairs[tuple(place)]),
-            fix="pass (src, dst) block ids of this pool, not slots",
-        )
+        raise _range_error(op, pairs, (num_blocks, num_blocks))
     if len(destinations) < len(live) or not sources.isdisjoint(destinations):
         raise _pair_error(op, pairs, sources)
     return live
 
 
-def pairs_on_device(op: str, pairs: torch.Tensor, num_blocks: int, device: torch.device) -> torch.Tensor:
+def _pairs_between(op: str, pairs: torch.Tensor, num_sources: int, num_blocks: int) -> Sequence[Sequence[int]]:
+    """Return the pairs between two pools that are no padding: those of a long prompt are many, and looked at as one array."""
+    ids = pairs.numpy()
+    if ids.size and ids.min() < 0:
+        ids = ids[(ids >= 0).all(1)]
+    if not ids.size:
+        return []
+    most = ids.max(0)
+    if most[0] >= num_sources or most[1] >= num_blocks:
+        raise _range_error(op, pairs, (num_sources, num_blocks))
+    if len(set(ids[:, 1].tolist())) < len(ids):
+        raise _pair_error(op, pairs, set())
+    live: Sequence[Sequence[int]] = ids.tolist()
+    return live
+
+
+def _range_error(op: str, pairs: torch.Tensor, limits: tuple[int, int]) -> IndexRangeError:
+    """Name the first id that is not in its pool; the pools have so many blocks."""
+    place = ((pairs >= torch.tensor(limits, device=HOST)) & (pairs >= 0).all(1, keepdim=True)).nonzero()[0].tolist()
+    pool = "this pool" if limits[0] == limits[1] else ("src_cache", "dst_cache")[place[1]]
+    return IndexRangeError(
+        f"{op}: block_pairs{place}",
+        expected=f"a block id below {limits[place[1]]}, or a negative one for padding",
+        got=int(pairs[tuple(place)]),
+        fix=f"pass (src, dst) block ids of {pool}, not slots",
+    )
+
+
+def pairs_on_device(op: str, pairs: torch.Tensor, num_blocks: int, device: torch.device, *, num_sources: int | None = None) -> torch.Tensor:
     """Check pairs as `live_pairs` does, and return on a device, without waiting for it, what was checked.
 
     The caller's may change as soon as this returns. For host memory they are returned themselves: kernels there are done
@@ -117,7 +148,7 @@ def pairs_on_device(op: str, pairs: torch.Tensor, num_blocks: int, device: torch
         # A copy from pinned memory reads it when the stream gets there, by when the caller may have filled it anew. One from
         # pageable memory has read it when it returns: it is staged.
         pairs = pairs.clone()
-    live_pairs(op, pairs, num_blocks)
+    live_pairs(op, pairs, num_blocks, num_sources=num_sources)
     if device == pairs.device:
         return pairs
     try:
@@ -134,7 +165,7 @@ def _pair_error(op: str, pairs: torch.Tensor, sources: set[int]) -> ArgumentValu
     row, dst, twice = next((row, dst, dst in seen) for (row, dst), seen in zip(live, before, strict=True) if dst in seen or dst in sources)
     return ArgumentValueError(
         f"{op}: block_pairs[{row}]",
-        expected="destinations that occur once and are no source, so that the order of copies does not matter",
+        expected=f"destinations that occur once{' and are no source' * bool(sources)}, so that the order of copies does not matter",
         got=f"destination {dst} {'twice' if twice else 'also as a source'}",
         fix="drop the doubled pair" if twice else "split chained copies into two calls",
     )

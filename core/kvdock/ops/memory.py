@@ -48,17 +48,18 @@ def check_overlap(schema: OpSchema, tensors: dict[str, torch.Tensor]) -> None:
             continue
         if share_memory(target, tensor) if name in mutated else ranges_overlap(target, tensor):
             got = f"address {tensor.data_ptr():#x} within {written} from {target.data_ptr():#x}"
-            fix = f"pass two tensors for {written} and {name}" if name in mutated else f"{name}.clone()"
+            fix = f"pass two tensors for {written} and {name}" if name in mutated else schema.instead or f"{name}.clone()"
             refuse(ArgumentValueError, schema, name, f"memory outside {written}, which is written", got, fix)
 
 
-def meta_of(arg: Arg, value: Any) -> Any:
-    """Return what is static about an argument."""
+def meta_of(arg: Arg, value: Any, device: torch.device) -> Any:
+    """Return what is static about an argument of a call on a device."""
     if not isinstance(value, torch.Tensor):
         return HOST_INT if arg.role is Role.RUNTIME_INT and value is not None else value
     dims = arg.dims_of_rank(value.dim()) or ()
     if dims and not any(dim.runtime for dim in dims):
-        return TensorMeta(value.dtype, tuple(value.shape), normalised(value.shape, value.stride()), alignment_of([value.data_ptr()]))
+        strides, is_on_host = normalised(value.shape, value.stride()), value.device != device
+        return TensorMeta(value.dtype, tuple(value.shape), strides, alignment_of([value.data_ptr()]), is_on_host)
     shape = tuple(None if dim.runtime else size for dim, size in zip(dims, value.shape, strict=True))
     return TensorMeta(value.dtype, shape, None, _runtime_alignment(dims, value))
 

@@ -80,7 +80,8 @@ class Arg:
         dtypes: dtypes it may have.
         same_dtype: name of the argument whose dtype it must have, unless that is quantised and has its scale.
         optional: whether it may be None.
-        host: whether it may lie in host memory, whatever the op's device.
+        host: whether it may lie in host memory, whatever the op's device. See `OpSchema.placing` for an op of which no pool need be
+            elsewhere.
         scale_of: name of the quantised cache that it is the scale of. An error for a cache that is not quantised.
         since: version of the contract that it came with. A kernel of a plugin made for an older one never sees it.
         returned: whether the op returns it, made anew where it is None. Its dtype is that of ``same_dtype``, its sizes those of others.
@@ -145,6 +146,7 @@ class OpSchema:
         relations: further conditions on sizes.
         check_values: given the arguments as host values, raises if a value is out of range and returns what is doubtful
             (equal slots), as text. Host kernels call it before they write, debug mode on every device.
+        instead: what to use where an input lies in what is written, if the op is the wrong one for that.
         when_empty: given the arguments of a valid call in which a run-time size is 0, writes what it comes to, so that no kernel meets
             such a call. Where it is None, a kernel serves those whose returned outputs have elements; the others have nothing to do.
     """
@@ -153,13 +155,14 @@ class OpSchema:
     args: tuple[Arg, ...]
     relations: tuple[Relation, ...] = ()
     check_values: Callable[..., list[str]] | None = None
+    instead: str = ""
     when_empty: Callable[[dict[str, Any]], None] | None = None
 
     def __attrs_post_init__(self) -> None:
         names = self.arg_names
         if len(set(names)) != len(names):
             raise ArgumentValueError(f"OpSchema {self.name}: args", expected="distinct names", got=", ".join(names))
-        if not any(arg.is_tensor and not arg.optional and not arg.returned and not arg.host for arg in self.args):
+        if not self.placing:
             expected = "a tensor that every call has, on the device where the op is to run"
             raise ArgumentValueError(f"OpSchema {self.name}: args", expected=expected, got=", ".join(names) or "none")
         late = [arg.name for arg in self.args if arg.since > self.since and not arg.optional]
@@ -167,6 +170,12 @@ class OpSchema:
             raise ArgumentValueError(
                 f"OpSchema {self.name}: {late[0]}", expected="optional, since it came later than the op", got="required"
             )
+
+    @property
+    def placing(self) -> tuple[str, ...]:
+        """Names of the tensors that say where the op runs: the first of them, or of pools that may be on the host the first elsewhere."""
+        always = [arg for arg in self.args if arg.is_tensor and not arg.optional and not arg.returned and not arg.host]
+        return tuple(arg.name for arg in always or self.static_args)
 
     @property
     def since(self) -> tuple[int, int]:

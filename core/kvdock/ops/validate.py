@@ -41,7 +41,7 @@ def validate(schema: OpSchema, values: tuple[Any, ...]) -> Request:
         check_storage(schema, name, tensor)
         check_strides(schema, schema.arg(name), tensor)
     check_overlap(schema, filled)
-    return Request(schema.name, device, {arg.name: meta_of(arg, args[arg.name]) for arg in schema.args})
+    return Request(schema.name, device, {arg.name: meta_of(arg, args[arg.name], device) for arg in schema.args})
 
 
 def check_traced(schema: OpSchema, values: tuple[Any, ...]) -> None:
@@ -67,7 +67,8 @@ def _check_traits(schema: OpSchema, args: dict[str, Any], *, is_memory: bool) ->
         if is_memory and isinstance(args[arg.name], torch.Tensor):
             _check_unwrapped(schema, arg.name, args[arg.name])
     tensors = {arg.name: args[arg.name] for arg in schema.args if isinstance(args[arg.name], torch.Tensor)}
-    first = next(name for name in tensors if not schema.arg(name).host)
+    placing = [name for name in schema.placing if name in tensors]
+    first = next((name for name in placing if tensors[name].device != HOST), placing[0]) if schema.arg(placing[0]).host else placing[0]
     device = tensors[first].device
     _check_quantised(schema, args)
     for name, tensor in tensors.items():
@@ -118,7 +119,8 @@ def _check_plain(schema: OpSchema, arg: Arg, value: Any) -> None:
 
 def _check_device(schema: OpSchema, arg: Arg, tensor: torch.Tensor, device: torch.device, first: str) -> None:
     if tensor.device != device and not (arg.host and tensor.device == HOST):
-        expected, got = f"a tensor on {device}, where {first} is", f"a tensor on {tensor.device}"
+        or_host = ", or in host memory" if arg.host and device != HOST else ""
+        expected, got = f"a tensor on {device}, where {first} is{or_host}", f"a tensor on {tensor.device}"
         _refuse(ArgumentValueError, schema, arg.name, expected, got, f'{arg.name}.to("{device}")')
 
 
@@ -194,7 +196,7 @@ def _agrees(dims: tuple[Dim, ...], tensor: torch.Tensor, name: str, sizes: _Size
         return False
     for dim, size in zip(dims, tensor.shape, strict=True):
         known = sizes.setdefault(dim.name, (size, name))[0] if dim.literal is None else dim.literal
-        if size != known or (not dim.runtime and size == 0 and dim.name != "NB"):
+        if size != known or (not dim.runtime and size == 0 and not dim.name.startswith("NB")):
             return False
     return True
 

@@ -247,14 +247,3 @@ def test_debug_mode_reads_nothing_back_while_a_graph_is_captured() -> None:
         before = runtime.skipped_writes("cpu")
         kvdock.ops.paged_caching_(*pools, *tokens, slots)  # a warning would be an error here
         assert runtime.skipped_writes("cpu") == before + 1
-
-
-LATER = {
-    "swap_blocks_": lambda t: kvdock.ops.swap_blocks_(t, t, [(0, 1)]),
-}
-
-
-@pytest.mark.parametrize(("op", "call"), LATER.items(), ids=LATER)
-def test_ops_of_a_later_release_raise(op: str, call: Callable[[torch.Tensor], Any]) -> None:
-    with pytest.raises(kvdock.UnsupportedError, match=rf"^{op}: expected an op of this release, got one of a later release\. Fix: "):
-        call(torch.zeros(2, 2))

@@ -18,6 +18,7 @@ from kvdock.ops.portable.paged_attention import PagedAttention
 from kvdock.ops.portable.paged_caching import PagedCaching
 from kvdock.ops.portable.rows import SKIPPED
 from kvdock.ops.portable.static_update import StaticUpdate
+from kvdock.ops.portable.swap_blocks import SwapBlocks
 
 __all__ = ["PORTABLE_KERNELS", "SKIPPED"]
 
@@ -27,6 +28,7 @@ PORTABLE_KERNELS: Mapping[str, Kernel] = MappingProxyType(
         "static_update_": StaticUpdate(),
         "gather_paged": GatherPaged(),
         "copy_blocks_": CopyBlocks(),
+        "swap_blocks_": SwapBlocks(),
         "paged_attention": PagedAttention(),
         "mla_caching_": MLACaching(),
         "mla_gather": MLAGather(),
