@@ -9,6 +9,7 @@ A backend has
 * checks of index values that lie in host memory: `slots_in_range`, `check_lengths`, `live_pairs` and their like;
 * bits: `as_bits`, `bits_dtype`, `common_alignment`; `quantised_reasons` refuses what is no copy of bits; a `SkipCounter` counts the
   writes that a device skips;
+* `swap_staged`, which swaps blocks with host memory that a device cannot reach by itself;
 * `LatentKernel`, which makes a kernel for latents of one for keys and values;
 * ops of a plugin's own: an `Op` has an `OpSchema` of `Arg`, and `call_op` calls it;
 * prefix caches: `PrefixCache`, what its methods return, policies, and the checks of arguments that kvdock's own use;
@@ -53,6 +54,7 @@ from kvdock.ops.brought import Op
 from kvdock.ops.index_values import check_lengths, check_pairs, check_slots, equal_slots, live_pairs, pairs_on_device, slots_in_range
 from kvdock.ops.latents import LatentKernel
 from kvdock.ops.portable.rows import write_rows
+from kvdock.ops.portable.swap_blocks import swap_staged
 from kvdock.ops.schema import Arg, OpSchema, Relation, Role
 from kvdock.plugins.hookspecs import hookimpl
 from kvdock.prefix.events import Cleared, EventStream, Removed, Stored
@@ -134,5 +136,6 @@ __all__ = [
     "policy_of",
     "quantised_reasons",
     "slots_in_range",
+    "swap_staged",
     "write_rows",
 ]

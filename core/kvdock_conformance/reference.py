@@ -38,6 +38,7 @@ __all__ = [
     "paged_attention",
     "paged_caching_",
     "static_update_",
+    "swap_blocks_",
 ]
 
 Place = tuple[int, ...]
@@ -166,6 +167,31 @@ def copy_blocks_(k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torc
         for cache in caches:
             for offset in range(cache.shape[1]):
                 cache[dst, offset] = cache[src, offset]
+    return skipped
+
+
+def swap_blocks_(src_cache: torch.Tensor, dst_cache: torch.Tensor, block_pairs: torch.Tensor | Sequence[tuple[int, int]]) -> list[Place]:
+    """Copy whole blocks from one pool to another.
+
+    Args:
+        src_cache: ``[NBs, block, H, D]``.
+        dst_cache: ``[NBd, block, H, D]``; written.
+        block_pairs: ``[N, 2]`` (src, dst): a block of ``src_cache``, and where it goes. A pair with a negative id is padding.
+
+    Returns:
+        The pairs, ``(index,)``, with an id that is not in its pool and none that is negative: these were skipped whole.
+    """
+    skipped: list[Place] = []
+    source, to = _bits(src_cache), _bits(dst_cache)
+    for index, pair in enumerate(block_pairs):
+        src, dst = (int(block) for block in pair)
+        if src < 0 or dst < 0:
+            continue
+        if src >= len(source) or dst >= len(to):
+            skipped.append((index,))
+            continue
+        for offset in range(to.shape[1]):
+            to[dst, offset] = source[src, offset]
     return skipped
 
 

@@ -8,7 +8,7 @@ import attrs
 
 from kvdock.plugin import TensorMeta, common_alignment
 
-__all__ = ["Element", "chunk_for", "element_for", "index_type"]
+__all__ = ["Element", "chunk_for", "element_between", "element_for", "index_type"]
 
 
 @attrs.frozen
@@ -56,6 +56,11 @@ def element_for(pool: TensorMeta, others: Iterable[TensorMeta] = ()) -> Element:
         others: tensors of rows; their alignment covers rows and steps.
     """
     return _ELEMENTS[common_alignment(pool, *others)]
+
+
+def element_between(one: TensorMeta, other: TensorMeta) -> Element:
+    """Return the element that divides every address and step of two pools."""
+    return _ELEMENTS[min(common_alignment(one), common_alignment(other))]
 
 
 def chunk_for(elements: int, most: int = 4096) -> int:

@@ -13,6 +13,7 @@ from kvdock_triton.paged_attention import PagedAttention
 from kvdock_triton.paged_caching import PagedCaching
 from kvdock_triton.static_update import StaticUpdate
 from kvdock_triton.support import KernelOwner
+from kvdock_triton.swap_blocks import SwapBlocks
 
 __all__ = ["kernels_for"]
 
@@ -24,6 +25,7 @@ def kernels_for(owner: KernelOwner) -> Mapping[str, Kernel]:
         "static_update_": StaticUpdate(owner),
         "gather_paged": GatherPaged(owner),
         "copy_blocks_": CopyBlocks(owner),
+        "swap_blocks_": SwapBlocks(owner),
         "paged_attention": PagedAttention(owner),
         "mla_caching_": MLACaching(owner),
         "mla_gather": MLAGather(owner),

@@ -60,6 +60,10 @@ class TritonKernel(Kernel):
         """Return the address of a device's count of skipped writes."""
         return self._owner.skip_counter(device).data_ptr()
 
+    def skip_counter(self, device: torch.device) -> torch.Tensor:
+        """Return a device's count of skipped writes."""
+        return self._owner.skip_counter(device)
+
     def launch(self, spec: KernelSpec, request: Request) -> Launch:
         """Return the launch of a kernel, compiled now.
 

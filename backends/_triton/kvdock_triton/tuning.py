@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-__all__ = ["DEFAULT", "HOPPER", "MOST_TOKENS", "TUNED_ROW_BYTES", "WIDE", "AttentionTile", "Tile", "Tuning", "tuning_for"]
+__all__ = ["DEFAULT", "HOPPER", "MOST_TOKENS", "TUNED_ROW_BYTES", "WIDE", "AttentionTile", "SwapTile", "Tile", "Tuning", "tuning_for"]
 
 TUNED_ROW_BYTES = 2048
 """Bytes of a row of keys on which tiles are tuned: 8 heads of 128 elements of 2 bytes."""
@@ -45,6 +45,23 @@ def _floor(number: int) -> int:
 def _ceiling(number: int) -> int:
     """Return the smallest power of two that is not below a positive number."""
     return 1 << (number - 1).bit_length()
+
+
+@attrs.frozen
+class SwapTile:
+    """How blocks are moved between pools.
+
+    Args:
+        programs: programs for memory of the host: so few fill the link, and leave the other processors to whoever computes.
+        piece: elements that a program moves at a time.
+        warps: warps per program.
+        per_processor: programs per processor where both pools are on the device.
+    """
+
+    programs: int
+    piece: int
+    warps: int
+    per_processor: int = 4
 
 
 TUNED_KEY_BYTES = 512
@@ -100,6 +117,7 @@ class Tuning:
         static: `static_update_`.
         gather: `gather_paged`.
         copy: `copy_blocks_`; ``tokens`` is not used.
+        swap: `swap_blocks_`.
         decode: `paged_attention` where each sequence has few queries, which fit into one tile.
         prefill: `paged_attention` of any number of queries.
     """
@@ -109,6 +127,7 @@ class Tuning:
     static: Tile = Tile(2, 8)
     gather: Tile = Tile(2, 8)
     copy: Tile = Tile(1, 8)
+    swap: SwapTile = SwapTile(16, 4096, 8)
     decode: AttentionTile = AttentionTile(16, 32, 4, 3, programs=4)
     prefill: AttentionTile = AttentionTile(64, 32, 4, 2)
 

@@ -14,6 +14,7 @@ from kvdock_cpu.mla_gather import MLAGather
 from kvdock_cpu.paged_attention import PagedAttention
 from kvdock_cpu.paged_caching import PagedCaching
 from kvdock_cpu.static_update import StaticUpdate
+from kvdock_cpu.swap_blocks import SwapBlocks
 
 __all__ = ["CpuBackend"]
 
@@ -43,6 +44,7 @@ class CpuBackend(Backend):
             "static_update_": StaticUpdate(),
             "gather_paged": GatherPaged(),
             "copy_blocks_": CopyBlocks(),
+            "swap_blocks_": SwapBlocks(),
             "paged_attention": PagedAttention(),
             "mla_caching_": MLACaching(),
             "mla_gather": MLAGather(),

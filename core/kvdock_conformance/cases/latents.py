@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -15,7 +15,7 @@ from kvdock_conformance.cases.drawing import Drawing, View
 from kvdock_conformance.cases.layouts import READ_POOLS, SOURCES, Pair
 from kvdock_conformance.cases.paged import SlotCall
 
-__all__ = ["DRAWN", "LatentCall"]
+__all__ = ["DRAWN", "LatentCall", "drawn"]
 
 
 @attrs.frozen
@@ -51,11 +51,11 @@ def _values(sizes: Mapping[str, int], choose: random.Random) -> dict[str, Any]:
     return {"slot_mapping": choose.sample([*some, *[-1] * count], count) if count > 2 else [*some, -1, -1][:count]}
 
 
-def _drawn(schema: OpSchema) -> Drawn:
-    """Return an op without quantised caches."""
+def drawn(schema: OpSchema, values: Callable[[Mapping[str, int], random.Random], dict[str, Any]]) -> Drawn:
+    """Return an op without quantised caches, with what draws the values of its indices."""
     args = tuple(attrs.evolve(arg, dtypes=tuple(d for d in arg.dtypes if d not in QUANTISED_DTYPES)) for arg in schema.args)
-    return Drawn(attrs.evolve(schema, args=args), _values)
+    return Drawn(attrs.evolve(schema, args=args), values)
 
 
-DRAWN: Mapping[str, Drawn] = {schema.name: _drawn(schema) for schema in (MLA_CACHING, MLA_GATHER)}
+DRAWN: Mapping[str, Drawn] = {schema.name: drawn(schema, _values) for schema in (MLA_CACHING, MLA_GATHER)}
 """Both ops, as what their schemas make cases of."""

@@ -25,6 +25,7 @@ from kvdock_conformance.reference import (
     paged_attention,
     paged_caching_,
     static_update_,
+    swap_blocks_,
 )
 
 __all__ = [
@@ -46,6 +47,7 @@ REFERENCES: Mapping[str, Reference] = {
     "static_update_": static_update_,
     "gather_paged": gather_paged,
     "copy_blocks_": copy_blocks_,
+    "swap_blocks_": swap_blocks_,
     "paged_attention": paged_attention,
     "mla_caching_": mla_caching_,
     "mla_gather": mla_gather,

@@ -69,6 +69,7 @@ PLACES: Mapping[str, Callable[[Sequence[int]], str]] = {
     "static_update_": length_place,
     "gather_paged": gathered_slot,
     "copy_blocks_": pair_name,
+    "swap_blocks_": pair_name,
     "mla_caching_": gathered_slot,
     "mla_gather": gathered_slot,
 }

@@ -24,6 +24,7 @@ AREAS = (
     "gather_results",
     "copy_blocks",
     "copy_forms",
+    "swap_blocks",
     "scales",
     "static_update",
     "paged_attention",

@@ -271,7 +271,7 @@ def _pool_strides_ignored(move: Move, run: BackendCall, args: Args) -> None:
     move.again(run, args, lambda name, tensor: _as_dense(tensor) if _is_pool(name) else tensor)
 
 
-@each("values-by-the-strides-of-keys", "Where strides differ, values are taken to be dense.", "orders")
+@each("values-by-the-strides-of-keys", "Where strides differ, values are taken to be dense.", "orders", among="unlike")
 def _strides_of_keys(move: Move, run: BackendCall, args: Args) -> None:
     k_cache, v_cache = args["k_cache"], args["v_cache"]
     unlike = k_cache.shape == v_cache.shape and k_cache.stride() != v_cache.stride()

@@ -85,7 +85,7 @@ class Move:
     @property
     def rows(self) -> tuple[str, ...]:
         """Names of the arguments that hold rows."""
-        return tuple(dict.fromkeys(("k_cache", "v_cache", *(name for pair in self.pairs for name in pair))))
+        return tuple(dict.fromkeys(name for pair in self.pairs for name in pair))
 
     def with_index(self, run: BackendCall, args: Args, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Make a call with other indices."""

@@ -13,6 +13,7 @@ AREAS = (
     "paged_caching",
     "gather_paged",
     "copy_blocks",
+    "swap_blocks",
     "static_update",
     "paged_attention",
     "latents",

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from kvdock_conformance.cases.any_op import Drawable
 from kvdock_conformance.cases.latents import DRAWN, LatentCall
 from kvdock_conformance.cases.layouts import PARTS
 from kvdock_conformance.cases.paged import in_turn, shuffled
@@ -17,7 +18,7 @@ from kvdock_conformance.requirements.families import Cases
 from kvdock_conformance.requirements.ops import REQUIREMENTS as OF_ANY_OP
 from kvdock_conformance.requirements.slots import SlotArea
 
-__all__ = ["ASKED", "REQUIREMENTS"]
+__all__ = ["ASKED", "REQUIREMENTS", "of_any_op"]
 
 ASKED: Sequence[tuple[str, int | None, str]] = (
     ("first", 1, "Each token's latent is {done}, and behind it its rotary part, where slot_mapping names the slot."),
@@ -76,10 +77,12 @@ def _requirements(area: SlotArea, done: str) -> Iterator[Requirement]:
         yield area.require(number, sentence.format(done=done), *(shared[at] if at else ()), *own.get(role, ()), **checked)
 
 
-def _of_any_op(op: str) -> Iterator[Requirement]:
-    """Yield what is asked of any op, with cases that are drawn when they are needed."""
+def of_any_op(op: str, drawn: Drawable) -> Iterator[Requirement]:
+    """Yield what is asked of any op, with cases that are drawn when they are needed. Outputs that an op itself makes are not asked for."""
     for item in OF_ANY_OP:
-        yield attrs.evolve(item.of(op), cases=functools.cache(functools.partial(lambda each: [*each.cases(DRAWN[op])], item)))
+        made = attrs.evolve(item.of(op), cases=functools.cache(functools.partial(lambda each: [*each.cases(drawn)], item)))
+        if item.id != "KVD-OP-018":
+            yield made
 
 
 _AREAS = {"mla_caching_": ("MLA", "written"), "mla_gather": ("MLAREAD", "read")}
@@ -87,7 +90,6 @@ REQUIREMENTS = [
     *(
         item
         for op, (code, done) in _AREAS.items()
-        for item in (*_requirements(SlotArea(code, op, functools.partial(LatentCall, op)), done), *_of_any_op(op))
-        if item.id not in ("KVD-OP-018@mla_caching_", "KVD-OP-018@mla_gather")  # about outputs that the op itself makes
+        for item in (*_requirements(SlotArea(code, op, functools.partial(LatentCall, op)), done), *of_any_op(op, DRAWN[op]))
     )
 ]

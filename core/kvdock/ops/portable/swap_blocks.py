@@ -22,7 +22,7 @@ class SwapBlocksDescriptor(PortableDescriptor):
         """Copy block ``src`` to block ``dst`` of the other cache for each pair."""
         sizes = src_cache.shape[0], dst_cache.shape[0]
         if src_cache.device != dst_cache.device:
-            self._swap_staged(src_cache, dst_cache, block_pairs)
+            self.workspace_bytes = swap_staged(self._op, src_cache, dst_cache, block_pairs, self._skipped)
             return
         if block_pairs.device == HOST:
             block_pairs = pairs_on_device(self._op, block_pairs, sizes[1], dst_cache.device, num_sources=sizes[0])
@@ -32,30 +32,24 @@ class SwapBlocksDescriptor(PortableDescriptor):
             return
         source, dst = redirect(block_pairs[:, 1].to(torch.int64), valid)
         src = block_pairs[:, 0].to(torch.int64).index_select(0, source)
-        # With nothing valid, block 0 is written with what it holds.
         src, dst = (torch.where(valid.any(), ids, 0) for ids in (src, dst))
+        # With nothing valid, block 0 is written with what it holds.
         rows = torch.where(valid.any(), as_bits(src_cache).index_select(0, src), as_bits(dst_cache)[:1])
         self.workspace_bytes = 3 * len(src) * dst_cache[:1].nbytes  # what torch takes to index blocks
         as_bits(dst_cache).index_put_((dst,), rows)
 
-    def _swap_staged(self, src_cache: torch.Tensor, dst_cache: torch.Tensor, block_pairs: torch.Tensor) -> None:
-        sizes = src_cache.shape[0], dst_cache.shape[0]
-        pairs = block_pairs.to(HOST)
-        if block_pairs.device != HOST:  # where what is out of range is skipped and counted
-            valid, beyond = _judged(pairs, sizes)
-            self._skipped.add_(int(beyond.sum()))
-            pairs = pairs[valid]
-        self.workspace_bytes = swap_staged(self._op, src_cache, dst_cache, pairs)
 
+def swap_staged(op: str, src_cache: torch.Tensor, dst_cache: torch.Tensor, block_pairs: torch.Tensor, skipped: torch.Tensor) -> int:
+    """Copy blocks between a device and any host memory: gathered where they are, brought over, and put into place.
 
-def swap_staged(op: str, src_cache: torch.Tensor, dst_cache: torch.Tensor, pairs: torch.Tensor) -> int:
-    """Copy blocks between a device and any host memory: gathered on their side, brought over, and put into place. Waits for the device.
+    It waits for the device, and for whatever its current stream was given before: host memory is as it is to be when this returns.
 
     Args:
         op: name of the op, for errors.
         src_cache: see `kvdock.ops.swap_blocks_`.
         dst_cache: the same.
-        pairs: ``[N, 2]`` in host memory.
+        block_pairs: ``[N, 2]``, anywhere. In host memory all are checked; on a device those out of range are skipped.
+        skipped: count of such pairs, int64 ``[]``, which is added to.
 
     Returns:
         Bytes of scratch memory that were taken on the device.
@@ -63,15 +57,17 @@ def swap_staged(op: str, src_cache: torch.Tensor, dst_cache: torch.Tensor, pairs
     Raises:
         IndexRangeError, ArgumentValueError: as `kvdock.plugin.live_pairs`; nothing was written.
     """
-    live = torch.tensor(live_pairs(op, pairs, dst_cache.shape[0], num_sources=src_cache.shape[0]), dtype=torch.int64, device=HOST)
-    if not len(live):
-        return 0
+    sizes, pairs = (src_cache.shape[0], dst_cache.shape[0]), block_pairs.to(HOST)
+    if block_pairs.device != HOST:
+        valid, beyond = _judged(pairs, sizes)
+        skipped.add_(int(beyond.sum()))
+        pairs = pairs[valid]
+    live = torch.tensor(live_pairs(op, pairs, sizes[1], num_sources=sizes[0]), dtype=torch.int64, device=HOST)
     count = max(STAGED // max(dst_cache[:1].nbytes, 1), 1)
     for begin in range(0, len(live), count):
         part = live[begin : begin + count]
-        src, dst = part[:, 0].to(src_cache.device), part[:, 1].to(dst_cache.device)
-        rows = as_bits(src_cache).index_select(0, src).to(dst_cache.device)
-        as_bits(dst_cache).index_copy_(0, dst, rows)
+        rows = as_bits(src_cache).index_select(0, part[:, 0].to(src_cache.device)).to(dst_cache.device)
+        as_bits(dst_cache).index_copy_(0, part[:, 1].to(dst_cache.device), rows)
     return 2 * min(count, len(live)) * dst_cache[:1].nbytes
 
 
