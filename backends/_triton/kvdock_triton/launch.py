@@ -209,7 +209,7 @@ def _interpreted(spec: KernelSpec, device: torch.device) -> Launch:
     def argument(name: str, value: int) -> Any:
         ty = tl.str_to_ty(types[name], None)
         if not types[name].startswith("*"):
-            return tl.tensor(TensorHandle(np.array([value], dtype=np.int64), ty), ty)
+            return tl.tensor(TensorHandle(np.array([value], dtype=types[name].replace("i", "int")), ty), ty)
         return tl.tensor(TensorHandle(np.array([value], dtype=np.uint64), ty), ty)
 
     def launch(grid_x: int, grid_y: int, *args: Any) -> None:

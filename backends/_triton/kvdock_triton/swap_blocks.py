@@ -45,9 +45,9 @@ def swap_blocks_kernel(
     PIECES: tl.constexpr,
 ):
     """Copy pieces of blocks, ``PIECES`` of each pair and ``total`` in all: each program every so many-th."""
-    for work in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0).to(tl.int64)):
+    for work in range(tl.program_id(0), total, tl.num_programs(0)):
         at = pairs + work // PIECES * pair_step
-        piece = (work % PIECES).to(tl.int32)
+        piece = work % PIECES
         source = tl.load(at).to(tl.int64)
         to = tl.load(at + 1).to(tl.int64)
         meant = (source >= 0) & (to >= 0)
@@ -99,7 +99,7 @@ def spec_for(request: Request, tile: SwapTile) -> KernelSpec:
         steps = {"BLOCK": (pool.strides or (0,))[0], "OUTER": outer[number], "MIDDLE": middle[number]}
         constants |= {f"{name}_{what}": element.units(step, size) for what, step in steps.items()}
     types = dict.fromkeys(("src_cache", "dst_cache"), element.pointer) | {"pairs": index_type(request.tensor("block_pairs"))}
-    types |= {"skipped": "*i64"} | dict.fromkeys(("src_blocks", "dst_blocks", "pair_step", "total"), "i64")
+    types |= {"skipped": "*i64"} | dict.fromkeys(("src_blocks", "dst_blocks", "pair_step"), "i64") | {"total": "i32"}
     warps = max(min(tile.warps, chunk * element.size // _LEAST_PER_WARP), 1)
     return KernelSpec.build(swap_blocks_kernel, types, constants, ("src_cache", "dst_cache") if element.is_aligned else (), warps)
 

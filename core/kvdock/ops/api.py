@@ -171,7 +171,7 @@ def pairs_tensor(block_pairs: BlockPairs, op: str = "copy_blocks_") -> torch.Ten
         pairs = np.array(block_pairs, order="C")  # a copy: torch shares memory, and would ask for a writable array
         return torch.from_numpy(pairs) if pairs.size else torch.zeros((0, 2), dtype=torch.int64, device="cpu")
     except (TypeError, ValueError) as error:
-        raise ArgumentValueError(
+        raise (ArgumentTypeError if isinstance(block_pairs, str) else ArgumentValueError)(
             f"{op}: block_pairs",
             expected="[N, 2] integers (src, dst)",
             got=repr(block_pairs)[:80],

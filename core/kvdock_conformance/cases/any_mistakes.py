@@ -90,9 +90,9 @@ def other_dtypes(good: _Good, arg: Arg, view: View) -> Iterator[Case]:
 
 @_each
 def elsewhere(good: _Good, arg: Arg, view: View) -> Iterator[Case]:
-    """Yield tensors on another device than the first one."""
-    first = next(other.name for other, _ in good.tensors() if not other.host)
-    if arg.name != first:
+    """Yield tensors on another device than the first one. Pools that may be on the host say themselves where the op runs."""
+    placing = good.op.schema.placing
+    if arg.name != placing[0] and not (arg.host and arg.name in placing):
         yield good.case(f"{arg.name} elsewhere", {}, f": {arg.name}: ", "on meta", meta=[arg.name])
 
 

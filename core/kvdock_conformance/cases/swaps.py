@@ -14,7 +14,12 @@ from kvdock_conformance.cases.layouts import POOLS, READ_POOLS, Pair
 
 __all__ = ["DRAWN", "Swap"]
 
-DRAWN = drawn(SWAP_BLOCKS, lambda sizes, _: {"block_pairs": [-1 if at % 6 > 3 else at for at in range(2 * sizes["N"])]})
+DRAWN = drawn(SWAP_BLOCKS, lambda sizes, _: {"block_pairs": _distinct(sizes["NBs"], sizes["NBd"], sizes["N"])})
+
+
+def _distinct(sources: int, blocks: int, count: int) -> list[int]:
+    """Return pairs with a destination each, as far as there are blocks, and padding behind them."""
+    return [block for at in range(count) for block in ((at % sources, at) if at < blocks else (-1, 0))]
 
 
 @attrs.frozen

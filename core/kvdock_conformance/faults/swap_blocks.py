@@ -14,6 +14,7 @@ from kvdock_conformance.faults.fault import Args, BackendCall, Fault, Faults
 from kvdock_conformance.faults.moves import COPY, Move, Places
 from kvdock_conformance.faults.ops import CallSeed, never_nothing
 from kvdock_conformance.faults.tensors import flip_byte, restrided
+from kvdock_conformance.requirements.swap_blocks import ROLES
 
 __all__ = ["FAULTS", "SWAP"]
 
@@ -42,8 +43,7 @@ SWAP: Move = attrs.evolve(
     COPY,
     op="swap_blocks_",
     prefix="swap",
-    roles="moved bytes padding beyond ends doubled host-read index nothing dims heads many orders parts addresses numbers inputs repeated "
-    "sides refused",
+    roles=ROLES,
     pairs=(("src_cache", "dst_cache"),) * 2,
     places=_places,
     limit=lambda args: len(args["dst_cache"]),

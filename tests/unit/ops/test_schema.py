@@ -37,11 +37,13 @@ def test_every_argument_of_the_catalog_has_the_role_that_its_op_gives_it() -> No
         "static_update_": {"k_cache", "v_cache"},
         "gather_paged": {"k_out", "v_out"},
         "copy_blocks_": {"k_cache", "v_cache"},
+        "swap_blocks_": {"dst_cache"},
         "paged_attention": {"out", "lse"},
         "mla_caching_": {"kv_cache"},
         "mla_gather": {"kv_c_out", "k_pe_out"},
     }
-    assert all({arg.name for arg in schema.static_args} in ({"k_cache", "v_cache"}, {"kv_cache"}) for schema in CATALOG.values())
+    pools = ({"k_cache", "v_cache"}, {"kv_cache"}, {"src_cache", "dst_cache"})
+    assert all({arg.name for arg in schema.static_args} in pools for schema in CATALOG.values())
     assert {arg.name for schema in CATALOG.values() for arg in schema.args if arg.role is Role.RUNTIME_INT} == {
         *("cache_lengths", "max_query_len")
     }
@@ -64,6 +66,7 @@ def test_an_argument_is_found_by_name_and_names_are_distinct() -> None:
         ("static_update_", "cache_lengths", [HOST_INT_RANK, 0, 1]),
         ("gather_paged", "slot_mapping", [1, 2]),
         ("copy_blocks_", "k_cache", [4]),
+        ("swap_blocks_", "src_cache", [4]),
     ],
 )
 def test_variants_are_told_apart_by_the_rank_of_one_argument(op: str, pivot: str, ranks: list[int]) -> None:

@@ -20,7 +20,7 @@ from support_plugins import CallKernel, InProcessBackend, plugin
 
 HOST, META = torch.device("cpu"), torch.device("meta")
 KERNEL = CallKernel(lambda *args: None)
-OPS = "copy_blocks_, gather_paged, mla_caching_, mla_gather, paged_attention, paged_caching_, static_update_"
+OPS = "copy_blocks_, gather_paged, mla_caching_, mla_gather, paged_attention, paged_caching_, static_update_, swap_blocks_"
 
 
 class Asked(InProcessBackend):
