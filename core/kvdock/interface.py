@@ -27,10 +27,12 @@ __all__ = [
     "Capabilities",
     "Descriptor",
     "Kernel",
+    "Mark",
     "Priority",
     "Probe",
     "ProbeState",
     "Request",
+    "Stream",
     "TensorMeta",
 ]
 
@@ -219,6 +221,38 @@ class Kernel(ABC):
         """Make the plan for a request that `supports` had nothing against: choose tiles, compile, precompute."""
 
 
+class Mark(ABC):
+    """A point in what a `Stream` was given."""
+
+    @abstractmethod
+    def reached(self) -> bool:
+        """Whether all before it is done. Does not wait."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Let the device's current stream wait for it. The host goes on."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait for it on the host."""
+
+
+class Stream(ABC):
+    """A queue of a device's work beside those that are current elsewhere."""
+
+    @abstractmethod
+    def follow(self) -> None:
+        """Let what it is given from now on wait for all that the device's current stream was given so far."""
+
+    @abstractmethod
+    def current(self) -> AbstractContextManager[Any]:
+        """Return a context in which it is the device's current stream."""
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """Return a mark behind all that it was given so far."""
+
+
 class Backend(ABC):
     """A plugin's door: which devices it serves, and its kernels. All methods may be called from any thread."""
 
@@ -272,6 +306,28 @@ class Backend(ABC):
     def is_capturing(self, device: torch.device) -> bool:
         """Whether the current stream of ``device`` records a graph right now."""
         return False
+
+    def side_stream(self, device: torch.device) -> Stream | None:
+        """Return a new stream of a device, for work aside; None where all is done when a call returns. Asked under `device_guard`."""
+        return None
+
+    def pin(self, memory: torch.Tensor, device: torch.device) -> Callable[[], None] | None:
+        """Let kernels on a device read and write host memory themselves: lock its pages.
+
+        Asked under `device_guard`, perhaps in another thread than the device's other work, while that goes on.
+
+        Args:
+            memory: bytes in host memory that begin and end at pages.
+            device: one of `devices`.
+
+        Returns:
+            A function that undoes it, to be called once nobody swaps blocks with this memory any more and before it is freed; None
+            where there is no such thing. Then memory of the host is staged.
+
+        Raises:
+            BackendError: the system does not lock so much.
+        """
+        return None
 
     def capture(self, device: torch.device, steps: Sequence[Callable[[], Any]]) -> Sequence[Callable[[], Any]]:
         """Make each step one call that repeats what it launches, on a device that records graphs; by default the steps themselves.

@@ -4,7 +4,7 @@ What is listed here follows the version of the contract, `KVDOCK_API`. Everythin
 A backend has
 
 * the interface: `Backend`, `Kernel`, `Descriptor`, and what they are handed and return: `Request`, `TensorMeta`, `Probe`,
-  `Capabilities`, `Priority`;
+  `Capabilities`, `Priority`, and where it has streams beside the current ones `Stream` and `Mark`;
 * the hooks, which `hookimpl` marks, and `KVDOCK_API`, which its module repeats;
 * checks of index values that lie in host memory: `slots_in_range`, `check_lengths`, `live_pairs` and their like;
 * bits: `as_bits`, `bits_dtype`, `common_alignment`; `quantised_reasons` refuses what is no copy of bits; a `SkipCounter` counts the
@@ -42,10 +42,12 @@ from kvdock.interface import (
     Capabilities,
     Descriptor,
     Kernel,
+    Mark,
     Priority,
     Probe,
     ProbeState,
     Request,
+    Stream,
     TensorMeta,
 )
 from kvdock.ops.active import call_op
@@ -89,6 +91,7 @@ __all__ = [
     "KVDockWarning",
     "Kernel",
     "LatentKernel",
+    "Mark",
     "OneThread",
     "Op",
     "OpSchema",
@@ -109,6 +112,7 @@ __all__ = [
     "SkipCounter",
     "StaleHandleError",
     "Stored",
+    "Stream",
     "TensorMeta",
     "UnsupportedError",
     "Usage",

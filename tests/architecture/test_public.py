@@ -188,6 +188,7 @@ FIELDS: dict[str, dict[str, object]] = {
         "head_layout": kvdock.HeadLayout.NHD,
         "alignment": 1,
         "keep_all": False,
+        "pinned_for": None,
     },
     "RankInfo": {"device": ..., "tp_size": 1, "tp_rank": 0},
 }

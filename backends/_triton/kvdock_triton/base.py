@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from kvdock.plugin import Backend, BackendError, Capabilities, Kernel, Probe, SkipCounter
+from kvdock.plugin import Backend, BackendError, Capabilities, Kernel, Probe, SkipCounter, Stream
 from kvdock_triton.graphs import captured, has_graphs
+from kvdock_triton.streams import SideStream, has_streams, pinned
 from kvdock_triton.tuning import DEFAULT, Tuning
 
 __all__ = ["TritonBackend"]
@@ -147,6 +148,14 @@ class TritonBackend(Backend):
             return False
         with self.device_guard(device):
             return bool(self.module.is_current_stream_capturing())
+
+    def side_stream(self, device: torch.device) -> Stream | None:
+        """Return a stream of torch's, where its module for these devices has such."""
+        return SideStream(self.module, device) if has_streams(self.module) else None
+
+    def pin(self, memory: torch.Tensor, device: torch.device) -> Callable[[], None] | None:
+        """Lock the pages of host memory, where torch has the driver's function for it."""
+        return pinned(self.module, memory, device)
 
     def capture(self, device: torch.device, steps: Sequence[Callable[[], Any]]) -> Sequence[Callable[[], Any]]:
         """Record a graph of each step, where torch's module for these devices has graphs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -13,6 +14,7 @@ from kvdock.cache.grouping import PLACE, group_numbers, grouping
 from kvdock.cache.interface import OpSource, active_name, check_layer, require_backend
 from kvdock.cache.memory import allocated, fresh
 from kvdock.cache.paged_options import Given, PagedConfig
+from kvdock.cache.pinned import HostPages, host_pages
 from kvdock.cache.pool import PagedPool, RankLayer, Store, group_layers, sources
 from kvdock.cache.routes import Routes
 from kvdock.errors import ArgumentTypeError, UnsupportedError
@@ -64,7 +66,10 @@ class PagedKVCache(GroupedCache):
         self._named = active_name()
         # Before memory is taken, which would be of no use without a backend.
         require_backend(ops, self._written_by, rank.device, self._named)
+        self._host_pages = host_pages(ops, config.pinned_for, rank.device, is_given=tensors is not None)
         self._store = self._given(tensors) if tensors is not None else self._taken()
+        if self._host_pages is not None:
+            self._host_pages.lock(self)
         self._bind(ops)
 
     @classmethod
@@ -107,7 +112,7 @@ class PagedKVCache(GroupedCache):
         if self._grouping.use is not None:
             return allocated(subject, nbytes, device, self._allocate)
         shape, alignment = (self._num_blocks, plan.block_bytes), max(config.alignment, PLACE)
-        memory = allocated(subject, nbytes, device, lambda: fresh(shape, torch.uint8, device, alignment))
+        memory = allocated(subject, nbytes, device, lambda: self._take(shape, torch.uint8, device, alignment))
         return block_store(self._grouping, memory, config.head_layout, alignment)
 
     def _given(self, tensors: Given) -> Store:
@@ -142,7 +147,11 @@ class PagedKVCache(GroupedCache):
     def _pool(self, num_layers: int, heads: int, dim: int) -> PagedPool:
         config, sizes = self.config, (num_layers, self._num_blocks, self.config.block_size, heads, dim)
         where = (self._dtype, self.rank.device, self._grouping.layout, config.head_layout, config.alignment)
-        return PagedPool.allocate(*sizes, *where)
+        return PagedPool.allocate(*sizes, *where, self._take)
+
+    @property
+    def _take(self) -> Callable[..., torch.Tensor]:
+        return fresh if self._host_pages is None else self._host_pages.take
 
     def _bind(self, ops: OpSource) -> None:
         """Fix each layer's pools in the ops, so that a call no longer reads them."""
@@ -156,6 +165,16 @@ class PagedKVCache(GroupedCache):
         """Fix what copies blocks: of all layers at once where these lie together, see `Store`."""
         self._routes = Routes(ops)
         self._copy = [ops.op("copy_blocks_").bind(*each, named=self._named) for each in self._store.copied]
+
+    @property
+    def host_pages(self) -> HostPages | None:
+        """The page-locked memory of a cache that was made with ``pinned_for``: how much of it is locked, and how to wait for the rest."""
+        return self._host_pages
+
+    @property
+    def backend_name(self) -> str | None:
+        """The backend that it was made under, by `kvdock.use_backend`; None where each call chooses as usual."""
+        return self._named
 
     @property
     def device(self) -> torch.device:

@@ -34,6 +34,8 @@ class PagedKVCacheConfig(PagedConfig):
             the allocator gives less, so many bytes are taken beyond the budget.
         keep_all: whether layers with windows or chunks keep all tokens too, as full attention does. Where all layers keep something of
             each token, they are one group then, with one block table; states are groups of their own either way.
+        pinned_for: of a cache in host memory, the device whose kernels are to read and write it themselves. Its memory is of exact
+            size then, and page-locked in the background: see `kvdock.cache.swapping.host_cache`.
     """
 
     def build(self, spec: KVSpec, rank: RankInfo, ops: OpSource) -> PagedKVCache:

@@ -15,7 +15,7 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError, CapacityError
 from kvdock.layers.groups import LayerGroup
 from kvdock.layout import HeadLayout, KVCacheLayout
 from kvdock.rank import RankInfo
-from kvdock.spec import KVSpec, check_cache_dtype, check_int
+from kvdock.spec import KVSpec, check_cache_dtype, check_int, device_of
 
 __all__ = ["Given", "PagedConfig"]
 
@@ -24,6 +24,10 @@ Given = torch.Tensor | Iterable[object]
 
 _MOST_ALIGNMENT = 2**30
 """Bytes: the largest pages that there are."""
+
+
+def _to_device(value: object) -> torch.device | None:
+    return None if value is None else device_of("PagedKVCacheConfig: pinned_for", value)
 
 
 @attrs.frozen
@@ -38,6 +42,7 @@ class PagedConfig(CacheConfig):
     head_layout: HeadLayout = HeadLayout.NHD
     alignment: int = 1
     keep_all: bool = False
+    pinned_for: torch.device | None = attrs.field(default=None, converter=_to_device)
 
     def __attrs_post_init__(self) -> None:
         check_int("PagedKVCacheConfig: block_size", self.block_size, 1)

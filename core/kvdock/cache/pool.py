@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Self
 
 import attrs
@@ -173,6 +173,7 @@ class PagedPool(Pool):
         layout: KVCacheLayout,
         head_layout: HeadLayout,
         alignment: int = 1,
+        take: Callable[..., torch.Tensor] = fresh,
     ) -> PagedPool:
         """Allocate zeroed memory and the views of it. What lies together of a block is padded to multiples of ``alignment`` bytes."""
         inner = (block_size, heads, dim) if head_layout is HeadLayout.NHD else (heads, block_size, dim)
@@ -181,10 +182,10 @@ class PagedPool(Pool):
         run = math.prod(each)
         padded = aligned(run * dtype.itemsize, alignment) // dtype.itemsize if alignment > dtype.itemsize else run
         if padded == run:
-            memory = used = fresh((*outer, *each), dtype, device, alignment)
+            memory = used = take((*outer, *each), dtype, device, alignment)
             blocks = memory.flatten(2).unsqueeze(2)
         else:
-            memory = fresh((*outer, padded), dtype, device, alignment)
+            memory = take((*outer, padded), dtype, device, alignment)
             used = memory[..., :run].view(*outer, *each)
             blocks = memory.unsqueeze(2) if first else memory[:, None, None]
         by_layer = used if first else used.transpose(0, 1)
