@@ -27,7 +27,15 @@ PROPERTY = hypothesis.settings(
 )
 """Settings of the property tests: examples are the same in every run, and each starts with memory of its own."""
 
-_INDEX = {"paged_caching_": 4, "static_update_": 4, "copy_blocks_": 2, "gather_paged": 2, "mla_caching_": 3, "mla_gather": 1}
+_INDEX = {
+    "paged_caching_": 4,
+    "static_update_": 4,
+    "copy_blocks_": 2,
+    "swap_blocks_": 2,
+    "gather_paged": 2,
+    "mla_caching_": 3,
+    "mla_gather": 1,
+}
 
 
 def check(target: Target, memory: Memory, op: str, *args: Any) -> list[Place]:
@@ -73,8 +81,8 @@ def _named(op: str, place: Place) -> str:
     """Return what an error about an index must name: the first bad position."""
     if op == "static_update_":
         return rf"static_update_: cache_lengths(\[{place[0]}\])?: "
-    if op == "copy_blocks_":
-        return rf"copy_blocks_: block_pairs\[{place[0]}, [01]\]: "
+    if op in ("copy_blocks_", "swap_blocks_"):
+        return rf"{op}: block_pairs\[{place[0]}, [01]\]: "
     return rf"{op}: slot_mapping\[{', '.join(map(str, place))}\]: "
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import kvdock
-from kvdock.ops.portable import PORTABLE_KERNELS, SKIPPED, copy_blocks
+from kvdock.ops.portable import PORTABLE_KERNELS, SKIPPED, copy_blocks, swap_blocks
 from kvdock.ops.portable.rows import PortableDescriptor
 from kvdock.plugins.registry import Registry
 from kvdock.runtime import made, set_default
@@ -95,14 +95,15 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _DeviceCopyBlocks(kvdock.plugin.Descriptor):
-    """Portable `copy_blocks_` that takes pairs in host memory for pairs on a device."""
+class _DevicePairs(kvdock.plugin.Descriptor):
+    """Portable `copy_blocks_` or `swap_blocks_` that takes pairs in host memory for pairs on a device."""
 
     def __init__(self, inner: kvdock.plugin.Descriptor) -> None:
         self._inner = inner
 
     def __call__(self, *args: Any) -> None:
-        with mock.patch.object(copy_blocks, "HOST", torch.device("meta")):
+        module = copy_blocks if isinstance(self._inner, copy_blocks.CopyBlocksDescriptor) else swap_blocks
+        with mock.patch.object(module, "HOST", torch.device("meta")):
             self._inner(*args)
 
 
@@ -121,8 +122,8 @@ class _DeviceKernel(kvdock.plugin.Kernel):
 
     def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         prepared = self._kernel.prepare(request)
-        if isinstance(prepared, copy_blocks.CopyBlocksDescriptor):
-            return _DeviceCopyBlocks(prepared)
+        if isinstance(prepared, (copy_blocks.CopyBlocksDescriptor, swap_blocks.SwapBlocksDescriptor)):
+            return _DevicePairs(prepared)
         assert isinstance(prepared, PortableDescriptor)
         return type(prepared)(request.op, SKIPPED.prepare(request.device), on_host=False)
 

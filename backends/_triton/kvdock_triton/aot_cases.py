@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from kvdock.plugin import HOST_INT, Request, TensorMeta
-from kvdock_triton import attention_specs, copy_blocks, gather_paged, paged_caching, static_update
+from kvdock_triton import attention_specs, copy_blocks, gather_paged, paged_caching, static_update, swap_blocks
 from kvdock_triton.launch import KernelSpec
 from kvdock_triton.support import row_bytes
 from kvdock_triton.tuning import Tuning
@@ -173,6 +173,19 @@ def _copy(geometry: Geometry, alignment: int, hnd: bool) -> list[Case]:
     ]
 
 
+def _swap(geometry: Geometry, alignment: int, hnd: bool) -> Case:
+    """Return `swap_blocks_`: of one layer, to host memory in the other order of heads (``hnd``), or of many layers to page-first blocks."""
+    source, to = _pool(geometry, "k", alignment), attrs.evolve(_pool(geometry, "k", alignment, hnd), is_on_host=True)
+    if not hnd:
+        run = _BLOCK_SIZE * geometry.heads * geometry.k_dim
+        shape = (_BLOCKS, 32, 1, run)
+        source = attrs.evolve(source, shape=shape, strides=(run, _BLOCKS * run, 0, 1))
+        to = attrs.evolve(to, shape=shape, strides=(32 * run, run, 0, 1))
+    request = _request("swap_blocks_", src_cache=source, dst_cache=to, block_pairs=_index(None, 2))
+    name = f"{geometry} {'NHD to HND' if hnd else 'all layers to page first'} align {alignment}"
+    return Case("swap_blocks_", name, alignment, lambda tuning: swap_blocks.spec_for(request, tuning.swap))
+
+
 _PLAIN: dict[str, Any] = {"causal": True, "window": None, "softcap": None, "scale": None}
 
 
@@ -252,7 +265,8 @@ def _geometry_cases(geometry: Geometry) -> list[Case]:
     cases = [case for lead in (1, 2) for hnd in both for case in _paged(geometry, alignment, lead, hnd, torch.int64)]
     cases += [_static(geometry, alignment, from_tensor) for from_tensor in both]
     cases += [_gather(geometry, alignment, lead, hnd) for lead in (1, 2) for hnd in both]
-    return [*cases, *(case for hnd in both for case in _copy(geometry, alignment, hnd))]
+    cases += [case for hnd in both for case in _copy(geometry, alignment, hnd)]
+    return [*cases, *(_swap(geometry, alignment, hnd) for hnd in both)]
 
 
 def _alignment_cases(alignment: int) -> list[Case]:
@@ -260,13 +274,20 @@ def _alignment_cases(alignment: int) -> list[Case]:
     cases = [case for lead in (1, 2) for case in _paged(USUAL, alignment, lead, False, torch.int64)]
     cases += [_static(USUAL, alignment, False), _static(USUAL, alignment, True)]
     cases += [_gather(USUAL, alignment, lead, False) for lead in (1, 2)]
-    return [*cases, *_copy(USUAL, alignment, False)]
+    return [*cases, *_copy(USUAL, alignment, False), _swap(USUAL, alignment, True)]
 
 
 def _quick_cases() -> list[Case]:
     """Return one variant of each kernel, in the aligned class."""
     cases = _paged(USUAL, 16, 1, False, torch.int64)
-    return [*cases, _static(USUAL, 16, True), _gather(USUAL, 16, 1, False), *_copy(USUAL, 16, False), _attention(USUAL)[0]]
+    return [
+        *cases,
+        _static(USUAL, 16, True),
+        _gather(USUAL, 16, 1, False),
+        *_copy(USUAL, 16, False),
+        _swap(USUAL, 16, False),
+        _attention(USUAL)[0],
+    ]
 
 
 def all_cases(quick: bool = False) -> Sequence[Case]:

@@ -154,6 +154,8 @@ def host_cache(
     Raises:
         KVDockError: as `kvdock.create_cache`.
     """
-    sizes = {"num_blocks": num_blocks, "max_kv_memory_bytes": max_kv_memory_bytes, "layout": layout, "pinned_for": cache.device}
-    config, rank = attrs.evolve(cache.config, **sizes), attrs.evolve(cache.rank, device=HOST)
-    return cast(PagedKVCache, config.build(cache.spec, rank, ops if ops is not None else active_dispatcher()))
+    config = attrs.evolve(
+        cache.config, num_blocks=num_blocks, max_kv_memory_bytes=max_kv_memory_bytes, layout=layout, pinned_for=cache.device
+    )
+    made = config.build(cache.spec, attrs.evolve(cache.rank, device=HOST), ops if ops is not None else active_dispatcher())
+    return cast(PagedKVCache, made)

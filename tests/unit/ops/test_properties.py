@@ -102,6 +102,21 @@ def test_static_update(target: Target, data: st.DataObject) -> None:
 
 @PROPERTY
 @given(st.data())
+def test_swap_blocks(target: Target, data: st.DataObject) -> None:
+    """Pools of unlike numbers of blocks and memory orders: sources may repeat, and have a destination's number."""
+    draw, memory = data.draw, Memory(target.device)
+    (dtype, heads, dim), block = draw(rows()), draw(st.integers(1, 9))
+    sizes = draw(st.integers(1, 12)), draw(st.integers(1, 12))
+    pools = [memory.tensor(dtype, (size, block, heads, dim), **draw(layouts(4))) for size in sizes]
+    targets = draw(st.permutations(range(sizes[1])))[: draw(st.integers(0, sizes[1]))]
+    flat = [draw(st.sampled_from([n, n, n, n, -1])) for dst in targets for n in (draw(st.integers(0, sizes[0] - 1)), dst)]
+    dtype_index = draw(st.sampled_from([torch.int32, torch.int64]))
+    pairs = torch.tensor(spoilt(draw, flat, max(sizes)), dtype=torch.int64).view(-1, 2).tolist()
+    check(target, memory, "swap_blocks_", *pools, memory.index(pairs, dtype_index).view(-1, 2))
+
+
+@PROPERTY
+@given(st.data())
 def test_copy_blocks(target: Target, data: st.DataObject) -> None:
     draw, memory = data.draw, Memory(target.device)
     (dtype, hk, dk), (_, hv, dv) = draw(rows()), draw(rows())

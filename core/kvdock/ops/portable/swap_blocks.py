@@ -57,12 +57,12 @@ def swap_staged(op: str, src_cache: torch.Tensor, dst_cache: torch.Tensor, block
     Raises:
         IndexRangeError, ArgumentValueError: as `kvdock.plugin.live_pairs`; nothing was written.
     """
-    sizes, pairs = (src_cache.shape[0], dst_cache.shape[0]), block_pairs.to(HOST)
+    sizes, pairs = (src_cache.shape[0], dst_cache.shape[0]), block_pairs.cpu()
     if block_pairs.device != HOST:
         valid, beyond = _judged(pairs, sizes)
         skipped.add_(int(beyond.sum()))
         pairs = pairs[valid]
-    live = torch.tensor(live_pairs(op, pairs, sizes[1], num_sources=sizes[0]), dtype=torch.int64, device=HOST)
+    live = torch.tensor(live_pairs(op, pairs, sizes[1], num_sources=sizes[0]), dtype=torch.int64, device="cpu")
     count = max(STAGED // max(dst_cache[:1].nbytes, 1), 1)
     for begin in range(0, len(live), count):
         part = live[begin : begin + count]
