@@ -15,7 +15,7 @@ from kvdock.interface import HOST
 from kvdock.ops.api import BlockPairs, pairs_tensor
 from kvdock.ops.catalog import INDEX_DTYPES
 from kvdock.ops.index_values import pairs_on_device
-from kvdock.spec import COPY_DTYPES, check_int
+from kvdock.spec import check_int
 
 __all__ = ["Routes"]
 
@@ -120,5 +120,4 @@ def _parts(src: GroupedCache, dst: GroupedCache, group: int) -> list[tuple[torch
 
 def _as_blocks(view: torch.Tensor) -> torch.Tensor:
     """View a buffer as the op has pools, ``[num_blocks, block_size, heads, dim]``. What is neither has no heads, and is dense."""
-    elements = view if view.dtype in COPY_DTYPES else view.view(torch.uint8)
-    return elements if view.dim() == 4 else elements.view(len(view), -1)[:, None, None]
+    return view if view.dim() == 4 else view.view(len(view), -1)[:, None, None]

@@ -104,7 +104,7 @@ def live_pairs(op: str, pairs: torch.Tensor, num_blocks: int, *, num_sources: in
     live = [(src, dst) for src, dst in rows if src >= 0 and dst >= 0]
     sources, destinations = {src for src, _ in live}, {dst for _, dst in live}
     if live and (max(sources) >= num_blocks or max(destinations) >= num_blocks):
-        raise _range_error(op, pairs, (num_blocks, num_blocks))
+        raise _range_error(op, pairs, (num_blocks, num_blocks), ("this pool", "this pool"))
     if len(destinations) < len(live) or not sources.isdisjoint(destinations):
         raise _pair_error(op, pairs, sources)
     return live
@@ -119,22 +119,21 @@ def _pairs_between(op: str, pairs: torch.Tensor, num_sources: int, num_blocks: i
         return []
     most = ids.max(0)
     if most[0] >= num_sources or most[1] >= num_blocks:
-        raise _range_error(op, pairs, (num_sources, num_blocks))
+        raise _range_error(op, pairs, (num_sources, num_blocks), ("src_cache", "dst_cache"))
     if len(set(ids[:, 1].tolist())) < len(ids):
         raise _pair_error(op, pairs, set())
     live: Sequence[Sequence[int]] = ids.tolist()
     return live
 
 
-def _range_error(op: str, pairs: torch.Tensor, limits: tuple[int, int]) -> IndexRangeError:
-    """Name the first id that is not in its pool; the pools have so many blocks."""
+def _range_error(op: str, pairs: torch.Tensor, limits: tuple[int, int], pools: tuple[str, str]) -> IndexRangeError:
+    """Name the first id that is not in its pool, of so many blocks."""
     place = ((pairs >= torch.tensor(limits, device=HOST)) & (pairs >= 0).all(1, keepdim=True)).nonzero()[0].tolist()
-    pool = "this pool" if limits[0] == limits[1] else ("src_cache", "dst_cache")[place[1]]
     return IndexRangeError(
         f"{op}: block_pairs{place}",
         expected=f"a block id below {limits[place[1]]}, or a negative one for padding",
         got=int(pairs[tuple(place)]),
-        fix=f"pass (src, dst) block ids of {pool}, not slots",
+        fix=f"pass (src, dst) block ids of {pools[place[1]]}, not slots",
     )
 
 
