@@ -114,7 +114,7 @@ def test_a_backend_class_answers_every_question_in_one_file(name: str) -> None:
     methods = [node.name for node in backend.body if isinstance(node, ast.FunctionDef)]
     assert {"probe", "claims", "devices", "kernels"} <= set(methods)
     order = ["probe", "claims", "devices", "kernels", "device_guard", "capabilities", "notes", "skipped_writes", "is_capturing"]
-    order += ["capture"]
+    order += ["side_stream", "pin", "capture"]
     assert [name for name in methods if name in order] == [name for name in order if name in methods], "in the contract's order"
     contract = ast.parse((CORE / "kvdock" / "interface.py").read_text(encoding="utf-8"))
     (abstract,) = (node for node in contract.body if isinstance(node, ast.ClassDef) and node.name == "Backend")

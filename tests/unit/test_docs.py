@@ -212,16 +212,6 @@ def test_the_page_on_the_documents_has_a_row_for(name: str) -> None:
     assert any(re.search(rf"\b{name}\b", row) for row in rows)
 
 
-def test_what_is_not_there_yet_raises() -> None:
-    """When one of these comes, the page has to say where it lives."""
-    section = read(DOCUMENTS).split("## Not there yet")[1]
-    planned = re.findall(r"`kvdock\.ops\.(\w+)`", section)
-    assert planned
-    for op in (getattr(kvdock.ops, name) for name in planned):
-        with pytest.raises(kvdock.UnsupportedError):
-            op(**dict.fromkeys(inspect.signature(op).parameters))
-
-
 def test_the_changelog_is_about_this_version() -> None:
     versions = re.findall(r"^## ([\d.]+)", read(Path("CHANGELOG.md")), re.MULTILINE)
     assert versions[0] == PROJECT["version"] == kvdock.__version__

@@ -5,7 +5,6 @@ torch's own allocator of such memory rounds sizes up to powers of two, and locks
 
 from __future__ import annotations
 
-import functools
 import math
 import mmap
 import os
@@ -20,8 +19,8 @@ import torch
 from kvdock.cache.interface import OpSource, active_name
 from kvdock.cache.memory import aligned
 from kvdock.errors import ArgumentValueError, CapacityError, KVDockError
-from kvdock.guarded import ask, ask_guard
-from kvdock.interface import HOST, Backend
+from kvdock.interface import HOST
+from kvdock.ops.selection import Choice
 
 __all__ = ["CHUNK", "HostPages", "host_pages"]
 
@@ -49,12 +48,12 @@ class HostPages:
     about the first byte of a pool is enough. What is not locked yet is swapped by staging it, as pageable memory is.
 
     Args:
-        backend: that of the device.
+        choice: the backend of the device.
         device: the device.
     """
 
-    def __init__(self, backend: Backend, device: torch.device) -> None:
-        self._backend, self._device = backend, device
+    def __init__(self, choice: Choice, device: torch.device) -> None:
+        self._choice, self._device = choice, device
         self._pages: list[_Pages] = []
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
@@ -103,9 +102,8 @@ class HostPages:
 
     def _run(self, pages: Sequence[_Pages]) -> None:
         try:
-            with ask_guard(self._backend, self._device):
-                for each in pages:
-                    self._lock(each)
+            for each in pages:
+                self._lock(each)
         except (KVDockError, MemoryError, RuntimeError) as error:
             self._error = error
 
@@ -114,9 +112,8 @@ class HostPages:
         for begin in reversed(range(0, len(pages), CHUNK)):
             if self._is_over.is_set():
                 return
-            chunk, question = memory[begin : begin + CHUNK], f"pin() of {CHUNK} bytes"
-            pin = functools.partial(self._backend.pin, chunk, self._device)
-            undo = ask(self._backend.name, question, pin, "a function or None", _undoes)
+            chunk = memory[begin : begin + CHUNK]
+            undo = self._choice.pin(chunk, self._device)
             if undo is None:
                 return
             pages.locked.append(undo)
@@ -141,8 +138,4 @@ def host_pages(ops: OpSource, pinned_for: torch.device | None, device: torch.dev
     if is_given:
         fix = "lock the pages of these tensors yourself, as Tensor.pin_memory does, and leave pinned_for out"
         raise ArgumentValueError("PagedKVCacheConfig: pinned_for", expected="memory of the cache's own", got="given tensors", fix=fix)
-    return HostPages(ops.choose("swap_blocks_", pinned_for, active_name()).backend, pinned_for)
-
-
-def _undoes(answer: Any) -> bool:
-    return answer is None or callable(answer)
+    return HostPages(ops.choose("swap_blocks_", pinned_for, active_name()), pinned_for)

@@ -23,7 +23,6 @@ import torch
 from kvdock.cache.interface import OpSource
 from kvdock.cache.paged import PagedKVCache
 from kvdock.errors import ArgumentTypeError
-from kvdock.guarded import ask, ask_guard
 from kvdock.interface import HOST, Mark, Stream
 from kvdock.layout import KVCacheLayout
 from kvdock.ops.active import active_dispatcher
@@ -119,15 +118,8 @@ class Swapper:
         """Return the stream for a cache's device, made at the first swap."""
         key = end.device, end.backend_name
         if key not in self._streams:
-            backend = self._ops.choose("swap_blocks_", *key).backend
-            with ask_guard(backend, end.device):
-                made = ask(backend.name, "side_stream()", lambda: backend.side_stream(end.device), "a Stream or None", _is_stream)
-            self._streams[key] = made
+            self._streams[key] = self._ops.choose("swap_blocks_", *key).side_stream(end.device)
         return self._streams[key]
-
-
-def _is_stream(answer: Any) -> bool:
-    return answer is None or isinstance(answer, Stream)
 
 
 def host_cache(

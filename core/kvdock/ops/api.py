@@ -183,9 +183,9 @@ def swap_blocks_(src_cache: torch.Tensor, dst_cache: torch.Tensor, block_pairs: 
     """Copy whole blocks from one pool to another, of one device or between a device and host memory.
 
     It is ordered like any launch: behind what the device's current stream was given before. A copy to host memory that the device
-    writes itself (page-locked: `kvdock.cache.swapping.pin`) may be on its way when this returns. It is there once the stream has come
-    so far: wait for an event of the stream before the host reads it, or before another device does. Pageable host memory is staged,
-    and this waits for the device.
+    writes itself (page-locked, as `kvdock.cache.swapping.host_cache` and ``Tensor.pin_memory`` make it) may be on its way when this
+    returns. It is there once the stream has come so far: wait for an event of the stream before the host reads it, or before another
+    device does. Pageable host memory is staged, and this waits for the device.
 
     Args:
         src_cache: ``[NBs, block, H, D]``, any strides but an innermost of 1.

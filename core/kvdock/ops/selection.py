@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
 import torch
 
-from kvdock.interface import KVDOCK_API, Backend, Capabilities, Kernel
+from kvdock.guarded import ask, ask_guard
+from kvdock.interface import KVDOCK_API, Backend, Capabilities, Kernel, Stream
 from kvdock.ops.brought import Op
 
 __all__ = ["Choice", "Chooser", "Rejected", "Selection"]
@@ -34,6 +36,28 @@ class Choice:
     capabilities: Capabilities
     reason: str
     api: tuple[int, int] = KVDOCK_API
+
+    def side_stream(self, device: torch.device) -> Stream | None:
+        """Return a new stream of a device, see `Backend.side_stream`. Raises `PluginError` as `kvdock.guarded.ask` does."""
+        with ask_guard(self.backend, device):
+            question = functools.partial(self.backend.side_stream, device)
+            made: Stream | None = ask(self.backend.name, "side_stream()", question, "a Stream or None", _is_stream)
+        return made
+
+    def pin(self, memory: torch.Tensor, device: torch.device) -> Callable[[], None] | None:
+        """Lock pages of host memory for a device, see `Backend.pin`. Raises `PluginError` as `kvdock.guarded.ask` does."""
+        with ask_guard(self.backend, device):
+            question = functools.partial(self.backend.pin, memory, device)
+            undo: Callable[[], None] | None = ask(self.backend.name, "pin()", question, "a function or None", _undoes)
+        return undo
+
+
+def _is_stream(answer: Any) -> bool:
+    return answer is None or isinstance(answer, Stream)
+
+
+def _undoes(answer: Any) -> bool:
+    return answer is None or callable(answer)
 
 
 class Chooser(Protocol):
