@@ -92,6 +92,9 @@ _CHECKS: dict[str, Check] = dict.fromkeys(("doubled", "host-read"), check_pairs_
 _CHECKS |= {"inputs": check_only_written, "refused": check_refusal}
 ROLES = " ".join(role for role, *_ in _told())
 REQUIREMENTS = [
-    AREA.require(number, f"When blocks are swapped, {text}.", cases, check=_CHECKS.get(role))
-    for number, (role, text, cases) in enumerate(_told(), 1)
-] + [*of_any_op(AREA.op, DRAWN)]
+    *of_any_op(AREA.op, DRAWN),
+    *(
+        AREA.require(number, f"When blocks are swapped, {text}.", cases, check=_CHECKS.get(role))
+        for number, (role, text, cases) in enumerate(_told(), 1)
+    ),
+]
