@@ -376,6 +376,18 @@ def test_a_reader_knows_salts_from_adapters() -> None:
         assert lens == [2, 0, 0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True])
+def test_vllm_itself_reads_it(whole: bool) -> None:
+    events = pytest.importorskip("vllm.distributed.kv_events")
+    msgspec = pytest.importorskip("msgspec")
+    payload = Writer(whole_names=whole).payload(KVEventBatch(2.5, [STORED, REMOVED, AllBlocksCleared()], 3))
+    read = msgspec.msgpack.decode(payload, type=events.KVEventBatch)
+    assert read.events[0] == events.BlockStored([1, 2], None, [5, 6, 7, 8], 2, 3, "GPU", "a", [("s", b"x", 1, 0.5, True, ["i", -3]), None])
+    assert read.events[1:] == [events.BlockRemoved([2], "GPU"), events.AllBlocksCleared()]
+    assert read_batch(msgspec.msgpack.encode(read)) == read_batch(payload)
+
+
 @pytest.mark.parametrize("arrays", [False, True])
 def test_structs_as_vllm_declares_them_read_it(arrays: bool) -> None:
     """vLLM 0.33 declares events as maps; array_like=True is what it declared before."""
