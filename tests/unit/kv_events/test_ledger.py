@@ -171,7 +171,7 @@ FollowedForLong.TestCase.settings = settings(max_examples=200, stateful_step_cou
 TestFollowedForLong = pytest.mark.slow(FollowedForLong.TestCase)
 
 
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=2, max_size=20), st.integers(1, 4))
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=4, max_size=20), st.integers(1, 4))
 def test_any_token_ids(tokens: list[int], size: int) -> None:
     count = len(tokens) // size
     ledger = Ledger(size)
