@@ -65,6 +65,7 @@ def test_the_frames_and_an_event_that_is_a_map() -> None:
         "medium": "GPU",
         "lora_name": "fr",
         "extra_keys": [["s", "kvdock:('tenant', 't')"], None],
+        "cache_salt": "s",
     }
 
 
@@ -91,18 +92,20 @@ def test_events_that_are_arrays_and_whole_names() -> None:
 @pytest.mark.parametrize(
     ("namespace", "fields"),
     [
-        ((), (None, None, ())),
-        ((("lora", "a"), ("salt", "a")), (None, "a", ("a",))),
-        ((("lora", "a"), ("lora", "b")), (None, "a", ("kvdock:('lora', 'b')",))),
-        ((("lora_id", 2**64), ("salt", 5)), (None, None, ("kvdock:('lora_id', 18446744073709551616)", "kvdock:('salt', 5)"))),
-        ((("lora", "\ud800"),), (None, None, (r"kvdock:('lora', '\ud800')",))),
-        (("tenant", "ä", 3), (None, None, ("kvdock:'tenant'", r"kvdock:'\xe4'", "kvdock:3"))),
-        (((1, "a"), ("lora", "ä")), (None, "ä", ("kvdock:(1, 'a')",))),
+        ((), (None, None, None, ())),
+        ((("lora", "a"), ("salt", "a")), (None, "a", "a", ("a",))),
+        ((("lora", "a"), ("lora", "b")), (None, "a", None, ("kvdock:('lora', 'b')",))),
+        ((("lora_id", 2**64), ("salt", 5)), (None, None, None, ("kvdock:('lora_id', 18446744073709551616)", "kvdock:('salt', 5)"))),
+        ((("lora", "\ud800"),), (None, None, None, (r"kvdock:('lora', '\ud800')",))),
+        (("tenant", "ä", 3), (None, None, None, ("kvdock:'tenant'", r"kvdock:'\xe4'", "kvdock:3"))),
+        (((1, "a"), ("lora", "ä")), (None, "ä", None, ("kvdock:(1, 'a')",))),
     ],
 )
 def test_what_of_a_namespace_is_told(namespace: tuple[Any, ...], fields: tuple[Any, ...]) -> None:
     assert WireFields.of(namespace) == WireFields(*fields)
 
+
+SALTED = BlockStored([9], 8, [1, 2], 2, medium="GPU", cache_salt="s")
 
 BATCHES = st.builds(
     KVEventBatch,
@@ -115,6 +118,11 @@ BATCHES = st.builds(
 @given(BATCHES, st.booleans())
 def test_what_is_written_is_read(batch: KVEventBatch, arrays: bool) -> None:
     assert read_batch(Writer(arrays=arrays).payload(batch)) == batch
+
+
+def test_a_salt_by_itself_is_in_maps() -> None:
+    assert read_batch(Writer().payload(KVEventBatch(1.0, [SALTED], 0))).events == [SALTED]
+    assert read_batch(Writer(arrays=True).payload(KVEventBatch(1.0, [SALTED], 0))).events[0].cache_salt is None
 
 
 def test_fields_of_later_versions_are_skipped() -> None:
@@ -305,10 +313,12 @@ def test_hostile_answers_to_a_request_end_it() -> None:
                 assert reader.num_missed == 5 + 4 * (last - 1)
 
 
-def test_requests_that_are_none_are_counted_and_others_are_answered() -> None:
+@pytest.mark.parametrize("shape", ["maps", "arrays"])
+def test_requests_that_are_none_are_counted_and_others_are_answered(shape: Any) -> None:
+    """vLLM's and SGLang's replays have the topic of the live message, since they write maps."""
     manager, where = kvdock.CacheManager(8, 2), inproc()
     with (
-        KVEventPublisher(manager, endpoint=inproc(), replay_endpoint=where) as publisher,
+        KVEventPublisher(manager, endpoint=inproc(), replay_endpoint=where, topic="kv", shape=shape) as publisher,
         zmq.Context.instance().socket(zmq.DEALER) as asks,
     ):
         asks.connect(where)
@@ -318,7 +328,8 @@ def test_requests_that_are_none_are_counted_and_others_are_answered() -> None:
         asks.send_multipart([b"", bytes(8)])
         assert asks.poll(5000)
         frames = [asks.recv_multipart(), asks.recv_multipart()]
-        assert [frame[:2] for frame in frames] == [[b"", bytes(8)], [b"", b"\xff" * 8]]
+        assert [frame[-2] for frame in frames] == [bytes(8), b"\xff" * 8]
+        assert [frame[:-2] for frame in frames] == [[b""], [b""]] if shape == "arrays" else [[b"", b"kv"], [b"", b""]]
         assert publisher._outlet.num_refused == 5
 
 

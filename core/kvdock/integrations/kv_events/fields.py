@@ -4,11 +4,11 @@
 |---|---|
 | ``("lora", name)`` | ``lora_name`` |
 | ``("lora_id", number)`` | ``lora_id`` |
-| ``("salt", text)`` | the text itself, in ``extra_keys`` of the first block of a prefix |
+| ``("salt", text)`` | ``cache_salt``, and the text itself in ``extra_keys`` of the first block of a prefix |
 | anything else | ``kvdock:`` and how Python writes it, at the same place |
 
-Names of blocks have all of it in them, tags included: here a router that hashes token ids itself finds what it needs. The text of a
-salt has no tag on the wire, since vLLM's has none; Dynamo looks for salts that begin with ``dynamo-cache-salt:``.
+Names of blocks have all of it in them, tags included: here a router that hashes token ids itself finds what it needs. SGLang writes
+``cache_salt``; in ``extra_keys`` the text has no tag, since vLLM's has none.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ class WireFields:
     Args:
         lora_id: number of the adapter.
         lora_name: its name.
+        salt: the salt.
         extra: what the first block of a prefix says in ``extra_keys``.
     """
 
     lora_id: int | None
     lora_name: str | None
+    salt: str | None
     extra: tuple[str, ...]
 
     @classmethod
@@ -48,7 +50,7 @@ class WireFields:
                 extra += [str(value)] if tag == "salt" else []
             else:
                 extra.append(f"kvdock:{part!a}")
-        return cls(taken.get("lora_id"), taken.get("lora"), tuple(extra))
+        return cls(taken.get("lora_id"), taken.get("lora"), taken.get("salt"), tuple(extra))
 
 
 def _is_plain(tag: str, value: object) -> bool:

@@ -103,4 +103,5 @@ class Ledger:
         extra = [fields.extra, *[None] * (len(run) - 1)] if first.parent is None and fields.extra else None
         tokens = np.concatenate([block.tokens for block in run])
         names = [block.name for block in run]
-        return BlockStored(names, first.parent, tokens, self._block_size, fields.lora_id, None, fields.lora_name, extra)
+        of_all = {"lora_id": fields.lora_id, "lora_name": fields.lora_name, "cache_salt": fields.salt}
+        return BlockStored(names, first.parent, tokens, self._block_size, extra_keys=extra, **of_all)

@@ -202,8 +202,8 @@ class Outlet:
         start = int.from_bytes(frames[2], "big")
         batches = self._kept.since(start)
         for number, payload in batches:
-            self._replaying.send_multipart((frames[0], b"", sequence_frame(number), payload))
-        self._replaying.send_multipart((frames[0], b"", END, b""))
+            self._replaying.send_multipart((frames[0], b"", *self._writer.answer(self._topic, sequence_frame(number), payload)))
+        self._replaying.send_multipart((frames[0], b"", *self._writer.answer(b"", END, b"")))
         self._is_wanted |= start < (batches[0][0] if batches else self.number)
 
     def _resend_wanted(self) -> None:

@@ -40,7 +40,8 @@ class KVEventPublisher:
         endpoint: where batches go, such as ``"tcp://*:5557"``, ``"ipc:///tmp/events"`` or ``"inproc://events"``.
         replay_endpoint: where readers ask for what they missed; always bound.
         topic: first frame of each message, which readers subscribe to.
-        shape: events as ``"maps"``, or as ``"arrays"`` for readers from before vLLM wrote maps. Dynamo and `KVEventSubscriber` read both.
+        shape: events as ``"maps"``, or as ``"arrays"`` for readers from before vLLM wrote maps, and topics into replays. Dynamo and
+            `KVEventSubscriber` read both.
         hashes: ``"short"``: the last 64 bits of each name, as integers, which all readers know; ``"whole"``: its 32 bytes.
         medium: where the blocks are.
         first_rank: rank of the first manager.
@@ -83,7 +84,8 @@ class KVEventPublisher:
         replaying, self.replay_endpoint = None, None
         if replay_endpoint is not None:
             try:
-                how = {"SNDHWM": steps + 1, "MAXMSGSIZE": 1024}
+                # ZeroMQ counts what was read in steps of half the bound: twice of it holds a whole replay.
+                how = {"SNDHWM": 2 * (steps + 1), "MAXMSGSIZE": 1024}
                 replaying = opened(context, zmq.ROUTER, replay_endpoint, "KVEventPublisher: replay_endpoint", bind=True, **how)
             except ArgumentValueError:
                 sending.close()

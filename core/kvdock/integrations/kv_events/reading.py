@@ -148,7 +148,7 @@ class _Reader:
             seen.add(name)
             if name == "type":
                 yield name, self._text(name)
-            elif name in _BLOCK_STORED:
+            elif name in _BLOCK_STORED or name == "cache_salt":
                 yield name, self._field(name)
             else:
                 self._skip(1)
@@ -162,7 +162,7 @@ class _Reader:
             return None if self._is_none() else self._many(name, self._keys)
         if name == "parent_block_hash":
             return None if self._is_none() else self._hash()
-        if name in ("medium", "lora_name"):
+        if name in ("medium", "lora_name", "cache_salt"):
             return None if self._is_none() else self._text(name)
         return self._unsigned(name)
 

@@ -153,12 +153,12 @@ class KVEventSubscriber:
         """Yield what a replay brings, in order, up to its end or what was not asked for."""
         while asking.poll(self._patience):
             frames = asking.recv_multipart()
-            if len(frames) != 3 or frames[1] == END:
+            if len(frames) not in (3, 4) or frames[-2] == END:  # with a topic, or without as it was before
                 return
-            number = self._number(frames[1])
+            number = self._number(frames[-2])
             if not self._next <= number < stop:
                 return
-            yield number, frames[2]
+            yield number, frames[-1]
 
     def _number(self, frame: bytes) -> int:
         number = int.from_bytes(frame, "big")

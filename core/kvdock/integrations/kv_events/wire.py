@@ -54,6 +54,7 @@ class BlockStored:
         lora_name: name of the adapter.
         extra_keys: for each block what else it was computed with, or None; of a salt the first block of a prefix tells.
         group_idx: layer group, where a publisher tells of them one by one.
+        cache_salt: the salt by itself, in events that are maps.
     """
 
     block_hashes: Sequence[BlockHash]
@@ -65,6 +66,7 @@ class BlockStored:
     lora_name: str | None = None
     extra_keys: Sequence[tuple[ExtraKey, ...] | None] | None = None
     group_idx: int | None = None
+    cache_salt: str | None = None
 
 
 @attrs.frozen
@@ -135,6 +137,10 @@ class Writer:
         packed: bytes = msgpack.packb([batch.ts, events, batch.data_parallel_rank])
         return packed
 
+    def answer(self, topic: bytes, number: bytes, payload: bytes) -> tuple[bytes, ...]:
+        """Return the frames of a message of a replay: without its topic for readers from before."""
+        return (number, payload) if self.arrays else (topic, number, payload)
+
     def _event(self, event: KVEvent) -> dict[str, Any] | list[Any]:
         """Return an event as what is packed. Fields at the end that nobody set are left out, as msgspec does."""
         fields = self._fields(event)
@@ -153,6 +159,8 @@ class Writer:
             fields |= {"block_size": event.block_size, "lora_id": event.lora_id, "medium": self.medium, "lora_name": event.lora_name}
             if event.extra_keys is not None:
                 fields["extra_keys"] = event.extra_keys
+            if event.cache_salt is not None and not self.arrays:
+                fields["cache_salt"] = event.cache_salt
             return fields
         return {**fields, "medium": self.medium}
 
