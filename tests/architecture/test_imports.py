@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime": LEAVES | {"descriptors", "guarded", "ops", "plugins"},
     "captured": LEAVES | {"runtime", "scheduler"},
     "cache": LEAVES | {"layers", "ops"},
+    "distributed": LEAVES | {"checks", "ops"},
     "prefix": {"errors", "spec", "process"},
     "scheduler": {"errors", "spec", "prefix", "layers"},
     "replay": {"errors", "spec", "prefix", "scheduler"},

@@ -103,5 +103,13 @@ class Ledger:
         extra = [fields.extra, *[None] * (len(run) - 1)] if first.parent is None and fields.extra else None
         tokens = np.concatenate([block.tokens for block in run])
         names = [block.name for block in run]
-        of_all = {"lora_id": fields.lora_id, "lora_name": fields.lora_name, "cache_salt": fields.salt}
-        return BlockStored(names, first.parent, tokens, self._block_size, extra_keys=extra, **of_all)
+        return BlockStored(
+            names,
+            first.parent,
+            tokens,
+            self._block_size,
+            lora_id=fields.lora_id,
+            lora_name=fields.lora_name,
+            extra_keys=extra,
+            cache_salt=fields.salt,
+        )
