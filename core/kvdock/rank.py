@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import attrs
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.spec import check_int, device_of
@@ -39,6 +41,47 @@ class RankInfo:
             raise ArgumentValueError(
                 "RankInfo: tp_rank", expected=f"0 <= tp_rank < tp_size = {self.tp_size}", got=self.tp_rank, fix="count ranks from 0"
             )
+
+    @classmethod
+    def from_process_group(cls, device: torch.device | str, group: dist.ProcessGroup | None = None) -> RankInfo:
+        """Return this process's place in a group of torch's, whose members share the KV heads.
+
+        Args:
+            device: the device that holds this rank's caches.
+            group: the tensor-parallel group; None: all processes.
+
+        Raises:
+            ArgumentValueError: there is no such group, or this process is not in it.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            fix = "call torch.distributed.init_process_group() first, or RankInfo(device) for a single process"
+            raise ArgumentValueError("RankInfo: group", expected="a process group", got="none: torch.distributed is not set up", fix=fix)
+        rank = dist.get_rank(group)
+        if rank < 0:
+            fix = "ask on members only: dist.new_group() gives every process a group, and those that are not in it an empty one"
+            raise ArgumentValueError("RankInfo: group", expected="a group with this process in it", got=f"{group!r}"[:80], fix=fix)
+        return cls(device, dist.get_world_size(group), rank)
+
+    @classmethod
+    def from_device_mesh(cls, mesh: DeviceMesh, dim: str | None = None, device: torch.device | str | None = None) -> RankInfo:
+        """Return this process's place along one dimension of a mesh.
+
+        Args:
+            mesh: the mesh.
+            dim: name of its tensor-parallel dimension; None where it has one dimension.
+            device: the device that holds this rank's caches; None: the current one of the mesh's type.
+
+        Raises:
+            ArgumentValueError: the mesh has no such dimension, or several and none is named; this process is not in it.
+        """
+        names = mesh.mesh_dim_names or ()
+        if dim not in names if dim is not None else mesh.ndim != 1:
+            expected = f"one of {names}" if names else "None, for a mesh of one dimension"
+            raise ArgumentValueError("RankInfo: dim", expected=expected, got=repr(dim), fix="name the dimension that shares the KV heads")
+        if device is None:
+            kind = mesh.device_type
+            device = torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+        return cls.from_process_group(device, mesh.get_group(dim))
 
     def head_range(self, num_heads: int, what: str = "heads") -> range:
         """Return which of a model's heads this rank holds.

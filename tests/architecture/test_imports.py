@@ -33,11 +33,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime": LEAVES | {"descriptors", "guarded", "ops", "plugins"},
     "captured": LEAVES | {"runtime", "scheduler"},
     "cache": LEAVES | {"layers", "ops"},
+    "distributed": LEAVES | {"checks", "ops"},
     "prefix": {"errors", "spec", "process"},
     "scheduler": {"errors", "spec", "prefix", "layers"},
     "replay": {"errors", "spec", "prefix", "scheduler"},
     "kvdock": LEAVES | {"descriptors", "layers", "ops", "plugin", "plugins", "runtime"} | ENGINE_SIDE,
-    "integrations": LEAVES | {"captured", "ops", "plugins", "runtime", "kvdock"} | ENGINE_SIDE,
+    "integrations": LEAVES | {"captured", "checks", "ops", "plugins", "runtime", "kvdock"} | ENGINE_SIDE,
     "__main__": {"cli"},
     "cli": LEAVES | {"descriptors", "guarded", "ops", "plugins", "runtime", "kvdock", "replay", "integrations"} | ENGINE_SIDE,
 }
@@ -141,12 +142,14 @@ def test_core_imports_no_backend_and_no_kit(name: str) -> None:
 THIRD_PARTY = {
     "attrs": set(MAY_IMPORT),
     "matplotlib": {"replay"},
+    "msgpack": {"integrations"},
     "numpy": {"layers", "ops", "scheduler", "prefix", "replay", "integrations"},
     "pluggy": {"plugins"},
     "torch": set(MAY_IMPORT) - {"errors", "layout", "descriptors", "process", "scheduler", "prefix", "replay"},
     "transformers": {"integrations"},
     "typer": {"cli"},
     "rich": {"cli"},
+    "zmq": {"integrations"},
 }
 """Which parts may use a distribution. Blocks and prefixes are integers: they know no tensor and no device."""
 

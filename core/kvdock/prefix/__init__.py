@@ -20,7 +20,7 @@ from kvdock.prefix.interface import (
     Slots,
 )
 from kvdock.prefix.naive import NaivePrefixCache
-from kvdock.prefix.names import NAME_BYTES, block_names, root_name
+from kvdock.prefix.names import NAME_BYTES, block_names, root_name, tagged_namespace
 from kvdock.prefix.radix import RadixPrefixCache
 from kvdock.prefix.stats import PrefixStats
 
@@ -51,4 +51,5 @@ __all__ = [
     "block_names",
     "create_prefix_cache",
     "root_name",
+    "tagged_namespace",
 ]

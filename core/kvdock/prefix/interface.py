@@ -317,6 +317,8 @@ class PrefixCache(NotCopied, ABC):
     def subscribe(self, observer: Callable[[PrefixEvent], None]) -> Callable[[], None]:
         """Call ``observer`` with each event from now on, after the call that caused it has done its work.
 
+        It claims no thread: the constructor of an engine may subscribe, and the thread that it starts makes the first call.
+
         Returns:
             A function that ends the subscription.
         """

@@ -144,7 +144,7 @@ class NaivePrefixCache(OneThread, PrefixCache):
 
     def subscribe(self, observer: Callable[[PrefixEvent], None]) -> Callable[[], None]:
         """Call ``observer`` at each reset."""
-        self._enter()
+        self._check_thread()  # and claim nothing: who subscribes need not be who calls
         return self._events.subscribe(observer)
 
     def stored_blocks(self) -> BlockIds:

@@ -15,7 +15,7 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.prefix.inputs import as_integers, check_block_size, namespace_key
 from kvdock.prefix.interface import Namespace
 
-__all__ = ["NAME_BYTES", "block_names", "root_name"]
+__all__ = ["NAME_BYTES", "block_names", "root_name", "tagged_namespace"]
 
 NAME_BYTES = 32
 """Length of a name."""
@@ -76,3 +76,22 @@ def block_names(tokens: Any, block_size: int, namespace: Namespace = (), *, pare
         name = hashlib.sha256(b"".join((_BLOCK, name, data[begin:end]))).digest()
         names.append(name)
     return names
+
+
+def tagged_namespace(**fields: str | bytes | int | None) -> Namespace:
+    """Return a namespace of fields, each with its tag: ``(("lora", "a"), ("salt", "b"))``.
+
+    So an adapter and a salt of the same text never share a block, and their order does not matter. Events for routers have places
+    for ``lora`` (a name), ``lora_id`` and ``salt``: see `kvdock.integrations.kv_events`.
+
+    Args:
+        fields: values by tag; one that is None is as if it were not there.
+
+    Raises:
+        ArgumentTypeError: a value of another type.
+    """
+    tagged = tuple((tag, fields[tag]) for tag in sorted(fields) if fields[tag] is not None)
+    for tag, value in tagged:
+        if type(value) not in (str, bytes, int):
+            raise ArgumentTypeError(f"tagged_namespace: {tag}", expected="str, bytes, int or None", got=repr(value)[:80])
+    return tagged

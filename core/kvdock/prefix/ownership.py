@@ -43,19 +43,23 @@ class OneThread:
             self._claim()
 
     def _claim(self) -> None:
-        """Belong to the calling thread, unless another has it: one that runs, and has the number of the last user."""
-        here = threading.current_thread()
-        if self._thread is not None:
-            # A thread that has ended is not listed, so that what it used can be claimed. One that is just starting is, without a number.
-            owner = next((thread for thread in threading.enumerate() if thread.ident == self._thread), None)
-            if owner is not None:
-                raise WrongThreadError(
-                    type(self).__name__,
-                    expected=f"calls from thread {owner.name!r} only",
-                    got=f"one from {here.name!r}",
-                    fix="let the owner call hand_over() between calls, or give each thread its own",
-                )
-        self._thread = here.ident
+        """Belong to the calling thread, unless another has it."""
+        self._check_thread()
+        self._thread = get_ident()
+
+    def _check_thread(self) -> None:
+        """Raise if another thread has it: one that runs, and has the number of the last user. Claims nothing."""
+        if self._thread is None or self._thread == get_ident():
+            return
+        # A thread that has ended is not listed, so that what it used can be claimed. One that is just starting is, without a number.
+        owner = next((thread for thread in threading.enumerate() if thread.ident == self._thread), None)
+        if owner is not None:
+            raise WrongThreadError(
+                type(self).__name__,
+                expected=f"calls from thread {owner.name!r} only",
+                got=f"one from {threading.current_thread().name!r}",
+                fix="let the owner call hand_over() between calls, or give each thread its own",
+            )
 
     def hand_over(self) -> None:
         """Belong to the thread that calls next. Raises `WrongThreadError` in another thread than the owner."""

@@ -255,7 +255,7 @@ class RadixPrefixCache(OneThread, PrefixCache):
 
     def subscribe(self, observer: Callable[[PrefixEvent], None]) -> Callable[[], None]:
         """Call ``observer`` with each event from now on; see `PrefixCache.subscribe`."""
-        self._enter()
+        self._check_thread()  # and claim nothing: who subscribes need not be who calls
         return self._events.subscribe(observer)
 
     def stored_blocks(self) -> BlockIds:

@@ -21,6 +21,7 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError, IndexRangeError
 from kvdock.prefix.inputs import MAX_SLOTS, as_array, count_of
 from kvdock.prefix.interface import BlockIds
 from kvdock.prefix.ownership import NotCopied, OneThread
+from kvdock.scheduler.decisions import Decisions
 
 __all__ = ["BlockAllocator", "checked_num_blocks"]
 
@@ -53,7 +54,10 @@ class BlockAllocator(NotCopied, OneThread):
 
     Attributes:
         num_extra: holders beyond one of each block in use: 0 where nothing is shared.
+        decisions: where it notes what it hands out, if anywhere.
     """
+
+    decisions: Decisions | None = None
 
     def __init__(self, num_blocks: int) -> None:
         checked_num_blocks("BlockAllocator", num_blocks)
@@ -111,6 +115,8 @@ class BlockAllocator(NotCopied, OneThread):
         blocks = self._stack[bottom : self._top][::-1].copy()
         self._counts[blocks] = 1
         self._top = bottom
+        if self.decisions is not None:
+            self.decisions.note(b"allocate", blocks)
         return blocks
 
     def share(self, blocks: npt.ArrayLike) -> None:
@@ -158,6 +164,8 @@ class BlockAllocator(NotCopied, OneThread):
         self._stack[self._top : self._top + free.size] = free[::-1]
         self._top += free.size
         self.num_extra -= ids.size - free.size
+        if self.decisions is not None:
+            self.decisions.note(b"release", ids)
         return free
 
     def check_integrity(self) -> None:

@@ -28,9 +28,10 @@ from kvdock.errors import ArgumentValueError, IndexRangeError
 from kvdock.layers.groups import LayerGroup
 from kvdock.prefix.inputs import as_integers, check_priority, count_of
 from kvdock.prefix.interface import Namespace, PrefixCache
-from kvdock.prefix.ownership import NotCopied, OneThread
+from kvdock.prefix.ownership import NotCopied
 from kvdock.scheduler.batches import as_rows, ids_of_step, written_of
 from kvdock.scheduler.beginnings import Beginnings
+from kvdock.scheduler.decisions import Digested
 from kvdock.scheduler.ids import TokenIds
 from kvdock.scheduler.partition import check_partition
 from kvdock.scheduler.pins import Pin, Pins
@@ -45,7 +46,7 @@ from kvdock.scheduler.steps import Steps
 __all__ = ["CacheManager"]
 
 
-class CacheManager(NotCopied, OneThread):
+class CacheManager(NotCopied, Digested):
     """Gives sequences their blocks, shares what they have in common, and evicts what nobody uses when blocks run out.
 
     A call that raises has changed nothing. What it decides follows from the calls alone, so that the ranks of a
@@ -87,16 +88,15 @@ class CacheManager(NotCopied, OneThread):
         **options: Any,
     ) -> None:
         self._pool, self._rows = pool_of(num_blocks, block_size, prefix, groups, state_interval, null_block=null_block, options=options)
-        self.allocator, self.prefix = self._pool.allocator, self._pool.prefix
-        self.block_size = self._rows.block_size
+        self.allocator, self.prefix, self.block_size = self._pool.allocator, self._pool.prefix, self._rows.block_size
         self._pool.hand_over()  # to the thread of the first call
         self._ids = TokenIds(self._rows)
         self._publisher = Publisher(self._pool, self._rows, self._ids)
         self._promises = Promises(self._pool, self._rows)
         self._steps = Steps(self._pool, self._rows, self._ids, self._publisher)
         self._beginnings = Beginnings(self._pool, self._rows, self._ids, self._promises)
-        self._pins = Pins(clock)
-        self._late: deque[list[CacheSequence]] = deque()
+        self._pins, self._late = Pins(clock), deque[list[CacheSequence]]()
+        self._noting = (*self._pool.allocators, self._ids)
 
     def __repr__(self) -> str:
         return f"CacheManager({self.allocator}, {self.prefix}, sequences={self.num_sequences}, pins={len(self._pins)})"

@@ -38,7 +38,7 @@ class GroupedBlocks(PoolBlocks):
 
     def __init__(self, units: UnitBlocks, prefix: PrefixCache, rows: Rows, state_interval: int) -> None:
         super().__init__(units.ids, prefix, rows)
-        self.units = units
+        self.units, self.allocators = units, (units.ids, units.blocks)
         self.null_block = units.null_block
         self.states = States(units, rows, state_interval)
         self._rows = rows

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvdock.scheduler.decisions import Decisions
 from kvdock.scheduler.rows import Index, Rows
 
 __all__ = ["Growing", "TokenIds"]
@@ -52,7 +53,12 @@ class TokenIds:
 
     Args:
         rows: whose rows they are.
+
+    Attributes:
+        decisions: where it notes what it is told, if anywhere.
     """
+
+    decisions: Decisions | None = None
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -73,6 +79,8 @@ class TokenIds:
         self._long[row] = Growing(ids[:whole])
         self._tail[row, : rest.size] = rest
         self._rows.num_known[row] = ids.size
+        if self.decisions is not None:
+            self.decisions.note(b"begin", row, ids)
 
     def get(self, row: int, start: int, stop: int) -> npt.NDArray[Any]:
         """Return ids ``start`` to ``stop - 1``; good until the row changes."""
@@ -97,6 +105,8 @@ class TokenIds:
             for row, length, stop, count in zip(rows.tolist(), known.tolist(), counts.cumsum().tolist(), counts.tolist(), strict=True):
                 self._append_many(row, length % self._chunk, ids[stop - count : stop])
         self._rows.num_known[rows] = known + counts
+        if self.decisions is not None:
+            self.decisions.note(b"append", rows, counts, ids)
 
     def last_blocks(self, rows: Index) -> npt.NDArray[Any]:
         """Return the last block of ids of rows that have just completed it, id by id: ``[rows, block_size]``."""
@@ -112,6 +122,8 @@ class TokenIds:
             self._tail[row, : known - whole] = long.view[whole:known]
             long.size = whole
         self._rows.num_known[row] = known
+        if self.decisions is not None:
+            self.decisions.note(b"truncate", row, known)
 
     def check(self, row: int) -> bool:
         """Whether a row has ids of whole chunks in its own array, and no others."""

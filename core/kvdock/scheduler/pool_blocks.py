@@ -38,6 +38,7 @@ class PoolBlocks:
         rows: what is known of the sequences.
 
     Attributes:
+        allocators: all that hand out blocks, or units.
         promised: blocks that sequences were promised and have not taken.
         is_busy: whether the prefix cache works for the manager, and its observers must not call that.
         states: the states of sequences; there are none here.
@@ -54,6 +55,7 @@ class PoolBlocks:
 
     def __init__(self, allocator: BlockAllocator, prefix: PrefixCache, rows: Rows, *, null_block: bool = False) -> None:
         self.allocator = allocator
+        self.allocators: tuple[BlockAllocator, ...] = (allocator,)
         self.prefix = prefix
         self.states = States(None, rows)
         self.tables: tuple[GroupTable, ...] = (OnlyTable(rows),)

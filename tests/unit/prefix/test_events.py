@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvdock.errors import KVDockError, KVDockWarning
+from kvdock.errors import KVDockError, KVDockWarning, WrongThreadError
 from kvdock.prefix import Cleared, NaivePrefixCache, RadixPrefixCache, Removed, Stored
 from kvdock_conformance.checking.prefix_events import Replayed
 from support_prefix import tree_of
@@ -150,3 +151,31 @@ def test_a_naive_cache_tells_of_resets_only() -> None:
     cache.insert_prefix([1], [0])
     cache.reset()
     assert [type(event) for event in events] == [Cleared]
+
+
+@pytest.mark.parametrize("kind", [RadixPrefixCache, NaivePrefixCache])
+def test_who_subscribes_claims_no_thread(kind: Any) -> None:
+    cache, events, raised = kind(1), list[Any](), list[type]()
+    end = cache.subscribe(events.append)
+
+    def engine() -> None:
+        cache.insert_prefix([1], [0])
+        cache.reset()
+        here.wait(10)
+
+    def subscribes() -> None:
+        with pytest.raises(WrongThreadError) as caught:
+            cache.subscribe(events.append)
+        raised.append(caught.type)
+
+    here = threading.Barrier(2)
+    thread = threading.Thread(target=engine)
+    thread.start()
+    while not events or not isinstance(events[-1], Cleared):
+        thread.join(0.01)
+    subscribes()  # it belongs to the engine's thread, which runs
+    here.wait(10)
+    thread.join()
+    assert raised == [WrongThreadError]
+    end()
+    cache.subscribe(events.append)
