@@ -82,8 +82,13 @@ def assert_same(made: Any, uncached: Uncached, inputs: dict[str, torch.Tensor], 
         torch.testing.assert_close(logits, expected, rtol=1e-2, atol=1e-2)  # another state makes them differ by 0.02 to 30
 
 
-served = pytest.mark.parametrize("model_type", [name for name in SERVED if name in GROUPS["causal"]])
-some = pytest.mark.parametrize("model_type", [name for name in ("qwen3_next", "falcon_h1", "lfm3") if name in GROUPS["causal"]])
+IS_OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
+"""Whether Transformers makes a layer with states for each of nemotron_h's layers without any, so that they seem to be elsewhere."""
+
+HERE = [name for name in SERVED if name in GROUPS["causal"] and not (IS_OLD and name == "nemotron_h")]
+
+served = pytest.mark.parametrize("model_type", HERE)
+some = pytest.mark.parametrize("model_type", [name for name in ("qwen3_next", "falcon_h1", "lfm3") if name in HERE])
 """States in layers of their own, beside keys and values, and convolutions only."""
 
 
