@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvdock.cache.grouped import GroupedCache
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, FileContentError, OutOfBlocksError
+from kvdock.files.container import Container
 from kvdock.files.description import check_pool, described
 from kvdock.files.gather import gathered
 from kvdock.files.interface import Loaded, Progress, Saved
@@ -21,7 +22,7 @@ from kvdock.prefix.interface import Namespace, StoredPrefix
 from kvdock.scheduler import CacheManager
 from kvdock.scheduler.cached import cached_blocks, unused_size, use_prefix
 
-__all__ = ["load_pool", "load_prefix", "save_pool", "save_prefix"]
+__all__ = ["load_any", "load_pool", "load_prefix", "save_pool", "save_prefix"]
 
 _MAX_FILE_BYTES = 2**30
 
@@ -138,6 +139,13 @@ def load_prefix(
     loaded = load_path(reading, forest.rows(), manager, cache, int(forest.ends[0]))
     reading.meter.finish()
     return Loaded(1, 1, forest.tokens.size, loaded)
+
+
+def load_any(path: str | os.PathLike[str], manager: CacheManager, cache: GroupedCache, **options: Any) -> Loaded:
+    """Load what `save_prefix` or `save_pool` saved, with the options of `load_prefix` or `load_pool`."""
+    where, _ = _checked("load", path, manager, cache, options.get("model", ""))
+    load = load_pool if Container(where).header.get("kind") == "pool" else load_prefix
+    return load(where, manager, cache, **options)
 
 
 def load_pool(

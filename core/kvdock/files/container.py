@@ -78,6 +78,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, 
     try:
         found.torch.save_file(dict(tensors), path, dict(zip(_KEYS, [*parts, digest], strict=True)))
         with path.open("rb+") as file:
+            os.fchmod(file.fileno(), 0o600)  # prompts can be read from it
             os.fsync(file.fileno())
     except (OSError, found.SafetensorError) as error:
         raise io_error(path, error) from error
