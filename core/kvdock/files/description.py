@@ -8,12 +8,14 @@ from typing import Any
 from kvdock.cache.grouped import GroupedCache
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, FileContentError, UnsupportedError
 from kvdock.scheduler import CacheManager
-from kvdock.scheduler.cached import block_sizes
+from kvdock.scheduler.cached import block_sizes, num_blocks
 
 __all__ = ["ORDER", "check_fits", "check_pool", "described"]
 
-ORDER = "block, token, then as the buffer's shape"
+ORDER = "block, token, then what a buffer keeps of it"
 """In which contents are stored, whatever the layout of the cache."""
+
+_MANAGER = "make it with CacheManager(cache.num_blocks, groups=cache.groups)"
 
 _FIXES = {
     "model": "load it for the model that it was saved for, or save it anew; model= is compared as it is written",
@@ -44,12 +46,17 @@ def check_pool(subject: str, manager: object, cache: object) -> None:
             got="layers that keep states: their checkpoints are not in files yet",
             fix="let such prefixes be computed anew",
         )
+    if not manager.prefix.can_store:
+        expected, fix = "a prefix cache that stores something", 'make the manager with prefix="radix"'
+        raise UnsupportedError(f"{subject}: manager", expected=expected, got=repr(manager.prefix)[:80], fix=fix)
     sizes, found = tuple(group.block_size for group in cache.groups), block_sizes(manager)
     if sizes != found or manager.block_size != math.lcm(*sizes):
         expected = f"the manager of this cache, with blocks of {', '.join(map(str, sizes))} tokens"
         got = f"one with blocks of {', '.join(map(str, found))} tokens"
+        raise ArgumentValueError(f"{subject}: manager", expected=expected, got=got, fix=_MANAGER)
+    if (blocks := num_blocks(manager)) > cache.num_blocks:
         raise ArgumentValueError(
-            f"{subject}: manager", expected=expected, got=got, fix="make it with CacheManager(cache.num_blocks, groups=cache.groups)"
+            f"{subject}: manager", expected=f"at most the {cache.num_blocks} blocks of the cache", got=blocks, fix=_MANAGER
         )
 
 

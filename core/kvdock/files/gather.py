@@ -12,7 +12,7 @@ from kvdock.cache.grouped import GroupedCache
 from kvdock.files.forest import Forest, needed_blocks
 from kvdock.prefix.inputs import namespace_key
 from kvdock.prefix.interface import BlockIds, Namespace, StoredPrefix
-from kvdock.prefix.names import block_names
+from kvdock.prefix.names import NAME_BYTES, block_names
 from kvdock.scheduler import CacheManager
 from kvdock.scheduler.cached import cached_blocks
 
@@ -71,7 +71,7 @@ class _Growing:
     def finish(self) -> Gathered:
         """Return what there is."""
         sources = tuple(np.array(each, dtype=np.int32).reshape(-1, width) for each, width in zip(self.sources, self.widths, strict=True))
-        names = np.frombuffer(b"".join(self.names), dtype=np.uint8).reshape(len(self.names), -1)
+        names = np.frombuffer(b"".join(self.names), dtype=np.uint8).reshape(-1, NAME_BYTES)
         forest = Forest(
             np.array(self.tokens, dtype=np.int64).reshape(-1, self.block_size),
             np.array(self.parents, dtype=np.int64),

@@ -10,12 +10,17 @@ from kvdock.prefix.interface import BlockIds, Namespace
 from kvdock.scheduler.cache_manager import CacheManager
 from kvdock.scheduler.sequence import CacheSequence
 
-__all__ = ["block_sizes", "cached_blocks", "note_only_needed", "unused_size", "use_prefix"]
+__all__ = ["block_sizes", "cached_blocks", "note_only_needed", "num_blocks", "unused_size", "use_prefix"]
 
 
 def block_sizes(manager: CacheManager) -> tuple[int, ...]:
     """Return the tokens in a block of each layer group; 1 for a group of states."""
     return tuple(table.block_size for table in manager._pool.tables)
+
+
+def num_blocks(manager: CacheManager) -> int:
+    """Return the blocks of the manager's pool."""
+    return manager._pool.num_blocks
 
 
 def cached_blocks(manager: CacheManager, tokens: npt.ArrayLike, namespace: Namespace = ()) -> tuple[int, tuple[BlockIds, ...]]:

@@ -201,6 +201,11 @@ class GroupedBlocks(PoolBlocks):
         return tuple(units.table[blocks, start : start + width].reshape(-1) for start, width in places)
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self.units.blocks.num_blocks
+
+    @property
     def unused(self) -> int:
         """Units that can be had without evicting or giving up any block, and were not promised."""
         ids, per_unit = self.allocator.num_free, self.units.per_unit

@@ -142,6 +142,11 @@ class PoolBlocks:
         return (blocks,)
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self.allocator.num_blocks
+
+    @property
     def unused(self) -> int:
         """Blocks that can be had without evicting any, and were not promised."""
         return self.allocator.num_free - self.promised

@@ -73,12 +73,14 @@ def test_what_windows_have_let_go_is_not_saved_and_not_found(tmp_path: Path) -> 
     load_prefix(tmp_path / "file", others, other)
     length, tables = cached_blocks(others, ids)
     kept = [int((table >= 0).sum()) * group.block_size for table, group in zip(tables, other.groups, strict=True)]
-    assert length == kept[0] and max(kept[1:]) < length // 2
+    assert length == kept[0]
+    assert max(kept[1:]) < length // 2
     size = others.block_size
     assert not others.can_go_on(ids)[size : length - 2 * size].any(), "nobody may go on where a window is not there"
     assert cached(other, others, ids[: length // 2]) == 0
     compute(other, others, ids[: length // 2])
-    assert cached(other, others, ids[: length // 2]) and cached(other, others, ids) == length
+    assert cached(other, others, ids[: length // 2])
+    assert cached(other, others, ids) == length
     others.check_integrity()
 
 
@@ -148,8 +150,10 @@ def test_progress(tmp_path: Path, call: str) -> None:
         other, others = pool("both")
         load_prefix(path, others, other, progress=lambda *at: told.append(at))
     done, totals = [at[0] for at in told], {at[1] for at in told}
-    assert len(totals) == 1 and len(told) > 3
-    assert done == sorted(set(done)) and done[-1] == totals.pop()
+    assert len(totals) == 1
+    assert len(told) > 3
+    assert done == sorted(set(done))
+    assert done[-1] == totals.pop()
 
 
 def test_what_progress_raises_ends_it_and_nothing_was_changed(tmp_path: Path) -> None:
@@ -163,7 +167,8 @@ def test_what_progress_raises_ends_it_and_nothing_was_changed(tmp_path: Path) ->
     before = (tmp_path / "file").read_bytes()
     with pytest.raises(KeyboardInterrupt):
         save_prefix(tmp_path / "file", manager, cache, IDS[:20], progress=stop)
-    assert [each.name for each in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_bytes() == before
     other, others = pool()
     with pytest.raises(KeyboardInterrupt):
         load_prefix(tmp_path / "file", others, other, progress=stop)
