@@ -21,8 +21,7 @@ IDS = list(range(100, 150))
 ORDERS: list[dict[str, Any]] = [{"layout": layout, "head_layout": heads} for layout in kvdock.KVCacheLayout for heads in kvdock.HeadLayout]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", COPY_DTYPES, ids=str)
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, torch.bfloat16) for kind in KINDS), *(("equal", dtype) for dtype in COPY_DTYPES)])
 def test_kinds_and_dtypes(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     cache, manager = pool(kind, dtype=dtype)
     compute(cache, manager, IDS, ("a", 1))
