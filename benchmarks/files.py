@@ -86,8 +86,8 @@ blocks of {found["block_size"]}, each answer in a process of its own that has th
 | computed | {computed["computed"]} | 1 |
 | from a file, loading it included | {file["computed"]} | 1 / {computed["first_token_s"] / file["first_token_s"]:.1f} |
 
-Of the answer from the file {file["load_s"] / file["first_token_s"]:.0%} is loading: {computed["bytes"] / 1e6:.0f} MB are verified and copied. Saving
-them takes {computed["save_s"] / computed["first_token_s"]:.1%} of the time of computing them.
+Of the answer from the file {file["load_s"] / file["first_token_s"]:.0%} is loading: {computed["bytes"] / 1e6:.0f} MB, verified and copied.
+Saving them takes {computed["save_s"] / computed["first_token_s"]:.1%} of the time of computing them.
 """
 
 
