@@ -78,8 +78,10 @@ def page(found: dict[str, Any]) -> str:
     computed, file = found["computed"], found["file"]
     return f"""# The first token from a file
 
-`python benchmarks/files.py --out docs/benchmarks`: {found["model"]} on a CPU ({found["machine"]}), a prompt of {found["tokens"]} tokens in
-blocks of {found["block_size"]}, each answer in a process of its own that has the model already; the least of {found["repeats"]} runs.
+Written by `benchmarks/files.py`, with `--repeats {found["repeats"]}`.
+
+{found["model"]} on a CPU ({found["machine"]}), a prompt of {found["tokens"]} tokens in blocks of {found["block_size"]}. Each
+answer is in a process of its own that has the model already; the least of all runs counts.
 
 | the first token | tokens computed | ratio of time |
 |---|---|---|
