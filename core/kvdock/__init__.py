@@ -29,6 +29,8 @@ if TYPE_CHECKING:
         BackendUnavailableError,
         CapacityError,
         DroppedCacheError,
+        FileAccessError,
+        FileContentError,
         IndexRangeError,
         IntegrityError,
         KVDockError,
@@ -59,6 +61,8 @@ __all__ = [
     "CacheManager",
     "CapacityError",
     "DroppedCacheError",
+    "FileAccessError",
+    "FileContentError",
     "HeadLayout",
     "IndexRangeError",
     "IntegrityError",
@@ -106,8 +110,8 @@ _HOMES = {
     "kvdock.descriptors.lru": "LRUDescriptorCache",
     "kvdock.errors": (
         "AmbiguousBackendError ArgumentTypeError ArgumentValueError BackendError BackendUnavailableError CapacityError "
-        "DroppedCacheError IndexRangeError IntegrityError KVDockError KVDockWarning NoBackendError OutOfBlocksError "
-        "StaleHandleError UnsupportedError WrongThreadError"
+        "DroppedCacheError FileAccessError FileContentError IndexRangeError IntegrityError KVDockError KVDockWarning NoBackendError "
+        "OutOfBlocksError StaleHandleError UnsupportedError WrongThreadError"
     ),
     "kvdock.layout": "HeadLayout KVCacheLayout",
     "kvdock.ops.dispatcher": "OpDispatcher",

@@ -9,6 +9,8 @@ Each derives from `KVDockError` and from the built-in that fits, so that `except
     ├── CapacityError          (MemoryError)          a budget or a device with less memory than asked for
     │   └── OutOfBlocksError                          a pool without enough free blocks
     ├── UnsupportedError       (NotImplementedError)  a request that no kernel serves (yet)
+    ├── FileAccessError        (OSError)              a file that cannot be read or written: missing, a full disk
+    ├── FileContentError       (ValueError)           a file that is cut, damaged, or of another cache or model
     ├── DroppedCacheError      (RuntimeError)         a cache used after `drop()`
     ├── StaleHandleError       (RuntimeError)         a handle or a sequence whose time is over
     ├── WrongThreadError       (RuntimeError)         what belongs to one thread used by another
@@ -34,6 +36,8 @@ __all__ = [
     "CapacityError",
     "DiscoveryReentryError",
     "DroppedCacheError",
+    "FileAccessError",
+    "FileContentError",
     "IndexRangeError",
     "IntegrityError",
     "KVDockError",
@@ -105,6 +109,14 @@ class OutOfBlocksError(CapacityError):
 
 class UnsupportedError(KVDockError, NotImplementedError):
     """No kernel serves this request; the text lists why each did not."""
+
+
+class FileAccessError(KVDockError, OSError):
+    """A file that cannot be read or written. ``errno`` is the system's, the cause is chained. What was saved before is as it was."""
+
+
+class FileContentError(KVDockError, ValueError):
+    """A file that is none of kvdock's, is cut or damaged, or was saved by another version, cache or model. Nothing was loaded."""
 
 
 class DroppedCacheError(KVDockError, RuntimeError):

@@ -37,8 +37,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "prefix": {"errors", "spec", "process"},
     "scheduler": {"errors", "spec", "prefix", "layers"},
     "replay": {"errors", "spec", "prefix", "scheduler"},
+    "files": LEAVES | {"bits", "layers"} | ENGINE_SIDE,  # which blocks and which tensors, together: above both
     "kvdock": LEAVES | {"descriptors", "layers", "ops", "plugin", "plugins", "runtime"} | ENGINE_SIDE,
-    "integrations": LEAVES | {"captured", "checks", "ops", "plugins", "runtime", "kvdock"} | ENGINE_SIDE,
+    "integrations": LEAVES | {"captured", "checks", "files", "ops", "plugins", "runtime", "kvdock"} | ENGINE_SIDE,
     "__main__": {"cli"},
     "cli": LEAVES | {"descriptors", "guarded", "ops", "plugins", "runtime", "kvdock", "replay", "integrations"} | ENGINE_SIDE,
 }
@@ -143,8 +144,9 @@ THIRD_PARTY = {
     "attrs": set(MAY_IMPORT),
     "matplotlib": {"replay"},
     "msgpack": {"integrations"},
-    "numpy": {"layers", "ops", "scheduler", "prefix", "replay", "integrations"},
+    "numpy": {"layers", "ops", "scheduler", "prefix", "replay", "integrations", "files"},
     "pluggy": {"plugins"},
+    "safetensors": {"files"},
     "torch": set(MAY_IMPORT) - {"errors", "layout", "descriptors", "process", "scheduler", "prefix", "replay"},
     "transformers": {"integrations"},
     "typer": {"cli"},

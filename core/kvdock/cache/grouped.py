@@ -14,6 +14,7 @@ from kvdock.cache.pool import Store
 from kvdock.cache.regions import MemoryRegion, regions_of
 from kvdock.errors import ArgumentValueError
 from kvdock.layers.groups import LayerGroup
+from kvdock.rank import RankInfo
 from kvdock.spec import KVSpec
 
 __all__ = ["GroupedCache"]
@@ -25,6 +26,7 @@ class GroupedCache(Cache):
     spec: KVSpec
     config: PagedConfig
     _named: str | None
+    rank: RankInfo
     _grouping: Grouping
     _store: Store
     _num_blocks: int

@@ -18,6 +18,7 @@ from kvdock.prefix.interface import (
     PrefixMatch,
     SizeInfo,
     Slots,
+    StoredPrefix,
 )
 from kvdock.prefix.naive import NaivePrefixCache
 from kvdock.prefix.names import NAME_BYTES, block_names, root_name, tagged_namespace
@@ -47,6 +48,7 @@ __all__ = [
     "SizeInfo",
     "Slots",
     "Stored",
+    "StoredPrefix",
     "Usage",
     "block_names",
     "create_prefix_cache",

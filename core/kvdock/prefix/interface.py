@@ -16,14 +16,14 @@ The life of a prefix, in calls::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.errors import ArgumentValueError
+from kvdock.errors import ArgumentValueError, UnsupportedError
 from kvdock.prefix.events import PrefixEvent
 from kvdock.prefix.inputs import slots_of
 from kvdock.prefix.ownership import NotCopied
@@ -39,6 +39,7 @@ __all__ = [
     "PrefixMatch",
     "SizeInfo",
     "Slots",
+    "StoredPrefix",
     "other_namespace",
 ]
 
@@ -125,6 +126,18 @@ class PartialMatch(NamedTuple):
     handle: PrefixHandle
     block: int
     num_tokens: int
+
+
+class StoredPrefix(NamedTuple):
+    """A prefix that is stored.
+
+    Args:
+        tokens: its token ids, int64, whole blocks of them.
+        namespace: where it is stored.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    namespace: Namespace
 
 
 @attrs.frozen
@@ -326,6 +339,22 @@ class PrefixCache(NotCopied, ABC):
     @abstractmethod
     def stored_blocks(self) -> BlockIds:
         """Return the ids of all blocks, int32, that belong to the cache, sorted. Costs time in their number."""
+
+    def stored_prefixes(self) -> Iterator[StoredPrefix]:
+        """Yield the prefixes by which all that is stored can be found, each to where a use of it ended, those used last first.
+
+        What only other prefixes begin with is not yielded again. Good until the next call that changes something; a prefix cache
+        need not offer it.
+
+        Raises:
+            UnsupportedError: this one does not.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__}.stored_prefixes",
+            expected="a prefix cache that lists what it stores",
+            got="one that does not",
+            fix='use prefix="radix", or give this one a stored_prefixes of its own',
+        )
 
     @abstractmethod
     def check_integrity(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 
 import attrs
 import numpy as np
@@ -11,7 +11,17 @@ import numpy.typing as npt
 from kvdock.errors import OutOfBlocksError, StaleHandleError
 from kvdock.prefix.events import Cleared, EventStream, PrefixEvent
 from kvdock.prefix.inputs import as_blocks, as_integers, check_block_size, check_distinct, check_priority, count_of, namespace_key
-from kvdock.prefix.interface import BlockIds, InsertResult, Namespace, PrefixCache, PrefixHandle, PrefixMatch, SizeInfo, other_namespace
+from kvdock.prefix.interface import (
+    BlockIds,
+    InsertResult,
+    Namespace,
+    PrefixCache,
+    PrefixHandle,
+    PrefixMatch,
+    SizeInfo,
+    StoredPrefix,
+    other_namespace,
+)
 from kvdock.prefix.ownership import OneThread
 from kvdock.prefix.stats import PrefixStats
 
@@ -150,6 +160,11 @@ class NaivePrefixCache(OneThread, PrefixCache):
     def stored_blocks(self) -> BlockIds:
         """Return nothing."""
         return _none()
+
+    def stored_prefixes(self) -> Iterator[StoredPrefix]:
+        """Yield nothing."""
+        self._enter()
+        return iter(())
 
     def check_integrity(self) -> None:
         """Notice another thread; there is nothing else that could be wrong."""

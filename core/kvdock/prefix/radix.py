@@ -16,7 +16,7 @@ that `kvdock.prefix.interface` states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from kvdock.prefix.interface import (
     PrefixHandle,
     PrefixMatch,
     SizeInfo,
+    StoredPrefix,
     other_namespace,
 )
 from kvdock.prefix.labels import WIDE, TokenIds, as_narrow
@@ -45,7 +46,7 @@ from kvdock.prefix.owners import StoredBlocks
 from kvdock.prefix.ownership import OneThread
 from kvdock.prefix.stats import PrefixStats
 from kvdock.prefix.tree import RadixTree
-from kvdock.prefix.walk import joined, most_alike, walk
+from kvdock.prefix.walk import ends_of_uses, joined, most_alike, path_tokens, walk
 
 __all__ = ["RadixPrefixCache"]
 
@@ -261,6 +262,13 @@ class RadixPrefixCache(OneThread, PrefixCache):
     def stored_blocks(self) -> BlockIds:
         """Return the ids of all stored blocks, sorted."""
         return self._owned.ids()
+
+    def stored_prefixes(self) -> Iterator[StoredPrefix]:
+        """Yield the prefixes that were used by themselves, those used last first; see `PrefixCache.stored_prefixes`."""
+        self._enter()
+        for node, at in ends_of_uses(self._tree.nodes()):
+            root, ids = path_tokens(node, at, self.block_size, self._tree.dtype)
+            yield StoredPrefix(ids.astype(np.int64), root.namespace)
 
     def check_integrity(self) -> None:
         """Walk over the whole tree; see `PrefixCache.check_integrity`."""

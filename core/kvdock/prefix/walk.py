@@ -1,9 +1,12 @@
-"""Reading a radix tree: how far token ids are stored below a node, and which stored block begins most like others.
+"""Reading a radix tree: how far token ids are stored below a node, which stored block begins most like others, and what there is.
 
 Nothing here changes a node.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +14,7 @@ from kvdock.prefix.interface import BlockIds
 from kvdock.prefix.labels import TokenIds, common_tokens
 from kvdock.prefix.node import Node
 
-__all__ = ["joined", "most_alike", "walk"]
+__all__ = ["ends_of_uses", "joined", "most_alike", "path_tokens", "walk"]
 
 
 def walk(node: Node, at: int, ids: TokenIds, block: int) -> tuple[Node, int, list[BlockIds]]:
@@ -98,3 +101,31 @@ def joined(runs: list[BlockIds]) -> BlockIds:
     if len(runs) == 1:
         return runs[0].copy()
     return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32)
+
+
+def ends_of_uses(nodes: Iterable[Node]) -> list[tuple[Node, int]]:
+    """Return where uses ended, node and position there, those of the last uses first.
+
+    A use is one of all that is before its end, so a part was used by itself if what is behind it was used longer ago.
+    """
+    found: list[tuple[int, Node, int]] = []
+    for node in nodes:
+        behind = max((_first_use(child) for child in (node.children or {}).values()), default=-1)
+        for part in (node, *reversed(node.earlier or ())):
+            if part.last_use > behind:
+                found.append((part.last_use, node, part.end))
+            behind = part.last_use
+    return [(node, at) for _, node, at in sorted(found, key=lambda each: -each[0])]
+
+
+def _first_use(node: Node) -> int:
+    return node.earlier[0].last_use if node.earlier else node.last_use
+
+
+def path_tokens(node: Node, at: int, block: int, dtype: np.dtype[Any]) -> tuple[Node, TokenIds]:
+    """Return the root above a node, and the token ids before a position of the node, an array of its own."""
+    labels = [bytes(node.label[: (at - node.start) * block * dtype.itemsize])]
+    while node.parent is not None:
+        node = node.parent
+        labels.append(bytes(node.label))
+    return node, np.frombuffer(b"".join(reversed(labels)), dtype=dtype).copy()

@@ -189,10 +189,27 @@ class GroupedBlocks(PoolBlocks):
         """Let rows need what follows from their units and from what is computed of them."""
         self.needs.settle(rows)
 
-    def written(self, rows: Index, counts: Index) -> None:
-        """Let rows need what follows from so many tokens; what they let go is spared."""
+    def written(self, rows: Index, counts: Index, *, spare: bool = True) -> None:
+        """Let rows need what follows from so many tokens; what they let go is spared, or given back."""
         self._rows.written[rows] = counts
-        self.needs.settle(rows, spare=True)
+        self.needs.settle(rows, spare=spare)
+
+    def blocks_of(self, blocks: BlockIds) -> tuple[BlockIds, ...]:
+        """Return the blocks of units in each group; -1 for what is not there."""
+        units = self.units
+        places = zip(units.starts, units.widths, strict=True)
+        return tuple(units.table[blocks, start : start + width].reshape(-1) for start, width in places)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self.units.blocks.num_blocks
+
+    @property
+    def unused(self) -> int:
+        """Units that can be had without evicting or giving up any block, and were not promised."""
+        ids, per_unit = self.allocator.num_free, self.units.per_unit
+        return (min(ids, self.units.blocks.num_free // per_unit) if per_unit else ids) - self.promised
 
     def leave(self, row: int) -> None:
         """Let a row need nothing, and release its states. A prompt that goes on with its tokens needs what it needed: that goes last."""

@@ -107,8 +107,8 @@ class PoolBlocks:
     def settle(self, rows: Index) -> None:
         """Note that rows may need other blocks than before: they have grown, were cut, or more of them is computed."""
 
-    def written(self, rows: Index, counts: Index) -> None:
-        """Note how many tokens of rows are written, whose ids may not be known."""
+    def written(self, rows: Index, counts: Index, *, spare: bool = True) -> None:
+        """Note how many tokens of rows are written, whose ids may not be known; ``spare``: what they let go may be wanted again."""
 
     def leave(self, row: int) -> None:
         """Note that a row is about to give all its blocks up."""
@@ -136,6 +136,20 @@ class PoolBlocks:
 
     def check_integrity(self, held: Sequence[Any]) -> None:
         """Prove what is counted beside holders; ``held`` is what pins hold. Raises IntegrityError."""
+
+    def blocks_of(self, blocks: BlockIds) -> tuple[BlockIds, ...]:
+        """Return which blocks of the pool cached blocks are, for each layer group; -1 for what is not there."""
+        return (blocks,)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self.allocator.num_blocks
+
+    @property
+    def unused(self) -> int:
+        """Blocks that can be had without evicting any, and were not promised."""
+        return self.allocator.num_free - self.promised
 
     @property
     def capacity(self) -> int:

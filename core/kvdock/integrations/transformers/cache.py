@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
@@ -15,6 +16,7 @@ from transformers.cache_utils import Cache
 import kvdock
 from kvdock.cache.paged_config import PagedKVCacheConfig
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from kvdock.files.interface import Loaded, Saved
 from kvdock.integrations.transformers.bound import Bound
 from kvdock.integrations.transformers.captured import CapturedDecoding, captured_decoding
 from kvdock.integrations.transformers.checkpoints import Checkpoints
@@ -22,6 +24,7 @@ from kvdock.integrations.transformers.commit import committable, computed_rows, 
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, CROPS_TO_LENGTH
 from kvdock.integrations.transformers.decoding import PagedDecoding, check_in_place
 from kvdock.integrations.transformers.explanation import CacheExplanation, explained
+from kvdock.integrations.transformers.files import load_prefixes, save_prefixes
 from kvdock.integrations.transformers.hook import what_runs
 from kvdock.integrations.transformers.measure import Measurement, measure
 from kvdock.integrations.transformers.probe import check_choice, chosen_reader, reader_of
@@ -312,6 +315,34 @@ class PagedCacheForTransformers(Cache):
         reuse = self._needed("forget_prefixes")
         with self.state.change():
             reuse.forget()
+
+    def save(self, path: str | os.PathLike[str], input_ids: Any = None, *, namespace: Namespace = (), **options: Any) -> Saved:
+        """Save prefixes that are committed to a file, for a process to come; see `kvdock.files`.
+
+        Args:
+            path: where to.
+            input_ids: of one prompt, ``[length]`` or ``[1, length]``, whose blocks are saved; None for all that is cached.
+            namespace: where it was bound.
+            options: ``model``, ``max_file_bytes`` and ``progress``, as of `kvdock.files.save_prefix`. A ``model`` is well worth giving.
+
+        Raises:
+            UnsupportedError: there is no prefix cache; or the model keeps states.
+            KVDockError: as `kvdock.files.save_prefix` and `kvdock.files.save_pool`.
+        """
+        return save_prefixes(self._needed("save"), self.state, path, input_ids, namespace, options)
+
+    def load(self, path: str | os.PathLike[str], **options: Any) -> Loaded:
+        """Load what `save` saved, of one prompt or of all, so that `bind` finds it.
+
+        Args:
+            path: the file.
+            options: ``model`` and ``progress``, as of `kvdock.files.load_prefix`.
+
+        Raises:
+            UnsupportedError: there is no prefix cache; or the model keeps states.
+            KVDockError: as `kvdock.files.load_prefix`.
+        """
+        return load_prefixes(self._needed("load"), self.state, path, options)
 
     @property
     def usage(self) -> CacheUsage:

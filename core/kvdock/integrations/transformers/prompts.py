@@ -18,7 +18,7 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.prefix.inputs import namespace_key
 from kvdock.prefix.interface import Namespace
 
-__all__ = ["ADAPTERS", "Prompts", "check_not_held", "check_use", "read_ids", "read_prompts"]
+__all__ = ["ADAPTERS", "Prompts", "check_not_held", "check_use", "on_host", "read_ids", "read_prompts"]
 
 _BIND = "PagedCacheForTransformers.bind"
 
@@ -135,7 +135,7 @@ def read_ids(subject: str, ids: Any) -> npt.NDArray[np.int64]:
         ArgumentTypeError: they are no integers.
         ArgumentValueError: they do not have that shape.
     """
-    found = _on_host(ids)
+    found = on_host(ids)
     if ids is None or found.ndim != 2 or not found.size:
         got = "none" if ids is None else f"shape {found.shape}"
         raise ArgumentValueError(subject, expected="token ids of shape [rows, length]", got=got, fix="pass the ids of whole sequences")
@@ -144,7 +144,7 @@ def read_ids(subject: str, ids: Any) -> npt.NDArray[np.int64]:
     return found.astype(np.int64)
 
 
-def _on_host(values: Any) -> npt.NDArray[Any]:
+def on_host(values: Any) -> npt.NDArray[Any]:
     """Return a tensor, an array or lists as an array, which may alias them; lists of several lengths as one of objects."""
     if isinstance(values, torch.Tensor):
         return values.detach().cpu().numpy()
@@ -156,7 +156,7 @@ def _on_host(values: Any) -> npt.NDArray[Any]:
 
 def _pads(mask: Any, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
     """Return how many 0s each row of a mask begins with."""
-    found = _on_host(mask)
+    found = on_host(mask)
     if found.shape != shape:
         raise ArgumentValueError(
             f"{_BIND}: attention_mask",
@@ -180,7 +180,7 @@ def _token_ids(name: str, inputs: Mapping[str, Any], generation: Any) -> npt.NDA
     """Return the token ids that an argument names, or else the configuration of the call, or else that of the model."""
     config = inputs.get("generation_config") or generation
     value = inputs[name] if inputs.get(name) is not None else getattr(config, name, None)
-    return np.atleast_1d(_on_host([] if value is None else value).astype(np.int64))
+    return np.atleast_1d(on_host([] if value is None else value).astype(np.int64))
 
 
 def _refuse_what_else_counts(inputs: Mapping[str, Any], namespace: Namespace) -> None:

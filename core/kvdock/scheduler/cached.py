@@ -1,0 +1,58 @@
+"""What is cached, in blocks of the pool: what files need to know of a `CacheManager`, beside the life of its sequences."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdock.prefix.inputs import as_integers
+from kvdock.prefix.interface import BlockIds, Namespace
+from kvdock.scheduler.cache_manager import CacheManager
+from kvdock.scheduler.sequence import CacheSequence
+
+__all__ = ["block_sizes", "cached_blocks", "note_only_needed", "num_blocks", "unused_size", "use_prefix"]
+
+
+def block_sizes(manager: CacheManager) -> tuple[int, ...]:
+    """Return the tokens in a block of each layer group; 1 for a group of states."""
+    return tuple(table.block_size for table in manager._pool.tables)
+
+
+def num_blocks(manager: CacheManager) -> int:
+    """Return the blocks of the manager's pool."""
+    return manager._pool.num_blocks
+
+
+def cached_blocks(manager: CacheManager, tokens: npt.ArrayLike, namespace: Namespace = ()) -> tuple[int, tuple[BlockIds, ...]]:
+    """Return behind how many cached tokens of a prefix every layer group can go on, at most, and the blocks of these by group.
+
+    Counts as no use. A block that a group has let go is -1; one that it does not need any more may be there.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: tokens that are no integers, a namespace that is no tuple.
+    """
+    manager._enter()
+    match = manager._pool.match(as_integers("cached_blocks: tokens", tokens), namespace)
+    return match.handle.cached_len, manager._pool.blocks_of(match.blocks)
+
+
+def note_only_needed(manager: CacheManager, seq: CacheSequence, written: int) -> None:
+    """Note that of the first ``written`` tokens of a sequence only what the next one reads is written: the rest is given back.
+
+    `CacheManager.note_written` and `CacheManager.commit` would let it be found, in case a prompt goes on before the end.
+    """
+    manager._pool.written(np.array([manager._row(seq, "note_written")]), np.array([written]), spare=False)
+
+
+def unused_size(manager: CacheManager) -> int:
+    """Return how many tokens there is room for without evicting anything or breaking a promise."""
+    manager._enter()
+    return manager._pool.unused * manager.block_size
+
+
+def use_prefix(manager: CacheManager, tokens: npt.ArrayLike, namespace: Namespace = ()) -> None:
+    """Let a cached prefix be the one that was used last; it counts as no look-up."""
+    manager._enter()
+    found = manager.prefix.match_prefix(tokens, namespace, record=False)
+    ids = as_integers("use_prefix: tokens", tokens)[: found.handle.cached_len]
+    manager.prefix.insert_prefix(ids, found.blocks, namespace)
