@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         NoBackendError,
         OutOfBlocksError,
         StaleHandleError,
+        TransferError,
         UnsupportedError,
         WrongThreadError,
     )
@@ -81,6 +82,7 @@ __all__ = [
     "StaleHandleError",
     "StaticKVCache",
     "StaticKVCacheConfig",
+    "TransferError",
     "UnsupportedError",
     "WrongThreadError",
     "create_cache",
@@ -107,7 +109,7 @@ _HOMES = {
     "kvdock.errors": (
         "AmbiguousBackendError ArgumentTypeError ArgumentValueError BackendError BackendUnavailableError CapacityError "
         "DroppedCacheError IndexRangeError IntegrityError KVDockError KVDockWarning NoBackendError OutOfBlocksError "
-        "StaleHandleError UnsupportedError WrongThreadError"
+        "StaleHandleError TransferError UnsupportedError WrongThreadError"
     ),
     "kvdock.layout": "HeadLayout KVCacheLayout",
     "kvdock.ops.dispatcher": "OpDispatcher",

@@ -31,6 +31,7 @@ from kvdock.errors import (
     KVDockWarning,
     PluginError,
     StaleHandleError,
+    TransferError,
     UnsupportedError,
     WrongThreadError,
 )
@@ -114,6 +115,7 @@ __all__ = [
     "Stored",
     "Stream",
     "TensorMeta",
+    "TransferError",
     "UnsupportedError",
     "Usage",
     "WrongThreadError",
