@@ -80,7 +80,7 @@ class Side:
                         if group.is_state
                         else (table[token // group.block_size], token % group.block_size)
                     )
-                    view[at] = mine.contiguous().view(view.dtype).squeeze(-1)
+                    view[at] = mine.contiguous().to(view.device).view(view.dtype).squeeze(-1)
 
 
 def wanted_of(layout: PoolLayout, start: int, stop: int) -> list[Wanted]:
@@ -235,11 +235,12 @@ class Rank:
         rank: int = 0,
         model: str = "m",
         limits: Limits | None = None,
+        device: str = "cpu",
         **config: object,
     ) -> None:
         options = {"num_blocks": 24, "block_size": 4, **config}
         self.name = name
-        self.cache = kvdock.create_cache(spec, kvdock.PagedKVCacheConfig(**options), kvdock.RankInfo("cpu", ranks, rank), ops=OPS)
+        self.cache = kvdock.create_cache(spec, kvdock.PagedKVCacheConfig(**options), kvdock.RankInfo(device, ranks, rank), ops=OPS)
         self.manager = kvdock.CacheManager(self.cache.num_blocks, groups=self.cache.groups, null_block=True)
         self.loop = Loop(name)
         self.exchange = Exchange(self.manager, self.cache, self.loop, model=model, limits=limits, clock=clock)
@@ -293,6 +294,6 @@ def holds(rank: Rank, seq: kvdock.scheduler.CacheSequence, tokens: Sequence[int]
             whole = torch.from_numpy(random.integers(0, 256, (*place.whole, place.itemsize), dtype=np.uint8))
             mine = whole if place.split < 0 else whole.narrow(place.split, place.start, place.shape[place.split])
             row = view[table[0]] if group.retention.is_state else view[table[token // group.block_size], token % group.block_size]
-            if not torch.equal(row.contiguous().view(torch.uint8).flatten(), mine.flatten()):
+            if not torch.equal(row.cpu().contiguous().view(torch.uint8).flatten(), mine.flatten()):
                 return False
     return True

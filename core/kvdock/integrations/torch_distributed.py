@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from queue import SimpleQueue
@@ -28,6 +29,7 @@ __all__ = ["TorchDistributed"]
 _MAGIC, _VERSION = 0x6B76646F636B, 1
 _GOODBYE = -1
 _FOREVER = timedelta(days=10_000)
+_PATIENCE = 2.0
 
 
 class TorchDistributed(Transport):
@@ -107,9 +109,15 @@ class TorchDistributed(Transport):
             link.send(None)
 
     def close(self) -> None:
-        """Forget all peers. Their threads end with theirs, or with the process group."""
+        """Forget all peers. Call it before the process ends: a thread that still receives then would abort it.
+
+        Peers answer a goodbye at once, and those that are gone break the connection: this waits 2 s at most, for one that hangs.
+        """
         for peer in list(self._links):
             self.disconnect(peer)
+        end = time.monotonic() + _PATIENCE
+        for link in self._left:
+            link.join(max(end - time.monotonic(), 0))
         self._memory = ()
 
     def _link(self, peer: str) -> _Link:
@@ -180,13 +188,19 @@ class _Link:
         self._expected: dict[int, _Ticket] = {}
         self._queue: SimpleQueue[_Ticket | None] = SimpleQueue()
         self._pushed: set[_Ticket] = set()
-        threading.Thread(target=self._send, name=f"kvdock send {peer}", daemon=True).start()
+        self._speaker = threading.Thread(target=self._send, name=f"kvdock send {peer}", daemon=True)
         self._listener = threading.Thread(target=self._receive, name=f"kvdock receive {peer}", daemon=True)
+        self._speaker.start()
         self._listener.start()
 
     @property
     def listens(self) -> bool:
         return self._listener.is_alive()
+
+    def join(self, seconds: float) -> None:
+        """Wait for its threads."""
+        self._speaker.join(seconds)
+        self._listener.join(seconds)
 
     def send(self, ticket: _Ticket | None) -> None:
         if ticket is not None:
@@ -232,6 +246,7 @@ class _Link:
                 if ticket is not None:  # otherwise it was cancelled, and what comes late goes nowhere
                     ticket.put(self._memory, begin, total, part)
             self.fail("it said goodbye")
+            self._queue.put(None)  # so that its own thread ends, too
         except Exception as error:  # noqa: BLE001 - as above
             self.fail(_line(error))
 
