@@ -180,7 +180,7 @@ def main(port: int, rank: int, prefills: int, decodes: int, scene: str) -> None:
     alone = Engine(Decoder(model, config))
     expected = [alone.go_on(alone.manager.begin(prompt)) for prompt in PROMPTS]
     assert found == expected, (found, expected)
-    print("decode", len(sum(found, [])), "tokens are right", len({*map(tuple, found)}), flush=True)
+    print("decode", sum(map(len, found)), "tokens are right", len({*map(tuple, found)}), flush=True)
 
 
 if __name__ == "__main__":
