@@ -25,7 +25,7 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError, KVDockError, Tr
 from kvdock.scheduler.cache_manager import CacheManager
 from kvdock.scheduler.sequence import CacheSequence
 from kvdock.transfer.compatibility import check_compatible
-from kvdock.transfer.interface import Ticket, Transport
+from kvdock.transfer.interface import Ticket, TicketState, Transport
 from kvdock.transfer.layout import PoolLayout
 from kvdock.transfer.leases import Inbound, Limits, Outbound, Transfer
 from kvdock.transfer.messages import BEAT, MOST_TAG, Ask, Hello, Stop, digest_of, read_any
@@ -36,6 +36,9 @@ __all__ = ["Exchange"]
 
 _MOST_WAITING = 4096
 """Asks that wait for their offers, of all peers together."""
+
+_MOST_BLOCKS = 1 << 22
+"""Block ids in them."""
 
 
 class Exchange:
@@ -143,7 +146,7 @@ class Exchange:
         try:
             for peer, runs in found.items():
                 transfer.tickets[peer, tag] = self._transport.expect(peer, runs, tag)
-        except KVDockError:
+        except BaseException:
             for ticket in transfer.tickets.values():  # nobody was asked, so nothing comes
                 ticket.cancel("another peer could not be asked")
             raise
@@ -198,8 +201,8 @@ class Exchange:
             transfer = self._offered(said.name)
             if transfer is not None:
                 self._serve(transfer, peer, said)
-            elif len(self._waiting) >= _MOST_WAITING:
-                self._say(peer, Stop(said.tag, f"{_MOST_WAITING} asks wait already").to_bytes())
+            elif len(self._waiting) >= _MOST_WAITING or self._waiting_blocks + said.num_blocks > _MOST_BLOCKS:
+                self._say(peer, Stop(said.tag, f"{len(self._waiting)} asks wait already").to_bytes())
             else:
                 self._waiting[peer, said.tag] = said, self._clock() + self.limits.deadline
 
@@ -212,9 +215,10 @@ class Exchange:
         """Return the transfers that are over since the last call. Call it in each step, and while there is nothing else to do."""
         now = self._clock()
         for transfer in self._open:
-            for peer in set(transfer.pending()):
-                if now - self._heard.get(peer, now) > self.limits.silence:
-                    self._stop(transfer, TransferError(f"peer {peer!r}", expected=f"a word within {self.limits.silence} s", got="none"))
+            for peer in {peer for peer in transfer.pending() if now - self._heard.get(peer, now) > self.limits.silence}:
+                self._give_up(
+                    transfer, peer, TransferError(f"peer {peer!r}", expected=f"a word within {self.limits.silence} s", got="none")
+                )
             was = transfer.stopped_at
             transfer.step(now)
             if was is None and transfer.stopped_at is not None:
@@ -272,6 +276,10 @@ class Exchange:
         except KVDockError as error:
             self._say(peer, Stop(ask.tag, str(error)).to_bytes())
 
+    @property
+    def _waiting_blocks(self) -> int:
+        return sum(ask.num_blocks for ask, _ in self._waiting.values())
+
     def _offered(self, name: str) -> Outbound | None:
         found = (each for each in self._open if isinstance(each, Outbound) and each.name == name and each.stopped_at is None)
         return next(found, None)
@@ -284,6 +292,16 @@ class Exchange:
                 self._stop(transfer, TransferError(f"blocks of {transfer.name!r}", expected=f"peer {peer!r} to send them", got=said.reason))
             elif ticket is not None:
                 ticket.cancel(f"the peer stopped it: {said.reason}")
+
+    def _give_up(self, transfer: Transfer, peer: str, error: TransferError) -> None:
+        """End what a peer has to do with a transfer: of blocks that are to come all, of those that others ask for only its own."""
+        if isinstance(transfer, Inbound):
+            self._stop(transfer, error)
+            return
+        for (of, tag), ticket in transfer.tickets.items():
+            if of == peer and ticket.poll() is TicketState.PENDING:
+                ticket.cancel(str(error))
+                self._say(peer, Stop(tag, str(error)).to_bytes())
 
     def _stop(self, transfer: Transfer, error: TransferError) -> None:
         is_first = transfer.stopped_at is None
@@ -302,7 +320,9 @@ class Exchange:
         ended = [transfer for transfer in self._open if transfer.is_over]
         self._open = [transfer for transfer in self._open if not transfer.is_over]
         for transfer in ended:
-            if isinstance(transfer, Outbound):
+            if not transfer.seq.is_open:  # somebody ended it all the same, and has its blocks
+                transfer.error = transfer.error or TransferError(f"blocks of {transfer.name!r}", got="a sequence that was ended meanwhile")
+            elif isinstance(transfer, Outbound):
                 self._manager.finish(transfer.seq)
             elif transfer.error is None:
                 self._manager.commit(transfer.seq, [], computed=max(transfer.num_tokens, transfer.seq.computed))

@@ -72,6 +72,11 @@ class Ask:
     tables: tuple[tuple[int, ...], ...]
     wanted: tuple[Wanted, ...]
 
+    @property
+    def num_blocks(self) -> int:
+        """Block ids in its tables."""
+        return sum(map(len, self.tables))
+
     def to_bytes(self) -> bytes:
         """Return it as a message."""
         body = attrs.asdict(self) | {"wanted": [[edge for pair in group for edge in pair] for group in self.wanted]}

@@ -425,6 +425,52 @@ def test_a_peer_cannot_make_another_wait_for_ever_by_asking(clock: Clock) -> Non
     asker.check()
 
 
+def test_asks_that_wait_have_so_many_blocks_in_all(clock: Clock) -> None:
+    owner, _ = pair(clock)
+    table = b",".join([b"0"] * (1 << 20))
+    ask = b'kvdock-transfer/1 ask\n{"name":"r","tag":%d,"num_tokens":4,"digest":"","tables":[[%b]],"wanted":[[0,4]]}'
+    for number in range(4):
+        owner.exchange.take("d", ask % (number, table))
+    assert owner.exchange.outgoing() == []
+    owner.exchange.take("d", ask % (5, b"0"))
+    ((_, told),) = owner.exchange.outgoing()
+    assert b"4 asks wait already" in told
+
+
+def test_an_asker_that_falls_silent_keeps_no_other_from_its_blocks(clock: Clock) -> None:
+    owner = Rank("p", HEADS, clock, limits=LIMITS)
+    askers = [Rank(f"d{number}", HEADS, clock, 2, number, limits=LIMITS) for number in range(2)]
+    owner.meet(*askers)
+    offered = owner.exchange.offer("r", owner.computed(PROMPT), ["d0", "d1"])
+    wanted = [asker.exchange.ask("r", asker.manager.begin(PROMPT), ["p"]) for asker in askers]
+    relay(owner, *askers)
+    for _ in range(4):
+        clock.now += 3
+        assert relay(owner, askers[1]) == []
+    assert str(offered.error) == "blocks of 'r' to peer 'd0': expected all of them, got peer 'd0': expected a word within 10 s, got none"
+    owner.loop.move()
+    assert set(relay(owner, askers[1])) == {offered, wanted[1]}
+    assert wanted[1].error is None
+    assert askers[0].exchange.poll() == [wanted[0]], "that one hears nothing, either"
+    owner.check()
+    askers[0].check()
+
+
+def test_a_sequence_that_was_ended_by_somebody_else_is_not_ended_twice(clock: Clock) -> None:
+    owner, asker = pair(clock)
+    seq = owner.computed(PROMPT)
+    offered = owner.exchange.offer("r", seq, ["d"])
+    owner.manager.finish(seq)
+    owner.exchange.drop("d", "gone")
+    assert owner.exchange.poll() == [offered]
+    owner.check()
+    transfer = asker.exchange.ask("r", asker.manager.begin(PROMPT), ["p"])
+    asker.manager.abort(transfer.seq)
+    asker.exchange.cancel(transfer, "no more")
+    assert asker.exchange.poll() == [transfer]
+    asker.check()
+
+
 @pytest.mark.parametrize(("name", "value"), [*itertools.product(["deadline", "silence", "beat", "grace"], [0, -1, "3", True])])
 def test_limits_are_numbers_above_zero(name: str, value: object) -> None:
     with pytest.raises(ArgumentValueError, match=f"Limits: {name}: expected a number above 0, got {value!r}"):
