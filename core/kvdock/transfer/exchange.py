@@ -28,17 +28,12 @@ from kvdock.transfer.compatibility import check_compatible
 from kvdock.transfer.interface import Ticket, TicketState, Transport
 from kvdock.transfer.layout import PoolLayout
 from kvdock.transfer.leases import Inbound, Limits, Outbound, Transfer
-from kvdock.transfer.messages import BEAT, MOST_TAG, Ask, Hello, Stop, digest_of, read_any
+from kvdock.transfer.mail import Mail, Waiting
+from kvdock.transfer.messages import MOST_TAG, Ask, Hello, Stop, digest_of, read_any
 from kvdock.transfer.serving import check_ask, needed_bytes, nominal_tables, wanted_tokens
 from kvdock.transfer.spans import sends, spans
 
 __all__ = ["Exchange"]
-
-_MOST_WAITING = 4096
-"""Asks that wait for their offers, of all peers together."""
-
-_MOST_BLOCKS = 1 << 22
-"""Block ids in them."""
 
 
 class Exchange:
@@ -73,11 +68,8 @@ class Exchange:
         self._layout = PoolLayout.of(cache, cache.rank, model)
         self.hello = Hello(self._layout, transport.name, transport.register(self._layout, cache.region_bytes())).to_bytes()
         self._peers: dict[str, PoolLayout] = {}
-        self._heard: dict[str, float] = {}
-        self._spoke: dict[str, float] = {}
         self._open: list[Transfer] = []
-        self._waiting: dict[tuple[str, int], tuple[Ask, float]] = {}
-        self._outgoing: list[tuple[str, bytes]] = []
+        self._mail, self._waiting = Mail(clock), Waiting()
 
     @property
     def peers(self) -> Mapping[str, PoolLayout]:
@@ -103,7 +95,8 @@ class Exchange:
             raise TransferError(f"peer {peer!r}", expected=expected, got=repr(theirs.transport[:80]))
         check_compatible(peer, self._layout, theirs.layout)
         self._transport.connect(peer, theirs.layout, theirs.described)
-        self._peers[peer], self._heard[peer] = theirs.layout, self._clock()
+        self._peers[peer] = theirs.layout
+        self._mail.hear(peer)
 
     def ask(
         self, name: str, seq: CacheSequence, peers: Sequence[str], *, num_tokens: int | None = None, start: int | None = None
@@ -153,8 +146,8 @@ class Exchange:
         digest = digest_of(seq.tokens[:count], seq.namespace)
         message = Ask(name, tag, count, digest, tuple(tuple(table.tolist()) for table in tables), tuple(wanted)).to_bytes()
         for peer in found:
-            self._say(peer, message)
-            self._heard[peer] = now
+            self._mail.say(peer, message)
+            self._mail.hear(peer)  # its silence counts from here on
         self._open.append(transfer)
         return transfer
 
@@ -180,10 +173,8 @@ class Exchange:
         served = [peer for peer in takers if sends(self._layout, self._known(peer))]
         transfer = Outbound(name, seq, count, self._clock() + self.limits.deadline, served)
         self._open.append(transfer)
-        for (peer, tag), (ask, _) in list(self._waiting.items()):
-            if ask.name == name:
-                del self._waiting[peer, tag]
-                self._serve(transfer, peer, ask)
+        for peer, ask in self._waiting.take(name):
+            self._serve(transfer, peer, ask)
         return transfer
 
     def take(self, peer: str, message: bytes) -> None:
@@ -194,28 +185,24 @@ class Exchange:
         """
         self._known(peer)
         said = read_any(peer, message)
-        self._heard[peer] = self._clock()
+        self._mail.hear(peer)
         if isinstance(said, Stop):
             self._stopped(peer, said)
         elif isinstance(said, Ask):
-            transfer = self._offered(said.name)
-            if transfer is not None:
+            if transfer := self._offered(said.name):
                 self._serve(transfer, peer, said)
-            elif len(self._waiting) >= _MOST_WAITING or self._waiting_blocks + said.num_blocks > _MOST_BLOCKS:
-                self._say(peer, Stop(said.tag, f"{len(self._waiting)} asks wait already").to_bytes())
-            else:
-                self._waiting[peer, said.tag] = said, self._clock() + self.limits.deadline
+            elif refusal := self._waiting.add(peer, said, self._clock() + self.limits.deadline):
+                self._mail.say(peer, Stop(said.tag, refusal).to_bytes())
 
     def outgoing(self) -> list[tuple[str, bytes]]:
         """Return what is to be sent, (peer, message) in this order, and forget it."""
-        found, self._outgoing = self._outgoing, []
-        return found
+        return self._mail.collect()
 
     def poll(self) -> list[Transfer]:
         """Return the transfers that are over since the last call. Call it in each step, and while there is nothing else to do."""
         now = self._clock()
         for transfer in self._open:
-            for peer in {peer for peer in transfer.pending() if now - self._heard.get(peer, now) > self.limits.silence}:
+            for peer in {peer for peer in transfer.pending() if self._mail.silence(peer) > self.limits.silence}:
                 self._give_up(
                     transfer, peer, TransferError(f"peer {peer!r}", expected=f"a word within {self.limits.silence} s", got="none")
                 )
@@ -226,11 +213,9 @@ class Exchange:
             if transfer.stopped_at is not None and now - transfer.stopped_at > self.limits.grace:
                 for peer in set(transfer.pending()):
                     self.drop(peer, "its tickets did not end in time")
-        for (peer, tag), (ask, end) in list(self._waiting.items()):
-            if now > end:
-                del self._waiting[peer, tag]
-                self._say(peer, Stop(tag, f"nobody offered {ask.name!r} in time").to_bytes())
-        self._beat(now)
+        for peer, ask in self._waiting.over(now):
+            self._mail.say(peer, Stop(ask.tag, f"nobody offered {ask.name!r} in time").to_bytes())
+        self._mail.beat({peer for transfer in self._open for peer in transfer.pending()} | self._waiting.peers(), self.limits.beat)
         return self._settle()
 
     def cancel(self, transfer: Transfer, reason: str) -> None:
@@ -241,10 +226,9 @@ class Exchange:
     def drop(self, peer: str, reason: str) -> None:
         """Forget a peer, as when its process is gone. What was to come from it or to go to it fails."""
         self._transport.disconnect(peer)
-        for known in (self._peers, self._heard, self._spoke):
-            known.pop(peer, None)
-        self._waiting = {key: value for key, value in self._waiting.items() if key[0] != peer}
-        self._outgoing = [item for item in self._outgoing if item[0] != peer]
+        self._peers.pop(peer, None)
+        self._mail.forget(peer)
+        self._waiting.forget(peer)
         for transfer in self._open:
             if isinstance(transfer, Outbound) and peer in transfer.takers:
                 transfer.lose(peer, reason)
@@ -274,18 +258,14 @@ class Exchange:
             transfer.tickets[peer, ask.tag] = self._transport.push(peer, runs, ask.tag)
             transfer.takers.discard(peer)
         except KVDockError as error:
-            self._say(peer, Stop(ask.tag, str(error)).to_bytes())
-
-    @property
-    def _waiting_blocks(self) -> int:
-        return sum(ask.num_blocks for ask, _ in self._waiting.values())
+            self._mail.say(peer, Stop(ask.tag, str(error)).to_bytes())
 
     def _offered(self, name: str) -> Outbound | None:
         found = (each for each in self._open if isinstance(each, Outbound) and each.name == name and each.stopped_at is None)
         return next(found, None)
 
     def _stopped(self, peer: str, said: Stop) -> None:
-        self._waiting.pop((peer, said.tag), None)
+        self._waiting.stop(peer, said.tag)
         for transfer in self._open:
             ticket: Ticket | None = transfer.tickets.get((peer, said.tag))
             if ticket is not None and isinstance(transfer, Inbound):
@@ -301,7 +281,7 @@ class Exchange:
         for (of, tag), ticket in transfer.tickets.items():
             if of == peer and ticket.poll() is TicketState.PENDING:
                 ticket.cancel(str(error))
-                self._say(peer, Stop(tag, str(error)).to_bytes())
+                self._mail.say(peer, Stop(tag, str(error)).to_bytes())
 
     def _stop(self, transfer: Transfer, error: TransferError) -> None:
         is_first = transfer.stopped_at is None
@@ -313,7 +293,7 @@ class Exchange:
         """Tell all peers of a transfer that it is over; those that are done with it do not mind."""
         for peer, tag in transfer.tickets:
             if peer in self._peers:
-                self._say(peer, Stop(tag, str(transfer.error)).to_bytes())
+                self._mail.say(peer, Stop(tag, str(transfer.error)).to_bytes())
 
     def _settle(self) -> list[Transfer]:
         """Give back what is over."""
@@ -329,16 +309,6 @@ class Exchange:
             else:
                 self._manager.abort(transfer.seq)
         return ended
-
-    def _beat(self, now: float) -> None:
-        """Tell those that wait for this side that it is alive."""
-        for peer in {peer for transfer in self._open for peer in transfer.pending()} | {peer for peer, _ in self._waiting}:
-            if now - self._spoke.get(peer, now - self.limits.beat) >= self.limits.beat:
-                self._say(peer, BEAT)
-
-    def _say(self, peer: str, message: bytes) -> None:
-        self._outgoing.append((peer, message))
-        self._spoke[peer] = self._clock()
 
     def _known(self, peer: str) -> PoolLayout:
         if peer not in self._peers:
