@@ -23,6 +23,7 @@ from tiny_engine.model import Decoder
 
 import kvdock
 from integration import zoo
+from kvdock.errors import TransferError
 from kvdock.scheduler import BatchTables
 from kvdock.transfer import Exchange, Limits, Transfer, create_transport
 
@@ -140,10 +141,14 @@ def decode(engine: Engine, channels: dict[str, Connection], scene: str, group: A
             os._exit(9)
         seq, comes = engine.manager.begin(prompt), len(side.exchange.peers) == len(channels)
         if comes:  # all but the last token: computing that one tells the next
-            transfer = side.exchange.ask(f"r{number}", seq, sorted(channels), num_tokens=len(prompt) - 1, start=0)
-            side.until_over([transfer])
-            comes = transfer.error is None
-            print(f"decode r{number}: {transfer.error}", flush=True)
+            try:
+                transfer = side.exchange.ask(f"r{number}", seq, sorted(channels), num_tokens=len(prompt) - 1, start=0)
+                side.until_over([transfer])
+                error = transfer.error
+            except TransferError as broken:  # the connection is known to be gone before the channel is
+                error = broken
+            comes = error is None
+            print(f"decode r{number}: {error}", flush=True)
         all_come = torch.tensor(int(comes))
         dist.all_reduce(all_come, dist.ReduceOp.MIN, group=group)  # ranks go the same way
         if not all_come:
