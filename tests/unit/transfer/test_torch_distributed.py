@@ -283,6 +283,7 @@ def test_a_peer_that_says_goodbye_or_is_gone(linked: Linked, wire: Wire) -> None
     until(lambda: ticket.poll() is TicketState.FAILED)
     assert ticket.error == "it said goodbye"
     until(lambda: [each[2].item() for each in wire.sent] == [-1])  # an answer, so that the other side's thread ends
+    until(lambda: not any(thread.name == "kvdock receive p" for thread in threading.enumerate()))
     linked[0].disconnect("p")
     linked[0].connect("p", PoolLayout("m", 1, 0, 1, (64,), (), ()), b'{"rank": 1, "size": 2}')
     ticket = linked[0].expect("p", runs(4), 5)
