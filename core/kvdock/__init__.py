@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         NoBackendError,
         OutOfBlocksError,
         StaleHandleError,
+        TransferError,
         UnsupportedError,
         WrongThreadError,
     )
@@ -85,6 +86,7 @@ __all__ = [
     "StaleHandleError",
     "StaticKVCache",
     "StaticKVCacheConfig",
+    "TransferError",
     "UnsupportedError",
     "WrongThreadError",
     "create_cache",
@@ -111,7 +113,7 @@ _HOMES = {
     "kvdock.errors": (
         "AmbiguousBackendError ArgumentTypeError ArgumentValueError BackendError BackendUnavailableError CapacityError "
         "DroppedCacheError FileAccessError FileContentError IndexRangeError IntegrityError KVDockError KVDockWarning NoBackendError "
-        "OutOfBlocksError StaleHandleError UnsupportedError WrongThreadError"
+        "OutOfBlocksError StaleHandleError TransferError UnsupportedError WrongThreadError"
     ),
     "kvdock.layout": "HeadLayout KVCacheLayout",
     "kvdock.ops.dispatcher": "OpDispatcher",

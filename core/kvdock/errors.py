@@ -15,6 +15,7 @@ Each derives from `KVDockError` and from the built-in that fits, so that `except
     ├── StaleHandleError       (RuntimeError)         a handle or a sequence whose time is over
     ├── WrongThreadError       (RuntimeError)         what belongs to one thread used by another
     ├── IntegrityError         (RuntimeError)         bookkeeping that contradicts itself
+    ├── TransferError          (RuntimeError)         blocks that did not come, or a peer that is refused
     └── BackendError           (RuntimeError)
         ├── NoBackendError                            no backend claims the device
         ├── BackendUnavailableError                   asked for by name, and not usable
@@ -46,6 +47,7 @@ __all__ = [
     "OutOfBlocksError",
     "PluginError",
     "StaleHandleError",
+    "TransferError",
     "UnsupportedError",
     "WrongThreadError",
 ]
@@ -133,6 +135,10 @@ class WrongThreadError(KVDockError, RuntimeError):
 
 class IntegrityError(KVDockError, RuntimeError):
     """Bookkeeping that contradicts itself: a bug in kvdock, or arrays written from outside."""
+
+
+class TransferError(KVDockError, RuntimeError):
+    """Blocks did not come from another pool, or not in time; or a peer is refused. What was held for them is given back."""
 
 
 class BackendError(KVDockError, RuntimeError):

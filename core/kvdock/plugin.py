@@ -13,6 +13,7 @@ A backend has
 * `LatentKernel`, which makes a kernel for latents of one for keys and values;
 * ops of a plugin's own: an `Op` has an `OpSchema` of `Arg`, and `call_op` calls it;
 * prefix caches: `PrefixCache`, what its methods return, policies, and the checks of arguments that kvdock's own use;
+* transports: `kvdock.transfer` has their contract, `Transport`;
 * errors: all of `kvdock.errors` that a plugin raises.
 
 Importing it imports no plugin and no compiler. A base for devices that a kernel compiler serves belongs to the library with its
@@ -31,6 +32,7 @@ from kvdock.errors import (
     KVDockWarning,
     PluginError,
     StaleHandleError,
+    TransferError,
     UnsupportedError,
     WrongThreadError,
 )
@@ -114,6 +116,7 @@ __all__ = [
     "Stored",
     "Stream",
     "TensorMeta",
+    "TransferError",
     "UnsupportedError",
     "Usage",
     "WrongThreadError",

@@ -38,15 +38,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": {"errors", "spec", "prefix", "layers"},
     "replay": {"errors", "spec", "prefix", "scheduler"},
     "files": LEAVES | {"bits", "layers"} | ENGINE_SIDE,  # which blocks and which tensors, together: above both
+    "transfer": LEAVES | {"cache", "checks", "layers", "process", "scheduler"},
     "kvdock": LEAVES | {"descriptors", "layers", "ops", "plugin", "plugins", "runtime"} | ENGINE_SIDE,
-    "integrations": LEAVES | {"captured", "checks", "files", "ops", "plugins", "runtime", "kvdock"} | ENGINE_SIDE,
+    "integrations": LEAVES | {"captured", "checks", "files", "ops", "plugins", "runtime", "kvdock", "transfer"} | ENGINE_SIDE,
     "__main__": {"cli"},
     "cli": LEAVES | {"descriptors", "guarded", "ops", "plugins", "runtime", "kvdock", "replay", "integrations"} | ENGINE_SIDE,
 }
 """For each part of the package, the others it may import. ``kvdock`` is the package's own ``__init__``: the public names."""
 
-UPWARDS = frozenset({("kvdock.process", "kvdock.runtime")})
-"""The one import that goes up, and waits until it is asked for: what lies below the runtime may take the process's."""
+UPWARDS = frozenset(
+    {
+        ("kvdock.process", "kvdock.runtime"),
+        ("kvdock.transfer.built_in", "kvdock.integrations.torch_distributed"),
+    }
+)
+"""The imports that go up, and wait until they are asked for: what lies below the runtime may take the process's, and a transport that
+is made by name may be an integration."""
 
 MODULES = {module.name: module for module in kvdock_modules()}
 KNOWN = frozenset(MODULES)
@@ -144,7 +151,7 @@ THIRD_PARTY = {
     "attrs": set(MAY_IMPORT),
     "matplotlib": {"replay"},
     "msgpack": {"integrations"},
-    "numpy": {"layers", "ops", "scheduler", "prefix", "replay", "integrations", "files"},
+    "numpy": {"layers", "ops", "scheduler", "prefix", "replay", "integrations", "files", "transfer"},
     "pluggy": {"plugins"},
     "safetensors": {"files"},
     "torch": set(MAY_IMPORT) - {"errors", "layout", "descriptors", "process", "scheduler", "prefix", "replay"},

@@ -9,6 +9,7 @@ from support_distributions import Environments, Report, report, reports
 from support_projects import Environment
 
 QUESTIONS = (("meta", None), ("meta", "import_error"), ("meta", "probe-raises"), ("meta", "absent"), ("meta", "no-such"))
+HOOKS = "kvdock_backends(), kvdock_ops(), kvdock_prefix_caches(), kvdock_transports()"
 NOT_FINE = ("import_error", "syntax_error", "sys_exit", "base_exception", "stale", "other_major", "misspelt", "probe_raises")
 
 
@@ -98,17 +99,13 @@ def test_plugin_that_returns_no_backend_object(outcome: Report) -> None:
 def test_misspelt_hook_is_refused_with_the_right_name(outcome: Report) -> None:
     record = outcome.of("misspelt")
     assert record.state is PluginState.INCOMPATIBLE
-    assert record.reason == (
-        "hook: expected kvdock_backends(), kvdock_ops(), kvdock_prefix_caches(), got kvdock_backend. Fix: rename it to kvdock_backends"
-    )
+    assert record.reason == (f"hook: expected {HOOKS}, got kvdock_backend. Fix: rename it to kvdock_backends")
 
 
 def test_wrong_hook_arguments_print_both_signatures(outcome: Report) -> None:
     record = outcome.of("wrong_arguments")
     assert record.state is PluginState.INCOMPATIBLE
-    assert record.reason.startswith(
-        "hook: expected kvdock_backends(), kvdock_ops(), kvdock_prefix_caches(), got kvdock_backends(config); Argument(s) {'config'}"
-    )
+    assert record.reason.startswith(f"hook: expected {HOOKS}, got kvdock_backends(config); Argument(s) {{'config'}}")
 
 
 def test_nothing_of_a_plugin_with_one_bad_hook_stays(outcome: Report) -> None:
@@ -119,7 +116,7 @@ def test_nothing_of_a_plugin_with_one_bad_hook_stays(outcome: Report) -> None:
 def test_plugin_without_hook(outcome: Report) -> None:
     record = outcome.of("no_hook")
     assert record.state is PluginState.INCOMPATIBLE
-    assert record.reason.startswith("hooks: expected at least one of kvdock_backends(), kvdock_ops(), kvdock_prefix_caches(), got none")
+    assert record.reason.startswith(f"hooks: expected at least one of {HOOKS}, got none")
 
 
 def test_plugin_that_calls_an_op_when_imported(outcome: Report) -> None:

@@ -11,7 +11,7 @@ from kvdock.cache.grouping import Grouping
 from kvdock.cache.interface import Cache, check_layer
 from kvdock.cache.paged_options import PagedConfig
 from kvdock.cache.pool import Store
-from kvdock.cache.regions import MemoryRegion, regions_of
+from kvdock.cache.regions import MemoryRegion, bytes_of, regions_of
 from kvdock.errors import ArgumentValueError
 from kvdock.layers.groups import LayerGroup
 from kvdock.rank import RankInfo
@@ -122,6 +122,10 @@ class GroupedCache(Cache):
     def memory_regions(self) -> tuple[MemoryRegion, ...]:
         """Return where the cache lies: what a transport registers, and how it finds the bytes of a block. It stays so for its life."""
         return regions_of(self._store, self._numbers, self._num_blocks)
+
+    def region_bytes(self) -> tuple[torch.Tensor, ...]:
+        """Return the bytes of each of `memory_regions`, uint8 ``[nbytes]``: views of the memory, for who copies by offsets."""
+        return bytes_of(self._store)
 
     def reset(self) -> None:
         """Zero the memory. Views handed out before remain valid."""

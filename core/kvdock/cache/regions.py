@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 import torch
@@ -11,7 +11,7 @@ import torch
 from kvdock.cache.pool import Store
 from kvdock.ops.geometry import extent
 
-__all__ = ["MemoryRegion", "Place", "regions_of"]
+__all__ = ["MemoryRegion", "Place", "bytes_of", "regions_of"]
 
 
 @attrs.frozen
@@ -70,15 +70,35 @@ class MemoryRegion:
 
 def regions_of(store: Store, groups: Mapping[int, Mapping[str, int]], num_blocks: int) -> tuple[MemoryRegion, ...]:
     """Return the regions of a store; what lies in one storage is one. ``groups`` has the group of each layer's buffers."""
-    by_storage: dict[int, list[torch.Tensor]] = {}
+    return tuple(_region(memories, store, groups, num_blocks) for memories in _by_storage(store))
+
+
+def bytes_of(store: Store) -> tuple[torch.Tensor, ...]:
+    """Return the bytes of each region that `regions_of` returns, uint8 ``[nbytes]``: views of the memory."""
+    found = []
+    for memories in _by_storage(store):
+        begin, end = _bounds(memories)
+        storage = memories[0].untyped_storage()
+        view = torch.empty(0, dtype=torch.uint8, device=memories[0].device)
+        found.append(view.set_(storage, begin - storage.data_ptr(), (end - begin,), (1,)))
+    return tuple(found)
+
+
+def _by_storage(store: Store) -> Collection[list[torch.Tensor]]:
+    found: dict[int, list[torch.Tensor]] = {}
     for pool in store.pools:
-        by_storage.setdefault(pool.memory.untyped_storage().data_ptr(), []).append(pool.memory)
-    return tuple(_region(memories, store, groups, num_blocks) for memories in by_storage.values())
+        found.setdefault(pool.memory.untyped_storage().data_ptr(), []).append(pool.memory)
+    return found.values()
+
+
+def _bounds(memories: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Return the addresses of the first byte and of the one behind the last."""
+    return min(each.data_ptr() for each in memories), max(each.data_ptr() + extent(each) for each in memories)
 
 
 def _region(memories: Sequence[torch.Tensor], store: Store, groups: Mapping[int, Mapping[str, int]], num_blocks: int) -> MemoryRegion:
     storage = memories[0].untyped_storage().data_ptr()
-    begin, end = min(each.data_ptr() for each in memories), max(each.data_ptr() + extent(each) for each in memories)
+    begin, end = _bounds(memories)
     places = tuple(
         Place(layer, name, groups[layer][name], view.data_ptr() - begin, *_steps(view))
         for layer, found in store.named.items()

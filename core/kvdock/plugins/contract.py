@@ -26,8 +26,8 @@ __all__ = [
     "Hooks",
     "check_api",
     "check_backends",
-    "check_caches",
     "check_capabilities",
+    "check_classes",
     "check_kernels",
     "check_ops",
     "check_probe",
@@ -198,13 +198,13 @@ def unknown_op(op: str, ops: Collection[str]) -> str:
     return f"kernels() has one for {op!r}, which is no op of this kvdock: it is never called. Fix: {fix}"
 
 
-def check_caches(value: object) -> dict[str, Any]:
-    """Return what `kvdock_prefix_caches` returned, verified to be classes by name.
+def check_classes(value: object, hook: str) -> dict[str, Any]:
+    """Return what a hook returned, verified to be classes by name.
 
     Raises:
         BrokenContractError: not a mapping of str to something that can be called.
     """
-    where = "kvdock_prefix_caches()"
+    where = f"{hook}()"
     if not isinstance(value, Mapping):
         raise BrokenContractError(where, expected="a mapping of name to class", got=_show(value))
     for name, factory in value.items():

@@ -28,6 +28,7 @@ class Discovery:
         records: one per plugin, sorted by name and distribution; those registered in this process follow.
         loaded: backends that are ready, by name.
         prefix_caches: for each plugin that brings any, its prefix caches by name.
+        transports: the same of transports.
         ops: the ops that plugins bring, by name.
         notes: what the user should be told beside the records.
     """
@@ -36,6 +37,7 @@ class Discovery:
     records: tuple[PluginRecord, ...] = ()
     loaded: Mapping[str, LoadedBackend] = attrs.field(factory=dict)
     prefix_caches: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
+    transports: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
     ops: Mapping[str, Op] = attrs.field(factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -46,6 +48,7 @@ class Discovery:
             records=(*self.records, contribution.record),
             loaded={**self.loaded, **{item.backend.name: item for item in contribution.backends}},
             prefix_caches={**self.prefix_caches, **_caches([contribution])},
+            transports={**self.transports, **_transports([contribution])},
             ops={**self.ops, **contribution.ops},
         )
 
@@ -94,6 +97,7 @@ def discover(settings: PluginSettings, watch: StepWatcher = unwatched) -> Discov
         records=tuple(records),
         loaded={name: item for name, item in loaded.items() if name in usable},
         prefix_caches=_caches(contributions),
+        transports=_transports(contributions),
         ops={name: op for item in contributions for name, op in item.ops.items() if name not in twice},
         notes=(*unreadable, *todo.notes, *twice.values()),
     )
@@ -101,6 +105,10 @@ def discover(settings: PluginSettings, watch: StepWatcher = unwatched) -> Discov
 
 def _caches(contributions: list[Contribution]) -> dict[str, Mapping[str, Any]]:
     return {item.record.name: item.prefix_caches for item in contributions if item.prefix_caches}
+
+
+def _transports(contributions: list[Contribution]) -> dict[str, Mapping[str, Any]]:
+    return {item.record.name: item.transports for item in contributions if item.transports}
 
 
 def _brought_twice(contributions: list[Contribution]) -> dict[str, str]:

@@ -10,7 +10,7 @@ import pluggy
 from kvdock.interface import Backend
 from kvdock.ops.brought import Op
 
-__all__ = ["PROJECT", "hookimpl", "hookspec", "kvdock_backends", "kvdock_ops", "kvdock_prefix_caches"]
+__all__ = ["PROJECT", "hookimpl", "hookspec", "kvdock_backends", "kvdock_ops", "kvdock_prefix_caches", "kvdock_transports"]
 
 PROJECT = "kvdock"
 
@@ -34,4 +34,10 @@ def kvdock_ops() -> Sequence[Op]:
 @hookspec
 def kvdock_prefix_caches() -> Mapping[str, Any]:
     """Return the plugin's prefix caches: classes by the name that `create_prefix_cache` takes."""
+    raise NotImplementedError
+
+
+@hookspec
+def kvdock_transports() -> Mapping[str, Any]:
+    """Return the plugin's transports: classes by the name that `kvdock.transfer.create_transport` takes."""
     raise NotImplementedError

@@ -55,11 +55,12 @@ class LoadedBackend:
 
 @attrs.frozen
 class Contribution:
-    """What one plugin brings: its record, its ready backends, and its prefix caches and ops by name."""
+    """What one plugin brings: its record, its ready backends, and its prefix caches, transports and ops by name."""
 
     record: PluginRecord
     backends: tuple[LoadedBackend, ...] = ()
     prefix_caches: Mapping[str, Any] = attrs.field(factory=dict)
+    transports: Mapping[str, Any] = attrs.field(factory=dict)
     ops: Mapping[str, Op] = attrs.field(factory=dict)
 
 
@@ -159,7 +160,7 @@ def admit(plugin: object, record: PluginRecord, watch: StepWatcher = unwatched) 
         hooks = _attempt(PluginState.INCOMPATIBLE, "reading the hooks", lambda: contract.find_hooks(plugin, record.name))
         watch("hooks", record.name)
         backends = [backend for hook in hooks.get("kvdock_backends", ()) for backend in _backends(hook)]
-        caches = {name: cache for hook in hooks.get("kvdock_prefix_caches", ()) for name, cache in _caches(hook).items()}
+        caches, transports = (_classes(hooks, name) for name in ("kvdock_prefix_caches", "kvdock_transports"))
         ops = {name: op for hook in hooks.get("kvdock_ops", ()) for name, op in _ops(hook).items()}
     except _RefusedError as refused:
         return Contribution(attrs.evolve(record, state=refused.state, reason=refused.reason, traceback=refused.trace))
@@ -171,27 +172,31 @@ def admit(plugin: object, record: PluginRecord, watch: StepWatcher = unwatched) 
         records.append(outcome)
         traces += [trace] if trace else []
     if not backends:
-        record = _without_backends(record, caches, ops)
+        record = _without_backends(record, {"prefix caches": caches, "transports": transports, "ops": ops})
     record = attrs.evolve(record, backends=tuple(records), traceback="\n".join(traces), ops=tuple(ops))
-    return Contribution(summarise(record), tuple(loaded), caches, ops)
+    return Contribution(summarise(record), tuple(loaded), caches, transports, ops)
 
 
 def _backends(hook: Callable[[], Any]) -> list[Backend]:
     return _attempt(PluginState.LOAD_FAILED, "kvdock_backends()", lambda: contract.check_backends(hook()))
 
 
-def _caches(hook: Callable[[], Any]) -> dict[str, Any]:
-    return _attempt(PluginState.LOAD_FAILED, "kvdock_prefix_caches()", lambda: contract.check_caches(hook()))
+def _classes(hooks: contract.Hooks, name: str) -> dict[str, Any]:
+    """Return the classes that all implementations of a hook return."""
+
+    def returned(hook: Callable[[], Any]) -> dict[str, Any]:
+        return _attempt(PluginState.LOAD_FAILED, f"{name}()", lambda: contract.check_classes(hook(), name))
+
+    return {key: found for hook in hooks.get(name, ()) for key, found in returned(hook).items()}
 
 
 def _ops(hook: Callable[[], Any]) -> dict[str, Op]:
     return _attempt(PluginState.LOAD_FAILED, "kvdock_ops()", lambda: contract.check_ops(hook()))
 
 
-def _without_backends(record: PluginRecord, caches: Mapping[str, Any], ops: Mapping[str, Op]) -> PluginRecord:
-    """Describe a plugin that brings no backend: one for prefix caches or ops only, or one that found nothing to do here."""
-    if caches or ops:
-        brings = [f"brings {what}: {', '.join(names)}" for what, names in (("prefix caches", caches), ("ops", ops)) if names]
+def _without_backends(record: PluginRecord, brought: Mapping[str, Mapping[str, Any]]) -> PluginRecord:
+    """Describe a plugin that brings no backend: one for something else, or one that found nothing to do here."""
+    if brings := [f"brings {what}: {', '.join(names)}" for what, names in brought.items() if names]:
         return attrs.evolve(record, state=PluginState.READY, reason="; ".join(brings))
     return attrs.evolve(record, state=PluginState.ABSENT, reason="kvdock_backends() returned no backend")
 

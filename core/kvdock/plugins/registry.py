@@ -189,6 +189,10 @@ class Registry:
         """Return the prefix caches that plugins bring: classes by name, by plugin."""
         return self._discovery().prefix_caches
 
+    def transports(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the transports that plugins bring: classes by name, by plugin."""
+        return self._discovery().transports
+
     def brought_ops(self) -> Mapping[str, Op]:
         """Return the ops that plugins bring, by name."""
         return self._discovery().ops

@@ -19,9 +19,10 @@ class Decoder:
     Args:
         model: a `LlamaForCausalLM` of Transformers, or one of Mistral, Qwen2 or Qwen3.
         config: of the pool.
+        rank: which share of the heads its pool has; whoever shares them shares weights, too, and adds up what `_joined` gets.
     """
 
-    def __init__(self, model: Any, config: kvdock.PagedKVCacheConfig) -> None:
+    def __init__(self, model: Any, config: kvdock.PagedKVCacheConfig, rank: kvdock.RankInfo | None = None) -> None:
         conf, rope = model.config, model.model.rotary_emb
         if conf.model_type not in FAMILIES or conf.hidden_act != "silu" or rope.rope_type in MOVING_ROPE:
             raise ValueError(f"expected one of {FAMILIES}, with silu and a rope that stays, got {type(model).__name__}")
@@ -34,7 +35,7 @@ class Decoder:
             raise ValueError(f"{type(model).__name__} has weights that this decoder would not use: {sorted(weights)[:3]}")
         self.max_positions, self.dim = conf.max_position_embeddings, spec.layers[0].k_dim
         self.heads = [conf.num_attention_heads, spec.layers[0].num_k_heads, spec.layers[0].num_v_heads]
-        self.cache = kvdock.create_cache(spec, config, kvdock.RankInfo(self.embedding.device))
+        self.cache = kvdock.create_cache(spec, config, rank or kvdock.RankInfo(self.embedding.device))
         cos, sin = rope(self.embedding[:1], torch.arange(self.max_positions, device=self.embedding.device)[None])
         self.cos, self.sin = cos[0, :, None], sin[0, :, None]  # [positions, 1, dim]
 
@@ -57,11 +58,14 @@ class Decoder:
             seen = kvdock.ops.paged_attention(
                 _rotated(q, cos, sin), *pools, tables.block_table, tables.seq_lens, window=layer.window, **several
             )
-            hidden = hidden + linear(seen.flatten(1), *layer.out)
+            hidden = hidden + self._joined(linear(seen.flatten(1), *layer.out))
             gate, up = linear(self._normed(hidden, layer.mlp_norm), *layer.gate_up).chunk(2, -1)
-            hidden = hidden + linear(silu(gate) * up, *layer.down)
+            hidden = hidden + self._joined(linear(silu(gate) * up, *layer.down))
         last = hidden if longest is None else hidden[tables.cu_query_lens[1:] - 1]
         return linear(self._normed(last, self.norm), self.head)
+
+    def _joined(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
 
     def _normed(self, rows: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         return rows if norm is None else rms_norm(rows, norm.shape, norm, self.eps)

@@ -132,8 +132,10 @@ def test_what_is_no_table_of_kernels(value: object, text: str) -> None:
 
 
 @pytest.mark.parametrize("value", [None, {"mine": 3}, {3: dict}])
-def test_what_is_no_table_of_prefix_caches(value: object) -> None:
-    assert refused(contract.check_caches, value).startswith("kvdock_prefix_caches(): expected a mapping of name to class, got ")
+def test_what_is_no_table_of_classes(value: object) -> None:
+    for hook in ("kvdock_prefix_caches", "kvdock_transports"):
+        text = refused(lambda given, name=hook: contract.check_classes(given, name), value)
+        assert text.startswith(f"{hook}(): expected a mapping of name to class, got ")
 
 
 def test_other_results_are_checked_too() -> None:

@@ -134,6 +134,12 @@ def test_prefix_caches_are_kept_by_plugin(registry: Registry) -> None:
     assert registry.prefix_caches() == {"caches": {"mine": dict}}
 
 
+def test_transports_are_kept_by_plugin(registry: Registry) -> None:
+    record = registry.register(module("m", KVDOCK_API=(1, 0), kvdock_transports=lambda: {"mine": dict, "other": list}), "carriers")
+    assert (record.state, record.reason) == (PluginState.READY, "brings transports: mine, other")
+    assert registry.transports() == {"carriers": {"mine": dict, "other": list}}
+
+
 def test_kernel_for_an_op_that_has_none(registry: Registry) -> None:
     registered(registry, InProcessBackend("acme"))
     before, epoch = registry.choose("copy_blocks_", META), registry.epoch

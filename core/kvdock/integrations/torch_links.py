@@ -1,0 +1,188 @@
+"""The connections of `kvdock.integrations.torch_distributed`: two threads for each peer, and the tickets that they work on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+
+from kvdock.errors import TransferError
+from kvdock.transfer.interface import Ticket, TicketState
+from kvdock.transfer.packing import Runs, gather, scatter
+
+__all__ = ["Link", "StreamTicket", "wait_for_stream"]
+
+_MAGIC, _VERSION = 0x6B76646F636B, 1
+_GOODBYE = -1
+_FOREVER = timedelta(days=10_000)
+
+
+class StreamTicket(Ticket):
+    """Runs of this pool, read or written part by part."""
+
+    def __init__(self, runs: Runs, tag: int) -> None:
+        self.runs, self.tag, self.total = runs, tag, int(runs.nbytes.sum())
+        self.lock = threading.Lock()
+        self.state = TicketState.PENDING if self.total else TicketState.DONE
+        self.moved = 0
+
+    def poll(self) -> TicketState:
+        """Return how far it is."""
+        return self.state
+
+    def cancel(self, reason: str) -> None:
+        """End it now: threads touch the pool under its lock only."""
+        with self.lock:
+            if self.state is TicketState.PENDING:
+                self.error, self.state = reason, TicketState.FAILED
+
+    def take(self, memory: Sequence[torch.Tensor], part_bytes: int) -> tuple[list[int], torch.Tensor] | None:
+        """Return header and bytes of the next part; None where there is none."""
+        with self.lock:
+            if self.state is not TicketState.PENDING or self.moved == self.total:
+                return None
+            begin, self.moved = self.moved, min(self.moved + part_bytes, self.total)
+            part = gather(memory, self.runs.part(begin, self.moved))
+            wait_for_stream(part.device)
+            return [_MAGIC, _VERSION, self.tag, begin, self.moved - begin, self.total], part
+
+    def put(self, memory: Sequence[torch.Tensor], begin: int, total: int, part: torch.Tensor) -> None:
+        """Write a part, if it is the one that comes next."""
+        with self.lock:
+            if self.state is not TicketState.PENDING:
+                return
+            end = begin + part.numel()
+            if begin != self.moved or total != self.total or end > total:
+                self.error = f"expected bytes from {self.moved} on of {self.total}, got {begin} to {end} of {total}"
+                self.state = TicketState.FAILED
+                return
+            scatter(memory, self.runs.part(begin, end), part)
+            wait_for_stream(part.device)
+            self.moved = end
+            if end == total:
+                self.state = TicketState.DONE
+
+    def end(self) -> None:
+        """Note that all parts are sent."""
+        with self.lock:
+            if self.state is TicketState.PENDING:
+                self.state = TicketState.DONE
+
+
+class Link:
+    """The connection to one rank."""
+
+    def __init__(self, peer: str, rank: int, group: dist.ProcessGroup | None, memory: Sequence[torch.Tensor], part_bytes: int) -> None:
+        self.peer, self.rank, self.broken = peer, rank, ""
+        self._group, self._memory, self._part_bytes = group, memory, part_bytes
+        self._lock = threading.Lock()
+        self._expected: dict[int, StreamTicket] = {}
+        self._queue: SimpleQueue[StreamTicket | None] = SimpleQueue()
+        self._pushed: set[StreamTicket] = set()
+        self._speaker = threading.Thread(target=self._send, name=f"kvdock send {peer}", daemon=True)
+        self._listener = threading.Thread(target=self._receive, name=f"kvdock receive {peer}", daemon=True)
+        self._speaker.start()
+        self._listener.start()
+
+    @property
+    def listens(self) -> bool:
+        """Whether a thread still takes what the rank sends."""
+        return self._listener.is_alive()
+
+    def join(self, seconds: float) -> None:
+        """Wait for its threads."""
+        self._speaker.join(seconds)
+        self._listener.join(seconds)
+
+    def send(self, ticket: StreamTicket | None) -> None:
+        """Queue a push; None says goodbye."""
+        if ticket is not None:
+            with self._lock:
+                if self.broken:
+                    ticket.cancel(self.broken)
+                self._pushed = {each for each in self._pushed if each.state is TicketState.PENDING} | {ticket}
+        self._queue.put(ticket)
+
+    def expect(self, ticket: StreamTicket) -> StreamTicket:
+        """Expect a push. Raises `TransferError` where its tag is taken."""
+        with self._lock:
+            self._expected = {tag: each for tag, each in self._expected.items() if each.state is TicketState.PENDING}
+            if ticket.tag in self._expected:
+                raise TransferError(f"peer {self.peer!r}: tag", expected="one that nothing is expected by", got=ticket.tag)
+            self._expected[ticket.tag] = ticket
+        return ticket
+
+    def fail(self, reason: str) -> None:
+        """Break the connection: no ticket of it comes to an end."""
+        with self._lock:
+            self.broken = self.broken or f"a connection that is broken: {reason}"
+            for ticket in (*self._expected.values(), *self._pushed):
+                ticket.cancel(reason)
+
+    def _send(self) -> None:
+        try:
+            while (ticket := self._queue.get()) is not None:
+                while part := ticket.take(self._memory, self._part_bytes):
+                    self._out(torch.tensor(part[0]))
+                    self._out(part[1])
+                ticket.end()
+            self._out(torch.tensor([_MAGIC, _VERSION, _GOODBYE, 0, 0, 0]))
+        except Exception as error:  # noqa: BLE001 - whatever a process group raises, who holds tickets is told
+            self.fail(_line(error))
+
+    def _receive(self) -> None:
+        try:
+            while (header := self._header()) is not None:
+                tag, begin, nbytes, total = header
+                part = torch.empty(nbytes, dtype=torch.uint8, device=self._memory[0].device)
+                self._in(part)
+                with self._lock:
+                    ticket = self._expected.get(tag)
+                if ticket is not None:  # otherwise it was cancelled, and what comes late goes nowhere
+                    ticket.put(self._memory, begin, total, part)
+            self.fail("it said goodbye")
+            self._queue.put(None)  # so that its own thread ends, too
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(_line(error))
+
+    def _header(self) -> tuple[int, int, int, int] | None:
+        """Return tag, first byte, bytes and total of the next part; None at the end."""
+        header = torch.zeros(6, dtype=torch.int64)
+        self._in(header)
+        magic, version, tag, begin, nbytes, total = header.tolist()
+        if magic != _MAGIC or version != _VERSION:
+            raise TransferError(f"peer {self.peer!r}", expected=f"parts of version {_VERSION}", got=f"{magic:x}, version {version}")
+        if tag == _GOODBYE:
+            return None
+        if not 1 <= nbytes <= self._part_bytes:
+            fix = "give both sides the same part_bytes"
+            raise TransferError(f"peer {self.peer!r}", expected=f"parts of 1 to {self._part_bytes} bytes", got=nbytes, fix=fix)
+        return tag, begin, nbytes, total
+
+    def _out(self, tensor: torch.Tensor) -> None:
+        self._finish(dist.isend(tensor, group=self._group, group_dst=self.rank), tensor)
+
+    def _in(self, tensor: torch.Tensor) -> None:
+        self._finish(dist.irecv(tensor, group=self._group, group_src=self.rank), tensor)
+
+    def _finish(self, work: dist.Work | None, tensor: torch.Tensor) -> None:
+        if work is None:
+            raise TransferError(f"peer {self.peer!r}", expected="a group that this process is in", got="none")
+        work.wait(_FOREVER)
+        wait_for_stream(tensor.device)
+
+
+def _line(error: Exception) -> str:
+    """Return the first line of an error."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Wait for what the calling thread's stream of a device was given; host memory has none."""
+    stream = torch.get_device_module(device).current_stream(device)
+    if hasattr(stream, "synchronize"):
+        stream.synchronize()

@@ -1,0 +1,37 @@
+"""Blocks that move between pools of different processes: what both sides agree on, and who carries the bytes.
+
+`PoolLayout` says where a pool's blocks lie, and `spans` which bytes go where. A `Transport` carries them; plugins bring theirs by the
+hook ``kvdock_transports``. An `Exchange` keeps blocks while they are on their way, and gives them back when they are not.
+"""
+
+from kvdock.transfer.compatibility import check_compatible
+from kvdock.transfer.exchange import Exchange
+from kvdock.transfer.factory import create_transport
+from kvdock.transfer.interface import Ticket, TicketState, Transport
+from kvdock.transfer.layout import GroupLayout, PlaceLayout, PoolLayout
+from kvdock.transfer.leases import Inbound, Limits, Outbound, Transfer
+from kvdock.transfer.packing import Runs, gather, scatter
+from kvdock.transfer.spans import Spans, Table, Wanted, spans
+
+__all__ = [
+    "Exchange",
+    "GroupLayout",
+    "Inbound",
+    "Limits",
+    "Outbound",
+    "PlaceLayout",
+    "PoolLayout",
+    "Runs",
+    "Spans",
+    "Table",
+    "Ticket",
+    "TicketState",
+    "Transfer",
+    "Transport",
+    "Wanted",
+    "check_compatible",
+    "create_transport",
+    "gather",
+    "scatter",
+    "spans",
+]

@@ -1,0 +1,133 @@
+"""What exchanges say to one another: who is there, who wants which blocks, that one is alive, that something is over."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from itertools import pairwise
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvdock.errors import TransferError
+from kvdock.transfer.layout import PoolLayout
+from kvdock.transfer.spans import Wanted
+from kvdock.transfer.wire import Fields, read, written
+
+__all__ = ["BEAT", "MOST_TAG", "Ask", "Hello", "Stop", "digest_of", "read_any"]
+
+MOST_TAG = (1 << 62) - 1
+_MOST_TOKENS, _MOST_GROUPS, _MOST_BLOCKS, _MOST_TEXT = 1 << 31, 1 << 16, 1 << 24, 1024
+
+BEAT = written("beat", {})
+"""Says that one is alive."""
+
+
+@attrs.frozen
+class Hello:
+    """A pool and how to reach it: its layout, the transport's name, and what that one's `Transport.register` returned."""
+
+    layout: PoolLayout
+    transport: str
+    described: bytes
+
+    def to_bytes(self) -> bytes:
+        """Return it as a message."""
+        described = base64.b64encode(self.described).decode()
+        return written("hello", {"transport": self.transport, "described": described, "layout": self.layout.to_fields()})
+
+    @classmethod
+    def from_bytes(cls, peer: str, message: bytes) -> Hello:
+        """Read one. Raises `TransferError`, which names the peer."""
+        kind, fields = read(peer, message)
+        if kind != "hello":
+            raise TransferError(f"message of peer {peer!r}", expected="a hello", got=repr(kind[:20]))
+        try:
+            described = base64.b64decode(fields.text("described", 1 << 24), validate=True)
+        except binascii.Error as error:
+            raise TransferError(f"{fields.subject}: described", expected="base64", got=str(error)) from error
+        return cls(PoolLayout.from_fields(fields.fields("layout")), fields.text("transport", _MOST_TEXT), described)
+
+
+@attrs.frozen
+class Ask:
+    """A request for blocks.
+
+    Args:
+        name: what the engines call the sequence.
+        tag: by which they are pushed.
+        num_tokens: the tokens that the sequence has.
+        digest: of their ids, see `digest_of`.
+        tables: of each layer group of the asker its blocks.
+        wanted: of each, which tokens.
+    """
+
+    name: str
+    tag: int
+    num_tokens: int
+    digest: str
+    tables: tuple[tuple[int, ...], ...]
+    wanted: tuple[Wanted, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Block ids in its tables."""
+        return sum(map(len, self.tables))
+
+    def to_bytes(self) -> bytes:
+        """Return it as a message."""
+        body = attrs.asdict(self) | {"wanted": [[edge for pair in group for edge in pair] for group in self.wanted]}
+        return written("ask", body)
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Ask:
+        """Read one. Raises `TransferError`."""
+        edges = fields.lists("wanted", 0, _MOST_TOKENS, _MOST_GROUPS, _MOST_GROUPS)
+        for group in edges:
+            if len(group) % 2 or any(stop < start for start, stop in pairwise(group)):
+                raise TransferError(f"{fields.subject}: wanted", expected="pairs of ascending tokens", got=str(group)[:80])
+        return cls(
+            fields.text("name", _MOST_TEXT),
+            fields.integer("tag", 0, MOST_TAG),
+            fields.integer("num_tokens", 1, _MOST_TOKENS),
+            fields.text("digest", 64),
+            tuple(fields.lists("tables", 0, _MOST_TOKENS, _MOST_GROUPS, _MOST_BLOCKS)),
+            tuple(tuple(zip(group[::2], group[1::2], strict=True)) for group in edges),
+        )
+
+
+@attrs.frozen
+class Stop:
+    """Says that what has a tag is over, and why."""
+
+    tag: int
+    reason: str
+
+    def to_bytes(self) -> bytes:
+        """Return it as a message."""
+        return written("stop", {"tag": self.tag, "reason": self.reason[:_MOST_TEXT]})
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Stop:
+        """Read one. Raises `TransferError`."""
+        return cls(fields.integer("tag", 0, MOST_TAG), fields.text("reason", _MOST_TEXT))
+
+
+def read_any(peer: str, message: bytes) -> Ask | Stop | None:
+    """Return what a peer asks or ends; None where it says that it is alive. Raises `TransferError`, which names the peer."""
+    kind, fields = read(peer, message)
+    if kind == "beat":
+        return None
+    if kind not in ("ask", "stop"):
+        raise TransferError(f"message of peer {peer!r}", expected="an ask, a stop or a beat", got=repr(kind[:20]))
+    return Ask.from_fields(fields) if kind == "ask" else Stop.from_fields(fields)
+
+
+def digest_of(tokens: npt.NDArray[Any], namespace: tuple[object, ...]) -> str:
+    """Return a digest of token ids and of where they are shared: equal prefixes have equal ones, on any machine."""
+    found = hashlib.sha256(repr(namespace).encode())
+    found.update(np.ascontiguousarray(tokens, dtype="<i8").tobytes())
+    return found.hexdigest()

@@ -1,0 +1,134 @@
+"""What peers tell one another, as bytes: a line that names the version, then JSON. Whoever reads trusts nothing of it.
+
+::
+
+    kvdock-transfer/1 ask
+    {"tag": 7, ...}
+
+The first line is compared before anything behind it is read, and the number of bytes before that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvdock.errors import TransferError
+
+__all__ = ["MOST_BYTES", "VERSION", "Fields", "read", "written"]
+
+VERSION = 1
+"""Of messages and layouts. It changes when one side could misread the other."""
+
+MOST_BYTES = 16 << 20
+"""Bytes of a message: a block table of a million entries has fewer."""
+
+_NAME = b"kvdock-transfer/"
+_LINE = 64
+
+
+def written(kind: str, body: Mapping[str, Any]) -> bytes:
+    """Return a message of some kind."""
+    return b"%s%d %s\n%s" % (_NAME, VERSION, kind.encode(), json.dumps(body, separators=(",", ":")).encode())
+
+
+def read(peer: str, message: bytes) -> tuple[str, Fields]:
+    """Return the kind of a message and what it says.
+
+    Args:
+        peer: who sent it, for errors.
+        message: bytes from outside.
+
+    Raises:
+        TransferError: too long, of another version, or none of ours.
+    """
+    if not isinstance(message, bytes | bytearray | memoryview):
+        raise TransferError(f"message of peer {peer!r}", expected="bytes", got=type(message).__name__)
+    if len(message) > MOST_BYTES:
+        raise TransferError(f"message of peer {peer!r}", expected=f"at most {MOST_BYTES} bytes", got=f"{len(message)} bytes")
+    first = bytes(message[:_LINE]).partition(b"\n")[0]
+    version, _, kind = first.removeprefix(_NAME).partition(b" ")
+    if not first.startswith(_NAME) or len(first) == _LINE:
+        raise TransferError(f"message of peer {peer!r}", expected="one of kvdock's transfers", got=repr(first[:24]))
+    if version != b"%d" % VERSION:
+        raise TransferError(
+            f"message of peer {peer!r}",
+            expected=f"version {VERSION} of kvdock's transfers",
+            got=f"version {version.decode('ascii', 'replace')[:20]}",
+            fix="run the same version of kvdock on both sides",
+        )
+    try:
+        body = json.loads(bytes(message[len(first) + 1 :]))
+    except (ValueError, RecursionError) as error:
+        raise TransferError(f"message of peer {peer!r}", expected="JSON behind its first line", got=str(error)[:80]) from error
+    return kind.decode("ascii", "replace"), Fields(f"{kind.decode('ascii', 'replace')} of peer {peer!r}", body)
+
+
+class Fields:
+    """A JSON object from outside, of which each value is checked as it is read.
+
+    Args:
+        subject: what it is, for errors.
+        body: what was read.
+
+    Raises:
+        TransferError: it is no object.
+    """
+
+    def __init__(self, subject: str, body: object) -> None:
+        if not isinstance(body, dict):
+            raise TransferError(subject, expected="an object", got=type(body).__name__)
+        self.subject, self._body = subject, body
+
+    def integer(self, name: str, low: int, high: int) -> int:
+        """Return an integer from ``low`` to ``high``."""
+        return self._integer(name, self._body.get(name), low, high)
+
+    def integers(self, name: str, low: int, high: int, most: int) -> tuple[int, ...]:
+        """Return a list of at most ``most`` integers."""
+        return tuple(self._integer(name, value, low, high) for value in self._items(name, most))
+
+    def text(self, name: str, most: int) -> str:
+        """Return a text of at most ``most`` characters."""
+        value = self._body.get(name)
+        if not isinstance(value, str) or len(value) > most:
+            raise self._refused(name, f"a text of at most {most} characters", value)
+        return value
+
+    def flag(self, name: str) -> bool:
+        """Return true or false."""
+        value = self._body.get(name)
+        if not isinstance(value, bool):
+            raise self._refused(name, "true or false", value)
+        return value
+
+    def fields(self, name: str) -> Fields:
+        """Return an object."""
+        return Fields(f"{self.subject}: {name}", self._body.get(name))
+
+    def objects(self, name: str, most: int) -> Sequence[Fields]:
+        """Return a list of at most ``most`` objects."""
+        return [Fields(f"{self.subject}: {name}[{place}]", each) for place, each in enumerate(self._items(name, most))]
+
+    def lists(self, name: str, low: int, high: int, most: int, longest: int) -> list[tuple[int, ...]]:
+        """Return a list of at most ``most`` lists of integers, each of at most ``longest``."""
+        found = [self._as_list(name, each, longest) for each in self._items(name, most)]
+        return [tuple(self._integer(name, value, low, high) for value in each) for each in found]
+
+    def _items(self, name: str, most: int) -> list[Any]:
+        return self._as_list(name, self._body.get(name), most)
+
+    def _as_list(self, name: str, value: object, most: int) -> list[Any]:
+        if not isinstance(value, list) or len(value) > most:
+            got = f"{len(value)} of them" if isinstance(value, list) else value
+            raise self._refused(name, f"a list of at most {most}", got)
+        return value
+
+    def _integer(self, name: str, value: object, low: int, high: int) -> int:
+        if type(value) is not int or not low <= value <= high:
+            raise self._refused(name, f"an integer from {low} to {high}", value)
+        return value
+
+    def _refused(self, name: str, expected: str, got: object) -> TransferError:
+        return TransferError(f"{self.subject}: {name}", expected=expected, got=repr(got)[:80], fix="the peer is broken, or hostile")

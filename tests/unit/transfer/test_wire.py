@@ -1,0 +1,103 @@
+"""Each kind of value that a message may hold, and everything else in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+import kvdock
+from kvdock.errors import TransferError
+from kvdock.transfer.messages import BEAT, MOST_TAG, Ask, Hello, Stop, digest_of, read_any
+from kvdock.transfer.wire import Fields, read, written
+from support_transfer import Side
+
+SPEC = kvdock.KVSpec((kvdock.LayerSpec(2, 2, 2, 3),), 64, torch.float32)
+READS: dict[str, tuple[Callable[[Fields], object], object, list[object]]] = {
+    "integer": (lambda fields: fields.integer("x", 0, 9), 9, [10, -1, 9.0, True, "9", None, [9], 10**400]),
+    "integers": (lambda fields: fields.integers("x", 0, 9, 2), (1, 9), [[1, 10], [1, 2, 3], [True], ["1"], 1, None, {"1": 1}]),
+    "text": (lambda fields: fields.text("x", 3), "abc", ["abcd", 3, None, ["a"], True]),
+    "flag": (lambda fields: fields.flag("x"), True, [1, 0, "true", None, []]),
+    "lists": (lambda fields: fields.lists("x", 0, 9, 2, 2), [(1, 2), ()], [[[1, 10]], [[1, 2, 3]], [[], [], []], [1], 1, [[True]], None]),
+}
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_values_are_what_they_may_be(kind: str) -> None:
+    reads, good, bad = READS[kind]
+    plain = [list(each) for each in good] if kind == "lists" else list(good) if kind == "integers" else good  # type: ignore[call-overload]  # JSON's
+    assert reads(Fields("it", {"x": plain})) == good
+    for value in bad:
+        with pytest.raises(TransferError, match=r"^it: x: expected .*, got .*Fix: the peer is broken, or hostile$") as caught:
+            reads(Fields("it", {"x": value}))
+        assert len(str(caught.value)) < 240, "what came is not repeated at length"
+    with pytest.raises(TransferError, match=r"^it: x: expected .*, got None"):
+        reads(Fields("it", {}))
+
+
+def test_objects_in_objects_are_named_by_where_they_are() -> None:
+    fields = Fields("it", {"in": {"x": 1}, "all": [{"x": 1}, {"x": "?"}]})
+    assert fields.fields("in").integer("x", 0, 1) == 1
+    with pytest.raises(TransferError, match=r"^it: all\[1\]: x: expected an integer from 0 to 1, got '\?'"):
+        [each.integer("x", 0, 1) for each in fields.objects("all", 2)]
+    with pytest.raises(TransferError, match=r"^it: all: expected a list of at most 1, got '2 of them'"):
+        fields.objects("all", 1)
+    with pytest.raises(TransferError, match=r"^it: other: expected an object, got NoneType"):
+        fields.fields("other")
+
+
+def test_a_message_is_a_line_and_what_it_says() -> None:
+    message = written("ask", {"x": [1, "ü"]})
+    assert message == b'kvdock-transfer/1 ask\n{"x":[1,"\\u00fc"]}'
+    kind, fields = read("p", message)
+    assert (kind, fields.subject) == ("ask", "ask of peer 'p'")
+    assert read("p", memoryview(message))[0] == read("p", bytearray(message))[0] == "ask"
+
+
+ASK = Ask("a name", MOST_TAG, 5, "d" * 64, ((1, 2), (), (3,)), (((0, 2), (4, 5)), (), ((0, 1),)))
+
+
+@pytest.mark.parametrize("said", [ASK, Stop(3, "why"), Stop(0, "")], ids=["ask", "stop", "stop without a reason"])
+def test_what_is_said_is_what_is_heard(said: Ask | Stop) -> None:
+    assert read_any("p", said.to_bytes()) == said
+    assert read_any("p", BEAT) is None
+
+
+def test_a_long_reason_is_cut_so_that_it_can_be_heard() -> None:
+    heard = read_any("p", Stop(3, "x" * 5000).to_bytes())
+    assert isinstance(heard, Stop)
+    assert heard.reason == "x" * 1024
+
+
+def test_a_hello_has_any_bytes_of_a_transport() -> None:
+    hello = Hello(Side.make(SPEC, 2, 4).layouts[1], "mine", bytes(range(256)))
+    assert Hello.from_bytes("p", hello.to_bytes()) == hello
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        (b'"tag":%d' % MOST_TAG, b'"tag":%d' % (MOST_TAG + 1), "tag: expected an integer from 0 to"),
+        (b'"num_tokens":5', b'"num_tokens":0', "num_tokens: expected an integer from 1 to"),
+        (b'"name":"a name"', b'"name":["a name"]', "name: expected a text of at most 1024 characters"),
+        (b'"digest":"d', b'"digest":"dd', "digest: expected a text of at most 64 characters"),
+        (b"[[1,2],[],[3]]", b"[[1,-2],[],[3]]", "tables: expected an integer from 0 to"),
+        (b"[[0,2,4,5],[],[0,1]]", b"[[0,2,4],[],[0,1]]", "wanted: expected pairs of ascending tokens"),
+        (b"[[0,2,4,5],[],[0,1]]", b"[[0,5,4,6],[],[0,1]]", "wanted: expected pairs of ascending tokens"),
+    ],
+)
+def test_an_ask_that_cannot_be_meant(old: bytes, new: bytes, text: str) -> None:
+    message = ASK.to_bytes()
+    assert old in message
+    with pytest.raises(TransferError, match=f"^ask of peer 'p': {text}"):
+        read_any("p", message.replace(old, new))
+
+
+def test_digests_tell_texts_and_places_apart() -> None:
+    ids = np.array([1, 2, 3])
+    same = digest_of(ids, ())
+    assert same == digest_of(ids.astype(np.int32), ()) == digest_of(np.array([1, 0, 2, 0, 3, 0])[::2], ())
+    others = [digest_of(ids[:2], ()), digest_of(ids[::-1], ()), digest_of(ids, ("a",)), digest_of(ids, (1,)), digest_of(ids, ("1",))]
+    assert len({same, *others}) == 6
