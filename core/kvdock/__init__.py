@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from kvdock.runtime import Runtime
     from kvdock.scheduler.cache_manager import CacheManager
     from kvdock.spec import KVSpec, LayerSpec, MLALayerSpec
+    from kvdock.tiers.host import HostTier
 
 __all__ = [
     "AmbiguousBackendError",
@@ -65,6 +66,7 @@ __all__ = [
     "FileAccessError",
     "FileContentError",
     "HeadLayout",
+    "HostTier",
     "IndexRangeError",
     "IntegrityError",
     "KVCacheLayout",
@@ -123,6 +125,7 @@ _HOMES = {
     "kvdock.runtime": "Runtime",
     "kvdock.scheduler.cache_manager": "CacheManager",
     "kvdock.spec": "KVSpec LayerSpec MLALayerSpec",
+    "kvdock.tiers.host": "HostTier",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 

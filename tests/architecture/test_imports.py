@@ -11,7 +11,7 @@ import pytest
 from support_sources import BACKENDS, CORE, Module, circle, kvdock_modules, modules_below, resolve
 
 LEAVES = {"errors", "layout", "rank", "spec", "interface"}
-ENGINE_SIDE = {"cache", "prefix", "scheduler"}
+ENGINE_SIDE = {"cache", "prefix", "scheduler", "tiers"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed": LEAVES | {"checks", "ops"},
     "prefix": {"errors", "spec", "process"},
     "scheduler": {"errors", "spec", "prefix", "layers"},
+    "tiers": {"errors", "spec", "cache", "scheduler"},
     "replay": {"errors", "spec", "prefix", "scheduler"},
     "files": LEAVES | {"bits", "layers"} | ENGINE_SIDE,  # which blocks and which tensors, together: above both
     "transfer": LEAVES | {"cache", "checks", "layers", "process", "scheduler"},

@@ -99,6 +99,7 @@ def command(
     policy: Annotated[str | None, typer.Option(help="What is evicted first: lru, lfu, fifo or priority.")] = None,
     prefix: Annotated[str, typer.Option(help="Name of the prefix cache: radix, naive, or a plugin's.")] = "radix",
     limit: Annotated[int | None, typer.Option(min=1, help="Replay only this many requests, the first ones.")] = None,
+    host_tokens: Annotated[str, typer.Option(help="Tokens in a tier behind the pool, such as 30M, which is only counted.")] = "0",
     timed: Annotated[bool, typer.Option("--timed", help="Replay at the trace's times. Running requests hold their blocks.")] = False,
     prefill_rate: Annotated[float, typer.Option(help="With --timed: uncached input tokens per second, for each request.")] = 10_000.0,
     decode_rate: Annotated[float, typer.Option(help="With --timed: output tokens per second, for each request.")] = 30.0,
@@ -110,7 +111,7 @@ def command(
     with errors_shown("replay", json_output):
         _check_writable(out, plot)
         rates = Rates(prefill_rate, decode_rate) if timed else None
-        settings = ReplaySettings(block_size, prefix, policy, rates)
+        settings = ReplaySettings(block_size, prefix, policy, rates, _host_tokens(host_tokens))
         found = replay_file(trace, sizes("--pool", pool), settings, limit)
         if out is not None:
             _write(out, found)
@@ -120,6 +121,16 @@ def command(
         show_json("replay", found)
     else:
         _show(found)
+
+
+def _host_tokens(text: str) -> int:
+    """Return the size of a tier, which may be 0: then there is none."""
+    if text == "0":
+        return 0
+    found = sizes("--host-tokens", [text])
+    if len(found) > 1:
+        raise ArgumentValueError("--host-tokens", expected="one size", got=repr(text), fix="name one, and several with --pool")
+    return found[0]
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:
@@ -154,13 +165,15 @@ def _try_to_write(option: str, path: Path) -> None:
 def _show(found: dict[str, Any]) -> None:
     trace, settings, top = found["trace"], found["settings"], found["ceiling"]
     policy = f", {settings['policy']}" if settings["policy"] else ""
+    tier = f"; behind the pool a tier of {show_size(settings['host_tokens'])} tokens" if settings["host_tokens"] else ""
     show_lines(
         f"{trace['path']}: {trace['format']}, {trace['requests']:,} requests, {trace['input_tokens']:,} input tokens",
-        f"prefix cache: {settings['prefix']}{policy}, blocks of {settings['block_size']}; {_order(settings['rates'])}",
+        f"prefix cache: {settings['prefix']}{policy}, blocks of {settings['block_size']}; {_order(settings['rates'])}{tier}",
         f"ceiling (a cache that never evicts): {top['tokens']:.4f} of the tokens, {top['blocks']:.4f} of the trace's blocks",
     )
-    waiting = ("waited", "longest wait", "most running") if settings["rates"] else ()
-    show_table(("pool", "hit rate", "LRU of 512-token blocks", "Mtokens/s", "evicted", "peak memory", *waiting), map(_row, found["runs"]))
+    more = (*(("waited", "longest wait", "most running") if settings["rates"] else ()), *(("from the tier",) if tier else ()))
+    rows_of = [(*_row(run), *((f"{run['loaded_tokens']:,}",) if tier else ())) for run in found["runs"]]
+    show_table(("pool", "hit rate", "LRU of 512-token blocks", "Mtokens/s", "evicted", "peak memory", *more), rows_of)
     rows = [row for run in found["runs"] for row in _operations(run)]
     show_lines(*_columns(("pool", "operation", "calls", "total s", "p50 us", "p99 us"), rows))
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvdock.errors import KVDockWarning
 
-__all__ = ["Cleared", "EventStream", "PrefixEvent", "Removed", "Stored"]
+__all__ = ["Cleared", "EventStream", "PrefixEvent", "Removed", "Stored", "report"]
 
 
 @attrs.frozen(eq=False)
@@ -104,11 +104,11 @@ class EventStream:
                 observer(event)
             except Exception as error:  # noqa: BLE001 - the cache is not the observer's to break
                 text = f"an observer of a prefix cache raised {type(error).__name__}: {error}. Fix: catch it in {observer!r}"
-                _report(text)
+                report(text)
 
 
-def _report(text: str) -> None:
-    """Warn; where warnings are errors, log: the call that caused the event has done its work."""
+def report(text: str) -> None:
+    """Warn; where warnings are errors, log: the call that somebody else's code is called in goes on."""
     try:
         warnings.warn(text, KVDockWarning, stacklevel=5)
     except KVDockWarning:

@@ -15,7 +15,7 @@ from kvdock.replay.pool import ReplayPool
 from kvdock.replay.times import Times
 from kvdock.replay.tokens import TokenMaker
 from kvdock.replay.trace import Trace
-from kvdock.scheduler import CacheManager
+from kvdock.scheduler import CacheManager, NumberTier
 from kvdock.spec import check_int
 
 __all__ = ["ReplayRun", "ReplaySettings", "checked_pool", "replay"]
@@ -33,12 +33,14 @@ class ReplaySettings:
         prefix: name of the prefix cache, as `create_prefix_cache` takes it.
         policy: what it evicts first; None leaves that to the prefix cache.
         rates: replay at the times of the trace, with requests that get on at this speed; None: one after the other.
+        host_tokens: size of a tier behind the pool, in tokens; 0 for none. It is only counted: nothing is copied.
     """
 
     block_size: int = 16
     prefix: str = "radix"
     policy: str | None = None
     rates: Rates | None = None
+    host_tokens: int = 0
 
     def make_pool(self, pool_tokens: int) -> ReplayPool:
         """Make an empty pool of ``pool_tokens // block_size`` blocks.
@@ -54,7 +56,9 @@ class ReplaySettings:
         if not size <= pool_tokens < _MOST_TOKENS:
             expected = f"at least a block of {size} tokens, and fewer than 2**31"
             raise ArgumentValueError("replay: pool", expected=expected, got=pool_tokens)
-        manager = CacheManager(pool_tokens // size, size, self.prefix, **options)
+        check_int("replay: host_tokens", self.host_tokens, 0)
+        tiers = [NumberTier(self.host_tokens // size)] if self.host_tokens else []
+        manager = CacheManager(pool_tokens // size, size, self.prefix, tiers=tiers, **options)
         return ReplayPool(manager, holds_output=self.rates is not None)
 
     def arrivals(self) -> Arrivals:
@@ -71,6 +75,7 @@ class ReplayRun:
         requests: how many were replayed; all of them.
         input_tokens: tokens of their prompts.
         hit_tokens: tokens of those that were there.
+        loaded_tokens: tokens that came back from a tier, which were there then.
         evicted_tokens: tokens that were evicted.
         cached_tokens: tokens that were stored in the end.
         operations: what each call of the manager took; see `kvdock.replay.pool.OPERATIONS`.
@@ -83,6 +88,7 @@ class ReplayRun:
     requests: int
     input_tokens: int
     hit_tokens: int
+    loaded_tokens: int
     evicted_tokens: int
     cached_tokens: int
     operations: dict[str, Times]
@@ -132,6 +138,7 @@ def replay(trace: Trace, pool_tokens: int, settings: ReplaySettings, progress: C
         hit_tokens += begun.cached_len
         progress()
     prefix = pool.manager.prefix
+    loaded = sum(usage.loaded for usage in pool.manager.tier_usage) * settings.block_size
     cached, evicted = prefix.size_info.total_size, prefix.stats.evicted_tokens
     pool.close()
     return ReplayRun(
@@ -139,6 +146,7 @@ def replay(trace: Trace, pool_tokens: int, settings: ReplaySettings, progress: C
         requests=len(trace.requests),
         input_tokens=trace.input_tokens,
         hit_tokens=hit_tokens,
+        loaded_tokens=loaded,
         evicted_tokens=evicted,
         cached_tokens=cached,
         operations=pool.times.summary(),

@@ -15,6 +15,8 @@ from kvdock.scheduler.pins import Pin
 from kvdock.scheduler.planning import Fit
 from kvdock.scheduler.sequence import CacheSequence
 from kvdock.scheduler.sequence_batch import SequenceBatch
+from kvdock.scheduler.tier import NumberTier, Tier
+from kvdock.scheduler.tier_blocks import TierUsage
 
 __all__ = [
     "BatchTables",
@@ -25,9 +27,12 @@ __all__ = [
     "CacheSequence",
     "Fit",
     "HostTables",
+    "NumberTier",
     "Pin",
     "SequenceBatch",
     "TableViews",
+    "Tier",
+    "TierUsage",
     "csr_table",
     "dense_table",
     "sequence_lengths",

@@ -9,10 +9,12 @@ import numpy.typing as npt
 
 from kvdock.errors import OutOfBlocksError
 from kvdock.prefix.interface import Namespace, PrefixHandle
+from kvdock.scheduler.fetching import Fetching
 from kvdock.scheduler.ids import TokenIds
 from kvdock.scheduler.planning import Fit, Needs, Planner, Prompt
 from kvdock.scheduler.pool_blocks import PoolBlocks
 from kvdock.scheduler.promises import Promises
+from kvdock.scheduler.publishing import Publisher
 from kvdock.scheduler.rows import Rows
 from kvdock.scheduler.sequence import CacheSequence
 
@@ -27,19 +29,23 @@ class Beginnings:
         rows: what is known of the sequences.
         ids: their token ids.
         promises: for tokens to come.
+        publisher: publishes what comes back from tiers.
     """
 
-    def __init__(self, pool: PoolBlocks, rows: Rows, ids: TokenIds, promises: Promises) -> None:
+    def __init__(self, pool: PoolBlocks, rows: Rows, ids: TokenIds, promises: Promises, publisher: Publisher) -> None:
         self._pool = pool
         self._rows = rows
         self._ids = ids
         self._promises = promises
         self._planner = Planner(pool)
+        self._fetching = None if pool.tiers is None else Fetching(pool, publisher, self._planner, pool.tiers)
         self._serial = 0
 
     def plan(self, prompt: Prompt) -> Fit:
         """Say what `begin` would find and take, and whether it would succeed."""
         needs = self._planner.look_up(prompt, partial=False)
+        if self._fetching is not None and (more := self._fetching.plan(prompt, needs)):
+            return Fit(more.cached_len, more.blocks, fits=True)
         self._pool.prefix.lock_handle(needs.handle)
         fits = self._pool.has(needs.blocks, 1, needs.match.blocks)  # under a lock: what is found cannot be evicted to make room, too
         self._pool.prefix.lock_handle(needs.handle, unlock=True)
@@ -55,6 +61,8 @@ class Beginnings:
     def begin(self, prompt: Prompt, priority: int, *, partial: bool) -> CacheSequence:
         """Start a sequence, or raise OutOfBlocksError."""
         needs = self._planner.look_up(prompt, partial=partial)
+        if self._fetching is not None and self._fetching.bring(prompt, needs, priority):
+            needs = self._planner.look_up(prompt, partial=partial)
         try:
             return self._begin(prompt, needs, priority)
         except OutOfBlocksError:
@@ -62,6 +70,19 @@ class Beginnings:
                 raise
         # Locking the block to copy from takes it from what can be evicted; without it the prompt may fit.
         return self._begin(prompt, self._planner.look_up(prompt, partial=False), priority)
+
+    def fetch(self, prompt: Prompt, priority: int = 0) -> int:
+        """Bring what tiers have of a prompt, if it fits; return how many tokens of it are cached."""
+        needs = self._planner.look_up(prompt, partial=False)
+        if self._fetching is not None and self._fetching.bring(prompt, needs, priority):
+            needs = self._planner.look_up(prompt, partial=False)
+        return needs.cached_len
+
+    def fetch_whole(self, ids: npt.NDArray[Any], namespace: Namespace) -> None:
+        """Bring what tiers have of whole blocks, all of them."""
+        if self._fetching is not None and ids.size:
+            # With a token behind them, which is never looked up: of a prompt the last one is left to compute.
+            self.fetch(Prompt.read("CacheManager.pin", np.append(ids, ids[:1]), namespace, reserve=0, at_most=0))
 
     def _begin(self, prompt: Prompt, needs: Needs, priority: int) -> CacheSequence:
         """Lock, allocate, and note the sequence."""

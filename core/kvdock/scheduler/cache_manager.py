@@ -28,25 +28,25 @@ from kvdock.errors import ArgumentValueError, IndexRangeError
 from kvdock.layers.groups import LayerGroup
 from kvdock.prefix.inputs import as_integers, check_priority, count_of
 from kvdock.prefix.interface import Namespace, PrefixCache
-from kvdock.prefix.ownership import NotCopied
 from kvdock.scheduler.batches import as_rows, ids_of_step, written_of
 from kvdock.scheduler.beginnings import Beginnings
-from kvdock.scheduler.decisions import Digested
+from kvdock.scheduler.facts import Facts
 from kvdock.scheduler.ids import TokenIds
 from kvdock.scheduler.partition import check_partition
 from kvdock.scheduler.pins import Pin, Pins
 from kvdock.scheduler.planning import Fit, Prompt
-from kvdock.scheduler.pool_blocks import in_the_middle
 from kvdock.scheduler.pools import pool_of
 from kvdock.scheduler.promises import Promises
 from kvdock.scheduler.publishing import NOTHING_MORE, Publisher
+from kvdock.scheduler.refusals import in_the_middle
 from kvdock.scheduler.sequence import CacheSequence
 from kvdock.scheduler.steps import Steps
+from kvdock.scheduler.tier import Tier
 
 __all__ = ["CacheManager"]
 
 
-class CacheManager(NotCopied, Digested):
+class CacheManager(Facts):
     """Gives sequences their blocks, shares what they have in common, and evicts what nobody uses when blocks run out.
 
     A call that raises has changed nothing. What it decides follows from the calls alone, so that the ranks of a
@@ -67,6 +67,8 @@ class CacheManager(NotCopied, Digested):
             is begun with ``at_most``, too; each takes a block for every group of states.
         null_block: whether block 0 is never handed out, so that it stays as it was made: zero. What pads a batch can point there, and
             states of new sequences begin as copies of it.
+        tiers: where blocks go that are evicted, the first to be filled first, see `kvdock.scheduler.tier`: what a prompt finds there is
+            brought back before it begins. Each is one manager's.
         clock: what times of pins are measured with, in seconds unless you pass another: ranks that must decide alike pass
             the number of steps.
         options: what else a prefix cache made by name takes, such as ``policy="lfu"``.
@@ -84,58 +86,24 @@ class CacheManager(NotCopied, Digested):
         groups: Sequence[LayerGroup] | None = None,
         state_interval: int = 4096,
         null_block: bool = False,
+        tiers: Sequence[Tier] = (),
         clock: Callable[[], float] = time.monotonic,
         **options: Any,
     ) -> None:
-        self._pool, self._rows = pool_of(num_blocks, block_size, prefix, groups, state_interval, null_block=null_block, options=options)
+        how: dict[str, Any] = {"null_block": null_block, "tiers": tiers, "options": options}
+        self._pool, self._rows = pool_of(num_blocks, block_size, prefix, groups, state_interval, **how)
         self.allocator, self.prefix, self.block_size = self._pool.allocator, self._pool.prefix, self._rows.block_size
         self._pool.hand_over()  # to the thread of the first call
         self._ids = TokenIds(self._rows)
         self._publisher = Publisher(self._pool, self._rows, self._ids)
         self._promises = Promises(self._pool, self._rows)
         self._steps = Steps(self._pool, self._rows, self._ids, self._publisher)
-        self._beginnings = Beginnings(self._pool, self._rows, self._ids, self._promises)
+        self._beginnings = Beginnings(self._pool, self._rows, self._ids, self._promises, self._publisher)
         self._pins, self._late = Pins(clock), deque[list[CacheSequence]]()
         self._noting = (*self._pool.allocators, self._ids)
 
     def __repr__(self) -> str:
         return f"CacheManager({self.allocator}, {self.prefix}, sequences={self.num_sequences}, pins={len(self._pins)})"
-
-    @property
-    def null_block(self) -> int | None:
-        """The block that is never handed out; None where there is none."""
-        return self._pool.null_block
-
-    @property
-    def available_size(self) -> int:
-        """Tokens of the blocks that are free or evictable, and not promised.
-
-        A prompt of fewer new tokens may still not fit: what it finds in the cache is locked for it, and cannot be evicted
-        then. `plan` counts that.
-        """
-        self._enter()
-        return self._pool.available * self.block_size
-
-    @property
-    def lets_go(self) -> bool:
-        """Whether a layer group lets tokens go that no later token reads."""
-        return self._pool.lets_go
-
-    @property
-    def blocks_used(self) -> int:
-        """Blocks of the pool that sequences or the prefix cache hold; any thread may ask."""
-        return self._pool.used
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that are open."""
-        return len(self._rows.open())
-
-    @property
-    def num_pins(self) -> int:
-        """Pins that are held."""
-        self._enter()
-        return len(self._pins)
 
     def plan(self, tokens: npt.ArrayLike, namespace: Namespace = (), *, reserve: int = 0, at_most: int | None = None) -> Fit:
         """Say what `begin` would find and take, with the same arguments, and whether it would succeed. Changes nothing.
@@ -186,6 +154,18 @@ class CacheManager(NotCopied, Digested):
         prompt = Prompt.read("CacheManager.begin", tokens, namespace, reserve=reserve, at_most=at_most, max_cached_len=max_cached_len)
         check_priority("CacheManager.begin: priority", priority)
         return self._beginnings.begin(prompt, priority, partial=partial)
+
+    def fetch(self, tokens: npt.ArrayLike, namespace: Namespace = (), *, priority: int = 0) -> int:
+        """Bring what tiers have of a prompt back to the pool, as `begin` does itself: ahead of it, or before `can_go_on`.
+
+        Returns:
+            How many tokens of the prompt can be found in the pool now. They can be evicted until a sequence begins with them.
+
+        Raises:
+            ArgumentTypeError, ArgumentValueError: as `begin` does.
+        """
+        self._enter()
+        return self._beginnings.fetch(Prompt.read("CacheManager.fetch", tokens, namespace, reserve=0, at_most=0), priority)
 
     def can_go_on(self, tokens: npt.ArrayLike, namespace: Namespace = ()) -> npt.NDArray[np.bool_]:
         """Say behind how many cached tokens of a prompt a sequence could go on, for each number of them below the prompt's length.
@@ -409,6 +389,7 @@ class CacheManager(NotCopied, Digested):
         self._enter()
         ids = as_integers("CacheManager.pin: tokens", tokens)
         whole = ids.size // self.block_size * self.block_size
+        self._beginnings.fetch_whole(ids[:whole], namespace)
         match = self._pool.match(ids[:whole], namespace)
         handle = match.handle
         if not whole or handle.cached_len < whole:

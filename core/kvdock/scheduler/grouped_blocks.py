@@ -12,7 +12,8 @@ import numpy.typing as npt
 from kvdock.errors import IndexRangeError, IntegrityError
 from kvdock.prefix.interface import BlockIds, Namespace, PrefixCache, PrefixMatch
 from kvdock.scheduler.needs import Needs
-from kvdock.scheduler.pool_blocks import PoolBlocks, too_few
+from kvdock.scheduler.pool_blocks import PoolBlocks
+from kvdock.scheduler.refusals import too_few
 from kvdock.scheduler.rows import Index, Rows
 from kvdock.scheduler.states import States
 from kvdock.scheduler.tables import tables_of
@@ -125,11 +126,19 @@ class GroupedBlocks(PoolBlocks):
                 continue
             if evictable := self.evictable:
                 few = max(missing // self.units.table.shape[1], ids - self.allocator.num_free, 1)
-                self.give_back(self.change(self.prefix.evict, min(few, evictable)))
+                self.evict(min(few, evictable))
             else:
                 units.drop(missing, ends=True)
                 if units.blocks.num_free == before:  # `has` has counted what is not there: better to say so than to look for ever
                     raise IntegrityError("GroupedBlocks", expected=f"{missing} more blocks, as counted", got="none that can be evicted")
+
+    def blocks_of(self, units: BlockIds) -> BlockIds:
+        """Return the blocks of units."""
+        return self.units.table[units]
+
+    def longest(self, match: PrefixMatch) -> PrefixMatch:
+        """Return what was found of the tokens, though not all groups can go on behind it."""
+        return self._longest[1] if self._longest[0] is match and self._longest[1] is not None else match
 
     def give_back(self, blocks: BlockIds) -> None:
         """Release units that the prefix cache has no more."""

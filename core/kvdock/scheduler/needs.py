@@ -168,11 +168,20 @@ class Needs:
             needed.append(units[group.needed(int(group.first(tokens)), units.size * group.width) // group.width])
         return np.unique(np.concatenate(needed)) if units.size else units
 
+    def of_first(self, units: BlockIds, count: int) -> Index:
+        """Return the places of what a sequence needs of cached units that goes on behind ``count`` units, of which these are the first."""
+        first = [int(group.first(count * self._units.num_tokens)) for group in self._passing]
+        return self._places(units, first, _NOTHING)
+
     def can_go_on(self, units: BlockIds, num_tokens: Index) -> npt.NDArray[np.bool_]:
         """Return behind which numbers of tokens of units all that is kept of them is there, and what the rest of a unit is written to."""
+        return self.could_go_on(self._units.table[units] >= 0, num_tokens)
+
+    def could_go_on(self, has: npt.NDArray[np.bool_], num_tokens: Index) -> npt.NDArray[np.bool_]:
+        """Return the same for units of which it is said which blocks are there, ``[units, columns]``."""
         can = np.ones(num_tokens.size, dtype=np.bool_)
         for group in self._passing:
-            there = (self._units.table[units, group.start : group.start + group.width] >= 0).reshape(-1)
+            there = has[:, group.start : group.start + group.width].reshape(-1)
             places, stops = np.arange(there.size), -(-num_tokens // self._units.num_tokens) * group.width
             gaps = np.concatenate(([-1], np.where(there, -1, places)))
             missing = np.maximum.accumulate(gaps)[stops]  # the last that is not there

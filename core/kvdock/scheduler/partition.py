@@ -27,6 +27,8 @@ def check_partition(pool: PoolBlocks, rows: Rows, ids: TokenIds, pins: Pins) -> 
     prefix.check_integrity()
     holders, cached = np.zeros(allocator.num_blocks, dtype=np.int64), prefix.stored_blocks()
     pool.check_integrity(pins.held())
+    if pool.tiers is not None:
+        pool.tiers.check_integrity(cached)
     num_pins = len(pins)
     if pool.reserved is not None:
         holders[pool.reserved] += 1

@@ -123,18 +123,33 @@ class Planner:
     def look_up(self, prompt: Prompt, *, partial: bool) -> Needs:
         """Return what a prompt finds and needs; with ``partial`` also within a block."""
         ids, size, most = prompt.ids, self._block_size, prompt.max_cached_len
-        # Without the last token, so that the block it is in is neither taken nor locked where all of it is cached.
-        looked_up = min((ids.size - 1) // size, self._blocks_for(most) if self._pool.uses_parts else most // size) * size
-        match = self._pool.match(ids[:looked_up], prompt.namespace)
+        match = self._pool.match(self.looked_up(prompt), prompt.namespace)
         cached, found = min(match.handle.cached_len, most), None
         if partial and self._pool.uses_parts and cached == match.handle.cached_len:
             found = self._pool.prefix.match_partial(match.handle, ids[cached : min(ids.size - 1, most, cached + size)])
             cached += found.num_tokens if found else 0
-        tokens = min(ids.size, cached + prompt.at_most)
+        return self._needs(prompt, match, found, cached, cached // size)
+
+    def looked_up(self, prompt: Prompt) -> npt.NDArray[Any]:
+        """Return the token ids that are looked up: whole blocks, as far as they may be used."""
+        size, most = self._block_size, prompt.max_cached_len
+        # Without the last token, so that the block it is in is neither taken nor locked where all of it is cached.
+        count = min((prompt.ids.size - 1) // size, self._blocks_for(most) if self._pool.uses_parts else most // size)
+        return prompt.ids[: count * size]
+
+    def behind(self, prompt: Prompt, match: PrefixMatch, count: int) -> Needs:
+        """Return what a prompt needs that goes on behind ``count`` blocks, of which those behind what was found are to be taken, too."""
+        size = self._block_size
+        cached = min(count * size, prompt.max_cached_len)
+        return self._needs(prompt, match, None, cached, cached // size - (count - match.blocks.size))
+
+    def _needs(self, prompt: Prompt, match: PrefixMatch, found: PartialMatch | None, cached: int, have: int) -> Needs:
+        """Return what a prompt needs behind so many cached tokens, of which so many blocks need not be taken."""
+        tokens = min(prompt.ids.size, cached + prompt.at_most)
         if prompt.is_chunked:
-            tokens = int(self._pool.states.chunk_ends(np.array(cached), np.array(tokens), np.array(ids.size)))
+            tokens = int(self._pool.states.chunk_ends(np.array(cached), np.array(tokens), np.array(prompt.ids.size)))
         blocks = self._blocks_for(tokens)
-        return Needs(match, found, cached, tokens, blocks - cached // size, self._blocks_for(tokens + prompt.reserve) - blocks)
+        return Needs(match, found, cached, tokens, blocks - have, self._blocks_for(tokens + prompt.reserve) - blocks)
 
     def check_size(self, needs: Needs) -> None:
         """Raise OutOfBlocksError for a prompt that the pool could never hold."""

@@ -14,16 +14,21 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.errors import ArgumentValueError, IndexRangeError, OutOfBlocksError, UnsupportedError
+from kvdock.errors import ArgumentValueError, IndexRangeError
 from kvdock.prefix.interface import BlockIds, Namespace, PrefixCache, PrefixHandle, PrefixMatch
 from kvdock.scheduler.block_allocator import BlockAllocator
+from kvdock.scheduler.refusals import too_few
 from kvdock.scheduler.rows import Index, Rows
 from kvdock.scheduler.states import States
 from kvdock.scheduler.tables import GroupTable, OnlyTable
+from kvdock.scheduler.tiers import Tiers
 
-__all__ = ["PoolBlocks", "in_the_middle", "too_few"]
+__all__ = ["PoolBlocks"]
 
 T = TypeVar("T")
+
+_PARTS = 64
+"""A pool is given up to tiers in so many parts at most, of which one is free then."""
 
 
 class PoolBlocks:
@@ -48,6 +53,7 @@ class PoolBlocks:
         uses_parts: whether a sequence may go on within a cached block.
         null_block: what is never handed out, if there is such a block.
         reserved: that block, where ``allocator`` counts it.
+        tiers: where what is evicted goes, if there are any.
     """
 
     uses_parts = True
@@ -62,12 +68,15 @@ class PoolBlocks:
         self.finest, self.promised = rows.block_size, 0
         self.is_busy = False
         self.null_block = self.reserved = int(allocator.allocate(1)[0]) if null_block else None
+        self.tiers: Tiers | None = None
         self._size = 0  # of the prefix cache, when the manager was handed over
 
     def hand_over(self) -> None:
         """Belong to the next thread, and note how much is stored, since the pool will be left alone."""
         self._size = self.prefix.size_info.total_size
         self.allocator.hand_over()
+        if self.tiers is not None:
+            self.tiers.hand_over()
 
     def check_unchanged(self) -> None:
         """Raise if somebody else has stored, evicted or reset since: then the prefix cache names blocks that hold something else."""
@@ -90,6 +99,10 @@ class PoolBlocks:
     def match(self, tokens: npt.NDArray[Any], namespace: Namespace) -> PrefixMatch:
         """Find the longest prefix behind which a sequence can go on; it counts as no use."""
         return self.prefix.match_prefix(tokens, namespace, record=False)
+
+    def longest(self, match: PrefixMatch) -> PrefixMatch:
+        """Return the longest prefix that is cached, behind which a sequence may not be able to go on, for what was found just now."""
+        return match
 
     def use(self, match: PrefixMatch) -> None:
         """Note that a sequence goes on behind what was found, which is in use now."""
@@ -119,8 +132,24 @@ class PoolBlocks:
     def replace(self, old: BlockIds, new: BlockIds) -> None:
         """Note that a sequence goes on with cached blocks in the place of its own, which are about to be released."""
 
+    def blocks_of(self, units: BlockIds) -> BlockIds:
+        """Return the blocks of the pool that units have, int32 ``[units, columns]``; -1 for none. Here a unit is a block."""
+        return units[:, None]
+
+    def evict(self, n: int) -> None:
+        """Let the prefix cache give ``n`` blocks up, or somewhat more where tiers get them first; it can do without so many."""
+        if self.tiers is None:
+            gone = self.change(self.prefix.evict, n)
+        else:
+            # Copies are cheaper together, and so is looking up where they go: whole prompts at once, not the piece that is missing now.
+            gone = self.change(self.prefix.evict, max(n, min(self.allocator.num_blocks // _PARTS, self.evictable)))
+            self.change(self.tiers.give_up, gone, self.blocks_of)
+        self.give_back(gone)
+
     def give_back(self, blocks: BlockIds) -> None:
         """Release blocks that the prefix cache has no more."""
+        if self.tiers is not None:
+            self.tiers.published.forget(blocks)
         self.allocator.release(blocks)
 
     def copies(self, pairs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -226,24 +255,8 @@ class PoolBlocks:
         # No more is evicted than is missing: a cached block that nobody needs yet may still be matched.
         missing = n - self.allocator.num_free
         if missing > 0:
-            self.give_back(self.change(self.prefix.evict, missing))
+            self.evict(missing)
         blocks = self.allocator.allocate(n)
         # Last: a request that was refused has used up no promise.
         self.promised -= promised
         return blocks
-
-
-def too_few(subject: str, most: int, room: str, got: str) -> OutOfBlocksError:
-    """Describe a request for more blocks than can be had."""
-    fix = "finish sequences or release pins first, ask plan() whether a prompt fits, or make the pool larger"
-    return OutOfBlocksError(subject, expected=f"at most {max(most, 0)} blocks: {room}", got=got, fix=fix)
-
-
-def in_the_middle() -> UnsupportedError:
-    """Describe a call of the manager while another is not over."""
-    return UnsupportedError(
-        "CacheManager",
-        expected="calls one after the other",
-        got="one from an observer of its prefix cache, in the middle of another",
-        fix="note the event, and call the manager when the call that caused it has returned",
-    )

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.prefix.interface import BlockIds, PrefixHandle
+from kvdock.prefix.interface import BlockIds, Namespace, PrefixHandle
 from kvdock.scheduler.ids import TokenIds
 from kvdock.scheduler.pool_blocks import PoolBlocks
 from kvdock.scheduler.rows import Index, Owner, Rows
@@ -89,6 +89,8 @@ class Publisher:
             r.published[grown] = r.locked[grown] = r.shared[grown]
             self._publisher[blocks[done]] = r.serial[grown]
             self._pool.stored(blocks[done])
+            if self._pool.tiers is not None:
+                self._note_appended(grown, tokens[done[places]])
         return done
 
     def _insert(self, seq: Owner, count: int) -> None:
@@ -104,6 +106,11 @@ class Publisher:
         fresh = own[known:stored]
         self._publisher[fresh] = seq._serial
         self._pool.stored(fresh)
+        if self._pool.tiers is not None:
+            before = result.blocks[known - 1] if known else rows.table[row, shared - 1] if shared else None
+            self._note(seq.namespace, before, ids[known * size : stored * size], fresh, priority)
+            if priority:
+                self._pool.tiers.published.raise_priority(np.concatenate((rows.table[row, :shared], result.blocks)), priority)
         self.relock(seq, result.handle)
         rows.shared[row], rows.published[row] = shared + stored, count
         if known:
@@ -115,6 +122,29 @@ class Publisher:
             self._share_with_forks(seq, own[:stored])
         # Not before: the number of holders above, by which forks are noticed, still counts this sequence.
         self._pool.allocator.release(own[:known])
+
+    def _note(self, namespace: Namespace, before: Any, ids: npt.NDArray[Any], blocks: BlockIds, priority: int) -> None:
+        """Note for tiers what cached blocks hold, behind another or at the beginning of a prefix."""
+        if self._pool.tiers is not None and blocks.size:
+            self._pool.tiers.published.add(namespace, None if before is None else int(before), ids, blocks, priority)
+
+    def _note_appended(self, rows: Index, tokens: npt.NDArray[Any]) -> None:
+        """Note for tiers the last shared block of each of rows."""
+        r = self._rows
+        for row, ids in zip(rows.tolist(), tokens, strict=True):
+            at = int(r.shared[row]) - 1
+            before = r.table[row, at - 1] if at else None
+            self._note(r.sequence(row).namespace, before, ids, r.table[row, at : at + 1], int(r.priority[row]))
+
+    def adopt(
+        self, handle: PrefixHandle, namespace: Namespace, before: int | None, ids: npt.NDArray[Any], blocks: BlockIds, priority: int
+    ) -> PrefixHandle:
+        """Store blocks that came back from a tier, behind a locked handle, for nobody; return the handle of their end."""
+        insert = self._prefix.insert_prefix
+        result = self._pool.change(insert, ids, blocks, namespace, behind=handle, priority=priority)
+        self._publisher[blocks] = 0  # no sequence's
+        self._note(namespace, before, ids, blocks, priority)
+        return result.handle
 
     def _share_with_forks(self, seq: Owner, own: BlockIds) -> None:
         """Let forks have through the cache what is cached now and was their own too: the last shared blocks of ``seq``, once ``own``.
@@ -171,6 +201,8 @@ class Publisher:
             rows.shared[row], rows.locked[row], rows.published[row] = 0, 0, NOTHING_MORE
             seq._handle = handle
             seq._left.clear()
+        if self._pool.tiers is not None:
+            self._pool.tiers.clear()
         self._pool.give_back(forgotten)
 
     def relock(self, seq: Owner, handle: PrefixHandle) -> None:

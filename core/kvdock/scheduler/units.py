@@ -275,8 +275,18 @@ class UnitBlocks:
         self._give_back(gone)
 
     def mark_ends(self, units: BlockIds) -> None:
-        """Note that prompts ended in or behind units: what was let go there is given up last."""
-        self.is_end[units] = True
+        """Note that prompts ended in or behind units: what was let go there is given up last, whenever it was."""
+        fresh = units[~self.is_end[units]]
+        self.is_end[fresh] = True
+        if self.num_idle and fresh.size:
+            places = (fresh[:, None].astype(np.intp) * self.table.shape[1] + np.flatnonzero(self.passing)).reshape(-1)
+            idle = places[self._is_idle(places)]
+            self.num_idle -= idle.size
+            self._let_idle(idle)
+
+    def give_up(self, places: Index) -> None:
+        """Free the blocks at places, of units that nobody needs yet and that are not cached."""
+        self._give_back(places)
 
     def _unneeded(self, units: BlockIds) -> Index:
         """Return places of blocks of units that may go for themselves and that nobody needs."""

@@ -48,7 +48,7 @@ def small(tmp_path: Path) -> Path:
 def test_by_hand(small: Path) -> None:
     found = answer(small, "--pool", "1536,10e6", "--block-size", 512)
     assert found["trace"] == {"path": str(small), "format": "mooncake", "requests": 4, "input_tokens": 4096, "output_tokens": 9}
-    assert found["settings"] == {"block_size": 512, "prefix": "radix", "policy": None, "rates": None}
+    assert found["settings"] == {"block_size": 512, "prefix": "radix", "policy": None, "rates": None, "host_tokens": 0}
     assert found["ceiling"] == {"tokens": 0.5, "blocks": 0.5}
     tight, wide = found["runs"]
     assert (tight["pool_tokens"], tight["hit_tokens"], tight["hit_rate"]) == (1536, 1536, 0.375)
@@ -60,7 +60,8 @@ def test_by_hand(small: Path) -> None:
 def test_the_fields_of_the_json_object() -> None:
     found = answer(CONVERSATION, "--limit", 30, "--timed", "--prefill-rate", 5000, "--decode-rate", 50, "--policy", "lfu")
     assert set(found) == {"schema", "command", "trace", "settings", "ceiling", "peak_memory_method", "runs"}
-    assert found["settings"] == {"block_size": 16, "prefix": "radix", "policy": "lfu", "rates": {"prefill": 5000.0, "decode": 50.0}}
+    rates = {"prefill": 5000.0, "decode": 50.0}
+    assert found["settings"] == {"block_size": 16, "prefix": "radix", "policy": "lfu", "rates": rates, "host_tokens": 0}
     (run,) = found["runs"]
     assert set(run) == {
         "pool_tokens",
@@ -68,6 +69,7 @@ def test_the_fields_of_the_json_object() -> None:
         "input_tokens",
         "hit_tokens",
         "hit_rate",
+        "loaded_tokens",
         "evicted_tokens",
         "cached_tokens",
         "operations",
@@ -81,6 +83,21 @@ def test_the_fields_of_the_json_object() -> None:
     assert list(run["operations"]) == ["plan", "begin", "extend", "commit", "finish"]
     assert all(set(one) == {"calls", "total_s", "mean_s", "p50_s", "p99_s", "max_s"} for one in run["operations"].values())
     assert run["waits"]["most_running"] > 1
+
+
+def test_a_tier_behind_the_pool(small: Path) -> None:
+    alone, behind = (answer(small, "--pool", 1024, "--block-size", 512, "--host-tokens", size) for size in (0, "10k"))
+    assert (alone["runs"][0]["hit_rate"], alone["runs"][0]["loaded_tokens"]) == (0.25, 0)
+    assert (behind["runs"][0]["hit_rate"], behind["runs"][0]["loaded_tokens"]) == (0.5, 1024), "all that a cache without end hits"
+    assert behind["settings"]["host_tokens"] == 10_000
+    shown = call(small, "--pool", 1024, "--block-size", 512, "--host-tokens", "10k").stdout
+    assert "one request after the other; behind the pool a tier of 10k tokens" in shown
+    assert "from the tier" in shown
+
+
+@pytest.mark.parametrize("size", ["1k,2k", "few", "-1"])
+def test_what_is_no_size_of_a_tier_is_refused(small: Path, size: str) -> None:
+    assert "--host-tokens" in call(small, "--host-tokens", size, code=2).output
 
 
 def test_pools_may_be_said_in_two_ways_and_the_same_run_finds_the_same() -> None:

@@ -40,7 +40,8 @@ from kvdock.integrations.transformers.watch import HookWatch
 from kvdock.prefix.factory import prefix_cache_of_pool
 from kvdock.prefix.interface import Namespace, PrefixCache
 from kvdock.rank import RankInfo
-from kvdock.scheduler import CacheManager
+from kvdock.scheduler import CacheManager, Tier
+from kvdock.tiers.host import bound_tiers
 
 __all__ = ["CacheUsage", "PagedCacheForTransformers"]
 
@@ -112,6 +113,7 @@ class PagedCacheForTransformers(Cache):
         *,
         attention: str = "auto",
         state_bytes: int | None = None,
+        tiers: Sequence[Tier] = (),
         **options: Any,
     ) -> PagedCacheForTransformers:
         """Make a cache for a model, with a pool on its device.
@@ -132,6 +134,8 @@ class PagedCacheForTransformers(Cache):
                 model's own attention. ``"auto"``: pages where the model allows it, see `attention`.
             state_bytes: of a model with states, most bytes of those that are kept behind prefixes, beside the pool; by default a
                 quarter of the pool's, and at least those of 4 prefixes.
+            tiers: with ``prefix``, where blocks go that are evicted, such as ``[kvdock.HostTier(4 << 30)]``: they are bound to the pool,
+                and what a prompt finds there is brought back.
             options: what else a prefix cache made by name takes, such as ``policy="lfu"``.
 
         Raises:
@@ -144,15 +148,16 @@ class PagedCacheForTransformers(Cache):
             ArgumentTypeError: ``prefix`` is something else, or options that the prefix cache does not take.
         """
         check_choice(_FOR_MODEL, attention)
-        if prefix is None and options:
-            raise ArgumentTypeError(_FOR_MODEL, expected="no options without prefix=", got=", ".join(options))
+        if prefix is None and (options or tiers):
+            got = ", ".join([*options, *(["tiers"] if tiers else [])])
+            raise ArgumentTypeError(_FOR_MODEL, expected="no options and no tiers without prefix=", got=got)
         model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: it would trace it without the hook
         found, runs = measure(model), what_runs(model)
         pool = kvdock.create_cache(found.spec, conf, RankInfo(found.device))
         block_size = math.lcm(*(group.block_size for group in pool.groups))  # in which blocks of all groups end together
         name = "naive" if prefix is None else prefix
         made = prefix_cache_of_pool(_FOR_MODEL, name, num_blocks=pool.num_blocks, block_size=block_size, options=options)
-        manager = CacheManager(pool.num_blocks, prefix=made, groups=pool.groups)
+        manager = CacheManager(pool.num_blocks, prefix=made, groups=pool.groups, tiers=bound_tiers(tiers, pool))
         kept = Checkpoints(block_size, _room_for_states(state_bytes, found, pool.nbytes)) if any(found.states) else None
         reuse = PrefixReuse(manager, getattr(model, "generation_config", None), sharing_of(runs), kept) if prefix is not None else None
 

@@ -69,6 +69,8 @@ class PrefixReuse:
         # All rows of a batch go on at one place: behind padding, or where what the row has found is enough to go on.
         can_go_on = np.ones(prompts.length if prompts.length <= self.sharing.limit else 1, dtype=np.bool_)
         for row, pad in enumerate(pads):
+            if self._shares(prompts, row):
+                manager.fetch(prompts.row(row), prompts.namespace)
             of_row = can_go_on[pad + 1 :]
             of_row &= manager.can_go_on(prompts.row(row), prompts.namespace)[1 : of_row.size + 1] if self._shares(prompts, row) else False
         places = np.flatnonzero(can_go_on).tolist()

@@ -1,0 +1,221 @@
+"""What one tier holds: of which units which blocks, and what goes first when it is full.
+
+What the pool gave up first goes first, of the lowest priority; what came back to the pool, or was given up again, is as new. That is
+the order in which the pool's policy let go of it, so that a tier has none of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvdock.errors import IntegrityError
+from kvdock.prefix.interface import BlockIds
+from kvdock.scheduler.block_allocator import BlockAllocator
+from kvdock.scheduler.rows import Index
+from kvdock.scheduler.tier import Tier
+
+__all__ = ["TierBlocks", "TierUsage", "Turns"]
+
+_NONE = -1
+
+_FEW = 4096
+"""Entries of which it costs nothing that they wait no more."""
+
+
+@attrs.frozen
+class TierUsage:
+    """What one tier holds, and what was copied so far, in blocks.
+
+    Args:
+        num_blocks: that it can hold.
+        used: that it holds.
+        stored: copied into it.
+        loaded: copied from it into the pool.
+        lost: that it should have copied, and raised.
+    """
+
+    num_blocks: int
+    used: int
+    stored: int
+    loaded: int
+    lost: int
+
+
+class Turns:
+    """Units in the order in which they go, by priority.
+
+    Args:
+        num_units: numbers that there may be.
+    """
+
+    def __init__(self, num_units: int) -> None:
+        # An entry of a unit counts while its number is the one that the unit was given last.
+        self._serials = np.full(num_units, _NONE, dtype=np.int64)
+        self._queues: dict[int, deque[tuple[Index, npt.NDArray[np.int64]]]] = {}
+        self._serial = self._entries = 0
+        self.size = 0
+
+    def push(self, units: Index, priority: int) -> None:
+        """Let units go last of a priority, in this order, wherever they were."""
+        serials = np.arange(self._serial, self._serial + units.size)
+        self.size += int(np.count_nonzero(self._serials[units] == _NONE))
+        self._serials[units] = serials
+        self._serial += units.size
+        self._queues.setdefault(priority, deque()).append((units, serials))
+        self._entries += units.size
+        if self._entries > 2 * self.size + _FEW:
+            self._compact()
+
+    def remove(self, units: Index) -> None:
+        """Let units have no turn."""
+        self.size -= int(np.count_nonzero(self._serials[units] != _NONE))
+        self._serials[units] = _NONE
+
+    def pop(self, counts: npt.NDArray[np.int64], missing: int, priority: int, held: npt.NDArray[np.bool_]) -> list[tuple[Index, int]]:
+        """Take out units, those that go first, until they have as many blocks as are missing, or there are no more.
+
+        Args:
+            counts: blocks of each unit.
+            missing: how many to have.
+            priority: the highest that may go.
+            held: which units may not go.
+
+        Returns:
+            The units, with their priority.
+        """
+        found = list[tuple[Index, int]]()
+        for value in sorted(each for each in self._queues if each <= priority):
+            queue, kept = self._queues[value], list[Index]()
+            while queue and missing > 0:
+                units = self._first(queue, missing)
+                chosen = np.flatnonzero(~held[units])
+                sums = counts[units[chosen]].cumsum()
+                chosen = chosen[: int(np.searchsorted(sums, missing)) + 1]
+                kept.append(np.delete(units, chosen))
+                units = units[chosen]
+                if units.size:
+                    missing -= int(sums[units.size - 1])
+                    self.remove(units)
+                    found.append((units, value))
+            for units in reversed(kept):
+                if units.size:
+                    queue.appendleft((units, self._serials[units]))
+                    self._entries += units.size
+            if not queue:
+                del self._queues[value]
+        return found
+
+    def _first(self, queue: deque[tuple[Index, npt.NDArray[np.int64]]], count: int) -> Index:
+        """Take the first entries out of a queue, of so many units at least if there are; return those of them that count."""
+        entries, size = list[tuple[Index, npt.NDArray[np.int64]]](), 0
+        while queue and size < count:
+            entries.append(queue.popleft())
+            size += entries[-1][0].size
+        self._entries -= size
+        units, serials = (np.concatenate(each) for each in zip(*entries, strict=True))
+        live: Index = units[self._serials[units] == serials]
+        return live
+
+    def _compact(self) -> None:
+        """Drop entries that do not count."""
+        self._entries = 0
+        for value, queue in list(self._queues.items()):
+            live = [(units[is_live], serials[is_live]) for units, serials in queue for is_live in [self._serials[units] == serials]]
+            self._queues[value] = deque(entry for entry in live if entry[0].size)
+            self._entries += sum(entry[0].size for entry in self._queues[value])
+
+    def waiting(self) -> Index:
+        """Return the units that have a turn, sorted, each as often as it has one."""
+        entries = [units[self._serials[units] == serials] for queue in self._queues.values() for units, serials in queue]
+        return np.sort(np.concatenate([np.empty(0, dtype=np.intp), *entries]))
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._serials[:] = _NONE
+        self._queues.clear()
+        self._entries = self.size = 0
+
+
+class TierBlocks:
+    """The blocks of a tier.
+
+    Args:
+        tier: what moves the bytes.
+        num_units: numbers of units that there may be.
+        columns: blocks of a unit.
+
+    Attributes:
+        tier: what moves the bytes.
+        table: block ids, int32 ``[units, columns]``; -1 for none.
+        flat: the same, in one dimension.
+        counts: blocks of each unit.
+        priority: of each unit that has blocks.
+        turns: what goes first.
+        stored: blocks that were copied into it.
+        loaded: blocks that were copied from it into the pool.
+        lost: blocks that it should have copied, and raised.
+    """
+
+    def __init__(self, tier: Tier, num_units: int, columns: int) -> None:
+        self.tier = tier
+        self.blocks = BlockAllocator(tier.num_blocks)
+        self.table: BlockIds = np.full((num_units, columns), _NONE, dtype=np.int32)
+        self.flat = self.table.reshape(-1)
+        self.counts = np.zeros(num_units, dtype=np.int64)
+        self.priority = np.zeros(num_units, dtype=np.int64)
+        self.turns = Turns(num_units)
+        self.stored = self.loaded = self.lost = 0
+
+    @property
+    def usage(self) -> TierUsage:
+        """What it holds, and what was copied."""
+        return TierUsage(self.blocks.num_blocks, self.blocks.num_used, self.stored, self.loaded, self.lost)
+
+    def places(self, units: Index) -> Index:
+        """Return the places of all blocks of units in the flat table."""
+        columns = self.table.shape[1]
+        return units if columns == 1 else (units[:, None] * columns + np.arange(columns)).reshape(-1)
+
+    def put(self, places: Index, blocks: BlockIds) -> None:
+        """Note that blocks were copied here, each to a place that had none."""
+        self.flat[places] = blocks
+        self.stored += places.size
+        if self.table.shape[1] == 1:
+            self.counts[places] = 1
+        else:
+            np.add.at(self.counts, places // self.table.shape[1], 1)
+
+    def drop(self, units: Index) -> None:
+        """Free what units have here."""
+        self.turns.remove(units)
+        places = self.places(units)
+        blocks = self.flat[places]
+        self.blocks.release(blocks[blocks != _NONE])
+        self.flat[places] = _NONE
+        self.counts[units] = 0
+
+    def clear(self) -> None:
+        """Free everything."""
+        self.blocks.release(self.table[self.table != _NONE])
+        self.table[:] = _NONE
+        self.counts[:] = 0
+        self.turns.clear()
+
+    def check_integrity(self, known: BlockIds) -> None:
+        """Compare what is counted with what there is; ``known`` are the units that can be found. Raises IntegrityError."""
+        self.blocks.check_integrity()
+        is_there = self.table != _NONE
+        blocks, units = self.table[is_there], np.flatnonzero(is_there.any(axis=1))
+        facts = {
+            "each block free, or of one unit": np.unique(blocks).size == blocks.size == self.blocks.num_used,
+            "blocks of units that can be found": bool(np.isin(units, known).all()),
+            "one turn for each unit with blocks": np.array_equal(self.turns.waiting(), units) and self.turns.size == units.size,
+            "as many blocks of each unit as are counted": bool((is_there.sum(axis=1) == self.counts).all()),
+        }
+        wrong = ", ".join(what for what, holds in facts.items() if not holds)
+        if wrong:
+            raise IntegrityError(repr(self.tier), expected=wrong, got="something else", fix="report it with the calls before")
