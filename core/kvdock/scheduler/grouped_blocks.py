@@ -132,7 +132,7 @@ class GroupedBlocks(PoolBlocks):
                 if units.blocks.num_free == before:  # `has` has counted what is not there: better to say so than to look for ever
                     raise IntegrityError("GroupedBlocks", expected=f"{missing} more blocks, as counted", got="none that can be evicted")
 
-    def blocks_of(self, units: BlockIds) -> BlockIds:
+    def unit_blocks(self, units: BlockIds) -> BlockIds:
         """Return the blocks of units."""
         return self.units.table[units]
 

@@ -132,7 +132,7 @@ class PoolBlocks:
     def replace(self, old: BlockIds, new: BlockIds) -> None:
         """Note that a sequence goes on with cached blocks in the place of its own, which are about to be released."""
 
-    def blocks_of(self, units: BlockIds) -> BlockIds:
+    def unit_blocks(self, units: BlockIds) -> BlockIds:
         """Return the blocks of the pool that units have, int32 ``[units, columns]``; -1 for none. Here a unit is a block."""
         return units[:, None]
 
@@ -143,7 +143,7 @@ class PoolBlocks:
         else:
             # Copies are cheaper together, and so is looking up where they go: whole prompts at once, not the piece that is missing now.
             gone = self.change(self.prefix.evict, max(n, min(self.allocator.num_blocks // _PARTS, self.evictable)))
-            self.change(self.tiers.give_up, gone, self.blocks_of)
+            self.change(self.tiers.give_up, gone, self.unit_blocks)
         self.give_back(gone)
 
     def give_back(self, blocks: BlockIds) -> None:
