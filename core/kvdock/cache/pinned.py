@@ -83,6 +83,7 @@ class HostPages:
         pages, self._pages = self._pages, []
         self._thread = threading.Thread(target=self._run, args=(pages,), name="kvdock-page-locks", daemon=True)
         self._thread.start()
+        weakref.finalize(self, _end, self._is_over, self._thread)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all is locked, for so many seconds at most, and return whether it is.
@@ -121,6 +122,13 @@ class HostPages:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Return None: a deep copy of a cache has memory that is not locked."""
+
+
+def _end(is_over: threading.Event, thread: threading.Thread) -> None:
+    """Let a thread end behind its chunk. At exit: one that is still in torch's code when Python goes aborts the process."""
+    is_over.set()
+    if thread is not threading.current_thread():  # it may have had the last reference
+        thread.join()
 
 
 def host_pages(ops: OpSource, pinned_for: torch.device | None, device: torch.device, *, is_given: bool) -> HostPages | None:

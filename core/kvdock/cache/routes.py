@@ -42,6 +42,7 @@ class Routes:
 
     def swap(self, src: GroupedCache, dst: GroupedCache, block_pairs: BlockPairs, group: int) -> None:
         """Copy blocks of a group. See `kvdock.PagedKVCache.swap_blocks`."""
+        check_int(f"{type(src).__name__}.swap_blocks: group", group, 0)  # before it is looked up: 0.0 and False are found as 0
         found = self._known.get(dst, {}).get(group) if isinstance(dst, GroupedCache) else None
         if found is None:
             found = self._bound(src, dst, group)
@@ -77,7 +78,7 @@ def _check(src: GroupedCache, dst: GroupedCache, group: int) -> None:
     if dst is src:
         fix = "copy blocks inside one cache with copy_blocks(block_pairs)"
         raise ArgumentValueError(f"{subject}: dst", expected="another cache", got="the cache itself", fix=fix)
-    if check_int(f"{subject}: group", group, 0) >= len(src.groups):
+    if group >= len(src.groups):
         expected, fix = f"0 to {len(src.groups) - 1}", "ask group_of(layer)"
         raise IndexRangeError(f"{subject}: group", expected=expected, got=group, fix=fix)
     ours, theirs = _kept(src), _kept(dst)

@@ -144,8 +144,10 @@ def host_cache(
         ops: where its ops come from; default is the process's runtime.
 
     Raises:
-        KVDockError: as `kvdock.create_cache`.
+        KVDockError: no cache in blocks; as `kvdock.create_cache`.
     """
+    if not isinstance(cache, PagedKVCache):
+        raise ArgumentTypeError("host_cache: cache", expected="a cache in blocks", got=repr(cache)[:80], fix="pass the cache on the device")
     config = attrs.evolve(
         cache.config, num_blocks=num_blocks, max_kv_memory_bytes=max_kv_memory_bytes, layout=layout, pinned_for=cache.device
     )
