@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from kvdock import ops
 from kvdock.checks import check_int
-from kvdock.errors import ArgumentValueError
+from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.ops.attention import query_rows
 from kvdock.rank import RankInfo
 
@@ -58,8 +58,16 @@ class ContextShare:
         return cls(size, rank.tp_rank % size)
 
     def tokens(self, counts: torch.Tensor, block_size: int) -> torch.Tensor:
-        """Return how many of the first ``counts`` tokens of sequences are here, in the shape and dtype of ``counts``."""
-        each = self.size * block_size
+        """Return how many of the first ``counts`` tokens of sequences are here, in the shape and dtype of ``counts``.
+
+        Args:
+            counts: int32 or int64, from 0.
+            block_size: of the caches.
+
+        Raises:
+            ArgumentTypeError, ArgumentValueError: another type; no block size.
+        """
+        each = self.size * _checked("tokens: counts", counts, block_size)
         return counts // each * block_size + (counts % each - self.index * block_size).clamp(0, block_size)
 
     def slots(self, slot_mapping: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -68,8 +76,11 @@ class ContextShare:
         Args:
             slot_mapping: of a manager whose blocks have ``size * block_size`` tokens; negative is padding, and stays that.
             block_size: of the caches.
+
+        Raises:
+            ArgumentTypeError, ArgumentValueError: another type than int32 and int64; no block size.
         """
-        each = self.size * block_size
+        each = self.size * _checked("slots: slot_mapping", slot_mapping, block_size)
         inside = slot_mapping % each
         here = (slot_mapping >= 0) & (inside // block_size == self.index)
         return torch.where(here, slot_mapping // each * block_size + inside % block_size, -1)
@@ -114,6 +125,7 @@ class ContextShare:
         Raises:
             ArgumentTypeError, ArgumentValueError, IndexRangeError, UnsupportedError: as `kvdock.ops.paged_attention` does.
         """
+        _check_rows(q, k_cache, block_table, seq_lens, cu_query_lens, starts, window)
         block = k_cache.shape[1]
         rows, behind = query_rows(cu_query_lens, q.shape[0], seq_lens.shape[0], seq_lens.device)
         none = rows >= seq_lens.shape[0]  # queries of no sequence
@@ -128,6 +140,38 @@ class ContextShare:
         table = block_table if cu_query_lens is None else block_table[rows]
         out, lse = ops.paged_attention(q, k_cache, v_cache, table, ends, **options)
         return out, lse
+
+
+def _checked(name: str, values: Any, block_size: int) -> int:
+    """Return a block size, or raise where it is none, or where values are not ones that can be shared out."""
+    if not isinstance(values, torch.Tensor) or values.dtype not in (torch.int32, torch.int64):
+        got = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
+        fix = "pass torch.from_numpy(...) of what a manager returns"
+        raise ArgumentTypeError(f"ContextShare.{name}", expected="an int32 or int64 tensor", got=got, fix=fix)
+    return check_int(f"ContextShare.{name.split(':')[0]}: block_size", block_size, 1)
+
+
+def _check_rows(q: Any, k_cache: Any, table: Any, lens: Any, cu: Any, starts: Any, window: Any) -> None:
+    """Refuse what cannot be made into a row for each query. What else is wrong is for the op to say, of the rows."""
+    dims = {"q": (q, 3), "k_cache": (k_cache, 4), "block_table": (table, 2), "seq_lens": (lens, 1)}
+    dims |= {name: (each, 1) for name, each in (("cu_query_lens", cu), ("starts", starts)) if each is not None}
+    for name, (tensor, count) in dims.items():
+        if not isinstance(tensor, torch.Tensor):
+            fix = "convert it with torch.as_tensor"
+            raise ArgumentTypeError(f"ContextShare.attend: {name}", expected="a torch.Tensor", got=type(tensor).__name__, fix=fix)
+        if tensor.dim() != count:
+            raise ArgumentValueError(f"ContextShare.attend: {name}", expected=f"{count} dimensions", got=f"shape {[*tensor.shape]}")
+        if count == 1 and tensor.dtype not in (torch.int32, torch.int64):
+            raise ArgumentTypeError(f"ContextShare.attend: {name}", expected="int32 or int64", got=tensor.dtype)
+    batch = table.shape[0]
+    sizes = [("seq_lens", lens, batch), ("starts", starts, batch), ("cu_query_lens", cu, batch + 1)]
+    sizes += [("q", q, batch)] if cu is None else []
+    for name, tensor, size in sizes:
+        if tensor is not None and tensor.shape[0] != size:
+            expected = f"{size} rows, for the {batch} of block_table"
+            raise ArgumentValueError(f"ContextShare.attend: {name}", expected=expected, got=f"shape {[*tensor.shape]}")
+    if window is not None:
+        check_int("ContextShare.attend: window", window, 1)
 
 
 def gather_heads(q: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
