@@ -12,6 +12,7 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.spec import check_int
 
 __all__ = [
+    "MAX_BLOCK_SIZE",
     "MAX_SLOTS",
     "as_array",
     "as_blocks",
@@ -31,7 +32,7 @@ _INT32 = np.dtype(np.int32)
 _PLAIN = {_INT32.char, np.dtype(np.int64).char}
 """Kinds of integers that need no further look."""
 
-_MAX_BLOCK_SIZE = 512
+MAX_BLOCK_SIZE = 512
 MAX_SLOTS = 2**31
 """No pool has more: slots and block ids are int32, which takes half the time and memory of int64."""
 
@@ -39,8 +40,8 @@ MAX_SLOTS = 2**31
 def check_block_size(subject: str, block_size: object) -> int:
     """Return a block size from 1 to 512, or raise."""
     size = check_int(f"{subject}: block_size", block_size, 1)
-    if size > _MAX_BLOCK_SIZE:
-        raise ArgumentValueError(f"{subject}: block_size", expected=f"1 to {_MAX_BLOCK_SIZE} tokens", got=size)
+    if size > MAX_BLOCK_SIZE:
+        raise ArgumentValueError(f"{subject}: block_size", expected=f"1 to {MAX_BLOCK_SIZE} tokens", got=size)
     return size
 
 

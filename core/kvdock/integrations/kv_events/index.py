@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from kvdock.checks import check_int
-from kvdock.errors import ArgumentValueError, CapacityError
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, CapacityError
 from kvdock.integrations.kv_events.wire import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent, KVEventBatch, short_hash
 from kvdock.prefix import Namespace, block_names
+from kvdock.prefix.inputs import MAX_BLOCK_SIZE
 
 __all__ = ["BlockIndex"]
 
@@ -70,7 +71,7 @@ class BlockIndex:
             ArgumentTypeError, ArgumentValueError: as `kvdock.prefix.block_names`.
         """
         found = self._ranks.get(rank)
-        if found is None or not found.block_size:
+        if found is None or not 0 < found.block_size <= MAX_BLOCK_SIZE:  # kvdock has no names for larger ones
             return 0
         names = block_names(tokens, found.block_size, namespace)
         count = next((place for place, name in enumerate(names) if not found.parents.keys() & {name, short_hash(name)}), len(names))
@@ -80,15 +81,21 @@ class BlockIndex:
         """Follow a batch.
 
         Raises:
-            CapacityError: more blocks than ``max_blocks``.
-            ArgumentValueError: blocks of another size than the rank has. Nothing was changed by either.
+            CapacityError: more blocks than ``max_blocks``, at any event of the batch; or more ranks.
+            ArgumentTypeError, ArgumentValueError: no batch; blocks of another size than the rank has. Nothing was changed by any.
         """
+        if not isinstance(batch, KVEventBatch):
+            raise ArgumentTypeError(
+                "BlockIndex.apply: batch", expected="a KVEventBatch", got=repr(batch)[:80], fix="read it with read_batch"
+            )
         rank = batch.data_parallel_rank or 0
         events = [event for event in batch.events if isinstance(event, AllBlocksCleared) or not event.group_idx]
         self._check(rank, events)
         mine = self._ranks.setdefault(rank, _Rank())
         for event in events:
             if isinstance(event, BlockStored):
+                if not event.block_hashes:
+                    continue
                 mine.block_size = event.block_size
                 mine.parents.update(zip(event.block_hashes, [event.parent_block_hash, *event.block_hashes], strict=False))
             elif isinstance(event, BlockRemoved):
@@ -100,14 +107,33 @@ class BlockIndex:
                     self._sure.add(rank)
 
     def _check(self, rank: int, events: list[KVEvent]) -> None:
-        stored = [event for event in events if isinstance(event, BlockStored)]
-        count = sum(len(each.parents) for each in self._ranks.values()) + sum(len(event.block_hashes) for event in stored)
-        if count > self._most:
-            fix = "raise max_blocks if the publishers' pools are so large"
-            raise CapacityError("BlockIndex", expected=f"at most max_blocks = {self._most}", got=f"{count} blocks", fix=fix)
-        sizes = {event.block_size for event in stored}
-        if self.parents(rank) and events and not isinstance(events[0], AllBlocksCleared):
-            sizes.add(self._ranks[rank].block_size)
-        if len(sizes) > 1:
-            fix = "use one index for each publisher"
-            raise ArgumentValueError("BlockIndex", expected=f"blocks of one size in rank {rank}", got=f"{sorted(sizes)}", fix=fix)
+        """Count what there will be behind each event: a batch may remove and clear what it stores, and store what is there."""
+        if rank not in self._ranks and len(self._ranks) >= self._most:
+            raise self._full(f"{len(self._ranks) + 1} ranks")
+        mine = self.parents(rank).keys()
+        others = sum(len(each.parents) for each in self._ranks.values()) - len(mine)
+        size, count = self._ranks[rank].block_size if mine else 0, len(mine)
+        is_here: dict[BlockHash, bool] = {}
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                mine, is_here, count = {}.keys(), {}, 0
+                continue
+            is_stored = isinstance(event, BlockStored)
+            if isinstance(event, BlockStored) and event.block_hashes:
+                if count and event.block_size != size:
+                    expected, got, fix = (
+                        f"blocks of one size in rank {rank}",
+                        f"{sorted((size, event.block_size))}",
+                        "use one index for each publisher",
+                    )
+                    raise ArgumentValueError("BlockIndex", expected=expected, got=got, fix=fix)
+                size = event.block_size
+            for name in event.block_hashes:
+                count += is_stored - is_here.get(name, name in mine)
+                is_here[name] = is_stored
+            if others + count > self._most:
+                raise self._full(f"{others + count} blocks")
+
+    def _full(self, got: str) -> CapacityError:
+        fix = "raise max_blocks if the publishers' pools are so large"
+        return CapacityError("BlockIndex", expected=f"at most max_blocks = {self._most}", got=got, fix=fix)

@@ -13,11 +13,11 @@ from typing import NamedTuple, TypeAlias
 
 import zmq
 
-from kvdock.errors import ArgumentValueError
+from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.integrations.kv_events.ledger import TOKENS_PER_EVENT
 from kvdock.integrations.kv_events.wire import END, SEQUENCE_BYTES, BlockStored, KVEvent, KVEventBatch, Writer, sequence_frame
 
-__all__ = ["MOST_WAITING", "Outlet", "Replayable", "Socket", "Told", "opened", "portions"]
+__all__ = ["MOST_WAITING", "Outlet", "Replayable", "Socket", "Told", "check_text", "opened", "portions"]
 
 Socket: TypeAlias = zmq.Socket[bytes]
 
@@ -82,15 +82,29 @@ def opened(context: zmq.Context[Socket], kind: int, endpoint: str, subject: str,
     """
     socket = context.socket(kind)
     try:
+        if not isinstance(endpoint, str) or "\0" in endpoint:
+            raise TypeError("no text, or one that ZeroMQ reads a part of")
         for name, value in {"LINGER": 0, **options}.items():
             socket.setsockopt(getattr(zmq, name), value)
         (socket.bind if bind else socket.connect)(endpoint)
-    except (zmq.ZMQError, TypeError) as error:
+        socket.getsockopt_string(zmq.LAST_ENDPOINT)  # which ZeroMQ cannot say of very long ones
+    except (zmq.ZMQError, TypeError, UnicodeError) as error:
         socket.close()
         verb = "bind" if bind else "connect"
         fix = "pass one such as 'tcp://127.0.0.1:5557' that nobody else has bound"
         raise ArgumentValueError(subject, expected=f"an address to {verb}", got=f"{endpoint!r}: {error}", fix=fix) from error
     return socket
+
+
+def check_text(subject: str, value: object) -> str:
+    """Return a text that UTF-8 can write, or raise."""
+    if not isinstance(value, str):
+        raise ArgumentTypeError(subject, expected="text", got=repr(value)[:80])
+    try:
+        value.encode()
+    except UnicodeError as error:
+        raise ArgumentValueError(subject, expected="text that UTF-8 can write", got=ascii(value)[:80]) from error
+    return value
 
 
 class Outlet:

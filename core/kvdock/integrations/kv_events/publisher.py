@@ -11,15 +11,18 @@ from typing import Literal, Self
 
 import zmq
 
-from kvdock.checks import check_int
+from kvdock.checks import check_int, check_size
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.integrations.kv_events.ledger import Ledger
-from kvdock.integrations.kv_events.outlet import Outlet, Replayable, Socket, Told, opened
+from kvdock.integrations.kv_events.outlet import Outlet, Replayable, Socket, Told, check_text, opened
 from kvdock.integrations.kv_events.wire import AllBlocksCleared, KVEvent, Writer
 from kvdock.prefix import Cleared, PrefixEvent
 from kvdock.scheduler import CacheManager
 
 __all__ = ["KVEventPublisher"]
+
+_MOST = 2**30 - 1
+"""Of ranks and batches: what ZeroMQ's bounds and the format's numbers hold, twice over."""
 
 
 class KVEventPublisher:
@@ -71,7 +74,11 @@ class KVEventPublisher:
     ) -> None:
         _check(managers, shape, hashes)
         self._first = check_int("KVEventPublisher: first_rank", first_rank, 0)
-        steps = check_int("KVEventPublisher: buffer_steps", buffer_steps, 1)
+        if first_rank >= _MOST:
+            raise ArgumentValueError("KVEventPublisher: first_rank", expected=f"less than {_MOST}", got=first_rank)
+        steps = check_size("KVEventPublisher: buffer_steps", buffer_steps, _MOST)
+        topic = check_text("KVEventPublisher: topic", topic)
+        medium = None if medium is None else check_text("KVEventPublisher: medium", medium)
         kept = Replayable(steps, check_int("KVEventPublisher: buffer_bytes", buffer_bytes, 0))
         self.auto_flush = auto_flush
         self._lock = threading.Lock()

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import msgpack
 
-from kvdock.errors import ArgumentValueError
+from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.integrations.kv_events.wire import (
     AllBlocksCleared,
     BlockHash,
@@ -60,6 +60,8 @@ def read_batch(payload: bytes) -> KVEventBatch:
         ArgumentValueError: it is no batch: not msgpack, another shape, an event of a name that is not known here, values of other
             types, numbers of things that do not agree, bytes that are missing or too many.
     """
+    if not isinstance(payload, bytes | bytearray | memoryview):
+        raise ArgumentTypeError("read_batch: payload", expected="bytes", got=repr(payload)[:80], fix="pass the third frame of a message")
     try:
         return _Reader(payload).batch()
     except _Refused as error:

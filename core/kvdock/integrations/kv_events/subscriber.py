@@ -8,10 +8,10 @@ from typing import Self
 
 import zmq
 
-from kvdock.checks import check_int
-from kvdock.errors import ArgumentValueError
+from kvdock.checks import check_size
+from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.integrations.kv_events.index import BlockIndex
-from kvdock.integrations.kv_events.outlet import Socket, opened
+from kvdock.integrations.kv_events.outlet import Socket, check_text, opened
 from kvdock.integrations.kv_events.reading import read_batch
 from kvdock.integrations.kv_events.wire import END, SEQUENCE_BYTES, KVEventBatch, sequence_frame
 
@@ -57,13 +57,18 @@ class KVEventSubscriber:
         max_waiting: int = 1000,
         replay_timeout: float = 1.0,
     ) -> None:
+        if not isinstance(index, BlockIndex | None):
+            raise ArgumentTypeError(
+                "KVEventSubscriber: index", expected="a BlockIndex", got=repr(index)[:80], fix="leave it out for a new one"
+            )
+        topic = check_text("KVEventSubscriber: topic", topic)
         self.index = BlockIndex() if index is None else index
         self.num_missed = 0
         self._bounds = {
-            "MAXMSGSIZE": check_int("KVEventSubscriber: max_message_bytes", max_message_bytes, 1),
-            "RCVHWM": check_int("KVEventSubscriber: max_waiting", max_waiting, 1),
+            "MAXMSGSIZE": check_size("KVEventSubscriber: max_message_bytes", max_message_bytes, 2**63 - 1),
+            "RCVHWM": check_size("KVEventSubscriber: max_waiting", max_waiting),
         }
-        self._patience = int(1000 * replay_timeout)
+        self._patience = _milliseconds("KVEventSubscriber: replay_timeout", replay_timeout)
         self._replay_endpoint = replay_endpoint
         self._next, self._last = 0, -1
         self._context: zmq.Context[Socket] = zmq.Context.instance()
@@ -98,7 +103,9 @@ class KVEventSubscriber:
             CapacityError: the index is full; likewise.
         """
         done: list[KVEventBatch] = []
-        wait = int(1000 * timeout)
+        wait = _milliseconds("KVEventSubscriber.poll: timeout", timeout)
+        if self._socket.closed:
+            raise ArgumentValueError("KVEventSubscriber.poll", expected="an open reader", got="a closed one", fix="make another one")
         for _ in range(_AT_ONCE):
             if not self._socket.poll(wait):
                 break
@@ -170,3 +177,14 @@ class KVEventSubscriber:
         self._miss(1)
         fix = "connect to a publisher of vLLM's KV events"
         return ArgumentValueError("KV events: message", expected=expected, got=got, fix=fix)
+
+
+def _milliseconds(subject: str, seconds: float) -> int:
+    """Return seconds as ZeroMQ takes them, or raise. What is longer than it can wait is as long as it can."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise ArgumentTypeError(subject, expected="seconds", got=repr(seconds)[:80])
+    if not seconds >= 0:
+        raise ArgumentValueError(
+            subject, expected="seconds, 0 or more", got=seconds, fix="pass float('inf') to wait for as long as it takes"
+        )
+    return int(1000 * min(seconds, 2e6))
