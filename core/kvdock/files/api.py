@@ -59,7 +59,7 @@ def save_prefix(
         CapacityError: the host has no memory for a part.
     """
     subject = "save_prefix"
-    where, header = _checked(subject, path, manager, cache, model)
+    where, header = _checked(subject, path, manager, cache, model, progress)
     ids = as_integers(f"{subject}: tokens", tokens).astype(np.int64)
     found = gathered(manager, cache, [StoredPrefix(ids, namespace)])
     if not len(found.forest):
@@ -90,7 +90,7 @@ def save_pool(
         UnsupportedError: the prefix cache does not list what it stores.
     """
     subject = "save_pool"
-    where, header = _checked(subject, path, manager, cache, model)
+    where, header = _checked(subject, path, manager, cache, model, progress)
     found = gathered(manager, cache, list(manager.prefix.stored_prefixes()))
     if not len(found.forest):
         raise ArgumentValueError(f"{subject}: manager", expected="one that has cached something", got=repr(manager)[:200])
@@ -126,7 +126,7 @@ def load_prefix(
         OutOfBlocksError: the pool has no room for it.
         ArgumentTypeError, ArgumentValueError, UnsupportedError: as `save_prefix`.
     """
-    where, expected = _checked("load_prefix", path, manager, cache, model)
+    where, expected = _checked("load_prefix", path, manager, cache, model, progress)
     if namespace is not None:
         namespace_key("load_prefix: namespace", namespace)
     reading = opened(where, "prefix", cache, expected, progress)
@@ -143,7 +143,7 @@ def load_prefix(
 
 def load_any(path: str | os.PathLike[str], manager: CacheManager, cache: GroupedCache, **options: Any) -> Loaded:
     """Load what `save_prefix` or `save_pool` saved, with the options of `load_prefix` or `load_pool`."""
-    where, _ = _checked("load", path, manager, cache, options.get("model", ""))
+    where, _ = _checked("load", path, manager, cache, options.get("model", ""), options.get("progress"))
     load = load_pool if Container(where).header.get("kind") == "pool" else load_prefix
     return load(where, manager, cache, **options)
 
@@ -164,7 +164,7 @@ def load_pool(
     Returns:
         What was loaded: ``num_prefixes`` of ``num_saved``.
     """
-    where, expected = _checked("load_pool", path, manager, cache, model)
+    where, expected = _checked("load_pool", path, manager, cache, model, progress)
     reading = opened(where, "pool", cache, expected, progress)
     fits = _load_fitting(reading, manager, cache)
     forest = reading.forest
@@ -191,15 +191,21 @@ def _load_fitting(reading: Reading, manager: CacheManager, cache: GroupedCache) 
     return fits
 
 
-def _checked(subject: str, path: Any, manager: Any, cache: Any, model: Any) -> tuple[Path, dict[str, Any]]:
+def _checked(subject: str, path: Any, manager: Any, cache: Any, model: Any, progress: Any) -> tuple[Path, dict[str, Any]]:
     """Return the path, and what a file says of a cache; or raise."""
-    if not isinstance(path, str | os.PathLike) or not str(path):
+    where = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(where, str) or not where:
         raise ArgumentTypeError(f"{subject}: path", expected="a path", got=repr(path)[:80])
+    if "\0" in where or not Path(where).name:
+        fix = "name a file in a folder, without a zero byte"
+        raise ArgumentValueError(f"{subject}: path", expected="the name of a file", got=repr(where)[:80], fix=fix)
     if not isinstance(model, str):
         fix = "pass a text that names the weights, such as a repository and its revision"
         raise ArgumentTypeError(f"{subject}: model", expected="a str", got=repr(model)[:80], fix=fix)
+    if progress is not None and not callable(progress):
+        raise ArgumentTypeError(f"{subject}: progress", expected="a function of two numbers, or None", got=repr(progress)[:80])
     check_pool(subject, manager, cache)
-    return Path(path), described(manager, cache, model)
+    return Path(where), described(manager, cache, model)
 
 
 def _most(subject: str, max_file_bytes: object) -> int:

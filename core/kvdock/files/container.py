@@ -70,6 +70,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, 
 
     Raises:
         FileAccessError: the file cannot be written.
+        UnsupportedError: the header is longer than one that is read.
     """
     found = library()
     text = json.dumps({**header, "tensors": {name: digest_of(tensor) for name, tensor in tensors.items()}})
@@ -79,9 +80,13 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, 
         found.torch.save_file(dict(tensors), path, dict(zip(_KEYS, [*parts, digest], strict=True)))
         with path.open("rb+") as file:
             os.fchmod(file.fileno(), 0o600)  # prompts can be read from it
+            length = int.from_bytes(file.read(8), "little")
             os.fsync(file.fileno())
     except (OSError, found.SafetensorError) as error:
         raise io_error(path, error) from error
+    if length > _MOST_HEADER:
+        expected, fix = f"a header of at most {_MOST_HEADER} bytes", "save fewer namespaces, or larger parts, and a short model="
+        raise UnsupportedError(f"{path}", expected=expected, got=length, fix=fix)
     return digest
 
 

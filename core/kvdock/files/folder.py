@@ -58,7 +58,7 @@ class Unfinished:
             with _locked(self.path.parent) as is_alone:
                 if is_alone:
                     self._remove_abandoned()
-                self._folder.mkdir()
+                self._folder.mkdir(0o700)  # what is written in it gets its own mode only at the end
                 self._lock = os.open(self._folder, os.O_RDONLY)
                 with contextlib.suppress(OSError):
                     fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -102,7 +102,8 @@ class Unfinished:
         """Remove what processes have left that died while they saved to this path."""
         pattern = re.compile(rf"\.{re.escape(self.path.name)}\.[0-9a-f]{{8}}{re.escape(_SUFFIX)}")
         for folder in [each for each in self.path.parent.iterdir() if pattern.fullmatch(each.name) and not each.is_symlink()]:
-            with _locked(folder, wait=False) as is_alone:
+            # Another process may remove it first, it may be somebody else's, and it need be no folder.
+            with contextlib.suppress(OSError), _locked(folder, wait=False) as is_alone:
                 if is_alone:
                     shutil.rmtree(folder, ignore_errors=True)
 
@@ -111,7 +112,8 @@ class Unfinished:
         stem, suffix = re.escape(self.path.stem), re.escape(self.path.suffix)
         pattern = re.compile(rf"{stem}\.(?!{self.number})[0-9a-f]{{8}}-\d{{5}}-of-\d{{5}}{suffix}")
         for each in [each for each in self.path.parent.iterdir() if pattern.fullmatch(each.name)]:
-            each.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the save is in place: what cannot be removed is no reason to say that it is not
+                each.unlink()
 
 
 @contextlib.contextmanager

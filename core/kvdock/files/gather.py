@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvdock.cache.grouped import GroupedCache
 from kvdock.files.forest import Forest, needed_blocks
+from kvdock.files.namespaces import check_depth
 from kvdock.prefix.inputs import namespace_key
 from kvdock.prefix.interface import BlockIds, Namespace, StoredPrefix
 from kvdock.prefix.names import NAME_BYTES, block_names
@@ -48,6 +49,7 @@ class _Growing:
 
     def add(self, ids: npt.NDArray[np.int64], namespace: Namespace) -> npt.NDArray[np.int64]:
         """Return the blocks of a prefix; those that are not there yet are added."""
+        check_depth("save: namespace", namespace)
         number, _ = self.namespaces.setdefault(namespace_key("save: namespace", namespace), (len(self.namespaces), namespace))
         at, path = -1 - number, list[int]()
         for block in ids.reshape(-1, self.block_size):

@@ -9,7 +9,8 @@ import attrs
 __all__ = ["Loaded", "Meter", "Progress", "Saved"]
 
 Progress = Callable[[int, int], object]
-"""``progress(done, total)``, in bytes, from time to time and at the end. What it raises ends the work; then nothing was changed."""
+"""``progress(done, total)``, in bytes, from time to time and at the end. What it raises ends the work; then nothing was changed, but that
+prefixes which `load_pool` has loaded by then stay."""
 
 
 @attrs.frozen

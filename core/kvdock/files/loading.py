@@ -159,6 +159,8 @@ def load_path(reading: Reading, rows: tuple[npt.NDArray[np.int64], ...], manager
             places = places[places >= cached // of.block_size]
             units = path[places // width]
             _copy(reading, cache, group, units, rows[group][units, places % width], seq.block_table(group)[places])
+        if forest.ends.size == 1:
+            reading.meter.finish()  # before it can be found: what a progress raises leaves no trace
         note_only_needed(manager, seq, tokens.size)
         manager.commit(seq, (), computed=tokens.size)
     except BaseException:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvdock.errors import FileContentError
+from kvdock.errors import ArgumentValueError, FileContentError
 from kvdock.prefix.interface import Namespace
 
-__all__ = ["from_json", "to_json"]
+__all__ = ["check_depth", "from_json", "to_json"]
 
 _MOST_DEEP = 32
 
@@ -15,6 +15,15 @@ _MOST_DEEP = 32
 def to_json(namespace: Namespace) -> list[Any]:
     """Return a namespace as a list: bytes become ``{"bytes": hex}``, tuples lists, all else stays."""
     return [to_json(part) if isinstance(part, tuple) else {"bytes": part.hex()} if isinstance(part, bytes) else part for part in namespace]
+
+
+def check_depth(subject: str, namespace: Namespace, depth: int = 0) -> None:
+    """Raise an ArgumentValueError for a namespace that `from_json` would refuse: nobody could load its file."""
+    if depth > _MOST_DEEP:
+        raise ArgumentValueError(subject, expected=f"tuples of at most {_MOST_DEEP} levels", got="more", fix="name it by a flat tuple")
+    for part in namespace:
+        if isinstance(part, tuple):
+            check_depth(subject, part, depth + 1)
 
 
 def from_json(path: object, value: Any, depth: int = 0) -> Namespace:

@@ -7,10 +7,11 @@ import numpy.typing as npt
 
 from kvdock.prefix.inputs import as_integers
 from kvdock.prefix.interface import BlockIds, Namespace
+from kvdock.scheduler.batches import as_rows
 from kvdock.scheduler.cache_manager import CacheManager
 from kvdock.scheduler.sequence import CacheSequence
 
-__all__ = ["block_sizes", "cached_blocks", "note_only_needed", "num_blocks", "unused_size", "use_prefix"]
+__all__ = ["block_sizes", "cached_blocks", "check_open", "note_only_needed", "num_blocks", "unused_size", "use_prefix"]
 
 
 def block_sizes(manager: CacheManager) -> tuple[int, ...]:
@@ -34,6 +35,16 @@ def cached_blocks(manager: CacheManager, tokens: npt.ArrayLike, namespace: Names
     manager._enter()
     match = manager._pool.match(as_integers("cached_blocks: tokens", tokens), namespace)
     return match.handle.cached_len, manager._pool.blocks_of(match.blocks)
+
+
+def check_open(manager: CacheManager, subject: str, seq: CacheSequence) -> None:
+    """Raise unless this is an open sequence of a manager.
+
+    Raises:
+        ArgumentTypeError, StaleHandleError: it is none, is over, or another manager's.
+    """
+    manager._enter()
+    as_rows(manager._rows, subject, [seq])
 
 
 def note_only_needed(manager: CacheManager, seq: CacheSequence, written: int) -> None:

@@ -21,15 +21,16 @@ from types import MappingProxyType
 import numpy as np
 
 from kvdock.cache.paged import PagedKVCache
-from kvdock.errors import ArgumentTypeError, ArgumentValueError, KVDockError, TransferError
+from kvdock.errors import ArgumentValueError, KVDockError, TransferError
 from kvdock.scheduler.cache_manager import CacheManager
 from kvdock.scheduler.sequence import CacheSequence
+from kvdock.transfer.arguments import check_lendable, check_parts, check_text, count_of, names_of, ticket_of
 from kvdock.transfer.compatibility import check_compatible
 from kvdock.transfer.interface import Ticket, TicketState, Transport
 from kvdock.transfer.layout import PoolLayout
 from kvdock.transfer.leases import Inbound, Limits, Outbound, Transfer
 from kvdock.transfer.mail import Mail, Waiting
-from kvdock.transfer.messages import MOST_TAG, Ask, Hello, Stop, digest_of, read_any
+from kvdock.transfer.messages import MOST_TAG, MOST_TEXT, Ask, Hello, Stop, digest_of, read_any
 from kvdock.transfer.serving import check_ask, needed_bytes, nominal_tables, wanted_tokens
 from kvdock.transfer.spans import sends, spans
 
@@ -60,10 +61,8 @@ class Exchange:
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not isinstance(transport, Transport):
-            fix = "make one with kvdock.transfer.create_transport"
-            raise ArgumentTypeError("Exchange: transport", expected="a Transport", got=repr(transport)[:80], fix=fix)
-        self.limits = limits or Limits()
+        self.limits = Limits() if limits is None else limits
+        check_parts(manager, cache, transport, self.limits)
         self._manager, self._cache, self._transport, self._clock = manager, cache, transport, clock
         self._layout = PoolLayout.of(cache, cache.rank, model)
         self.hello = Hello(self._layout, transport.name, transport.register(self._layout, cache.region_bytes())).to_bytes()
@@ -115,10 +114,14 @@ class Exchange:
 
         Raises:
             TransferError: a peer is not connected, or its connection is broken.
-            ArgumentValueError: fewer ids are known; the peers do not have all heads.
+            ArgumentTypeError, StaleHandleError: no open sequence of the manager; names that are none.
+            ArgumentValueError: it is in another transfer; fewer ids are known; the peers do not have all heads.
         """
-        count = seq.num_tokens if num_tokens is None else num_tokens
-        first = seq.cached_len if start is None else start
+        check_text("Exchange.ask: name", name, MOST_TEXT)
+        peers = names_of("Exchange.ask: peers", peers)
+        check_lendable("Exchange.ask", self._manager, seq, self._open)
+        count = count_of("Exchange.ask: num_tokens", num_tokens, seq.num_tokens)
+        first = count_of("Exchange.ask: start", start, seq.cached_len)
         if not 0 <= first <= count <= min(seq.num_tokens, seq.num_known):
             expected = f"0 <= start <= num_tokens <= {min(seq.num_tokens, seq.num_known)}, of which room and ids are known"
             raise ArgumentValueError("Exchange.ask", expected=expected, got=f"start={first}, num_tokens={count}")
@@ -138,7 +141,7 @@ class Exchange:
         transfer = Inbound(name, seq, count, now + self.limits.deadline)
         try:
             for peer, runs in found.items():
-                transfer.tickets[peer, tag] = self._transport.expect(peer, runs, tag)
+                transfer.tickets[peer, tag] = ticket_of(self._transport, self._transport.expect(peer, runs, tag))
         except BaseException:
             for ticket in transfer.tickets.values():  # nobody was asked, so nothing comes
                 ticket.cancel("another peer could not be asked")
@@ -162,14 +165,19 @@ class Exchange:
 
         Raises:
             TransferError: a taker is not connected.
-            ArgumentValueError: it is offered already; more tokens than are computed, or fewer than what was let go of allows.
+            ArgumentTypeError, StaleHandleError: no open sequence of the manager; names that are none.
+            ArgumentValueError: it is in another transfer, or offered already; more tokens than are computed, or fewer than what
+                was let go of allows.
         """
-        count = seq.computed if num_tokens is None else num_tokens
+        check_text("Exchange.offer: name", name, MOST_TEXT)
+        takers = names_of("Exchange.offer: takers", takers)
+        if self._offered(name):
+            raise ArgumentValueError("Exchange.offer: name", expected="a new one", got=repr(name), fix="wait until the first is over")
+        check_lendable("Exchange.offer", self._manager, seq, self._open)
+        count = count_of("Exchange.offer: num_tokens", num_tokens, seq.computed)
         if not max(seq.shortest, 1) <= count <= seq.computed:
             expected = f"{max(seq.shortest, 1)} to {seq.computed} tokens, which are computed and kept"
             raise ArgumentValueError("Exchange.offer: num_tokens", expected=expected, got=count)
-        if self._offered(name):
-            raise ArgumentValueError("Exchange.offer: name", expected="a new one", got=repr(name), fix="wait until the first is over")
         served = [peer for peer in takers if sends(self._layout, self._known(peer))]
         transfer = Outbound(name, seq, count, self._clock() + self.limits.deadline, served)
         self._open.append(transfer)
@@ -255,7 +263,7 @@ class Exchange:
             check_ask(ask, peer, transfer.num_tokens, digest_of(seq.tokens[: ask.num_tokens], seq.namespace), self._cache.groups, theirs)
             tables = [seq.block_table(group) for group in range(len(self._layout.groups))]
             runs = spans(self._layout, theirs, tables, [np.array(table, dtype=np.int64) for table in ask.tables], ask.wanted)
-            transfer.tickets[peer, ask.tag] = self._transport.push(peer, runs, ask.tag)
+            transfer.tickets[peer, ask.tag] = ticket_of(self._transport, self._transport.push(peer, runs, ask.tag))
             transfer.takers.discard(peer)
         except KVDockError as error:
             self._mail.say(peer, Stop(ask.tag, str(error)).to_bytes())

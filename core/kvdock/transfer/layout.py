@@ -10,7 +10,7 @@ import attrs
 from kvdock.cache.grouped import GroupedCache
 from kvdock.cache.regions import Place
 from kvdock.checks import COPY_DTYPES
-from kvdock.errors import KVDockError, TransferError
+from kvdock.errors import ArgumentValueError, KVDockError, TransferError
 from kvdock.layers.interface import Buffer
 from kvdock.rank import RankInfo
 from kvdock.transfer.wire import Fields, read, written
@@ -107,6 +107,11 @@ class PoolLayout:
             rank: the one that it was made with.
             model: a name of the weights, such as a repository and its revision: caches of other weights are refused by it.
         """
+        if not isinstance(model, str) or len(model) > _MOST_TEXT:
+            fix = "name the weights, such as by a repository and its revision: peers are told it"
+            raise ArgumentValueError(
+                "PoolLayout: model", expected=f"a str of at most {_MOST_TEXT} characters", got=repr(model)[:80], fix=fix
+            )
         groups = tuple(GroupLayout(group.block_size, repr(group.retention), group.retention.is_state) for group in cache.groups)
         shares = _shares(cache, rank)
         regions = cache.memory_regions()
@@ -144,6 +149,8 @@ class PoolLayout:
         )
         rank = fields.integer("tp_rank", 0, tp_size - 1)
         places = tuple(_read_place(each, regions, groups, num_blocks) for each in fields.objects("places", _MOST_PLACES))
+        if len({(place.layer, place.name) for place in places}) != len(places):
+            raise TransferError(f"{fields.subject}: places", expected="each buffer of a layer once", got="one that is there twice")
         for place in places:
             _check_share(f"{fields.subject}: layer {place.layer}, {place.name}", place, tp_size, rank)
         return cls(fields.text("model", _MOST_TEXT), tp_size, rank, num_blocks, regions, groups, places)

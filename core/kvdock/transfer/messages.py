@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 from itertools import pairwise
 from typing import Any
@@ -17,10 +16,11 @@ from kvdock.transfer.layout import PoolLayout
 from kvdock.transfer.spans import Wanted
 from kvdock.transfer.wire import Fields, read, written
 
-__all__ = ["BEAT", "MOST_TAG", "Ask", "Hello", "Stop", "digest_of", "read_any"]
+__all__ = ["BEAT", "MOST_TAG", "MOST_TEXT", "Ask", "Hello", "Stop", "digest_of", "read_any"]
 
 MOST_TAG = (1 << 62) - 1
-_MOST_TOKENS, _MOST_GROUPS, _MOST_BLOCKS, _MOST_TEXT = 1 << 31, 1 << 16, 1 << 24, 1024
+MOST_TEXT = 1024
+_MOST_TOKENS, _MOST_GROUPS, _MOST_BLOCKS = 1 << 31, 1 << 16, 1 << 24
 
 BEAT = written("beat", {})
 """Says that one is alive."""
@@ -47,9 +47,9 @@ class Hello:
             raise TransferError(f"message of peer {peer!r}", expected="a hello", got=repr(kind[:20]))
         try:
             described = base64.b64decode(fields.text("described", 1 << 24), validate=True)
-        except binascii.Error as error:
-            raise TransferError(f"{fields.subject}: described", expected="base64", got=str(error)) from error
-        return cls(PoolLayout.from_fields(fields.fields("layout")), fields.text("transport", _MOST_TEXT), described)
+        except ValueError as error:
+            raise TransferError(f"{fields.subject}: described", expected="base64", got=str(error)[:80]) from error
+        return cls(PoolLayout.from_fields(fields.fields("layout")), fields.text("transport", MOST_TEXT), described)
 
 
 @attrs.frozen
@@ -90,7 +90,7 @@ class Ask:
             if len(group) % 2 or any(stop < start for start, stop in pairwise(group)):
                 raise TransferError(f"{fields.subject}: wanted", expected="pairs of ascending tokens", got=str(group)[:80])
         return cls(
-            fields.text("name", _MOST_TEXT),
+            fields.text("name", MOST_TEXT),
             fields.integer("tag", 0, MOST_TAG),
             fields.integer("num_tokens", 1, _MOST_TOKENS),
             fields.text("digest", 64),
@@ -108,12 +108,12 @@ class Stop:
 
     def to_bytes(self) -> bytes:
         """Return it as a message."""
-        return written("stop", {"tag": self.tag, "reason": self.reason[:_MOST_TEXT]})
+        return written("stop", {"tag": self.tag, "reason": self.reason[:MOST_TEXT]})
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Stop:
         """Read one. Raises `TransferError`."""
-        return cls(fields.integer("tag", 0, MOST_TAG), fields.text("reason", _MOST_TEXT))
+        return cls(fields.integer("tag", 0, MOST_TAG), fields.text("reason", MOST_TEXT))
 
 
 def read_any(peer: str, message: bytes) -> Ask | Stop | None:

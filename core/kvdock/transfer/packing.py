@@ -46,7 +46,8 @@ class Runs:
     def part(self, start: int, stop: int) -> Runs:
         """Return the runs of bytes ``start`` to ``stop - 1`` of the stream."""
         ends = np.cumsum(self.nbytes)
-        first, last = np.searchsorted(ends, start, "right"), np.searchsorted(ends, stop, "left") + 1
+        first = np.searchsorted(ends, start, "right")
+        last = np.searchsorted(ends, stop, "left") + 1 if start < stop else first  # a run of no bytes has no rows
         begins, ends = (ends - self.nbytes)[first:last], ends[first:last]
         cut = np.maximum(start - begins, 0)
         return Runs(self.region[first:last], self.begin[first:last] + cut, np.minimum(ends, stop) - begins - cut)
