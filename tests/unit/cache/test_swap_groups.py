@@ -236,6 +236,6 @@ def test_without_memory_a_pool_is_still_not_its_own_destination() -> None:
     ops = runtime_of(InProcessBackend("any", claims=["meta"], devices=["meta"])).dispatcher
     pool, other = (torch.empty(8, 4, 2, 16, device="meta") for _ in range(2))
     for dst in (other, other[2:], pool[4:]):
-        ops["swap_blocks_"](pool[:4], dst, torch.tensor([(0, 1)]))
+        ops.op("swap_blocks_")(pool[:4], dst, torch.tensor([(0, 1)]))
     with pytest.raises(kvdock.ArgumentValueError, match="src_cache: expected memory outside dst_cache, which is written"):
-        ops["swap_blocks_"](pool[:4], pool[2:], torch.tensor([(0, 1)]))
+        ops.op("swap_blocks_")(pool[:4], pool[2:], torch.tensor([(0, 1)]))
