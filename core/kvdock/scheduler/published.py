@@ -76,6 +76,7 @@ class Published:
         self._run = np.full(num_blocks, -1, dtype=np.int64)  # of each block; of what is not cached -1
         self._place = np.zeros(num_blocks, dtype=np.int32)  # in its prefix
         self._priority = np.zeros(num_blocks, dtype=np.int64)
+        self._has_priorities = False
         self._runs: dict[int, _Run] = {}
         self._number = 0
 
@@ -98,22 +99,26 @@ class Published:
             run = self._runs[self._number] = _Run(self._number, namespace, above, start, ids)
             self._number += 1
         run.left += blocks.size
-        self._run[blocks], self._priority[blocks] = run.number, priority
-        self._place[blocks] = np.arange(start, start + blocks.size, dtype=np.int32)
+        at = blocks.astype(np.intp)  # once: indices of another width take twice the time
+        self._run[at] = run.number
+        self._place[at] = np.arange(start, start + blocks.size, dtype=np.int32)
+        if priority or self._has_priorities:
+            self._has_priorities, self._priority[at] = True, priority
 
     def raise_priority(self, blocks: BlockIds, priority: int) -> None:
         """Note that cached blocks were published again."""
-        self._priority[blocks] = np.maximum(self._priority[blocks], priority)
+        self._has_priorities, self._priority[blocks] = True, np.maximum(self._priority[blocks], priority)
 
     def forget(self, blocks: BlockIds) -> None:
         """Note that blocks are cached no longer."""
-        blocks = blocks[self._run[blocks] >= 0]
+        blocks = blocks[self._run[blocks.astype(np.intp)] >= 0]
         if blocks.size:
             for begin, end in self._parts(blocks):
                 self._cut(blocks[begin:end])
 
     def give_up(self, blocks: BlockIds) -> list[GivenUp]:
         """Note that blocks are cached no longer, with all behind them; return what they held, in parts of one prefix each, ends first."""
+        blocks = blocks.astype(np.intp)
         parts = self._parts(blocks)
         if len(parts) > _FEW_PARTS and 2 * len(parts) > blocks.size:  # not in the order of the prefixes: any prefix cache has its own
             blocks = blocks[np.lexsort((self._place[blocks], self._run[blocks]))]
@@ -127,7 +132,8 @@ class Published:
     def _held(self, part: BlockIds) -> GivenUp:
         last = int(part[-1])
         run, stop = self._runs[int(self._run[last])], int(self._place[last]) + 1
-        return GivenUp(run.namespace, run.path(stop, self._size), part, int(self._priority[part].max()))
+        priority = int(self._priority[part].max()) if self._has_priorities else 0
+        return GivenUp(run.namespace, run.path(stop, self._size), part, priority)
 
     def _parts(self, blocks: BlockIds) -> list[tuple[int, int]]:
         """Return where parts begin and end in which each block follows the one before."""

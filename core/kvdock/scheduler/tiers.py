@@ -98,9 +98,9 @@ class Tiers:
         units = match.blocks[have:]
         if not units.size:
             return None
-        there = np.zeros((units.size, self.levels[0].table.shape[1]), dtype=np.bool_)
+        there, at = np.zeros((units.size, self.levels[0].table.shape[1]), dtype=np.bool_), units.astype(np.intp)
         for level in self.levels:
-            there |= level.table[units] != _NONE
+            there |= level.table[at] != _NONE
         return Found(match.handle, units, there) if there.any() else None
 
     def prefetch(self, found: Found) -> None:

@@ -14,6 +14,7 @@ from kvdock.layout import KVCacheLayout
 from kvdock.scheduler import NumberTier
 from kvdock.spec import KVSpec, LayerSpec, MLALayerSpec
 from kvdock.tiers import HostTier, Tier
+from kvdock.tiers.host import bound_tiers
 
 LAYER = LayerSpec(2, 2, 8, 4)
 SPECS = {
@@ -135,3 +136,63 @@ def test_behind_a_tier_without_memory_it_loses_what_should_come_from_there() -> 
     with pytest.warns(KVDockWarning, match=r"HostTier\.store: source: expected the pool or a HostTier, got NumberTier"):
         loop.run(prompt(3))
     assert loop.manager.tier_usage[1].used == 0
+
+
+def test_tiers_that_are_not_bound_yet_are_bound_to_a_cache() -> None:
+    cache, other = cache_of("one kind"), cache_of("one kind")
+    bound, fresh, counted = HostTier(cache.nbytes).bind(other), HostTier(cache.nbytes), NumberTier(3)
+    assert bound_tiers([bound, fresh, counted], cache) == (bound, fresh, counted)
+    assert fresh.num_blocks == cache.num_blocks
+    assert bound._bound()[0] is other, "what has a cache keeps it"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_block_is_copied_whole_and_nothing_beside_it(layout: KVCacheLayout | None) -> None:
+    cache = cache_of("a window" if layout is None else "one kind", layout, num_blocks=6)
+    tier = HostTier(4 * cache.nbytes // 6).bind(cache)
+    for end in (cache, tier.memory):
+        for pool in end._store.pools:
+            pool.memory.view(torch.uint8).random_(0, 256)
+    before = [[view.clone() for view in end.buffers(layer).values()] for end in (cache, tier.memory) for layer in range(2)]
+    tier.store(np.array([[5, 0], [2, 3]]), None)
+    after = [[view.clone() for view in end.buffers(layer).values()] for end in (cache, tier.memory) for layer in range(2)]
+    for layer in range(2):
+        for was, now in zip(before[layer], after[layer], strict=True):
+            assert torch.equal(bits(was), bits(now)), "the pool is only read"
+        for pool, was, now in zip(before[layer], before[2 + layer], after[2 + layer], strict=True):
+            assert torch.equal(bits(now[[0, 3]]), bits(pool[[5, 2]]))
+            assert torch.equal(bits(now[[1, 2]]), bits(was[[1, 2]])), "canaries"
+    tier.load(np.array([[3, 1]]))
+    for layer in range(2):
+        for was, now in zip(after[layer], cache.buffers(layer).values(), strict=True):
+            assert torch.equal(bits(now[1]), bits(was[2]))
+            assert torch.equal(bits(now[[0, 2, 3, 4, 5]]), bits(was[[0, 2, 3, 4, 5]])), "canaries"
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    """Return values as they lie in memory: random bits may be NaN, which is equal to nothing."""
+    return values.contiguous().view(torch.uint8)
+
+
+def test_a_rank_s_tier_has_its_share_of_the_heads() -> None:
+    spec = KVSpec(layers=SPECS["one kind"], max_positions=512, dtype=torch.float32)
+    conf, sizes = kvdock.PagedKVCacheConfig(num_blocks=9, block_size=4), set()
+    found = []
+    for rank in range(2):
+        cache = kvdock.create_cache(spec, conf, kvdock.RankInfo("cpu", tp_size=2, tp_rank=rank))
+        tier = HostTier(40 * cache.nbytes // 9).bind(cache)
+        loop = Loop(cache, [tier])
+        loop.manager.keep_digest()
+        found.append([loop.run(prompt(each)) for each in (1, 2, 3, 1)])
+        sizes.add((tier.num_blocks, loop.manager.digest()))
+    assert found == [[0, 0, 0, 28]] * 2
+    assert len(sizes) == 1, "both decide alike"
+
+
+def test_a_prefix_of_another_namespace_is_not_brought_back() -> None:
+    cache = cache_of("one kind", num_blocks=9)
+    loop = Loop(cache, [HostTier(100 * cache.nbytes // 9).bind(cache)])
+    for each in (1, 2, 3):
+        loop.run(prompt(each))
+    assert loop.manager.plan(prompt(1), ("other",)).cached_len == 0
+    assert loop.manager.plan(prompt(1)).cached_len == 28
