@@ -50,7 +50,11 @@ class Sized(NumberTier):
         ({1: NumberTier(3)}, ArgumentTypeError, f"CacheManager: tiers: expected Tiers, got {{1: NumberTier(num_blocks=3)}}. {LIST}"),
         ([NumberTier], ArgumentTypeError, f"CacheManager: tiers: expected Tiers, got {[NumberTier]}. {LIST}"),
         ([Sized(0)], ArgumentValueError, "CacheManager: tiers: num_blocks of Sized(num_blocks=1): expected at least 1, got 0"),
-        ([Sized(True)], ArgumentTypeError, "CacheManager: tiers: num_blocks of Sized(num_blocks=1): expected an int of at least 1, got True"),
+        (
+            [Sized(True)],
+            ArgumentTypeError,
+            "CacheManager: tiers: num_blocks of Sized(num_blocks=1): expected an int of at least 1, got True",
+        ),
         ([Sized(2.0)], ArgumentTypeError, "CacheManager: tiers: num_blocks of Sized(num_blocks=1): expected an int of at least 1, got 2.0"),
     ],
 )
@@ -115,7 +119,7 @@ def test_a_priority_is_looked_at_before_anything_comes_back(method: str, priorit
         (("ab",), ArgumentTypeError, f"CacheManager.fetch: tokens: expected integers of at most 64 bits, got <U2. {IDS}"),
         (([1.5],), ArgumentTypeError, f"CacheManager.fetch: tokens: expected integers of at most 64 bits, got float64. {IDS}"),
         (([101] * 24, 5), ArgumentTypeError, 'namespace: expected a tuple, got 5. Fix: name what it is: ("tenant", "a")'),
-        (([101] * 24, "a"), ArgumentTypeError, "namespace: expected a tuple, got 'a'. Fix: name what it is: (\"tenant\", \"a\")"),
+        (([101] * 24, "a"), ArgumentTypeError, 'namespace: expected a tuple, got \'a\'. Fix: name what it is: ("tenant", "a")'),
     ],
 )
 def test_what_cannot_be_fetched_is_said_and_changes_nothing(args: Any, error: type[Exception], text: str) -> None:
