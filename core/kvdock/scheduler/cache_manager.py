@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, overload
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -74,7 +75,7 @@ class CacheManager(Facts):
         options: what else a prefix cache made by name takes, such as ``policy="lfu"``.
 
     Raises:
-        ArgumentValueError: more slots than 2**31; a prefix cache of another block size, or with something in it.
+        ArgumentValueError: more slots than 2**31; a prefix cache of another block size, or with something in it; another manager's tier.
     """
 
     def __init__(
@@ -101,6 +102,8 @@ class CacheManager(Facts):
         self._beginnings = Beginnings(self._pool, self._rows, self._ids, self._promises, self._publisher)
         self._pins, self._late = Pins(clock), deque[list[CacheSequence]]()
         self._noting = (*self._pool.allocators, self._ids)
+        for tier in tiers:  # last: what raised above has taken none
+            tier._manager = ref(self)
 
     def __repr__(self) -> str:
         return f"CacheManager({self.allocator}, {self.prefix}, sequences={self.num_sequences}, pins={len(self._pins)})"
@@ -165,6 +168,7 @@ class CacheManager(Facts):
             ArgumentTypeError, ArgumentValueError: as `begin` does.
         """
         self._enter()
+        check_priority("CacheManager.fetch: priority", priority)
         return self._beginnings.fetch(Prompt.read("CacheManager.fetch", tokens, namespace, reserve=0, at_most=0), priority)
 
     def can_go_on(self, tokens: npt.ArrayLike, namespace: Namespace = ()) -> npt.NDArray[np.bool_]:

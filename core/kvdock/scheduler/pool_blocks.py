@@ -143,7 +143,11 @@ class PoolBlocks:
         else:
             # Copies are cheaper together, and so is looking up where they go: whole prompts at once, not the piece that is missing now.
             gone = self.change(self.prefix.evict, max(n, min(self.allocator.num_blocks // _PARTS, self.evictable)))
-            self.change(self.tiers.give_up, gone, self.unit_blocks)
+            try:
+                self.change(self.tiers.give_up, gone, self.unit_blocks)
+            except BaseException:  # a tier was interrupted: they are cached no more, and nobody else's
+                self.give_back(gone)
+                raise
         self.give_back(gone)
 
     def give_back(self, blocks: BlockIds) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from weakref import ReferenceType
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.prefix.inputs import count_of
 from kvdock.prefix.interface import BlockIds
 
-__all__ = ["BlockPairs", "NumberTier", "Tier", "checked_tiers"]
+__all__ = ["BlockPairs", "NumberTier", "Tier", "checked_tiers", "distinct_tiers"]
 
 BlockPairs = npt.NDArray[np.int64]
 """Blocks to copy, ``[N, 2]`` (source, destination)."""
@@ -38,6 +39,8 @@ class Tier(ABC):
     A tier that raises loses what it should have copied, and nothing else: the manager warns once, and what was to be found there is
     computed again. Of ranks that must decide alike, all must fail then, or none.
     """
+
+    _manager: ReferenceType[object] | None = None  # whose it is, as long as that one is there
 
     @property
     @abstractmethod
@@ -86,14 +89,23 @@ class NumberTier(Tier):
         """Copy nothing."""
 
 
-def checked_tiers(subject: str, tiers: object) -> tuple[Tier, ...]:
-    """Return tiers, each once and ready to be used, or raise."""
+def distinct_tiers(subject: str, tiers: object) -> tuple[Tier, ...]:
+    """Return tiers, each once, or raise."""
     found = tuple(tiers) if isinstance(tiers, Sequence) else ()
     if (isinstance(tiers, str | bytes) or not isinstance(tiers, Sequence)) or not all(isinstance(tier, Tier) for tier in found):
         fix = "pass a list, such as [kvdock.HostTier(8 << 30).bind(cache)]"
         raise ArgumentTypeError(f"{subject}: tiers", expected="Tiers", got=repr(tiers)[:80], fix=fix)
     if len(set(map(id, found))) < len(found):
         raise ArgumentValueError(f"{subject}: tiers", expected="each tier once", got=repr(tiers)[:80], fix="make a tier for each place")
+    return found
+
+
+def checked_tiers(subject: str, tiers: object) -> tuple[Tier, ...]:
+    """Return tiers, each once, nobody's and ready to be used, or raise."""
+    found = distinct_tiers(subject, tiers)
     for tier in found:
         count_of(f"{subject}: tiers: num_blocks of {tier!r}", tier.num_blocks, 1)
+        if tier._manager is not None and tier._manager() is not None:  # each would write over what the other has there
+            fix = "make a tier for each manager, or let go of the other manager first"
+            raise ArgumentValueError(f"{subject}: tiers", expected="tiers that no other manager has", got=repr(tier)[:80], fix=fix)
     return found

@@ -167,8 +167,10 @@ class Tiers:
         if (count := int(np.count_nonzero(lacking))) > level.blocks.num_free:
             was_held = self._held[units]
             self._held[units] = True  # what comes does not make room for itself
-            self._make_room(at, count, priority)
-            self._held[units] = was_held
+            try:
+                self._make_room(at, count, priority)
+            finally:
+                self._held[units] = was_held
             if count > level.blocks.num_free:  # a prefix is of use from its beginning on: what does not fit is its end
                 lacking &= lacking.cumsum() <= level.blocks.num_free
                 count = int(np.count_nonzero(lacking))
@@ -177,10 +179,14 @@ class Tiers:
                 places, sources = places[lacking], sources[lacking]
             pairs = np.empty((count, 2), dtype=np.int64)
             pairs[:, 0], pairs[:, 1] = sources, (fresh := level.blocks.allocate(count))
-            if self._guarded(level, count, level.tier.store, pairs, source):
-                level.put(places, fresh)
-            else:
-                level.blocks.release(fresh)
+            is_stored = False
+            try:
+                is_stored = self._guarded(level, count, level.tier.store, pairs, source)
+            finally:  # it may be interrupted
+                if is_stored:
+                    level.put(places, fresh)
+                else:
+                    level.blocks.release(fresh)
         self._take_turns(level, units[level.counts[units] > 0], priority)
 
     def _drop(self, units: BlockIds) -> None:
@@ -200,10 +206,13 @@ class Tiers:
         if count <= level.blocks.num_free:
             return
         missing = max(count, level.blocks.num_blocks // PARTS) - level.blocks.num_free
-        for units, value in level.turns.pop(level.counts, missing, priority, self._held):
-            if at + 1 < len(self.levels):
+        gone = level.turns.pop(level.counts, missing, priority, self._held)
+        try:
+            for units, value in gone if at + 1 < len(self.levels) else ():
                 self._keep(at + 1, units[::-1], level.table[units[::-1]], value, level.tier)
-            level.drop(units)
+        finally:  # even where the next is interrupted: they have no turn any more
+            for units, _ in gone:
+                level.drop(units)
 
     def _guarded(self, level: TierBlocks, count: int, call: Callable[..., None], *args: Any) -> bool:
         """Let a tier copy; what it raises is told once, and costs what it should have copied."""

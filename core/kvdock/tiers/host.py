@@ -6,13 +6,12 @@ block can be handed out as soon as its copy is on its way, and no decision depen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Self
 
 from kvdock.cache.paged import PagedKVCache
 from kvdock.cache.swapping import Swapper, host_cache
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
-from kvdock.scheduler.tier import BlockPairs, Tier
+from kvdock.scheduler.tier import BlockPairs, Tier, distinct_tiers
 from kvdock.spec import check_int
 
 __all__ = ["HostTier", "bound_tiers"]
@@ -97,9 +96,20 @@ class HostTier(Tier):
         self._swapper.swap(src, dst, pairs).wait()
 
 
-def bound_tiers(tiers: Sequence[Tier], cache: PagedKVCache) -> tuple[Tier, ...]:
-    """Return tiers; of host tiers those that have no cache yet are bound to this one."""
-    for tier in tiers:
-        if isinstance(tier, HostTier) and tier._ends is None:
+def bound_tiers(subject: str, tiers: object, cache: PagedKVCache) -> tuple[Tier, ...]:
+    """Return tiers; of host tiers those that have no cache yet are bound to this one.
+
+    Raises:
+        ArgumentTypeError: no tiers.
+        ArgumentValueError: one is there twice, or bound to another cache.
+    """
+    found = distinct_tiers(subject, tiers)
+    hosts = [tier for tier in found if isinstance(tier, HostTier)]
+    for tier in hosts:  # all before any takes memory
+        if tier._ends is not None and tier._ends[0] is not cache:
+            fix = "pass it unbound, or make a tier for each cache"
+            raise ArgumentValueError(f"{subject}: tiers", expected="host tiers of this cache, or of none", got=repr(tier), fix=fix)
+    for tier in hosts:
+        if tier._ends is None:
             tier.bind(cache)
-    return tuple(tiers)
+    return found

@@ -157,7 +157,7 @@ class PagedCacheForTransformers(Cache):
         block_size = math.lcm(*(group.block_size for group in pool.groups))  # in which blocks of all groups end together
         name = "naive" if prefix is None else prefix
         made = prefix_cache_of_pool(_FOR_MODEL, name, num_blocks=pool.num_blocks, block_size=block_size, options=options)
-        manager = CacheManager(pool.num_blocks, prefix=made, groups=pool.groups, tiers=bound_tiers(tiers, pool))
+        manager = CacheManager(pool.num_blocks, prefix=made, groups=pool.groups, tiers=bound_tiers(_FOR_MODEL, tiers, pool))
         kept = Checkpoints(block_size, _room_for_states(state_bytes, found, pool.nbytes)) if any(found.states) else None
         reuse = PrefixReuse(manager, getattr(model, "generation_config", None), sharing_of(runs), kept) if prefix is not None else None
 
