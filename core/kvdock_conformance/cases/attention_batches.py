@@ -22,12 +22,12 @@ _FACTORS: Mapping[str, Sequence[Any]] = {
     "dtype": ("float32", "bfloat16", "float16", "float64"),
     "pool": ("nhd", "hnd", "padded slots", "odd steps", "k and v unlike", "odd address", "padded blocks"),
     "source": ("contiguous", "odd address", "fused qkv", "odd steps"),
-    "heads": ((4, 2), (3, 3), (6, 1), (17, 1)),
+    "heads": ((4, 2), (3, 3), (6, 1), (17, 1), (130, 1), (1, 1)),
     "dims": ((16, 16), (64, 64), (24, 8), (5, 3)),
-    "block": (16, 1, 3),
+    "block": (16, 1, 3, 48),
     "counts": ("one each", "none or more", "all", "1 in sums", "none or one"),
     "causal": (True, False),
-    "window": (None, 1, 5, 100),
+    "window": (None, 1, 5, 100, 2**32 + 1),
     "softcap": (None, 3.0),
     "scale": (None, 0.3, -0.5, 0.0),
     "sinks": (False, True),
@@ -89,8 +89,10 @@ def edges() -> Iterator[Case]:
         "chunks": {"counts": [min(length, 33) for length in _EDGES]},
         "chunks, capped": {"counts": [min(length, 5) for length in _EDGES], "options": {"softcap": 2.0}},
         "a long one alone": {"lens": [4097]},
+        "a long one alone, of one head": {"lens": [4097], "heads": (1, 1)},
         # Almost all scores are at the cap: exp of it is beyond float32, and no rounding error is left.
         "scores at a cap of 100": {"lens": [33, 64, 129, 300], "options": {"softcap": 100.0, "scale": 1e4}},
+        "scores at a cap of 100, no sums": {"lens": [33, 64, 129, 300], "options": {"softcap": 100.0, "scale": 1e4}, "lse": False},
     }
     for (name, how), dtype in itertools.product(special.items(), ("float32", "bfloat16", "float16")):
         yield Case(f"{name}, {dtype}", attrs.evolve(plain, **{"dtype": dtype, "heads": (4, 2), **how}).case())
@@ -175,9 +177,16 @@ def index_values() -> Iterator[Case]:
     yield from _changed("cu_query_lens", [0, 0, 0, 23], "cu_query_lens[3]", counted=False)
     yield from _changed("starts", [6, 3, 2], "starts[0]", counted=False)
     yield from _changed("starts", [0, 3, -1], "starts[2]", counted=False)
+    # What adds up to what a good call brought.
+    yield from _changed("seq_lens", [-1, 26, 33], "seq_lens[0]", counted=True)
+    yield from _changed("cu_query_lens", [0, 3, 2, 23], "cu_query_lens[2]", counted=False)
     for outside in (-1, 8, 2**31 - 1):
         table = _GOOD.case()["calls"][0]["args"]["block_table"]["values"]
         yield from _changed("block_table", [*table[:7], outside, *table[8:]], "block_table[2, 1]", counted=True)
+        if outside == -1:  # and what nobody looks at takes up the rest
+            yield from _changed(
+                "block_table", [*table[:2], table[2] + 1 + table[7], *table[3:7], -1, *table[8:]], "block_table[2, 1]", counted=True
+            )
 
 
 def mistakes() -> Iterator[Case]:

@@ -68,6 +68,7 @@ class Computing:
         slots: values of the first index for slots from 0 to 31, of calls like ``of_slots``.
         of_slots: ``more`` of calls that go by slots.
         drawn: draws ``more`` for a random call.
+        ways: ``more`` of calls that go another way than plain ones.
     """
 
     fits: Callable[[Geometry], Geometry]
@@ -77,6 +78,7 @@ class Computing:
     slots: Sequence[int]
     of_slots: Mapping[str, Any]
     drawn: Callable[[Chooser], Mapping[str, Any]]
+    ways: Sequence[Mapping[str, Any]]
 
 
 def _attend(like: Like, drawing: Drawing, pools: Pair) -> dict[str, Any]:
@@ -141,6 +143,7 @@ COMPUTING: Mapping[str, Computing] = {
         slots=range(1, 33),
         of_slots={"width": 8},
         drawn=_attention_options,
+        ways=({"lse": False}, {"starts": True, "sinks": True, "window": 20, "softcap": 3.0}),
     )
 }
 """By op."""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import attrs
 
 from kvdock_conformance.cases.computing import COMPUTING, Like
-from kvdock_conformance.cases.drawing import Drawing, View, call
+from kvdock_conformance.cases.drawing import Drawing, Values, View, call
 from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry, Pair
 from kvdock_conformance.cases.paged import shuffled
 from kvdock_conformance.checking.memory import expanded
 
-__all__ = ["EVERY", "INDEX", "OPS", "Arguments", "OpCall", "few", "roomy"]
+__all__ = ["EVERY", "INDEX", "OPS", "Arguments", "OpCall", "few", "roomy", "ways"]
 
 Arguments = dict[str, View | int]
 """Arguments of a call by name, in the schema's order."""
@@ -36,6 +36,7 @@ class OpCall:
         seed: of slots, lengths and pairs.
         index: torch's name of the dtype of slots, lengths and pairs.
         is_padded: whether every third slot or pair is padding; lengths, which have none, are an int for all rows then.
+        is_run: whether slots follow one another.
         lead: leading sizes of the tokens; None for ``(tokens,)``.
         more: what else an op that computes is told.
     """
@@ -48,6 +49,7 @@ class OpCall:
     seed: int = 1
     index: str = "int64"
     is_padded: bool = False
+    is_run: bool = False
     lead: tuple[int, ...] | None = None
     more: Mapping[str, Any] = MappingProxyType({})
 
@@ -69,9 +71,9 @@ class OpCall:
         """Return the call as data."""
         return call(self.op, **self.arguments(drawing, caches))
 
-    def beyond(self, drawing: Drawing) -> dict[str, Any]:
+    def beyond(self, drawing: Drawing, caches: Pair | None = None) -> dict[str, Any]:
         """Return the call as data, but with all its indices out of range."""
-        args: Any = self.arguments(drawing)
+        args: Any = self.arguments(drawing, caches)
         return call(self.op, **(args | {INDEX[self.op]: attrs.evolve(args[INDEX[self.op]], values=[2**20])}))
 
     @property
@@ -97,6 +99,11 @@ def roomy(op: str, tokens: int) -> Geometry:
     return Geometry(num_blocks=2, block=max(tokens, 16)) if op == "static_update_" else Geometry(num_blocks=tokens // 16 + 16, block=16)
 
 
+def ways(op: str) -> Sequence[Mapping[str, Any]]:
+    """Return what calls of an op are told that go all ways through it, for `OpCall.more`; plain ones nothing."""
+    return ({}, *(COMPUTING[op].ways if op in COMPUTING else ()))
+
+
 def _write(this: OpCall, drawing: Drawing) -> Arguments:
     k, v = SOURCES[this.source](drawing, this.geometry, this.leading)
     return {"k": k, "v": v, "slot_mapping": _slots(this, drawing)}
@@ -109,7 +116,7 @@ def _read(this: OpCall, drawing: Drawing) -> Arguments:
 
 
 def _slots(this: OpCall, drawing: Drawing) -> View:
-    values = shuffled(this.geometry.capacity, this.seed)
+    values: Values = range(this.seed, this.seed + math.prod(this.leading)) if this.is_run else shuffled(this.geometry.capacity, this.seed)
     if this.is_padded:
         values = [-1 if at % 3 == 1 else slot for at, slot in enumerate(expanded(values, math.prod(this.leading)).tolist())]
     return drawing.tensor(this.index, this.leading, values=values)

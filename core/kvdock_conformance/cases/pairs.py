@@ -42,7 +42,7 @@ _SLOTS: Factors = {
     "sizes": ("2 x 64", "2 x 64 and 3 x 20"),
     "rows": ("contiguous", "odd address", "fused qkv", "odd steps", "k and v unlike"),
     "form": ("[T]", "[3, S]", "[17, S]", "[B, 4]"),
-    "block": (16, 513, 1, 1024),
+    "block": (16, 513, 1, 1024, 48),
     "index_order": ("rows", "longer rows"),
     "slots": ("scattered", "one run", "whole blocks", *_PADDING[1:]),
     "first": (0,),
@@ -103,7 +103,10 @@ _DENSE: Factors = {"is_repeated": (False,), "dtype": ("bfloat16",), "pool": ("nh
 _PIECE: Factors = {**_DENSE, "rows": ("contiguous",), "form": ("[T]",), "index_order": ("rows",)}
 _LONG: Factors = {**_DENSE, "pool": ("hnd",), "source": ("[B, H, q, D]",)}
 """For pieces of memory whose bytes are a power of two: rows, runs of them, and blocks."""
-_FARTHEST: Factors = {"dtype": ("uint8",), "sizes": ("1 x 1",), "first": (2**24 - 9,)}
+_KNOWN: Factors = {"is_repeated": (True,)}
+"""For the plainest call, as an engine makes it at each step: known by then, and wrong all the same."""
+_TINY: Factors = {"dtype": ("uint8",), "sizes": ("1 x 1",)}
+_FARTHEST: Factors = {**_TINY, "first": (2**24 - 9,)}
 """Places on both sides of what the numbers of float32 can say."""
 _TOKENS: Sequence[Tier] = (
     (Level.CORE, {"count": (4, 17, 256, 1025), **_UNLIKE_STRIDES, "rows": ("contiguous", *_ROWS_APART)}),
@@ -113,21 +116,27 @@ _TOKENS: Sequence[Tier] = (
     (Level.CORE, {"count": (18, 64), **_FAR}),
     (Level.CORE, {"count": (18,), **_PIECE, **_FARTHEST, "slots": ("scattered",), "block": (16,)}),
     (Level.CORE, {"count": (256, 4096), **_PIECE, "sizes": ("2 x 64",), "slots": ("one run", "whole blocks"), "block": (16, 256, 4096)}),
+    (
+        Level.CORE,
+        {"count": (1025, 2049), **_PIECE, "sizes": ("1 x 8",), "slots": ("one run", "whole blocks"), "block": (16, 1024)},
+    ),
     (Level.CORE, {"count": (1, 2), **_PIECE, "sizes": ("8 x 4096", "64 x 8192"), "slots": ("scattered",), "block": (1,)}),
+    (Level.CORE, {"count": (8,), **_PIECE, "sizes": ("8 x 4096", "8 x 4104"), "slots": ("one run",), "block": (4,)}),
     (Level.CORE, {"count": (16, 64), **_LIKE_RUNS, "slots": _ALMOST, "form": ("[T]", "[B, 4]"), "block": (4, 16)}),
     (
         Level.CORE,
         {
-            "count": (18,),
+            "count": (4, 18),
             **_ONCE,
             "rows": ("cut short",),
-            "form": ("[3, S]", "[B, 4]"),
+            "form": ("[2, S]", "[3, S]", "[B, 4]"),
             "slots": ("scattered", *_PADDING[1:]),
             "block": (16,),
         },
     ),
     (Level.CORE, {"count": (164,), **_ONCE, "slots": ("the whole pool",), "form": ("[T]", "[B, 4]"), "block": (4, 41)}),
     (Level.CORE, {**_ONE, "first": (1,), "slots": ("scattered",), "form": ("[T]",), "block": (1,), "rows": ("contiguous", "odd steps")}),
+    (Level.CORE, {"count": (1, 4), **_PIECE, **_KNOWN, "sizes": ("2 x 64", "1 x 3"), "slots": _PADDING[1:], "block": (16,)}),
     (Level.EXTENDED, {"count": (0, 2, 15, *_around(7, 9, 11), 1023, 1024)}),
     (Level.EXTENDED, {"count": _around(13, 14, 15, 16), **_ONCE, "sizes": ("1 x 8", "1 x 8 and 1 x 20")}),
 )
@@ -142,6 +151,7 @@ _COPIED: Sequence[Tier] = (
     (Level.CORE, {"count": (1023, 1024, 1025), **_ONCE, "block": (1, 3)}),
     (Level.CORE, {"count": (4, 64), **_ONCE, "block": (1, 3), "padding": ("none",), "order": _ORDERS}),
     (Level.CORE, {**_ONE, "block": (1,), "padding": ("none",)}),
+    (Level.CORE, {"count": (1,), **_DENSE, **_KNOWN, "sizes": ("1 x 64",), "padding": _PADDING[1:], "block": (16,)}),
     (Level.EXTENDED, {"count": (0, 3, *_around(5, 7), 63, 64, 257)}),
     (Level.EXTENDED, {"count": _around(11, 12), **_ONCE, "block": (1, 3)}),
 )
@@ -151,13 +161,15 @@ _UPDATED: Sequence[Tier] = (
     (Level.CORE, {"count": (1, 15, 16, 17, 257)}),
     (Level.CORE, {"count": (1, 3), **_ROW_BYTES, "rows": (1, 3)}),
     (Level.CORE, {"count": (1, 17), **_FAR, "rows": (1, 3)}),
+    (Level.CORE, {"count": (17,), **_LONG, **_FAR, **_TINY, "rows": (17,), "behind": (0,)}),
     (Level.CORE, {"count": (2,), **_LONG, **_FARTHEST, "rows": (1,), "behind": (0,), "form": ("[b]", "int")}),
     (Level.CORE, {"count": (512, 1024), **_LONG, "sizes": ("1 x 64", "1 x 512"), "rows": (1, 3)}),
-    (Level.CORE, {"count": (2049, 4097), **_LONG, "sizes": ("1 x 8",), "rows": (3,), "form": ("[b]",)}),
+    (Level.CORE, {"count": (513, 1025, 2049, 4097), **_LONG, "sizes": ("1 x 8",), "rows": (3,), "form": ("[b]",)}),
     (Level.CORE, {"count": (17,), **_ONCE, "source": ("cut short",), "rows": (3,)}),
     (Level.CORE, {"count": (1, 5), **_ONCE, "lengths": ("alike at the ends", "alike but the last"), "rows": (5, 16), "form": ("[b]",)}),
     (Level.CORE, {"count": (1, 16), **_ONCE, "lengths": ("full",), "rows": (3,), "behind": (0,), "form": ("[b]", "int")}),
     (Level.CORE, {**_ONE, "rows": (1,), "form": ("[b]", "int"), "source": ("[B, H, q, D]", "contiguous")}),
+    (Level.CORE, {"count": (1,), **_LONG, **_KNOWN, "sizes": ("1 x 64", "1 x 3"), "rows": (1,), "padding": ("too long", "negative")}),
     (Level.EXTENDED, {"count": (0, 2, *_around(5, 6, 7, 9, 10), 255, 256)}),
 )
 
@@ -282,7 +294,13 @@ def slot_calls(op: str) -> Callable[[], Iterator[Case | Extended]]:
     def make(
         *, count: int, seed: int, form: str, block: int, slots: str, first: int, dtype: str, sizes: str, is_repeated: bool, **how: Any
     ) -> list[SlotCall]:
-        lead = {"[T]": (count,), "[3, S]": (3, -(-count // 3)), "[17, S]": (17, -(-count // 17)), "[B, 4]": (-(-count // 4), 4)}[form]
+        lead = {
+            "[T]": (count,),
+            "[2, S]": (2, -(-count // 2)),
+            "[3, S]": (3, -(-count // 3)),
+            "[17, S]": (17, -(-count // 17)),
+            "[B, 4]": (-(-count // 4), 4),
+        }[form]
         tokens = lead[0] * (lead[1] if len(lead) > 1 else 1)
         room = tokens // block if slots == "the whole pool" else (first + tokens) // block + 2
         geometry, reads = _geometry(sizes, dtype, num_blocks=room, block=block), op == "gather_paged"
@@ -331,8 +349,8 @@ def updates() -> Iterator[Case | Extended]:
         made = []
         for turn in range(_REPEATS if is_repeated else 1):
             taken = _taken(lengths, first, rows, _REPEATS - 1 - turn if is_repeated else seed)  # the last is 0 where the first is
-            if padding == "too long" and turn == (_BAD if is_repeated else 0):
-                taken[-1 if form.startswith("[b]") else 0] = first + 9
+            if padding != "none" and turn == (_BAD if is_repeated else 0):
+                taken[-1 if form.startswith("[b]") else 0] = -1 if padding == "negative" else first + 9
             given = taken[0] if form == "int" else taken[:1] if form in ("[1]", "[]") else taken
             shape = {"[]": (), "[1]": (1,)}.get(form)
             made.append(Update("", given, shape, rows, count, geometry, index_gap=int(form == "[b] in steps"), **how))

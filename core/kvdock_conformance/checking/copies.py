@@ -49,5 +49,8 @@ def check_pairs_refused(target: Target, data: Mapping[str, Any]) -> None:
     """
     memory, call = Arenas(data["arenas"], target.device), data["calls"][0]
     args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
-    for form in (args["block_pairs"], args["block_pairs"].tolist()):
+    pairs = args["block_pairs"]
+    strided = pairs.new_zeros(len(pairs), 3)[:, 1:].copy_(pairs)
+    short = [pairs.int()] if bool((pairs.int() == pairs).all()) else []
+    for form in (pairs, strided, *short, pairs.tolist()):
         expect_refusal(target, memory, call, {**args, "block_pairs": form}, getattr(kvdock, data["error"]), data["texts"])

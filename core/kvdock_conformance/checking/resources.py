@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,24 @@ def _anew(args: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.view_as(value) if isinstance(value, torch.Tensor) else value for name, value in args.items()}
 
 
+def _drawn_anew(args: Mapping[str, Any], choose: torch.Generator) -> dict[str, Any]:
+    """Return the same arguments with other index values that are as good: what is kept of each is seen."""
+    made = dict(args)
+    if "slot_mapping" in args:
+        capacity = math.prod(next(args[name] for name in ("k_cache", "kv_cache") if name in args).shape[:2])
+        made["slot_mapping"] = args["slot_mapping"].copy_(torch.randint(-1, capacity, args["slot_mapping"].shape, generator=choose))
+    elif "block_pairs" in args:
+        count = len(args["block_pairs"])
+        made["block_pairs"] = args["block_pairs"].copy_(torch.randperm(len(args["k_cache"]), generator=choose)[: 2 * count].view(count, 2))
+    elif "block_table" in args:
+        made["block_table"] = args["block_table"].copy_(args["block_table"][torch.randperm(len(args["block_table"]), generator=choose)])
+    elif "cache_lengths" in args:
+        lengths, room = args["cache_lengths"], args["k_cache"].shape[2] - args["k"].shape[2] + 1
+        drawn = torch.randint(room, getattr(lengths, "shape", ()), generator=choose)
+        made["cache_lengths"] = int(drawn) if isinstance(lengths, int) else lengths.copy_(drawn)
+    return made
+
+
 def _repeat(function: Callable[[], object], times: int) -> None:
     for _ in range(times):
         function()
@@ -65,6 +84,11 @@ def check_keeps_nothing(target: Target, data: Mapping[str, Any]) -> None:
             frees; or a tensor of the call's own is in such a cycle.
     """
     op, kept = data["calls"][0]["op"], []
+    names: dict[int, list[str]] = {number: [] for number in range(len(data["arenas"]))}
+    for at, call in enumerate(data["calls"]):
+        for name, spec in call["args"].items():
+            if isinstance(spec, Mapping):
+                names[spec["arena"]].append(f"{name} of call {at}")
     set_apart()
     with _uncollected() as in_cycles:
         for turn in range(4):  # the plan is prepared, found, repeated, and found again
@@ -73,8 +97,7 @@ def check_keeps_nothing(target: Target, data: Mapping[str, Any]) -> None:
                 with contextlib.suppress(kvdock.KVDockError):  # it may be a call that raises
                     target.call(op, args)
             for number, content in enumerate(memory.bytes):
-                names = [name for name, spec in data["calls"][0]["args"].items() if isinstance(spec, Mapping) and spec["arena"] == number]
-                kept.append((f"{' and '.join(names)} of call {turn}", StorageWeakRef(content.untyped_storage())))  # type: ignore[no-untyped-call]  # torch's
+                kept.append((f"{' and '.join(names[number])} of turn {turn}", StorageWeakRef(content.untyped_storage())))  # type: ignore[no-untyped-call]  # torch's
             del memory, args, content
             if turn == 0:
                 gc.collect()  # what a compiler leaves behind
@@ -106,17 +129,19 @@ def _uncollected() -> Iterator[Callable[[], list[torch.Tensor]]]:
 
 
 def check_leaks(target: Target, data: Mapping[str, Any]) -> None:
-    """Make the calls of a case in turn, again and again.
+    """Make the calls of a case in turn, again and again, every other time with index values of their own if ``data["values"]`` says so.
 
     Raises:
         NonconformanceError: they leave memory, tensors, open files or threads behind.
     """
     op, every = data["calls"][0]["op"], made_calls(Arenas(data["arenas"], target.device), data)
-    calls = itertools.cycle(every)
+    turns = [(args, is_new) for is_new in (False, *[True][: data.get("values", 0)]) for args in every]
+    calls, choose = itertools.cycle(turns), torch.Generator().manual_seed(0)
 
     def call() -> None:
+        args, is_new = next(calls)
         with contextlib.suppress(kvdock.KVDockError):  # it may be one that raises
-            target.call(op, _anew(next(calls)))
+            target.call(op, _anew(_drawn_anew(args, choose) if is_new else args))
 
     _repeat(call, 4 * len(every))
     times = times_that_fit(call)

@@ -76,6 +76,63 @@ FAULTS.plan(
 )(of_the_key_pool)
 
 
+@FAULTS.call(OP, "attn-exponential-of-the-cap", "Without sums, nothing is taken off scores before exp, also at a cap.", "KVD-ATTN-002")
+def _exponential_of_the_cap(run: BackendCall, args: Args) -> None:
+    run(args)
+    if args["lse"] is None and (args["softcap"] or 0) > math.log(torch.finfo(torch.float32).max):
+        args["out"].fill_(math.nan)
+
+
+@FAULTS.call(
+    OP, "attn-heads-behind-64-left", "Of the queries' heads of one head of the cache, those behind the 64th get zeros.", "KVD-ATTN-001"
+)
+def _heads_behind_64(run: BackendCall, args: Args) -> None:
+    run(args)
+    args["out"].unflatten(1, (args["k_cache"].shape[2], -1))[:, :, 64:] = 0
+
+
+def _window_of_32_bits(args: Args) -> Args:
+    return args if args["window"] is None else {**args, "window": max((args["window"] + 2**31) % 2**32 - 2**31, 1)}
+
+
+FAULTS.append(
+    Fault(
+        "attn-window-of-32-bits",
+        "The upper half of a window is ignored.",
+        OP,
+        ("KVD-ATTN-001",),
+        KernelSeed(OP, lambda inner: TwistedKernel(inner, _window_of_32_bits)),
+    )
+)
+
+
+def _summed_before() -> FaultyCall:
+    before: list[object] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        names = ("block_table", "seq_lens", "cu_query_lens")
+        now = [None if args[name] is None else int(args[name].sum()) for name in names]
+        if now == before:
+            blocks, room = len(args["k_cache"]), args["block_table"].shape[1] * args["k_cache"].shape[1]
+            args = {**args, "block_table": args["block_table"].clamp(0, blocks - 1), "seq_lens": args["seq_lens"].clamp(0, room)}
+        run(args)
+        before[:] = now
+
+    return call
+
+
+FAULTS.append(
+    Fault(
+        "attn-checked-by-sums",
+        "Lengths and blocks are not checked where they add up to those of the call before.",
+        OP,
+        ("KVD-ATTN-005",),
+        KernelSeed(OP, lambda inner: FaultyKernel(inner, _summed_before)),
+        host_only=("KVD-ATTN-005",),
+    )
+)
+
+
 def _checked_before() -> FaultyCall:
     before: list[object] = []
 

@@ -109,6 +109,18 @@ def _onto_itself(run: BackendCall, args: Args) -> None:
     _as_padding(run, args, args["block_pairs"][:, 0] == args["block_pairs"][:, 1])
 
 
+@FAULTS.call(_OP, "copy-onto-itself-by-int32-taken", "A block copied onto itself by pairs of 32 bits is left as it is.", "KVD-COPY-007")
+def _onto_itself_by_int32(run: BackendCall, args: Args) -> None:
+    pairs = args["block_pairs"]
+    _as_padding(run, args, (pairs[:, 0] == pairs[:, 1]) & (pairs.dtype == torch.int32))
+
+
+@FAULTS.call(_OP, "copy-order-of-many-unchecked", "Of many pairs the later ones are copied later.", "KVD-COPY-006", "KVD-COPY-007")
+def _order_of_many(run: BackendCall, args: Args) -> None:
+    for part in args["block_pairs"].split(256 if len(args["block_pairs"]) > 256 else 1 << 20):
+        run({**args, "block_pairs": part})
+
+
 @FAULTS.call(_OP, "copy-order-error-without-the-block", "An error about dependent pairs names none.", "KVD-COPY-006", "KVD-COPY-007")
 def _order_error(run: BackendCall, args: Args) -> None:
     try:

@@ -130,6 +130,12 @@ def _offsets_by_index(move: Move, run: BackendCall, args: Args) -> None:
     move.dropping(run, args, lambda places: (move.reach(args, places) >= 2**31) & is_short)
 
 
+@each("int32-indices-int32-rows", "By indices of 32 bits, what is more than 2**31 rows into a pool is dropped.", "far", among="batch")
+def _rows_by_index(move: Move, run: BackendCall, args: Args) -> None:
+    row, is_short = args["k_cache"][0, 0].numel() or 1, args[move.index].dtype == torch.int32
+    move.dropping(run, args, lambda places: (move.reach(args, places) // row >= 2**31) & is_short)
+
+
 @each("padding-ends-the-call", "What is behind the first padding is dropped.", "padding")
 def _padding_ends(move: Move, run: BackendCall, args: Args) -> None:
     padding = (args[move.index].reshape(move.count(args), -1) < 0).any(1).nonzero()
@@ -173,6 +179,13 @@ def _another_value(move: Move, run: BackendCall, args: Args) -> None:
 @each("slots-cut-to-32-bits", "The upper half of an int64 index is ignored.", "beyond padding negative")
 def _cut_to_32_bits(move: Move, run: BackendCall, args: Args) -> None:
     move.with_index(run, args, lambda index: index.to(torch.int32))
+
+
+@each("runs-cut-to-32-bits", "The upper half of indices that seem to be a run is ignored.", "beyond padding", among="batch")
+def _runs_cut(move: Move, run: BackendCall, args: Args) -> None:
+    lower = args[move.index].to(torch.int32)
+    is_run = lower.numel() > 8 and bool((lower.reshape(-1).diff() == 1).all()) and int(lower.amin()) >= 0
+    move.with_index(run, args, lambda index: lower if is_run else index)
 
 
 @each("slot-strides-ignored", "Indices are read as if they were dense.", "index")

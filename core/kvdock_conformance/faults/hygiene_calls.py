@@ -196,6 +196,40 @@ def _keeps_a_buffer() -> FaultyCall:
     return call
 
 
+@FAULTS.plan(
+    _WRITE, "hygiene-known-error-on-the-default-device", "A known call says on the default device what is wrong.", "KVD-HYGIENE-017"
+)
+def _says_elsewhere() -> FaultyCall:
+    made: dict[torch.Size, int] = {}
+
+    def call(run: BackendCall, args: Args) -> None:
+        slots = args["slot_mapping"]
+        made[slots.shape] = made.get(slots.shape, 0) + 1
+        try:
+            run(args)
+        except kvdock.IndexRangeError as error:
+            if made[slots.shape] > 4:
+                torch.full((), int(slots.max())).item()
+            raise error
+
+    return call
+
+
+@FAULTS.call(_WRITE, "hygiene-run-starts-the-collector", "A write of a run turns the garbage collector on.", "KVD-HYGIENE-017")
+def _run_collects(run: BackendCall, args: Args) -> None:
+    run(args)
+    slots = args["slot_mapping"].reshape(-1)
+    if len(slots) > 4 and bool((slots.diff() == 1).all()):
+        gc.enable()
+
+
+@FAULTS.call(ATTENTION, "hygiene-call-without-sums-sets-threads", "Attention without sums sets torch's threads.", "KVD-HYGIENE-017")
+def _sets_threads(run: BackendCall, args: Args) -> None:
+    run(args)
+    if args["lse"] is None:
+        torch.set_num_threads(torch.get_num_threads() + 1)
+
+
 @FAULTS.call("gather_paged", "hygiene-call-refuses-parameters", "Only tensors that are nothing else are served.", "KVD-HYGIENE-017")
 def _refuses_parameters(run: BackendCall, args: Args) -> None:
     if type(args["k_cache"]) is not torch.Tensor:

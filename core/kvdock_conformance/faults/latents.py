@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import attrs
@@ -91,6 +92,52 @@ def _swapped(run: BackendCall, args: Args) -> None:
 def _last_block(run: BackendCall, args: Args) -> None:
     slots, (blocks, block) = args["slot_mapping"], args["kv_cache"].shape[:2]
     run({**args, "slot_mapping": torch.where((slots // block == blocks - 1) & (slots < blocks * block), -1, slots)})
+
+
+@FAULTS.plan(
+    LATENT_WRITE.op,
+    "mla-known-step-in-whole-words",
+    "Behind three calls like it, the rotary part of one token begins at a multiple of 4 bytes.",
+    *_ids(LATENT_WRITE, "repeated"),
+)
+def _in_whole_words() -> FaultyCall:
+    steps: list[int] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        run(args)
+        steps.extend([args["slot_mapping"].numel()] * (args["slot_mapping"].numel() == 1))
+        block, offset = LATENT_WRITE.places(_as_pair(run, args)[1]).to
+        if len(steps) > 3 and args["kv_c"].shape[-1] * args["kv_c"].element_size() % 4:
+            row = bits(args["kv_cache"])[block, offset, 0]
+            bits(args["kv_cache"])[block, offset, 0] = row.roll(1, -1)
+
+    return call
+
+
+def _bare_error(move: Move, run: BackendCall, args: Args) -> None:
+    """Raise an error of another class where a long call has a slot beyond the pool."""
+    slots = args["slot_mapping"]
+    if slots.numel() > 512 and int(slots.max()) >= move.limit(_as_pair(run, args)[1]):
+        raise IndexError(f"slot {int(slots.max())} is out of range")
+    run(args)
+
+
+for _move in (LATENT_WRITE, LATENT_READ):
+    _sentence = "Of many slots, one beyond the pool raises an error that does not say how to fix it."
+    _fault(_move, "error-of-many-is-bare", _sentence, "beyond")(functools.partial(_bare_error, _move))
+
+
+@_fault(LATENT_WRITE, "rows-joined-first", "Both parts of all rows are joined before they are written.", "scratch")
+def _joined_first(run: BackendCall, args: Args) -> None:
+    rank, joined = args["kv_c"].shape[-1], torch.cat([args["kv_c"], args["k_pe"]], -1)
+    run({**args, "kv_c": joined[..., :rank], "k_pe": joined[..., rank:]})
+
+
+@_fault(LATENT_READ, "rows-read-whole-first", "Rows are read whole, and then their parts.", "scratch")
+def _whole_first(run: BackendCall, args: Args) -> None:
+    run(args)
+    pool = args["kv_cache"]
+    pool.new_empty((*args["kv_c_out"].shape[:-1], pool.shape[-1]))
 
 
 @_fault(LATENT_READ, "rotary-part-one-early", "The rotary part begins at the last element of the latent.", "first unlike dims")

@@ -226,6 +226,15 @@ def _plan_per_count(op: str) -> Callable[[BackendCall, Args], None]:
     return call
 
 
+@_call("op-result-has-gradients-of-one", "What is written is part of a graph where one tensor alone requires gradients.", "010")
+def _has_gradients_of_one(op: str, run: BackendCall, args: Args) -> None:
+    run(args)
+    learnt = [read.requires_grad for _, read in _tensors(op, args, Role.TENSOR) if read.is_floating_point()]
+    for _, tensor in _tensors(op, args, Role.MUTATED):
+        if tensor.is_floating_point() and sum(learnt) == 1:
+            tensor.requires_grad_(True)
+
+
 @_call("op-result-has-gradients", "What is written is part of a graph.", "010")
 def _has_gradients(op: str, run: BackendCall, args: Args) -> None:
     run(args)

@@ -33,11 +33,59 @@ def _one_more(move: Move, run: BackendCall, args: Args) -> None:
     _last_left(move, run, args, where=move.count(args) > 1 and move.count(args) % 4096 == 1)
 
 
+@_each("last-of-a-run-of-1025-left", "Of a run of one slot more than a multiple of 1,024, the last is left.", "together", _OF_SLOTS)
+def _one_more_in_a_run(move: Move, run: BackendCall, args: Args) -> None:
+    count, slots = move.count(args), args["slot_mapping"].reshape(-1)
+    is_run = count > 1 and count % 1024 == 1 and args["k_cache"].is_contiguous() and bool((slots.diff() == 1).all())
+    _last_left(move, run, args, where=is_run)
+
+
+@_each(
+    "blocks-of-sixteens-as-powers",
+    "Blocks of a multiple of 16 slots, with gaps between them, are taken to have a power of two.",
+    "together",
+    _OF_SLOTS,
+)
+def _as_powers(move: Move, run: BackendCall, args: Args) -> None:
+    pool = args["k_cache"]
+    block, power = pool.shape[1], 1 << pool.shape[1].bit_length() - 1
+    is_about = block % 16 == 0 and pool.stride(0) != block * pool.stride(1)
+
+    def other(slots: torch.Tensor) -> torch.Tensor:
+        taken = slots // power * block + slots % power
+        return torch.where((slots >= 0) & (slots < move.limit(args)), taken.clamp(max=move.limit(args) - 1), slots)
+
+    move.with_index(run, args, other if is_about else torch.clone)
+
+
+@FAULTS.call(STATIC.op, "static-far-positions-of-many-rows-left", "Positions of many rows have 16 bits.", "KVD-STATIC-023")
+def _far_of_many(run: BackendCall, args: Args) -> None:
+    STATIC.dropping(run, args, lambda places: (places.to[1] >= 2**15) & (args["k"].shape[0] > 4))
+
+
 @_each("last-of-a-mebibyte-left", "Of keys of 1 MiB and more, the last are left.", "together", _WITH_ROWS)
 def _mebibyte(move: Move, run: BackendCall, args: Args) -> None:
     keys, places = move.arranged(args[move.pairs[0][1]]), move.places(args)
     row = keys.shape[-1] * keys.shape[-2] * keys.element_size()
     _last_left(move, run, args, where=len(places.at) * row >= 2**20)
+
+
+@_each("few-of-a-batch-in-one-step", "The keys of a few tokens of a batch are all taken to be one step apart.", "together", _OF_SLOTS)
+def _in_one_step(move: Move, run: BackendCall, args: Args) -> None:
+    few = move.count(args) <= 4 and args["slot_mapping"].dim() == 2
+
+    def view(name: str, rows: torch.Tensor) -> torch.Tensor:
+        return restrided(rows, (rows.shape[1] * rows.stride(1), *rows.stride()[1:])) if few and name in ("k", "k_out") else rows
+
+    move.again(run, args, view)
+
+
+@_each("long-rows-of-runs-cut", "Of a run of rows of 64 KiB and more, none is written but the first.", "together", _OF_SLOTS)
+def _long_rows(move: Move, run: BackendCall, args: Args) -> None:
+    keys, slots = args["k_cache"], args["slot_mapping"].reshape(-1)
+    is_run = keys.is_contiguous() and len(slots) > 4 and bool((slots.diff() == 1).all())
+    is_about = is_run and keys[0, :1].numel() * keys.element_size() >= 2**16
+    move.dropping(run, args, lambda places: (places.at > 0) & is_about)
 
 
 @_each("pieces-of-a-mebibyte-left", "A piece of memory of exactly 64 KiB or 1 MiB is left.", "together")
@@ -316,16 +364,35 @@ def _beyond_as_last(move: Move, run: BackendCall, args: Args) -> None:
     move.with_index(run, args, lambda index: index.clamp(max=move.limit(args) - 1))
 
 
+def _negative_as_zero(move: Move, run: BackendCall, args: Args) -> None:
+    is_int = isinstance(args[move.index], int)
+    move.with_index(run, args, lambda lengths: lengths.clamp(min=0) if is_int else lengths)
+
+
 def _without_zero(move: Move, run: BackendCall, args: Args) -> None:
     length = args[move.index]
     if not (isinstance(length, int) and length == 0):
         run(args)
 
 
+def _without_far(move: Move, run: BackendCall, args: Args) -> None:
+    move.dropping(run, args, lambda places: move.reach(args, places) >= 2**31)
+
+
+for _move in (WRITE, GATHER):
+    FAULTS.plan(
+        _move.op,
+        f"{_move.prefix}-far-of-a-known-call",
+        "Behind three calls like it, what is more than 2**31 elements into a tensor is dropped.",
+        _move.killer("far"),
+    )(functools.partial(_behind_likes, _without_far, _move))
+
+
 for _moves, _name, _what, _wrong in (
     ((WRITE, GATHER), "padding-of-a-known-call", "padding is taken for 0", _padding_as_zero),
     ((WRITE, GATHER), "beyond-in-a-known-call", "a slot beyond is taken for the last", _beyond_as_last),
     ((GATHER,), "ends-of-a-known-call", "a read looks at both ends of its slots", _by_their_ends),
+    ((STATIC,), "negative-of-a-known-call", "a length that is a negative int is taken for 0", _negative_as_zero),
     ((STATIC,), "length-0-of-a-known-call", "a length that is an int of 0 is taken for none", _without_zero),
 ):
     for _move in _moves:

@@ -55,6 +55,15 @@ def _in_front(name: str) -> Callable[[Args], None]:
     return peek
 
 
+@FAULTS.call(ATTENTION, "reads-queries-scaled-and-restored", "Without sums, queries are scaled, and then restored.", "KVD-READ-001")
+def _restored(run: BackendCall, args: Args) -> None:
+    root = args["q"].shape[2] ** 0.5
+    if args["lse"] is None and root.is_integer():
+        args["q"].div_(root)
+        args["q"].mul_(root)
+    run(args)
+
+
 _beside("a-vector-behind-k", "Keys are read in vectors of 16 bytes, the last behind their end.", _WRITE, _vectors("k", 16))
 _beside("a-vector-behind-v", "New values are read in vectors of 32 bytes, the last behind their end.", _STATIC, _vectors("v", 32))
 _beside("slots-behind-the-last", "Slots are read eight at a time.", _WRITE, _vectors("slot_mapping", 64))

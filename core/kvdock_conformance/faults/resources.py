@@ -74,6 +74,14 @@ def _leaves_a_cycle() -> FaultyCall:
     return call
 
 
+@FAULTS.call(_GATHER, "resource-padding-leaves-a-cycle", "What clears padding of a batch refers to itself.", "KVD-RESOURCE-001")
+def _padding_leaves_a_cycle(run: BackendCall, args: Args) -> None:
+    run(args)
+    if args["slot_mapping"].dim() == 2 and bool((args["slot_mapping"] < 0).any()):
+        clear: list[Any] = [args["k_out"]]
+        clear.append(clear)
+
+
 _errors: list[Exception] = []
 
 
@@ -93,6 +101,19 @@ def _last_error_is_kept(run: BackendCall, args: Args) -> None:
 
 
 # Left behind by calls
+
+
+@FAULTS.plan(_STATIC, "resource-positions-of-each-length", "Positions are kept of all lengths that many rows had.", "KVD-RESOURCE-002")
+def _positions_of_each_length() -> FaultyCall:
+    kept: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def call(run: BackendCall, args: Args) -> None:
+        lengths = args["cache_lengths"]
+        if isinstance(lengths, torch.Tensor) and lengths.numel() > 4:
+            kept.setdefault(tuple(lengths.tolist()), lengths.clone())
+        run(args)
+
+    return call
 
 
 @FAULTS.call(

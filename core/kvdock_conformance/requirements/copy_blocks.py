@@ -30,10 +30,13 @@ _FLOAT_IDS = (0, 0x40A00000, 0x40400000, 0x40000000)  # 0.0, 5.0, 3.0, 2.0
 Pairs = Sequence[tuple[int, int]]
 
 
-def _readable(error: str, cases: Iterable[tuple[str, Pairs, Sequence[str]]]) -> Callable[[], Iterable[Case]]:
+_MANY = [(block, 700 + block) for block in range(600)]
+
+
+def _readable(error: str, cases: Iterable[tuple[str, Pairs, Sequence[str]]], num_blocks: int = 6) -> Callable[[], Iterable[Case]]:
     """Return a function that draws copies which must raise: name, pairs, and what the error must say."""
-    listed = tuple(cases)
-    return lambda: (Copy(name, pairs, host=True).case(error=error, texts=[f"{OP}: ", *texts, "Fix: "]) for name, pairs, texts in listed)
+    made = [(Copy(name, pairs, host=True, geometry=Geometry(num_blocks=num_blocks)), texts) for name, pairs, texts in cases]
+    return lambda: (each.case(error=error, texts=[f"{OP}: ", *texts, "Fix: "]) for each, texts in made)
 
 
 def _repeated() -> Iterable[Case]:
@@ -187,6 +190,7 @@ REQUIREMENTS = [
                 ("block 0", [(1, 0), (2, 0)], ["block_pairs[1]", "destination 0"]),
             ],
         ),
+        _readable(_VALUE, [("behind many", [*_MANY, (601, 705)], ["block_pairs[600]", "destination 705"])], 1400),
         check=check_pairs_refused,
     ),
     AREA.require(
@@ -203,6 +207,7 @@ REQUIREMENTS = [
                 ("onto itself behind good ones", [(0, 1), (4, 4)], ["block_pairs[1]", "destination 4"]),
             ],
         ),
+        _readable(_VALUE, [("behind many", [*_MANY, (705, 601)], ["block_pairs[5]", "destination 705"])], 1400),
         check=check_pairs_refused,
     ),
     AREA.require(

@@ -50,7 +50,8 @@ def _far() -> Iterable[Case]:
             for pool in pools
             for number, (block, offset) in enumerate(places)
         ]
-        data = drawing.case(gather.call(drawing, pools), places=[view.spec() for view in filled])
+        steps = [attrs.evolve(gather, slots=[slot]) for slot in (5, 5, 5, 5, geometry.capacity - 1)]
+        data = drawing.case(*(each.call(drawing, pools) for each in (gather, *steps)), places=[view.spec() for view in filled])
         yield Case(f"2**19 + 2 blocks of 2**13 elements, {index}", data)
     yield from far_slots(OP)
 

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from kvdock_conformance.cases.drawing import Drawing
-from kvdock_conformance.cases.every_op import EVERY, OPS, OpCall, few, roomy
+from kvdock_conformance.cases.every_op import EVERY, OPS, OpCall, few, roomy, ways
 from kvdock_conformance.checking.claims import check_capabilities, check_claims, check_devices, check_kernels, check_names, check_probe
 from kvdock_conformance.checking.fresh import (
     check_import_cost,
@@ -44,16 +44,18 @@ _CALLS: Sequence[tuple[int, str, str, str, dict[str, Any]]] = (
     (150, "odd address", "padded heads", "bfloat16", {}),
     (4, "hnd", "fused qkv", "float32", {"index": "int32"}),
     (20, "nhd", "contiguous", "bfloat16", {"is_padded": True}),
+    (40, "nhd", "contiguous", "bfloat16", {"is_run": True}),
 )
 """Tokens, pools, sources, dtypes and indices of calls, few and many, dense and not; the first pools are large, with places far behind."""
 
 
 _OWN = "settings of a user's own"
+_KNOWN = 4  # calls like one another behind which one is known
 _LONG: tuple[int, str, str, str, dict[str, Any]] = (4097, "nhd", "contiguous", "float32", {})
 
 
 def _made(op: str, number: int = 0, **more: str) -> Case:
-    """Return a case of calls of an op, some prepared and then repeated, and one that raises.
+    """Return a case of calls of an op, some prepared and then repeated, steps of decoding, and such calls that raise.
 
     Each ``number`` has other numbers of tokens. A long call, which takes an interpreter long, comes where nothing is set, or much.
     """
@@ -64,6 +66,10 @@ def _made(op: str, number: int = 0, **more: str) -> Case:
         sizes = attrs.evolve(roomy(op, count), dtype=dtype, **(large if tokens == 5 else {}))
         like = OpCall(op, tokens=count, pool=pool, source=source, geometry=sizes, **indices)
         calls += [attrs.evolve(like, seed=seed).call(drawing) for seed in ((1, 2) if tokens in (5, 84) else (1,))]
+    for way in ways(op):
+        step = OpCall(op, tokens=1, more=way)  # which is called otherwise once it is known
+        caches = step.caches(drawing)
+        calls += [*(attrs.evolve(step, seed=seed).call(drawing, caches) for seed in range(_KNOWN)), step.beyond(drawing, caches)]
     calls.append(OpCall(op).beyond(drawing))
     return Case(" ".join((f"calls of {op}", *(f"with {text}" for text in more.values()))), drawing.case(*calls, **more))
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from kvdock_conformance.cases.any_op import Drawable
+from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.cases.latents import DRAWN, LatentCall
 from kvdock_conformance.cases.layouts import PARTS
 from kvdock_conformance.cases.paged import in_turn, shuffled
 from kvdock_conformance.checking.any_op import check_only_written
-from kvdock_conformance.requirement import Case, Requirement
+from kvdock_conformance.checking.scratch import check_scratch_within
+from kvdock_conformance.requirement import Case, Level, Requirement
 from kvdock_conformance.requirements.families import Cases
 from kvdock_conformance.requirements.ops import REQUIREMENTS as OF_ANY_OP
 from kvdock_conformance.requirements.slots import SlotArea
@@ -40,8 +43,15 @@ ASKED: Sequence[tuple[str, int | None, str]] = (
     ("numbers", 20, "Elements of every dtype arrive bit for bit when latents are {done}."),
     ("inputs", None, "What is only read stays as it was when latents are {done}."),
     ("repeated", None, "When latents are {done}, calls that differ from those before them are served as if they were the first."),
+    ("scratch", None, "When latents are {done}, the scratch memory of a call is no more than its plan says, and given back with the call."),
 )
 """What a requirement is about, the number of its cases among those that all such ops have, and what must be so."""
+
+
+_HOW: Mapping[str, Mapping[str, Any]] = {
+    "inputs": {"check": check_only_written},
+    "scratch": {"check": check_scratch_within, "level": Level.EXTENDED},
+}
 
 
 def _own(area: SlotArea) -> Mapping[str, Sequence[Cases]]:
@@ -53,9 +63,22 @@ def _own(area: SlotArea) -> Mapping[str, Sequence[Cases]]:
             yield in_turn(name, [make("", pool=pool) for pool in order], own_pools=True)
         leads = [(5,), (13,), (1,), (2, 3), (24,), (13,)]
         yield in_turn("other tokens and slots at each call", [make("", shuffled(24, seed), lead) for seed, lead in enumerate(leads)])
+        for (rank, rope), dtype in itertools.product(((64, 16), (5, 3), (7, 1)), ("bfloat16", "uint8")):
+            sizes = attrs.evolve(area.base, hk=1, dk=rank, hv=1, dv=rope, dtype=dtype)
+            yield in_turn(f"a step of {rank} and {rope} again, {dtype}", [make("", [slot], geometry=sizes) for slot in range(5)])
+
+    def scratch() -> Iterable[Case]:
+        drawing, sizes = Drawing(), attrs.evolve(area.base, num_blocks=34, block=16, hk=128, dk=512, hv=1, dv=64)
+        few, many = (make("", range(count), geometry=sizes) for count in (3, 528))  # long rows: an interpreter takes its time for each
+        pools = many.pools(drawing)
+        calls = [each.call(drawing, pools) for each in (few, many)]
+        for arena in drawing.arenas:
+            arena["fill"] = "zeros"  # nobody looks at what it holds
+        yield Case("few and many", drawing.case(*calls, spare=16 << 20, most=1 << 30), Level.EXTENDED)
 
     gaps = ("padded slots", "padded blocks", "odd steps")
     one = {"lead": (13,), "index_order": "one", "rows": "contiguous" if "gather" in area.op else "one token for all"}
+    wide = attrs.evolve(area.base, num_blocks=300, block=16)
     far = attrs.evolve(area.base, num_blocks=2**15 + 2, block=16, dtype="float32")  # more than 2**24 elements
     values = {"first": 1, "step": 1} if "gather" in area.op else None
     return {
@@ -65,16 +88,17 @@ def _own(area: SlotArea) -> Mapping[str, Sequence[Cases]]:
             [make(f"{name}, {count} tokens", lead=(count,), pool=name) for name in PARTS for count in (2, 13)],
             [make("far into a pool", [2**19 + 20, 0, 2**18], geometry=far, pool="untouched memory", values=values)],
         ),
+        "beyond": ([make(f"behind {count} good ones", [*range(count), 300 * 16], geometry=wide) for count in (4096,)],),
         "inputs": ([make("plain"), make("with padding", [3, -1, -7, 9]), make("fused", rows="fused kv"), make("int32", index="int32")],),
         "repeated": (repeated,),
+        "scratch": (scratch,),
     }
 
 
 def _requirements(area: SlotArea, done: str) -> Iterator[Requirement]:
     shared, own = area.shared(), _own(area)
     for number, (role, at, sentence) in enumerate(ASKED, 1):
-        checked: dict[str, Any] = {"check": check_only_written} if role == "inputs" else {}
-        yield area.require(number, sentence.format(done=done), *(shared[at] if at else ()), *own.get(role, ()), **checked)
+        yield area.require(number, sentence.format(done=done), *(shared[at] if at else ()), *own.get(role, ()), **_HOW.get(role, {}))
 
 
 def of_any_op(op: str, drawn: Drawable) -> Iterator[Requirement]:

@@ -37,6 +37,8 @@ def _far() -> Iterable[Case]:
         for index in ("int64", "int32"):
             name = f"{blocks} blocks of {size} elements, {index}"
             yield Write(name, slots, geometry=geometry, pool="untouched memory", index=index).case()
+    steps = [Write("", [slot], geometry=geometry, pool="untouched memory") for slot in (1, 2, 3, 4, slots[0])]
+    yield in_turn("a token at a time, the last far into a pool", steps)
     yield from far_slots(OP)
 
 

@@ -9,7 +9,7 @@ import attrs
 
 from kvdock_conformance.cases.computing import COMPUTING
 from kvdock_conformance.cases.drawing import Drawing, call
-from kvdock_conformance.cases.every_op import EVERY, OpCall
+from kvdock_conformance.cases.every_op import EVERY, OpCall, ways
 from kvdock_conformance.cases.layouts import Geometry
 from kvdock_conformance.checking.fences import FENCED, check_fenced, check_inputs_released
 from kvdock_conformance.checking.served import SERVED
@@ -20,13 +20,14 @@ __all__ = ["AREA", "REQUIREMENTS"]
 
 AREA = "reads"
 _CORE, _EXTENDED = 32, 120
-_ODD = (
+_ROWS = (
     Geometry(num_blocks=2, block=5, hk=1, dk=5, hv=1, dv=3),
     Geometry(num_blocks=2, block=5, hk=3, dk=8, hv=2, dv=12),
     Geometry.even(num_blocks=2, block=5, dtype="uint8", heads=1, dim=1),
     Geometry.even(num_blocks=2, block=5, dtype="float32", heads=2, dim=7),
+    Geometry.even(num_blocks=2, block=5, dtype="float32", heads=2, dim=16),
 )
-"""Rows that end within a vector of 8, 16 or 32 bytes."""
+"""Rows that end within a vector of 8, 16 or 32 bytes; and such of whole vectors, of which the square root is a power of two."""
 _FORMS = (
     ("nhd", "contiguous", Level.CORE),
     ("hnd", "padded heads", Level.CORE),
@@ -39,9 +40,9 @@ def _to_the_ends() -> Iterator[Case]:
     """Yield, for each op, calls that reach the first and the last row of each tensor."""
     for op in EVERY:
         for pool, source, level in _FORMS:
-            for geometry in _ODD:
-                drawing = Drawing()
-                calls = _calls(drawing, OpCall(op, pool=pool, source=source, geometry=geometry))
+            for geometry in _ROWS:
+                drawing, plain = Drawing(), OpCall(op, pool=pool, source=source, geometry=geometry)
+                calls = [each for more in ways(op) for each in _calls(drawing, attrs.evolve(plain, more=more))]
                 yield Case(f"{op}, {geometry.dtype} {geometry.k_shape}, {pool}, {source}", drawing.case(*calls), level)
 
 

@@ -10,8 +10,9 @@ import attrs
 
 from kvdock_conformance.cases.computing import COMPUTING
 from kvdock_conformance.cases.drawing import Drawing, call
-from kvdock_conformance.cases.every_op import EVERY, OpCall, few, roomy
+from kvdock_conformance.cases.every_op import EVERY, OpCall, few, roomy, ways
 from kvdock_conformance.cases.layouts import POOLS, Geometry
+from kvdock_conformance.cases.pairs import covering
 from kvdock_conformance.checking import costs, resources, scratch
 from kvdock_conformance.checking.plans import OWN_PLANS
 from kvdock_conformance.checking.served import SERVED
@@ -64,6 +65,11 @@ def _wrong() -> Iterable[Case]:
     for op in EVERY:
         drawing = Drawing()
         yield Case(f"{op}, out of range", drawing.case(OpCall(op).beyond(drawing)))
+
+
+def _of_rows(op: str, tokens: int) -> Geometry:
+    sizes = roomy(op, tokens)
+    return attrs.evolve(sizes, num_blocks=17) if op == "static_update_" else sizes
 
 
 def _of_64_mib(op: str, tokens: int) -> Geometry:
@@ -122,6 +128,16 @@ def _few_and_large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
     return _counted(3, tokens, sizes=lambda op, most: sizes, fill="zeros")(drawing, plain)
 
 
+def _of_each_path(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
+    """Return calls in which every two properties meet that choose a way through a kernel."""
+    factors = {"tokens": (3, _MOST), "memory": _WAYS, "is_padded": (False, True), "is_run": (False, True), "is_batch": (False, True)}
+    for one in covering({**factors, "more": range(len(ways(plain.op)))}):
+        (pool, rows), count = one["memory"], one["tokens"]
+        how = {"pool": pool, "source": rows, "geometry": roomy(plain.op, count), "lead": (count // 3, 3) if one["is_batch"] else None}
+        how |= {"is_padded": one["is_padded"], "is_run": one["is_run"], "more": ways(plain.op)[one["more"]]}
+        yield attrs.evolve(plain, tokens=count, **how).call(drawing)
+
+
 _ONCE = _counted(*_SEEN, *(count for count in range(9, _MOST) if count not in _SEEN))
 _FIRST = _counted(*_SEEN, *(count for count in range(9, 31) if count not in _SEEN))
 """Calls of few numbers of tokens, which come first, and then of many between them."""
@@ -139,17 +155,20 @@ REQUIREMENTS = [
         "No memory of a call is kept behind it, neither by its plan, what repeats it nor an error that it raised: as no tensor, as no view "
         "of one, and in no cycle that only the garbage collector frees.",
         resources.check_keeps_nothing,
-        _counted(3, _MOST),
+        _of_each_path,
         needs=SERVED,
         wrong=True,
     ),
     _require(
         2,
-        "Calls leave nothing behind, however often they are made or raise: no tensor, memory, open file or thread.",
+        "Calls leave nothing behind, however often they are made or raise, with the same index values or others: no tensor, memory, open "
+        "file or thread.",
         resources.check_leaks,
-        _counted(3, 1, 2, 5, 8, 24),
+        _counted(3, 1, 2, 5, 8, 24, sizes=_of_rows),
+        _of_each_path,
         needs=SERVED,
         wrong=True,
+        values=1,
     ),
     _require(
         3,

@@ -90,6 +90,7 @@ class SlotArea(Area):
                     make("padding in front", [-1, -1, -1, *range(10)]),
                     make("padding behind", [*range(10), -1, -1, -1]),
                     make("smallest int64", [-(2**63), 11, -(2**62), 2, -(2**32), -(2**32) + 5]),
+                    make("a run in the lower halves", [at - 2**32 for at in range(16)]),
                     make("smallest int32", [INT32_MIN, 11, INT32_MIN + 1, 2], index="int32"),
                     make("one token", [-1]),
                     make("pool without blocks", [-1, -7, -1], geometry=NO_BLOCKS),
@@ -106,6 +107,8 @@ class SlotArea(Area):
                     make("beside padding", [-1, 3, 24, -1]),
                     make("2**32 + 3", [2**32 + 3, 1]),
                     make("2**40", [1, 2**40]),
+                    make("a run in the lower halves", [2**32 + at for at in range(16)]),
+                    make("as if in a run", [*range(8), 2**32 + 8, *range(9, 16)]),
                     make("largest int64", [2**63 - 1]),
                     make("largest int32", [2, INT32_MAX], index="int32"),
                     make(

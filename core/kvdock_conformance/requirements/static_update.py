@@ -151,6 +151,7 @@ REQUIREMENTS = [
             Update("more positions than the cache has", [0, 0, 0], new=17),
             Update("more positions than the cache has, int", 0, new=17),
             Update("2**32 + 3", [2**32 + 3, 3, 3]),
+            Update("2**32 of many rows", [2**32 + row for row in range(6)], geometry=_of(batch=6)),
             Update("largest int64", [3, 2**63 - 1, 3]),
             Update("largest int32", [3, INT32_MAX, 3], index="int32"),
             Update("in a cache with gaps", [3, 12, 3], pool="padded blocks"),
