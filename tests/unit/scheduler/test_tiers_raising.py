@@ -17,9 +17,9 @@ AGAIN = "What it should have kept is computed again; this is said once. Fix: see
 NAMES = (1, 2, 3, 1, 4, 2, 5, 1, 3, 2)
 
 
-def run_all(one: TierEngine) -> list[int]:
+def run_all(one: TierEngine, times: int = 1) -> list[int]:
     """Run prompts that come again, each of which is checked after each call; return how much was found of each."""
-    return [one.run([name] * 24) for name in NAMES]
+    return [one.run([name] * 24) for name in NAMES * times]
 
 
 def told(caught: list[Any]) -> list[str]:
@@ -64,7 +64,8 @@ def test_what_a_tier_lost_is_counted_in_blocks(what: str) -> None:
 def test_a_tier_that_is_well_again_is_used_again() -> None:
     ill = [True]
     one = TierEngine("full", 13, (100,), fails=lambda *_: ill[0])
-    with pytest.warns(KVDockWarning) as caught:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", KVDockWarning)
         run_all(one)
         ill[0] = False
         assert [one.run([name] * 24) for name in (31, 32, 33, 31)] == [0, 0, 0, 20]
@@ -78,8 +79,7 @@ def test_a_tier_that_is_well_again_is_used_again() -> None:
 def test_each_of_two_tiers_is_told_of_once() -> None:
     one = TierEngine("full", 13, (6, 100), fails=lambda tier, what: what == ("load" if len(tier.memory) == 6 else "store"))
     with pytest.warns(KVDockWarning) as caught:
-        run_all(one)
-        run_all(one)
+        run_all(one, 2)
     assert sorted(told(caught)) == [
         f"FailingTier(100) raised OSError in store: the disk is gone. {AGAIN}",
         f"FailingTier(6) raised OSError in load: the disk is gone. {AGAIN}",
@@ -150,8 +150,7 @@ def test_an_interrupted_store_leaves_a_manager_that_goes_on(name: str, sizes: tu
         one.run([number] * 24)
     is_on[0] = True
     with pytest.raises(Interrupted):
-        for number in range(30, 40):
-            one.run([number] * 24)
+        [one.run([number] * 24) for number in range(30, 40)]
     is_on[0] = False
     for each in one.all[:]:
         one.end(each, "abort")
