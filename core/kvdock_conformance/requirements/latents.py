@@ -78,7 +78,7 @@ def _own(area: SlotArea) -> Mapping[str, Sequence[Cases]]:
 
     gaps = ("padded slots", "padded blocks", "odd steps")
     one = {"lead": (13,), "index_order": "one", "rows": "contiguous" if "gather" in area.op else "one token for all"}
-    wide = attrs.evolve(area.base, num_blocks=300, block=16)
+    wide = attrs.evolve(area.base, num_blocks=80, block=16)
     far = attrs.evolve(area.base, num_blocks=2**15 + 2, block=16, dtype="float32")  # more than 2**24 elements
     values = {"first": 1, "step": 1} if "gather" in area.op else None
     return {
@@ -88,7 +88,7 @@ def _own(area: SlotArea) -> Mapping[str, Sequence[Cases]]:
             [make(f"{name}, {count} tokens", lead=(count,), pool=name) for name in PARTS for count in (2, 13)],
             [make("far into a pool", [2**19 + 20, 0, 2**18], geometry=far, pool="untouched memory", values=values)],
         ),
-        "beyond": ([make(f"behind {count} good ones", [*range(count), 300 * 16], geometry=wide) for count in (4096,)],),
+        "beyond": ([make("behind 1024 good ones", [*range(1024), 80 * 16], geometry=wide)],),
         "inputs": ([make("plain"), make("with padding", [3, -1, -7, 9]), make("fused", rows="fused kv"), make("int32", index="int32")],),
         "repeated": (repeated,),
         "scratch": (scratch,),
