@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("triton", reason="compiling for GPUs needs Triton: pip install 'kvdock[triton]'")
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
-MOVING = {"paged_caching_", "static_update_", "gather_paged", "copy_blocks_"}
+MOVING = {"paged_caching_", "static_update_", "gather_paged", "copy_blocks_", "swap_blocks_"}
 KERNELS = {*MOVING, "paged_attention"}
 WIDE_LANES = {"gfx90a", "gfx942", "gfx950"}
 
@@ -71,7 +71,7 @@ def test_a_chosen_subset_has_wide_accesses_and_no_spills(tmp_path: Path) -> None
     chosen = ("sm_90", "gfx942")
     results = compiled(tmp_path, "--quick", *(word for name in chosen for word in ("--target", name)))
     assert {result["target"] for result in results} == set(chosen)
-    assert len(results) == 14
+    assert len(results) == 16
     assert_wide(results)
     assert_no_spills(results)
 

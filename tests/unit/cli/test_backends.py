@@ -45,7 +45,7 @@ def test_ready_backend_with_what_it_can_do(acme_runtime: Runtime) -> None:
         "batch_invariant": False,
         "native": ["copy_blocks_", "own_op"],
         "overridden": [],
-        "portable": ["gather_paged", "mla_caching_", "mla_gather", "paged_attention", "paged_caching_", "static_update_"],
+        "portable": ["gather_paged", "mla_caching_", "mla_gather", "paged_attention", "paged_caching_", "static_update_", "swap_blocks_"],
         "notes": [],
     }
 
