@@ -38,7 +38,7 @@ def check_swap_inputs(target: Target, data: Mapping[str, Any]) -> None:
     check_inputs(target, data, ("k_cache", "v_cache"))
 
 
-AREA = Area("SWAP", OP, Swap, check_swap)
+AREA = Area("ACME", OP, Swap, check_swap)
 
 
 def _in_turn(name: str, *lists: Pairs, pools: Sequence[str] = ()) -> Case:
@@ -131,7 +131,7 @@ def _places(args: Args) -> moves.Places:
 
 SWAP = moves.Move(
     OP,
-    "swap",
+    "acme",
     "first bytes padding beyond ends index nothing dims heads unlike many orders parts addresses numbers inputs repeated",
     moves.COPY.pairs,
     "block_pairs",

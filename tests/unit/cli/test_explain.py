@@ -71,7 +71,7 @@ def test_named_backend(acme_runtime: Runtime) -> None:
 def test_unknown_op_lists_the_ops(acme_runtime: Runtime) -> None:
     error = explain("frobnicate", code=2)["error"]
     assert error["type"] == "ArgumentValueError"
-    ops = "copy_blocks_, gather_paged, mla_caching_, mla_gather, paged_attention, paged_caching_, static_update_"
+    ops = "copy_blocks_, gather_paged, mla_caching_, mla_gather, paged_attention, paged_caching_, static_update_, swap_blocks_"
     assert f"expected one of {ops}, got 'frobnicate'" in error["text"]
 
 

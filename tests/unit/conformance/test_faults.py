@@ -52,6 +52,7 @@ SAMPLE = {
     "resource-scratch-for-each-signature",
     "static-lengths-checked-without-new-positions",
     "static-rows-behind-a-smaller-batch",
+    "swap-last-pair-dropped",
     "thread-copies-write-all-back",
     "write-error-after-a-partial-write",
     "write-slot-zero-is-padding",
