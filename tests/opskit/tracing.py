@@ -16,7 +16,7 @@ __all__ = ["SIZES", "Seen", "forms", "seen"]
 
 SIZES = {"NB": 4, "block": 4, "vblock": 4, "Hk": 2, "Hv": 2, "Hq": 4, "Dk": 8, "Dv": 8, "B": 3, "S": 9, "b": 3, "n": 3, "s": 2, "N": 2} | {
     "D": 4, "E": 8, "W": 12, "C": 8, "P": 4, "R": 3, "G": 3, "T": 3, "k": 1, "m": 2, "K": 2, "H": 2, "MB": 5, "lead0": 3, "lead1": 2,
-    "Dc": 8, "Dp": 4, "Dw": 12,
+    "Dc": 8, "Dp": 4, "Dw": 12, "NBs": 4, "NBd": 5,
 }  # fmt: skip
 STATICS = (0.5, True, 3, None, "causal", (1, "a"))
 

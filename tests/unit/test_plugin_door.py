@@ -26,7 +26,7 @@ def test_what_is_listed_is_what_there_is() -> None:
 def test_all_errors_but_those_of_choosing_are_there() -> None:
     """A plugin raises what is wrong with a call or with itself; who is chosen is core's affair, and caches are the engine's."""
     others = {"AmbiguousBackendError", "BackendUnavailableError", "NoBackendError", "DiscoveryReentryError"}
-    others |= {"DroppedCacheError", "OutOfBlocksError"} - set(plugin.__all__)
+    others |= {"DroppedCacheError", "FileAccessError", "FileContentError", "OutOfBlocksError"} - set(plugin.__all__)
     assert set(kvdock.errors.__all__) - set(plugin.__all__) == others
 
 

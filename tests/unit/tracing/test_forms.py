@@ -21,6 +21,7 @@ from support_isolated import answer
 
 FIXED: dict[str, dict[str, Any]] = {
     "copy_blocks_": {"block_pairs": torch.tensor([[0, 1], [3, 2]])},
+    "swap_blocks_": {"block_pairs": torch.tensor([[0, 4], [3, 2]])},
     "paged_attention": {
         "q": torch.randn(3, 4, 8),
         "block_table": torch.tensor([[1, 3], [0, 1], [2, 0]], dtype=torch.int32),
