@@ -140,10 +140,13 @@ def test_behind_a_tier_without_memory_it_loses_what_should_come_from_there() -> 
 
 def test_tiers_that_are_not_bound_yet_are_bound_to_a_cache() -> None:
     cache, other = cache_of("one kind"), cache_of("one kind")
-    bound, fresh, counted = HostTier(cache.nbytes).bind(other), HostTier(cache.nbytes), NumberTier(3)
-    assert bound_tiers([bound, fresh, counted], cache) == (bound, fresh, counted)
+    bound, fresh, counted = HostTier(cache.nbytes).bind(cache), HostTier(cache.nbytes), NumberTier(3)
+    assert bound_tiers("here", [bound, fresh, counted], cache) == (bound, fresh, counted)
     assert fresh.num_blocks == cache.num_blocks
-    assert bound._bound()[0] is other, "what has a cache keeps it"
+    left = HostTier(cache.nbytes)
+    with pytest.raises(ArgumentValueError, match=r"here: tiers: expected host tiers of this cache, or of none"):
+        bound_tiers("here", [left, HostTier(cache.nbytes).bind(other)], cache)
+    assert repr(left) == f"HostTier({cache.nbytes})", "none was bound"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
