@@ -188,7 +188,7 @@ def test_a_script_of_each_area_fails_with_the_fault_and_passes_without(
 
 def test_the_sample_has_every_area() -> None:
     areas = {load()[name].area for name in SAMPLE.values()} | {
-        *("mla_caching_", "mla_gather", "paged_caching_", "static_update_", "reads", "threads")
+        *("mla_caching_", "mla_gather", "paged_caching_", "static_update_", "swap_blocks_", "reads", "threads")
     }
     assert areas == set(load().areas), (
         "the ops are all told alike, test_reports runs one; what reads beside a tensor crashes; races show now and then"

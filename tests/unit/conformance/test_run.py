@@ -47,7 +47,8 @@ def test_a_good_backend(good: ConformanceRun, heard: list[Outcome]) -> None:
     assert found.about["device"] == "cpu"
     assert found.about["class"] == "support_conformance.BadBackend"
     assert found.about["ops"] == [
-        *("copy_blocks_", "gather_paged", "mla_caching_", "mla_gather", "paged_attention", "paged_caching_", "static_update_")
+        *("copy_blocks_", "gather_paged", "mla_caching_", "mla_gather", "paged_attention", "paged_caching_", "static_update_"),
+        "swap_blocks_",
     ]
     assert set(found.about["versions"]) == {"kvdock", "torch", "python"}
 
