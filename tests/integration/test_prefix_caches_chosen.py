@@ -84,7 +84,7 @@ CHOICES: dict[str, tuple[Any, dict[str, Any], type[KVDockError], str]] = {
     "a class": (RadixPrefixCache, {}, ArgumentTypeError, "expected a name or a PrefixCache, got <class"),
     "another block size": (RadixPrefixCache(8), {}, ArgumentValueError, "an empty prefix cache in blocks of 4, got one in blocks of 8"),
     "options beside one": (RadixPrefixCache(4), {"policy": "lru"}, ArgumentTypeError, "no options beside a prefix cache .*got policy"),
-    "options without one": (None, {"policy": "lru"}, ArgumentTypeError, "for_model: expected no options without prefix=, got policy"),
+    "options without one": (None, {"policy": "lru"}, ArgumentTypeError, "for_model: expected no options and no tiers .*got policy"),
     "an option it does not take": ("naive", {"policy": "lru"}, ArgumentTypeError, "'naive': expected options that its class takes"),
     "a policy that nobody has": ("radix", {"policy": "best"}, ArgumentValueError, "policy: expected one of 'lru'.*got 'best'"),
 }

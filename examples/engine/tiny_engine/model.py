@@ -18,8 +18,7 @@ class Decoder:
 
     Args:
         model: a `LlamaForCausalLM` of Transformers, or one of Mistral, Qwen2 or Qwen3.
-        config: of the pool.
-        rank: which share of the heads its pool has; whoever shares them shares weights, too, and adds up what `_joined` gets.
+        config, rank: of the pool. Ranks that share its heads share weights, too, and add up what `_joined` gets.
     """
 
     def __init__(self, model: Any, config: kvdock.PagedKVCacheConfig, rank: kvdock.RankInfo | None = None) -> None:
@@ -36,8 +35,8 @@ class Decoder:
         self.max_positions, self.dim = conf.max_position_embeddings, spec.layers[0].k_dim
         self.heads = [conf.num_attention_heads, spec.layers[0].num_k_heads, spec.layers[0].num_v_heads]
         self.cache = kvdock.create_cache(spec, config, rank or kvdock.RankInfo(self.embedding.device))
-        cos, sin = rope(self.embedding[:1], torch.arange(self.max_positions, device=self.embedding.device)[None])
-        self.cos, self.sin = cos[0, :, None], sin[0, :, None]  # [positions, 1, dim]
+        places = torch.arange(self.max_positions, device=self.embedding.device)[None]
+        self.cos, self.sin = (part[0, :, None] for part in rope(self.embedding[:1], places))  # [positions, 1, dim]
 
     @torch.no_grad()
     def __call__(self, tables: TableViews, tokens: torch.Tensor, longest: int | None = None) -> torch.Tensor:
@@ -52,20 +51,17 @@ class Decoder:
         several = {} if longest is None else {"cu_query_lens": tables.cu_query_lens, "max_query_len": longest}
         for index, layer in enumerate(self.layers):
             q, k, v = linear(self._normed(hidden, layer.norm), *layer.qkv).unflatten(-1, (-1, self.dim)).split(self.heads, 1)
-            q, k = (self._normed(rows, norm) for rows, norm in zip((q, k), layer.head_norms, strict=True))
+            q, k = (_rotated(self._normed(rows, norm), cos, sin) for rows, norm in zip((q, k), layer.head_norms, strict=True))
             # Keys and values are written to where they go, and attended to where they lie.
-            pools = self.cache.update(index, _rotated(k, cos, sin), v, tables.slot_mapping)
-            seen = kvdock.ops.paged_attention(
-                _rotated(q, cos, sin), *pools, tables.block_table, tables.seq_lens, window=layer.window, **several
-            )
+            pools = self.cache.update(index, k, v, tables.slot_mapping)
+            seen = kvdock.ops.paged_attention(q, *pools, tables.block_table, tables.seq_lens, window=layer.window, **several)
             hidden = hidden + self._joined(linear(seen.flatten(1), *layer.out))
             gate, up = linear(self._normed(hidden, layer.mlp_norm), *layer.gate_up).chunk(2, -1)
             hidden = hidden + self._joined(linear(silu(gate) * up, *layer.down))
         last = hidden if longest is None else hidden[tables.cu_query_lens[1:] - 1]
         return linear(self._normed(last, self.norm), self.head)
 
-    def _joined(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows
+    _joined = staticmethod(torch.nn.Identity())
 
     def _normed(self, rows: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         return rows if norm is None else rms_norm(rows, norm.shape, norm, self.eps)
