@@ -15,6 +15,8 @@ import kvdock
 from kvdock.cache.swapping import Swapper, host_cache
 from support_caches import CPU, SPECS, random_bits
 
+pytestmark = pytest.mark.backend
+
 SPEC = SPECS["uniform"]
 
 

@@ -15,6 +15,8 @@ import kvdock
 from kvdock.layers import Buffer, OpaqueLayerSpec, StateLayerSpec
 from support_caches import CPU, LAYOUTS, SPECS, counting_runtime, random_bits
 
+pytestmark = pytest.mark.backend
+
 F32, BF16 = torch.float32, torch.bfloat16
 FULL, WINDOW = kvdock.LayerSpec(2, 2, 16, 16), kvdock.LayerSpec(2, 2, 16, 16, window=8)
 STATE = StateLayerSpec([Buffer("conv", (24, 4), BF16), Buffer("recurrent", (4, 16, 16), F32), Buffer("steps", (3,), torch.uint8)])

@@ -193,6 +193,7 @@ def test_a_stream_must_be_one() -> None:
         Swapper(ops).swap(cache, host, [(0, 1)])
 
 
+@pytest.mark.backend
 def test_the_process_s_runtime_is_the_default() -> None:
     cache = kvdock.create_cache(SPEC, kvdock.PagedKVCacheConfig(num_blocks=2), CPU)
     host = host_cache(cache, num_blocks=3)

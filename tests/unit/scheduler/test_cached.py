@@ -9,6 +9,8 @@ from kvdock.errors import ArgumentTypeError, StaleHandleError, WrongThreadError
 from kvdock.scheduler.cached import block_sizes, cached_blocks, note_only_needed, num_blocks, unused_size, use_prefix
 from support_files import KINDS, compute, pool
 
+pytestmark = pytest.mark.backend
+
 IDS = list(range(80))
 
 
