@@ -14,6 +14,9 @@ from kvdock.ops.schema import Arg, Dim, OpSchema, Role
 
 __all__ = ["check_overlap", "check_storage", "check_strides", "meta_of", "refuse"]
 
+_NOWHERE = torch.device("meta")
+"""Where there is no memory to share: an address is but an offset in a storage of its own."""
+
 
 def refuse(error: type[KVDockError], schema: OpSchema, name: str, expected: str, got: object, fix: str) -> NoReturn:
     """Raise an error about an argument."""
@@ -44,8 +47,8 @@ def check_overlap(schema: OpSchema, tensors: dict[str, torch.Tensor]) -> None:
     mutated = [arg.name for arg in schema.mutated if arg.name in tensors]
     for written, (name, tensor) in itertools.product(mutated, tensors.items()):
         target = tensors[written]
-        if name == written or tensor.device != target.device or tensor.is_meta:
-            continue  # on meta there is no memory, and an address is but an offset in a storage of its own
+        if name == written or tensor.device != target.device or tensor.device == _NOWHERE:
+            continue
         if share_memory(target, tensor) if name in mutated else ranges_overlap(target, tensor):
             got = f"address {tensor.data_ptr():#x} within {written} from {target.data_ptr():#x}"
             fix = f"pass two tensors for {written} and {name}" if name in mutated else schema.instead or f"{name}.clone()"
