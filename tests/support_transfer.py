@@ -240,7 +240,8 @@ class Rank:
     ) -> None:
         options = {"num_blocks": 24, "block_size": 4, **config}
         self.name = name
-        self.cache = kvdock.create_cache(spec, kvdock.PagedKVCacheConfig(**options), kvdock.RankInfo(device, ranks, rank), ops=OPS)
+        ops = OPS if device == "cpu" else None  # another device's kernels come from what is installed
+        self.cache = kvdock.create_cache(spec, kvdock.PagedKVCacheConfig(**options), kvdock.RankInfo(device, ranks, rank), ops=ops)
         self.manager = kvdock.CacheManager(self.cache.num_blocks, groups=self.cache.groups, null_block=True)
         self.loop = Loop(name)
         self.exchange = Exchange(self.manager, self.cache, self.loop, model=model, limits=limits, clock=clock)
