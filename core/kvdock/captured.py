@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
@@ -81,12 +82,13 @@ class CapturedSteps:
     def __repr__(self) -> str:
         return f"CapturedSteps(batch_sizes={self.batch_sizes}, is_captured={self.is_captured}, {self.tables!r})"
 
-    def run(self, sequences: Sequence[CacheSequence], *inputs: Any) -> torch.Tensor:
+    def run(self, sequences: Sequence[CacheSequence], *inputs: Any, seq_lens: npt.ArrayLike | None = None) -> torch.Tensor:
         """Show a batch in the tables and decode its last tokens; there is room for them already.
 
         Args:
             sequences: as `BatchTables.update` takes them, one to the largest size.
             inputs: for each input of the step its rows ``[batch, ...]``: a tensor, on the device or on the host, an array or a list.
+            seq_lens: tokens of each, as `BatchTables.update` takes them.
 
         Returns:
             What the step returns for them, ``[batch, ...]``, until the next run: a graph puts it where the last one was.
@@ -104,7 +106,7 @@ class CapturedSteps:
                 "CapturedSteps.run: sequences", expected=f"1 to {self.batch_sizes[-1]}, for batch_sizes {sizes}", got=batch, fix=fix
             )
         rows = self._checked_inputs(inputs, batch)
-        self.tables.update(sequences)
+        self.tables.update(sequences, seq_lens=seq_lens)
         before, self._shown = self._shown, max(self._shown, batch)
         for buffer, values, padding in zip(self._inputs, rows, self._padding, strict=True):
             on_host = values.device != buffer.device

@@ -34,7 +34,7 @@ def build(name: str) -> Any:
 def steps_of(cache: Any) -> list[int]:
     """Return a list to which each captured step adds its rows."""
     steps, run = list[int](), cache.captured._steps.run
-    cache.captured._steps.run = lambda sequences, *inputs: (steps.append(len(sequences)), run(sequences, *inputs))[1]
+    cache.captured._steps.run = lambda sequences, *inputs, **told: (steps.append(len(sequences)), run(sequences, *inputs, **told))[1]
     return steps
 
 
@@ -353,12 +353,12 @@ def test_another_thread_calls_the_model_while_a_graph_stands_in() -> None:
 
     run = cache.captured._steps.run
 
-    def interrupted(*args: Any) -> torch.Tensor:
+    def interrupted(*args: Any, **told: Any) -> torch.Tensor:
         if not results:
             thread = threading.Thread(target=meanwhile)
             thread.start()
             thread.join()
-        return run(*args)
+        return run(*args, **told)
 
     cache.captured._steps.run = interrupted
     results.append(made.generate(**cache.bind(**inputs), **GREEDY).sequences)

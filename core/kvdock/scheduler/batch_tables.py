@@ -142,20 +142,20 @@ class BatchTables(NotCopied):
             IndexRangeError: more tokens in this step than a sequence has, or lengths beyond its room. Nothing was changed.
         """
         rows = as_rows(self._manager._rows, "BatchTables.update: sequences", sequences)
-        if not (seq_lens is None and type(query_lens) is int and query_lens == 1 and self._show_next(rows)):
+        if not (type(query_lens) is int and query_lens == 1 and self._show_next(rows, seq_lens)):
             self._show(rows, query_lens, seq_lens)
         changed = self._write_blocks(rows)
         if not self._is_host:
             self._send(changed)
 
-    def _show_next(self, rows: Index) -> bool:
+    def _show_next(self, rows: Index, seq_lens: npt.ArrayLike | None) -> bool:
         """Show one token of each row behind a step of as many; False if that was no such step, or something is to be looked at.
 
         Queries and padding are as they were, which is half of what `_show` writes.
         """
-        of, host, batch = self._manager._rows, self.host, rows.size
-        lengths = of.num_tokens[rows]
-        if not batch or batch != self._decoded or not lengths.all() or not self._fit(int(lengths.max())):
+        host, batch, room = self.host, rows.size, self._manager._rows.num_tokens[rows]
+        lengths = room if seq_lens is None else counts_of("BatchTables.update: seq_lens", seq_lens, batch)
+        if not batch or batch != self._decoded or not lengths.all() or not self._fit(int(room.max())) or (lengths > room).any():
             return False
         starts = lengths - 1
         host.seq_lens[:batch], host.positions[:batch] = lengths, starts

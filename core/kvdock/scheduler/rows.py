@@ -69,6 +69,7 @@ class Rows:
         serial: the number by which the publisher knows the sequence.
         locked: blocks before the place that the sequence has locked in the prefix cache.
         priority: for the eviction policy.
+        last_version: the last number that was one.
         last_batch: the sequences that came last, all of them open still, and their rows.
     """
 
@@ -113,7 +114,7 @@ class Rows:
         self.num_chunked = 0
         self.last_batch: tuple[list[Owner], Index] = [], np.empty(0, dtype=np.intp)
         self._free: list[int] = []
-        self._version = 0
+        self.last_version = 0
         for name in self._INTEGERS:
             setattr(self, name, np.zeros(0, dtype=np.intp))
 
@@ -165,10 +166,10 @@ class Rows:
 
     def touch(self, rows: Index, *, has_grown: bool = False) -> None:
         """Note that the blocks of rows have changed; or only that there are more behind them."""
-        self.version[rows] = np.arange(self._version + 1, self._version + 1 + rows.size)
+        self.version[rows] = np.arange(self.last_version + 1, self.last_version + 1 + rows.size)
         if not has_grown:
             self.replaced[rows] = self.version[rows]
-        self._version += rows.size
+        self.last_version += rows.size
 
     def reach(self, rows: Any) -> Any:
         """Return how many tokens of rows are written."""

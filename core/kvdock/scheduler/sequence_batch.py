@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -26,6 +27,8 @@ from kvdock.scheduler.rows import Index
 from kvdock.scheduler.sequence import CacheSequence
 
 __all__ = ["SequenceBatch"]
+
+_ORDERS = itertools.count()
 
 
 class SequenceBatch(NotCopied):
@@ -67,6 +70,7 @@ class SequenceBatch(NotCopied):
                 got=f"pads {self._pads.tolist()} and room for {room.tolist()} tokens",
             )
         self._most_pads = int(self._pads.max())
+        self._room, self._order = 0, next(_ORDERS)
         self._manager = manager
         self._tables = manager._pool.tables
         self._sequences = list(sequences)
@@ -112,9 +116,29 @@ class SequenceBatch(NotCopied):
         return self._most_pads
 
     @property
+    def room(self) -> int:
+        """Places behind `length` for which `reserve` has made room, which `grow` has not used: it asks nobody for them."""
+        return self._room
+
+    @property
+    def seq_lens(self) -> Index:
+        """Tokens of each row in its blocks, ``[batch_size]``: the places in use that are no padding."""
+        return np.maximum(self._length - self._pads, 0)
+
+    @property
     def sequences(self) -> tuple[CacheSequence, ...]:
-        """The sequence of each row; `select` and `close` change them."""
+        """The sequence of each row; `select` and `close` change them. They may have room beyond `seq_lens`, see `reserve`."""
         return tuple(self._sequences)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """What is another one, of any batch, whenever the rows are others or blocks of one may be: to be compared in no time."""
+        return self._order, self._manager._rows.last_version
+
+    @property
+    def table_versions(self) -> Index:
+        """`CacheSequence.table_version` of each row, ``[batch_size]``."""
+        return self._manager._rows.version[self._live("table_versions")]
 
     def block_table(self, group: int = 0) -> BlockIds:
         """Return block ids of each row's sequence, int32 ``[batch_size, most blocks]``, 0 behind the shorter ones; pads have no blocks.
@@ -140,25 +164,40 @@ class SequenceBatch(NotCopied):
         Raises:
             OutOfBlocksError: too few blocks are free or evictable. Nothing was changed.
         """
-        pairs = self.reserve(n)
+        if n.__class__ is int and 0 <= n <= self._room:
+            self._manager._enter()  # as for any other call of it
+            self._live("grow")
+            pairs = np.empty((0, 2), dtype=np.int64)
+        else:
+            pairs = self.reserve(n)
         self._length += n
+        self._room -= n
         return pairs
 
-    def reserve(self, n: int) -> npt.NDArray[np.int64]:
-        """Make room as `grow` does, and use none of it yet: the next `grow` does, and `truncate` gives it back.
+    def reserve(self, n: int, *, whole_blocks: bool = False) -> npt.NDArray[np.int64]:
+        """Make room as `grow` does, and use none of it yet: the next calls of it do.
 
-        A `fork` shares it, so it is to be used or given back before.
+        `truncate`, `fork` and a `select` that repeats rows give back what is not used: nobody writes into what is shared.
+
+        Args:
+            n: places of each row.
+            whole_blocks: make room for what else goes into the blocks, as steps of one token want it: it takes no more of them.
         """
         rows = self._live("grow")
         length = self._length + min(count_of("SequenceBatch.grow: n", n), TOO_MANY)
-        room = self._manager._rows.num_tokens[rows]
+        room, wanted = self._manager._rows.num_tokens[rows], np.maximum(length - self._pads, 0)
+        if whole_blocks:
+            size = self._manager._pool.finest
+            wanted = -(-wanted // size) * size
         # No match: all rows go on at one place, and a row that found more would run ahead of the others.
-        return self._manager.extend(self._sequences, np.maximum(length - self._pads - room, 0), match=False)
+        pairs = self._manager.extend(self._sequences, np.maximum(wanted - room, 0), match=False)
+        self._room = int((np.maximum(wanted, room) + self._pads).min()) - self._length
+        return pairs
 
     def written(self) -> None:
         """Note that all places in use are written: what windows no longer reach may go, see `CacheManager.note_written`."""
         if self._manager.lets_go:
-            self._manager.note_written(self._sequences, np.maximum(self._length - self._pads, 0))
+            self._manager.note_written(self._sequences, self.seq_lens)
 
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` places of each row, and release the blocks behind them.
@@ -179,7 +218,7 @@ class SequenceBatch(NotCopied):
             self._manager._pool.check_kept("SequenceBatch.truncate: length", seq._row, tokens)
         for seq, tokens in shorter:
             self._manager.truncate(seq, tokens)
-        self._length = length
+        self._length, self._room = length, 0
 
     def select(self, rows: npt.ArrayLike) -> None:
         """Make row ``rows[i]`` the new row i. Rows may be repeated, left out and reordered; repeated rows share blocks.
@@ -206,7 +245,7 @@ class SequenceBatch(NotCopied):
         for row, seq in enumerate(self._sequences):
             if row not in first:
                 self._manager.abort(seq)
-        self._sequences[:] = made
+        self._sequences[:], self._order = made, next(_ORDERS)
         self._pads = self._pads[chosen]
         self._most_pads = int(self._pads.max())
 
@@ -255,6 +294,11 @@ class SequenceBatch(NotCopied):
 
     def _forks(self, rows: Iterable[int]) -> list[CacheSequence]:
         """Return a fork for each of ``rows``, or none where one of them is refused; then nothing is promised for their copies."""
+        rows = list(rows)
+        for row in set(rows):  # with room in a block that it shares, a row would write there without a copy
+            if (seq := self._sequences[row]).num_tokens > (tokens := max(self._length - int(self._pads[row]), 0)):
+                self._manager.truncate(seq, tokens)
+                self._room = 0
         made, promised = list[CacheSequence](), {seq._row: int(self._manager._rows.promised[seq._row]) for seq in self._sequences}
         try:
             for row in rows:

@@ -186,6 +186,12 @@ class AnyCall:
         view = self._tensor(drawing, arg, dims)
         return view if arg.name not in drawn else attrs.evolve(view, values=self._bits(arg, view, drawn[arg.name]))
 
+    def _is_on_host(self, arg: Arg) -> bool:
+        """Return whether an argument lies in host memory. With all there that say whose call it is, it would be another device's."""
+        placing = self.op.schema.placing
+        wanted = {name: self._is(self.op.schema.arg(name), "place", "device") == "host" for name in (arg.name, *placing)}
+        return wanted[arg.name] and not (arg.name == placing[0] and all(wanted.values()))
+
     def _tensor(self, drawing: Drawing, arg: Arg, dims: Sequence[Dim]) -> View:
         """Return a tensor of its sizes, laid out as its memory is to be: steps within a row, if it has static ones, are of one."""
         shape = [self.sizes[dim.name] if dim.literal is None else dim.literal for dim in dims]
@@ -193,7 +199,7 @@ class AnyCall:
         is_free, size = not dims or dims[-1].runtime, ITEMSIZE[dtype]
         steps = range(rank if is_free else rank - 1)
         gap = {"wide gaps": 16 // size, "odd gaps": 1}.get(memory, 0)
-        how: dict[str, Any] = {"host": self._is(arg, "place", "device") == "host", "offset": size if memory == "odd address" else 0}
+        how: dict[str, Any] = {"host": self._is_on_host(arg), "offset": size if memory == "odd address" else 0}
         how["fill"] = "numbers" if getattr(torch, dtype).is_floating_point else "zeros" if dtype == "bool" else "random"
         if gap and is_free:
             return drawing.tensor(dtype, (*shape, 1 + gap), **how).select(rank, 0)

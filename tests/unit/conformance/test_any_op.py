@@ -19,6 +19,8 @@ from kvdock.ops.validate import validate
 from kvdock.plugin import Arg, Op, OpSchema, Relation, Role
 from kvdock_conformance import faults, requirements
 from kvdock_conformance.cases.any_op import AnyCall, factors_of
+from kvdock_conformance.cases.drawing import Drawing
+from kvdock_conformance.cases.swaps import DRAWN as SWAPS
 from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.expected import read
 from kvdock_conformance.faults.ops import FAULTS
@@ -236,3 +238,16 @@ def test_a_schema_of_one_static_vector_has_no_run_time_cases() -> None:
     made = drawn(Op(schema, SUM.portable, lambda total: None))
     assert made["KVD-OP-003"] == [], "nothing of it can be 0"
     assert [case["name"] for case in made["KVD-OP-005"]] == ["the same again", "pools of their own"]
+
+
+@pytest.mark.parametrize(
+    "on_host", [(), ("src_cache",), ("dst_cache",), ("src_cache", "dst_cache"), ("src_cache", "dst_cache", "block_pairs")]
+)
+def test_a_call_has_a_pool_on_the_device_it_is_made_on(on_host: tuple[str, ...]) -> None:
+    """With both pools of a swap in host memory it would be the host's, and its pairs could not lie anywhere else."""
+    made = AnyCall(SWAPS, {f"{name} place": "host" for name in on_host}).settled()
+    assert made is not None
+    drawing = Drawing()
+    views = made.arguments(drawing)
+    found = {name for name, view in views.items() if drawing.arenas[view.arena].get("host", False)}
+    assert found == {*on_host} - ({"src_cache"} if len(on_host) > 1 else set())

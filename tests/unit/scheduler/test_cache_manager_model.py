@@ -305,11 +305,17 @@ class Managers(TwoManagers):
             self.batches.append(Rows(made, rows))
 
     @precondition(lambda self: self.batches)
-    @rule(which=WHICH, n=st.integers(0, 5), new=st.lists(st.integers(0, 1), min_size=10, max_size=10))
-    def batch_grow(self, which: int, n: int, new: list[int]) -> None:
+    @rule(which=WHICH, n=st.integers(0, 5), ahead=st.integers(0, 3), new=st.lists(st.integers(0, 1), min_size=10, max_size=10))
+    def batch_grow(self, which: int, n: int, ahead: int, new: list[int]) -> None:
+        """By what there is room for, or with room for what comes behind."""
         one = self.batches[which % len(self.batches)]
         start = one.batch.length
-        pairs = self.attempt(lambda _, at: one.pair[at].grow(n))
+        pairs = self.attempt(lambda _, at: one.pair[at].reserve(n, whole_blocks=True)) if ahead else None
+        if pairs is not None:
+            assert one.batch.room >= n
+            self.both(lambda _, at: one.pair[at].grow(n).size or None)
+        else:
+            pairs = self.attempt(lambda _, at: one.pair[at].grow(n))
         assert one.batch.length == start + n * (pairs is not None)
         if pairs is not None:
             assert pairs[0].tolist() == pairs[1].tolist()
@@ -318,7 +324,7 @@ class Managers(TwoManagers):
             for at, (row, row_slots) in enumerate(zip(one.rows, slots, strict=True)):
                 slots_of_tokens = row_slots[row_slots >= 0]
                 row.written = [*row.written, *(new[(at + place) % len(new)] for place in range(len(slots_of_tokens)))]
-                assert row.seq.num_tokens == len(row.written)
+                assert row.seq.num_tokens >= len(row.written)
                 self.pool.write(slots_of_tokens, row.namespace, row.written)
 
     @precondition(lambda self: self.batches)

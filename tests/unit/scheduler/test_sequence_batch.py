@@ -112,6 +112,55 @@ def test_what_is_reserved_in_a_shared_block_is_copied_once() -> None:
     assert (batch.length, fork.length, used(manager)) == (5, 3, 3)
 
 
+def test_steps_use_the_room_of_whole_blocks_without_asking_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manager is asked for the step that needs a block of any row."""
+    manager, batch = make(2, block_size=4)
+    other = SequenceBatch(manager, [manager.open_empty() for _ in range(2)], pads=[1, 3])
+    asked, extend = list[int](), manager.extend
+    monkeypatch.setattr(manager, "extend", lambda seqs, n, **told: (asked.append(one.length), extend(seqs, n, **told))[1])
+    for one, steps in ((batch, [0, 4, 8]), (other, [0, 1, 3, 5, 7, 9])):
+        for _ in range(10):
+            if not one.room:
+                assert len(one.reserve(1, whole_blocks=True)) == 0
+            assert one.grow(1).shape == (0, 2)
+        assert asked == steps
+        assert one.seq_lens.tolist() == (10 - one.pads).tolist()
+        asked.clear()
+    slots = np.concatenate([one.slot_mapping(0, 10).ravel() for one in (batch, other)])
+    assert np.unique(slots[slots >= 0]).size == 36, "each token has a slot of its own"
+    assert used(manager) == 11, "no more blocks than tokens need"
+
+
+@pytest.mark.parametrize("share", ["fork", "select"])
+def test_what_is_shared_is_copied_though_there_was_room_in_it(share: str) -> None:
+    """Whichever of the two writes first."""
+    manager, batch = make(1, length=1)
+    batch.reserve(1, whole_blocks=True)
+    assert (batch.room, batch.sequences[0].num_tokens) == (3, 4)
+    other = batch.fork() if share == "fork" else batch
+    if share == "select":
+        batch.select([0, 0])
+    assert batch.room == other.room == 0
+    assert [seq.num_tokens for seq in (*batch.sequences, *other.sequences)] == [1, 1, *[1] * (2 if share == "select" else 0)]
+    (old, new), *more = batch.grow(1).tolist()
+    assert (more, old == new) == ([], False)
+    if share == "fork":
+        assert other.grow(1).shape == (0, 2), "nobody else holds the block any more"
+    assert used(manager) == 2
+
+
+def test_a_row_that_is_cut_or_chosen_keeps_no_room_that_nobody_knows_of() -> None:
+    manager, batch = make(3, length=2)
+    batch.reserve(1, whole_blocks=True)
+    batch.select([2, 0])
+    assert batch.room == 2, "nobody shares a block"
+    batch.truncate(1)
+    assert (batch.room, [seq.num_tokens for seq in batch.sequences]) == (0, [1, 1])
+    with pytest.raises(OutOfBlocksError):
+        batch.reserve(1000, whole_blocks=True)
+    assert (batch.room, used(manager)) == (0, 2)
+
+
 @pytest.mark.parametrize("share", [False, True], ids=["new blocks", "a copy"])
 def test_growing_past_the_pool_changes_nothing(share: bool) -> None:
     manager, batch = make(1, length=5, num_blocks=2)

@@ -14,6 +14,7 @@ from kvdock.integrations.transformers.masks import ODD, Mask
 from kvdock.integrations.transformers.passes import current_pass
 from kvdock.integrations.transformers.reading import LAYER, Check, Pass
 from kvdock.integrations.transformers.switching import former_attention, former_mask, register
+from kvdock.integrations.transformers.untraced import untraced
 
 __all__ = ["attend", "make_mask"]
 
@@ -30,7 +31,7 @@ _CLOSE = 1e-3
 """How far results may be apart in a trial, as a part of their length; more where a dtype is coarser."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not annotate it
+@untraced
 def make_mask(**arguments: Any) -> Any:
     """Return what stands for a mask in a pass of this thread that reads pages; else the mask, as the model would have it."""
     begun = current_pass()
@@ -66,7 +67,7 @@ def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
     return _attend(module, query, key, value, attention_mask, told)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the same
+@untraced
 def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, told: dict[str, Any]) -> Any:
     layer: PagedLayer | DecodingLayer | None = getattr(key, LAYER, None)
     if isinstance(layer, DecodingLayer):

@@ -190,7 +190,7 @@ class CapturedDecoding:
         if not self.is_captured:
             self._check(told, batch, asked())
         ids, positions = told["input_ids"][:, 0], told["position_ids"][:, 0]
-        hidden = self._steps.run(batch.sequences, ids, positions.expand(rows))
+        hidden = self._steps.run(batch.sequences, ids, positions.expand(rows), seq_lens=batch.seq_lens)
         if self.is_captured:
             self._check(told, batch, asked())
         return hidden

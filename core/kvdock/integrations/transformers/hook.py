@@ -26,6 +26,7 @@ from kvdock.integrations.transformers.passes import enter, leave
 from kvdock.integrations.transformers.plain import CACHES, by_name, hooks_of, odd_argument, odd_places, parameters_of
 from kvdock.integrations.transformers.seen import HIDDEN, Oddity
 from kvdock.integrations.transformers.state import PagedState
+from kvdock.integrations.transformers.untraced import untraced
 
 __all__ = ["finish_pass", "prepare_pass", "what_runs"]
 
@@ -58,7 +59,7 @@ def prepare_pass(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
     return None if isinstance(kwargs.get(CACHE_KEYWORD), PagedDecoding) else _prepare(model, args, kwargs)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not annotate it
+@untraced
 def _prepare(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     leave(model)  # what was interrupted before it came to its end
     told = by_name(parameters_of(model), args, kwargs) if args else kwargs
@@ -90,7 +91,7 @@ def _make_room(state: PagedState, told: dict[str, Any]) -> None:
         state.reserve(given.shape[0], given.shape[1])
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the same
+@untraced
 def _finish(model: torch.nn.Module, told: dict[str, Any], output: Any) -> None:
     state = _paged_state(told)
     if state is not None and len(state.states):

@@ -14,6 +14,7 @@ from kvdock.integrations.transformers.gradient import refuse_backward
 from kvdock.integrations.transformers.latent import rope_of
 from kvdock.integrations.transformers.slots import inner
 from kvdock.integrations.transformers.state import PagedState
+from kvdock.integrations.transformers.untraced import untraced
 
 __all__ = ["PagedLayer"]
 
@@ -82,7 +83,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Do nothing: the pool is there from the start."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new tokens, and return them; where attention does not read pages behind those that are visible from the first of them.
 

@@ -253,12 +253,17 @@ class PagedState:
     def grown(self, batch: SequenceBatch, tokens: int, *, reserve: bool = False) -> npt.NDArray[np.int64]:
         """Make room, or reserve it for later; return the pairs of blocks to copy."""
         try:
-            return batch.reserve(tokens) if reserve else batch.grow(tokens)
+            if reserve:
+                return batch.reserve(tokens)
+            # To the end of the blocks: steps of decoding ask the manager when they need one more, and not each time.
+            pairs = batch.reserve(tokens, whole_blocks=True) if tokens > batch.room else None
+            grown = batch.grow(tokens)
         except OutOfBlocksError as error:
             fix = "reset() copies of the cache, or make the pool larger: num_blocks or max_kv_memory_bytes"
             if self._lets_go:
                 fix += "; with prefill_chunk_size in the GenerationConfig, windows let go of a long prompt as it is computed"
             raise OutOfBlocksError("PagedCacheForTransformers", expected=error.expected, got=error.got, fix=fix) from error
+        return grown if pairs is None else pairs
 
     def settle(self) -> None:
         """Let windows go of what no later token reads, behind a pass: while one runs, its last layer has yet to attend."""

@@ -22,6 +22,9 @@ from kvdock.scheduler import SequenceBatch
 __all__ = ["StepTables", "is_accelerator", "sent"]
 
 
+_NO_VERSIONS: npt.NDArray[np.intp] = np.empty(0, dtype=np.intp)
+
+
 class StepTables:
     """Tables of the current step, or of the last one.
 
@@ -45,7 +48,8 @@ class StepTables:
 
     def __init__(self, device: torch.device, block_sizes: Sequence[int]) -> None:
         self._device, self._groups, self._block_sizes = device, range(len(block_sizes)), block_sizes
-        self._versions: list[int] = []
+        self._versions: npt.NDArray[np.intp] = _NO_VERSIONS
+        self._version: tuple[int, int] | None = None
         self._step: torch.Tensor | None = None
         self._last, self._left = 0, 0
         self.start = self.stop = 0
@@ -61,25 +65,28 @@ class StepTables:
 
     def begin(self, batch: SequenceBatch, start: int, stop: int, *, attends: bool) -> None:
         """Show a step that writes places ``start`` to ``stop - 1`` of each row; without ``attends`` only where they go."""
-        versions = [seq.table_version for seq in batch.sequences] if attends else []  # in no two sequences the same
-        if self._goes_on(start, stop, versions):
+        # In no two sequences the same; and of the same rows, where nothing has changed since, not to be looked at again.
+        version = batch.version if attends else None
+        is_same = attends and version == self._version
+        versions = (self._versions if is_same else batch.table_versions) if attends else _NO_VERSIONS
+        if self._goes_on(start, stop) and (is_same or np.array_equal(versions, self._versions)):
             assert self._step is not None  # noqa: S101 - there is a step to go on from
             self._step.add_(1)
             self._left -= 1
         else:
             self._make(batch, start, stop, versions)
-        self._last = stop
+        self._last, self._version = stop, version
         self.start, self.stop = start, stop
 
-    def _goes_on(self, start: int, stop: int, versions: list[int]) -> bool:
-        """Return whether each row writes the place behind the one that it wrote in the last step, in the same block.
+    def _goes_on(self, start: int, stop: int) -> bool:
+        """Return whether each row writes the place behind the one that it wrote in the last step, in the same block if it has that.
 
         Then all that a step sends is one more than it was, and the device can count by itself: most steps of decoding.
         """
-        return self._left > 0 and start == self._last and stop == start + 1 and versions == self._versions
+        return self._left > 0 and start == self._last and stop == start + 1
 
-    def _make(self, batch: SequenceBatch, start: int, stop: int, versions: list[int]) -> None:
-        rows, tokens, attends = batch.batch_size, stop - start, bool(versions)
+    def _make(self, batch: SequenceBatch, start: int, stop: int, versions: npt.NDArray[np.intp]) -> None:
+        rows, tokens, attends = batch.batch_size, stop - start, versions.size > 0
         parts: list[npt.NDArray[Any]] = [batch.slot_mapping(start, stop, group).ravel() for group in self._groups]
         if attends:
             parts += [stop - batch.pads, np.arange(0, (rows + 1) * tokens, tokens)][: 2 if tokens > 1 else 1]
@@ -92,7 +99,7 @@ class StepTables:
             if attends:
                 self.lens, self.cu_query_lens = found[len(self._groups)], found[-1] if tokens > 1 else None
                 # Block tables stay, unless they are other ones but for what was let go, which nobody reads.
-                if versions != self._versions:
+                if not np.array_equal(versions, self._versions):
                     self.block_tables = [sent(batch.block_table(group), self._device) for group in self._groups]
                     self._versions = versions
 
