@@ -9,7 +9,7 @@ PYTEST := $(TEST_ENV) $(PY) -m pytest
 # The interpreter of the gpu targets: the one they are called with, since such machines bring their own torch.
 PYTHON ?= python3
 
-.PHONY: setup demo serve-demo test test-all check format bench bench-prefix aot calls matrix architectures gpu-test gpu-bench gpu-bench-generate clean
+.PHONY: setup demo serve-demo ray-demo test test-all check format bench bench-prefix aot calls matrix architectures gpu-test gpu-bench gpu-bench-generate clean
 
 setup: $(VENV)/.ready
 
@@ -31,6 +31,14 @@ demo: $(VENV)/.model
 # Requests that come at different times, on the example engine, beside generate().
 serve-demo: $(VENV)/.model
 	HF_HUB_OFFLINE=1 $(PY) examples/serve_demo.py
+
+$(VENV)/.ray: $(VENV)/.model examples/ray_serve/requirements.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check -r examples/ray_serve/requirements.txt
+	@touch $@
+
+# Conversations on Ray Serve, with its own routing and with kvdock's.
+ray-demo: $(VENV)/.ray
+	$(PY) examples/ray_serve/serve.py --demo
 
 # tests/architecture is part of `make check`. Three workers for two cores: many tests wait for a process or a limit of time.
 test: setup
