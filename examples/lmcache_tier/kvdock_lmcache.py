@@ -18,7 +18,7 @@ from lmcache.v1.metadata import LMCacheMetadata
 
 import kvdock
 from kvdock.layers import KeepAll
-from kvdock.prefix import PrefixEvent, Removed, Stored
+from kvdock.prefix import PrefixEvent, Stored
 
 
 class PoolConnector(GPUConnectorInterface):
@@ -150,17 +150,9 @@ class LMCacheStore:
         return max(have, int(came.long().cumprod(0).sum()))
 
     def _told(self, event: PrefixEvent) -> None:
-        """Observe the prefix cache."""
-        if isinstance(event, Stored):
-            if not event.namespace:
-                self._keep(event)
-        elif isinstance(event, Removed):
-            for block in event.blocks.tolist():
-                self._prefixes.pop(block, None)
-        else:
-            self._prefixes.clear()
-
-    def _keep(self, event: Stored) -> None:
+        """Observe the prefix cache. What it removes need not be forgotten: a block's next entry takes the place of the one before."""
+        if not isinstance(event, Stored) or event.namespace:
+            return
         ids, rows = event.blocks.tolist(), event.tokens.reshape(len(event.blocks), -1)
         self._prefixes.update(zip(ids, zip([event.parent, *ids], rows, strict=False), strict=True))
         path, block = [], ids[-1]

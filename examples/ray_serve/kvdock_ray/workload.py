@@ -12,9 +12,9 @@ from tiny_engine.request import Request
 
 from kvdock_ray.client import Replicas
 
-ABOUT = ("objects", "truth", "naming", "import", "atom-identifiers", "strings", "numbers", "typesmapping", "lambda", "yieldexpr")
 QUESTIONS = ("What is this text about?", "Explain it to a child.", "Give one example.", "Say it in one sentence.")
 WORDS, LONGEST, THINKS, SECONDS = 90, 16, 3.0, 300  # of each text; tokens of an answer; seconds before a question; that an answer may take
+TEXTS = [" ".join(words[:WORDS]) for words in map(str.split, topics.values()) if len(words) >= WORDS]
 SAYS = "<|im_start|>{}\n{}<|im_end|>\n".format
 
 
@@ -46,7 +46,7 @@ class Conversations:
     Args:
         handle: of the deployment `Replica`.
         tokenizer: of a model that was trained on ``<|im_start|>`` and ``<|im_end|>``.
-        count: conversations, at the same time.
+        count: conversations, at the same time; at most as many as there are `TEXTS`.
         block_size: of the engines.
     """
 
@@ -65,7 +65,7 @@ class Conversations:
 
     async def _one(self, number: int, replicas: Replicas, talk: Talk) -> None:
         draw = random.Random(number)  # noqa: S311 - no secret: the same pauses each time
-        said, before = self._ids(SAYS("system", "Answer briefly.") + SAYS("user", f"{self._text(number)}\n\n{QUESTIONS[0]}")), 0
+        said, before = self._ids(SAYS("system", "Answer briefly.") + SAYS("user", f"{TEXTS[number]}\n\n{QUESTIONS[0]}")), 0
         stop = frozenset({self.tokenizer.eos_token_id})
         for turn, question in enumerate([*QUESTIONS[1:], ""]):
             await asyncio.sleep(draw.uniform(0, THINKS))
@@ -84,9 +84,3 @@ class Conversations:
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text)["input_ids"])
-
-    @staticmethod
-    def _text(number: int) -> str:
-        """Return a text that no other conversation has."""
-        words = topics[ABOUT[number % len(ABOUT)]].split()
-        return " ".join(words[WORDS * (number // len(ABOUT)) :][:WORDS])

@@ -115,10 +115,14 @@ def test_a_replica_that_is_gone_is_forgotten_and_its_successor_followed(replicas
     assert prefixes.ranked(LONG, {"b": 0, "c": 0}) == ["c", "b"]
 
 
-def test_followed_replicas_stay_as_they_are(replicas: dict[str, Replica], prefixes: Prefixes) -> None:
+def test_replicas_that_are_told_again_stay_as_they_are_and_others_go(replicas: dict[str, Replica], prefixes: Prefixes) -> None:
     before = dict(prefixes.readers)
     prefixes.follow({name: replica.addresses for name, replica in replicas.items()})
     assert prefixes.readers == before
+    prefixes.follow({"b": replicas["b"].addresses})
+    assert prefixes.readers == {"b": before["b"]}
+    with pytest.raises(kvdock.ArgumentValueError, match="closed"):
+        before["a"].poll()
 
 
 def test_a_late_router_learns_what_was_stored_before(replicas: dict[str, Replica], prefixes: Prefixes) -> None:
