@@ -92,6 +92,21 @@ def test_what_the_pool_evicted_comes_back_bit_for_bit(connect: Made, layout: kvd
         assert serve(cache, manager, text(start)) == 40
 
 
+def test_it_comes_back_from_lmcaches_disk(connect: Made, tmp_path: Path) -> None:
+    """With host memory for a few chunks on their way, and none that are kept there."""
+    cache, manager = pool(), kvdock.CacheManager(16, BLOCK)
+    store = connect(cache, manager, config(local_cpu=False, local_disk=f"file://{tmp_path}/", max_local_disk_size=0.05))
+    for start in (0, 1000, 2000):
+        serve(cache, manager, text(start))
+    end = time.monotonic() + 30
+    while store.engine.lookup(text(0)) < 40:  # it writes in a thread of its own
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) >= 40 * 3 * 2 * 16 * 4
+    assert store.fetch(text(0)) == 40
+    assert serve(cache, manager, text(0)) == 40
+
+
 def test_without_fetching_nothing_comes(connect: Made) -> None:
     cache, manager = pool(), kvdock.CacheManager(16, BLOCK)
     connect(cache, manager, config())
