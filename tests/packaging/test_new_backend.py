@@ -105,7 +105,11 @@ def test_from_nothing_to_a_green_report_in_two_minutes(stranger: Callable[..., E
     report = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
     assert (report["complete"], report["left_out"], report["about"]["class"]) == (True, [], "kvdock_acme.backend.AcmeBackend")
     assert [item["id"] for item in report["requirements"] if item["verdict"] not in ("passed", "unsupported")] == []
-    unsupported = {item["id"]: item["reason"] for item in report["requirements"] if item["verdict"] == "unsupported"}
+    unsupported = {
+        item["id"]: item["reason"]
+        for item in report["requirements"]
+        if item["verdict"] == "unsupported" and (item["area"] in OPS or item["reason"] != "it has no kernel for this op")
+    }
     assert {name: reason for name, reason in unsupported.items() if not any(text in reason for text in UNCLAIMED)} == {}
     passed = Counter(item["area"] for item in report["requirements"] if item["verdict"] == "passed")
     assert all(passed[op] > 15 for op in OPS), passed

@@ -84,11 +84,11 @@ class Fetching:
         if seen is None:
             return None
         reach, more = seen
-        with self._held(reach):
-            if not self._pool.has(more.blocks, _STATES):
-                return None
-        self._tiers.prefetch(reach.found)
-        return more
+        with self._held(reach, needs, more) as has_room:
+            pass
+        if has_room:
+            self._tiers.prefetch(reach.found)
+        return more if has_room else None
 
     def bring(self, prompt: Prompt, needs: Needs, priority: int) -> bool:
         """Bring what tiers have of a prompt, if all of it fits then; return whether there is more in the pool now."""
@@ -96,21 +96,30 @@ class Fetching:
         if seen is None:
             return False
         reach, more = seen
-        with self._held(reach):
-            return self._pool.has(more.blocks, _STATES) and self._load(prompt.ids, prompt.namespace, reach, priority) > 0
+        with self._held(reach, needs, more) as has_room:
+            return has_room and self._load(prompt.ids, prompt.namespace, reach, priority) > 0
 
     @contextmanager
-    def _held(self, reach: Reach) -> Iterator[None]:
-        """Keep what a prompt would go on with, in the pool and in tiers."""
+    def _held(self, reach: Reach, needs: Needs, more: Needs) -> Iterator[bool]:
+        """Keep what a prompt would go on with, in the pool and in tiers, and what it goes on with should these fail.
+
+        Yields whether there is room either way: a prompt that was said to fit does, though a tier fails.
+        """
         pool, longest = self._pool, reach.longest
-        pool.prefix.lock_handle(longest.handle)
-        held = self._columns.hold(longest.blocks, reach.count)
-        self._tiers.hold(reach.found)
+        pool.prefix.lock_handle(needs.handle)
+        alone = pool.hold(needs.match.blocks)
         try:
-            yield
+            fits = pool.has(needs.blocks, 1)
+            pool.prefix.lock_handle(longest.handle)
+            held = self._columns.hold(longest.blocks, reach.count)
+            self._tiers.hold(reach.found)
+            try:
+                yield fits and pool.has(more.blocks, _STATES)
+            finally:
+                self._tiers.release(reach.found)
+                pool.unlock(longest.handle, held)
         finally:
-            self._tiers.release(reach.found)
-            pool.unlock(longest.handle, held)
+            pool.unlock(needs.handle, alone)
 
     def _load(self, ids: npt.NDArray[Any], namespace: Namespace, reach: Reach, priority: int) -> int:
         """Take units, load and publish them; return how many there are."""

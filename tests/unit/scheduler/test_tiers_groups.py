@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from typing import Any
 
@@ -244,3 +245,23 @@ def test_the_end_of_a_prompt_that_a_tier_lost_is_computed_again() -> None:
     cached = one.run([1] * 44)
     assert cached in range(0, 44, 4)
     assert one.run([1] * 44) == 40
+
+
+@pytest.mark.filterwarnings("ignore::kvdock.errors.KVDockWarning")
+@pytest.mark.parametrize(
+    ("name", "num_blocks", "seed"),
+    [("full and a window", 24, 20), ("full and a window", 24, 18), ("full and a window shorter than a unit", 40, 11)],
+)
+def test_a_prompt_goes_on_with_what_the_pool_has_where_a_tier_fails_to_load(name: str, num_blocks: int, seed: int) -> None:
+    """Room for what does not come is not made of what is gone on with instead; and a prompt that was said to fit does."""
+    one = engine(name, num_blocks, 300, fails=lambda _, what: what == "load")
+    rng = random.Random(seed)  # noqa: S311 - one of those with which it went wrong
+    for _ in range(20):
+        ids = [rng.randrange(6)] * rng.randint(8, 26) + [rng.randrange(3) for _ in range(rng.randrange(4))]
+        begun = one.begin(ids, **({"at_most": rng.randint(1, 12)} if rng.random() < 0.3 else {}))
+        while begun is not None and begun.seq.computed < len(ids) + rng.randrange(3) and one.step(begun):
+            pass
+        while len(one.all) > rng.randrange(3):
+            one.end(rng.choice(one.all), "keep")
+    one.check()
+    assert one.manager.tier_usage[0].lost > 0
