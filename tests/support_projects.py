@@ -151,7 +151,7 @@ class Environment:
         words = shlex.split(line, comments=True)
         settings = dict(word.split("=", 1) for word in words if re.fullmatch(r"[A-Z_]+=\S+", word))
         command = self._program([word for word in words if "=" not in word or word.startswith("-")])
-        return run(command, environ=self._environ(settings), timeout=500, folder=folder)
+        return run(command, environ=self._environ(settings), timeout=1200, folder=folder)
 
     def _program(self, words: Sequence[str]) -> list[str]:
         """Return what a command is in an environment without pip, and without network."""

@@ -64,6 +64,8 @@ def test_the_tokens_of_no_cache_at_all(name: str) -> None:
 @pytest.mark.parametrize("scenario", zoo.SCENARIOS)
 def test_other_ways_to_generate(name: str, scenario: str) -> None:
     """Steps of several tokens go by the model's layers, those of one by captured steps."""
+    if scenario == "prompt-lookup" and name in zoo.WINDOWED and not zoo.CROPS_WINDOWS:
+        pytest.skip("DynamicCache of this version cannot do it")
     made = zoo.model(name)
     expected, cache = zoo.generate(made, zoo.dynamic(made), scenario), zoo.paged(made)
     cache.capture(batch_sizes=(1, 8))

@@ -321,6 +321,7 @@ def test_what_states_cannot_do_is_refused() -> None:
     assert str(cache.explain()) == "pages, and states of 3 layers"
 
 
+@pytest.mark.skipif("lfm3" not in GROUPS["causal"], reason="this version has no model of convolutions alone")
 def test_convolutions_take_back_what_they_have_recorded() -> None:
     made = build("lfm3")
     uncached, cache = Uncached(made), zoo.paged(made)
@@ -336,7 +337,7 @@ def test_convolutions_take_back_what_they_have_recorded() -> None:
 
 REFUSED = {
     "mamba": "expected a layer with keys and values, which are what a pool pages, got none but LinearAttentionLayer",
-    "recurrent_gemma": "expected layers that keep their states in the cache, got a layer that keeps them elsewhere: 0",
+    "recurrent_gemma": "got a layer that (keeps them elsewhere|does not): 0",  # before 5.24 a trial step finds it out
     "minimax": "got one that brings its own kind of cache",
 }
 
