@@ -97,12 +97,12 @@ def test_wrong_pairs_are_named_and_nothing_is_written(
     target: Target, memory: Memory, pairs: Any, error: type[Exception], text: str
 ) -> None:
     source, to = memory.tensor(G.dtype, (6, 4, 2, 8)), memory.tensor(G.dtype, (9, 4, 2, 8))
-    if target.as_device and not isinstance(pairs, str):  # nobody reads them there
+    if target.name == "device" and not isinstance(pairs, str):  # host memory that nobody reads, lists neither
         was = target.skipped()
         kvdock.ops.swap_blocks_(source, to, pairs)
         assert target.skipped() - was == (error is kvdock.IndexRangeError)
         if error is not kvdock.IndexRangeError:
-            assert any(torch.equal(to[5], source[block]) for block in (0, 2))
+            assert any(torch.equal(to[5].view(torch.uint8), source[block].view(torch.uint8)) for block in (0, 2))
         return
     before = memory.copy()
     with pytest.raises(error) as caught:
