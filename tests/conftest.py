@@ -1,9 +1,17 @@
 """What must be so before any test imports torch, and before the first test runs."""
 
+import contextlib
 import gc
 import os
 
 import pytest
+
+with contextlib.suppress(ImportError):  # what runs on a GPU's machine needs none
+    from hypothesis import settings
+
+    # An example that takes long on a busy machine is not wrong.
+    settings.register_profile("kvdock", deadline=None)
+    settings.load_profile("kvdock")
 
 # Waiting threads must sleep: pytest-xdist runs as many processes as there are cores, and tests with two torch threads in each
 # take twenty times as long when OpenMP's threads spin.
