@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy.typing as npt
 import torch
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
@@ -82,7 +81,7 @@ class CapturedSteps:
     def __repr__(self) -> str:
         return f"CapturedSteps(batch_sizes={self.batch_sizes}, is_captured={self.is_captured}, {self.tables!r})"
 
-    def run(self, sequences: Sequence[CacheSequence], *inputs: Any, seq_lens: npt.ArrayLike | None = None) -> torch.Tensor:
+    def run(self, sequences: Sequence[CacheSequence], *inputs: Any, seq_lens: Any = None) -> torch.Tensor:
         """Show a batch in the tables and decode its last tokens; there is room for them already.
 
         Args:
