@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import attrs
 import numpy as np
@@ -178,7 +178,7 @@ class Loop(Transport):
             raise TransferError(f"peer {peer!r}", got=described.decode())
         self.connected.add(peer)
 
-    def push(self, peer: str, spans: Spans, tag: int) -> Ticket:
+    def push(self, peer: str, spans: Spans, tag: int, note: bytes) -> Ticket:
         return self._new(self.pushed, peer, spans, tag)
 
     def expect(self, peer: str, spans: Spans, tag: int) -> Ticket:
@@ -236,6 +236,7 @@ class Rank:
         model: str = "m",
         limits: Limits | None = None,
         device: str = "cpu",
+        transport: Callable[[str], Any] = Loop,
         **config: object,
     ) -> None:
         options = {"num_blocks": 24, "block_size": 4, **config}
@@ -243,7 +244,7 @@ class Rank:
         ops = OPS if device == "cpu" else None  # another device's kernels come from what is installed
         self.cache = kvdock.create_cache(spec, kvdock.PagedKVCacheConfig(**options), kvdock.RankInfo(device, ranks, rank), ops=ops)
         self.manager = kvdock.CacheManager(self.cache.num_blocks, groups=self.cache.groups, null_block=True)
-        self.loop = Loop(name)
+        self.loop = transport(name)
         self.exchange = Exchange(self.manager, self.cache, self.loop, model=model, limits=limits, clock=clock)
         self.free = self.manager.available_size
 

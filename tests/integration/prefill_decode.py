@@ -1,12 +1,13 @@
 """One process of a prefill side and a decode side, each of which shares a model's heads over its own number of ranks.
 
-``prefill_decode.py PORT RANK PREFILL DECODE SCENE``, run by `test_prefill_decode`. Prompts are computed on the prefill side; their keys and
-values move, and the decode side goes on. It prints the tokens, beside those that one process generates with the whole model.
+``prefill_decode.py PORT RANK PREFILL DECODE SCENE TRANSPORT``, run by `support_two_sides`. Prompts are computed on the prefill
+side; their keys and values move, and the decode side goes on. Its tokens are compared with those of one process with the whole model.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -14,6 +15,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 
@@ -30,6 +32,7 @@ from kvdock.transfer import Exchange, Limits, Transfer, create_transport
 PROMPTS = [list(range(3, 40)), [5] * 20 + [6], list(range(50, 20, -1))]
 NEW = 12
 LIMITS = Limits(deadline=60, silence=20, beat=0.5, grace=2)
+IMPATIENT = attrs.evolve(LIMITS, silence=8)
 KEY = b"for this test only"
 
 
@@ -83,9 +86,10 @@ class Engine:
 class Side:
     """A rank of one side, with channels to the ranks of the other."""
 
-    def __init__(self, engine: Engine, channels: dict[str, Connection]) -> None:
+    def __init__(self, engine: Engine, channels: dict[str, Connection], scene: str, transport: str) -> None:
         self.engine, self.channels = engine, channels
-        self.exchange = Exchange(engine.manager, engine.cache, create_transport("torch.distributed"), model="random llama", limits=LIMITS)
+        limits = IMPATIENT if scene == "prefill hangs" else LIMITS
+        self.exchange = Exchange(engine.manager, engine.cache, create_transport(transport), model="random llama", limits=limits)
         for channel in channels.values():
             channel.send_bytes(self.exchange.hello)
         for peer, channel in channels.items():
@@ -115,13 +119,16 @@ class Side:
         self.exchange.close()
 
 
-def prefill(engine: Engine, channels: dict[str, Connection], scene: str) -> None:
+def prefill(engine: Engine, channels: dict[str, Connection], scene: str, transport: str) -> None:
     """Compute prompts and offer them."""
-    side, offers = Side(engine, channels), []
+    side, offers = Side(engine, channels, scene, transport), []
     for number, prompt in enumerate(PROMPTS):
         if scene == "prefill dies" and number == 1:
             side.until_over(offers)
             os._exit(9)
+        if scene == "prefill hangs" and number == 1:
+            side.until_over(offers)
+            os.kill(os.getpid(), signal.SIGSTOP)
         seq = engine.manager.begin(prompt)
         engine.compute(seq)
         engine.manager.commit(seq, [], computed=len(prompt))
@@ -133,9 +140,9 @@ def prefill(engine: Engine, channels: dict[str, Connection], scene: str) -> None
     print("prefill", *sorted(errors), flush=True)
 
 
-def decode(engine: Engine, channels: dict[str, Connection], scene: str, group: Any) -> list[list[int]]:
+def decode(engine: Engine, channels: dict[str, Connection], scene: str, transport: str, group: Any) -> list[list[int]]:
     """Ask for prompts, and generate. What does not come is computed here."""
-    side, found = Side(engine, channels), []
+    side, found = Side(engine, channels, scene, transport), []
     for number, prompt in enumerate(PROMPTS):
         if scene == "decode dies" and number == 1:
             os._exit(9)
@@ -160,7 +167,7 @@ def decode(engine: Engine, channels: dict[str, Connection], scene: str, group: A
     return found
 
 
-def main(port: int, rank: int, prefills: int, decodes: int, scene: str) -> None:
+def main(port: int, rank: int, prefills: int, decodes: int, scene: str, transport: str) -> None:
     """Set up both sides, play the scene, and compare."""
     store = dist.TCPStore("127.0.0.1", port, prefills + decodes, is_master=rank == 0, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=prefills + decodes, timeout=timedelta(seconds=120))
@@ -176,12 +183,12 @@ def main(port: int, rank: int, prefills: int, decodes: int, scene: str) -> None:
             for _ in range(decodes):
                 channel = listener.accept()
                 channels[channel.recv_bytes(16).decode()] = channel
-        prefill(engine, channels, scene)
+        prefill(engine, channels, scene, transport)
         return
     for number in range(prefills):
         channels[f"p{number}"] = Client(("127.0.0.1", int(store.get(f"p{number}"))), authkey=KEY)
         channels[f"p{number}"].send_bytes(f"d{place.tp_rank}".encode())
-    found = decode(engine, channels, scene, groups[1])
+    found = decode(engine, channels, scene, transport, groups[1])
     alone = Engine(Decoder(model, config))
     expected = [alone.go_on(alone.manager.begin(prompt)) for prompt in PROMPTS]
     assert found == expected, (found, expected)
@@ -189,4 +196,4 @@ def main(port: int, rank: int, prefills: int, decodes: int, scene: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:5]), sys.argv[5])
+    main(*map(int, sys.argv[1:5]), *sys.argv[5:])

@@ -2,42 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-SCRIPT = Path(__file__).with_name("prefill_decode.py")
-
-
-def play(prefills: int, decodes: int, scene: str) -> tuple[list[int], list[str]]:
-    """Run all processes, and return their exit codes and what they said."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    env["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parents[1]), env.get("PYTHONPATH", "")])
-    start = [sys.executable, str(SCRIPT), str(port)]
-    processes = [
-        subprocess.Popen(
-            [*start, str(rank), str(prefills), str(decodes), scene], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(prefills + decodes)
-    ]
-    try:
-        said = [process.communicate(timeout=300) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    codes = [process.returncode for process in processes]
-    assert set(codes) <= {0, 9}, [errors[-2500:] for _, errors in said]
-    return codes, [out for out, _ in said]
-
-
-RIGHT = "decode 36 tokens are right"
+from support_two_sides import RIGHT, play
 
 
 @pytest.mark.slow

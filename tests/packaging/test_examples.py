@@ -27,6 +27,8 @@ ROPE = ROOT / "examples" / "rope_op"
 FLASHINFER = ROOT / "examples" / "flashinfer_attention"
 VARLEN = ROOT / "examples" / "varlen_attention"
 ALL = (ACME, TORCH, ROPE, FLASHINFER, VARLEN)
+TRANSPORTS = (ROOT / "examples" / "kvdock_nixl", ROOT / "examples" / "kvdock_mooncake")
+"""They have tests of their own, with the wheels of their engines."""
 
 
 @pytest.fixture(scope="session")
@@ -202,7 +204,7 @@ def test_a_device_of_torchs_without_a_plugin_reaches_core_level(installed: Envir
     assert found["KVD-WRITE-001"]["reason"] == "it has no kernel for this op"
 
 
-@pytest.mark.parametrize("folder", ALL, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", [*ALL, *TRANSPORTS], ids=lambda folder: folder.name)
 def test_their_lint_is_clean(folder: Path) -> None:
     run([sys.executable, "-m", "ruff", "check", "--no-cache", str(folder)], check=True)
     run([sys.executable, "-m", "ruff", "format", "--no-cache", "--check", str(folder)], check=True)

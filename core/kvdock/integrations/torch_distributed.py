@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, TransferError
-from kvdock.integrations.torch_links import Link, StreamTicket, wait_for_stream
+from kvdock.integrations.torch_links import Link
 from kvdock.transfer.interface import Ticket, Transport
 from kvdock.transfer.layout import PoolLayout
 from kvdock.transfer.packing import Runs
 from kvdock.transfer.spans import Spans
+from kvdock.transfer.streams import StreamTicket, wait_for_stream
 
 __all__ = ["TorchDistributed"]
 
@@ -84,8 +85,8 @@ class TorchDistributed(Transport):
             )
         self._links[peer] = Link(peer, rank, self._group, self._memory, self.part_bytes)
 
-    def push(self, peer: str, spans: Spans, tag: int) -> Ticket:
-        """Queue a push. It is done when the group has taken all bytes."""
+    def push(self, peer: str, spans: Spans, tag: int, note: bytes) -> Ticket:
+        """Queue a push. It is done when the group has taken all bytes. Its tickets have no notes."""
         link = self._link(peer)
         wait_for_stream(self._memory[0].device)
         ticket = StreamTicket(Runs.of_source(spans), tag)

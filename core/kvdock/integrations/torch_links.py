@@ -1,4 +1,4 @@
-"""The connections of `kvdock.integrations.torch_distributed`: two threads for each peer, and the tickets that they work on."""
+"""The connections of `kvdock.integrations.torch_distributed`: two threads for each peer."""
 
 from __future__ import annotations
 
@@ -11,66 +11,14 @@ import torch
 import torch.distributed as dist
 
 from kvdock.errors import TransferError
-from kvdock.transfer.interface import Ticket, TicketState
-from kvdock.transfer.packing import Runs, gather, scatter
+from kvdock.transfer.interface import TicketState
+from kvdock.transfer.streams import StreamTicket, wait_for_stream
 
-__all__ = ["Link", "StreamTicket", "wait_for_stream"]
+__all__ = ["Link"]
 
 _MAGIC, _VERSION = 0x6B76646F636B, 1
 _GOODBYE = -1
 _FOREVER = timedelta(days=10_000)
-
-
-class StreamTicket(Ticket):
-    """Runs of this pool, read or written part by part."""
-
-    def __init__(self, runs: Runs, tag: int) -> None:
-        self.runs, self.tag, self.total = runs, tag, int(runs.nbytes.sum())
-        self.lock = threading.Lock()
-        self.state = TicketState.PENDING if self.total else TicketState.DONE
-        self.moved = 0
-
-    def poll(self) -> TicketState:
-        """Return how far it is."""
-        return self.state
-
-    def cancel(self, reason: str) -> None:
-        """End it now: threads touch the pool under its lock only."""
-        with self.lock:
-            if self.state is TicketState.PENDING:
-                self.error, self.state = reason, TicketState.FAILED
-
-    def take(self, memory: Sequence[torch.Tensor], part_bytes: int) -> tuple[list[int], torch.Tensor] | None:
-        """Return header and bytes of the next part; None where there is none."""
-        with self.lock:
-            if self.state is not TicketState.PENDING or self.moved == self.total:
-                return None
-            begin, self.moved = self.moved, min(self.moved + part_bytes, self.total)
-            part = gather(memory, self.runs.part(begin, self.moved))
-            wait_for_stream(part.device)
-            return [_MAGIC, _VERSION, self.tag, begin, self.moved - begin, self.total], part
-
-    def put(self, memory: Sequence[torch.Tensor], begin: int, total: int, part: torch.Tensor) -> None:
-        """Write a part, if it is the one that comes next."""
-        with self.lock:
-            if self.state is not TicketState.PENDING:
-                return
-            end = begin + part.numel()
-            if begin != self.moved or total != self.total or end > total:
-                self.error = f"expected bytes from {self.moved} on of {self.total}, got {begin} to {end} of {total}"
-                self.state = TicketState.FAILED
-                return
-            scatter(memory, self.runs.part(begin, end), part)
-            wait_for_stream(part.device)
-            self.moved = end
-            if end == total:
-                self.state = TicketState.DONE
-
-    def end(self) -> None:
-        """Note that all parts are sent."""
-        with self.lock:
-            if self.state is TicketState.PENDING:
-                self.state = TicketState.DONE
 
 
 class Link:
@@ -127,7 +75,7 @@ class Link:
         try:
             while (ticket := self._queue.get()) is not None:
                 while part := ticket.take(self._memory, self._part_bytes):
-                    self._out(torch.tensor(part[0]))
+                    self._out(torch.tensor([_MAGIC, _VERSION, ticket.tag, part[0], part[1].numel(), ticket.total]))
                     self._out(part[1])
                 ticket.end()
             self._out(torch.tensor([_MAGIC, _VERSION, _GOODBYE, 0, 0, 0]))
@@ -179,10 +127,3 @@ class Link:
 def _line(error: Exception) -> str:
     """Return the first line of an error."""
     return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def wait_for_stream(device: torch.device) -> None:
-    """Wait for what the calling thread's stream of a device was given; host memory has none."""
-    stream = torch.get_device_module(device).current_stream(device)
-    if hasattr(stream, "synchronize"):
-        stream.synchronize()

@@ -14,6 +14,7 @@ from kvdock.scheduler.cached import block_sizes, check_open, num_blocks
 from kvdock.scheduler.sequence import CacheSequence
 from kvdock.transfer.interface import Ticket, Transport
 from kvdock.transfer.leases import Limits, Transfer
+from kvdock.transfer.messages import MOST_NOTE
 
 __all__ = ["check_lendable", "check_parts", "check_text", "count_of", "names_of", "ticket_of"]
 
@@ -66,4 +67,8 @@ def ticket_of(transport: Transport, made: object) -> Ticket:
     if not isinstance(made, Ticket):
         fix = "report it to the transport's author"
         raise PluginError(f"transport {transport.name!r}", expected="a Ticket", got=repr(made)[:80], fix=fix)
+    if not isinstance(made.note, bytes) or len(made.note) > MOST_NOTE:
+        made.cancel("its note cannot be sent")
+        fix, got = "report it to the transport's author", repr(made.note)[:80]
+        raise PluginError(f"transport {transport.name!r}: note", expected=f"at most {MOST_NOTE} bytes", got=got, fix=fix)
     return made

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
+import attrs
 import numpy as np
 
 from kvdock.cache.paged import PagedKVCache
@@ -147,9 +148,9 @@ class Exchange:
                 ticket.cancel("another peer could not be asked")
             raise
         digest = digest_of(seq.tokens[:count], seq.namespace)
-        message = Ask(name, tag, count, digest, tuple(tuple(table.tolist()) for table in tables), tuple(wanted)).to_bytes()
+        ask = Ask(name, tag, count, digest, tuple(tuple(table.tolist()) for table in tables), tuple(wanted))
         for peer in found:
-            self._mail.say(peer, message)
+            self._mail.say(peer, attrs.evolve(ask, note=transfer.tickets[peer, tag].note).to_bytes())
             self._mail.hear(peer)  # its silence counts from here on
         self._open.append(transfer)
         return transfer
@@ -208,6 +209,7 @@ class Exchange:
 
     def poll(self) -> list[Transfer]:
         """Return the transfers that are over since the last call. Call it in each step, and while there is nothing else to do."""
+        self._transport.poll()
         now = self._clock()
         for transfer in self._open:
             for peer in {peer for peer in transfer.pending() if self._mail.silence(peer) > self.limits.silence}:
@@ -263,7 +265,7 @@ class Exchange:
             check_ask(ask, peer, transfer.num_tokens, digest_of(seq.tokens[: ask.num_tokens], seq.namespace), self._cache.groups, theirs)
             tables = [seq.block_table(group) for group in range(len(self._layout.groups))]
             runs = spans(self._layout, theirs, tables, [np.array(table, dtype=np.int64) for table in ask.tables], ask.wanted)
-            transfer.tickets[peer, ask.tag] = ticket_of(self._transport, self._transport.push(peer, runs, ask.tag))
+            transfer.tickets[peer, ask.tag] = ticket_of(self._transport, self._transport.push(peer, runs, ask.tag, ask.note))
             transfer.takers.discard(peer)
         except KVDockError as error:
             self._mail.say(peer, Stop(ask.tag, str(error)).to_bytes())

@@ -32,9 +32,11 @@ class Ticket(ABC):
 
     Attributes:
         error: why it failed; empty otherwise.
+        note: of an expected push, what the peer's `Transport.push` is told, such as where to write; at most 1 KiB.
     """
 
     error: str = ""
+    note: bytes = b""
 
     @abstractmethod
     def poll(self) -> TicketState:
@@ -83,7 +85,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def push(self, peer: str, spans: Spans, tag: int) -> Ticket:
+    def push(self, peer: str, spans: Spans, tag: int, note: bytes) -> Ticket:
         """Begin to write bytes of this pool into a peer's, which expects them by the same tag.
 
         What is written by then is what goes, whatever stream of the device it was written on.
@@ -92,9 +94,10 @@ class Transport(ABC):
             peer: whom to.
             spans: from where to where.
             tag: a number of 62 bits that the peer chose.
+            note: that of the peer's ticket. From outside: check it.
 
         Raises:
-            TransferError: no such peer, or the connection is broken.
+            TransferError: no such peer, the connection is broken, or a note that is none.
         """
 
     @abstractmethod
@@ -110,6 +113,9 @@ class Transport(ABC):
         Raises:
             TransferError: no such peer, or the connection is broken.
         """
+
+    def poll(self) -> None:  # noqa: B027 - some have threads for that
+        """Let bytes go on, without waiting, where nothing else does that; `kvdock.transfer.Exchange.poll` calls it in each step."""
 
     @abstractmethod
     def disconnect(self, peer: str) -> None:

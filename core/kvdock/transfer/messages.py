@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 from itertools import pairwise
 from typing import Any
@@ -14,12 +13,13 @@ import numpy.typing as npt
 from kvdock.errors import TransferError
 from kvdock.transfer.layout import PoolLayout
 from kvdock.transfer.spans import Wanted
-from kvdock.transfer.wire import Fields, read, written
+from kvdock.transfer.wire import Fields, as_text, read, written
 
-__all__ = ["BEAT", "MOST_TAG", "MOST_TEXT", "Ask", "Hello", "Stop", "digest_of", "read_any"]
+__all__ = ["BEAT", "MOST_NOTE", "MOST_TAG", "MOST_TEXT", "Ask", "Hello", "Stop", "digest_of", "read_any"]
 
 MOST_TAG = (1 << 62) - 1
 MOST_TEXT = 1024
+MOST_NOTE = 1024
 _MOST_TOKENS, _MOST_GROUPS, _MOST_BLOCKS = 1 << 31, 1 << 16, 1 << 24
 
 BEAT = written("beat", {})
@@ -36,8 +36,7 @@ class Hello:
 
     def to_bytes(self) -> bytes:
         """Return it as a message."""
-        described = base64.b64encode(self.described).decode()
-        return written("hello", {"transport": self.transport, "described": described, "layout": self.layout.to_fields()})
+        return written("hello", {"transport": self.transport, "described": as_text(self.described), "layout": self.layout.to_fields()})
 
     @classmethod
     def from_bytes(cls, peer: str, message: bytes) -> Hello:
@@ -45,10 +44,7 @@ class Hello:
         kind, fields = read(peer, message)
         if kind != "hello":
             raise TransferError(f"message of peer {peer!r}", expected="a hello", got=repr(kind[:20]))
-        try:
-            described = base64.b64decode(fields.text("described", 1 << 24), validate=True)
-        except ValueError as error:
-            raise TransferError(f"{fields.subject}: described", expected="base64", got=str(error)[:80]) from error
+        described = fields.raw("described", 1 << 23)
         return cls(PoolLayout.from_fields(fields.fields("layout")), fields.text("transport", MOST_TEXT), described)
 
 
@@ -63,6 +59,7 @@ class Ask:
         digest: of their ids, see `digest_of`.
         tables: of each layer group of the asker its blocks.
         wanted: of each, which tokens.
+        note: of the asker's transport to the owner's.
     """
 
     name: str
@@ -71,6 +68,7 @@ class Ask:
     digest: str
     tables: tuple[tuple[int, ...], ...]
     wanted: tuple[Wanted, ...]
+    note: bytes = b""
 
     @property
     def num_blocks(self) -> int:
@@ -79,8 +77,8 @@ class Ask:
 
     def to_bytes(self) -> bytes:
         """Return it as a message."""
-        body = attrs.asdict(self) | {"wanted": [[edge for pair in group for edge in pair] for group in self.wanted]}
-        return written("ask", body)
+        wanted = [[edge for pair in group for edge in pair] for group in self.wanted]
+        return written("ask", attrs.asdict(self) | {"wanted": wanted, "note": as_text(self.note)})
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Ask:
@@ -96,6 +94,7 @@ class Ask:
             fields.text("digest", 64),
             tuple(fields.lists("tables", 0, _MOST_TOKENS, _MOST_GROUPS, _MOST_BLOCKS)),
             tuple(tuple(zip(group[::2], group[1::2], strict=True)) for group in edges),
+            fields.raw("note", MOST_NOTE),
         )
 
 

@@ -10,13 +10,14 @@ The first line is compared before anything behind it is read, and the number of 
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvdock.errors import TransferError
 
-__all__ = ["MOST_BYTES", "VERSION", "Fields", "read", "written"]
+__all__ = ["MOST_BYTES", "VERSION", "Fields", "as_text", "read", "written"]
 
 VERSION = 1
 """Of messages and layouts. It changes when one side could misread the other."""
@@ -31,6 +32,11 @@ _LINE = 64
 def written(kind: str, body: Mapping[str, Any]) -> bytes:
     """Return a message of some kind."""
     return b"%s%d %s\n%s" % (_NAME, VERSION, kind.encode(), json.dumps(body, separators=(",", ":")).encode())
+
+
+def as_text(raw: bytes) -> str:
+    """Return bytes as a text, for `Fields.raw`."""
+    return base64.b64encode(raw).decode()
 
 
 def read(peer: str, message: bytes) -> tuple[str, Fields]:
@@ -95,6 +101,17 @@ class Fields:
         if not isinstance(value, str) or len(value) > most:
             raise self._refused(name, f"a text of at most {most} characters", value)
         return value
+
+    def raw(self, name: str, most: int) -> bytes:
+        """Return at most ``most`` bytes, which came as base64."""
+        text = self.text(name, -(-most // 3) * 4)
+        try:
+            found = base64.b64decode(text, validate=True)
+        except ValueError as error:
+            raise self._refused(name, "base64", text) from error
+        if len(found) > most:
+            raise self._refused(name, f"at most {most} bytes", f"{len(found)} bytes")
+        return found
 
     def flag(self, name: str) -> bool:
         """Return true or false."""

@@ -360,7 +360,7 @@ def test_a_hello_that_is_none_is_refused_by_name(name: str, clock: Clock) -> Non
         ),
         (b'kvdock-transfer/1 ask\n{"name":"r","tag":1,"num_tokens":4,"digest":"","tables":[[0]],"wanted":[[4]]}', "wanted: expected pairs"),
         (
-            b'kvdock-transfer/1 ask\n{"name":"r","tag":1,"num_tokens":4,"digest":"","tables":[7],"wanted":[[0,4]]}',
+            b'kvdock-transfer/1 ask\n{"name":"r","tag":1,"num_tokens":4,"digest":"","tables":[7],"wanted":[[0,4]],"note":""}',
             "tables: expected a list",
         ),
     ],
@@ -411,7 +411,7 @@ def test_a_block_list_that_does_not_fit_is_refused_and_nothing_is_lost(name: str
 
 def test_a_peer_cannot_make_another_wait_for_ever_by_asking(clock: Clock) -> None:
     owner, asker = pair(clock)
-    ask = b'kvdock-transfer/1 ask\n{"name":"n%d","tag":%d,"num_tokens":4,"digest":"","tables":[[0]],"wanted":[[0,4]]}'
+    ask = b'kvdock-transfer/1 ask\n{"name":"n%d","tag":%d,"num_tokens":4,"digest":"","tables":[[0]],"wanted":[[0,4]],"note":""}'
     for number in range(4096):
         owner.exchange.take("d", ask % (number, number))
     assert owner.exchange.outgoing() == []
@@ -428,7 +428,7 @@ def test_a_peer_cannot_make_another_wait_for_ever_by_asking(clock: Clock) -> Non
 def test_asks_that_wait_have_so_many_blocks_in_all(clock: Clock) -> None:
     owner, _ = pair(clock)
     table = b",".join([b"0"] * (1 << 20))
-    ask = b'kvdock-transfer/1 ask\n{"name":"r","tag":%d,"num_tokens":4,"digest":"","tables":[[%b]],"wanted":[[0,4]]}'
+    ask = b'kvdock-transfer/1 ask\n{"name":"r","tag":%d,"num_tokens":4,"digest":"","tables":[[%b]],"wanted":[[0,4]],"note":""}'
     for number in range(4):
         owner.exchange.take("d", ask % (number, table))
     assert owner.exchange.outgoing() == []

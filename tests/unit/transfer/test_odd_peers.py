@@ -47,6 +47,38 @@ def test_an_expect_that_makes_no_ticket(made: Any, ranks: tuple[Rank, Rank], mon
     asker.check()
 
 
+@pytest.mark.parametrize("note", ["a text", None, b"x" * 1025])
+def test_a_note_that_cannot_be_sent(note: Any, ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, asker = ranks
+    monkeypatch.setattr("support_transfer.LoopTicket.note", note)
+    seq = asker.manager.begin(PROMPT)
+    with pytest.raises(PluginError, match=r"^transport 'loop': note: expected at most 1024 bytes, got .*Fix: report it to the transport's"):
+        asker.exchange.ask("r", seq, ["p"])
+    assert [ticket.poll() for ticket in asker.loop.expected.values()] == [TicketState.FAILED], "nobody writes into its blocks"
+    asker.manager.abort(seq)
+    asker.check()
+
+
+def test_a_note_goes_to_the_push_of_the_peer_that_it_is_for(ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, asker = ranks
+    told = []
+    push = owner.loop.push
+    monkeypatch.setattr(owner.loop, "push", lambda peer, runs, tag, note: told.append((peer, note)) or push(peer, runs, tag, note))
+    monkeypatch.setattr("support_transfer.LoopTicket.note", bytes(range(256)) * 4)
+    owner.exchange.offer("r", owner.computed(PROMPT), ["d"])
+    asker.exchange.ask("r", asker.manager.begin(PROMPT), ["p"])
+    relay(owner, asker)
+    assert told == [("d", bytes(range(256)) * 4)]
+
+
+def test_each_step_lets_the_transport_go_on(ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+    monkeypatch.setattr(ranks[0].loop, "poll", lambda: steps.append(1))
+    for _ in range(3):
+        ranks[0].exchange.poll()
+    assert len(steps) == 3, "also where nothing is pending here: a peer's bytes may depend on it"
+
+
 def test_a_push_that_makes_no_ticket_is_told_to_the_asker(ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
     owner, asker = ranks
     monkeypatch.setattr(owner.loop, "push", lambda *_: None)

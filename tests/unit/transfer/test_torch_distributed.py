@@ -126,7 +126,7 @@ def test_a_peer_that_is_no_rank(described: bytes, text: str, group: None) -> Non
     with pytest.raises(TransferError, match=text):
         transport.connect("p", side.layouts[0], described)
     with pytest.raises(TransferError, match=r"peer 'p': expected a connection, got a peer that is not connected\. Fix: connect it"):
-        transport.push("p", runs(4), 1)
+        transport.push("p", runs(4), 1, b"")
     transport.disconnect("p")
     transport.close()
 
@@ -213,7 +213,7 @@ Linked = tuple[TorchDistributed, torch.Tensor]
 
 
 def test_a_push_is_headers_and_parts(linked: Linked, wire: Wire) -> None:
-    ticket = linked[0].push("p", runs(20), 5)
+    ticket = linked[0].push("p", runs(20), 5, b"")
     until(lambda: ticket.poll() is TicketState.DONE)
     assert [each[2:].tolist() for each in wire.sent[::2]] == [[5, 0, 8, 20], [5, 8, 8, 20], [5, 16, 4, 20]]
     assert torch.cat(wire.sent[1::2]).tolist() == list(range(8, 28))
@@ -274,7 +274,7 @@ def test_a_stream_that_cannot_be_read_breaks_the_connection(header: dict[str, in
     until(lambda: all(ticket.poll() is TicketState.FAILED for ticket in tickets))
     assert tickets[0].error.startswith(text)
     with pytest.raises(TransferError, match="peer 'p': expected a connection, got a connection that is broken: peer 'p'"):
-        linked[0].push("p", runs(4), 7)
+        linked[0].push("p", runs(4), 7, b"")
 
 
 def test_a_peer_that_says_goodbye_or_is_gone(linked: Linked, wire: Wire) -> None:
@@ -317,9 +317,9 @@ def test_one_tag_is_expected_once(linked: Linked) -> None:
 
 
 def test_a_push_that_was_cancelled_reads_nothing_more(linked: Linked, wire: Wire) -> None:
-    ticket = linked[0].push("p", runs(0), 4)
+    ticket = linked[0].push("p", runs(0), 4, b"")
     assert ticket.poll() is TicketState.DONE, "nothing is nothing to wait for"
-    ticket = linked[0].push("p", runs(40), 5)
+    ticket = linked[0].push("p", runs(40), 5, b"")
     ticket.cancel("no more")
     sent = len(wire.sent)
     assert ticket.poll() in (TicketState.FAILED, TicketState.DONE)

@@ -11,7 +11,7 @@ import torch
 import kvdock
 from kvdock.errors import TransferError
 from kvdock.transfer.messages import BEAT, MOST_TAG, Ask, Hello, Stop, digest_of, read_any
-from kvdock.transfer.wire import Fields, read, written
+from kvdock.transfer.wire import Fields, as_text, read, written
 from support_transfer import Side
 
 SPEC = kvdock.KVSpec((kvdock.LayerSpec(2, 2, 2, 3),), 64, torch.float32)
@@ -19,6 +19,7 @@ READS: dict[str, tuple[Callable[[Fields], object], object, list[object]]] = {
     "integer": (lambda fields: fields.integer("x", 0, 9), 9, [10, -1, 9.0, True, "9", None, [9], 10**400]),
     "integers": (lambda fields: fields.integers("x", 0, 9, 2), (1, 9), [[1, 10], [1, 2, 3], [True], ["1"], 1, None, {"1": 1}]),
     "text": (lambda fields: fields.text("x", 3), "abc", ["abcd", 3, None, ["a"], True]),
+    "raw": (lambda fields: fields.raw("x", 2), b"ab", ["?", "YWI", "YWJj", 3, None, ["YWI="], "YWI=YWI=", "ü" * 4]),
     "flag": (lambda fields: fields.flag("x"), True, [1, 0, "true", None, []]),
     "lists": (lambda fields: fields.lists("x", 0, 9, 2, 2), [(1, 2), ()], [[[1, 10]], [[1, 2, 3]], [[], [], []], [1], 1, [[True]], None]),
 }
@@ -28,6 +29,7 @@ READS: dict[str, tuple[Callable[[Fields], object], object, list[object]]] = {
 def test_values_are_what_they_may_be(kind: str) -> None:
     reads, good, bad = READS[kind]
     plain = [list(each) for each in good] if kind == "lists" else list(good) if kind == "integers" else good  # type: ignore[call-overload]  # JSON's
+    plain = as_text(plain) if isinstance(plain, bytes) else plain
     assert reads(Fields("it", {"x": plain})) == good
     for value in bad:
         with pytest.raises(TransferError, match=r"^it: x: expected .*, got .*Fix: the peer is broken, or hostile$") as caught:
@@ -56,7 +58,7 @@ def test_a_message_is_a_line_and_what_it_says() -> None:
     assert read("p", memoryview(message))[0] == read("p", bytearray(message))[0] == "ask"
 
 
-ASK = Ask("a name", MOST_TAG, 5, "d" * 64, ((1, 2), (), (3,)), (((0, 2), (4, 5)), (), ((0, 1),)))
+ASK = Ask("a name", MOST_TAG, 5, "d" * 64, ((1, 2), (), (3,)), (((0, 2), (4, 5)), (), ((0, 1),)), bytes(range(256)))
 
 
 @pytest.mark.parametrize("said", [ASK, Stop(3, "why"), Stop(0, "")], ids=["ask", "stop", "stop without a reason"])
@@ -86,6 +88,8 @@ def test_a_hello_has_any_bytes_of_a_transport() -> None:
         (b"[[1,2],[],[3]]", b"[[1,-2],[],[3]]", "tables: expected an integer from 0 to"),
         (b"[[0,2,4,5],[],[0,1]]", b"[[0,2,4],[],[0,1]]", "wanted: expected pairs of ascending tokens"),
         (b"[[0,2,4,5],[],[0,1]]", b"[[0,5,4,6],[],[0,1]]", "wanted: expected pairs of ascending tokens"),
+        (b'"note":"AAEC', b'"note":"?AEC', "note: expected base64"),
+        (b'"note":"AAEC', b'"note":"' + b"AAEC" * 300, "note: expected a text of at most 1368 characters"),
     ],
 )
 def test_an_ask_that_cannot_be_meant(old: bytes, new: bytes, text: str) -> None:
