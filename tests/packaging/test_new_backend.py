@@ -108,7 +108,7 @@ def test_from_nothing_to_a_green_report_in_two_minutes(stranger: Callable[..., E
     unsupported = {
         item["id"]: item["reason"]
         for item in report["requirements"]
-        if item["verdict"] == "unsupported" and (item["area"] in OPS or item["reason"] != "it has no kernel for this op")
+        if item["verdict"] == "unsupported" and (item["area"] in OPS or "it has no kernel for this op" not in item["reason"])
     }
     assert {name: reason for name, reason in unsupported.items() if not any(text in reason for text in UNCLAIMED)} == {}
     passed = Counter(item["area"] for item in report["requirements"] if item["verdict"] == "passed")
