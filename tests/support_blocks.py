@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ Path = tuple[str, tuple[int, ...]]
 
 def chain(namespace: object, ids: Sequence[int]) -> list[int]:
     """Return what keys and values stand for at each position: the token there and all before it, in its namespace."""
-    value, found = hash(namespace if isinstance(namespace, str) else repr(namespace)), list[int]()
+    name = namespace if isinstance(namespace, str) else repr(namespace)
+    value, found = zlib.crc32(name.encode()), list[int]()  # not its hash: another process finds the same
     for token in ids:
         value = hash((value, token))
         found.append(value)

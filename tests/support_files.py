@@ -15,7 +15,7 @@ from kvdock.layers import ChunkedLayerSpec, SharedLayerSpec
 from kvdock.scheduler.cached import cached_blocks
 from support_blocks import chain
 
-__all__ = ["CANARY", "KINDS", "cached", "compute", "expected", "pool", "snapshot"]
+__all__ = ["CANARY", "KINDS", "cached", "check_sequence", "compute", "expected", "pool", "snapshot"]
 
 CANARY = 0x5A
 
@@ -71,6 +71,7 @@ def compute(
     """Compute what is not cached of a prompt, and let it be found."""
     seq = manager.begin(ids, namespace)
     begin = seq.cached_len
+    check_sequence(cache, seq, ids, begin)
     for content in contents_of(cache):
         slots = torch.from_numpy(seq.slot_mapping(begin, len(ids), group=content.group))
         rows = torch.from_numpy(expected(content, namespace, ids)[begin:])
@@ -82,6 +83,16 @@ def compute(
     if finish:
         manager.finish(seq)
     return seq
+
+
+def check_sequence(cache: GroupedCache, seq: kvdock.scheduler.CacheSequence, ids: list[int], length: int) -> None:
+    """Compare all that the next token reads, behind so many, with what must be there."""
+    for content in contents_of(cache):
+        slots, want = seq.slot_mapping(0, length, group=content.group), expected(content, seq.namespace, ids)
+        view = as_bits(cache.buffers(content.layer)[content.buffer.name])
+        for token in (token for span in cache.groups[content.group].retention.spans(length) for token in span):
+            found = view[slots[token] // content.block_size, slots[token] % content.block_size].contiguous().view(torch.uint8)
+            assert (found.reshape(-1).numpy() == want[token]).all(), f"{content.name}: token {token} of {length}"
 
 
 def cached(cache: GroupedCache, manager: kvdock.CacheManager, ids: list[int], namespace: tuple[Any, ...] = ()) -> int:

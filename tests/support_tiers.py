@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvdock.errors import ArgumentValueError, OutOfBlocksError
 from kvdock.layers import KeepAll, Retention
 from kvdock.scheduler import CacheManager, Tier
 from kvdock_conformance.checking.group_engine import GROUPED, GroupEngine, Request, group_of, unit_of
 
-__all__ = ["MODELS", "FailingTier", "MemoryTier", "TierEngine"]
+__all__ = ["JUNK", "MODELS", "FailingTier", "MemoryTier", "TierEngine"]
 
 MODELS: dict[str, Sequence[tuple[Retention, int]]] = {"full": [(KeepAll(), 4)], **GROUPED}
 """Layer groups of models by name; the first has one that keeps all."""
@@ -92,7 +94,7 @@ class TierEngine(GroupEngine):
         self.groups = [group_of(rule, size) for rule, size in MODELS[name]]
         size = None if any(not each.retention.is_state for each in self.groups) else unit_of(name)
         self.memory = np.zeros((num_blocks, max(each.block_size for each in self.groups)), dtype=np.int64)
-        self.tiers = [MemoryTier(n, self.memory) if fails is None else FailingTier(n, self.memory, fails) for n in sizes]
+        self.tiers = [self.tier(n, fails) for n in sizes]
         how = {"null_block": True, "clock": lambda: 0, "state_interval": 8, **how}
         self.manager = CacheManager(num_blocks, size, groups=self.groups, tiers=self.tiers, **how)
         self.all: list[Request] = []
@@ -100,7 +102,12 @@ class TierEngine(GroupEngine):
         self.refused = self.computed = self.found = 0
         self.priorities: Sequence[int] = (0,)
         self.fetches = 0.0  # of what begins, and how often it is fetched before
+        self.pins: list[tuple[Any, Request]] = []
         self.rng = random.Random(num_blocks)  # noqa: S311 - the same in every run
+
+    def tier(self, num_blocks: int, fails: Any) -> MemoryTier:
+        """Make a tier."""
+        return MemoryTier(num_blocks, self.memory) if fails is None else FailingTier(num_blocks, self.memory, fails)
 
     def begin(self, ids: list[int], namespace: tuple[Any, ...] = (), **how: Any) -> Request | None:
         if self.rng.random() < self.fetches:
@@ -110,7 +117,7 @@ class TierEngine(GroupEngine):
         one = super().begin(ids, namespace, priority=self.rng.choice(self.priorities), **how)
         if one is not None:
             self.found += one.seq.cached_len
-            if not set(how) & {"max_cached_len", "partial", "reserve"} and not isinstance(self.tiers[0], FailingTier):
+            if not set(how) & {"max_cached_len", "partial", "reserve"} and type(self.tiers[0]) is MemoryTier:
                 assert one.seq.cached_len == planned.cached_len
         return one
 
@@ -124,6 +131,30 @@ class TierEngine(GroupEngine):
         self.end(one, "keep" if keep else "drop")
         self.check()
         return cached
+
+    def request(self, rng: random.Random) -> None:
+        """Let a prompt of a few that part somewhere run to its end, or some way; or another call come between."""
+        family, length = rng.randrange(6), rng.randint(8, 26)
+        ids = [family] * length + [rng.randrange(3) for _ in range(rng.randrange(4))]
+        how = {"at_most": rng.randint(1, 12)} if rng.random() < 0.3 else {}
+        one = self.begin(ids, rng.choice([(), (), ("other",)]), **how)
+        self.check()
+        while one is not None and one.seq.computed < len(ids) + rng.randrange(3):
+            if not self.step(one):
+                break
+        if one is not None and rng.random() < 0.3:
+            most = min(one.seq.num_tokens, len(one.ids))
+            rng.choice([self.fork, self.truncate])(one, rng.choice([most, rng.randint(0, most)]))
+        self.check()
+        if one is not None and rng.random() < 0.2:
+            with suppress(ArgumentValueError, OutOfBlocksError):  # less than a block is cached, or promises need it
+                known = Request(one.seq, one.ids[: one.seq.computed], one.namespace)
+                self.pins.append((self.manager.pin(known.ids, known.namespace), known))
+        while len(self.all) > rng.randrange(3):
+            self.end(rng.choice(self.all), rng.choice(["keep", "keep", "keep", "drop", "abort"]))
+            self.check()
+        while self.pins:
+            self.pins.pop()[0].release()
 
     def check(self) -> None:
         super().check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ import torch
 
 import kvdock
 from kvdock.errors import TransferError
+from kvdock.scheduler import Tier
 from kvdock.transfer import (
     Exchange,
     Limits,
@@ -140,7 +142,7 @@ class LoopTicket(Ticket):
 
     def __init__(self, loop: Loop, peer: str, runs: Spans) -> None:
         self.loop, self.peer, self.runs = loop, peer, runs
-        self.state, self.stuck = TicketState.PENDING, loop.stuck
+        self.state, self.stuck, self.was_stuck = TicketState.PENDING, loop.stuck, False
 
     def poll(self) -> TicketState:
         return self.state
@@ -148,6 +150,8 @@ class LoopTicket(Ticket):
     def cancel(self, reason: str) -> None:
         if not self.stuck:
             self.fail(reason)
+        elif self.state is TicketState.PENDING:
+            self.was_stuck = True
 
     def fail(self, reason: str) -> None:
         """End it, if it is not over."""
@@ -243,10 +247,14 @@ class Rank:
         self.name = name
         ops = OPS if device == "cpu" else None  # another device's kernels come from what is installed
         self.cache = kvdock.create_cache(spec, kvdock.PagedKVCacheConfig(**options), kvdock.RankInfo(device, ranks, rank), ops=ops)
-        self.manager = kvdock.CacheManager(self.cache.num_blocks, groups=self.cache.groups, null_block=True)
+        self.manager = kvdock.CacheManager(self.cache.num_blocks, groups=self.cache.groups, null_block=True, tiers=self.tiers())
         self.loop = transport(name)
         self.exchange = Exchange(self.manager, self.cache, self.loop, model=model, limits=limits, clock=clock)
         self.free = self.manager.available_size
+
+    def tiers(self) -> Sequence[Tier]:
+        """Make what keeps the blocks that its pool gives up."""
+        return ()
 
     def meet(self, *others: Rank) -> None:
         """Connect with others, both ways."""
@@ -299,3 +307,10 @@ def holds(rank: Rank, seq: kvdock.scheduler.CacheSequence, tokens: Sequence[int]
             if not torch.equal(row.cpu().contiguous().view(torch.uint8).flatten(), mine.flatten()):
                 return False
     return True
+
+
+def sealed(message: bytes) -> bytes:
+    """Put the right checksum into a message that was written or changed by hand."""
+    line, _, text = message.partition(b"\n")
+    name, kind = line.split(b" ")[:2]
+    return b"%b %b %08x\n%b" % (name, kind, zlib.crc32(text, zlib.crc32(kind)), text)

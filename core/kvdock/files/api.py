@@ -55,7 +55,8 @@ def save_prefix(
     Raises:
         ArgumentTypeError, ArgumentValueError: a bad argument; nothing of the tokens is cached.
         UnsupportedError: layers with states; safetensors is not installed.
-        FileAccessError: the file cannot be written. What was there is as it was.
+        FileAccessError: the file cannot be written. What was there is as it was; or, where the device fails once all is in place, the new
+            file is there, whole.
         CapacityError: the host has no memory for a part.
     """
     subject = "save_prefix"

@@ -78,7 +78,7 @@ class Unfinished:
         """Put parts in place, then the file itself, and remove the parts of saves before.
 
         Raises:
-            FileAccessError: a file cannot be put there. Those of the save before are as they were.
+            FileAccessError: a file cannot be put there. Those of the save before are as they were, or all of this one are in place.
         """
         folder, done = self.path.parent, list[Path]()
         try:

@@ -25,7 +25,7 @@ def save(path: Path, cache: GroupedCache, found: Gathered, header: dict[str, Any
     """Write what was gathered to one file, or to parts of at most ``max_file_bytes`` of contents and the file that names them.
 
     Raises:
-        FileAccessError: a file cannot be written; what was there before is as it was.
+        FileAccessError: a file cannot be written; what was there before is as it was, or the new one is there, whole.
         CapacityError: the host has no memory for a part.
     """
     forest, contents = found.forest, contents_of(cache)

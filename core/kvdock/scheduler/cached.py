@@ -9,9 +9,19 @@ from kvdock.prefix.inputs import as_integers
 from kvdock.prefix.interface import BlockIds, Namespace
 from kvdock.scheduler.batches import as_rows
 from kvdock.scheduler.cache_manager import CacheManager
+from kvdock.scheduler.publishing import NOTHING_MORE
 from kvdock.scheduler.sequence import CacheSequence
 
-__all__ = ["block_sizes", "cached_blocks", "check_open", "note_only_needed", "num_blocks", "unused_size", "use_prefix"]
+__all__ = [
+    "block_sizes",
+    "cached_blocks",
+    "check_open",
+    "note_only_needed",
+    "num_blocks",
+    "publish_nothing_more",
+    "unused_size",
+    "use_prefix",
+]
 
 
 def block_sizes(manager: CacheManager) -> tuple[int, ...]:
@@ -53,6 +63,11 @@ def note_only_needed(manager: CacheManager, seq: CacheSequence, written: int) ->
     `CacheManager.note_written` and `CacheManager.commit` would let it be found, in case a prompt goes on before the end.
     """
     manager._pool.written(np.array([manager._row(seq, "note_written")]), np.array([written]), spare=False)
+
+
+def publish_nothing_more(manager: CacheManager, seq: CacheSequence) -> None:
+    """Let nobody find what of a sequence is not published yet, whatever is committed."""
+    manager._rows.published[manager._row(seq, "commit")] = NOTHING_MORE
 
 
 def unused_size(manager: CacheManager) -> int:

@@ -24,6 +24,7 @@ import numpy as np
 from kvdock.cache.paged import PagedKVCache
 from kvdock.errors import ArgumentValueError, KVDockError, TransferError
 from kvdock.scheduler.cache_manager import CacheManager
+from kvdock.scheduler.cached import note_only_needed, publish_nothing_more
 from kvdock.scheduler.sequence import CacheSequence
 from kvdock.transfer.arguments import check_lendable, check_parts, check_text, count_of, names_of, ticket_of
 from kvdock.transfer.compatibility import check_compatible
@@ -32,7 +33,7 @@ from kvdock.transfer.layout import PoolLayout
 from kvdock.transfer.leases import Inbound, Limits, Outbound, Transfer
 from kvdock.transfer.mail import Mail, Waiting
 from kvdock.transfer.messages import MOST_TAG, MOST_TEXT, Ask, Hello, Stop, digest_of, read_any
-from kvdock.transfer.serving import check_ask, needed_bytes, nominal_tables, wanted_tokens
+from kvdock.transfer.serving import are_whole, check_ask, needed_bytes, nominal_tables, wanted_tokens
 from kvdock.transfer.spans import sends, spans
 
 __all__ = ["Exchange"]
@@ -139,7 +140,7 @@ class Exchange:
             fix = "name every rank of the other side"
             raise ArgumentValueError("Exchange.ask: peers", expected=f"all {needed} bytes", got=f"{total}, where {ranks}", fix=fix)
         tag, now = secrets.randbelow(MOST_TAG + 1), self._clock()
-        transfer = Inbound(name, seq, count, now + self.limits.deadline)
+        transfer = Inbound(name, seq, count, now + self.limits.deadline, first)
         try:
             for peer, runs in found.items():
                 transfer.tickets[peer, tag] = ticket_of(self._transport, self._transport.expect(peer, runs, tag))
@@ -314,11 +315,20 @@ class Exchange:
                 transfer.error = transfer.error or TransferError(f"blocks of {transfer.name!r}", got="a sequence that was ended meanwhile")
             elif isinstance(transfer, Outbound):
                 self._manager.finish(transfer.seq)
-            elif transfer.error is None:
-                self._manager.commit(transfer.seq, [], computed=max(transfer.num_tokens, transfer.seq.computed))
+            elif isinstance(transfer, Inbound) and transfer.error is None:
+                self._commit(transfer)
             else:
                 self._manager.abort(transfer.seq)
         return ended
+
+    def _commit(self, transfer: Inbound) -> None:
+        """Let a sequence go on with what came. Where layers let tokens go, nobody may find a block of which only a part came."""
+        seq, count = transfer.seq, transfer.num_tokens
+        if count > seq.computed:
+            note_only_needed(self._manager, seq, count)
+            if not are_whole(self._cache.groups, transfer.start, count):
+                publish_nothing_more(self._manager, seq)
+        self._manager.commit(seq, [], computed=max(count, seq.computed))
 
     def _known(self, peer: str) -> PoolLayout:
         if peer not in self._peers:

@@ -97,7 +97,15 @@ class Transfer:
 
 
 class Inbound(Transfer):
-    """Blocks that are to come: all of them from all peers, or the sequence is aborted."""
+    """Blocks that are to come: all of them from all peers, or the sequence is aborted.
+
+    Attributes:
+        start: the first token that was asked for.
+    """
+
+    def __init__(self, name: str, seq: CacheSequence, num_tokens: int, deadline: float, start: int = 0) -> None:
+        super().__init__(name, seq, num_tokens, deadline)
+        self.start = start
 
     def missing(self) -> str:
         """Say who has not sent everything."""

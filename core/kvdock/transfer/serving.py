@@ -13,7 +13,7 @@ from kvdock.transfer.layout import PoolLayout
 from kvdock.transfer.messages import Ask
 from kvdock.transfer.spans import Table, Wanted
 
-__all__ = ["check_ask", "needed_bytes", "nominal_tables", "wanted_tokens"]
+__all__ = ["are_whole", "check_ask", "needed_bytes", "nominal_tables", "wanted_tokens"]
 
 
 def wanted_tokens(groups: Sequence[LayerGroup], start: int, stop: int) -> list[Wanted]:
@@ -23,6 +23,19 @@ def wanted_tokens(groups: Sequence[LayerGroup], start: int, stop: int) -> list[W
         kept = ((max(span.start, start), span.stop) for span in group.retention.spans(stop))
         found.append(((0, 1),) if group.retention.is_state else tuple(pair for pair in kept if pair[0] < pair[1]))
     return found
+
+
+def are_whole(groups: Sequence[LayerGroup], start: int, stop: int) -> bool:
+    """Whether `wanted_tokens` fill all blocks that a sequence needs, as far as it has tokens, but for what was there before ``start``."""
+    for group in groups:
+        if group.retention.is_state:
+            continue
+        size, spans = group.block_size, group.retention.spans(stop)
+        for blocks in group.retention.blocks(stop, size):
+            first, last = max(blocks.start * size, min(start, stop)), min(blocks.stop * size, stop)
+            if first < last and not any(span.start <= first and last <= span.stop for span in spans):
+                return False
+    return True
 
 
 def needed_bytes(layout: PoolLayout, wanted: Sequence[Wanted]) -> int:

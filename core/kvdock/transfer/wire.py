@@ -1,17 +1,19 @@
-"""What peers tell one another, as bytes: a line that names the version, then JSON. Whoever reads trusts nothing of it.
+"""What peers tell one another, as bytes: a line with the version and a checksum, then JSON. Whoever reads trusts nothing of it.
 
 ::
 
-    kvdock-transfer/1 ask
+    kvdock-transfer/1 ask 8f3b02c1
     {"tag": 7, ...}
 
-The first line is compared before anything behind it is read, and the number of bytes before that.
+The first line is compared before anything behind it is read, and the number of bytes before that. The checksum is of kind and JSON: a
+block table with one changed digit is a block table, by which bytes would go to blocks of somebody else.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,7 +33,12 @@ _LINE = 64
 
 def written(kind: str, body: Mapping[str, Any]) -> bytes:
     """Return a message of some kind."""
-    return b"%s%d %s\n%s" % (_NAME, VERSION, kind.encode(), json.dumps(body, separators=(",", ":")).encode())
+    text = json.dumps(body, separators=(",", ":")).encode()
+    return b"%s%d %s %08x\n%s" % (_NAME, VERSION, kind.encode(), _checksum(kind.encode(), text), text)
+
+
+def _checksum(kind: bytes, text: bytes) -> int:
+    return zlib.crc32(text, zlib.crc32(kind))
 
 
 def as_text(raw: bytes) -> str:
@@ -47,14 +54,14 @@ def read(peer: str, message: bytes) -> tuple[str, Fields]:
         message: bytes from outside.
 
     Raises:
-        TransferError: too long, of another version, or none of ours.
+        TransferError: too long, of another version, damaged, or none of ours.
     """
     if not isinstance(message, bytes | bytearray | memoryview):
         raise TransferError(f"message of peer {peer!r}", expected="bytes", got=type(message).__name__)
     if len(message) > MOST_BYTES:
         raise TransferError(f"message of peer {peer!r}", expected=f"at most {MOST_BYTES} bytes", got=f"{len(message)} bytes")
     first = bytes(message[:_LINE]).partition(b"\n")[0]
-    version, _, kind = first.removeprefix(_NAME).partition(b" ")
+    version, _, rest = first.removeprefix(_NAME).partition(b" ")
     if not first.startswith(_NAME) or len(first) == _LINE:
         raise TransferError(f"message of peer {peer!r}", expected="one of kvdock's transfers", got=repr(first[:24]))
     if version != b"%d" % VERSION:
@@ -64,8 +71,13 @@ def read(peer: str, message: bytes) -> tuple[str, Fields]:
             got=f"version {version.decode('ascii', 'replace')[:20]}",
             fix="run the same version of kvdock on both sides",
         )
+    (kind, _, said), text = rest.partition(b" "), bytes(message[len(first) + 1 :])
+    if said != (checksum := b"%08x" % _checksum(kind, text)):
+        got = f"{said.decode('ascii', 'replace')[:20]!r}, and what it says has {checksum.decode()!r}"
+        fix = "use a channel that changes nothing, and pass on whole messages"
+        raise TransferError(f"message of peer {peer!r}", expected="one with its checksum", got=got, fix=fix)
     try:
-        body = json.loads(bytes(message[len(first) + 1 :]))
+        body = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TransferError(f"message of peer {peer!r}", expected="JSON behind its first line", got=str(error)[:80]) from error
     return kind.decode("ascii", "replace"), Fields(f"{kind.decode('ascii', 'replace')} of peer {peer!r}", body)

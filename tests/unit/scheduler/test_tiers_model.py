@@ -9,13 +9,12 @@ import os
 import random
 import time
 import warnings
-from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdock.errors import ArgumentValueError, KVDockWarning, OutOfBlocksError
+from kvdock.errors import KVDockWarning
 from kvdock_conformance.checking.group_calls import drive_engine
 from opskit import PROPERTY
 from support_tiers import MODELS, TierEngine
@@ -31,34 +30,9 @@ def drive(name: str, seed: int, steps: int, *, fails: bool = False) -> TierEngin
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if fails else "error", KVDockWarning)
         for _ in range(steps // 4):  # prompts that come again, beside a few sequences that hold some of the pool
-            request(engine, rng)
+            engine.request(rng)
         drive_engine(engine, seed, steps)
     return engine
-
-
-def request(engine: TierEngine, rng: random.Random) -> None:
-    """Let a prompt of a few that part somewhere run to its end, or some way; or another call come between."""
-    family, length = rng.randrange(6), rng.randint(8, 26)
-    ids = [family] * length + [rng.randrange(3) for _ in range(rng.randrange(4))]
-    how = {"at_most": rng.randint(1, 12)} if rng.random() < 0.3 else {}
-    one = engine.begin(ids, rng.choice([(), (), ("other",)]), **how)
-    engine.check()
-    while one is not None and one.seq.computed < len(ids) + rng.randrange(3):
-        if not engine.step(one):
-            break
-    if one is not None and rng.random() < 0.3:
-        most = min(one.seq.num_tokens, len(one.ids))
-        rng.choice([engine.fork, engine.truncate])(one, rng.choice([most, rng.randint(0, most)]))
-    engine.check()
-    pins = []
-    if one is not None and rng.random() < 0.2:
-        with suppress(ArgumentValueError, OutOfBlocksError):  # less than a block is cached, or promises need it
-            pins.append(engine.manager.pin(one.ids[: one.seq.computed], one.namespace))
-    while len(engine.all) > rng.randrange(3):
-        engine.end(rng.choice(engine.all), rng.choice(["keep", "keep", "keep", "drop", "abort"]))
-        engine.check()
-    for pin in pins:
-        pin.release()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -14,7 +14,7 @@ import kvdock
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, TransferError
 from kvdock.layers import Buffer, StateLayerSpec
 from kvdock.transfer import Exchange, Inbound, Limits, Outbound
-from support_transfer import Clock, Rank, holds, relay
+from support_transfer import Clock, Rank, holds, relay, sealed
 
 HEADS = kvdock.KVSpec((kvdock.LayerSpec(4, 4, 2, 2), kvdock.LayerSpec(4, 2, 3, 5)), 256, torch.bfloat16)
 WINDOWS = kvdock.KVSpec((kvdock.LayerSpec(4, 4, 4, 4), kvdock.LayerSpec(4, 4, 4, 4, window=5)), 4096, torch.bfloat16)
@@ -342,7 +342,7 @@ def test_a_hello_that_is_none_is_refused_by_name(name: str, clock: Clock) -> Non
     change, text = HELLOS[name]
     owner, asker = (Rank(name, HEADS, clock) for name in "pd")
     with pytest.raises(TransferError, match=text):
-        owner.exchange.connect("d", change(asker.exchange.hello))
+        owner.exchange.connect("d", sealed(change(asker.exchange.hello)))
     owner.exchange.connect("d", asker.exchange.hello)
     with pytest.raises(TransferError, match=r"peer 'd': expected a new one, got one that is connected\. Fix: drop it first"):
         owner.exchange.connect("d", asker.exchange.hello)
@@ -368,7 +368,7 @@ def test_a_hello_that_is_none_is_refused_by_name(name: str, clock: Clock) -> Non
 def test_messages_that_nobody_says(message: bytes, text: str, clock: Clock) -> None:
     owner, _ = pair(clock)
     with pytest.raises(TransferError, match=text):
-        owner.exchange.take("d", message)
+        owner.exchange.take("d", sealed(message))
     with pytest.raises(TransferError, match="peer 'x': expected one that is connected: 'd', got another"):
         owner.exchange.take("x", message)
 
@@ -381,7 +381,7 @@ def ask_of(owner: Rank, asker: Rank, changes: dict[bytes, bytes]) -> str:
     for old, new in changes.items():
         assert old in message
         message = message.replace(old, new)
-    owner.exchange.take("d", message)
+    owner.exchange.take("d", sealed(message))
     relay(owner, asker)
     return str(transfer.error)
 
@@ -413,9 +413,9 @@ def test_a_peer_cannot_make_another_wait_for_ever_by_asking(clock: Clock) -> Non
     owner, asker = pair(clock)
     ask = b'kvdock-transfer/1 ask\n{"name":"n%d","tag":%d,"num_tokens":4,"digest":"","tables":[[0]],"wanted":[[0,4]],"note":""}'
     for number in range(4096):
-        owner.exchange.take("d", ask % (number, number))
+        owner.exchange.take("d", sealed(ask % (number, number)))
     assert owner.exchange.outgoing() == []
-    owner.exchange.take("d", ask % (5000, 5000))
+    owner.exchange.take("d", sealed(ask % (5000, 5000)))
     ((peer, told),) = owner.exchange.outgoing()
     assert peer == "d"
     assert b"4096 asks wait already" in told
@@ -430,9 +430,9 @@ def test_asks_that_wait_have_so_many_blocks_in_all(clock: Clock) -> None:
     table = b",".join([b"0"] * (1 << 20))
     ask = b'kvdock-transfer/1 ask\n{"name":"r","tag":%d,"num_tokens":4,"digest":"","tables":[[%b]],"wanted":[[0,4]],"note":""}'
     for number in range(4):
-        owner.exchange.take("d", ask % (number, table))
+        owner.exchange.take("d", sealed(ask % (number, table)))
     assert owner.exchange.outgoing() == []
-    owner.exchange.take("d", ask % (5, b"0"))
+    owner.exchange.take("d", sealed(ask % (5, b"0")))
     ((_, told),) = owner.exchange.outgoing()
     assert b"4 asks wait already" in told
 

@@ -12,7 +12,7 @@ import kvdock
 from kvdock.errors import TransferError
 from kvdock.transfer.messages import BEAT, MOST_TAG, Ask, Hello, Stop, digest_of, read_any
 from kvdock.transfer.wire import Fields, as_text, read, written
-from support_transfer import Side
+from support_transfer import Side, sealed
 
 SPEC = kvdock.KVSpec((kvdock.LayerSpec(2, 2, 2, 3),), 64, torch.float32)
 READS: dict[str, tuple[Callable[[Fields], object], object, list[object]]] = {
@@ -52,7 +52,7 @@ def test_objects_in_objects_are_named_by_where_they_are() -> None:
 
 def test_a_message_is_a_line_and_what_it_says() -> None:
     message = written("ask", {"x": [1, "ü"]})
-    assert message == b'kvdock-transfer/1 ask\n{"x":[1,"\\u00fc"]}'
+    assert message == b'kvdock-transfer/1 ask 78b79488\n{"x":[1,"\\u00fc"]}'
     kind, fields = read("p", message)
     assert (kind, fields.subject) == ("ask", "ask of peer 'p'")
     assert read("p", memoryview(message))[0] == read("p", bytearray(message))[0] == "ask"
@@ -96,7 +96,28 @@ def test_an_ask_that_cannot_be_meant(old: bytes, new: bytes, text: str) -> None:
     message = ASK.to_bytes()
     assert old in message
     with pytest.raises(TransferError, match=f"^ask of peer 'p': {text}"):
-        read_any("p", message.replace(old, new))
+        read_any("p", sealed(message.replace(old, new)))
+
+
+def test_every_byte_of_a_message_counts() -> None:
+    message = ASK.to_bytes()
+    for at in range(len(message)):
+        for changed in (bytes([message[at] ^ 1]), bytes([message[at] ^ 0x80]), b"\n", b" ", b""):
+            if changed != message[at : at + 1]:
+                with pytest.raises(TransferError, match="^message of peer 'p': expected"):
+                    read_any("p", message[:at] + changed + message[at + 1 :])
+
+
+def test_a_block_table_with_another_digit_is_refused() -> None:
+    """It could be meant: the bytes would go to a block of somebody else."""
+    message = ASK.to_bytes().replace(b"[[1,2],", b"[[1,5],")
+    with pytest.raises(
+        TransferError, match=r"expected one with its checksum, got '[0-9a-f]{8}', and what it says has '[0-9a-f]{8}'\. Fix: use"
+    ):
+        read_any("p", message)
+    said = read_any("p", sealed(message))
+    assert isinstance(said, Ask)
+    assert said.tables[0] == (1, 5)
 
 
 def test_digests_tell_texts_and_places_apart() -> None:
