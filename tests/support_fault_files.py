@@ -194,8 +194,7 @@ class Folder:
             before = manager.blocks_used, manager.prefix.size_info
             try:
                 load_pool(copy / "p.st", manager, cache)
-            except (FileContentError, FileAccessError) as error:
-                assert error.fix
+            except (FileContentError, FileAccessError):
                 assert (manager.blocks_used, manager.prefix.size_info) == before
                 self.faults.note(kind, "refused")
             else:
@@ -234,8 +233,8 @@ class Folder:
             with disk():
                 self.save(version, **how)
         except FileAccessError as error:
-            assert kind in ("full", "broken")
-            assert error.errno in (errno.EFBIG, errno.EIO)
+            number = error.errno
+            assert (kind, number) in [("full", errno.EFBIG), ("broken", errno.EIO)]
             if kind == "full":
                 self.faults.note("a disk is full")
         except (Interrupted, InjectedError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from kvdock.files import load_pool, loading, save_pool
 from kvdock.scheduler import Tier
 from kvdock.transfer import Transfer
 from support_fault_files import broken_disk, damage, full_disk
-from support_faults import Faults, FaultyHost, InjectedError, Interrupted
+from support_faults import Faults, FaultyHost, InjectedError
 from support_files import KINDS, cached, check_sequence, compute
 from support_transfer import Rank
 from support_world import LIMITS, World

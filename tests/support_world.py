@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 
 import attrs
+import pytest
 import torch
 
 import kvdock
@@ -198,12 +200,8 @@ class World:
         (rank,) = [rank for rank in self.alive if rank.name == peer]
         self.faults.note(kind)
         before = rank.exchange.num_open, rank.manager.num_sequences, rank.manager.available_size
-        try:
+        with pytest.raises(TransferError, match=re.escape(repr(sender))):
             rank.exchange.take(sender, message)
-        except TransferError as error:
-            assert repr(sender) in str(error)
-        else:
-            raise AssertionError(f"{kind}, and it was taken: {message!r}")
         assert before == (rank.exchange.num_open, rank.manager.num_sequences, rank.manager.available_size)
         if self.chance.random() < 0.5:
             rank.exchange.drop(sender, "it says what nobody understands")

@@ -306,6 +306,7 @@ class CacheManager(Facts):
             shared=shared,
             published=NOTHING_MORE if rows.published[row] == NOTHING_MORE else shared,
             priority=int(rows.priority[row]),
+            least=int(rows.least[row]),
         )
         self._ids.begin(other._row, self._ids.get(row, 0, known))
         self._pool.settle(np.array([row, other._row]))  # that of the one, too: what it needs may not be told yet

@@ -17,8 +17,8 @@ __all__ = [
     "cached_blocks",
     "check_open",
     "note_only_needed",
+    "note_partly_written",
     "num_blocks",
-    "publish_nothing_more",
     "unused_size",
     "use_prefix",
 ]
@@ -65,9 +65,13 @@ def note_only_needed(manager: CacheManager, seq: CacheSequence, written: int) ->
     manager._pool.written(np.array([manager._row(seq, "note_written")]), np.array([written]), spare=False)
 
 
-def publish_nothing_more(manager: CacheManager, seq: CacheSequence) -> None:
-    """Let nobody find what of a sequence is not published yet, whatever is committed."""
-    manager._rows.published[manager._row(seq, "commit")] = NOTHING_MORE
+def note_partly_written(manager: CacheManager, seq: CacheSequence, written: int) -> None:
+    """Note that of blocks of a sequence only what the token behind the first ``written`` reads is written, and not what one before reads.
+
+    Nobody finds more of it than what was shared before, and it cannot be cut to fewer tokens or forked with them.
+    """
+    row = manager._row(seq, "note_written")
+    manager._rows.published[row], manager._rows.least[row] = NOTHING_MORE, written
 
 
 def unused_size(manager: CacheManager) -> int:

@@ -250,6 +250,8 @@ class GroupedBlocks(PoolBlocks):
         """Whether a row can go on behind its first ``num_tokens`` tokens: what they need is there still."""
         if (is_behind := bool(num_tokens >= self._rows.reach(row))) or self.states.per_sequence:
             return is_behind
+        if 0 < num_tokens < self._rows.least[row]:
+            return False
         return bool(self.needs.can_go_on(self._rows.blocks(row), np.array([num_tokens]))[0])
 
     def shortest(self, row: int) -> int:
@@ -258,12 +260,12 @@ class GroupedBlocks(PoolBlocks):
         if self.states.per_sequence:
             return computed
         lost = np.flatnonzero(~self.needs.can_go_on(self._rows.blocks(row), np.arange(computed)))
-        return int((lost + 1).max(initial=0))
+        return int((lost + 1).max(initial=int(self._rows.least[row])))
 
     def check_kept(self, subject: str, row: int, num_tokens: int) -> None:
         """Raise IndexRangeError unless a row `keeps` so many tokens, and OutOfBlocksError where promises need what it would need again."""
         if not self.keeps(row, num_tokens):
-            expected = f"at least {self.shortest(row)}: what was before is let go, or in a state"
+            expected = f"at least {self.shortest(row)}: what was before is let go, in a state, or came in part"
             fix = "fork() before tokens are computed that may be undone, or begin() the prompt again, which finds what is cached"
             raise IndexRangeError(subject, expected=expected, got=num_tokens, fix=fix)
         if num_tokens < self._rows.reach(row):

@@ -69,6 +69,7 @@ class Rows:
         serial: the number by which the publisher knows the sequence.
         locked: blocks before the place that the sequence has locked in the prefix cache.
         priority: for the eviction policy.
+        least: tokens that it cannot have fewer of and go on, but for none: of blocks before it had only a part written; 0 for no such.
         last_version: the last number that was one.
         last_batch: the sequences that came last, all of them open still, and their rows.
     """
@@ -89,6 +90,7 @@ class Rows:
         "serial",
         "locked",
         "priority",
+        "least",
     )
 
     num_tokens: Index
@@ -106,6 +108,7 @@ class Rows:
     serial: Index
     locked: Index
     priority: Index
+    least: Index
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size

@@ -24,7 +24,7 @@ import numpy as np
 from kvdock.cache.paged import PagedKVCache
 from kvdock.errors import ArgumentValueError, KVDockError, TransferError
 from kvdock.scheduler.cache_manager import CacheManager
-from kvdock.scheduler.cached import note_only_needed, publish_nothing_more
+from kvdock.scheduler.cached import note_only_needed, note_partly_written
 from kvdock.scheduler.sequence import CacheSequence
 from kvdock.transfer.arguments import check_lendable, check_parts, check_text, count_of, names_of, ticket_of
 from kvdock.transfer.compatibility import check_compatible
@@ -327,7 +327,7 @@ class Exchange:
         if count > seq.computed:
             note_only_needed(self._manager, seq, count)
             if not are_whole(self._cache.groups, transfer.start, count):
-                publish_nothing_more(self._manager, seq)
+                note_partly_written(self._manager, seq, count)
         self._manager.commit(seq, [], computed=max(count, seq.computed))
 
     def _known(self, peer: str) -> PoolLayout:

@@ -104,7 +104,7 @@ def test_every_byte_of_a_message_counts() -> None:
     for at in range(len(message)):
         for changed in (bytes([message[at] ^ 1]), bytes([message[at] ^ 0x80]), b"\n", b" ", b""):
             if changed != message[at : at + 1]:
-                with pytest.raises(TransferError, match="^message of peer 'p': expected"):
+                with pytest.raises(TransferError, match=r"^message of peer 'p': expected"):
                     read_any("p", message[:at] + changed + message[at + 1 :])
 
 
