@@ -265,7 +265,7 @@ class GroupedBlocks(PoolBlocks):
     def check_kept(self, subject: str, row: int, num_tokens: int) -> None:
         """Raise IndexRangeError unless a row `keeps` so many tokens, and OutOfBlocksError where promises need what it would need again."""
         if not self.keeps(row, num_tokens):
-            expected = f"at least {self.shortest(row)}: what was before is let go, in a state, or came in part"
+            expected = f"at least {self.shortest(row)}: what was before is let go, came in part, or is in a state"
             fix = "fork() before tokens are computed that may be undone, or begin() the prompt again, which finds what is cached"
             raise IndexRangeError(subject, expected=expected, got=num_tokens, fix=fix)
         if num_tokens < self._rows.reach(row):

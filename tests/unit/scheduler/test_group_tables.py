@@ -341,7 +341,7 @@ def test_a_batch_is_cut_behind_what_was_written_while_nobody_wants_the_room_but_
     (seq,) = batch.sequences
     shortest = seq.shortest
     assert 13 < shortest <= 20
-    text = rf"SequenceBatch.truncate: length: expected at least {shortest}: what was before is let go, in a state, or came in part, got {shortest - 1}"
+    text = rf"SequenceBatch.truncate: length: expected at least {shortest}: what was before is let go, came in part, or is in a state, got {shortest - 1}"
     with pytest.raises(IndexRangeError, match=text):
         batch.truncate(shortest - 1)
     assert (batch.length, seq.num_tokens) == (20, 20)
@@ -357,7 +357,7 @@ def test_a_batch_with_states_is_not_cut_before_what_was_written() -> None:
     batch.written()
     batch.grow(3)
     batch.truncate(9)
-    text = r"expected at least 9: what was before is let go, in a state, or came in part, got 8"
+    text = r"expected at least 9: what was before is let go, came in part, or is in a state, got 8"
     with pytest.raises(IndexRangeError, match=text):
         batch.truncate(8)
     assert [seq.num_tokens for seq in batch.sequences] == [9, 9]

@@ -475,7 +475,7 @@ def test_a_state_cannot_be_undone() -> None:
     assert seq.shortest == 10
     manager.extend(seq, 3)
     manager.truncate(seq, 10)
-    with pytest.raises(IndexRangeError, match="or in a state"):
+    with pytest.raises(IndexRangeError, match="or is in a state"):
         manager.truncate(seq, 9)
 
 

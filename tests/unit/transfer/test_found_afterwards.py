@@ -54,7 +54,7 @@ def test_what_came_in_part_cannot_be_cut_or_offered_with_fewer_tokens() -> None:
     """The window of a token before the end begins with one that did not come, in a block that is there."""
     asker, seq = received("only windows", 25)
     assert seq.shortest == 25
-    text = r"expected at least 25: what was before is let go, in a state, or came in part, got 24\. Fix: "
+    text = r"expected at least 25: what was before is let go, came in part, or is in a state, got 24\. Fix: "
     for call in (asker.manager.truncate, asker.manager.fork):
         with pytest.raises(IndexRangeError, match=text):
             call(seq, 24)
