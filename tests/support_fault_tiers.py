@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 from kvdock.scheduler.cached import cached_blocks
-from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.group_calls import drive_engine
 from kvdock_conformance.checking.group_engine import Request
 from support_faults import Faults, FaultyMemory, Interrupted
@@ -14,8 +13,6 @@ from support_tiers import MODELS, MemoryTier, TierEngine
 from support_transfer import Clock
 
 __all__ = ["FaultyEngine", "tier_history"]
-
-_PLANNED = "whether a prompt fits, as planned: expected True, got False"
 
 
 class FaultyEngine(TierEngine):
@@ -40,14 +37,7 @@ class FaultyEngine(TierEngine):
 
     def begin(self, ids: list[int], namespace: tuple[Any, ...] = (), **how: Any) -> Request | None:
         before, refused = [(tier.num_blocks == usage.used, tier.copied) for tier, usage in self.usages()], self.refused
-        lost = sum(usage.lost for _, usage in self.usages())
-        try:
-            one = super().begin(ids, namespace, **how)
-        except NonconformanceError as error:
-            # Where windows let go, a prompt that goes on behind what a tier has needs less room: planned with it, refused without.
-            if str(error) != _PLANNED or sum(usage.lost for _, usage in self.usages()) == lost:
-                raise
-            one = None
+        one = super().begin(ids, namespace, **how)
         if self.refused > refused:
             self.faults.note("a pool has no room for a prompt")
         if one is not None and (how.get("reserve") or "at_most" not in how):
