@@ -341,7 +341,8 @@ def test_a_batch_is_cut_behind_what_was_written_while_nobody_wants_the_room_but_
     (seq,) = batch.sequences
     shortest = seq.shortest
     assert 13 < shortest <= 20
-    text = rf"SequenceBatch.truncate: length: expected at least {shortest}: what was before is let go, came in part, or is in a state, got {shortest - 1}"
+    what = rf"expected at least {shortest}: what was before is let go, came in part, or is in a state, got {shortest - 1}"
+    text = f"SequenceBatch.truncate: length: {what}"
     with pytest.raises(IndexRangeError, match=text):
         batch.truncate(shortest - 1)
     assert (batch.length, seq.num_tokens) == (20, 20)
