@@ -14,9 +14,10 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError, TransferError
 from kvdock.transfer import OneSided, PoolLayout, Spans, TicketState
 from kvdock.transfer.lanes import Shape
 from kvdock.transfer.wire import as_text, written
+from support_faults import Faults
 from support_one_sided import Direct, Lanes
 from support_transfer import Rank
-from unit.transfer.test_chaos import LIMITS, SPEC, World
+from support_world import LIMITS, SPEC, World
 
 LAYOUT = PoolLayout("m", 1, 0, 1, (4096,), (), ())
 
@@ -355,12 +356,10 @@ def test_options_that_make_no_sense(options: dict[str, Any], error: type[Excepti
 class Pieces(World):
     """The histories of `test_chaos`, where writes land in pieces, also those of whoever is dead or was given up."""
 
-    def __attrs_post_init__(self) -> None:
+    def make_ranks(self) -> None:
         both = {"limits": LIMITS, "transport": lambda name: Lanes(name, part_bytes=self.chance.choice([64]), lanes=6)}
         self.owners += [Rank(f"p{rank}", SPEC, self.clock, 2, rank, **both) for rank in range(2)]
         self.askers += [Rank(f"d{rank}", SPEC, self.clock, 2, rank, **both, block_size=8, num_blocks=12) for rank in range(2)]
-        for owner in self.owners:
-            owner.meet(*self.askers)
         for rank in (*self.owners, *self.askers):
             rank.loop.writer.held = True
 
@@ -377,7 +376,7 @@ class Pieces(World):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_nothing_is_lost_wrong_or_for_ever(seed: int) -> None:
-    world = Pieces(random.Random(seed))  # noqa: S311 - as above
+    world = Pieces(Faults(random.Random(seed)))  # noqa: S311 - as above
     world.run(40)
     assert world.right + world.failed > 0
 
@@ -386,7 +385,7 @@ def test_nothing_is_lost_wrong_or_for_ever(seed: int) -> None:
 def test_many_histories() -> None:
     right = failed = killed = 0
     for seed in range(100, 180):
-        world = Pieces(random.Random(seed))  # noqa: S311 - as above
+        world = Pieces(Faults(random.Random(seed)))  # noqa: S311 - as above
         world.run(80)
         right, failed, killed = right + world.right, failed + world.failed, killed + bool(world.dead)
     assert min(right, failed, killed) > 20, "all of it happens"
