@@ -71,5 +71,5 @@ def test_of_many_that_differ_the_first_are_named_and_the_rest_counted() -> None:
 
 def test_the_record_is_short_and_nothing_in_it_spills() -> None:
     text = RECORD.read_text(encoding="utf-8")
-    assert text.count("\n") <= 75
+    assert text.count("\n") <= 85
     assert "0 spill registers, 0 have accesses narrower than" in text
