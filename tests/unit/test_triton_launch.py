@@ -20,6 +20,8 @@ import pytest
 import torch
 
 import kvdock
+from kvdock.errors import ArgumentValueError, IndexRangeError
+from kvdock.ops.api import pairs_tensor
 from opskit import Geometry, Memory, active, runtime_of
 from opskit.interpreted import AcmeBackend
 
@@ -112,6 +114,11 @@ def test_paged_launches(driver: Driver) -> None:
     assert (args["width"], args["k_row"], args["ROWS"]) == (0, 0, False)
 
 
+def few(args: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return the first three pairs of blocks that are passed by value."""
+    return [(args[f"source{number}"], args[f"to{number}"]) for number in range(3)]
+
+
 def test_static_and_copy_launches(driver: Driver) -> None:
     caches = [torch.zeros(4, 2, 32, 8, dtype=torch.bfloat16) for _ in "kv"]
     k, v = (torch.zeros(3, 2, 5, 8, dtype=torch.bfloat16) for _ in "kv")
@@ -125,11 +132,42 @@ def test_static_and_copy_launches(driver: Driver) -> None:
     pools, pairs = G.pools(Memory()), torch.tensor([[0, 1], [2, 3]])
     kvdock.ops.copy_blocks_(*pools, pairs)  # a few pairs of the host are passed by value
     (x, _, _), args = driver.launches[-1]
-    assert (x, args["pair0"], args["pair1"], args["pair2"]) == (2 * (args["K_PIECES"] + args["V_PIECES"]), 1, 2 << 32 | 3, 0)
+    assert (x, *few(args)) == (2 * (args["K_PIECES"] + args["V_PIECES"]), (0, 1), (2, 3), (0, 0))
     kvdock.ops.copy_blocks_(*pools, torch.arange(40).view(20, 2))
     (x, _, _), args = driver.launches[-1]
     assert (x, args["num_blocks"], args["pair_step"]) == (20 * (args["K_PIECES"] + args["V_PIECES"]), 1100, 2)
     assert (args["k_cache"], args["v_cache"]) == (pools[0].data_ptr(), pools[1].data_ptr())
+
+
+def test_lists_of_blocks_that_change(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once their strides are known, pairs in host memory are read by address: padding, many, and wrong ones as at first."""
+    bound = runtime_of(AcmeBackend()).dispatcher.op("copy_blocks_").bind(*G.pools(Memory()), named="acme")
+
+    def copy(pairs: list[tuple[int, int]]) -> None:
+        bound(pairs_tensor(pairs))
+
+    lists = ([(0, 1), (2, 3)], [(5, 4)], [(-1, 2), (7, 8), (9, -1)], [(7, 8), (7, 9)])
+    for pairs in lists * 3:
+        copy(pairs)
+        (x, _, _), args = driver.launches[-1]
+        live = [pair for pair in pairs if min(pair) >= 0]
+        assert (x, few(args)) == (len(live) * (args["K_PIECES"] + args["V_PIECES"]), [*live, (0, 0), (0, 0)][:3])
+    count = len(driver.launches)
+    copy([(-1, 2), (3, -5)])
+    for wrong in ([(0, 1), (2, 1)], [(0, 1), (1, 2)]):
+        with pytest.raises(ArgumentValueError, match="block_pairs"):
+            copy(wrong)
+    with pytest.raises(IndexRangeError, match="block id below 1100"):
+        copy([(0, 1100)])
+    assert len(driver.launches) == count
+    with monkeypatch.context() as patch:
+        patch.setattr("kvdock_triton.copy_blocks.live_pairs", pytest.fail)  # the quick way is taken
+        copy([(4, 6), (8, 2)])
+    assert few(driver.launches[-1][1]) == [(4, 6), (8, 2), (0, 0)]
+    many = [(2 * number, 2 * number + 1) for number in range(20)]
+    copy(many)
+    (x, _, _), args = driver.launches[-1]
+    assert (x, args["num_blocks"], args["pair_step"]) == (20 * (args["K_PIECES"] + args["V_PIECES"]), 1100, 2)
 
 
 def test_attention_launches(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -105,22 +107,38 @@ FEW = 16
 def copy_few_blocks_kernel(
     k_cache,
     v_cache,
-    pair0,
-    pair1,
-    pair2,
-    pair3,
-    pair4,
-    pair5,
-    pair6,
-    pair7,
-    pair8,
-    pair9,
-    pair10,
-    pair11,
-    pair12,
-    pair13,
-    pair14,
-    pair15,
+    source0,
+    to0,
+    source1,
+    to1,
+    source2,
+    to2,
+    source3,
+    to3,
+    source4,
+    to4,
+    source5,
+    to5,
+    source6,
+    to6,
+    source7,
+    to7,
+    source8,
+    to8,
+    source9,
+    to9,
+    source10,
+    to10,
+    source11,
+    to11,
+    source12,
+    to12,
+    source13,
+    to13,
+    source14,
+    to14,
+    source15,
+    to15,
     K_BLOCK: tl.constexpr,
     K_OUTER: tl.constexpr,
     K_MIDDLE: tl.constexpr,
@@ -140,26 +158,39 @@ def copy_few_blocks_kernel(
     V_CHUNK: tl.constexpr,
     V_PIECES: tl.constexpr,
 ):
-    """Copy one piece of one pair, as `copy_blocks_kernel` does: each ``pair`` is ``source << 32 | destination``, checked before."""
+    """Copy one piece of one pair, as `copy_blocks_kernel` does; the host has checked the pairs."""
     number = tl.program_id(0) // (K_PIECES + V_PIECES)
     piece = tl.program_id(0) % (K_PIECES + V_PIECES)
-    pair = tl.where(number == 1, pair1, pair0)
-    pair = tl.where(number == 2, pair2, pair)
-    pair = tl.where(number == 3, pair3, pair)
-    pair = tl.where(number == 4, pair4, pair)
-    pair = tl.where(number == 5, pair5, pair)
-    pair = tl.where(number == 6, pair6, pair)
-    pair = tl.where(number == 7, pair7, pair)
-    pair = tl.where(number == 8, pair8, pair)
-    pair = tl.where(number == 9, pair9, pair)
-    pair = tl.where(number == 10, pair10, pair)
-    pair = tl.where(number == 11, pair11, pair)
-    pair = tl.where(number == 12, pair12, pair)
-    pair = tl.where(number == 13, pair13, pair)
-    pair = tl.where(number == 14, pair14, pair)
-    pair = tl.where(number == 15, pair15, pair)
-    source = pair >> 32
-    to = pair & 0xFFFFFFFF
+    source = tl.where(number == 1, source1, source0)
+    to = tl.where(number == 1, to1, to0)
+    source = tl.where(number == 2, source2, source)
+    to = tl.where(number == 2, to2, to)
+    source = tl.where(number == 3, source3, source)
+    to = tl.where(number == 3, to3, to)
+    source = tl.where(number == 4, source4, source)
+    to = tl.where(number == 4, to4, to)
+    source = tl.where(number == 5, source5, source)
+    to = tl.where(number == 5, to5, to)
+    source = tl.where(number == 6, source6, source)
+    to = tl.where(number == 6, to6, to)
+    source = tl.where(number == 7, source7, source)
+    to = tl.where(number == 7, to7, to)
+    source = tl.where(number == 8, source8, source)
+    to = tl.where(number == 8, to8, to)
+    source = tl.where(number == 9, source9, source)
+    to = tl.where(number == 9, to9, to)
+    source = tl.where(number == 10, source10, source)
+    to = tl.where(number == 10, to10, to)
+    source = tl.where(number == 11, source11, source)
+    to = tl.where(number == 11, to11, to)
+    source = tl.where(number == 12, source12, source)
+    to = tl.where(number == 12, to12, to)
+    source = tl.where(number == 13, source13, source)
+    to = tl.where(number == 13, to13, to)
+    source = tl.where(number == 14, source14, source)
+    to = tl.where(number == 14, to14, to)
+    source = tl.where(number == 15, source15, source)
+    to = tl.where(number == 15, to15, to)
     if piece < K_PIECES:
         copy_piece(k_cache, source, to, piece, K_BLOCK, K_OUTER, K_MIDDLE, K_INNER, K_OUTER_STEP, K_MIDDLE_STEP, K_UNIT, K_CHUNK)
     else:
@@ -221,7 +252,7 @@ def specs_for(request: Request, tile: Tile) -> tuple[KernelSpec, KernelSpec]:
         smallest = min(smallest, values["CHUNK"] * element.size)
     warps = max(smallest // _LEAST_PER_WARP, 1)
     types = pointers | {"pairs": index_type(request.tensor("block_pairs")), "skipped": "*i64", "num_blocks": "i64", "pair_step": "i64"}
-    few = pointers | {f"pair{number}": "i64" for number in range(FEW)}
+    few = pointers | {f"{end}{number}": "i64" for number in range(FEW) for end in ("source", "to")}
     return (
         KernelSpec.build(copy_blocks_kernel, types, constants, aligned, warps),
         KernelSpec.build(copy_few_blocks_kernel, few, constants, aligned, warps),
@@ -235,7 +266,7 @@ class CopyBlocksDescriptor(Descriptor):
     notes_capture = True  # a graph needs the compiled kernel alone, which the process keeps
 
     def __init__(self, request: Request, pieces: int, launches: tuple[Launch, Launch], skipped: int) -> None:
-        self._op, self._pieces, self._skipped = request.op, pieces, skipped
+        self._op, self._pieces, self._skipped, self._device = request.op, pieces, skipped, request.device
         self._launch, self._few = launches
         self._num_blocks = int(request.tensor("k_cache").shape[0] or 0)
         self._fixed(0)  # so that nothing is left to compile
@@ -244,14 +275,17 @@ class CopyBlocksDescriptor(Descriptor):
         """Launch on the current stream of the caches' device."""
         if not block_pairs.is_cpu:
             self.run(k_cache, v_cache, block_pairs)
-        elif block_pairs.shape[0] <= FEW and self._num_blocks < 1 << 31:
-            pairs = live_pairs(self._op, block_pairs, self._num_blocks)
-            packed = [source << 32 | to for source, to in pairs]
-            if packed:
-                packed += [0] * (FEW - len(packed))
-                self._few.run(len(pairs) * self._pieces, 1, k_cache.data_ptr(), v_cache.data_ptr(), *packed)
+        elif block_pairs.shape[0] <= FEW:
+            self._copy_few(
+                k_cache.data_ptr(), v_cache.data_ptr(), [*chain.from_iterable(live_pairs(self._op, block_pairs, self._num_blocks))]
+            )
         else:
             self.run(k_cache, v_cache, pairs_on_device(self._op, block_pairs, self._num_blocks, k_cache.device))
+
+    def _copy_few(self, k_cache: int, v_cache: int, ids: Sequence[int]) -> None:
+        """Launch with a few pairs that were checked, one id after the other."""
+        if ids:
+            self._few.run(len(ids) // 2 * self._pieces, 1, k_cache, v_cache, *ids, *[0] * (2 * FEW - len(ids)))
 
     def run(self, k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torch.Tensor) -> None:
         """Launch with pairs that the kernel can read, and checks by itself."""
@@ -259,9 +293,31 @@ class CopyBlocksDescriptor(Descriptor):
         self._launch.run(block_pairs.shape[0] * self._pieces, 1, *pointers, self._num_blocks, block_pairs.stride(0))
 
     def fix(self, *args: Any) -> Callable[..., None] | None:
-        """Settle the strides; what is left are the three addresses and how many pairs there are. Pairs on the host are read each time."""
+        """Settle the strides; what is left are the three addresses and how many pairs there are."""
         pairs = args[2]
-        return None if pairs.is_cpu else self._fixed(pairs.stride(0))
+        if not pairs.is_cpu:
+            return self._fixed(pairs.stride(0))
+        return self._fixed_on_host(pairs) if pairs.is_contiguous() else None
+
+    def _fixed_on_host(self, pairs: torch.Tensor) -> Callable[..., None]:
+        """Return a launch that reads pairs by their address: a tensor's own `tolist` makes a list of each pair first."""
+        number_type, dtype, device = ctypes.c_int32 if pairs.dtype == torch.int32 else ctypes.c_int64, pairs.dtype, self._device
+        op, num_blocks, copy_few, launch = self._op, self._num_blocks, self._copy_few, self._fixed(2)
+
+        def copy(k_cache: int, v_cache: int, address: int, number: int) -> None:
+            memory = (number_type * (2 * number)).from_address(address)
+            ids: Sequence[int] = memory[:] if number <= FEW else ()
+            known = sorted(set(ids))
+            if ids and len(known) == len(ids) and known[0] >= 0 and known[-1] < num_blocks:  # nothing that `live_pairs` would say
+                copy_few(k_cache, v_cache, ids)
+                return
+            rows = torch.frombuffer(memory, dtype=dtype).view(-1, 2)
+            if ids:
+                copy_few(k_cache, v_cache, [*chain.from_iterable(live_pairs(op, rows, num_blocks))])
+            else:
+                launch(k_cache, v_cache, pairs_on_device(op, rows, num_blocks, device).data_ptr(), number)
+
+        return copy
 
     def _fixed(self, pair_step: int) -> Callable[..., None]:
         values = {"skipped": self._skipped, "num_blocks": self._num_blocks, "pair_step": pair_step, "pieces": self._pieces}
