@@ -166,7 +166,7 @@ def _values(sizes: Mapping[str, int], choose: random.Random) -> dict[str, Any]:
             counts[row : row + 2] = (2, 0)
     lens = [choose.choice((0, *range(count, min(room, 9) + 1))) if room else 0 for count in counts]
     return {
-        "block_table": [choose.randrange(sizes["NB"]) for _ in range(batch * sizes["W"])],
+        "block_table": choose.choices(range(sizes["NB"]), k=batch * sizes["W"]),
         "seq_lens": lens,
         "cu_query_lens": [0, *itertools.accumulate(counts)],
         "starts": [choose.randint(0, length) for length in lens],

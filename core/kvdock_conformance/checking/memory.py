@@ -28,6 +28,9 @@ CHUNK = 1 << 26
 _PERIOD = 1000003
 """Random elements come again after so many: a prime, so that no two rows of a tensor lie so far apart."""
 
+_STEP = 381966
+"""Elements between where the memory of one seed begins in them and that of the next: far, and like no stride (the golden section)."""
+
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of an element's size."""
 
@@ -104,24 +107,25 @@ def filled(arena: Mapping[str, Any], device: torch.device) -> torch.Tensor:
     if arena.get("fill") == "zeros":  # numpy's zeros take up no memory until they are written
         return torch.from_numpy(np.zeros(count, np.uint8)) if on_host else torch.zeros(count, dtype=torch.uint8, device=device)
     # Random and not zero, so that a byte that was written by mistake differs from what was there.
-    size = getattr(torch, arena.get("dtype", "uint8")).itemsize
-    content = _content(arena["seed"], arena.get("dtype"), (count // size).bit_length())
+    content, size = _content(arena.get("dtype")), getattr(torch, arena.get("dtype", "uint8")).itemsize
     room = np.empty(count + 64 + shift, dtype=np.uint8)
     # numpy promises 16 bytes only, and a case says how its tensors are aligned.
     start = -room.ctypes.data % 64 + shift
-    for at in range(0, count, _PERIOD * size):
-        room[start + at : start + min(at + _PERIOD * size, count)] = content[: min(count - at, _PERIOD * size)]
+    at, begin = 0, arena["seed"] * _STEP % _PERIOD * size
+    while at < count:
+        part = content[begin : begin + count - at]
+        room[start + at : start + at + len(part)] = part
+        at, begin = at + len(part), 0
     return torch.from_numpy(room[start : start + count]).to("cpu" if on_host else device)
 
 
-@functools.lru_cache(160)
-def _content(seed: int, dtype: str | None, bits: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the bytes of 2**bits finite numbers of a dtype, `_PERIOD` at most; without one any bytes. Most cases have the same seeds."""
-    draw, count = np.random.default_rng(seed), min(2**bits, _PERIOD)
-    # Bytes are made as numbers of eight, which takes a third of the time.
-    numbers: Any = draw.integers(0, 2**64, -(-count // 8), np.uint64) if dtype is None else draw.standard_normal(count)
-    content: np.ndarray[Any, np.dtype[np.uint8]] = numbers.view(np.uint8)
-    return content if dtype is None else torch.from_numpy(numbers).to(getattr(torch, dtype)).view(torch.uint8).numpy()
+@functools.cache
+def _content(dtype: str | None) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the bytes of finite random numbers of a dtype; without one any bytes."""
+    draw = np.random.default_rng(0)
+    if dtype is None:
+        return draw.integers(0, 256, _PERIOD, np.uint8)
+    return torch.from_numpy(draw.standard_normal(_PERIOD)).to(getattr(torch, dtype)).view(torch.uint8).numpy()
 
 
 def _copied(arena: Mapping[str, Any], content: torch.Tensor) -> torch.Tensor:
