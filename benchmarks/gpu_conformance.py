@@ -3,20 +3,18 @@
     python benchmarks/gpu_conformance.py --backend cuda --level extended --out docs/benchmarks/conformance
     python benchmarks/gpu_conformance.py --backend cuda --prove --out docs/benchmarks/conformance
 
-Most of a run's time is the host's: compiling kernels, and starting interpreters. An area that does not end within ``--limit``
-seconds is told as missing, faults that were not seeded by then as unclear, and nothing is written for the whole.
+Most of a run's time is the host's: compiling kernels, and starting interpreters. Requirements that were not asked within ``--limit``
+seconds are told as not run, faults that were not seeded by then as unclear, and nothing is written for the whole.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,19 +22,18 @@ from typing import Any
 from kvdock_conformance import faults
 from kvdock_conformance.prove import Proof, faults_of, prove
 from kvdock_conformance.reports import digest
+from kvdock_conformance.reports.json_report import as_dict
+from kvdock_conformance.requirement import Level, Requirement, Requirements
 from kvdock_conformance.requirements import load
+from kvdock_conformance.run import run
 from kvdock_conformance.session import ConformancePlan
+from kvdock_conformance.verdict import Outcome
+
+_MANY, _SHARE = 60, 6
+"""A requirement of so many cases has a process of its own; of others, so many have one together."""
 
 _CHUNK = 4
 """So many faults are seeded into one process in turn: enough to be worth its start, and few enough to share the rest out evenly."""
-
-
-def started(area: str, given: argparse.Namespace, folder: Path) -> subprocess.Popen[str]:
-    """Start the kit for one area."""
-    words = ["--backend", given.backend, "--level", given.level, "--op", area]
-    command = [sys.executable, "-m", "kvdock", "conformance", *words, "--report", str(folder / area)]
-    with (folder / f"{area}.txt").open("w") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True)
 
 
 def proved(given: argparse.Namespace, areas: list[str]) -> list[dict[str, Any]]:
@@ -58,21 +55,11 @@ def proved(given: argparse.Namespace, areas: list[str]) -> list[dict[str, Any]]:
 
 
 def merged(reports: list[dict[str, Any]], proofs: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """Put reports of one area each together, as if one process had asked all."""
+    """Put reports of some requirements each together, as if one process had asked all."""
     whole = {**reports[0], "op": None, "left_out": [], "seconds": seconds, "started": min(report["started"] for report in reports)}
-    whole["requirements"] = [item for report in reports for item in report["requirements"]]
+    found = {item["id"]: item for report in reports for item in report["requirements"]}
+    whole["requirements"] = [found[item.id] for item in load() if item.id in found]
     return {**whole, **({"proofs": proofs} if proofs else {})}
-
-
-def wait(running: dict[str, subprocess.Popen[str]], limit: float) -> None:
-    """Wait until all have ended, and end the others at the limit."""
-    begun = time.monotonic()
-    while running and time.monotonic() - begun < limit:
-        time.sleep(0.5)
-        for area in [area for area, process in running.items() if process.poll() is not None]:
-            print(f"{time.monotonic() - begun:5.0f} s  {area}: exit {running.pop(area).returncode}", flush=True)
-    for process in running.values():
-        process.kill()
 
 
 def tell(area: str, report: dict[str, Any]) -> bool:
@@ -88,14 +75,31 @@ def tell(area: str, report: dict[str, Any]) -> bool:
     return {item["verdict"] for item in told} <= {"passed", "unsupported", "killed", "not seeded"}
 
 
-def asked(given: argparse.Namespace, areas: list[str], folder: Path) -> list[dict[str, Any]]:
-    """Run the kit for each area, and return the reports of those that ended in time."""
-    wait({area: started(area, given, folder) for area in areas}, given.limit)
-    files = {area: folder / area / "report.json" for area in areas}
-    for area, file in files.items():
-        if not file.exists():
-            print(f"{area}: no report\n{(folder / f'{area}.txt').read_text()[-1500:]}")
-    return [json.loads(file.read_text()) for file in files.values() if file.exists()]
+def shared_out(every: Sequence[Requirement], level: Level) -> list[Requirements]:
+    """Return requirements in shares, the longest first: those of many cases alone, since each compiles kernels of its own."""
+    wanted = [(len(item.selected(level)), item) for item in every]
+    alone = sorted((each for each in wanted if each[0] >= _MANY), key=lambda each: -each[0])
+    areas = dict.fromkeys(item.area for _, item in wanted)
+    few = [[item for count, item in wanted if item.area == area and count < _MANY] for area in areas]
+    parts = [part[begin : begin + _SHARE] for part in few for begin in range(0, len(part), _SHARE)]
+    return [*(Requirements([item]) for _, item in alone), *map(Requirements, parts)]
+
+
+def asked(given: argparse.Namespace, areas: list[str]) -> list[dict[str, Any]]:
+    """Run the kit in shares side by side, and return the reports. Of what has not ended within the limit the rest is not run."""
+    level, begun = Level(given.level), time.monotonic()
+    every = [item for item in load().of_kind("backend").select(level) if item.area in areas]
+
+    def in_time(outcome: Outcome) -> None:
+        print(f"{time.monotonic() - begun:5.0f} s  {outcome.requirement.id}: {outcome.verdict.value}, {outcome.seconds:.0f} s", flush=True)
+        if time.monotonic() - begun > given.limit:
+            raise KeyboardInterrupt  # as Ctrl-C
+
+    def report(share: Requirements) -> dict[str, Any]:
+        return as_dict(run(ConformancePlan(given.backend, share, level), in_time))
+
+    with ThreadPoolExecutor(given.workers) as pool:
+        return list(pool.map(report, shared_out(every, level)))
 
 
 def main() -> int:
@@ -104,6 +108,7 @@ def main() -> int:
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--level", choices=["core", "extended"], default="extended")
     parser.add_argument("--prove", action="store_true", help="also seed the kit's faults, after the requirements of core level")
+    parser.add_argument("--only-faults", action="store_true", help="with --prove: the requirements passed in a run before")
     parser.add_argument("--areas", nargs="*", help="only these, in this order")
     parser.add_argument("--limit", type=float, default=560, help="seconds for the requirements, and as many for the faults")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that seed faults")
@@ -112,10 +117,12 @@ def main() -> int:
     given.level = "core" if given.prove else given.level
     begun = time.monotonic()
     areas = given.areas or list(dict.fromkeys(item.area for item in load() if item.area != "prefix"))
-    reports = asked(given, areas, Path(tempfile.mkdtemp()))
+    reports = [] if given.only_faults else asked(given, areas)
     proofs = proved(given, areas) if given.prove else []
-    good = [tell(report["op"], report) for report in reports] + [tell("faults", {"proofs": proofs})]  # each is told
-    if given.areas or len(reports) < len(areas):
+    told = [item for report in reports for item in report["requirements"]]
+    good = [tell(area, {"requirements": [item for item in told if item["area"] == area]}) for area in areas]
+    good += [tell("faults", {"proofs": proofs})]  # each is told
+    if given.areas or given.only_faults or any(item["verdict"] == "not run" for item in told):
         return 3 if all(good) else 1
     given.out.mkdir(parents=True, exist_ok=True)
     name = f"{given.backend}-{given.level}{'-proved' if given.prove else ''}.md"
