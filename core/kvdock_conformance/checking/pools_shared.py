@@ -57,10 +57,10 @@ def check_first_calls(target: Target, data: Mapping[str, Any]) -> None:
         for number, (one, other) in enumerate(zip(threads[::2], threads[1::2], strict=True)):
             if data["anew"]:
                 runtime.default().dispatcher.descriptors.clear()
-            if steps:
+            if number > 1:
                 one.meet(other, spread(number, steps), functools.partial(by_another_thread, elsewhere))
             else:
-                steps = steps_of(one.call)
+                steps = steps_of(one.call)  # the first may compile what all have
 
 
 def check_shared_pools(target: Target, data: Mapping[str, Any]) -> None:

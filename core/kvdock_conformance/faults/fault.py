@@ -102,11 +102,14 @@ class Faults(list[Fault]):
 
         return add
 
-    def plan(self, op: str, name: str, sentence: str, *killers: str) -> Callable[[Callable[[], FaultyCall]], Callable[[], FaultyCall]]:
+    def plan(
+        self, op: str, name: str, sentence: str, *killers: str, host_only: tuple[str, ...] = ()
+    ) -> Callable[[Callable[[], FaultyCall]], Callable[[], FaultyCall]]:
         """Add a fault that keeps something from call to call: the function is asked for a `FaultyCall` per descriptor."""
 
         def add(make_call: Callable[[], FaultyCall]) -> Callable[[], FaultyCall]:
-            self.append(Fault(name, sentence, self._area or op, killers, KernelSeed(op, lambda inner: FaultyKernel(inner, make_call))))
+            seed = KernelSeed(op, lambda inner: FaultyKernel(inner, make_call))
+            self.append(Fault(name, sentence, self._area or op, killers, seed, host_only=host_only))
             return make_call
 
         return add

@@ -99,7 +99,13 @@ def _takes_ctrl_c(run: BackendCall, args: Args) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@FAULTS.call(_STATIC, "hygiene-error-leaves-one-thread", "A call that raises leaves torch with one thread.", "KVD-HYGIENE-017")
+@FAULTS.call(
+    _STATIC,
+    "hygiene-error-leaves-one-thread",
+    "A call that raises leaves torch with one thread.",
+    "KVD-HYGIENE-017",
+    host_only=("KVD-HYGIENE-017",),
+)
 def _one_thread(run: BackendCall, args: Args) -> None:
     count = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -197,7 +203,11 @@ def _keeps_a_buffer() -> FaultyCall:
 
 
 @FAULTS.plan(
-    _WRITE, "hygiene-known-error-on-the-default-device", "A known call says on the default device what is wrong.", "KVD-HYGIENE-017"
+    _WRITE,
+    "hygiene-known-error-on-the-default-device",
+    "A known call says on the default device what is wrong.",
+    "KVD-HYGIENE-017",
+    host_only=("KVD-HYGIENE-017",),
 )
 def _says_elsewhere() -> FaultyCall:
     made: dict[torch.Size, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import mmap
 import threading
@@ -74,8 +75,7 @@ FAULTS.call(
 def _places_in_one(run: BackendCall, args: Args) -> None:
     pool, slots = args["k_cache"], args["slot_mapping"]
     if pool.stride(0) != pool.shape[1] * pool.stride(1):
-        shared = _wide.to(slots.device, slots.dtype) if slots.dtype != _wide.dtype else _wide.to(slots.device)
-        args = {**args, "slot_mapping": shared[: slots.numel()].view(slots.shape).copy_(slots)}
+        args = {**args, "slot_mapping": _own(slots.device, slots.dtype)[: slots.numel()].view(slots.shape).copy_(slots)}
     run(args)
 
 
@@ -130,9 +130,12 @@ def _through_one(buffer: Callable[[torch.Tensor], torch.Tensor]) -> FaultyCall:
     return call
 
 
-_wide, _pages = torch.empty(1 << 17, dtype=torch.int64, device="cpu"), mmap.mmap(-1, 1 << 20)
+_own = functools.cache(lambda device, dtype: torch.empty(1 << 17, dtype=dtype, device=device))  # one for all threads
+_pages = mmap.mmap(-1, 1 << 20)
 FAULTS.call(_WRITE, "thread-int32-slots-in-one-buffer", "Slots of 32 bits are widened in a buffer of the process.", "KVD-THREAD-002")(
-    _through_one(lambda slots: _wide.to(slots.device)[: slots.numel()].view(slots.shape) if slots.dtype == torch.int32 else slots.clone())
+    _through_one(
+        lambda slots: _own(slots.device, torch.int64)[: slots.numel()].view(slots.shape) if slots.dtype == torch.int32 else slots.clone()
+    )
 )
 FAULTS.call(_GATHER, "thread-slots-shared-with-forks", "Slots are staged in memory that forked processes share.", "KVD-THREAD-005")(
     _through_one(lambda slots: torch.frombuffer(_pages, dtype=slots.dtype, count=slots.numel() or 1)[: slots.numel()].view(slots.shape))

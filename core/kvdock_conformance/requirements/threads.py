@@ -33,7 +33,7 @@ _SIZES = (
     ("rows of one byte", OpCall("", geometry=Geometry.even(1, 1, num_blocks=40, block=7, dtype="uint8"), index="int32"), Level.CORE),
     ("rows of six bytes", OpCall("", geometry=Geometry.even(1, 3, num_blocks=16, block=16)), Level.EXTENDED),
 )
-_FIRST = 17  # so many pairs: of the first one, the steps are counted
+_FIRST = 18  # so many pairs: of the first two, the steps are counted
 _EVEN, _ODD = list(range(0, 64, 2)), list(range(1, 64, 2))
 
 
