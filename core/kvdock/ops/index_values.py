@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvdock.errors import ArgumentValueError, IndexRangeError
@@ -96,7 +99,7 @@ def live_pairs(op: str, pairs: torch.Tensor, num_blocks: int, *, num_sources: in
         ArgumentValueError: two pairs have one destination, or a destination is also a source.
     """
     if num_sources is not None:
-        return _pairs_between(op, pairs, num_sources, num_blocks)
+        return list(_pairs_between(op, pairs, num_sources, num_blocks).tolist())
     ids = set(chain.from_iterable(rows := pairs.tolist()))
     # Almost every call: no id occurs twice, so no order matters. Half as long as the rest, which can name what is wrong.
     if len(ids) == 2 * len(rows) and (not ids or (min(ids) >= 0 and max(ids) < num_blocks)):
@@ -110,20 +113,18 @@ def live_pairs(op: str, pairs: torch.Tensor, num_blocks: int, *, num_sources: in
     return live
 
 
-def _pairs_between(op: str, pairs: torch.Tensor, num_sources: int, num_blocks: int) -> Sequence[Sequence[int]]:
+def _pairs_between(op: str, pairs: torch.Tensor, num_sources: int, num_blocks: int) -> npt.NDArray[np.integer[Any]]:
     """Return the pairs between two pools that are no padding: those of a long prompt are many, and looked at as one array."""
-    ids = pairs.numpy()
+    ids: npt.NDArray[np.integer[Any]] = pairs.numpy()
     if ids.size and ids.min() < 0:
         ids = ids[(ids >= 0).all(1)]
-    if not ids.size:
-        return []
-    most = ids.max(0)
-    if most[0] >= num_sources or most[1] >= num_blocks:
-        raise _range_error(op, pairs, (num_sources, num_blocks), ("src_cache", "dst_cache"))
-    if len(set(ids[:, 1].tolist())) < len(ids):
-        raise _pair_error(op, pairs, set())
-    live: Sequence[Sequence[int]] = ids.tolist()
-    return live
+    if ids.size:
+        most = ids.max(0)
+        if most[0] >= num_sources or most[1] >= num_blocks:
+            raise _range_error(op, pairs, (num_sources, num_blocks), ("src_cache", "dst_cache"))
+        if len(set(ids[:, 1].tolist())) < len(ids):
+            raise _pair_error(op, pairs, set())
+    return ids
 
 
 def _range_error(op: str, pairs: torch.Tensor, limits: tuple[int, int], pools: tuple[str, str]) -> IndexRangeError:
@@ -147,7 +148,8 @@ def pairs_on_device(op: str, pairs: torch.Tensor, num_blocks: int, device: torch
         # A copy from pinned memory reads it when the stream gets there, by when the caller may have filled it anew. One from
         # pageable memory has read it when it returns: it is staged.
         pairs = pairs.clone()
-    live_pairs(op, pairs, num_blocks, num_sources=num_sources)
+    # Between pools, a list of those that are live would take as long again as the check.
+    live_pairs(op, pairs, num_blocks) if num_sources is None else _pairs_between(op, pairs, num_sources, num_blocks)
     if device == pairs.device:
         return pairs
     try:
