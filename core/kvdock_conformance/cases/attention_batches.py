@@ -16,7 +16,7 @@ from kvdock_conformance.cases.numbers import SPECIAL_BITS
 from kvdock_conformance.cases.pairs import covering
 from kvdock_conformance.requirement import Case, Level
 
-__all__ = ["addresses", "alone", "edges", "every_two", "garbage", "index_values", "joins", "mistakes", "nothing_seen", "parts"]
+__all__ = ["addresses", "alone", "edges", "every_two", "garbage", "heavy", "index_values", "joins", "mistakes", "nothing_seen", "parts"]
 
 _FACTORS: Mapping[str, Sequence[Any]] = {
     "dtype": ("float32", "bfloat16", "float16", "float64"),
@@ -123,6 +123,15 @@ def joins() -> Iterator[Case]:
     yield Case("joined: many queries of wide rows, window 2", wide.case())
 
 
+def heavy() -> Iterator[Case]:
+    """Yield tokens of which a few fill a tile: a block has more, and queries that attend together see nothing in several."""
+    factors = {"dtype": ("float32", "bfloat16"), "block": (16, 300), "counts": (None, (200, 3)), "window": (None, 2)}
+    for how in covering(factors):
+        options = {"window": how.pop("window")}
+        made = Attention([230, 40], heads=(32, 32), dims=(256, 256), garbage="numbers", options=options, **how)
+        yield Case(", ".join(f"{name} {value}" for name, value in {**how, **options}.items()), made.case(), Level.EXTENDED)
+
+
 def garbage() -> Iterator[Case]:
     """Yield garbage outside of sequences, and a NaN in what only the last queries see."""
     for kind, counts, block in itertools.product(("nan", "inf"), (None, [3, 0, 20, 1]), (16, 3)):
@@ -137,9 +146,9 @@ def garbage() -> Iterator[Case]:
         data["places"].append(late.spec())
         yield Case(f"nan in {part} of token 37, window {window}, {dtype}", data)
         if part == "v_cache":  # of keys, scores would be of NaN
-            data = made.case()
-            data["places"].append(attrs.evolve(late, values=[SPECIAL_BITS[dtype][2]]).spec())
-            yield Case(f"infinities in {part} of token 37, window {window}, {dtype}", data)
+            data, sign = made.case(), "" if window else "minus "
+            data["places"].append(attrs.evolve(late, values=[SPECIAL_BITS[dtype][3 if sign else 2]]).spec())
+            yield Case(f"{sign}infinities in {part} of token 37, window {window}, {dtype}", data)
 
 
 def nothing_seen() -> Iterator[Case]:

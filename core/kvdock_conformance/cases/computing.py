@@ -143,7 +143,7 @@ COMPUTING: Mapping[str, Computing] = {
         slots=range(1, 33),
         of_slots={"width": 8},
         drawn=_attention_options,
-        ways=({"lse": False}, {"starts": True, "sinks": True, "window": 20, "softcap": 3.0}),
+        ways=({"lse": False}, {"starts": True, "sinks": True, "window": 20, "softcap": 3.3}),
     )
 }
 """By op."""

@@ -103,6 +103,8 @@ _DENSE: Factors = {"is_repeated": (False,), "dtype": ("bfloat16",), "pool": ("nh
 _PIECE: Factors = {**_DENSE, "rows": ("contiguous",), "form": ("[T]",), "index_order": ("rows",)}
 _LONG: Factors = {**_DENSE, "pool": ("hnd",), "source": ("[B, H, q, D]",)}
 """For pieces of memory whose bytes are a power of two: rows, runs of them, and blocks."""
+_SHARED: Factors = {"rows": ("one token for all", "one head for all", "contiguous / one token for all", "one token for all / contiguous")}
+"""Rows that are one in memory, which outputs cannot be."""
 _KNOWN: Factors = {"is_repeated": (True,)}
 """For the plainest call, as an engine makes it at each step: known by then, and wrong all the same."""
 _TINY: Factors = {"dtype": ("uint8",), "sizes": ("1 x 1",)}
@@ -142,6 +144,10 @@ _TOKENS: Sequence[Tier] = (
 )
 """At 256 and 4096 tokens of 256 bytes, a call has 64 KiB and 1 MiB. What repeats is slow with many more. Slots times 1 / 41, in 32 bits,
 lead into the block before where one begins."""
+_WRITTEN: Sequence[Tier] = (
+    *_TOKENS,
+    (Level.CORE, {"count": (8,), **_PIECE, **_SHARED, "sizes": ("2 x 64",), "slots": ("one run",), "block": (4,)}),
+)
 _ORDERS = ("one run", *(f"{which}, {how}" for which in ("sources", "destinations") for how in ("two swapped", "one skipped", "backwards")))
 _COPIED: Sequence[Tier] = (
     (Level.CORE, {"count": (2, 17), **_UNLIKE_STRIDES, "sizes": ("2 x 8",)}),
@@ -309,11 +315,11 @@ def slot_calls(op: str) -> Callable[[], Iterator[Case | Extended]]:
         lists[: _BAD + 1][-1][:] = _padded(lists[: _BAD + 1][-1], slots.rpartition(", ")[2], -1, geometry.capacity)
         return [SlotCall(op, "", each, lead, geometry, **how) for each in lists]
 
-    return lambda: _drawn(_SLOTS, _TOKENS, make)
+    return lambda: _drawn(_SLOTS, _TOKENS if op == "gather_paged" else _WRITTEN, make)
 
 
-def copies() -> Iterator[Case | Extended]:
-    """Yield copies of blocks in which every two properties meet."""
+def copies(of: Callable[..., Copy] = Copy) -> Iterator[Case | Extended]:
+    """Yield copies of blocks, or other calls with as many arguments, in which every two properties meet."""
 
     def make(
         *, count: int, seed: int, block: int, padding: str, order: str, dtype: str, sizes: str, is_repeated: bool, **how: Any
@@ -322,7 +328,7 @@ def copies() -> Iterator[Case | Extended]:
         pairs = _paired(order, geometry.num_blocks, count)
         lists = [[(src, dst) for src, dst in pairs[turn:] + pairs[:turn]] for turn in range(_REPEATS if is_repeated else 1)]
         lists[: _BAD + 1][-1][:] = _padded(lists[: _BAD + 1][-1], padding, (-1, 0), (0, geometry.num_blocks))
-        return [Copy("", each, geometry=geometry, seed=seed, **how) for each in lists]
+        return [of("", each, geometry=geometry, seed=seed, **how) for each in lists]
 
     return _drawn(_PAIRS, _COPIED, make)
 

@@ -31,6 +31,7 @@ _PADDED: Mapping[str, tuple[int, ...]] = MappingProxyType(
 )
 """By op: indices that begin like those, with padding, where there is any."""
 _COUNTS = (1, 1, 1, 1, 5, 18, 84, 2)
+_LONG_ROW = Geometry.even(1, 8, num_blocks=1, block=128)
 _UNLIKE = (Geometry(num_blocks=8, block=8, hk=2, dk=8, hv=2, dv=16), Geometry(num_blocks=8, block=8, hk=3, dk=16, hv=1, dv=8))
 """Values in longer rows than keys, and in shorter ones."""
 
@@ -51,11 +52,21 @@ def repeats() -> Iterator[Case]:
             caches = one.caches(drawing)
             calls = [attrs.evolve(one, seed=seed).call(drawing, caches) for seed in range(6)]
             yield Case(f"{op}, one token, values in {text} rows", drawing.case(*calls))
+        if op == "static_update_":  # which is known by its steps, and those of whole rows change with their length
+            yield Case(f"{op}, ever more of one row", _of_one_row())
         drawing, one = Drawing(), OpCall(op, tokens=4, geometry=_SMALL)
         turned = each_elsewhere(one.arguments(drawing), attrs.evolve(one, seed=2).arguments(drawing))
         yield Case(f"{op}, each argument in turn from elsewhere", drawing.case(*(call(op, **args) for args in turned)))
         if op in _PADDED:
             yield Case(f"{op}, indices written anew where they lie", _in_place(op))
+
+
+def _of_one_row() -> dict[str, Any]:
+    """Return updates of one row by an int with the first of one row of new positions, some and then more and fewer."""
+    drawing, like = Drawing(), OpCall("static_update_", tokens=84, geometry=_LONG_ROW, is_padded=True)
+    args: dict[str, Any] = like.arguments(drawing)
+    cut = [{name: args[name].slice(2, 0, count) for name in ("k", "v")} for count in (3, 3, 3, 3, 3, 18, 2, 84)]
+    return drawing.case(*(call(like.op, **{**args, **rows, "cache_lengths": 5 * turn}) for turn, rows in enumerate(cut)))
 
 
 def _in_place(op: str) -> dict[str, Any]:

@@ -24,19 +24,23 @@ def _distinct(sources: int, blocks: int, count: int) -> list[int]:
 
 @attrs.frozen
 class Swap(Copy):
-    """A call from the pool that the keys of a geometry would be in to the one of its values, each in an arena of its own.
+    """A call from the pool that the keys of a geometry would be in to the one of its values, each in an arena of its own, or in one.
 
     Args:
         blocks: blocks of the destination; None for as many as the source has.
         sides: which of ``"src"`` and ``"dst"`` lie in host memory, whatever the device.
+        are_parts: whether they are parts of one tensor.
     """
 
     blocks: int | None = None
     sides: tuple[str, ...] = ()
+    are_parts: bool = False
     op: str = "swap_blocks_"
 
     def pools(self, drawing: Drawing) -> Pair:
         """Return its pools."""
+        if self.are_parts:
+            return POOLS[self.pool](drawing, self.geometry)
         sizes = attrs.evolve(self.geometry, num_blocks=self.geometry.num_blocks if self.blocks is None else self.blocks)
         first, _, second = self.pool.partition(" / ")
         source = drawing.take(READ_POOLS[first](aside := Drawing(), self.geometry)[0], aside)

@@ -173,8 +173,9 @@ def check_range_error(target: Target, op: str, error: Exception | None, skipped:
         raise NonconformanceError(f"{op} with every index in range", expected="no error", got=f"IndexRangeError: {error}")
     if not (target.may_raise or given_as_int):
         raise NonconformanceError(f"{op} on {target.device}", expected="no look at indices on a device", got=f"IndexRangeError: {error}")
-    if skipped[0] not in str(error):
-        raise NonconformanceError(f"{op}: text of the IndexRangeError", expected=f"the first bad place, {skipped[0]}", got=error)
+    place = f"{op}: {skipped[0]}"
+    if place not in str(error):
+        raise NonconformanceError(f"{op}: text of the IndexRangeError", expected=f"the op and the first bad place, {place}", got=error)
 
 
 def check_inputs(target: Target, data: Mapping[str, Any], written: Collection[str]) -> None:

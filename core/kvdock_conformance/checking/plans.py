@@ -15,12 +15,12 @@ import torch
 import kvdock
 from kvdock import runtime
 from kvdock.descriptors.manager import DEFAULT_CAPACITY
-from kvdock.interface import TensorMeta
+from kvdock.interface import HOST, TensorMeta
 from kvdock.ops.catalog import CATALOG
 from kvdock.ops.validate import validate
 from kvdock.spec import COPY_DTYPES, QUANTISED_DTYPES
 from kvdock_conformance.checking.failure import NonconformanceError
-from kvdock_conformance.checking.growth import set_apart
+from kvdock_conformance.checking.growth import held, set_apart
 from kvdock_conformance.checking.meaning import compare_call, in_order, kernel_of, refer, schema_of
 from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.checking.served import check_not_served, reasons_against
@@ -193,12 +193,15 @@ def check_eviction(target: Target, data: Mapping[str, Any]) -> None:
 
     Raises:
         NonconformanceError: a byte differs, or a plan was not destroyed once, under its device, without an error.
+        Exception: what destroying a plan raises that was never called.
     """
     calls = _Calls(target, data)
     failures, numbers = _failures(calls.op), range(len(calls.calls))
     # Of an op of kvdock's own, what the backend refuses is served by a kernel that is not watched.
     wanted = sum(calls.op not in CATALOG or not target.reasons_against(calls.op, calls.in_order(number)) for number in numbers)
     set_apart()
+    with target.backend.device_guard(target.device):
+        kernel_of(target, calls.op).prepare(_request(target, data)).destroy()  # as one whose only call raised
     with _at_most(calls.op, 1), watched(target, calls.op) as watch:
         _clear(calls.op)
         calls.make_all()
@@ -328,24 +331,45 @@ def check_own_plans(target: Target, data: Mapping[str, Any]) -> None:
     compare_call(calls.memory, expected, calls.calls[0], f"{calls.op} by the second of two plans")
 
 
+_MOST_OF_A_PLAN = 1 << 20
+"""Bytes that a plan may hold: scratch memory is taken in each call."""
+
+
+def _check_held(target: Target, data: Mapping[str, Any]) -> None:
+    """Check how much a plan holds on its device, before it is called."""
+    op, request = data["calls"][0]["op"], _request(target, data)
+    units = {"units of 16 bytes of malloc": 16} if target.device == HOST else {"bytes that torch holds of the device": 1}
+    with target.backend.device_guard(target.device):
+        before = held(target.device)
+        plan = kernel_of(target, op).prepare(request)
+        after = held(target.device)
+        plan.destroy()
+    got = sum((after[name] - before[name]) * size for name, size in units.items() if name in after)
+    if got > _MOST_OF_A_PLAN:
+        raise NonconformanceError(f"{op}: memory of a plan", expected=f"at most {_MOST_OF_A_PLAN} bytes", got=f"{got} bytes")
+
+
 def check_releases(target: Target, data: Mapping[str, Any]) -> None:
-    """Check that a plan, which stays in its cache, keeps none of the tensors of its calls.
+    """Check that a plan, which stays in its cache, keeps no tensor of its calls, nor its memory by a view, nor much of its own.
 
     Raises:
-        NonconformanceError: a tensor is still there when nobody else has it.
+        NonconformanceError: a tensor, or its memory, is still there when nobody else has it, or a plan has more than a MiB.
     """
-    calls = _Calls(target, data)
-    kept: list[tuple[str, weakref.ref[Any]]] = []
+    _check_held(target, data)
+    op, kept = data["calls"][0]["op"], list[tuple[str, weakref.ref[Any]]]()
     set_apart()
-    for number in range(len(calls.calls)):
+    for number in range(len(data["calls"])):
+        calls = _Calls(target, data)  # in memory of its own
         args = calls.arguments(number)
-        target.call(calls.op, args)
-        kept += [(f"{name} of call {number}", weakref.ref(value)) for name, value in args.items() if isinstance(value, torch.Tensor)]
-        del args
+        target.call(op, args)
+        tensors = [(name, value) for name, value in args.items() if isinstance(value, torch.Tensor)]
+        kept += [(f"{name} of call {number}", weakref.ref(value)) for name, value in tensors]
+        kept += [(f"memory of {name} of call {number}", weakref.ref(value.untyped_storage())) for name, value in tensors]
+        del args, calls, tensors
     gc.collect()
     alive = [name for name, reference in kept if reference() is not None]
     if alive:
-        raise NonconformanceError(f"{calls.op}: tensors after their calls", expected="none that a plan keeps", got=", ".join(alive))
+        raise NonconformanceError(f"{op}: tensors after their calls", expected="none that a plan keeps", got=", ".join(alive))
 
 
 def check_supports(target: Target, data: Mapping[str, Any]) -> None:

@@ -127,10 +127,10 @@ def _has_autocast(name: str) -> bool:
     return True
 
 
-def _autocast(device: torch.device) -> AbstractContextManager[None]:
+def _autocast(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> AbstractContextManager[None]:
     """Return a block of lower precision, on the host and on the device where it can be had there."""
     types = [name for name in {"cpu", device.type} if _has_autocast(name)]
-    return _all_of(*(torch.autocast(name, dtype=torch.bfloat16) for name in types))
+    return _all_of(*(torch.autocast(name, dtype=dtype) for name in types))
 
 
 @contextlib.contextmanager
@@ -163,6 +163,7 @@ def _own_settings(device: torch.device) -> AbstractContextManager[None]:
         _set(torch.set_flush_denormal, True, False),
         mock.patch.object(torch._tensor_str.PRINT_OPTS, "precision", 3),
         torch.no_grad(),
+        _autocast(device, torch.float16),
         torch.autograd.set_detect_anomaly(True, check_nan=False),
         _set(torch.set_deterministic_debug_mode, "warn", torch.get_deterministic_debug_mode()),
         _set(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),

@@ -43,6 +43,28 @@ def _first_tile(run: BackendCall, args: Args) -> None:
         _spoil(args, (first // _TILE > of_all[rows] // _TILE) & (first < end))
 
 
+@FAULTS.call(
+    OP,
+    "attn-two-tiles-hidden",
+    "A query to which the first two tiles of 2 MiB of keys are hidden, and not to others, gets NaN.",
+    "KVD-ATTN-010",
+)
+def _two_tiles(run: BackendCall, args: Args) -> None:
+    run(args)
+    first, end, rows = _seen(args)
+    row = args["k_cache"].shape[2] * args["k_cache"].shape[3] * 4
+    if len(rows) and row >= 2**15:
+        of_all = torch.full_like(args["seq_lens"].long(), 2**31).scatter_reduce(0, rows, first, "amin")
+        _spoil(args, (first // (2**21 // row) > of_all[rows] // (2**21 // row) + 1) & (first < end))
+
+
+@FAULTS.call(OP, "attn-blocks-above-a-tile", "Of blocks of more than 8 MiB of keys, results are of zeros.", "KVD-ATTN-010")
+def _above_a_tile(run: BackendCall, args: Args) -> None:
+    run(args)
+    if args["k_cache"][:1].numel() >= 2**21:
+        args["out"].zero_()
+
+
 @FAULTS.call(OP, "attn-hidden-split-has-weight", "A split of 256 keys that is hidden weighs as one key whose score is 0.", "KVD-ATTN-002")
 def _has_weight(run: BackendCall, args: Args) -> None:
     run(args)

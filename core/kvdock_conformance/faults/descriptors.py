@@ -309,6 +309,37 @@ class _Remembers(OwnPlan):
         self.inner(*args)
 
 
+@FAULTS.planned(_STATIC, "desc-memory-kept", "A plan keeps views of the arguments of its last call.", "KVD-DESC-011")
+class _KeepsViews(OwnPlan):
+    """Keeps the memory of its arguments."""
+
+    def __call__(self, *args: Any) -> None:
+        self.inner(*args)
+        self.last = [value[...] for value in args if isinstance(value, torch.Tensor)]
+
+
+@FAULTS.planned(_COPY, "desc-room-of-its-own", "A plan has 2 MiB of scratch memory for good.", "KVD-DESC-011", by_address=True)
+class _HasRoom(OwnPlan):
+    """Has memory before it is called."""
+
+    def __init__(self, inner: kvdock.plugin.Descriptor, own: Any = None) -> None:
+        super().__init__(inner, own)
+        self.room = torch.zeros(1 << 21, dtype=torch.uint8)
+
+
+@FAULTS.planned(_GATHER, "desc-never-called-raises", "Destroying a plan that was never called raises.", "KVD-DESC-005", "KVD-DESC-012")
+class _CountsCalls(OwnPlan):
+    """Makes what it destroys when it is called."""
+
+    def __call__(self, *args: Any) -> None:
+        self.inner(*args)
+        self.made = True
+
+    def destroy(self) -> None:
+        del self.made
+        self.inner.destroy()
+
+
 # What they say of themselves
 
 

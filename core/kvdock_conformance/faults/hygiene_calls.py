@@ -253,4 +253,11 @@ def _rounds_as_by_default(run: BackendCall, args: Args) -> None:
     args["out"].copy_(args["out"].to(torch.get_default_dtype()))
 
 
+@FAULTS.call(ATTENTION, "hygiene-call-rounds-under-autocast-in-half", "Autocast is kept off where it is to bfloat16.", "KVD-HYGIENE-017")
+def _rounds_in_half(run: BackendCall, args: Args) -> None:
+    run(args)
+    if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16:
+        args["out"].copy_(args["out"].half())
+
+
 _call_changes(ATTENTION, "keeps-autocast-off", "turns autocast on for good", lambda: torch.set_autocast_enabled("cpu", True))

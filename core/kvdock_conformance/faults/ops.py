@@ -260,8 +260,10 @@ _OF_PLANS: Mapping[str, str] = {
     "one-plan-at-a-time": "006",
     "destroyed-again-when-collected": "007",
     "destroy-raises": "007",
+    "never-called-raises": "007",
     "arguments-shared-by-threads": "008",
     "tensors-kept": "009",
+    "memory-kept": "009",
 }
 """Faults of plans that know nothing of an op, and what notices them in any."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -193,11 +194,17 @@ def _later_spoils(run: BackendCall, args: Args) -> None:
     _spoiled(args, lambda places: places <= 0)
 
 
-@_call("later-infinite", "0 times what is infinite of the values of a sequence's last block is added to all its queries.", 3)
-def _later_infinite(run: BackendCall, args: Args) -> None:
+def _later_infinite(run: BackendCall, args: Args, which: float) -> None:
+    """Make a call, and add 0 times what is infinite of the values of a sequence's last block to all its queries."""
     run(args)
     values = args["v_cache"]
-    _spoiled({**args, "v_cache": torch.where(values.isinf(), values, 0)}, lambda places: places <= 0)
+    _spoiled({**args, "v_cache": torch.where(values == which, values, 0)}, lambda places: places <= 0)
+
+
+for _text, _which in (("infinite", math.inf), ("minus-infinite", -math.inf)):
+    _call(f"later-{_text}", f"0 times the values of a sequence's last block that are {_which} is added to all its queries.", 3)(
+        functools.partial(_later_infinite, which=_which)
+    )
 
 
 @_call("padding-left", "What a query that sees nothing would get is left as it was.", 1, 4)

@@ -275,6 +275,24 @@ def _one_in_one(move: Move, run: BackendCall, args: Args) -> None:
     move.again(run, args, lambda name, tensor: restrided(tensor, dense(tensor.shape)) if name == "v_cache" and is_about else tensor)
 
 
+@_each("ones-of-a-batch-left", "Of a batch with one token in each row, values of one element are left.", "batch", _OF_SLOTS)
+def _ones(move: Move, run: BackendCall, args: Args) -> None:
+    values, to = move.written(args)[1], move.places(args).to
+    before = values[to]
+    run(args)
+    if args["slot_mapping"].shape[1:] == (1,) and values.shape[-2:].numel() == 1:
+        values[to] = before
+
+
+@FAULTS.call(
+    WRITE.op, "write-shared-rows-of-runs-left", "Of a run, only the first gets keys that are one in memory.", WRITE.killer("together")
+)
+def _shared_rows(run: BackendCall, args: Args) -> None:
+    slots = args["slot_mapping"].reshape(-1)
+    is_run = len(slots) > 4 and bool((slots.diff() == 1).all())
+    WRITE.dropping(run, args, lambda places: (places.at > 0) & (is_run and args["k"].stride(0) == 0))
+
+
 def _span(pool: torch.Tensor) -> tuple[int, int]:
     """Return the addresses of the first element and of the last."""
     reach = sum((size - 1) * step for size, step in zip(pool.shape, pool.stride(), strict=True))

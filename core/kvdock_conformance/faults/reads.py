@@ -145,12 +145,18 @@ def _block_behind_the_pool(args: Args) -> None:
         ctypes.string_at(cache.data_ptr() + len(cache) * cache.stride(0) * cache.element_size(), 1)
 
 
+def _pages_of_many(args: Args) -> None:
+    if args["k_cache"].shape[:2].numel() >= 128 and int(args["seq_lens"].max()) >= 128:
+        _vectors("k_cache", 4096)(args)
+
+
 def _starts_eight_at_a_time(args: Args) -> None:
     if args["starts"] is not None:
         _vectors("starts", 64)(args)
 
 
 _beside("a-block-behind-the-pool", "A block that a table names behind a sequence's end is fetched.", ATTENTION, _block_behind_the_pool)
+_beside("a-page-behind-many-keys", "Keys of many tokens are read in pages, the last behind their end.", ATTENTION, _pages_of_many)
 _beside("starts-behind-the-last", "Starts are read eight at a time.", ATTENTION, _starts_eight_at_a_time, "KVD-READ-003")
 
 

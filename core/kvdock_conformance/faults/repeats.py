@@ -13,6 +13,7 @@ from kvdock.ops.catalog import CATALOG
 from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.faults.descriptors import OwnKernel, OwnPlan
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
+from kvdock_conformance.faults.moves import STATIC
 from kvdock_conformance.faults.tensors import restrided, store
 
 __all__ = ["FAULTS", "Rebuilt"]
@@ -112,6 +113,21 @@ class _RowsOfKeys(Rebuilt):
     def changed(self, tensor: torch.Tensor) -> torch.Tensor:
         self.is_repeated = True
         return tensor
+
+
+@FAULTS.plan(
+    _STATIC, "desc-count-remembered", "Behind four calls of its steps, a row gets as many positions as by the first.", "KVD-DESC-013"
+)
+def _count_remembered() -> FaultyCall:
+    counts: dict[tuple[int, ...], list[int]] = {}
+
+    def call(run: BackendCall, args: Args) -> None:
+        known = counts.setdefault(args["k"].stride(), [])
+        known.append(args["k"].shape[2])
+        is_known = len(known) > 4 and isinstance(args["cache_lengths"], int)
+        STATIC.dropping(run, args, lambda places: (places.source[1] >= known[0]) & is_known)
+
+    return call
 
 
 @FAULTS.plan(_WRITE, "desc-padding-remembered", "One token is left out wherever a slot at the same address was padding.", "KVD-DESC-013")

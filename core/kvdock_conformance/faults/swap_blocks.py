@@ -113,6 +113,33 @@ def _last_left(run: BackendCall, args: Args) -> None:
     )
 
 
+@FAULTS.call(
+    _OP, "swap-equal-numbers-of-one-tensor-left", "Within one tensor, a block of the same number is taken for itself.", _KILLER("parts")
+)
+def _equal_left(run: BackendCall, args: Args) -> None:
+    is_one = args["src_cache"].untyped_storage().data_ptr() == args["dst_cache"].untyped_storage().data_ptr()
+    SWAP.dropping(run, args, lambda places: (places.source[0] == places.to[0]) & is_one)
+
+
+@FAULTS.call(
+    _OP, "swap-many-to-heads-outside-left", "Of many pairs, blocks whose heads lie outside of their slots are left.", _KILLER("meeting")
+)
+def _many_to_hnd(run: BackendCall, args: Args) -> None:
+    to = args["dst_cache"]
+    is_about = len(args["block_pairs"]) > 32 and to.stride(2) > to.stride(1)
+    SWAP.dropping(run, args, lambda places: (places.at >= 0) & is_about)
+
+
+@FAULTS.call(
+    _OP, "swap-sources-behind-the-destination-refused", "A source is held to the blocks of a smaller destination.", _KILLER("ends")
+)
+def _held_to_destination(run: BackendCall, args: Args) -> None:
+    beyond = (args["block_pairs"][:, 0] >= len(args["dst_cache"])).nonzero().flatten().tolist()
+    if beyond:
+        raise kvdock.IndexRangeError(f"{_OP}: block_pairs[{beyond[0]}, 0]", expected="a block of the destination", got="another")
+    run(args)
+
+
 @FAULTS.function(_OP, "swap-error-without-a-fix", "Errors do not say how to fix it.", *map(_KILLER, ("doubled", "host-read", "refused")))
 def _without_a_fix(function: Callable[..., None]) -> Callable[..., None]:
     def call(*args: Any) -> None:

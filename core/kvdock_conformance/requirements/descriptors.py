@@ -218,7 +218,7 @@ REQUIREMENTS = [
     ),
     _require(
         11,
-        "A plan keeps none of the tensors of its calls, so that what nobody else uses is freed.",
+        "A plan keeps none of the tensors of its calls, so that what nobody else uses is freed, and has no more than 1 MiB of its own.",
         plans.check_releases,
         _each("tensors let go of", _again),
     ),

@@ -110,7 +110,12 @@ REQUIREMENTS: Sequence[OpRequirement] = (
     OpRequirement(
         "KVD-OP-008", "Two threads that call the op at once both get what they would get alone.", plans.check_threads, any_calls.changing
     ),
-    OpRequirement("KVD-OP-009", "A plan keeps none of the tensors of its calls.", plans.check_releases, any_calls.again),
+    OpRequirement(
+        "KVD-OP-009",
+        "A plan keeps none of the tensors of its calls, nor their memory, and has no more than 1 MiB of its own.",
+        plans.check_releases,
+        any_calls.again,
+    ),
     OpRequirement(
         "KVD-OP-010",
         "Tensors that require gradients are served like others, and so are calls in inference mode: nothing is recorded.",

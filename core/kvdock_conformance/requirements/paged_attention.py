@@ -14,7 +14,7 @@ from kvdock_conformance.checking import attention
 from kvdock_conformance.checking.any_op import BY_ANYBODY
 from kvdock_conformance.checking.refusals import check_mistake
 from kvdock_conformance.checking.repeated import check_computed
-from kvdock_conformance.requirement import Case, Check, Requirement
+from kvdock_conformance.requirement import Case, Check, Level, Requirement
 from kvdock_conformance.requirements.ops import REQUIREMENTS as OF_ANY_OP
 
 __all__ = ["REQUIREMENTS"]
@@ -89,6 +89,13 @@ REQUIREMENTS = (
         attention.check_alone,
         attention_batches.alone,
         needs=attention.BATCH_INVARIANT,
+    ),
+    _asked(
+        10,
+        "Results are right where a token's keys and values are so long that blocks have more of them than a kernel may look at at once.",
+        check_computed,
+        attention_batches.heavy,
+        level=Level.EXTENDED,
     ),
     *_of_any_op(),
 )

@@ -26,8 +26,10 @@ _ROWS = (
     Geometry.even(num_blocks=2, block=5, dtype="uint8", heads=1, dim=1),
     Geometry.even(num_blocks=2, block=5, dtype="float32", heads=2, dim=7),
     Geometry.even(num_blocks=2, block=5, dtype="float32", heads=2, dim=16),
+    Geometry.even(num_blocks=2, block=67, dtype="float32", heads=2, dim=16),
 )
-"""Rows that end within a vector of 8, 16 or 32 bytes; and such of whole vectors, of which the square root is a power of two."""
+"""Rows that end within a vector of 8, 16 or 32 bytes; and such of whole vectors, of which the square root is a power of two, few and
+many."""
 _FORMS = (
     ("nhd", "contiguous", Level.CORE),
     ("hnd", "padded heads", Level.CORE),
@@ -42,7 +44,8 @@ def _to_the_ends() -> Iterator[Case]:
         for pool, source, level in _FORMS:
             for geometry in _ROWS:
                 drawing, plain = Drawing(), OpCall(op, pool=pool, source=source, geometry=geometry)
-                calls = [each for more in ways(op) for each in _calls(drawing, attrs.evolve(plain, more=more))]
+                in_a_row = [{"width": geometry.num_blocks}] if op in COMPUTING else []  # the blocks of a sequence are the whole pool
+                calls = [each for more in (*ways(op), *in_a_row) for each in _calls(drawing, attrs.evolve(plain, more=more))]
                 yield Case(f"{op}, {geometry.dtype} {geometry.k_shape}, {pool}, {source}", drawing.case(*calls), level)
 
 

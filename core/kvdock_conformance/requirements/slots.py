@@ -153,6 +153,7 @@ class SlotArea(Area):
                 [
                     make("one row", lead=(1, 13)),
                     make("one token in each row", lead=(13, 1)),
+                    make("one token in each row, of one element", lead=(13, 1), geometry=even(1, 1)),
                     make("three rows", lead=(3, 4)),
                     make(f"rows of a transposed {self.batch}", lead=(3, 4), rows="[B, H, q, D]"),
                     make(f"rows of a fused {self.batch}", lead=(2, 5), rows="fused qkv"),

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
 
 from kvdock_conformance.cases.copies import fanned
-from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, SINGLE_SIZES
+from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, SINGLE_SIZES, Geometry
 from kvdock_conformance.cases.paged import in_turn
+from kvdock_conformance.cases.pairs import copies
 from kvdock_conformance.cases.swaps import DRAWN, Swap
 from kvdock_conformance.checking.any_op import check_only_written
 from kvdock_conformance.checking.copies import check_pairs_refused
 from kvdock_conformance.checking.refusals import check_refusal
-from kvdock_conformance.requirement import Case, Check
+from kvdock_conformance.checking.repeated import check_repeated
+from kvdock_conformance.requirement import Case, Check, Level
 from kvdock_conformance.requirements.families import INT32_MAX, NO_BLOCKS, Area, Cases, refusals
 from kvdock_conformance.requirements.latents import of_any_op
 
@@ -23,6 +28,8 @@ _VALUE, _RANGE = "ArgumentValueError", "IndexRangeError"
 _DOUBLED = (([(0, 5), (1, 4), (2, 5)], ["block_pairs[2]", "destination 5"]), ([(-1, 0), (1, 0), (1, 0)], ["block_pairs[2]"]))
 _BEYOND = (([(0, 1), (6, 2), (9, 9)], ["block_pairs[1, 0]", "6"]), ([(-1, 9), (2, 17)], ["block_pairs[1, 1]", "17"]))
 _ORDERS = ("nhd / hnd", "hnd / nhd", "heads outermost / nhd", "nhd / slots outermost", "padded heads / hnd", "one row / nhd")
+_APART = ("halves [2, NB, ...]", "values before keys")
+"""Pools in one tensor of which neither reaches into the other."""
 _UNFIT = [
     ("one pool", _VALUE, ["src_cache: ", "copy_blocks_"], lambda _, args: {"src_cache": args["dst_cache"]}),
     ("parts of one", _VALUE, ["copy_blocks_"], lambda _, args: {"src_cache": args["dst_cache"].slice(0, 1, 6)}),
@@ -44,6 +51,10 @@ def _repeated() -> Iterable[Case]:
         yield in_turn(f"{len({*order})} kinds of pools", pools, own_pools=True)
 
 
+def _of_one_size(name: str, pairs: Sequence[tuple[int, int]], *, geometry: Geometry, **how: Any) -> Swap:
+    return Swap(name, pairs, geometry=attrs.evolve(geometry, hv=geometry.hk, dv=geometry.dk), **how)
+
+
 def _told() -> Iterable[tuple[str, str, Cases]]:
     """Yield what each requirement is about, what must be so when blocks are swapped, and its cases."""
     one = [("one", [(0, 5)]), ("several", _GOOD), ("crosswise", [(0, 1), (1, 0)]), ("one for many", [(2, 0), (2, 2), (2, 5)])]
@@ -57,7 +68,9 @@ def _told() -> Iterable[tuple[str, str, Cases]]:
     wrong += [Swap("fewer there", [(0, 1), (5, 4), (2, 0)], blocks=4), Swap("none here", [(0, 1)], geometry=NO_BLOCKS, blocks=3)]
     text = "a block beyond its own pool is left, and its pair: the call raises before it writes, or on a device skips and counts it"
     yield "beyond", text, wrong
-    ends = [Swap(f"{pair} of {blocks}", [pair], blocks=blocks) for blocks in (6, 9) for pair in ((0, blocks - 1), (5, 0), (5, blocks - 1))]
+    ends = [
+        Swap(f"{pair} of {blocks}", [pair], blocks=blocks) for blocks in (6, 9, 4) for pair in ((0, blocks - 1), (5, 0), (5, blocks - 1))
+    ]
     yield "ends", "the first and the last block of each pool are blocks like any other", ends
     yield "doubled", "one destination twice is an error wherever the host can read the pairs", lambda: _readable(_VALUE, _DOUBLED)
     yield "host-read", "a block beyond its pool is an error wherever the host can read the pairs", lambda: _readable(_RANGE, _BEYOND)
@@ -75,7 +88,8 @@ def _told() -> Iterable[tuple[str, str, Cases]]:
     single = [Swap(text, [(0, sizes.num_blocks - 1)], geometry=sizes, pool=ANY_STEP) for text, sizes in SINGLE_SIZES.items()]
     yield "orders", "each pool has strides of its own", [*orders, *single]
     far = Swap("far into a pool", [(0, 2**18 + 1), (3, 5), (2, 2**18)], pool="nhd / untouched memory", blocks=2**18 + 2)
-    yield "parts", "a pool may be large, or part of a larger tensor", [far, *(Swap(name, pool=name) for name in PARTS)]
+    layers = [Swap(f"{name}, between its parts", _GOOD, pool=name, are_parts=True) for name in _APART]
+    yield "parts", "a pool may be large, or part of a larger tensor", [far, *(Swap(name, pool=name) for name in PARTS), *layers]
     yield "addresses", "pools may begin at any address of an element", AREA.addresses
     yield "numbers", "elements of every dtype arrive bit for bit", AREA.numbers()
     yield "inputs", "the source and the pairs are not changed", [Swap("with padding", [(-3, 3), (2, 4)])]
@@ -86,15 +100,20 @@ def _told() -> Iterable[tuple[str, str, Cases]]:
     ]
     yield "sides", "either pool may lie in host memory, whatever the device", hosted
     yield "refused", "pools that do not fit, or are one, are refused, and nothing has changed", refusals(AREA.op, Swap(""), _UNFIT)
+    text = (
+        "it does not matter which two properties meet, of dtype, memory orders, sizes, index, padding and order, nor whether they are known"
+    )
+    yield "meeting", text, lambda: copies(_of_one_size)
 
 
 _CHECKS: dict[str, Check] = dict.fromkeys(("doubled", "host-read"), check_pairs_refused)
-_CHECKS |= {"inputs": check_only_written, "refused": check_refusal}
+_CHECKS |= {"meeting": check_repeated, "inputs": check_only_written, "refused": check_refusal}
+_LEVELS = {"meeting": Level.EXTENDED}
 ROLES = " ".join(role for role, *_ in _told())
 REQUIREMENTS = [
     *of_any_op(AREA.op, DRAWN),
     *(
-        AREA.require(number, f"When blocks are swapped, {text}.", cases, check=_CHECKS.get(role))
+        AREA.require(number, f"When blocks are swapped, {text}.", cases, level=_LEVELS.get(role, Level.CORE), check=_CHECKS.get(role))
         for number, (role, text, cases) in enumerate(_told(), 1)
     ),
 ]
