@@ -145,8 +145,8 @@ _TOKENS: Sequence[Tier] = (
 """At 256 and 4096 tokens of 256 bytes, a call has 64 KiB and 1 MiB. What repeats is slow with many more. Slots times 1 / 41, in 32 bits,
 lead into the block before where one begins."""
 _WRITTEN: Sequence[Tier] = (
-    *_TOKENS,
     (Level.CORE, {"count": (8,), **_PIECE, **_SHARED, "sizes": ("2 x 64",), "slots": ("one run",), "block": (4,)}),
+    *_TOKENS,
 )
 _ORDERS = ("one run", *(f"{which}, {how}" for which in ("sources", "destinations") for how in ("two swapped", "one skipped", "backwards")))
 _COPIED: Sequence[Tier] = (

@@ -167,6 +167,14 @@ def _another_place(move: Move, run: BackendCall, args: Args) -> None:
     run(args)
 
 
+@each("error-names-another-op", "The error names another op.", "beyond host-read")
+def _another_op(move: Move, run: BackendCall, args: Args) -> None:
+    bad = move.beyond(args)
+    if bad:
+        raise kvdock.IndexRangeError(f"index_put_: {bad[0]}", expected="a place of the pool", got="another", fix="correct it")
+    run(args)
+
+
 @each("error-shows-another-value", "The error names the first bad place, and shows another value.", "beyond host-read")
 def _another_value(move: Move, run: BackendCall, args: Args) -> None:
     bad = move.beyond(args)

@@ -21,7 +21,8 @@ import torch
 import kvdock
 from kvdock_conformance.cases.attention import OP as ATTENTION
 from kvdock_conformance.cases.every_op import OPS
-from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
+from kvdock_conformance.faults.fault import Args, BackendCall, Fault, Faults, FaultyCall, KernelSeed
+from kvdock_conformance.faults.seeds import TwistedKernel
 
 __all__ = ["FAULTS"]
 
@@ -260,4 +261,17 @@ def _rounds_in_half(run: BackendCall, args: Args) -> None:
         args["out"].copy_(args["out"].half())
 
 
+def _cap_by_default(args: Args) -> Args:
+    return {**args, "softcap": args["softcap"] and float(torch.tensor(args["softcap"], device="cpu"))}
+
+
+FAULTS.append(
+    Fault(
+        "hygiene-call-rounds-the-cap",
+        "A cap of scores has torch's default dtype.",
+        _AREA,
+        ("KVD-HYGIENE-017",),
+        KernelSeed(ATTENTION, lambda inner: TwistedKernel(inner, _cap_by_default)),
+    )
+)
 _call_changes(ATTENTION, "keeps-autocast-off", "turns autocast on for good", lambda: torch.set_autocast_enabled("cpu", True))
