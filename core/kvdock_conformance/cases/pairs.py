@@ -103,7 +103,7 @@ _DENSE: Factors = {"is_repeated": (False,), "dtype": ("bfloat16",), "pool": ("nh
 _PIECE: Factors = {**_DENSE, "rows": ("contiguous",), "form": ("[T]",), "index_order": ("rows",)}
 _LONG: Factors = {**_DENSE, "pool": ("hnd",), "source": ("[B, H, q, D]",)}
 """For pieces of memory whose bytes are a power of two: rows, runs of them, and blocks."""
-_SHARED: Factors = {"rows": ("one token for all", "one head for all", "contiguous / one token for all", "one token for all / contiguous")}
+_SHARED: Factors = {"rows": ("one token for all", "one head for all", "contiguous / one token for all")}
 """Rows that are one in memory, which outputs cannot be."""
 _KNOWN: Factors = {"is_repeated": (True,)}
 """For the plainest call, as an engine makes it at each step: known by then, and wrong all the same."""

@@ -108,8 +108,10 @@ def test_an_error_must_have_a_reason_and_name_the_first_place() -> None:
     error = kvdock.IndexRangeError("op: slot_mapping[3]")
     check_range_error(host, "op", error, ["slot_mapping[3]", "slot_mapping[4]"])
     check_range_error(host, "op", None, [])
-    with pytest.raises(NonconformanceError, match=r"expected the first bad place, slot_mapping\[2\], got op: slot_mapping\[3\]"):
+    with pytest.raises(NonconformanceError, match=r"the first bad place, op: slot_mapping\[2\], got op: slot_mapping\[3\]"):
         check_range_error(host, "op", error, ["slot_mapping[2]", "slot_mapping[3]"])
+    with pytest.raises(NonconformanceError, match=r"the op and the first bad place, another_op: slot_mapping\[3\]"):
+        check_range_error(host, "another_op", error, ["slot_mapping[3]"])
     with pytest.raises(NonconformanceError, match="op with every index in range: expected no error"):
         check_range_error(host, "op", error, [])
     assert pair_name((1,)) not in f"block_pairs{[10, 0]}", "pair 10 is not pair 1"
