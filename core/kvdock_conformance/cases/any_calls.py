@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,9 +14,13 @@ from kvdock_conformance.cases.addresses import at_any_address
 from kvdock_conformance.cases.any_op import AnyCall, Drawable, factors_of, in_turn, runtime_words, static_words
 from kvdock_conformance.cases.drawing import Drawing, call, each_elsewhere
 from kvdock_conformance.cases.pairs import covering
+from kvdock_conformance.checking.surroundings import SURROUNDINGS
 from kvdock_conformance.requirement import Case, Extended, Level, at_level
 
-__all__ = ["again", "changing", "every_two", "evicted", "new_counts", "outputs", "plain", "repeated", "with_gradients", "without_tokens"]
+__all__ = [
+    *("again", "changing", "every_two", "evicted", "leaking", "new_counts", "on_one_memory", "outputs", "plain", "repeated"),
+    *("surrounded", "to_the_ends", "with_gradients", "without_tokens"),
+]
 
 _COUNTS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 64, 65, 255, 256, 257)
 _FEW = (3, 1, 8)
@@ -135,3 +140,33 @@ def with_gradients(op: Drawable) -> Iterator[Case]:
     """Yield calls of one signature, if anything that is read may require gradients."""
     if any(arg.role is Role.TENSOR and any(dtype.is_floating_point for dtype in arg.dtypes) for arg in op.schema.args):
         yield from again(op)
+
+
+def surrounded(op: Drawable) -> Iterator[Case]:
+    """Yield calls of several signatures, some of them known, in each surroundings."""
+    for name in SURROUNDINGS:
+        first, level = _settled(op), Level.CORE if name == "settings of a user's own" else Level.EXTENDED
+        known = [attrs.evolve(first, seed=seed) for seed in range(5)]
+        yield Case(f"with {name}", in_turn([*known, *_signatures(op)], pools=False, surroundings=name), level)
+
+
+def to_the_ends(op: Drawable) -> Iterator[Case]:
+    """Yield calls on memory of each kind, of few tokens and many."""
+    tensors = [arg.name for arg in op.schema.args if arg.is_tensor]
+    for sizes, memory in itertools.product(("even", "ones", "odd", "many"), ("dense", "wide gaps", "odd gaps")):
+        how: dict[str, Any] = {f"{name} memory": memory for name in tensors}
+        yield Case(
+            f"sizes {sizes}, {memory}", in_turn([_settled(op, sizes=sizes, **how), _settled(op, 1, sizes=sizes, **how)], pools=False)
+        )
+
+
+def on_one_memory(op: Drawable) -> Iterator[Case]:
+    """Yield calls of one signature, few tokens and many."""
+    for sizes in ("even", "many"):
+        yield Case(f"sizes {sizes}", in_turn([attrs.evolve(_settled(op, sizes=sizes), seed=seed) for seed in range(2)]))
+
+
+def leaking(op: Drawable) -> Iterator[Case]:
+    """Yield calls of several signatures and numbers of tokens."""
+    first = _settled(op)
+    yield Case("many ways", in_turn([first, *_others(first, _FEW, ("wide gaps", "odd gaps")), *_signatures(op)], pools=False))

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvdock.ops.catalog import CATALOG
+from kvdock_conformance.checking.any_op import BY_ANYBODY
 from kvdock_conformance.checking.failure import NonconformanceError
-from kvdock_conformance.checking.meaning import forgive, refer_to
+from kvdock_conformance.checking.meaning import forgive, refer_to, schema_of
 from kvdock_conformance.checking.memory import MARGIN, Arenas, compare, filled
 from kvdock_conformance.checking.plans import check_calls_of_others
 from kvdock_conformance.checking.target import HOST, Target
 from kvdock_conformance.requirement import Capability
 
-__all__ = ["FENCED", "FencedArenas", "check_fenced", "check_inputs_released", "fenced", "protect", "why_no_fence"]
+__all__ = ["FENCED", "FENCED_FOR_ANYBODY", "FencedArenas", "check_fenced", "check_inputs_released", "fenced", "protect", "why_no_fence"]
 
 _NOTHING = 0  # may be done with memory, not even reading
 _TURNS = 5  # the plan is prepared, found, repeated, and found again
@@ -32,11 +32,18 @@ def why_no_fence(target: Target, data: Mapping[str, Any]) -> Sequence[str]:
         return [f"the memory of {target.device} cannot be fenced from the host"]
     call = data["calls"][0]
     memory = Arenas(data["arenas"], target.device)
-    values = tuple(memory.tensor(call["args"].get(name)) for name in CATALOG[call["op"]].arg_names)
+    values = tuple(memory.tensor(call["args"].get(name)) for name in schema_of(call["op"]).arg_names)
     return target.reasons_against(call["op"], values)
 
 
 FENCED = Capability("works on host memory", why_no_fence, check_calls_of_others)
+
+
+def _why_no_fence_for_anybody(target: Target, data: Mapping[str, Any]) -> Sequence[str]:
+    return BY_ANYBODY.reasons(target, data) if target.device == HOST else why_no_fence(target, data)
+
+
+FENCED_FOR_ANYBODY = Capability("works on host memory, or a portable kernel does", _why_no_fence_for_anybody, check_calls_of_others)
 
 
 def fenced(content: torch.Tensor, *, at_end: bool) -> torch.Tensor:
@@ -121,7 +128,7 @@ def check_fenced(target: Target, data: Mapping[str, Any]) -> None:
 
 def _written(calls: Sequence[Mapping[str, Any]]) -> set[int]:
     """Return the arenas that calls write to."""
-    return {call["args"][arg.name]["arena"] for call in calls for arg in CATALOG[call["op"]].mutated if arg.name in call["args"]}
+    return {call["args"][arg.name]["arena"] for call in calls for arg in schema_of(call["op"]).mutated if arg.name in call["args"]}
 
 
 def check_inputs_released(target: Target, data: Mapping[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -241,6 +243,47 @@ def _has_gradients(op: str, run: BackendCall, args: Args) -> None:
     for _, tensor in _tensors(op, args, Role.MUTATED):
         if tensor.is_floating_point() and any(read.requires_grad for _, read in _tensors(op, args, Role.TENSOR)):
             tensor.requires_grad_(True)
+
+
+@_call("op-misses-under-autocast", "A call does nothing where autocast is on.", "019")
+def _misses_under_autocast(op: str, run: BackendCall, args: Args) -> None:
+    if not torch.is_autocast_enabled("cpu"):
+        run(args)
+
+
+@_call("op-reads-behind", "The byte behind the last element of what is read is read.", "020", by_address=True)
+def _reads_behind(op: str, run: BackendCall, args: Args) -> None:
+    run(args)
+    for _, tensor in _tensors(op, args, Role.TENSOR):
+        if tensor.numel():
+            last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+            ctypes.string_at(tensor.data_ptr() + (last + 1) * tensor.itemsize, 1)
+
+
+@_call("op-done-again-later", "A call is done again when it has returned.", "021")
+def _done_again(op: str, run: BackendCall, args: Args) -> None:
+    run(args)
+    later = threading.Timer(0.005, run, (args,))
+    later.daemon = True
+    later.start()
+
+
+@_call("op-tensors-in-a-cycle", "What a call has read is in a cycle behind it.", "023")
+def _in_a_cycle(op: str, run: BackendCall, args: Args) -> None:
+    run(args)
+    cycle: list[Any] = [tensor for _, tensor in _tensors(op, args, Role.TENSOR)]
+    cycle.append(cycle)
+
+
+@_plan("op-calls-remembered", "A plan remembers that it was called, each time.", "022")
+def _remembered(op: str) -> Callable[[BackendCall, Args], None]:
+    calls: list[object] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        calls.append(object())
+        run(args)
+
+    return call
 
 
 class _Moody(descriptors.OwnKernel):

@@ -13,9 +13,10 @@ import attrs
 
 from kvdock_conformance.cases import any_calls, any_mistakes
 from kvdock_conformance.cases.any_op import Drawable
-from kvdock_conformance.checking import any_op, plans, repeated
+from kvdock_conformance.checking import any_op, fences, plans, repeated, resources
 from kvdock_conformance.checking.refusals import check_mistake
-from kvdock_conformance.requirement import Case, Check, Extended, Level, Requirement, cases_at
+from kvdock_conformance.checking.surroundings import check_surroundings
+from kvdock_conformance.requirement import Capability, Case, Check, Extended, Level, Requirement, cases_at
 
 __all__ = ["REQUIREMENTS", "OpRequirement", "drawn", "of_op"]
 
@@ -31,16 +32,20 @@ class OpRequirement:
         sentence: what must be so, in one sentence.
         check: checks one case.
         cases: returns its cases for an op; none where the op has nothing that it is about.
+        needs: what it takes.
+        by_area: whether areas of their own ask it of the ops of `kvdock_conformance.cases.every_op`.
     """
 
     id: str
     sentence: str
     check: Check
     cases: Callable[[Drawable], Iterable[Case | Extended]]
+    needs: Capability = any_op.BY_ANYBODY
+    by_area: bool = False
 
     def of(self, op: str, cases: Sequence[Case] = _UNREADY, unready: str = "") -> Requirement:
         """Return it as a requirement of one op, with cases; or with why there are none, which leaves it open."""
-        made = Requirement(f"{self.id}@{op}", self.sentence, op, self.check, lambda: cases, Level.CORE, any_op.BY_ANYBODY)
+        made = Requirement(f"{self.id}@{op}", self.sentence, op, self.check, lambda: cases, Level.CORE, self.needs)
         return attrs.evolve(made, unready=unready)
 
 
@@ -170,5 +175,41 @@ REQUIREMENTS: Sequence[OpRequirement] = (
         "Outputs that the caller does not bring are made with the sizes and dtype of the schema, and hold what the reference writes.",
         any_op.check_made_anew,
         any_calls.outputs,
+    ),
+    OpRequirement(
+        "KVD-OP-019",
+        "Calls do the same whatever a user has set and passes, and leave that as it is, as KVD-HYGIENE-017 says.",
+        check_surroundings,
+        any_calls.surrounded,
+        by_area=True,
+    ),
+    OpRequirement(
+        "KVD-OP-020",
+        "Nothing is read in front of a tensor or behind it, and no input is written, as KVD-READ-001 says.",
+        fences.check_fenced,
+        any_calls.to_the_ends,
+        fences.FENCED_FOR_ANYBODY,
+        by_area=True,
+    ),
+    OpRequirement(
+        "KVD-OP-021",
+        "What a call reads may be changed as soon as it has returned, in the order of its stream.",
+        fences.check_inputs_released,
+        any_calls.on_one_memory,
+        by_area=True,
+    ),
+    OpRequirement(
+        "KVD-OP-022",
+        "Calls leave nothing behind, however often they are made: no tensor, memory, open file or thread.",
+        resources.check_leaks,
+        any_calls.leaking,
+        by_area=True,
+    ),
+    OpRequirement(
+        "KVD-OP-023",
+        "No memory of a call is kept behind it: as no tensor, as no view of one, and in no cycle that only the garbage collector frees.",
+        resources.check_keeps_nothing,
+        any_calls.leaking,
+        by_area=True,
     ),
 )

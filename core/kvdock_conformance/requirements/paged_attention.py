@@ -27,7 +27,8 @@ def _asked(number: int, sentence: str, check: Check, cases: Any, **more: Any) ->
 def _of_any_op() -> Iterable[Requirement]:
     """Yield what is asked of any op, with cases that are drawn when they are needed."""
     for item in OF_ANY_OP:
-        yield attrs.evolve(item.of(OP), cases=functools.cache(functools.partial(lambda each: [*each.cases(ATTENTION)], item)))
+        if not item.by_area:
+            yield attrs.evolve(item.of(OP), cases=functools.cache(functools.partial(lambda each: [*each.cases(ATTENTION)], item)))
 
 
 REQUIREMENTS = (
