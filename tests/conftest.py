@@ -3,8 +3,11 @@
 import contextlib
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
+
+from support_forked import Server, forking
 
 with contextlib.suppress(ImportError):  # what runs on a GPU's machine needs none
     from hypothesis import settings
@@ -27,6 +30,24 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Leave out what a folder's tests have imported and drawn, too: there are hundreds of MiB of cases."""
     if nextitem and nextitem.path.parent != item.path.parent:
         _set_apart()
+
+
+@pytest.fixture(scope="session")
+def fork_server(request: pytest.FixtureRequest) -> Iterator[Server | None]:
+    """The process that has imported torch; none in `make test-all`, where scripts start as users start them."""
+    if request.config.option.markexpr != "not slow":
+        yield None
+        return
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def forks(fork_server: Server | None) -> Iterator[None]:
+    """Fork the scripts that a module's tests start: see `support_forked`."""
+    with forking(fork_server) if fork_server else contextlib.nullcontext():
+        yield
 
 
 def _set_apart() -> None:
