@@ -22,12 +22,13 @@ import pytest
 
 __all__ = ["Forked", "Server", "forking"]
 
+_POPEN = subprocess.Popen
 _BECOME_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 _SETTLED = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "CUDA_", "ATEN_")
 """What variables begin with that an interpreter, or torch, reads once."""
 
 SERVER = """
-import fcntl, gc, json, os, runpy, socket, sys, time
+import fcntl, gc, json, os, runpy, socket, sys, time, warnings
 import torch
 gc.collect()
 gc.freeze()  # or each child's first collection would copy every page
@@ -71,41 +72,56 @@ os.environ.clear()
 os.environ.update(start["environ"])
 its_own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 sys.path[:] = [*start["first"], *filter(None, its_own), *(path for path in sys.path if path not in own)]
-sys.argv[:] = ["-c", *start["arguments"]]
 kind, text = start["what"]
-for name in {*globals()} - {"kind", "text", "runpy"}:
+sys.argv[:] = [text if kind == "script" else "-c", *start["arguments"]]
+if kind == "script":
+    __file__ = text
+    with open(text, "rb") as file:
+        text = file.read()
+warnings._processoptions(start["warnings"])
+sys.warnoptions.extend(start["warnings"])
+for name in {*globals()} - {"kind", "runpy", "text"}:
     if not name.startswith("__"):
         del globals()[name]
 if kind == "-m":
     runpy._run_module_as_main(text)
 else:
-    exec(compile(text, "<string>", "exec"))
+    exec(compile(text, globals().get("__file__", "<string>"), "exec"))
 """
 
 
 class Server:
-    """The process that forks."""
+    """The process that forks, once there is something to fork."""
 
     def __init__(self) -> None:
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
         # One thread for OpenBLAS, which cannot be asked for its number later: a process of several threads is not forked without a warning.
         self.environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-        with theirs:
-            command = [sys.executable, "-P", "-c", SERVER, str(theirs.fileno())]
-            self._process = subprocess.Popen(command, env=self.environ, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
 
     def start(self, wanted: Mapping[str, Any], files: Sequence[int]) -> int:
         """Start a child of this process; returns its number."""
-        with self._lock, _heir():
-            socket.send_fds(self._channel, [json.dumps(wanted).encode()], files)
-            child = int(self._channel.recv(100))
-            assert self._channel.recv(100), "the process that forks is gone"
+        with self._lock:
+            channel = self._channel = self._channel or self._begin()
+            with _heir():
+                socket.send_fds(channel, [json.dumps(wanted).encode()], files)
+                child = int(channel.recv(100))
+                assert channel.recv(100), "the process that forks is gone"
         return child
 
+    def _begin(self) -> socket.socket:
+        channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-P", "-c", SERVER, str(theirs.fileno())]
+            self._process = _POPEN(command, env=self.environ, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        return channel
+
     def close(self) -> None:
-        self._channel.close()
-        self._process.wait(60)
+        """End it."""
+        if self._channel and self._process:
+            self._channel.close()
+            self._process.wait(60)
 
 
 @contextlib.contextmanager
@@ -131,12 +147,9 @@ class Forked(subprocess.Popen[Any]):
         if self.server is None or what is None or _settings_of(environ) != _settings_of(self.server.environ) or _is_terminal(c2pwrite, errwrite):
             super()._execute_child(args, executable, preexec_fn, *others)  # type: ignore[misc] - private
             return
-        first, kind, text, arguments = what
         streams = [given if given != -1 else number for number, given in enumerate((p2cread, c2pwrite, errwrite))]
         wanted = {
-            "what": [kind, text],
-            "first": first,
-            "arguments": arguments,
+            **what,
             "environ": environ,
             "folder": os.path.abspath(cwd or "."),
             "parent": os.getpid(),
@@ -148,14 +161,25 @@ class Forked(subprocess.Popen[Any]):
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined] - private
 
 
-def _python_of(command: Any) -> tuple[list[str], str, str, list[str]] | None:
-    """Return what comes first on the path of modules, ``-c`` or ``-m``, of what, and the arguments; None where it is no such command."""
+def _python_of(command: Any) -> dict[str, Any] | None:
+    """Return what a command for this interpreter runs, and how; None where it is another one, or has options that are not known here."""
     if isinstance(command, str) or [*command][:1] != [sys.executable]:
         return None
-    rest = [*map(os.fspath, command)][1:]
-    is_safe = rest[:1] == ["-P"]
-    rest = rest[is_safe:]
-    return ([] if is_safe else [""], *rest[:2], rest[2:]) if rest[0] in ("-c", "-m") else None  # type: ignore[return-value] - two of them
+    rest, is_safe, warnings = [*map(os.fspath, command)][1:], False, []
+    while rest[:1] in (["-P"], ["-W"]):
+        if rest.pop(0) == "-P":
+            is_safe = True
+        else:
+            warnings.append(rest.pop(0))
+    if rest[:1] in (["-c"], ["-m"]):
+        (kind, text), first = rest[:2], ""
+        rest = rest[2:]
+    elif rest and not rest[0].startswith("-"):
+        kind, text = "script", os.path.abspath(rest.pop(0))
+        first = os.path.dirname(text)
+    else:
+        return None
+    return {"what": [kind, text], "first": [] if is_safe else [first], "warnings": warnings, "arguments": rest}
 
 
 def _settings_of(environ: Mapping[str, str]) -> dict[str, str]:

@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="module")
 def _forked(forks: None) -> None:
-    """Most of these tests start a child, which imports torch."""
+    """Let what needs an interpreter of its own have torch at once."""
