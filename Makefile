@@ -42,7 +42,7 @@ ray-demo: $(VENV)/.ray
 
 # tests/architecture is part of `make check`. Three workers for two cores: many tests wait for a process or a limit of time.
 test: setup
-	$(PYTEST) -n 3 --dist worksteal -m "not slow" --ignore=tests/architecture
+	KVDOCK_TESTS=quick $(PYTEST) -n 3 --dist worksteal -m "not slow" --ignore=tests/architecture
 
 test-all: $(VENV)/.model
 	$(PYTEST) -n 2

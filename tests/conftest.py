@@ -2,18 +2,20 @@
 
 import contextlib
 import gc
+import logging
 import os
 from collections.abc import Iterator
 
 import pytest
 
 from support_forked import Server, forking
+from support_slow import QUICK, examples
 
 with contextlib.suppress(ImportError):  # what runs on a GPU's machine needs none
     from hypothesis import settings
 
     # An example that takes long on a busy machine is not wrong.
-    settings.register_profile("kvdock", deadline=None)
+    settings.register_profile("kvdock", deadline=None, max_examples=examples(100))
     settings.load_profile("kvdock")
 
 # Waiting threads must sleep: pytest-xdist runs as many processes as there are cores, and tests with two torch threads in each
@@ -24,6 +26,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 def pytest_collection_finish() -> None:
     """Leave what was imported and collected out of later garbage collections, for which many tests ask."""
     _set_apart()
+    for name in logging.root.manager.loggerDict:
+        # pytest adds a handler to each logger that hands nothing on, six times in a test: torch has forty, a tenth of a short test.
+        if name.partition(".")[0] == "torch" and name != "torch.__trace":
+            logging.getLogger(name).propagate = True
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
@@ -33,14 +39,12 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 @pytest.fixture(scope="session")
-def fork_server(request: pytest.FixtureRequest) -> Iterator[Server | None]:
+def fork_server() -> Iterator[Server | None]:
     """The process that has imported torch; none in `make test-all`, where scripts start as users start them."""
-    if request.config.option.markexpr != "not slow":
-        yield None
-        return
-    server = Server()
+    server = Server() if QUICK else None
     yield server
-    server.close()
+    if server:
+        server.close()
 
 
 @pytest.fixture(scope="module")

@@ -140,14 +140,17 @@ class Forked(subprocess.Popen[Any]):
 
     server: Server | None = None
 
-    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *others: Any) -> None:
-        close_fds, pass_fds, cwd, env, _, _, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, _, *ids, session, group = others
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, *others: Any) -> None:
+        pass_fds, cwd, env, _, _, shell, *pipes = others[:12]
+        *_, session, group = others
         what = None if shell or preexec_fn or executable or group != -1 or not close_fds else _python_of(args)
         environ = {**(os.environ if env is None else env)}
-        if self.server is None or what is None or _settings_of(environ) != _settings_of(self.server.environ) or _is_terminal(c2pwrite, errwrite):
-            super()._execute_child(args, executable, preexec_fn, *others)  # type: ignore[misc] - private
+        own_ends = pipes[0], pipes[3], pipes[5]  # what it reads from, and writes to; -1 for what is inherited
+        is_terminal = any(end != -1 and os.isatty(end) for end in own_ends[1:])
+        if self.server is None or what is None or is_terminal or _settings_of(environ) != _settings_of(self.server.environ):
+            super()._execute_child(args, executable, preexec_fn, close_fds, *others)  # type: ignore[misc] - private
             return
-        streams = [given if given != -1 else number for number, given in enumerate((p2cread, c2pwrite, errwrite))]
+        streams = [end if end != -1 else number for number, end in enumerate(own_ends)]
         wanted = {
             **what,
             "environ": environ,
@@ -158,7 +161,7 @@ class Forked(subprocess.Popen[Any]):
         }
         self.pid = self.server.start(wanted, [*streams, *pass_fds])
         self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined] - private
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined] - private
 
 
 def _python_of(command: Any) -> dict[str, Any] | None:
@@ -186,10 +189,6 @@ def _settings_of(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that cannot be changed later."""
     left = ("PYTHONPATH", "OPENBLAS_NUM_THREADS")
     return {name: value for name, value in environ.items() if name.startswith(_SETTLED) and name not in left}
-
-
-def _is_terminal(*files: int) -> bool:
-    return any(file != -1 and os.isatty(file) for file in files)
 
 
 @contextlib.contextmanager
