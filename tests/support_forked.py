@@ -71,11 +71,12 @@ own = os.environ["PYTHONPATH"].split(os.pathsep)
 os.environ.clear()
 os.environ.update(start["environ"])
 its_own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-sys.path[:] = [*start["first"], *filter(None, its_own), *(path for path in sys.path if path not in own)]
 kind, text = start["what"]
+first = {"-c": "", "-m": os.getcwd(), "script": os.path.dirname(os.path.realpath(text))}[kind]
+sys.path[:] = [*([] if start["is_safe"] else [first]), *filter(None, its_own), *(path for path in sys.path if path not in own)]
 sys.argv[:] = [text if kind == "script" else "-c", *start["arguments"]]
 if kind == "script":
-    __file__ = text
+    __file__ = os.path.abspath(text)
     with open(text, "rb") as file:
         text = file.read()
 warnings._processoptions(start["warnings"])
@@ -175,14 +176,12 @@ def _python_of(command: Any) -> dict[str, Any] | None:
         else:
             warnings.append(rest.pop(0))
     if rest[:1] in (["-c"], ["-m"]):
-        (kind, text), first = rest[:2], ""
-        rest = rest[2:]
+        kind, text, *rest = rest
     elif rest and not rest[0].startswith("-"):
-        kind, text = "script", os.path.abspath(rest.pop(0))
-        first = os.path.dirname(text)
+        kind, text = "script", rest.pop(0)
     else:
         return None
-    return {"what": [kind, text], "first": [] if is_safe else [first], "warnings": warnings, "arguments": rest}
+    return {"what": [kind, text], "is_safe": is_safe, "warnings": warnings, "arguments": rest}
 
 
 def _settings_of(environ: Mapping[str, str]) -> dict[str, str]:
