@@ -107,9 +107,9 @@ class Server:
             channel = self._channel = self._channel or self._begin()
             with _heir():
                 socket.send_fds(channel, [json.dumps(wanted).encode()], files)
-                child = int(channel.recv(100))
-                assert channel.recv(100), "the process that forks is gone"
-        return child
+                child, is_ours = channel.recv(100), channel.recv(100)
+        assert is_ours, "the process that forks is gone: what it said is on the stderr of this one"
+        return int(child)
 
     def _begin(self) -> socket.socket:
         channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -16,7 +16,6 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kvdock import PagedKVCacheConfig
 from kvdock.integrations.transformers import PagedCacheForTransformers
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD
-from support_slow import QUICK
 
 VOCAB = 61
 PAD = 0
@@ -141,9 +140,8 @@ def repetitive() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-MOST = 12 if QUICK else 14
-GREEDY = {"do_sample": False, "max_new_tokens": MOST, "min_new_tokens": MOST - 2}
-SAMPLE = {**GREEDY, "do_sample": True}
+GREEDY = {"do_sample": False, "max_new_tokens": 14, "min_new_tokens": 12}
+SAMPLE = {"do_sample": True, "max_new_tokens": 14, "min_new_tokens": 12}
 
 SCENARIOS: dict[str, tuple[Callable[[], dict[str, torch.Tensor]], dict[str, Any]]] = {
     "greedy": (lambda: prompt(9), GREEDY),
