@@ -2,15 +2,20 @@
 
 import contextlib
 import gc
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
+
+from support_forked import Server, forking
+from support_slow import QUICK, examples
 
 with contextlib.suppress(ImportError):  # what runs on a GPU's machine needs none
     from hypothesis import settings
 
     # An example that takes long on a busy machine is not wrong.
-    settings.register_profile("kvdock", deadline=None)
+    settings.register_profile("kvdock", deadline=None, max_examples=examples(100))
     settings.load_profile("kvdock")
 
 # Waiting threads must sleep: pytest-xdist runs as many processes as there are cores, and tests with two torch threads in each
@@ -21,12 +26,32 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 def pytest_collection_finish() -> None:
     """Leave what was imported and collected out of later garbage collections, for which many tests ask."""
     _set_apart()
+    for name in logging.root.manager.loggerDict:
+        # pytest adds a handler to each logger that hands nothing on, six times in a test: torch has forty, a tenth of a short test.
+        if name.partition(".")[0] == "torch" and name != "torch.__trace":
+            logging.getLogger(name).propagate = True
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Leave out what a folder's tests have imported and drawn, too: there are hundreds of MiB of cases."""
     if nextitem and nextitem.path.parent != item.path.parent:
         _set_apart()
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[Server | None]:
+    """The process that has imported torch; none in `make test-all`, where scripts start as users start them."""
+    server = Server() if QUICK else None
+    yield server
+    if server:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def forks(fork_server: Server | None) -> Iterator[None]:
+    """Fork the scripts that a module's tests start: see `support_forked`."""
+    with forking(fork_server) if fork_server else contextlib.nullcontext():
+        yield
 
 
 def _set_apart() -> None:

@@ -12,14 +12,19 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 SERVER = """
-import json, os, sys, warnings
+import gc, importlib, json, os, sys, warnings
 import kvdock.runtime, support_descriptors
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+gc.collect()
+gc.freeze()  # or each script's last collection, at its end, would look through it all, and copy every page
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # its threads are OpenBLAS's
 for line in sys.stdin:
     code, arguments, streams, folder = json.loads(line)
@@ -50,16 +55,17 @@ class Interpreters:
     Args:
         folder: for what they print.
         warnings: what to do with warnings, as Python's ``-W`` takes it.
+        imports: modules that scripts need beside kvdock, and that take long.
     """
 
-    def __init__(self, folder: Path, warnings: str = "error") -> None:
+    def __init__(self, folder: Path, warnings: str = "error", imports: Sequence[str] = ()) -> None:
         self.folder = folder
         self.streams = [folder / name for name in ("stdout", "stderr")]
         tests = str(Path(__file__).parent)
         environ = {name: value for name, value in os.environ.items() if not name.startswith("KVDOCK_")}
         environ |= {"PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]), "OPENBLAS_NUM_THREADS": "1"}
         self.server = subprocess.Popen(
-            [sys.executable, "-W", warnings, "-c", SERVER],
+            [sys.executable, "-W", warnings, "-c", SERVER, *imports],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environ,

@@ -23,6 +23,7 @@ from kvdock import PagedKVCacheConfig
 from kvdock.errors import IndexRangeError, OutOfBlocksError
 from kvdock.integrations.transformers import PagedCacheForTransformers
 from kvdock.scheduler.grouped_blocks import GroupedBlocks
+from support_slow import examples
 
 WINDOWS = {"llama-gqa": None, "mistral-window": 8}
 
@@ -144,5 +145,5 @@ class Caches(RuleBasedStateMachine):
         self.manager.hand_over()
 
 
-Caches.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+Caches.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=30, deadline=None)
 TestCaches = Caches.TestCase

@@ -15,11 +15,12 @@ from kvdock_conformance import reference
 from kvdock_conformance.reference import Place
 from opskit.memory import Memory, bits_of
 from opskit.targets import Target
+from support_slow import examples
 
 __all__ = ["PROPERTY", "check", "check_gather", "noting", "outcome_of"]
 
 PROPERTY = hypothesis.settings(
-    max_examples=60,
+    max_examples=examples(60),
     deadline=None,
     database=None,
     derandomize=True,

@@ -15,6 +15,7 @@ from support_docs import PAGES, ROOT, Block, blocks
 from support_scripts import Interpreters
 from support_slow import first_of
 
+MODELS = ("kvdock.integrations.transformers", "transformers.generation.continuous_batching", "transformers.models.llama.modeling_llama")
 OPTIONAL = ("transformers", "typer", "rich")
 PYTHON = {page: found for page in PAGES if (found := [*blocks(page, "python")])}
 SHELL = [block for page in PAGES for block in blocks(page, "sh")]
@@ -45,14 +46,24 @@ def interpreters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpret
     made.close()
 
 
+@pytest.fixture(scope="module")
+def with_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreters]:
+    """Run what needs Transformers' models, or the compiler, which they import: for seconds."""
+    made = Interpreters(tmp_path_factory.mktemp("scripts"), warnings="default", imports=MODELS)
+    yield made
+    made.close()
+
+
 FILE = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 MODULE = "import runpy; runpy.run_module('kvdock.cli', run_name='__main__', alter_sys=True)"
 
 
 @pytest.mark.parametrize("block", [param for found in PYTHON.values() for param in first_of(found)], ids=str)
-def test_python_in_the_documentation_runs_and_prints_what_it_says(interpreters: Interpreters, block: Block, tmp_path: Path) -> None:
+def test_python_in_the_documentation_runs_and_prints_what_it_says(request: pytest.FixtureRequest, block: Block, tmp_path: Path) -> None:
     needs(block.text)
     (tmp_path / "block.py").write_text(block.text, encoding="utf-8")
+    wanted = "with_models" if re.search(r"^from transformers|torch\.compile", block.text, re.MULTILINE) else "interpreters"
+    interpreters: Interpreters = request.getfixturevalue(wanted)
     done = interpreters.ended(FILE, "block.py", folder=tmp_path)
     assert done.code == 0, done.errors
     assert block.output is not None, f"{block}: say in a block of text behind it what it prints"

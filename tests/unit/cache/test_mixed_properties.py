@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 import kvdock
 from support_caches import CPU, RUNTIMES, addresses, random_bits, runtime_for
 from support_mixed import Spot, as_bytes, config_of, guarded, mixtures, planned, spots
+from support_slow import examples
 
-FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 OPS = {name: runtime_for(name).dispatcher for name in RUNTIMES}
 
 

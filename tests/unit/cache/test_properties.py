@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 import kvdock
 from kvdock.cache.pool import block_bytes, rank_layers
 from support_caches import addresses, bits, random_bits, read_slots, runtime_for, write_slots
+from support_slow import examples
 
 OPS = runtime_for("portable").dispatcher
-FEW = settings(max_examples=40, deadline=None)
+FEW = settings(max_examples=examples(40), deadline=None)
 
 small = st.integers(1, 4)
 tp_sizes = st.sampled_from([1, 2, 3, 4])

@@ -17,6 +17,7 @@ from kvdock.cache.memory import fresh
 from kvdock.cache.regions import MemoryRegion, Place
 from support_caches import CPU, LAYOUT_NAMES, LAYOUTS, SPECS, addresses, random_bits, runtime_for
 from support_mixed import config_of, mixtures, planned
+from support_slow import examples
 
 OPS = runtime_for("portable").dispatcher
 LATENTS = kvdock.KVSpec((kvdock.MLALayerSpec(16, 4), kvdock.MLALayerSpec(5, 3), kvdock.MLALayerSpec(16, 4)), 64, torch.bfloat16)
@@ -89,7 +90,7 @@ def test_pools_by_layer(name: str, layout: kvdock.KVCacheLayout, heads: kvdock.H
             assert torch.equal(view.view(torch.uint8), expected), "padding between blocks changes nothing"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(mixtures())
 def test_one_memory(mixture: tuple[kvdock.KVSpec, dict[str, Any]]) -> None:
     spec, options = mixture

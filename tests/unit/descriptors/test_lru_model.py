@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvdock import LRUDescriptorCache
 from kvdock.descriptors.lifetimes import Held
 from support_descriptors import in_thread
+from support_slow import examples
 
 KEYS = st.integers(0, 7).map(lambda n: (n % 2 - 2, n // 2))  # -1 and -2 have one hash
 
@@ -172,4 +173,4 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestModel.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)

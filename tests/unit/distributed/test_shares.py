@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import kvdock
 from kvdock.distributed import ContextShare
 from support_shares import DIM, HEADS, Shared
+from support_slow import examples
 
 DTYPES = (torch.int32, torch.int64)
 
@@ -33,7 +34,7 @@ def test_counts_at_every_boundary(size: int, block: int, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(st.integers(1, 6), st.integers(1, 20), st.lists(st.integers(-3, 2000), max_size=30))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_slots_go_where_a_loop_puts_them(dtype: torch.dtype, size: int, block: int, slots: list[int]) -> None:
     for index in range(size):
         expected = []

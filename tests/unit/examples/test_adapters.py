@@ -16,6 +16,7 @@ import kvdock
 from support_adapters import Nano, installed, mini_engine, serve
 from support_engines import model_of, module_of, modules
 from support_nano_vllm import NanoSequence
+from support_slow import examples
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_nano_vllm_takes_over_from_a_flash_attn_that_is_there() -> None:
         Nano(20).serve((text(10), 3), (text(10), 3))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(examples(12)))
 def test_nano_vllm_any_requests(nano: ModuleType, seed: int) -> None:
     draw = np.random.default_rng(seed)
     size = int(draw.choice([1, 2, 4, 16]))
@@ -164,7 +165,7 @@ def test_mini_sglang_has_kvdocks_pool(mini: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("model", ["llama", "mistral-window"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(examples(6)))
 def test_mini_sglang_any_requests(mini: ModuleType, seed: int, model: str) -> None:
     draw = np.random.default_rng(seed)
     size = int(draw.choice([1, 2, 4, 16]))

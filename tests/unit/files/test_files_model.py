@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvdock.errors import ArgumentValueError, FileAccessError, FileContentError, OutOfBlocksError
 from kvdock.files import load_pool, load_prefix, save_pool, save_prefix
 from support_files import cached, compute, pool
+from support_slow import examples
 
 TEXTS = st.tuples(st.sampled_from([(), ("a",), (1,)]), st.lists(st.integers(0, 1), min_size=1, max_size=70))
 SIDES = st.integers(0, 1)
@@ -142,5 +143,5 @@ class Files(RuleBasedStateMachine):
 
 @pytest.mark.slow
 def test_any_saves_and_loads() -> None:
-    how = settings(max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck))
+    how = settings(max_examples=examples(25), stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(Files, settings=how)  # type: ignore[no-untyped-call] # hypothesis has no types for it

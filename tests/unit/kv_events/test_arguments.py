@@ -23,6 +23,7 @@ from kvdock.integrations.kv_events import (
     read_batch,
 )
 from support_kv_events import inproc, store, stored, until
+from support_slow import examples
 
 TypeError_, ValueError_ = kvdock.ArgumentTypeError, kvdock.ArgumentValueError
 ADDRESS = "Fix: pass one such as 'tcp://127.0.0.1:5557' that nobody else has bound"
@@ -230,7 +231,7 @@ EVENTS = st.lists(NAMES.map(lambda names: put(*names)) | NAMES.map(BlockRemoved)
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), EVENTS), max_size=6), st.integers(2, 8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_events_in_any_order_are_followed_as_a_plain_loop_does_or_not_at_all(batches: list[tuple[int, list[Any]]], most: int) -> None:
     index, model = BlockIndex(most), {0: set[Any](), 1: set[Any]()}
     for rank, events in batches:

@@ -29,6 +29,7 @@ from kvdock.integrations.kv_events.outlet import Replayable, portions
 from kvdock.integrations.kv_events.wire import Writer
 from kvdock.prefix import block_names, tagged_namespace
 from support_kv_events import inproc, pair, store, until
+from support_slow import examples
 
 STORED = BlockStored([1, 2], None, [5, 6, 7, 8], 2, 3, "GPU", "a", [("s", b"x", 1, 0.5, True, ("i", -3)), None])
 REMOVED = BlockRemoved([2], "GPU")
@@ -225,7 +226,7 @@ VALUES = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(BATCHES, st.booleans(), st.data())
 def test_changed_messages_are_read_or_refused(batch: KVEventBatch, arrays: bool, data: st.DataObject) -> None:
     payload = bytearray(Writer(arrays=arrays).payload(batch))

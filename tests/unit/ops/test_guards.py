@@ -19,6 +19,7 @@ from kvdock.ops.guards import guard_in_python, make_guard, never
 from opskit import PROPERTY, outcome_of
 from opskit.targets import forget_runtimes
 from support_isolated import answer
+from support_slow import examples
 
 F32 = torch.float32
 
@@ -65,7 +66,7 @@ def traits(draw: st.DrawFn) -> Traits:
 
 
 @given(st.data())
-@settings(PROPERTY, max_examples=250)
+@settings(PROPERTY, max_examples=examples(250))
 def test_both_guards_accept_the_same(data: st.DataObject) -> None:
     """Of the tensors of which one was made and one other, which is often the same but for sizes and strides that may be any."""
     first = data.draw(traits())

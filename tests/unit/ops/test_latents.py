@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis.strategies as st
@@ -42,9 +43,14 @@ def apart(memory: Memory, dims: tuple[int, int], lead: list[int], dtype: torch.d
     return [memory.tensor(dtype, (*lead, dim), gaps=gap) for dim, gap in zip(dims, gaps, strict=True)]
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-@pytest.mark.parametrize("how", POOLS.values(), ids=POOLS)
-@pytest.mark.parametrize("rows", [fused, apart])
+def cases() -> Iterator[Any]:
+    """Every combination; in quick ones each pool and each size have rows of one kind: by turns."""
+    for (at, dims), (turn, name), (kind, rows) in itertools.product(enumerate(DIMS), enumerate(POOLS), enumerate((fused, apart))):
+        marks = [pytest.mark.slow] if (at + turn) % 2 != kind else []
+        yield pytest.param(dims, POOLS[name], rows, id=f"{rows.__name__}-{name}-{dims}", marks=marks)
+
+
+@pytest.mark.parametrize(("dims", "how", "rows"), [*cases()])
 def test_both_parts_of_a_row(target: Target, memory: Memory, dims: tuple[int, int], how: dict[str, Any], rows: Callable[..., Any]) -> None:
     kv_cache = pool(memory, dims, **how)
     for slots in ([7], [19, 0, 3, -1, 4, -9], [[1, 2], [-1, 18]], [*range(20)], [0, 20, 5]):

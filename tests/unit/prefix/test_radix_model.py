@@ -34,6 +34,7 @@ from kvdock_conformance.checking.prefix_events import Replayed, where
 from kvdock_conformance.checking.prefix_model import KEYS, Block, SlowPrefixCache, slots_of
 from support_descriptors import in_thread
 from support_prefix import blocks_of, seen, tree_of
+from support_slow import examples
 
 OTHERS: list[list[tuple[object, ...]]] = [
     [],
@@ -426,7 +427,7 @@ def raised(call: Callable[[], object]) -> Exception | None:
 
 COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "report_multiple_bugs": False}
 
-Caches.TestCase.settings = settings(max_examples=120, stateful_step_count=50, **COMMON)
+Caches.TestCase.settings = settings(max_examples=examples(120), stateful_step_count=50, **COMMON)
 TestCaches = Caches.TestCase
 
 

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdock.prefix import RadixPrefixCache
+from support_slow import examples
 
 SIZE = 2
 CALLS = st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 1), max_size=12), st.sampled_from([(), ("a",)])), max_size=14)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(calls=CALLS, policy=st.sampled_from(["lru", "lfu", "fifo"]), evicted=st.integers(0, 6))
 def test_any_calls(calls: Any, policy: str, evicted: int) -> None:
     cache, uses, stored, free = RadixPrefixCache(SIZE, policy), list[tuple[Any, Any]](), set[tuple[Any, Any]](), iter(range(1000))

@@ -37,6 +37,7 @@ from kvdock_conformance.checking.containers import overwrite
 from support_blocks import JUNK
 from support_descriptors import in_thread
 from support_manager_model import STEPS, Pinned, Request, Rows, TwoManagers
+from support_slow import examples
 
 TOKENS = st.builds(lambda size, at: [int(i == at) for i in range(size)], st.integers(0, 14), st.integers(0, 20))
 NEW = st.lists(st.sampled_from([0, 0, 0, 1]), max_size=5)
@@ -480,7 +481,7 @@ class Managers(TwoManagers):
 
 COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "report_multiple_bugs": False}
 
-Managers.TestCase.settings = settings(max_examples=75, stateful_step_count=50, **COMMON)
+Managers.TestCase.settings = settings(max_examples=examples(75), stateful_step_count=50, **COMMON)
 TestManagers = Managers.TestCase
 
 

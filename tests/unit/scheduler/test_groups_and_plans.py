@@ -17,6 +17,7 @@ from kvdock.errors import ArgumentValueError, StaleHandleError, UnsupportedError
 from kvdock.layers import Buffer, ChunkedLayerSpec, LayerGroup, LayerSpec, StateLayerSpec
 from kvdock.scheduler import CacheManager, CacheSequence
 from opskit import PROPERTY
+from support_slow import examples
 
 BF16 = torch.bfloat16
 
@@ -51,7 +52,7 @@ LAYER = st.one_of(
 )
 
 
-@settings(PROPERTY, max_examples=30)
+@settings(PROPERTY, max_examples=examples(30))
 @given(layers=st.lists(LAYER, min_size=2, max_size=6), block_size=st.sampled_from([4, 16]), length=st.integers(1, 300))
 def test_a_sequence_gets_what_the_plan_says(layers: list[Any], block_size: int, length: int) -> None:
     try:

@@ -17,6 +17,7 @@ from kvdock_conformance.checking.group_calls import drive_engine
 from kvdock_conformance.checking.group_engine import GROUPED
 from opskit import PROPERTY
 from support_group_model import Engine
+from support_slow import examples
 
 
 def drive(name: str, seed: int, steps: int) -> Engine:
@@ -28,7 +29,7 @@ def drive(name: str, seed: int, steps: int) -> Engine:
 
 
 @pytest.mark.parametrize("name", GROUPED)
-@settings(PROPERTY, max_examples=12)
+@settings(PROPERTY, max_examples=examples(12))
 @given(seed=st.integers(0, 2**32))
 def test_whatever_is_called_what_is_read_is_right(name: str, seed: int) -> None:
     drive(name, seed, 60)

@@ -17,6 +17,7 @@ from kvdock.prefix import InsertResult, Namespace, PrefixHandle, RadixPrefixCach
 from kvdock.scheduler import CacheManager, CacheSequence
 from kvdock.scheduler import ids as token_ids
 from support_prefix_calls import cached, run
+from support_slow import examples
 
 CALL = st.tuples(
     st.sampled_from(["extend", "commit", "commit one", "fork", "truncate"]),
@@ -80,7 +81,7 @@ class Player:
         return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(block_size=st.sampled_from([1, 2, 3]), prefix=st.sampled_from(["radix", "radix", "naive"]), calls=st.lists(CALL, max_size=14))
 def test_calls_on_a_batch_are_calls_on_each(block_size: int, prefix: str, calls: list[Any]) -> None:
     batched, single = (Player(block_size, prefix, is_batched=is_batched) for is_batched in (True, False))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvdock.errors import IntegrityError, KVDockWarning
 from kvdock.scheduler.tiers import Tiers
 from opskit import PROPERTY
+from support_slow import examples
 from support_tiers import FailingTier, MemoryTier
 
 SIZE, POOL = 2, 24
@@ -230,7 +231,7 @@ def test_clear_forgets_what_the_pool_has_published_too() -> None:
     assert pool.tiers.find(np.array(PROMPT), (), 0) is None
 
 
-@settings(PROPERTY, max_examples=15)
+@settings(PROPERTY, max_examples=examples(15))
 @given(seed=st.integers(0, 2**32))
 def test_against_a_model(seed: int) -> None:
     """With room for all, what was given up is found, each block; with less, what is found is right."""

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kvdock.errors import KVDockWarning
 from kvdock_conformance.checking.group_calls import drive_engine
 from opskit import PROPERTY
+from support_slow import examples
 from support_tiers import MODELS, TierEngine
 
 
@@ -42,7 +43,7 @@ def test_what_is_read_is_right(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-@settings(PROPERTY, max_examples=12)
+@settings(PROPERTY, max_examples=examples(12))
 @given(seed=st.integers(0, 2**32), fails=st.booleans())
 def test_whatever_is_called_what_is_read_is_right(name: str, seed: int, fails: bool) -> None:
     drive(name, seed, 60, fails=fails)

@@ -17,6 +17,7 @@ from kvdock.errors import IndexRangeError, PluginError, TransferError
 from kvdock.transfer import PoolLayout, Runs, Spans, TicketState, gather, spans
 from kvdock.transfer.messages import BEAT, Stop
 from kvdock.transfer.wire import written
+from support_slow import examples
 from support_transfer import Clock, Rank, Side, holds, relay
 
 SPEC = kvdock.KVSpec((kvdock.LayerSpec(4, 4, 2, 2),), 256, torch.bfloat16)
@@ -184,7 +185,7 @@ def test_an_ask_that_comes_twice_is_served_once(ranks: tuple[Rank, Rank]) -> Non
     pieces=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), max_size=8),
     cuts=st.tuples(st.integers(0, 200), st.integers(0, 200)),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_any_part_of_a_stream_is_that_part(pieces: list[tuple[int, int]], cuts: tuple[int, int]) -> None:
     memory = [torch.arange(400, dtype=torch.int64).to(torch.uint8)]
     begins, sizes, at = list[int](), list[int](), 0

@@ -27,6 +27,7 @@ from kvdock.integrations.transformers.state_layer import PagedStateLayer, layers
 from kvdock.integrations.transformers.states import BOTH, STATES, StateLayer, StateLayers, held
 from kvdock.integrations.transformers.tables import StepTables
 from kvdock.scheduler import CacheManager, SequenceBatch
+from support_slow import examples
 
 CPU = torch.device("cpu")
 
@@ -443,7 +444,7 @@ STEPS = st.lists(
 
 
 @example([("reserve", 6), *[("grow", 1)] * 7])
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(STEPS)
 def test_tables_of_any_steps_show_what_the_batch_has(steps: list[tuple[str, int]]) -> None:
     """Where each row only writes the next place of a block, the tables are counted on and not made: that must not show."""
