@@ -39,9 +39,9 @@ class Growing:
 
     def append(self, values: npt.NDArray[Any]) -> None:
         """Add elements. Integers that do not fit the dtype widen it; there are none beyond int64."""
-        size = self.size + values.size
-        if size > self._room.size or values.dtype != self._room.dtype:
-            room = np.empty(max(size, 2 * self._room.size), dtype=np.promote_types(self._room.dtype, values.dtype))
+        size, dtype = self.size + values.size, np.promote_types(self._room.dtype, values.dtype)
+        if size > self._room.size or dtype != self._room.dtype:  # narrow values find room among wide ones
+            room = np.empty(max(size, 2 * self._room.size), dtype=dtype)
             room[: self.size] = self.view
             self._room = room
         self._room[self.size : size] = values
