@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NARROW", "WIDE", "TokenIds", "as_narrow", "common_tokens", "widened"]
+__all__ = ["NARROW", "WIDE", "TokenIds", "as_narrow", "common_ids", "common_tokens", "widened"]
 
 TokenIds: TypeAlias = npt.NDArray[Any]
 """Token ids in one of these widths."""
@@ -37,15 +37,19 @@ def widened(label: bytes | bytearray) -> bytes:
 def common_tokens(label: bytearray, start: int, ids: TokenIds) -> int:
     """Return how many of a label's token ids from the ``start``-th on are the first of ``ids``, which are as wide.
 
-    Reads little more than those. No view of the label is left when it returns, since that would keep it from growing.
+    No view of the label is left when it returns, since that would keep it from growing.
     """
-    width = ids.dtype.itemsize
-    size, done, step = min(len(label) // width - start, ids.size), 0, _FIRST_STEP
+    return common_ids(np.frombuffer(label, dtype=ids.dtype)[start:], ids)
+
+
+def common_ids(these: TokenIds, those: TokenIds) -> int:
+    """Return how many first token ids are the same. Reads little more than those."""
+    size, done, step = min(these.size, those.size), 0, _FIRST_STEP
     while done < size:
-        count = min(step, size - done)
-        differ = np.frombuffer(label, dtype=ids.dtype, count=count, offset=(start + done) * width) != ids[done : done + count]
+        stop = min(done + step, size)
+        differ = these[done:stop] != those[done:stop]
         at = int(differ.argmax())
         if differ[at]:
             return done + at
-        done, step = done + count, 4 * step
+        done, step = stop, 4 * step
     return size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import numpy.typing as npt
 
@@ -100,11 +102,11 @@ class StoredBlocks:
             self._table[first] = 1  # a sequence that generates publishes one at a time: a tenth of the time of what follows
             return
         # Mostly they are back from an eviction in the same order: the table has them still, and one comparison of bytes is enough.
-        gone, ids = self._released.get(first), blocks.tobytes()
+        gone, ids = self._released.get(first, b""), blocks.tobytes()
         if gone == ids:
             del self._released[first]
             return
-        back = _common_start(gone, ids) if gone is not None else 0
+        back = _common_start(gone, ids)
         if back < blocks.size:
             places = self._places(subject, blocks[back:])
             if not self._are_free(places):
@@ -115,7 +117,9 @@ class StoredBlocks:
                     raise self._stored(subject, int(blocks[self._table[places] != 0][0]))
             self._write(subject, blocks, places)
         if back:
-            self._erase(self._released.pop(first)[4 * back :])
+            self._released.pop(first)
+            if rest := gone[4 * back :]:  # the next to be handed out begins there
+                self._released[int.from_bytes(rest[:4], sys.byteorder)] = rest
 
     def _places(self, subject: str, blocks: _BlockIds) -> npt.NDArray[np.intp]:
         """Return the places of blocks in the table, which is made larger for them."""
@@ -161,5 +165,4 @@ class StoredBlocks:
 
 def _common_start(gone: bytes, ids: bytes) -> int:
     """Return how many ids the shorter has if the longer begins with them, else 0."""
-    shorter, longer = sorted((gone, ids), key=len)
-    return len(shorter) // 4 if longer.startswith(shorter) else 0
+    return min(len(gone), len(ids)) // 4 if gone.startswith(ids) or ids.startswith(gone) else 0

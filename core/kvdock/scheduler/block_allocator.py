@@ -113,7 +113,7 @@ class BlockAllocator(NotCopied, OneThread):
         bottom = self._top - n
         # From the top: what was released last is used first, and a new pool is used from block 0 on.
         blocks = self._stack[bottom : self._top][::-1].copy()
-        self._counts[blocks] = 1
+        self._counts[blocks.astype(np.intp)] = 1  # indices of another width take twice the time
         self._top = bottom
         if self.decisions is not None:
             self.decisions.note(b"allocate", blocks)

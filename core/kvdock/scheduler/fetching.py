@@ -70,7 +70,7 @@ class Fetching:
     def look(self, prompt: Prompt, needs: Needs) -> tuple[Reach, Needs] | None:
         """Return how far a prompt could go on, and what it would need then; None where tiers have nothing for it. Changes nothing."""
         longest, ids = self._pool.longest(needs.match), self._planner.looked_up(prompt)
-        found = self._tiers.find(ids, prompt.namespace, longest.blocks.size)
+        found = self._tiers.find(ids, prompt.namespace, longest.blocks)
         if found is None:
             return None
         count = self._columns.reach(longest.blocks, found.there)
@@ -97,11 +97,17 @@ class Fetching:
             return False
         reach, more = seen
         with self._held(reach, needs, more) as has_room:
-            return has_room and self._load(prompt.ids, prompt.namespace, reach, priority) > 0
+            if not has_room:
+                return False
+            self._tiers.hold(reach.found)
+            try:
+                return self._load(prompt.ids, prompt.namespace, reach, priority) > 0
+            finally:
+                self._tiers.release(reach.found)
 
     @contextmanager
     def _held(self, reach: Reach, needs: Needs, more: Needs) -> Iterator[bool]:
-        """Keep what a prompt would go on with, in the pool and in tiers, and what it goes on with should these fail.
+        """Keep what a prompt would go on with in the pool, and what it goes on with should tiers fail.
 
         Yields whether there is room either way: a prompt that was said to fit does, though a tier fails.
         """
@@ -112,11 +118,9 @@ class Fetching:
             fits = pool.has(needs.blocks, 1)
             pool.prefix.lock_handle(longest.handle)
             held = self._columns.hold(longest.blocks, reach.count)
-            self._tiers.hold(reach.found)
             try:
                 yield fits and pool.has(more.blocks, _STATES)
             finally:
-                self._tiers.release(reach.found)
                 pool.unlock(longest.handle, held)
         finally:
             pool.unlock(needs.handle, alone)
@@ -141,11 +145,10 @@ class Fetching:
     ) -> None:
         """Let units be found that hold what they should, each with the priority that it had before, or a higher one."""
         priorities = np.maximum(self._tiers.priorities(reach.found.units[: units.size]), priority)
-        bounds = [0, *(np.flatnonzero(np.diff(priorities)) + 1).tolist(), units.size]
+        bounds = [0, *(np.flatnonzero(priorities[1:] != priorities[:-1]) + 1).tolist(), units.size]
         handle, start = reach.longest.handle, reach.longest.blocks.size
-        before = int(reach.longest.blocks[-1]) if start else None
         for begin, end in pairwise(bounds):
-            part = ids[(start + begin) * self._size : (start + end) * self._size]
-            handle = self._publisher.adopt(handle, namespace, before, part, units[begin:end], int(priorities[begin]))
-            before = int(units[end - 1])
+            part, priority = ids[(start + begin) * self._size : (start + end) * self._size], int(priorities[begin])
+            handle = self._publisher.adopt(handle, namespace, part, units[begin:end], priority)
+            self._tiers.index.note(units[begin:end], reach.found.units[begin:end], priority)
         self._columns.keep(units, done)

@@ -24,12 +24,16 @@ _INT32 = np.iinfo(np.int32)
 
 
 class Growing:
-    """An array that grows at its end, at a constant cost per element."""
+    """An array that grows at its end, at a constant cost per element.
+
+    Args:
+        values: what it begins with. An array that owns its memory is taken over, and nobody else may write to it.
+    """
 
     __slots__ = ("_room", "size")
 
     def __init__(self, values: npt.NDArray[Any]) -> None:
-        self._room = values.copy()
+        self._room = values if values.base is None else values.copy()
         self.size = values.size
 
     @property
@@ -39,13 +43,19 @@ class Growing:
 
     def append(self, values: npt.NDArray[Any]) -> None:
         """Add elements. Integers that do not fit the dtype widen it; there are none beyond int64."""
-        size = self.size + values.size
-        if size > self._room.size or values.dtype != self._room.dtype:
-            room = np.empty(max(size, 2 * self._room.size), dtype=np.promote_types(self._room.dtype, values.dtype))
+        size, dtype = self.size + values.size, np.promote_types(self._room.dtype, values.dtype)
+        if size > self._room.size or dtype != self._room.dtype:  # narrow values find room among wide ones
+            room = np.empty(max(size, 2 * self._room.size), dtype=dtype)
             room[: self.size] = self.view
             self._room = room
         self._room[self.size : size] = values
         self.size = size
+
+    def cut(self, size: int) -> None:
+        """Keep the first elements, and no more than twice the room for them."""
+        self.size = size
+        if 2 * size < self._room.size:
+            self._room = self.view.copy()
 
 
 class TokenIds:

@@ -153,7 +153,7 @@ class PoolBlocks:
     def give_back(self, blocks: BlockIds) -> None:
         """Release blocks that the prefix cache has no more."""
         if self.tiers is not None:
-            self.tiers.published.forget(blocks)
+            self.tiers.index.forget(blocks)
         self.allocator.release(blocks)
 
     def copies(self, pairs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -104,13 +104,14 @@ class Publisher:
         result = self._pool.change(insert, ids, own, seq.namespace, behind=handle, priority=priority)
         known, stored = max(result.cached_len // size - shared, 0), max(result.handle.cached_len // size - shared, 0)
         fresh = own[known:stored]
-        self._publisher[fresh] = seq._serial
+        self._publisher[fresh.astype(np.intp)] = seq._serial  # indices of another width take twice the time
         self._pool.stored(fresh)
         if self._pool.tiers is not None:
             before = result.blocks[known - 1] if known else rows.table[row, shared - 1] if shared else None
-            self._note(seq.namespace, before, ids[known * size : stored * size], fresh, priority)
-            if priority:
-                self._pool.tiers.published.raise_priority(np.concatenate((rows.table[row, :shared], result.blocks)), priority)
+            # All of them as they are, mostly: an array of its own is kept without a copy.
+            self._note(seq.namespace, before, ids if fresh.size == own.size else ids[known * size : stored * size], fresh, priority)
+            if priority or self._pool.tiers.index.has_priorities:  # what is before it is worth as much
+                self._pool.tiers.index.raise_priority(np.concatenate((rows.table[row, :shared], result.blocks)), priority)
         self.relock(seq, result.handle)
         rows.shared[row], rows.published[row] = shared + stored, count
         if known:
@@ -126,7 +127,7 @@ class Publisher:
     def _note(self, namespace: Namespace, before: Any, ids: npt.NDArray[Any], blocks: BlockIds, priority: int) -> None:
         """Note for tiers what cached blocks hold, behind another or at the beginning of a prefix."""
         if self._pool.tiers is not None and blocks.size:
-            self._pool.tiers.published.add(namespace, None if before is None else int(before), ids, blocks, priority)
+            self._pool.tiers.index.add(namespace, None if before is None else int(before), ids, blocks, priority)
 
     def _note_appended(self, rows: Index, tokens: npt.NDArray[Any]) -> None:
         """Note for tiers the last shared block of each of rows."""
@@ -136,14 +137,11 @@ class Publisher:
             before = r.table[row, at - 1] if at else None
             self._note(r.sequence(row).namespace, before, ids, r.table[row, at : at + 1], int(r.priority[row]))
 
-    def adopt(
-        self, handle: PrefixHandle, namespace: Namespace, before: int | None, ids: npt.NDArray[Any], blocks: BlockIds, priority: int
-    ) -> PrefixHandle:
+    def adopt(self, handle: PrefixHandle, namespace: Namespace, ids: npt.NDArray[Any], blocks: BlockIds, priority: int) -> PrefixHandle:
         """Store blocks that came back from a tier, behind a locked handle, for nobody; return the handle of their end."""
         insert = self._prefix.insert_prefix
         result = self._pool.change(insert, ids, blocks, namespace, behind=handle, priority=priority)
-        self._publisher[blocks] = 0  # no sequence's
-        self._note(namespace, before, ids, blocks, priority)
+        self._publisher[blocks.astype(np.intp)] = 0  # no sequence's
         return result.handle
 
     def _share_with_forks(self, seq: Owner, own: BlockIds) -> None:
@@ -201,9 +199,9 @@ class Publisher:
             rows.shared[row], rows.locked[row], rows.published[row] = 0, 0, NOTHING_MORE
             seq._handle = handle
             seq._left.clear()
+        self._pool.give_back(forgotten)
         if self._pool.tiers is not None:
             self._pool.tiers.clear()
-        self._pool.give_back(forgotten)
 
     def relock(self, seq: Owner, handle: PrefixHandle) -> None:
         """Hold another handle instead of the one before."""

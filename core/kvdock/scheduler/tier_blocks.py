@@ -57,22 +57,20 @@ class Turns:
         self._serials = np.full(num_units, _NONE, dtype=np.int64)
         self._queues: dict[int, deque[tuple[Index, npt.NDArray[np.int64]]]] = {}
         self._serial = self._entries = 0
-        self.size = 0
+        self._most = _FEW  # entries, before those that do not count are dropped
 
     def push(self, units: Index, priority: int) -> None:
         """Let units go last of a priority, in this order, wherever they were."""
         serials = np.arange(self._serial, self._serial + units.size)
-        self.size += int(np.count_nonzero(self._serials[units] == _NONE))
         self._serials[units] = serials
         self._serial += units.size
         self._queues.setdefault(priority, deque()).append((units, serials))
         self._entries += units.size
-        if self._entries > 2 * self.size + _FEW:
+        if self._entries > self._most:
             self._compact()
 
     def remove(self, units: Index) -> None:
         """Let units have no turn."""
-        self.size -= int(np.count_nonzero(self._serials[units] != _NONE))
         self._serials[units] = _NONE
 
     def pop(self, counts: npt.NDArray[np.int64], missing: int, priority: int, held: npt.NDArray[np.bool_]) -> list[tuple[Index, int]]:
@@ -127,6 +125,7 @@ class Turns:
             live = [(units[is_live], serials[is_live]) for units, serials in queue for is_live in [self._serials[units] == serials]]
             self._queues[value] = deque(entry for entry in live if entry[0].size)
             self._entries += sum(entry[0].size for entry in self._queues[value])
+        self._most = 2 * self._entries + _FEW
 
     def waiting(self) -> Index:
         """Return the units that have a turn, sorted, each as often as it has one."""
@@ -137,7 +136,7 @@ class Turns:
         """Forget all."""
         self._serials[:] = _NONE
         self._queues.clear()
-        self._entries = self.size = 0
+        self._entries, self._most = 0, _FEW
 
 
 class TierBlocks:
@@ -205,7 +204,7 @@ class TierBlocks:
         self.counts[:] = 0
         self.turns.clear()
 
-    def check_integrity(self, known: BlockIds) -> None:
+    def check_integrity(self, known: Index) -> None:
         """Compare what is counted with what there is; ``known`` are the units that can be found. Raises IntegrityError."""
         self.blocks.check_integrity()
         is_there = self.table != _NONE
@@ -213,7 +212,7 @@ class TierBlocks:
         facts = {
             "each block free, or of one unit": np.unique(blocks).size == blocks.size == self.blocks.num_used,
             "blocks of units that can be found": bool(np.isin(units, known).all()),
-            "one turn for each unit with blocks": np.array_equal(self.turns.waiting(), units) and self.turns.size == units.size,
+            "one turn for each unit with blocks": np.array_equal(self.turns.waiting(), units),
             "as many blocks of each unit as are counted": bool((is_there.sum(axis=1) == self.counts).all()),
         }
         wrong = ", ".join(what for what, holds in facts.items() if not holds)

@@ -28,7 +28,8 @@ class Columns:
 
     def reach(self, units: BlockIds, there: npt.NDArray[np.bool_]) -> int:
         """Return behind how many units a sequence could go on: cached ones, and others behind them of which these blocks are there."""
-        return units.size + int(np.logical_and.accumulate(there[:, 0]).sum())
+        lacking = np.flatnonzero(~there[:, 0])
+        return units.size + (int(lacking[0]) if lacking.size else len(there))
 
     def hold(self, units: BlockIds, count: int) -> Any:
         """Keep what is needed of cached units to go on behind ``count`` units, beside their lock; `PoolBlocks.unhold` ends it."""
@@ -42,7 +43,8 @@ class Columns:
 
     def give_back(self, units: BlockIds) -> None:
         """Release units that were taken."""
-        self._pool.allocator.release(units)
+        if units.size:
+            self._pool.allocator.release(units)
 
 
 class UnitColumns(Columns):

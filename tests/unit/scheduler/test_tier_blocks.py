@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from kvdock.errors import IntegrityError
 from kvdock.scheduler import NumberTier
-from kvdock.scheduler.published import GivenUp
 from kvdock.scheduler.tier_blocks import TierBlocks, Turns
-from kvdock.scheduler.tier_index import TierIndex
 from opskit import PROPERTY
 
 FREE = np.zeros(50, dtype=np.bool_)
@@ -34,7 +32,7 @@ def test_what_came_first_goes_first() -> None:
     turns.push(units(4, 5, 6), 0)
     turns.push(units(1, 2), 0)
     assert popped(turns, 4) == [([4, 5, 6, 1], 0)]
-    assert turns.size == 1
+    assert turns.waiting().tolist() == [2]
     assert popped(turns, 4) == [([2], 0)]
     assert popped(turns, 4) == []
 
@@ -43,7 +41,7 @@ def test_what_is_pushed_again_is_as_new() -> None:
     turns = Turns(50)
     turns.push(units(1, 2, 3), 0)
     turns.push(units(1), 0)
-    assert turns.size == 3
+    assert turns.waiting().tolist() == [1, 2, 3]
     assert popped(turns, 2) == [([2, 3], 0)]
     turns.push(units(7), 0)
     turns.remove(units(1))
@@ -65,7 +63,7 @@ def test_a_unit_is_of_one_priority_the_last() -> None:
     turns.push(units(1), 5)
     turns.push(units(1), 2)
     assert popped(turns, 9, priority=2) == [([1], 2)]
-    assert turns.size == 0
+    assert turns.waiting().size == 0
     assert popped(turns, 9) == []
 
 
@@ -91,10 +89,10 @@ def test_entries_that_do_not_count_are_dropped() -> None:
     turns = Turns(50)
     for _ in range(2000):
         turns.push(units(*range(20)), 0)
-    assert turns._entries < 2 * turns.size + 4096 + 20
+    assert turns._entries <= 2 * 20 + 4096
     assert turns.waiting().tolist() == list(range(20))
     turns.clear()
-    assert (turns.size, turns._entries, popped(turns, 3)) == (0, 0, [])
+    assert (turns._entries, popped(turns, 3)) == (0, [])
 
 
 @settings(PROPERTY, max_examples=10)
@@ -118,7 +116,6 @@ def test_turns_against_a_list(seed: int) -> None:
             found = turns.pop(ONE_EACH, missing, priority, held)
             assert [(unit, value) for part, value in found for unit in part.tolist()] == may
             order = [each for each in order if each not in may]
-        assert turns.size == len(order)
         assert turns.waiting().tolist() == sorted(unit for unit, _ in order)
 
 
@@ -177,70 +174,3 @@ def test_blocks_of_what_cannot_be_found_are_wrong() -> None:
     one.turns.push(units(3), 0)
     with pytest.raises(IntegrityError, match="blocks of units that can be found"):
         one.check_integrity(np.array([2], dtype=np.int32))
-
-
-def part(*tokens: int, count: int = 1, priority: int = 0, namespace: Any = ()) -> GivenUp:
-    return GivenUp(namespace, np.array(tokens), np.zeros(count, dtype=np.int32), priority)
-
-
-def index(num_units: int = 8) -> tuple[TierIndex, list[list[int]]]:
-    """Return an index of units of one token, and what it has forgotten."""
-    forgotten: list[list[int]] = []
-    return TierIndex(num_units, 1, lambda gone: forgotten.append(gone.tolist())), forgotten
-
-
-def numbers(found: Any) -> list[int]:
-    assert found is not None
-    listed: list[int] = found.tolist()
-    return listed
-
-
-def test_equal_tokens_behind_equal_tokens_have_one_number() -> None:
-    made, forgotten = index()
-    first = numbers(made.numbers_of(part(1, 2, 3)))
-    assert len(set(first)) == 3
-    assert numbers(made.numbers_of(part(1, 2, 3))) == first
-    assert numbers(made.numbers_of(part(1, 2, 9)))[:2] == first[:2]
-    assert not set(numbers(made.numbers_of(part(1, 2, namespace=("x",))))) & set(first)
-    assert made.find(np.array([1, 2, 3, 4]), ()).blocks.tolist() == first
-    assert made.find(np.array([2, 3]), ()).blocks.size == 0
-    assert forgotten == []
-    assert made.check_integrity().size == 6
-
-
-def test_when_numbers_run_out_what_was_used_longest_ago_is_forgotten() -> None:
-    made, forgotten = index(4)
-    old = numbers(made.numbers_of(part(1, 2)))
-    new = numbers(made.numbers_of(part(5, 6)))
-    made.use(made.find(np.array([1, 2]), ()).handle)
-    found = numbers(made.numbers_of(part(8)))
-    assert forgotten == [[new[1]]]
-    assert found == [new[1]], "the end of it, first"
-    assert made.find(np.array([1, 2]), ()).blocks.tolist() == old
-    made.check_integrity()
-
-
-def test_the_lowest_priority_is_forgotten_first() -> None:
-    made, forgotten = index(3)
-    high = numbers(made.numbers_of(part(1, priority=5)))
-    low = numbers(made.numbers_of(part(2)))
-    made.numbers_of(part(3, 4))
-    assert forgotten == [low]
-    assert made.find(np.array([1]), ()).blocks.tolist() == high
-
-
-def test_what_is_locked_is_not_forgotten_and_a_prefix_that_is_too_long_gets_nothing() -> None:
-    made, forgotten = index(4)
-    kept = made.find(np.array([1, 2, 3]), ())
-    made.numbers_of(part(1, 2, 3))
-    kept = made.find(np.array([1, 2, 3]), ())
-    made.lock(kept.handle)
-    assert made.numbers_of(part(7, 8)) is None
-    assert made.numbers_of(part(*range(10, 20))) is None
-    with pytest.raises(IntegrityError, match="TierIndex: expected no locks"):
-        made.check_integrity()
-    made.lock(kept.handle, unlock=True)
-    assert len(numbers(made.numbers_of(part(7, 8)))) == 2
-    assert forgotten == [[kept.blocks[-1]]]
-    made.clear()
-    assert made.check_integrity().size == 0

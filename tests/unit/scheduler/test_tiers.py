@@ -114,7 +114,7 @@ def test_the_lowest_priority_goes_first_and_never_for_a_lower_one() -> None:
     assert one.run(prompt(1)) == 20
     assert one.run(prompt(2)) == 0
     assert one.manager._pool.tiers is not None
-    assert one.manager._pool.tiers.published._priority.max() == 5, "it has its priority back"
+    assert one.manager._pool.tiers.index._priority.max() == 5, "it has its priority back"
 
 
 def test_a_pin_brings_back_and_holds() -> None:

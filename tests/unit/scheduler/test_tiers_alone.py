@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdock.errors import IntegrityError, KVDockWarning
-from kvdock.scheduler.tiers import Tiers
+from kvdock.scheduler.tiers import Found, Tiers
 from opskit import PROPERTY
 from support_slow import examples
 from support_tiers import FailingTier, MemoryTier
@@ -44,7 +44,7 @@ class Pool:
         return hash((tuple(tokens), column))
 
     def publish(self, before: int | None, tokens: list[int], units: list[int], priority: int = 0) -> None:
-        self.tiers.published.add((), before, np.array(tokens), int32(*units), priority)
+        self.tiers.index.add((), before, np.array(tokens), int32(*units), priority)
         path = [] if before is None else self.has[before]
         for at, unit in enumerate(units):
             path = [*path, *tokens[at * SIZE : (at + 1) * SIZE]]
@@ -54,14 +54,20 @@ class Pool:
 
     def give_up(self, *units: int) -> None:
         self.tiers.give_up(int32(*units), self.blocks_of)
+        self.tiers.index.forget(int32(*units))
         for unit in units:
             del self.has[unit]
             self.memory[unit * self.columns : (unit + 1) * self.columns] = 0  # handed out
 
+    def find(self, tokens: list[int], *cached: int) -> Found | None:
+        """Look for a prompt behind its units in the pool."""
+        return self.tiers.find(np.array(tokens, dtype=np.int64), (), int32(*cached))
+
     def load(self, tokens: list[int], have: int, units: list[int]) -> npt.NDArray[np.bool_]:
         """Load what there is behind ``have`` units into units of the pool; look at every block that should be there."""
-        found = self.tiers.find(np.array(tokens), (), have)
+        found = self.find(tokens)
         assert found is not None
+        found = Found(found.units[have:], found.there[have:])
         self.tiers.hold(found)
         count = min(found.units.size, len(units))
         done = self.tiers.load(found, np.where(found.there[:count], self.blocks_of(units[:count]), -1))
@@ -92,7 +98,7 @@ def three(*sizes: int, **how: Any) -> Pool:
 
 def test_what_was_given_up_is_found_and_loaded() -> None:
     pool = three(10)
-    found = pool.tiers.find(np.array([*PROMPT, 9, 9]), (), 0)
+    found = pool.find([*PROMPT, 9, 9])
     assert found is not None
     assert found.there.tolist() == [[True]] * 4
     assert pool.load(PROMPT, 0, [9, 8, 7, 6]).all()
@@ -103,15 +109,17 @@ def test_what_was_given_up_is_found_and_loaded() -> None:
 
 @pytest.mark.parametrize(("tokens", "have"), [([9, 9], 0), ([], 0), (PROMPT, 4), ([1, 2, 9, 9], 1), ([1, 2, 3], 1)])
 def test_what_is_not_there_is_not_found(tokens: list[int], have: int) -> None:
-    assert three(10).tiers.find(np.array(tokens, dtype=np.int64), (), have) is None
+    pool = three(10)
+    pool.publish(None, PROMPT, [10, 11, 12, 13])
+    assert pool.find(tokens, *[10, 11, 12, 13][:have]) is None
 
 
 def test_of_what_is_in_the_pool_still_tiers_have_nothing() -> None:
     pool = Pool(10)
     pool.publish(None, PROMPT, [3, 1, 4, 2])
     pool.give_up(4, 2)
-    assert pool.tiers.find(np.array(PROMPT[:4]), (), 0) is None, "numbers, and nothing there"
-    found = pool.tiers.find(np.array(PROMPT), (), 0)
+    assert pool.find(PROMPT[:4]) is None, "numbers, and nothing there"
+    found = pool.find(PROMPT)
     assert found is not None
     assert found.there[:, 0].tolist() == [False, False, True, True]
     assert pool.load(PROMPT, 2, [10, 11]).all()
@@ -140,9 +148,9 @@ def test_what_comes_again_is_not_copied_again() -> None:
 
 def test_of_a_prefix_that_is_too_long_the_beginning_is_kept() -> None:
     pool = three(3)
-    found = pool.tiers.find(np.array(PROMPT), (), 0)
+    found = pool.find(PROMPT)
     assert found is not None
-    assert found.there[:, 0].tolist() == [True, True, True, False]
+    assert found.there[:, 0].tolist() == [True, True, True]
 
 
 def test_ends_of_prefixes_go_first_and_to_the_next() -> None:
@@ -162,7 +170,7 @@ def test_a_column_that_is_missing_is_not_there() -> None:
     pool.absent = {3 * 2 + 1, 4 * 2}
     pool.give_up(3, 1, 4, 2)
     pool.absent = set()
-    found = pool.tiers.find(np.array(PROMPT), (), 0)
+    found = pool.find(PROMPT)
     assert found is not None
     assert found.there.tolist() == [[True, False], [True, True], [False, True], [True, True]]
     assert pool.load(PROMPT, 0, [10, 11, 12, 13]).tolist() == found.there.tolist()
@@ -182,12 +190,12 @@ def test_a_column_that_comes_later_completes_a_unit() -> None:
 
 def test_what_is_held_does_not_go_and_is_said_to_be_held() -> None:
     pool = three(4)
-    found = pool.tiers.find(np.array(PROMPT), (), 0)
+    found = pool.find(PROMPT)
     assert found is not None
     pool.tiers.hold(found)
     pool.publish(None, [50, 60], [10])
     pool.give_up(10)
-    assert pool.tiers.find(np.array([50, 60]), (), 0) is None, "there was no room for it"
+    assert pool.find([50, 60]) is None, "there was no room for it"
     with pytest.raises(IntegrityError):
         pool.check()
     pool.tiers.release(found)
@@ -197,7 +205,8 @@ def test_what_is_held_does_not_go_and_is_said_to_be_held() -> None:
 
 def test_a_tier_is_told_what_will_be_loaded() -> None:
     pool = three(2, 10)
-    found = pool.tiers.find(np.array(PROMPT), (), 1)
+    pool.publish(None, PROMPT[:2], [10])
+    found = pool.find(PROMPT, 10)
     assert found is not None
     pool.tiers.prefetch(found)
     assert [sum(map(len, tier.ahead)) for tier in pool.made] == [1, 0]
@@ -208,7 +217,7 @@ def test_a_load_that_fails_is_looked_for_no_more() -> None:
     pool = three(10, fails=lambda tier, what: what == "load" and failing[0])
     with pytest.warns(KVDockWarning, match="in load: the disk is gone"):
         assert not pool.load(PROMPT, 0, [3, 1, 4, 2]).any()
-    assert pool.tiers.find(np.array(PROMPT), (), 0) is None
+    assert pool.find(PROMPT) is None
     assert pool.tiers.usage()[0].lost == 4
     assert pool.tiers.usage()[0].used == 0
 
@@ -217,7 +226,7 @@ def test_priorities_are_remembered_where_units_have_blocks() -> None:
     pool = Pool(10)
     pool.publish(None, PROMPT[:4], [3, 1], priority=4)
     pool.give_up(3, 1)
-    found = pool.tiers.find(np.array(PROMPT), (), 0)
+    found = pool.find(PROMPT)
     assert found is not None
     assert pool.tiers.priorities(found.units).tolist() == [4, 4]
 
@@ -228,7 +237,7 @@ def test_clear_forgets_what_the_pool_has_published_too() -> None:
     pool.tiers.clear()
     pool.has.clear()
     pool.check()
-    assert pool.tiers.find(np.array(PROMPT), (), 0) is None
+    assert pool.find(PROMPT) is None
 
 
 @settings(PROPERTY, max_examples=examples(15))
@@ -258,7 +267,7 @@ def test_against_a_model(seed: int) -> None:
                 pool.give_up(*gone)
             pool.check()
             sought = list(rng.choice(sorted(given_up))) if given_up else []
-            found = pool.tiers.find(np.array(sought, dtype=np.int64), (), 0)
+            found = pool.find(sought)
             if has_room and not fails and sought:
                 assert found is not None
                 assert found.there[-1].all(), "with room for all nothing is forgotten"

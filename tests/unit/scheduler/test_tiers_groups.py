@@ -13,6 +13,9 @@ from kvdock.errors import IntegrityError, KVDockWarning
 from support_tiers import TierEngine
 from support_tiers import unit_of as unit_of_group
 
+NOTHING = np.empty(0, dtype=np.int32)
+"""What the pool has of a prompt."""
+
 WINDOWS = ["a window", "full and a window", "full and a window with sinks", "full and chunks", "windows and full of unlike blocks"]
 STATES = ["full and a state", "full, a window and two states"]
 
@@ -82,7 +85,7 @@ def test_without_a_checkpoint_tokens_alone_are_of_no_use() -> None:
     for number in range(50, 66):
         one.run(asked("full and a state", number), at_most=12)
     (level,) = units.levels
-    found = units.find(np.array(ids[:12]), (), 0)
+    found = units.find(np.array(ids[:12]), (), NOTHING)
     assert found is not None
     level.blocks.release(level.table[found.units[-1], 1:])
     level.table[found.units[-1], 1] = -1
@@ -101,7 +104,7 @@ def test_what_a_window_has_let_go_is_not_in_the_tier() -> None:
     push_out(one, "full and a window")
     tiers = one.manager._pool.tiers
     assert tiers is not None
-    found = tiers.find(np.array(ids[:36]), (), 0)
+    found = tiers.find(np.array(ids[:36]), (), NOTHING)
     assert found is not None
     assert found.there[:, 0].all()
     assert found.there[-2:, 1:].all(), "6 tokens of a window are in the last two units"
@@ -197,8 +200,8 @@ def test_what_tiers_must_not_be_is_said() -> None:
     with pytest.raises(IntegrityError, match=r"Tiers: expected nothing that is held, got \[3\]"):
         one.manager.check_integrity()
     tiers._held[3] = False
-    tiers.published._run[int(one.manager.prefix.stored_blocks()[0])] = -1
-    with pytest.raises(IntegrityError, match="Published: expected the blocks that are cached"):
+    tiers.index._number[int(one.manager.prefix.stored_blocks()[0])] = -1
+    with pytest.raises(IntegrityError, match="TierIndex: expected the units that are cached"):
         one.manager.check_integrity()
 
 
