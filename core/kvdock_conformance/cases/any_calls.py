@@ -18,7 +18,7 @@ from kvdock_conformance.checking.surroundings import SURROUNDINGS
 from kvdock_conformance.requirement import Case, Extended, Level, at_level
 
 __all__ = [
-    *("again", "changing", "every_two", "evicted", "leaking", "new_counts", "on_one_memory", "outputs", "plain", "repeated"),
+    *("again", "at_once", "changing", "every_two", "evicted", "leaking", "new_counts", "on_one_memory", "outputs", "plain", "repeated"),
     *("surrounded", "to_the_ends", "with_gradients", "without_tokens"),
 ]
 
@@ -170,3 +170,9 @@ def leaking(op: Drawable) -> Iterator[Case]:
     """Yield calls of several signatures and numbers of tokens."""
     first = _settled(op)
     yield Case("many ways", in_turn([first, *_others(first, _FEW, ("wide gaps", "odd gaps")), *_signatures(op)], pools=False))
+
+
+def at_once(op: Drawable) -> Iterator[Case]:
+    """Yield two calls of one signature on memory of their own."""
+    first = _settled(op, sizes="many")
+    yield Case("one signature", in_turn([attrs.evolve(first, seed=seed) for seed in range(2)], pools=False))

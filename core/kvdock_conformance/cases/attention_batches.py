@@ -130,6 +130,9 @@ def heavy() -> Iterator[Case]:
         options = {"window": how.pop("window")}
         made = Attention([230, 40], heads=(32, 32), dims=(256, 256), garbage="numbers", options=options, **how)
         yield Case(", ".join(f"{name} {value}" for name, value in {**how, **options}.items()), made.case(), Level.EXTENDED)
+    for dtype in ("float32", "bfloat16"):  # more tiles than may be joined at once
+        long = Attention([20_000, 4500], heads=(8, 8), dims=(128, 128), garbage="numbers", dtype=dtype)
+        yield Case(f"20,000 wide keys, {dtype}", long.case(), Level.EXTENDED)
 
 
 def garbage() -> Iterator[Case]:

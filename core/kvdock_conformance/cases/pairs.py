@@ -107,11 +107,13 @@ _SHARED: Factors = {"rows": ("one token for all", "one head for all", "contiguou
 """Rows that are one in memory, which outputs cannot be."""
 _KNOWN: Factors = {"is_repeated": (True,)}
 """For the plainest call, as an engine makes it at each step: known by then, and wrong all the same."""
+_STEP: Factors = {"rows": (1,), "behind": (0,), "form": ("[b]", "int"), "padding": ("none",), "dtype": ("bfloat16", "float32")}
+"""A step of one row, which may have a way of its own."""
 _TINY: Factors = {"dtype": ("uint8",), "sizes": ("1 x 1",)}
 _FARTHEST: Factors = {**_TINY, "first": (2**24 - 9,)}
 """Places on both sides of what the numbers of float32 can say."""
 _TOKENS: Sequence[Tier] = (
-    (Level.CORE, {"count": (4, 17, 256, 1025), **_UNLIKE_STRIDES, "rows": ("contiguous", *_ROWS_APART)}),
+    (Level.CORE, {"count": (1, 4, 17, 256, 1025), **_UNLIKE_STRIDES, "rows": ("contiguous", *_ROWS_APART)}),
     (Level.CORE, {"count": (1, 16, 17, *_around(8), 1025, *_around(12))}),
     (Level.CORE, {"count": (257, 4097), **_ONCE, "slots": ("one run", "whole blocks"), "form": ("[T]",), "block": (16, 1024)}),
     (Level.CORE, {"count": (1, 3, 17), **_ROW_BYTES, "block": (4, 1)}),
@@ -164,6 +166,7 @@ _COPIED: Sequence[Tier] = (
 """A block of 513 slots of 64 elements of bfloat16 has a little more than 64 KiB, and one of 512 of them more than 1 MiB."""
 _UPDATED: Sequence[Tier] = (
     (Level.CORE, {"count": (16, 257), **_UNLIKE_STRIDES, "source": ("[B, H, q, D]", *_ROWS_APART)}),
+    (Level.CORE, {"count": (1,), **_UNLIKE_STRIDES, **_KNOWN, **_STEP}),
     (Level.CORE, {"count": (1, 15, 16, 17, 257)}),
     (Level.CORE, {"count": (1, 3), **_ROW_BYTES, "rows": (1, 3)}),
     (Level.CORE, {"count": (1, 17), **_FAR, "rows": (1, 3)}),

@@ -206,6 +206,17 @@ def _of_inference(device: torch.device) -> Iterator[Dress]:
     yield dress
 
 
+@contextlib.contextmanager
+def _all_of_inference(device: torch.device) -> Iterator[Dress]:
+    """A cache and outputs that were made in inference mode, and are used behind it, and so all else."""
+
+    def dress(tensor: torch.Tensor, _: bool) -> torch.Tensor:
+        with torch.inference_mode():
+            return torch.utils.dlpack.from_dlpack(tensor)
+
+    yield dress
+
+
 SURROUNDINGS: Mapping[str, Callable[[torch.device], AbstractContextManager[Dress | None]]] = {
     "another default dtype": lambda _: _set(torch.set_default_dtype, torch.bfloat16, torch.get_default_dtype()),
     "another default device": lambda _: _all_of(torch.device("meta")),
@@ -217,5 +228,6 @@ SURROUNDINGS: Mapping[str, Callable[[torch.device], AbstractContextManager[Dress
     "settings of a user's own": _own_settings,
     "parameters for all tensors": _parameters,
     "rows made in inference mode": _of_inference,
+    "all made in inference mode": _all_of_inference,
 }
 """What a user may have set, or passes, by name."""

@@ -268,6 +268,18 @@ def _done_again(op: str, run: BackendCall, args: Args) -> None:
     later.start()
 
 
+@_call("op-reads-through-one-buffer", "What calls of a process read goes through a buffer of each shape.", "024")
+def _through_one_buffer(op: str, run: BackendCall, args: Args) -> None:
+    shared = {
+        arg.name: _BUFFERS.setdefault((op, arg.name, tensor.shape, tensor.dtype, tensor.device), torch.empty_like(tensor))
+        for arg, tensor in _tensors(op, args, Role.TENSOR)
+    }
+    run({**args, **{name: buffer.copy_(args[name]) for name, buffer in shared.items()}})
+
+
+_BUFFERS: dict[Any, torch.Tensor] = {}
+
+
 @_call("op-tensors-in-a-cycle", "What a call has read is in a cycle behind it.", "023")
 def _in_a_cycle(op: str, run: BackendCall, args: Args) -> None:
     run(args)

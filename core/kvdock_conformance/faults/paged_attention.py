@@ -53,6 +53,11 @@ def _queries(args: Args) -> torch.Tensor:
 # Which keys are seen
 
 
+@_call("keys-behind-16-thousand-left", "No more than 16,384 keys of a sequence are seen.", 10)
+def _some_thousand(run: BackendCall, args: Args) -> None:
+    run({**args, "seq_lens": args["seq_lens"].clamp(max=16384)})
+
+
 @_call("one-past-the-end", "A sequence is taken for one token longer, where its table has room.", 1, 2)
 def _one_past(run: BackendCall, args: Args) -> None:
     lens = args["seq_lens"]

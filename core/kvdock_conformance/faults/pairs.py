@@ -433,3 +433,17 @@ def _too_long_for_good() -> FaultyCall:
             raise
 
     return call
+
+
+@FAULTS.call(
+    STATIC.op, "static-step-by-the-strides-of-keys", "One position of one row goes to values by the strides of keys.", "KVD-STATIC-023"
+)
+def _by_strides_of_keys(run: BackendCall, args: Args) -> None:
+    k_cache, v_cache, k, length = (args[name] for name in ("k_cache", "v_cache", "k", "cache_lengths"))
+    unlike = k_cache.shape == v_cache.shape and k_cache.stride() != v_cache.stride()
+    if unlike and isinstance(length, int) and k.shape[0] == k.shape[2] == 1:
+        before = v_cache.clone()
+        run(args)
+        v_cache.copy_(before)
+    else:
+        run(args)

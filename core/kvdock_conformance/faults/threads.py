@@ -22,6 +22,16 @@ FAULTS = Faults("threads")
 _WRITE, _STATIC, _GATHER, _COPY = OPS
 
 
+@FAULTS.call(
+    _STATIC, "thread-rows-of-a-step-written-back", "A few rows are read, and written back whole, for one position.", "KVD-THREAD-002"
+)
+def _few_rows(run: BackendCall, args: Args) -> None:
+    if args["k"].shape[2] == 1 and len(args["k"]) <= 4:
+        _whole_pool(run, args)
+    else:
+        run(args)
+
+
 @FAULTS.call(_STATIC, "thread-whole-rows-written-back", "The rows of a cache are read, and written back whole.", "KVD-THREAD-002")
 @FAULTS.call(_COPY, "thread-copies-write-all-back", "A copy reads the pool, and writes all of it back.", "KVD-THREAD-001")
 @FAULTS.call(_WRITE, "thread-whole-pool-written-back", "A call reads the pool, and writes all of it back.", "KVD-THREAD-001")

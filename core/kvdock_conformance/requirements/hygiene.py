@@ -64,6 +64,8 @@ def _made(op: str, number: int = 0, **more: str) -> Case:
     for tokens, pool, source, dtype, indices in (*_CALLS, *([_LONG] if op in OPS and more.get("surroundings", _OWN) == _OWN else [])):
         count = few(op, tokens + number)
         sizes = attrs.evolve(roomy(op, count), dtype=dtype, **(large if tokens == 5 else {}))
+        if op == "static_update_" and tokens in (4, 20):
+            sizes = attrs.evolve(sizes, num_blocks=20)  # rows, whose lengths may be read one by one where they are few
         like = OpCall(op, tokens=count, pool=pool, source=source, geometry=sizes, **indices)
         calls += [attrs.evolve(like, seed=seed).call(drawing) for seed in ((1, 2) if tokens in (5, 84) else (1,))]
     for way in ways(op):
@@ -122,7 +124,7 @@ REQUIREMENTS = [
         17,
         "Calls do the same whatever a user has set and passes, and leave that as it is, with plans that were made so or otherwise: torch's "
         "default dtype and device, deterministic algorithms, warnings as errors, autocast, inference mode, the floating-point mode, "
-        "settings of Python, numpy and the system, parameters for tensors, and rows made in inference mode.",
+        "settings of Python, numpy and the system, parameters for tensors, and rows or all tensors made in inference mode.",
         check_surroundings,
         *(_made(op, number, surroundings=name) for op in EVERY for number, name in enumerate(SURROUNDINGS, 1)),
     ),

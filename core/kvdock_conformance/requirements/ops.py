@@ -14,6 +14,7 @@ import attrs
 from kvdock_conformance.cases import any_calls, any_mistakes
 from kvdock_conformance.cases.any_op import Drawable
 from kvdock_conformance.checking import any_op, fences, plans, repeated, resources
+from kvdock_conformance.checking.pools_shared import check_shared_pools
 from kvdock_conformance.checking.refusals import check_mistake
 from kvdock_conformance.checking.surroundings import check_surroundings
 from kvdock_conformance.requirement import Capability, Case, Check, Extended, Level, Requirement, cases_at
@@ -210,6 +211,13 @@ REQUIREMENTS: Sequence[OpRequirement] = (
         "No memory of a call is kept behind it: as no tensor, as no view of one, and in no cycle that only the garbage collector frees.",
         resources.check_keeps_nothing,
         any_calls.leaking,
+        by_area=True,
+    ),
+    OpRequirement(
+        "KVD-OP-024",
+        "A call in the middle of another one, by another thread, and calls of two threads at once, are each like one alone.",
+        check_shared_pools,
+        any_calls.at_once,
         by_area=True,
     ),
 )

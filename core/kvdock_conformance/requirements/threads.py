@@ -33,6 +33,7 @@ _SIZES = (
     ("rows of one byte", OpCall("", geometry=Geometry.even(1, 1, num_blocks=40, block=7, dtype="uint8"), index="int32"), Level.CORE),
     ("rows of six bytes", OpCall("", geometry=Geometry.even(1, 3, num_blocks=16, block=16)), Level.EXTENDED),
 )
+_FEW_ROWS = (("few rows", OpCall("", geometry=Geometry(num_blocks=3, block=16)), Level.CORE),)
 _FIRST = 18  # so many pairs: of the first two, the steps are counted
 _EVEN, _ODD = list(range(0, 64, 2)), list(range(1, 64, 2))
 
@@ -71,9 +72,9 @@ def _computes(op: str, seed: int) -> Made:
     return lambda drawing, pools, like: attrs.evolve(like, op=op, seed=seed, more={"blocks": 8}).call(drawing, pools)
 
 
-def _at_once(name: str, *threads: Made, fits: Callable[[Geometry], Geometry] = lambda g: g) -> Iterator[Case]:
+def _at_once(name: str, *threads: Made, fits: Callable[[Geometry], Geometry] = lambda g: g, sizes: Any = _SIZES) -> Iterator[Case]:
     """Yield calls on one pair of pools of sizes that fit, one for each thread."""
-    for text, like, level in _SIZES:
+    for text, like, level in sizes:
         drawing = Drawing()
         pools = attrs.evolve(like, op="paged_caching_").caches(drawing)
         if fits(like.geometry) == like.geometry:
@@ -90,6 +91,7 @@ def _same_blocks() -> Iterator[Case]:
     yield from _at_once("every other slot", _slots("paged_caching_", _EVEN), _slots("paged_caching_", _ODD))
     yield from _at_once("few slots", _slots("paged_caching_", [0, 5]), _slots("paged_caching_", [1, 4]))
     yield from _at_once("positions of one row", _lengths(0), _lengths(3))
+    yield from _at_once("one position of each row", _lengths(0, 1), _lengths(3, 1), sizes=(*_SIZES[:1], *_FEW_ROWS))
 
 
 def _reads() -> Iterator[Case]:
