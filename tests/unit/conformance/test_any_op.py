@@ -68,7 +68,7 @@ def test_every_op_passes_what_it_is_asked(session: Session, asked: Requirements,
     assert missing == {"KVD-OP-024", *(["KVD-OP-018"] if op != "zoo_pick" else [])}, "any may add to what is there; only pick returns"
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.killers != ("KVD-OP-024",)])
 def test_a_fault_is_noticed_by_each_requirement_that_should(session: Session, asked: Requirements, name: str) -> None:
     fault = FAULTS[name].of(SEEDED_INTO.get(name, "zoo_mix_"))
     proof = prove_one(session, fault, asked)
