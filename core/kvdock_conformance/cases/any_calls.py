@@ -19,8 +19,21 @@ from kvdock_conformance.checking.surroundings import SURROUNDINGS
 from kvdock_conformance.requirement import Case, Extended, Level, at_level
 
 __all__ = [
-    *("again", "at_once", "changing", "every_two", "evicted", "leaking", "new_counts", "on_one_memory", "outputs", "plain", "repeated"),
-    *("surrounded", "to_the_ends", "with_gradients", "without_tokens"),
+    "again",
+    "at_once",
+    "changing",
+    "every_two",
+    "evicted",
+    "leaking",
+    "new_counts",
+    "on_one_memory",
+    "outputs",
+    "plain",
+    "repeated",
+    "surrounded",
+    "to_the_ends",
+    "with_gradients",
+    "without_tokens",
 ]
 
 _COUNTS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 64, 65, 255, 256, 257)
