@@ -18,8 +18,10 @@ _SMALL = Geometry()
 
 
 def fanned(num_blocks: int, count: int) -> list[tuple[int, int]]:
-    """Return so many pairs in no order: sources are the first half of a pool, destinations the second, each of them once."""
+    """Return so many pairs in no order, from one half of a pool to the other, each destination once: of an odd number, the first half."""
     half = num_blocks // 2
+    if count % 2 and count <= half:  # so that block 0, which padding may be taken for, is written
+        return [(half + (7 * i + 3) % (num_blocks - half), i) for i in range(count)]
     return [((7 * i + 3) % half, half + i % (num_blocks - half)) for i in range(count)]
 
 

@@ -330,7 +330,8 @@ def copies(of: Callable[..., Copy] = Copy) -> Iterator[Case | Extended]:
         geometry = _geometry(sizes, dtype, num_blocks=2 * count + 2, block=block)
         pairs = _paired(order, geometry.num_blocks, count)
         lists = [[(src, dst) for src, dst in pairs[turn:] + pairs[:turn]] for turn in range(_REPEATS if is_repeated else 1)]
-        lists[: _BAD + 1][-1][:] = _padded(lists[: _BAD + 1][-1], padding, (-1, 0), (0, geometry.num_blocks))
+        bad = lists[: _BAD + 1][-1]
+        bad[:] = _padded(bad, padding, (-1, 0), (bad[-1][0] if bad else 0, geometry.num_blocks))
         return [of("", each, geometry=geometry, seed=seed, **how) for each in lists]
 
     return _drawn(_PAIRS, _COPIED, make)

@@ -27,6 +27,7 @@ def check_calls(
     *,
     counted: bool = True,
     also: Sequence[Target] = (),
+    has_one_for_all: Callable[[Mapping[str, Any]], bool] = lambda call: False,
 ) -> None:
     """Make the calls of a case, and compare all memory with the reference's after each.
 
@@ -39,6 +40,7 @@ def check_calls(
         index: names a place that the reference skipped as an error must name it: ``slot_mapping[3]``.
         counted: whether what is skipped on a device is counted: writes are, reads are not.
         also: other ways to the backend, which must do the same, each on memory of its own.
+        has_one_for_all: whether a call has one index for all places: then its argument's name is that of the place.
 
     Raises:
         NonconformanceError: a byte differs; an index out of range neither raised as it must nor was skipped and counted.
@@ -56,7 +58,8 @@ def check_calls(
                 own = {spec["arena"] for spec in call["args"].values() if isinstance(spec, Mapping)}
                 told.append(_Told(before.copy(own) if told and also else before, call))
             way.make(call)
-            told[number].refer(reference, index, is_error=way.error is not None)
+            named = (lambda place: index(place).partition("[")[0]) if has_one_for_all(call) else index
+            told[number].refer(reference, named, is_error=way.error is not None)
             way.check(call, told[number], counted=counted)
 
 

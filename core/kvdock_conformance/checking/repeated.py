@@ -83,7 +83,7 @@ def check_called(target: Target, data: Mapping[str, Any], *also: Target) -> None
         NonconformanceError: a byte differs, or an index out of range neither raised as it must nor was skipped and counted.
     """
     op = data["calls"][0]["op"]
-    check_calls(target, data, REFERENCES[op], _place_names(data), counted="gather" not in op, also=also)
+    check_calls(target, data, REFERENCES[op], PLACES[op], counted="gather" not in op, also=also, has_one_for_all=_has_one_length)
 
 
 def check_repeated(target: Target, data: Mapping[str, Any]) -> None:
@@ -122,16 +122,10 @@ def check_computed(target: Target, data: Mapping[str, Any]) -> None:
             compare_call(memory, expected, call, f"{call['op']}, call {number}")
 
 
-def _place_names(data: Mapping[str, Any]) -> Callable[[Sequence[int]], str]:
-    """Return how an error of a case's op names an index: without its place where there is one for all."""
-    given = [call["args"].get("cache_lengths", {"shape": None}) for call in data["calls"]]
-    if all(isinstance(lengths, int) or lengths["shape"] in ([], [1]) for lengths in given):
-        return _one_for_all
-    return PLACES[data["calls"][0]["op"]]
-
-
-def _one_for_all(place: Sequence[int]) -> str:
-    return "cache_lengths"
+def _has_one_length(call: Mapping[str, Any]) -> bool:
+    """Whether a call has one length for all rows."""
+    lengths = call["args"].get("cache_lengths", {"shape": None})
+    return isinstance(lengths, int) or lengths["shape"] in ([], [1])
 
 
 NOISES = ("compile", "exec", "import", "open", "ctypes.dlopen", "os.exec", "os.fork", "os.posix_spawn", "os.system", "subprocess.Popen")

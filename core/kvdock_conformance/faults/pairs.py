@@ -447,3 +447,13 @@ def _by_strides_of_keys(run: BackendCall, args: Args) -> None:
         v_cache.copy_(before)
     else:
         run(args)
+
+
+@FAULTS.call(COPY.op, "copy-padding-of-many-is-block-0", "Of many pairs, padding is a copy of what block 0 held before.", "KVD-COPY-028")
+def _padding_is_block_0(run: BackendCall, args: Args) -> None:
+    pairs = args["block_pairs"]
+    before = {name: args[name][:1].clone() for name in ("k_cache", "v_cache")}
+    run(args)
+    if len(pairs) > 16 and bool((pairs < 0).any()):
+        for name, block in before.items():
+            args[name][:1].copy_(block)
