@@ -132,6 +132,8 @@ class Session:
         # Counted first, and set to 0 at the end: whatever raises in between has failed.
         self._failed_starts += 1
         plan, self._child = self._plan, Child(self._plan.command, self._plan.environ)
+        if self.is_stopped:  # meanwhile, when there was no child to end yet
+            self._child.kill()
         wanted = {"kind": plan.kind, "name": plan.backend, "setup": plan.setup, "device": plan.device}
         answer = self._ask({"open": wanted}, plan.start_s)
         if "error" in answer:

@@ -11,6 +11,7 @@ from pathlib import Path
 import attrs
 import pytest
 
+from kvdock_conformance.child import ChildEndedError
 from kvdock_conformance.requirement import Level, Requirement
 from kvdock_conformance.session import Session
 from kvdock_conformance.side_by_side import outcomes_of
@@ -64,6 +65,15 @@ def test_whoever_closes_it_ends_what_hangs(scripted: Scripted) -> None:
             begin = time.monotonic()
         assert time.monotonic() - begin < 10, "not the minute that the cases sleep"
         assert all(session.is_stopped for session in sessions)
+
+
+def test_a_child_that_is_started_while_its_session_is_stopped_is_ended(scripted: Scripted) -> None:
+    with together(scripted, 2) as (session, _):
+        session.stop()
+        begin = time.monotonic()
+        with pytest.raises(ChildEndedError):
+            session.case(cases("hang"), cases("hang").selected(Level.CORE)[0])
+        assert time.monotonic() - begin < 10
 
 
 def test_an_error_of_a_worker_is_raised(scripted: Scripted) -> None:
