@@ -21,6 +21,8 @@ __all__ = ["ConformancePlan", "Session"]
 
 _START_S = 300.0
 _DRAWING_S = 60.0
+_CHILD = "the process that runs the case"
+_SPOILT = "The device is of no more use to this process, and the next case gets a new one"
 _FAILED_STARTS = 3  # so often in a row the backend is tried to be opened; more would only take time
 
 
@@ -246,7 +248,3 @@ def _up_to(cases: Sequence[Case], last: str) -> Sequence[Case]:
     """Return the cases up to the one of a name, or all if none has it."""
     names = [case.name for case in cases]
     return cases[: names.index(last) + 1] if last in names else cases
-
-
-_CHILD = "the process that runs the case"
-_SPOILT = "The device is of no more use to this process, and the next case gets a new one"
