@@ -23,6 +23,16 @@ with contextlib.suppress(ImportError):  # what runs on a GPU's machine needs non
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage while tests are collected, in each worker: it takes a sixth of the time, and nothing of it is garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """Leave what was imported and collected out of later garbage collections, for which many tests ask."""
     _set_apart()

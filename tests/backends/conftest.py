@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from kvdock_conformance.cases.computing import COMPUTING
 from kvdock_conformance.requirement import Case, Level, Requirement
+from support_slow import QUICK
 
 _OP_OF_ATTENTION = "KVD-OP-{}@paged_attention"
 _PAIRS = ("KVD-WRITE-025", "KVD-GATHER-030", "KVD-COPY-028", "KVD-STATIC-023")
@@ -33,6 +36,9 @@ _SLOW = {
 }
 """By file, what `make test-all` asks only: requirements, and areas of them."""
 
+_DRAWN = {"test_triton_interpreted.py": 8}
+"""By file, how many cases of a requirement `make test` asks, where there are more; `make test-all` asks each."""
+
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` looks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,16 +53,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _what_computes_is_asked_elsewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave ops that compute out of requirements that go over every op: a case takes seconds or minutes. A GPU has them."""
-    own = Requirement.selected
+def _fewer_cases(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask some cases only: in `make test` of any backend, and of the interpreter of requirements that go over every op.
+
+    There a case of an op that computes takes seconds or minutes: it is asked elsewhere, and a GPU has them.
+    """
+    own, count = Requirement.selected, _DRAWN.get(request.path.name, 24)
+    is_interpreted = request.path.name == "test_triton_interpreted.py"
 
     def selected(self: Requirement, level: Level) -> list[Case]:
-        shared = self.area not in COMPUTING
-        return [case for case in own(self, level) if not (shared and _ops_of(case) & {*COMPUTING})]
+        cases = own(self, level)
+        if is_interpreted and self.area not in COMPUTING:
+            cases = [case for case in cases if not _ops_of(case) & {*COMPUTING}]
+        if QUICK and len(cases) > count:
+            drawn = random.Random(self.id).sample(range(len(cases)), count)  # noqa: S311 - the same in every run
+            cases = [cases[number] for number in sorted(drawn)]
+        return cases
 
-    if request.path.name == "test_triton_interpreted.py":
-        monkeypatch.setattr(Requirement, "selected", selected)
+    monkeypatch.setattr(Requirement, "selected", selected)
 
 
 def _ops_of(case: Case) -> set[str]:

@@ -12,8 +12,9 @@ HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is in this folder."""
+    is_here = {path: HERE in path.parents for path in {item.path for item in items}}
     for item in items:
-        if HERE in Path(item.path).parents:
+        if is_here[item.path]:
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
