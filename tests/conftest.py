@@ -4,12 +4,13 @@ import contextlib
 import gc
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
 
 from support_forked import Server, forking
-from support_slow import QUICK, examples
+from support_slow import FEW, QUICK, combination_of, covering, examples
 
 with contextlib.suppress(ImportError):  # what runs on a GPU's machine needs none
     from hypothesis import settings
@@ -31,6 +32,20 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
     finally:
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` looks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave combinations of parameters to `make test-all` where they multiply: `make test` runs as few as have each value."""
+    functions: dict[tuple[pytest.Item | pytest.Collector | None, str], list[pytest.Item]] = defaultdict(list)
+    for item in items if QUICK else ():
+        if not item.get_closest_marker("slow"):
+            functions[item.parent, item.name.partition("[")[0]].append(item)
+    for several in functions.values():
+        kept = covering([*map(combination_of, several)]) if len(several) > FEW else range(len(several))
+        for place, item in enumerate(several):
+            if place not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

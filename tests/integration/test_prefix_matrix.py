@@ -44,8 +44,8 @@ def cases() -> list[Any]:
     for name, block_size, batch, way in itertools.product(("llama-gqa", "llama-mha"), (1, 4, 16), BATCHES, WAYS):
         if way == "prompt lookup" and batch != "one":
             continue  # Transformers has it for one row only
-        by_turns = block_size == 4 and ([*BATCHES].index(batch) + [*WAYS].index(way)) % 2 == 0
-        quick = name == "llama-gqa" and (by_turns or (way == "greedy" and batch == "padding of whole blocks"))
+        by_turns = ([*WAYS].index(way) + 2) % len(BATCHES) == [*BATCHES].index(batch)
+        quick = name == "llama-gqa" and block_size == 4 and by_turns
         marks = () if quick and way not in ("beam sampling", "several beams") else pytest.mark.slow
         found.append(pytest.param(name, block_size, batch, way, marks=marks, id=f"{name}-{block_size}-{batch}-{way}"))
     return found
