@@ -70,11 +70,16 @@ class Project:
 
 
 def build(projects: Sequence[Project], folder: Path) -> dict[str, Path]:
-    """Build wheels in one go; returns them by the project's name. It is what pip calls, which takes three processes for each."""
-    roots = [str(project.write(folder / "projects")) for project in projects]
-    run([sys.executable, "-P", "-c", _BUILD, str(folder / "wheels"), *roots], check=True)
-    wheels = {path.name.split("-")[0].replace("_", "-"): path for path in (folder / "wheels").glob("*.whl")}
+    """Build wheels in one go; returns them by the project's name."""
+    built = wheels_of([project.write(folder / "projects") for project in projects], folder / "wheels")
+    wheels = {path.name.split("-")[0].replace("_", "-"): path for path in built}
     return {project.name: wheels[project.name] for project in projects}
+
+
+def wheels_of(roots: Sequence[Path], folder: Path) -> list[Path]:
+    """Build the wheels of projects' folders by what pip calls, in one process: pip starts three for each."""
+    run([sys.executable, "-P", "-c", _BUILD, str(folder), *map(str, roots)], check=True)
+    return sorted(folder.glob("*.whl"))
 
 
 def _pip(*arguments: str) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-__all__ = ["FEW", "QUICK", "combination_of", "covering", "examples", "first_of"]
+__all__ = ["FEW", "QUICK", "combination_of", "covering", "every", "examples", "first_of"]
 
 QUICK = os.environ.get("KVDOCK_TESTS") == "quick"
 """Whether this is `make test`."""
 
-FEW = 6
+FEW = 4
 """Up to so many combinations of a test's parameters are all run in `make test`, too."""
 
 
@@ -21,6 +21,11 @@ def first_of(values: Iterable[Any]) -> list[Any]:
     """Return parameters for a test: `make test` runs the first, and `make test-all` each of them."""
     first, *others = values
     return [first, *(pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow) for value in others)]
+
+
+def every(nth: int, values: Iterable[Any]) -> list[Any]:
+    """Return parameters for a test: `make test` runs the first of each so many, and `make test-all` each of them."""
+    return [pytest.param(value, marks=pytest.mark.slow) if at % nth else value for at, value in enumerate(values)]
 
 
 def examples(count: int) -> int:

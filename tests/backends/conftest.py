@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from kvdock_conformance.cases.computing import COMPUTING
 from kvdock_conformance.requirement import Case, Level, Requirement
@@ -17,14 +18,12 @@ _MINUTES = (*_PAIRS, *map(_OP_OF_ATTENTION.format, ("001", "004", "005")))  # of
 _OF_ATTENTION = (*map(_OP_OF_ATTENTION.format, ("004", "005", "014")), "KVD-ATTN-002")
 _AROUND = tuple(map("KVD-{}-".format, ("DESC", "DEVICE", "ERROR", "FUZZ", "HYGIENE", "READ", "RESOURCE", "THREAD")))
 _SLOW = {
-    "test_cpu.py": (*_OF_ATTENTION, "KVD-HYGIENE-017", "KVD-READ-003", "KVD-THREAD-003"),
-    # `KVD-FUZZ-001` draws such pairs in small calls, and the CPU backend is asked all the same.
-    "test_own.py": (
-        *_PAIRS,
-        *_OF_LATENTS,
-        *map("KVD-HYGIENE-{}".format, ("001", "002", "003", "004", "014", "017")),
-        *("KVD-ATTN-002", "KVD-FUZZ-", "KVD-OP-", "KVD-READ-", "KVD-RESOURCE-011", "KVD-THREAD-"),
-    ),
+    # What a fresh interpreter imports, and how it ends, is asked in `tests/architecture` and `tests/unit/descriptors` too.
+    "test_cpu.py": (*_OF_ATTENTION, *map("KVD-HYGIENE-{}".format, ("001", "014", "017")), "KVD-READ-003", "KVD-THREAD-003"),
+    # `tests/unit/prefix/test_faults.py` asks two processes alike.
+    "test_prefix_caches.py": ("KVD-PREFIX-015",),
+    # `KVD-FUZZ-001` draws such pairs in small calls, and the CPU backend is asked all the same: what is around a call is kvdock's own.
+    "test_own.py": (*_PAIRS, *_OF_LATENTS, *_AROUND, "KVD-ATTN-002", "KVD-OP-"),
     # What is asked of plans, threads, memory and surroundings takes the interpreter seconds. What kernels write and compute stays.
     "test_triton_interpreted.py": (
         *_AROUND,
@@ -36,16 +35,21 @@ _SLOW = {
 }
 """By file, what `make test-all` asks only: requirements, and areas of them."""
 
-_DRAWN = {"test_triton_interpreted.py": 8}
-"""By file, how many cases of a requirement `make test` asks, where there are more; `make test-all` asks each."""
+_DRAWN = {"test_own.py": 8, "test_prefix_caches.py": 4, "test_triton_interpreted.py": 4}
+"""By file, how many cases of a requirement `make test` asks at most: of other files 16. `make test-all` asks each."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` looks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out calls of up to 4,097 tokens in every pair of properties: a GPU has them; `KVD-FUZZ-001` draws such pairs in small calls."""
+    said = set()
     for item in items:
         if item.path.parent.name == "backends":
             code = item.name.partition("[")[2].rstrip("]")
+            if item.path.name in ("test_cuda.py", "test_rocm.py") and not torch.cuda.is_available():
+                if item.path in said:  # where there is no GPU, one item says so in `make test`
+                    item.add_marker(pytest.mark.slow)
+                said.add(item.path)
             if item.path.name == "test_triton_interpreted.py" and code in _MINUTES:
                 item.add_marker(pytest.mark.skip(reason="takes minutes under Triton's interpreter; `kvdock conformance` asks it of a GPU"))
             if code.startswith(_SLOW.get(item.path.name, ())):
@@ -58,7 +62,7 @@ def _fewer_cases(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
     There a case of an op that computes takes seconds or minutes: it is asked elsewhere, and a GPU has them.
     """
-    own, count = Requirement.selected, _DRAWN.get(request.path.name, 24)
+    own, count = Requirement.selected, _DRAWN.get(request.path.name, 16)
     is_interpreted = request.path.name == "test_triton_interpreted.py"
 
     def selected(self: Requirement, level: Level) -> list[Case]:

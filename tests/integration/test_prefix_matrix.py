@@ -16,6 +16,7 @@ from transformers import GenerationMixin
 
 from integration import zoo
 from integration.prefixes import Watched, longer, padded, text
+from support_slow import every
 
 GREEDY = {"do_sample": False, "max_new_tokens": 7, "min_new_tokens": 7}
 SAMPLE = {**GREEDY, "do_sample": True, "temperature": 1.3, "top_k": 20}
@@ -89,7 +90,7 @@ def test_turns_of_a_chat(name: str, block_size: int, batch: str, way: str) -> No
     watched.check()
 
 
-@pytest.mark.parametrize("name", [name for name in zoo.MODELS if name not in ("llama-gqa", "llama-mha")])
+@pytest.mark.parametrize("name", every(2, [name for name in zoo.MODELS if name not in ("llama-gqa", "llama-mha")]))
 @pytest.mark.parametrize(
     "way", ["greedy", pytest.param("beams", marks=pytest.mark.slow), pytest.param("prompt lookup", marks=pytest.mark.slow)]
 )

@@ -18,7 +18,7 @@ from integration.uncached import Uncached
 from kvdock.errors import IndexRangeError, OutOfBlocksError
 from kvdock.integrations.transformers import PagedCacheForTransformers
 from kvdock.integrations.transformers.layer import PagedLayer
-from support_slow import QUICK
+from support_slow import QUICK, every
 
 WINDOW = 8
 
@@ -146,7 +146,7 @@ def test_tokens_are_those_without_any_cache(name: str) -> None:
     Uncached(model(name)).assert_same(inputs, out)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if at % 2 else name for at, name in enumerate(MODELS)])
+@pytest.mark.parametrize("name", every(2, MODELS))
 def test_a_pool_for_the_window_is_enough_for_a_long_prompt_in_chunks(name: str) -> None:
     """Chunks hold what they still need, so the pool of a window and a chunk serves any length; without chunks it is too small."""
     made, inputs = model(name), zoo.prompt(150)

@@ -18,7 +18,7 @@ from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.new_backend import NewBackend
 from kvdock_conformance.requirement import Level
 from kvdock_conformance.requirements.ops import REQUIREMENTS as OPS_OF_PLUGINS
-from support_projects import Environment, once, run
+from support_projects import Environment, once, run, wheels_of
 from support_sources import ROOT
 
 ACME = ROOT / "examples" / "acme_backend"
@@ -35,12 +35,7 @@ TRANSPORTS = (ROOT / "examples" / "kvdock_nixl", ROOT / "examples" / "kvdock_moo
 def wheels(shared: Path) -> list[Path]:
     """The wheels of all, built without network."""
 
-    def make(folder: Path) -> list[str]:
-        options = ("--no-deps", "--no-index", "--no-build-isolation", "--quiet", "--disable-pip-version-check")
-        run([sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), *map(str, ALL)], check=True)
-        return sorted(map(str, folder.glob("*.whl")))
-
-    return [Path(path) for path in once(shared, "examples-wheels", make)]
+    return [Path(path) for path in once(shared, "examples-wheels", lambda folder: [*map(str, wheels_of(ALL, folder))])]
 
 
 @pytest.fixture(scope="session")

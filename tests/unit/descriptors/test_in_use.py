@@ -199,9 +199,9 @@ def caller(nest: Nest, heads: int) -> Callable[[], None]:
 @pytest.mark.parametrize(
     ("warm_ups", "every"),
     [
-        pytest.param(0, 97, id="new"),
-        pytest.param(1, 7, id="found"),
-        pytest.param(3, 3, id="remembered"),
+        pytest.param(0, 197, id="new"),
+        pytest.param(1, 31, id="found"),
+        pytest.param(3, 11, id="remembered"),
         pytest.param(0, 1, id="new, all", marks=pytest.mark.slow),
         pytest.param(1, 1, id="found, all", marks=pytest.mark.slow),
         pytest.param(3, 1, id="remembered, all", marks=pytest.mark.slow),
