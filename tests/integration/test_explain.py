@@ -100,6 +100,7 @@ def test_the_real_command_line_answers_people(tmp_path: Path) -> None:
     assert told[1].startswith("paged_attention on cpu is served by cpu"), "there is nothing to give reasons for"
 
 
+@pytest.mark.slow
 def test_the_real_command_line_answers_programs(tmp_path: Path) -> None:
     done = kvdock("explain", "transformers", saved("llama-gqa", tmp_path) / "config.json", "--dtype", "bfloat16", "--run", 2, "--json")
     answer = json.loads(done.stdout)

@@ -113,6 +113,7 @@ with pytest.raises(NonconformanceError, match="with 16777216 bytes: RuntimeError
 """
 
 
+@pytest.mark.slow
 def test_what_another_arena_has_at_hand_is_got_too() -> None:
     """In a process of its own: what one has done decides where its memory lies."""
     own = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

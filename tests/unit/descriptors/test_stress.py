@@ -13,6 +13,7 @@ from kvdock.descriptors.lifetimes import Held
 from kvdock.descriptors.manager import DescriptorCacheManager
 from kvdock.descriptors.stats import CacheStats
 from support_descriptors import DEVICES, Ledger, Pool, RowsKernel, Watched, WatchingBackend, dispatcher_of
+from support_slow import first_of
 
 THREADS = 16
 CAPACITY = 2
@@ -56,11 +57,12 @@ def check(ledger: Ledger, stats: dict[str, CacheStats], calls: int) -> None:
     assert total.evictions > calls // 20, "it was a stress"
 
 
-def test_the_caches_by_hand() -> None:
-    """100,000 look-ups; now and then somebody clears all or changes the capacity, and what is looked up is used."""
+@pytest.mark.parametrize("calls", first_of((25_000, 100_000)))
+def test_the_caches_by_hand(calls: int) -> None:
+    """Look-ups; now and then somebody clears all or changes the capacity, and what is looked up is used."""
     ledger, manager = Ledger(), DescriptorCacheManager({"gemm": CAPACITY})
     manager.declare("gemm", Watched.destroy)
-    rounds = 100_000 // THREADS // 2
+    rounds = calls // THREADS // 2
 
     def work(number: int) -> None:
         rng = random.Random(number)  # noqa: S311 - for variety
@@ -84,7 +86,7 @@ def test_the_caches_by_hand() -> None:
     check(ledger, manager.stats()["gemm"], rounds * THREADS * 2)
 
 
-@pytest.mark.parametrize("calls", [6_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("calls", first_of((3_000, 100_000)))
 def test_the_dispatcher(calls: int) -> None:
     """Calls of an op on both devices and on the host, by turns; each checks what it wrote."""
     backend = WatchingBackend({"paged_caching_": RowsKernel()})
