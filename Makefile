@@ -41,7 +41,7 @@ ray-demo: $(VENV)/.ray
 	$(PY) examples/ray_serve/serve.py --demo
 
 # tests/architecture is part of `make check`. Three workers for two cores: many tests wait for a process or a limit of time.
-# Quick: fewer examples of properties, and scripts forked from a process that has torch.
+# Quick: fewer examples of properties, combinations of parameters and cases of the kit, and scripts forked from a process that has torch.
 test: setup
 	KVDOCK_TESTS=quick $(PYTEST) -n 3 --dist worksteal -m "not slow" --ignore=tests/architecture
 
