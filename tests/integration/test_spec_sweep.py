@@ -12,6 +12,7 @@ import transformers
 from integration.architectures import GROUPS
 from integration.sweep import NOT_RUN, REFUSED, RIGHT, UNVERIFIED, WRONG, architectures, summary
 from kvdock.integrations.transformers.compat import CROPS_TO_LENGTH
+from support_slow import every
 
 LISTED_FOR = "5.24.0"
 """The version of Transformers whose architectures are listed."""
@@ -113,7 +114,7 @@ SAMPLE = """
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", SAMPLE.split())
+@pytest.mark.parametrize("name", every(2, SAMPLE.split()))
 def test_a_well_known_decoder_is_right(name: str) -> None:
     outcome = summary("causal", name)
     old = name == "deepseek_v3" and CROPS_TO_LENGTH  # before 5.16 what the latent expands to was cached: there is no spec then
