@@ -74,7 +74,8 @@ class MixedWorld(World):
         return ids
 
     def computed(self, rank: Rank, prompt: list[int]) -> kvdock.scheduler.CacheSequence:
-        return compute(rank.cache, rank.manager, prompt, finish=False)
+        more = [7] * self.chance.choice([0, 0, 1, 2, 5])  # askers want fewer tokens than these, of which windows have let go
+        return compute(rank.cache, rank.manager, [*prompt, *more], finish=False)
 
     def ask(self, rank: Rank, name: str, prompt: list[int], start: int | None = None) -> None:
         """Ask for what is neither in the pool nor in its tiers."""

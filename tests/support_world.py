@@ -189,7 +189,7 @@ class World:
         if rank.exchange.peers:
             sender = self.chance.choice(sorted(rank.exchange.peers))
             other = rank.exchange.hello.replace(b"/1 ", b"/7 ", 1)
-            said = [rank.exchange.hello, other, self.chance.randbytes(40), b"", b"GET / HTTP/1.1\r\n\r\n", b"kvdock-transfer/1 ask\n[]"]
+            said = [rank.exchange.hello, other, self.chance.randbytes(40), b"", b"GET / HTTP/1.1\r\n\r\n", b"kvdock-transfer/2 ask\n[]"]
             self.refuse(rank.name, sender, self.chance.choice(said), "a message is none of an exchange")
 
     def can_hear(self, peer: str, sender: str) -> bool:

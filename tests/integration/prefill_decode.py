@@ -2,6 +2,7 @@
 
 ``prefill_decode.py PORT RANK PREFILL DECODE SCENE TRANSPORT``, run by `support_two_sides`. Prompts are computed on the prefill
 side; their keys and values move, and the decode side goes on. Its tokens are compared with those of one process with the whole model.
+Where layers have windows, the decode side then begins longer prompts behind what came, and all is compared with passes without a cache.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -34,6 +36,8 @@ NEW = 12
 LIMITS = Limits(deadline=60, silence=20, beat=0.5, grace=2)
 IMPATIENT = attrs.evolve(LIMITS, silence=8)
 KEY = b"for this test only"
+WINDOWS = {"windows": (14, 16, 8), "windows in larger blocks": (10, 8, 16)}
+"""Of scenes the window, and the blocks of both sides: windows begin within blocks, and these with blocks of the other side, or not."""
 
 
 class Share(Decoder):
@@ -62,7 +66,7 @@ class Engine:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder, self.cache = decoder, decoder.cache
-        self.manager = kvdock.CacheManager(self.cache.num_blocks, self.cache.block_size)
+        self.manager = kvdock.CacheManager(self.cache.num_blocks, groups=self.cache.groups)
         self.tables = BatchTables(self.manager, 1, 32, max_tokens=128, device="cpu")
 
     def compute(self, seq: Any) -> int:
@@ -97,9 +101,16 @@ class Side:
 
     def until_over(self, transfers: list[Transfer]) -> None:
         """Carry messages until transfers are over, at most so long as they may take."""
+        self._until(lambda: all(transfer.is_over for transfer in transfers), f"still open: {transfers}")
+
+    def until_alone(self) -> None:
+        """Stay until the peers have left: what is pushed may be on its way."""
+        self._until(lambda: not self.exchange.peers, "a peer stays")
+
+    def _until(self, is_done: Callable[[], bool], otherwise: str) -> None:
         end = time.monotonic() + LIMITS.deadline + LIMITS.silence
-        while not all(transfer.is_over for transfer in transfers):
-            assert time.monotonic() < end, f"still open: {transfers}"
+        while not is_done():
+            assert time.monotonic() < end, otherwise
             self.exchange.poll()
             outgoing = self.exchange.outgoing()
             for peer in list(self.exchange.peers):
@@ -117,6 +128,8 @@ class Side:
         assert self.engine.manager.num_sequences == self.exchange.num_open == 0
         assert self.engine.manager.available_size == self.engine.cache.num_blocks * self.engine.cache.block_size
         self.exchange.close()
+        for channel in self.channels.values():
+            channel.close()
 
 
 def prefill(engine: Engine, channels: dict[str, Connection], scene: str, transport: str) -> None:
@@ -134,6 +147,7 @@ def prefill(engine: Engine, channels: dict[str, Connection], scene: str, transpo
         engine.manager.commit(seq, [], computed=len(prompt))
         offers.append(side.exchange.offer(f"r{number}", seq, sorted(channels)))
     side.until_over(offers)
+    side.until_alone()
     errors = {str(offer.error) for offer in offers} - {"None"}
     assert bool(errors) == (scene == "decode dies"), errors
     side.end()
@@ -163,8 +177,26 @@ def decode(engine: Engine, channels: dict[str, Connection], scene: str, transpor
                 engine.manager.abort(seq)
             seq = engine.manager.begin(prompt)
         found.append(engine.go_on(seq))
+        if scene in WINDOWS:
+            longer = engine.manager.begin(again(prompt, found[-1]))
+            print(f"decode r{number}: {longer.cached_len} of {longer.num_tokens} cached", flush=True)
+            found.append(engine.go_on(longer))
     side.end()
     return found
+
+
+def again(prompt: list[int], found: list[int]) -> list[int]:
+    """Return a prompt that begins with another and a part of what was found behind it."""
+    return [*prompt, *found[:2], 9, 8]
+
+
+def uncached(model: Any, prompt: list[int]) -> list[int]:
+    """Return the likeliest tokens, each of a pass over everything before it."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(NEW):
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
 
 
 def main(port: int, rank: int, prefills: int, decodes: int, scene: str, transport: str) -> None:
@@ -172,9 +204,11 @@ def main(port: int, rank: int, prefills: int, decodes: int, scene: str, transpor
     store = dist.TCPStore("127.0.0.1", port, prefills + decodes, is_master=rank == 0, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=prefills + decodes, timeout=timedelta(seconds=120))
     groups = [dist.new_group(range(prefills)), dist.new_group(range(prefills, prefills + decodes))]
-    is_prefill, model = rank < prefills, zoo.build("Llama", {"num_key_value_heads": 2, "vocab_size": 64})
+    window, *sizes = WINDOWS.get(scene, (None, 16, 8))
+    family, options = ("Mistral", {"sliding_window": window}) if window else ("Llama", {})
+    is_prefill, model = rank < prefills, zoo.build(family, {"num_key_value_heads": 2, "vocab_size": 64, **options})
     place = kvdock.RankInfo("cpu", *((prefills, rank) if is_prefill else (decodes, rank - prefills)))
-    config = kvdock.PagedKVCacheConfig(num_blocks=40, block_size=16 if is_prefill else 8, head_layout=list(kvdock.HeadLayout)[is_prefill])
+    config = kvdock.PagedKVCacheConfig(num_blocks=40, block_size=sizes[not is_prefill], head_layout=list(kvdock.HeadLayout)[is_prefill])
     engine = Engine(Share(model, config, place, groups[not is_prefill]))
     channels = {}
     if is_prefill:
@@ -189,8 +223,14 @@ def main(port: int, rank: int, prefills: int, decodes: int, scene: str, transpor
         channels[f"p{number}"] = Client(("127.0.0.1", int(store.get(f"p{number}"))), authkey=KEY)
         channels[f"p{number}"].send_bytes(f"d{place.tp_rank}".encode())
     found = decode(engine, channels, scene, transport, groups[1])
-    alone = Engine(Decoder(model, config))
-    expected = [alone.go_on(alone.manager.begin(prompt)) for prompt in PROMPTS]
+    if window:
+        expected = []
+        for prompt in PROMPTS:
+            expected.append(uncached(model, prompt))
+            expected.append(uncached(model, again(prompt, expected[-1])))
+    else:
+        alone = Engine(Decoder(model, config))
+        expected = [alone.go_on(alone.manager.begin(prompt)) for prompt in PROMPTS]
     assert found == expected, (found, expected)
     print("decode", sum(map(len, found)), "tokens are right", len({*map(tuple, found)}), flush=True)
 

@@ -21,6 +21,24 @@ def test_two_sides_generate_what_one_process_does(prefills: int, decodes: int) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prefills", "decodes", "scene", "hits"),
+    [(1, 2, "windows", (32, 16, 32)), (2, 1, "windows in larger blocks", (0, 0, 32))],
+)
+def test_what_came_of_windows_is_found_where_it_is_there(prefills: int, decodes: int, scene: str, hits: tuple[int, ...]) -> None:
+    """Where the owner's blocks begin behind those of the asker, the text is right all the same."""
+    codes, said = play(prefills, decodes, scene)
+    assert codes == [0] * (prefills + decodes)
+    for out in said[prefills:]:
+        assert "decode 72 tokens are right" in out
+        found = [line.removeprefix("decode ") for line in out.splitlines() if line.startswith("decode r")]
+        lengths = zip(hits, (41, 25, 34), strict=True)
+        assert found == [
+            line for number, (hit, of) in enumerate(lengths) for line in (f"r{number}: None", f"r{number}: {hit} of {of} cached")
+        ]
+
+
+@pytest.mark.slow
 def test_a_prefill_process_that_dies() -> None:
     """What it had not sent is computed where it is needed: no token is wrong, and nobody waits for ever."""
     codes, said = play(1, 2, "prefill dies")

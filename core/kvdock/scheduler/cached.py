@@ -16,6 +16,8 @@ __all__ = [
     "block_sizes",
     "cached_blocks",
     "check_open",
+    "holds_needed",
+    "is_partly_written",
     "note_only_needed",
     "note_partly_written",
     "num_blocks",
@@ -63,6 +65,16 @@ def note_only_needed(manager: CacheManager, seq: CacheSequence, written: int) ->
     `CacheManager.note_written` and `CacheManager.commit` would let it be found, in case a prompt goes on before the end.
     """
     manager._pool.written(np.array([manager._row(seq, "note_written")]), np.array([written]), spare=False)
+
+
+def holds_needed(manager: CacheManager, seq: CacheSequence, num_tokens: int) -> bool:
+    """Whether a sequence holds what the token behind its first ``num_tokens`` reads: of more tokens it may have let go of that."""
+    return not manager.lets_go or num_tokens >= int(manager._rows.reach(manager._row(seq, "fork")))
+
+
+def is_partly_written(manager: CacheManager, seq: CacheSequence) -> bool:
+    """Whether of blocks of a sequence only a part is written, see `note_partly_written`."""
+    return bool(manager._rows.least[manager._row(seq, "fork")])
 
 
 def note_partly_written(manager: CacheManager, seq: CacheSequence, written: int) -> None:

@@ -18,13 +18,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-import attrs
 import numpy as np
 
 from kvdock.cache.paged import PagedKVCache
 from kvdock.errors import ArgumentValueError, KVDockError, TransferError
 from kvdock.scheduler.cache_manager import CacheManager
-from kvdock.scheduler.cached import note_only_needed, note_partly_written
+from kvdock.scheduler.cached import holds_needed, is_partly_written, note_only_needed, note_partly_written
 from kvdock.scheduler.sequence import CacheSequence
 from kvdock.transfer.arguments import check_lendable, check_parts, check_text, count_of, names_of, ticket_of
 from kvdock.transfer.compatibility import check_compatible
@@ -32,9 +31,9 @@ from kvdock.transfer.interface import Ticket, TicketState, Transport
 from kvdock.transfer.layout import PoolLayout
 from kvdock.transfer.leases import Inbound, Limits, Outbound, Transfer
 from kvdock.transfer.mail import Mail, Waiting
-from kvdock.transfer.messages import MOST_TAG, MOST_TEXT, Ask, Hello, Stop, digest_of, read_any
-from kvdock.transfer.serving import are_whole, check_ask, needed_bytes, nominal_tables, wanted_tokens
-from kvdock.transfer.spans import sends, spans
+from kvdock.transfer.messages import MOST_TAG, MOST_TEXT, Ask, Hello, Part, Stop, digest_of, read_any
+from kvdock.transfer.serving import check_ask, check_held, groups_of, needed_bytes, nominal_tables, rest_of_blocks, wanted_tokens
+from kvdock.transfer.spans import Spans, Wanted, sends, spans
 
 __all__ = ["Exchange"]
 
@@ -66,7 +65,7 @@ class Exchange:
         self.limits = Limits() if limits is None else limits
         check_parts(manager, cache, transport, self.limits)
         self._manager, self._cache, self._transport, self._clock = manager, cache, transport, clock
-        self._layout = PoolLayout.of(cache, cache.rank, model)
+        self._layout, self._groups = PoolLayout.of(cache, cache.rank, model), groups_of(manager, cache.groups)
         self.hello = Hello(self._layout, transport.name, transport.register(self._layout, cache.region_bytes())).to_bytes()
         self._peers: dict[str, PoolLayout] = {}
         self._open: list[Transfer] = []
@@ -127,31 +126,36 @@ class Exchange:
         if not 0 <= first <= count <= min(seq.num_tokens, seq.num_known):
             expected = f"0 <= start <= num_tokens <= {min(seq.num_tokens, seq.num_known)}, of which room and ids are known"
             raise ArgumentValueError("Exchange.ask", expected=expected, got=f"start={first}, num_tokens={count}")
-        wanted = wanted_tokens(self._cache.groups, first, count)
+        wanted, rest = (of(self._groups, first, count) for of in (wanted_tokens, rest_of_blocks))
         tables = tuple(seq.block_table(group) for group in range(len(self._layout.groups)))
-        found = {}
-        for peer in peers:
+
+        def runs_of(peer: str, tokens: Sequence[Wanted]) -> Spans:
             layout = self._known(peer)
-            runs = spans(layout, self._layout, nominal_tables(layout, count), tables, wanted)
-            found.update({peer: runs} if len(runs) else {})
+            return spans(layout, self._layout, nominal_tables(layout, count), tables, tokens)
+
+        found = {peer: runs for peer in peers if len(runs := runs_of(peer, wanted))}
         total, needed = sum(runs.total for runs in found.values()), needed_bytes(self._layout, wanted)
         if total != needed:
             ranks = ", ".join(f"{peer} is rank {self._peers[peer].tp_rank} of {self._peers[peer].tp_size}" for peer in peers)
             fix = "name every rank of the other side"
             raise ArgumentValueError("Exchange.ask: peers", expected=f"all {needed} bytes", got=f"{total}, where {ranks}", fix=fix)
         tag, now = secrets.randbelow(MOST_TAG + 1), self._clock()
-        transfer = Inbound(name, seq, count, now + self.limits.deadline, first)
+        transfer = Inbound(name, seq, count, now + self.limits.deadline)
+        parts = {tag: wanted} | ({tag ^ 1: rest} if any(rest) else {})
         try:
             for peer, runs in found.items():
-                transfer.tickets[peer, tag] = ticket_of(self._transport, self._transport.expect(peer, runs, tag))
+                for number, tokens in parts.items():
+                    comes = runs if number == tag else runs_of(peer, tokens)
+                    transfer.tickets[peer, number] = ticket_of(self._transport, self._transport.expect(peer, comes, number))
         except BaseException:
             for ticket in transfer.tickets.values():  # nobody was asked, so nothing comes
                 ticket.cancel("another peer could not be asked")
             raise
-        digest = digest_of(seq.tokens[:count], seq.namespace)
-        ask = Ask(name, tag, count, digest, tuple(tuple(table.tolist()) for table in tables), tuple(wanted))
+        transfer.rest = {key for key in transfer.tickets if key[1] != tag}
+        digest, blocks = digest_of(seq.tokens[:count], seq.namespace), tuple(tuple(table.tolist()) for table in tables)
         for peer in found:
-            self._mail.say(peer, attrs.evolve(ask, note=transfer.tickets[peer, tag].note).to_bytes())
+            asked = [Part(number, tuple(tokens), transfer.tickets[peer, number].note) for number, tokens in parts.items()]
+            self._mail.say(peer, Ask(name, count, digest, blocks, *asked).to_bytes())
             self._mail.hear(peer)  # its silence counts from here on
         self._open.append(transfer)
         return transfer
@@ -170,6 +174,7 @@ class Exchange:
             ArgumentTypeError, StaleHandleError: no open sequence of the manager; names that are none.
             ArgumentValueError: it is in another transfer, or offered already; more tokens than are computed, or fewer than what
                 was let go of allows.
+            OutOfBlocksError: fewer tokens need blocks that were let go, and others were promised their room.
         """
         check_text("Exchange.offer: name", name, MOST_TEXT)
         takers = names_of("Exchange.offer: takers", takers)
@@ -182,6 +187,7 @@ class Exchange:
             raise ArgumentValueError("Exchange.offer: num_tokens", expected=expected, got=count)
         served = [peer for peer in takers if sends(self._layout, self._known(peer))]
         transfer = Outbound(name, seq, count, self._clock() + self.limits.deadline, served)
+        self._holding(transfer, count)
         self._open.append(transfer)
         for peer, ask in self._waiting.take(name):
             self._serve(transfer, peer, ask)
@@ -202,7 +208,7 @@ class Exchange:
             if transfer := self._offered(said.name):
                 self._serve(transfer, peer, said)
             elif refusal := self._waiting.add(peer, said, self._clock() + self.limits.deadline):
-                self._mail.say(peer, Stop(said.tag, refusal).to_bytes())
+                self._mail.say(peer, Stop(said.needed.tag, refusal).to_bytes())
 
     def outgoing(self) -> list[tuple[str, bytes]]:
         """Return what is to be sent, (peer, message) in this order, and forget it."""
@@ -225,7 +231,7 @@ class Exchange:
                 for peer in set(transfer.pending()):
                     self.drop(peer, "its tickets did not end in time")
         for peer, ask in self._waiting.over(now):
-            self._mail.say(peer, Stop(ask.tag, f"nobody offered {ask.name!r} in time").to_bytes())
+            self._mail.say(peer, Stop(ask.needed.tag, f"nobody offered {ask.name!r} in time").to_bytes())
         self._mail.beat({peer for transfer in self._open for peer in transfer.pending()} | self._waiting.peers(), self.limits.beat)
         return self._settle()
 
@@ -263,13 +269,42 @@ class Exchange:
                 expected = f"one of {sorted(transfer.takers)}, which have not asked yet"
                 raise TransferError(f"blocks of {ask.name!r}: taker", expected=expected, got=repr(peer))
             theirs, seq = self._peers[peer], transfer.seq
-            check_ask(ask, peer, transfer.num_tokens, digest_of(seq.tokens[: ask.num_tokens], seq.namespace), self._cache.groups, theirs)
-            tables = [seq.block_table(group) for group in range(len(self._layout.groups))]
-            runs = spans(self._layout, theirs, tables, [np.array(table, dtype=np.int64) for table in ask.tables], ask.wanted)
-            transfer.tickets[peer, ask.tag] = ticket_of(self._transport, self._transport.push(peer, runs, ask.tag, ask.note))
+            check_ask(ask, peer, transfer.num_tokens, digest_of(seq.tokens[: ask.num_tokens], seq.namespace), self._groups, theirs)
+            self._push(transfer, peer, ask, ask.needed)
             transfer.takers.discard(peer)
         except KVDockError as error:
-            self._mail.say(peer, Stop(ask.tag, str(error)).to_bytes())
+            self._mail.say(peer, Stop(ask.needed.tag, str(error)).to_bytes())
+        else:
+            self._serve_rest(transfer, peer, ask)
+
+    def _serve_rest(self, transfer: Outbound, peer: str, ask: Ask) -> None:
+        """Push what else is in the blocks that were asked for, or say that it is not here: it was let go, or never came."""
+        if ask.rest is None:
+            return
+        try:
+            subject, is_whole = f"ask of peer {peer!r} for {ask.name!r}: rest", not is_partly_written(self._manager, transfer.seq)
+            check_held(subject, ask.rest, ask.num_tokens, self._groups, self._peers[peer], whole=is_whole)
+            self._push(transfer, peer, ask, ask.rest)
+            transfer.rest.add((peer, ask.rest.tag))
+        except KVDockError as error:
+            self._mail.say(peer, Stop(ask.rest.tag, str(error)).to_bytes())
+
+    def _push(self, transfer: Outbound, peer: str, ask: Ask, part: Part) -> None:
+        seq, theirs = self._holding(transfer, ask.num_tokens), self._peers[peer]
+        tables = [seq.block_table(group) for group in range(len(self._layout.groups))]
+        runs = spans(self._layout, theirs, tables, [np.array(table, dtype=np.int64) for table in ask.tables], part.wanted)
+        transfer.tickets[peer, part.tag] = ticket_of(self._transport, self._transport.push(peer, runs, part.tag, part.note))
+
+    def _holding(self, transfer: Outbound, num_tokens: int) -> CacheSequence:
+        """Return what holds the blocks of so many tokens until the transfer is over: a fork, where the sequence has let go of some.
+
+        The block table of a longer one has block 0 in their place, with what is somebody else's.
+        """
+        if holds_needed(self._manager, transfer.seq, num_tokens):
+            return transfer.seq
+        if num_tokens not in transfer.forks:
+            transfer.forks[num_tokens] = self._manager.fork(transfer.seq, num_tokens)
+        return transfer.forks[num_tokens]
 
     def _offered(self, name: str) -> Outbound | None:
         found = (each for each in self._open if isinstance(each, Outbound) and each.name == name and each.stopped_at is None)
@@ -279,7 +314,9 @@ class Exchange:
         self._waiting.stop(peer, said.tag)
         for transfer in self._open:
             ticket: Ticket | None = transfer.tickets.get((peer, said.tag))
-            if ticket is not None and isinstance(transfer, Inbound):
+            if ticket is not None and (peer, said.tag) in transfer.rest:
+                ticket.cancel(said.reason)
+            elif ticket is not None and isinstance(transfer, Inbound):
                 self._stop(transfer, TransferError(f"blocks of {transfer.name!r}", expected=f"peer {peer!r} to send them", got=said.reason))
             elif ticket is not None:
                 ticket.cancel(f"the peer stopped it: {said.reason}")
@@ -311,6 +348,8 @@ class Exchange:
         ended = [transfer for transfer in self._open if transfer.is_over]
         self._open = [transfer for transfer in self._open if not transfer.is_over]
         for transfer in ended:
+            for fork in transfer.forks.values() if isinstance(transfer, Outbound) else ():
+                self._manager.finish(fork)
             if not transfer.seq.is_open:  # somebody ended it all the same, and has its blocks
                 transfer.error = transfer.error or TransferError(f"blocks of {transfer.name!r}", got="a sequence that was ended meanwhile")
             elif isinstance(transfer, Outbound):
@@ -326,7 +365,7 @@ class Exchange:
         seq, count = transfer.seq, transfer.num_tokens
         if count > seq.computed:
             note_only_needed(self._manager, seq, count)
-            if not are_whole(self._cache.groups, transfer.start, count):
+            if not transfer.is_whole:
                 note_partly_written(self._manager, seq, count)
         self._manager.commit(seq, [], computed=max(count, seq.computed))
 

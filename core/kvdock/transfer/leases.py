@@ -49,6 +49,7 @@ class Transfer:
         num_tokens: its tokens that go over.
         is_over: whether no byte of it moves any more.
         error: why it failed; None while it goes on, and where it came through.
+        rest: tickets that may fail: of what no later token of the sequence reads, though it is in its blocks.
     """
 
     def __init__(self, name: str, seq: CacheSequence, num_tokens: int, deadline: float) -> None:
@@ -56,6 +57,7 @@ class Transfer:
         self.error: TransferError | None = None
         self.is_over = False
         self.tickets: dict[tuple[str, int], Ticket] = {}
+        self.rest: set[tuple[str, int]] = set()
         self.stopped_at: float | None = None
 
     def __repr__(self) -> str:
@@ -75,8 +77,9 @@ class Transfer:
             ticket.cancel(str(error))
 
     def failed(self) -> Iterator[tuple[str, str]]:
-        """Yield peers whose tickets failed, and why."""
-        return ((peer, ticket.error) for (peer, _), ticket in self.tickets.items() if ticket.poll() is TicketState.FAILED)
+        """Yield peers whose tickets failed and may not, and why."""
+        needed = ((key[0], ticket) for key, ticket in self.tickets.items() if key not in self.rest)
+        return ((peer, ticket.error) for peer, ticket in needed if ticket.poll() is TicketState.FAILED)
 
     def step(self, now: float) -> None:
         """See how far it is."""
@@ -97,15 +100,12 @@ class Transfer:
 
 
 class Inbound(Transfer):
-    """Blocks that are to come: all of them from all peers, or the sequence is aborted.
+    """Blocks that are to come: all that is needed of them from all peers, or the sequence is aborted."""
 
-    Attributes:
-        start: the first token that was asked for.
-    """
-
-    def __init__(self, name: str, seq: CacheSequence, num_tokens: int, deadline: float, start: int = 0) -> None:
-        super().__init__(name, seq, num_tokens, deadline)
-        self.start = start
+    @property
+    def is_whole(self) -> bool:
+        """Whether its blocks came whole, as far as the sequence has tokens."""
+        return all(self.tickets[key].poll() is TicketState.DONE for key in self.rest)
 
     def missing(self) -> str:
         """Say who has not sent everything."""
@@ -124,11 +124,13 @@ class Outbound(Transfer):
 
     Attributes:
         takers: the peers that have not asked yet.
+        forks: by number of tokens what holds their blocks, where the sequence itself has let go of some.
     """
 
     def __init__(self, name: str, seq: CacheSequence, num_tokens: int, deadline: float, takers: Iterable[str]) -> None:
         super().__init__(name, seq, num_tokens, deadline)
         self.takers = set(takers)
+        self.forks: dict[int, CacheSequence] = {}
 
     def missing(self) -> str:
         """Say who has not got it."""

@@ -64,7 +64,7 @@ class Waiting:
         """Let an ask wait until a time; return why not, or an empty text."""
         if len(self._asks) >= _MOST_ASKS or ask.num_blocks + sum(each.num_blocks for each, _ in self._asks.values()) > _MOST_BLOCKS:
             return f"{len(self._asks)} asks wait already"
-        self._asks[peer, ask.tag] = ask, end
+        self._asks[peer, ask.needed.tag] = ask, end
         return ""
 
     def take(self, name: str) -> Iterator[tuple[str, Ask]]:

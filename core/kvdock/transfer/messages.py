@@ -15,7 +15,7 @@ from kvdock.transfer.layout import PoolLayout
 from kvdock.transfer.spans import Wanted
 from kvdock.transfer.wire import Fields, as_text, read, written
 
-__all__ = ["BEAT", "MOST_NOTE", "MOST_TAG", "MOST_TEXT", "Ask", "Hello", "Stop", "digest_of", "read_any"]
+__all__ = ["BEAT", "MOST_NOTE", "MOST_TAG", "MOST_TEXT", "Ask", "Hello", "Part", "Stop", "digest_of", "read_any"]
 
 MOST_TAG = (1 << 62) - 1
 MOST_TEXT = 1024
@@ -49,26 +49,54 @@ class Hello:
 
 
 @attrs.frozen
+class Part:
+    """Tokens that come by one push.
+
+    Args:
+        tag: by which they are pushed.
+        wanted: of each layer group of the asker, which tokens.
+        note: of the asker's transport to the owner's.
+    """
+
+    tag: int
+    wanted: tuple[Wanted, ...]
+    note: bytes = b""
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return what JSON can say."""
+        wanted = [[edge for pair in group for edge in pair] for group in self.wanted]
+        return {"tag": self.tag, "wanted": wanted, "note": as_text(self.note)}
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Part:
+        """Read one. Raises `TransferError`."""
+        edges = fields.lists("wanted", 0, _MOST_TOKENS, _MOST_GROUPS, _MOST_GROUPS)
+        for group in edges:
+            if len(group) % 2 or any(stop < start for start, stop in pairwise(group)):
+                raise TransferError(f"{fields.subject}: wanted", expected="pairs of ascending tokens", got=str(group)[:80])
+        wanted = tuple(tuple(zip(group[::2], group[1::2], strict=True)) for group in edges)
+        return cls(fields.integer("tag", 0, MOST_TAG), wanted, fields.raw("note", MOST_NOTE))
+
+
+@attrs.frozen
 class Ask:
     """A request for blocks.
 
     Args:
         name: what the engines call the sequence.
-        tag: by which they are pushed.
         num_tokens: the tokens that the sequence has.
         digest: of their ids, see `digest_of`.
         tables: of each layer group of the asker its blocks.
-        wanted: of each, which tokens.
-        note: of the asker's transport to the owner's.
+        needed: what it cannot go on without.
+        rest: what is beside these tokens in their blocks, if anything is. An owner that lacks it stops this part, and sends the other.
     """
 
     name: str
-    tag: int
     num_tokens: int
     digest: str
     tables: tuple[tuple[int, ...], ...]
-    wanted: tuple[Wanted, ...]
-    note: bytes = b""
+    needed: Part
+    rest: Part | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -77,25 +105,23 @@ class Ask:
 
     def to_bytes(self) -> bytes:
         """Return it as a message."""
-        wanted = [[edge for pair in group for edge in pair] for group in self.wanted]
-        return written("ask", attrs.asdict(self) | {"wanted": wanted, "note": as_text(self.note)})
+        parts = {"needed": self.needed.to_fields(), "rest": [self.rest.to_fields()] if self.rest else []}
+        return written("ask", {"name": self.name, "num_tokens": self.num_tokens, "digest": self.digest, "tables": self.tables, **parts})
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Ask:
         """Read one. Raises `TransferError`."""
-        edges = fields.lists("wanted", 0, _MOST_TOKENS, _MOST_GROUPS, _MOST_GROUPS)
-        for group in edges:
-            if len(group) % 2 or any(stop < start for start, stop in pairwise(group)):
-                raise TransferError(f"{fields.subject}: wanted", expected="pairs of ascending tokens", got=str(group)[:80])
-        return cls(
+        found = cls(
             fields.text("name", MOST_TEXT),
-            fields.integer("tag", 0, MOST_TAG),
             fields.integer("num_tokens", 1, _MOST_TOKENS),
             fields.text("digest", 64),
             tuple(fields.lists("tables", 0, _MOST_TOKENS, _MOST_GROUPS, _MOST_BLOCKS)),
-            tuple(tuple(zip(group[::2], group[1::2], strict=True)) for group in edges),
-            fields.raw("note", MOST_NOTE),
+            Part.from_fields(fields.fields("needed")),
+            next(map(Part.from_fields, fields.objects("rest", 1)), None),
         )
+        if found.rest and found.rest.tag == found.needed.tag:
+            raise TransferError(f"{fields.subject}: rest: tag", expected="another than that of what is needed", got=found.rest.tag)
+        return found
 
 
 @attrs.frozen

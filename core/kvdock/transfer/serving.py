@@ -5,15 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import attrs
 import numpy as np
 
 from kvdock.errors import TransferError
 from kvdock.layers.groups import LayerGroup
+from kvdock.layers.retention import KeepAll
+from kvdock.scheduler.cache_manager import CacheManager
 from kvdock.transfer.layout import PoolLayout
-from kvdock.transfer.messages import Ask
+from kvdock.transfer.messages import Ask, Part
 from kvdock.transfer.spans import Table, Wanted
 
-__all__ = ["are_whole", "check_ask", "needed_bytes", "nominal_tables", "wanted_tokens"]
+__all__ = ["check_ask", "check_held", "groups_of", "needed_bytes", "nominal_tables", "rest_of_blocks", "wanted_tokens"]
+
+
+def groups_of(manager: CacheManager, groups: Sequence[LayerGroup]) -> tuple[LayerGroup, ...]:
+    """Return a cache's groups with what a manager keeps of them: one that lets nothing go lets others find all of it."""
+    if manager.lets_go:
+        return tuple(groups)
+    return tuple(each if each.retention.is_state else attrs.evolve(each, retention=KeepAll()) for each in groups)
 
 
 def wanted_tokens(groups: Sequence[LayerGroup], start: int, stop: int) -> list[Wanted]:
@@ -25,17 +35,23 @@ def wanted_tokens(groups: Sequence[LayerGroup], start: int, stop: int) -> list[W
     return found
 
 
-def are_whole(groups: Sequence[LayerGroup], start: int, stop: int) -> bool:
-    """Whether `wanted_tokens` fill all blocks that a sequence needs, as far as it has tokens, but for what was there before ``start``."""
-    for group in groups:
-        if group.retention.is_state:
-            continue
-        size, spans = group.block_size, group.retention.spans(stop)
-        for blocks in group.retention.blocks(stop, size):
-            first, last = max(blocks.start * size, min(start, stop)), min(blocks.stop * size, stop)
-            if first < last and not any(span.start <= first and last <= span.stop for span in spans):
-                return False
-    return True
+def rest_of_blocks(groups: Sequence[LayerGroup], start: int, stop: int) -> list[Wanted]:
+    """Return of each group what `wanted_tokens` leave out of their blocks from ``start`` on, as where a window begins within one."""
+    found: list[Wanted] = []
+    for group, wanted in zip(groups, wanted_tokens(groups, start, stop), strict=True):
+        held = _held(group, stop, whole=True)
+        blocks = held if group.retention.is_state else [(max(first, start), max(last, start)) for first, last in held]
+        edges = sorted(edge for pair in (*blocks, *wanted) for edge in pair)  # what is wanted lies in blocks: the rest is between
+        found.append(tuple(pair for pair in zip(edges[::2], edges[1::2], strict=True) if pair[0] < pair[1]))
+    return found
+
+
+def _held(group: LayerGroup, stop: int, *, whole: bool) -> Wanted:
+    """Return which of its first ``stop`` tokens a sequence has in a group: what later ones read, or whole blocks of it."""
+    if group.retention.is_state:
+        return ((0, 1),)
+    size = group.block_size if whole else 1
+    return tuple((part.start * size, min(part.stop * size, stop)) for part in group.retention.blocks(stop, size))
 
 
 def needed_bytes(layout: PoolLayout, wanted: Sequence[Wanted]) -> int:
@@ -69,18 +85,33 @@ def check_ask(ask: Ask, peer: str, num_tokens: int, digest: str, groups: Sequenc
         raise TransferError(f"{subject}: num_tokens", expected=f"{'' if has_states else 'at most '}{num_tokens}", got=ask.num_tokens)
     if ask.digest != digest:
         raise TransferError(f"{subject}: digest", expected="the token ids that are offered", got="others", fix="use one name for one text")
-    if len(ask.wanted) != len(theirs.groups):
-        raise TransferError(f"{subject}: wanted", expected=f"one for each of {len(theirs.groups)} groups", got=len(ask.wanted))
+    check_held(f"{subject}: needed", ask.needed, ask.num_tokens, groups, theirs, whole=False)
+
+
+def check_held(subject: str, part: Part, stop: int, groups: Sequence[LayerGroup], theirs: PoolLayout, *, whole: bool) -> None:
+    """Refuse a part of an ask for tokens that a sequence of ``stop`` tokens has not.
+
+    Args:
+        subject: what is refused.
+        part: what is wanted.
+        stop: the tokens that are asked for.
+        groups: what has them.
+        theirs: where they are to go.
+        whole: whether all is there of the blocks that have what later tokens read, and not these alone.
+
+    Raises:
+        TransferError: it names layer and tokens.
+    """
+    if len(part.wanted) != len(theirs.groups):
+        raise TransferError(subject, expected=f"one for each of {len(theirs.groups)} groups", got=len(part.wanted))
     members = {
         (layer, buffer.name): group
         for group in groups
-        for (layer, _), part in zip(group.members, group.parts, strict=True)
-        for buffer in part.buffers
+        for (layer, _), kept in zip(group.members, group.parts, strict=True)
+        for buffer in kept.buffers
     }
     for place in theirs.places:
-        group, wanted = members[place.layer, place.name], ask.wanted[place.group]
-        held = [(0, 1)] if group.retention.is_state else [(span.start, span.stop) for span in group.retention.spans(ask.num_tokens)]
-        for start, stop in wanted:
-            if start < stop and not any(begin <= start and stop <= end for begin, end in held):
-                expected = f"tokens that layer {place.layer} keeps: {held}"
-                raise TransferError(f"{subject}: wanted", expected=expected, got=f"{start} to {stop}")
+        held = _held(members[place.layer, place.name], stop, whole=whole)
+        for start, end in part.wanted[place.group]:
+            if start < end and not any(first <= start and end <= last for first, last in held):
+                raise TransferError(subject, expected=f"tokens that layer {place.layer} has: {list(held)}", got=f"{start} to {end}")

@@ -2,7 +2,7 @@
 
 ::
 
-    kvdock-transfer/1 ask 8f3b02c1
+    kvdock-transfer/2 ask 8f3b02c1
     {"tag": 7, ...}
 
 The first line is compared before anything behind it is read, and the number of bytes before that. The checksum is of kind and JSON: a
@@ -21,7 +21,7 @@ from kvdock.errors import TransferError
 
 __all__ = ["MOST_BYTES", "VERSION", "Fields", "as_text", "read", "written"]
 
-VERSION = 1
+VERSION = 2
 """Of messages and layouts. It changes when one side could misread the other."""
 
 MOST_BYTES = 16 << 20

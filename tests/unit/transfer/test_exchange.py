@@ -330,7 +330,7 @@ def test_a_peer_with_another_model_is_refused_by_name(name: str, clock: Clock) -
 
 
 HELLOS = {
-    "version": (lambda hello: hello.replace(b"transfer/1", b"transfer/2", 1), "message of peer 'd': expected version 1 .*, got version 2"),
+    "version": (lambda hello: hello.replace(b"transfer/2", b"transfer/1", 1), "message of peer 'd': expected version 2 .*, got version 1"),
     "kind": (lambda hello: hello.replace(b" hello", b" layout", 1), "message of peer 'd': expected a hello, got 'layout'"),
     "transport": (lambda hello: hello.replace(b'"loop"', b'"nixl"', 1), "peer 'd': expected the transport 'loop', as here, got 'nixl'"),
     "base64": (lambda hello: hello.replace(b'"described":"', b'"described":"?', 1), "hello of peer 'd': described: expected base64, got"),
@@ -348,21 +348,22 @@ def test_a_hello_that_is_none_is_refused_by_name(name: str, clock: Clock) -> Non
         owner.exchange.connect("d", asker.exchange.hello)
 
 
+def asked(tag: bytes, tables: bytes, wanted: bytes, name: bytes = b"r") -> bytes:
+    """Write an ask of 4 tokens by hand."""
+    needed = b'{"tag":%b,"wanted":%b,"note":""}' % (tag, wanted)
+    text = b'kvdock-transfer/2 ask\n{"name":"%b","num_tokens":4,"digest":"","tables":%b,"needed":%b,"rest":[]}'
+    return text % (name, tables, needed)
+
+
 @pytest.mark.parametrize(
     ("message", "text"),
     [
-        (b"kvdock-transfer/1 hello\n{}", "message of peer 'd': expected an ask, a stop or a beat, got 'hello'"),
-        (b"kvdock-transfer/2 beat\n{}", "message of peer 'd': expected version 1"),
-        (b'kvdock-transfer/1 stop\n{"tag":-1,"reason":""}', "stop of peer 'd': tag: expected an integer from 0"),
-        (
-            b'kvdock-transfer/1 ask\n{"name":"r","tag":1,"num_tokens":4,"digest":"","tables":[[0]],"wanted":[[4,0]]}',
-            "wanted: expected pairs",
-        ),
-        (b'kvdock-transfer/1 ask\n{"name":"r","tag":1,"num_tokens":4,"digest":"","tables":[[0]],"wanted":[[4]]}', "wanted: expected pairs"),
-        (
-            b'kvdock-transfer/1 ask\n{"name":"r","tag":1,"num_tokens":4,"digest":"","tables":[7],"wanted":[[0,4]],"note":""}',
-            "tables: expected a list",
-        ),
+        (b"kvdock-transfer/2 hello\n{}", "message of peer 'd': expected an ask, a stop or a beat, got 'hello'"),
+        (b"kvdock-transfer/1 beat\n{}", "message of peer 'd': expected version 2"),
+        (b'kvdock-transfer/2 stop\n{"tag":-1,"reason":""}', "stop of peer 'd': tag: expected an integer from 0"),
+        (asked(b"1", b"[[0]]", b"[[4,0]]"), "ask of peer 'd': needed: wanted: expected pairs"),
+        (asked(b"1", b"[[0]]", b"[[4]]"), "ask of peer 'd': needed: wanted: expected pairs"),
+        (asked(b"1", b"[7]", b"[[0,4]]"), "ask of peer 'd': tables: expected a list"),
     ],
 )
 def test_messages_that_nobody_says(message: bytes, text: str, clock: Clock) -> None:
@@ -391,9 +392,9 @@ BAD_ASKS = {
     "too few blocks": ({TABLE: b'"tables":[[1]]'}, r"target_tables\[0\]: expected at least 2 blocks of 8 for 14 tokens, got 1"),
     "a block outside": ({TABLE: b'"tables":[[1,24]]'}, r"target_tables\[0\]: expected blocks from 0 to 23, got 24"),
     "no table": ({TABLE: b'"tables":[]'}, "target_tables: expected 1, one for each group, got 0"),
-    "tokens that are not there": ({b"[[0,14]]": b"[[0,15]]"}, r"wanted: expected tokens that layer 0 keeps: \[\(0, 14\)\], got 0 to 15"),
-    "many tokens": ({b"[[0,14]]": b"[[0,2147483648]]"}, "wanted: expected tokens that layer 0 keeps"),
-    "groups": ({b"[[0,14]]": b"[[0,14],[0,1]]"}, "wanted: expected one for each of 1 groups, got 2"),
+    "tokens that are not there": ({b"[[0,14]]": b"[[0,15]]"}, r"needed: expected tokens that layer 0 has: \[\(0, 14\)\], got 0 to 15"),
+    "many tokens": ({b"[[0,14]]": b"[[0,2147483648]]"}, "needed: expected tokens that layer 0 has"),
+    "groups": ({b"[[0,14]]": b"[[0,14],[0,1]]"}, "needed: expected one for each of 1 groups, got 2"),
 }
 
 
@@ -411,7 +412,7 @@ def test_a_block_list_that_does_not_fit_is_refused_and_nothing_is_lost(name: str
 
 def test_a_peer_cannot_make_another_wait_for_ever_by_asking(clock: Clock) -> None:
     owner, asker = pair(clock)
-    ask = b'kvdock-transfer/1 ask\n{"name":"n%d","tag":%d,"num_tokens":4,"digest":"","tables":[[0]],"wanted":[[0,4]],"note":""}'
+    ask = asked(b"%d", b"[[0]]", b"[[0,4]]", name=b"n%d")
     for number in range(4096):
         owner.exchange.take("d", sealed(ask % (number, number)))
     assert owner.exchange.outgoing() == []
@@ -428,11 +429,10 @@ def test_a_peer_cannot_make_another_wait_for_ever_by_asking(clock: Clock) -> Non
 def test_asks_that_wait_have_so_many_blocks_in_all(clock: Clock) -> None:
     owner, _ = pair(clock)
     table = b",".join([b"0"] * (1 << 20))
-    ask = b'kvdock-transfer/1 ask\n{"name":"r","tag":%d,"num_tokens":4,"digest":"","tables":[[%b]],"wanted":[[0,4]],"note":""}'
     for number in range(4):
-        owner.exchange.take("d", sealed(ask % (number, table)))
+        owner.exchange.take("d", sealed(asked(b"%d" % number, b"[[%b]]" % table, b"[[0,4]]")))
     assert owner.exchange.outgoing() == []
-    owner.exchange.take("d", sealed(ask % (5, b"0")))
+    owner.exchange.take("d", sealed(asked(b"5", b"[[0]]", b"[[0,4]]")))
     ((_, told),) = owner.exchange.outgoing()
     assert b"4 asks wait already" in told
 

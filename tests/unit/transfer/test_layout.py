@@ -47,29 +47,29 @@ def test_a_layout_says_which_heads_of_the_model_a_rank_has() -> None:
 
 MESSAGES: dict[str, tuple[object, str]] = {
     "another version": (
-        b"kvdock-transfer/2 layout\n{}",
-        r"message of peer 'p0': expected version 1 of kvdock's transfers, got version 2\. Fix: run",
+        b"kvdock-transfer/1 layout\n{}",
+        r"message of peer 'p0': expected version 2 of kvdock's transfers, got version 1\. Fix: run",
     ),
     "not even a number": (b"kvdock-transfer/\xff\xff layout\n{}", "got version \ufffd\ufffd"),
     "pickle": (b"\x80\x04\x95\x10\x00", r"message of peer 'p0': expected one of kvdock's transfers, got b'"),
     "empty": (b"", "expected one of kvdock's transfers, got b''"),
-    "no line": (b"kvdock-transfer/1 " + b"x" * 100, "expected one of kvdock's transfers"),
-    "another kind": (b"kvdock-transfer/1 ask\n{}", "expected a layout, got 'ask'"),
-    "no JSON": (b"kvdock-transfer/1 layout\n{", "expected JSON behind its first line, got Expecting"),
-    "no text": (b"kvdock-transfer/1 layout\n\xff\xfe{}", "expected JSON behind its first line"),
-    "very deep": (b"kvdock-transfer/1 layout\n" + b"[" * 200_000, "expected JSON behind its first line, got maximum recursion"),
-    "digits": (b"kvdock-transfer/1 layout\n" + b"9" * 5000, "expected JSON behind its first line, got Exceeds the limit"),
-    "no object": (b"kvdock-transfer/1 layout\n[1]", "layout of peer 'p0': expected an object, got list"),
-    "nothing in it": (b"kvdock-transfer/1 layout\n{}", r"layout of peer 'p0': tp_size: expected an integer from 1 to 65536, got None"),
+    "no line": (b"kvdock-transfer/2 " + b"x" * 100, "expected one of kvdock's transfers"),
+    "another kind": (b"kvdock-transfer/2 ask\n{}", "expected a layout, got 'ask'"),
+    "no JSON": (b"kvdock-transfer/2 layout\n{", "expected JSON behind its first line, got Expecting"),
+    "no text": (b"kvdock-transfer/2 layout\n\xff\xfe{}", "expected JSON behind its first line"),
+    "very deep": (b"kvdock-transfer/2 layout\n" + b"[" * 200_000, "expected JSON behind its first line, got maximum recursion"),
+    "digits": (b"kvdock-transfer/2 layout\n" + b"9" * 5000, "expected JSON behind its first line, got Exceeds the limit"),
+    "no object": (b"kvdock-transfer/2 layout\n[1]", "layout of peer 'p0': expected an object, got list"),
+    "nothing in it": (b"kvdock-transfer/2 layout\n{}", r"layout of peer 'p0': tp_size: expected an integer from 1 to 65536, got None"),
     "too long": (bytes(MOST_BYTES + 1), f"expected at most {MOST_BYTES} bytes, got {MOST_BYTES + 1} bytes"),
-    "no bytes": ("kvdock-transfer/1 layout\n{}", "expected bytes, got str"),
+    "no bytes": ("kvdock-transfer/2 layout\n{}", "expected bytes, got str"),
 }
 
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_what_is_no_layout_is_refused_by_the_peers_name(name: str) -> None:
     message, text = MESSAGES[name]
-    if isinstance(message, bytes) and message.startswith(b"kvdock-transfer/1 ") and b"\n" in message:
+    if isinstance(message, bytes) and message.startswith(b"kvdock-transfer/2 ") and b"\n" in message:
         message = sealed(message)
     with pytest.raises(TransferError, match=text) as caught:
         PoolLayout.from_bytes("p0", message)  # type: ignore[arg-type]  # some are no bytes

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kvdock.transfer.mail import Mail, Waiting
-from kvdock.transfer.messages import BEAT, Ask
+from kvdock.transfer.messages import BEAT, Ask, Part
 from support_transfer import Clock
 
 
 def ask(name: str, tag: int, blocks: int = 1) -> Ask:
     """Return an ask with so many blocks."""
-    return Ask(name, tag, 4, "", ((0,) * blocks,), (((0, 4),),))
+    return Ask(name, 4, "", ((0,) * blocks,), Part(tag, (((0, 4),),)))
 
 
 @pytest.fixture
@@ -60,10 +60,10 @@ def test_asks_wait_for_their_name(clock: Clock) -> None:
     for peer, name, tag in (("a", "r", 1), ("b", "r", 2), ("a", "s", 3)):
         assert waiting.add(peer, ask(name, tag), clock.now + tag) == ""
     assert waiting.peers() == {"a", "b"}
-    assert [(peer, each.tag) for peer, each in waiting.take("r")] == [("a", 1), ("b", 2)]
+    assert [(peer, each.needed.tag) for peer, each in waiting.take("r")] == [("a", 1), ("b", 2)]
     assert list(waiting.take("r")) == []
     assert list(waiting.over(clock.now + 3)) == []
-    assert [(peer, each.tag) for peer, each in waiting.over(clock.now + 3.5)] == [("a", 3)]
+    assert [(peer, each.needed.tag) for peer, each in waiting.over(clock.now + 3.5)] == [("a", 3)]
     assert waiting.peers() == set()
 
 
@@ -74,7 +74,7 @@ def test_asks_are_forgotten_one_by_one_by_peer_and_all(clock: Clock) -> None:
     waiting.stop("a", 1)
     waiting.stop("a", 7)
     waiting.forget("b")
-    assert [(peer, each.tag) for peer, each in waiting.take("r")] == [("a", 2)]
+    assert [(peer, each.needed.tag) for peer, each in waiting.take("r")] == [("a", 2)]
     waiting.add("c", ask("r", 1), clock.now)
     waiting.clear()
     assert waiting.peers() == set()

@@ -140,7 +140,7 @@ def test_messages_in_any_order(order: tuple[str, ...], ranks: tuple[Rank, Rank])
     owner, asker = ranks
     transfer = asker.exchange.ask("r", asker.manager.begin(PROMPT), ["p"])
     ((_, ask),) = asker.exchange.outgoing()
-    tag = json.loads(ask.split(b"\n", 1)[1])["tag"]
+    tag = json.loads(ask.split(b"\n", 1)[1])["needed"]["tag"]
     messages = {"ask": ask, "stop": Stop(tag, "no more").to_bytes(), "beat": BEAT}
     offered = None
     for each in order:

@@ -10,8 +10,8 @@ import kvdock
 from kvdock.errors import TransferError
 from kvdock.layers import Buffer, StateLayerSpec
 from kvdock.transfer import spans
-from kvdock.transfer.messages import Ask
-from kvdock.transfer.serving import check_ask, needed_bytes, nominal_tables, wanted_tokens
+from kvdock.transfer.messages import Ask, Part
+from kvdock.transfer.serving import check_ask, needed_bytes, nominal_tables, rest_of_blocks, wanted_tokens
 from support_transfer import Side
 
 HEADS = kvdock.LayerSpec(4, 4, 4, 4)
@@ -33,6 +33,28 @@ STATES = kvdock.KVSpec((HEADS, StateLayerSpec([Buffer("s", (64,), torch.float32)
 def test_what_later_tokens_need(start: int, stop: int, whole: list[tuple[int, int]], window: list[tuple[int, int]]) -> None:
     groups = Side.make(SPEC, 1, 12, num_blocks=20).caches[0].groups
     assert [list(each) for each in wanted_tokens(groups, start, stop)] == [whole, window]
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "rest"),
+    [
+        (0, 12, [(2, 4)]),  # two sinks, and a window from 8 on, which a block begins with
+        (0, 14, [(2, 4), (8, 10)]),
+        (0, 10, [(2, 6)]),  # one stretch of blocks: sinks and window are in blocks that touch
+        (9, 14, [(9, 10)]),  # what is before was there
+        (3, 14, [(3, 4), (8, 10)]),
+        (0, 3, []),
+        (14, 14, []),
+    ],
+)
+def test_what_is_beside_it_in_its_blocks(start: int, stop: int, rest: list[tuple[int, int]]) -> None:
+    groups = Side.make(SPEC, 1, 14, num_blocks=20).caches[0].groups
+    assert [group.block_size for group in groups] == [4, 4]
+    assert [list(each) for each in rest_of_blocks(groups, start, stop)] == [[], rest]
+
+
+def test_a_state_has_no_rest() -> None:
+    assert rest_of_blocks(Side.make(STATES, 1, 12, num_blocks=20).caches[0].groups, 0, 11) == [(), ()]
 
 
 def test_a_state_is_wanted_whole() -> None:
@@ -66,13 +88,13 @@ def test_bytes_that_are_needed_are_those_that_all_owners_send(ranks: int) -> Non
 def ask(num_tokens: int = 12, **changes: object) -> Ask:
     """Return an ask for all that is needed of 12 tokens."""
     groups = Side.make(SPEC, 1, 12, num_blocks=20).caches[0].groups
-    made = Ask("r", 1, num_tokens, "same", ((0,), (1,)), tuple(wanted_tokens(groups, 0, num_tokens)))
-    return attrs.evolve(made, **changes)
+    needed = Part(1, tuple(wanted_tokens(groups, 0, num_tokens)))
+    return attrs.evolve(Ask("r", num_tokens, "same", ((0,), (1,)), needed), **changes)
 
 
 def test_an_ask_for_less_than_is_offered_is_served() -> None:
     side = Side.make(SPEC, 1, 12, num_blocks=20)
-    for each in (ask(), ask(9), ask(1), ask(wanted=((), ()))):
+    for each in (ask(), ask(9), ask(1), ask(needed=Part(1, ((), ())))):
         check_ask(each, "d", 12, "same", side.caches[0].groups, side.layouts[0])
 
 
@@ -81,10 +103,10 @@ def test_an_ask_for_less_than_is_offered_is_served() -> None:
     [
         (ask(13), "num_tokens: expected at most 12, got 13"),
         (ask(digest="other"), "digest: expected the token ids that are offered, got others"),
-        (ask(wanted=(((0, 12),),)), "wanted: expected one for each of 2 groups, got 1"),
-        (ask(wanted=(((0, 12),), ((0, 12),))), r"wanted: expected tokens that layer 1 keeps: \[\(0, 2\), \(8, 12\)\], got 0 to 12"),
-        (ask(wanted=(((0, 12),), ((1, 3),))), r"wanted: expected tokens that layer 1 keeps: .*, got 1 to 3"),
-        (ask(9, wanted=(((0, 12),), ())), r"wanted: expected tokens that layer 0 keeps: \[\(0, 9\)\], got 0 to 12"),
+        (ask(needed=Part(1, (((0, 12),),))), "needed: expected one for each of 2 groups, got 1"),
+        (ask(needed=Part(1, (((0, 12),), ((0, 12),)))), r"needed: expected tokens that layer 1 has: \[\(0, 2\), \(8, 12\)\], got 0 to 12"),
+        (ask(needed=Part(1, (((0, 12),), ((1, 3),)))), r"needed: expected tokens that layer 1 has: .*, got 1 to 3"),
+        (ask(9, needed=Part(1, (((0, 12),), ()))), r"needed: expected tokens that layer 0 has: \[\(0, 9\)\], got 0 to 12"),
     ],
 )
 def test_an_ask_for_what_is_not_there(asked: Ask, text: str) -> None:
@@ -98,7 +120,7 @@ def test_an_ask_for_what_is_not_there(asked: Ask, text: str) -> None:
 def test_a_state_is_of_all_tokens_or_of_others(num_tokens: int) -> None:
     side = Side.make(STATES, 1, 12, num_blocks=20)
     wanted = tuple(wanted_tokens(side.caches[0].groups, 0, num_tokens))
-    asked = Ask("r", 1, num_tokens, "same", ((0,), (1,)), wanted)
+    asked = Ask("r", num_tokens, "same", ((0,), (1,)), Part(1, wanted))
     with pytest.raises(TransferError, match=f"num_tokens: expected 12, got {num_tokens}"):
         check_ask(asked, "d", 12, "same", side.caches[0].groups, side.layouts[0])
 

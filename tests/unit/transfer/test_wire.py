@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import attrs
 import numpy as np
 import pytest
 import torch
 
 import kvdock
 from kvdock.errors import TransferError
-from kvdock.transfer.messages import BEAT, MOST_TAG, Ask, Hello, Stop, digest_of, read_any
+from kvdock.transfer.messages import BEAT, MOST_TAG, Ask, Hello, Part, Stop, digest_of, read_any
 from kvdock.transfer.wire import Fields, as_text, read, written
 from support_transfer import Side, sealed
 
@@ -52,16 +53,19 @@ def test_objects_in_objects_are_named_by_where_they_are() -> None:
 
 def test_a_message_is_a_line_and_what_it_says() -> None:
     message = written("ask", {"x": [1, "ü"]})
-    assert message == b'kvdock-transfer/1 ask 78b79488\n{"x":[1,"\\u00fc"]}'
+    assert message == b'kvdock-transfer/2 ask 78b79488\n{"x":[1,"\\u00fc"]}'
     kind, fields = read("p", message)
     assert (kind, fields.subject) == ("ask", "ask of peer 'p'")
     assert read("p", memoryview(message))[0] == read("p", bytearray(message))[0] == "ask"
 
 
-ASK = Ask("a name", MOST_TAG, 5, "d" * 64, ((1, 2), (), (3,)), (((0, 2), (4, 5)), (), ((0, 1),)), bytes(range(256)))
+NEEDED = Part(MOST_TAG, (((0, 2), (4, 5)), (), ((0, 1),)), bytes(range(256)))
+ASK = Ask("a name", 5, "d" * 64, ((1, 2), (), (3,)), NEEDED, Part(7, (((2, 4),), (), ())))
 
 
-@pytest.mark.parametrize("said", [ASK, Stop(3, "why"), Stop(0, "")], ids=["ask", "stop", "stop without a reason"])
+@pytest.mark.parametrize(
+    "said", [ASK, attrs.evolve(ASK, rest=None), Stop(3, "why"), Stop(0, "")], ids=["ask", "for no rest", "stop", "stop without a reason"]
+)
 def test_what_is_said_is_what_is_heard(said: Ask | Stop) -> None:
     assert read_any("p", said.to_bytes()) == said
     assert read_any("p", BEAT) is None
@@ -81,15 +85,18 @@ def test_a_hello_has_any_bytes_of_a_transport() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "text"),
     [
-        (b'"tag":%d' % MOST_TAG, b'"tag":%d' % (MOST_TAG + 1), "tag: expected an integer from 0 to"),
+        (b'"tag":%d' % MOST_TAG, b'"tag":%d' % (MOST_TAG + 1), "needed: tag: expected an integer from 0 to"),
         (b'"num_tokens":5', b'"num_tokens":0', "num_tokens: expected an integer from 1 to"),
         (b'"name":"a name"', b'"name":["a name"]', "name: expected a text of at most 1024 characters"),
         (b'"digest":"d', b'"digest":"dd', "digest: expected a text of at most 64 characters"),
         (b"[[1,2],[],[3]]", b"[[1,-2],[],[3]]", "tables: expected an integer from 0 to"),
-        (b"[[0,2,4,5],[],[0,1]]", b"[[0,2,4],[],[0,1]]", "wanted: expected pairs of ascending tokens"),
-        (b"[[0,2,4,5],[],[0,1]]", b"[[0,5,4,6],[],[0,1]]", "wanted: expected pairs of ascending tokens"),
-        (b'"note":"AAEC', b'"note":"?AEC', "note: expected base64"),
-        (b'"note":"AAEC', b'"note":"' + b"AAEC" * 300, "note: expected a text of at most 1368 characters"),
+        (b"[[0,2,4,5],[],[0,1]]", b"[[0,2,4],[],[0,1]]", "needed: wanted: expected pairs of ascending tokens"),
+        (b"[[0,2,4,5],[],[0,1]]", b"[[0,5,4,6],[],[0,1]]", "needed: wanted: expected pairs of ascending tokens"),
+        (b'"tag":7', b'"tag":%d' % MOST_TAG, f"rest: tag: expected another than that of what is needed, got {MOST_TAG}"),
+        (b'"wanted":[[2,4],[],[]]', b'"wanted":[[4,2],[],[]]', r"rest\[0\]: wanted: expected pairs of ascending tokens"),
+        (b'"rest":[', b'"rest":[{},{},', "rest: expected a list of at most 1, got '3 of them'"),
+        (b'"note":"AAEC', b'"note":"?AEC', "needed: note: expected base64"),
+        (b'"note":"AAEC', b'"note":"' + b"AAEC" * 300, "needed: note: expected a text of at most 1368 characters"),
     ],
 )
 def test_an_ask_that_cannot_be_meant(old: bytes, new: bytes, text: str) -> None:
