@@ -297,9 +297,9 @@ class PagedKVCache(GroupedCache):
     def swap_blocks(self, dst: PagedKVCache, block_pairs: BlockPairs, *, group: int = 0) -> None:
         """Copy whole blocks to another cache of the same layers, such as one in host memory: all layers of a group.
 
-        Layouts, alignment and numbers of blocks may differ. Where both have one order of heads, and pad blocks alike, it is a launch
-        for keys and one for values of each group of equal layers, or two for all layers in one memory; otherwise one for each buffer
-        of a layer. It is ordered as `kvdock.ops.swap_blocks_` says; `kvdock.cache.swapping` does it aside.
+        Layouts, alignment and numbers of blocks may differ. It is a launch for keys and one for values of each group of equal layers,
+        or two for all layers in one memory; where orders of heads or gaps differ, one for all buffers that lie at whole steps from one
+        another in both memories, or one for each. It is ordered as `kvdock.ops.swap_blocks_` says; `kvdock.cache.swapping` does it aside.
 
         Args:
             dst: the cache to copy to, on the same device, or one of the two in host memory.

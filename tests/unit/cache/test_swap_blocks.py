@@ -91,24 +91,70 @@ def test_with_another_order_of_heads_only_the_group_is_swapped(ops: kvdock.OpDis
 
 
 @pytest.mark.parametrize(
-    ("name", "layouts", "calls"),
+    ("name", "layouts", "alignment", "calls"),
     [
-        ("uniform", (0, 2), 2),
-        ("uniform", (0, 0), 2),
-        ("uniform", (0, 1), 6),
-        ("layers differ", (0, 2), 6),
-        ("latents", (0, 2), 2),
-        ("latents", (0, 3), 3),
+        ("uniform", (0, 2), 1, 2),
+        ("uniform", (0, 0), 1, 2),
+        ("uniform", (0, 1), 1, 2),
+        ("uniform", (2, 1), 64, 2),
+        ("latents", (2, 3), 1024, 3),  # 3 times 320 bytes and a gap of 64: a block is no whole number of those of a layer
+        ("layers differ", (0, 2), 1, 6),
+        ("layers differ", (0, 3), 1, 6),  # each of its layers is another
+        ("latents", (0, 2), 1, 2),
+        ("latents", (0, 3), 1, 1),
     ],
 )
-def test_as_few_calls_as_layouts_allow(name: str, layouts: tuple[int, int], calls: int) -> None:
-    """Keys and values of all equal layers at once, unless heads are in another order: then each buffer."""
+def test_as_few_calls_as_layouts_allow(name: str, layouts: tuple[int, int], alignment: int, calls: int) -> None:
+    """Keys and values of all equal layers at once, also where heads are in another order; else each buffer."""
     runtime, count = counting_runtime("counting")
-    src, dst = (make(EVERY[name], runtime.dispatcher, layout=LAYOUTS[at][0], head_layout=LAYOUTS[at][1]) for at in layouts)
+    options = [{"layout": layout, "head_layout": heads, "alignment": alignment} for layout, heads in LAYOUTS]
+    src, dst = (make(EVERY[name], runtime.dispatcher, **options[at]) for at in layouts)
     for _ in range(2):
         count.clear()
         src.swap_blocks(dst, [(0, 1), (2, 3)])
         assert dict(count) == {("counting", "swap_blocks_"): calls}
+
+
+ORDERS = {"head_layout": kvdock.HeadLayout.NHD}, {"head_layout": kvdock.HeadLayout.HND}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_blocks_of_all_layers_have_numbers_of_their_own_and_errors_name_what_was_passed(
+    dtype: torch.dtype, ops: kvdock.OpDispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block 6 of a layer would be block 0 of the next, and padding a block of the one before. Nothing but blocks is written."""
+    for layout in kvdock.KVCacheLayout:
+        src, dst = (make(SPECS["uniform"], ops, seed=seed, layout=layout, **order) for seed, order in enumerate(ORDERS))
+        good = torch.tensor([[5, 0], [-1, 3], [2, -7], [0, 5], [-(2**31), -(2**31)]], dtype=dtype)
+        after = expected(src, dst, [(5, 0), (0, 5)])
+        src.swap_blocks(dst, good)
+        assert same(kept(dst), after)
+        src.swap_blocks(dst, good[:0])
+        src.swap_blocks(dst, good[1:3])
+        for bad, error, text in (
+            ([[1, 1], [6, 0]], kvdock.IndexRangeError, r"block_pairs\[1, 0\]: expected a block id below 6, .*, got 6"),
+            ([[1, 6], [0, 0]], kvdock.IndexRangeError, r"block_pairs\[0, 1\]: expected a block id below 6, .*, got 6"),
+            ([[1, 2], [0, 2]], kvdock.errors.ArgumentValueError, r"block_pairs\[1\]: .* got destination 2 twice"),
+        ):
+            pairs = torch.tensor(bad, dtype=dtype)
+            with pytest.raises(error, match=rf"^swap_blocks_: {text}"):
+                src.swap_blocks(dst, pairs)
+            monkeypatch.setattr("kvdock.cache.routes.HOST", torch.device("meta"))  # as for pairs on a device
+            with kvdock.debug(), pytest.raises(error, match=rf"^swap_blocks_: {text}"):
+                src.swap_blocks(dst, pairs)
+            monkeypatch.undo()
+        assert same(kept(dst), after)
+
+
+def test_pairs_of_which_the_op_makes_errors_are_not_taken_for_numbers(ops: kvdock.OpDispatcher) -> None:
+    src, dst = (make(SPECS["uniform"], ops, seed=seed, **order) for seed, order in enumerate(ORDERS))
+    src.swap_blocks(dst, [(0, 0)])
+    after = kept(dst)
+    apart = torch.tensor([[1, 3], [2, 4]]).t()
+    for pairs in (apart, torch.tensor([[1.0, 2.0]]), torch.tensor([1, 2]), torch.zeros((2, 2), dtype=torch.int64, device="meta")):
+        with pytest.raises(kvdock.KVDockError, match="block_pairs"):
+            src.swap_blocks(dst, pairs)
+    assert same(kept(dst), after)
 
 
 def test_a_backend_named_when_the_cache_was_made_serves_it() -> None:

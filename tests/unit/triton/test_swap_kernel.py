@@ -123,3 +123,29 @@ def test_one_kernel_is_compiled_for_any_number_of_pairs(host_pairs: Target, memo
     for count in (1, 2, 3, 5, 6):
         kvdock.ops.swap_blocks_(*pools, memory.index([[number, number] for number in range(count)]))
     assert host_pairs.runtime.dispatcher.op("swap_blocks_").prepared <= before + 1
+
+
+def test_pairs_on_a_device_that_are_of_no_block_are_skipped_in_all_layers(device_pairs: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where heads are in another order, blocks of all layers are numbered in one pool: what is beyond one layer is in the next."""
+    spec = kvdock.KVSpec.uniform(num_layers=3, num_kv_heads=2, head_dim=8, max_positions=64, dtype=torch.float32)
+    for layout, dtype in itertools.product(kvdock.KVCacheLayout, (torch.int32, torch.int64)):
+        src, dst = (
+            kvdock.create_cache(
+                spec,
+                kvdock.PagedKVCacheConfig(num_blocks=blocks, block_size=4, layout=layout, head_layout=heads),
+                kvdock.RankInfo("cpu"),
+                ops=device_pairs.runtime.dispatcher,
+            )
+            for blocks, heads in zip((6, 5), kvdock.HeadLayout, strict=True)
+        )
+        for layer in range(3):
+            src.k_cache(layer).normal_()
+            src.v_cache(layer).normal_()
+        monkeypatch.setattr("kvdock.cache.routes.HOST", torch.device("meta"))  # nobody reads these pairs but the kernel
+        before = device_pairs.runtime.skipped_writes("cpu")
+        src.swap_blocks(dst, torch.tensor([[5, 0], [6, 1], [-1, 2], [4, -1], [0, 5], [2, 4], [2**31 - 1, -3]], dtype=dtype))
+        for layer, view in itertools.product(range(3), ("k_cache", "v_cache")):
+            source, to = getattr(src, view)(layer), getattr(dst, view)(layer)
+            assert torch.equal(to[[0, 4]], source[[5, 2]])
+            assert not to[1:4].any()
+        assert device_pairs.runtime.skipped_writes("cpu") - before == 2 * 3 * 2, "two pairs, in each layer's keys and values"
