@@ -26,8 +26,8 @@ def run(*arguments: str) -> None:
     assert "skipped" not in text, text
 
 
-def test_attention_with_windows() -> None:
-    run("tests/unit/triton/test_attention_kernels.py", "-k", "test_tiles_of_queries")
+def test_attention_with_windows_and_by_maps() -> None:
+    run("tests/unit/triton/test_attention_kernels.py", "-k", "test_tiles_of_queries or (test_tiles_come_by_maps and float16-HND)")
 
 
 @pytest.mark.slow

@@ -12,9 +12,9 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ class Driver:
 
     def __init__(self) -> None:
         self.launches: list[tuple[tuple[int, ...], dict[str, Any]]] = []
-        self.utils = SimpleNamespace(
+        self.utils: Any = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 2**20},
             load_binary=lambda *args: (1, FUNCTION, 32, 0, 1024),
             unload_module=lambda module: None,
@@ -171,28 +171,65 @@ def test_lists_of_blocks_that_change(driver: Driver, monkeypatch: pytest.MonkeyP
 
 
 def test_attention_launches(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few queries: a program for each sequence, head and split, and what joins them. Many: tiles, and as few splits as fill the GPU."""
+    """Few queries: programs that share the keys, and what joins them. Many: tiles, and as few splits as fill the GPU."""
     monkeypatch.setattr(AcmeBackend, "processors", lambda self, device: 32)
     pools, table = G.pools(Memory()), torch.zeros(3, 20, dtype=torch.int32)
     q, lens = torch.zeros(3, 8, 8, dtype=torch.bfloat16), torch.tensor([5, 0, 1280])
     out, lse = kvdock.ops.paged_attention(q, *pools, table, lens, return_lse=True)
     (grid, args), (join_grid, join) = driver.launches
-    splits = -(-20 * 64 // args["LEAST"])
-    assert (grid, join_grid, args["splits"], join["splits"]) == ((3 * 2, splits, 1), (3 * 8, 1, 1), splits, splits)
+    programs = 3 * 2 * -(-20 * 64 // args["LEAST"])
+    assert (grid, join_grid, join["programs"]) == ((programs, 1, 1), (3 * 8, 1, 1), programs)
     pointers = {"q": q, "k_cache": pools[0], "v_cache": pools[1], "table": table, "lens": lens, "out": out, "lse": lse}
     assert {name: args[name] for name in pointers} == {name: tensor.data_ptr() for name, tensor in pointers.items()}
-    assert (join["out"], join["lse"], join["parts"]) == (out.data_ptr(), lse.data_ptr(), args["parts"])
-    assert args["sums"] - args["parts"] == 3 * 8 * splits * 8 * 4  # behind the rows of all queries, heads and splits
+    assert [join[name] for name in ("out", "lse", "lens")] == [tensor.data_ptr() for tensor in (out, lse, lens)]
+    assert [join[name] for name in ("parts", "sums")] == [args[name] for name in ("parts", "sums")]
+    assert args["sums"] - args["parts"] == 2 * programs * args["ROWS"] * 8 * 4  # behind both parts of all programs
     assert (args["queries"], args["batch"], args["room"], args["num_blocks"]) == (3, 3, 20 * 64, 1100)
     assert [args[name] * args["Q_UNIT"] for name in ("q_token", "q_head")] == [*q.stride()[:2]]
     cu, q = torch.tensor([0, 300, 300, 301]), torch.zeros(301, 8, 8, dtype=torch.bfloat16)
     kvdock.ops.paged_attention(q, *pools, table, lens, cu_query_lens=cu)
     grid, args = driver.launches[-1]
-    assert (args["SEARCH"], grid) == (True, ((301 // args["TILE"] + 3) * 2, 1, 1))
+    assert (args["splits"], grid) == (1, ((301 // args["TILE"] + 3) * 2, 1, 1))
     kvdock.ops.paged_attention(q, *pools, table, lens, cu_query_lens=cu, max_query_len=4)
-    grid, args = driver.launches[-2]  # there is something to join where some sequences are longer than others
-    assert (args["SEARCH"], grid, args["even"], args["splits"]) == (False, (3 * 2, 3, 1), 1, 3)
-    assert args["cu"] == cu.data_ptr()
+    (grid, args), (join_grid, join) = driver.launches[-2:]
+    assert (grid, join_grid) == ((programs, 1, 1), (3 * 2 * args["TILE"] * args["SHARE"], 1, 1))
+    assert args["cu"] == join["cu"] == cu.data_ptr()
+
+
+def test_launches_with_maps_of_the_caches(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a Hopper: maps are made once for the pools of each layer, by the driver, and what joins is launched early."""
+    from triton.backends.nvidia.driver import make_launcher
+
+    from kvdock_triton.tuning import HOPPER
+
+    direct, calls, maps = importlib.import_module("kvdock_triton.direct"), list[tuple[Any, ...]](), list[tuple[Any, ...]]()
+
+    def launcher(source: Any, metadata: Any) -> Any:
+        make_launcher({}, source.signature, metadata.tensordesc_meta)  # Triton's own, which refuses what does not fit
+        return SimpleNamespace(launch=lambda *args: calls.append((len(source.signature), *args)))
+
+    driver.utils.fill_tma_descriptor = lambda *args: maps.append(args) or f"map {len(maps)}"
+    monkeypatch.setattr(AcmeBackend, "tuning", lambda self, device: HOPPER)
+    monkeypatch.setattr("triton.backends.nvidia.driver.CudaLauncher", launcher)
+    for name, value in {"why_not": str, "fits": lambda kernel, driver: True}.items():
+        monkeypatch.setattr(direct, name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", int, raising=False)
+    layers = [G.pools(Memory()) for _ in range(2)]
+    q, table, lens = torch.zeros(3, 8, 8, dtype=torch.bfloat16), torch.zeros(3, 20, dtype=torch.int32), torch.tensor([5, 0, 1280])
+    for pools in layers * 2:
+        kvdock.ops.paged_attention(q, *pools, table, lens)
+    assert [at for at, *_ in maps] == [pool.data_ptr() for pools in layers for pool in pools]
+    block, slot, head, _ = layers[0][0].stride()
+    assert {tuple(map(tuple, rest[3:6])) for _, *rest in maps} == {((1, 1, 16, 16), (1100, 2, 64, 8), (block, head, slot, 1))}
+    attends, joins = calls[::2], calls[1::2]
+    assert [call[-18] for call in attends] == ["map 1", "map 3"] * 2
+    assert attends[0][-9:] == ("map 2", 1100, 2, 64, 8, block, head, slot, 1)
+    for number, *args in calls:
+        assert len(args) == 3 + 10 + number
+    assert {call[7] for call in attends} == {False}
+    assert {call[7] for call in joins} == {True}
 
 
 def meant(grid: tuple[int, ...], args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -316,15 +353,23 @@ class CudaDriver(Driver):
 
 def test_kernels_that_need_more_are_launched_publicly() -> None:
     direct = importlib.import_module("kvdock_triton.direct")
-    bare = {"global_scratch_size": 0, "profile_scratch_size": 0, "launch_cooperative_grid": False, "launch_pdl": False}
+    bare = {"global_scratch_size": 0, "profile_scratch_size": 0, "launch_cooperative_grid": False}
     assert direct.fits(SimpleNamespace(metadata=SimpleNamespace(**bare)), CudaDriver())
     assert not direct.fits(SimpleNamespace(metadata=SimpleNamespace(**bare)), Driver())
     for name in bare:
         assert not direct.fits(SimpleNamespace(metadata=SimpleNamespace(**{**bare, name: 1})), CudaDriver()), name
 
 
+class Metadata(NamedTuple):
+    """What a compiled kernel says of itself."""
+
+    launch_pdl: bool
+    tensordesc_meta: Sequence[Any] = ()
+
+
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_direct_launches(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
+def test_direct_launches(monkeypatch: pytest.MonkeyPatch, devices: int, early: bool) -> None:
     """Grid, stream and parameters in Triton's order; with several devices under a guard when another is current."""
     direct, calls, current = importlib.import_module("kvdock_triton.direct"), list[tuple[Any, ...]](), [1]
 
@@ -339,9 +384,9 @@ def test_direct_launches(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
     monkeypatch.setattr(torch.cuda, "device", guard)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM + index, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
-    kernel = SimpleNamespace(_init_handles=lambda: None, metadata=None, function=FUNCTION, packed_metadata="packed")
-    launch = direct.build(kernel, None, ["k", "v", "tokens"], ["*i32", "*i32", "i64"], 1)
-    head = (STREAM + 1, FUNCTION, False, False, None, None, "packed", None, None, None)
+    kernel = SimpleNamespace(_init_handles=lambda: None, metadata=Metadata(early), function=FUNCTION, packed_metadata="packed")
+    launch = direct.build(kernel, None, [("k", "*i32"), ("v", "*i32"), ("tokens", "i64")], 1)
+    head = (STREAM + 1, FUNCTION, False, early, None, None, "packed", None, None, None)
     launch.run(5, 2, 100, 200, 9)
     launch.fix(["k", "v", "rows"], "-(-rows // tile)", "1", {"tokens": "rows * 2", "tile": 4})(300, 400, 7)
     assert calls == [(5, 2, 1, *head, 100, 200, 9), (2, 1, 1, *head, 300, 400, 14)]

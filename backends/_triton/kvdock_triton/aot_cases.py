@@ -206,9 +206,12 @@ def _attention(geometry: Geometry, dtype: torch.dtype = _DTYPE, every_option: bo
     """Return the kernels of `paged_attention`: for few queries of each sequence, for any number, and what joins splits."""
     request = _attention_request(geometry, dtype, every_option)
     specs: dict[str, Callable[[Tuning], KernelSpec]] = {
-        "decode": lambda tuning: attention_specs.attend_spec(request, tuning.decode, False),
+        "decode": lambda tuning: attention_specs.attend_spec(request, tuning.decode, False, early=tuning.early),
         "prefill": lambda tuning: attention_specs.attend_spec(request, tuning.prefill, True),
         "join": lambda tuning: attention_specs.join_spec(request),
+        "join of decode": lambda tuning: attention_specs.join_few_spec(
+            request, attention_specs.attend_spec(request, tuning.decode, False), tuning.early
+        ),
     }
     alignment, options = request.tensor("q").alignment, ", every option" if every_option else ""
     variant = f"{geometry} {str(dtype).removeprefix('torch.')}{options} align {alignment}"

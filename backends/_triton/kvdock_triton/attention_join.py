@@ -1,13 +1,15 @@
-"""Attention over paged caches as Triton kernels: what joins the splits of a sequence."""
+"""Attention over paged caches as Triton kernels: what joins the parts of a row that several programs looked at."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from kvdock_triton.attention_parts import DONE, LN2, LOG2E
+from kvdock_triton.attention_parts import LN2, LOG2E
+from kvdock_triton.attention_results import DONE
+from kvdock_triton.attention_shares import find_programs, queries_of, share_out
 
-__all__ = ["join_kernel"]
+__all__ = ["join_few_kernel", "join_kernel"]
 
 
 @triton.jit
@@ -64,3 +66,93 @@ def join_kernel(
     if LSE:
         logarithm = tl.where(total == 0, float("-inf"), level + tl.log2(tl.where(total == 0, 1.0, total)))
         tl.store(lse + query * lse_token + head * lse_head, logarithm * LN2)
+
+
+@triton.jit
+def join_few_kernel(
+    parts,
+    sums,
+    lens,
+    cu,
+    starts,
+    sinks,
+    out,
+    lse,
+    queries,
+    batch,
+    room,
+    programs,
+    lens_step,
+    cu_step,
+    starts_step,
+    out_token,
+    out_head,
+    lse_token,
+    lse_head,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    RAGGED: tl.constexpr,
+    STARTS: tl.constexpr,
+    SINKS: tl.constexpr,
+    LSE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHARE: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNIT: tl.constexpr,
+    LEAST: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_WIDE: tl.constexpr,
+    OUT_UNIT: tl.constexpr,
+    STEP: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Join the parts of one row of a tile of `attend_few_kernel`, which ran in so many ``programs``, if there is more than one.
+
+    With ``EARLY``, it is launched while parts are still made, and waits for their end: always, since what follows waits for this alone.
+    """
+    SHARES: tl.constexpr = (GROUP + SHARE - 1) // SHARE  # noqa: N806 - a constant of Triton's
+    SEGMENTS: tl.constexpr = HEADS * SHARES  # noqa: N806 - likewise
+    rows = (lens, cu, starts, lens_step, cu_step, starts_step, queries, room)
+    in_tile = tl.program_id(0) % (TILE * SHARE)
+    segment = tl.program_id(0) // (TILE * SHARE)
+    row = segment // SEGMENTS
+    query = in_tile // SHARE
+    in_group = segment % SHARES * SHARE + in_tile % SHARE
+    chunk, chunks, _ = share_out(
+        programs.to(tl.int32), batch.to(tl.int32), rows, SEGMENTS, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT, LEAST
+    )
+    opener, number = find_programs(row, segment % SEGMENTS, chunk, chunks, rows, SEGMENTS, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT)
+    first, count, _, _, _, _ = queries_of(row, row < batch, rows, CAUSAL, WINDOW, RAGGED, STARTS, TILE)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    if (number == 1) | (query >= count) | (in_group >= GROUP):
+        return
+    head = (segment % SEGMENTS // SHARES * GROUP + in_group).to(tl.int64)
+    dim = tl.arange(0, V_WIDE)
+    highest = float("-inf")
+    total = 0.0
+    if SINKS:
+        highest = tl.load(sinks + head).to(tl.float32) * LOG2E
+        total = 1.0
+    found = tl.zeros([V_WIDE], tl.float32)
+    for start in range(0, number, STEP):
+        some = start + tl.arange(0, STEP)
+        part = (2 * (opener + some).to(tl.int64) + (some == 0)) * ROWS + in_tile
+        logarithms = tl.load(sums + part, mask=some < number, other=float("-inf"))
+        there = (some < number)[:, None] & (dim < V_DIM)[None, :]
+        values = tl.load(parts + part[:, None] * V_DIM + dim[None, :], mask=there, other=0.0)  # not stored where their sum is of nothing
+        before_these = highest
+        highest = tl.maximum(highest, tl.max(logarithms, 0))
+        level = tl.where(highest == float("-inf"), 0.0, highest)
+        weights = tl.exp2(logarithms - level)
+        faded = tl.exp2(before_these - level)
+        total = total * faded + tl.sum(weights, 0)
+        found = found * faded + tl.sum(tl.where((weights > 0)[:, None], values * weights[:, None], 0.0), 0)
+    found = found / tl.where(total == 0, 1.0, total)
+    at = first + query
+    tl.store(out + (at * out_token + head * out_head) * OUT_UNIT + dim, found.to(out.dtype.element_ty), mask=dim < V_DIM)
+    if LSE:
+        logarithm = tl.where(total == 0, float("-inf"), highest + tl.log2(tl.where(total == 0, 1.0, total)))
+        tl.store(lse + at * lse_token + head * lse_head, logarithm * LN2)

@@ -11,23 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = [
-    "DONE",
-    "LN2",
-    "LOG2E",
-    "attend_keys",
-    "count_bad",
-    "count_outside",
-    "find_sequence",
-    "load_keys",
-    "spread_of",
-    "store_rows",
-]
+__all__ = ["LN2", "LOG2E", "attend_keys", "bend", "find_sequence", "load_keys", "peak_of", "weigh"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-DONE = tl.constexpr(-3.0e38)
-"""In place of the sum of a first split: it was the only one, and the result is stored."""
 
 
 @triton.jit
@@ -44,6 +31,36 @@ def load_keys(at, seen, dim, DIM: tl.constexpr, WIDE: tl.constexpr, CHECKED: tl.
         else:
             found = tl.load(at, mask=(dim < DIM) & seen[:, None], other=0.0)
     return found
+
+
+@triton.jit
+def bend(scores, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Make logits in base 2 of products, or leave the products where `weigh` scales them."""
+    if SOFTCAP > 0:  # the tangent by its exponential, which may overflow: 1 is right then
+        scores = SOFTCAP * LOG2E * (1 - 2 / (tl.exp2(scores * (2 * LOG2E * SCALE / SOFTCAP)) + 1))
+    elif SCALE <= 0:  # the highest is not that of the product
+        scores = scores * (SCALE * LOG2E)
+    return scores
+
+
+@triton.jit
+def peak_of(scores, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Return the highest logit of each row."""
+    peak = tl.max(scores, 1)
+    if SOFTCAP == 0 and SCALE > 0:
+        peak = peak * (SCALE * LOG2E)
+    return peak
+
+
+@triton.jit
+def weigh(scores, level, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Return the weights of keys, of what `bend` returned."""
+    if SOFTCAP > 0 or SCALE <= 0:
+        weights = tl.exp2(scores - level[:, None])
+    else:  # once rounded, and one instruction for each score less
+        factor: tl.constexpr = SCALE * LOG2E
+        weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, factor, tl.float32), -tl.broadcast_to(level[:, None], scores.shape)))
+    return weights
 
 
 @triton.jit
@@ -80,18 +97,20 @@ def attend_keys(
     WITHIN: tl.constexpr,
     WIDEN: tl.constexpr,
     CHECKED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Let rows attend to the keys from ``begin`` to ``end`` of a sequence: causal and by window where rows differ in that.
 
     What is not ``CHECKED`` are whole tiles, all of whose blocks are in the pool. What a key has behind ``K_WIDE`` elements is read by
     itself, in ``K_REST``; where values are ``WITHIN`` keys, those elements are the values, and read once.
+    ``STAGES`` is as in `kvdock_triton.tuning.AttentionTile`, None for the kernel's.
     """
     k_dim = tl.arange(0, K_WIDE)[None, :]
     v_dim = tl.arange(0, V_WIDE)[None, :]
     places = tl.arange(0, KEYS)
     ahead = begin + places
     ids = tl.load(table + ahead // BLOCK_SIZE * table_column, mask=ahead < end, other=-1)
-    for start in range(begin, end, KEYS):
+    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
         key = start + places
         if CHECKED:
             seen = (key < end) & (ids >= 0) & (ids < num_blocks)
@@ -112,11 +131,7 @@ def attend_keys(
             if WIDEN:
                 k_rest = k_rest.to(tl.float32)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
-        factor: tl.constexpr = SCALE * LOG2E
-        if SOFTCAP > 0:  # the tangent by its exponential, which may overflow: 1 is right then
-            scores = SOFTCAP * LOG2E * (1 - 2 / (tl.exp2(scores * (2 * LOG2E * SCALE / SOFTCAP)) + 1))
-        elif SCALE <= 0:  # the highest is not that of the product
-            scores = scores * factor
+        scores = bend(scores, SCALE, SOFTCAP)
         if CHECKED or CAUSAL or WINDOW > 0:
             shown = seen[None, :]
             if CAUSAL:
@@ -125,15 +140,9 @@ def attend_keys(
                 shown = shown & (key[None, :] > position[:, None] - WINDOW)
             scores = tl.where(shown, scores, float("-inf"))
         before = highest
-        if SOFTCAP > 0 or SCALE <= 0:
-            highest = tl.maximum(before, tl.max(scores, 1))
-        else:
-            highest = tl.maximum(before, tl.max(scores, 1) * factor)
+        highest = tl.maximum(before, peak_of(scores, SCALE, SOFTCAP))
         level = tl.where(highest == float("-inf"), 0.0, highest)  # of -inf and -inf there is no difference
-        if SOFTCAP > 0 or SCALE <= 0:
-            weights = tl.exp2(scores - level[:, None])
-        else:  # once rounded, and one instruction for each score less
-            weights = tl.exp2(tl.fma(scores, tl.full([ROWS, KEYS], factor, tl.float32), -tl.broadcast_to(level[:, None], (ROWS, KEYS))))
+        weights = weigh(scores, level, SCALE, SOFTCAP)
         faded = tl.exp2(before - level)
         total = total * faded + tl.sum(weights, 1)
         if WITHIN:
@@ -144,89 +153,6 @@ def attend_keys(
                 v = v.to(tl.float32)
         found = tl.dot(weights.to(v.dtype), v, found * faded[:, None], input_precision="ieee")
     return found, highest, total
-
-
-@triton.jit
-def store_rows(
-    found,
-    highest,
-    total,
-    query,
-    head,
-    is_real,
-    split,
-    splits,
-    used,
-    out,
-    lse,
-    parts,
-    sums,
-    out_token,
-    out_head,
-    lse_token,
-    lse_head,
-    QUERY_HEADS: tl.constexpr,
-    V_DIM: tl.constexpr,
-    V_WIDE: tl.constexpr,
-    OUT_UNIT: tl.constexpr,
-    LSE: tl.constexpr,
-):
-    """Store what rows found: the result, or where several splits are used, a part for `join_kernel`."""
-    dim = tl.arange(0, V_WIDE)[None, :]
-    inside = is_real[:, None] & (dim < V_DIM)
-    values = found / tl.where(total == 0, 1.0, total)[:, None]
-    logarithm = tl.where(total == 0, float("-inf"), highest + tl.log2(tl.where(total == 0, 1.0, total)))
-    part = (query * QUERY_HEADS + head) * splits + split
-    if used > 1:
-        tl.store(sums + part, logarithm, mask=is_real)
-        tl.store(parts + part[:, None] * V_DIM + dim, values, mask=inside & (total > 0)[:, None])
-    else:
-        at = (query * out_token + head * out_head) * OUT_UNIT
-        tl.store(out + at[:, None] + dim, values.to(out.dtype.element_ty), mask=inside)
-        if LSE:
-            tl.store(lse + query * lse_token + head * lse_head, logarithm * LN2, mask=is_real)
-        if splits > 1:
-            tl.store(sums + part, tl.full([found.shape[0]], DONE, tl.float32), mask=is_real)
-
-
-@triton.jit
-def spread_of(lens, lens_step, batch, room, WINDOW: tl.constexpr):
-    """Return the most keys that a sequence has, and how many they have on average."""
-    places = tl.arange(0, 128)
-    most = tl.zeros([128], tl.float32)
-    total = tl.zeros([128], tl.float32)
-    for start in range(0, batch, 128):
-        row = start + places
-        said = tl.load(lens + row.to(tl.int64) * lens_step, mask=row < batch, other=0).to(tl.int64)
-        keys = tl.minimum(tl.maximum(said, 0), room).to(tl.float32)
-        if WINDOW > 0:
-            keys = tl.minimum(keys, WINDOW)
-        most = tl.maximum(most, keys)
-        total += keys
-    return tl.max(most, 0), tl.sum(total, 0) / batch
-
-
-@triton.jit
-def count_outside(table, table_column, begin, end, num_blocks):
-    """Return how many blocks of some columns are not in the pool."""
-    places = tl.arange(0, 512)
-    outside = tl.zeros([512], tl.int64)
-    for start in range(begin, end, 512):
-        column = start + places
-        ids = tl.load(table + column * table_column, mask=column < end, other=0)
-        outside += ((column < end) & ((ids < 0) | (ids >= num_blocks))).to(tl.int64)
-    return tl.sum(outside, 0)
-
-
-@triton.jit
-def count_bad(skipped, table, table_column, length, room, begin, num_blocks, BLOCK_SIZE: tl.constexpr):
-    """Count a length that the table has no room for, and blocks that are not in the pool where a query looks."""
-    if (length < 0) | (length > room):
-        tl.atomic_add(skipped, 1, sem="relaxed")
-    end = tl.minimum(length, room).to(tl.int32)
-    number = count_outside(table, table_column, begin // BLOCK_SIZE, (end + BLOCK_SIZE - 1) // BLOCK_SIZE, num_blocks)
-    if number > 0:
-        tl.atomic_add(skipped, number, sem="relaxed")
 
 
 @triton.jit

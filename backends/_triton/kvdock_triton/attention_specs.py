@@ -7,13 +7,27 @@ from typing import Any
 import torch
 
 from kvdock.plugin import Request, TensorMeta, common_alignment
-from kvdock_triton.attention_join import join_kernel
-from kvdock_triton.attention_kernels import attend_kernel
+from kvdock_triton.attention_few import attend_few_kernel
+from kvdock_triton.attention_join import join_few_kernel, join_kernel
+from kvdock_triton.attention_many import attend_many_kernel
 from kvdock_triton.elements import index_type
 from kvdock_triton.launch import KernelSpec, is_interpreting
-from kvdock_triton.tuning import AttentionTile
+from kvdock_triton.tensor_maps import MAP_ALIGNMENT, map_type
+from kvdock_triton.tuning import LEAST_ROWS, AttentionTile
 
-__all__ = ["LONG", "MOST_KEYS", "MOST_SPLITS", "attend_spec", "join_spec", "may_be_within", "unit_of"]
+__all__ = [
+    "LONG",
+    "MAPPED_POOLS",
+    "MOST_KEYS",
+    "MOST_SPLITS",
+    "attend_spec",
+    "is_mapped",
+    "join_few_spec",
+    "join_spec",
+    "map_layout",
+    "may_be_within",
+    "unit_of",
+]
 
 MOST_SPLITS = 64
 """Splits of a sequence at most: `join_kernel` looks at all of them at once."""
@@ -29,6 +43,9 @@ WARP_ELEMENTS = 2048
 """Elements of what a tile finds that a warp holds at most, up to `MOST_WARPS`: more would leave no registers for all else."""
 
 MOST_WARPS = 8
+
+MAPPED_POOLS = {"k_map": "k_cache", "v_map": "v_cache"}
+"""The cache that each parameter is a map of."""
 
 MOST_KEYS = (1 << 31) - (1 << 16)
 """Keys are counted in 32 bits."""
@@ -96,12 +113,41 @@ def _types(request: Request) -> dict[str, str]:
     return found | {"parts": "*fp32", "sums": "*fp32", "skipped": "*i64"}
 
 
+def _key_bytes(request: Request) -> int:
+    """Return the bytes of a key and its value, as they are padded."""
+    k_cache, v_cache = request.tensor("k_cache"), request.tensor("v_cache")
+    return (sum(_parts(int(k_cache.shape[3] or 0))) + _wide(int(v_cache.shape[3] or 0))) * k_cache.dtype.itemsize
+
+
+def is_mapped(request: Request) -> bool:
+    """Whether tiles of keys and values, each of one block, may be read by maps of the caches."""
+    pools = [request.tensor(name) for name in ("k_cache", "v_cache")]
+    block = int(pools[0].shape[1] or 1)
+    return (
+        block % LEAST_ROWS == 0
+        and not _is_long(request)
+        and all(pool.dtype.itemsize == 2 and common_alignment(pool) == MAP_ALIGNMENT for pool in pools)
+        and all(stride > 0 or size == 1 for pool in pools for size, stride in zip(pool.shape, pool.strides or (), strict=True))
+    )
+
+
+def map_layout(pool: TensorMeta) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return sizes and strides of a cache as its map has them: by block, head, slot and element. Where a size is 1, any stride does."""
+    places = (0, 2, 1, 3)
+    sizes = tuple(int(pool.shape[place] or 0) for place in places)
+    strides = tuple((pool.strides or ())[place] or _wide(sizes[3]) for place in places[:3])
+    return sizes, (*strides, 1)
+
+
+def _map_type(pool: TensorMeta, keys: int) -> str:
+    """Return the type of a cache's map."""
+    return map_type(_FLOATS[pool.dtype].removeprefix("*"), (1, 1, keys, _wide(int(pool.shape[3] or 0))))
+
+
 def _tile_for(request: Request, tile: AttentionTile) -> AttentionTile:
     """Return the tile for the heads of a request."""
-    pools = [request.tensor(name) for name in ("k_cache", "v_cache")]
-    k_dim, v_dim = (int(pool.shape[3] or 0) for pool in pools)
-    fitted = tile.for_keys((sum(_parts(k_dim)) + _wide(v_dim)) * pools[0].dtype.itemsize)
-    return fitted.without_matrix_units() if pools[0].dtype == torch.float32 else fitted
+    fitted = tile.for_keys(_key_bytes(request))
+    return fitted.without_matrix_units() if request.tensor("k_cache").dtype == torch.float32 else fitted
 
 
 def _is_long(request: Request) -> bool:
@@ -115,38 +161,32 @@ def may_be_within(request: Request) -> bool:
     return k_cache.strides == v_cache.strides and v_cache.shape[3] == _parts(int(k_cache.shape[3] or 0))[0] < int(k_cache.shape[3] or 0)
 
 
-def attend_spec(request: Request, tile: AttentionTile, search: bool, within: bool = False) -> KernelSpec:
+def attend_spec(request: Request, tile: AttentionTile, many: bool, within: bool = False, early: bool = False) -> KernelSpec:
     """Return what to compile for a request.
 
     Args:
         request: what is prepared.
         tile: for tuned heads.
-        search: whether sequences have more queries than a tile.
+        many: whether rows of the batch have more queries than a tile.
         within: whether values are the first elements of keys: see `may_be_within`.
+        early: whether what joins the parts of few queries is launched before they have ended.
     """
-    q, k_cache = request.tensor("q"), request.tensor("k_cache")
-    tile, heads, absent = _tile_for(request, tile), int(k_cache.shape[2] or 1), _absent(request)
-    group = int(q.shape[1] or 1) // heads
-    most = tile.rows if q.dtype == torch.float32 else tile.long_rows if _is_long(request) else MOST_SHARED
-    rows = tile.rows if search else max(tile.rows, min(_wide(group), most))
-    share, scale = min(group, rows), request.args["scale"]
-    v_cache, (k_wide, k_rest) = request.tensor("v_cache"), _parts(int(k_cache.shape[3] or 0))
-    constants = _common_constants(request) | absent | _pool_constants("K", k_cache) | _pool_constants("V", v_cache)
+    q, k_cache, v_cache = (request.tensor(name) for name in ("q", "k_cache", "v_cache"))
+    mapped = not many and not within and tile.mapped is not None and is_mapped(request)
+    fitted = _tile_for(request, tile)
+    tile = fitted.by_maps(int(k_cache.shape[1] or 1), _key_bytes(request)) if mapped else fitted
+    absent, shape = _absent(request), _shape(request, tile, many)
+    k_wide, k_rest = _parts(int(k_cache.shape[3] or 0))
+    constants = _common_constants(request) | absent | shape | _pool_constants("K", k_cache) | _pool_constants("V", v_cache)
+    constants |= _few_constants(request, tile, mapped) | {"EARLY": early} if not many else {}
     constants |= {
-        "SCALE": int(q.shape[2] or 1) ** -0.5 if scale is None else float(scale),
+        "SCALE": int(q.shape[2] or 1) ** -0.5 if request.args["scale"] is None else float(request.args["scale"]),
         "SOFTCAP": float(request.args["softcap"] or 0),
         "CAUSAL": request.args["causal"],
-        "WINDOW": min(request.args["window"] or 0, MOST_KEYS),
-        "RAGGED": "cu" not in absent,
+        "WINDOW": _window(request),
         "STARTS": "starts" not in absent,
         "BLOCK_SIZE": k_cache.shape[1],
         "Q_UNIT": unit_of(q),
-        "HEADS": heads,
-        "GROUP": group,
-        "SHARE": share,
-        "TILE": 1 if "cu" in absent else rows // share,
-        "SEARCH": search,
-        "ROWS": rows,
         "KEYS": tile.keys,
         "LEAST": tile.least,
         "K_WIDE": k_wide,
@@ -154,21 +194,57 @@ def attend_spec(request: Request, tile: AttentionTile, search: bool, within: boo
         "WITHIN": within,
         "WIDEN": is_interpreting(),  # which multiplies the bits of bfloat16 as integers
     }
-    types = _types(request) | dict.fromkeys(("queries", "batch", "room", "num_blocks", "splits", "even", *_STRIDES), "i64")
+    maps = {name: _map_type(request.tensor(pool), tile.keys) for name, pool in MAPPED_POOLS.items() if mapped}
+    numbers = ("queries", "batch", "room", "num_blocks", *(["splits"] if many else []), *_STRIDES)
+    types = _types(request) | maps | dict.fromkeys(numbers, "i64")
     pools = [name for name in ("k_cache", "v_cache") if common_alignment(request.tensor(name)) == 16]
     aligned = (*pools, *(name for name in ("q", "out") if request.tensor(name).alignment >= 16), "parts", "sums")
     types = {name: found for name, found in types.items() if name not in absent}
-    least = 4 if len(pools) < 2 else rows * constants["V_WIDE"] // WARP_ELEMENTS  # narrow accesses need an address each
+    least = 4 if len(pools) < 2 else shape["ROWS"] * constants["V_WIDE"] // WARP_ELEMENTS  # narrow accesses need an address each
     warps = min(max(tile.warps, least), MOST_WARPS)
-    return KernelSpec.build(attend_kernel, types, constants, aligned, warps, tile.stages)
+    return KernelSpec.build(attend_many_kernel if many else attend_few_kernel, types, constants, aligned, warps, tile.stages)
+
+
+def _window(request: Request) -> int:
+    """Return the window, 0 where there is none."""
+    return min(request.args["window"] or 0, MOST_KEYS)
+
+
+def _shape(request: Request, tile: AttentionTile, many: bool) -> dict[str, int]:
+    """Return the constants of what a program serves: heads of the cache, query heads of each, queries, and rows of both."""
+    q, heads, is_one = request.tensor("q"), int(request.tensor("k_cache").shape[2] or 1), request.args["cu_query_lens"] is None
+    group = int(q.shape[1] or 1) // heads
+    most = tile.rows if q.dtype == torch.float32 else tile.long_rows if _is_long(request) else MOST_SHARED
+    rows = tile.rows if many else max(tile.rows, min(_wide(group), most))
+    share = min(group, rows)
+    return {"HEADS": heads, "GROUP": group, "SHARE": share, "TILE": 1 if is_one else rows // share, "ROWS": rows}
+
+
+def _few_constants(request: Request, tile: AttentionTile, mapped: bool) -> dict[str, Any]:
+    """Return the constants of `attend_few_kernel` alone. A unit is what a step of its loop looks at."""
+    unit = 2 * tile.keys if mapped else tile.keys
+    return {"RAGGED": request.args["cu_query_lens"] is not None, "UNIT": unit, "MAPPED": mapped} | (
+        {} if mapped else dict.fromkeys(MAPPED_POOLS, 0)
+    )
 
 
 def join_spec(request: Request) -> KernelSpec:
-    """Return what joins splits."""
-    absent = {name: value for name, value in _absent(request).items() if name in join_kernel.arg_names}
+    """Return what joins splits of many queries."""
     query_heads = int(request.tensor("q").shape[1] or 1)
-    constants = _common_constants(request) | absent | {"QUERY_HEADS": query_heads, "MOST": MOST_SPLITS, "STEP": 8}
-    types = _types(request) | dict.fromkeys(("splits", *_STRIDES), "i64")
-    types = {name: found for name, found in types.items() if name in join_kernel.arg_names and name not in absent}
+    constants = {"QUERY_HEADS": query_heads, "MOST": MOST_SPLITS, "STEP": 8}
+    return _join_spec(request, join_kernel, constants, ("splits",))
+
+
+def join_few_spec(request: Request, attend: KernelSpec, early: bool = False) -> KernelSpec:
+    """Return what joins the parts of an `attend_few_kernel`; ``early`` as in `attend_spec`."""
+    names = ("CAUSAL", "WINDOW", "RAGGED", "STARTS", "HEADS", "GROUP", "SHARE", "TILE", "ROWS", "UNIT", "LEAST")
+    constants = {name: attend.constant(name) for name in names} | {"STEP": 16, "EARLY": early}
+    return _join_spec(request, join_few_kernel, constants, ("queries", "batch", "room", "programs"), early)
+
+
+def _join_spec(request: Request, kernel: Any, constants: dict[str, Any], numbers: tuple[str, ...], early: bool = False) -> KernelSpec:
+    absent = {name: value for name, value in _absent(request).items() if name in kernel.arg_names}
+    types = _types(request) | dict.fromkeys((*numbers, *_STRIDES), "i64")
+    types = {name: found for name, found in types.items() if name in kernel.arg_names and name not in absent}
     aligned = ("parts", "sums", *(["out"] if request.tensor("out").alignment >= 16 else []))
-    return KernelSpec.build(join_kernel, types, constants, aligned, 1)
+    return KernelSpec.build(kernel, types, _common_constants(request) | absent | constants, aligned, 1, early=early)

@@ -14,6 +14,7 @@ import torch
 import triton
 from triton.compiler import CompiledKernel
 
+from kvdock_triton.tensor_maps import driver_maps, spelled
 from kvdock_triton.written import Launch
 
 __all__ = ["DIRECT_LAUNCH", "build", "fits", "why_not"]
@@ -37,11 +38,11 @@ def why_not() -> str:
 def fits(kernel: Any, driver: Any) -> bool:
     """Whether a kernel can be launched directly: for an NVIDIA GPU, and without what only the public launch provides."""
     metadata = kernel.metadata
-    extras = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+    extras = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid")
     return type(driver).__name__ == "CudaDriver" and not any(getattr(metadata, name, 0) for name in extras)
 
 
-def build(kernel: Any, fn: Any, names: Sequence[str], types: Sequence[str], index: int) -> Launch:
+def build(kernel: Any, fn: Any, types: Sequence[tuple[str, str]], index: int) -> Launch:
     """Return the launch of a kernel by the C launcher of Triton 3.6, built for run-time parameters alone.
 
     Its arguments: grid, stream, function, cooperative, programmatic, global scratch, profile scratch, packed metadata,
@@ -51,24 +52,26 @@ def build(kernel: Any, fn: Any, names: Sequence[str], types: Sequence[str], inde
     Args:
         kernel: what `triton.compile` returned. The device is current.
         fn: the ``@triton.jit`` function.
-        names: its run-time parameters, in order.
-        types: the Triton type of each.
+        types: its run-time parameters, in order, and the Triton type of each.
         index: index of the device.
     """
     from triton.backends.nvidia.driver import CudaLauncher
 
     kernel._init_handles()
-    source = SimpleNamespace(constants={}, signature=dict(enumerate(types)), fn=fn)
+    names, taken = zip(*spelled(types), strict=True)
+    source = SimpleNamespace(constants={}, signature=dict(enumerate(taken)), fn=fn)
     scope = {
-        "run": CudaLauncher(source, kernel.metadata).launch,
+        "run": CudaLauncher(source, kernel.metadata._replace(tensordesc_meta=[])).launch,  # `driver_maps` has made them already
         "function": kernel.function,
         "packed": kernel.packed_metadata,
+        "early": bool(kernel.metadata.launch_pdl),
         "index": index,
         "stream_of": torch._C._cuda_getCurrentRawStream,
         "current_device": torch._C._cuda_getDevice,
         "guard": torch.cuda.device,
     }
-    call = "run({grid}, 1, stream_of(index), function, False, False, None, None, packed, None, None, None, {arguments})"
+    maps = driver_maps(kernel, types)
+    call = "run({grid}, 1, stream_of(index), function, False, early, None, None, packed, None, None, None, {arguments})"
     if torch.cuda.device_count() == 1:
-        return Launch(names, [call], scope)
-    return Launch(names, [f"if current_device() == index: return {call}", f"with guard(index): {call}"], scope)
+        return Launch(names, [call], scope, maps)
+    return Launch(names, [f"if current_device() == index: return {call}", f"with guard(index): {call}"], scope, maps)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvdock_triton import direct
+from kvdock_triton.tensor_maps import MapMaker, interpreted_map, is_map, spelled
 from kvdock_triton.written import Launch
 
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
@@ -34,6 +35,7 @@ __all__ = [
     "KernelSpec",
     "compile_for",
     "describe_launch",
+    "has_maps",
     "is_interpreting",
     "launcher_for",
     "without_driver",
@@ -43,9 +45,9 @@ Guard = Callable[[torch.device], AbstractContextManager[Any]]
 """Makes a device current: `Backend.device_guard`."""
 
 
-def _plain(spec: KernelSpec, run: Callable[..., None]) -> Launch:
+def _plain(spec: KernelSpec, run: Callable[..., None], maps: Mapping[str, MapMaker] | None = None) -> Launch:
     """Return a launch by a function of the grid and all run-time arguments."""
-    return Launch([name for name, _ in spec.types], ["run({grid}, {arguments})"], {"run": run})
+    return Launch([name for name, _ in spelled(spec.types)], ["run({grid}, {arguments})"], {"run": run}, maps)
 
 
 @attrs.frozen
@@ -59,6 +61,7 @@ class KernelSpec:
         aligned: names of pointers that are multiples of 16 bytes.
         num_warps: warps of a program.
         num_stages: steps of a loop over tiles whose loads are on their way at once; None for the compiler's default.
+        early: whether it may be launched before what it follows has ended: it waits for that itself.
     """
 
     kernel: Any = attrs.field(eq=id)
@@ -67,6 +70,7 @@ class KernelSpec:
     aligned: tuple[str, ...]
     num_warps: int
     num_stages: int | None = None
+    early: bool = False
 
     @classmethod
     def build(
@@ -77,6 +81,7 @@ class KernelSpec:
         aligned: tuple[str, ...],
         num_warps: int,
         num_stages: int | None = None,
+        early: bool = False,
     ) -> KernelSpec:
         """Put a spec together, checking that every parameter has a type or a value."""
         missing = [name for name in kernel.arg_names if name not in types and name not in constants]
@@ -84,7 +89,7 @@ class KernelSpec:
         if missing or unknown:
             raise TypeError(f"{kernel.__name__}: parameters without type or value: {missing}; unknown: {unknown}")
         ordered = tuple((name, types[name]) for name in kernel.arg_names if name in types)
-        return cls(kernel, ordered, tuple(sorted(constants.items())), aligned, num_warps, num_stages)
+        return cls(kernel, ordered, tuple(sorted(constants.items())), aligned, num_warps, num_stages, early)
 
     def constant(self, name: str) -> Any:
         """Return the value of a constant."""
@@ -103,8 +108,9 @@ class KernelSpec:
 
 def compile_for(spec: KernelSpec, target: GPUTarget) -> Any:
     """Compile for a target, on any machine. No float is contracted: results may not depend on what a release does by default."""
-    stages = {} if spec.num_stages is None else {"num_stages": spec.num_stages}
-    return triton.compile(spec.source(), target=target, options={"num_warps": spec.num_warps, "enable_fp_fusion": False, **stages})
+    more = {} if spec.num_stages is None else {"num_stages": spec.num_stages}
+    more |= {"launch_pdl": True} if spec.early else {}
+    return triton.compile(spec.source(), target=target, options={"num_warps": spec.num_warps, "enable_fp_fusion": False, **more})
 
 
 _lock = threading.Lock()
@@ -163,8 +169,7 @@ def _compiled(spec: KernelSpec, device: torch.device) -> tuple[Any, Launch | Non
     kernel = compile_for(spec, driver.get_current_target())
     if direct.why_not() or not direct.fits(kernel, driver):
         return kernel, None
-    names, types = zip(*spec.types, strict=True)
-    return kernel, direct.build(kernel, spec.kernel, names, types, device.index)
+    return kernel, direct.build(kernel, spec.kernel, spec.types, device.index)
 
 
 def _public(kernel: Any, spec: KernelSpec, device: torch.device, guard: Guard) -> Launch:
@@ -206,18 +211,29 @@ def _interpreted(spec: KernelSpec, device: torch.device) -> Launch:
     _make_bounds_work()
     types, constants = dict(spec.types), dict(spec.constants)
 
-    def argument(name: str, value: int) -> Any:
-        ty = tl.str_to_ty(types[name], None)
-        if not types[name].startswith("*"):
-            return tl.tensor(TensorHandle(np.array([value], dtype=types[name].replace("i", "int")), ty), ty)
+    def argument(type_name: str, value: int) -> Any:
+        ty = tl.str_to_ty(type_name, None)
+        if not type_name.startswith("*"):
+            return tl.tensor(TensorHandle(np.array([value], dtype=type_name.replace("i", "int")), ty), ty)
         return tl.tensor(TensorHandle(np.array([value], dtype=np.uint64), ty), ty)
 
     def launch(grid_x: int, grid_y: int, *args: Any) -> None:
+        values, named = iter(args), {}
         with _lock:  # while it interprets, Triton replaces the functions of its language for the whole process
-            named = {name: argument(name, value) for name, value in zip(types, args, strict=True)}
+            for name, type_name in types.items():
+                mine = [next(values) for _ in spelled([(name, type_name)])]
+                named[name] = interpreted_map(type_name, argument, mine) if is_map(type_name) else argument(type_name, *mine)
             spec.kernel[(grid_x, grid_y, 1)](**named, **constants)
 
-    return _plain(spec, launch)
+    def as_they_are(address: int, sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+        return (address, *sizes, *strides)
+
+    return _plain(spec, launch, {name: as_they_are for name, type_name in spec.types if is_map(type_name)})
+
+
+def has_maps() -> bool:
+    """Whether kernels may have maps for parameters, and be launched early: where Triton's launcher is called directly, or not at all."""
+    return is_interpreting() or not direct.why_not()
 
 
 def describe_launch() -> str:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import attrs
 import torch
 
 from kvdock.plugin import Descriptor, Request, quantised_reasons
-from kvdock_triton.attention_specs import LONG, MOST_KEYS, MOST_SPLITS, attend_spec, join_spec, may_be_within, unit_of
-from kvdock_triton.launch import KernelSpec
+from kvdock_triton.attention_specs import (
+    LONG,
+    MAPPED_POOLS,
+    MOST_KEYS,
+    MOST_SPLITS,
+    attend_spec,
+    join_few_spec,
+    join_spec,
+    map_layout,
+    may_be_within,
+    unit_of,
+)
+from kvdock_triton.launch import KernelSpec, has_maps, is_interpreting
 from kvdock_triton.support import TritonKernel, ceil_div
 from kvdock_triton.written import Launch
 
@@ -19,95 +30,132 @@ __all__ = ["MOST_DIM", "PagedAttention", "PagedAttentionDescriptor"]
 MOST_DIM = {"k_cache": 576, "v_cache": 512}
 """Length of a head at most, that of latents: a tile of longer ones has no room in some GPU's shared memory."""
 
+MOST_MAPS = 1024
+"""Pairs of caches whose maps are kept: a layer has one, of a hundred bytes."""
 
-@attrs.frozen
-class _Attend:
-    """One way to attend: a kernel, and how its grid is laid out.
+
+@attrs.frozen(eq=False)
+class _Way:
+    """One way to attend: a kernel, what joins what several programs found of a row, and how its grid is laid out.
 
     Args:
         launch: the kernel.
+        join: what joins.
         queries: of a tile.
-        programs: of a tile, one for each head of the cache and each share of its group.
+        segments: programs of a tile at least, one for each head of the cache and each share of its group.
         rows: of a program.
-        wanted: programs that the keys are split for.
-        uneven: as many, where some sequences are longer than others.
-        least: keys of a split at least.
+        served: rows of a program that may be a query and a head.
+        wanted: programs that the keys are shared out among.
+        least: keys of a part at least.
     """
 
     launch: Launch
+    join: Launch
     queries: int
-    programs: int
+    segments: int
     rows: int
+    served: int
     wanted: int
-    uneven: int
     least: int
 
     @classmethod
-    def of(cls, spec: KernelSpec, launch: Launch, wanted: int, uneven: int) -> _Attend:
+    def of(cls, spec: KernelSpec, launch: Launch, join: Launch, wanted: int) -> Self:
         """Read the layout off what was compiled."""
         names = ("TILE", "HEADS", "GROUP", "SHARE", "ROWS", "LEAST")
         tile, heads, group, share, rows, least = (spec.constant(name) for name in names)
-        return cls(launch, tile, heads * ceil_div(group, share), rows, wanted, uneven, least)
+        return cls(launch, join, tile, heads * ceil_div(group, share), rows, tile * share, wanted, least)
 
-    def splits(self, tiles: int, queries: int, room: int) -> tuple[int, int]:
-        """Return in how many splits the keys of ``tiles`` tiles are looked at, at most and where sequences are of about one length."""
-        programs = max(tiles, ceil_div(queries, self.queries)) * self.programs
-        most = min(ceil_div(room, self.least), MOST_SPLITS)
-        even = max(1, min(self.wanted // programs, most))
-        return max(even, min(2 * self.uneven // programs, most)) if tiles > 1 else even, even
+    def programs(self, batch: int, room: int) -> int:
+        """Return among how many programs few queries of each row are shared out: as many as are wanted and have ``least`` keys each.
+
+        As many for each segment, where there are enough: programs with nothing to do would take the places of others.
+        """
+        segments = batch * self.segments
+        each = min(self.wanted // segments, ceil_div(room, self.least)) if segments else 0
+        return max(segments * each, 1) if segments <= self.wanted else self.wanted
+
+    def has_parts(self, programs: int, batch: int, room: int) -> bool:
+        """Whether any of so many programs may have a part of a row only."""
+        return programs != batch * self.segments or (batch > 1 and room > self.least)
+
+    def splits(self, tiles: int, queries: int, room: int) -> int:
+        """Return in how many splits the keys of each of ``tiles`` tiles of many queries are looked at, at most."""
+        programs = max(tiles, ceil_div(queries, self.queries)) * self.segments
+        return max(1, min(self.wanted // programs, ceil_div(room, self.least), MOST_SPLITS))
 
 
-_Ways = tuple[_Attend, _Attend]
-"""For few queries of each sequence, and for any number."""
+_Ways = tuple[_Way, _Way]
+"""For few queries of each row of the batch, and for any number."""
 
 
 class PagedAttentionDescriptor(Descriptor):
-    """Launches one of two kernels, by whether the queries of a sequence fit into a tile, and where keys were split, what joins them.
+    """Launches one of two kernels, by whether the queries of a row fit into a tile, and what joins what several programs found of it.
 
     Where values may be the first elements of keys, there are two more, for when they are.
-    What splits found lies in memory that each call takes from torch's allocator, so that calls on several streams, and replays of
+    What is to be joined lies in memory that each call takes from torch's allocator, so that calls on several streams, and replays of
     graphs, share none of it.
     """
 
     uses_autograd = False  # kernels read and write by address
     notes_capture = True  # a graph needs the compiled kernels alone, which the process keeps
 
-    def __init__(self, request: Request, apart: _Ways, within: _Ways, join: Launch, skipped: int) -> None:
-        self._apart, self._within, self._join, self._skipped = apart, within, join, skipped
+    def __init__(self, request: Request, apart: _Ways, within: _Ways, skipped: int) -> None:
+        self._apart, self._within, self._skipped = apart, within, skipped
         k_cache, v_cache = request.tensor("k_cache"), request.tensor("v_cache")
         self._num_blocks, self._block = int(k_cache.shape[0] or 0), int(k_cache.shape[1] or 1)
         self._width = int(v_cache.shape[3] or 0) + 1  # of one part with its sum
+        self._layouts = [map_layout(pool) for pool in (k_cache, v_cache)]
+        self._known_maps: dict[tuple[_Way, tuple[int, ...]], tuple[Any, ...]] = {}
         self._q_unit, self._out_unit = unit_of(request.tensor("q")), unit_of(request.tensor("out"))
-        self.workspace_bytes = max(max(way.wanted, 2 * way.uneven) * way.rows for way in (*apart, *within)) * self._width * 4
+        self.workspace_bytes = max(2 * way.wanted * way.rows for way in (*apart, *within)) * self._width * 4
 
     def __call__(self, *args: Any) -> None:
         """Attend, on the current stream of the tensors' device."""
         q, k_cache, v_cache, table, lens, cu, starts, sinks, _, _, most, _, _, _, _, out, lse = args
-        queries, heads, _ = q.shape
-        batch, width = table.shape
-        room = min(width * self._block, MOST_KEYS)
         few, many = self._within if k_cache.data_ptr() == v_cache.data_ptr() else self._apart
-        way = few if cu is None or most <= few.queries else many
-        tiles = batch if way is few else queries // way.queries + batch
-        splits, even = way.splits(tiles, queries, room)
-        parts = queries * heads * splits
-        workspace = torch.empty(parts * self._width, dtype=torch.float32, device=q.device) if splits > 1 else out
-        pointers = [tensor.data_ptr() for tensor in (q, k_cache, v_cache, table, lens, cu, starts, sinks) if tensor is not None]
-        ends = [out.data_ptr()] if lse is None else [out.data_ptr(), lse.data_ptr()]
-        begin = workspace.data_ptr()
-        found = (begin, begin + 4 * parts * (self._width - 1) if splits > 1 else begin)  # what splits found, and its sums
-        read, written = self._strides(q, table, lens, cu, starts), self._output_strides(out, lse)
-        sizes = (queries, batch, room, self._num_blocks, splits, even)
-        way.launch.run(tiles * way.programs, splits, *pointers, *ends, *found, self._skipped, *sizes, *read, *written)
-        if splits > 1:
-            sink = [] if sinks is None else [sinks.data_ptr()]
-            self._join.run(queries * heads, 1, *found, *sink, *ends, splits, *written)
-
-    def _strides(self, q: torch.Tensor, table: torch.Tensor, *index: torch.Tensor | None) -> tuple[int, ...]:
-        """Return the strides of what is read, in the kernel's order."""
+        rows = [tensor.data_ptr() for tensor in (lens, cu, starts) if tensor is not None]
+        ends = [tensor.data_ptr() for tensor in (sinks, out, lse) if tensor is not None]
+        inputs = (q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), table.data_ptr(), *rows)
         q_token, q_head, _ = q.stride()
-        steps = (tensor.stride(0) for tensor in index if tensor is not None)
-        return (q_token // self._q_unit, q_head // self._q_unit, *table.stride(), *steps)
+        steps = [tensor.stride(0) for tensor in (lens, cu, starts) if tensor is not None]
+        strides = (q_token // self._q_unit, q_head // self._q_unit, *table.stride(), *steps)
+        written = self._output_strides(out, lse)
+        queries, (batch, width) = len(q), table.shape
+        room = min(width * self._block, MOST_KEYS)
+        sizes = (queries, batch, room, self._num_blocks)
+        if cu is None or most <= few.queries:
+            programs = few.programs(batch, room)
+            joined = few.has_parts(programs, batch, room)
+            memory, *found = self._workspace(2 * programs * few.rows if joined else 0, out)
+            maps = self._maps(few, k_cache.data_ptr(), v_cache.data_ptr()) if few.launch.maps else ()
+            few.launch.run(programs, 1, *inputs, *ends, *found, self._skipped, *sizes, *strides, *written, *maps)
+            if joined:
+                few.join.run(batch * few.segments * few.served, 1, *found, *rows, *ends, *sizes[:3], programs, *steps, *written)
+        else:
+            tiles = queries // many.queries + batch
+            splits = many.splits(tiles, queries, room)
+            memory, *found = self._workspace(queries * q.shape[1] * splits if splits > 1 else 0, out)
+            many.launch.run(tiles * many.segments, splits, *inputs, *ends, *found, self._skipped, *sizes, splits, *strides, *written)
+            if splits > 1:
+                many.join.run(queries * q.shape[1], 1, *found, *ends, splits, *written)
+        del memory  # not before all is launched: it would be another call's
+
+    def _workspace(self, parts: int, out: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+        """Return memory for so many parts, where they are, and where their sums are."""
+        if not parts:
+            return out, out.data_ptr(), out.data_ptr()
+        memory = torch.empty(parts * self._width, dtype=torch.float32, device=out.device)
+        return memory, memory.data_ptr(), memory.data_ptr() + 4 * parts * (self._width - 1)
+
+    def _maps(self, way: _Way, *addresses: int) -> tuple[Any, ...]:
+        """Return what a launch takes for the maps of both caches. Layers share a descriptor, and each has an address of its own."""
+        known = self._known_maps.get((way, addresses))
+        if known is None:
+            if len(self._known_maps) >= MOST_MAPS:
+                self._known_maps.clear()
+            made = [way.launch.maps[name](at, *layout) for name, at, layout in zip(MAPPED_POOLS, addresses, self._layouts, strict=True)]
+            known = self._known_maps[way, addresses] = tuple(value for each in made for value in each)
+        return known
 
     def _output_strides(self, out: torch.Tensor, lse: torch.Tensor | None) -> tuple[int, ...]:
         """Return the strides of what is written, in the kernels' order."""
@@ -133,15 +181,16 @@ class PagedAttention(TritonKernel):
         """Compile the kernels."""
         apart = self._ways(request, within=False)
         within = self._ways(request, within=True) if may_be_within(request) else apart
-        join = self.launch(join_spec(request), request)
-        return PagedAttentionDescriptor(request, apart, within, join, self.skipped(request.device))
+        return PagedAttentionDescriptor(request, apart, within, self.skipped(request.device))
 
     def _ways(self, request: Request, *, within: bool) -> _Ways:
         tuning, processors = self.tuning(request.device), self.processors(request.device)
-        tiles = {False: tuning.decode} | ({} if request.args["cu_query_lens"] is None else {True: tuning.prefill})
+        early = tuning.early and has_maps() and not is_interpreting()  # the interpreter ends one kernel before the next
+        decode = tuning.decode if has_maps() else attrs.evolve(tuning.decode, mapped=None)
+        tiles = {False: decode} | ({} if request.args["cu_query_lens"] is None else {True: tuning.prefill})
         ways = []
-        for search, tile in tiles.items():
-            spec = attend_spec(request, tile, search, within)
-            uneven = 0 if search else tile.uneven * processors
-            ways.append(_Attend.of(spec, self.launch(spec, request), tile.programs * processors, uneven))
+        for many, tile in tiles.items():
+            spec = attend_spec(request, tile, many, within, early)
+            join = join_spec(request) if many else join_few_spec(request, spec, early)
+            ways.append(_Way.of(spec, self.launch(spec, request), self.launch(join, request), tile.programs * processors))
         return ways[0], ways[-1]

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import attrs
 
-__all__ = ["DEFAULT", "HOPPER", "MOST_TOKENS", "TUNED_ROW_BYTES", "WIDE", "AttentionTile", "SwapTile", "Tile", "Tuning", "tuning_for"]
+__all__ = [
+    "DEFAULT",
+    "HOPPER",
+    "LEAST_ROWS",
+    "MOST_TOKENS",
+    "TUNED_ROW_BYTES",
+    "WIDE",
+    "AttentionTile",
+    "MappedTile",
+    "SwapTile",
+    "Tile",
+    "Tuning",
+    "tuning_for",
+]
 
 TUNED_ROW_BYTES = 2048
 """Bytes of a row of keys on which tiles are tuned: 8 heads of 128 elements of 2 bytes."""
@@ -67,8 +80,24 @@ class SwapTile:
 TUNED_KEY_BYTES = 512
 """Bytes of a key and its value on which tiles of attention are tuned: 128 elements each, of 2 bytes."""
 
+MOST_AHEAD = 4
+"""Steps whose keys are on their way at most, however short they are: the code before a loop has each once."""
+
 LEAST_ROWS = 16
 """Rows and keys of a tile at least: matrix units take no fewer."""
+
+
+@attrs.frozen
+class MappedTile:
+    """What one program of `paged_attention` reads at a time by a map of each cache.
+
+    Args:
+        keys: keys of a tile at most, all of one block; a step looks at two.
+        stages: steps whose keys are on their way at once, of keys of `TUNED_KEY_BYTES`.
+    """
+
+    keys: int
+    stages: int
 
 
 @attrs.frozen
@@ -81,9 +110,9 @@ class AttentionTile:
         warps: warps per program.
         stages: steps whose keys are on their way at once.
         programs: programs per processor that the keys are split for.
-        uneven: as many, where some sequences are longer than others: those that end first make room for others.
         least: keys of a split at least.
         long_rows: rows per program at most where keys are long, as latents are: as many as shared memory has room for.
+        mapped: what whole tiles of keys are read by, where they may: see `kvdock_triton.tensor_maps`; None where by addresses.
     """
 
     rows: int
@@ -91,15 +120,25 @@ class AttentionTile:
     warps: int
     stages: int
     programs: int = 1
-    uneven: int = 16
     least: int = 512
     long_rows: int = LEAST_ROWS
+    mapped: MappedTile | None = None
 
     def for_keys(self, key_bytes: int) -> AttentionTile:
         """Return the tile for keys and values of so many bytes together: about as many bytes per step as for those it was tuned on."""
         keys = _floor(self.keys * TUNED_KEY_BYTES // key_bytes)
         rows = _floor(min(self.rows, self.rows * TUNED_KEY_BYTES // key_bytes))
         return attrs.evolve(self, rows=max(rows, LEAST_ROWS), keys=min(max(keys, LEAST_ROWS), 2 * self.keys))
+
+    def by_maps(self, block: int, key_bytes: int) -> AttentionTile:
+        """Return the tile for blocks of so many keys, of so many bytes each with its value, that are read by maps.
+
+        As many bytes are on their way as for those it was tuned on, beside the two steps that are being looked at and filled.
+        """
+        if self.mapped is None:
+            return self
+        stages = 2 + min(max((self.mapped.stages - 2) * TUNED_KEY_BYTES // key_bytes, 1), MOST_AHEAD)
+        return attrs.evolve(self, keys=min(self.mapped.keys, block & -block), stages=stages)
 
     def without_matrix_units(self) -> AttentionTile:
         """Return the tile for float32, whose products are sums of lanes: each holds its share of both sides in registers."""
@@ -118,6 +157,7 @@ class Tuning:
         gather: `gather_paged`.
         copy: `copy_blocks_`; ``tokens`` is not used.
         swap: `swap_blocks_`.
+        early: whether what joins splits of `paged_attention` is launched before they have ended, to wait for that on the device.
         decode: `paged_attention` where each sequence has few queries, which fit into one tile.
         prefill: `paged_attention` of any number of queries.
     """
@@ -128,6 +168,7 @@ class Tuning:
     gather: Tile = Tile(2, 8)
     copy: Tile = Tile(1, 8)
     swap: SwapTile = SwapTile(16, 4096, 8)
+    early: bool = False
     decode: AttentionTile = AttentionTile(16, 32, 4, 3, programs=4)
     prefill: AttentionTile = AttentionTile(64, 32, 4, 2)
 
@@ -147,7 +188,10 @@ WIDE = Tuning(
 
 
 HOPPER = Tuning(
-    fused=Tile(1, 4), decode=AttentionTile(16, 32, 1, 4, programs=4, least=128, long_rows=64), prefill=AttentionTile(64, 64, 4, 3)
+    fused=Tile(1, 4),
+    early=True,
+    decode=AttentionTile(16, 32, 1, 4, programs=4, least=128, long_rows=64, mapped=MappedTile(16, 3)),
+    prefill=AttentionTile(64, 64, 4, 3),
 )
 """As measured on an H100, and attention on H200s; see docs/benchmarks."""
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
+from kvdock_triton.tensor_maps import MapMaker
+
 __all__ = ["Launch"]
 
 
@@ -17,12 +19,16 @@ class Launch:
         names: the kernel's run-time parameters, in order.
         lines: the source of a launch, with ``{grid}`` and ``{arguments}`` where they go.
         scope: what the lines refer to.
+        maps: what makes the arguments of each parameter that is a map: see `kvdock_triton.tensor_maps`.
 
     Attributes:
         run: ``run(grid_x, grid_y, *run-time arguments)``, pointers as addresses.
     """
 
-    def __init__(self, names: Sequence[str], lines: Sequence[str], scope: Mapping[str, Any]) -> None:
+    def __init__(
+        self, names: Sequence[str], lines: Sequence[str], scope: Mapping[str, Any], maps: Mapping[str, MapMaker] | None = None
+    ) -> None:
+        self.maps = maps or {}
         self._names, self._lines, self._scope = list(names), lines, scope
         self._makers: dict[str, Callable[..., Callable[..., None]]] = {}
         self.run = self.fix(["grid_x", "grid_y", *names], "grid_x", "grid_y", {})

@@ -158,40 +158,97 @@ def test_lengths_beyond_the_table_are_counted_and_nothing_behind_it_is_read(back
         assert torch.equal(out, kvdock.ops.paged_attention(**args))
 
 
-class FewProgramsWhereEven(SmallTiles):
-    """Sequences of one length are not split, and others are."""
+class FewPrograms(SmallTiles):
+    """Fewer programs than rows and heads, or some more: 64 for each unit."""
+
+    def __init__(self, processors: int) -> None:
+        super().__init__()
+        self._processors = processors
+
+    def processors(self, device: torch.device) -> int:
+        return self._processors
 
     def tuning(self, device: torch.device) -> Any:
         from kvdock_triton.tuning import AttentionTile, Tuning
 
-        return Tuning(decode=AttentionTile(16, 16, 1, 2, programs=0, uneven=1, least=16))
+        return Tuning(decode=AttentionTile(16, 16, 1, 2, programs=1, least=16))
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 40}, {"softcap": 2.0}], ids=str)
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("lengths", [[300, 0, 17, 1], [200, 200], [0, 0, 300], [130, *[5] * 140]], ids=["uneven", "even", "one", "many"])
-def test_longer_sequences_are_split_and_others_are_not(lengths: list[int], sinks: bool, options: dict[str, Any]) -> None:
-    """With as many queries that are nobody's, whose results are zeros."""
+UNEVEN, EVEN, ONE, MANY = [300, 0, 17, 1], [200, 200], [0, 0, 300], [130, *[5] * 140]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "processors", "options"),
+    [
+        *((UNEVEN, processors, {}) for processors in (1, 3, 8, 50)),
+        (UNEVEN, 7, {"window": 40}),
+        (UNEVEN, 12, {"softcap": 2.0}),
+        *((EVEN, processors, {}) for processors in (2, 4, 13)),
+        (ONE, 5, {"window": 40}),
+        pytest.param(MANY, 9, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_keys_are_shared_out_however_long_rows_are(lengths: list[int], processors: int, options: dict[str, Any]) -> None:
+    """Among fewer programs than there are rows and heads, so that one has several, and more, so that several have one."""
     torch.manual_seed(3)
-    batch, width = len(lengths), 75
-    k, v = (torch.randn(90, 4, 1, 16) for _ in "kv")
-    args = {**one(8), "q": torch.randn(batch, 2, 16), "k_cache": k, "v_cache": v, "seq_lens": torch.tensor(lengths)}
+    batch, width, heads = len(lengths), 75, 1 if lengths is MANY else 2
+    k, v = (torch.randn(90, 4, heads, 16) for _ in "kv")
+    args = {**one(8), "q": torch.randn(batch, 2 * heads, 16), "k_cache": k, "v_cache": v, "seq_lens": torch.tensor(lengths)}
     args |= {"block_table": torch.stack([torch.randperm(90)[:width] for _ in lengths]).int(), **options}
-    args["sinks"] = torch.randn(2) if sinks else None
-    with active(runtime_of(FewProgramsWhereEven()), "acme"):
+    args["sinks"] = torch.randn(2 * heads) if processors % 2 else None
+    with active(runtime_of(FewPrograms(processors)), "acme"):
         check(args)
 
 
-def test_how_many_splits_there_are() -> None:
-    """Room for twice as many as sequences have on average, where they are not alike; none more where there is one sequence."""
-    from kvdock_triton.paged_attention import _Attend
+class ByMaps(SmallTiles):
+    """Tiles of keys come by maps of the caches, where they may."""
 
-    way = _Attend(None, queries=1, programs=8, rows=16, wanted=528, uneven=2112, least=128)  # type: ignore[arg-type] # launches nothing
-    assert way.splits(64, 64, 8192) == (8, 1)
-    assert way.splits(16, 16, 4096) == (32, 4)
-    assert way.splits(1, 1, 4096) == (32, 32)
-    assert way.splits(1024, 1024, 4096) == (1, 1)
-    assert way.splits(1, 1, 0) == (1, 1)
+    def tuning(self, device: torch.device) -> Any:
+        from kvdock_triton.tuning import AttentionTile, MappedTile, Tuning
+
+        return Tuning(decode=AttentionTile(16, 32, 1, 2, programs=4, least=16, mapped=MappedTile(16, 4)))
+
+
+@pytest.mark.parametrize("order", [*ORDERS])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_tiles_come_by_maps(monkeypatch: pytest.MonkeyPatch, order: str, dtype: torch.dtype) -> None:
+    """In every order of memory, of heads of any length, with NaN and numbers behind sequences, and blocks that are not in the pool."""
+    from kvdock_triton import tensor_maps
+
+    made, real = list[Any](), tensor_maps.interpreted_map
+    monkeypatch.setattr("kvdock_triton.launch.interpreted_map", lambda *args: made.append(args[0]) or real(*args))
+    with active(runtime_of(ByMaps()), "acme"):
+        for seed in range(4):
+            args = batch(seed, dtype, order, aligned=True)
+            if args["cu_query_lens"] is not None:
+                args["max_query_len"] = int(args["cu_query_lens"].diff().max())
+            check(args)  # finds no number, and looks again by addresses
+            for cache in (args["k_cache"], args["v_cache"]):
+                cache.nan_to_num_(2.0)
+            check(args)
+            args["block_table"][0, 0] = (-7, 2**31 - 1)[seed % 2]
+            assert bool(kvdock.ops.paged_attention(**args).isfinite().all())
+    assert {kind.partition("[")[2] for kind in made} >= {"1,1,16,16]>", "1,1,16,32]>"}
+
+
+def test_how_many_programs_there_are_and_whether_there_is_anything_to_join() -> None:
+    from kvdock_triton.paged_attention import _Way
+
+    way = _Way(None, None, queries=1, segments=8, rows=16, served=4, wanted=528, least=128)  # type: ignore[arg-type] # launches nothing
+    assert [way.programs(batch, room) for batch, room in [(64, 8192), (64, 64), (1, 4096), (1, 128), (1, 0), (500, 9)]] == [
+        512,
+        512,
+        256,
+        8,
+        1,
+        528,
+    ]
+    assert way.has_parts(512, 64, 8192)
+    assert not way.has_parts(512, 64, 64), "all are so short that nobody shares one"
+    assert way.has_parts(256, 1, 4096)
+    assert not way.has_parts(8, 1, 128)
+    assert way.has_parts(528, 500, 9), "a program has several, and the last of them may be its neighbour's too"
+    assert [way.splits(tiles, 16, 4096) for tiles in (1, 4, 100)] == [4, 4, 1]
 
 
 def request(**changed: Any) -> Request:
@@ -224,7 +281,7 @@ def test_a_call_takes_no_more_memory_than_is_stated(backend: SmallTiles, monkeyp
     descriptor = backend.kernels()["paged_attention"].prepare(request())
     args = {**dict.fromkeys(PAGED_ATTENTION.arg_names), **one(39), "max_query_len": 1, "out": torch.zeros(1, 2, 16)}
     descriptor(*(args[name] for name in PAGED_ATTENTION.arg_names))
-    assert taken[-1] == 1 * 2 * 3 * 17  # queries, heads, splits of 16 keys, and a sum with each row
+    assert taken[-1] == 3 * 2 * 16 * 17  # programs of 16 keys, two parts of each, and a sum with each row
     assert 0 < 4 * taken[-1] <= descriptor.workspace_bytes
 
 

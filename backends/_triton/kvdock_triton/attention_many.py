@@ -1,4 +1,4 @@
-"""Attention over paged caches as Triton kernels: of parts of a sequence, which `attention_join` joins.
+"""Attention over paged caches as a Triton kernel, of any number of queries of each row: of parts, which `attention_join` joins.
 
 A program serves a tile of rows, each a query and a query head that reads the program's head of the cache, and a part of the keys that
 any of them sees.
@@ -10,21 +10,14 @@ import triton
 import triton.language as tl
 
 from kvdock_triton.attention_exact import attend_key_by_key, begin_rows
-from kvdock_triton.attention_parts import (
-    LOG2E,
-    attend_keys,
-    count_bad,
-    count_outside,
-    find_sequence,
-    spread_of,
-    store_rows,
-)
+from kvdock_triton.attention_parts import LOG2E, attend_keys, find_sequence
+from kvdock_triton.attention_results import count_bad, count_outside, store_rows
 
-__all__ = ["attend_kernel"]
+__all__ = ["attend_many_kernel"]
 
 
 @triton.jit
-def attend_kernel(
+def attend_many_kernel(
     q,
     k_cache,
     v_cache,
@@ -43,7 +36,6 @@ def attend_kernel(
     room,
     num_blocks,
     splits,
-    even,
     q_token,
     q_head,
     table_row,
@@ -59,7 +51,6 @@ def attend_kernel(
     SOFTCAP: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
-    RAGGED: tl.constexpr,
     STARTS: tl.constexpr,
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
@@ -81,7 +72,6 @@ def attend_kernel(
     GROUP: tl.constexpr,
     SHARE: tl.constexpr,
     TILE: tl.constexpr,
-    SEARCH: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     LEAST: tl.constexpr,
@@ -90,8 +80,8 @@ def attend_kernel(
 ):
     """Attend from one tile of ``TILE`` queries and ``SHARE`` of the ``GROUP`` heads that read one head, to one split of the keys.
 
-    ``program_id(0)`` runs over tiles and, within each, over heads; ``program_id(1)`` over splits. With ``SEARCH``, sequences have
-    as many tiles as they need; without, they have one each.
+    ``program_id(0)`` runs over tiles and, within each, over heads; ``program_id(1)`` over splits. Sequences have as many tiles as they
+    need.
     """
     SHARES: tl.constexpr = (GROUP + SHARE - 1) // SHARE  # noqa: N806 - a constant of Triton's
     tiles = tl.num_programs(0) // (HEADS * SHARES)
@@ -99,23 +89,14 @@ def attend_kernel(
     kv_head = tl.program_id(0) % (HEADS * SHARES) // SHARES
     share = tl.program_id(0) % SHARES
     split = tl.program_id(1)
-    tile = number
-    row = number
-    if SEARCH:
-        tile = tiles - 1 - number  # the last tiles of a causal sequence take longest, and begin first
-        row = find_sequence(cu, cu_step, batch.to(tl.int32), tile, TILE).to(tl.int32)
-    first = row.to(tl.int64)
-    last = first + 1
-    behind = queries
-    if RAGGED:
-        first = tl.load(cu + row * cu_step).to(tl.int64)
-        last = tl.minimum(tl.load(cu + (row + 1) * cu_step).to(tl.int64), queries)
-        behind = tl.maximum(tl.load(cu + batch * cu_step).to(tl.int64), 0)
-        first = tl.minimum(tl.maximum(first, 0), queries)
+    tile = tiles - 1 - number  # the last tiles of a causal sequence take longest, and begin first
+    row = find_sequence(cu, cu_step, batch.to(tl.int32), tile, TILE).to(tl.int32)
+    first = tl.load(cu + row * cu_step).to(tl.int64)
+    last = tl.minimum(tl.load(cu + (row + 1) * cu_step).to(tl.int64), queries)
+    behind = tl.maximum(tl.load(cu + batch * cu_step).to(tl.int64), 0)
+    first = tl.minimum(tl.maximum(first, 0), queries)
     count = tl.maximum(last - first, 0).to(tl.int32)
-    place = row * 0
-    if SEARCH:
-        place = (tile - (first // TILE + row)).to(tl.int32)
+    place = (tile - (first // TILE + row)).to(tl.int32)
 
     r = tl.arange(0, ROWS)
     query = place * TILE + r // SHARE
@@ -140,18 +121,9 @@ def attend_kernel(
         end = tl.minimum(end, length - count + tl.minimum(place * TILE + TILE, count))
     end = tl.where((place >= 0) & (place * TILE < count), end, begin)
 
-    # Splits of equal length, as many as there are LEAST keys for; or where some sequences are longer than others, splits that are as
-    # long in all of them.
+    # Splits of equal length, as many as there are LEAST keys for.
     keys = tl.maximum(end - begin, 0)
     used = tl.minimum(splits.to(tl.int32), (keys + LEAST - 1) // LEAST)
-    if not SEARCH:
-        if even < splits:
-            longest, average = spread_of(lens, lens_step, batch.to(tl.int32), room, WINDOW)
-            if longest <= 1.25 * average:
-                used = tl.minimum(used, even.to(tl.int32))
-            else:
-                size = tl.maximum(2 * average / splits, 4 * LEAST).to(tl.int32)
-                used = tl.minimum(used, (keys + size - 1) // size)
     used = tl.maximum(used, 1)
     each = (keys + used - 1) // used
     each = (each + KEYS - 1) // KEYS * KEYS
@@ -161,63 +133,37 @@ def attend_kernel(
     sink = tl.full([ROWS], float("-inf"), tl.float32)
     if SINKS:
         sink = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32) * LOG2E
-    if RAGGED:  # queries that nobody serves: behind the last sequence, or more of a sequence than max_query_len said
-        total = tl.zeros([ROWS], tl.float32)
-        if SINKS:
-            if splits == 1:
-                total = total + 1.0
-        found = tl.zeros([ROWS, V_WIDE], tl.float32)
-        if not SEARCH:
-            for extra in range(TILE, count):
-                store_rows(
-                    found,
-                    sink,
-                    total,
-                    first + extra + r * 0,
-                    head,
-                    is_head & (r < SHARE),
-                    split,
-                    splits,
-                    splits,
-                    out,
-                    lse,
-                    parts,
-                    sums,
-                    out_token,
-                    out_head,
-                    lse_token,
-                    lse_head,
-                    V_DIM=V_DIM,
-                    V_WIDE=V_WIDE,
-                    OUT_UNIT=OUT_UNIT,
-                    QUERY_HEADS=HEADS * GROUP,
-                    LSE=LSE,
-                )
-        for extra in range(behind + number, queries, tiles):
-            store_rows(
-                found,
-                sink,
-                total,
-                extra + r.to(tl.int64) * 0,
-                head,
-                is_head & (r < SHARE),
-                split,
-                splits,
-                splits,
-                out,
-                lse,
-                parts,
-                sums,
-                out_token,
-                out_head,
-                lse_token,
-                lse_head,
-                V_DIM=V_DIM,
-                V_WIDE=V_WIDE,
-                OUT_UNIT=OUT_UNIT,
-                QUERY_HEADS=HEADS * GROUP,
-                LSE=LSE,
-            )
+    # Queries that nobody serves: behind the last sequence.
+    total = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        if splits == 1:
+            total = total + 1.0
+    found = tl.zeros([ROWS, V_WIDE], tl.float32)
+    for extra in range(behind + number, queries, tiles):
+        store_rows(
+            found,
+            sink,
+            total,
+            extra + r.to(tl.int64) * 0,
+            head,
+            is_head & (r < SHARE),
+            split,
+            splits,
+            splits,
+            out,
+            lse,
+            parts,
+            sums,
+            out_token,
+            out_head,
+            lse_token,
+            lse_head,
+            V_DIM=V_DIM,
+            V_WIDE=V_WIDE,
+            OUT_UNIT=OUT_UNIT,
+            QUERY_HEADS=HEADS * GROUP,
+            LSE=LSE,
+        )
     if split >= used:  # at once, so that what is at work can take its place
         tl.store(sums + (at * (HEADS * GROUP) + head) * splits + split, tl.full([ROWS], float("-inf"), tl.float32), mask=is_real)
         return
@@ -238,7 +184,7 @@ def attend_kernel(
     k_head = k_cache + kv_head.to(tl.int64) * K_HEAD
     v_head = v_cache + kv_head.to(tl.int64) * V_HEAD
     masked_from = split_begin
-    if SEARCH and WINDOW == 0:  # most tiles of keys are seen by all rows
+    if WINDOW == 0:  # most tiles of keys are seen by all rows
         common = split_end
         if CAUSAL:
             common = tl.minimum(common, length - count + place * TILE + 1)
@@ -279,11 +225,12 @@ def attend_kernel(
         WITHIN,
         WIDEN,
         True,
+        None,
     )
     spoilt = False
     if TILE > 1 and (CAUSAL or WINDOW > 0):  # 0 times what is no number is not 0: rows that do not see it are to be found without
         spoilt = tl.max((found != found).to(tl.int32)) > 0
-    if SEARCH and WINDOW == 0:
+    if WINDOW == 0:
         found, highest, total = attend_keys(
             q_rows,
             q_rest,
@@ -317,6 +264,7 @@ def attend_kernel(
             WITHIN,
             WIDEN,
             False,
+            None,
         )
     if TILE > 1 and (CAUSAL or WINDOW > 0):  # at the end, where fewest registers are taken
         if spoilt:
