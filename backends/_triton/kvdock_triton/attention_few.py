@@ -32,6 +32,7 @@ def attend_few_kernel(
     lse,
     parts,
     sums,
+    openers,
     skipped,
     queries,
     batch,
@@ -124,6 +125,8 @@ def attend_few_kernel(
             TILE,
         )
 
+    opener = openers + 4 * program  # no part of a segment that others go on with, until there is one
+    tl.store(opener, 0)
     chunk, chunks, everything = share_out(programs, batch, rows, SEGMENTS, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT, LEAST)
     left, row, segment, offset = find_units(
         program, chunk, chunks, everything, batch, rows, SEGMENTS, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT
@@ -270,6 +273,11 @@ def attend_few_kernel(
             part = (2 * program.to(tl.int64) + tl.where(offset == 0, 1, 0)) * ROWS + r
             tl.store(sums + part, logarithm, mask=is_real)
             tl.store(parts + part[:, None] * V_DIM + v_dim, values, mask=inside & (total > 0)[:, None])
+            if offset == 0:
+                tl.store(opener, 1 + (own - taken + chunk - 1) // chunk)
+                tl.store(opener + 1, segment)
+                tl.store(opener + 2, first.to(tl.int32))
+                tl.store(opener + 3, count)
         if (segment == 0) & (offset == 0):
             count_bad(skipped, row_table, table_column, said, room, begin, num_blocks, BLOCK_SIZE)
         left -= taken

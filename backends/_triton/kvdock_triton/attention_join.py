@@ -7,7 +7,6 @@ import triton.language as tl
 
 from kvdock_triton.attention_parts import LN2, LOG2E
 from kvdock_triton.attention_results import DONE
-from kvdock_triton.attention_shares import find_programs, queries_of, share_out
 
 __all__ = ["join_few_kernel", "join_kernel"]
 
@@ -72,64 +71,46 @@ def join_kernel(
 def join_few_kernel(
     parts,
     sums,
-    lens,
-    cu,
-    starts,
+    openers,
     sinks,
     out,
     lse,
-    queries,
-    batch,
-    room,
-    programs,
-    lens_step,
-    cu_step,
-    starts_step,
     out_token,
     out_head,
     lse_token,
     lse_head,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    RAGGED: tl.constexpr,
-    STARTS: tl.constexpr,
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
-    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SHARE: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
-    UNIT: tl.constexpr,
-    LEAST: tl.constexpr,
     V_DIM: tl.constexpr,
     V_WIDE: tl.constexpr,
     OUT_UNIT: tl.constexpr,
     STEP: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Join the parts of one row of a tile of `attend_few_kernel`, which ran in so many ``programs``, if there is more than one.
+    """Join the parts of one row of a tile of `attend_few_kernel`, which begin with that of a program, if others go on with it.
 
     With ``EARLY``, it is launched while parts are still made, and waits for their end: always, since what follows waits for this alone.
     """
-    SHARES: tl.constexpr = (GROUP + SHARE - 1) // SHARE  # noqa: N806 - a constant of Triton's
-    SEGMENTS: tl.constexpr = HEADS * SHARES  # noqa: N806 - likewise
-    rows = (lens, cu, starts, lens_step, cu_step, starts_step, queries, room)
-    in_tile = tl.program_id(0) % (TILE * SHARE)
-    segment = tl.program_id(0) // (TILE * SHARE)
-    row = segment // SEGMENTS
-    query = in_tile // SHARE
-    in_group = segment % SHARES * SHARE + in_tile % SHARE
-    chunk, chunks, _ = share_out(
-        programs.to(tl.int32), batch.to(tl.int32), rows, SEGMENTS, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT, LEAST
-    )
-    opener, number = find_programs(row, segment % SEGMENTS, chunk, chunks, rows, SEGMENTS, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT)
-    first, count, _, _, _, _ = queries_of(row, row < batch, rows, CAUSAL, WINDOW, RAGGED, STARTS, TILE)
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    if (number == 1) | (query >= count) | (in_group >= GROUP):
+    program = tl.program_id(0) // (TILE * SHARE)
+    in_tile = tl.program_id(0) % (TILE * SHARE)
+    number = tl.load(openers + 4 * program)
+    if number <= 1:
         return
-    head = (segment % SEGMENTS // SHARES * GROUP + in_group).to(tl.int64)
+    segment = tl.load(openers + 4 * program + 1)
+    first = tl.load(openers + 4 * program + 2)
+    count = tl.load(openers + 4 * program + 3)
+    SHARES: tl.constexpr = (GROUP + SHARE - 1) // SHARE  # noqa: N806 - a constant of Triton's
+    query = in_tile // SHARE
+    in_group = segment % SHARES * SHARE + in_tile % SHARE
+    if (query >= count) | (in_group >= GROUP):
+        return
+    head = (segment // SHARES * GROUP + in_group).to(tl.int64)
     dim = tl.arange(0, V_WIDE)
     highest = float("-inf")
     total = 0.0
@@ -139,7 +120,7 @@ def join_few_kernel(
     found = tl.zeros([V_WIDE], tl.float32)
     for start in range(0, number, STEP):
         some = start + tl.arange(0, STEP)
-        part = (2 * (opener + some).to(tl.int64) + (some == 0)) * ROWS + in_tile
+        part = (2 * (program + some).to(tl.int64) + (some == 0)) * ROWS + in_tile
         logarithms = tl.load(sums + part, mask=some < number, other=float("-inf"))
         there = (some < number)[:, None] & (dim < V_DIM)[None, :]
         values = tl.load(parts + part[:, None] * V_DIM + dim[None, :], mask=there, other=0.0)  # not stored where their sum is of nothing
@@ -151,7 +132,7 @@ def join_few_kernel(
         total = total * faded + tl.sum(weights, 0)
         found = found * faded + tl.sum(tl.where((weights > 0)[:, None], values * weights[:, None], 0.0), 0)
     found = found / tl.where(total == 0, 1.0, total)
-    at = first + query
+    at = first.to(tl.int64) + query
     tl.store(out + (at * out_token + head * out_head) * OUT_UNIT + dim, found.to(out.dtype.element_ty), mask=dim < V_DIM)
     if LSE:
         logarithm = tl.where(total == 0, float("-inf"), highest + tl.log2(tl.where(total == 0, 1.0, total)))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["LEAST_KEYS", "find_programs", "find_units", "queries_of", "share_out", "units_of"]
+__all__ = ["LEAST_KEYS", "find_units", "queries_of", "share_out", "units_of"]
 
 LEAST_KEYS = tl.constexpr(16)
 """Of which the keys of a tile are a multiple: what matrix units take."""
@@ -163,33 +163,3 @@ def find_units(
         segment = ((unit - before) // own).to(tl.int32)
         offset = (unit - before - segment.to(tl.int64) * own).to(tl.int32)
     return number, row, segment, offset
-
-
-@triton.jit
-def find_programs(
-    row,
-    segment,
-    chunk,
-    chunks,
-    rows,
-    SEGMENTS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    RAGGED: tl.constexpr,
-    STARTS: tl.constexpr,
-    TILE: tl.constexpr,
-    UNIT: tl.constexpr,
-):
-    """Return the first program that has units of a segment of a row, and how many have."""
-    opener = (row * SEGMENTS + segment) * chunks
-    number = chunks
-    if chunks == 0:
-        before = row.to(tl.int64) * 0
-        for start in range(0, row, 128):
-            before += tl.sum(_units_from(start, row, rows, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT).to(tl.int64), 0)
-        _, _, _, _, begin, end = queries_of(row, row >= 0, rows, CAUSAL, WINDOW, RAGGED, STARTS, TILE)
-        own = units_of(begin, end, UNIT)
-        first_unit = before * SEGMENTS + segment.to(tl.int64) * own
-        opener = (first_unit // chunk).to(tl.int32)
-        number = ((first_unit + own - 1) // chunk).to(tl.int32) - opener + 1
-    return opener, number

@@ -110,7 +110,7 @@ def _types(request: Request) -> dict[str, str]:
     arguments |= {name: arg for name, (arg, *_) in _OPTIONAL.items() if request.args[arg] is not None}
     metas = {name: request.tensor(arg) for name, arg in arguments.items()}
     found = {name: _FLOATS.get(meta.dtype) or index_type(meta) for name, meta in metas.items()}
-    return found | {"parts": "*fp32", "sums": "*fp32", "skipped": "*i64"}
+    return found | {"parts": "*fp32", "sums": "*fp32", "openers": "*i32", "skipped": "*i64"}
 
 
 def _key_bytes(request: Request) -> int:
@@ -199,10 +199,11 @@ def attend_spec(request: Request, tile: AttentionTile, many: bool, within: bool 
     types = _types(request) | maps | dict.fromkeys(numbers, "i64")
     pools = [name for name in ("k_cache", "v_cache") if common_alignment(request.tensor(name)) == 16]
     aligned = (*pools, *(name for name in ("q", "out") if request.tensor(name).alignment >= 16), "parts", "sums")
-    types = {name: found for name, found in types.items() if name not in absent}
+    kernel = attend_many_kernel if many else attend_few_kernel
+    types = {name: found for name, found in types.items() if name in kernel.arg_names and name not in absent}
     least = 4 if len(pools) < 2 else shape["ROWS"] * constants["V_WIDE"] // WARP_ELEMENTS  # narrow accesses need an address each
     warps = min(max(tile.warps, least), MOST_WARPS)
-    return KernelSpec.build(attend_many_kernel if many else attend_few_kernel, types, constants, aligned, warps, tile.stages)
+    return KernelSpec.build(kernel, types, constants, aligned, warps, tile.stages)
 
 
 def _window(request: Request) -> int:
@@ -237,9 +238,8 @@ def join_spec(request: Request) -> KernelSpec:
 
 def join_few_spec(request: Request, attend: KernelSpec, early: bool = False) -> KernelSpec:
     """Return what joins the parts of an `attend_few_kernel`; ``early`` as in `attend_spec`."""
-    names = ("CAUSAL", "WINDOW", "RAGGED", "STARTS", "HEADS", "GROUP", "SHARE", "TILE", "ROWS", "UNIT", "LEAST")
-    constants = {name: attend.constant(name) for name in names} | {"STEP": 16, "EARLY": early}
-    return _join_spec(request, join_few_kernel, constants, ("queries", "batch", "room", "programs"), early)
+    constants = {name: attend.constant(name) for name in ("GROUP", "SHARE", "TILE", "ROWS")} | {"STEP": 16, "EARLY": early}
+    return _join_spec(request, join_few_kernel, constants, (), early)
 
 
 def _join_spec(request: Request, kernel: Any, constants: dict[str, Any], numbers: tuple[str, ...], early: bool = False) -> KernelSpec:

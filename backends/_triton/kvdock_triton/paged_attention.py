@@ -30,6 +30,9 @@ __all__ = ["MOST_DIM", "PagedAttention", "PagedAttentionDescriptor"]
 MOST_DIM = {"k_cache": 576, "v_cache": 512}
 """Length of a head at most, that of latents: a tile of longer ones has no room in some GPU's shared memory."""
 
+OPENER = 4
+"""Numbers by which a program of `attend_few_kernel` says whose part it has that others go on with."""
+
 MOST_MAPS = 1024
 """Pairs of caches whose maps are kept: a layer has one, of a hundred bytes."""
 
@@ -107,7 +110,7 @@ class PagedAttentionDescriptor(Descriptor):
         self._layouts = [map_layout(pool) for pool in (k_cache, v_cache)]
         self._known_maps: dict[tuple[_Way, tuple[int, ...]], tuple[Any, ...]] = {}
         self._q_unit, self._out_unit = unit_of(request.tensor("q")), unit_of(request.tensor("out"))
-        self.workspace_bytes = max(2 * way.wanted * way.rows for way in (*apart, *within)) * self._width * 4
+        self.workspace_bytes = max(way.wanted * (2 * way.rows * self._width + OPENER) for way in (*apart, *within)) * 4
 
     def __call__(self, *args: Any) -> None:
         """Attend, on the current stream of the tensors' device."""
@@ -126,26 +129,25 @@ class PagedAttentionDescriptor(Descriptor):
         if cu is None or most <= few.queries:
             programs = few.programs(batch, room)
             joined = few.has_parts(programs, batch, room)
-            memory, *found = self._workspace(2 * programs * few.rows if joined else 0, out)
+            memory, *found = self._workspace(2 * programs * few.rows if joined else 0, out, programs)
             maps = self._maps(few, k_cache.data_ptr(), v_cache.data_ptr()) if few.launch.maps else ()
             few.launch.run(programs, 1, *inputs, *ends, *found, self._skipped, *sizes, *strides, *written, *maps)
             if joined:
-                few.join.run(batch * few.segments * few.served, 1, *found, *rows, *ends, *sizes[:3], programs, *steps, *written)
+                few.join.run(programs * few.served, 1, *found, *ends, *written)
         else:
             tiles = queries // many.queries + batch
             splits = many.splits(tiles, queries, room)
-            memory, *found = self._workspace(queries * q.shape[1] * splits if splits > 1 else 0, out)
+            memory, *found, _ = self._workspace(queries * q.shape[1] * splits if splits > 1 else 0, out)
             many.launch.run(tiles * many.segments, splits, *inputs, *ends, *found, self._skipped, *sizes, splits, *strides, *written)
             if splits > 1:
                 many.join.run(queries * q.shape[1], 1, *found, *ends, splits, *written)
         del memory  # not before all is launched: it would be another call's
 
-    def _workspace(self, parts: int, out: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-        """Return memory for so many parts, where they are, and where their sums are."""
-        if not parts:
-            return out, out.data_ptr(), out.data_ptr()
-        memory = torch.empty(parts * self._width, dtype=torch.float32, device=out.device)
-        return memory, memory.data_ptr(), memory.data_ptr() + 4 * parts * (self._width - 1)
+    def _workspace(self, parts: int, out: torch.Tensor, programs: int = 0) -> tuple[torch.Tensor, int, int, int]:
+        """Return memory for so many parts, where they are, where their sums are, and where programs say what they begin."""
+        memory = torch.empty(parts * self._width + OPENER * programs, dtype=torch.float32, device=out.device)
+        begin = memory.data_ptr()
+        return memory, begin, begin + 4 * parts * (self._width - 1), begin + 4 * parts * self._width
 
     def _maps(self, way: _Way, *addresses: int) -> tuple[Any, ...]:
         """Return what a launch takes for the maps of both caches. Layers share a descriptor, and each has an address of its own."""
