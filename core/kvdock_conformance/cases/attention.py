@@ -14,7 +14,7 @@ from kvdock.ops.attention import PAGED_ATTENTION
 from kvdock.ops.schema import OpSchema
 from kvdock.plugin import QUANTISED_DTYPES
 from kvdock_conformance.cases.drawing import Drawing, View, call
-from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry
+from kvdock_conformance.cases.layouts import READ_POOLS, SOURCES, Geometry
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
 
 __all__ = ["ATTENTION", "OP", "Attention", "Batch", "Drawn"]
@@ -46,13 +46,14 @@ class Attention:
         heads: of queries, and of the cache.
         dims: elements of keys, and of values.
         block: tokens of a block.
-        pool: name of one of `kvdock_conformance.cases.layouts.POOLS`.
+        pool: name of one of `kvdock_conformance.cases.layouts.READ_POOLS`.
         source: name of one of `kvdock_conformance.cases.layouts.SOURCES`, for queries and for the output.
         starts: first token of each sequence that is seen.
         sinks: whether there are sinks.
         lse: whether sums are returned.
         index: dtype of lengths, sums and starts.
         spare: columns of the table behind those that the longest sequence needs.
+        before: blocks of nobody in front of all others.
         garbage: what lies where nobody may look: ``"nan"``, ``"inf"`` or ``"numbers"``.
         options: other arguments of the op.
         seed: of numbers, and of blocks.
@@ -71,6 +72,7 @@ class Attention:
     lse: bool = True
     index: str = "int64"
     spare: int = 1
+    before: int = 0
     garbage: str = "nan"
     options: Mapping[str, Any] = MappingProxyType({})
     seed: int = 0
@@ -88,14 +90,14 @@ class Attention:
         """Return the call on memory of its own."""
         needed, choose = self._blocks(), random.Random(self.seed)  # noqa: S311 - the same in every run
         (hq, hk), (dk, dv) = self.heads, self.dims
-        g = Geometry(sum(needed) + 2, self.block, hk, dk, hk, dv, self.dtype)
-        k_cache, v_cache = POOLS[self.pool](drawing, g)
+        g = Geometry(self.before + sum(needed) + 2, self.block, hk, dk, hk, dv, self.dtype)
+        k_cache, v_cache = READ_POOLS[self.pool](drawing, g)
         rows = attrs.evolve(g, hk=hq, hv=hq)
         q = SOURCES[self.source](drawing, rows, (self.queries,))[0]
         for arena in drawing.arenas:
             arena |= {"fill": "numbers", "dtype": self.dtype}
         out = SOURCES[self.source](drawing, rows, (self.queries,))[1]
-        owned = iter(choose.sample(range(g.num_blocks), sum(needed)))
+        owned = iter(choose.sample(range(self.before, g.num_blocks), sum(needed)))
         table = [list(itertools.islice(owned, count)) for count in needed]
         views = [k_cache, v_cache] if self.garbage != "numbers" else []
         places = [place for view in views for place in self._places(view, table)]

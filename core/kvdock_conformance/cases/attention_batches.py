@@ -14,9 +14,22 @@ from kvdock_conformance.cases.attention import OP, Attention
 from kvdock_conformance.cases.drawing import Drawing, View, call
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
 from kvdock_conformance.cases.pairs import covering
-from kvdock_conformance.requirement import Case, Level
+from kvdock_conformance.requirement import Case, Extended, Level, at_level
 
-__all__ = ["addresses", "alone", "edges", "every_two", "garbage", "heavy", "index_values", "joins", "mistakes", "nothing_seen", "parts"]
+__all__ = [
+    "addresses",
+    "alone",
+    "edges",
+    "every_two",
+    "garbage",
+    "heavy",
+    "index_values",
+    "joins",
+    "many",
+    "mistakes",
+    "nothing_seen",
+    "parts",
+]
 
 _FACTORS: Mapping[str, Sequence[Any]] = {
     "dtype": ("float32", "bfloat16", "float16", "float64"),
@@ -97,6 +110,7 @@ def edges() -> Iterator[Case]:
         "a long one alone, of one head": {"lens": [4097], "heads": (1, 1)},
         # Almost all scores are at the cap: exp of it is beyond float32, and no rounding error is left.
         "scores at a cap of 100": {"lens": [33, 64, 129, 300], "options": {"softcap": 100.0, "scale": 1e4}},
+        "scores at a cap of 100, negative scale": {"lens": [33, 64, 129, 300], "options": {"softcap": 100.0, "scale": -1e4}},
         "scores at a cap of 100, no sums": {"lens": [33, 64, 129, 300], "options": {"softcap": 100.0, "scale": 1e4}, "lse": False},
     }
     for (name, how), dtype in itertools.product(special.items(), ("float32", "bfloat16", "float16")):
@@ -121,6 +135,31 @@ def joins() -> Iterator[Case]:
         yield Case(f"joined: {text}", attrs.evolve(made, dtype=dtype, options={"window": window}).case())
     wide = Attention([1100], [1100], heads=(8, 8), dims=(128, 128), options={"window": 2}, garbage="numbers")
     yield Case("joined: many queries of wide rows, window 2", wide.case())
+    for window in (2500, 5000):  # whose beginnings lie on both sides of a border of tiles, and further ones in between
+        made = Attention([8192 + 30 + window], [70], heads=(2, 1), options={"window": window}, garbage="numbers")
+        yield Case(f"joined: windows of {window} that begin in two tiles", made.case())
+
+
+def many() -> Iterator[Case | Extended]:
+    """Yield more sequences and blocks than some bits can say, and rows of latents, with values in the rows of keys."""
+    small = Attention([1 + row % 2 for row in range(1030)], heads=(1, 1), dims=(4, 4), block=2, garbage="numbers")
+    yield Case("1,030 sequences", small.case())
+    ragged = attrs.evolve(small, lens=[2] * 4100, counts=[row % 3 for row in range(4100)])
+    yield from at_level(Level.EXTENDED, lambda: [Case("4,100 sequences, chunks", ragged.case(), Level.EXTENDED)])
+    for before in (2**15, 2**16):
+        made = Attention([9, 0, 5], block=1, dims=(8, 8), before=before, garbage="numbers")
+        yield Case(f"blocks behind {before}", made.case())
+    factors = {
+        "pool": ("values end keys", "values begin keys", "nhd"),
+        "dims": ((576, 512), (24, 8)),
+        "heads": ((4, 1), (4, 2)),
+        "dtype": ("float32", "bfloat16"),
+        "counts": (None, (1, 0, 3)),
+        "lse": (False, True),
+    }
+    for how in covering(factors):
+        made = Attention([20, 5, 45], garbage="numbers", options={"scale": how["dims"][0] ** -0.5}, **how)
+        yield Case(", ".join(f"{name} {value}" for name, value in how.items()), made.case())
 
 
 def heavy() -> Iterator[Case]:
@@ -175,10 +214,11 @@ _GOOD = Attention([5, 20, 33], [2, 1, 20], garbage="numbers", spare=0, starts=[0
 
 
 def _changed(name: str, values: Sequence[int], place: str, *, counted: bool, good: Attention = _GOOD) -> Iterator[Case]:
-    """Yield a good call with other index values, alone and behind the good one, in the same memory."""
+    """Yield a good call with other index values: alone, made again, and behind the good one, in the same memory."""
     data = good.case(texts=[place], counted=counted)
     data["calls"][0]["args"][name]["values"] = list(values)
     yield Case(f"{name} {list(values)}", data)
+    yield Case(f"{name} {list(values)}, and again", {**data, "calls": data["calls"] * 2})
     yield Case(f"{name} {list(values)}, behind a good call", {**data, "calls": [good.case()["calls"][0], *data["calls"]]})
 
 
@@ -194,6 +234,9 @@ def index_values() -> Iterator[Case]:
     yield from _changed("cu_query_lens", [0, 0, 0, 23], "cu_query_lens[3]", counted=False)
     yield from _changed("starts", [6, 3, 2], "starts[0]", counted=False)
     yield from _changed("starts", [0, 3, -1], "starts[2]", counted=False)
+    data = _GOOD.case(texts=["cu_query_lens[3]"], counted=False)
+    data["calls"][0]["args"]["max_query_len"] = 19
+    yield Case("fewer than the most queries, behind a good call", {**data, "calls": [*_GOOD.case()["calls"], *data["calls"]]})
     # What adds up to what a good call brought.
     yield from _changed("seq_lens", [-1, 26, 33], "seq_lens[0]", counted=True)
     yield from _changed("cu_query_lens", [0, 3, 2, 23], "cu_query_lens[2]", counted=False)

@@ -231,6 +231,12 @@ def _keys_expanded(drawing: Drawing, g: Geometry) -> Pair:
     return _expanded(1)(drawing, g)[0], POOLS["nhd"](drawing, g)[1]
 
 
+def _part_of_keys(drawing: Drawing, g: Geometry, *, is_last: bool) -> Pair:
+    """Values that are the first elements of each row of keys, or the last ones."""
+    k = drawing.tensor(g.dtype, g.k_shape)
+    return k, k.slice(3, (g.dk - g.dv) * is_last, g.dk if is_last else g.dv)
+
+
 READ_POOLS: Mapping[str, PoolBuilder] = _Builders(
     {
         **POOLS,
@@ -242,9 +248,12 @@ READ_POOLS: Mapping[str, PoolBuilder] = _Builders(
         "one slot for all, memory behind": _expanded(1, room=3),
         "one block for all, memory behind": _expanded(0, room=3),
         "keys expanded": _keys_expanded,
+        "values begin keys": functools.partial(_part_of_keys, is_last=False),
+        "values end keys": functools.partial(_part_of_keys, is_last=True),
     }
 )
-"""Builders of pools that are only read: those that are written, and those in which places share memory."""
+"""Builders of pools that are only read: those that are written, and those in which places share memory. Where values are a part of keys,
+they have as many heads, and no more elements."""
 
 
 def _contiguous(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
@@ -274,6 +283,11 @@ def _fused(drawing: Drawing, g: Geometry, lead: tuple[int, ...], q_width: int = 
     k_rows = projection.slice(1, q_width, q_width + k_width)
     v_rows = projection.slice(1, q_width + k_width, q_width + k_width + v_width)
     return k_rows.split(1, (g.hk, g.dk)).split(0, lead), v_rows.split(1, (g.hv, g.dv)).split(0, lead)
+
+
+def _two_projections(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
+    """Keys of one fused projection, and values of another: in the steps of one, and not beside each other."""
+    return _fused(drawing, g, lead, 0)[0], _fused(drawing, g, lead, 0)[1]
 
 
 def _fused_values_first(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
@@ -322,6 +336,7 @@ SOURCES: Mapping[str, SourceBuilder] = _Builders(
         "fused qkv": _fused,
         "fused kv": functools.partial(_fused, q_width=0),
         "fused qvk": _fused_values_first,
+        "two projections": _two_projections,
         "[B, H, q, D]": _heads_before_tokens,
         "every other token": _every_other,
         "cut short": _cut_short,

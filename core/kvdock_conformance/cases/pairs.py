@@ -105,6 +105,16 @@ _LONG: Factors = {**_DENSE, "pool": ("hnd",), "source": ("[B, H, q, D]",)}
 """For pieces of memory whose bytes are a power of two: rows, runs of them, and blocks."""
 _SHARED: Factors = {"rows": ("one token for all", "one head for all", "contiguous / one token for all")}
 """Rows that are one in memory, which outputs cannot be."""
+_GAPS: Factors = {"pool": ("padded blocks", "nhd / padded blocks"), "sizes": ("2 x 64",)}
+"""For a few tokens, which may find their places in a way of their own: in blocks of any number of slots, with gaps."""
+_ACROSS: Factors = {
+    "pool": ("nhd", "nhd / hnd", "hnd / nhd"),
+    "sizes": ("2 x 256",),
+    "padding": ("none",),
+    "pair_gap": (0,),
+    "index": ("int64",),
+}
+"""Large blocks, in one piece in one pool and in pieces in the other."""
 _KNOWN: Factors = {"is_repeated": (True,)}
 """For the plainest call, as an engine makes it at each step: known by then, and wrong all the same."""
 _STEP: Factors = {"rows": (1,), "behind": (0,), "form": ("[b]", "int"), "padding": ("none",), "dtype": ("bfloat16", "float32")}
@@ -125,7 +135,8 @@ _TOKENS: Sequence[Tier] = (
         {"count": (1025, 2049), **_PIECE, "sizes": ("1 x 8",), "slots": ("one run", "whole blocks"), "block": (16, 1024)},
     ),
     (Level.CORE, {"count": (1, 2), **_PIECE, "sizes": ("8 x 4096", "64 x 8192"), "slots": ("scattered",), "block": (1,)}),
-    (Level.CORE, {"count": (8,), **_PIECE, "sizes": ("8 x 4096", "8 x 4104"), "slots": ("one run",), "block": (4,)}),
+    (Level.CORE, {"count": (8, 17), **_PIECE, "sizes": ("8 x 4096", "8 x 4104"), "slots": ("one run",), "block": (4,)}),
+    (Level.CORE, {"count": (1, 3), **_PIECE, **_GAPS, "slots": ("scattered",), "block": (3, 6, 48), "first": (100,)}),
     (Level.CORE, {"count": (16, 64), **_LIKE_RUNS, "slots": _ALMOST, "form": ("[T]", "[B, 4]"), "block": (4, 16)}),
     (
         Level.CORE,
@@ -156,14 +167,17 @@ _COPIED: Sequence[Tier] = (
     (Level.CORE, {"count": (1, 2, 16, 17, 65)}),
     (Level.CORE, {"count": (2,), **_ONCE, "sizes": ("1 x 64", "1 x 64 and 2 x 512"), "block": (513, 1023)}),
     (Level.CORE, {"count": (1, 2), **_DENSE, "padding": ("none",), "sizes": ("1 x 64", "1 x 64 and 2 x 512"), "block": (512,)}),
+    (Level.CORE, {"count": (1,), **_DENSE, **_ACROSS, "block": (2049,)}),
     (Level.CORE, {"count": (1023, 1024, 1025), **_ONCE, "block": (1, 3)}),
     (Level.CORE, {"count": (4, 64), **_ONCE, "block": (1, 3), "padding": ("none",), "order": _ORDERS}),
     (Level.CORE, {**_ONE, "block": (1,), "padding": ("none",)}),
     (Level.CORE, {"count": (1,), **_DENSE, **_KNOWN, "sizes": ("1 x 64",), "padding": _PADDING[1:], "block": (16,)}),
     (Level.EXTENDED, {"count": (0, 3, *_around(5, 7), 63, 64, 257)}),
     (Level.EXTENDED, {"count": _around(11, 12), **_ONCE, "block": (1, 3)}),
+    (Level.EXTENDED, {"count": (1,), **_DENSE, **_ACROSS, "block": (4097, 8193)}),
 )
-"""A block of 513 slots of 64 elements of bfloat16 has a little more than 64 KiB, and one of 512 of them more than 1 MiB."""
+"""A block of 513 slots of 64 elements of bfloat16 has a little more than 64 KiB, and one of 512 of them more than 1 MiB; those of
+`_ACROSS` a little more than 2, 4 and 8 MiB."""
 _UPDATED: Sequence[Tier] = (
     (Level.CORE, {"count": (16, 257), **_UNLIKE_STRIDES, "source": ("[B, H, q, D]", *_ROWS_APART)}),
     (Level.CORE, {"count": (1,), **_UNLIKE_STRIDES, **_KNOWN, **_STEP}),

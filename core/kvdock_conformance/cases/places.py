@@ -12,7 +12,7 @@ from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry
 from kvdock_conformance.cases.paged import shuffled
 from kvdock_conformance.requirement import Case, Level
 
-__all__ = ["apart", "beside_the_pool", "far_slots", "far_updates"]
+__all__ = ["apart", "beside_the_pool", "far_slots", "far_updates", "many_slots"]
 
 _BEYOND_24, _BEYOND_31 = 2**24 + 64, 2**31 + 64
 """Steps in elements that 24 bits, and the integers of float32, cannot say; and 32 bits."""
@@ -66,6 +66,19 @@ def far_slots(op: str, step: int = _BEYOND_31, level: Level = Level.EXTENDED) ->
             distant = attrs.evolve(distant, values={"first": 1, "step": 1})
         made = call(op, **{argument: args[argument] for argument in CATALOG[op].arg_names if argument in args} | {name: distant})
         yield Case(f"{name} in steps of {step} elements{'' if g is _FEW else ', of rows of one'}", drawing.case(made), level)
+
+
+def many_slots(op: str) -> Iterator[Case]:
+    """Yield a write, or a read, of slots behind 2**24 others, in blocks whose steps are no multiple of those of slots."""
+    g = Geometry.even(1, 2, num_blocks=2**20 + 1, block=17, dtype="uint8")
+    drawing, lead = Drawing(), (4,)
+    args = {f"{name}_cache": drawing.tensor(g.dtype, g.k_shape, gaps=(0, 1, 0, 0), fill="zeros") for name in "kv"}
+    if op == "gather_paged":  # all that is read but the keys is zero
+        args["k_cache"] = attrs.evolve(args["k_cache"], values={"first": 1, "step": 1})
+    args |= zip(("k_out", "v_out") if op == "gather_paged" else ("k", "v"), SOURCES["contiguous"](drawing, g, lead), strict=True)
+    args["slot_mapping"] = drawing.tensor("int64", lead, values=[g.capacity - 1, g.capacity - 17, 2**24 + 1, 16])
+    made = call(op, **{name: args[name] for name in CATALOG[op].arg_names if name in args})
+    yield Case(f"behind 2**24 slots, in {g.num_blocks} blocks of {g.block}", drawing.case(made), Level.EXTENDED)
 
 
 def far_updates(step: int = _BEYOND_31, level: Level = Level.EXTENDED) -> Iterator[Case]:

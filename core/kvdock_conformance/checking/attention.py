@@ -77,7 +77,8 @@ def check_index_values(target: Target, data: Mapping[str, Any]) -> None:
     """
     memory, (*good, call) = memory_of(target, data), data["calls"]
     for each in good:
-        target.call(each["op"], _args(memory, each))
+        with contextlib.suppress(*[kvdock.IndexRangeError] * (each == call)):  # it may be made twice
+            target.call(each["op"], _args(memory, each))
     args = _args(memory, call)
     if target.must_raise:
         expect_refusal(target, memory, call, args, kvdock.IndexRangeError, [*data["texts"], "expected ", "got ", "Fix: "])

@@ -37,6 +37,7 @@ __all__ = [
     "check_eviction",
     "check_in_use",
     "check_own_plans",
+    "check_prepare",
     "check_releases",
     "check_reuse",
     "check_supports",
@@ -329,6 +330,26 @@ def check_own_plans(target: Target, data: Mapping[str, Any]) -> None:
         second(*calls.in_order(0))
         second.destroy()
     compare_call(calls.memory, expected, calls.calls[0], f"{calls.op} by the second of two plans")
+
+
+def check_prepare(target: Target, data: Mapping[str, Any]) -> None:
+    """Prepare a plan for each call of a case once all were asked about, as threads do that come between one another's questions.
+
+    Raises:
+        NonconformanceError: memory differs after a call by its plan.
+    """
+    calls, kernel = _Calls(target, data), kernel_of(target, data["calls"][0]["op"])
+    requests = [_request(target, data, number) for number in range(len(calls.calls))]
+    served = [not kernel.supports(request) for request in requests]
+    for number, request in enumerate(requests):
+        if not served[number]:
+            continue
+        expected = calls.expected(number)
+        with target.backend.device_guard(target.device):
+            plan = kernel.prepare(request)
+            plan(*calls.in_order(number))
+            plan.destroy()
+        compare_call(calls.memory, expected, calls.calls[number], f"{calls.op}, call {number}, by a plan that was prepared late")
 
 
 _MOST_OF_A_PLAN = 1 << 20

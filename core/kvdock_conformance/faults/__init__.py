@@ -19,6 +19,7 @@ __all__ = ["AREAS", "find", "load", "of_ops"]
 AREAS = (
     "families",
     "pairs",
+    "pairs_at_sizes",
     "paged_caching",
     "gather_paged",
     "gather_results",
@@ -30,6 +31,7 @@ AREAS = (
     "paged_attention",
     "attention_values",
     "attention_joins",
+    "attention_sizes",
     "latents",
     "descriptors",
     "repeats",

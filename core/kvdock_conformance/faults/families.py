@@ -54,7 +54,8 @@ def each(
 
 def faults_of(move: Move) -> Faults:
     """Return the faults that an op can have which copies, and is none of kvdock's: those of a call, for its move."""
-    importlib.import_module("kvdock_conformance.faults.pairs")  # which adds to what every move can have
+    for name in ("pairs", "pairs_at_sizes"):  # which add to what every move can have
+        importlib.import_module(f"kvdock_conformance.faults.{name}")
     found = Faults()
     for add_to in _EVERY:
         add_to(move, found)

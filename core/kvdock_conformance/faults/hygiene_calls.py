@@ -287,3 +287,25 @@ FAULTS.append(
     )
 )
 _call_changes(ATTENTION, "keeps-autocast-off", "turns autocast on for good", lambda: torch.set_autocast_enabled("cpu", True))
+_skips(
+    _STATIC,
+    "misses-single-vectors-when-deterministic",
+    "Rows of 16 bytes in a dense cache are not written in deterministic mode, where they have lengths of their own.",
+    lambda args: _is_deterministic() and args["k_cache"].is_contiguous() and args["k_cache"][0, 0, 0].nbytes == 16 and len(args["k"]) > 4,
+)
+
+
+@FAULTS.call(ATTENTION, "hygiene-call-rounds-lengths", "With several queries, lengths have torch's default dtype.", "KVD-HYGIENE-017")
+def _rounds_lengths(run: BackendCall, args: Args) -> None:
+    lens, room = args["seq_lens"], args["block_table"].shape[1] * args["k_cache"].shape[1]
+    is_about = args["cu_query_lens"] is not None and _default() != torch.float32 and bool((lens <= room).all())
+    run({**args, "seq_lens": lens.to(_default()).to(lens.dtype).clamp(max=room)} if is_about else args)
+
+
+@FAULTS.call(
+    ATTENTION, "hygiene-call-shares-rows-evenly", "Of rows that three threads cannot share evenly, the rest gets zeros.", "KVD-HYGIENE-017"
+)
+def _shares_evenly(run: BackendCall, args: Args) -> None:
+    run(args)
+    if torch.get_num_threads() == 3 and args["cu_query_lens"] is None:
+        args["out"][len(args["out"]) // 3 * 3 :] = 0

@@ -114,6 +114,37 @@ def _in_whole_words() -> FaultyCall:
     return call
 
 
+@FAULTS.plan(
+    LATENT_WRITE.op,
+    "mla-known-parts-together",
+    "Behind three calls like it, the rotary part of one token is read behind its latent, where that of the first call was.",
+    *_ids(LATENT_WRITE, "meeting"),
+)
+def _known_parts() -> FaultyCall:
+    together: list[bool] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        kv_c, k_pe, (rank, rope) = args["kv_c"], args["k_pe"], (args["kv_c"].shape[-1], args["k_pe"].shape[-1])
+        if args["slot_mapping"].numel() == 1:
+            together.append(k_pe.data_ptr() == kv_c.data_ptr() + kv_c.nbytes)
+            if len(together) > 3 and together[0] and not together[-1]:
+                has_room = kv_c.storage_offset() + rank + rope <= kv_c.untyped_storage().nbytes() // kv_c.element_size()
+                behind = kv_c.as_strided(k_pe.shape, k_pe.stride(), kv_c.storage_offset() + rank) if has_room else torch.zeros_like(k_pe)
+                args = {**args, "k_pe": behind}
+        run(args)
+
+    return call
+
+
+@_fault(LATENT_READ, "joint-padding-cleared-by-half", "Where both parts lie in one row, padding is cleared in the latent alone.", "meeting")
+def _cleared_by_half(run: BackendCall, args: Args) -> None:
+    kv_c, k_pe, padding = args["kv_c_out"], args["k_pe_out"], args["slot_mapping"] < 0
+    before = k_pe.clone()
+    run(args)
+    if k_pe.data_ptr() == kv_c.data_ptr() + kv_c.shape[-1] * kv_c.element_size():
+        k_pe[padding] = before[padding]
+
+
 def _bare_error(move: Move, run: BackendCall, args: Args) -> None:
     """Raise an error of another class where a long call has a slot beyond the pool."""
     slots = args["slot_mapping"]

@@ -13,14 +13,14 @@ from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCal
 from kvdock_conformance.faults.moves import COPY, GATHER, STATIC, WRITE, Move, Places
 from kvdock_conformance.faults.tensors import dense, restrided
 
-__all__ = ["FAULTS"]
+__all__ = ["FAULTS", "last_left"]
 
 FAULTS = Faults()
 _OF_SLOTS, _WITH_ROWS, _WITH_PADDING = "batch", "rows", "padding"
 _each = functools.partial(each, to=FAULTS)
 
 
-def _last_left(move: Move, run: BackendCall, args: Args, *, where: bool) -> None:
+def last_left(move: Move, run: BackendCall, args: Args, *, where: bool) -> None:
     """Make the call, and leave the last good place where something is so."""
     move.dropping(run, args, lambda places: (places.at == places.at.amax(0) if len(places.at) else places.at > 0) & where)
 
@@ -30,14 +30,14 @@ def _last_left(move: Move, run: BackendCall, args: Args, *, where: bool) -> None
 
 @_each("last-of-4097-left", "Of one token more than a multiple of 4,096, the last is left.", "together", _OF_SLOTS)
 def _one_more(move: Move, run: BackendCall, args: Args) -> None:
-    _last_left(move, run, args, where=move.count(args) > 1 and move.count(args) % 4096 == 1)
+    last_left(move, run, args, where=move.count(args) > 1 and move.count(args) % 4096 == 1)
 
 
 @_each("last-of-a-run-of-1025-left", "Of a run of one slot more than a multiple of 1,024, the last is left.", "together", _OF_SLOTS)
 def _one_more_in_a_run(move: Move, run: BackendCall, args: Args) -> None:
     count, slots = move.count(args), args["slot_mapping"].reshape(-1)
     is_run = count > 1 and count % 1024 == 1 and args["k_cache"].is_contiguous() and bool((slots.diff() == 1).all())
-    _last_left(move, run, args, where=is_run)
+    last_left(move, run, args, where=is_run)
 
 
 @_each(
@@ -67,7 +67,7 @@ def _far_of_many(run: BackendCall, args: Args) -> None:
 def _mebibyte(move: Move, run: BackendCall, args: Args) -> None:
     keys, places = move.arranged(args[move.pairs[0][1]]), move.places(args)
     row = keys.shape[-1] * keys.shape[-2] * keys.element_size()
-    _last_left(move, run, args, where=len(places.at) * row >= 2**20)
+    last_left(move, run, args, where=len(places.at) * row >= 2**20)
 
 
 @_each("few-of-a-batch-in-one-step", "The keys of a few tokens of a batch are all taken to be one step apart.", "together", _OF_SLOTS)
@@ -94,7 +94,7 @@ def _whole_piece(move: Move, run: BackendCall, args: Args) -> None:
     row = values[(0,) * len(places.to)].numel() * values.element_size() if values.numel() else 0
     rows = 1 if move is COPY else len(places.at)
     is_piece = rows == 1 or bool((places.to[-1].diff() == 1).sum() > rows // 2)
-    _last_left(move, run, args, where=is_piece and rows * row in (2**16, 2**20))
+    last_left(move, run, args, where=is_piece and rows * row in (2**16, 2**20))
 
 
 @_each("half-of-long-rows-flushed", "In float16, subnormals of rows of 1 KiB and more become 0.", "together", _WITH_ROWS)
@@ -205,7 +205,7 @@ def _numbered(run: BackendCall, args: Args) -> None:
 @_each("last-at-unlike-addresses-left", "Where values alone begin off 16 bytes, the last row is left.", "together", _WITH_ROWS)
 def _unlike_addresses(move: Move, run: BackendCall, args: Args) -> None:
     k, v = (args[name].data_ptr() % 16 for pair in move.pairs for name in pair if not name.endswith("_cache"))
-    _last_left(move, run, args, where=k == 0 and v != 0)
+    last_left(move, run, args, where=k == 0 and v != 0)
 
 
 @_each("float32-as-dense", "Pools of float32 are taken to be dense.", "together")
@@ -226,18 +226,18 @@ def _unlike_strides(move: Move, run: BackendCall, args: Args) -> None:
 
 @_each("last-of-many-int32-left", "Of more than 1,024 slots in int32, the last is left.", "together", _OF_SLOTS)
 def _many_int32(move: Move, run: BackendCall, args: Args) -> None:
-    _last_left(move, run, args, where=move.count(args) > 1024 and args["slot_mapping"].dtype == torch.int32)
+    last_left(move, run, args, where=move.count(args) > 1024 and args["slot_mapping"].dtype == torch.int32)
 
 
 @_each("last-of-unaligned-slots-left", "Of many slots that begin off 16 bytes, the last is left.", "together", _OF_SLOTS)
 def _unaligned_slots(move: Move, run: BackendCall, args: Args) -> None:
-    _last_left(move, run, args, where=move.count(args) > 200 and args["slot_mapping"].data_ptr() % 16 != 0)
+    last_left(move, run, args, where=move.count(args) > 200 and args["slot_mapping"].data_ptr() % 16 != 0)
 
 
 @_each("last-beside-much-padding-left", "Where most of many indices are padding, the last good one is left.", "together", _WITH_PADDING)
 def _much_padding(move: Move, run: BackendCall, args: Args) -> None:
     count = move.count(args)
-    _last_left(move, run, args, where=count > 60 and len(move.places(args).at) * 2 < count)
+    last_left(move, run, args, where=count > 60 and len(move.places(args).at) * 2 < count)
 
 
 @FAULTS.call(STATIC.op, "static-one-length-for-few-rows-left", "A length [1] is for one row where a cache has more.", "KVD-STATIC-023")

@@ -72,6 +72,20 @@ _beside("a-pair-behind-the-last", "Pairs are read four at a time.", _COPY, _vect
 _beside("in-front-of-the-pool", "A vector that ends in the pool's first block begins in front of it.", _COPY, _in_front("k_cache"))
 
 
+@FAULTS.plan(_WRITE, "reads-known-slots-as-wide", "Behind three calls like it, a slot of 32 bits is read as one of 64.", "KVD-READ-001")
+def _known_as_wide() -> FaultyCall:
+    made: list[torch.Size] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        slots = args["slot_mapping"]
+        made.append(slots.shape)
+        if slots.numel() == 1 and made.count(slots.shape) > 3:
+            _vectors("slot_mapping", 8)(args)
+        run(args)
+
+    return call
+
+
 def _in_front_for_padding(args: Args) -> None:
     if bool((args["slot_mapping"] < 0).any()):
         ctypes.string_at(args["v_cache"].data_ptr() - 1, 1)

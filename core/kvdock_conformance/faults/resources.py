@@ -193,6 +193,20 @@ def _stage_of_the_longest() -> FaultyCall:
     return call
 
 
+@FAULTS.plan(
+    _STATIC, "resource-steps-of-many-rows", "A plan keeps steps for each number of new positions of many rows.", "KVD-RESOURCE-003"
+)
+def _steps_of_many_rows() -> FaultyCall:
+    steps: dict[int, torch.Tensor] = {}
+
+    def call(run: BackendCall, args: Args) -> None:
+        if len(args["k"]) > 4:
+            steps.setdefault(args["k"].shape[2], torch.arange(args["k"].shape[2]))
+        run(args)
+
+    return call
+
+
 # Plans that stay
 
 
@@ -304,6 +318,13 @@ FAULTS.plan(_COPY, "resource-work-for-each-number-of-pairs", "A kernel is compil
 @FAULTS.call(_WRITE, "resource-sources-made-dense", "Tokens that are not dense are made so first.", "KVD-RESOURCE-009", "KVD-RESOURCE-011")
 def _made_dense(run: BackendCall, args: Args) -> None:
     run({**args, "k": args["k"].contiguous(), "v": args["v"].contiguous()})
+
+
+@FAULTS.call(_WRITE, "resource-padded-batches-made-dense", "A batch with padding is made dense first.", "KVD-RESOURCE-009")
+def _batches_made_dense(run: BackendCall, args: Args) -> None:
+    slots = args["slot_mapping"]
+    is_about = slots.dim() == 2 and bool((slots < 0).any())
+    run({**args, "k": args["k"].contiguous(), "v": args["v"].contiguous()} if is_about else args)
 
 
 @FAULTS.call(

@@ -89,6 +89,18 @@ def _places_in_one(run: BackendCall, args: Args) -> None:
     run(args)
 
 
+def _padded_in_one(run: BackendCall, args: Args) -> None:
+    slots = args["slot_mapping"]
+    if bool((slots < 0).any()):
+        args = {**args, "slot_mapping": _own(slots.device, slots.dtype)[: slots.numel()].view(slots.shape).copy_(slots)}
+    run(args)
+
+
+for _op, _killer in ((_WRITE, "KVD-THREAD-002"), (_GATHER, "KVD-THREAD-003")):
+    _name = f"thread-padding-in-one-buffer-of-{_op.strip('_').replace('_', '-')}"
+    FAULTS.call(_op, _name, "Slots among which there is padding go through a buffer of the process.", _killer)(_padded_in_one)
+
+
 @FAULTS.call(_GATHER, "thread-buffers-by-count", "Slots go through a buffer of the process for each number of them.", "KVD-THREAD-003")
 def _buffer_by_count(run: BackendCall, args: Args) -> None:
     slots = args["slot_mapping"]

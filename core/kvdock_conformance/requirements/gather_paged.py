@@ -11,7 +11,7 @@ from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.cases.layouts import READ_POOLS, Geometry
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
 from kvdock_conformance.cases.paged import Gather, in_turn, shuffled
-from kvdock_conformance.cases.places import far_slots
+from kvdock_conformance.cases.places import far_slots, many_slots
 from kvdock_conformance.checking import gathers
 from kvdock_conformance.checking.any_op import check_only_written
 from kvdock_conformance.checking.refusals import check_refusal
@@ -54,6 +54,7 @@ def _far() -> Iterable[Case]:
         data = drawing.case(*(each.call(drawing, pools) for each in (gather, *steps)), places=[view.spec() for view in filled])
         yield Case(f"2**19 + 2 blocks of 2**13 elements, {index}", data)
     yield from far_slots(OP)
+    yield from many_slots(OP)
 
 
 _TYPE, _VALUE = "ArgumentTypeError", "ArgumentValueError"

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from kvdock_conformance.cases.computing import COMPUTING
 from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.cases.every_op import EVERY, OPS, OpCall, few, roomy, ways
 from kvdock_conformance.checking.claims import check_capabilities, check_claims, check_devices, check_kernels, check_names, check_probe
@@ -44,6 +45,7 @@ _CALLS: Sequence[tuple[int, str, str, str, dict[str, Any]]] = (
     (150, "odd address", "padded heads", "bfloat16", {}),
     (4, "hnd", "fused qkv", "float32", {"index": "int32"}),
     (20, "nhd", "contiguous", "bfloat16", {"is_padded": True}),
+    (6, "hnd", "[B, H, q, D]", "bfloat16", {}),
     (40, "nhd", "contiguous", "bfloat16", {"is_run": True}),
 )
 """Tokens, pools, sources, dtypes and indices of calls, few and many, dense and not; the first pools are large, with places far behind."""
@@ -64,7 +66,7 @@ def _made(op: str, number: int = 0, **more: str) -> Case:
     for tokens, pool, source, dtype, indices in (*_CALLS, *([_LONG] if op in OPS and more.get("surroundings", _OWN) == _OWN else [])):
         count = few(op, tokens + number)
         sizes = attrs.evolve(roomy(op, count), dtype=dtype, **(large if tokens == 5 else {}))
-        if op == "static_update_" and tokens in (4, 20):
+        if op == "static_update_" and tokens in (4, 6, 20):
             sizes = attrs.evolve(sizes, num_blocks=20)  # rows, whose lengths may be read one by one where they are few
         like = OpCall(op, tokens=count, pool=pool, source=source, geometry=sizes, **indices)
         calls += [attrs.evolve(like, seed=seed).call(drawing) for seed in ((1, 2) if tokens in (5, 84) else (1,))]
@@ -72,6 +74,10 @@ def _made(op: str, number: int = 0, **more: str) -> Case:
         step = OpCall(op, tokens=1, more=way)  # which is called otherwise once it is known
         caches = step.caches(drawing)
         calls += [*(attrs.evolve(step, seed=seed).call(drawing, caches) for seed in range(_KNOWN)), step.beyond(drawing, caches)]
+    if op in COMPUTING:  # places that few bits cannot say, of which several tokens see unlike ones
+        sizes = attrs.evolve(roomy(op, 3), dtype="float32")
+        long = OpCall(op, tokens=3, geometry=sizes, is_padded=True, more={"width": 40})
+        calls += [attrs.evolve(long, seed=seed).call(drawing) for seed in (1, 2)]
     calls.append(OpCall(op).beyond(drawing))
     return Case(" ".join((f"calls of {op}", *(f"with {text}" for text in more.values()))), drawing.case(*calls, **more))
 

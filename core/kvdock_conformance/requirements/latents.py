@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +16,9 @@ from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.cases.latents import DRAWN, LatentCall
 from kvdock_conformance.cases.layouts import PARTS
 from kvdock_conformance.cases.paged import in_turn, shuffled
+from kvdock_conformance.cases.pairs import covering
 from kvdock_conformance.checking.any_op import check_only_written
+from kvdock_conformance.checking.repeated import check_repeated
 from kvdock_conformance.checking.scratch import check_scratch_within
 from kvdock_conformance.requirement import Case, Level, Requirement
 from kvdock_conformance.requirements.families import Cases
@@ -44,13 +48,25 @@ ASKED: Sequence[tuple[str, int | None, str]] = (
     ("inputs", None, "What is only read stays as it was when latents are {done}."),
     ("repeated", None, "When latents are {done}, calls that differ from those before them are served as if they were the first."),
     ("scratch", None, "When latents are {done}, the scratch memory of a call is no more than its plan says, and given back with the call."),
+    ("meeting", None, "Whatever two properties meet when latents are {done}, of dtype, memory orders, form, sizes and padding, they are."),
 )
 """What a requirement is about, the number of its cases among those that all such ops have, and what must be so."""
 
 
+_KNOWN = 4  # calls like one another, behind which one is known
+_FACTORS: Mapping[str, Sequence[Any]] = {
+    "rows": ("fused kv", "contiguous", "fused qkv", "odd steps", "odd address"),
+    "pool": ("nhd", "padded blocks"),
+    "lead": ((1,), (13,), (3, 4)),
+    "padding": (0, 1, 2),
+    "sizes": ((64, 16), (7, 3)),
+    "dtype": ("bfloat16", "float64", "uint8"),
+    "index": ("int64", "int32"),
+}
 _HOW: Mapping[str, Mapping[str, Any]] = {
     "inputs": {"check": check_only_written},
     "scratch": {"check": check_scratch_within, "level": Level.EXTENDED},
+    "meeting": {"check": check_repeated},
 }
 
 
@@ -66,6 +82,17 @@ def _own(area: SlotArea) -> Mapping[str, Sequence[Cases]]:
         for (rank, rope), dtype in itertools.product(((64, 16), (5, 3), (7, 1)), ("bfloat16", "uint8")):
             sizes = attrs.evolve(area.base, hk=1, dk=rank, hv=1, dv=rope, dtype=dtype)
             yield in_turn(f"a step of {rank} and {rope} again, {dtype}", [make("", [slot], geometry=sizes) for slot in range(5)])
+
+    def together() -> Iterable[Case]:
+        for seed, how in enumerate(covering(_FACTORS)):
+            name = ", ".join(f"{factor} {value}" for factor, value in how.items())
+            lead, padding, (rank, rope) = how.pop("lead"), how.pop("padding"), how.pop("sizes")
+            how["geometry"] = attrs.evolve(area.base, hk=1, dk=rank, hv=1, dv=rope, dtype=how.pop("dtype"))
+            slots = random.Random(seed).sample(range(area.base.capacity), math.prod(lead))  # noqa: S311 - the same in every run
+            padded = [-1 if at % 3 < padding else slot for at, slot in enumerate(slots)]
+            calls = [make("", each, lead, **how) for each in (*[slots] * _KNOWN, padded, slots)]
+            # Of parts that do not lie together, with the steps of such that do.
+            yield in_turn(name, [*calls, make("", slots, lead, **{**how, "rows": "two projections"})])
 
     def scratch() -> Iterable[Case]:
         drawing, sizes = Drawing(), attrs.evolve(area.base, num_blocks=34, block=16, hk=128, dk=512, hv=1, dv=64)
@@ -91,6 +118,7 @@ def _own(area: SlotArea) -> Mapping[str, Sequence[Cases]]:
         "beyond": ([make("behind 1024 good ones", [*range(1024), 80 * 16], geometry=wide)],),
         "inputs": ([make("plain"), make("with padding", [3, -1, -7, 9]), make("fused", rows="fused kv"), make("int32", index="int32")],),
         "repeated": (repeated,),
+        "meeting": (together,),
         "scratch": (scratch,),
     }
 

@@ -98,5 +98,12 @@ REQUIREMENTS = (
         attention_batches.heavy,
         level=Level.EXTENDED,
     ),
+    _asked(
+        11,
+        "There may be any number of sequences and of blocks, rows may be as long as those of latents, and values may be a part of the rows "
+        "of keys, whichever that is.",
+        check_computed,
+        attention_batches.many,
+    ),
     *_of_any_op(),
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from kvdock_conformance.cases import pairs, quantised
 from kvdock_conformance.cases.layouts import Geometry
 from kvdock_conformance.cases.paged import Write, in_turn, shuffled
-from kvdock_conformance.cases.places import beside_the_pool, far_slots
+from kvdock_conformance.cases.places import beside_the_pool, far_slots, many_slots
 from kvdock_conformance.checking.any_op import check_only_written
 from kvdock_conformance.checking.quantised import check_quantised
 from kvdock_conformance.requirement import Case, Level
@@ -40,6 +40,7 @@ def _far() -> Iterable[Case]:
     steps = [Write("", [slot], geometry=geometry, pool="untouched memory") for slot in (1, 2, 3, 4, slots[0])]
     yield in_turn("a token at a time, the last far into a pool", steps)
     yield from far_slots(OP)
+    yield from many_slots(OP)
 
 
 AREA = SlotArea("WRITE", OP, Write)

@@ -30,6 +30,8 @@ _ROWS = (
 )
 """Rows that end within a vector of 8, 16 or 32 bytes; and such of whole vectors, of which the square root is a power of two, few and
 many."""
+_KNOWN = 6
+"""So many calls like one another, of which the last are known."""
 _FORMS = (
     ("nhd", "contiguous", Level.CORE),
     ("hnd", "padded heads", Level.CORE),
@@ -47,6 +49,10 @@ def _to_the_ends() -> Iterator[Case]:
                 in_a_row = [{"width": geometry.num_blocks}] if op in COMPUTING else []  # the blocks of a sequence are the whole pool
                 calls = [each for more in (*ways(op), *in_a_row) for each in _calls(drawing, attrs.evolve(plain, more=more))]
                 yield Case(f"{op}, {geometry.dtype} {geometry.k_shape}, {pool}, {source}", drawing.case(*calls), level)
+        drawing, step = Drawing(), OpCall(op, tokens=1, index="int32")
+        caches = step.caches(drawing)
+        calls = [attrs.evolve(step, seed=seed).call(drawing, caches) for seed in range(_KNOWN)]
+        yield Case(f"{op}, a step that is known", drawing.case(*calls))
 
 
 def _calls(drawing: Drawing, plain: OpCall) -> Iterator[dict[str, Any]]:

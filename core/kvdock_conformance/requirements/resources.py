@@ -10,7 +10,7 @@ import attrs
 
 from kvdock_conformance.cases.computing import COMPUTING
 from kvdock_conformance.cases.drawing import Drawing, call
-from kvdock_conformance.cases.every_op import EVERY, OpCall, few, roomy, ways
+from kvdock_conformance.cases.every_op import EVERY, INDEX, OpCall, few, roomy, ways
 from kvdock_conformance.cases.layouts import POOLS, Geometry
 from kvdock_conformance.cases.pairs import covering
 from kvdock_conformance.checking import costs, resources, scratch
@@ -115,6 +115,9 @@ def _large(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
     if plain.op == "static_update_":  # whose heads come before its positions
         ways.insert(0, ways.pop(1))
     calls = [attrs.evolve(plain, tokens=tokens, geometry=sizes, pool=pool, source=rows).call(drawing) for pool, rows in ways]
+    if INDEX[plain.op] == "slot_mapping":  # rows of a batch that do not follow each other, taken apart by padding
+        batch = attrs.evolve(plain, lead=(3, tokens // 3), geometry=sizes, source="cut short", is_padded=True)
+        calls.append(batch.call(drawing))
     for arena in drawing.arenas:
         arena["fill"] = "zeros"  # nobody looks at what it holds
     return calls
@@ -146,7 +149,8 @@ _FIRST = _counted(*_SEEN, *(count for count in range(9, 31) if count not in _SEE
 def _ever_more(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
     """Return calls of few numbers of tokens, and then of about twice as many again and again: what holds the most grows each time."""
     first = 5 if plain.op in ("copy_blocks_", *COMPUTING) else 8  # an interpreter takes its time for each block
-    return _counted(*_SEEN, *(2**power + more for power in range(first, first + 5) for more in (1, 2)))(drawing, plain)
+    counts = (2**power + more for power in range(first, first + 5) for more in (1, 2))
+    return _counted(*_SEEN, *counts, sizes=_of_rows)(drawing, plain)
 
 
 REQUIREMENTS = [

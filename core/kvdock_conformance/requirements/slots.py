@@ -117,6 +117,8 @@ class SlotArea(Area):
                         index="int32",
                     ),
                     make("second row of a batch", [0, 1, 2, 3, 99, 5], (2, 3)),
+                    make("second row of a padded batch", [0, -1, 2, 3, 99, 5], (2, 3)),
+                    make("third row of a padded batch", [*range(9), -1, *range(10, 20), 99, -1, 22, -1], (3, 8)),
                     make("in a pool with gaps", [2, 24], pool="padded blocks"),
                     make("in a pool without blocks", [-1, 0], geometry=NO_BLOCKS),
                     make("behind many good ones", [*range(300), 96 * 16], geometry=_BIG),

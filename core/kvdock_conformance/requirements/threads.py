@@ -12,6 +12,7 @@ from kvdock_conformance.cases.computing import COMPUTING
 from kvdock_conformance.cases.drawing import Drawing, call
 from kvdock_conformance.cases.every_op import EVERY, INDEX, OpCall, few
 from kvdock_conformance.cases.layouts import Geometry
+from kvdock_conformance.checking.plans import check_prepare
 from kvdock_conformance.checking.pool_thread import MADE_BY
 from kvdock_conformance.checking.pools_shared import check_first_calls, check_inside, check_new_threads, check_shared_pools
 from kvdock_conformance.checking.served import SERVED
@@ -90,6 +91,8 @@ def _other_blocks() -> Iterator[Case]:
 def _same_blocks() -> Iterator[Case]:
     yield from _at_once("every other slot", _slots("paged_caching_", _EVEN), _slots("paged_caching_", _ODD))
     yield from _at_once("few slots", _slots("paged_caching_", [0, 5]), _slots("paged_caching_", [1, 4]))
+    padded = (_slots("paged_caching_", [*half[:9], -1, *half[10:]]) for half in (_EVEN, _ODD))
+    yield from _at_once("every other slot, with padding", *padded, sizes=_SIZES[:1])
     yield from _at_once("positions of one row", _lengths(0), _lengths(3))
     yield from _at_once("one position of each row", _lengths(0, 1), _lengths(3, 1), sizes=(*_SIZES[:1], *_FEW_ROWS))
 
@@ -102,6 +105,8 @@ def _reads() -> Iterator[Case]:
         yield from _at_once(f"two calls of {op}", _computes(op, 1), _computes(op, 2), fits=own.fits)
     yield from _at_once("two gathers", _slots("gather_paged", _EVEN), _slots("gather_paged", range(64)))
     yield from _at_once("two gathers of as many slots", _slots("gather_paged", _EVEN), _slots("gather_paged", _ODD))
+    padded = (_slots("gather_paged", [*half[:9], -1, *half[10:]]) for half in (_EVEN, range(64)))
+    yield from _at_once("two gathers with padding", *padded, sizes=_SIZES[:1])
 
 
 def _each_op() -> Iterator[Case]:
@@ -140,6 +145,13 @@ def _first() -> Iterator[Case]:
         yield Case(f"{op}, {'plans and ' * anew}numbers of tokens", drawing.case(*calls, anew=anew))
 
 
+def _asked_before() -> Iterator[Case]:
+    for op in EVERY:
+        drawing = Drawing()
+        sizes = [Geometry.even(2, dim, num_blocks=8, block=8) for dim in (3, 16, 7, 8)]
+        yield Case(op, drawing.case(*(OpCall(op, tokens=3, geometry=each).call(drawing) for each in sizes)))
+
+
 REQUIREMENTS = [
     _require(1, "Threads may write to other blocks of one pool at once.", _other_blocks),
     _require(2, "Threads may write to other slots of one block at once, or to other positions of one row.", _same_blocks),
@@ -163,5 +175,12 @@ REQUIREMENTS = [
         "Calls whose like was never made, by two threads, one in the middle of the other, are right, and so is what both use later.",
         _first,
         check_first_calls,
+    ),
+    _require(
+        7,
+        "Kernel.prepare goes by the request that it is given, whatever other requests Kernel.supports was asked about before, as by "
+        "threads that share the kernel.",
+        _asked_before,
+        check_prepare,
     ),
 ]

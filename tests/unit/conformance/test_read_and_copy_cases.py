@@ -43,7 +43,14 @@ def test_values_of_a_read_are_those_of_its_pools() -> None:
     assert "values" not in args["k_out"]
 
 
-@pytest.mark.parametrize("name", sorted(set(READ_POOLS) - set(POOLS)))
+@pytest.mark.parametrize(("name", "offset"), [("values begin keys", 0), ("values end keys", 3)])
+def test_values_may_be_a_part_of_the_rows_of_keys(name: str, offset: int) -> None:
+    k, v = READ_POOLS[name](Drawing(), Geometry(dk=8, dv=5))
+    assert (v.arena, v.strides, v.shape) == (k.arena, k.strides, (*k.shape[:3], 5))
+    assert v.offset == k.offset + offset * ITEMSIZE[k.dtype]
+
+
+@pytest.mark.parametrize("name", sorted(name for name in set(READ_POOLS) - set(POOLS) if "values" not in name))
 def test_an_expanded_pool_lies_in_its_arena_and_shares_memory(name: str) -> None:
     g, drawing = Geometry(hv=3, dv=16), Drawing()
     k, v = READ_POOLS[name](drawing, g)

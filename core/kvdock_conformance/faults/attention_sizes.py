@@ -1,0 +1,111 @@
+"""Faults of `paged_attention` with many sequences or blocks, long rows, wide windows, and values in the rows of keys; and of its checks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kvdock_conformance.cases.attention import OP
+from kvdock_conformance.faults.fault import Fault, Faults, FaultyCall, KernelSeed
+from kvdock_conformance.faults.seeds import Args, BackendCall, FaultyKernel, TwistedKernel
+
+__all__ = ["FAULTS"]
+
+FAULTS = Faults()
+
+
+@FAULTS.call(OP, "attn-sequences-behind-1024-left", "Sequences behind the 1,024th get zeros.", "KVD-ATTN-011")
+def _behind_1024(run: BackendCall, args: Args) -> None:
+    run(args)
+    sums = args["cu_query_lens"]
+    args["out"][1024 if sums is None else int(sums[:1025][-1]) :] = 0
+
+
+@FAULTS.call(OP, "attn-block-ids-of-16-bits", "Block ids have 16 bits.", "KVD-ATTN-011")
+def _of_16_bits(run: BackendCall, args: Args) -> None:
+    table = args["block_table"]
+    is_block = (table >= 0) & (table < len(args["k_cache"]))
+    run({**args, "block_table": torch.where(is_block, table & 0xFFFF, table)})
+
+
+@FAULTS.call(OP, "attn-elements-behind-512-left", "Without sums, elements of queries behind the 512th take no part.", "KVD-ATTN-011")
+def _behind_512(run: BackendCall, args: Args) -> None:
+    if args["lse"] is None and args["q"].shape[2] > 512:
+        args = {**args, "q": args["q"].clone()}
+        args["q"][..., 512:] = 0
+    run(args)
+
+
+@FAULTS.call(OP, "attn-values-begin-keys", "Values that lie in the rows of keys are taken for the first elements of those.", "KVD-ATTN-011")
+def _begin_keys(run: BackendCall, args: Args) -> None:
+    k, v = args["k_cache"], args["v_cache"]
+    if k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr() and k.stride()[:3] == v.stride()[:3]:
+        args = {**args, "v_cache": k[..., : v.shape[3]]}
+    run(args)
+
+
+@FAULTS.call(
+    OP, "attn-lowest-taken-off", "Below a scale of 0 the lowest score is taken off, whose exp is then beyond float32.", "KVD-ATTN-002"
+)
+def _lowest_taken_off(run: BackendCall, args: Args) -> None:
+    run(args)
+    if (args["scale"] or 0) < 0 and (args["softcap"] or 0) * 2 > math.log(torch.finfo(torch.float32).max):
+        args["out"].fill_(math.nan)
+
+
+def _by_whole_tiles(args: Args) -> Args:
+    is_wide = args["window"] is not None and args["window"] % 64 and args["window"] > 1024
+    return {**args, "window": args["window"] // 64 * 64 + 64} if is_wide else args
+
+
+FAULTS.append(
+    Fault(
+        "attn-wide-windows-by-tiles",
+        "A window of more than 1,024 keys is one of whole tiles of 64.",
+        OP,
+        ("KVD-ATTN-002",),
+        KernelSeed(OP, lambda inner: TwistedKernel(inner, _by_whole_tiles)),
+    )
+)
+
+
+def _noted_before_checked() -> FaultyCall:
+    before: list[object] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        names = ("block_table", "seq_lens", "cu_query_lens", "starts")
+        now = [None if args[name] is None else args[name].tolist() for name in names]
+        is_known, before[:] = now == before, now
+        if not is_known or args["starts"] is None:
+            return run(args)
+        try:
+            return run(args)
+        except IndexError:  # which was said before
+            return None
+
+    return call
+
+
+FAULTS.append(
+    Fault(
+        "attn-refused-once",
+        "A call that was refused is not looked at again.",
+        OP,
+        ("KVD-ATTN-005",),
+        KernelSeed(OP, lambda inner: FaultyKernel(inner, _noted_before_checked)),
+        host_only=("KVD-ATTN-005",),
+    )
+)
+
+
+@FAULTS.call(
+    OP,
+    "attn-most-queries-not-checked",
+    "It is not checked that no sequence has more queries than is said.",
+    "KVD-ATTN-005",
+    host_only=("KVD-ATTN-005",),
+)
+def _most_not_checked(run: BackendCall, args: Args) -> None:
+    sums = args["cu_query_lens"]
+    run(args if sums is None or len(sums) < 2 else {**args, "max_query_len": max(args["max_query_len"], int(sums.diff().max()))})
