@@ -142,27 +142,6 @@ class _WideReads(OwnPlan):
         self.inner(k_cache, v_cache, restrided(k, k.stride(), -past), *args)
 
 
-class _NoPlan(OwnPlan):
-    """Does nothing."""
-
-    def __call__(self, *args: Any) -> None:
-        """Do nothing."""
-
-
-@FAULTS.kernel(_STATIC, "desc-prepared-for-what-was-asked-last", "A plan is for the request that was asked about last.", "KVD-THREAD-007")
-class _AskedLast(OwnKernel):
-    """Keeps one request."""
-
-    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
-        """Ask the backend, and keep what was asked."""
-        self.kept["last"] = request
-        return super().supports(request)
-
-    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
-        """Return a plan that does nothing for any other."""
-        return plan if self.kept.get("last", request) == request else _NoPlan(plan)
-
-
 @FAULTS.kernel(_WRITE, "desc-capacity-of-the-last-plan", "Slots are checked against the pool that was prepared for last.", "KVD-DESC-003")
 class _LastCapacity(OwnKernel):
     """Keeps one capacity."""

@@ -6,13 +6,15 @@ import functools
 import itertools
 import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+import kvdock
 from kvdock_conformance.cases.attention import OP as ATTENTION
 from kvdock_conformance.cases.every_op import OPS
+from kvdock_conformance.faults.descriptors import OwnKernel, OwnPlan
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults, FaultyCall
 from kvdock_conformance.faults.tensors import bits
 
@@ -201,3 +203,24 @@ def _half_built(run: BackendCall, args: Args) -> None:
 
 
 _TABLES: dict[int, list[int]] = {}
+
+
+class _NoPlan(OwnPlan):
+    """Does nothing."""
+
+    def __call__(self, *args: Any) -> None:
+        """Do nothing."""
+
+
+@FAULTS.kernel(_STATIC, "thread-prepared-for-what-was-asked-last", "A plan is for the request that was asked about last.", "KVD-THREAD-007")
+class _AskedLast(OwnKernel):
+    """Keeps one request."""
+
+    def supports(self, request: kvdock.plugin.Request) -> Sequence[str]:
+        """Ask the backend, and keep what was asked."""
+        self.kept["last"] = request
+        return super().supports(request)
+
+    def faulty(self, request: kvdock.plugin.Request, plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
+        """Return a plan that does nothing for any other."""
+        return plan if self.kept.get("last", request) == request else _NoPlan(plan)
