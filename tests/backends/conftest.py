@@ -36,7 +36,7 @@ _SLOW = {
 """By file, what `make test-all` asks only: requirements, and areas of them."""
 
 _DRAWN = {"test_prefix_caches.py": 4, "test_triton_interpreted.py": 4}
-"""By file, how many cases of a requirement `make test` asks at most: of other files 8. `make test-all` asks each."""
+"""By file, how many cases of a requirement `make test` asks at most: of other files 5. `make test-all` asks each."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` looks
@@ -62,7 +62,7 @@ def _fewer_cases(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
     There a case of an op that computes takes seconds or minutes: it is asked elsewhere, and a GPU has them.
     """
-    own, count = Requirement.selected, _DRAWN.get(request.path.name, 8)
+    own, count = Requirement.selected, _DRAWN.get(request.path.name, 5)
     is_interpreted = request.path.name == "test_triton_interpreted.py"
 
     def selected(self: Requirement, level: Level) -> list[Case]:
