@@ -145,7 +145,8 @@ class PagedAttentionDescriptor(Descriptor):
 
     def _workspace(self, parts: int, out: torch.Tensor, programs: int = 0) -> tuple[torch.Tensor, int, int, int]:
         """Return memory for so many parts, where they are, where their sums are, and where programs say what they begin."""
-        memory = torch.empty(parts * self._width + OPENER * programs, dtype=torch.float32, device=out.device)
+        size = parts * self._width + OPENER * programs
+        memory = torch.empty(size, dtype=torch.float32, device=out.device) if size else out  # of which nothing is written then
         begin = memory.data_ptr()
         return memory, begin, begin + 4 * parts * (self._width - 1), begin + 4 * parts * self._width
 
