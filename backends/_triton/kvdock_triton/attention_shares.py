@@ -111,7 +111,7 @@ def share_out(
     chunk = longest * 0
     everything = total * SEGMENTS
     if (segments <= programs) & ((4 * longest.to(tl.int64) * batch <= 5 * total) | (longest <= least)):
-        each = programs // segments
+        each = programs // tl.maximum(segments, 1)
         chunk = tl.maximum((longest + each - 1) // each, least)
         chunks = (longest + chunk - 1) // chunk
     else:

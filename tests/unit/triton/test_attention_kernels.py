@@ -285,6 +285,17 @@ def test_a_call_takes_no_more_memory_than_is_stated(backend: SmallTiles, monkeyp
     assert 0 < 4 * taken[-1] <= descriptor.workspace_bytes
 
 
+@pytest.mark.parametrize("most", [1, 5])
+def test_queries_of_no_sequence_get_zeros(backend: SmallTiles, most: int) -> None:
+    """As on a device, where nobody sees before the launch that there is none."""
+    nothing = {"block_table": torch.zeros(0, 3, dtype=torch.int32), "seq_lens": torch.zeros(0, dtype=torch.int64)}
+    args = {**dict.fromkeys(PAGED_ATTENTION.arg_names), **one(20, 5), **nothing, "cu_query_lens": torch.zeros(1, dtype=torch.int64)}
+    args |= {"max_query_len": most, "out": torch.full((5, 2, 16), torch.nan)}
+    descriptor = backend.kernels()["paged_attention"].prepare(request(cu_query_lens=torch.tensor([0, 1])))
+    descriptor(*(args[name] for name in PAGED_ATTENTION.arg_names))
+    assert bool((args["out"] == 0).all())
+
+
 def latents(seed: int, rank: int, rope: int, **changed: Any) -> dict[str, Any]:
     """Return a batch whose values are the first elements of its keys, with NaN wherever no query may look."""
     args = batch(seed, DTYPES[seed % 2], "NHD", sinks=None, **changed)
