@@ -88,7 +88,7 @@ def attend_few_kernel(
 ):
     """Attend from ``TILE`` queries of each row at most, and ``SHARE`` of the ``GROUP`` heads that read one head, in ``program_id(0)``.
 
-    With ``MAPPED``, whole tiles of keys come by the maps of the caches. With ``EARLY``, what joins parts may be launched at once: it
+    With ``MAPPED``, tiles of keys come by the maps of the caches. With ``EARLY``, what joins parts may be launched at once: it
     waits.
     """
     SHARES: tl.constexpr = (GROUP + SHARE - 1) // SHARE  # noqa: N806 - a constant of Triton's
@@ -163,7 +163,7 @@ def attend_few_kernel(
         found, highest, total = begin_rows(sink, used, V_WIDE, ROWS, SINKS)
         k_head = k_cache + kv_head.to(tl.int64) * K_HEAD
         v_head = v_cache + kv_head.to(tl.int64) * V_HEAD
-        if EARLY:  # not before: what joins has a beginning of its own, which would take turns with this one
+        if EARLY:  # not at the beginning, which what joins would delay
             tl.extra.cuda.gdc_launch_dependents()
         is_left = True
         if MAPPED:

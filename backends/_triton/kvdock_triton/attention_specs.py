@@ -174,7 +174,7 @@ def attend_spec(request: Request, tile: AttentionTile, many: bool, within: bool 
     q, k_cache, v_cache = (request.tensor(name) for name in ("q", "k_cache", "v_cache"))
     mapped = not many and not within and tile.mapped is not None and is_mapped(request)
     fitted = _tile_for(request, tile)
-    tile = fitted.by_maps(int(k_cache.shape[1] or 1), _key_bytes(request)) if mapped else fitted
+    tile = fitted.by_maps(_key_bytes(request)) if mapped else fitted
     absent, shape = _absent(request), _shape(request, tile, many)
     k_wide, k_rest = _parts(int(k_cache.shape[3] or 0))
     constants = _common_constants(request) | absent | shape | _pool_constants("K", k_cache) | _pool_constants("V", v_cache)

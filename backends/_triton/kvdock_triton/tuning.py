@@ -12,7 +12,6 @@ __all__ = [
     "TUNED_ROW_BYTES",
     "WIDE",
     "AttentionTile",
-    "MappedTile",
     "SwapTile",
     "Tile",
     "Tuning",
@@ -88,19 +87,6 @@ LEAST_ROWS = 16
 
 
 @attrs.frozen
-class MappedTile:
-    """What one program of `paged_attention` reads at a time by a map of each cache.
-
-    Args:
-        keys: keys of a tile at most, all of one block; a step looks at two.
-        stages: steps whose keys are on their way at once, of keys of `TUNED_KEY_BYTES`.
-    """
-
-    keys: int
-    stages: int
-
-
-@attrs.frozen
 class AttentionTile:
     """What one program of `paged_attention` does.
 
@@ -112,7 +98,8 @@ class AttentionTile:
         programs: programs per processor that the keys are split for.
         least: keys of a split at least.
         long_rows: rows per program at most where keys are long, as latents are: as many as shared memory has room for.
-        mapped: what whole tiles of keys are read by, where they may: see `kvdock_triton.tensor_maps`; None where by addresses.
+        mapped: where tiles of `LEAST_ROWS` keys may be read by maps, see `kvdock_triton.tensor_maps`, two a step: steps whose keys are
+            on their way at once, of keys of `TUNED_KEY_BYTES`; None where tiles are read by addresses.
     """
 
     rows: int
@@ -122,7 +109,7 @@ class AttentionTile:
     programs: int = 1
     least: int = 512
     long_rows: int = LEAST_ROWS
-    mapped: MappedTile | None = None
+    mapped: int | None = None
 
     def for_keys(self, key_bytes: int) -> AttentionTile:
         """Return the tile for keys and values of so many bytes together: about as many bytes per step as for those it was tuned on."""
@@ -130,15 +117,15 @@ class AttentionTile:
         rows = _floor(min(self.rows, self.rows * TUNED_KEY_BYTES // key_bytes))
         return attrs.evolve(self, rows=max(rows, LEAST_ROWS), keys=min(max(keys, LEAST_ROWS), 2 * self.keys))
 
-    def by_maps(self, block: int, key_bytes: int) -> AttentionTile:
-        """Return the tile for blocks of so many keys, of so many bytes each with its value, that are read by maps.
+    def by_maps(self, key_bytes: int) -> AttentionTile:
+        """Return the tile for keys of so many bytes each with its value that are read by maps.
 
         As many bytes are on their way as for those it was tuned on, beside the two steps that are being looked at and filled.
         """
         if self.mapped is None:
             return self
-        stages = 2 + min(max((self.mapped.stages - 2) * TUNED_KEY_BYTES // key_bytes, 1), MOST_AHEAD)
-        return attrs.evolve(self, keys=min(self.mapped.keys, block & -block), stages=stages)
+        stages = 2 + min(max((self.mapped - 2) * TUNED_KEY_BYTES // key_bytes, 1), MOST_AHEAD)
+        return attrs.evolve(self, keys=LEAST_ROWS, stages=stages)
 
     def without_matrix_units(self) -> AttentionTile:
         """Return the tile for float32, whose products are sums of lanes: each holds its share of both sides in registers."""
@@ -190,7 +177,7 @@ WIDE = Tuning(
 HOPPER = Tuning(
     fused=Tile(1, 4),
     early=True,
-    decode=AttentionTile(16, 32, 1, 4, programs=4, least=128, long_rows=64, mapped=MappedTile(16, 3)),
+    decode=AttentionTile(16, 32, 1, 4, programs=4, least=128, long_rows=64, mapped=3),
     prefill=AttentionTile(64, 64, 4, 3),
 )
 """As measured on an H100, and attention on H200s; see docs/benchmarks."""

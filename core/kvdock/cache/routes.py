@@ -192,9 +192,9 @@ def _joined(parts: Sequence[_Pools]) -> list[tuple[_Key | None, _Pools]]:
     """Join what lies at whole steps from one another in one memory on each side, so that one call swaps it: with numbers for ids."""
     alike: dict[Any, list[_Pools]] = {}
     for a, b in parts:
-        memories = [pool.untyped_storage().data_ptr() for pool in (a, b)]
+        memories = tuple(pool.untyped_storage().data_ptr() for pool in (a, b))
         kind = memories, a.dtype, a.shape, a.stride(), b.shape, b.stride()
-        alike.setdefault(str(kind) if all(memories) else len(alike), []).append((a, b))
+        alike.setdefault(kind if all(memories) else len(alike), []).append((a, b))
     found: list[tuple[_Key | None, _Pools]] = []
     for pools in alike.values():
         ours, theirs = (_as_one([each[side] for each in pools]) for side in (0, 1))

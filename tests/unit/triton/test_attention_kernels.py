@@ -204,9 +204,9 @@ class ByMaps(SmallTiles):
     """Tiles of keys come by maps of the caches, where they may."""
 
     def tuning(self, device: torch.device) -> Any:
-        from kvdock_triton.tuning import AttentionTile, MappedTile, Tuning
+        from kvdock_triton.tuning import AttentionTile, Tuning
 
-        return Tuning(decode=AttentionTile(16, 32, 1, 2, programs=4, least=16, mapped=MappedTile(16, 4)))
+        return Tuning(decode=AttentionTile(16, 32, 1, 2, programs=4, least=16, mapped=4))
 
 
 @pytest.mark.parametrize("order", [*ORDERS])
