@@ -69,6 +69,7 @@ DECODE = (
     Shape("64 x 4k", (4096,) * 64),
     Shape("16 x 4k", (4096,) * 16),
     Shape("16 x 32k", (32768,) * 16),
+    Shape("64 x 32k", (32768,) * 64),
     Shape("64 ragged 256..8k", ragged(64)),
     Shape("1 x 4k", (4096,)),
     Shape("64 x 4k, D 64", (4096,) * 64, dim=64),

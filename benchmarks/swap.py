@@ -5,9 +5,10 @@
 
 Blocks are of 16 tokens, bfloat16, 8 heads of 128, in 32 layers, and as many as the size comes to: 16 of 32 MiB, 256 of 512 MiB.
 They are anywhere in pools of twice as many, in no order. A swap is one call of `PagedKVCache.swap_blocks`, from a tensor of pairs
-in host memory. Beside it, in the same rounds: the copy; copies of each block of each layer from Python; and, to choose tiles by, the swap
-by other numbers of programs. Of each there are medians and quartiles, and the ratio of the copy's median to its own. Host time is that of
-the call alone, while the device is kept busy.
+in host memory. Beside it, in the same rounds: the copy; a kernel that moves the same bytes in one run and does nothing else, which is
+what processors of the device can do over the link where its copy engine can do more; copies of each block of each layer from Python; and,
+to choose tiles by, the swap by other numbers of programs. Of each there are medians and quartiles, and the ratio of the copy's median to
+its own. Times are the device's, which is kept busy until the call has returned; host time is that of the call alone.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from kvdock.cache.swapping import host_cache
 
 LAYERS, HEADS, DIM, BLOCK = 32, 8, 128, 16
 MIB = 2**20
+BUSY = 2_000_000
+"""Cycles that a device is kept busy for while a call is made: about a millisecond."""
+
 Call = Callable[[], Any]
 
 
@@ -89,6 +93,7 @@ class Machine:
             call()
             return (time.perf_counter() - begin) * 1e6
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(BUSY)
         start.record()
         call()
         stop.record()
@@ -99,7 +104,7 @@ class Machine:
         """Return how long a call keeps the host, in microseconds, while the device has other work."""
         self.synchronize()
         if self.is_gpu:
-            torch.cuda._sleep(2_000_000)
+            torch.cuda._sleep(BUSY)
         begin = time.perf_counter()
         call()
         took = (time.perf_counter() - begin) * 1e6
@@ -136,6 +141,22 @@ def pools(machine: Machine, case: Case, layers: int) -> tuple[kvdock.PagedKVCach
     if host.host_pages is not None and not host.host_pages.wait() and machine.is_gpu:
         raise SystemExit("the host pool could not be page-locked: its figures would be those of staging")
     return cache, host, count
+
+
+def plain_kernel(target: torch.Tensor, source: torch.Tensor) -> Call:
+    """Return a copy of one run of bytes by a kernel, one of whose ends is page-locked memory."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def move(target, source, pieces, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803 - Triton's way
+        for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
+            at = piece.to(tl.int64) * PIECE + tl.arange(0, PIECE)
+            tl.store(target + at, tl.load(source + at))
+
+    words = [memory.view(torch.int32) for memory in (target, source)]
+    piece, pieces = 8192, len(words[0]) // 8192
+    return lambda: move[(16,)](*words, pieces, PIECE=piece, num_warps=8)
 
 
 def per_block(src: kvdock.PagedKVCache, dst: kvdock.PagedKVCache, pairs: Sequence[tuple[int, int]]) -> Call:
@@ -175,6 +196,7 @@ def measure(machine: Machine, case: Case, rounds: int, layers: int, programs: Se
             "copy": copy,
             "swap": lambda src=src, dst=dst, pairs=pairs: src.swap_blocks(dst, pairs),
             "per block": per_block(src, dst, pairs.tolist()),
+            **({"kernel": plain_kernel(*((locked, flat) if way == "to host" else (flat, locked)))} if machine.is_gpu else {}),
         }
         times: dict[str, list[float]] = {name: [] for name in calls}
         for call in calls.values():
@@ -196,6 +218,7 @@ def measure(machine: Machine, case: Case, rounds: int, layers: int, programs: Se
             "us": found,
             "host_us": host_us,
             "ratio": found["copy"][1] / found["swap"][1],
+            "kernel_ratio": found["copy"][1] / found["kernel"][1] if "kernel" in found else None,
             "per_block_ratio": found["copy"][1] / found["per block"][1],
             "gb_s": nbytes / found["swap"][1] / 1e3,
             "by_programs": {n: found["copy"][1] / us for n, us in more.items()},
@@ -232,20 +255,23 @@ def described(machine: Machine) -> dict[str, str]:
 def page(report: dict[str, Any]) -> str:
     """Return the record as a page."""
     head = (
-        "| way | pool to pool | MiB | blocks | swap / copy | GB/s | per block / copy | swap, us: median (quartiles) | copy, us | host, us |"
+        "| way | pool to pool | MiB | blocks | swap / copy | kernel / copy | GB/s | per block / copy | swap, us: median (quartiles) "
+        "| copy, us | host, us |"
     )
-    lines = [head, "|" + "---|" * 10]
+    lines = [head, "|" + "---|" * 11]
     for row in report["rows"]:
         low, middle, high = row["us"]["swap"]
-        cells = [row["way"], row["layouts"], f"{row['mib']:.0f}", row["blocks"], f"{row['ratio']:.3f}", f"{row['gb_s']:.1f}"]
+        cells = [row["way"], row["layouts"], f"{row['mib']:.0f}", row["blocks"], f"{row['ratio']:.3f}"]
+        cells += [f"{row['kernel_ratio']:.3f}" if row["kernel_ratio"] else "", f"{row['gb_s']:.1f}"]
         cells += [f"{row['per_block_ratio']:.3f}", f"{middle:.0f} ({low:.0f} .. {high:.0f})", f"{row['us']['copy'][1]:.0f}"]
         lines.append("| " + " | ".join(map(str, [*cells, f"{row['host_us'][1]:.0f} (.. {row['host_us'][2]:.0f})"])) + " |")
     machine = ", ".join(f"{name} {value}" for name, value in report["machine"].items())
     text = (
         f"# Swapping blocks, {report['machine']['card']}\n\n{machine}. Made by `python benchmarks/swap.py`.\n\n"
         f"Blocks of {BLOCK} tokens, bfloat16, {HEADS} x {DIM}, {report['layers']} layers; `PagedKVCache.swap_blocks` with pairs in host "
-        "memory, beside one `copy_` of the same bytes between page-locked memory and the device, and copies of each block of each layer "
-        "from Python, in the same rounds. Ratios are speeds relative to that copy, by medians.\n\n" + "\n".join(lines) + "\n"
+        "memory, beside one `copy_` of the same bytes between page-locked memory and the device, a kernel that moves them in one run, and "
+        "copies of each block of each layer from Python, in the same rounds. Ratios are speeds relative to that copy, by medians. Times "
+        "are the device's, without the call's host time.\n\n" + "\n".join(lines) + "\n"
     )
     numbers = sorted({int(n) for row in report["rows"] for n in row["by_programs"]})
     if not numbers:

@@ -83,6 +83,69 @@ def test_a_graph_follows_lengths_and_tables() -> None:
     del junk
 
 
+@pytest.mark.parametrize("heads", kvdock.HeadLayout)
+@pytest.mark.parametrize("layout", kvdock.KVCacheLayout)
+def test_pools_in_every_order_are_read_alike(layout: kvdock.KVCacheLayout, heads: kvdock.HeadLayout) -> None:
+    """By maps, of two layers in turn, and from a graph that was captured with other lengths."""
+    args = batch("bf16, 32/8 x 128", None)
+    k, v = args.pop("k_cache"), args.pop("v_cache")
+    spec = kvdock.KVSpec.uniform(num_layers=2, num_kv_heads=8, head_dim=128, max_positions=4096, dtype=k.dtype)
+    config = kvdock.PagedKVCacheConfig(num_blocks=len(k), block_size=16, layout=layout, head_layout=heads)
+    cache = kvdock.create_cache(spec, config, kvdock.RankInfo(k.device))
+    for layer in range(2):
+        cache.k_cache(layer).copy_(k.roll(layer, 2))
+        cache.v_cache(layer).copy_(v.roll(layer, 2))
+    outs = [torch.empty_like(args["q"]) for _ in range(2)]
+
+    def step() -> None:
+        for layer, out in enumerate(outs):
+            kvdock.ops.paged_attention(k_cache=cache.k_cache(layer), v_cache=cache.v_cache(layer), out=out, **args)
+
+    def check() -> None:
+        for layer, out in enumerate(outs):
+            expected = kvdock.ops.paged_attention(k_cache=k.roll(layer, 2), v_cache=v.roll(layer, 2), **args)
+            assert torch.equal(out, expected)
+            with kvdock.use_backend("portable"):
+                expected = kvdock.ops.paged_attention(k_cache=k.roll(layer, 2), v_cache=v.roll(layer, 2), **args)
+            assert float((out - expected).float().norm() / expected.float().norm()) < BOUND[out.dtype]
+
+    step()
+    check()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    args["seq_lens"].copy_(torch.tensor([1499, 0, 332, 48, 1]))
+    graph.replay()
+    check()
+
+
+def test_long_sequences_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By programs that begin when others have ended: in rows of any length, of none, and in a graph that was captured with other ones."""
+    from kvdock_triton.paged_attention import _Way
+
+    torch.manual_seed(0)
+    rows, width, block, heads, dim = 4, 7000, 16, 8, 128
+    seen, real = list[int](), _Way.chunks
+    monkeypatch.setattr(_Way, "chunks", lambda *args: seen.append(real(*args)[1]) or real(*args))
+    k, v = (torch.randn(rows * width, block, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    table = torch.randperm(rows * width, device="cuda").int().view(rows, width)
+    lens = torch.tensor([width * block, 3, 90_001, 0], device="cuda")
+    q = torch.randn(rows, 4 * heads, dim, device="cuda", dtype=torch.bfloat16)
+    args = (q, k, v, table, lens)
+    out = torch.empty_like(q)
+    graph = torch.cuda.CUDAGraph()
+    kvdock.ops.paged_attention(*args, out=out)
+    with torch.cuda.graph(graph):
+        kvdock.ops.paged_attention(*args, out=out)
+    for lengths in ([width * block, 3, 90_001, 0], [width * block] * rows, [100, 65_000, 17, 111_999]):
+        lens.copy_(torch.tensor(lengths))
+        graph.replay()
+        with kvdock.use_backend("portable"):
+            expected = kvdock.ops.paged_attention(*args)
+        assert float((out - expected).float().norm() / expected.float().norm()) < BOUND[out.dtype]
+    assert min(seen) > 1, "the pool is too small for this GPU"
+
+
 def test_blocks_far_into_a_big_pool() -> None:
     heads, dim, block = 8, 128, 16
     num_blocks = 2**32 // (heads * dim * block) + 4

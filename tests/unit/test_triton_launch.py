@@ -178,7 +178,7 @@ def test_attention_launches(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> 
     out, lse = kvdock.ops.paged_attention(q, *pools, table, lens, return_lse=True)
     (grid, args), (join_grid, join) = driver.launches
     programs = 3 * 2 * -(-20 * 64 // args["LEAST"])
-    assert (grid, join_grid) == ((programs, 1, 1), (programs * args["SHARE"], 1, 1))
+    assert (grid, join_grid) == ((programs, 1, 1), (3 * 2 * args["SHARE"], 1, 1))
     pointers = {"q": q, "k_cache": pools[0], "v_cache": pools[1], "table": table, "lens": lens, "out": out, "lse": lse}
     assert {name: args[name] for name in pointers} == {name: tensor.data_ptr() for name, tensor in pointers.items()}
     assert [join[name] for name in ("out", "lse")] == [tensor.data_ptr() for tensor in (out, lse)]
@@ -186,6 +186,7 @@ def test_attention_launches(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> 
     assert args["sums"] - args["parts"] == 2 * programs * args["ROWS"] * 8 * 4  # behind both parts of all programs
     assert args["openers"] - args["sums"] == 2 * programs * args["ROWS"] * 4
     assert (args["queries"], args["batch"], args["room"], args["num_blocks"]) == (3, 3, 20 * 64, 1100)
+    assert (args["wanted"], args["pieces"]) == (programs, 1)
     assert [args[name] * args["Q_UNIT"] for name in ("q_token", "q_head")] == [*q.stride()[:2]]
     cu, q = torch.tensor([0, 300, 300, 301]), torch.zeros(301, 8, 8, dtype=torch.bfloat16)
     kvdock.ops.paged_attention(q, *pools, table, lens, cu_query_lens=cu)
@@ -193,12 +194,12 @@ def test_attention_launches(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> 
     assert (args["splits"], grid) == (1, ((301 // args["TILE"] + 3) * 2, 1, 1))
     kvdock.ops.paged_attention(q, *pools, table, lens, cu_query_lens=cu, max_query_len=4)
     (grid, args), (join_grid, join) = driver.launches[-2:]
-    assert (grid, join_grid) == ((programs, 1, 1), (programs * args["TILE"] * args["SHARE"], 1, 1))
+    assert (grid, join_grid) == ((programs, 1, 1), (3 * 2 * args["TILE"] * args["SHARE"], 1, 1))
     assert args["cu"] == cu.data_ptr()
 
 
 def test_launches_with_maps_of_the_caches(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a Hopper: maps are made once for the pools of each layer, by the driver, and what joins is launched early."""
+    """As on a Hopper: maps are made once for the pools of each layer, by the driver, and no more programs run at once than are to."""
     from triton.backends.nvidia.driver import make_launcher
 
     from kvdock_triton.tuning import HOPPER
@@ -229,8 +230,10 @@ def test_launches_with_maps_of_the_caches(driver: Driver, monkeypatch: pytest.Mo
     assert attends[0][-9:] == ("map 2", 1100, 2, 64, 8, block, head, slot, 1)
     for number, *args in calls:
         assert len(args) == 3 + 10 + number
-    assert {call[7] for call in attends} == {False}
-    assert {call[7] for call in joins} == {True}
+    assert {call[7] for call in calls} == {True}, "early"
+    most = driver.utils.get_device_properties(0)["max_shared_mem"]
+    assert {most // call[10][2] for call in attends} == {HOPPER.decode.programs}
+    assert all(call[10][2] < most // 32 for call in joins)
 
 
 def meant(grid: tuple[int, ...], args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -12,8 +12,8 @@ import triton.language as tl
 from kvdock_triton.attention_exact import attend_key_by_key, begin_rows
 from kvdock_triton.attention_mapped import attend_mapped
 from kvdock_triton.attention_parts import LN2, LOG2E, attend_keys
-from kvdock_triton.attention_results import count_bad, results_of, store_nothing
-from kvdock_triton.attention_shares import LEAST_KEYS, find_units, queries_of, share_out, units_of
+from kvdock_triton.attention_results import OPENER, count_bad, results_of, store_nothing, store_opener
+from kvdock_triton.attention_shares import LEAST_KEYS, find_units, program_of, queries_of, share_out, units_of
 
 __all__ = ["attend_few_kernel"]
 
@@ -38,6 +38,8 @@ def attend_few_kernel(
     batch,
     room,
     num_blocks,
+    wanted,
+    pieces,
     q_token,
     q_head,
     table_row,
@@ -86,17 +88,23 @@ def attend_few_kernel(
     MAPPED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Attend from ``TILE`` queries of each row at most, and ``SHARE`` of the ``GROUP`` heads that read one head, in ``program_id(0)``.
+    """Attend from ``TILE`` queries of each row at most, and ``SHARE`` of the ``GROUP`` heads that read one head.
 
-    With ``MAPPED``, tiles of keys come by the maps of the caches. With ``EARLY``, what joins parts may be launched at once: it
-    waits.
+    To one of the ``pieces`` of one of the ``wanted`` chunks of keys. With ``MAPPED``, tiles of keys come by the maps of the caches. With
+    ``EARLY``, it is launched before what came before has ended, and waits; so does what joins parts.
     """
     SHARES: tl.constexpr = (GROUP + SHARE - 1) // SHARE  # noqa: N806 - a constant of Triton's
     SEGMENTS: tl.constexpr = HEADS * SHARES  # noqa: N806 - likewise
     rows = (lens, cu, starts, lens_step, cu_step, starts_step, queries, room)
     batch = batch.to(tl.int32)
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
+    if EARLY:  # it is launched while what came before still ends
+        tl.extra.cuda.gdc_wait()
+    pieces = pieces.to(tl.int32)
+    wanted = wanted.to(tl.int32)
+    programs = wanted * pieces
+    piece = tl.program_id(0) // wanted
+    place = tl.program_id(0) - piece * wanted
+    program = place * pieces + piece
     r = tl.arange(0, ROWS)
     query = r // SHARE
     k_dim = tl.arange(0, K_WIDE)[None, :]
@@ -125,12 +133,15 @@ def attend_few_kernel(
             TILE,
         )
 
-    opener = openers + 4 * program  # no part of a segment that others go on with, until there is one
-    tl.store(opener, 0)
-    chunk, chunks, everything = share_out(programs, batch, rows, SEGMENTS, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT, LEAST)
-    left, row, segment, offset = find_units(
-        program, chunk, chunks, everything, batch, rows, SEGMENTS, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT
+    by_program = batch * SEGMENTS > programs  # so many openers there is room for: of each segment, or of each program
+    if by_program:
+        tl.store(openers + OPENER * program, 0)  # no part of a segment that others go on with, until there is one
+    chunk, chunks, everything = share_out(wanted, batch, rows, SEGMENTS, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT, LEAST)
+    left, within, row, segment, offset = find_units(
+        place, piece, pieces, chunk, chunks, everything, batch, rows, SEGMENTS, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT
     )
+    if (left <= 0) & (pieces > 1):  # what joins goes over it
+        tl.store(sums + 2 * program.to(tl.int64) * ROWS + r, tl.full([ROWS], float("-inf"), tl.float32))
     while left > 0:
         first, count, said, length, begin, end = queries_of(row, row < batch, rows, CAUSAL, WINDOW, RAGGED, STARTS, TILE)
         own = tl.where(chunks > 0, chunks * chunk, units_of(begin, end, UNIT))
@@ -191,6 +202,7 @@ def attend_few_kernel(
                 K_WIDE,
                 V_WIDE,
                 KEYS,
+                UNIT // KEYS,
                 WIDEN,
             )
             is_left = tl.max((found != found).to(tl.int32)) > 0  # 0 times what is no number is not 0: it may be of a key that is not seen
@@ -271,16 +283,16 @@ def attend_few_kernel(
                 tl.store(lse + at * lse_token + head * lse_head, logarithm * LN2, mask=is_real)
         else:
             part = (2 * program.to(tl.int64) + tl.where(offset == 0, 1, 0)) * ROWS + r
-            tl.store(sums + part, logarithm, mask=is_real)
+            tl.store(sums + part, logarithm)  # of all rows, so that no sector is written in part, and read from memory to be joined
             tl.store(parts + part[:, None] * V_DIM + v_dim, values, mask=inside & (total > 0)[:, None])
-            if offset == 0:
-                tl.store(opener, 1 + (own - taken + chunk - 1) // chunk)
-                tl.store(opener + 1, segment)
-                tl.store(opener + 2, first.to(tl.int32))
-                tl.store(opener + 3, count)
+        if (offset == 0) & ((not is_whole) | (not by_program)):
+            number = tl.where(is_whole, 1, program_of(within + own - 1, chunk, pieces) - piece + 1)
+            opener = openers + OPENER * tl.where(by_program, program, row * SEGMENTS + segment)
+            store_opener(opener, number, program, segment, first.to(tl.int32), count)
         if (segment == 0) & (offset == 0):
             count_bad(skipped, row_table, table_column, said, room, begin, num_blocks, BLOCK_SIZE)
         left -= taken
+        within += taken
         offset += taken
         if offset == own:
             offset = offset * 0

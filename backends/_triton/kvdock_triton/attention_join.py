@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kvdock_triton.attention_parts import LN2, LOG2E
-from kvdock_triton.attention_results import DONE
+from kvdock_triton.attention_results import DONE, OPENER
 
 __all__ = ["join_few_kernel", "join_kernel"]
 
@@ -91,20 +91,21 @@ def join_few_kernel(
     STEP: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Join the parts of one row of a tile of `attend_few_kernel`, which begin with that of a program, if others go on with it.
+    """Join the parts of one row of a tile of `attend_few_kernel`, of one segment, if there are several.
 
     With ``EARLY``, it is launched while parts are still made, and waits for their end: always, since what follows waits for this alone.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    program = tl.program_id(0) // (TILE * SHARE)
+    opener = openers + OPENER * (tl.program_id(0) // (TILE * SHARE))
     in_tile = tl.program_id(0) % (TILE * SHARE)
-    number = tl.load(openers + 4 * program)
+    number = tl.load(opener)
+    program = tl.load(opener + 1)
+    segment = tl.load(opener + 2)
+    first = tl.load(opener + 3)
+    count = tl.load(opener + 4)
     if number <= 1:
         return
-    segment = tl.load(openers + 4 * program + 1)
-    first = tl.load(openers + 4 * program + 2)
-    count = tl.load(openers + 4 * program + 3)
     SHARES: tl.constexpr = (GROUP + SHARE - 1) // SHARE  # noqa: N806 - a constant of Triton's
     query = in_tile // SHARE
     in_group = segment % SHARES * SHARE + in_tile % SHARE

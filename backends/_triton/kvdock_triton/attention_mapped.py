@@ -20,6 +20,25 @@ def _load_tile(cache_map, block, kv_head, slot, KEYS: tl.constexpr, WIDE: tl.con
 
 
 @triton.jit
+def _load_tiles(
+    cache_map,
+    blocks,
+    kv_head,
+    start,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDE: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Load the keys or values of the tiles of a step."""
+    found = ()
+    for i in tl.static_range(TILES):
+        found += (_load_tile(cache_map, blocks[i], kv_head, (start + i * KEYS) % BLOCK_SIZE, KEYS, WIDE, WIDEN),)
+    return found
+
+
+@triton.jit
 def _hide(
     scores,
     start,
@@ -43,6 +62,16 @@ def _hide(
     if WINDOW > 0:
         shown = shown & ((start + places)[None, :] > position[:, None] - WINDOW)
     return tl.where(shown, scores, float("-inf"))
+
+
+@triton.jit
+def _blocks_of(table, table_column, start, end, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr):
+    """Return the blocks of some tiles, of those behind the end none."""
+    found = ()
+    for i in tl.static_range(TILES):
+        at = start + i * KEYS
+        found += (tl.load(table + at // BLOCK_SIZE * table_column, mask=at < end, other=-1),)
+    return found
 
 
 @triton.jit
@@ -70,41 +99,43 @@ def attend_mapped(
     K_WIDE: tl.constexpr,
     V_WIDE: tl.constexpr,
     KEYS: tl.constexpr,
+    TILES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Let rows attend to the keys from ``seen_from`` on that lie between ``begin``, where a tile begins, and ``end`` of a sequence.
 
-    Causal and by window where rows differ in that. Two tiles a step, since what becomes of one waits for the other's, from the product
-    to the weights: with one tile the warp waits longer for itself than for memory. Behind the last tile comes one without a block.
-    Values that no row sees are read and weigh nothing; where one is no number, what is found is none either, and to be found otherwise.
+    Causal and by window where rows differ in that. ``TILES`` tiles a step, since what becomes of one waits for the others', from the
+    product to the weights: with one tile the warp waits longer for itself than for memory. Behind the last tile come some without a
+    block. Values that no row sees are read and weigh nothing; where one is no number, what is found is none either, and to be found
+    otherwise.
     """
     num_blocks = num_blocks.to(tl.int32)
-    ids = tl.load(table + begin // BLOCK_SIZE * table_column, mask=begin < end, other=-1)
-    next_ids = tl.load(table + (begin + KEYS) // BLOCK_SIZE * table_column, mask=begin + KEYS < end, other=-1)
-    for start in range(begin, end, 2 * KEYS):
-        block = ids
-        next_block = next_ids
-        slot = start % BLOCK_SIZE
-        next_slot = (start + KEYS) % BLOCK_SIZE
-        ahead = start + 2 * KEYS
-        ids = tl.load(table + ahead // BLOCK_SIZE * table_column, mask=ahead < end, other=-1)
-        next_ids = tl.load(table + (ahead + KEYS) // BLOCK_SIZE * table_column, mask=ahead + KEYS < end, other=-1)
-        k = _load_tile(k_map, block, kv_head, slot, KEYS, K_WIDE, WIDEN)
-        next_k = _load_tile(k_map, next_block, kv_head, next_slot, KEYS, K_WIDE, WIDEN)
-        scores = bend(tl.dot(q, tl.trans(k), input_precision="ieee"), SCALE, SOFTCAP)
-        next_scores = bend(tl.dot(q, tl.trans(next_k), input_precision="ieee"), SCALE, SOFTCAP)
-        scores = _hide(scores, start, block, seen_from, end, position, num_blocks, BEGUN, CAUSAL, WINDOW, KEYS)
-        next_scores = _hide(next_scores, start + KEYS, next_block, seen_from, end, position, num_blocks, BEGUN, CAUSAL, WINDOW, KEYS)
+    STEP: tl.constexpr = TILES * KEYS  # noqa: N806 - a constant of Triton's
+    ids = _blocks_of(table, table_column, begin, end, BLOCK_SIZE, KEYS, TILES)
+    for start in range(begin, end, STEP):
+        blocks = ids
+        ids = _blocks_of(table, table_column, start + STEP, end, BLOCK_SIZE, KEYS, TILES)
+        keys = _load_tiles(k_map, blocks, kv_head, start, BLOCK_SIZE, KEYS, K_WIDE, TILES, WIDEN)
+        scores = ()
+        for i in tl.static_range(TILES):  # all products before what becomes of the first, whose instructions wait for one another
+            scores += (bend(tl.dot(q, tl.trans(keys[i]), input_precision="ieee"), SCALE, SOFTCAP),)
+        seen = ()
         before = highest
-        peak = tl.maximum(peak_of(scores, SCALE, SOFTCAP), peak_of(next_scores, SCALE, SOFTCAP))
-        highest = tl.maximum(before, peak)
+        for i in tl.static_range(TILES):
+            shown = _hide(scores[i], start + i * KEYS, blocks[i], seen_from, end, position, num_blocks, BEGUN, CAUSAL, WINDOW, KEYS)
+            highest = tl.maximum(highest, peak_of(shown, SCALE, SOFTCAP))
+            seen += (shown,)
         level = tl.where(highest == float("-inf"), 0.0, highest)  # of -inf and -inf there is no difference
-        weights = weigh(scores, level, SCALE, SOFTCAP)
-        next_weights = weigh(next_scores, level, SCALE, SOFTCAP)
         faded = tl.exp2(before - level)
-        total = total * faded + (tl.sum(weights, 1) + tl.sum(next_weights, 1))
-        v = _load_tile(v_map, block, kv_head, slot, KEYS, V_WIDE, WIDEN)
-        next_v = _load_tile(v_map, next_block, kv_head, next_slot, KEYS, V_WIDE, WIDEN)
-        found = tl.dot(weights.to(v.dtype), v, found * faded[:, None], input_precision="ieee")
-        found = tl.dot(next_weights.to(v.dtype), next_v, found, input_precision="ieee")
+        weights = ()
+        more = tl.zeros([q.shape[0]], tl.float32)
+        for i in tl.static_range(TILES):
+            weight = weigh(seen[i], level, SCALE, SOFTCAP)
+            more += tl.sum(weight, 1)
+            weights += (weight,)
+        total = total * faded + more
+        found = found * faded[:, None]
+        values = _load_tiles(v_map, blocks, kv_head, start, BLOCK_SIZE, KEYS, V_WIDE, TILES, WIDEN)
+        for i in tl.static_range(TILES):
+            found = tl.dot(weights[i].to(q.dtype), values[i], found, input_precision="ieee")
     return found, highest, total

@@ -7,10 +7,14 @@ import triton.language as tl
 
 from kvdock_triton.attention_parts import LN2
 
-__all__ = ["DONE", "count_bad", "count_outside", "results_of", "store_nothing", "store_rows"]
+__all__ = ["DONE", "OPENER", "count_bad", "count_outside", "results_of", "store_nothing", "store_opener", "store_rows"]
 
 DONE = tl.constexpr(-3.0e38)
 """In place of the sum of a first split: it was the only one, and the result is stored."""
+
+OPENER = tl.constexpr(8)
+"""Numbers by which who has the first part of a segment says how many there are, whose is the first, and whose queries these are: as many
+as are a sector of memory, which is not read before it is written as a whole."""
 
 
 @triton.jit
@@ -89,6 +93,14 @@ def store_nothing(
             if SINKS:
                 logarithm = tl.load(sinks + number).to(tl.float32)
             tl.store(lse + query * lse_token + number * lse_head, logarithm)
+
+
+@triton.jit
+def store_opener(opener, number, program, segment, first, count):
+    """Store how many parts a segment has, the program of the first, the segment, its first query, and how many there are."""
+    place = tl.arange(0, OPENER)
+    values = tl.where(place == 0, number, tl.where(place == 1, program, tl.where(place == 2, segment, tl.where(place == 3, first, count))))
+    tl.store(opener + place, values)
 
 
 @triton.jit

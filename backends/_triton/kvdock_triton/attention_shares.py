@@ -1,10 +1,17 @@
 """How the keys of a batch are shared out among programs, each of which works it out from the lengths on the device.
 
 Keys are counted in units. One behind the other lie the units of all rows of the batch, and of each row as often as programs read it:
-segments, of each head of the cache and each share of its group. Program ``p`` has the units from ``p * chunk``, whosever they are, so
-that all programs have as much to do, however long each row is. Of a segment that it has not all of, a program stores a part: two at
-most, of the segment that began before its chunk, and of the one that ends behind it. Where rows are of about one length, each segment
-has room for as many chunks, so that none begins within one.
+segments, of each head of the cache and each share of its group. They are cut into chunks of one size, whosever they are, as many as
+programs run at once, so that all of these have as much to do, however long each row is. Where rows are of about one length, each
+segment has room for as many chunks, so that none begins within one.
+
+Not all processors of a GPU are as quick: on an H200 some read 1.15 times as much as the others. So a chunk is cut into pieces, of which
+the first is nearly all, and each of the others half of what is left; a program has one. Those of first pieces begin at once, those of
+second ones when these have ended and wherever that is, and so on: who is quick has more of them, and all end at about one time.
+Which keys a piece has depends on lengths alone, so that results do not depend on who was quick.
+
+Of a segment that it has not all of, a program stores a part: two at most, of the segment that began before its piece, and of the one
+that ends behind it. Parts of a segment lie in the order of its pieces.
 
 What is known of the rows comes as a tuple: pointers to lengths, to first queries and to starts, the steps of these, the number of all
 queries, and the most keys that a row has room for.
@@ -15,10 +22,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["LEAST_KEYS", "find_units", "queries_of", "share_out", "units_of"]
+__all__ = ["ENDING", "LEAST_KEYS", "find_units", "program_of", "queries_of", "share_out", "units_of"]
 
 LEAST_KEYS = tl.constexpr(16)
 """Of which the keys of a tile are a multiple: what matrix units take."""
+
+ENDING = tl.constexpr(3)
+"""What is behind the first piece of a chunk is this power of a half of it."""
+
+
+@triton.jit
+def _piece_begin(piece, chunk):
+    """Return how many units of a chunk lie before a piece of it. Those behind the end of the chunk have none."""
+    return tl.where(piece > 0, chunk - (chunk >> tl.maximum(ENDING + piece - 1, 0)), 0)
+
+
+@triton.jit
+def program_of(unit, chunk, pieces):
+    """Return which program has a unit that is counted from the beginning of a chunk, counted from the first program of that."""
+    number = unit // chunk
+    within = unit - number * chunk
+    found = number * pieces
+    for piece in range(1, pieces):
+        found += (within >= _piece_begin(number * 0 + piece, chunk)).to(tl.int32)
+    return found
 
 
 @triton.jit
@@ -78,7 +105,7 @@ def _units_from(
 
 @triton.jit
 def share_out(
-    programs,
+    wanted,
     batch,
     rows,
     SEGMENTS: tl.constexpr,
@@ -92,7 +119,7 @@ def share_out(
 ):
     """Return the units of a chunk, how many chunks each of a row's ``SEGMENTS`` has, 0 where it has what it takes, and the units of all.
 
-    A chunk has ``LEAST`` keys at least.
+    There are ``wanted`` chunks at most. One has ``LEAST`` keys at least.
     """
     longest = batch * 0
     total = longest.to(tl.int64)
@@ -110,18 +137,20 @@ def share_out(
     chunks = longest * 0
     chunk = longest * 0
     everything = total * SEGMENTS
-    if (segments <= programs) & ((4 * longest.to(tl.int64) * batch <= 5 * total) | (longest <= least)):
-        each = programs // tl.maximum(segments, 1)
+    if (segments <= wanted) & ((4 * longest.to(tl.int64) * batch <= 5 * total) | (longest <= least)):
+        each = wanted // tl.maximum(segments, 1)
         chunk = tl.maximum((longest + each - 1) // each, least)
         chunks = (longest + chunk - 1) // chunk
     else:
-        chunk = tl.maximum((everything + programs - 1) // programs, least).to(tl.int32)
+        chunk = tl.maximum((everything + wanted - 1) // wanted, least).to(tl.int32)
     return chunk, chunks, everything
 
 
 @triton.jit
 def find_units(
-    program,
+    place,
+    piece,
+    pieces,
     chunk,
     chunks,
     everything,
@@ -135,19 +164,20 @@ def find_units(
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Return how many units a program has, and where they begin: the row, the segment of it, and the unit of that."""
-    row = program * 0
-    segment = program * 0
-    offset = program * 0
-    number = chunk
+    """Return how many units a piece of a chunk has, and where they begin: in the chunk, the row, the segment of it, and in that."""
+    row = place * 0
+    within = _piece_begin(piece, chunk)
+    number = tl.where(piece + 1 == pieces, chunk, _piece_begin(piece + 1, chunk)) - within
+    segment = row
+    offset = within
     if chunks > 0:
-        segment = program // chunks
-        offset = (program - segment * chunks) * chunk
+        segment = place // chunks
+        offset = (place - segment * chunks) * chunk + within
         row = segment // SEGMENTS
         segment = segment - row * SEGMENTS
-        number = tl.where(row < batch, chunk, 0)
+        number = tl.where(row < batch, number, 0)
     else:
-        unit = program.to(tl.int64) * chunk
+        unit = place.to(tl.int64) * chunk + within
         passed = unit * 0
         before = unit * 0
         for start in range(0, batch, 128):
@@ -159,7 +189,7 @@ def find_units(
             passed += tl.sum(units, 0)
         _, _, _, _, begin, end = queries_of(row, row < batch, rows, CAUSAL, WINDOW, RAGGED, STARTS, TILE)
         own = units_of(begin, end, UNIT)
-        number = tl.minimum(tl.maximum(everything - unit, 0), chunk).to(tl.int32)
+        number = tl.minimum(tl.maximum(everything - unit, 0), number).to(tl.int32)
         segment = ((unit - before) // own).to(tl.int32)
         offset = (unit - before - segment.to(tl.int64) * own).to(tl.int32)
-    return number, row, segment, offset
+    return number, within, row, segment, offset

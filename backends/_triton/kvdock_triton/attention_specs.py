@@ -13,7 +13,7 @@ from kvdock_triton.attention_many import attend_many_kernel
 from kvdock_triton.elements import index_type
 from kvdock_triton.launch import KernelSpec, is_interpreting
 from kvdock_triton.tensor_maps import MAP_ALIGNMENT, map_type
-from kvdock_triton.tuning import LEAST_ROWS, AttentionTile
+from kvdock_triton.tuning import LEAST_ROWS, TUNED_KEY_BYTES, AttentionTile
 
 __all__ = [
     "LONG",
@@ -24,6 +24,7 @@ __all__ = [
     "is_mapped",
     "join_few_spec",
     "join_spec",
+    "long_chunk",
     "map_layout",
     "may_be_within",
     "unit_of",
@@ -150,6 +151,11 @@ def _tile_for(request: Request, tile: AttentionTile) -> AttentionTile:
     return fitted.without_matrix_units() if request.tensor("k_cache").dtype == torch.float32 else fitted
 
 
+def long_chunk(request: Request, tile: AttentionTile) -> int:
+    """Return how many keys of a request are cut into pieces at least."""
+    return tile.long * TUNED_KEY_BYTES // _key_bytes(request)
+
+
 def _is_long(request: Request) -> bool:
     """Whether a tile of keys and values takes more room than one of usual heads."""
     return any(int(request.tensor(name).shape[3] or 0) > LONG for name in ("k_cache", "v_cache"))
@@ -195,7 +201,7 @@ def attend_spec(request: Request, tile: AttentionTile, many: bool, within: bool 
         "WIDEN": is_interpreting(),  # which multiplies the bits of bfloat16 as integers
     }
     maps = {name: _map_type(request.tensor(pool), tile.keys) for name, pool in MAPPED_POOLS.items() if mapped}
-    numbers = ("queries", "batch", "room", "num_blocks", *(["splits"] if many else []), *_STRIDES)
+    numbers = ("queries", "batch", "room", "num_blocks", *(["splits"] if many else ["wanted", "pieces"]), *_STRIDES)
     types = _types(request) | maps | dict.fromkeys(numbers, "i64")
     pools = [name for name in ("k_cache", "v_cache") if common_alignment(request.tensor(name)) == 16]
     aligned = (*pools, *(name for name in ("q", "out") if request.tensor(name).alignment >= 16), "parts", "sums")
@@ -203,7 +209,8 @@ def attend_spec(request: Request, tile: AttentionTile, many: bool, within: bool 
     types = {name: found for name, found in types.items() if name in kernel.arg_names and name not in absent}
     least = 4 if len(pools) < 2 else shape["ROWS"] * constants["V_WIDE"] // WARP_ELEMENTS  # narrow accesses need an address each
     warps = min(max(tile.warps, least), MOST_WARPS)
-    return KernelSpec.build(kernel, types, constants, aligned, warps, tile.stages)
+    resident = tile.programs if not many and tile.pieces > 1 else None
+    return KernelSpec.build(kernel, types, constants, aligned, warps, tile.stages, early and not many, resident)
 
 
 def _window(request: Request) -> int:
@@ -223,8 +230,7 @@ def _shape(request: Request, tile: AttentionTile, many: bool) -> dict[str, int]:
 
 def _few_constants(request: Request, tile: AttentionTile, mapped: bool) -> dict[str, Any]:
     """Return the constants of `attend_few_kernel` alone. A unit is what a step of its loop looks at."""
-    unit = 2 * tile.keys if mapped else tile.keys
-    return {"RAGGED": request.args["cu_query_lens"] is not None, "UNIT": unit, "MAPPED": mapped} | (
+    return {"RAGGED": request.args["cu_query_lens"] is not None, "UNIT": tile.tiles * tile.keys, "MAPPED": mapped} | (
         {} if mapped else dict.fromkeys(MAPPED_POOLS, 0)
     )
 

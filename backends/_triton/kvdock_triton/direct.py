@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 from triton.compiler import CompiledKernel
+from triton.compiler.compiler import max_shared_mem
 
 from kvdock_triton.tensor_maps import driver_maps, spelled
 from kvdock_triton.written import Launch
@@ -42,7 +43,7 @@ def fits(kernel: Any, driver: Any) -> bool:
     return type(driver).__name__ == "CudaDriver" and not any(getattr(metadata, name, 0) for name in extras)
 
 
-def build(kernel: Any, fn: Any, types: Sequence[tuple[str, str]], index: int) -> Launch:
+def build(kernel: Any, fn: Any, types: Sequence[tuple[str, str]], index: int, resident: int | None = None) -> Launch:
     """Return the launch of a kernel by the C launcher of Triton 3.6, built for run-time parameters alone.
 
     Its arguments: grid, stream, function, cooperative, programmatic, global scratch, profile scratch, packed metadata,
@@ -54,16 +55,22 @@ def build(kernel: Any, fn: Any, types: Sequence[tuple[str, str]], index: int) ->
         fn: the ``@triton.jit`` function.
         types: its run-time parameters, in order, and the Triton type of each.
         index: index of the device.
+        resident: programs that may run on a processor at once: each is given so much shared memory that there is no room for more.
     """
     from triton.backends.nvidia.driver import CudaLauncher
 
+    packed = kernel.packed_metadata
+    if resident is not None:
+        meta = kernel.metadata
+        kernel.metadata = meta._replace(shared=max(meta.shared, max_shared_mem(index) // (resident + 1) + 1))
+        packed = (meta.num_warps, meta.num_ctas, kernel.metadata.shared)
     kernel._init_handles()
     names, taken = zip(*spelled(types), strict=True)
     source = SimpleNamespace(constants={}, signature=dict(enumerate(taken)), fn=fn)
     scope = {
         "run": CudaLauncher(source, kernel.metadata._replace(tensordesc_meta=[])).launch,  # `driver_maps` has made them already
         "function": kernel.function,
-        "packed": kernel.packed_metadata,
+        "packed": packed,
         "early": bool(kernel.metadata.launch_pdl),
         "index": index,
         "stream_of": torch._C._cuda_getCurrentRawStream,

@@ -62,6 +62,7 @@ class KernelSpec:
         num_warps: warps of a program.
         num_stages: steps of a loop over tiles whose loads are on their way at once; None for the compiler's default.
         early: whether it may be launched before what it follows has ended: it waits for that itself.
+        resident: programs that may run on a processor at once, if the launch can see to that; None for as many as there is room for.
     """
 
     kernel: Any = attrs.field(eq=id)
@@ -71,6 +72,7 @@ class KernelSpec:
     num_warps: int
     num_stages: int | None = None
     early: bool = False
+    resident: int | None = None
 
     @classmethod
     def build(
@@ -82,6 +84,7 @@ class KernelSpec:
         num_warps: int,
         num_stages: int | None = None,
         early: bool = False,
+        resident: int | None = None,
     ) -> KernelSpec:
         """Put a spec together, checking that every parameter has a type or a value."""
         missing = [name for name in kernel.arg_names if name not in types and name not in constants]
@@ -89,7 +92,7 @@ class KernelSpec:
         if missing or unknown:
             raise TypeError(f"{kernel.__name__}: parameters without type or value: {missing}; unknown: {unknown}")
         ordered = tuple((name, types[name]) for name in kernel.arg_names if name in types)
-        return cls(kernel, ordered, tuple(sorted(constants.items())), aligned, num_warps, num_stages, early)
+        return cls(kernel, ordered, tuple(sorted(constants.items())), aligned, num_warps, num_stages, early, resident)
 
     def constant(self, name: str) -> Any:
         """Return the value of a constant."""
@@ -169,7 +172,7 @@ def _compiled(spec: KernelSpec, device: torch.device) -> tuple[Any, Launch | Non
     kernel = compile_for(spec, driver.get_current_target())
     if direct.why_not() or not direct.fits(kernel, driver):
         return kernel, None
-    return kernel, direct.build(kernel, spec.kernel, spec.types, device.index)
+    return kernel, direct.build(kernel, spec.kernel, spec.types, device.index, spec.resident)
 
 
 def _public(kernel: Any, spec: KernelSpec, device: torch.device, guard: Guard) -> Launch:

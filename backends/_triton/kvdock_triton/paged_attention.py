@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from kvdock.plugin import Descriptor, Request, quantised_reasons
+from kvdock_triton.attention_results import OPENER
 from kvdock_triton.attention_specs import (
     LONG,
     MAPPED_POOLS,
@@ -17,6 +18,7 @@ from kvdock_triton.attention_specs import (
     attend_spec,
     join_few_spec,
     join_spec,
+    long_chunk,
     map_layout,
     may_be_within,
     unit_of,
@@ -29,9 +31,6 @@ __all__ = ["MOST_DIM", "PagedAttention", "PagedAttentionDescriptor"]
 
 MOST_DIM = {"k_cache": 576, "v_cache": 512}
 """Length of a head at most, that of latents: a tile of longer ones has no room in some GPU's shared memory."""
-
-OPENER = 4
-"""Numbers by which a program of `attend_few_kernel` says whose part it has that others go on with."""
 
 MOST_MAPS = 1024
 """Pairs of caches whose maps are kept: a layer has one, of a hundred bytes."""
@@ -50,6 +49,8 @@ class _Way:
         served: rows of a program that may be a query and a head.
         wanted: programs that the keys are shared out among.
         least: keys of a part at least.
+        pieces: of a chunk of ``long`` keys at least, for as many programs one after the other.
+        long: see there.
     """
 
     launch: Launch
@@ -60,22 +61,26 @@ class _Way:
     served: int
     wanted: int
     least: int
+    pieces: int
+    long: int
 
     @classmethod
-    def of(cls, spec: KernelSpec, launch: Launch, join: Launch, wanted: int) -> Self:
+    def of(cls, spec: KernelSpec, launch: Launch, join: Launch, wanted: int, pieces: int, long: int) -> Self:
         """Read the layout off what was compiled."""
         names = ("TILE", "HEADS", "GROUP", "SHARE", "ROWS", "LEAST")
         tile, heads, group, share, rows, least = (spec.constant(name) for name in names)
-        return cls(launch, join, tile, heads * ceil_div(group, share), rows, tile * share, wanted, least)
+        return cls(launch, join, tile, heads * ceil_div(group, share), rows, tile * share, wanted, least, pieces, long)
 
-    def programs(self, batch: int, room: int) -> int:
-        """Return among how many programs few queries of each row are shared out: as many as are wanted and have ``least`` keys each.
+    def chunks(self, batch: int, room: int) -> tuple[int, int]:
+        """Return into how many chunks the keys of few queries of each row are cut, and into how many pieces a chunk.
 
-        As many for each segment, where there are enough: programs with nothing to do would take the places of others.
+        As many as are wanted and have ``least`` keys each, and as many of each segment where there are enough: programs with nothing to
+        do would take the places of others.
         """
         segments = batch * self.segments
         each = min(self.wanted // segments, ceil_div(room, self.least)) if segments else 0
-        return max(segments * each, 1) if segments <= self.wanted else self.wanted
+        chunks = max(segments * each, 1) if segments <= self.wanted else self.wanted
+        return chunks, self.pieces if segments * room >= chunks * self.long else 1
 
     def has_parts(self, programs: int, batch: int, room: int) -> bool:
         """Whether any of so many programs may have a part of a row only."""
@@ -110,7 +115,8 @@ class PagedAttentionDescriptor(Descriptor):
         self._layouts = [map_layout(pool) for pool in (k_cache, v_cache)]
         self._known_maps: dict[tuple[_Way, tuple[int, ...]], tuple[Any, ...]] = {}
         self._q_unit, self._out_unit = unit_of(request.tensor("q")), unit_of(request.tensor("out"))
-        self.workspace_bytes = max(way.wanted * (2 * way.rows * self._width + OPENER) for way in (*apart, *within)) * 4
+        most = max(way.wanted * way.pieces * (2 * way.rows * self._width + OPENER.value) for way in (*apart, *within))
+        self.workspace_bytes = most * 4
 
     def __call__(self, *args: Any) -> None:
         """Attend, on the current stream of the tensors' device."""
@@ -127,13 +133,14 @@ class PagedAttentionDescriptor(Descriptor):
         room = min(width * self._block, MOST_KEYS)
         sizes = (queries, batch, room, self._num_blocks)
         if cu is None or most <= few.queries:
-            programs = few.programs(batch, room)
-            joined = few.has_parts(programs, batch, room)
-            memory, *found = self._workspace(2 * programs * few.rows if joined else 0, out, programs)
+            chunks, pieces = few.chunks(batch, room)
+            programs = chunks * pieces
+            joined, openers = few.has_parts(programs, batch, room), min(programs, batch * few.segments)
+            memory, *found = self._workspace(2 * programs * few.rows if joined else 0, out, openers)
             maps = self._maps(few, k_cache.data_ptr(), v_cache.data_ptr()) if few.launch.maps else ()
-            few.launch.run(programs, 1, *inputs, *ends, *found, self._skipped, *sizes, *strides, *written, *maps)
+            few.launch.run(programs, 1, *inputs, *ends, *found, self._skipped, *sizes, chunks, pieces, *strides, *written, *maps)
             if joined:
-                few.join.run(programs * few.served, 1, *found, *ends, *written)
+                few.join.run(openers * few.served, 1, *found, *ends, *written)
         else:
             tiles = queries // many.queries + batch
             splits = many.splits(tiles, queries, room)
@@ -143,9 +150,9 @@ class PagedAttentionDescriptor(Descriptor):
                 many.join.run(queries * q.shape[1], 1, *found, *ends, splits, *written)
         del memory  # not before all is launched: it would be another call's
 
-    def _workspace(self, parts: int, out: torch.Tensor, programs: int = 0) -> tuple[torch.Tensor, int, int, int]:
-        """Return memory for so many parts, where they are, where their sums are, and where programs say what they begin."""
-        size = parts * self._width + OPENER * programs
+    def _workspace(self, parts: int, out: torch.Tensor, openers: int = 0) -> tuple[torch.Tensor, int, int, int]:
+        """Return memory for so many parts, where they are, where their sums are, and where it is said whose they are."""
+        size = parts * self._width + OPENER.value * openers
         memory = torch.empty(size, dtype=torch.float32, device=out.device) if size else out  # of which nothing is written then
         begin = memory.data_ptr()
         return memory, begin, begin + 4 * parts * (self._width - 1), begin + 4 * parts * self._width
@@ -195,5 +202,6 @@ class PagedAttention(TritonKernel):
         for many, tile in tiles.items():
             spec = attend_spec(request, tile, many, within, early)
             join = join_spec(request) if many else join_few_spec(request, spec, early)
-            ways.append(_Way.of(spec, self.launch(spec, request), self.launch(join, request), tile.programs * processors))
+            launches = self.launch(spec, request), self.launch(join, request)
+            ways.append(_Way.of(spec, *launches, tile.programs * processors, tile.pieces, long_chunk(request, tile)))
         return ways[0], ways[-1]

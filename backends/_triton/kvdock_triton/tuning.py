@@ -82,6 +82,9 @@ TUNED_KEY_BYTES = 512
 MOST_AHEAD = 4
 """Steps whose keys are on their way at most, however short they are: the code before a loop has each once."""
 
+MOST_TILES = 4
+"""Tiles of a step at most: what becomes of each has registers of its own."""
+
 LEAST_ROWS = 16
 """Rows and keys of a tile at least: matrix units take no fewer."""
 
@@ -92,14 +95,18 @@ class AttentionTile:
 
     Args:
         rows: rows of queries and query heads per program.
-        keys: keys that it looks at in one step.
+        keys: keys of a tile.
         warps: warps per program.
         stages: steps whose keys are on their way at once.
         programs: programs per processor that the keys are split for.
         least: keys of a split at least.
         long_rows: rows per program at most where keys are long, as latents are: as many as shared memory has room for.
-        mapped: where tiles of `LEAST_ROWS` keys may be read by maps, see `kvdock_triton.tensor_maps`, two a step: steps whose keys are
+        mapped: where tiles of `LEAST_ROWS` keys may be read by maps, see `kvdock_triton.tensor_maps`: steps of two tiles whose keys are
             on their way at once, of keys of `TUNED_KEY_BYTES`; None where tiles are read by addresses.
+        pieces: in how many pieces the keys of a program of few queries are read, of which all but the first are for who is quick: see
+            `kvdock_triton.attention_shares`. With several, no more than ``programs`` may run at once.
+        long: keys of `TUNED_KEY_BYTES` that a program has at least, before they are cut into pieces: each piece begins anew.
+        tiles: tiles of ``keys`` that it looks at in one step.
     """
 
     rows: int
@@ -110,6 +117,9 @@ class AttentionTile:
     least: int = 512
     long_rows: int = LEAST_ROWS
     mapped: int | None = None
+    pieces: int = 1
+    long: int = 6144
+    tiles: int = 1
 
     def for_keys(self, key_bytes: int) -> AttentionTile:
         """Return the tile for keys and values of so many bytes together: about as many bytes per step as for those it was tuned on."""
@@ -120,12 +130,14 @@ class AttentionTile:
     def by_maps(self, key_bytes: int) -> AttentionTile:
         """Return the tile for keys of so many bytes each with its value that are read by maps.
 
-        As many bytes are on their way as for those it was tuned on, beside the two steps that are being looked at and filled.
+        About as many bytes per step as for those it was tuned on, and as many on their way, beside the two steps that are being looked
+        at and filled.
         """
         if self.mapped is None:
             return self
-        stages = 2 + min(max((self.mapped - 2) * TUNED_KEY_BYTES // key_bytes, 1), MOST_AHEAD)
-        return attrs.evolve(self, keys=LEAST_ROWS, stages=stages)
+        tiles = min(max(2 * TUNED_KEY_BYTES // key_bytes, 2), MOST_TILES)
+        stages = 2 + min(max((self.mapped - 2) * 2 * TUNED_KEY_BYTES // (key_bytes * tiles), 1), MOST_AHEAD)
+        return attrs.evolve(self, keys=LEAST_ROWS, stages=stages, tiles=tiles)
 
     def without_matrix_units(self) -> AttentionTile:
         """Return the tile for float32, whose products are sums of lanes: each holds its share of both sides in registers."""
@@ -177,7 +189,7 @@ WIDE = Tuning(
 HOPPER = Tuning(
     fused=Tile(1, 4),
     early=True,
-    decode=AttentionTile(16, 32, 1, 4, programs=4, least=128, long_rows=64, mapped=3),
+    decode=AttentionTile(16, 32, 1, 4, programs=4, least=128, long_rows=64, mapped=3, pieces=4),
     prefill=AttentionTile(64, 64, 4, 3),
 )
 """As measured on an H100, and attention on H200s; see docs/benchmarks."""

@@ -161,9 +161,9 @@ def test_lengths_beyond_the_table_are_counted_and_nothing_behind_it_is_read(back
 class FewPrograms(SmallTiles):
     """Fewer programs than rows and heads, or some more: 64 for each unit."""
 
-    def __init__(self, processors: int) -> None:
+    def __init__(self, processors: int, pieces: int = 1) -> None:
         super().__init__()
-        self._processors = processors
+        self._processors, self.pieces = processors, pieces
 
     def processors(self, device: torch.device) -> int:
         return self._processors
@@ -171,12 +171,13 @@ class FewPrograms(SmallTiles):
     def tuning(self, device: torch.device) -> Any:
         from kvdock_triton.tuning import AttentionTile, Tuning
 
-        return Tuning(decode=AttentionTile(16, 16, 1, 2, programs=1, least=16))
+        return Tuning(decode=AttentionTile(16, 16, 1, 2, programs=1, least=16, pieces=self.pieces, long=1))
 
 
 UNEVEN, EVEN, ONE, MANY = [300, 0, 17, 1], [200, 200], [0, 0, 300], [130, *[5] * 140]
 
 
+@pytest.mark.parametrize("pieces", [1, 4])
 @pytest.mark.parametrize(
     ("lengths", "processors", "options"),
     [
@@ -188,15 +189,15 @@ UNEVEN, EVEN, ONE, MANY = [300, 0, 17, 1], [200, 200], [0, 0, 300], [130, *[5] *
         (MANY, 9, {}),
     ],
 )
-def test_keys_are_shared_out_however_long_rows_are(lengths: list[int], processors: int, options: dict[str, Any]) -> None:
-    """Among fewer programs than there are rows and heads, so that one has several, and more, so that several have one."""
+def test_keys_are_shared_out_however_long_rows_are(lengths: list[int], processors: int, options: dict[str, Any], pieces: int) -> None:
+    """Among fewer programs than there are rows and heads, so that one has several, and more, so that several have one; and in pieces."""
     torch.manual_seed(3)
     batch, width, heads = len(lengths), 75, 1 if lengths is MANY else 2
     k, v = (torch.randn(90, 4, heads, 16) for _ in "kv")
     args = {**one(8), "q": torch.randn(batch, 2 * heads, 16), "k_cache": k, "v_cache": v, "seq_lens": torch.tensor(lengths)}
     args |= {"block_table": torch.stack([torch.randperm(90)[:width] for _ in lengths]).int(), **options}
     args["sinks"] = torch.randn(2 * heads) if processors % 2 else None
-    with active(runtime_of(FewPrograms(processors)), "acme"):
+    with active(runtime_of(FewPrograms(processors, pieces)), "acme"):
         check(args)
 
 
@@ -210,9 +211,10 @@ class ByMaps(SmallTiles):
 
 
 @pytest.mark.parametrize("order", [*ORDERS])
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_tiles_come_by_maps(monkeypatch: pytest.MonkeyPatch, order: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "tiles"), [(torch.float16, 2), (torch.bfloat16, 4)], ids=str)
+def test_tiles_come_by_maps(monkeypatch: pytest.MonkeyPatch, order: str, dtype: torch.dtype, tiles: int) -> None:
     """In every order of memory, of heads of any length, with NaN and numbers behind sequences, and blocks that are not in the pool."""
+    monkeypatch.setattr("kvdock_triton.tuning.MOST_TILES", tiles)
     from kvdock_triton import tensor_maps
 
     made, real = list[Any](), tensor_maps.interpreted_map
@@ -234,15 +236,10 @@ def test_tiles_come_by_maps(monkeypatch: pytest.MonkeyPatch, order: str, dtype: 
 def test_how_many_programs_there_are_and_whether_there_is_anything_to_join() -> None:
     from kvdock_triton.paged_attention import _Way
 
-    way = _Way(None, None, queries=1, segments=8, rows=16, served=4, wanted=528, least=128)  # type: ignore[arg-type] # launches nothing
-    assert [way.programs(batch, room) for batch, room in [(64, 8192), (64, 64), (1, 4096), (1, 128), (1, 0), (500, 9)]] == [
-        512,
-        512,
-        256,
-        8,
-        1,
-        528,
-    ]
+    way = _Way(None, None, queries=1, segments=8, rows=16, served=4, wanted=528, least=128, pieces=4, long=6144)  # type: ignore[arg-type] # launches nothing
+    sizes = [(64, 6143), (64, 6144), (64, 64), (1, 4096), (1, 128), (1, 0), (0, 64), (500, 9), (500, 900), (4, 98_304), (4, 98_303)]
+    expected = [(512, 1), (512, 4), (512, 1), (256, 1), (8, 1), (1, 1), (1, 1), (528, 1), (528, 4), (512, 4), (512, 1)]
+    assert [way.chunks(batch, room) for batch, room in sizes] == expected
     assert way.has_parts(512, 64, 8192)
     assert not way.has_parts(512, 64, 64), "all are so short that nobody shares one"
     assert way.has_parts(256, 1, 4096)
@@ -281,7 +278,7 @@ def test_a_call_takes_no_more_memory_than_is_stated(backend: SmallTiles, monkeyp
     descriptor = backend.kernels()["paged_attention"].prepare(request())
     args = {**dict.fromkeys(PAGED_ATTENTION.arg_names), **one(39), "max_query_len": 1, "out": torch.zeros(1, 2, 16)}
     descriptor(*(args[name] for name in PAGED_ATTENTION.arg_names))
-    assert taken[-1] == 3 * (2 * 16 * 17 + 4)  # programs of 16 keys, two parts of each with sums of all rows, and whose they are
+    assert taken[-1] == 3 * 2 * 16 * 17 + 8  # of programs of 16 keys, two parts each with sums of all rows; and of one head, whose they are
     assert 0 < 4 * taken[-1] <= descriptor.workspace_bytes
 
 
