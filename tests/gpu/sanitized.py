@@ -26,5 +26,8 @@ for dtype, heads, dim in ((torch.bfloat16, 3, 46), (torch.float32, 2, 64)):
     q = torch.randn(23, 2 * heads, dim, device="cuda").to(dtype)
     kvdock.ops.paged_attention(q[:2], k_cache, v_cache, table, lens)
     kvdock.ops.paged_attention(q, k_cache, v_cache, table, lens, cu_query_lens=cu, max_query_len=20, return_lse=True)
+pool = torch.zeros(4 * 7000, 16, 8, 128, dtype=torch.bfloat16, device="cuda")  # so long that keys are read in pieces
+table, lens = torch.randperm(len(pool), device="cuda").int().view(4, -1), torch.tensor([7000 * 16, 3, 90_001, 0], device="cuda")
+kvdock.ops.paged_attention(torch.ones(4, 32, 128, dtype=torch.bfloat16, device="cuda"), pool, pool.clone(), table, lens)
 torch.cuda.synchronize()
 print("sanitized: done")

@@ -184,6 +184,8 @@ UNEVEN, EVEN, ONE, MANY = [300, 0, 17, 1], [200, 200], [0, 0, 300], [130, *[5] *
         *((UNEVEN, processors, {}) for processors in (1, 3, 8, 50)),
         (UNEVEN, 7, {"window": 40}),
         (UNEVEN, 12, {"softcap": 2.0}),
+        (UNEVEN, 4, {"cu_query_lens": torch.tensor([0, 3, 3, 5, 6]), "max_query_len": 3}),
+        (UNEVEN, 6, {"cu_query_lens": torch.tensor([0, 2, 3, 6, 6]), "max_query_len": 3, "window": 40}),
         *((EVEN, processors, {}) for processors in (2, 4, 13)),
         (ONE, 5, {"window": 40}),
         (MANY, 9, {}),
@@ -194,7 +196,8 @@ def test_keys_are_shared_out_however_long_rows_are(lengths: list[int], processor
     torch.manual_seed(3)
     batch, width, heads = len(lengths), 75, 1 if lengths is MANY else 2
     k, v = (torch.randn(90, 4, heads, 16) for _ in "kv")
-    args = {**one(8), "q": torch.randn(batch, 2 * heads, 16), "k_cache": k, "v_cache": v, "seq_lens": torch.tensor(lengths)}
+    queries = 8 if "cu_query_lens" in options else batch  # of which some belong to no row
+    args = {**one(8), "q": torch.randn(queries, 2 * heads, 16), "k_cache": k, "v_cache": v, "seq_lens": torch.tensor(lengths)}
     args |= {"block_table": torch.stack([torch.randperm(90)[:width] for _ in lengths]).int(), **options}
     args["sinks"] = torch.randn(2 * heads) if processors % 2 else None
     with active(runtime_of(FewPrograms(processors, pieces)), "acme"):
