@@ -145,12 +145,6 @@ def _map_type(pool: TensorMeta, keys: int) -> str:
     return map_type(_FLOATS[pool.dtype].removeprefix("*"), (1, 1, keys, _wide(int(pool.shape[3] or 0))))
 
 
-def _tile_for(request: Request, tile: AttentionTile) -> AttentionTile:
-    """Return the tile for the heads of a request."""
-    fitted = tile.for_keys(_key_bytes(request))
-    return fitted.without_matrix_units() if request.tensor("k_cache").dtype == torch.float32 else fitted
-
-
 def long_chunk(request: Request, tile: AttentionTile) -> int:
     """Return how many keys of a request are cut into pieces at least."""
     return tile.long * TUNED_KEY_BYTES // _key_bytes(request)
@@ -179,8 +173,8 @@ def attend_spec(request: Request, tile: AttentionTile, many: bool, within: bool 
     """
     q, k_cache, v_cache = (request.tensor(name) for name in ("q", "k_cache", "v_cache"))
     mapped = not many and not within and tile.mapped is not None and is_mapped(request)
-    fitted = _tile_for(request, tile)
-    tile = fitted.by_maps(_key_bytes(request)) if mapped else fitted
+    tile = tile.for_keys(_key_bytes(request))
+    tile = tile.by_maps(_key_bytes(request)) if mapped else tile.without_matrix_units() if k_cache.dtype == torch.float32 else tile
     absent, shape = _absent(request), _shape(request, tile, many)
     k_wide, k_rest = _parts(int(k_cache.shape[3] or 0))
     constants = _common_constants(request) | absent | shape | _pool_constants("K", k_cache) | _pool_constants("V", v_cache)
@@ -189,7 +183,7 @@ def attend_spec(request: Request, tile: AttentionTile, many: bool, within: bool 
         "SCALE": int(q.shape[2] or 1) ** -0.5 if request.args["scale"] is None else float(request.args["scale"]),
         "SOFTCAP": float(request.args["softcap"] or 0),
         "CAUSAL": request.args["causal"],
-        "WINDOW": _window(request),
+        "WINDOW": min(request.args["window"] or 0, MOST_KEYS),  # 0 where there is none
         "STARTS": "starts" not in absent,
         "BLOCK_SIZE": k_cache.shape[1],
         "Q_UNIT": unit_of(q),
@@ -211,11 +205,6 @@ def attend_spec(request: Request, tile: AttentionTile, many: bool, within: bool 
     warps = min(max(tile.warps, least), MOST_WARPS)
     resident = tile.programs if not many and tile.pieces > 1 else None
     return KernelSpec.build(kernel, types, constants, aligned, warps, tile.stages, early and not many, resident)
-
-
-def _window(request: Request) -> int:
-    """Return the window, 0 where there is none."""
-    return min(request.args["window"] or 0, MOST_KEYS)
 
 
 def _shape(request: Request, tile: AttentionTile, many: bool) -> dict[str, int]:
