@@ -35,6 +35,7 @@ class OpRequirement:
         cases: returns its cases for an op; none where the op has nothing that it is about.
         needs: what it takes.
         by_area: whether areas of their own ask it of the ops of `kvdock_conformance.cases.every_op`.
+        limit_s: how long one case may take in seconds.
     """
 
     id: str
@@ -43,10 +44,11 @@ class OpRequirement:
     cases: Callable[[Drawable], Iterable[Case | Extended]]
     needs: Capability = any_op.BY_ANYBODY
     by_area: bool = False
+    limit_s: float = 60.0
 
     def of(self, op: str, cases: Sequence[Case] = _UNREADY, unready: str = "") -> Requirement:
         """Return it as a requirement of one op, with cases; or with why there are none, which leaves it open."""
-        made = Requirement(f"{self.id}@{op}", self.sentence, op, self.check, lambda: cases, Level.CORE, self.needs)
+        made = Requirement(f"{self.id}@{op}", self.sentence, op, self.check, lambda: cases, Level.CORE, self.needs, limit_s=self.limit_s)
         return attrs.evolve(made, unready=unready)
 
 
@@ -106,6 +108,7 @@ REQUIREMENTS: Sequence[OpRequirement] = (
         "A plan is used only for the shapes, strides and dtypes that it was prepared for, in whatever order signatures come.",
         plans.check_changes,
         any_calls.changing,
+        limit_s=180.0,  # it prepares a dozen plans, and a compiler may take several seconds for each
     ),
     OpRequirement(
         "KVD-OP-007",
