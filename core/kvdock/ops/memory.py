@@ -34,21 +34,26 @@ def check_storage(schema: OpSchema, name: str, tensor: torch.Tensor) -> None:
 def check_strides(schema: OpSchema, arg: Arg, tensor: torch.Tensor) -> None:
     """Refuse rows that are not dense, and destinations that overlap themselves."""
     dims = arg.dims_of_rank(tensor.dim()) or ()
-    got = f"strides {list(tensor.stride())} for shape {list(tensor.shape)}"
+    expected = fix = ""
     if dims and not dims[-1].runtime and tensor.shape[-1] != 1 and tensor.stride(-1) != 1:
-        refuse(ArgumentValueError, schema, arg.name, "an innermost stride of 1", got, f"{arg.name}.contiguous()")
-    if arg.role is Role.MUTATED and has_internal_overlap(tensor):
+        expected, fix = "an innermost stride of 1", f"{arg.name}.contiguous()"
+    elif arg.role is Role.MUTATED and has_internal_overlap(tensor):
         expected = "a destination in which every place has memory of its own"
-        refuse(ArgumentValueError, schema, arg.name, expected, got, "pass a real tensor rather than one made by expand or as_strided")
+        fix = "pass a real tensor rather than one made by expand or as_strided"
+    if expected:
+        got = f"strides {list(tensor.stride())} for shape {list(tensor.shape)}"
+        refuse(ArgumentValueError, schema, arg.name, expected, got, fix)
 
 
 def check_overlap(schema: OpSchema, tensors: dict[str, torch.Tensor]) -> None:
     """Refuse a source in the address range of a destination, and two destinations that share a byte."""
     mutated = [arg.name for arg in schema.mutated if arg.name in tensors]
+    spans = {name: (tensor.device, tensor.data_ptr(), tensor.data_ptr() + extent(tensor)) for name, tensor in tensors.items()}
     for written, (name, tensor) in itertools.product(mutated, tensors.items()):
-        target = tensors[written]
-        if name == written or tensor.device != target.device or tensor.device == _NOWHERE:
+        (device, start, end), (other, first, last) = spans[written], spans[name]
+        if start >= last or first >= end or name == written or other != device or device == _NOWHERE:
             continue
+        target = tensors[written]
         if share_memory(target, tensor) if name in mutated else ranges_overlap(target, tensor):
             got = f"address {tensor.data_ptr():#x} within {written} from {target.data_ptr():#x}"
             fix = f"pass two tensors for {written} and {name}" if name in mutated else schema.instead or f"{name}.clone()"

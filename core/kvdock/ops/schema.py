@@ -53,20 +53,31 @@ class Dim:
 
     name: str
     runtime: bool
+    literal: int | None = attrs.field(init=False)
+    """The size itself where the schema fixes it."""
 
-    @property
-    def literal(self) -> int | None:
-        """The size itself where the schema fixes it."""
+    @literal.default
+    def _literal(self) -> int | None:
         return int(self.name) if self.name.isdigit() else None
 
 
-@functools.cache  # it is read at every new signature
 def parse_dims(dims: str, lead: int) -> tuple[Dim, ...]:
     """Read one line of sizes, with ``...`` standing for ``lead`` dimensions."""
     words = dims.split()
     if words[:1] == ["..."]:
         words = [f"*lead{i}" for i in range(lead)] + words[1:]
     return tuple(Dim(word.lstrip("*"), word.startswith("*")) for word in words)
+
+
+@functools.cache  # it is read at every new signature, as what follows
+def _shapes(lines: tuple[str, ...]) -> tuple[tuple[Dim, ...], ...]:
+    ranks = LEAD_RANKS if any(line.startswith("...") for line in lines) else (0,)
+    return tuple(parse_dims(line, lead) for line in lines for lead in ranks)
+
+
+@functools.cache
+def _dims_of_rank(lines: tuple[str, ...], rank: int) -> tuple[Dim, ...] | None:
+    return next((dims for dims in _shapes(lines) if len(dims) == rank), None)
 
 
 @attrs.frozen
@@ -109,12 +120,11 @@ class Arg:
 
     def shapes(self) -> tuple[tuple[Dim, ...], ...]:
         """Return every list of dimensions it may have."""
-        ranks = LEAD_RANKS if any(line.startswith("...") for line in self.dims) else (0,)
-        return tuple(parse_dims(line, lead) for line in self.dims for lead in ranks)
+        return _shapes(self.dims)
 
     def dims_of_rank(self, rank: int) -> tuple[Dim, ...] | None:
         """Return its dimensions when it has ``rank`` of them, or None when it may not."""
-        return next((dims for dims in self.shapes() if len(dims) == rank), None)
+        return _dims_of_rank(self.dims, rank)
 
 
 @attrs.frozen

@@ -6,7 +6,9 @@ This is the slow and complete reading of a schema. It runs once per static signa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from types import CodeType
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -71,11 +73,12 @@ def _check_traits(schema: OpSchema, args: dict[str, Any], *, is_memory: bool) ->
     first = next((name for name in placing if tensors[name].device != HOST), placing[0]) if schema.arg(placing[0]).host else placing[0]
     device = tensors[first].device
     _check_quantised(schema, args)
-    for name, tensor in tensors.items():
-        _check_device(schema, schema.arg(name), tensor, device, first)
-        _check_dtype(schema, schema.arg(name), args)
-    for name in tensors:  # when each has a dtype that it may have: else what follows a wrong one would be blamed
-        _check_same_dtype(schema, schema.arg(name), args)
+    present = [arg for arg in schema.args if arg.name in tensors]
+    for arg in present:
+        _check_device(schema, arg, tensors[arg.name], device, first)
+        _check_dtype(schema, arg, args)
+    for arg in present:  # when each has a dtype that it may have: else what follows a wrong one would be blamed
+        _check_same_dtype(schema, arg, args)
     _check_scales(schema, args)
     _check_sizes(schema, tensors)
     return tensors, device
@@ -219,14 +222,19 @@ def _size_texts(dims: tuple[Dim, ...], settled: dict[str, int]) -> Iterator[str]
         yield f"{word}={settled[dim.name]}" if dim.name in settled else word
 
 
+@functools.cache
+def _compiled(expression: str) -> CodeType:
+    return compile(expression, "<relation>", "eval")
+
+
 def _check_relation(schema: OpSchema, relation: Relation, tensors: dict[str, torch.Tensor], sizes: dict[str, int]) -> None:
     """Refuse sizes that a relation of the schema forbids. A relation about sizes that are absent holds."""
     try:
-        holds = eval(relation.expression, {"__builtins__": {}}, sizes)  # noqa: S307 - from the schema, never from a user
+        holds = eval(_compiled(relation.expression), {"__builtins__": {}}, sizes)  # noqa: S307 - from the schema, never from a user
     except NameError:
         return
     if not holds:
-        words = set(compile(relation.expression, "<relation>", "eval").co_names)
+        words = set(_compiled(relation.expression).co_names)
         sized = (name for name in tensors if any(dim.name in words for dim in schema.arg(name).dims_of_rank(tensors[name].dim()) or ()))
         name = relation.arg if relation.arg in tensors else [*sized][-1]
         expected, got = relation.expected.format(**sizes), f"shape {list(tensors[name].shape)}"
