@@ -105,6 +105,8 @@ _LONG: Factors = {**_DENSE, "pool": ("hnd",), "source": ("[B, H, q, D]",)}
 """For pieces of memory whose bytes are a power of two: rows, runs of them, and blocks."""
 _SHARED: Factors = {"rows": ("one token for all", "one head for all", "contiguous / one token for all")}
 """Rows that are one in memory, which outputs cannot be."""
+_FEW_UNLIKE: Factors = {"index": ("int64",), "form": ("[2, S]",), "rows": ("contiguous / cut short",), "sizes": ("2 x 64",)}
+"""A batch of a few values in other steps than the keys, both of its dimensions larger than 1."""
 _GAPS: Factors = {"pool": ("padded blocks", "nhd / padded blocks"), "sizes": ("2 x 64",)}
 """For a few tokens, which may find their places in a way of their own: in blocks of any number of slots, with gaps."""
 _ACROSS: Factors = {
@@ -149,6 +151,7 @@ _TOKENS: Sequence[Tier] = (
             "block": (16,),
         },
     ),
+    (Level.CORE, {"count": (4,), **_PIECE, **_FEW_UNLIKE, "slots": ("scattered",), "block": (16,)}),
     (Level.CORE, {"count": (164,), **_ONCE, "slots": ("the whole pool",), "form": ("[T]", "[B, 4]"), "block": (4, 41)}),
     (Level.CORE, {**_ONE, "first": (1,), "slots": ("scattered",), "form": ("[T]",), "block": (1,), "rows": ("contiguous", "odd steps")}),
     (Level.CORE, {"count": (1, 4), **_PIECE, **_KNOWN, "sizes": ("2 x 64", "1 x 3"), "slots": _PADDING[1:], "block": (16,)}),
