@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import importlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
@@ -98,6 +100,8 @@ def run(plan: ConformancePlan, listen: Callable[[Outcome], None] = lambda outcom
     found: dict[str, Outcome] = {}
     with ExitStack() as stack:
         session = stack.enter_context(Session(plan))
+        if plan.kind == "backend":  # while the child starts, which imports it too
+            threading.Thread(target=importlib.import_module, args=("kvdock_conformance.requirements.ops",), daemon=True).start()
         reason = _why_not_open(session, plan)
         plan = plan.with_ops(session.brought(reason))
         wanted, is_host = [*plan.selected()], session.about.get("device") == "cpu"

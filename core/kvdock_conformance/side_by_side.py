@@ -14,6 +14,9 @@ from kvdock_conformance.verdict import Outcome
 
 __all__ = ["outcomes_of"]
 
+_LONGEST = ("paged_attention", "hygiene", "threads")
+"""Areas that take longest, begun first: else the last of them would run when there is nothing left to run beside it."""
+
 
 def outcomes_of(sessions: Sequence[Session], requirements: Iterable[Requirement], level: Level) -> Generator[Outcome, None, None]:
     """Yield what comes of requirements as it comes, those of an area in their order. Closing it, or an interrupt, stops the sessions.
@@ -26,7 +29,8 @@ def outcomes_of(sessions: Sequence[Session], requirements: Iterable[Requirement]
     if len(sessions) == 1:
         yield from (sessions[0].requirement(item, level) for item in requirements)
         return
-    areas = collections.deque([*items] for _, items in itertools.groupby(requirements, lambda item: item.area))
+    listed = [[*items] for _, items in itertools.groupby(requirements, lambda item: item.area)]
+    areas = collections.deque(sorted(listed, key=lambda items: items[0].area not in _LONGEST))
     told: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
 
     def work(session: Session) -> None:
