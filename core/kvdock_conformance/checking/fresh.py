@@ -51,7 +51,7 @@ IMPORT_SHARE, IMPORT_S = 0.5, 0.1
 SCRIPT = """
 from __future__ import annotations
 
-import contextlib, functools, gc, importlib, json, locale, logging, multiprocessing, operator, os, random, re, resource, signal
+import contextlib, functools, gc, importlib, json, locale, logging, multiprocessing, os, random, re, resource, signal
 import socket, sys, tempfile, threading, time, types, warnings, zlib
 from collections.abc import Callable
 from typing import Any

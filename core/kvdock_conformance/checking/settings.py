@@ -7,7 +7,6 @@ import functools
 import gc
 import locale
 import logging
-import operator
 import os
 import random
 import re
@@ -51,6 +50,7 @@ class ProcessSettings:
         self.values, self.threads = self.now(), set(self.running())
         own = [name for name in list(sys.modules) if name[:6] == "kvdock" and name[6:7] in ("", ".")]
         self.code, self.modules = {name: dict(vars(sys.modules[name])) for name in (*own, *self.everybodys)}, len(sys.modules)
+        self.parts = {name: [*before.values()] for name, before in self.code.items()}
 
     @classmethod
     @functools.cache
@@ -207,10 +207,11 @@ class ProcessSettings:
             workers: whether daemon threads may have been started that stay, as long as they are few.
         """
         was, now = self.values, self.now()
-        found = [(name, self.told(was, name), self.told(now, name)) for name in {**was, **now} if self._differs(was, now, name)]
+        names = [] if was == now else [name for name in {**was, **now} if self._differs(was, now, name)]
+        found = [(name, self.told(was, name), self.told(now, name)) for name in names]
         for module, before in self.code.items():
             parts = vars(sys.modules[module]) if module in sys.modules else before
-            if len(parts) != len(before) or not all(map(operator.is_, parts.values(), before.values())):  # which is quick to ask
+            if not self._alike([*parts.values()], self.parts[module]):
                 self.modules = 0  # to be looked at anew, with what is there now
                 names = [name for name, part in before.items() if self._is_code(part) and parts.get(name) is not part]
                 found += [(f"{module}.{name}", self.told(before, name), self.told(parts, name)) for name in names]
@@ -222,6 +223,14 @@ class ProcessSettings:
     @staticmethod
     def _differs(was: dict[str, Any], now: dict[str, Any], name: str) -> bool:
         return name not in was or name not in now or bool(was[name] != now[name])
+
+    @staticmethod
+    def _alike(parts: list[Any], before: list[Any]) -> bool:
+        """Whether parts of a module are the same: quick to ask, and True too where one is equal to what was there."""
+        try:
+            return parts == before
+        except Exception:  # noqa: BLE001 - of tensors
+            return False
 
     @staticmethod
     def _is_code(part: object) -> bool:
