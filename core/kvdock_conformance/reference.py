@@ -157,8 +157,7 @@ def copy_blocks_(k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torc
     skipped: list[Place] = []
     caches = [_bits(k_cache), _bits(v_cache)]
     num_blocks = k_cache.shape[0]
-    for index, pair in enumerate(block_pairs):
-        src, dst = (int(block) for block in pair)
+    for index, (src, dst) in enumerate(_pairs(block_pairs)):
         if src < 0 or dst < 0:
             continue
         if src >= num_blocks or dst >= num_blocks:
@@ -183,8 +182,7 @@ def swap_blocks_(src_cache: torch.Tensor, dst_cache: torch.Tensor, block_pairs: 
     """
     skipped: list[Place] = []
     source, to = _bits(src_cache), _bits(dst_cache)
-    for index, pair in enumerate(block_pairs):
-        src, dst = (int(block) for block in pair)
+    for index, (src, dst) in enumerate(_pairs(block_pairs)):
         if src < 0 or dst < 0:
             continue
         if src >= len(source) or dst >= len(to):
@@ -314,6 +312,11 @@ def mla_gather(kv_cache: torch.Tensor, slot_mapping: torch.Tensor, kv_c_out: tor
 def _values(index: torch.Tensor) -> Iterator[tuple[Place, int]]:
     """Yield every position of an index tensor with its value, the last dimension running fastest."""
     yield from zip(itertools.product(*(range(size) for size in index.shape)), index.reshape(-1).tolist(), strict=True)
+
+
+def _pairs(block_pairs: torch.Tensor | Sequence[tuple[int, int]]) -> Sequence[Sequence[int]]:
+    listed: Sequence[Sequence[int]] = block_pairs if isinstance(block_pairs, Sequence) else block_pairs.tolist()
+    return listed
 
 
 def _capacity(cache: torch.Tensor) -> int:

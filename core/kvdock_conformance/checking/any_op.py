@@ -13,6 +13,7 @@ from kvdock_conformance.checking.calls import check_inputs, check_refused
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.meaning import compare_call, in_order, kernel_of, refer, schema_of
 from kvdock_conformance.checking.memory import Arenas, compare
+from kvdock_conformance.checking.served import first_call
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.checking.watch import watched
 from kvdock_conformance.requirement import Capability, Check
@@ -22,10 +23,8 @@ __all__ = ["BY_ANYBODY", "check_explained", "check_made_anew", "check_nothing_to
 
 def _reasons_of_all(target: Target, data: Mapping[str, Any]) -> Sequence[str]:
     """Return why nobody serves a case's first call; empty when the backend does, or a portable kernel."""
-    memory, call = Arenas(data["arenas"], target.device), data["calls"][0]
-    args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
     try:
-        runtime.default().dispatcher.explain(call["op"], in_order(call["op"], args), target.name)
+        runtime.default().dispatcher.explain(data["calls"][0]["op"], first_call(target, data), target.name)
     except kvdock.UnsupportedError as error:
         return [str(error)]
     return []

@@ -16,6 +16,7 @@ from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.meaning import forgive, refer_to, schema_of
 from kvdock_conformance.checking.memory import MARGIN, Arenas, compare, filled
 from kvdock_conformance.checking.plans import check_calls_of_others
+from kvdock_conformance.checking.served import reasons_against
 from kvdock_conformance.checking.target import HOST, Target
 from kvdock_conformance.requirement import Capability
 
@@ -30,10 +31,7 @@ def why_no_fence(target: Target, data: Mapping[str, Any]) -> Sequence[str]:
     """Return the reasons against fences: the memory is a device's, or the backend does not serve the call."""
     if target.device != HOST:
         return [f"the memory of {target.device} cannot be fenced from the host"]
-    call = data["calls"][0]
-    memory = Arenas(data["arenas"], target.device)
-    values = tuple(memory.tensor(call["args"].get(name)) for name in schema_of(call["op"]).arg_names)
-    return target.reasons_against(call["op"], values)
+    return reasons_against(target, data)
 
 
 FENCED = Capability("works on host memory", why_no_fence, check_calls_of_others)
@@ -72,14 +70,14 @@ class FencedArenas(Arenas):
     """The arenas of a case without margins, each between pages that may not be read.
 
     Args:
-        arenas: as of `Arenas`.
+        plain: the arenas, with what they hold.
         at_end: whether the last byte of each borders such a page; else the first.
     """
 
-    def __init__(self, arenas: Sequence[Mapping[str, Any]], *, at_end: bool) -> None:
-        super().__init__(arenas, HOST)
+    def __init__(self, plain: Arenas, *, at_end: bool) -> None:
+        self.arenas = plain.arenas
         # What lies in front of the first tensor, such as an offset off an alignment, is in front of the fence too.
-        self.bytes = [fenced(content[MARGIN:-MARGIN], at_end=at_end) for content in self.bytes]
+        self.bytes = [fenced(content[MARGIN:-MARGIN], at_end=at_end) for content in plain.bytes]
 
     def only_read(self, numbers: Collection[int]) -> None:
         """Let nobody write to some arenas from now on."""
@@ -108,9 +106,7 @@ def check_fenced(target: Target, data: Mapping[str, Any]) -> None:
         for spec in call["args"].values():
             plain.tensor(spec)  # writes its values
     for at_end in (True, False):
-        memory, right = FencedArenas(data["arenas"], at_end=at_end), plain.copy()
-        for own, content in zip(memory.bytes, plain.bytes, strict=True):
-            own.copy_(content[MARGIN:-MARGIN])
+        memory, right = FencedArenas(plain, at_end=at_end), plain.copy()
         memory.only_read(set(range(len(memory.bytes))) - _written(calls))
         for call in calls:
             refer_to(call["op"], {name: right.tensor(spec) for name, spec in call["args"].items()})

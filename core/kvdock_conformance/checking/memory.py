@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import random
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,10 @@ _PERIOD = 1000003
 _STEP = 381966
 """Elements between where the memory of one seed begins in them and that of the next: far, and like no stride (the golden section)."""
 
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+_HOST = torch.device("cpu")
+
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of an element's size."""
 
@@ -44,23 +49,34 @@ class Arenas:
         device: where the others lie.
     """
 
+    _room: Bytes | None = None
+
     def __init__(self, arenas: Sequence[Mapping[str, Any]], device: torch.device) -> None:
         self.arenas = arenas
-        self.bytes = [filled(arena, device) for arena in arenas]
+        if device != _HOST or any(arena.get("fill") == "zeros" for arena in arenas):
+            self.bytes = [filled(arena, device) for arena in arenas]
+        else:
+            self._lie_in(_filled(arenas))
+
+    def _lie_in(self, room: Bytes) -> None:
+        """Let all arenas lie in one piece of host memory: it is copied, and compared, at once."""
+        self._room = room
+        # Each is a tensor of its own, whose versions count what is written to it alone.
+        self.bytes = [torch.from_numpy(room[place]) for place in _places(self.arenas)]
 
     def tensor(self, spec: Any) -> Any:
         """Return the tensor that a spec describes, with its values written; what is no spec as it is."""
         if not isinstance(spec, Mapping):
             return spec
         dtype = getattr(torch, spec["dtype"])
-        start = MARGIN + spec["offset"]
-        memory = self.bytes[spec["arena"]][start:]
-        typed = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
+        start, memory = MARGIN + spec["offset"], self.bytes[spec["arena"]]
+        typed = memory[start : start + (memory.numel() - start) // dtype.itemsize * dtype.itemsize].view(dtype)
         tensor = typed.as_strided(spec["shape"], spec["strides"])
         if spec.get("values") is not None and tensor.numel():
-            places = tensor[tuple(slice(0, None if step else 1) for step in spec["strides"])]  # those that are one in memory get one value
-            bits = torch.from_numpy(expanded(spec["values"], places.numel())).to(BITS[dtype.itemsize])
-            places.view(bits.dtype).copy_(bits.reshape(places.shape))
+            places = tensor.view(BITS[dtype.itemsize])
+            if not all(spec["strides"]):  # those that are one in memory get one value
+                places = places[tuple(slice(0, None if step else 1) for step in spec["strides"])]
+            places.copy_(torch.from_numpy(expanded(spec["values"], places.numel())).view(places.shape))
         return tensor
 
     def change(self, specs: Mapping[str, Any]) -> None:
@@ -84,43 +100,97 @@ class Arenas:
 
     def copy(self, arenas: Collection[int] | None = None) -> Arenas:
         """Return a copy in host memory: of some arenas, by number, if they are given, where the others are one with these."""
-        twin = Arenas([], torch.device("cpu"))
-        twin.arenas = self.arenas
-        every = enumerate(zip(self.arenas, self.bytes, strict=True))
-        twin.bytes = [_copied(*each) if arenas is None or number in arenas else each[1] for number, each in every]
+        twin = Arenas.__new__(Arenas)
+        twin.arenas, twin.bytes = self.arenas, [*self.bytes]
+        if self._room is not None and arenas is None:
+            room = _free_room(len(self._room))
+            room[:] = self._room
+            twin._lie_in(room)
+            return twin
+        numbers = [*range(len(self.arenas))] if arenas is None else arenas
+        plain = [number for number in numbers if self.arenas[number].get("fill") != "zeros"]
+        places = _places([self.arenas[number] for number in plain])
+        room = _free_room(places[-1].stop if places else 0)
+        for number, place in zip(plain, places, strict=True):
+            twin.bytes[number] = torch.from_numpy(room[place]).copy_(self.bytes[number])
+        for number in {*numbers}.difference(plain):
+            twin.bytes[number] = _copied_zeros(self.bytes[number])
         return twin
 
 
 def expanded(values: Sequence[int] | Mapping[str, int], count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return ``count`` integers: those of a list, repeated; ``first`` and so on by ``step``; or the first of ``shuffled`` numbers."""
     if not isinstance(values, Mapping):
-        return np.resize(np.array(values, np.int64), count)
+        given = np.array(values, np.int64)
+        return given if len(given) == count else np.resize(given, count)
     if "first" in values:
         return values["first"] + values["step"] * np.arange(count)
-    return np.array(random.Random(values["seed"]).sample(range(values["shuffled"]), count), np.int64)  # noqa: S311 - the same in every run
+    return _shuffled(values["shuffled"], values["seed"], count)
+
+
+@functools.lru_cache(64)  # each way to the backend, and the reference, is given the same
+def _shuffled(among: int, seed: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array(random.Random(seed).sample(range(among), count), np.int64)  # noqa: S311 - the same in every run
 
 
 def filled(arena: Mapping[str, Any], device: torch.device) -> torch.Tensor:
     """Return the bytes of an arena with its margins."""
-    count, shift = arena["bytes"] + 2 * MARGIN, arena.get("shift", 0)
-    on_host = arena.get("host", False) or device == torch.device("cpu")
+    on_host = arena.get("host", False) or device == _HOST
     if arena.get("fill") == "zeros":  # numpy's zeros take up no memory until they are written
+        count = arena["bytes"] + 2 * MARGIN
         return torch.from_numpy(np.zeros(count, np.uint8)) if on_host else torch.zeros(count, dtype=torch.uint8, device=device)
-    # Random and not zero, so that a byte that was written by mistake differs from what was there.
-    content, size = _content(arena.get("dtype")), getattr(torch, arena.get("dtype", "uint8")).itemsize
-    room = np.empty(count + 64 + shift, dtype=np.uint8)
-    # numpy promises 16 bytes only, and a case says how its tensors are aligned.
-    start = -room.ctypes.data % 64 + shift
-    at, begin = 0, arena["seed"] * _STEP % _PERIOD * size
-    while at < count:
-        part = content[begin : begin + count - at]
-        room[start + at : start + at + len(part)] = part
-        at, begin = at + len(part), 0
-    return torch.from_numpy(room[start : start + count]).to("cpu" if on_host else device)
+    return torch.from_numpy(_filled([arena])[_places([arena])[0]]).to("cpu" if on_host else device)
+
+
+def _places(arenas: Sequence[Mapping[str, Any]]) -> list[slice]:
+    """Return where arenas lie in one piece of memory that begins at a 64-byte boundary: one behind the other."""
+    places, end = [], 0
+    for arena in arenas:
+        start = end + -end % 64 + arena.get("shift", 0)
+        end = start + arena["bytes"] + 2 * MARGIN
+        places.append(slice(start, end))
+    return places
+
+
+def _filled(arenas: Sequence[Mapping[str, Any]]) -> Bytes:
+    """Return memory that holds arenas, random and not zero, so that a byte that was written by mistake differs from what was there."""
+    places, end = _places(arenas), 0
+    room = _free_room(places[-1].stop if places else 0)
+    for arena, place in zip(arenas, places, strict=True):
+        room[end : place.start] = 0
+        at, end = place.start, place.stop
+        content = _content(arena.get("dtype"))
+        begin = arena["seed"] * _STEP % _PERIOD * (len(content) // _PERIOD)
+        while at < end:
+            part = content[begin : begin + end - at]
+            room[at : at + len(part)] = part
+            at, begin = at + len(part), 0
+    return room
+
+
+def _free_room(count: int) -> Bytes:
+    """Return host memory that begins at a 64-byte boundary: some that no tensor lies in any more, or new.
+
+    A page that is new to a process takes longer to get than to fill.
+    """
+    for kept in _KEPT:
+        if sys.getrefcount(kept) == _UNUSED and count <= _KEPT_BYTES:
+            break
+    else:
+        kept = np.empty(64 + max(count, _KEPT_BYTES), np.uint8)
+        if count <= _KEPT_BYTES:
+            _KEPT.append(kept)
+    start = -kept.ctypes.data % 64  # numpy promises 16 bytes only, and a case says how its tensors are aligned
+    return kept[start : start + count]
+
+
+_KEPT: list[Bytes] = []
+_KEPT_BYTES = 1 << 26  # of each; what no case has used yet takes up none
+_UNUSED = 3  # references, when the list, a variable and the question have the only ones
 
 
 @functools.cache
-def _content(dtype: str | None) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _content(dtype: str | None) -> Bytes:
     """Return the bytes of finite random numbers of a dtype; without one any bytes."""
     draw = np.random.default_rng(0)
     if dtype is None:
@@ -128,10 +198,8 @@ def _content(dtype: str | None) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return torch.from_numpy(draw.standard_normal(_PERIOD)).to(getattr(torch, dtype)).view(torch.uint8).numpy()
 
 
-def _copied(arena: Mapping[str, Any], content: torch.Tensor) -> torch.Tensor:
-    """Return a copy of an arena in host memory; one of zeros is copied where it is not zero, and takes up no more than that."""
-    if arena.get("fill") != "zeros":
-        return content.cpu().clone()
+def _copied_zeros(content: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory of what was zeros: of what is not zero, so that it takes up no more than that."""
     twin = torch.from_numpy(np.zeros(len(content), np.uint8))
     for start in range(0, len(content), CHUNK):
         part = content[start : start + CHUNK]
@@ -153,8 +221,12 @@ def compare(memory: Arenas, expected: Arenas, args: Mapping[str, Any], what: str
     Raises:
         NonconformanceError: names the first place that differs.
     """
-    for arena, (content, wanted) in enumerate(zip(memory.bytes, expected.bytes, strict=True)):
-        for start in range(0, len(content) if arenas is None or arena in arenas else 0, CHUNK):
+    rooms = [torch.from_numpy(side._room) for side in (memory, expected) if side._room is not None and arenas is None]
+    if len(rooms) == 2 and _equal(*rooms):
+        return
+    for arena in range(len(memory.bytes)) if arenas is None else sorted(arenas):
+        content, wanted = memory.bytes[arena], expected.bytes[arena]
+        for start in range(0, len(content), CHUNK):
             got, right = content[start : start + CHUNK].cpu(), wanted[start : start + CHUNK]
             if not _equal(got, right):
                 wrong = (got != right).nonzero().flatten()

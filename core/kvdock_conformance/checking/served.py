@@ -13,19 +13,22 @@ from kvdock_conformance.checking.memory import Arenas
 from kvdock_conformance.checking.target import Target
 from kvdock_conformance.requirement import Capability, Check
 
-__all__ = ["SERVED", "check_not_served", "reasons_against"]
+__all__ = ["SERVED", "check_not_served", "first_call", "reasons_against"]
 
 
-def _first_call(target: Target, data: Mapping[str, Any]) -> tuple[Any, ...]:
+def first_call(target: Target, data: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the arguments of a case's first call in the schema's order, on zeros: nobody asked looks at what tensors hold."""
-    memory, call = Arenas([{**arena, "fill": "zeros"} for arena in data["arenas"]], target.device), data["calls"][0]
+    call, arenas = data["calls"][0], data["arenas"]
+    used = {spec["arena"] for spec in call["args"].values() if isinstance(spec, Mapping)}
+    sizes = [arena["bytes"] if number in used else 0 for number, arena in enumerate(arenas)]
+    memory = Arenas([{**arena, "fill": "zeros", "bytes": size} for arena, size in zip(arenas, sizes, strict=True)], target.device)
     unset = {name: {**spec, "values": None} if isinstance(spec, Mapping) else spec for name, spec in call["args"].items()}
     return tuple(memory.tensor(unset.get(name)) for name in runtime.default().dispatcher.op(call["op"]).schema.arg_names)
 
 
 def reasons_against(target: Target, data: Mapping[str, Any]) -> Sequence[str]:
     """Return why the backend does not serve a case's first call itself; empty when it does."""
-    return target.reasons_against(data["calls"][0]["op"], _first_call(target, data))
+    return target.reasons_against(data["calls"][0]["op"], first_call(target, data))
 
 
 def check_not_served(target: Target, data: Mapping[str, Any], reasons: Sequence[str], check: Check) -> None:
@@ -54,7 +57,7 @@ def check_not_served(target: Target, data: Mapping[str, Any], reasons: Sequence[
 def _is_served(target: Target, data: Mapping[str, Any]) -> bool:
     call = data["calls"][0]
     try:
-        kvdock.runtime.default().dispatcher.explain(call["op"], _first_call(target, data), target.name)
+        kvdock.runtime.default().dispatcher.explain(call["op"], first_call(target, data), target.name)
     except kvdock.UnsupportedError:
         return False
     return True
