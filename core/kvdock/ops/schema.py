@@ -69,15 +69,10 @@ def parse_dims(dims: str, lead: int) -> tuple[Dim, ...]:
     return tuple(Dim(word.lstrip("*"), word.startswith("*")) for word in words)
 
 
-@functools.cache  # it is read at every new signature, as what follows
+@functools.cache  # it is read at every new signature
 def _shapes(lines: tuple[str, ...]) -> tuple[tuple[Dim, ...], ...]:
     ranks = LEAD_RANKS if any(line.startswith("...") for line in lines) else (0,)
     return tuple(parse_dims(line, lead) for line in lines for lead in ranks)
-
-
-@functools.cache
-def _dims_of_rank(lines: tuple[str, ...], rank: int) -> tuple[Dim, ...] | None:
-    return next((dims for dims in _shapes(lines) if len(dims) == rank), None)
 
 
 @attrs.frozen
@@ -124,7 +119,7 @@ class Arg:
 
     def dims_of_rank(self, rank: int) -> tuple[Dim, ...] | None:
         """Return its dimensions when it has ``rank`` of them, or None when it may not."""
-        return _dims_of_rank(self.dims, rank)
+        return next((dims for dims in self.shapes() if len(dims) == rank), None)
 
 
 @attrs.frozen

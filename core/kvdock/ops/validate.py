@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from types import CodeType
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -172,6 +171,8 @@ def _check_scales(schema: OpSchema, args: dict[str, Any]) -> None:
         _refuse(ArgumentValueError, schema, arg.name, expected, got, f"drop {arg.name}, or divide by it yourself before the call")
 
 
+_compiled = functools.cache(functools.partial(compile, filename="<relation>", mode="eval"))
+
 _Sizes: TypeAlias = dict[str, tuple[int, str]]
 """Sizes by word, each with the argument that settled it; ``...`` is how many leading dimensions there are."""
 
@@ -220,11 +221,6 @@ def _size_texts(dims: tuple[Dim, ...], settled: dict[str, int]) -> Iterator[str]
     for dim in dims:
         word = words.get(dim.name, dim.name)
         yield f"{word}={settled[dim.name]}" if dim.name in settled else word
-
-
-@functools.cache
-def _compiled(expression: str) -> CodeType:
-    return compile(expression, "<relation>", "eval")
 
 
 def _check_relation(schema: OpSchema, relation: Relation, tensors: dict[str, torch.Tensor], sizes: dict[str, int]) -> None:
