@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 import kvdock
-from kvdock import runtime
 from kvdock_conformance.checking.failure import NonconformanceError
-from kvdock_conformance.checking.memory import Arenas, compare
+from kvdock_conformance.checking.memory import Arenas, arenas_of, changed_by, compare
 from kvdock_conformance.checking.target import Target
 
 __all__ = ["Reference", "check_calls", "check_inputs", "check_range_error", "check_refused", "expect_refusal"]
@@ -56,25 +55,13 @@ def check_calls(
                 # The reference runs on a copy of all memory, gaps and margins too, so that one comparison finds every stray byte. What
                 # was compared is alike, so that the copy serves the next call too; another way needs what this call may change as it was.
                 before = told[-1].expected if told else way.memory.copy()
-                told.append(_Told(before.copy(_changed(call)) if told and also else before, call))
+                told.append(_Told(before.copy(changed_by(call)) if told and also else before, call))
             way.make(call)
             named = (lambda place: index(place).partition("[")[0]) if has_one_for_all(call) else index
             told[number].refer(reference, named, is_error=way.error is not None)
             # What a call changed elsewhere stays changed until the end, unless another call changes it too.
-            way.check(call, told[number], None if number == len(data["calls"]) - 1 else _own(call), counted=counted)
+            way.check(call, told[number], None if number == len(data["calls"]) - 1 else arenas_of(call), counted=counted)
         del way  # and its memory, which serves the next
-
-
-def _own(call: Mapping[str, Any]) -> set[int]:
-    """Return the arenas of a call."""
-    return {spec["arena"] for spec in call["args"].values() if isinstance(spec, Mapping)}
-
-
-def _changed(call: Mapping[str, Any]) -> set[int]:
-    """Return the arenas that are not the same behind a call and what prepares it: those of its outputs, and of values that are set."""
-    written = {arg.name for arg in runtime.default().dispatcher.op(call["op"]).schema.mutated}
-    own = {name: spec for name, spec in call["args"].items() if isinstance(spec, Mapping)}
-    return {spec["arena"] for name, spec in own.items() if call.get("again") or name in written or spec.get("values") is not None}
 
 
 class _Told:

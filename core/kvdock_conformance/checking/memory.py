@@ -9,30 +9,20 @@ from __future__ import annotations
 import ctypes
 import functools
 import random
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from kvdock import runtime
 from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.rooms import MARGIN, Bytes, filled_room, free_room, places_of
 
-__all__ = ["BITS", "MARGIN", "Arenas", "compare", "element_at", "expanded", "filled", "text_of"]
-
-MARGIN = 256
-"""Bytes on either side of an arena's tensors: more than a vector store could write too far."""
+__all__ = ["BITS", "MARGIN", "Arenas", "arenas_of", "changed_by", "compare", "element_at", "expanded", "filled", "text_of"]
 
 CHUNK = 1 << 26
 """So many bytes are compared at a time."""
-
-_PERIOD = 1000003
-"""Random elements come again after so many: a prime, so that no two rows of a tensor lie so far apart."""
-
-_STEP = 381966
-"""Elements between where the memory of one seed begins in them and that of the next: far, and like no stride (the golden section)."""
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _HOST = torch.device("cpu")
 
@@ -56,13 +46,13 @@ class Arenas:
         if device != _HOST or any(arena.get("fill") == "zeros" for arena in arenas):
             self.bytes = [filled(arena, device) for arena in arenas]
         else:
-            self._lie_in(_filled(arenas))
+            self._lie_in(filled_room(arenas))
 
     def _lie_in(self, room: Bytes) -> None:
         """Let all arenas lie in one piece of host memory: it is copied, and compared, at once."""
         self._room = room
         # Each is a tensor of its own, whose versions count what is written to it alone.
-        self.bytes = [torch.from_numpy(room[place]) for place in _places(self.arenas)]
+        self.bytes = [torch.from_numpy(room[place]) for place in places_of(self.arenas)]
 
     def tensor(self, spec: Any) -> Any:
         """Return the tensor that a spec describes, with its values written; what is no spec as it is."""
@@ -103,14 +93,14 @@ class Arenas:
         twin = Arenas.__new__(Arenas)
         twin.arenas, twin.bytes = self.arenas, [*self.bytes]
         if self._room is not None and arenas is None:
-            room = _free_room(len(self._room))
+            room = free_room(len(self._room))
             room[:] = self._room
             twin._lie_in(room)
             return twin
         numbers = [*range(len(self.arenas))] if arenas is None else arenas
         plain = [number for number in numbers if self.arenas[number].get("fill") != "zeros"]
-        places = _places([self.arenas[number] for number in plain])
-        room = _free_room(places[-1].stop if places else 0)
+        places = places_of([self.arenas[number] for number in plain])
+        room = free_room(places[-1].stop if places else 0)
         for number, place in zip(plain, places, strict=True):
             twin.bytes[number] = torch.from_numpy(room[place]).copy_(self.bytes[number])
         for number in {*numbers}.difference(plain):
@@ -139,63 +129,7 @@ def filled(arena: Mapping[str, Any], device: torch.device) -> torch.Tensor:
     if arena.get("fill") == "zeros":  # numpy's zeros take up no memory until they are written
         count = arena["bytes"] + 2 * MARGIN
         return torch.from_numpy(np.zeros(count, np.uint8)) if on_host else torch.zeros(count, dtype=torch.uint8, device=device)
-    return torch.from_numpy(_filled([arena])[_places([arena])[0]]).to("cpu" if on_host else device)
-
-
-def _places(arenas: Sequence[Mapping[str, Any]]) -> list[slice]:
-    """Return where arenas lie in one piece of memory that begins at a 64-byte boundary: one behind the other."""
-    places, end = [], 0
-    for arena in arenas:
-        start = end + -end % 64 + arena.get("shift", 0)
-        end = start + arena["bytes"] + 2 * MARGIN
-        places.append(slice(start, end))
-    return places
-
-
-def _filled(arenas: Sequence[Mapping[str, Any]]) -> Bytes:
-    """Return memory that holds arenas, random and not zero, so that a byte that was written by mistake differs from what was there."""
-    places, end = _places(arenas), 0
-    room = _free_room(places[-1].stop if places else 0)
-    for arena, place in zip(arenas, places, strict=True):
-        room[end : place.start] = 0
-        at, end = place.start, place.stop
-        content = _content(arena.get("dtype"))
-        begin = arena["seed"] * _STEP % _PERIOD * (len(content) // _PERIOD)
-        while at < end:
-            part = content[begin : begin + end - at]
-            room[at : at + len(part)] = part
-            at, begin = at + len(part), 0
-    return room
-
-
-def _free_room(count: int) -> Bytes:
-    """Return host memory that begins at a 64-byte boundary: some that no tensor lies in any more, or new.
-
-    A page that is new to a process takes longer to get than to fill.
-    """
-    for kept in _KEPT:
-        if sys.getrefcount(kept) == _UNUSED and count <= _KEPT_BYTES:
-            break
-    else:
-        kept = np.empty(64 + max(count, _KEPT_BYTES), np.uint8)
-        if count <= _KEPT_BYTES:
-            _KEPT.append(kept)
-    start = -kept.ctypes.data % 64  # numpy promises 16 bytes only, and a case says how its tensors are aligned
-    return kept[start : start + count]
-
-
-_KEPT: list[Bytes] = []
-_KEPT_BYTES = 1 << 26  # of each; what no case has used yet takes up none
-_UNUSED = 3  # references, when the list, a variable and the question have the only ones
-
-
-@functools.cache
-def _content(dtype: str | None) -> Bytes:
-    """Return the bytes of finite random numbers of a dtype; without one any bytes."""
-    draw = np.random.default_rng(0)
-    if dtype is None:
-        return draw.integers(0, 256, _PERIOD, np.uint8)
-    return torch.from_numpy(draw.standard_normal(_PERIOD)).to(getattr(torch, dtype)).view(torch.uint8).numpy()
+    return torch.from_numpy(filled_room([arena])[places_of([arena])[0]]).to("cpu" if on_host else device)
 
 
 def _copied_zeros(content: torch.Tensor) -> torch.Tensor:
@@ -271,3 +205,15 @@ def text_of(element: torch.Tensor) -> str:
     size = element.element_size()
     bits = int(element.detach().reshape(1).view(BITS[size]).cpu()) % (1 << 8 * size)
     return f"{element.item()} ({bits:#0{2 * size + 2}x})"
+
+
+def arenas_of(call: Mapping[str, Any]) -> set[int]:
+    """Return the arenas of a call."""
+    return {spec["arena"] for spec in call["args"].values() if isinstance(spec, Mapping)}
+
+
+def changed_by(call: Mapping[str, Any]) -> set[int]:
+    """Return the arenas that are not the same behind a call and what prepares it: those of its outputs, and of values that are set."""
+    written = {arg.name for arg in runtime.default().dispatcher.op(call["op"]).schema.mutated}
+    own = {name: spec for name, spec in call["args"].items() if isinstance(spec, Mapping)}
+    return {spec["arena"] for name, spec in own.items() if call.get("again") or name in written or spec.get("values") is not None}
