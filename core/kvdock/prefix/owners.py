@@ -102,24 +102,35 @@ class StoredBlocks:
             self._table[first] = 1  # a sequence that generates publishes one at a time: a tenth of the time of what follows
             return
         # Mostly they are back from an eviction in the same order: the table has them still, and one comparison of bytes is enough.
-        gone, ids = self._released.get(first, b""), blocks.tobytes()
-        if gone == ids:
+        ids = blocks.tobytes()
+        if self._released.get(first) == ids:
             del self._released[first]
             return
-        back = _common_start(gone, ids)
+        back, runs, left = self._coming_back(ids)
         if back < blocks.size:
             places = self._places(subject, blocks[back:])
             if not self._are_free(places):
                 self._settle()
                 # What is in the table now is stored: those that were only kept in mind are out of it.
-                back, places = 0, self._places(subject, blocks)
+                runs, left, places = {}, b"", self._places(subject, blocks)
                 if not self._are_free(places):
                     raise self._stored(subject, int(blocks[self._table[places] != 0][0]))
             self._write(subject, blocks, places)
-        if back:
-            self._released.pop(first)
-            if rest := gone[4 * back :]:  # the next to be handed out begins there
-                self._released[int.from_bytes(rest[:4], sys.byteorder)] = rest
+        for each in runs:
+            del self._released[each]
+        if left:  # the next to be handed out begins there
+            self._released[_first(left)] = left
+
+    def _coming_back(self, ids: bytes) -> tuple[int, dict[int, bytes], bytes]:
+        """Return how many first ids are runs that were released, one behind the other; these runs, and what the last has behind that."""
+        runs: dict[int, bytes] = {}
+        rest, left = ids, b""
+        while rest and not left:
+            run = self._released.get(first := _first(rest), b"")
+            if not run or first in runs or not (rest.startswith(run) or run.startswith(rest)):
+                break
+            runs[first], rest, left = run, rest[len(run) :], run[len(rest) :]
+        return (len(ids) - len(rest)) // 4, runs, left
 
     def _places(self, subject: str, blocks: _BlockIds) -> npt.NDArray[np.intp]:
         """Return the places of blocks in the table, which is made larger for them."""
@@ -163,6 +174,5 @@ class StoredBlocks:
         )
 
 
-def _common_start(gone: bytes, ids: bytes) -> int:
-    """Return how many ids the shorter has if the longer begins with them, else 0."""
-    return min(len(gone), len(ids)) // 4 if gone.startswith(ids) or ids.startswith(gone) else 0
+def _first(ids: bytes) -> int:
+    return int.from_bytes(ids[:4], sys.byteorder)

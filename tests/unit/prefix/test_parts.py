@@ -181,6 +181,45 @@ def test_what_comes_back_with_something_wrong_behind_it_is_refused_and_still_rel
     assert stored.ids().tolist() == [2, 3, 7, 9]
 
 
+RUNS = ([0, 1, 2], [3, 4], [5, 6, 7, 8])
+
+
+@pytest.mark.parametrize(
+    ("passed", "kept", "written"),
+    [
+        ([0, 1, 2, 3, 4], [5], 0),
+        ([3, 4, 0, 1, 2, 5, 6], [7], 0),  # the last is begun
+        ([0, 1, 2, 3, 4, 20], [5], 1),
+        ([0, 1, 3, 4], [], 4),  # none is as it was released
+    ],
+)
+def test_several_runs_that_come_back_one_behind_the_other_are_compared_and_not_written(
+    passed: list[int], kept: list[int], written: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored, wrote = StoredBlocks(16), [0]
+    stored.claim("blocks", np.arange(30, dtype=np.int32), int32([]))
+    for run in (*RUNS, [20]):
+        stored.release(int32(run))
+    write = stored._write
+    monkeypatch.setattr(stored, "_write", lambda *how: (wrote.append(how[2].size), write(*how)))
+    assert stored.claim("blocks", int32(passed), int32([])).tolist() == passed
+    assert (sum(wrote), sorted(stored._released)) == (written, kept)
+    assert stored.ids().tolist() == sorted({*range(9, 30)} - {20} | {*passed})
+
+
+@pytest.mark.parametrize("passed", [[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 3, 4], [3, 4, 0, 1, 2, 3], [0, 1, 2, 3, 4, 9]])
+def test_runs_that_come_back_twice_or_with_something_wrong_are_refused_and_still_released(passed: list[int]) -> None:
+    stored = StoredBlocks(16)
+    stored.claim("blocks", np.arange(10, dtype=np.int32), int32([]))
+    for run in RUNS:
+        stored.release(int32(run))
+    with pytest.raises(ArgumentValueError, match=r"twice|stored for other tokens"):
+        stored.claim("blocks", int32(passed), int32([]))
+    assert stored.ids().tolist() == [9]
+    assert stored.claim("blocks", int32([0, 1, 2, 3, 4]), int32([])).tolist() == [0, 1, 2, 3, 4]
+    assert stored.ids().tolist() == [0, 1, 2, 3, 4, 9]
+
+
 @pytest.mark.parametrize("block", [-1, -(2**27), -(2**31), 2**27, 2**31 - 1])
 def test_a_block_that_no_pool_has_is_refused_before_memory_is_taken(block: int) -> None:
     stored = StoredBlocks(16)
