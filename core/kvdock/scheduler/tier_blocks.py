@@ -53,27 +53,23 @@ class Turns:
     """
 
     def __init__(self, num_units: int) -> None:
-        # An entry of a unit counts while its number is the one that the unit was given last.
+        # Each entry of a queue has a serial number of its own. A unit counts in the entry whose number it was given last.
         self._serials = np.full(num_units, _NONE, dtype=np.int64)
-        self._queues: dict[int, deque[tuple[Index, npt.NDArray[np.int64]]]] = {}
-        self._serial = self._entries = 0
-        self._most = _FEW  # entries, before those that do not count are dropped
+        self._queues: dict[int, deque[tuple[Index, int]]] = {}
+        self._serial = self._size = 0
+        self._most = _FEW  # units in all entries, before those that do not count are dropped
 
     def push(self, units: Index, priority: int) -> None:
-        """Let units go last of a priority, in this order, wherever they were."""
-        serials = np.arange(self._serial, self._serial + units.size)
-        self._serials[units] = serials
-        self._serial += units.size
-        self._queues.setdefault(priority, deque()).append((units, serials))
-        self._entries += units.size
-        if self._entries > self._most:
+        """Let units go last of a priority, in this order, wherever they were; each is named once."""
+        self._queues.setdefault(priority, deque()).append(self._entry(units))
+        if self._size > self._most:
             self._compact()
 
     def remove(self, units: Index) -> None:
         """Let units have no turn."""
         self._serials[units] = _NONE
 
-    def pop(self, counts: npt.NDArray[np.int64], missing: int, priority: int, held: npt.NDArray[np.bool_]) -> list[tuple[Index, int]]:
+    def pop(self, counts: npt.NDArray[np.int32], missing: int, priority: int, held: npt.NDArray[np.bool_]) -> list[tuple[Index, int]]:
         """Take out units, those that go first, until they have as many blocks as are missing, or there are no more.
 
         Args:
@@ -99,44 +95,51 @@ class Turns:
                     missing -= int(sums[units.size - 1])
                     self.remove(units)
                     found.append((units, value))
-            for units in reversed(kept):
-                if units.size:
-                    queue.appendleft((units, self._serials[units]))
-                    self._entries += units.size
+            queue.extendleft(self._entry(units) for units in reversed(kept) if units.size)
             if not queue:
                 del self._queues[value]
         return found
 
-    def _first(self, queue: deque[tuple[Index, npt.NDArray[np.int64]]], count: int) -> Index:
-        """Take the first entries out of a queue, of so many units at least if there are; return those of them that count."""
-        entries, size = list[tuple[Index, npt.NDArray[np.int64]]](), 0
-        while queue and size < count:
-            entries.append(queue.popleft())
-            size += entries[-1][0].size
-        self._entries -= size
-        units, serials = (np.concatenate(each) for each in zip(*entries, strict=True))
-        live: Index = units[self._serials[units] == serials]
+    def _entry(self, units: Index) -> tuple[Index, int]:
+        """Return an entry of units, which count in no other from now on."""
+        self._serial += 1
+        self._serials[units] = self._serial
+        self._size += units.size
+        return units, self._serial
+
+    def _live(self, entry: tuple[Index, int]) -> Index:
+        """Return the units of an entry that count."""
+        units, serial = entry
+        live: Index = units[self._serials[units] == serial]
         return live
 
+    def _first(self, queue: deque[tuple[Index, int]], count: int) -> Index:
+        """Take the first entries out of a queue, of so many units at least if there are; return those of them that count."""
+        live, size = list[Index](), 0
+        while queue and size < count:
+            size += queue[0][0].size
+            live.append(self._live(queue.popleft()))
+        self._size -= size
+        return np.concatenate(live)
+
     def _compact(self) -> None:
-        """Drop entries that do not count."""
-        self._entries = 0
+        """Drop units that do not count."""
         for value, queue in list(self._queues.items()):
-            live = [(units[is_live], serials[is_live]) for units, serials in queue for is_live in [self._serials[units] == serials]]
+            live = [(self._live(entry), entry[1]) for entry in queue]
             self._queues[value] = deque(entry for entry in live if entry[0].size)
-            self._entries += sum(entry[0].size for entry in self._queues[value])
-        self._most = 2 * self._entries + _FEW
+        self._size = sum(units.size for queue in self._queues.values() for units, _ in queue)
+        self._most = 2 * self._size + _FEW
 
     def waiting(self) -> Index:
         """Return the units that have a turn, sorted, each as often as it has one."""
-        entries = [units[self._serials[units] == serials] for queue in self._queues.values() for units, serials in queue]
+        entries = [self._live(entry) for queue in self._queues.values() for entry in queue]
         return np.sort(np.concatenate([np.empty(0, dtype=np.intp), *entries]))
 
     def clear(self) -> None:
         """Forget all."""
         self._serials[:] = _NONE
         self._queues.clear()
-        self._entries, self._most = 0, _FEW
+        self._size, self._most = 0, _FEW
 
 
 class TierBlocks:
@@ -164,7 +167,7 @@ class TierBlocks:
         self.blocks = BlockAllocator(tier.num_blocks)
         self.table: BlockIds = np.full((num_units, columns), _NONE, dtype=np.int32)
         self.flat = self.table.reshape(-1)
-        self.counts = np.zeros(num_units, dtype=np.int64)
+        self.counts = np.zeros(num_units, dtype=np.int32)
         self.priority = np.zeros(num_units, dtype=np.int64)
         self.turns = Turns(num_units)
         self.stored = self.loaded = self.lost = 0

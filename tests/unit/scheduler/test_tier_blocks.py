@@ -89,10 +89,10 @@ def test_entries_that_do_not_count_are_dropped() -> None:
     turns = Turns(50)
     for _ in range(2000):
         turns.push(units(*range(20)), 0)
-    assert turns._entries <= 2 * 20 + 4096
+    assert turns._size <= 2 * 20 + 4096
     assert turns.waiting().tolist() == list(range(20))
     turns.clear()
-    assert (turns._entries, popped(turns, 3)) == (0, [])
+    assert (turns._size, popped(turns, 3)) == (0, [])
 
 
 @settings(PROPERTY, max_examples=10)
