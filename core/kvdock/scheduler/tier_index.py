@@ -93,9 +93,9 @@ class TierIndex:
         self.has_priorities, self._priority[units] = True, np.maximum(self._priority[units], priority)
 
     def find(self, ids: npt.NDArray[Any], namespace: Namespace, cached: BlockIds) -> Index:
-        """Return the numbers of a prefix behind its ``cached`` units, as far as it has any. Changes nothing."""
+        """Return the numbers of a prefix behind its ``cached`` units, as far as it has any, not to be written to. Changes nothing."""
         behind = self._number[cached[-1]] if cached.size else None
-        return self._runs.follow(namespace, behind, ids[cached.size * self._size :])[2]
+        return self._runs.find(namespace, behind, ids[cached.size * self._size :])
 
     def leaving(self, units: Index) -> Iterator[tuple[Index, Index, int]]:
         """Yield cached units that the pool gives up, with their numbers and their priority, low ones first.

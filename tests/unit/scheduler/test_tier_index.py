@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from kvdock.errors import IntegrityError
 from kvdock.scheduler.tier_index import TierIndex
 from opskit import PROPERTY
+from support_slow import examples
 
 SIZE, UNITS, NUMBERS = 2, 64, 100
 
@@ -276,6 +278,105 @@ def test_ids_that_fit_take_half_the_memory_of_int64() -> None:
     made.add(None, [2, 2, 2**31, 5], 2, 3)
     assert [run.ids.view.dtype.itemsize for run in made.index._runs._runs.values()] == [4, 8]
     assert len(made.find([2, 2, 2**31, 5])) == len(made.find([1, 2, 2**31 - 1, -(2**31)])) == 2
+
+
+def followed(made: Made, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Note how many ids are looked at, each time that the runs are followed."""
+    follow = made.index._runs.follow
+
+    def noting(namespace: Any, before: Any, ids: npt.NDArray[Any]) -> Any:
+        calls.append(ids.size)
+        return follow(namespace, before, ids)
+
+    monkeypatch.setattr(made.index._runs, "follow", noting)
+
+
+def test_what_is_asked_again_is_looked_up_once_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, calls = chain(), list[int]()
+    followed(made, calls, monkeypatch)
+    ids = [1, 2, 3, 4, 5, 6, 9, 9]
+    numbers = made.find(ids, namespace=("a",))
+    assert [made.find(ids, namespace=("a",)) for _ in range(3)] == [numbers] * 3
+    assert made.find([*ids, 7, 7], namespace=("a",)) == numbers, "it follows from what is behind the last number, and not from more"
+    assert calls == [8]
+    for change in (lambda: made.add(None, [70, 70], 30), lambda: made.give_up(30, keep=False), made.index.clear):
+        assert made.find([7], namespace=("b",)) == []
+        del calls[:]
+        change()
+        made.find([7], namespace=("b",))
+        assert 1 in calls
+
+
+@pytest.mark.parametrize(
+    ("ids", "cached", "namespace", "count"),
+    [
+        ([1, 2, 3, 4, 5, 6], (), ("a",), 3),  # goes on where the first ended
+        ([1, 2], (), ("a",), 1),  # ends before
+        ([1, 2, 50, 60], (), ("a",), 1),
+        ([9, 2, 3, 4], (), ("a",), 0),
+        ([1, 2, 3, 4], (), ("b",), 0),
+        ([1, 2, 3, 4], (), (), 0),
+        ([9, 9, 1, 2], (10,), ("a",), 0),  # what would be found behind nothing
+        ([9, 9, 3, 4], (10,), ("a",), 1),
+    ],
+)
+def test_what_was_found_for_one_prompt_is_not_told_for_another(ids: list[int], cached: tuple[int, ...], namespace: Any, count: int) -> None:
+    made = chain()
+    for before in ([1, 2, 3, 4], [1, 2, 8, 8], [7]):
+        made.find(before, namespace=("a",))
+        assert len(made.find(ids, *cached, namespace=namespace)) == count
+    assert made.find(ids, *cached, namespace=namespace) == chain().find(ids, *cached, namespace=namespace)
+
+
+def test_an_array_that_was_written_to_is_another_prompt() -> None:
+    made, ids = chain(), np.array([1, 2, 3, 4, 5, 6, 7, 8])
+    assert made.index.find(ids, ("a",), int32()).size == 4
+    ids[5] = 60
+    assert made.index.find(ids, ("a",), int32()).size == 2
+    ids[4:] = [50, 60, 70, 80]
+    assert made.index.find(ids, ("a",), int32()).size == 4
+    assert made.index.find(ids.astype(np.int32).view(np.int64), ("a",), int32()).size == 0, "the same bytes, of other ids"
+
+
+def test_nothing_that_was_passed_is_kept_alive_by_what_was_found() -> None:
+    made = Made(1000)
+    made.index = TierIndex(1000, 1000, SIZE, lambda at: made.kept[at], made.make_room)
+    made.add(None, [*range(20)], *range(10))
+    ids = np.concatenate((np.arange(20), np.zeros(100_000, dtype=np.int64)))
+    made.index.find(ids, (), int32())
+    last = made.index._runs._last
+    assert last is not None
+    assert len(last.ids) == 8 * (20 + SIZE), "what it follows from, and no more"
+    assert sys.getrefcount(ids) == 2
+
+
+@settings(PROPERTY, max_examples=examples(20))
+@given(seed=st.integers(0, 2**32))
+def test_whatever_comes_between_what_is_found_is_what_the_runs_have(seed: int) -> None:
+    rng, made = random.Random(seed), Made(40)  # noqa: S311 - nothing secret
+    spaces: list[Any] = [(), ("a",)]
+    asked = [(rng.choice(spaces), [rng.randrange(2) for _ in range(SIZE * rng.randrange(6))]) for _ in range(4)]
+    held: dict[int, int | None] = {}  # by unit: the one before
+    for _ in range(80):
+        action, free = rng.random(), [unit for unit in range(UNITS) if unit not in held]
+        leaves = [unit for unit in held if unit not in held.values()]
+        if action < 0.3 and free:
+            above, space = rng.choice([None, *held]), rng.choice(spaces)
+            tokens = [rng.randrange(2) for _ in range(SIZE)]
+            before = None if above is None else made.index._number[above]
+            if not made.index._is_cached[made.index._runs.follow(space, before, np.array(tokens))[2]].any():
+                made.add(above, tokens, free[0], namespace=space)
+                held[free[0]] = above
+        elif action < 0.5 and leaves:
+            made.give_up(leaf := rng.choice(leaves), keep=rng.random() < 0.5)
+            del held[leaf]
+        elif action < 0.6 and made.kept.any():
+            made.drop(int(rng.choice(np.flatnonzero(made.kept))))
+        else:
+            space, tokens = rng.choice(asked)
+            expected = made.index._runs.follow(space, None, np.array(tokens, dtype=np.int64))[2].tolist()
+            assert made.find(tokens, namespace=space) == expected
+    made.check()
 
 
 @settings(PROPERTY, max_examples=10)

@@ -48,6 +48,43 @@ def test_a_plan_says_what_begin_finds_and_tells_the_tier() -> None:
     assert (seq.cached_len, seq.block_table().size) == (20, 6)
 
 
+def test_what_a_plan_found_is_looked_up_again_where_the_tier_has_changed() -> None:
+    """Between `plan` and `begin`: more of the prompt is evicted, the tier forgets it, somebody else has brought it back."""
+    one = engine(12)
+    for name in (1, 2, 3):
+        one.run(prompt(name))
+    assert one.manager.plan(prompt(1)).cached_len == 20
+    one.run(prompt(4)), one.run(prompt(5)), one.run(prompt(6))
+    assert one.manager.begin(prompt(1)).cached_len == 0, "it is neither in the pool nor in the tier"
+    two = engine(100)
+    two.run(prompt(1))
+    assert two.manager.plan(prompt(1)).cached_len == 20, "all of it is in the pool"
+    two.run(prompt(2)), two.run(prompt(3))
+    assert two.manager.begin(prompt(1)).cached_len == 20
+    three = engine(100)
+    for name in (1, 2, 3):
+        three.run(prompt(name))
+    assert three.manager.plan(prompt(1)).cached_len == three.manager.fetch(prompt(1)) == 20
+    assert three.manager.begin(prompt(1)).cached_len == 20
+    assert three.manager.tier_usage[0].loaded == 5, "once"
+    for each in (one, two, three):
+        each.manager.check_integrity()
+
+
+def test_one_prompt_is_planned_and_another_begins() -> None:
+    one, ids = engine(100), np.array(prompt(1))
+    for name in (1, 2, 3, 4):
+        one.run(prompt(name))
+    assert [one.manager.plan(each).cached_len for each in (ids, prompt(2), prompt(9), ids)] == [20, 20, 0, 20]
+    ids[10:] = 7  # the same array, with another prompt in it
+    seq = one.manager.begin(ids)
+    assert seq.cached_len == 8
+    one.manager.abort(seq)
+    assert one.manager.plan(prompt(9)).cached_len == 0
+    assert one.manager.begin(prompt(2, 13)).cached_len == 12
+    one.manager.check_integrity()
+
+
 def test_what_does_not_fit_with_the_rest_does_not_come_back() -> None:
     one = engine(100)
     for name in (1, 2, 3):
