@@ -60,9 +60,7 @@ class Beginnings:
 
     def begin(self, prompt: Prompt, priority: int, *, partial: bool) -> CacheSequence:
         """Start a sequence, or raise OutOfBlocksError."""
-        needs = self._planner.look_up(prompt, partial=partial)
-        if self._fetching is not None and self._fetching.bring(prompt, needs, priority):
-            needs = self._planner.look_up(prompt, partial=partial)
+        needs = self._fetched(prompt, priority, partial=partial)
         try:
             return self._begin(prompt, needs, priority)
         except OutOfBlocksError:
@@ -73,16 +71,20 @@ class Beginnings:
 
     def fetch(self, prompt: Prompt, priority: int = 0) -> int:
         """Bring what tiers have of a prompt, if it fits; return how many tokens of it are cached."""
-        needs = self._planner.look_up(prompt, partial=False)
-        if self._fetching is not None and self._fetching.bring(prompt, needs, priority):
-            needs = self._planner.look_up(prompt, partial=False)
-        return needs.cached_len
+        return self._fetched(prompt, priority, partial=False).cached_len
 
     def fetch_whole(self, ids: npt.NDArray[Any], namespace: Namespace) -> None:
         """Bring what tiers have of whole blocks, all of them."""
         if self._fetching is not None and ids.size:
             # With a token behind them, which is never looked up: of a prompt the last one is left to compute.
             self.fetch(Prompt.read("CacheManager.pin", np.append(ids, ids[:1]), namespace, reserve=0, at_most=0))
+
+    def _fetched(self, prompt: Prompt, priority: int, *, partial: bool) -> Needs:
+        """Return what a prompt finds and needs, with what comes back from tiers for it."""
+        needs = self._planner.look_up(prompt, partial=partial)
+        if self._fetching is not None and (match := self._fetching.bring(prompt, needs, priority)) is not None:
+            return self._planner.look_up(prompt, partial=partial, match=match)
+        return needs
 
     def _begin(self, prompt: Prompt, needs: Needs, priority: int) -> CacheSequence:
         """Lock, allocate, and note the sequence."""

@@ -21,7 +21,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.prefix.interface import BlockIds, Namespace, PrefixMatch
+from kvdock.prefix.interface import BlockIds, Namespace, PrefixHandle, PrefixMatch
 from kvdock.scheduler.planning import Needs, Planner, Prompt
 from kvdock.scheduler.pool_blocks import PoolBlocks
 from kvdock.scheduler.publishing import Publisher
@@ -90,20 +90,21 @@ class Fetching:
             self._tiers.prefetch(reach.found)
         return more if has_room else None
 
-    def bring(self, prompt: Prompt, needs: Needs, priority: int) -> bool:
-        """Bring what tiers have of a prompt, if all of it fits then; return whether there is more in the pool now."""
+    def bring(self, prompt: Prompt, needs: Needs, priority: int) -> PrefixMatch | None:
+        """Bring what tiers have of a prompt, if all of it fits then; return what the pool has of it now, if that is more."""
         seen = self.look(prompt, needs)
         if seen is None:
-            return False
+            return None
         reach, more = seen
         with self._held(reach, needs, more) as has_room:
             if not has_room:
-                return False
+                return None
             self._tiers.hold(reach.found)
             try:
-                return self._load(prompt.ids, prompt.namespace, reach, priority) > 0
+                longest = self._load(prompt.ids, prompt.namespace, reach, priority)
             finally:
                 self._tiers.release(reach.found)
+        return longest and self._pool.usable(longest, self._planner.looked_up(prompt), prompt.namespace)
 
     @contextmanager
     def _held(self, reach: Reach, needs: Needs, more: Needs) -> Iterator[bool]:
@@ -125,8 +126,8 @@ class Fetching:
         finally:
             pool.unlock(needs.handle, alone)
 
-    def _load(self, ids: npt.NDArray[Any], namespace: Namespace, reach: Reach, priority: int) -> int:
-        """Take units, load and publish them; return how many there are."""
+    def _load(self, ids: npt.NDArray[Any], namespace: Namespace, reach: Reach, priority: int) -> PrefixMatch | None:
+        """Take units, load and publish them; return the longest prefix that is cached now, if there are any."""
         have = reach.longest.blocks.size
         fresh = self._pool.take(reach.count - have, "CacheManager.begin", states=1)
         kept = 0
@@ -134,16 +135,17 @@ class Fetching:
             places = self._columns.places(fresh)
             done = self._tiers.load(reach.found, np.where(reach.found.there[: fresh.size], places, -1))
             kept = self._columns.reach(reach.longest.blocks, done) - have
-            if kept > 0:
-                self._publish(ids, namespace, reach, fresh[:kept], done[:kept], priority)
+            if kept <= 0:
+                return None
+            handle = self._publish(ids, namespace, reach, fresh[:kept], done[:kept], priority)
+            return PrefixMatch(handle, np.concatenate((reach.longest.blocks, fresh[:kept])))
         finally:
             self._columns.give_back(fresh[max(kept, 0) :])
-        return kept
 
     def _publish(
         self, ids: npt.NDArray[Any], namespace: Namespace, reach: Reach, units: BlockIds, done: npt.NDArray[np.bool_], priority: int
-    ) -> None:
-        """Let units be found that hold what they should, each with the priority that it had before, or a higher one."""
+    ) -> PrefixHandle:
+        """Let units be found that hold what they should, each with the priority that it had before, or a higher one; return their end."""
         priorities = np.maximum(self._tiers.priorities(reach.found.units[: units.size]), priority)
         bounds = [0, *(np.flatnonzero(priorities[1:] != priorities[:-1]) + 1).tolist(), units.size]
         handle, start = reach.longest.handle, reach.longest.blocks.size
@@ -152,3 +154,4 @@ class Fetching:
             handle = self._publisher.adopt(handle, namespace, part, units[begin:end], priority)
             self._tiers.index.note(units[begin:end], reach.found.units[begin:end], priority)
         self._columns.keep(units, done)
+        return handle

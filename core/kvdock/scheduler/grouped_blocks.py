@@ -159,7 +159,11 @@ class GroupedBlocks(PoolBlocks):
 
     def match(self, tokens: npt.NDArray[Any], namespace: Namespace) -> PrefixMatch:
         """Find the longest prefix behind which all groups can go on."""
-        match = longest = super().match(tokens, namespace)
+        return self.usable(super().match(tokens, namespace), tokens, namespace)
+
+    def usable(self, longest: PrefixMatch, tokens: npt.NDArray[Any], namespace: Namespace) -> PrefixMatch:
+        """Return the longest prefix behind which all groups can go on, of what is cached."""
+        match = longest
         if (count := self._usable(match.blocks)) < match.blocks.size:
             match = super().match(tokens[: count * self.units.num_tokens], namespace)
         self._longest = match, longest

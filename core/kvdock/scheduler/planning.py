@@ -120,10 +120,11 @@ class Planner:
         self._pool = pool
         self._block_size = pool.prefix.block_size
 
-    def look_up(self, prompt: Prompt, *, partial: bool) -> Needs:
-        """Return what a prompt finds and needs; with ``partial`` also within a block."""
+    def look_up(self, prompt: Prompt, *, partial: bool, match: PrefixMatch | None = None) -> Needs:
+        """Return what a prompt finds and needs, with ``partial`` also within a block; ``match`` is what it finds, if that is known."""
         ids, size, most = prompt.ids, self._block_size, prompt.max_cached_len
-        match = self._pool.match(self.looked_up(prompt), prompt.namespace)
+        if match is None:
+            match = self._pool.match(self.looked_up(prompt), prompt.namespace)
         cached, found = min(match.handle.cached_len, most), None
         if partial and self._pool.uses_parts and cached == match.handle.cached_len:
             found = self._pool.prefix.match_partial(match.handle, ids[cached : min(ids.size - 1, most, cached + size)])

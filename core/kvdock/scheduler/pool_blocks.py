@@ -104,6 +104,10 @@ class PoolBlocks:
         """Return the longest prefix that is cached, behind which a sequence may not be able to go on, for what was found just now."""
         return match
 
+    def usable(self, longest: PrefixMatch, tokens: npt.NDArray[Any], namespace: Namespace) -> PrefixMatch:
+        """Return what `match` would find of tokens of which this is the longest prefix that is cached."""
+        return longest
+
     def use(self, match: PrefixMatch) -> None:
         """Note that a sequence goes on behind what was found, which is in use now."""
 
