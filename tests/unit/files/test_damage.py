@@ -204,6 +204,7 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], None
     "two prefixes": (set_tensor("ends", lambda each: torch.tensor([1, 0])), "expected one prefix, got 2"),
     "an end beyond": (set_tensor("ends", lambda each: each + 5), "ends: blocks of the file"),
     "an end before": (set_tensor("ends", lambda each: each - 9), "ends: blocks of the file"),
+    "an end twice": (set_tensor("ends", lambda each: each.repeat(2)), "ends: each once"),
     "a parent of its own": (set_tensor("parents", lambda each: torch.tensor([-1, 1])), "blocks before their children"),
     "a parent that comes later": (set_tensor("parents", lambda each: torch.tensor([1, -1])), "blocks before their children"),
     "a root of no namespace": (set_tensor("parents", lambda each: torch.tensor([-9, 0])), "namespaces that are named"),
