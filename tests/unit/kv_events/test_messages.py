@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 import time
 import tracemalloc
 from typing import Any
@@ -312,6 +313,35 @@ def test_hostile_answers_to_a_request_end_it() -> None:
                     replay.setsockopt(zmq.RCVTIMEO, 5000)
                 until(reader, lambda want=last: reader._next > 5 * want, 5)
                 assert reader.num_missed == 5 + 4 * (last - 1)
+
+
+def test_a_replay_that_never_ends_keeps_no_reader() -> None:
+    empty, where, answers = Writer().payload(KVEventBatch(1.0, [], 0)), inproc(), inproc()
+    context, over = zmq.Context.instance(), threading.Event()
+
+    def answer() -> None:
+        with context.socket(zmq.ROUTER) as replay:
+            replay.bind(answers)
+            asker, number = replay.recv_multipart()[0], 0
+            while not over.wait(0.002):
+                replay.send_multipart([asker, b"", struct.pack(">Q", number), empty])
+                number += 1
+
+    hostile = threading.Thread(target=answer)
+    hostile.start()
+    with context.socket(zmq.PUB) as live:
+        live.bind(where)
+        with KVEventSubscriber(where, answers, replay_timeout=0.05) as reader:
+            time.sleep(0.05)
+            live.send_multipart([b"", struct.pack(">Q", 2**60), empty])
+            began = time.monotonic()
+            try:
+                until(reader, lambda: reader._next == 2**60 + 1, 60)
+            finally:
+                over.set()
+                hostile.join()
+            assert time.monotonic() - began < 30
+            assert (reader.num_missed > 2**59, reader.index.is_complete()) == (True, False)
 
 
 @pytest.mark.parametrize("shape", ["maps", "arrays"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
@@ -19,6 +20,9 @@ __all__ = ["KVEventSubscriber"]
 
 _AT_ONCE = 1000
 """Messages that one call reads at most: a publisher that never stops does not keep its reader."""
+
+_ALL_OF_A_REPLAY = 10
+"""How many times as long as for a message a reader waits for all of a replay, which may never end either."""
 
 
 class KVEventSubscriber:
@@ -39,7 +43,7 @@ class KVEventSubscriber:
         bind: whether to bind ``endpoint``, where many publishers connect. Each publisher needs a subscriber of its own all the same.
         max_message_bytes: the longest frame.
         max_waiting: messages that may wait here to be read; what comes meanwhile is missed.
-        replay_timeout: seconds to wait for each message of a replay.
+        replay_timeout: seconds to wait for each message of a replay; ten times as long for all of it.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an address that ZeroMQ does not take; a bad bound.
@@ -158,7 +162,8 @@ class KVEventSubscriber:
 
     def _answers(self, asking: Socket, stop: int) -> Iterator[tuple[int, bytes]]:
         """Yield what a replay brings, in order, up to its end or what was not asked for."""
-        while asking.poll(self._patience):
+        end = time.monotonic() + _ALL_OF_A_REPLAY * self._patience / 1000
+        while time.monotonic() < end and asking.poll(self._patience):
             frames = asking.recv_multipart()
             if len(frames) not in (3, 4) or frames[-2] == END:  # with a topic, or without as it was before
                 return
