@@ -211,7 +211,7 @@ def _read_place(fields: Fields, regions: Sequence[int], groups: Sequence[GroupLa
 
 
 def _check_place(subject: str, place: PlaceLayout, nbytes: int, group: GroupLayout, num_blocks: int) -> None:
-    """Refuse a place that no pool has: bytes outside its region."""
+    """Refuse a place that no pool has: bytes outside its region, elements of a head that do not lie side by side."""
     sizes = place.shape if group.is_state else (group.block_size, *place.shape)
     if len(place.strides) != len(sizes):
         raise TransferError(f"{subject}: strides", expected=f"{len(sizes)}", got=len(place.strides))
@@ -219,6 +219,11 @@ def _check_place(subject: str, place: PlaceLayout, nbytes: int, group: GroupLayo
     if place.offset + last + place.itemsize > nbytes:
         got = f"bytes up to {place.offset + last + place.itemsize}"
         raise TransferError(f"{subject}: offset and strides", expected=f"bytes of a region of {nbytes}", got=got)
+    last_dim = max((dim for dim, size in enumerate(place.shape) if size > 1), default=-1)
+    stride = place.strides[last_dim - len(place.shape)]
+    if last_dim >= 0 and stride != place.itemsize and (last_dim, 1) != (place.split, place.head):
+        # Else a peer could have each element be a run of its own: 40 bytes of this side's memory for each that is sent.
+        raise TransferError(f"{subject}: strides", expected=f"elements side by side, {place.itemsize} bytes each", got=f"{stride} bytes")
 
 
 def _check_share(subject: str, place: PlaceLayout, tp_size: int, tp_rank: int) -> None:

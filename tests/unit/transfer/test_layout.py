@@ -101,6 +101,10 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "name": (lambda body: body["places"][0].update(name=None), r"places\[0\]: name: expected a text"),
     "no place": (lambda body: body["places"].append(3), r"places\[3\]: expected an object, got int"),
     "fewer strides": (lambda body: body["places"][0]["strides"].pop(), "strides: expected 3, got 2"),
+    "elements apart": (
+        lambda body: [body.update(regions=[10**7] * len(body["regions"])), body["places"][0]["strides"].__setitem__(-1, 4)],
+        "strides: expected elements side by side, 2 bytes each, got 4 bytes",
+    ),
     "behind the end": (
         lambda body: body["places"][0].update(offset=10**6),
         "offset and strides: expected bytes of a region of .*, got bytes up to",
