@@ -194,8 +194,8 @@ def merge_over_ranks(out: torch.Tensor, lse: torch.Tensor, group: dist.ProcessGr
         lse: ``[N, Hq]``.
         group: the ranks that share the tokens, in the order of their shares; None: all processes.
     """
-    size = dist.get_world_size(group)
+    size, out, lse = dist.get_world_size(group), out.contiguous(), lse.contiguous()  # some backends refuse strides, as of a permuted out=
     parts = [(torch.empty_like(out), torch.empty_like(lse)) for _ in range(size)]
-    dist.all_gather([part for part, _ in parts], out.contiguous(), group=group)
-    dist.all_gather([part for _, part in parts], lse.contiguous(), group=group)
+    dist.all_gather([part for part, _ in parts], out, group=group)
+    dist.all_gather([part for _, part in parts], lse, group=group)
     return ops.merge_attention(parts)
