@@ -21,6 +21,7 @@ from kvdock_conformance.requirement import Case, Extended, Level, at_level
 __all__ = [
     "again",
     "at_once",
+    "behind_an_error",
     "changing",
     "every_two",
     "evicted",
@@ -184,6 +185,19 @@ def leaking(op: Drawable) -> Iterator[Case]:
     """Yield calls of several signatures and numbers of tokens."""
     first = _settled(op)
     yield Case("many ways", in_turn([first, *_others(first, _FEW, ("wide gaps", "odd gaps")), *_signatures(op)], pools=False))
+    for case in behind_an_error(op):
+        yield attrs.evolve(case, name="out of range", data={**case.data, "calls": case.data["calls"][1:]})
+
+
+def behind_an_error(op: Drawable) -> Iterator[Case]:
+    """Yield a good call, and one whose indices are out of range, if the op is one that says which are."""
+    if op.schema.name in CATALOG:
+        drawing, one = Drawing(), _settled(op)
+        good = one.arguments(drawing)
+        wrong = attrs.evolve(one, seed=1).arguments(drawing, one.kept(good, pools=True))
+        indices = [arg.name for arg in op.schema.args if arg.role is Role.TENSOR and not any(d.is_floating_point for d in arg.dtypes)]
+        wrong |= {name: attrs.evolve(wrong[name], values=[2**20]) for name in indices if name in wrong}
+        yield Case("all indices", drawing.case(call(op.schema.name, **good), call(op.schema.name, **wrong), meta=[]))
 
 
 def at_once(op: Drawable) -> Iterator[Case]:

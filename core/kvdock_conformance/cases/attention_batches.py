@@ -149,6 +149,8 @@ def many() -> Iterator[Case | Extended]:
     for before in (2**15, 2**16):
         made = Attention([9, 0, 5], block=1, dims=(8, 8), before=before, garbage="numbers")
         yield Case(f"blocks behind {before}", made.case())
+    # More keys than 16 bits can say, or a table of so many splits has room for.
+    yield Case("70,000 keys", Attention([70_000], heads=(1, 1), dims=(4, 4), block=256, garbage="numbers").case())
     factors = {
         "pool": ("values end keys", "values begin keys", "nhd"),
         "dims": ((576, 512), (24, 8)),
@@ -234,6 +236,7 @@ def index_values() -> Iterator[Case]:
     yield from _changed("cu_query_lens", [0, 0, 0, 23], "cu_query_lens[3]", counted=False)
     yield from _changed("starts", [6, 3, 2], "starts[0]", counted=False)
     yield from _changed("starts", [0, 3, -1], "starts[2]", counted=False)
+    yield from _beside_the_last()
     data = _GOOD.case(texts=["cu_query_lens[3]"], counted=False)
     data["calls"][0]["args"]["max_query_len"] = 19
     yield Case("fewer than the most queries, behind a good call", {**data, "calls": [*_GOOD.case()["calls"], *data["calls"]]})
@@ -247,6 +250,18 @@ def index_values() -> Iterator[Case]:
             yield from _changed(
                 "block_table", [*table[:2], table[2] + 1 + table[7], *table[3:7], -1, *table[8:]], "block_table[2, 1]", counted=True
             )
+
+
+def _beside_the_last() -> Iterator[Case]:
+    """Yield what is wrong for another query than a sequence's last, and a length one beyond those of the calls before it."""
+    windowed = Attention([40, 20], [20, 1], garbage="numbers", spare=0, options={"window": 3})
+    table = windowed.case()["calls"][0]["args"]["block_table"]["values"]  # the last query looks into the third block alone
+    yield from _changed("block_table", [table[0], -1, *table[2:]], "block_table[0, 1]", counted=True, good=windowed)
+    step = Attention([48], garbage="numbers", spare=0)
+    data = step.case(texts=["seq_lens[0]"], counted=True)
+    one = data["calls"][0]
+    calls = [{**one, "args": {**one["args"], "seq_lens": {**one["args"]["seq_lens"], "values": [length]}}} for length in range(45, 50)]
+    yield Case("decoding to the end of a table, and beyond", {**data, "calls": calls})
 
 
 def mistakes() -> Iterator[Case]:

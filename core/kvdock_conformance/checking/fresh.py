@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ __all__ = [
     "check_notes",
     "check_prints_nothing",
     "check_process",
+    "check_without_assertions",
     "entry_module",
     "facts_of",
     "own_names",
@@ -42,7 +43,7 @@ SEEDED: list[str] = []
 HEAVY = ("triton", "transformers", "accelerate", "numba", "cupy", "jax", "tensorflow", "torch._inductor", "torch._dynamo")
 """What an entry module must not import: it is imported wherever kvdock is used, whether its device is there or not."""
 
-FACTS: dict[tuple[str, str | None, tuple[str, ...]], dict[str, Any]] = {}
+FACTS: dict[tuple[Any, ...], dict[str, Any]] = {}
 """What was found, so that one interpreter serves all checks: starting one costs the import of torch."""
 
 IMPORT_SHARE, IMPORT_S = 0.5, 0.1
@@ -59,7 +60,7 @@ from typing import Any
 import numpy as np
 import torch
 
-NAME, SETUP, MODULE, DEVICE, HEAVY = {name!r}, {setup!r}, {module!r}, {device!r}, {heavy!r}
+NAME, SETUP, MODULE, DEVICE, HEAVY, MUST_RAISE = {name!r}, {setup!r}, {module!r}, {device!r}, {heavy!r}, {must_raise!r}
 start = time.process_time()
 import kvdock
 for public in kvdock.__all__:  # which are imported when they are asked for
@@ -106,6 +107,24 @@ def many():
             kvdock.ops.copy_blocks_(copied, copied.clone(), slots[None, :38:19])
             right &= copied.sum().item() == 1728 and bool((copied[19] == 1).all())
     return answer if right else "wrong bytes"
+
+def beyond():
+    device, found = torch.device(DEVICE), []
+    registry().backend(NAME)
+    pool, rows, slot = torch.zeros(2, 4, 1, 8, device=device), torch.ones(1, 1, 8, device=device), torch.tensor([8], device=device)
+    cache, pair = pool.transpose(1, 2), torch.tensor([[0, 2]], device=device)
+    calls = dict(paged_caching_=(pool, pool.clone(), rows, rows, slot), gather_paged=(pool, pool, slot))
+    calls.update(static_update_=(cache, cache.clone(), rows[None], rows[None], slot), copy_blocks_=(pool, pool.clone(), pair))
+    calls.update(swap_blocks_=(pool.clone(), pool, pair), mla_caching_=(pool, rows[0, :, :5], rows[0, :, 5:], slot))
+    calls.update(mla_gather=(pool, slot, 5), paged_attention=(rows, pool, pool, slot[None].int() * 0, slot + 1))
+    for op, args in calls.items():
+        try:
+            with kvdock.use_backend(NAME):
+                getattr(kvdock.ops, op)(*args)
+            found += [op + " did not raise"] * MUST_RAISE
+        except (kvdock.IndexRangeError, kvdock.UnsupportedError):
+            pass
+    return ", ".join(found + ["something was written"] * bool(pool.any())) or "right"
 
 def report(pipe, work):
     try:
@@ -174,6 +193,7 @@ if __name__ == "__main__":
         except kvdock.KVDockError:
             pass  # what is wrong with the call is for others to say
         found["fork behind calls"] = ask("fork", many)
+    found["beyond"] = beyond()
     print(json.dumps(found))
 """
 
@@ -196,19 +216,19 @@ def own_names(target: Target) -> tuple[str, ...]:
     return () if target.setup else ("reference", "portable-kernels")
 
 
-def facts_of(target: Target) -> dict[str, Any]:
-    """Return what a fresh interpreter finds, and remember it.
+def facts_of(target: Target, *flags: str) -> dict[str, Any]:
+    """Return what a fresh interpreter with some flags finds, and remember it.
 
     Raises:
         NonconformanceError: the interpreter ended with an error.
     """
-    key = (target.name, target.setup, tuple(SEEDED))
+    key = (target.name, target.setup, tuple(SEEDED), *flags)
     if key not in FACTS:
-        FACTS[key] = _ask(target)
+        FACTS[key] = _ask(target, flags)
     return FACTS[key]
 
 
-def _ask(target: Target) -> dict[str, Any]:
+def _ask(target: Target, flags: Sequence[str]) -> dict[str, Any]:
     """Run the script in a fresh interpreter: in a file, since spawned processes import it."""
     text = SCRIPT.format(
         name=target.name,
@@ -219,12 +239,13 @@ def _ask(target: Target) -> dict[str, Any]:
         seeded=seeded_lines(),
         settings=inspect.getsource(ProcessSettings),
         own=own_names(target),
+        must_raise=target.must_raise,
     )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "fresh.py"
         path.write_text(text, encoding="utf-8")
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-P", str(path)]
+        command = [sys.executable, "-P", *flags, str(path)]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=150)  # noqa: S603 - our own script
     if done.returncode:
         raise NonconformanceError("a fresh interpreter that loads the backend", expected="no error", got=done.stderr[-4000:])
@@ -284,3 +305,10 @@ def check_process(target: Target, data: Mapping[str, Any]) -> None:
         raise NonconformanceError(
             f"a write in a process made by {data['method']} after probe()", expected="a write or a KVDockError", got=found
         )
+
+
+def check_without_assertions(target: Target, data: Mapping[str, Any]) -> None:
+    """Check what indices out of range do in an interpreter that leaves assertions out."""
+    found = facts_of(target, "-O")["beyond"]
+    if found != "right":
+        raise NonconformanceError("indices out of range, with python -O", expected="IndexRangeError, and nothing written", got=found)

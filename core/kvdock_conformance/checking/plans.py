@@ -44,6 +44,7 @@ __all__ = [
     "check_threads",
     "check_workspace",
     "elsewhere",
+    "elsewhere",
 ]
 
 _WAIT_S = 30.0

@@ -20,6 +20,7 @@ from kvdock_conformance.checking.calls import expect_refusal
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.meaning import compare_call, refer
 from kvdock_conformance.checking.memory import Arenas, compare
+from kvdock_conformance.checking.plans import elsewhere
 from kvdock_conformance.checking.target import Target
 
 __all__ = ["BUILT_IN", "check_mistake", "check_recovery", "check_refusal", "check_served_or_refused"]
@@ -70,19 +71,19 @@ def check_mistake(target: Target, data: Mapping[str, Any]) -> None:
 
 
 def check_recovery(target: Target, data: Mapping[str, Any]) -> None:
-    """Check that the good call of a case is right behind the wrong one.
+    """Check that the good call of a case is right behind the wrong one, by this thread and by others.
 
     Raises:
         NonconformanceError: a byte differs.
     """
     memory, call = Arenas(data["arenas"], target.device), data["calls"][0]
     good, wrong = _arguments(memory, data, 0), _arguments(memory, data, 1)
-    for _ in range(2):
+    for make in (elsewhere, lambda work: work()) * 2:
         with contextlib.suppress(kvdock.KVDockError):
             target.call(call["op"], wrong)
         expected = memory.copy()
         refer(expected, call)
-        target.call(call["op"], good)
+        make(lambda: target.call(call["op"], good))
         compare_call(memory, expected, call, f"{call['op']} behind a call that raised")
 
 

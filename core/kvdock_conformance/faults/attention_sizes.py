@@ -29,6 +29,11 @@ def _of_16_bits(run: BackendCall, args: Args) -> None:
     run({**args, "block_table": torch.where(is_block, table & 0xFFFF, table)})
 
 
+@FAULTS.call(OP, "attn-keys-behind-65536-left", "Keys behind the 65,536th are left.", "KVD-ATTN-011")
+def _behind_65536(run: BackendCall, args: Args) -> None:
+    run({**args, "seq_lens": args["seq_lens"].clamp(max=2**16)} if args["block_table"].shape[1] > 256 else args)
+
+
 @FAULTS.call(OP, "attn-elements-behind-512-left", "Without sums, elements of queries behind the 512th take no part.", "KVD-ATTN-011")
 def _behind_512(run: BackendCall, args: Args) -> None:
     if args["lse"] is None and args["q"].shape[2] > 512:

@@ -133,6 +133,22 @@ FAULTS.append(
 )
 
 
+@FAULTS.call(
+    OP,
+    "attn-checked-by-the-last-query",
+    "With a window, blocks in front of what a sequence's last query sees are not checked.",
+    "KVD-ATTN-005",
+    host_only=("KVD-ATTN-005",),
+)
+def _by_the_last_query(run: BackendCall, args: Args) -> None:
+    if args["window"] is not None:
+        table, block = args["block_table"], args["k_cache"].shape[1]
+        first = (args["seq_lens"] - args["window"]).clamp(min=0) // block
+        is_before = torch.arange(table.shape[1], device=table.device) < first[:, None]
+        args = {**args, "block_table": torch.where(is_before, table.clamp(0, len(args["k_cache"]) - 1), table)}
+    run(args)
+
+
 def _checked_before() -> FaultyCall:
     before: list[object] = []
 

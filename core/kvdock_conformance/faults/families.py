@@ -442,7 +442,23 @@ class _WithoutReason(QuantisedKernel):
     about_quantised: Sequence[str] = ("",)
 
 
+def _following(move: Move) -> FaultyCall:
+    before: list[int] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        run, args = move.seen(run, args)
+        index = args[move.index]
+        now = index.flatten().tolist() if isinstance(index, torch.Tensor) else [index]
+        follows = before == [at - 1 for at in now]
+        before[:] = now
+        (move.left_out if follows else lambda run, args: run(args))(run, args)
+
+    return call
+
+
 def _add_kept(move: Move, faults: Faults) -> None:
+    add = _add(faults.plan, move, "following-place-unchecked", "A place that follows on that of the call before is not checked.", "beyond!")
+    add(functools.partial(_following, move))
     add = _add(faults.plan, move, "first-slots-kept", "A plan goes by the indices of its first call for ever.", "repeated kept")
     add(functools.partial(_first_kept, move))
 

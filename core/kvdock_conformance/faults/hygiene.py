@@ -149,6 +149,17 @@ for _method, _where, _killer in (("forked", _IN_FORK, "KVD-HYGIENE-004"), ("spaw
         *_END,
     )
 
+_fresh(
+    "indices-checked-by-assertions",
+    "An assertion checks indices, and without it those out of range are left.",
+    "KVD-HYGIENE-019",
+    "own_gather = kvdock.ops.gather_paged",
+    "def faulty_gather(k_cache, v_cache, slots, **settings):",
+    "    return own_gather(k_cache, v_cache, slots if __debug__ else slots.clamp(max=7), **settings)",
+    "kvdock.ops.gather_paged = faulty_gather",
+    only_host=True,
+)
+
 for _op in ("gather_paged", "static_update_", "copy_blocks_"):
     _fresh(
         f"workers-of-{_op.rstrip('_').replace('_', '-')}-lost-in-a-fork",

@@ -309,3 +309,11 @@ def _shares_evenly(run: BackendCall, args: Args) -> None:
     run(args)
     if torch.get_num_threads() == 3 and args["cu_query_lens"] is None:
         args["out"][len(args["out"]) // 3 * 3 :] = 0
+
+
+@FAULTS.call(_WRITE, "hygiene-uneven-rest-left", "Of many tokens, those that threads cannot share evenly are left.", "KVD-HYGIENE-017")
+def _uneven_rest(run: BackendCall, args: Args) -> None:
+    slots, threads = args["slot_mapping"], torch.get_num_threads()
+    if slots.dim() == 1 and len(slots) >= 1024:
+        slots = slots.masked_fill(torch.arange(len(slots), device=slots.device) >= len(slots) // threads * threads, -1)
+    run({**args, "slot_mapping": slots})

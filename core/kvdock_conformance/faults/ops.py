@@ -287,6 +287,34 @@ def _in_a_cycle(op: str, run: BackendCall, args: Args) -> None:
     cycle.append(cycle)
 
 
+@_call("op-lock-kept-by-an-error", "A lock that a call has taken is kept when it raises.", "025")
+def _lock_kept(op: str, run: BackendCall, args: Args) -> None:
+    if not _LOCK.acquire(timeout=1):
+        raise RuntimeError("the engine is busy")
+    run(args)
+    _LOCK.release()
+
+
+_LOCK = threading.RLock()
+
+
+@_plan("op-error-kept", "A plan keeps its last error for a report, and with it what was on the stack.", "023")
+def _error_kept(op: str) -> Callable[[BackendCall, Args], None]:
+    last: list[Exception] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        try:
+            run(args)
+        except Exception as error:
+            last[:] = [error]
+            raise
+
+    return call
+
+
+FAULTS["op-error-kept"] = attrs.evolve(FAULTS["op-error-kept"], shows=lambda case: case.name == "out of range" or not case.data)
+
+
 @_plan("op-calls-remembered", "A plan remembers that it was called, each time.", "022")
 def _remembered(op: str) -> Callable[[BackendCall, Args], None]:
     calls: list[object] = []

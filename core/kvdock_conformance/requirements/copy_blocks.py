@@ -162,6 +162,7 @@ REQUIREMENTS = [
             Copy("behind many good ones", [*fanned(64, 30), (64, 63)], geometry=_EVEN(num_blocks=64)),
         ],
         _again([(1, 6), (3, 2)], "in a call that repeats others"),
+        lambda: [in_turn("a pair at a time, to the end and beyond", [Copy("", [(at, at + 2)]) for at in range(5)])],
     ),
     AREA.require(
         5,

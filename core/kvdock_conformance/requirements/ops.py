@@ -15,7 +15,7 @@ from kvdock_conformance.cases import any_calls, any_mistakes
 from kvdock_conformance.cases.any_op import Drawable
 from kvdock_conformance.checking import any_op, fences, plans, repeated, resources
 from kvdock_conformance.checking.pools_shared import check_shared_pools
-from kvdock_conformance.checking.refusals import check_mistake
+from kvdock_conformance.checking.refusals import check_mistake, check_recovery
 from kvdock_conformance.checking.surroundings import check_surroundings
 from kvdock_conformance.requirement import Capability, Case, Check, Extended, Level, Requirement, cases_at
 
@@ -222,5 +222,11 @@ REQUIREMENTS: Sequence[OpRequirement] = (
         check_shared_pools,
         any_calls.at_once,
         by_area=True,
+    ),
+    OpRequirement(
+        "KVD-OP-025",
+        "A call behind one that raised, by its own thread or by another, is served as if that had not been.",
+        check_recovery,
+        any_calls.behind_an_error,
     ),
 )

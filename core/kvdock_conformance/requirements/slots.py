@@ -124,6 +124,7 @@ class SlotArea(Area):
                     make("behind many good ones", [*range(300), 96 * 16], geometry=_BIG),
                 ],
                 self._again([3, 24, 5, 99], "in a call that repeats others"),
+                lambda: [in_turn("a token at a time, to the end and beyond", [make("", [slot]) for slot in range(19, 25)])],
             ),
             5: (
                 [

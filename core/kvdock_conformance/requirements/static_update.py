@@ -157,6 +157,7 @@ REQUIREMENTS = [
             Update("in a cache with gaps", [3, 12, 3], pool="padded blocks"),
             Update("rows with heads outermost", [3, 3, 13], pool="heads outermost"),
         ],
+        lambda: [in_turn("a position at a time, to the end and beyond", [Update("", at, new=1) for at in range(11, 17)])],
     ),
     AREA.require(
         7,

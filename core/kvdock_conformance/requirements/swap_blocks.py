@@ -66,8 +66,9 @@ def _told() -> Iterable[tuple[str, str, Cases]]:
     wrong = [Swap(f"{pair}", [(0, 1), pair, (2, 7)], blocks=9) for pair in ((6, 3), (3, 9), (2**32 + 3, 4), (3, 2**40))]
     wrong += [Swap(f"{bad} in int32", [(0, 1), (2, bad)], index="int32") for bad in (6, INT32_MAX)]
     wrong += [Swap("fewer there", [(0, 1), (5, 4), (2, 0)], blocks=4), Swap("none here", [(0, 1)], geometry=NO_BLOCKS, blocks=3)]
+    steps = [Swap("", [(at, at)]) for at in range(7)]
     text = "a block beyond its own pool is left, and its pair: the call raises before it writes, or on a device skips and counts it"
-    yield "beyond", text, wrong
+    yield "beyond", text, lambda: [*(one.case() for one in wrong), in_turn("a pair at a time, to the end and beyond", steps)]
     ends = [
         Swap(f"{pair} of {blocks}", [pair], blocks=blocks) for blocks in (6, 9, 4) for pair in ((0, blocks - 1), (5, 0), (5, blocks - 1))
     ]

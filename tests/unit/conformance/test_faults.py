@@ -29,6 +29,7 @@ UNDRAWN = [attrs.evolve(item, cases=tuple) for item in EVERY if "@" in item.id]
 FAULTS = {**faults.load(), **faults.of_ops(UNDRAWN)}
 # Of these ops cases have negative indices, which only drawing tells; a slow test draws all, and compares.
 FAULTS |= {made.name: made for op in ("mla_caching_", "mla_gather") for made in [OP_FAULTS["op-padding-written"].of(op)]}
+FAULTS |= {made.name: made for op in ("mla_caching_", "mla_gather", "swap_blocks_") for made in [OP_FAULTS["op-error-kept"].of(op)]}
 
 SAMPLE = {
     "attn-split-forgotten",
