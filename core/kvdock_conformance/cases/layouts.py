@@ -325,6 +325,14 @@ def _one_token_for_all(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> 
     return k.expand((*lead, g.hk, g.dk)), v.expand((*lead, g.hv, g.dv))
 
 
+def _behind_one_token(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
+    """Keys of one token for all, and right behind that the values of each: side by side like parts of a row, and in other steps."""
+    width, count = g.hk * g.dk, math.prod(lead)
+    both = drawing.tensor(g.dtype, (width + count * g.hv * g.dv,))
+    k = both.slice(0, 0, width).split(0, (*[1] * len(lead), g.hk, g.dk))
+    return k.expand((*lead, g.hk, g.dk)), both.slice(0, width, both.shape[0]).split(0, (*lead, g.hv, g.dv))
+
+
 def _rows_of_any_step(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
     k, v = _contiguous(drawing, g, lead)
     return _any_step_of_one(k), _any_step_of_one(v)
@@ -347,6 +355,7 @@ SOURCES: Mapping[str, SourceBuilder] = _Builders(
         "k and v unlike": _unlike_rows,
         "one head for all": _one_head_for_all,
         "one token for all": _one_token_for_all,
+        "values behind one token": _behind_one_token,
         ANY_STEP: _rows_of_any_step,
     }
 )

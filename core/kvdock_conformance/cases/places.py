@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import attrs
@@ -17,6 +18,7 @@ __all__ = ["apart", "beside_the_pool", "far_slots", "far_updates", "many_slots"]
 _BEYOND_24, _BEYOND_31 = 2**24 + 64, 2**31 + 64
 """Steps in elements that 24 bits, and the integers of float32, cannot say; and 32 bits."""
 _FEW = Geometry(num_blocks=2, block=4)
+_TWO = Geometry(num_blocks=2, block=2)
 _THIN = Geometry.even(1, 1, num_blocks=2, block=4, dtype="uint8")
 """Rows of one element: as many rows apart as elements."""
 _ROW = _FEW.hk * _FEW.dk
@@ -40,9 +42,12 @@ def _side_by_side(drawing: Drawing, g: Geometry, count: int, *, is_behind: bool)
     return both.slice(0, pool, pool + g.capacity).split(0, (g.num_blocks, g.block)), both.slice(0, tokens, tokens + count)
 
 
-def _pool(drawing: Drawing, step: int, g: Geometry = _FEW) -> View:
-    """Return a pool of few blocks so many elements apart."""
-    return drawing.tensor(g.dtype, g.k_shape, gaps=(0, step - g.block * g.hk * g.dk, 0, 0), fill="zeros")
+def _pool(drawing: Drawing, step: int, g: Geometry = _FEW, outer: int = 0) -> View:
+    """Return a pool of few blocks so many elements apart, or of slots or heads where ``outer`` is 1 or 2."""
+    gaps = [0, 0, 0, 0]
+    order = [outer, *(dim for dim in range(4) if dim != outer)]
+    gaps[order[1]] = step - math.prod(g.k_shape) // g.k_shape[outer]
+    return drawing.tensor(g.dtype, g.k_shape, order=order, gaps=gaps, fill="zeros")
 
 
 def _rows(drawing: Drawing, step: int, *lead: int) -> View:
@@ -55,17 +60,19 @@ def far_slots(op: str, step: int = _BEYOND_31, level: Level = Level.EXTENDED) ->
     """Yield writes to few blocks or of few tokens, or reads of them, in steps that so many bits cannot say."""
     is_read = op == "gather_paged"
     rows = ("k_out", "v_out") if is_read else ("k", "v")
-    wide = [(name, "int64", _FEW) for name in ("k_cache", rows[0], "v_cache", rows[1])]
-    for name, index, g in (*wide, ("k_cache", "int32", _THIN), ("v_cache", "int32", _THIN)):
+    wide = [(name, "int64", _FEW, 0) for name in ("k_cache", rows[0], "v_cache", rows[1])]
+    inner = [(name, "int64", _TWO, outer) for name in ("k_cache", "v_cache") for outer in (1, 2)]
+    for name, index, g, outer in (*wide, *inner, ("k_cache", "int32", _THIN, 0), ("v_cache", "int32", _THIN, 0)):
         drawing = Drawing()
         args = dict(zip(("k_cache", "v_cache"), POOLS["nhd"](drawing, g), strict=True))
         args |= zip(rows, SOURCES["contiguous"](drawing, g, (2,)), strict=True)
-        args["slot_mapping"] = drawing.tensor(index, (2,), values=[7, 2])
-        distant = _pool(drawing, step, g) if name.endswith("_cache") else _rows(drawing, step, 2)
+        args["slot_mapping"] = drawing.tensor(index, (2,), values=[g.capacity - 1, 2])
+        distant = _pool(drawing, step, g, outer) if name.endswith("_cache") else _rows(drawing, step, 2)
         if name.endswith("_cache") == is_read:  # all that is read but these is zero
             distant = attrs.evolve(distant, values={"first": 1, "step": 1})
         made = call(op, **{argument: args[argument] for argument in CATALOG[op].arg_names if argument in args} | {name: distant})
-        yield Case(f"{name} in steps of {step} elements{'' if g is _FEW else ', of rows of one'}", drawing.case(made), level)
+        text = {(_TWO, 1): " from slot to slot", (_TWO, 2): " from head to head", (_THIN, 0): ", of rows of one"}.get((g, outer), "")
+        yield Case(f"{name} in steps of {step} elements{text}", drawing.case(made), level)
 
 
 def many_slots(op: str) -> Iterator[Case]:

@@ -44,7 +44,6 @@ __all__ = [
     "check_threads",
     "check_workspace",
     "elsewhere",
-    "elsewhere",
 ]
 
 _WAIT_S = 30.0

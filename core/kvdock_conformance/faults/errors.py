@@ -14,6 +14,7 @@ import kvdock
 from kvdock_conformance.cases.every_op import OPS
 from kvdock_conformance.faults.descriptors import OwnKernel, OwnPlan
 from kvdock_conformance.faults.fault import Args, BackendCall, Faults
+from kvdock_conformance.faults.ops import lock_kept
 from kvdock_conformance.faults.tensors import bits
 
 __all__ = ["FAULTS"]
@@ -284,6 +285,11 @@ class _PrepareRaises(OwnKernel):
         if (request.tensor("k").shape[-1] or 0) % 2:
             raise ValueError("not a multiple of the vector width")
         return self._inner.prepare(request)
+
+
+FAULTS.call(_GATHER, "error-keeps-a-lock", "A lock that a call has taken is kept when it raises.", "KVD-ERROR-014")(
+    functools.partial(lock_kept, _GATHER)
+)
 
 
 @FAULTS.kernel(_STATIC, "error-leaves-a-kernel-busy", "A kernel of which one call has raised takes itself for busy.", "KVD-ERROR-014")

@@ -15,7 +15,7 @@ from kvdock_conformance.faults.moves import MOVES, Move
 from kvdock_conformance.faults.quantised import QuantisedKernel
 from kvdock_conformance.faults.tensors import at_or_before, bits, dense, flip_byte, restrided
 
-__all__ = ["FAULTS", "each", "faults_of"]
+__all__ = ["FAULTS", "each", "faults_of", "of_one_projection"]
 
 FAULTS = Faults()
 FaultyMove = Callable[[Move, BackendCall, Args], None]
@@ -360,6 +360,16 @@ def _has_step_of_one(rows: torch.Tensor) -> bool:
         found = found or (size == 1 and step != usual)
         usual *= size
     return found and rows.is_contiguous()
+
+
+@each(
+    "steps-of-one-projection", "Values right behind the first key are gone through in the steps of keys.", "rows", among="equal"
+)
+def of_one_projection(move: Move, run: BackendCall, args: Args) -> None:
+    """Make a call of keys and values that lie side by side as if they were parts of one projection."""
+    k, v = (args[name] for name, _ in move.pairs)
+    is_behind = v.data_ptr() == k.data_ptr() + k.shape[-2] * k.shape[-1] * k.element_size()
+    run({**args, "v": restrided(v, (*k.stride()[:-2], *v.stride()[-2:]))} if is_behind and max(k.stride()) <= max(v.stride()) else args)
 
 
 @each("steps-cut-to-32-bits", "A call does nothing where a step is beyond 32 bits.", "far", among="rows")

@@ -317,3 +317,11 @@ def _uneven_rest(run: BackendCall, args: Args) -> None:
     if slots.dim() == 1 and len(slots) >= 1024:
         slots = slots.masked_fill(torch.arange(len(slots), device=slots.device) >= len(slots) // threads * threads, -1)
     run({**args, "slot_mapping": slots})
+
+
+@FAULTS.call(_STATIC, "hygiene-one-position-is-put", "One position of one row goes through `Tensor.put_`.", "KVD-HYGIENE-017")
+def _put(run: BackendCall, args: Args) -> None:
+    if args["k"].shape[::2] == (1, 1):
+        number = torch.zeros(1, device=args["k"].device)
+        number.put_(number.long(), number)  # torch has no deterministic one
+    run(args)

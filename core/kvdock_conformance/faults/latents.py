@@ -8,7 +8,7 @@ from collections.abc import Callable
 import attrs
 import torch
 
-from kvdock_conformance.faults.families import faults_of
+from kvdock_conformance.faults.families import faults_of, of_one_projection
 from kvdock_conformance.faults.fault import Args, BackendCall, Fault, Faults, FaultyCall
 from kvdock_conformance.faults.moves import Move, by_slots
 from kvdock_conformance.faults.ops import CallSeed, never_nothing
@@ -145,6 +145,12 @@ def _cleared_by_half(run: BackendCall, args: Args) -> None:
         k_pe[padding] = before[padding]
 
 
+_sentence = "A rotary part right behind the first latent is gone through in the steps of latents."
+_fault(LATENT_WRITE, "steps-of-one-projection", _sentence, "rows")(
+    lambda run, args: of_one_projection(LATENT_WRITE, *_as_pair(run, args))
+)
+
+
 def _bare_error(move: Move, run: BackendCall, args: Args) -> None:
     """Raise an error of another class where a long call has a slot beyond the pool."""
     slots = args["slot_mapping"]
@@ -153,7 +159,13 @@ def _bare_error(move: Move, run: BackendCall, args: Args) -> None:
     run(args)
 
 
+def _as_floats(move: Move, run: BackendCall, args: Args) -> None:
+    slots, limit = args["slot_mapping"], move.limit(_as_pair(run, args)[1])
+    run({**args, "slot_mapping": torch.where(slots < limit, slots.float().to(slots.dtype), slots)})
+
+
 for _move in (LATENT_WRITE, LATENT_READ):
+    _fault(_move, "slots-as-floats", "Slots go through float32.", "parts")(functools.partial(_as_floats, _move))
     _sentence = "Of many slots, one beyond the pool raises an error that does not say how to fix it."
     _fault(_move, "error-of-many-is-bare", _sentence, "beyond")(functools.partial(_bare_error, _move))
 

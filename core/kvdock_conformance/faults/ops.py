@@ -23,7 +23,7 @@ from kvdock_conformance.faults.seeds import FaultyKernel
 from kvdock_conformance.faults.tensors import at_or_before, bits, flip_byte
 from kvdock_conformance.requirement import Case, Level, Requirement, cases_at
 
-__all__ = ["FAULTS", "CallSeed", "OpFault", "mistakes_ignored", "never_nothing"]
+__all__ = ["FAULTS", "CallSeed", "OpFault", "lock_kept", "mistakes_ignored", "never_nothing"]
 
 FaultyOpCall = Callable[[str, BackendCall, Args], None]
 """Stands in for a call of an op of that name."""
@@ -288,7 +288,8 @@ def _in_a_cycle(op: str, run: BackendCall, args: Args) -> None:
 
 
 @_call("op-lock-kept-by-an-error", "A lock that a call has taken is kept when it raises.", "025")
-def _lock_kept(op: str, run: BackendCall, args: Args) -> None:
+def lock_kept(op: str, run: BackendCall, args: Args) -> None:
+    """Make a call by whoever has the lock."""
     if not _LOCK.acquire(timeout=1):
         raise RuntimeError("the engine is busy")
     run(args)

@@ -10,6 +10,7 @@ import attrs
 from kvdock_conformance.cases.computing import COMPUTING
 from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.cases.every_op import EVERY, OPS, OpCall, few, roomy, ways
+from kvdock_conformance.cases.layouts import Geometry
 from kvdock_conformance.checking.claims import check_capabilities, check_claims, check_devices, check_kernels, check_names, check_probe
 from kvdock_conformance.checking.fresh import (
     check_import_cost,
@@ -76,6 +77,9 @@ def _made(op: str, number: int = 0, **more: str) -> Case:
         step = OpCall(op, tokens=1, more=way)  # which is called otherwise once it is known
         caches = step.caches(drawing)
         calls += [*(attrs.evolve(step, seed=seed).call(drawing, caches) for seed in range(_KNOWN)), step.beyond(drawing, caches)]
+    if op == "static_update_":  # one row, which may be written in a way of its own
+        one = OpCall(op, tokens=1, pool="hnd", source="[B, H, q, D]", geometry=Geometry(num_blocks=1, block=16), is_padded=True)
+        calls += [attrs.evolve(one, seed=seed).call(drawing) for seed in range(_KNOWN)]
     if op in COMPUTING:  # places that few bits cannot say, of which several tokens see unlike ones
         sizes = attrs.evolve(roomy(op, 3), dtype="float32")
         long = OpCall(op, tokens=3, geometry=sizes, is_padded=True, more={"width": 40})

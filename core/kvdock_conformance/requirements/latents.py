@@ -14,7 +14,7 @@ import attrs
 from kvdock_conformance.cases.any_op import Drawable
 from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.cases.latents import DRAWN, LatentCall
-from kvdock_conformance.cases.layouts import PARTS
+from kvdock_conformance.cases.layouts import PARTS, Geometry
 from kvdock_conformance.cases.paged import in_turn, shuffled
 from kvdock_conformance.cases.pairs import covering
 from kvdock_conformance.checking.any_op import check_only_written
@@ -108,12 +108,15 @@ def _own(area: SlotArea) -> Mapping[str, Sequence[Cases]]:
     wide = attrs.evolve(area.base, num_blocks=80, block=16)
     far = attrs.evolve(area.base, num_blocks=2**15 + 2, block=16, dtype="float32")  # more than 2**24 elements
     values = {"first": 1, "step": 1} if "gather" in area.op else None
+    thin = Geometry.even(1, 1, num_blocks=2**20 + 1, block=16, dtype="uint8")  # more than 2**24 slots
     return {
         "index": ([make(f"{index}, one slot for all", [5], index=index, **one) for index in ("int32", "int64")],),
         "bytes": ([make(name, pool=name) for name in gaps], [make(f"rows: {name}", rows=name) for name in ("padded tokens", "fused kv")]),
+        "rows": () if "gather" in area.op else (area.in_rows_and_batches(("values behind one token",)),),
         "parts": (
             [make(f"{name}, {count} tokens", lead=(count,), pool=name) for name in PARTS for count in (2, 13)],
             [make("far into a pool", [2**19 + 20, 0, 2**18], geometry=far, pool="untouched memory", values=values)],
+            [make("behind 2**24 slots", [2**24 + 1, 16, 2**24 + 15], geometry=thin, pool="nhd" if values else "untouched memory")],
         ),
         "beyond": ([make("behind 1024 good ones", [*range(1024), 80 * 16], geometry=wide)],),
         "inputs": ([make("plain"), make("with padding", [3, -1, -7, 9]), make("fused", rows="fused kv"), make("int32", index="int32")],),

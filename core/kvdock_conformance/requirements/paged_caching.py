@@ -100,7 +100,7 @@ _OWN: Mapping[int, Sequence[Cases]] = {
         ],
     ),
     17: (beside_the_pool,),
-    18: (AREA.in_rows_and_batches(("one head for all", "one token for all")),),
+    18: (AREA.in_rows_and_batches(("one head for all", "one token for all", "values behind one token")),),
 }
 
 REQUIREMENTS = [
