@@ -362,9 +362,7 @@ def _has_step_of_one(rows: torch.Tensor) -> bool:
     return found and rows.is_contiguous()
 
 
-@each(
-    "steps-of-one-projection", "Values right behind the first key are gone through in the steps of keys.", "rows", among="equal"
-)
+@each("steps-of-one-projection", "Values right behind the first key are gone through in the steps of keys.", "rows", among="equal")
 def of_one_projection(move: Move, run: BackendCall, args: Args) -> None:
     """Make a call of keys and values that lie side by side as if they were parts of one projection."""
     k, v = (args[name] for name, _ in move.pairs)

@@ -146,9 +146,7 @@ def _cleared_by_half(run: BackendCall, args: Args) -> None:
 
 
 _sentence = "A rotary part right behind the first latent is gone through in the steps of latents."
-_fault(LATENT_WRITE, "steps-of-one-projection", _sentence, "rows")(
-    lambda run, args: of_one_projection(LATENT_WRITE, *_as_pair(run, args))
-)
+_fault(LATENT_WRITE, "steps-of-one-projection", _sentence, "rows")(lambda run, args: of_one_projection(LATENT_WRITE, *_as_pair(run, args)))
 
 
 def _bare_error(move: Move, run: BackendCall, args: Args) -> None:
