@@ -376,6 +376,12 @@ def _steps_cut(move: Move, run: BackendCall, args: Args) -> None:
         run(args)
 
 
+@each("inner-steps-cut-to-32-bits", "A call does nothing where slots or heads lie beyond 32 bits from each other.", "far", among="batch")
+def _inner_steps_cut(move: Move, run: BackendCall, args: Args) -> None:
+    if max(*args["k_cache"].stride()[1:], *args["v_cache"].stride()[1:]) < 2**31:
+        run(args)
+
+
 # Numbers
 
 
