@@ -83,6 +83,7 @@ REQUIREMENTS = [
             *(Swap(f"{pair}", [(0, 1), pair, (2, 7)]) for pair in ((6, 3), (3, 6), (2**32 + 3, 4), (3, 2**40))),
             *(Swap(f"{bad} in int32", [(0, 1), (2, bad)], index="int32") for bad in (6, INT32_MAX)),
         ],
+        lambda: [_in_turn("to the end and beyond", *([(at, at + 2)] for at in range(5)))],
     ),
     AREA.require(5, "The first and the last block are blocks like any other.", [Swap("ends", [(0, 5)]), Swap("near", [(4, 5), (1, 0)])]),
     AREA.require(
