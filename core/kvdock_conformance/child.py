@@ -65,7 +65,8 @@ class Child:
         try:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 [*command, str(from_parent), str(to_parent)],
-                env={**os.environ, **(environ or {})},
+                # Children run side by side, and so do their threads: those that wait must not keep a processor from those that work.
+                env={"OMP_WAIT_POLICY": "passive", **os.environ, **(environ or {})},
                 pass_fds=(from_parent, to_parent),
                 stdin=subprocess.DEVNULL,
                 stdout=own_end,

@@ -161,7 +161,10 @@ def compare(memory: Arenas, expected: Arenas, args: Mapping[str, Any], what: str
     for arena in range(len(memory.bytes)) if arenas is None else sorted(arenas):
         content, wanted = memory.bytes[arena], expected.bytes[arena]
         for start in range(0, len(content), CHUNK):
-            got, right = content[start : start + CHUNK].cpu(), wanted[start : start + CHUNK]
+            part, right = content[start : start + CHUNK], wanted[start : start + CHUNK]
+            if part.device != _HOST and memory.arenas[arena].get("fill") == "zeros" and not part.any() and not right.any():
+                continue  # gigabytes of zeros are looked at where they lie
+            got = part.cpu()
             if not _equal(got, right):
                 wrong = (got != right).nonzero().flatten()
                 raise _difference(memory, expected, args, what, (arena, start + int(wrong[0]), len(wrong)))
