@@ -14,7 +14,8 @@ import attrs
 import torch
 
 from kvdock_conformance.cases.drawing import Drawing, View, strides_of
-from kvdock_conformance.checking.memory import BITS, MARGIN, filled
+from kvdock_conformance.checking.memory import BITS, filled
+from kvdock_conformance.checking.rooms import MARGIN
 
 __all__ = ["MARGIN", "Arena", "Copy", "Memory", "bits_of", "strides_of"]
 

@@ -14,8 +14,9 @@ import torch
 from kvdock_conformance.checking.any_op import BY_ANYBODY
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.meaning import forgive, refer_to, schema_of
-from kvdock_conformance.checking.memory import MARGIN, Arenas, compare, filled
+from kvdock_conformance.checking.memory import Arenas, compare, filled
 from kvdock_conformance.checking.plans import check_calls_of_others
+from kvdock_conformance.checking.rooms import MARGIN
 from kvdock_conformance.checking.served import reasons_against
 from kvdock_conformance.checking.target import HOST, Target
 from kvdock_conformance.requirement import Capability

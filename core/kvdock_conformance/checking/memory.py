@@ -19,7 +19,7 @@ from kvdock import runtime
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.rooms import MARGIN, Bytes, filled_room, free_room, places_of
 
-__all__ = ["BITS", "MARGIN", "Arenas", "arenas_of", "changed_by", "compare", "element_at", "expanded", "filled", "text_of"]
+__all__ = ["BITS", "Arenas", "arenas_of", "changed_by", "compare", "element_at", "expanded", "filled", "text_of"]
 
 CHUNK = 1 << 26
 """So many bytes are compared at a time."""

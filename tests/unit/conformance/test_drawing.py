@@ -11,7 +11,8 @@ import torch
 from kvdock_conformance.cases.drawing import ITEMSIZE, Drawing, View, call
 from kvdock_conformance.cases.layouts import POOLS, SOURCES, Geometry
 from kvdock_conformance.cases.paged import Write, shuffled
-from kvdock_conformance.checking.memory import MARGIN, Arenas, expanded
+from kvdock_conformance.checking.memory import Arenas, expanded
+from kvdock_conformance.checking.rooms import MARGIN
 from kvdock_conformance.requirements import load
 
 HOST = torch.device("cpu")

@@ -10,7 +10,8 @@ import torch
 
 from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.checking.failure import NonconformanceError
-from kvdock_conformance.checking.memory import MARGIN, Arenas, compare, element_at, text_of
+from kvdock_conformance.checking.memory import Arenas, compare, element_at, text_of
+from kvdock_conformance.checking.rooms import MARGIN
 
 HOST = torch.device("cpu")
 

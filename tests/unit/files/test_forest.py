@@ -88,6 +88,9 @@ def test_a_forest_comes_back_from_its_arrays() -> None:
     for name, array in forest.arrays().items():
         assert (back.arrays()[name] == array).all(), name
     twice = {name: np.concatenate([array, array]) for name, array in forest.arrays().items()}
+    with pytest.raises(FileContentError, match=r"ends: each once.*contradicts itself"):
+        Forest.read("f", twice, forest.namespaces, cache.groups)
+    twice["ends"] = forest.arrays()["ends"]
     with pytest.raises(FileContentError, match=r"names: each block once.*contradicts itself"):
         Forest.read("f", twice | {"parents": np.array([-1, 0, -1, 2])}, forest.namespaces, cache.groups)
 
