@@ -91,14 +91,12 @@ def attend_few_kernel(
     """Attend from ``TILE`` queries of each row at most, and ``SHARE`` of the ``GROUP`` heads that read one head.
 
     To one of the ``pieces`` of one of the ``wanted`` chunks of keys. With ``MAPPED``, tiles of keys come by the maps of the caches. With
-    ``EARLY``, it is launched before what came before has ended, and waits; so does what joins parts.
+    ``EARLY``, what joins parts may be launched at once: it waits.
     """
     SHARES: tl.constexpr = (GROUP + SHARE - 1) // SHARE  # noqa: N806 - a constant of Triton's
     SEGMENTS: tl.constexpr = HEADS * SHARES  # noqa: N806 - likewise
     rows = (lens, cu, starts, lens_step, cu_step, starts_step, queries, room)
     batch = batch.to(tl.int32)
-    if EARLY:  # it is launched while what came before still ends
-        tl.extra.cuda.gdc_wait()
     pieces = pieces.to(tl.int32)
     wanted = wanted.to(tl.int32)
     programs = wanted * pieces

@@ -204,7 +204,7 @@ def attend_spec(request: Request, tile: AttentionTile, many: bool, within: bool 
     least = 4 if len(pools) < 2 else shape["ROWS"] * constants["V_WIDE"] // WARP_ELEMENTS  # narrow accesses need an address each
     warps = min(max(tile.warps, least), MOST_WARPS)
     resident = tile.programs if not many and tile.pieces > 1 else None
-    return KernelSpec.build(kernel, types, constants, aligned, warps, tile.stages, early and not many, resident)
+    return KernelSpec.build(kernel, types, constants, aligned, warps, tile.stages, resident=resident)
 
 
 def _shape(request: Request, tile: AttentionTile, many: bool) -> dict[str, int]:
