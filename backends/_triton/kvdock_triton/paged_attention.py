@@ -135,7 +135,7 @@ class PagedAttentionDescriptor(Descriptor):
         if cu is None or most <= few.queries:
             chunks, pieces = few.chunks(batch, room)
             programs = chunks * pieces
-            joined, openers = few.has_parts(programs, batch, room), min(programs, batch * few.segments)
+            joined, openers = pieces > 1 or few.has_parts(chunks, batch, room), min(programs, batch * few.segments)
             memory, *found = self._workspace(2 * programs * few.rows if joined else 0, out, openers)
             maps = self._maps(few, k_cache.data_ptr(), v_cache.data_ptr()) if few.launch.maps else ()
             few.launch.run(programs, 1, *inputs, *ends, *found, self._skipped, *sizes, chunks, pieces, *strides, *written, *maps)

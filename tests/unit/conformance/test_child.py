@@ -41,6 +41,18 @@ def test_what_a_child_prints_is_no_answer() -> None:
         assert one.ask({"n": 1}, 10) == {"echo": {"n": 1}}
 
 
+@pytest.mark.parametrize(("given", "meant"), [(None, "passive"), ("active", "active")])
+def test_threads_that_wait_leave_the_processors_to_others_unless_the_user_says_so(
+    given: str | None, meant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    # Its answer has what a line of its own adds to the question.
+    with child("import os; line = line.replace('?', os.environ['OMP_WAIT_POLICY'])") as one:
+        assert one.ask({"policy": "?"}, 10) == {"echo": {"policy": meant}}
+
+
 @pytest.mark.parametrize(
     ("what", "how"),
     [

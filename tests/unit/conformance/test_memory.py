@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvdock_conformance.cases.drawing import Drawing
+from kvdock_conformance.checking import rooms
 from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.memory import Arenas, compare, element_at, text_of
 from kvdock_conformance.checking.rooms import MARGIN
@@ -159,3 +160,35 @@ def test_zeros_take_up_no_memory_until_written_and_are_compared_in_parts(monkeyp
 )
 def test_elements_are_written_with_their_bits(element: torch.Tensor, text: str) -> None:
     assert text_of(element) == text
+
+
+def test_zeros_on_a_device_are_compared_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gigabytes of them, of which none is brought to the host; what is not zero on either side is noticed all the same."""
+    monkeypatch.setattr("kvdock_conformance.checking.memory._HOST", torch.device("meta"))  # so that this memory is a device's
+    drawing = Drawing()
+    args = {"rows": drawing.tensor("uint8", (4, 4), fill="zeros").spec()}
+    memory = Arenas(drawing.arenas, HOST)
+    expected = memory.copy()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "cpu", pytest.fail)
+        compare(memory, expected, args, "nothing")
+    for side in (memory, expected):
+        side.bytes[0][MARGIN + 6] = 3
+        with pytest.raises(NonconformanceError, match=r"rows\[1, 2\], the first of 1 bytes"):
+            compare(memory, expected, args, "a byte")
+        side.bytes[0][MARGIN + 6] = 0
+    for side in (memory, expected):
+        side.bytes[0][MARGIN + 6] = 3
+    compare(memory, expected, args, "both")
+
+
+def test_a_room_is_used_again_once_nothing_lies_in_it() -> None:
+    before = len(rooms._KEPT)
+    first = [two()[0] for _ in range(before + 1)]
+    most = len(rooms._KEPT)
+    assert most >= before + 1
+    assert len({memory.bytes[0].data_ptr() for memory in first}) == len(first), "each has its own"
+    del first
+    for _ in range(5):
+        two()
+    assert len(rooms._KEPT) == most
