@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kvdock_conformance.child import Child, ChildEndedError, _how
+from kvdock_conformance.child import _OUTPUT, Child, ChildEndedError, _how
 
 ECHO = """
 import json, sys
@@ -138,7 +138,8 @@ def test_output_does_not_fill_the_disk_and_its_end_is_kept() -> None:
     with child(f"json.loads(line)[0] == 1 and {much}; json.loads(line)[0] == 2 and sys.exit(5)") as one:
         one.ask({"n": 1}, 30)
         on_disk = os.fstat(one._output.fileno()).st_blocks * 512
-        assert on_disk < 8 << 20, "cut behind the first answer; what is on its way to the disk counts"
+        # A file system may set megabytes aside behind the end of a file that grows, and counts them as the file's.
+        assert on_disk < _OUTPUT, "cut behind the first answer, though 40 MiB were written"
         with pytest.raises(ChildEndedError, match="ended with exit code 5") as caught:
             one.ask({"n": 2}, 30)
     assert caught.value.output.endswith("xxxthe end")
