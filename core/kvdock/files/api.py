@@ -13,7 +13,7 @@ from kvdock.cache.grouped import GroupedCache
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, FileContentError, OutOfBlocksError
 from kvdock.files.container import Container
 from kvdock.files.description import check_pool, described
-from kvdock.files.gather import gathered
+from kvdock.files.gather import gathered, with_checkpoints
 from kvdock.files.interface import Loaded, Progress, Saved
 from kvdock.files.loading import Reading, load_path, opened
 from kvdock.files.saving import save
@@ -54,7 +54,7 @@ def save_prefix(
 
     Raises:
         ArgumentTypeError, ArgumentValueError: a bad argument; nothing of the tokens is cached.
-        UnsupportedError: layers with states; safetensors is not installed.
+        UnsupportedError: safetensors is not installed; a prefix cache that stores nothing.
         FileAccessError: the file cannot be written. What was there is as it was; or, where the device fails once all is in place, the new
             file is there, whole.
         CapacityError: the host has no memory for a part.
@@ -84,7 +84,8 @@ def save_pool(
 ) -> Saved:
     """Save all prefixes that are cached, in all namespaces, and in which order they were used. What sequences have not committed is not.
 
-    Of layers with windows each prefix has what its end needs. The arguments, and what is raised, are those of `save_prefix`.
+    Of layers with windows each prefix has what its end needs, and of layers with states all of its checkpoints. The arguments, and what is
+    raised, are those of `save_prefix`.
 
     Raises:
         ArgumentValueError: nothing is cached.
@@ -92,7 +93,7 @@ def save_pool(
     """
     subject = "save_pool"
     where, header = _checked(subject, path, manager, cache, model, progress)
-    found = gathered(manager, cache, list(manager.prefix.stored_prefixes()))
+    found = gathered(manager, cache, list(with_checkpoints(manager, cache, manager.prefix.stored_prefixes())))
     if not len(found.forest):
         raise ArgumentValueError(f"{subject}: manager", expected="one that has cached something", got=repr(manager)[:200])
     return save(where, cache, found, {"kind": "pool", **header}, _most(subject, max_file_bytes), progress)

@@ -8,7 +8,7 @@ from typing import Any
 from kvdock.cache.grouped import GroupedCache
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, FileContentError, UnsupportedError
 from kvdock.scheduler import CacheManager
-from kvdock.scheduler.cached import block_sizes, num_blocks
+from kvdock.scheduler.cached import block_sizes, has_tables_of, num_blocks
 
 __all__ = ["ORDER", "check_fits", "check_pool", "described"]
 
@@ -32,25 +32,19 @@ def check_pool(subject: str, manager: object, cache: object) -> None:
 
     Raises:
         ArgumentTypeError, ArgumentValueError: they are no manager and no cache in blocks, or not of one another.
-        UnsupportedError: layers that keep states.
+        UnsupportedError: a prefix cache that stores nothing.
     """
     if not isinstance(manager, CacheManager):
         raise ArgumentTypeError(f"{subject}: manager", expected="a CacheManager", got=repr(manager)[:80])
     if not isinstance(cache, GroupedCache):
         expected, fix = "a cache in blocks, such as a PagedKVCache", "pass what create_cache made of a PagedKVCacheConfig"
         raise ArgumentTypeError(f"{subject}: cache", expected=expected, got=repr(cache)[:80], fix=fix)
-    if any(group.retention.is_state for group in cache.groups):
-        raise UnsupportedError(
-            f"{subject}: cache",
-            expected="layers that keep keys and values, or latents",
-            got="layers that keep states: their checkpoints are not in files yet",
-            fix="let such prefixes be computed anew",
-        )
     if not manager.prefix.can_store:
         expected, fix = "a prefix cache that stores something", 'make the manager with prefix="radix"'
         raise UnsupportedError(f"{subject}: manager", expected=expected, got=repr(manager.prefix)[:80], fix=fix)
     sizes, found = tuple(group.block_size for group in cache.groups), block_sizes(manager)
-    if sizes != found or manager.block_size != math.lcm(*sizes):
+    has_tokens = not all(group.retention.is_state for group in cache.groups)
+    if not has_tables_of(manager, cache.groups) or (has_tokens and manager.block_size != math.lcm(*sizes)):
         expected = f"the manager of this cache, with blocks of {', '.join(map(str, sizes))} tokens"
         got = f"one with blocks of {', '.join(map(str, found))} tokens"
         raise ArgumentValueError(f"{subject}: manager", expected=expected, got=got, fix=_MANAGER)

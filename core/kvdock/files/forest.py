@@ -9,7 +9,7 @@
     3        a b c d    -2       <- the same tokens in another namespace
 
 With several layer groups these are the units in which blocks of all groups end together, and ``kept`` has which blocks of each group
-are in the file: windows need the last ones only.
+are in the file: windows need the last ones only, and of states there is one, the checkpoint behind an end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvdock.layers.groups import LayerGroup
 from kvdock.prefix.interface import Namespace
 from kvdock.prefix.names import block_names, root_name
 
-__all__ = ["INTEGERS", "Forest", "needed_blocks"]
+__all__ = ["INTEGERS", "Forest", "cached_places", "needed_blocks"]
 
 INTEGERS = ("tokens", "parents", "names", "ends")
 """Names of the arrays; ``kept`` has one more for each group."""
@@ -38,6 +38,11 @@ def needed_blocks(group: LayerGroup, num_tokens: int) -> Integers:
     return np.concatenate(
         [np.arange(each.start, each.stop) for each in group.retention.blocks(num_tokens, group.block_size)] or [np.empty(0, int)]
     )
+
+
+def cached_places(group: LayerGroup, num_tokens: int, unit: int) -> Integers:
+    """Return the same by their place among the blocks that units have: of states it is the checkpoint behind the last unit."""
+    return np.array([num_tokens // unit - 1]) if group.retention.is_state else needed_blocks(group, num_tokens)
 
 
 @attrs.frozen(eq=False)
@@ -118,7 +123,7 @@ class Forest:
     def check_kept(self, path: object, blocks: Integers, groups: Sequence[LayerGroup]) -> None:
         """Raise unless all is there that layer groups need behind the end of a path."""
         for group, kept in zip(groups, self.kept, strict=True):
-            needed = needed_blocks(group, len(blocks) * self.tokens.shape[1])
+            needed = cached_places(group, self.tokens[blocks].size, self.tokens.shape[1])
             there = kept[blocks].reshape(-1)[needed]
             _require(path, bool(there.all()), "kept: all that the next token reads")
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvdock.cache.grouped import GroupedCache
-from kvdock.files.forest import Forest, needed_blocks
+from kvdock.files.forest import Forest, cached_places
 from kvdock.files.namespaces import check_depth
 from kvdock.prefix.inputs import namespace_key
 from kvdock.prefix.interface import BlockIds, Namespace, StoredPrefix
@@ -17,7 +17,7 @@ from kvdock.prefix.names import NAME_BYTES, block_names
 from kvdock.scheduler import CacheManager
 from kvdock.scheduler.cached import cached_blocks
 
-__all__ = ["Gathered", "gathered"]
+__all__ = ["Gathered", "gathered", "with_checkpoints"]
 
 
 @attrs.frozen(eq=False)
@@ -88,13 +88,24 @@ class _Growing:
 def gathered(manager: CacheManager, cache: GroupedCache, prefixes: Iterable[StoredPrefix]) -> Gathered:
     """Collect the blocks of prefixes, each as far as every layer group can go on behind it."""
     size = manager.block_size
-    growing = _Growing((size // group.block_size for group in cache.groups), size)
+    growing = _Growing((group.width(size) for group in cache.groups), size)
     for tokens, namespace in prefixes:
         length, tables = cached_blocks(manager, tokens, namespace)
         if not length:
             continue
         path = growing.add(tokens[:length].astype(np.int64), namespace)
         for group, table, width, sources in zip(cache.groups, tables, growing.widths, growing.sources, strict=True):
-            for place in needed_blocks(group, length).tolist():
+            for place in cached_places(group, length, size).tolist():
                 sources[path[place // width]][place % width] = table[place]
     return growing.finish()
+
+
+def with_checkpoints(manager: CacheManager, cache: GroupedCache, prefixes: Iterable[StoredPrefix]) -> Iterator[StoredPrefix]:
+    """Yield prefixes, and before each, of a cache with states, the shorter ones that end at a checkpoint: others may begin so, too."""
+    has_states = any(group.retention.is_state for group in cache.groups)
+    for prefix in prefixes:
+        found = [prefix]
+        while has_states and (length := cached_blocks(manager, found[-1].tokens, prefix.namespace)[0]):
+            found[-1] = StoredPrefix(found[-1].tokens[:length], prefix.namespace)
+            found.append(StoredPrefix(found[-1].tokens[:-1], prefix.namespace))
+        yield from reversed(found)

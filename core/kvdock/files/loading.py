@@ -17,7 +17,7 @@ from kvdock.files.container import Container
 from kvdock.files.contents import Content, contents_of, put
 from kvdock.files.description import check_fits
 from kvdock.files.folder import part_name
-from kvdock.files.forest import INTEGERS, Forest, needed_blocks
+from kvdock.files.forest import INTEGERS, Forest, cached_places, needed_blocks
 from kvdock.files.interface import Meter, Progress
 from kvdock.files.namespaces import from_json
 from kvdock.prefix.names import NAME_BYTES
@@ -65,7 +65,7 @@ def opened(path: Path, kind: str, cache: GroupedCache, expected: dict[str, Any],
     files, starts = _files(main)
     integers = {*INTEGERS, *(f"kept.{group}" for group in range(len(groups)))}
     main.check_names(integers | ({content.name for content in contents} if files == [main] else set()))
-    arrays = _integers(main, expected["block_size"], [group.block_size for group in groups])
+    arrays = _integers(main, expected["block_size"], [group.width(expected["block_size"]) for group in groups])
     if starts[-1] not in (None, len(arrays["tokens"])):
         raise _odd(path, f"parts of {len(arrays['tokens'])} blocks", f"parts of {starts[-1]}")
     bounds = np.array([*starts[:-1], len(arrays["tokens"])])
@@ -107,7 +107,7 @@ def _files(main: Container) -> tuple[list[Container], list[int | None]]:
     return files, starts
 
 
-def _integers(main: Container, block_size: int, group_sizes: list[int]) -> dict[str, torch.Tensor]:
+def _integers(main: Container, block_size: int, widths: list[int]) -> dict[str, torch.Tensor]:
     """Return the arrays of a file, whose dtypes and shapes are right."""
     tokens = main.tensor("tokens", torch.int64, (None, block_size))
     count = len(tokens)
@@ -117,8 +117,8 @@ def _integers(main: Container, block_size: int, group_sizes: list[int]) -> dict[
         "names": main.tensor("names", torch.uint8, (count, NAME_BYTES)),
         "ends": main.tensor("ends", torch.int64, (None,)),
     }
-    for group, size in enumerate(group_sizes):
-        found[f"kept.{group}"] = main.tensor(f"kept.{group}", torch.uint8, (count, block_size // size))
+    for group, width in enumerate(widths):
+        found[f"kept.{group}"] = main.tensor(f"kept.{group}", torch.uint8, (count, width))
     return found
 
 
@@ -148,17 +148,19 @@ def load_path(reading: Reading, rows: tuple[npt.NDArray[np.int64], ...], manager
     forest, size = reading.forest, manager.block_size
     path = forest.path(end)
     tokens, namespace = forest.tokens[path].reshape(-1), forest.namespace(path)
-    if cached_blocks(manager, tokens, namespace)[0] == tokens.size:
+    before, _ = cached_blocks(manager, tokens, namespace)
+    if before == tokens.size:
         return 0
-    seq = manager.begin(tokens, namespace)
+    # As a prompt with a token more, the first chunk of which ends where this does: that is where states are kept.
+    seq = manager.begin(np.append(tokens, tokens[:1]), namespace, at_most=tokens.size - before)
     try:
         cached = seq.cached_len
         for group, of in enumerate(cache.groups):
-            width = size // of.block_size
-            places = needed_blocks(of, tokens.size)
-            places = places[places >= cached // of.block_size]
-            units = path[places // width]
-            _copy(reading, cache, group, units, rows[group][units, places % width], seq.block_table(group)[places])
+            width = of.width(size)
+            places, blocks = cached_places(of, tokens.size, size), seq.block_table(group)[needed_blocks(of, tokens.size)]
+            missing = places >= cached // size * width
+            units = path[places[missing] // width]
+            _copy(reading, cache, group, units, rows[group][units, places[missing] % width], blocks[missing])
         if forest.ends.size == 1:
             reading.meter.finish()  # before it can be found: what a progress raises leaves no trace
         note_only_needed(manager, seq, tokens.size)

@@ -74,6 +74,10 @@ class LayerGroup:
         """Return how many blocks a sequence of so many tokens needs to go on."""
         return sum(map(len, self.retention.blocks(num_tokens, self.block_size)))
 
+    def width(self, unit: int) -> int:
+        """Return how many blocks a unit of so many tokens has: of a state one, the checkpoint behind it."""
+        return 1 if self.retention.is_state else unit // self.block_size
+
     def needed_bytes(self, num_tokens: int) -> int:
         """Return the bytes of what it needs, without blocks."""
         return self.nbytes * self.retention.kept(num_tokens)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
+from kvdock.layers.groups import LayerGroup
 from kvdock.prefix.inputs import as_integers
 from kvdock.prefix.interface import BlockIds, Namespace
 from kvdock.scheduler.batches import as_rows
@@ -16,6 +19,7 @@ __all__ = [
     "block_sizes",
     "cached_blocks",
     "check_open",
+    "has_tables_of",
     "holds_needed",
     "is_partly_written",
     "note_only_needed",
@@ -29,6 +33,11 @@ __all__ = [
 def block_sizes(manager: CacheManager) -> tuple[int, ...]:
     """Return the tokens in a block of each layer group; 1 for a group of states."""
     return tuple(table.block_size for table in manager._pool.tables)
+
+
+def has_tables_of(manager: CacheManager, groups: Sequence[LayerGroup]) -> bool:
+    """Whether a manager has block tables as these layer groups need them: of as many tokens in a block, or of states."""
+    return [(of.block_size, of.retention.is_state) for of in groups] == [(of.block_size, of.is_state) for of in manager._pool.tables]
 
 
 def num_blocks(manager: CacheManager) -> int:

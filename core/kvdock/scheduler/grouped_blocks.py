@@ -220,9 +220,10 @@ class GroupedBlocks(PoolBlocks):
 
     @property
     def unused(self) -> int:
-        """Units that can be had without evicting or giving up any block, and were not promised."""
+        """Units that a new sequence can have without evicting or giving up any block, and that were not promised."""
         ids, per_unit = self.allocator.num_free, self.units.per_unit
-        return (min(ids, self.units.blocks.num_free // per_unit) if per_unit else ids) - self.promised
+        blocks = self.units.blocks.num_free - self.states.per_sequence
+        return (min(ids, blocks // per_unit) if per_unit else ids if blocks >= 0 else 0) - self.promised
 
     def leave(self, row: int) -> None:
         """Let a row need nothing, and release its states. A prompt that goes on with its tokens needs what it needed: that goes last."""

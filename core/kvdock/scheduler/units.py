@@ -105,7 +105,7 @@ class UnitBlocks:
         sizes = [group.block_size for group in groups if not group.retention.is_state]
         self.groups = tuple(groups)
         self.num_tokens = math.lcm(*sizes) if sizes else block_size
-        self.widths = tuple(1 if group.retention.is_state else self.num_tokens // group.block_size for group in groups)
+        self.widths = tuple(group.width(self.num_tokens) for group in groups)
         self.starts = tuple(accumulate(self.widths[:-1], initial=0))
         by_column = [group.retention for group, width in zip(groups, self.widths, strict=True) for _ in range(width)]
         self.states = np.array([at for at, rule in enumerate(by_column) if rule.is_state], dtype=np.intp)

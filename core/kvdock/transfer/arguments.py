@@ -10,7 +10,7 @@ from kvdock.cache.grouped import GroupedCache
 from kvdock.checks import check_int
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, PluginError
 from kvdock.scheduler.cache_manager import CacheManager
-from kvdock.scheduler.cached import block_sizes, check_open, num_blocks
+from kvdock.scheduler.cached import block_sizes, check_open, has_tables_of, num_blocks
 from kvdock.scheduler.sequence import CacheSequence
 from kvdock.transfer.interface import Ticket, Transport
 from kvdock.transfer.leases import Limits, Transfer
@@ -28,7 +28,7 @@ def check_parts(manager: object, cache: object, transport: object, limits: objec
             raise ArgumentTypeError(f"Exchange: {name}", expected=f"a {kind.__name__}", got=repr(value)[:80], fix=fix)
     if isinstance(manager, CacheManager) and isinstance(cache, GroupedCache):
         sizes, found = [group.block_size for group in cache.groups], list(block_sizes(manager))
-        if sizes != found or num_blocks(manager) > cache.num_blocks:
+        if not has_tables_of(manager, cache.groups) or num_blocks(manager) > cache.num_blocks:
             expected = f"one of this cache, with blocks of {sizes} tokens, at most {cache.num_blocks}"
             got, fix = f"{num_blocks(manager)} blocks of {found}", "make it with CacheManager(cache.num_blocks, groups=cache.groups)"
             raise ArgumentValueError("Exchange: manager", expected=expected, got=got, fix=fix)

@@ -32,7 +32,10 @@ class Files(RuleBasedStateMachine):
         self.texts: list[Any] = []
         self.saved: dict[str, list[tuple[Any, int]]] = {}
 
-    @initialize(kind=st.sampled_from(["equal", "windows", "sinks", "chunks", "both"]), num_blocks=st.sampled_from([70, 300]))
+    @initialize(
+        kind=st.sampled_from(["equal", "windows", "sinks", "chunks", "both", "states", "states and windows"]),
+        num_blocks=st.sampled_from([70, 300]),
+    )
     def make(self, kind: str, num_blocks: int) -> None:
         self.pools = [pool(kind, num_blocks=num_blocks), pool(kind, num_blocks=300)]
 

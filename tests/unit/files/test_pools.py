@@ -12,7 +12,6 @@ import kvdock
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, FileContentError, UnsupportedError
 from kvdock.files import Loaded, load_pool, load_prefix, save_pool, save_prefix
 from kvdock.files.api import load_any
-from kvdock.layers import Buffer, StateLayerSpec
 from kvdock.prefix import NaivePrefixCache, RadixPrefixCache
 from support_files import KINDS, cached, compute, pool
 
@@ -204,17 +203,6 @@ def test_bad_arguments(tmp_path: Path) -> None:
             call()
     assert list(tmp_path.iterdir()) == []
     assert (manager.num_sequences, manager.blocks_used) == (0, 4)
-
-
-def test_layers_with_states_are_refused(tmp_path: Path) -> None:
-    spec = kvdock.KVSpec(
-        (StateLayerSpec([Buffer("s", (4,), kvdock.spec.COPY_DTYPES[2])]), KINDS["equal"][0]), 64, kvdock.spec.COPY_DTYPES[2]
-    )
-    cache = kvdock.create_cache(spec, kvdock.PagedKVCacheConfig(num_blocks=8), kvdock.RankInfo("cpu"))
-    manager = kvdock.CacheManager(8, groups=cache.groups)  # type: ignore[attr-defined] # a cache in blocks
-    for call in (save_pool, load_pool):
-        with pytest.raises(UnsupportedError, match=f"{call.__name__}: cache: expected layers.*got layers that keep states"):
-            call(tmp_path / "p", manager, cache)  # type: ignore[operator] # of two signatures
 
 
 def test_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

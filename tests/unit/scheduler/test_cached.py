@@ -44,7 +44,7 @@ def test_groups(kind: str) -> None:
     compute(cache, manager, IDS)
     length, tables = cached_blocks(manager, IDS)
     assert length == len(IDS) // manager.block_size * manager.block_size
-    assert [len(table) for table in tables] == [length // group.block_size for group in cache.groups]
+    assert [len(table) for table in tables] == [length // manager.block_size * group.width(manager.block_size) for group in cache.groups]
     there = [block for table in tables for block in table.tolist() if block >= 0]
     assert len(set(there)) == len(there) == manager.blocks_used
     assert unused_size(manager) < before
