@@ -135,5 +135,5 @@ class FaultyHost(Faulty, HostTier):
 
     def wreck(self, blocks: Any, *, of_pool: bool) -> None:
         cache = self._bound()[0 if of_pool else 1]
-        for content in contents_of(cache):
+        for content in contents_of(cache.groups):
             as_bits(cache.buffers(content.layer)[content.buffer.name])[blocks] = 0x2B

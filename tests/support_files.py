@@ -86,7 +86,7 @@ def compute(
         cache.copy_blocks(pairs)
         check_sequence(cache, seq, ids, begin)
         stop = min(seq.num_tokens, len(ids))
-        for content in contents_of(cache):
+        for content in contents_of(cache.groups):
             if begin < stop:
                 _write(cache, seq, content, torch.from_numpy(expected(content, namespace, ids[:stop])), begin)
         manager.commit(seq, (), computed=stop)
@@ -112,7 +112,7 @@ def _write(cache: GroupedCache, seq: kvdock.scheduler.CacheSequence, content: Co
 
 def check_sequence(cache: GroupedCache, seq: kvdock.scheduler.CacheSequence, ids: list[int], length: int) -> None:
     """Compare all that the next token reads, behind so many, with what must be there."""
-    for content in contents_of(cache):
+    for content in contents_of(cache.groups):
         want, view = expected(content, seq.namespace, ids), as_bits(cache.buffers(content.layer)[content.buffer.name])
         if cache.groups[content.group].retention.is_state:
             found = view[int(seq.block_table(content.group)[0])].contiguous().view(torch.uint8).reshape(-1).numpy()
@@ -127,7 +127,7 @@ def check_sequence(cache: GroupedCache, seq: kvdock.scheduler.CacheSequence, ids
 def cached(cache: GroupedCache, manager: kvdock.CacheManager, ids: list[int], namespace: tuple[Any, ...] = ()) -> int:
     """Return how much of a prompt is cached, and compare every block of it that is there with what it must hold."""
     length, tables = cached_blocks(manager, ids, namespace)
-    for content in contents_of(cache):
+    for content in contents_of(cache.groups):
         want = expected(content, namespace, ids[:length])
         if cache.groups[content.group].retention.is_state:
             want = want[manager.block_size - 1 :: manager.block_size]

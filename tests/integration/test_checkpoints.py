@@ -6,12 +6,33 @@ import numpy as np
 import pytest
 import torch
 
+import kvdock
 from kvdock.integrations.transformers.checkpoints import Checkpoints
+from kvdock.integrations.transformers.measure import Measurement
 from kvdock.integrations.transformers.prompts import Prompts
 from kvdock.integrations.transformers.states import StateLayer, StateLayers
+from kvdock.layers import Buffer
+from kvdock.layers.groups import LayerGroup
+from kvdock.layers.interface import Part
+from kvdock.layers.retention import KeepState
 
 ONE = 4 * (2 * 3 + 5)
 """Bytes of the states of a row."""
+
+FOUND = Measurement(
+    kvdock.KVSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=8, max_positions=64, dtype=torch.float32),
+    (None,),
+    (True, False),
+    (0, 1),
+    LayerGroup(
+        ((0, 0),),
+        (Part((Buffer("conv.0", (2, 3), torch.float32), Buffer("recurrent.0", (5,), torch.float32)), KeepState()),),
+        KeepState(),
+        1,
+    ),
+    torch.device("cpu"),
+)
+"""As measured of a model with a layer of each kind."""
 
 
 def states(value: float, rows: int = 1) -> StateLayers:
@@ -37,7 +58,7 @@ TEN = list(range(10, 20))
 
 
 def test_states_are_found_by_the_tokens_before_them() -> None:
-    kept = Checkpoints(4, 100 * ONE)
+    kept = Checkpoints(4, 100 * ONE, FOUND)
     one, other = prompts(TEN), prompts(TEN, namespace=("a",))
     kept.store(one, {(0, 4): states(1), (0, 8): states(2)})
     kept.store(other, {(0, 4): states(3)})
@@ -53,13 +74,13 @@ def test_states_are_found_by_the_tokens_before_them() -> None:
 
 
 def test_padding_is_no_part_of_a_prefix() -> None:
-    kept = Checkpoints(4, 100 * ONE)
+    kept = Checkpoints(4, 100 * ONE, FOUND)
     kept.store(prompts([0, 0, *TEN], pads=(2,)), {(0, 6): states(1)})
     assert list(kept.lengths(np.array(TEN, dtype=np.int64), ())) == [4]
 
 
 def test_those_that_were_used_longest_ago_make_room() -> None:
-    kept = Checkpoints(4, 2 * ONE)
+    kept = Checkpoints(4, 2 * ONE, FOUND)
     rows = [prompts([first, *TEN[1:]]) for first in range(3)]
     for value, of in enumerate(rows[:2]):
         kept.store(of, {(0, 4): states(value)})
@@ -70,7 +91,7 @@ def test_those_that_were_used_longest_ago_make_room() -> None:
 
 
 def test_what_is_there_is_not_stored_again_and_what_is_too_large_not_at_all() -> None:
-    kept = Checkpoints(4, ONE)
+    kept = Checkpoints(4, ONE, FOUND)
     kept.store(prompts(TEN), {(0, 4): states(1)})
     kept.store(prompts(TEN), {(0, 4): states(2), (0, 8): states(3, rows=2)})
     assert (len(kept), kept.nbytes) == (1, ONE)
@@ -93,7 +114,7 @@ def test_states_are_kept_where_two_things_end(
     pads: tuple[int, ...], found: tuple[int, ...], past: int, expected: dict[int, list[int]]
 ) -> None:
     """Of rows of ten places, in blocks of four tokens."""
-    assert Checkpoints(4, ONE).places(prompts(*[TEN] * len(pads), pads=pads), found, past) == expected
+    assert Checkpoints(4, ONE, FOUND).places(prompts(*[TEN] * len(pads), pads=pads), found, past) == expected
 
 
 def test_rows_are_taken_out_and_put_together() -> None:
@@ -121,3 +142,26 @@ def test_a_row_has_as_many_columns_as_its_convolution_reads(columns: int) -> Non
     assert row.conv_states[0][0, 0].tolist() == ([0, 0, 1, 2] if columns == 2 else [6, 7, 8, 9])
     assert not row.record_past
     assert layer.record_past
+
+
+def test_what_comes_out_of_a_file_is_what_was_kept() -> None:
+    one, other = Checkpoints(4, 2 * ONE, FOUND), Checkpoints(4, 2 * ONE, FOUND)
+    ids = prompts(TEN).row(0)[:8]
+    one.store(prompts(TEN), {(0, 8): states(2).row(0)})
+    found = {name: state.clone() for name, state in one.get(ids, ()).items()}
+    assert {name: tuple(state.shape) for name, state in found.items()} == {"layers.0.conv.0": (2, 3), "layers.0.recurrent.0": (5,)}
+    other.put(ids, (), found)
+    (mine,), (theirs,) = one.find(ids, ())._layers, other.find(ids, ())._layers
+    assert {name: repr(value) for name, value in vars(mine).items()} == {name: repr(value) for name, value in vars(theirs).items()}
+    assert (other.nbytes, other.unused, one.group.nbytes) == (ONE, ONE, ONE)
+    found["layers.0.conv.0"].zero_()
+    assert value_of(other.find(ids, ())) == 2, "a copy"
+
+
+def test_states_of_another_shape_than_was_measured_are_not_saved() -> None:
+    kept, layer = Checkpoints(4, 2 * ONE, FOUND), StateLayer()
+    layer.update_conv_state(torch.zeros(1, 2, 3))
+    layer.update_recurrent_state(torch.zeros(1, 4))
+    kept.store(prompts(TEN), {(0, 8): StateLayers([layer])})
+    with pytest.raises(kvdock.UnsupportedError, match=r"save: states: expected those of one token.*got.*\(1, 4\)"):
+        kept.get(prompts(TEN).row(0)[:8], ())

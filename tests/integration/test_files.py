@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from integration import zoo
+import kvdock
+from integration import served, zoo
 from integration.prefixes import reusing
 from integration.uncached import Uncached
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, FileContentError, OutOfBlocksError, UnsupportedError
 from kvdock.files import Loaded
+from kvdock.integrations.transformers import PagedCacheForTransformers
 from support_isolated import answer
 
 TESTS = str(Path(__file__).parents[1])
@@ -24,7 +26,8 @@ import json, sys, warnings
 warnings.simplefilter("ignore")
 sys.path.insert(0, sys.argv[1])
 import torch
-from integration import zoo
+import kvdock
+from integration import served, zoo
 from integration.prefixes import reusing
 model = zoo.model(sys.argv[2])
 passes = []
@@ -137,12 +140,52 @@ def test_what_is_refused(tmp_path: Path) -> None:
             getattr(zoo.paged(model), call)(path)
 
 
-@pytest.mark.slow
-def test_a_model_with_states_is_refused(tmp_path: Path) -> None:
-    cache = reusing(zoo.build("Lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_multiple_of": 4}))
-    for call in ("save", "load"):
-        with pytest.raises(UnsupportedError, match=rf"PagedCacheForTransformers\.{call}: .*layers keep states"):
-            getattr(cache, call)(tmp_path / "p")
+def with_states(model_type: str) -> Any:
+    return (
+        zoo.build("Lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_multiple_of": 4})
+        if model_type == "lfm2"
+        else served.build(model_type)
+    )
+
+
+@pytest.mark.parametrize(
+    "model_type", ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "falcon_h1", "zamba2"))]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_with_states_goes_on_from_a_file(tmp_path: Path, model_type: str) -> None:
+    """States are beside the pool there: behind the last whole block of each prompt, and where two parted."""
+    model = with_states(model_type)
+    cache, texts = reusing(model), [zoo.prompt(13), zoo.prompt(26, seed=3)]
+    for inputs in texts:
+        cache.commit(generated(model, cache, inputs))
+    one = cache.save(tmp_path / "one", texts[0]["input_ids"])
+    all_of_it = cache.save(tmp_path / "all")
+    assert (one.num_tokens, all_of_it.num_prefixes) == (12, 2)
+    for path, lengths in ((tmp_path / "one", (12, 0)), (tmp_path / "all", (12, 24))):
+        other = reusing(model)
+        loaded = other.load(path)
+        assert (loaded.num_loaded, loaded.num_prefixes) == (sum(lengths), loaded.num_saved)
+        assert other.load(path).num_loaded == 0, "it is there"
+        for inputs, length in zip(texts, lengths, strict=True):
+            expected, _ = Uncached(model).generate(inputs, NEW)
+            assert torch.equal(generated(model, other, inputs), expected)
+            assert other.usage.cached_tokens == length
+        other.state.manager.check_integrity()
+
+
+def test_states_that_find_no_room_are_not_loaded(tmp_path: Path) -> None:
+    model = with_states("lfm2")
+    cache, texts = reusing(model), [zoo.prompt(13), zoo.prompt(17, seed=3), zoo.prompt(21, seed=4)]
+    for inputs in texts:
+        cache.commit(generated(model, cache, inputs))
+    cache.save(tmp_path / "all")
+    one = cache._found.state_group.nbytes
+    conf = kvdock.PagedKVCacheConfig(num_blocks=128, block_size=4)
+    other = PagedCacheForTransformers.for_model(model, conf, prefix="radix", state_bytes=2 * one)
+    assert other.load(tmp_path / "all") == Loaded(2, 3, 36, 36), "those that were used last"
+    for inputs, length in zip(reversed(texts), (20, 16, 0), strict=True):
+        found = other.state.manager.plan(inputs["input_ids"][0].numpy()).cached_len
+        assert found == length
 
 
 @pytest.mark.slow

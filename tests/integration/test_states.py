@@ -209,7 +209,7 @@ def test_states_take_no_more_bytes_than_they_may() -> None:
     """Those of two prefixes: the one that was used longest ago makes room."""
     made = small("qwen3_next")
     conf = PagedKVCacheConfig(num_blocks=256, block_size=4)
-    one = reusing(made)._found.state_bytes
+    one = reusing(made)._found.state_group.nbytes
     with pytest.raises(ArgumentValueError, match=rf"state_bytes: expected at least {one}, the bytes of one prefix, got {one - 1}"):
         PagedCacheForTransformers.for_model(made, conf, prefix="radix", state_bytes=one - 1)
     cache = PagedCacheForTransformers.for_model(made, conf, prefix="radix", state_bytes=2 * one)

@@ -12,15 +12,15 @@ import numpy.typing as npt
 from kvdock.cache.grouped import GroupedCache
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, FileContentError, OutOfBlocksError
 from kvdock.files.container import Container
-from kvdock.files.description import check_pool, described
+from kvdock.files.description import described
 from kvdock.files.gather import gathered, with_checkpoints
+from kvdock.files.holder import Beside, Holder
 from kvdock.files.interface import Loaded, Progress, Saved
 from kvdock.files.loading import Reading, load_path, opened
 from kvdock.files.saving import save
 from kvdock.prefix.inputs import as_integers, count_of, namespace_key
 from kvdock.prefix.interface import Namespace, StoredPrefix
 from kvdock.scheduler import CacheManager
-from kvdock.scheduler.cached import cached_blocks, unused_size, use_prefix
 
 __all__ = ["load_any", "load_pool", "load_prefix", "save_pool", "save_prefix"]
 
@@ -35,6 +35,7 @@ def save_prefix(
     namespace: Namespace = (),
     *,
     model: str = "",
+    beside: Beside | None = None,
     max_file_bytes: int = _MAX_FILE_BYTES,
     progress: Progress | None = None,
 ) -> Saved:
@@ -49,6 +50,7 @@ def save_prefix(
         tokens: token ids ``[n]``.
         namespace: where they are cached.
         model: what tells the weights from others, such as a name with a revision: only the same text loads the file.
+        beside: who keeps states of the prefixes beside the pool.
         max_file_bytes: most bytes of contents in one file, though at least a block: more become several parts beside ``path``.
         progress: called with the bytes that are done and those in all.
 
@@ -60,9 +62,9 @@ def save_prefix(
         CapacityError: the host has no memory for a part.
     """
     subject = "save_prefix"
-    where, header = _checked(subject, path, manager, cache, model, progress)
+    where, holder, header = _checked(subject, path, manager, cache, beside, model, progress)
     ids = as_integers(f"{subject}: tokens", tokens).astype(np.int64)
-    found = gathered(manager, cache, [StoredPrefix(ids, namespace)])
+    found = gathered(holder, [StoredPrefix(ids, namespace)])
     if not len(found.forest):
         raise ArgumentValueError(
             f"{subject}: tokens",
@@ -70,7 +72,7 @@ def save_prefix(
             got=f"{ids.size} tokens, of which none are",
             fix="compute and commit them first",
         )
-    return save(where, cache, found, {"kind": "prefix", **header}, _most(subject, max_file_bytes), progress)
+    return save(where, holder, found, {"kind": "prefix", **header}, _most(subject, max_file_bytes), progress)
 
 
 def save_pool(
@@ -79,6 +81,7 @@ def save_pool(
     cache: GroupedCache,
     *,
     model: str = "",
+    beside: Beside | None = None,
     max_file_bytes: int = _MAX_FILE_BYTES,
     progress: Progress | None = None,
 ) -> Saved:
@@ -92,11 +95,11 @@ def save_pool(
         UnsupportedError: the prefix cache does not list what it stores.
     """
     subject = "save_pool"
-    where, header = _checked(subject, path, manager, cache, model, progress)
-    found = gathered(manager, cache, list(with_checkpoints(manager, cache, manager.prefix.stored_prefixes())))
+    where, holder, header = _checked(subject, path, manager, cache, beside, model, progress)
+    found = gathered(holder, list(with_checkpoints(holder, manager.prefix.stored_prefixes())))
     if not len(found.forest):
         raise ArgumentValueError(f"{subject}: manager", expected="one that has cached something", got=repr(manager)[:200])
-    return save(where, cache, found, {"kind": "pool", **header}, _most(subject, max_file_bytes), progress)
+    return save(where, holder, found, {"kind": "pool", **header}, _most(subject, max_file_bytes), progress)
 
 
 def load_prefix(
@@ -106,6 +109,7 @@ def load_prefix(
     *,
     namespace: Namespace | None = None,
     model: str = "",
+    beside: Beside | None = None,
     progress: Progress | None = None,
 ) -> Loaded:
     """Load what `save_prefix` saved, so that prompts find it; all of it or nothing.
@@ -120,6 +124,7 @@ def load_prefix(
         cache: of the same layers, dtype and block size as the one that was saved; its layout, device and size may be others.
         namespace: the one that the file must be of; None for any.
         model: the text that was given when it was saved.
+        beside: who gets the states that were beside the pool which was saved.
         progress: called with the bytes that are done and those in all.
 
     Raises:
@@ -128,24 +133,24 @@ def load_prefix(
         OutOfBlocksError: the pool has no room for it.
         ArgumentTypeError, ArgumentValueError, UnsupportedError: as `save_prefix`.
     """
-    where, expected = _checked("load_prefix", path, manager, cache, model, progress)
+    where, holder, expected = _checked("load_prefix", path, manager, cache, beside, model, progress)
     if namespace is not None:
         namespace_key("load_prefix: namespace", namespace)
-    reading = opened(where, "prefix", cache, expected, progress)
+    reading = opened(where, "prefix", holder, expected, progress)
     forest = reading.forest
     found = forest.namespace(forest.path(int(forest.ends[0])))
     if forest.ends.size != 1 or (namespace is not None and namespace_key("", found) != namespace_key("", namespace)):
         expects = f"one prefix, in namespace {namespace}" if namespace is not None else "one prefix"
         got = f"{forest.ends.size}, in {found}"
         raise FileContentError(f"{where}: namespaces", expected=expects, got=got[:200], fix="name the namespace that it was saved from")
-    loaded = load_path(reading, forest.rows(), manager, cache, int(forest.ends[0]))
+    loaded = load_path(reading, forest.rows(), holder, int(forest.ends[0]))
     reading.meter.finish()
     return Loaded(1, 1, forest.tokens.size, loaded)
 
 
 def load_any(path: str | os.PathLike[str], manager: CacheManager, cache: GroupedCache, **options: Any) -> Loaded:
     """Load what `save_prefix` or `save_pool` saved, with the options of `load_prefix` or `load_pool`."""
-    where, _ = _checked("load", path, manager, cache, options.get("model", ""), options.get("progress"))
+    where, _, _ = _checked("load", path, manager, cache, options.get("beside"), options.get("model", ""), options.get("progress"))
     load = load_pool if Container(where).header.get("kind") == "pool" else load_prefix
     return load(where, manager, cache, **options)
 
@@ -156,6 +161,7 @@ def load_pool(
     cache: GroupedCache,
     *,
     model: str = "",
+    beside: Beside | None = None,
     progress: Progress | None = None,
 ) -> Loaded:
     """Load as many prefixes of what `save_pool` saved as there is room for without evicting any, those that were used last first.
@@ -166,35 +172,36 @@ def load_pool(
     Returns:
         What was loaded: ``num_prefixes`` of ``num_saved``.
     """
-    where, expected = _checked("load_pool", path, manager, cache, model, progress)
-    reading = opened(where, "pool", cache, expected, progress)
-    fits = _load_fitting(reading, manager, cache)
+    where, holder, expected = _checked("load_pool", path, manager, cache, beside, model, progress)
+    reading = opened(where, "pool", holder, expected, progress)
+    fits = _load_fitting(reading, holder)
     forest = reading.forest
     paths = [forest.path(end) for end in fits]
     for blocks in reversed(paths):
-        use_prefix(manager, forest.tokens[blocks].reshape(-1), forest.namespace(blocks))
+        holder.use(forest.tokens[blocks].reshape(-1), forest.namespace(blocks))
     reading.meter.finish()
     count = len(np.unique(np.concatenate(paths))) if paths else 0
     return Loaded(len(fits), forest.ends.size, count * manager.block_size, sum(fits.values()))
 
 
-def _load_fitting(reading: Reading, manager: CacheManager, cache: GroupedCache) -> dict[int, int]:
+def _load_fitting(reading: Reading, holder: Holder) -> dict[int, int]:
     """Load what there is room for; return the ends of it, and how many tokens were read for each."""
     forest, rows, fits = reading.forest, reading.forest.rows(), dict[int, int]()
     for end in forest.ends.tolist():
         blocks = forest.path(end)
-        cached, _ = cached_blocks(manager, forest.tokens[blocks].reshape(-1), forest.namespace(blocks))
-        if blocks.size * manager.block_size - cached > unused_size(manager):
+        if not holder.has_room(forest.tokens[blocks].reshape(-1), forest.namespace(blocks)):
             continue
         try:
-            fits[end] = load_path(reading, rows, manager, cache, end)
+            fits[end] = load_path(reading, rows, holder, end)
         except OutOfBlocksError:  # room was left for nothing else than what it lets go on the way
             continue
     return fits
 
 
-def _checked(subject: str, path: Any, manager: Any, cache: Any, model: Any, progress: Any) -> tuple[Path, dict[str, Any]]:
-    """Return the path, and what a file says of a cache; or raise."""
+def _checked(
+    subject: str, path: Any, manager: Any, cache: Any, beside: Any, model: Any, progress: Any
+) -> tuple[Path, Holder, dict[str, Any]]:
+    """Return the path, who holds what is saved or loaded, and what a file says of that; or raise."""
     where = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(where, str) or not where:
         raise ArgumentTypeError(f"{subject}: path", expected="a path", got=repr(path)[:80])
@@ -206,8 +213,8 @@ def _checked(subject: str, path: Any, manager: Any, cache: Any, model: Any, prog
         raise ArgumentTypeError(f"{subject}: model", expected="a str", got=repr(model)[:80], fix=fix)
     if progress is not None and not callable(progress):
         raise ArgumentTypeError(f"{subject}: progress", expected="a function of two numbers, or None", got=repr(progress)[:80])
-    check_pool(subject, manager, cache)
-    return Path(where), described(manager, cache, model)
+    holder = Holder(subject, manager, cache, beside)
+    return Path(where), holder, described(manager, cache, holder.groups, model)
 
 
 def _most(subject: str, max_file_bytes: object) -> int:

@@ -12,6 +12,7 @@ import torch
 from kvdock.bits import as_bits, bits_dtype
 from kvdock.cache.grouped import GroupedCache
 from kvdock.cache.memory import allocated
+from kvdock.layers.groups import LayerGroup
 from kvdock.layers.interface import Buffer
 
 __all__ = ["Content", "contents_of", "put", "taken"]
@@ -54,11 +55,11 @@ class Content:
         return bits_dtype(self.buffer.dtype.itemsize)
 
 
-def contents_of(cache: GroupedCache) -> tuple[Content, ...]:
-    """Return all buffers of a cache; what shares another layer's is not there again."""
+def contents_of(groups: Sequence[LayerGroup]) -> tuple[Content, ...]:
+    """Return all buffers of layer groups; what shares another layer's is not there again."""
 
     def found() -> Iterator[Content]:
-        for number, group in enumerate(cache.groups):
+        for number, group in enumerate(groups):
             for (layer, _), part in zip(group.members, group.parts, strict=True):
                 for buffer in part.buffers:
                     yield Content(number, layer, buffer, group.block_size)

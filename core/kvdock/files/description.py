@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from kvdock.cache.grouped import GroupedCache
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, FileContentError, UnsupportedError
+from kvdock.layers.groups import LayerGroup
 from kvdock.scheduler import CacheManager
 from kvdock.scheduler.cached import block_sizes, has_tables_of, num_blocks
 
@@ -54,7 +56,7 @@ def check_pool(subject: str, manager: object, cache: object) -> None:
         )
 
 
-def described(manager: CacheManager, cache: GroupedCache, model: str) -> dict[str, Any]:
+def described(manager: CacheManager, cache: GroupedCache, of: Sequence[LayerGroup], model: str) -> dict[str, Any]:
     """Return what a cache must have in common with one that loads its files, as JSON has it."""
     groups = [
         {
@@ -66,7 +68,7 @@ def described(manager: CacheManager, cache: GroupedCache, model: str) -> dict[st
                 for buffer in part.buffers
             ],
         }
-        for group in cache.groups
+        for group in of
     ]
     return {
         "model": model,

@@ -8,14 +8,12 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.cache.grouped import GroupedCache
 from kvdock.files.forest import Forest, cached_places
+from kvdock.files.holder import Holder
 from kvdock.files.namespaces import check_depth
 from kvdock.prefix.inputs import namespace_key
 from kvdock.prefix.interface import BlockIds, Namespace, StoredPrefix
 from kvdock.prefix.names import NAME_BYTES, block_names
-from kvdock.scheduler import CacheManager
-from kvdock.scheduler.cached import cached_blocks
 
 __all__ = ["Gathered", "gathered", "with_checkpoints"]
 
@@ -26,7 +24,7 @@ class Gathered:
 
     Args:
         forest: the blocks.
-        sources: of each layer group, where in the pool each block is, int32 as ``forest.kept``; -1 for what is not saved.
+        sources: of each layer group, what `Holder.take` takes for each block, int32 as ``forest.kept``; -1 for what is not saved.
     """
 
     forest: Forest
@@ -85,27 +83,27 @@ class _Growing:
         return Gathered(forest, sources)
 
 
-def gathered(manager: CacheManager, cache: GroupedCache, prefixes: Iterable[StoredPrefix]) -> Gathered:
+def gathered(holder: Holder, prefixes: Iterable[StoredPrefix]) -> Gathered:
     """Collect the blocks of prefixes, each as far as every layer group can go on behind it."""
-    size = manager.block_size
-    growing = _Growing((group.width(size) for group in cache.groups), size)
+    size = holder.manager.block_size
+    growing = _Growing((group.width(size) for group in holder.groups), size)
     for tokens, namespace in prefixes:
-        length, tables = cached_blocks(manager, tokens, namespace)
+        length, tables = holder.match(tokens, namespace)
         if not length:
             continue
         path = growing.add(tokens[:length].astype(np.int64), namespace)
-        for group, table, width, sources in zip(cache.groups, tables, growing.widths, growing.sources, strict=True):
+        for group, table, width, sources in zip(holder.groups, tables, growing.widths, growing.sources, strict=True):
             for place in cached_places(group, length, size).tolist():
                 sources[path[place // width]][place % width] = table[place]
     return growing.finish()
 
 
-def with_checkpoints(manager: CacheManager, cache: GroupedCache, prefixes: Iterable[StoredPrefix]) -> Iterator[StoredPrefix]:
-    """Yield prefixes, and before each, of a cache with states, the shorter ones that end at a checkpoint: others may begin so, too."""
-    has_states = any(group.retention.is_state for group in cache.groups)
+def with_checkpoints(holder: Holder, prefixes: Iterable[StoredPrefix]) -> Iterator[StoredPrefix]:
+    """Yield prefixes, and before each, of layers with states, the shorter ones that end at a checkpoint: others may begin so, too."""
+    has_states = any(group.retention.is_state for group in holder.groups)
     for prefix in prefixes:
         found = [prefix]
-        while has_states and (length := cached_blocks(manager, found[-1].tokens, prefix.namespace)[0]):
+        while has_states and (length := holder.cached(found[-1].tokens, prefix.namespace)):
             found[-1] = StoredPrefix(found[-1].tokens[:length], prefix.namespace)
             found.append(StoredPrefix(found[-1].tokens[:-1], prefix.namespace))
         yield from reversed(found)

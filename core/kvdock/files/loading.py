@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvdock.cache.grouped import GroupedCache
 from kvdock.errors import FileContentError
 from kvdock.files.container import Container
-from kvdock.files.contents import Content, contents_of, put
+from kvdock.files.contents import Content, put
 from kvdock.files.description import check_fits
 from kvdock.files.folder import part_name
 from kvdock.files.forest import INTEGERS, Forest, cached_places, needed_blocks
+from kvdock.files.holder import Holder
 from kvdock.files.interface import Meter, Progress
 from kvdock.files.namespaces import from_json
 from kvdock.prefix.names import NAME_BYTES
-from kvdock.scheduler import CacheManager
 from kvdock.scheduler.cached import cached_blocks, note_only_needed
 
 __all__ = ["Reading", "load_path", "opened"]
@@ -48,7 +48,7 @@ class Reading:
     meter: Meter
 
 
-def opened(path: Path, kind: str, cache: GroupedCache, expected: dict[str, Any], progress: Progress | None) -> Reading:
+def opened(path: Path, kind: str, holder: Holder, expected: dict[str, Any], progress: Progress | None) -> Reading:
     """Open a file, and verify all of it.
 
     Raises:
@@ -61,7 +61,7 @@ def opened(path: Path, kind: str, cache: GroupedCache, expected: dict[str, Any],
         fix = f"call {_KINDS[got]}" if isinstance(got, str) and got in _KINDS else "name the file that was saved"
         raise FileContentError(f"{path}: kind", expected=kind, got=repr(got)[:40], fix=fix)
     check_fits(path, main.header, expected)
-    contents, groups = contents_of(cache), cache.groups
+    contents, groups = holder.contents, holder.groups
     files, starts = _files(main)
     integers = {*INTEGERS, *(f"kept.{group}" for group in range(len(groups)))}
     main.check_names(integers | ({content.name for content in contents} if files == [main] else set()))
@@ -132,37 +132,38 @@ def _contents(
     return {content.name: file.tensor(content.name, content.dtype, (counts[content.group], *content.shape)) for content in contents}
 
 
-def load_path(reading: Reading, rows: tuple[npt.NDArray[np.int64], ...], manager: CacheManager, cache: GroupedCache, end: int) -> int:
+def load_path(reading: Reading, rows: tuple[npt.NDArray[np.int64], ...], holder: Holder, end: int) -> int:
     """Load the prefix that ends with a block, whole or not at all; return how many of its tokens were read, and not found.
 
     Args:
         reading: the file.
         rows: where blocks are in it, `Forest.rows`.
-        manager: takes the blocks.
-        cache: has them.
+        holder: gets the blocks.
         end: the last block.
 
     Raises:
         OutOfBlocksError: there is no room, whatever is evicted.
     """
-    forest, size = reading.forest, manager.block_size
+    forest, manager, size = reading.forest, holder.manager, holder.manager.block_size
     path = forest.path(end)
     tokens, namespace = forest.tokens[path].reshape(-1), forest.namespace(path)
-    before, _ = cached_blocks(manager, tokens, namespace)
-    if before == tokens.size:
+    if holder.cached(tokens, namespace) == tokens.size:
         return 0
+    before, _ = cached_blocks(manager, tokens, namespace)
     # As a prompt with a token more, the first chunk of which ends where this does: that is where states are kept.
     seq = manager.begin(np.append(tokens, tokens[:1]), namespace, at_most=tokens.size - before)
     try:
         cached = seq.cached_len
-        for group, of in enumerate(cache.groups):
+        for group, of in enumerate(holder.cache.groups):
             width = of.width(size)
             places, blocks = cached_places(of, tokens.size, size), seq.block_table(group)[needed_blocks(of, tokens.size)]
             missing = places >= cached // size * width
             units = path[places[missing] // width]
-            _copy(reading, cache, group, units, rows[group][units, places[missing] % width], blocks[missing])
+            _copy(reading, holder, group, units, rows[group][units, places[missing] % width], blocks[missing])
         if forest.ends.size == 1:
             reading.meter.finish()  # before it can be found: what a progress raises leaves no trace
+        if holder.beside is not None:
+            holder.beside.put(tokens, namespace, _states(reading, len(rows) - 1, end, int(rows[-1][end, 0])))
         note_only_needed(manager, seq, tokens.size)
         manager.commit(seq, (), computed=tokens.size)
     except BaseException:
@@ -173,9 +174,23 @@ def load_path(reading: Reading, rows: tuple[npt.NDArray[np.int64], ...], manager
 
 
 def _copy(
-    reading: Reading, cache: GroupedCache, group: int, units: npt.NDArray[Any], rows: npt.NDArray[Any], blocks: npt.NDArray[np.int32]
+    reading: Reading, holder: Holder, group: int, units: npt.NDArray[Any], rows: npt.NDArray[Any], blocks: npt.NDArray[np.int32]
 ) -> None:
     """Copy blocks of a group into the cache."""
+    for mine, content, found in _found(reading, group, units, rows):
+        put(holder.cache, content, blocks[mine], found)
+
+
+def _states(reading: Reading, group: int, unit: int, row: int) -> dict[str, torch.Tensor]:
+    """Return the states behind a block."""
+    found = _found(reading, group, np.array([unit]), np.array([row]))
+    return {content.name: tensor[0, 0].view(content.buffer.dtype) for _, content, tensor in found}
+
+
+def _found(
+    reading: Reading, group: int, units: npt.NDArray[Any], rows: npt.NDArray[Any]
+) -> Iterator[tuple[npt.NDArray[np.bool_], Content, torch.Tensor]]:
+    """Yield contents of blocks of a group, in memory of their own, and which of the blocks these are: those of one part of the file."""
     parts = np.searchsorted(reading.starts, units, side="right") - 1
     for part in np.unique(parts).tolist():
         mine = parts == part
@@ -184,7 +199,7 @@ def _copy(
         for content in reading.contents:
             if content.group == group:
                 found = reading.tensors[part][content.name].index_select(0, index)
-                put(cache, content, blocks[mine], found)
+                yield mine, content, found
                 reading.meter.add(found.nbytes)
 
 

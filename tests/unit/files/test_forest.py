@@ -13,6 +13,7 @@ from kvdock.errors import FileContentError
 from kvdock.files.description import check_fits
 from kvdock.files.forest import Forest, needed_blocks
 from kvdock.files.gather import gathered
+from kvdock.files.holder import Holder
 from kvdock.layers import KeepAll, KeepChunk, KeepWindow
 from kvdock.layers.groups import LayerGroup
 from kvdock.prefix import StoredPrefix, block_names
@@ -40,7 +41,7 @@ def test_prefixes_share_what_they_begin_with_within_a_namespace() -> None:
     texts = [((1, 2, 3, 4), ()), ((1, 2, 5, 6), ()), ((1, 2), ()), ((1, 2, 3, 4), ("a",)), ((1, 2, 3, 4, 9), ())]
     for ids, namespace in texts:
         compute(cache, manager, list(ids), namespace)
-    found = gathered(manager, cache, [prefix(*ids, namespace=namespace) for ids, namespace in texts])
+    found = gathered(Holder("test", manager, cache, None), [prefix(*ids, namespace=namespace) for ids, namespace in texts])
     forest = found.forest
     assert forest.tokens.tolist() == [[1, 2], [3, 4], [5, 6], [1, 2], [3, 4]]
     assert forest.parents.tolist() == [-1, 0, 0, -2, 3]
@@ -58,9 +59,9 @@ def test_prefixes_share_what_they_begin_with_within_a_namespace() -> None:
 def test_what_is_not_cached_is_left_out() -> None:
     cache, manager = pool(block_size=2)
     compute(cache, manager, [1, 2, 3, 4])
-    found = gathered(manager, cache, [prefix(7, 8), prefix(1, 2, 9, 9), prefix(1, 2, 3, 4, namespace=("a",))]).forest
+    found = gathered(Holder("test", manager, cache, None), [prefix(7, 8), prefix(1, 2, 9, 9), prefix(1, 2, 3, 4, namespace=("a",))]).forest
     assert (found.tokens.tolist(), found.ends.tolist(), found.namespaces) == ([[1, 2]], [0], ((),))
-    none = gathered(manager, cache, [prefix(7, 8)]).forest
+    none = gathered(Holder("test", manager, cache, None), [prefix(7, 8)]).forest
     assert (len(none), none.names.shape, none.ends.size) == (0, (0, 32), 0)
 
 
@@ -68,7 +69,7 @@ def test_of_windows_only_what_is_needed_has_a_source() -> None:
     cache, manager = pool("windows", num_blocks=256)
     ids = list(range(160))
     compute(cache, manager, ids)
-    found = gathered(manager, cache, [prefix(*ids)])
+    found = gathered(Holder("test", manager, cache, None), [prefix(*ids)])
     length = found.forest.tokens.size
     for number, (of, sources) in enumerate(zip(cache.groups, found.sources, strict=True)):
         places = np.flatnonzero(sources.reshape(-1) >= 0)
@@ -83,7 +84,7 @@ def test_of_windows_only_what_is_needed_has_a_source() -> None:
 def test_a_forest_comes_back_from_its_arrays() -> None:
     cache, manager = pool(block_size=2)
     compute(cache, manager, [1, 2, 3, 4])
-    forest = gathered(manager, cache, [prefix(1, 2, 3, 4)]).forest
+    forest = gathered(Holder("test", manager, cache, None), [prefix(1, 2, 3, 4)]).forest
     back = Forest.read("f", forest.arrays(), forest.namespaces, cache.groups)
     for name, array in forest.arrays().items():
         assert (back.arrays()[name] == array).all(), name

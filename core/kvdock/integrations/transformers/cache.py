@@ -158,7 +158,8 @@ class PagedCacheForTransformers(Cache):
         name = "naive" if prefix is None else prefix
         made = prefix_cache_of_pool(_FOR_MODEL, name, num_blocks=pool.num_blocks, block_size=block_size, options=options)
         manager = CacheManager(pool.num_blocks, prefix=made, groups=pool.groups, tiers=bound_tiers(_FOR_MODEL, tiers, pool))
-        kept = Checkpoints(block_size, _room_for_states(state_bytes, found, pool.nbytes)) if any(found.states) else None
+        room = _room_for_states(state_bytes, found.state_group.nbytes, pool.nbytes)
+        kept = Checkpoints(block_size, room, found) if any(found.states) else None
         reuse = PrefixReuse(manager, getattr(model, "generation_config", None), sharing_of(runs), kept) if prefix is not None else None
 
         def trial(rows: int, tokens: int, reader: Reader) -> PagedCacheForTransformers:
@@ -331,7 +332,7 @@ class PagedCacheForTransformers(Cache):
             options: ``model``, ``max_file_bytes`` and ``progress``, as of `kvdock.files.save_prefix`. A ``model`` is well worth giving.
 
         Raises:
-            UnsupportedError: there is no prefix cache; or the model keeps states.
+            UnsupportedError: there is no prefix cache.
             KVDockError: as `kvdock.files.save_prefix` and `kvdock.files.save_pool`.
         """
         return save_prefixes(self._needed("save"), self.state, path, input_ids, namespace, options)
@@ -344,7 +345,7 @@ class PagedCacheForTransformers(Cache):
             options: ``model`` and ``progress``, as of `kvdock.files.load_prefix`.
 
         Raises:
-            UnsupportedError: there is no prefix cache; or the model keeps states.
+            UnsupportedError: there is no prefix cache.
             KVDockError: as `kvdock.files.load_prefix`.
         """
         return load_prefixes(self._needed("load"), self.state, path, options)
@@ -471,11 +472,11 @@ class PagedCacheForTransformers(Cache):
         return self._reuse
 
 
-def _room_for_states(given: int | None, found: Measurement, pool_bytes: int) -> int:
-    """Return how many bytes of states are kept behind prefixes at most."""
+def _room_for_states(given: int | None, nbytes: int, pool_bytes: int) -> int:
+    """Return how many bytes of states are kept behind prefixes at most, where one has so many."""
     if given is None:
-        return max(pool_bytes // 4, 4 * found.state_bytes)
-    expected, fix = f"at least {found.state_bytes}, the bytes of one prefix", "leave it out, or make the cache without prefix="
-    if not isinstance(given, int) or given < found.state_bytes:
+        return max(pool_bytes // 4, 4 * nbytes)
+    expected, fix = f"at least {nbytes}, the bytes of one prefix", "leave it out, or make the cache without prefix="
+    if not isinstance(given, int) or given < nbytes:
         raise ArgumentValueError(f"{_FOR_MODEL}: state_bytes", expected=expected, got=given, fix=fix)
     return given

@@ -12,13 +12,17 @@ Keys and values of a prefix can be cut anywhere; a state is only where somebody 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from kvdock.errors import UnsupportedError
+from kvdock.files import Beside
+from kvdock.integrations.transformers.measure import Measurement
 from kvdock.integrations.transformers.prompts import Prompts
-from kvdock.integrations.transformers.states import StateLayers
+from kvdock.integrations.transformers.states import StateLayer, StateLayers
 from kvdock.prefix.interface import Namespace
 
 __all__ = ["Checkpoints", "Kept"]
@@ -29,19 +33,21 @@ Kept = dict[tuple[int, int], StateLayers]
 """States by the number of a prompt of a batch, and the place in it, padding included."""
 
 
-class Checkpoints:
+class Checkpoints(Beside):
     """The states that are kept. Those that were used longest ago make room for others.
 
     Args:
         block_size: tokens of a block; states are kept at multiples of it, as keys and values are.
         most_bytes: of all states together.
+        found: what was measured of the model.
 
     Attributes:
         nbytes: of the states that are there.
     """
 
-    def __init__(self, block_size: int, most_bytes: int) -> None:
-        self._block_size, self._most_bytes = block_size, most_bytes
+    def __init__(self, block_size: int, most_bytes: int, found: Measurement) -> None:
+        self._block_size, self._most_bytes, self._device = block_size, most_bytes, found.device
+        self.group, self._numbers = found.state_group, [number for number in found.states if number]
         self._kept: OrderedDict[tuple[Namespace, bytes], StateLayers] = OrderedDict()
         self._lengths: dict[int, int] = {}  # how many there are of each
         self.nbytes = 0
@@ -55,9 +61,40 @@ class Checkpoints:
 
     def find(self, ids: Ids, namespace: Namespace) -> StateLayers:
         """Return the states behind a sequence, which are there, see `lengths`."""
-        key = _key(ids, namespace)
-        self._kept.move_to_end(key)
-        return self._kept[key]
+        self.use(ids, namespace)
+        return self._kept[_key(ids, namespace)]
+
+    def use(self, tokens: Ids, namespace: Namespace) -> None:
+        """Let states that are there be those that were used last."""
+        self._kept.move_to_end(_key(tokens, namespace))
+
+    @property
+    def unused(self) -> int:
+        """Bytes that there is room for."""
+        return self._most_bytes - self.nbytes
+
+    def get(self, tokens: Ids, namespace: Namespace) -> Mapping[str, torch.Tensor]:
+        """Return the states behind a sequence, by what files name them.
+
+        Raises:
+            UnsupportedError: they are not as one token left them, when the model was measured.
+        """
+        found, parts = self._kept[_key(tokens, namespace)], self.group.parts
+        for states, part in zip(found.named(), parts, strict=True):
+            want = {buffer.name: ((1, *buffer.shape), buffer.dtype) for buffer in part.buffers}
+            if (got := {name: (tuple(state.shape), state.dtype) for name, state in states.items()}) != want:
+                fix = "let such prefixes be computed anew"
+                subject = "PagedCacheForTransformers.save: states"
+                raise UnsupportedError(subject, expected=f"those of one token: {want}", got=repr(got), fix=fix)
+        return {f"layers.{at}.{name}": state[0] for at, states in enumerate(found.named()) for name, state in states.items()}
+
+    def put(self, tokens: Ids, namespace: Namespace, states: Mapping[str, torch.Tensor]) -> None:
+        """Keep states behind a sequence, which came out of a file."""
+        layers = [
+            StateLayer.of_row(number, {buffer.name: states[f"layers.{at}.{buffer.name}"] for buffer in part.buffers}, self._device)
+            for at, (number, part) in enumerate(zip(self._numbers, self.group.parts, strict=True))
+        ]
+        self._store(tokens, namespace, StateLayers(layers))
 
     def store(self, prompts: Prompts, kept: Kept) -> None:
         """Let states be found from now on.
@@ -67,14 +104,16 @@ class Checkpoints:
             kept: the states.
         """
         for (index, place), states in kept.items():
-            ids = prompts.row(index)[: place - prompts.pads[index]]
-            key = _key(ids, prompts.namespace)
-            if key not in self._kept and states.nbytes <= self._most_bytes:
-                self._kept[key] = states
-                self._count(ids.size, states.nbytes, 1)
-            while self.nbytes > self._most_bytes:
-                (_, old), gone = self._kept.popitem(last=False)
-                self._count(len(old) // ids.itemsize, gone.nbytes, -1)
+            self._store(prompts.row(index)[: place - prompts.pads[index]], prompts.namespace, states)
+
+    def _store(self, ids: Ids, namespace: Namespace, states: StateLayers) -> None:
+        key = _key(ids, namespace)
+        if key not in self._kept and states.nbytes <= self._most_bytes:
+            self._kept[key] = states
+            self._count(ids.size, states.nbytes, 1)
+        while self.nbytes > self._most_bytes:
+            (_, old), gone = self._kept.popitem(last=False)
+            self._count(len(old) // ids.itemsize, gone.nbytes, -1)
 
     def clear(self) -> None:
         """Forget all."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdock.errors import ArgumentValueError, UnsupportedError
+from kvdock.errors import ArgumentValueError
 from kvdock.files import Loaded, Saved, save_pool, save_prefix
 from kvdock.files.api import load_any
 from kvdock.integrations.transformers.prompts import on_host, read_ids
@@ -25,21 +25,19 @@ def save_prefixes(
     reuse: PrefixReuse, state: PagedState, path: str | os.PathLike[str], ids: Any, namespace: Namespace, options: Mapping[str, Any]
 ) -> Saved:
     """Save one prompt, or all prefixes; see `PagedCacheForTransformers.save`."""
-    _check_no_states(reuse, "save")
     if ids is None and namespace:
         fix = "pass input_ids too, or leave namespace out: all are saved"
         raise ArgumentValueError(f"{_SUBJECT}.save: namespace", expected="none, without input_ids", got=repr(namespace)[:80], fix=fix)
     with state.change():
         if ids is None:
-            return save_pool(path, reuse.manager, state.pool, **options)
-        return save_prefix(path, reuse.manager, state.pool, _one(ids), namespace, **options)
+            return save_pool(path, reuse.manager, state.pool, beside=reuse.checkpoints, **options)
+        return save_prefix(path, reuse.manager, state.pool, _one(ids), namespace, beside=reuse.checkpoints, **options)
 
 
 def load_prefixes(reuse: PrefixReuse, state: PagedState, path: str | os.PathLike[str], options: Mapping[str, Any]) -> Loaded:
     """Load what was saved; see `PagedCacheForTransformers.load`."""
-    _check_no_states(reuse, "load")
     with state.change():
-        return load_any(path, reuse.manager, state.pool, **options)
+        return load_any(path, reuse.manager, state.pool, beside=reuse.checkpoints, **options)
 
 
 def _one(ids: Any) -> Any:
@@ -49,13 +47,3 @@ def _one(ids: Any) -> Any:
     if len(found) != 1:
         raise ArgumentValueError(subject, expected="one prompt", got=f"{len(found)} rows", fix="save each row without its padding: ids[0]")
     return found[0]
-
-
-def _check_no_states(reuse: PrefixReuse, method: str) -> None:
-    if reuse.checkpoints is not None:
-        raise UnsupportedError(
-            f"{_SUBJECT}.{method}",
-            expected="a model whose layers keep keys and values, or latents",
-            got="one whose layers keep states: these are not in files yet",
-            fix="let its prompts be computed anew",
-        )

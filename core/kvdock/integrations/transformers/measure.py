@@ -19,7 +19,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kvdock.errors import UnsupportedError
 from kvdock.integrations.transformers.compat import CACHE_KEYWORD, DUMMY_LAYER
 from kvdock.integrations.transformers.latent import latent_layers_of
-from kvdock.integrations.transformers.states import BOTH, STATES, held
+from kvdock.integrations.transformers.states import BOTH, STATES, named
+from kvdock.layers.groups import LayerGroup
+from kvdock.layers.interface import Buffer, Part
+from kvdock.layers.retention import KeepState
 from kvdock.spec import KVSpec, LayerSpec, MLALayerSpec
 
 __all__ = ["Measurement", "has_states", "input_device", "measure", "run_tokens"]
@@ -43,7 +46,7 @@ class Measurement:
         windows: their sliding windows in tokens; None for full attention.
         stored: for each layer of the model, whether it is one of those.
         states: for each layer of the model, how many states it keeps. Layers with neither store nothing.
-        state_bytes: bytes of all states of one row.
+        state_group: the layers with states, counted by themselves, and what one row has there.
         device: where the keys and values are.
     """
 
@@ -51,7 +54,7 @@ class Measurement:
     windows: tuple[int | None, ...]
     stored: tuple[bool, ...]
     states: tuple[int, ...]
-    state_bytes: int
+    state_group: LayerGroup
     device: torch.device
 
 
@@ -72,11 +75,23 @@ def measure(model: Any) -> Measurement:
             raise _refusal(model, "every layer to cache one position for one token", f"a layer that does not: {index}")
     spec = KVSpec(_layer_specs(layers, _keep_latents(model, every)), _max_positions(model), _only(model, layers, "dtype"))
     states = tuple(layer.number_of_states if type(layer) in STATES else 0 for layer in every)
-    held_by = [sum(of[key].nbytes for of, key in held(layer)) for layer in every]
-    empty = [index for index, (number, nbytes) in enumerate(zip(states, held_by, strict=True)) if number and not nbytes]
+    empty = [
+        index
+        for index, (number, layer) in enumerate(zip(states, every, strict=True))
+        if number and not sum(state.nbytes for state in named(layer).values())
+    ]
     if empty:
         raise _refusal(model, "layers that keep their states in the cache", f"a layer that keeps them elsewhere: {empty[0]}")
-    return Measurement(spec, tuple(map(_window_of, layers)), stored, states, sum(held_by), _only(model, layers, "device"))
+    kept = [layer for number, layer in zip(states, every, strict=True) if number]
+    return Measurement(spec, tuple(map(_window_of, layers)), stored, states, _group_of(kept), _only(model, layers, "device"))
+
+
+def _group_of(layers: Sequence[Any]) -> LayerGroup:
+    """Return layers with states as a layer group."""
+    parts = [
+        Part(tuple(Buffer(name, state.shape[1:], state.dtype) for name, state in named(layer).items()), KeepState()) for layer in layers
+    ]
+    return LayerGroup(tuple((at, 0) for at in range(len(parts))), tuple(parts), KeepState(), 1)
 
 
 def _empty_cache(model: Any) -> DynamicCache:

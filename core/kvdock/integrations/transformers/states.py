@@ -6,7 +6,7 @@ states that fit to nothing. Room in the pool is made before (`PagedState.reserve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 
 from kvdock.errors import ArgumentValueError, UnsupportedError
 
-__all__ = ["BOTH", "STATES", "StateLayer", "StateLayers", "held"]
+__all__ = ["BOTH", "STATES", "StateLayer", "StateLayers", "named"]
 
 BOTH: tuple[type, ...] = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 """Transformers' own layers with keys, values and states."""
@@ -26,10 +26,18 @@ BOTH: tuple[type, ...] = (LinearAttentionAndFullAttentionLayer, LinearAttentionA
 STATES: tuple[type, ...] = (LinearAttentionLayer, *BOTH)
 """All of its layers with states."""
 
+_KINDS = {"conv": "conv_states", "recurrent": "recurrent_states"}
+"""What a file calls states, and what a layer calls the dict of them."""
+
+
+def named(layer: Any) -> dict[str, torch.Tensor]:
+    """Return the states of a layer by name, ``"conv.0"`` the first of convolutions, ``"recurrent.0"`` the first recurrence."""
+    return {f"{kind}.{key}": of[key] for kind, name in _KINDS.items() for of, key in held(layer) if of is getattr(layer, name, None)}
+
 
 def held(layer: Any) -> Iterator[tuple[dict[int, torch.Tensor], int]]:
     """Yield where each state that there is lies: a dict of a layer and a key in it; nothing of layers without."""
-    for of in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
+    for of in (getattr(layer, name, {}) for name in _KINDS.values()):
         yield from [(of, key) for key, state in of.items() if state is not None]
 
 
@@ -51,6 +59,20 @@ class StateLayer(LinearAttentionLayer):
     def clear(self) -> None:
         """Forget the states, and how many rows they have."""
         LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
+
+    @classmethod
+    def of_row(cls, number_of_states: int, states: Mapping[str, torch.Tensor], device: torch.device) -> StateLayer:
+        """Return a layer with the states of one row, by `named` without the row's dimension; what `row` returned and a file had."""
+        made = cls(number_of_states)
+        with torch.inference_mode(mode=False):
+            for name, state in states.items():
+                kind, key = name.split(".")
+                row = state[None].to(device)
+                if kind == "conv":
+                    made.update_conv_state(row, state_idx=int(key), conv_kernel_size=row.shape[-1])
+                else:
+                    made.update_recurrent_state(row, state_idx=int(key))
+        return made
 
     def select(self, rows: torch.Tensor) -> None:
         """Make row ``rows[i]`` the new row i."""
@@ -189,6 +211,10 @@ class StateLayers:
     def row(self, row: int) -> StateLayers:
         """Return the states of one row, in layers of their own."""
         return StateLayers([layer.row(row) for layer in self._layers])
+
+    def named(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Yield the states of each layer, see `named`."""
+        yield from map(named, self._layers)
 
     def join(self, rows: Sequence[StateLayers]) -> None:
         """Have the states of rows, see `row`; none forgets all."""
