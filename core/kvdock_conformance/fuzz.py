@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import attrs
 
 from kvdock.errors import ArgumentValueError, KVDockError
-from kvdock_conformance.cases.every_op import EVERY
-from kvdock_conformance.cases.random_calls import described, random_case
+from kvdock_conformance.cases.random_calls import FUZZABLE, described, random_case
 from kvdock_conformance.patience import INTERRUPTED
 from kvdock_conformance.requirement import Case, Level, Requirement
 from kvdock_conformance.session import ConformancePlan, Session
@@ -36,9 +35,9 @@ def check_fuzz(plan: ConformancePlan, minutes: float) -> None:
     """
     if minutes <= 0:
         raise ArgumentValueError("fuzz", expected="more than 0 minutes", got=minutes)
-    if plan.kind != "backend" or plan.area not in (None, *EVERY):
+    if plan.kind != "backend" or plan.area not in (None, *FUZZABLE):
         got = f"--op {plan.area}" if plan.kind == "backend" else f"--{plan.kind}"
-        raise ArgumentValueError("fuzz", expected=f"a backend, and if any --op one of {', '.join(EVERY)}", got=got)
+        raise ArgumentValueError("fuzz", expected=f"a backend, and if any --op one of {', '.join(FUZZABLE)}", got=got)
     try:
         import hypothesis  # noqa: F401 - only whether it is there
     except ImportError as error:
@@ -137,7 +136,7 @@ def fuzz(plan: ConformancePlan, minutes: float, seed: int = 0) -> Outcome:
         with contextlib.suppress(KVDockError):  # what cannot be opened is told of the first case
             session.open()  # which may take as long as a short search
         start = time.monotonic()
-        search = _Search(session, requirement, EVERY if plan.area is None else (plan.area,), start + 60 * minutes)
+        search = _Search(session, requirement, FUZZABLE if plan.area is None else (plan.area,), start + 60 * minutes)
         batch = 0
         try:
             while search.failed is None and search.lost is None and time.monotonic() < search.end:

@@ -16,12 +16,16 @@ import attrs
 from kvdock.ops.catalog import CATALOG
 from kvdock_conformance.cases.computing import COMPUTING, Chooser
 from kvdock_conformance.cases.drawing import ITEMSIZE, Drawing, View, call
-from kvdock_conformance.cases.every_op import OPS, OpCall
+from kvdock_conformance.cases.every_op import EVERY, OPS, OpCall
 from kvdock_conformance.cases.layouts import PACKED, POOLS, Geometry, Pair
 from kvdock_conformance.cases.numbers import finite
 from kvdock_conformance.cases.quantised import FORMS, QUANTISED, finite_bytes, scales
+from kvdock_conformance.cases.random_any import BY_SCHEMA, random_any
 
-__all__ = ["Chooser", "SeededChooser", "described", "random_case"]
+__all__ = ["FUZZABLE", "Chooser", "SeededChooser", "described", "random_case"]
+
+FUZZABLE = (*EVERY, *BY_SCHEMA)
+"""Names of all ops of which random calls can be drawn."""
 
 _T = TypeVar("_T")
 _DTYPES = ("bfloat16", "float16", "float32", "float64", "uint8")
@@ -62,6 +66,8 @@ def random_case(choose: Chooser, ops: Sequence[str] = OPS, *, is_plain: bool = F
         is_plain: every index is in range, every output is passed, and no pool is quantised.
     """
     drawing, op = Drawing(choose.integer(0, 3)), choose.one_of(ops)
+    if op in BY_SCHEMA:
+        return random_any(choose, BY_SCHEMA[op], **({"elsewhere": True} if choose.one_of((False, False, True)) else {}))
     if op in COMPUTING:
         return drawing.case(*_computed(choose, drawing, op), **({"elsewhere": True} if choose.one_of((False, False, True)) else {}))
     by_slots = op in ("paged_caching_", "gather_paged")

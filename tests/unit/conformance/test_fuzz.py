@@ -18,9 +18,12 @@ from kvdock.ops.catalog import CATALOG
 from kvdock.ops.validate import validate
 from kvdock_conformance import fuzz as fuzzing
 from kvdock_conformance import reports
-from kvdock_conformance.cases.every_op import EVERY
-from kvdock_conformance.cases.random_calls import SeededChooser, random_case
+from kvdock_conformance.cases.random_calls import FUZZABLE, SeededChooser, random_case
+from kvdock_conformance.checking.drawn import check_drawn
+from kvdock_conformance.checking.failure import NonconformanceError
 from kvdock_conformance.checking.memory import Arenas
+from kvdock_conformance.checking.target import Target
+from kvdock_conformance.faults import find
 from kvdock_conformance.fuzz import FUZZED, check_fuzz, fuzz, with_fuzz
 from kvdock_conformance.requirements import load
 from kvdock_conformance.run import EXIT_FAILED, EXIT_INCOMPLETE, ConformanceRun, run
@@ -30,7 +33,7 @@ from support_conformance import chosen, plan
 HOST = torch.device("cpu")
 
 
-@pytest.mark.parametrize("op", EVERY)
+@pytest.mark.parametrize("op", FUZZABLE)
 def test_what_is_drawn_is_a_good_call(op: str) -> None:
     for seed in range(30):
         data = random_case(SeededChooser(seed), (op,))
@@ -39,6 +42,31 @@ def test_what_is_drawn_is_a_good_call(op: str) -> None:
             args = {name: memory.tensor(spec) for name, spec in call["args"].items()}
             validate(CATALOG[op], tuple(args.get(name) for name in CATALOG[op].arg_names))
         assert data == random_case(SeededChooser(seed), (op,)), "the same in every run"
+
+
+def test_every_op_of_kvdock_can_be_fuzzed() -> None:
+    assert {*FUZZABLE} == {*CATALOG}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "swap-strides-of-the-source",
+        "swap-sources-cleared",
+        "mla-token-strides-ignored",
+        "mla-keys-into-values",
+        "mlaread-padding-ends-the-call",
+        "mlaread-error-names-another-place",
+    ],
+)
+def test_what_is_drawn_by_a_schema_finds_faults_of_its_op(name: str) -> None:
+    fault, target = find(name), Target("cpu")
+    cases = [random_case(SeededChooser(seed), (fault.area,)) for seed in range(60)]
+    for data in cases:
+        check_drawn(target, data)
+    with fault.seeded(target), pytest.raises(NonconformanceError):
+        for data in cases:
+            check_drawn(target, data)
 
 
 def test_what_is_drawn_has_what_meets_in_faults() -> None:
