@@ -17,7 +17,7 @@ from kvdock.ops.catalog import CATALOG
 from kvdock_conformance.cases.computing import COMPUTING, Chooser
 from kvdock_conformance.cases.drawing import ITEMSIZE, Drawing, View, call
 from kvdock_conformance.cases.every_op import EVERY, OPS, OpCall
-from kvdock_conformance.cases.layouts import PACKED, POOLS, Geometry, Pair
+from kvdock_conformance.cases.layouts import PACKED, POOLS, SOURCES, Geometry, Pair
 from kvdock_conformance.cases.numbers import finite
 from kvdock_conformance.cases.quantised import FORMS, QUANTISED, finite_bytes, scales
 from kvdock_conformance.cases.random_any import BY_SCHEMA, random_any
@@ -33,6 +33,8 @@ _EDGES = tuple(sorted({0, *(edge + by for power in range(1, 17) for edge in (1 <
 """Sizes: one below, at and one above powers of two."""
 _ROWS = ("contiguous", "fused qkv", "padded heads", "odd steps", "odd address", "padded tokens")
 """Sources of an op that computes."""
+_SHARING = ("one head for all", "one token for all", "values behind one token")
+"""Sources in which tokens or heads share memory: nothing can be written there."""
 _MOST_BYTES = 1 << 21
 """Of a pool."""
 _INDICES = ("slot_mapping", "cache_lengths", "block_pairs")
@@ -138,7 +140,7 @@ def _geometry(choose: Chooser) -> Geometry:
     hv, dv = (hk, dk) if alike else (choose.one_of((1, 2, 3, 4)), choose.one_of((8, 1, 3, 4, 16, 20, 64)))
     row = max(hk * dk, hv * dv) * ITEMSIZE[dtype]
     slots = max(2, min(choose.one_of((4096,) * 7 + (70_000,)), _MOST_BYTES // row))
-    block = choose.one_of([size for size in (4, 1, 2, 3, 5, 8, 16, 17, 64, 513, 1024) if size <= slots // 2])
+    block = choose.one_of([size for size in (4, 1, 2, 3, 5, 8, 16, 17, 64, 272, 400, 513, 784, 1024) if size <= slots // 2])
     blocks = choose.integer(2, max(2, min(24 if slots <= 4096 else slots, slots // block)))
     return Geometry(num_blocks=blocks, block=block, hk=hk, dk=dk, hv=hv, dv=dv, dtype=dtype)
 
@@ -168,6 +170,8 @@ class _Form:
         index: dtype of what holds indices.
         gaps: free elements behind tokens, heads and rows.
         offset: of the rows, in elements.
+        sources: of keys and of values: one of `SOURCES`; empty for rows with those gaps at that offset.
+        turned: of keys, values and slots, whether the last of two leading sizes is the outermost in memory.
         padding: which share of the slots is padding, in eighths.
         strided: free elements between slots.
         in_range: whether every index is.
@@ -181,6 +185,8 @@ class _Form:
     offset: int
     padding: int
     strided: int
+    sources: tuple[str, str] = ("", "")
+    turned: tuple[bool, bool, bool] = (False, False, False)
     in_range: bool = False
 
     @classmethod
@@ -197,18 +203,29 @@ class _Form:
             lead = (count,) if choose.one_of((True, False)) else (rows, count // rows)
         gaps = choose.one_of(((0, 0), (0, 8), (3, 0), (1, 5)))
         offset, strided = choose.one_of((0, 0, 1, 3, 4)), choose.one_of((0, 0, 1))
-        return cls(op, g, lead, choose.one_of(("int64", "int32")), gaps, offset, choose.one_of((0, 0, 1, 4, 7, 8)), strided)
+        own, padding = ("",) * 2 * len(SOURCES), choose.one_of((0, 0, 1, 4, 7, 8))
+        names = (*own, *(name for name in SOURCES if op != "gather_paged" or name not in _SHARING))
+        sources = choose.one_of(names), choose.one_of(names)
+        turned = tuple(choose.one_of((False, False, True)) for _ in range(3)) if len(lead) > 1 else (False,) * 3
+        return cls(op, g, lead, choose.one_of(("int64", "int32")), gaps, offset, padding, strided, sources, turned)  # type: ignore[arg-type] # of three
 
 
 def _rows(drawing: Drawing, form: _Form) -> Pair:
-    """Return rows of keys and of values, in memory of their own each."""
-    g = form.geometry
-    gaps = (*[0] * (len(form.lead) - 1), 0, *form.gaps)
-    k, v = (
-        drawing.tensor(g.dtype, (*form.lead, heads, dim), gaps=gaps, offset=form.offset * ITEMSIZE[g.dtype])
-        for heads, dim in ((g.hk, g.dk), (g.hv, g.dv))
-    )
-    return k, v
+    """Return rows of keys and of values, each of its own kind."""
+    if form.sources[0] and form.sources[0] == form.sources[1]:
+        return SOURCES[form.sources[0]](drawing, form.geometry, form.lead)  # as they come together
+    return _rows_of(drawing, form, 0), _rows_of(drawing, form, 1)
+
+
+def _rows_of(drawing: Drawing, form: _Form, which: int) -> View:
+    """Return rows of keys, or of values."""
+    g, source = form.geometry, form.sources[which]
+    if source:
+        return drawing.take(SOURCES[source](aside := Drawing(), g, form.lead)[which], aside)
+    heads, dim = (g.hk, g.dk) if which == 0 else (g.hv, g.dv)
+    every = range(len(form.lead) + 2)
+    order, gaps = (1, 0, *every[2:]) if form.turned[which] else every, (*[0] * (len(form.lead) - 1), 0, *form.gaps)
+    return drawing.tensor(g.dtype, (*form.lead, heads, dim), order=order, gaps=gaps, offset=form.offset * ITEMSIZE[g.dtype])
 
 
 def _rows_together(choose: Chooser, drawing: Drawing, form: _Form) -> Pair:
@@ -245,7 +262,9 @@ def _slots(choose: Chooser, drawing: Drawing, form: _Form) -> View:
     slots = [-1 - place % 3 if place * 5 % 8 < form.padding else slot for place, slot in enumerate(slots)]
     if not form.in_range and choose.one_of((False,) * 7 + (True,)):
         slots[choose.integer(0, count - 1)] = capacity + choose.one_of((0, 1, 2**20))
-    return drawing.tensor(form.index, (*form.lead, form.strided + 1), values=slots).select(len(form.lead), 0)
+    every = range(len(form.lead) + 1)
+    order = (1, 0, *every[2:]) if form.turned[2] else every
+    return drawing.tensor(form.index, (*form.lead, form.strided + 1), order=order, values=slots).select(len(form.lead), 0)
 
 
 def _lengths(choose: Chooser, drawing: Drawing, form: _Form) -> View | int:
