@@ -80,6 +80,8 @@ def random_case(choose: Chooser, ops: Sequence[str] = OPS, *, is_plain: bool = F
     form = _Form.drawn(choose, geometry, op)
     # A call whose like was made before takes another way than the first: the same form comes again, then another.
     forms = [form] * choose.one_of((1, 2, 4, 6)) + [_Form.drawn(choose, geometry, op) for _ in range(choose.integer(0, 2))]
+    # Nor does one of other sizes that is like it in all else.
+    forms += [attrs.evolve(form, lead=_Form.drawn(choose, geometry, op, len(form.lead)).lead) for _ in range(choose.integer(0, 2))]
     calls = [made for each in forms for made in _calls(choose, drawing, attrs.evolve(each, in_range=is_plain), pools)]
     more = {"returned": True} if op == "gather_paged" and not is_plain and choose.one_of((False, False, True)) else {}
     more |= {"elsewhere": True} if choose.one_of((False, False, True)) else {}
@@ -190,8 +192,8 @@ class _Form:
     in_range: bool = False
 
     @classmethod
-    def drawn(cls, choose: Chooser, g: Geometry, op: str) -> _Form:
-        """Return one."""
+    def drawn(cls, choose: Chooser, g: Geometry, op: str, rank: int | None = None) -> _Form:
+        """Return one; of so many leading sizes, if that is said."""
         if op == "static_update_":
             lead: tuple[int, ...] = (choose.integer(1, g.num_blocks), choose.integer(1, g.block))
         elif op == "copy_blocks_":
@@ -200,7 +202,7 @@ class _Form:
             most = 2 * g.capacity if op == "gather_paged" else g.capacity
             count = choose.one_of([edge for edge in _EDGES if 0 < edge <= most])
             rows = choose.one_of([1, *(size for size in (2, 3, 4, 17) if size <= count)])
-            lead = (count,) if choose.one_of((True, False)) else (rows, count // rows)
+            lead = (count,) if (choose.one_of((True, False)) if rank is None else rank == 1) else (rows, count // rows)
         gaps = choose.one_of(((0, 0), (0, 8), (3, 0), (1, 5)))
         offset, strided = choose.one_of((0, 0, 1, 3, 4)), choose.one_of((0, 0, 1))
         own, padding = ("",) * 2 * len(SOURCES), choose.one_of((0, 0, 1, 4, 7, 8))
