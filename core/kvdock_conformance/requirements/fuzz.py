@@ -15,7 +15,7 @@ from kvdock_conformance.requirement import Case, Extended, Level, Requirement, a
 __all__ = ["AREA", "REQUIREMENTS", "of_computing", "random_cases"]
 
 AREA = "fuzz"
-_CORE, _EXTENDED = 48, 200
+_CORE, _EXTENDED = 40, 200
 
 
 def random_cases(core: int, extended: int, **how: Any) -> Iterator[Case | Extended]:
