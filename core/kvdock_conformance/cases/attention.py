@@ -139,6 +139,11 @@ class Attention:
                     attrs.evolve(one.slice(1, *part), values=bits) for part in ((0, seen[0]), (seen[1], self.block)) if part[0] < part[1]
                 )
 
+    def table(self, made: Mapping[str, Any]) -> list[list[int]]:
+        """Return the blocks of each sequence, of a call that was made."""
+        values, width = made["args"]["block_table"]["values"], made["args"]["block_table"]["shape"][1]
+        return [list(values[row * width : row * width + count]) for row, count in enumerate(self._blocks())]
+
     def case(self, **more: Any) -> dict[str, Any]:
         """Return the data of a case of this call; ``more`` is for its check."""
         drawing = Drawing(self.seed)

@@ -149,6 +149,8 @@ def many() -> Iterator[Case | Extended]:
     for before in (2**15, 2**16):
         made = Attention([9, 0, 5], block=1, dims=(8, 8), before=before, garbage="numbers")
         yield Case(f"blocks behind {before}", made.case())
+    for block in (272, 784):  # as the blocks of hybrid models have
+        yield Case(f"blocks of {block}", Attention([900, 300], [2, 1], block=block, dims=(8, 8), garbage="numbers").case())
     # More keys than 16 bits can say, or a table of so many splits has room for.
     yield Case("70,000 keys", Attention([70_000], heads=(1, 1), dims=(4, 4), block=256, garbage="numbers").case())
     factors = {
@@ -236,7 +238,9 @@ def index_values() -> Iterator[Case]:
     yield from _changed("cu_query_lens", [0, 0, 0, 23], "cu_query_lens[3]", counted=False)
     yield from _changed("starts", [6, 3, 2], "starts[0]", counted=False)
     yield from _changed("starts", [0, 3, -1], "starts[2]", counted=False)
+    yield from _changed("starts", [0, 3], "starts[1]", counted=False, good=Attention([10, 0], starts=[0, 0], garbage="numbers", spare=0))
     yield from _beside_the_last()
+    yield from _in_a_smaller_pool()
     data = _GOOD.case(texts=["cu_query_lens[3]"], counted=False)
     data["calls"][0]["args"]["max_query_len"] = 19
     yield Case("fewer than the most queries, behind a good call", {**data, "calls": [*_GOOD.case()["calls"], *data["calls"]]})
@@ -262,6 +266,17 @@ def _beside_the_last() -> Iterator[Case]:
     one = data["calls"][0]
     calls = [{**one, "args": {**one["args"], "seq_lens": {**one["args"]["seq_lens"], "values": [length]}}} for length in range(45, 50)]
     yield Case("decoding to the end of a table, and beyond", {**data, "calls": calls})
+
+
+def _in_a_smaller_pool() -> Iterator[Case]:
+    """Yield a call on fewer blocks than the good one before it had, of which one was the last."""
+    data = _GOOD.case(counted=True)
+    good = data["calls"][0]
+    named = {(row, column): block for row, blocks in enumerate(_GOOD.table(good)) for column, block in enumerate(blocks)}
+    (row, column), last = max(named.items(), key=lambda item: item[1])
+    smaller = {name: {**good["args"][name], "shape": [last, *good["args"][name]["shape"][1:]]} for name in ("k_cache", "v_cache")}
+    calls = [good, {**good, "args": {**good["args"], **smaller}}]
+    yield Case("fewer blocks, behind a good call", {**data, "calls": calls, "texts": [f"block_table[{row}, {column}]"]})
 
 
 def mistakes() -> Iterator[Case]:

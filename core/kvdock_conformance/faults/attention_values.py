@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -172,3 +173,70 @@ FAULTS.append(
         host_only=("KVD-ATTN-005",),
     )
 )
+
+
+@FAULTS.call(
+    OP,
+    "attn-starts-of-padding-unchecked",
+    "A start of a sequence without tokens is not looked at.",
+    "KVD-ATTN-005",
+    host_only=("KVD-ATTN-005",),
+)
+def _starts_of_padding(run: BackendCall, args: Args) -> None:
+    if args["starts"] is not None:
+        args = {**args, "starts": torch.where(args["seq_lens"] == 0, 0, args["starts"])}
+    run(args)
+
+
+def _checked_for_another_pool() -> FaultyCall:
+    before: list[object] = []
+
+    def call(run: BackendCall, args: Args) -> None:
+        now = [args["block_table"].tolist(), args["seq_lens"].tolist()]
+        run({**args, "block_table": args["block_table"].clamp(max=len(args["k_cache"]) - 1)} if now == before else args)
+        before[:] = now
+
+    return call
+
+
+FAULTS.append(
+    Fault(
+        "attn-blocks-checked-for-another-pool",
+        "Blocks are not checked where they are those of the call before, whose pool may have had more.",
+        OP,
+        ("KVD-ATTN-005",),
+        KernelSeed(OP, lambda inner: FaultyKernel(inner, functools.cache(_checked_for_another_pool))),  # one for all plans
+        host_only=("KVD-ATTN-005",),
+    )
+)
+
+
+@FAULTS.call(OP, "attn-keys-cut-to-half", "In float16, keys are cut so that products with queries are of float16, too.", "KVD-ATTN-012")
+def _keys_cut(run: BackendCall, args: Args) -> None:
+    if args["q"].dtype == torch.float16 and args["q"].numel():
+        most = torch.finfo(torch.float16).max / max(float(args["q"].abs().max()), 1.0)
+        args = {**args, "k_cache": args["k_cache"].nan_to_num(0, 0, 0).clamp(-most, most)}
+    run(args)
+
+
+@FAULTS.call(
+    OP, "attn-hidden-at-minus-ten-thousand", "Keys behind a query weigh as if their score were -10,000, not minus infinity.", "KVD-ATTN-012"
+)
+def _hidden_at_minus_ten_thousand(run: BackendCall, args: Args) -> None:
+    run(args)
+    if args["lse"] is not None and args["lse"].numel() and -math.inf < float(args["lse"].max()) < -10_000:
+        run({**args, "causal": False})
+
+
+@FAULTS.call(OP, "attn-sink-of-exp", "The sum with a sink is infinite where exp of that is beyond float32.", "KVD-ATTN-012")
+def _sink_of_exp(run: BackendCall, args: Args) -> None:
+    run(args)
+    if args["sinks"] is not None and args["lse"] is not None:
+        args["lse"].masked_fill_(args["sinks"] > math.log(torch.finfo(torch.float32).max), math.inf)
+
+
+@FAULTS.call(OP, "attn-rest-of-large-blocks", "Of blocks of more than 128 keys, what is behind a multiple of 128 is left.", "KVD-ATTN-011")
+def _rest_of_large_blocks(run: BackendCall, args: Args) -> None:
+    run(args)
+    if args["k_cache"].shape[1] > 128 and args["k_cache"].shape[1] % 128:
+        args["out"].zero_()

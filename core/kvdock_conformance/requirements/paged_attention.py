@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from kvdock_conformance.cases import attention_batches
+from kvdock_conformance.cases import attention_batches, attention_outliers
 from kvdock_conformance.cases.attention import ATTENTION, OP, Attention
 from kvdock_conformance.checking import attention
 from kvdock_conformance.checking.any_op import BY_ANYBODY
@@ -104,6 +104,12 @@ REQUIREMENTS = (
         "of keys, whichever that is.",
         check_computed,
         attention_batches.many,
+    ),
+    _asked(
+        12,
+        "Results are right whatever the size of scores, of both signs, of products before they are scaled, and of sinks.",
+        check_computed,
+        attention_outliers.outliers,
     ),
     *_of_any_op(),
 )
