@@ -1,11 +1,10 @@
-"""What a fresh interpreter says about a backend: what importing its module costs, and whether processes may be forked and spawned."""
+"""What a fresh interpreter says about a backend: what importing its module costs, whether it may be forked and spawned, how it ends."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 from kvdock import runtime
 from kvdock_conformance.checking.failure import NonconformanceError
+from kvdock_conformance.checking.process import GRACE_S, LIMIT_S, ended
 from kvdock_conformance.checking.settings import ProcessSettings
 from kvdock_conformance.checking.target import Target
 
@@ -24,17 +24,17 @@ __all__ = [
     "IMPORT_SHARE",
     "SCRIPT",
     "SEEDED",
+    "check_ending",
     "check_import_cost",
     "check_import_is_light",
     "check_no_context",
     "check_notes",
     "check_prints_nothing",
     "check_process",
+    "check_settings_of_import",
     "check_without_assertions",
     "entry_module",
     "facts_of",
-    "own_names",
-    "seeded_lines",
 ]
 
 SEEDED: list[str] = []
@@ -52,14 +52,17 @@ IMPORT_SHARE, IMPORT_S = 0.5, 0.1
 SCRIPT = """
 from __future__ import annotations
 
-import contextlib, functools, gc, importlib, json, locale, logging, multiprocessing, os, random, re, resource, signal
-import socket, sys, tempfile, threading, time, types, warnings, zlib
+import atexit, contextlib, functools, gc, importlib, json, locale, logging, multiprocessing, os, random, re, resource, signal
+import socket, subprocess, sys, tempfile, threading, time, types, warnings, zlib
 from collections.abc import Callable
 from typing import Any
 
+gc.disable()  # it would look through all of torch a dozen times, and once more at the end
 import numpy as np
 import torch
 
+gc.freeze()
+gc.enable()
 NAME, SETUP, MODULE, DEVICE, HEAVY, MUST_RAISE = {name!r}, {setup!r}, {module!r}, {device!r}, {heavy!r}, {must_raise!r}
 start = time.process_time()
 import kvdock
@@ -124,6 +127,8 @@ def beyond():
             found += [op + " did not raise"] * MUST_RAISE
         except (kvdock.IndexRangeError, kvdock.UnsupportedError):
             pass
+        except Exception as error:
+            found += [op + " raised " + type(error).__name__]
     return ", ".join(found + ["something was written"] * bool(pool.any())) or "right"
 
 def report(pipe, work):
@@ -186,15 +191,13 @@ if __name__ == "__main__":
     found.update(contexts=contexts())
     backend.notes()
     found.update(contexts_after_notes=contexts(), fork=ask("fork"), spawn=ask("spawn"))
-    found["fork behind calls"] = "right"
-    if DEVICE == "cpu":  # torch itself refuses a forked process a device that is in use
-        try:
-            many()
-        except kvdock.KVDockError:
-            pass  # what is wrong with the call is for others to say
-        found["fork behind calls"] = ask("fork", many)
+    with contextlib.suppress(Exception):  # what is wrong with the calls is for others to say
+        many()
+    # torch itself refuses a forked process a device that is in use
+    found["fork behind calls"] = ask("fork", many) if DEVICE == "cpu" else "right"
     found["beyond"] = beyond()
-    print(json.dumps(found))
+    with open(__file__ + ".json", "w") as file:
+        json.dump(found, file)
 """
 
 
@@ -206,21 +209,11 @@ def entry_module(target: Target) -> str:
     return type(target.backend).__module__
 
 
-def seeded_lines() -> str:
-    """Return the lines of `SEEDED`."""
-    return "\n".join(SEEDED)
-
-
-def own_names(target: Target) -> tuple[str, ...]:
-    """Return the names of the kit's own backends, which a fresh interpreter has to register itself where nobody sets them up."""
-    return () if target.setup else ("reference", "portable-kernels")
-
-
 def facts_of(target: Target, *flags: str) -> dict[str, Any]:
     """Return what a fresh interpreter with some flags finds, and remember it.
 
     Raises:
-        NonconformanceError: the interpreter ended with an error.
+        NonconformanceError: the interpreter ended before it had found them.
     """
     key = (target.name, target.setup, tuple(SEEDED), *flags)
     if key not in FACTS:
@@ -236,21 +229,20 @@ def _ask(target: Target, flags: Sequence[str]) -> dict[str, Any]:
         module=entry_module(target),
         device=str(target.device),
         heavy=HEAVY,
-        seeded=seeded_lines(),
+        seeded="\n".join(SEEDED),
         settings=inspect.getsource(ProcessSettings),
-        own=own_names(target),
+        own=() if target.setup else ("reference", "portable-kernels"),  # which it has to register itself where nobody sets them up
         must_raise=target.must_raise,
     )
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "fresh.py"
+        path, answer = Path(folder) / "fresh.py", Path(folder) / "fresh.py.json"
         path.write_text(text, encoding="utf-8")
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-P", *flags, str(path)]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=150)  # noqa: S603 - our own script
-    if done.returncode:
-        raise NonconformanceError("a fresh interpreter that loads the backend", expected="no error", got=done.stderr[-4000:])
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        code, left, said = ended([sys.executable, "-P", *flags, str(path)], environ)
+        if not answer.exists():
+            raise NonconformanceError("a fresh interpreter that loads the backend", expected="no error", got=said[-4000:])
+        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+    return {**found, "ending": (code, left, said[-2000:].strip())}
 
 
 def check_import_is_light(target: Target, data: Mapping[str, Any]) -> None:
@@ -268,6 +260,12 @@ def check_import_cost(target: Target, data: Mapping[str, Any]) -> None:
         raise NonconformanceError(
             f"processor time of importing {entry_module(target)}", expected=f"at most {limit:.3f} s", got=f"{found['cost']:.3f} s"
         )
+
+
+def check_settings_of_import(target: Target, data: Mapping[str, Any]) -> None:
+    """Check what importing the module and probing have changed in a fresh interpreter."""
+    for what, was, came in facts_of(target)["changes"][:1]:
+        raise NonconformanceError(f"{what} after import and probe()", expected=was, got=came)
 
 
 def check_no_context(target: Target, data: Mapping[str, Any]) -> None:
@@ -305,6 +303,22 @@ def check_process(target: Target, data: Mapping[str, Any]) -> None:
         raise NonconformanceError(
             f"a write in a process made by {data['method']} after probe()", expected="a write or a KVDockError", got=found
         )
+
+
+def check_ending(target: Target, data: Mapping[str, Any]) -> None:
+    """Check how a fresh interpreter that has used the backend ends, and what it leaves behind.
+
+    Raises:
+        NonconformanceError: it ended with an error, not by itself, or left a process behind.
+    """
+    code, left, said = facts_of(target)["ending"]
+    ending = "a process that has used the backend"
+    if code is None:
+        raise NonconformanceError(ending, expected=f"an end within {LIMIT_S:g} s", got=f"none, behind {said!r}")
+    if code != 0:
+        raise NonconformanceError(ending, expected="exit code 0", got=f"exit code {code}: {said}")
+    if left:
+        raise NonconformanceError(f"processes that it leaves behind, {GRACE_S:g} s after its end", expected="none", got="; ".join(left))
 
 
 def check_without_assertions(target: Target, data: Mapping[str, Any]) -> None:

@@ -105,13 +105,12 @@ _fresh(
     "def at_import(): os.write(1, b'Acme runtime 3.1\\n')",
     *_AT_IMPORT,
 )
-_fresh("error-at-exit", "A process that has used it ends with an error.", "KVD-HYGIENE-014", "import atexit; atexit.register(os._exit, 3)")
+_fresh("error-at-exit", "A process that has used it ends with an error.", "KVD-HYGIENE-014", "atexit.register(os._exit, 3)")
 _fresh(
     "process-left-behind",
     "A process that has used it leaves another one behind.",
     "KVD-HYGIENE-014",
-    "import subprocess",
-    "if 'DEVICE' in globals() and __name__ == '__main__': subprocess.Popen(['sleep', '30'], start_new_session=True)",
+    "if __name__ == '__main__': subprocess.Popen(['sleep', '30'], start_new_session=True)",
 )
 _fresh(
     "context-for-notes",

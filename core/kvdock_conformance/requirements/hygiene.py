@@ -13,19 +13,17 @@ from kvdock_conformance.cases.every_op import EVERY, OPS, OpCall, few, roomy, wa
 from kvdock_conformance.cases.layouts import Geometry
 from kvdock_conformance.checking.claims import check_capabilities, check_claims, check_devices, check_kernels, check_names, check_probe
 from kvdock_conformance.checking.fresh import (
+    check_ending,
     check_import_cost,
     check_import_is_light,
     check_no_context,
     check_notes,
     check_prints_nothing,
     check_process,
+    check_settings_of_import,
     check_without_assertions,
 )
-from kvdock_conformance.checking.process import (
-    check_ending,
-    check_settings_of_calls,
-    check_settings_of_import,
-)
+from kvdock_conformance.checking.process import check_settings_of_calls
 from kvdock_conformance.checking.surroundings import SURROUNDINGS, check_surroundings
 from kvdock_conformance.requirement import Case, Check, Level, Requirement
 

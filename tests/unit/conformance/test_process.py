@@ -9,7 +9,7 @@ import pytest
 
 from kvdock_conformance.checking import fresh, process
 from kvdock_conformance.checking.failure import NonconformanceError
-from kvdock_conformance.checking.process import check_ending, check_settings_of_import
+from kvdock_conformance.checking.fresh import check_ending, check_import_is_light, check_settings_of_import, check_without_assertions
 from kvdock_conformance.checking.target import Target
 
 
@@ -30,18 +30,20 @@ def running(words: str) -> bool:
         pytest.param("atexit.register(os._exit, 7)", "expected exit code 0, got exit code 7: the last line", marks=pytest.mark.slow),
         pytest.param("atexit.register(os.abort)", "expected exit code 0, got exit code -6: the last line", marks=pytest.mark.slow),
         pytest.param(
-            "threading.Thread(target=time.sleep, args=(600,)).start()", "expected an end within 6 s, got none", marks=pytest.mark.slow
+            "threading.Thread(target=time.sleep, args=(600,)).start()", "expected an end within 20 s, got none", marks=pytest.mark.slow
         ),
         (
-            "subprocess.Popen(['sleep', '613'], start_new_session=True)",
+            "if __name__ == '__main__': subprocess.Popen(['sleep', '613'], start_new_session=True)",
             "processes that it leaves behind, 0.2 s after its end: expected none, got sleep 613",
         ),
     ],
 )
 def test_a_process_that_does_not_end_well(target: Target, monkeypatch: pytest.MonkeyPatch, line: str, said: str) -> None:
-    monkeypatch.setattr(fresh, "SEEDED", [line])
-    monkeypatch.setattr(process, "_GRACE_S", 0.2)
-    monkeypatch.setattr(process, "_LIMIT_S", 6.0 if "Thread" in line else 60.0)
+    monkeypatch.setattr(fresh, "SEEDED", [line, "atexit.register(print, 'the last line')"])
+    for module in (fresh, process):
+        monkeypatch.setattr(module, "GRACE_S", 0.2)
+        monkeypatch.setattr(module, "LIMIT_S", 20.0 if "Thread" in line else 150.0)
+    check_import_is_light(target, {})  # which is asked of the same process, and has its answer
     with pytest.raises(NonconformanceError) as caught:
         check_ending(target, {})
     assert said in str(caught.value)
@@ -58,13 +60,21 @@ def test_a_process_that_ends_well_may_leave_helpers_a_moment(target: Target, mon
 def test_what_is_wrong_with_the_call_is_for_others_to_say(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fresh, "SEEDED", ["def wrong(*args, **kwargs): raise OSError('no')", "kvdock.ops.paged_caching_ = wrong"])
     check_ending(target, {})
+    with pytest.raises(NonconformanceError, match="paged_caching_ raised OSError"):
+        check_without_assertions(target, {})
+
+
+def test_an_interpreter_that_ends_before_it_knows_says_what_it_said(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fresh, "SEEDED", ["sys.exit('not today')"])
+    with pytest.raises(NonconformanceError, match="a fresh interpreter that loads the backend: expected no error, got not today"):
+        check_ending(target, {})
 
 
 def test_changes_at_import_are_told_with_both_values(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "facts_of", lambda target: {"changes": [["torch.get_default_dtype()", "torch.float32", "torch.float16"]]})
+    monkeypatch.setattr(fresh, "facts_of", lambda target: {"changes": [["torch.get_default_dtype()", "torch.float32", "torch.float16"]]})
     with pytest.raises(NonconformanceError, match=r"torch.get_default_dtype\(\) after import and probe\(\): expected torch.float32, got"):
         check_settings_of_import(target, {})
-    monkeypatch.setattr(process, "facts_of", lambda target: {"changes": []})
+    monkeypatch.setattr(fresh, "facts_of", lambda target: {"changes": []})
     check_settings_of_import(target, {})
 
 
