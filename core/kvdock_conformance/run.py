@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import attrs
 
 from kvdock.errors import ArgumentValueError, BackendUnavailableError
-from kvdock_conformance.child import ChildEndedError
+from kvdock_conformance.child import Child, ChildEndedError
 from kvdock_conformance.expected import apply
 from kvdock_conformance.kinds import KINDS, UNKNOWN_DEVICE
 from kvdock_conformance.patience import INTERRUPTED
@@ -85,27 +83,30 @@ class ConformanceRun:
         return counted(outcome.verdict for outcome in self.outcomes)
 
 
-def run(plan: ConformancePlan, listen: Callable[[Outcome], None] = lambda outcome: None) -> ConformanceRun:
+def run(
+    plan: ConformancePlan, listen: Callable[[Outcome], None] = lambda outcome: None, children: Sequence[Child | None] = ()
+) -> ConformanceRun:
     """Run a plan to its end. An interrupt (Ctrl-C) ends it early, with the rest not run.
 
     Args:
         plan: what to run.
         listen: called with each outcome as it comes, before expected failures are taken into account. With several workers, those of an
             area come in their order; the run has all in the order of the plan.
+        children: one for each worker, where they were started as the plan says before there was one: they start while it is made. Whoever
+            started them ends them.
 
     Raises:
         ArgumentValueError: no plugin has the backend, it has no such device, or there is no such area.
     """
     started = datetime.datetime.now(datetime.UTC)
     found: dict[str, Outcome] = {}
+    first, *more = children or [None] * plan.workers
     with ExitStack() as stack:
-        session = stack.enter_context(Session(plan))
-        if plan.kind == "backend":  # while the child starts, which imports it too
-            threading.Thread(target=importlib.import_module, args=("kvdock_conformance.requirements.ops",), daemon=True).start()
+        session = stack.enter_context(Session(plan, first=first))
         reason = _why_not_open(session, plan)
         plan = plan.with_ops(session.brought(reason))
         wanted, is_host = [*plan.selected()], session.about.get("device") == "cpu"
-        others = [stack.enter_context(Session(plan, session)) for _ in range(1, plan.workers if is_host else 1)]
+        others = [stack.enter_context(Session(plan, session, child)) for child in (more if is_host else ())]
         told = outcomes_of([session, *others], wanted, plan.level)
         try:
             for outcome in (_not_run(item, plan.level, reason) for item in wanted) if reason else stack.enter_context(closing(told)):

@@ -86,12 +86,13 @@ class Session:
     Args:
         plan: what to open, and how.
         beside: a session of the same run, in another thread: both wait for dead children together, and for cases that must be alone.
+        first: its first child, where one was started as the plan says before there was one.
     """
 
     is_stopped = False
 
-    def __init__(self, plan: ConformancePlan, beside: Session | None = None) -> None:
-        self._plan = plan
+    def __init__(self, plan: ConformancePlan, beside: Session | None = None, first: Child | None = None) -> None:
+        self._plan, self._first = plan, first
         self._child: Child | None = None
         self._fault: str | None = None
         self._failed_starts = 0
@@ -133,7 +134,7 @@ class Session:
             return
         # Counted first, and set to 0 at the end: whatever raises in between has failed.
         self._failed_starts += 1
-        plan, self._child = self._plan, Child(self._plan.command, self._plan.environ)
+        plan, self._child, self._first = self._plan, self._first or Child(self._plan.command, self._plan.environ), None
         if self.is_stopped:  # meanwhile, when there was no child to end yet
             self._child.kill()
         wanted = {"kind": plan.kind, "name": plan.backend, "setup": plan.setup, "device": plan.device}

@@ -186,6 +186,8 @@ def _be_first_to_go() -> None:
 
 def main() -> None:
     """Serve the parent on the descriptors that the command line names."""
+    from kvdock_conformance.requirements import load_alone
+
     _be_first_to_go()
     faulthandler.enable(all_threads=True)  # a crash leaves the stack of every thread on stderr
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # and so does the parent's question where it hangs
@@ -193,6 +195,7 @@ def main() -> None:
     # What the backend starts must not hold the pipes open: their end is how the parent knows that this process is gone.
     os.set_inheritable(requests, False)
     os.set_inheritable(answers, False)
+    load_alone()  # with torch, before anybody asks: the parent may have as much to load
     with open(requests, encoding="utf-8") as source, open(answers, "w", encoding="utf-8") as sink:
         serve(source, sink)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import enum
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,9 +20,8 @@ import typer
 from kvdock.cli.output import JsonFlag, errors_shown, show_json, show_lines, show_table
 from kvdock.cli.progress import progress
 from kvdock.errors import ArgumentValueError
-from kvdock_conformance import expected, faults, reports, requirements
-from kvdock_conformance.fuzz import check_fuzz, fuzz, with_fuzz
-from kvdock_conformance.prove import faults_of, prove
+from kvdock_conformance import expected, reports, requirements
+from kvdock_conformance.child import Child
 from kvdock_conformance.reports.json_report import as_dict
 from kvdock_conformance.reports.text import bug_report, summary
 from kvdock_conformance.requirement import Level
@@ -46,16 +45,19 @@ _WORKERS = {("backend", LevelName.CORE): min(2, os.cpu_count() or 1)}
 """Areas at once where nobody says how many. The extended level has cases of many GiB, and what is asked of a prefix cache is quick."""
 
 
-def certify(plan: ConformancePlan, *, with_faults: bool) -> ConformanceRun:
+def certify(plan: ConformancePlan, *, with_faults: bool, children: Sequence[Child] = ()) -> ConformanceRun:
     """Run a plan, and after it the seeded faults if they are asked for and the backend could be opened.
 
     Raises:
         ArgumentValueError: no plugin has the backend, it has no such device, or there is no such area.
     """
     with progress("requirements", len(plan.known())) as show:
-        found = run(plan, lambda outcome: show(f"{outcome.requirement.id} {outcome.verdict.value}"))
+        found = run(plan, lambda outcome: show(f"{outcome.requirement.id} {outcome.verdict.value}"), children)
     if not with_faults or not found.about:
         return found
+    from kvdock_conformance import faults
+    from kvdock_conformance.prove import faults_of, prove
+
     every = {**faults.load(), **faults.of_ops(found.plan.requirements)}
     with progress("faults", len(faults_of(plan, every))) as show:
         proofs = prove(found.plan, every, lambda proof: show(f"{proof.fault.name} {proof.verdict}"))
@@ -85,20 +87,23 @@ def command(
     json_output: JsonFlag = False,
 ) -> None:
     """Check a backend or a prefix cache. Exits with 0 if it conforms, 1 if something failed, 3 if something was not run."""
-    with errors_shown("conformance", json_output):
+    with errors_shown("conformance", json_output), ExitStack() as stack:
         kind, name = _wanted(backend=backend, prefix=prefix)
-        every = requirements.load()
-        known = expected.read(expected_file, every) if expected_file is not None else {}
         at_once = _WORKERS.get((kind, level), 1) if workers is None else workers
+        children = [stack.enter_context(Child()) for _ in range(at_once)]  # they load torch while this process does
+        every = requirements.load_alone()
+        known = expected.read(expected_file, every) if expected_file is not None else {}
         plan = ConformancePlan(name, every, Level(level.value), op, known, kind=kind, device=device, workers=at_once)
         plan.known()  # raises where there is no such area
         if fuzz_minutes is not None:
+            from kvdock_conformance.fuzz import check_fuzz
+
             plan = attrs.evolve(plan, level=Level.EXTENDED)
             check_fuzz(plan, fuzz_minutes)
         if report is not None:
             reports.prepare(report)  # before the run: it may be long
         with _terminated_as_interrupted():
-            found = certify(plan, with_faults=prove_it)
+            found = certify(plan, with_faults=prove_it, children=children)
             if fuzz_minutes is not None and found.about:
                 found = _fuzzed(found, fuzz_minutes, seed)
     if not json_output:
@@ -115,6 +120,8 @@ def command(
 
 def _fuzzed(found: ConformanceRun, minutes: float, seed: int) -> ConformanceRun:
     """Draw on behind a run."""
+    from kvdock_conformance.fuzz import fuzz, with_fuzz
+
     return attrs.evolve(found, outcomes=with_fuzz(found.outcomes, fuzz(found.plan, minutes, seed)))
 
 

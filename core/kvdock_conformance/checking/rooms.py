@@ -67,7 +67,7 @@ def free_room(count: int) -> Bytes:
 
 
 _KEPT: list[Bytes] = []
-_KEPT_BYTES = 1 << 26  # of each; what no case has used yet takes up none
+_KEPT_BYTES = 1 << 27  # of each; what no case has used yet takes up none
 _UNUSED = next(sys.getrefcount(kept) for kept in [np.empty(0)])  # of a list, a variable and the question: as many as this Python counts
 
 

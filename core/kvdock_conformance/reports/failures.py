@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvdock_conformance.reports.repro import script
 from kvdock_conformance.reports.text import bug_report
 from kvdock_conformance.run import ConformanceRun
 from kvdock_conformance.verdict import CaseOutcome, Outcome
@@ -42,5 +41,7 @@ def write(run: ConformanceRun, folder: Path) -> None:
 
 
 def _script(run: ConformanceRun, outcome: Outcome, case: CaseOutcome) -> str:
+    from kvdock_conformance.reports.repro import script  # which needs torch, and is needed where something failed
+
     plan = run.plan
     return script(outcome.requirement, case, name=plan.backend, setup=plan.setup, limit_s=plan.limit_s, device=plan.device)
