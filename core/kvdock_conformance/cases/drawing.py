@@ -62,7 +62,8 @@ class View:
 
     def _with(self, shape: Sequence[int], strides: Sequence[int], elements: int = 0) -> View:
         """Return another view of the same memory that starts ``elements`` further on."""
-        return attrs.evolve(self, shape=tuple(shape), strides=tuple(strides), offset=self.offset + elements * ITEMSIZE[self.dtype])
+        offset = self.offset + elements * ITEMSIZE[self.dtype]
+        return View(self.arena, self.dtype, tuple(shape), tuple(strides), offset, self.values)
 
     def select(self, dim: int, index: int) -> View:
         """Return ``self[..., index, ...]`` at a dim."""

@@ -234,12 +234,22 @@ def _settled(
     """Return a combination with a pair that is missing, and with as many others as a greedy choice finds; and its bits."""
     made, every = [*start], bits[start[0]] | bits[start[1]]
     names = [name for name in factors if name not in (start[0][0], start[1][0])]
-    for factor in choose.sample(names, len(names)):
-        values = choose.sample(factors[factor], len(factors[factor]))
-        best = max(values, key=lambda each: (partners[each] & every).bit_count())
+    for factor in [*_shuffled(names, choose)]:
+        best = max(_shuffled(factors[factor], choose), key=lambda each: (partners[each] & every).bit_count())
         made.append(best)
         every |= bits[best]
     return made, every
+
+
+def _shuffled(values: Sequence[Any], choose: random.Random) -> Iterator[Any]:
+    """Yield values in the order that ``choose.sample`` gives: a third of all drawing is done here, and that asks much of its arguments."""
+    left, draw = [*values], choose.getrandbits
+    for count in range(len(left), 0, -1):
+        at = draw(bits := count.bit_length())
+        while at >= count:
+            at = draw(bits)
+        yield left[at]
+        left[at] = left[count - 1]
 
 
 def _drawn(factors: Factors, tiers: Sequence[Tier], make: Callable[..., list[Any]]) -> Iterator[Case | Extended]:

@@ -108,15 +108,16 @@ class Arenas:
         return twin
 
 
-def expanded(values: Sequence[int] | Mapping[str, int], count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def expanded(values: Sequence[int] | Mapping[str, int], count: int) -> np.ndarray[Any, np.dtype[np.signedinteger[Any]]]:
     """Return ``count`` integers: those of a list, repeated; ``first`` and so on by ``step``; or the first of ``shuffled`` numbers."""
     if not isinstance(values, Mapping):
         given = np.array(values, np.int64)
         return given if len(given) == count else np.resize(given, count)
-    if "first" in values:
-        found = np.arange(count)
-        found *= values["step"]  # in place: of millions, a page that is new takes longer to get than to fill
-        found += values["first"]
+    if "first" in values:  # of millions, new pages take longer to get than to fill: small ones, and no more than once
+        first, step = values["first"], values["step"]
+        found = np.arange(count, dtype=np.int32 if max(abs(first), count, abs(first + step * count)) < 2**31 else np.int64)
+        found *= step
+        found += first
         return found
     return _shuffled(values["shuffled"], values["seed"], count)
 
