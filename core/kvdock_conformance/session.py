@@ -96,8 +96,7 @@ class Session:
         self._child: Child | None = None
         self._fault: str | None = None
         self._failed_starts = 0
-        self._patience: Patience = beside._patience if beside else Patience()
-        self._turns: Turns = beside._turns if beside else Turns()
+        self._patience, self._turns = (beside._patience, beside._turns) if beside else (Patience(), Turns())
         # Faults are seeded one after the other into what a few requirements ask about, whose cases may take a second to draw.
         self._selected = functools.lru_cache(4)(lambda requirement, level: requirement.selected(level))
         self.sound: dict[str, int] = {}
