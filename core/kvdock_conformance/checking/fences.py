@@ -106,11 +106,13 @@ def check_fenced(target: Target, data: Mapping[str, Any]) -> None:
     for call in calls:
         for spec in call["args"].values():
             plain.tensor(spec)  # writes its values
+    told = plain.copy()
+    for call in calls:
+        refer_to(call["op"], {name: told.tensor(spec) for name, spec in call["args"].items()})
     for at_end in (True, False):
-        memory, right = FencedArenas(plain, at_end=at_end), plain.copy()
+        memory, right = FencedArenas(plain, at_end=at_end), told.copy()
         memory.only_read(set(range(len(memory.bytes))) - _written(calls))
         for call in calls:
-            refer_to(call["op"], {name: right.tensor(spec) for name, spec in call["args"].items()})
             target.call(call["op"], {name: memory.tensor(spec) for name, spec in call["args"].items()})
         for call in calls:
             forgive(memory, right, call)
