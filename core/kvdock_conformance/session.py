@@ -96,7 +96,8 @@ class Session:
         self._child: Child | None = None
         self._fault: str | None = None
         self._failed_starts = 0
-        self._patience, self._turns = (beside._patience, beside._turns) if beside else (Patience(), Turns())
+        self._patience: Patience = beside._patience if beside else Patience()
+        self._turns: Turns = beside._turns if beside else Turns()
         # Faults are seeded one after the other into what a few requirements ask about, whose cases may take a second to draw.
         self._selected = functools.lru_cache(4)(lambda requirement, level: requirement.selected(level))
         self.sound: dict[str, int] = {}
@@ -156,8 +157,7 @@ class Session:
             area = self._plan.area
             return [*of_op(area, {}, reason)] if area and area not in self._plan.requirements.areas else []
         self.open()
-        names = self._ask({"ops": None}, self._plan.start_s)["ops"]
-        return [requirement for name in names for requirement in self._of_op(name)]
+        return [each for name in self._ask({"ops": None}, self._plan.start_s)["ops"] for each in self._of_op(name)]
 
     def _of_op(self, name: str) -> list[Requirement]:
         """Return the requirements of one op, with the cases that the child draws."""

@@ -29,7 +29,8 @@ def outcomes_of(sessions: Sequence[Session], requirements: Iterable[Requirement]
         yield from (sessions[0].requirement(item, level) for item in requirements)
         return
     every = [*requirements]
-    of_any_op = {item.area for item in every if "@" in item.id}  # by one session: for a fake tensor, torch loads its compiler, which takes 1 s
+    # By one session: for a fake tensor, torch loads its compiler, which takes a second.
+    of_any_op = {item.area for item in every if "@" in item.id}
     listed: dict[str, list[Requirement]] = {}
     for item in every:
         listed.setdefault("of any op" if item.area in of_any_op else item.area, []).append(item)

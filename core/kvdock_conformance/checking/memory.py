@@ -108,14 +108,15 @@ class Arenas:
         return twin
 
 
-def expanded(values: Sequence[int] | Mapping[str, int], count: int) -> np.ndarray[Any, np.dtype[np.signedinteger[Any]]]:
+def expanded(values: Sequence[int] | Mapping[str, int], count: int) -> np.ndarray[Any, np.dtype[Any]]:
     """Return ``count`` integers: those of a list, repeated; ``first`` and so on by ``step``; or the first of ``shuffled`` numbers."""
     if not isinstance(values, Mapping):
         given = np.array(values, np.int64)
         return given if len(given) == count else np.resize(given, count)
     if "first" in values:  # of millions, new pages take longer to get than to fill: small ones, and no more than once
         first, step = values["first"], values["step"]
-        found = np.arange(count, dtype=np.int32 if max(abs(first), count, abs(first + step * count)) < 2**31 else np.int64)
+        is_small = max(abs(first), count, abs(first + step * count)) < 2**31
+        found: np.ndarray[Any, np.dtype[Any]] = np.arange(count, dtype="int32" if is_small else "int64")
         found *= step
         found += first
         return found
