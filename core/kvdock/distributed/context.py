@@ -26,6 +26,8 @@ from kvdock.rank import RankInfo
 
 __all__ = ["ContextShare", "gather_heads", "merge_over_ranks"]
 
+_SHAPES = "pass what kvdock.ops.paged_attention takes"
+
 
 @attrs.frozen
 class ContextShare:
@@ -160,16 +162,20 @@ def _check_rows(q: Any, k_cache: Any, table: Any, lens: Any, cu: Any, starts: An
             fix = "convert it with torch.as_tensor"
             raise ArgumentTypeError(f"ContextShare.attend: {name}", expected="a torch.Tensor", got=type(tensor).__name__, fix=fix)
         if tensor.dim() != count:
-            raise ArgumentValueError(f"ContextShare.attend: {name}", expected=f"{count} dimensions", got=f"shape {[*tensor.shape]}")
+            raise ArgumentValueError(
+                f"ContextShare.attend: {name}", expected=f"{count} dimensions", got=f"shape {[*tensor.shape]}", fix=_SHAPES
+            )
         if count == 1 and tensor.dtype not in (torch.int32, torch.int64):
-            raise ArgumentTypeError(f"ContextShare.attend: {name}", expected="int32 or int64", got=tensor.dtype)
+            raise ArgumentTypeError(
+                f"ContextShare.attend: {name}", expected="int32 or int64", got=tensor.dtype, fix="convert it with .int()"
+            )
     batch = table.shape[0]
     sizes = [("seq_lens", lens, batch), ("starts", starts, batch), ("cu_query_lens", cu, batch + 1)]
     sizes += [("q", q, batch)] if cu is None else []
     for name, tensor, size in sizes:
         if tensor is not None and tensor.shape[0] != size:
             expected = f"{size} rows, for the {batch} of block_table"
-            raise ArgumentValueError(f"ContextShare.attend: {name}", expected=expected, got=f"shape {[*tensor.shape]}")
+            raise ArgumentValueError(f"ContextShare.attend: {name}", expected=expected, got=f"shape {[*tensor.shape]}", fix=_SHAPES)
     if window is not None:
         check_int("ContextShare.attend: window", window, 1)
 

@@ -20,6 +20,7 @@ from kvdock.integrations.torch_links import Link
 from kvdock.transfer.interface import Ticket, Transport
 from kvdock.transfer.layout import PoolLayout
 from kvdock.transfer.packing import Runs
+from kvdock.transfer.refusals import refused
 from kvdock.transfer.spans import Spans
 from kvdock.transfer.streams import StreamTicket, wait_for_stream
 
@@ -47,9 +48,11 @@ class TorchDistributed(Transport):
 
     def __init__(self, group: dist.ProcessGroup | None = None, part_bytes: int = 32 << 20) -> None:
         if type(part_bytes) is not int:
-            raise ArgumentTypeError("TorchDistributed: part_bytes", expected="an int", got=repr(part_bytes))
+            raise ArgumentTypeError("TorchDistributed: part_bytes", expected="an int", got=repr(part_bytes), fix="pass a number of bytes")
         if not 1 <= part_bytes <= 1 << 30:
-            raise ArgumentValueError("TorchDistributed: part_bytes", expected="1 to 2**30", got=part_bytes)
+            raise ArgumentValueError(
+                "TorchDistributed: part_bytes", expected="1 to 2**30", got=part_bytes, fix="leave it out, or take less"
+            )
         if not (dist.is_available() and dist.is_initialized()):
             fix = "call torch.distributed.init_process_group first"
             raise ArgumentValueError("TorchDistributed: group", expected="a process group", got="none that is set up", fix=fix)
@@ -70,14 +73,15 @@ class TorchDistributed(Transport):
             found = json.loads(described[:200])
             rank, size = found["rank"], found["size"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise TransferError(f"peer {peer!r}", expected="its rank in a process group", got=repr(described[:40])) from error
+            raise refused(f"peer {peer!r}", "its rank in a process group", repr(described[:40])) from error
         if peer in self._links or any(link.rank == rank for link in self._links.values()):
             raise TransferError(
                 f"peer {peer!r}", expected="one that is not known yet", got=f"rank {rank!r} again", fix="disconnect it first"
             )
         if type(rank) is not int or size != self._size or not 0 <= rank < size or rank == self._rank:
             expected = f"another rank of the group of {self._size}, in which this is rank {self._rank}"
-            raise TransferError(f"peer {peer!r}", expected=expected, got=f"rank {rank!r} of {size!r}"[:80])
+            fix = "make both transports over one group, and connect other ranks only"
+            raise TransferError(f"peer {peer!r}", expected=expected, got=f"rank {rank!r} of {size!r}"[:80], fix=fix)
         if any(link.rank == rank and link.listens for link in self._left):
             fix = "let the other side disconnect too; after a rank is lost, make a new group"
             raise TransferError(

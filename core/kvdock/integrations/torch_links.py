@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from kvdock.errors import TransferError
 from kvdock.transfer.interface import TicketState
+from kvdock.transfer.refusals import refused, tag_taken
 from kvdock.transfer.streams import StreamTicket, wait_for_stream
 
 __all__ = ["Link"]
@@ -60,7 +61,7 @@ class Link:
         with self._lock:
             self._expected = {tag: each for tag, each in self._expected.items() if each.state is TicketState.PENDING}
             if ticket.tag in self._expected:
-                raise TransferError(f"peer {self.peer!r}: tag", expected="one that nothing is expected by", got=ticket.tag)
+                raise tag_taken(self.peer, ticket.tag)
             self._expected[ticket.tag] = ticket
         return ticket
 
@@ -103,7 +104,7 @@ class Link:
         self._in(header)
         magic, version, tag, begin, nbytes, total = header.tolist()
         if magic != _MAGIC or version != _VERSION:
-            raise TransferError(f"peer {self.peer!r}", expected=f"parts of version {_VERSION}", got=f"{magic:x}, version {version}")
+            raise refused(f"peer {self.peer!r}", f"parts of version {_VERSION}", f"{magic:x}, version {version}")
         if tag == _GOODBYE:
             return None
         if not 1 <= nbytes <= self._part_bytes:
@@ -119,7 +120,8 @@ class Link:
 
     def _finish(self, work: dist.Work | None, tensor: torch.Tensor) -> None:
         if work is None:
-            raise TransferError(f"peer {self.peer!r}", expected="a group that this process is in", got="none")
+            fix = "make the group with this rank in it"
+            raise TransferError(f"peer {self.peer!r}", expected="a group that this process is in", got="none", fix=fix)
         work.wait(_FOREVER)
         wait_for_stream(tensor.device)
 
