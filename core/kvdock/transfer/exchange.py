@@ -70,6 +70,7 @@ class Exchange:
         self.hello = Hello(self._layout, transport.name, transport.register(self._layout, cache.region_bytes())).to_bytes()
         self._peers: dict[str, PoolLayout] = {}
         self._open: list[Transfer] = []
+        self._is_closed = False
         self._mail, self._waiting = Mail(clock), Waiting()
 
     @property
@@ -87,7 +88,14 @@ class Exchange:
 
         Raises:
             TransferError: another version, another transport, keys and values of another model, or known already. It names the peer.
+                Or the exchange is closed.
+            ArgumentTypeError, ArgumentValueError: a name that is no text, or a long one.
         """
+        check_text("Exchange.connect: peer", peer, MOST_TEXT)
+        if self._is_closed:
+            raise TransferError(
+                f"peer {peer!r}", expected="an open exchange", got="a closed one", fix="make another, with a transport of its own"
+            )
         if peer in self._peers:
             raise TransferError(f"peer {peer!r}", expected="a new one", got="one that is connected", fix="drop it first")
         theirs = Hello.from_bytes(peer, hello)
@@ -141,7 +149,7 @@ class Exchange:
             ranks = ", ".join(f"{peer} is rank {self._peers[peer].tp_rank} of {self._peers[peer].tp_size}" for peer in peers)
             fix = "name every rank of the other side"
             raise ArgumentValueError("Exchange.ask: peers", expected=f"all {needed} bytes", got=f"{total}, where {ranks}", fix=fix)
-        tag, now = secrets.randbelow(MOST_TAG + 1), self._clock()
+        tag, now, digest = secrets.randbelow(MOST_TAG + 1), self._clock(), digest_of(seq.tokens[:count], seq.namespace)
         transfer = Inbound(name, seq, count, now + self.limits.deadline)
         parts = {tag: wanted} | ({tag ^ 1: rest} if any(rest) else {})
         try:
@@ -154,7 +162,7 @@ class Exchange:
                 ticket.cancel("another peer could not be asked")
             raise
         transfer.rest = {key for key in transfer.tickets if key[1] != tag}
-        digest, blocks = digest_of(seq.tokens[:count], seq.namespace), tuple(tuple(table.tolist()) for table in tables)
+        blocks = tuple(tuple(table.tolist()) for table in tables)
         for peer in found:
             asked = [Part(number, tuple(tokens), transfer.tickets[peer, number].note) for number, tokens in parts.items()]
             self._mail.say(peer, Ask(name, count, digest, blocks, *asked).to_bytes())
@@ -218,7 +226,8 @@ class Exchange:
 
     def poll(self) -> list[Transfer]:
         """Return the transfers that are over since the last call. Call it in each step, and while there is nothing else to do."""
-        self._transport.poll()
+        if not self._is_closed:
+            self._transport.poll()
         now = self._clock()
         for transfer in self._open:
             for peer in {peer for peer in transfer.pending() if self._mail.silence(peer) > self.limits.silence}:
@@ -255,8 +264,13 @@ class Exchange:
                 self._stop(transfer, lost(transfer.name, f"none: {reason}", expected=f"peer {peer!r}"))
 
     def close(self, reason: str = "the exchange was closed") -> list[Transfer]:
-        """End everything, and close the transport. Returns the transfers that were open; of the peers, nobody is told but by silence."""
-        self._transport.close()
+        """End everything, and close the transport. Returns the transfers that were open; of the peers, nobody is told but by silence.
+
+        A second call does nothing.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            self._transport.close()
         for transfer in self._open:
             transfer.stop(lost(transfer.name, reason), self._clock())
             transfer.step(self._clock())

@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvdock.prefix.names import namespace_text
 from kvdock.transfer.layout import PoolLayout
 from kvdock.transfer.refusals import misplaced, refused
 from kvdock.transfer.spans import Wanted
@@ -152,7 +153,11 @@ def read_any(peer: str, message: bytes) -> Ask | Stop | None:
 
 
 def digest_of(tokens: npt.NDArray[Any], namespace: tuple[object, ...]) -> str:
-    """Return a digest of token ids and of where they are shared: equal prefixes have equal ones, on any machine."""
-    found = hashlib.sha256(repr(namespace).encode())
+    """Return a digest of token ids and of where they are shared: equal prefixes have equal ones, on any machine, in any Python.
+
+    Raises:
+        ArgumentValueError: a namespace that cannot be written.
+    """
+    found = hashlib.sha256(namespace_text("namespace", namespace).encode())
     found.update(np.ascontiguousarray(tokens, dtype="<i8").tobytes())
     return found.hexdigest()

@@ -37,10 +37,22 @@ OVER = "Fix: look for a unit or a product that is meant otherwise"
     [
         ({"topic": 5}, TypeError_, "topic: expected text, got 5. Fix: pass a str"),
         ({"topic": b"kv"}, TypeError_, "topic: expected text, got b'kv'. Fix: pass a str"),
-        ({"topic": "\ud800"}, ValueError_, r"topic: expected text that UTF-8 can write, got '\ud800'. Fix: take out what is half of a surrogate pair"),
+        (
+            {"topic": "\ud800"},
+            ValueError_,
+            r"topic: expected text that UTF-8 can write, got '\ud800'. Fix: take out what is half of a surrogate pair",
+        ),
         ({"medium": 5}, TypeError_, "medium: expected text, got 5. Fix: pass a str"),
-        ({"medium": "\ud800"}, ValueError_, r"medium: expected text that UTF-8 can write, got '\ud800'. Fix: take out what is half of a surrogate pair"),
-        ({"first_rank": 2**64}, ValueError_, f"first_rank: expected less than {MOST}, got {2**64}. Fix: pass the data-parallel rank of the first manager"),
+        (
+            {"medium": "\ud800"},
+            ValueError_,
+            r"medium: expected text that UTF-8 can write, got '\ud800'. Fix: take out what is half of a surrogate pair",
+        ),
+        (
+            {"first_rank": 2**64},
+            ValueError_,
+            f"first_rank: expected less than {MOST}, got {2**64}. Fix: pass the data-parallel rank of the first manager",
+        ),
         ({"buffer_steps": 2**31}, ValueError_, f"buffer_steps: expected at most {MOST}, got {2**31}. {OVER}"),
         (
             {"buffer_steps": 2**30, "replay_endpoint": "inproc://x"},

@@ -229,3 +229,37 @@ def test_without_a_deadline(clock: Clock) -> None:
     rank.check()
     with pytest.raises(TransferError, match="peer 'x': expected one that is connected: 'd', got another"):
         rank.exchange.take("x", b"")
+
+
+@pytest.mark.parametrize("peer", [5, None, [], b"d"])
+def test_a_peer_that_is_no_name(peer: Any, clock: Clock) -> None:
+    owner, asker = pair(clock)
+    with pytest.raises(ArgumentTypeError, match=r"^Exchange\.connect: peer: expected a str, got"):
+        owner.exchange.connect(peer, asker.exchange.hello)
+    assert list(owner.exchange.peers) == ["d"]
+
+
+def test_a_closed_exchange_closes_its_transport_once_and_meets_nobody(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its transport has let go of the pool: a peer that was connected then could be asked, and a push of its own read what is gone."""
+    owner, asker = pair(clock)
+    calls = []
+    monkeypatch.setattr(owner.loop, "close", lambda: calls.append("close"))
+    monkeypatch.setattr(owner.loop, "poll", lambda: calls.append("poll"))
+    assert (owner.exchange.close(), owner.exchange.close(), owner.exchange.poll(), calls) == ([], [], [], ["close"])
+    with pytest.raises(TransferError) as caught:
+        owner.exchange.connect("d", asker.exchange.hello)
+    assert str(caught.value) == "peer 'd': expected an open exchange, got a closed one. Fix: make another, with a transport of its own"
+    assert dict(owner.exchange.peers) == {}
+
+
+def test_a_namespace_that_cannot_be_written_leaves_no_ticket(clock: Clock) -> None:
+    """A peer could not be told it; the ticket was pending for ever, and its blocks were given away."""
+    _, asker = pair(clock)
+    seq = asker.manager.begin(PROMPT, (10**5000,))
+    with pytest.raises(
+        ArgumentValueError, match=r"^namespace: expected integers of at most 4,300 digits, .*Fix: put a digest there instead$"
+    ):
+        asker.exchange.ask("r", seq, ["p"])
+    assert (asker.loop.expected, asker.exchange.num_open) == ({}, 0)
+    asker.manager.abort(seq)
+    untouched(asker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 
 import attrs
@@ -135,3 +136,5 @@ def test_digests_tell_texts_and_places_apart() -> None:
     assert same == digest_of(ids.astype(np.int32), ()) == digest_of(np.array([1, 0, 2, 0, 3, 0])[::2], ())
     others = [digest_of(ids[:2], ()), digest_of(ids[::-1], ()), digest_of(ids, ("a",)), digest_of(ids, (1,)), digest_of(ids, ("1",))]
     assert len({same, *others}) == 6
+    written_alike = b"('\\xe9\\u5b57', 1)" + np.array([1, 2, 3], "<i8").tobytes()  # `repr` goes by what this Python can print
+    assert digest_of(ids, ("é字", 1)) == hashlib.sha256(written_alike).hexdigest()
