@@ -32,6 +32,9 @@ MOST = 2**30 - 1
 OVER = "Fix: look for a unit or a product that is meant otherwise"
 
 
+HALF, FIRST = "Fix: take out what is half of a surrogate pair", "Fix: pass the data-parallel rank of the first manager"
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "text"),
     [
@@ -40,18 +43,18 @@ OVER = "Fix: look for a unit or a product that is meant otherwise"
         (
             {"topic": "\ud800"},
             ValueError_,
-            r"topic: expected text that UTF-8 can write, got '\ud800'. Fix: take out what is half of a surrogate pair",
+            r"topic: expected text that UTF-8 can write, got '\ud800'. " + HALF,
         ),
         ({"medium": 5}, TypeError_, "medium: expected text, got 5. Fix: pass a str"),
         (
             {"medium": "\ud800"},
             ValueError_,
-            r"medium: expected text that UTF-8 can write, got '\ud800'. Fix: take out what is half of a surrogate pair",
+            r"medium: expected text that UTF-8 can write, got '\ud800'. " + HALF,
         ),
         (
             {"first_rank": 2**64},
             ValueError_,
-            f"first_rank: expected less than {MOST}, got {2**64}. Fix: pass the data-parallel rank of the first manager",
+            f"first_rank: expected less than {MOST}, got {2**64}. " + FIRST,
         ),
         ({"buffer_steps": 2**31}, ValueError_, f"buffer_steps: expected at most {MOST}, got {2**31}. {OVER}"),
         (
@@ -96,7 +99,7 @@ def test_addresses_that_are_none(where: Any) -> None:
     ("change", "kind", "text"),
     [
         ({"topic": None}, TypeError_, "topic: expected text, got None. Fix: pass a str"),
-        ({"topic": "\ud800"}, ValueError_, r"topic: expected text that UTF-8 can write, got '\ud800'. Fix: take out what is half of a surrogate pair"),
+        ({"topic": "\ud800"}, ValueError_, r"topic: expected text that UTF-8 can write, got '\ud800'. " + HALF),
         ({"index": 3}, TypeError_, "index: expected a BlockIndex, got 3. Fix: leave it out for a new one"),
         ({"max_message_bytes": 2**70}, ValueError_, f"max_message_bytes: expected at most {2**63 - 1}, got {2**70}. {OVER}"),
         ({"max_waiting": 2**31}, ValueError_, f"max_waiting: expected at most {2**31 - 1}, got {2**31}. {OVER}"),

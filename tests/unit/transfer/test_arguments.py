@@ -256,9 +256,7 @@ def test_a_namespace_that_cannot_be_written_leaves_no_ticket(clock: Clock) -> No
     """A peer could not be told it; the ticket was pending for ever, and its blocks were given away."""
     _, asker = pair(clock)
     seq = asker.manager.begin(PROMPT, (10**5000,))
-    with pytest.raises(
-        ArgumentValueError, match=r"^namespace: expected integers of at most 4,300 digits, .*Fix: put a digest there instead$"
-    ):
+    with pytest.raises(ArgumentValueError, match=r"^namespace: expected integers of at most 4,300 digits, .*Fix: put a digest"):
         asker.exchange.ask("r", seq, ["p"])
     assert (asker.loop.expected, asker.exchange.num_open) == ({}, 0)
     asker.manager.abort(seq)
