@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, TransferError
 from kvdock.integrations.torch_links import Link
+from kvdock.rank import place_in
 from kvdock.transfer.interface import Ticket, Transport
 from kvdock.transfer.layout import PoolLayout
 from kvdock.transfer.packing import Runs
@@ -53,11 +54,8 @@ class TorchDistributed(Transport):
             raise ArgumentValueError(
                 "TorchDistributed: part_bytes", expected="1 to 2**30", got=part_bytes, fix="leave it out, or take less"
             )
-        if not (dist.is_available() and dist.is_initialized()):
-            fix = "call torch.distributed.init_process_group first"
-            raise ArgumentValueError("TorchDistributed: group", expected="a process group", got="none that is set up", fix=fix)
+        self._size, self._rank = place_in("TorchDistributed: group", group)
         self.part_bytes, self._group = part_bytes, group
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._memory: Sequence[torch.Tensor] = ()
         self._links: dict[str, Link] = {}
         self._left: list[Link] = []  # a thread of theirs may still listen, and would take what a new one is to get

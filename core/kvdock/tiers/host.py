@@ -11,8 +11,8 @@ from typing import Self
 from kvdock.cache.paged import PagedKVCache
 from kvdock.cache.swapping import Swapper, host_cache
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
-from kvdock.prefix.inputs import count_of
 from kvdock.scheduler.tier import BlockPairs, Tier, distinct_tiers
+from kvdock.spec import check_int
 
 __all__ = ["HostTier", "bound_tiers"]
 
@@ -34,7 +34,7 @@ class HostTier(Tier):
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = count_of("HostTier: nbytes", nbytes, 1)
+        self.nbytes = check_int("HostTier: nbytes", nbytes, 1)
         self._ends: tuple[PagedKVCache, PagedKVCache] | None = None
 
     def __repr__(self) -> str:

@@ -113,11 +113,6 @@ def test_bytes_are_an_int_above_0(nbytes: Any) -> None:
         HostTier(nbytes)
 
 
-def test_bytes_may_be_numpys() -> None:
-    tier = HostTier(np.int64(1 << 20))  # type: ignore[arg-type]
-    assert (type(tier.nbytes), tier.nbytes, repr(tier)) == (int, 1 << 20, "HostTier(1048576)")
-
-
 def test_memory_that_the_system_does_not_give_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that were never made were unlocked: an error of `__del__` on the user's screen, beside the one that says what to do."""
     unraisable: list[Any] = []
