@@ -8,8 +8,11 @@ memory of their own.
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import time
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -28,6 +31,26 @@ from kvdock.transfer.streams import StreamTicket, wait_for_stream
 __all__ = ["TorchDistributed"]
 
 _PATIENCE = 2.0
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+"""Those of which a thread may still receive."""
+os.register_at_fork(after_in_child=_links.clear)  # the threads are the parent's, and may have held locks
+
+
+@atexit.register
+def _end_all() -> None:
+    """Have the threads end that can: one that still receives when Python goes aborts the process."""
+    end = time.monotonic() + _PATIENCE
+    for link in (links := list(_links)):
+        link.leave("the process ends")
+    for link in links:
+        link.join(end)
+
+
+def _abandon(links: dict[str, Link], process: int) -> None:
+    """Let the threads of a transport that nobody has any more end, as soon as the peers say goodbye too."""
+    for link in links.values() if os.getpid() == process else ():
+        link.leave("its transport is gone")
 
 
 class TorchDistributed(Transport):
@@ -58,6 +81,7 @@ class TorchDistributed(Transport):
         self.part_bytes, self._group = part_bytes, group
         self._memory: Sequence[torch.Tensor] = ()
         self._links: dict[str, Link] = {}
+        weakref.finalize(self, _abandon, self._links, os.getpid()).atexit = False
         self._left: list[Link] = []  # a thread of theirs may still listen, and would take what a new one is to get
 
     def register(self, layout: PoolLayout, memory: Sequence[torch.Tensor]) -> bytes:
@@ -86,6 +110,7 @@ class TorchDistributed(Transport):
                 f"peer {peer!r}", expected="a rank that has said goodbye", got=f"rank {rank}, left on this side only", fix=fix
             )
         self._links[peer] = Link(peer, rank, self._group, self._memory, self.part_bytes)
+        _links.add(self._links[peer])
 
     def push(self, peer: str, spans: Spans, tag: int, note: bytes) -> Ticket:
         """Queue a push. It is done when the group has taken all bytes. Its tickets have no notes."""
@@ -103,11 +128,10 @@ class TorchDistributed(Transport):
         """Forget a peer, and tell it so where it listens."""
         if link := self._links.pop(peer, None):
             self._left = [each for each in self._left if each.listens] + [link]
-            link.fail("it was disconnected")
-            link.send(None)
+            link.leave("it was disconnected")
 
     def close(self) -> None:
-        """Forget all peers. Call it before the process ends: a thread that still receives then would abort it.
+        """Forget all peers. What nobody closed says goodbye when the process ends.
 
         Peers answer a goodbye at once, and those that are gone break the connection: this waits 2 s at most, for one that hangs.
         """
@@ -115,7 +139,7 @@ class TorchDistributed(Transport):
             self.disconnect(peer)
         end = time.monotonic() + _PATIENCE
         for link in self._left:
-            link.join(max(end - time.monotonic(), 0))
+            link.join(end)
         self._memory = ()
 
     def _link(self, peer: str) -> Link:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from queue import SimpleQueue
@@ -42,10 +43,10 @@ class Link:
         """Whether a thread still takes what the rank sends."""
         return self._listener.is_alive()
 
-    def join(self, seconds: float) -> None:
-        """Wait for its threads."""
-        self._speaker.join(seconds)
-        self._listener.join(seconds)
+    def join(self, end: float) -> None:
+        """Wait for its threads, until a time of the monotonic clock."""
+        for thread in (self._speaker, self._listener):
+            thread.join(max(end - time.monotonic(), 0))
 
     def send(self, ticket: StreamTicket | None) -> None:
         """Queue a push; None says goodbye."""
@@ -71,6 +72,11 @@ class Link:
             self.broken = self.broken or f"a connection that is broken: {reason}"
             for ticket in (*self._expected.values(), *self._pushed):
                 ticket.cancel(reason)
+
+    def leave(self, reason: str) -> None:
+        """Break it, and say goodbye."""
+        self.fail(reason)
+        self.send(None)
 
     def _send(self) -> None:
         try:
