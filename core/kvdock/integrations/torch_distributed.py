@@ -24,7 +24,7 @@ from kvdock.rank import place_in
 from kvdock.transfer.interface import Ticket, Transport
 from kvdock.transfer.layout import PoolLayout
 from kvdock.transfer.packing import Runs
-from kvdock.transfer.refusals import refused
+from kvdock.transfer.refusals import no_pool, refused
 from kvdock.transfer.spans import Spans
 from kvdock.transfer.streams import StreamTicket, wait_for_stream
 
@@ -91,6 +91,8 @@ class TorchDistributed(Transport):
 
     def connect(self, peer: str, layout: PoolLayout, described: bytes) -> None:
         """Get to know a peer by its rank in the group."""
+        if not self._memory:
+            raise no_pool(peer)
         try:
             found = json.loads(described[:200])
             rank, size = found["rank"], found["size"]

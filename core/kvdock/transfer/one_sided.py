@@ -18,7 +18,7 @@ from kvdock.transfer.interface import Ticket, Transport
 from kvdock.transfer.lanes import NOTE, Arena, Receiver, Sender, Shape
 from kvdock.transfer.layout import PoolLayout
 from kvdock.transfer.packing import Runs
-from kvdock.transfer.refusals import refused
+from kvdock.transfer.refusals import no_pool, refused
 from kvdock.transfer.spans import Spans
 from kvdock.transfer.streams import StreamTicket, wait_for_stream
 from kvdock.transfer.wire import as_text, read, written
@@ -75,6 +75,8 @@ class OneSided(Transport):
 
     def connect(self, peer: str, layout: PoolLayout, described: bytes) -> None:
         """Get to know a peer. Both sides have the same parts."""
+        if not self._memory:
+            raise no_pool(peer)
         if peer in self._links:
             raise TransferError(f"peer {peer!r}", expected="one that is not known yet", got="a second one", fix="disconnect it first")
         kind, fields = read(peer, described)

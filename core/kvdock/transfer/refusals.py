@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvdock.errors import TransferError
 
-__all__ = ["lost", "misplaced", "refused", "tag_taken"]
+__all__ = ["lost", "misplaced", "no_pool", "refused", "tag_taken"]
 
 
 def refused(subject: str, expected: object, got: object) -> TransferError:
@@ -29,3 +29,9 @@ def lost(name: str, got: str, *, expected: str = "all of them", peer: str = "") 
 def tag_taken(peer: str, tag: int) -> TransferError:
     """Describe a tag by which something is expected already."""
     return TransferError(f"peer {peer!r}: tag", expected="one that nothing is expected by", got=tag, fix="use a tag for one push only")
+
+
+def no_pool(peer: str) -> TransferError:
+    """Describe a peer that would be connected to nothing."""
+    fix = "let an Exchange register its pool; after close make another transport"
+    return TransferError(f"peer {peer!r}", expected="an open transport with a pool", got="one without", fix=fix)
