@@ -33,6 +33,9 @@ from support_caches import runtime_for
 
 OPS = runtime_for("portable").dispatcher
 
+AGAIN = ". Fix: ask for them again, or compute them: nothing is held for them any more"
+"""The end of what becomes of blocks that did not come, where nothing else helps."""
+
 
 @attrs.frozen(eq=False)
 class Side:

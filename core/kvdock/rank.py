@@ -10,7 +10,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.spec import check_int, device_of
 
-__all__ = ["RankInfo"]
+__all__ = ["RankInfo", "place_in"]
+
+
+def place_in(subject: str, group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return how many ranks a group of torch's has, and which of them this process is.
+
+    Args:
+        subject: what to call it in an error.
+        group: None for that of all processes.
+
+    Raises:
+        ArgumentValueError: there is no such group, or this process is not in it: torch's calls do nothing then, or wait for ever.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        fix = "call torch.distributed.init_process_group() first; a single process needs no group: RankInfo(device)"
+        raise ArgumentValueError(subject, expected="a process group", got="none: torch.distributed is not set up", fix=fix)
+    if (group is not None and not isinstance(group, dist.ProcessGroup)) or dist.get_rank(group) < 0:
+        fix = "ask on members only: dist.new_group() gives every process a group, and those that are not in it an empty one"
+        raise ArgumentValueError(subject, expected="a group with this process in it", got=repr(group)[:80], fix=fix)
+    return dist.get_world_size(group), dist.get_rank(group)
 
 
 def _to_device(value: object) -> torch.device:
@@ -53,14 +72,8 @@ class RankInfo:
         Raises:
             ArgumentValueError: there is no such group, or this process is not in it.
         """
-        if not (dist.is_available() and dist.is_initialized()):
-            fix = "call torch.distributed.init_process_group() first, or RankInfo(device) for a single process"
-            raise ArgumentValueError("RankInfo: group", expected="a process group", got="none: torch.distributed is not set up", fix=fix)
-        rank = dist.get_rank(group)
-        if rank < 0:
-            fix = "ask on members only: dist.new_group() gives every process a group, and those that are not in it an empty one"
-            raise ArgumentValueError("RankInfo: group", expected="a group with this process in it", got=f"{group!r}"[:80], fix=fix)
-        return cls(device, dist.get_world_size(group), rank)
+        size, place = place_in("RankInfo: group", group)
+        return cls(device, size, place)
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, dim: str | None = None, device: torch.device | str | None = None) -> RankInfo:
@@ -72,8 +85,12 @@ class RankInfo:
             device: the device that holds this rank's caches; None: the current one of the mesh's type.
 
         Raises:
+            ArgumentTypeError: no mesh.
             ArgumentValueError: the mesh has no such dimension, or several and none is named; this process is not in it.
         """
+        if not isinstance(mesh, DeviceMesh):
+            fix = "make one with torch.distributed.device_mesh.init_device_mesh, or call from_process_group"
+            raise ArgumentTypeError("RankInfo: mesh", expected="a DeviceMesh", got=repr(mesh)[:80], fix=fix)
         names = mesh.mesh_dim_names or ()
         if dim not in names if dim is not None else mesh.ndim != 1:
             expected = f"one of {names}" if names else "None, for a mesh of one dimension"

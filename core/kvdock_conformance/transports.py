@@ -220,6 +220,12 @@ def _a_peer_that_is_gone_is_waited_for_by_no_call(pair: _Pair) -> None:
     _so(pushed is None or pushed.poll() is not TicketState.PENDING, _STILL)
 
 
+def _what_was_closed_connects_nobody(pair: _Pair) -> None:
+    pair.a.close()
+    _refused("b", lambda: pair.a.connect("b", _LAYOUT, pair.described[1]))
+    pair.a.close()
+
+
 def _so(is_so: bool, text: str) -> None:
     if not is_so:
         raise AssertionError(text)
@@ -247,4 +253,5 @@ _CHECKS: Sequence[Callable[[_Pair], None]] = (
     _a_description_that_is_none_is_an_error,
     _a_peer_that_is_disconnected_has_no_ticket_and_can_come_back,
     _a_peer_that_is_gone_is_waited_for_by_no_call,
+    _what_was_closed_connects_nobody,
 )

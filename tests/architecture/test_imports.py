@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tiers": {"errors", "spec", "cache", "scheduler"},
     "replay": {"errors", "spec", "prefix", "scheduler"},
     "files": LEAVES | {"bits", "layers"} | ENGINE_SIDE,  # which blocks and which tensors, together: above both
-    "transfer": LEAVES | {"cache", "checks", "layers", "process", "scheduler"},
+    "transfer": LEAVES | {"cache", "checks", "layers", "prefix", "process", "scheduler"},
     "kvdock": LEAVES | {"descriptors", "layers", "ops", "plugin", "plugins", "runtime"} | ENGINE_SIDE,
     "integrations": LEAVES | {"captured", "checks", "files", "ops", "plugins", "runtime", "kvdock", "transfer"} | ENGINE_SIDE,
     "__main__": {"cli"},

@@ -32,7 +32,7 @@ class _Pages(mmap.mmap):
     """Pages of one memory. Those that are locked are unlocked before they are given back, which is when the last tensor goes."""
 
     locked: list[Callable[[], None]]
-    process: int
+    process: int = 0  # until there are pages: `__del__` is called too where the system gives none
 
     def __del__(self) -> None:
         if sys.is_finalizing() or self.process != os.getpid():

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, IntegrityError
+from kvdock.rank import place_in
 
 __all__ = ["check_alike"]
 
@@ -24,14 +25,15 @@ def check_alike(digest: bytes, group: dist.ProcessGroup | None = None, *, device
 
     Raises:
         IntegrityError: names the first rank that differs from rank 0; on every rank.
-        ArgumentTypeError, ArgumentValueError: no bytes, or not 32 of them.
+        ArgumentTypeError, ArgumentValueError: no bytes, or not 32 of them; no group with this process in it.
     """
     if not isinstance(digest, bytes):
         raise ArgumentTypeError("check_alike: digest", expected="bytes", got=repr(digest)[:80], fix="pass manager.digest()")
     if len(digest) != _BYTES:
         raise ArgumentValueError("check_alike: digest", expected=f"{_BYTES} bytes", got=f"{len(digest)} bytes", fix="pass manager.digest()")
+    size, _ = place_in("check_alike: group", group)
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    found = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(found, mine, group=group)
     texts = [bytes(each.cpu().tolist()).hex()[:8] for each in found]
     wrong = [rank for rank, each in enumerate(found) if not torch.equal(each, found[0])]

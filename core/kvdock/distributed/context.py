@@ -19,12 +19,15 @@ import torch
 import torch.distributed as dist
 
 from kvdock import ops
-from kvdock.checks import check_int
+from kvdock.checks import check_int, check_size
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.ops.attention import query_rows
-from kvdock.rank import RankInfo
+from kvdock.rank import RankInfo, place_in
 
 __all__ = ["ContextShare", "gather_heads", "merge_over_ranks"]
+
+_MOST_TOKENS = 512  # of a block of a manager, and so of one of a cache
+_SHAPES = "pass what kvdock.ops.paged_attention takes, and returns"
 
 
 @attrs.frozen
@@ -148,7 +151,7 @@ def _checked(name: str, values: Any, block_size: int) -> int:
         got = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
         fix = "pass torch.from_numpy(...) of what a manager returns"
         raise ArgumentTypeError(f"ContextShare.{name}", expected="an int32 or int64 tensor", got=got, fix=fix)
-    return check_int(f"ContextShare.{name.split(':')[0]}: block_size", block_size, 1)
+    return check_size(f"ContextShare.{name.split(':')[0]}: block_size", block_size, _MOST_TOKENS)
 
 
 def _check_rows(q: Any, k_cache: Any, table: Any, lens: Any, cu: Any, starts: Any, window: Any) -> None:
@@ -156,22 +159,28 @@ def _check_rows(q: Any, k_cache: Any, table: Any, lens: Any, cu: Any, starts: An
     dims = {"q": (q, 3), "k_cache": (k_cache, 4), "block_table": (table, 2), "seq_lens": (lens, 1)}
     dims |= {name: (each, 1) for name, each in (("cu_query_lens", cu), ("starts", starts)) if each is not None}
     for name, (tensor, count) in dims.items():
-        if not isinstance(tensor, torch.Tensor):
-            fix = "convert it with torch.as_tensor"
-            raise ArgumentTypeError(f"ContextShare.attend: {name}", expected="a torch.Tensor", got=type(tensor).__name__, fix=fix)
-        if tensor.dim() != count:
-            raise ArgumentValueError(f"ContextShare.attend: {name}", expected=f"{count} dimensions", got=f"shape {[*tensor.shape]}")
+        _check_dims(f"ContextShare.attend: {name}", tensor, count)
         if count == 1 and tensor.dtype not in (torch.int32, torch.int64):
-            raise ArgumentTypeError(f"ContextShare.attend: {name}", expected="int32 or int64", got=tensor.dtype)
+            raise ArgumentTypeError(
+                f"ContextShare.attend: {name}", expected="int32 or int64", got=tensor.dtype, fix="convert it with .int()"
+            )
     batch = table.shape[0]
     sizes = [("seq_lens", lens, batch), ("starts", starts, batch), ("cu_query_lens", cu, batch + 1)]
     sizes += [("q", q, batch)] if cu is None else []
     for name, tensor, size in sizes:
         if tensor is not None and tensor.shape[0] != size:
             expected = f"{size} rows, for the {batch} of block_table"
-            raise ArgumentValueError(f"ContextShare.attend: {name}", expected=expected, got=f"shape {[*tensor.shape]}")
+            raise ArgumentValueError(f"ContextShare.attend: {name}", expected=expected, got=f"shape {[*tensor.shape]}", fix=_SHAPES)
     if window is not None:
         check_int("ContextShare.attend: window", window, 1)
+
+
+def _check_dims(subject: str, tensor: object, count: int) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        fix = "convert it with torch.as_tensor"
+        raise ArgumentTypeError(subject, expected="a torch.Tensor", got=type(tensor).__name__, fix=fix)
+    if tensor.dim() != count:
+        raise ArgumentValueError(subject, expected=f"{count} dimensions", got=f"shape {[*tensor.shape]}", fix=_SHAPES)
 
 
 def gather_heads(q: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -180,8 +189,13 @@ def gather_heads(q: torch.Tensor, group: dist.ProcessGroup | None = None) -> tor
     Args:
         q: this rank's heads, ``[N, Hq, Dk]``; all ranks have as many.
         group: the ranks that share the tokens; None: all processes.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: no such tensor; no group with this process in it.
     """
-    parts = [torch.empty_like(q, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    _check_dims("gather_heads: q", q, 3)
+    size, _ = place_in("gather_heads: group", group)
+    parts = [torch.empty_like(q, memory_format=torch.contiguous_format) for _ in range(size)]
     dist.all_gather(parts, q.contiguous(), group=group)
     return torch.cat(parts, 1)
 
@@ -193,8 +207,14 @@ def merge_over_ranks(out: torch.Tensor, lse: torch.Tensor, group: dist.ProcessGr
         out: ``[N, Hq, Dv]``.
         lse: ``[N, Hq]``.
         group: the ranks that share the tokens, in the order of their shares; None: all processes.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: no such tensors; no group with this process in it.
     """
-    size, out, lse = dist.get_world_size(group), out.contiguous(), lse.contiguous()  # some backends refuse strides, as of a permuted out=
+    for name, tensor, count in (("out", out, 3), ("lse", lse, 2)):
+        _check_dims(f"merge_over_ranks: {name}", tensor, count)
+    size, _ = place_in("merge_over_ranks: group", group)
+    out, lse = out.contiguous(), lse.contiguous()  # some backends refuse strides, as of a permuted out=
     parts = [(torch.empty_like(out), torch.empty_like(lse)) for _ in range(size)]
     dist.all_gather([part for part, _ in parts], out, group=group)
     dist.all_gather([part for _, part in parts], lse, group=group)

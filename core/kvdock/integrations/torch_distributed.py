@@ -8,8 +8,11 @@ memory of their own.
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import time
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -17,15 +20,37 @@ import torch.distributed as dist
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, TransferError
 from kvdock.integrations.torch_links import Link
+from kvdock.rank import place_in
 from kvdock.transfer.interface import Ticket, Transport
 from kvdock.transfer.layout import PoolLayout
 from kvdock.transfer.packing import Runs
+from kvdock.transfer.refusals import no_pool, refused
 from kvdock.transfer.spans import Spans
 from kvdock.transfer.streams import StreamTicket, wait_for_stream
 
 __all__ = ["TorchDistributed"]
 
 _PATIENCE = 2.0
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+"""Those of which a thread may still receive."""
+os.register_at_fork(after_in_child=_links.clear)  # the threads are the parent's, and may have held locks
+
+
+@atexit.register
+def _end_all() -> None:
+    """Have the threads end that can: one that still receives when Python goes aborts the process."""
+    end = time.monotonic() + _PATIENCE
+    for link in (links := list(_links)):
+        link.leave("the process ends")
+    for link in links:
+        link.join(end)
+
+
+def _abandon(links: dict[str, Link], process: int) -> None:
+    """Let the threads of a transport that nobody has any more end, as soon as the peers say goodbye too."""
+    for link in links.values() if os.getpid() == process else ():
+        link.leave("its transport is gone")
 
 
 class TorchDistributed(Transport):
@@ -47,16 +72,16 @@ class TorchDistributed(Transport):
 
     def __init__(self, group: dist.ProcessGroup | None = None, part_bytes: int = 32 << 20) -> None:
         if type(part_bytes) is not int:
-            raise ArgumentTypeError("TorchDistributed: part_bytes", expected="an int", got=repr(part_bytes))
+            raise ArgumentTypeError("TorchDistributed: part_bytes", expected="an int", got=repr(part_bytes), fix="pass a number of bytes")
         if not 1 <= part_bytes <= 1 << 30:
-            raise ArgumentValueError("TorchDistributed: part_bytes", expected="1 to 2**30", got=part_bytes)
-        if not (dist.is_available() and dist.is_initialized()):
-            fix = "call torch.distributed.init_process_group first"
-            raise ArgumentValueError("TorchDistributed: group", expected="a process group", got="none that is set up", fix=fix)
+            raise ArgumentValueError(
+                "TorchDistributed: part_bytes", expected="1 to 2**30", got=part_bytes, fix="leave it out, or take less"
+            )
+        self._size, self._rank = place_in("TorchDistributed: group", group)
         self.part_bytes, self._group = part_bytes, group
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._memory: Sequence[torch.Tensor] = ()
         self._links: dict[str, Link] = {}
+        weakref.finalize(self, _abandon, self._links, os.getpid()).atexit = False
         self._left: list[Link] = []  # a thread of theirs may still listen, and would take what a new one is to get
 
     def register(self, layout: PoolLayout, memory: Sequence[torch.Tensor]) -> bytes:
@@ -66,24 +91,28 @@ class TorchDistributed(Transport):
 
     def connect(self, peer: str, layout: PoolLayout, described: bytes) -> None:
         """Get to know a peer by its rank in the group."""
+        if not self._memory:
+            raise no_pool(peer)
         try:
             found = json.loads(described[:200])
             rank, size = found["rank"], found["size"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise TransferError(f"peer {peer!r}", expected="its rank in a process group", got=repr(described[:40])) from error
+            raise refused(f"peer {peer!r}", "its rank in a process group", repr(described[:40])) from error
         if peer in self._links or any(link.rank == rank for link in self._links.values()):
             raise TransferError(
                 f"peer {peer!r}", expected="one that is not known yet", got=f"rank {rank!r} again", fix="disconnect it first"
             )
         if type(rank) is not int or size != self._size or not 0 <= rank < size or rank == self._rank:
             expected = f"another rank of the group of {self._size}, in which this is rank {self._rank}"
-            raise TransferError(f"peer {peer!r}", expected=expected, got=f"rank {rank!r} of {size!r}"[:80])
+            fix = "make both transports over one group, and connect other ranks only"
+            raise TransferError(f"peer {peer!r}", expected=expected, got=f"rank {rank!r} of {size!r}"[:80], fix=fix)
         if any(link.rank == rank and link.listens for link in self._left):
             fix = "let the other side disconnect too; after a rank is lost, make a new group"
             raise TransferError(
                 f"peer {peer!r}", expected="a rank that has said goodbye", got=f"rank {rank}, left on this side only", fix=fix
             )
         self._links[peer] = Link(peer, rank, self._group, self._memory, self.part_bytes)
+        _links.add(self._links[peer])
 
     def push(self, peer: str, spans: Spans, tag: int, note: bytes) -> Ticket:
         """Queue a push. It is done when the group has taken all bytes. Its tickets have no notes."""
@@ -101,11 +130,10 @@ class TorchDistributed(Transport):
         """Forget a peer, and tell it so where it listens."""
         if link := self._links.pop(peer, None):
             self._left = [each for each in self._left if each.listens] + [link]
-            link.fail("it was disconnected")
-            link.send(None)
+            link.leave("it was disconnected")
 
     def close(self) -> None:
-        """Forget all peers. Call it before the process ends: a thread that still receives then would abort it.
+        """Forget all peers. What nobody closed says goodbye when the process ends.
 
         Peers answer a goodbye at once, and those that are gone break the connection: this waits 2 s at most, for one that hangs.
         """
@@ -113,7 +141,7 @@ class TorchDistributed(Transport):
             self.disconnect(peer)
         end = time.monotonic() + _PATIENCE
         for link in self._left:
-            link.join(max(end - time.monotonic(), 0))
+            link.join(end)
         self._memory = ()
 
     def _link(self, peer: str) -> Link:

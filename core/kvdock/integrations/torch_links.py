@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from queue import SimpleQueue
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from kvdock.errors import TransferError
 from kvdock.transfer.interface import TicketState
+from kvdock.transfer.refusals import refused, tag_taken
 from kvdock.transfer.streams import StreamTicket, wait_for_stream
 
 __all__ = ["Link"]
@@ -41,10 +43,10 @@ class Link:
         """Whether a thread still takes what the rank sends."""
         return self._listener.is_alive()
 
-    def join(self, seconds: float) -> None:
-        """Wait for its threads."""
-        self._speaker.join(seconds)
-        self._listener.join(seconds)
+    def join(self, end: float) -> None:
+        """Wait for its threads, until a time of the monotonic clock."""
+        for thread in (self._speaker, self._listener):
+            thread.join(max(end - time.monotonic(), 0))
 
     def send(self, ticket: StreamTicket | None) -> None:
         """Queue a push; None says goodbye."""
@@ -60,7 +62,7 @@ class Link:
         with self._lock:
             self._expected = {tag: each for tag, each in self._expected.items() if each.state is TicketState.PENDING}
             if ticket.tag in self._expected:
-                raise TransferError(f"peer {self.peer!r}: tag", expected="one that nothing is expected by", got=ticket.tag)
+                raise tag_taken(self.peer, ticket.tag)
             self._expected[ticket.tag] = ticket
         return ticket
 
@@ -70,6 +72,11 @@ class Link:
             self.broken = self.broken or f"a connection that is broken: {reason}"
             for ticket in (*self._expected.values(), *self._pushed):
                 ticket.cancel(reason)
+
+    def leave(self, reason: str) -> None:
+        """Break it, and say goodbye."""
+        self.fail(reason)
+        self.send(None)
 
     def _send(self) -> None:
         try:
@@ -103,7 +110,7 @@ class Link:
         self._in(header)
         magic, version, tag, begin, nbytes, total = header.tolist()
         if magic != _MAGIC or version != _VERSION:
-            raise TransferError(f"peer {self.peer!r}", expected=f"parts of version {_VERSION}", got=f"{magic:x}, version {version}")
+            raise refused(f"peer {self.peer!r}", f"parts of version {_VERSION}", f"{magic:x}, version {version}")
         if tag == _GOODBYE:
             return None
         if not 1 <= nbytes <= self._part_bytes:
@@ -119,7 +126,8 @@ class Link:
 
     def _finish(self, work: dist.Work | None, tensor: torch.Tensor) -> None:
         if work is None:
-            raise TransferError(f"peer {self.peer!r}", expected="a group that this process is in", got="none")
+            fix = "make the group with this rank in it"
+            raise TransferError(f"peer {self.peer!r}", expected="a group that this process is in", got="none", fix=fix)
         work.wait(_FOREVER)
         wait_for_stream(tensor.device)
 

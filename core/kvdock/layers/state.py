@@ -19,7 +19,7 @@ def to_buffers(value: Any) -> tuple[Buffer, ...]:
     """Return buffers as a tuple, each with a name of its own, or raise."""
     found = tuple(value) if isinstance(value, Iterable) else ()
     if not found or not all(isinstance(each, Buffer) for each in found):
-        raise ArgumentTypeError("StateLayerSpec: buffers", expected="at least one kvdock.Buffer", got=repr(value)[:80])
+        raise ArgumentTypeError("StateLayerSpec: buffers", expected="at least one kvdock.layers.Buffer", got=repr(value)[:80])
     names = [each.name for each in found]
     if len(set(names)) < len(names):
         raise ArgumentValueError("StateLayerSpec: buffers", expected="a name of its own for each", got=", ".join(names))

@@ -46,11 +46,14 @@ def create_prefix_cache(name: str = "radix", *, block_size: int = 16, **options:
         raise
     except Exception as error:
         if isinstance(error, TypeError) and options:
-            raise ArgumentTypeError(f"create_prefix_cache: {name!r}", expected="options that its class takes", got=str(error)) from error
+            fix = f"pass what {getattr(factory, '__name__', 'its class')} takes beside block_size"
+            raise ArgumentTypeError(
+                f"create_prefix_cache: {name!r}", expected="options that its class takes", got=str(error), fix=fix
+            ) from error
         got = f"{type(error).__name__}: {error}"
         raise PluginError(f"prefix cache {name!r}", expected="a PrefixCache", got=got, fix="report it to the plugin's author") from error
     if not isinstance(made, PrefixCache):
-        raise PluginError(f"prefix cache {name!r}", expected="a PrefixCache", got=repr(made)[:80])
+        raise PluginError(f"prefix cache {name!r}", expected="a PrefixCache", got=repr(made)[:80], fix="report it to the plugin's author")
     return made
 
 
@@ -98,6 +101,7 @@ def _of_plugin(name: str) -> Callable[..., PrefixCache]:
         )
     if not owners:
         known = sorted({*_BUILT_IN, *(key for caches in found.values() for key in caches)})
-        raise ArgumentValueError("create_prefix_cache: name", expected=f"one of {', '.join(known)}", got=repr(name))
+        fix = "install the plugin that brings it; `kvdock backends` says what became of those that are installed"
+        raise ArgumentValueError("create_prefix_cache: name", expected=f"one of {', '.join(known)}", got=repr(name), fix=fix)
     factory: Callable[..., PrefixCache] = found[owners[0]][name]
     return factory

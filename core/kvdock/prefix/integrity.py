@@ -51,7 +51,10 @@ def check_tree(tree: RadixTree, *, num_locks: int, owned: BlockIds) -> None:
     wrong = {name: pair for name, pair in numbers.items() if pair[0] != pair[1]}
     if wrong or not np.array_equal(blocks, owned):
         raise IntegrityError(
-            "RadixPrefixCache", expected="equal counts (found, kept), and each block in one node", got=wrong or "stray blocks"
+            "RadixPrefixCache",
+            expected="equal counts (found, kept), and each block in one node",
+            got=wrong or "stray blocks",
+            fix="report it with the calls before",
         )
 
 
@@ -79,4 +82,4 @@ def _check_node(node: Node, block_bytes: int) -> None:
 
 def _demand(holds: object, node: Node, what: str) -> None:
     if not holds:
-        raise IntegrityError("RadixPrefixCache", expected=what, got=repr(node))
+        raise IntegrityError("RadixPrefixCache", expected=what, got=repr(node), fix="report it with the calls before")

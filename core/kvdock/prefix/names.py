@@ -15,7 +15,7 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.prefix.inputs import as_integers, check_block_size, namespace_key
 from kvdock.prefix.interface import Namespace
 
-__all__ = ["NAME_BYTES", "block_names", "root_name", "tagged_namespace"]
+__all__ = ["NAME_BYTES", "block_names", "namespace_text", "root_name", "tagged_namespace"]
 
 NAME_BYTES = 32
 """Length of a name."""
@@ -36,12 +36,21 @@ def root_name(block_size: int, namespace: Namespace = ()) -> bytes:
     """
     size = check_block_size("root_name", block_size)
     namespace_key("root_name: namespace", namespace)
-    try:
-        # Of the types that a namespace may have, `ascii` writes each value unlike every other, and alike in every Python.
-        text = ascii(namespace)
-    except ValueError as error:  # integers of more than 4,300 digits
-        raise ArgumentValueError("root_name: namespace", expected="integers of at most 4,300 digits", got=str(error)) from error
+    text = namespace_text("root_name: namespace", namespace)
     return hashlib.sha256(b"%s%d\0%s" % (_ROOT, size, text.encode())).digest()
+
+
+def namespace_text(subject: str, namespace: Namespace) -> str:
+    """Return a text that is unlike that of every other namespace, and alike in every Python.
+
+    Raises:
+        ArgumentValueError: integers that are too long to be written.
+    """
+    try:
+        return ascii(namespace)  # of the types that a namespace may have it writes each value in a way of its own
+    except ValueError as error:
+        fix = "put a digest there instead"
+        raise ArgumentValueError(subject, expected="integers of at most 4,300 digits", got=str(error), fix=fix) from error
 
 
 def block_names(tokens: Any, block_size: int, namespace: Namespace = (), *, parent: bytes | None = None) -> list[bytes]:

@@ -261,5 +261,5 @@ def _above(node: Node) -> tuple[Node, dict[bytes, Node]]:
     """Return the parent of a node that is stored, and its children."""
     parent = node.parent
     if parent is None or parent.children is None:
-        raise IntegrityError("RadixPrefixCache", expected="a stored node", got=repr(node))
+        raise IntegrityError("RadixPrefixCache", expected="a stored node", got=repr(node), fix="report it with the calls before")
     return parent, parent.children

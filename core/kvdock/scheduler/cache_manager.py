@@ -288,7 +288,9 @@ class CacheManager(Facts):
         room, known = int(rows.num_tokens[row]), int(rows.num_known[row])
         tokens = min(room, known) if num_tokens is None else count_of("CacheManager.fork: num_tokens", num_tokens)
         if tokens > room:
-            raise IndexRangeError("CacheManager.fork: num_tokens", expected=f"at most the {room} tokens there is room for", got=tokens)
+            raise IndexRangeError(
+                "CacheManager.fork: num_tokens", expected=f"at most the {room} tokens there is room for", got=tokens, fix="extend it first"
+            )
         self._pool.check_kept("CacheManager.fork: num_tokens", row, tokens)
         self._promises.before_fork(row, rows.blocks_for(tokens))  # first: it may be refused
         handle, blocks, shared = rows.handle(row), rows.blocks(row, 0, rows.blocks_for(tokens)).copy(), int(rows.shared[row])
@@ -324,7 +326,12 @@ class CacheManager(Facts):
         row, rows = self._row(seq, "truncate"), self._rows
         n = count_of("CacheManager.truncate: n", n)
         if n > rows.num_tokens[row]:
-            raise IndexRangeError("CacheManager.truncate: n", expected=f"at most the {rows.num_tokens[row]} tokens there are", got=n)
+            raise IndexRangeError(
+                "CacheManager.truncate: n",
+                expected=f"at most the {rows.num_tokens[row]} tokens there are",
+                got=n,
+                fix="pass how many are left, not how many go",
+            )
         self._pool.check_kept("CacheManager.truncate: n", row, n)
         keep, shared = rows.blocks_for(n), int(rows.shared[row])
         self._publisher.remember(seq, n)  # before `_ids.truncate` forgets the ids behind n

@@ -130,7 +130,12 @@ class GroupedBlocks(PoolBlocks):
             else:
                 units.drop(missing, ends=True)
                 if units.blocks.num_free == before:  # `has` has counted what is not there: better to say so than to look for ever
-                    raise IntegrityError("GroupedBlocks", expected=f"{missing} more blocks, as counted", got="none that can be evicted")
+                    raise IntegrityError(
+                        "GroupedBlocks",
+                        expected=f"{missing} more blocks, as counted",
+                        got="none that can be evicted",
+                        fix="report it with the calls before",
+                    )
 
     def unit_blocks(self, units: BlockIds) -> BlockIds:
         """Return the blocks of units."""

@@ -40,7 +40,12 @@ def check_partition(pool: PoolBlocks, rows: Rows, ids: TokenIds, pins: Pins) -> 
     wrong = np.flatnonzero(holders != allocator.ref_counts(np.arange(allocator.num_blocks)))
     if both.size or wrong.size:
         got = f"blocks {both[:8].tolist()} in both, {wrong[:8].tolist()} counted otherwise"
-        raise IntegrityError("CacheManager", expected="each block free, cached or held by sequences, and counted so", got=got)
+        raise IntegrityError(
+            "CacheManager",
+            expected="each block free, cached or held by sequences, and counted so",
+            got=got,
+            fix="report it with the calls before",
+        )
     facts = {
         f"{len(sequences) + num_pins} locks, one for each open sequence and pin": prefix.num_locks == len(sequences) + num_pins,
         "the sum of what rows were promised": pool.promised == int(rows.promised.sum()),

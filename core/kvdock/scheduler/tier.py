@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
-from kvdock.prefix.inputs import count_of
+from kvdock.prefix.inputs import MAX_SLOTS, count_of
 from kvdock.prefix.interface import BlockIds
 
 __all__ = ["BlockPairs", "NumberTier", "Tier", "checked_tiers", "distinct_tiers"]
@@ -104,7 +104,9 @@ def checked_tiers(subject: str, tiers: object) -> tuple[Tier, ...]:
     """Return tiers, each once, nobody's and ready to be used, or raise."""
     found = distinct_tiers(subject, tiers)
     for tier in found:
-        count_of(f"{subject}: tiers: num_blocks of {tier!r}", tier.num_blocks, 1)
+        where = f"{subject}: tiers: num_blocks of {tier!r}"
+        if (count := count_of(where, tier.num_blocks, 1)) > MAX_SLOTS:
+            raise ArgumentValueError(where, expected=f"at most {MAX_SLOTS}", got=count, fix="make it smaller, or several tiers of it")
         if tier._manager is not None and tier._manager() is not None:  # each would write over what the other has there
             fix = "make a tier for each manager, or let go of the other manager first"
             raise ArgumentValueError(f"{subject}: tiers", expected="tiers that no other manager has", got=repr(tier)[:80], fix=fix)

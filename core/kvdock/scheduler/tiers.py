@@ -265,6 +265,8 @@ class Tiers:
         """
         known = self.index.check_integrity(cached)
         if self._held.any():
-            raise IntegrityError("Tiers", expected="nothing that is held", got=np.flatnonzero(self._held).tolist())
+            raise IntegrityError(
+                "Tiers", expected="nothing that is held", got=np.flatnonzero(self._held).tolist(), fix="report it with the calls before"
+            )
         for level in self.levels:
             level.check_integrity(known)

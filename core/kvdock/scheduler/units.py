@@ -142,7 +142,12 @@ class UnitBlocks:
     def _free(self, units: BlockIds) -> None:
         """Take the blocks of units back that nobody holds any more."""
         if self.needs[units].any():
-            raise IntegrityError("UnitBlocks", expected="no sequence that needs a unit without holders", got=units.tolist())
+            raise IntegrityError(
+                "UnitBlocks",
+                expected="no sequence that needs a unit without holders",
+                got=units.tolist(),
+                fix="report it with the calls before",
+            )
         self._spare_no_more(units)
         self._give_back(units[:, None] * self.table.shape[1] + np.arange(self.table.shape[1]))
         self.is_end[units] = False

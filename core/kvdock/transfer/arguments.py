@@ -24,7 +24,9 @@ def check_parts(manager: object, cache: object, transport: object, limits: objec
     kinds = (("manager", manager, CacheManager), ("cache", cache, GroupedCache), ("transport", transport, Transport))
     for name, value, kind in (*kinds, ("limits", limits, Limits)):
         if not isinstance(value, kind):
-            fix = "make one with kvdock.transfer.create_transport" if kind is Transport else ""
+            fix = (
+                "make one with kvdock.transfer.create_transport" if kind is Transport else f"pass one of kvdock's own: {kind.__name__}(...)"
+            )
             raise ArgumentTypeError(f"Exchange: {name}", expected=f"a {kind.__name__}", got=repr(value)[:80], fix=fix)
     if isinstance(manager, CacheManager) and isinstance(cache, GroupedCache):
         sizes, found = [group.block_size for group in cache.groups], list(block_sizes(manager))
@@ -37,7 +39,7 @@ def check_parts(manager: object, cache: object, transport: object, limits: objec
 def check_text(subject: str, value: object, most: int) -> None:
     """Check a text that peers are told: they refuse a longer one."""
     if not isinstance(value, str):
-        raise ArgumentTypeError(subject, expected="a str", got=repr(value)[:80])
+        raise ArgumentTypeError(subject, expected="a str", got=repr(value)[:80], fix="pass what both sides call it")
     if len(value) > most:
         raise ArgumentValueError(subject, expected=f"at most {most} characters", got=len(value), fix="pass a digest of it")
 

@@ -32,6 +32,7 @@ from kvdock.transfer.layout import PoolLayout
 from kvdock.transfer.leases import Inbound, Limits, Outbound, Transfer
 from kvdock.transfer.mail import Mail, Waiting
 from kvdock.transfer.messages import MOST_TAG, MOST_TEXT, Ask, Hello, Part, Stop, digest_of, read_any
+from kvdock.transfer.refusals import lost
 from kvdock.transfer.serving import check_ask, check_held, groups_of, needed_bytes, nominal_tables, rest_of_blocks, wanted_tokens
 from kvdock.transfer.spans import Spans, Wanted, sends, spans
 
@@ -69,6 +70,7 @@ class Exchange:
         self.hello = Hello(self._layout, transport.name, transport.register(self._layout, cache.region_bytes())).to_bytes()
         self._peers: dict[str, PoolLayout] = {}
         self._open: list[Transfer] = []
+        self._is_closed = False
         self._mail, self._waiting = Mail(clock), Waiting()
 
     @property
@@ -86,13 +88,20 @@ class Exchange:
 
         Raises:
             TransferError: another version, another transport, keys and values of another model, or known already. It names the peer.
+                Or the exchange is closed.
+            ArgumentTypeError, ArgumentValueError: a name that is no text, or a long one.
         """
+        check_text("Exchange.connect: peer", peer, MOST_TEXT)
+        if self._is_closed:
+            raise TransferError(
+                f"peer {peer!r}", expected="an open exchange", got="a closed one", fix="make another, with a transport of its own"
+            )
         if peer in self._peers:
             raise TransferError(f"peer {peer!r}", expected="a new one", got="one that is connected", fix="drop it first")
         theirs = Hello.from_bytes(peer, hello)
         if theirs.transport != self._transport.name:
             expected = f"the transport {self._transport.name!r}, as here"
-            raise TransferError(f"peer {peer!r}", expected=expected, got=repr(theirs.transport[:80]))
+            raise TransferError(f"peer {peer!r}", expected=expected, got=repr(theirs.transport[:80]), fix="make both by the same name")
         check_compatible(peer, self._layout, theirs.layout)
         self._transport.connect(peer, theirs.layout, theirs.described)
         self._peers[peer] = theirs.layout
@@ -125,7 +134,8 @@ class Exchange:
         first = count_of("Exchange.ask: start", start, seq.cached_len)
         if not 0 <= first <= count <= min(seq.num_tokens, seq.num_known):
             expected = f"0 <= start <= num_tokens <= {min(seq.num_tokens, seq.num_known)}, of which room and ids are known"
-            raise ArgumentValueError("Exchange.ask", expected=expected, got=f"start={first}, num_tokens={count}")
+            fix = "begin with all ids, or ask for fewer tokens"
+            raise ArgumentValueError("Exchange.ask", expected=expected, got=f"start={first}, num_tokens={count}", fix=fix)
         wanted, rest = (of(self._groups, first, count) for of in (wanted_tokens, rest_of_blocks))
         tables = tuple(seq.block_table(group) for group in range(len(self._layout.groups)))
 
@@ -139,7 +149,7 @@ class Exchange:
             ranks = ", ".join(f"{peer} is rank {self._peers[peer].tp_rank} of {self._peers[peer].tp_size}" for peer in peers)
             fix = "name every rank of the other side"
             raise ArgumentValueError("Exchange.ask: peers", expected=f"all {needed} bytes", got=f"{total}, where {ranks}", fix=fix)
-        tag, now = secrets.randbelow(MOST_TAG + 1), self._clock()
+        tag, now, digest = secrets.randbelow(MOST_TAG + 1), self._clock(), digest_of(seq.tokens[:count], seq.namespace)
         transfer = Inbound(name, seq, count, now + self.limits.deadline)
         parts = {tag: wanted} | ({tag ^ 1: rest} if any(rest) else {})
         try:
@@ -152,7 +162,7 @@ class Exchange:
                 ticket.cancel("another peer could not be asked")
             raise
         transfer.rest = {key for key in transfer.tickets if key[1] != tag}
-        digest, blocks = digest_of(seq.tokens[:count], seq.namespace), tuple(tuple(table.tolist()) for table in tables)
+        blocks = tuple(tuple(table.tolist()) for table in tables)
         for peer in found:
             asked = [Part(number, tuple(tokens), transfer.tickets[peer, number].note) for number, tokens in parts.items()]
             self._mail.say(peer, Ask(name, count, digest, blocks, *asked).to_bytes())
@@ -184,7 +194,7 @@ class Exchange:
         count = count_of("Exchange.offer: num_tokens", num_tokens, seq.computed)
         if not max(seq.shortest, 1) <= count <= seq.computed:
             expected = f"{max(seq.shortest, 1)} to {seq.computed} tokens, which are computed and kept"
-            raise ArgumentValueError("Exchange.offer: num_tokens", expected=expected, got=count)
+            raise ArgumentValueError("Exchange.offer: num_tokens", expected=expected, got=count, fix="commit them first, or leave it out")
         served = [peer for peer in takers if sends(self._layout, self._known(peer))]
         transfer = Outbound(name, seq, count, self._clock() + self.limits.deadline, served)
         self._holding(transfer, count)
@@ -216,13 +226,14 @@ class Exchange:
 
     def poll(self) -> list[Transfer]:
         """Return the transfers that are over since the last call. Call it in each step, and while there is nothing else to do."""
-        self._transport.poll()
+        if not self._is_closed:
+            self._transport.poll()
         now = self._clock()
         for transfer in self._open:
             for peer in {peer for peer in transfer.pending() if self._mail.silence(peer) > self.limits.silence}:
-                self._give_up(
-                    transfer, peer, TransferError(f"peer {peer!r}", expected=f"a word within {self.limits.silence} s", got="none")
-                )
+                fix = "see whether it still runs; if it does, have it call poll and outgoing in each step, or raise Limits.silence"
+                expected = f"a word within {self.limits.silence} s"
+                self._give_up(transfer, peer, TransferError(f"peer {peer!r}", expected=expected, got="none", fix=fix))
             was = transfer.stopped_at
             transfer.step(now)
             if was is None and transfer.stopped_at is not None:
@@ -238,7 +249,7 @@ class Exchange:
     def cancel(self, transfer: Transfer, reason: str) -> None:
         """End a transfer, as when nobody waits for it any more. `poll` returns it when its blocks are given back."""
         if not transfer.is_over:
-            self._stop(transfer, TransferError(f"blocks of {transfer.name!r}", got=f"a call to cancel: {reason}"))
+            self._stop(transfer, lost(transfer.name, f"a call to cancel: {reason}"))
 
     def drop(self, peer: str, reason: str) -> None:
         """Forget a peer, as when its process is gone. What was to come from it or to go to it fails."""
@@ -250,13 +261,18 @@ class Exchange:
             if isinstance(transfer, Outbound) and peer in transfer.takers:
                 transfer.lose(peer, reason)
             elif isinstance(transfer, Inbound) and any(of == peer for of, _ in transfer.tickets):
-                self._stop(transfer, TransferError(f"blocks of {transfer.name!r}", expected=f"peer {peer!r}", got=f"none: {reason}"))
+                self._stop(transfer, lost(transfer.name, f"none: {reason}", expected=f"peer {peer!r}"))
 
     def close(self, reason: str = "the exchange was closed") -> list[Transfer]:
-        """End everything, and close the transport. Returns the transfers that were open; of the peers, nobody is told but by silence."""
-        self._transport.close()
+        """End everything, and close the transport. Returns the transfers that were open; of the peers, nobody is told but by silence.
+
+        A second call does nothing.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            self._transport.close()
         for transfer in self._open:
-            transfer.stop(TransferError(f"blocks of {transfer.name!r}", got=reason), self._clock())
+            transfer.stop(lost(transfer.name, reason), self._clock())
             transfer.step(self._clock())
         self._peers.clear()
         self._waiting.clear()
@@ -267,7 +283,9 @@ class Exchange:
         try:
             if peer not in transfer.takers:
                 expected = f"one of {sorted(transfer.takers)}, which have not asked yet"
-                raise TransferError(f"blocks of {ask.name!r}: taker", expected=expected, got=repr(peer))
+                raise TransferError(
+                    f"blocks of {ask.name!r}: taker", expected=expected, got=repr(peer), fix="name it when they are offered; it asks once"
+                )
             theirs, seq = self._peers[peer], transfer.seq
             check_ask(ask, peer, transfer.num_tokens, digest_of(seq.tokens[: ask.num_tokens], seq.namespace), self._groups, theirs)
             self._push(transfer, peer, ask, ask.needed)
@@ -317,7 +335,7 @@ class Exchange:
             if ticket is not None and (peer, said.tag) in transfer.rest:
                 ticket.cancel(said.reason)
             elif ticket is not None and isinstance(transfer, Inbound):
-                self._stop(transfer, TransferError(f"blocks of {transfer.name!r}", expected=f"peer {peer!r} to send them", got=said.reason))
+                self._stop(transfer, lost(transfer.name, said.reason, expected=f"peer {peer!r} to send them"))
             elif ticket is not None:
                 ticket.cancel(f"the peer stopped it: {said.reason}")
 
@@ -351,7 +369,7 @@ class Exchange:
             for fork in transfer.forks.values() if isinstance(transfer, Outbound) else ():
                 self._manager.finish(fork)
             if not transfer.seq.is_open:  # somebody ended it all the same, and has its blocks
-                transfer.error = transfer.error or TransferError(f"blocks of {transfer.name!r}", got="a sequence that was ended meanwhile")
+                transfer.error = transfer.error or lost(transfer.name, "a sequence that was ended meanwhile")
             elif isinstance(transfer, Outbound):
                 self._manager.finish(transfer.seq)
             elif isinstance(transfer, Inbound) and transfer.error is None:

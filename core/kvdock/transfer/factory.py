@@ -13,6 +13,7 @@ from kvdock.transfer.interface import Transport
 __all__ = ["create_transport"]
 
 _BUILT_IN = "torch.distributed"
+_REPORT = "report it to the plugin's author"
 
 
 def create_transport(name: str = _BUILT_IN, **options: Any) -> Transport:
@@ -28,7 +29,7 @@ def create_transport(name: str = _BUILT_IN, **options: Any) -> Transport:
         PluginError: a plugin's class lacks methods of the contract, or made something that is no `Transport`.
     """
     if not isinstance(name, str):
-        raise ArgumentTypeError("create_transport: name", expected="a str", got=repr(name)[:80])
+        raise ArgumentTypeError("create_transport: name", expected="a str", got=repr(name)[:80], fix=f"pass {_BUILT_IN!r}, or a plugin's")
     factory = torch_distributed() if name == _BUILT_IN else _of_plugin(name)
     if missing := getattr(factory, "__abstractmethods__", None):
         fix = "implement kvdock.transfer.Transport of the installed version"
@@ -39,11 +40,14 @@ def create_transport(name: str = _BUILT_IN, **options: Any) -> Transport:
         raise
     except Exception as error:
         if isinstance(error, TypeError) and options:
-            raise ArgumentTypeError(f"create_transport: {name!r}", expected="options that its class takes", got=str(error)) from error
+            fix = f"pass what {getattr(factory, '__name__', 'its class')} takes"
+            raise ArgumentTypeError(
+                f"create_transport: {name!r}", expected="options that its class takes", got=str(error), fix=fix
+            ) from error
         got = f"{type(error).__name__}: {error}"
-        raise PluginError(f"transport {name!r}", expected="a Transport", got=got, fix="report it to the plugin's author") from error
+        raise PluginError(f"transport {name!r}", expected="a Transport", got=got, fix=_REPORT) from error
     if not isinstance(made, Transport) or not isinstance(getattr(made, "name", None), str):
-        raise PluginError(f"transport {name!r}", expected="a Transport with a name", got=repr(made)[:80])
+        raise PluginError(f"transport {name!r}", expected="a Transport with a name", got=repr(made)[:80], fix=_REPORT)
     return made
 
 
@@ -55,6 +59,7 @@ def _of_plugin(name: str) -> Callable[..., object]:
         raise ArgumentValueError("create_transport: name", expected="one plugin that brings it", got=got, fix=fix)
     if not owners:
         known = sorted({_BUILT_IN, *(key for brought in found.values() for key in brought)})
-        raise ArgumentValueError("create_transport: name", expected=f"one of {', '.join(known)}", got=repr(name))
+        fix = "install the plugin that brings it; `kvdock backends` says what became of those that are installed"
+        raise ArgumentValueError("create_transport: name", expected=f"one of {', '.join(known)}", got=repr(name), fix=fix)
     factory: Callable[..., object] = found[owners[0]][name]
     return factory

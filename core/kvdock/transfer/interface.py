@@ -81,7 +81,7 @@ class Transport(ABC):
             described: what its `register` returned. From outside: check it.
 
         Raises:
-            TransferError: it is none of this transport's, or the peer is known already. The text names the peer.
+            TransferError: it is none of this transport's, the peer is known already, or this was closed. The text names the peer.
         """
 
     @abstractmethod
@@ -123,4 +123,4 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Forget all peers, and release the pool."""
+        """Forget all peers, and release the pool. A second call does nothing."""

@@ -26,6 +26,7 @@ import torch
 
 from kvdock.errors import TransferError
 from kvdock.transfer.interface import TicketState
+from kvdock.transfer.refusals import refused, tag_taken
 from kvdock.transfer.streams import StreamTicket
 from kvdock.transfer.writer import Writer
 
@@ -137,7 +138,7 @@ class Sender:
         while self._writes and (state := self._arena.writer.state(self._writes[0][0])) is not TicketState.PENDING:
             _, ticket = self._writes.popleft()
             if state is TicketState.FAILED:
-                raise TransferError(f"peer {self._peer!r}", expected="a write that comes to an end", got="one that failed")
+                raise _write_failed(self._peer)
             if ticket.moved == ticket.total and all(other is not ticket for _, other in self._writes):
                 ticket.end()
 
@@ -171,7 +172,7 @@ class Receiver:
         """Expect a push. Raises `TransferError` where its tag is taken."""
         self._expected = {tag: each for tag, each in self._expected.items() if each.state is TicketState.PENDING}
         if ticket.tag in self._expected:
-            raise TransferError(f"peer {self._peer!r}: tag", expected="one that nothing is expected by", got=ticket.tag)
+            raise tag_taken(self._peer, ticket.tag)
         if not self._expected:  # whatever either side has lost, they agree again
             self._number, self._taken, self._told = secrets.randbits(62), 0, 0
         self._expected[ticket.tag] = ticket
@@ -198,7 +199,7 @@ class Receiver:
         if self._write is not None and (state := self._arena.writer.state(self._write)) is not TicketState.PENDING:
             self._write = None
             if state is TicketState.FAILED:
-                raise TransferError(f"peer {self._peer!r}", expected="a write that comes to an end", got="one that failed")
+                raise _write_failed(self._peer)
         if self._write is None and self._told < self._taken:
             source = self._arena.cell(self.lane) + _LINE
             self._arena.write_cell(source, _counted(self._number, self._taken))
@@ -215,9 +216,14 @@ class Receiver:
         if _checksum(said, part) != checksum:
             return None
         if cell % 8 or cell + 8 > self._reach:
-            raise TransferError(f"peer {self._peer!r}", expected=f"a cell within its {self._reach} bytes", got=f"one at {cell}")
+            raise refused(f"peer {self._peer!r}", f"a cell within its {self._reach} bytes", f"one at {cell}")
         self._cell = cell
         return tag, begin, total, part
+
+
+def _write_failed(peer: str) -> TransferError:
+    fix = "see whether it still runs and what the engine logged, and connect it again"
+    return TransferError(f"peer {peer!r}", expected="a write that comes to an end", got="one that failed", fix=fix)
 
 
 def _checksum(said: Sequence[int], part: torch.Tensor) -> int:

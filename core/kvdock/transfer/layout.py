@@ -10,9 +10,10 @@ import attrs
 from kvdock.cache.grouped import GroupedCache
 from kvdock.cache.regions import Place
 from kvdock.checks import COPY_DTYPES
-from kvdock.errors import ArgumentValueError, KVDockError, TransferError
+from kvdock.errors import ArgumentValueError, KVDockError, UnsupportedError
 from kvdock.layers.interface import Buffer
 from kvdock.rank import RankInfo
+from kvdock.transfer.refusals import misplaced, refused
 from kvdock.transfer.wire import Fields, read, written
 
 __all__ = ["GroupLayout", "PlaceLayout", "PoolLayout"]
@@ -135,7 +136,7 @@ class PoolLayout:
         """
         kind, fields = read(peer, message)
         if kind != "layout":
-            raise TransferError(f"message of peer {peer!r}", expected="a layout", got=repr(kind[:20]))
+            raise misplaced(peer, "a layout", repr(kind[:20]))
         return cls.from_fields(fields)
 
     @classmethod
@@ -150,7 +151,7 @@ class PoolLayout:
         rank = fields.integer("tp_rank", 0, tp_size - 1)
         places = tuple(_read_place(each, regions, groups, num_blocks) for each in fields.objects("places", _MOST_PLACES))
         if len({(place.layer, place.name) for place in places}) != len(places):
-            raise TransferError(f"{fields.subject}: places", expected="each buffer of a layer once", got="one that is there twice")
+            raise refused(f"{fields.subject}: places", "each buffer of a layer once", "one that is there twice")
         for place in places:
             _check_share(f"{fields.subject}: layer {place.layer}, {place.name}", place, tp_size, rank)
         return cls(fields.text("model", _MOST_TEXT), tp_size, rank, num_blocks, regions, groups, places)
@@ -169,7 +170,8 @@ def _shares(cache: GroupedCache, rank: RankInfo) -> dict[tuple[int, str], tuple[
             dims = [dim for dim, size in enumerate(whole.shape) if size != one.shape[dim]]
             if len(dims) > 1 or (dims and whole.shape[dims[0]] % one.shape[dims[0]]):
                 got = f"{list(whole.shape)} with all heads, {list(one.shape)} with one"
-                raise TransferError(f"layer {layer}: {mine.name}", expected="one dimension with as much for each head", got=got)
+                fix = "have its kind share heads along one dimension of each buffer"
+                raise UnsupportedError(f"layer {layer}: {mine.name}", expected="one dimension with as much for each head", got=got, fix=fix)
             share = (-1, 0, 0, 0)
             if dims:
                 head, total = one.shape[dims[0]], whole.shape[dims[0]]
@@ -188,7 +190,7 @@ def _described(place: Place, region: int, shares: Mapping[tuple[int, str], tuple
 def _read_place(fields: Fields, regions: Sequence[int], groups: Sequence[GroupLayout], num_blocks: int) -> PlaceLayout:
     dtype = fields.text("dtype", _MOST_TEXT)
     if dtype not in _SIZES:
-        raise TransferError(f"{fields.subject}: dtype", expected=f"one of {', '.join(_SIZES)}", got=repr(dtype[:20]))
+        raise refused(f"{fields.subject}: dtype", f"one of {', '.join(_SIZES)}", repr(dtype[:20]))
     shape = fields.integers("shape", 1, 1 << 31, _MOST_DIMS)
     split = fields.integer("split", -1, len(shape) - 1)
     place = PlaceLayout(
@@ -214,16 +216,16 @@ def _check_place(subject: str, place: PlaceLayout, nbytes: int, group: GroupLayo
     """Refuse a place that no pool has: bytes outside its region, elements of a head that do not lie side by side."""
     sizes = place.shape if group.is_state else (group.block_size, *place.shape)
     if len(place.strides) != len(sizes):
-        raise TransferError(f"{subject}: strides", expected=f"{len(sizes)}", got=len(place.strides))
+        raise refused(f"{subject}: strides", len(sizes), len(place.strides))
     last = sum((size - 1) * stride for size, stride in zip((num_blocks, *sizes), (place.block_stride, *place.strides), strict=True))
     if place.offset + last + place.itemsize > nbytes:
         got = f"bytes up to {place.offset + last + place.itemsize}"
-        raise TransferError(f"{subject}: offset and strides", expected=f"bytes of a region of {nbytes}", got=got)
+        raise refused(f"{subject}: offset and strides", f"bytes of a region of {nbytes}", got)
     last_dim = max((dim for dim, size in enumerate(place.shape) if size > 1), default=-1)
     stride = place.strides[last_dim - len(place.shape)]
     if last_dim >= 0 and stride != place.itemsize and (last_dim, 1) != (place.split, place.head):
         # Else a peer could have each element be a run of its own: 40 bytes of this side's memory for each that is sent.
-        raise TransferError(f"{subject}: strides", expected=f"elements side by side, {place.itemsize} bytes each", got=f"{stride} bytes")
+        raise refused(f"{subject}: strides", f"elements side by side, {place.itemsize} bytes each", f"{stride} bytes")
 
 
 def _check_share(subject: str, place: PlaceLayout, tp_size: int, tp_rank: int) -> None:
@@ -235,8 +237,8 @@ def _check_share(subject: str, place: PlaceLayout, tp_size: int, tp_rank: int) -
     try:
         held = RankInfo("cpu", tp_size, tp_rank).head_range(heads)
     except KVDockError as error:
-        raise TransferError(f"{subject}: total", got=str(error)) from error
+        raise refused(f"{subject}: total", "heads that its ranks share evenly", str(error)) from error
     mine = range(held.start * place.head, held.stop * place.head)
     if rest or said != mine:
         expected = f"elements {mine.start} to {mine.stop} of {place.total}, with {place.head} in a head, on rank {tp_rank} of {tp_size}"
-        raise TransferError(f"{subject}: start, total and head", expected=expected, got=f"{said.start} to {said.stop}")
+        raise refused(f"{subject}: start, total and head", expected, f"{said.start} to {said.stop}")

@@ -9,6 +9,7 @@ import attrs
 from kvdock.errors import ArgumentValueError, TransferError
 from kvdock.scheduler.sequence import CacheSequence
 from kvdock.transfer.interface import Ticket, TicketState
+from kvdock.transfer.refusals import lost
 
 __all__ = ["Inbound", "Limits", "Outbound", "Transfer"]
 
@@ -35,9 +36,12 @@ class Limits:
     def __attrs_post_init__(self) -> None:
         for name, value in attrs.asdict(self).items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ArgumentValueError(f"Limits: {name}", expected="a number above 0", got=repr(value))
+                raise ArgumentValueError(
+                    f"Limits: {name}", expected="a number above 0", got=repr(value), fix="pass seconds, or leave it out"
+                )
         if self.beat >= self.silence:
-            raise ArgumentValueError("Limits: beat", expected=f"less than silence, {self.silence}", got=self.beat)
+            fix = "let several beats fit into the silence"
+            raise ArgumentValueError("Limits: beat", expected=f"less than silence, {self.silence}", got=self.beat, fix=fix)
 
 
 class Transfer:
@@ -84,7 +88,7 @@ class Transfer:
     def step(self, now: float) -> None:
         """See how far it is."""
         if self.stopped_at is None and now > self.deadline:
-            self.stop(TransferError(f"blocks of {self.name!r}", expected="all within the deadline", got=self.missing()), now)
+            self.stop(lost(self.name, self.missing(), expected="all within the deadline"), now)
         if self.stopped_at is None:
             self.advance(now)
         elif not any(self.pending()):
@@ -114,7 +118,7 @@ class Inbound(Transfer):
     def advance(self, now: float) -> None:
         """End where all is there, or one peer failed."""
         for peer, why in self.failed():
-            self.stop(TransferError(f"blocks of {self.name!r} from peer {peer!r}", expected="all of them", got=why), now)
+            self.stop(lost(self.name, why, peer=f" from peer {peer!r}"), now)
         if self.stopped_at is None:
             self.is_over = not any(self.pending())
 
@@ -145,4 +149,4 @@ class Outbound(Transfer):
     def lose(self, peer: str, why: str) -> None:
         """Note that a peer does not get it."""
         self.takers.discard(peer)
-        self.error = self.error or TransferError(f"blocks of {self.name!r} to peer {peer!r}", expected="all of them", got=why)
+        self.error = self.error or lost(self.name, why, peer=f" to peer {peer!r}")

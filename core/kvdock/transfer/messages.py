@@ -10,8 +10,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvdock.errors import TransferError
+from kvdock.prefix.names import namespace_text
 from kvdock.transfer.layout import PoolLayout
+from kvdock.transfer.refusals import misplaced, refused
 from kvdock.transfer.spans import Wanted
 from kvdock.transfer.wire import Fields, as_text, read, written
 
@@ -43,7 +44,7 @@ class Hello:
         """Read one. Raises `TransferError`, which names the peer."""
         kind, fields = read(peer, message)
         if kind != "hello":
-            raise TransferError(f"message of peer {peer!r}", expected="a hello", got=repr(kind[:20]))
+            raise misplaced(peer, "a hello", repr(kind[:20]))
         described = fields.raw("described", 1 << 23)
         return cls(PoolLayout.from_fields(fields.fields("layout")), fields.text("transport", MOST_TEXT), described)
 
@@ -73,7 +74,7 @@ class Part:
         edges = fields.lists("wanted", 0, _MOST_TOKENS, _MOST_GROUPS, _MOST_GROUPS)
         for group in edges:
             if len(group) % 2 or any(stop < start for start, stop in pairwise(group)):
-                raise TransferError(f"{fields.subject}: wanted", expected="pairs of ascending tokens", got=str(group)[:80])
+                raise refused(f"{fields.subject}: wanted", "pairs of ascending tokens", str(group)[:80])
         wanted = tuple(tuple(zip(group[::2], group[1::2], strict=True)) for group in edges)
         return cls(fields.integer("tag", 0, MOST_TAG), wanted, fields.raw("note", MOST_NOTE))
 
@@ -120,7 +121,7 @@ class Ask:
             next(map(Part.from_fields, fields.objects("rest", 1)), None),
         )
         if found.rest and found.rest.tag == found.needed.tag:
-            raise TransferError(f"{fields.subject}: rest: tag", expected="another than that of what is needed", got=found.rest.tag)
+            raise refused(f"{fields.subject}: rest: tag", "another than that of what is needed", found.rest.tag)
         return found
 
 
@@ -147,12 +148,16 @@ def read_any(peer: str, message: bytes) -> Ask | Stop | None:
     if kind == "beat":
         return None
     if kind not in ("ask", "stop"):
-        raise TransferError(f"message of peer {peer!r}", expected="an ask, a stop or a beat", got=repr(kind[:20]))
+        raise misplaced(peer, "an ask, a stop or a beat", repr(kind[:20]))
     return Ask.from_fields(fields) if kind == "ask" else Stop.from_fields(fields)
 
 
 def digest_of(tokens: npt.NDArray[Any], namespace: tuple[object, ...]) -> str:
-    """Return a digest of token ids and of where they are shared: equal prefixes have equal ones, on any machine."""
-    found = hashlib.sha256(repr(namespace).encode())
+    """Return a digest of token ids and of where they are shared: equal prefixes have equal ones, on any machine, in any Python.
+
+    Raises:
+        ArgumentValueError: a namespace that cannot be written.
+    """
+    found = hashlib.sha256(namespace_text("namespace", namespace).encode())
     found.update(np.ascontiguousarray(tokens, dtype="<i8").tobytes())
     return found.hexdigest()

@@ -18,6 +18,7 @@ from kvdock.transfer.interface import Ticket, Transport
 from kvdock.transfer.lanes import NOTE, Arena, Receiver, Sender, Shape
 from kvdock.transfer.layout import PoolLayout
 from kvdock.transfer.packing import Runs
+from kvdock.transfer.refusals import no_pool, refused
 from kvdock.transfer.spans import Spans
 from kvdock.transfer.streams import StreamTicket, wait_for_stream
 from kvdock.transfer.wire import as_text, read, written
@@ -49,12 +50,13 @@ class OneSided(Transport):
 
     def __init__(self, name: str, writer: Writer, *, part_bytes: int = 4 << 20, parts: int = 4, lanes: int = 8) -> None:
         if not isinstance(writer, Writer):
-            raise ArgumentTypeError("OneSided: writer", expected="a kvdock.transfer.Writer", got=repr(writer)[:80])
+            fix = "derive the engine's class from it"
+            raise ArgumentTypeError("OneSided: writer", expected="a kvdock.transfer.Writer", got=repr(writer)[:80], fix=fix)
         for what, value, most in (("part_bytes", part_bytes, _MOST_BYTES), ("parts", parts, _MOST_LANES), ("lanes", lanes, _MOST_LANES)):
             if type(value) is not int:
-                raise ArgumentTypeError(f"OneSided: {what}", expected="an int", got=repr(value))
+                raise ArgumentTypeError(f"OneSided: {what}", expected="an int", got=repr(value), fix="pass a number, or leave it out")
             if not 1 <= value <= most:
-                raise ArgumentValueError(f"OneSided: {what}", expected=f"1 to {most}", got=value)
+                raise ArgumentValueError(f"OneSided: {what}", expected=f"1 to {most}", got=value, fix="pass one of these, or leave it out")
         self.name, self._writer, self._shape, self._lanes = name, writer, Shape(part_bytes, parts), lanes
         self._id = secrets.randbits(62)
         self._memory: Sequence[torch.Tensor] = ()
@@ -73,29 +75,33 @@ class OneSided(Transport):
 
     def connect(self, peer: str, layout: PoolLayout, described: bytes) -> None:
         """Get to know a peer. Both sides have the same parts."""
+        if not self._memory:
+            raise no_pool(peer)
         if peer in self._links:
             raise TransferError(f"peer {peer!r}", expected="one that is not known yet", got="a second one", fix="disconnect it first")
         kind, fields = read(peer, described)
         if kind != "one-sided":
-            raise TransferError(f"peer {peer!r}", expected="a memory of one-sided writes", got=repr(kind[:20]))
+            raise refused(f"peer {peer!r}", "a memory of one-sided writes", repr(kind[:20]))
         theirs = Shape(fields.integer("part_bytes", 1, _MOST_BYTES), fields.integer("parts", 1, _MOST_LANES))
         if theirs != self._shape:
             fix = "give both sides the same part_bytes and parts"
             raise TransferError(f"peer {peer!r}", expected=str(self._shape), got=str(theirs), fix=fix)
         number, reach = fields.integer("id", 0, (1 << 62) - 1), fields.integer("lanes", 1, _MOST_LANES) * theirs.lane
         if number == self._id or any(link.id == number for link in self._links.values()):
-            raise TransferError(f"peer {peer!r}", expected="another memory", got="this one, or one that is connected already")
+            fix = "connect each exchange once, by its own hello, and not to itself"
+            raise TransferError(f"peer {peer!r}", expected="another memory", got="this one, or one that is connected already", fix=fix)
         try:
             self._writer.connect(peer, fields.raw("engine", 1 << 20))
         except Exception as error:
-            raise TransferError(f"peer {peer!r}", expected=f"a memory that {self.name} reaches", got=_line(error)) from error
+            fix = "see whether the peer still runs, and whether its engine is reached from here"
+            raise TransferError(f"peer {peer!r}", expected=f"a memory that {self.name} reaches", got=_line(error), fix=fix) from error
         self._links[peer] = _Link(self, peer, number, reach)
 
     def push(self, peer: str, spans: Spans, tag: int, note: bytes) -> Ticket:
         """Queue a push. It is done when all writes have ended."""
         link = self._link(peer)
         if len(note) != NOTE.size or (place := NOTE.unpack(note))[0] % self._shape.lane or place[0] >= link.reach:
-            raise TransferError(f"peer {peer!r}: note", expected="where a lane of its memory begins", got=repr(note[:40]))
+            raise refused(f"peer {peer!r}: note", "where a lane of its memory begins", repr(note[:40]))
         wait_for_stream(self._memory[0].device)
         return link.push(StreamTicket(Runs.of_source(spans), tag), place)
 

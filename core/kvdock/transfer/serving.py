@@ -14,6 +14,7 @@ from kvdock.layers.retention import KeepAll
 from kvdock.scheduler.cache_manager import CacheManager
 from kvdock.transfer.layout import PoolLayout
 from kvdock.transfer.messages import Ask, Part
+from kvdock.transfer.refusals import refused
 from kvdock.transfer.spans import Table, Wanted
 
 __all__ = ["check_ask", "check_held", "groups_of", "needed_bytes", "nominal_tables", "rest_of_blocks", "wanted_tokens"]
@@ -82,7 +83,8 @@ def check_ask(ask: Ask, peer: str, num_tokens: int, digest: str, groups: Sequenc
     subject = f"ask of peer {peer!r} for {ask.name!r}"
     has_states = any(group.retention.is_state for group in groups)
     if ask.num_tokens > num_tokens or (has_states and ask.num_tokens < num_tokens):
-        raise TransferError(f"{subject}: num_tokens", expected=f"{'' if has_states else 'at most '}{num_tokens}", got=ask.num_tokens)
+        expected = f"{'' if has_states else 'at most '}{num_tokens}, which are offered"
+        raise TransferError(f"{subject}: num_tokens", expected=expected, got=ask.num_tokens, fix="give ask and offer the same num_tokens")
     if ask.digest != digest:
         raise TransferError(f"{subject}: digest", expected="the token ids that are offered", got="others", fix="use one name for one text")
     check_held(f"{subject}: needed", ask.needed, ask.num_tokens, groups, theirs, whole=False)
@@ -103,7 +105,7 @@ def check_held(subject: str, part: Part, stop: int, groups: Sequence[LayerGroup]
         TransferError: it names layer and tokens.
     """
     if len(part.wanted) != len(theirs.groups):
-        raise TransferError(subject, expected=f"one for each of {len(theirs.groups)} groups", got=len(part.wanted))
+        raise refused(subject, f"one for each of {len(theirs.groups)} groups", len(part.wanted))
     members = {
         (layer, buffer.name): group
         for group in groups
@@ -114,4 +116,8 @@ def check_held(subject: str, part: Part, stop: int, groups: Sequence[LayerGroup]
         held = _held(members[place.layer, place.name], stop, whole=whole)
         for start, end in part.wanted[place.group]:
             if start < end and not any(first <= start and end <= last for first, last in held):
-                raise TransferError(subject, expected=f"tokens that layer {place.layer} has: {list(held)}", got=f"{start} to {end}")
+                expected, fix = (
+                    f"tokens that layer {place.layer} has: {list(held)}",
+                    "make both managers with groups that let go of the same",
+                )
+                raise TransferError(subject, expected=expected, got=f"{start} to {end}", fix=fix)

@@ -79,11 +79,14 @@ def spans(
     Raises:
         IndexRangeError: a table is too short for what is wanted, or has a block that there is not; a table too few.
     """
-    for what, layout, tables in (("source", source, source_tables), ("target", target, target_tables)):
-        if len(tables) != len(layout.groups):
-            raise IndexRangeError(f"spans: {what}_tables", expected=f"{len(layout.groups)}, one for each group", got=len(tables))
-    if len(wanted) != len(target.groups):
-        raise IndexRangeError("spans: wanted", expected=f"{len(target.groups)}, one for each group of the target", got=len(wanted))
+    for what, layout, each in (
+        ("source_tables", source, source_tables),
+        ("target_tables", target, target_tables),
+        ("wanted", target, wanted),
+    ):
+        if len(each) != len(layout.groups):
+            expected, fix = f"{len(layout.groups)}, one for each group", "pass one for each of `groups` of the layout"
+            raise IndexRangeError(f"spans: {what}", expected=expected, got=len(each), fix=fix)
     by_buffer = {(place.layer, place.name): place for place in source.places}
     both: list[list[Ints]] = [[np.asarray(table, dtype=np.int64) for table in side] for side in (source_tables, target_tables)]
     pieces: dict[tuple[int, int], _Pieces] = {}  # of a pair of groups: all layers share them
@@ -143,7 +146,8 @@ class _Side:
         found = self.table[places]
         if found.size and not 0 <= int(found.min()) <= int(found.max()) < self.num_blocks:
             bad = found[(found < 0) | (found >= self.num_blocks)][0]
-            raise IndexRangeError(self.what, expected=f"blocks from 0 to {self.num_blocks - 1}", got=int(bad))
+            fix = "pass the sequence's block table of that pool's manager"
+            raise IndexRangeError(self.what, expected=f"blocks from 0 to {self.num_blocks - 1}", got=int(bad), fix=fix)
         return found
 
 

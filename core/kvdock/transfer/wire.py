@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvdock.errors import TransferError
+from kvdock.transfer.refusals import misplaced, refused
 
 __all__ = ["MOST_BYTES", "VERSION", "Fields", "as_text", "read", "written"]
 
@@ -57,13 +58,13 @@ def read(peer: str, message: bytes) -> tuple[str, Fields]:
         TransferError: too long, of another version, damaged, or none of ours.
     """
     if not isinstance(message, bytes | bytearray | memoryview):
-        raise TransferError(f"message of peer {peer!r}", expected="bytes", got=type(message).__name__)
+        raise misplaced(peer, "bytes", type(message).__name__)
     if len(message) > MOST_BYTES:
-        raise TransferError(f"message of peer {peer!r}", expected=f"at most {MOST_BYTES} bytes", got=f"{len(message)} bytes")
+        raise refused(f"message of peer {peer!r}", f"at most {MOST_BYTES} bytes", f"{len(message)} bytes")
     first = bytes(message[:_LINE]).partition(b"\n")[0]
     version, _, rest = first.removeprefix(_NAME).partition(b" ")
     if not first.startswith(_NAME) or len(first) == _LINE:
-        raise TransferError(f"message of peer {peer!r}", expected="one of kvdock's transfers", got=repr(first[:24]))
+        raise misplaced(peer, "one of kvdock's transfers", repr(first[:24]))
     if version != b"%d" % VERSION:
         raise TransferError(
             f"message of peer {peer!r}",
@@ -79,7 +80,7 @@ def read(peer: str, message: bytes) -> tuple[str, Fields]:
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise TransferError(f"message of peer {peer!r}", expected="JSON behind its first line", got=str(error)[:80]) from error
+        raise refused(f"message of peer {peer!r}", "JSON behind its first line", str(error)[:80]) from error
     return kind.decode("ascii", "replace"), Fields(f"{kind.decode('ascii', 'replace')} of peer {peer!r}", body)
 
 
@@ -96,7 +97,7 @@ class Fields:
 
     def __init__(self, subject: str, body: object) -> None:
         if not isinstance(body, dict):
-            raise TransferError(subject, expected="an object", got=type(body).__name__)
+            raise refused(subject, "an object", type(body).__name__)
         self.subject, self._body = subject, body
 
     def integer(self, name: str, low: int, high: int) -> int:
@@ -160,4 +161,4 @@ class Fields:
         return value
 
     def _refused(self, name: str, expected: str, got: object) -> TransferError:
-        return TransferError(f"{self.subject}: {name}", expected=expected, got=repr(got)[:80], fix="the peer is broken, or hostile")
+        return refused(f"{self.subject}: {name}", expected, repr(got)[:80])

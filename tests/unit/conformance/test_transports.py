@@ -72,6 +72,15 @@ class Silent(Lanes):
         return ticket
 
 
+class Undead(Lanes):
+    """Goes on after it was closed."""
+
+    def close(self) -> None:
+        memory = self._memory
+        super().close()
+        self._memory = memory
+
+
 @pytest.mark.parametrize(
     ("cls", "noticed"),
     [
@@ -80,6 +89,7 @@ class Silent(Lanes):
         (Anybody, ["a_tag_and_a_peer"]),
         (Wrong, ["bytes_come", "other_bytes"]),
         (Never, ["bytes_come", "several", "blocks_go"]),
+        (Undead, ["what_was_closed"]),
         (Silent, ["bytes_come", "several", "other_bytes"]),
     ],
 )

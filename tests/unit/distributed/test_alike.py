@@ -129,7 +129,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch, *digests: bytes) -> None:
     monkeypatch.setattr(dist, "all_gather", all_gather)
 
 
-def test_the_first_rank_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_rank_that_differs_is_named(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     same, other = b"s" * 32, b"s" * 31 + b"o"
     gathered(monkeypatch, same, same, same)
     check_alike(same)

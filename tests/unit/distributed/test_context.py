@@ -104,6 +104,15 @@ def test_where_ranks_outnumber_heads(ranks: int, heads: int, shares: list[tuple[
         (lambda: ContextShare(2, 2), kvdock.ArgumentValueError, r"index: expected less than size = 2, got 2. Fix: count from 0"),
         (lambda: ContextShare(2, True), kvdock.ArgumentTypeError, "index"),
         (lambda: ContextShare(2, -1), kvdock.ArgumentValueError, "index"),
+        (
+            lambda: ContextShare(2, 0).slots(torch.zeros(1, dtype=torch.int32), 2**40),
+            kvdock.ArgumentValueError,
+            "block_size: expected at most",
+        ),
+        (lambda: gather_heads([1]), kvdock.ArgumentTypeError, r"gather_heads: q: expected a torch.Tensor, got list\. Fix: convert it"),
+        (lambda: gather_heads(torch.zeros(2)), kvdock.ArgumentValueError, r"gather_heads: q: expected 3 dimensions, got shape \[2\]\. Fix"),
+        (lambda: merge_over_ranks(torch.zeros(1, 2, 4), [1]), kvdock.ArgumentTypeError, "merge_over_ranks: lse: expected a torch.Tensor"),
+        (lambda: merge_over_ranks(torch.zeros(1), torch.zeros(1)), kvdock.ArgumentValueError, "merge_over_ranks: out: expected 3 dim"),
         (lambda: ContextShare.of(kvdock.RankInfo("cpu", 3, 0), 2), kvdock.ArgumentValueError, "num_kv_heads = 2 on tp_size = 3"),
     ],
 )

@@ -157,4 +157,5 @@ def test_calls_that_make_no_rows_are_refused(change: dict[str, Any], kind: type[
     call = {"q": ranks.draw(2, HEADS, DIM), "k_cache": k, "v_cache": v, "block_table": table, "seq_lens": lens, **change}
     with pytest.raises(kind) as caught:
         ranks.shares[0].attend(**call)
-    assert str(caught.value) == f"ContextShare.attend: {text}"
+    fix = {"int32 or int64": ". Fix: convert it with .int()", "shape [": ". Fix: pass what kvdock.ops.paged_attention takes, and returns"}
+    assert str(caught.value) == f"ContextShare.attend: {text}{next((fix[part] for part in fix if part in text), '')}"

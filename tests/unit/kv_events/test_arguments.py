@@ -32,15 +32,30 @@ MOST = 2**30 - 1
 OVER = "Fix: look for a unit or a product that is meant otherwise"
 
 
+HALF, FIRST = "Fix: take out what is half of a surrogate pair", "Fix: pass the data-parallel rank of the first manager"
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "text"),
     [
-        ({"topic": 5}, TypeError_, "topic: expected text, got 5"),
-        ({"topic": b"kv"}, TypeError_, "topic: expected text, got b'kv'"),
-        ({"topic": "\ud800"}, ValueError_, r"topic: expected text that UTF-8 can write, got '\ud800'"),
-        ({"medium": 5}, TypeError_, "medium: expected text, got 5"),
-        ({"medium": "\ud800"}, ValueError_, r"medium: expected text that UTF-8 can write, got '\ud800'"),
-        ({"first_rank": 2**64}, ValueError_, f"first_rank: expected less than {MOST}, got {2**64}"),
+        ({"topic": 5}, TypeError_, "topic: expected text, got 5. Fix: pass a str"),
+        ({"topic": b"kv"}, TypeError_, "topic: expected text, got b'kv'. Fix: pass a str"),
+        (
+            {"topic": "\ud800"},
+            ValueError_,
+            r"topic: expected text that UTF-8 can write, got '\ud800'. " + HALF,
+        ),
+        ({"medium": 5}, TypeError_, "medium: expected text, got 5. Fix: pass a str"),
+        (
+            {"medium": "\ud800"},
+            ValueError_,
+            r"medium: expected text that UTF-8 can write, got '\ud800'. " + HALF,
+        ),
+        (
+            {"first_rank": 2**64},
+            ValueError_,
+            f"first_rank: expected less than {MOST}, got {2**64}. " + FIRST,
+        ),
         ({"buffer_steps": 2**31}, ValueError_, f"buffer_steps: expected at most {MOST}, got {2**31}. {OVER}"),
         (
             {"buffer_steps": 2**30, "replay_endpoint": "inproc://x"},
@@ -83,12 +98,12 @@ def test_addresses_that_are_none(where: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "text"),
     [
-        ({"topic": None}, TypeError_, "topic: expected text, got None"),
-        ({"topic": "\ud800"}, ValueError_, r"topic: expected text that UTF-8 can write, got '\ud800'"),
+        ({"topic": None}, TypeError_, "topic: expected text, got None. Fix: pass a str"),
+        ({"topic": "\ud800"}, ValueError_, r"topic: expected text that UTF-8 can write, got '\ud800'. " + HALF),
         ({"index": 3}, TypeError_, "index: expected a BlockIndex, got 3. Fix: leave it out for a new one"),
         ({"max_message_bytes": 2**70}, ValueError_, f"max_message_bytes: expected at most {2**63 - 1}, got {2**70}. {OVER}"),
         ({"max_waiting": 2**31}, ValueError_, f"max_waiting: expected at most {2**31 - 1}, got {2**31}. {OVER}"),
-        ({"replay_timeout": "a"}, TypeError_, "replay_timeout: expected seconds, got 'a'"),
+        ({"replay_timeout": "a"}, TypeError_, "replay_timeout: expected seconds, got 'a'. Fix: pass a number"),
         (
             {"replay_timeout": -1}, ValueError_,
             "replay_timeout: expected seconds, 0 or more, got -1. Fix: pass float('inf') to wait for as long as it takes",

@@ -78,8 +78,8 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a window of 0": (lambda: LayerSpec(1, 1, 8, 8, 0), kvdock.ArgumentValueError, "window: expected at least 1, got 0"),
     "a chunk of 0": (lambda: ChunkedLayerSpec(1, 1, 8, 8, 0), kvdock.ArgumentValueError, "chunk: expected at least 1, got 0"),
     "chunks without heads": (lambda: ChunkedLayerSpec(0, 1, 8, 8, 4), kvdock.ArgumentValueError, "ChunkedLayerSpec: num_k_heads"),
-    "a state without buffers": (lambda: StateLayerSpec(()), kvdock.ArgumentTypeError, r"at least one kvdock.Buffer, got \(\)"),
-    "a state of numbers": (lambda: StateLayerSpec(3), kvdock.ArgumentTypeError, "at least one kvdock.Buffer, got 3"),
+    "a state without buffers": (lambda: StateLayerSpec(()), kvdock.ArgumentTypeError, r"at least one kvdock.layers.Buffer, got \(\)"),
+    "a state of numbers": (lambda: StateLayerSpec(3), kvdock.ArgumentTypeError, "at least one kvdock.layers.Buffer, got 3"),
     "a state without a shape": (
         lambda: Buffer("conv", (), BF16),
         kvdock.ArgumentValueError,

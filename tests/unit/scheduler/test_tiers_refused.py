@@ -55,6 +55,12 @@ class Sized(NumberTier):
             ArgumentTypeError,
             "CacheManager: tiers: num_blocks of Sized(num_blocks=1): expected an int of at least 1, got True",
         ),
+        (
+            [Sized(2**31 + 1)],
+            ArgumentValueError,
+            f"CacheManager: tiers: num_blocks of Sized(num_blocks=1): expected at most {2**31}, got {2**31 + 1}. "
+            "Fix: make it smaller, or several tiers of it",
+        ),
         ([Sized(2.0)], ArgumentTypeError, "CacheManager: tiers: num_blocks of Sized(num_blocks=1): expected an int of at least 1, got 2.0"),
     ],
 )

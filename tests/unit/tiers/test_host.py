@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from typing import Any
 
 import numpy as np
@@ -109,6 +111,16 @@ def test_its_memory_has_the_size_of_its_blocks() -> None:
 def test_bytes_are_an_int_above_0(nbytes: Any) -> None:
     with pytest.raises((ArgumentTypeError, ArgumentValueError), match="HostTier: nbytes"):
         HostTier(nbytes)
+
+
+def test_memory_that_the_system_does_not_give_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that were never made were unlocked: an error of `__del__` on the user's screen, beside the one that says what to do."""
+    unraisable: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    with pytest.raises(CapacityError, match="bytes of memory on cpu, got fewer"):
+        HostTier(1 << 55).bind(cache_of("one kind"))
+    gc.collect()
+    assert unraisable == []
 
 
 def test_what_cannot_be_bound_is_refused() -> None:

@@ -12,7 +12,7 @@ import torch
 import kvdock
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, StaleHandleError, TransferError, WrongThreadError
 from kvdock.transfer import Exchange, Limits, PoolLayout
-from support_transfer import Clock, Loop, Rank, holds, relay
+from support_transfer import AGAIN, Clock, Loop, Rank, holds, relay
 
 SPEC = kvdock.KVSpec((kvdock.LayerSpec(4, 4, 2, 2),), 256, torch.bfloat16)
 PROMPT = list(range(3, 17))
@@ -38,11 +38,11 @@ def untouched(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("manager", None, "a CacheManager, got None"),
-        ("cache", "x", "a GroupedCache, got 'x'"),
+        ("manager", None, "a CacheManager, got None. Fix: pass one of kvdock's own: CacheManager(...)"),
+        ("cache", "x", "a GroupedCache, got 'x'. Fix: pass one of kvdock's own: GroupedCache(...)"),
         ("transport", Loop, f"a Transport, got {Loop!r}. Fix: make one with kvdock.transfer.create_transport"),
-        ("limits", 5, "a Limits, got 5"),
-        ("limits", 0, "a Limits, got 0"),
+        ("limits", 5, "a Limits, got 5. Fix: pass one of kvdock's own: Limits(...)"),
+        ("limits", 0, "a Limits, got 0. Fix: pass one of kvdock's own: Limits(...)"),
     ],
 )
 def test_what_an_exchange_cannot_be_made_of(name: str, value: Any, said: str, clock: Clock) -> None:
@@ -80,9 +80,9 @@ def test_a_model_that_peers_would_refuse(model: Any, clock: Clock) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "said"),
     [
-        (7, ArgumentTypeError, "expected a str, got 7"),
-        (None, ArgumentTypeError, "expected a str, got None"),
-        (b"r", ArgumentTypeError, "expected a str, got b'r'"),
+        (7, ArgumentTypeError, "expected a str, got 7. Fix: pass what both sides call it"),
+        (None, ArgumentTypeError, "expected a str, got None. Fix: pass what both sides call it"),
+        (b"r", ArgumentTypeError, "expected a str, got b'r'. Fix: pass what both sides call it"),
         ("r" * 1025, ArgumentValueError, "expected at most 1024 characters, got 1025. Fix: pass a digest of it"),
     ],
 )
@@ -210,7 +210,7 @@ def test_another_thread_is_refused(clock: Clock) -> None:
 def test_limits_that_are_no_numbers_above_zero(value: Any) -> None:
     with pytest.raises(ArgumentValueError) as caught:
         Limits(deadline=value)
-    assert str(caught.value) == f"Limits: deadline: expected a number above 0, got {value!r}"
+    assert str(caught.value) == f"Limits: deadline: expected a number above 0, got {value!r}. Fix: pass seconds, or leave it out"
 
 
 def test_without_a_deadline(clock: Clock) -> None:
@@ -222,8 +222,42 @@ def test_without_a_deadline(clock: Clock) -> None:
     rank.exchange.cancel(offered, "enough")
     assert rank.exchange.poll() == [offered]
     rank.exchange.cancel(offered, "again")
-    assert str(offered.error) == "blocks of 'r': got a call to cancel: enough", "what is over is not ended twice"
+    assert str(offered.error) == f"blocks of 'r': expected all of them, got a call to cancel: enough{AGAIN}", (
+        "what is over is not ended twice"
+    )
     assert rank.exchange.poll() == []
     rank.check()
     with pytest.raises(TransferError, match="peer 'x': expected one that is connected: 'd', got another"):
         rank.exchange.take("x", b"")
+
+
+@pytest.mark.parametrize("peer", [5, None, [], b"d"])
+def test_a_peer_that_is_no_name(peer: Any, clock: Clock) -> None:
+    owner, asker = pair(clock)
+    with pytest.raises(ArgumentTypeError, match=r"^Exchange\.connect: peer: expected a str, got"):
+        owner.exchange.connect(peer, asker.exchange.hello)
+    assert list(owner.exchange.peers) == ["d"]
+
+
+def test_a_closed_exchange_closes_its_transport_once_and_meets_nobody(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its transport has let go of the pool: a peer that was connected then could be asked, and a push of its own read what is gone."""
+    owner, asker = pair(clock)
+    calls = []
+    monkeypatch.setattr(owner.loop, "close", lambda: calls.append("close"))
+    monkeypatch.setattr(owner.loop, "poll", lambda: calls.append("poll"))
+    assert (owner.exchange.close(), owner.exchange.close(), owner.exchange.poll(), calls) == ([], [], [], ["close"])
+    with pytest.raises(TransferError) as caught:
+        owner.exchange.connect("d", asker.exchange.hello)
+    assert str(caught.value) == "peer 'd': expected an open exchange, got a closed one. Fix: make another, with a transport of its own"
+    assert dict(owner.exchange.peers) == {}
+
+
+def test_a_namespace_that_cannot_be_written_leaves_no_ticket(clock: Clock) -> None:
+    """A peer could not be told it; the ticket was pending for ever, and its blocks were given away."""
+    _, asker = pair(clock)
+    seq = asker.manager.begin(PROMPT, (10**5000,))
+    with pytest.raises(ArgumentValueError, match=r"^namespace: expected integers of at most 4,300 digits, .*Fix: put a digest"):
+        asker.exchange.ask("r", seq, ["p"])
+    assert (asker.loop.expected, asker.exchange.num_open) == ({}, 0)
+    asker.manager.abort(seq)
+    untouched(asker)

@@ -9,6 +9,7 @@ import pytest
 import kvdock
 from kvdock.errors import TransferError
 from kvdock.transfer import Inbound, Outbound, Ticket, TicketState
+from support_transfer import AGAIN
 
 PENDING, DONE, FAILED = TicketState
 
@@ -68,7 +69,7 @@ def test_one_that_fails_ends_all_and_those_that_are_stuck_are_waited_for(seq: An
     lease = inbound(seq, a=one, b=two)
     lease.step(3)
     assert (lease.is_over, lease.stopped_at, list(lease.pending())) == (False, 3, ["b"])
-    assert str(lease.error) == "blocks of 'r' from peer 'a': expected all of them, got out of order"
+    assert str(lease.error) == f"blocks of 'r' from peer 'a': expected all of them, got out of order{AGAIN}"
     lease.step(100)
     assert not lease.is_over
     two.state = DONE
@@ -89,7 +90,7 @@ def test_the_deadline_names_who_is_late(seq: Any) -> None:
     lease.step(10)
     assert lease.error is None
     lease.step(10.1)
-    assert str(lease.error) == "blocks of 'r': expected all within the deadline, got not those of b, c"
+    assert str(lease.error) == f"blocks of 'r': expected all within the deadline, got not those of b, c{AGAIN}"
 
 
 def test_an_offer_waits_for_takers_and_for_what_moves(seq: Any) -> None:
@@ -113,13 +114,13 @@ def test_a_taker_that_fails_leaves_the_others_alone(seq: Any) -> None:
     other.state = DONE
     lease.step(2)
     assert lease.is_over
-    assert str(lease.error) == "blocks of 'r' to peer 'a': expected all of them, got gone"
+    assert str(lease.error) == f"blocks of 'r' to peer 'a': expected all of them, got gone{AGAIN}"
 
 
 def test_an_offer_that_is_late_names_who_did_not_come(seq: Any) -> None:
     lease = outbound(seq, "a", b=Given(), c=Given(DONE))
     lease.step(11)
-    assert str(lease.error) == "blocks of 'r': expected all within the deadline, got nothing taken by a, b"
+    assert str(lease.error) == f"blocks of 'r': expected all within the deadline, got nothing taken by a, b{AGAIN}"
     lease.step(12)
     assert lease.is_over
 
@@ -129,7 +130,7 @@ def test_a_taker_that_is_lost_is_not_waited_for(seq: Any) -> None:
     lease.lose("a", "its process is gone")
     lease.step(1)
     assert lease.is_over
-    assert str(lease.error) == "blocks of 'r' to peer 'a': expected all of them, got its process is gone"
+    assert str(lease.error) == f"blocks of 'r' to peer 'a': expected all of them, got its process is gone{AGAIN}"
 
 
 def test_what_it_says_of_itself(seq: Any) -> None:

@@ -18,7 +18,7 @@ from kvdock.transfer import PoolLayout, Runs, Spans, TicketState, gather, spans
 from kvdock.transfer.messages import BEAT, Stop
 from kvdock.transfer.wire import written
 from support_slow import examples
-from support_transfer import Clock, Rank, Side, holds, relay
+from support_transfer import AGAIN, Clock, Rank, Side, holds, relay
 
 SPEC = kvdock.KVSpec((kvdock.LayerSpec(4, 4, 2, 2),), 256, torch.bfloat16)
 PROMPT = list(range(3, 17))
@@ -131,7 +131,9 @@ def test_a_layout_with_a_buffer_twice() -> None:
     body["places"].append(body["places"][0])
     with pytest.raises(TransferError) as caught:
         PoolLayout.from_bytes("p0", written("layout", body))
-    assert str(caught.value) == "layout of peer 'p0': places: expected each buffer of a layer once, got one that is there twice"
+    said = "places: expected each buffer of a layer once, got one that is there twice"
+    fix = "run the same kvdock on both sides; if they do, the peer is broken or hostile: drop it"
+    assert str(caught.value) == f"layout of peer 'p0': {said}. Fix: {fix}"
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["ask", "stop", "beat", "offer"])))
@@ -160,7 +162,7 @@ def test_messages_in_any_order(order: tuple[str, ...], ranks: tuple[Rank, Rank])
         assert (ended, owner.loop.pushed, offered.takers) == ([], {}, {"d"})
     else:
         assert ended == [offered]
-        assert str(offered.error) == "blocks of 'r' to peer 'd': expected all of them, got the peer stopped it: no more"
+        assert str(offered.error) == f"blocks of 'r' to peer 'd': expected all of them, got the peer stopped it: no more{AGAIN}"
     for rank in (owner, asker):
         rank.exchange.close()
         if transfer.seq.is_open and rank is asker:
@@ -178,7 +180,8 @@ def test_an_ask_that_comes_twice_is_served_once(ranks: tuple[Rank, Rank]) -> Non
     assert len(owner.loop.pushed) == 1
     ((peer, told),) = owner.exchange.outgoing()
     assert peer == "d"
-    assert json.loads(told.split(b"\n", 1)[1])["reason"] == ("blocks of 'r': taker: expected one of [], which have not asked yet, got 'd'")
+    said, fix = "expected one of [], which have not asked yet, got 'd'", "name it when they are offered; it asks once"
+    assert json.loads(told.split(b"\n", 1)[1])["reason"] == f"blocks of 'r': taker: {said}. Fix: {fix}"
 
 
 @given(

@@ -234,7 +234,8 @@ def test_a_write_that_fails_breaks_the_connection() -> None:
     pair.a.writer.fails = True
     pair.go("a")
     assert pushed.poll() is TicketState.FAILED
-    assert pushed.error == "peer 'b': expected a write that comes to an end, got one that failed"
+    fix = "see whether it still runs and what the engine logged, and connect it again"
+    assert pushed.error == f"peer 'b': expected a write that comes to an end, got one that failed. Fix: {fix}"
     with pytest.raises(TransferError, match="peer 'b': expected a connection, got a connection that is broken: peer 'b': expected a write"):
         pair.a.push("b", runs(4), 6, expected.note)
     pair.b.writer.fails = True

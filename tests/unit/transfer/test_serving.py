@@ -101,7 +101,7 @@ def test_an_ask_for_less_than_is_offered_is_served() -> None:
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
-        (ask(13), "num_tokens: expected at most 12, got 13"),
+        (ask(13), "num_tokens: expected at most 12, which are offered, got 13"),
         (ask(digest="other"), "digest: expected the token ids that are offered, got others"),
         (ask(needed=Part(1, (((0, 12),),))), "needed: expected one for each of 2 groups, got 1"),
         (ask(needed=Part(1, (((0, 12),), ((0, 12),)))), r"needed: expected tokens that layer 1 has: \[\(0, 2\), \(8, 12\)\], got 0 to 12"),
@@ -121,7 +121,7 @@ def test_a_state_is_of_all_tokens_or_of_others(num_tokens: int) -> None:
     side = Side.make(STATES, 1, 12, num_blocks=20)
     wanted = tuple(wanted_tokens(side.caches[0].groups, 0, num_tokens))
     asked = Ask("r", num_tokens, "same", ((0,), (1,)), Part(1, wanted))
-    with pytest.raises(TransferError, match=f"num_tokens: expected 12, got {num_tokens}"):
+    with pytest.raises(TransferError, match=f"num_tokens: expected 12, which are offered, got {num_tokens}"):
         check_ask(asked, "d", 12, "same", side.caches[0].groups, side.layouts[0])
 
 

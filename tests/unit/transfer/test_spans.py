@@ -163,11 +163,11 @@ def test_only_the_tokens_that_are_wanted() -> None:
             [[(0, 9)]],
             r"spans: target_tables\[0\]: expected at least 3 blocks of 4 for 9 tokens, got 2\. Fix: make room",
         ),
-        (([[0, 12]], [[0, 1]]), [[(0, 8)]], r"spans: source_tables\[0\]: expected blocks from 0 to 11, got 12$"),
-        (([[0, 1]], [[0, -1]]), [[(0, 8)]], r"spans: target_tables\[0\]: expected blocks from 0 to 11, got -1$"),
+        (([[0, 12]], [[0, 1]]), [[(0, 8)]], r"spans: source_tables\[0\]: expected blocks from 0 to 11, got 12\. Fix: pass the sequence's"),
+        (([[0, 1]], [[0, -1]]), [[(0, 8)]], r"spans: target_tables\[0\]: expected blocks from 0 to 11, got -1\. Fix: pass the sequence's"),
         (([[0, 1]], [[0, 1]]), [[(0, 2**40)]], r"expected at least 274877906944 blocks of 4"),
-        (([], [[0, 1]]), [[(0, 8)]], r"spans: source_tables: expected 1, one for each group, got 0$"),
-        (([[0, 1]], [[0, 1]]), [], r"spans: wanted: expected 1, one for each group of the target, got 0$"),
+        (([], [[0, 1]]), [[(0, 8)]], r"spans: source_tables: expected 1, one for each group, got 0\. Fix: pass one for each of `groups`"),
+        (([[0, 1]], [[0, 1]]), [], r"spans: wanted: expected 1, one for each group, got 0\. Fix"),
     ],
 )
 def test_a_block_list_that_does_not_fit(

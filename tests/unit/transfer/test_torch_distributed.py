@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
@@ -21,7 +22,7 @@ import kvdock
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, TransferError
 from kvdock.integrations.torch_distributed import TorchDistributed
 from kvdock.transfer import PoolLayout, Spans, TicketState, create_transport
-from support_transfer import Side
+from support_transfer import AGAIN, Side
 
 SCRIPT = Path(__file__).with_name("carrying.py")
 
@@ -74,8 +75,26 @@ def test_an_owner_that_dies() -> None:
 def test_an_asker_that_dies() -> None:
     codes, (owner, _) = play("asker dies")
     assert codes == [0, 9]
-    lost = "blocks of 'r{}' to peer 'asker': expected all of them, got its channel is closed"
+    lost = "blocks of 'r{}' to peer 'asker': expected all of them, got its channel is closed" + AGAIN
     assert owner.splitlines() == ["owner:", lost.format(0), lost.format(1), "None"]
+
+
+@pytest.mark.slow
+def test_processes_that_close_nothing_end_well() -> None:
+    """A thread that received when Python was gone called std::terminate."""
+    assert play("nobody closes")[0] == [0, 0]
+
+
+def test_threads_of_a_transport_that_nobody_has_end(wire: Wire) -> None:
+    transport, memory = TorchDistributed(part_bytes=8), torch.arange(64, dtype=torch.uint8)
+    layout = PoolLayout("m", 1, 0, 1, (64,), (), ())
+    transport.register(layout, [memory])
+    transport.connect("p", layout, b'{"rank": 1, "size": 2}')
+    ticket = transport.expect("p", runs(4), 5)
+    del transport
+    gc.collect()
+    assert (ticket.poll(), ticket.error) == (TicketState.FAILED, "its transport is gone")
+    until(lambda: not any(thread.name.startswith("kvdock") and thread.name.endswith(" p") for thread in threading.enumerate()))
 
 
 @pytest.mark.slow
@@ -95,7 +114,7 @@ def group() -> Iterator[None]:
 
 
 def test_without_a_process_group() -> None:
-    with pytest.raises(ArgumentValueError, match=r"group: expected a process group, got none that is set up\. Fix: call torch"):
+    with pytest.raises(ArgumentValueError, match=r"group: expected a process group, got none: .* not set up\. Fix: call torch"):
         TorchDistributed()
     with pytest.raises(ArgumentTypeError, match=r"part_bytes: expected an int, got '1'"):
         TorchDistributed(part_bytes="1")  # type: ignore[arg-type]  # on purpose
@@ -307,6 +326,14 @@ def test_a_rank_that_may_still_send_is_not_connected_again(linked: Linked, wire:
     before = time.monotonic()
     linked[0].close()
     assert time.monotonic() - before < 1.5, "a peer that hangs is not waited for"
+    monkeypatch.setattr("kvdock.integrations.torch_distributed._PATIENCE", 0.6)
+    monkeypatch.setattr(wire, "isend", lambda tensor, **_: wire.irecv(tensor))  # now both threads hang
+    other = TorchDistributed(part_bytes=8)
+    other.register(layout, [torch.zeros(64, dtype=torch.uint8)])
+    other.connect("p", layout, described)
+    before = time.monotonic()
+    other.close()
+    assert 0.5 < time.monotonic() - before < 1, "so long for all threads together"
     wire.part(-1, 0, [], 0)
 
 

@@ -99,11 +99,12 @@ def opened(context: zmq.Context[Socket], kind: int, endpoint: str, subject: str,
 def check_text(subject: str, value: object) -> str:
     """Return a text that UTF-8 can write, or raise."""
     if not isinstance(value, str):
-        raise ArgumentTypeError(subject, expected="text", got=repr(value)[:80])
+        raise ArgumentTypeError(subject, expected="text", got=repr(value)[:80], fix="pass a str")
     try:
         value.encode()
     except UnicodeError as error:
-        raise ArgumentValueError(subject, expected="text that UTF-8 can write", got=ascii(value)[:80]) from error
+        fix = "take out what is half of a surrogate pair"
+        raise ArgumentValueError(subject, expected="text that UTF-8 can write", got=ascii(value)[:80], fix=fix) from error
     return value
 
 

@@ -75,7 +75,8 @@ class KVEventPublisher:
         _check(managers, shape, hashes)
         self._first = check_int("KVEventPublisher: first_rank", first_rank, 0)
         if first_rank >= _MOST:
-            raise ArgumentValueError("KVEventPublisher: first_rank", expected=f"less than {_MOST}", got=first_rank)
+            fix = "pass the data-parallel rank of the first manager"
+            raise ArgumentValueError("KVEventPublisher: first_rank", expected=f"less than {_MOST}", got=first_rank, fix=fix)
         steps = check_size("KVEventPublisher: buffer_steps", buffer_steps, _MOST)
         topic = check_text("KVEventPublisher: topic", topic)
         medium = None if medium is None else check_text("KVEventPublisher: medium", medium)
@@ -175,7 +176,8 @@ class KVEventPublisher:
 def _check(managers: tuple[CacheManager, ...], shape: str, hashes: str) -> None:
     for manager in managers:
         if not isinstance(manager, CacheManager):
-            raise ArgumentTypeError("KVEventPublisher: managers", expected="CacheManagers", got=repr(manager)[:80])
+            fix = "pass each manager as an argument of its own, first of all"
+            raise ArgumentTypeError("KVEventPublisher: managers", expected="CacheManagers", got=repr(manager)[:80], fix=fix)
         if cached := manager.prefix.size_info.total_size:
             fix = "make the publisher before the first sequence, or call manager.reset()"
             raise ArgumentValueError("KVEventPublisher: managers", expected="nothing cached yet", got=f"{cached} tokens", fix=fix)

@@ -187,7 +187,7 @@ class KVEventSubscriber:
 def _milliseconds(subject: str, seconds: float) -> int:
     """Return seconds as ZeroMQ takes them, or raise. What is longer than it can wait is as long as it can."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        raise ArgumentTypeError(subject, expected="seconds", got=repr(seconds)[:80])
+        raise ArgumentTypeError(subject, expected="seconds", got=repr(seconds)[:80], fix="pass a number")
     if not seconds >= 0:
         raise ArgumentValueError(
             subject, expected="seconds, 0 or more", got=seconds, fix="pass float('inf') to wait for as long as it takes"
