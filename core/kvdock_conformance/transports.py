@@ -12,6 +12,7 @@ What only several processes show is not asked: a peer that is killed, or hangs.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,7 +27,6 @@ __all__ = ["transport_tests"]
 
 _BYTES = 1 << 20
 _LAYOUT = PoolLayout("m", 1, 0, 1, (_BYTES, _BYTES), (), ())
-_NO_RUNS = Spans(*[np.empty(0, dtype=np.int64)] * 5)
 _STILL = "when disconnect returned, a ticket of the peer was pending"
 
 
@@ -99,14 +99,20 @@ class _Pair:
             wrong = int((found != wanted).sum())
             _so(not wrong, f"{wrong} bytes of region {region} are not what they should be")
 
+    def stays(self, text: str) -> None:
+        """Check that no byte of the target changes from now on."""
+        self.expected = [region.clone() for region in self.target]
+        for _ in range(50):
+            self.a.poll()
+            self.b.poll()
+        _so(all(map(torch.equal, self.expected, self.target)), text)
+
 
 def _runs(count: int, seed: int = 0, most: int = 2000) -> Spans:
     """Return runs of all lengths in both regions, at any place; they do not overlap where they are written."""
     random = np.random.default_rng(seed)
-    at = np.sort(random.choice(_BYTES // most, count, replace=False)) * most
-    nbytes = random.integers(1, most, count)
-    regions = np.sort(random.integers(0, 2, count))
-    return Spans(random.integers(0, 2, count), random.integers(0, _BYTES - most, count), regions, at, nbytes)
+    sides, starts, nbytes = random.integers(0, 2, (2, count)), random.integers(0, _BYTES - most, count), random.integers(1, most, count)
+    return Spans(sides[0], starts, np.sort(sides[1]), np.sort(random.choice(_BYTES // most, count, replace=False)) * most, nbytes)
 
 
 def _one(nbytes: int, at: int = 100) -> Spans:
@@ -119,7 +125,7 @@ def _bytes_come_and_no_other_is_written(pair: _Pair) -> None:
 
 
 def _a_push_of_no_bytes_is_done(pair: _Pair) -> None:
-    _so(pair.wait(*pair.begin(_NO_RUNS, 1)) == [TicketState.DONE] * 2, "there is nothing to wait for")
+    _so(pair.wait(*pair.begin(Spans(*[np.empty(0, dtype=np.int64)] * 5), 1)) == [TicketState.DONE] * 2, "there is nothing to wait for")
     pair.has()
 
 
@@ -148,12 +154,7 @@ def _what_was_cancelled_ends_and_is_not_written(pair: _Pair) -> None:
     states = pair.wait(pushed, expected)
     if states[1] is TicketState.FAILED:
         _so(expected.error == "not wanted", f"a ticket's error is why it was cancelled, not {expected.error!r}")
-        before = [region.clone() for region in pair.target]
-        for _ in range(50):
-            pair.a.poll()
-            pair.b.poll()
-        _so(all(map(torch.equal, before, pair.target)), "bytes were written for a ticket that had failed")
-        pair.expected = before
+        pair.stays("bytes were written for a ticket that had failed")
     else:
         pair.has(_one(200_000))
     pair.come(_one(5000, at=500_000), 3)
@@ -192,12 +193,7 @@ def _a_peer_that_is_disconnected_has_no_ticket_and_can_come_back(pair: _Pair) ->
     tickets = pair.begin(_one(300_000), 1)
     pair.b.disconnect("a")
     _so(tickets[1].poll() is not TicketState.PENDING, _STILL)
-    before = [region.clone() for region in pair.target]
-    for _ in range(50):
-        pair.a.poll()
-        pair.b.poll()
-    _so(all(map(torch.equal, before, pair.target)), "bytes were written for a peer that was disconnected")
-    pair.expected = before
+    pair.stays("bytes were written for a peer that was disconnected")
     pair.a.disconnect("b")
     _so(tickets[0].poll() is not TicketState.PENDING, _STILL)
     pair.meet()
@@ -205,16 +201,13 @@ def _a_peer_that_is_disconnected_has_no_ticket_and_can_come_back(pair: _Pair) ->
 
 
 def _a_peer_that_is_gone_is_waited_for_by_no_call(pair: _Pair) -> None:
-    note = pair.b.expect("a", _one(5000), 1).note
+    note, before, pushed = pair.b.expect("a", _one(5000), 1).note, time.monotonic(), None
     pair.b.close()
-    before = time.monotonic()
-    try:
+    with contextlib.suppress(TransferError):
         pushed = pair.a.push("b", _one(5000), 1, note)
         for _ in range(50):
             pair.a.poll()
             pushed.poll()
-    except TransferError:
-        pushed = None
     pair.a.disconnect("b")
     _so(time.monotonic() - before < 5, "a call waited for a peer")
     _so(pushed is None or pushed.poll() is not TicketState.PENDING, _STILL)

@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "files": LEAVES | {"bits", "layers"} | ENGINE_SIDE,  # which blocks and which tensors, together: above both
     "transfer": LEAVES | {"cache", "checks", "layers", "prefix", "process", "scheduler"},
     "kvdock": LEAVES | {"descriptors", "layers", "ops", "plugin", "plugins", "runtime"} | ENGINE_SIDE,
-    "integrations": LEAVES | {"captured", "checks", "files", "ops", "plugins", "runtime", "kvdock", "transfer"} | ENGINE_SIDE,
+    "integrations": LEAVES | {"captured", "checks", "files", "layers", "ops", "plugins", "runtime", "kvdock", "transfer"} | ENGINE_SIDE,
     "__main__": {"cli"},
     "cli": LEAVES | {"descriptors", "guarded", "ops", "plugins", "runtime", "kvdock", "replay", "integrations"} | ENGINE_SIDE,
 }

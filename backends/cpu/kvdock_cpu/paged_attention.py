@@ -160,7 +160,7 @@ class _Call:
         """Put results where they belong, ``[Hk, G * n, Dv]``, and logarithms of sums, ``[Hk, G * n]``."""
         found, lse = (x.view(len(x), -1, end - begin, *x.shape[2:]) for x in (found, lse))
         if self.sinks is not None:
-            found = found * torch.sigmoid(lse - self.sinks)[..., None]
+            found = found * torch.sigmoid(lse - self.sinks).nan_to_num(0.0)[..., None]  # both are -inf: 0 is found, and remains
             lse = torch.logaddexp(lse, self.sinks)
         self.out[begin:end].view(end - begin, len(found), -1, found.shape[3]).copy_(found.permute(2, 0, 1, 3))
         if self.lse is not None:

@@ -6,6 +6,7 @@ the keys that score highest. So bounds need not grow with the scores.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ _KINDS: Mapping[str, tuple[Sequence[float], Sequence[float], Mapping[str, Any]]]
 }
 """First elements of queries, one after the other, and of keys; the others are 0. Products are beyond float16."""
 
-_SINKS = (100.0, -100.0, 30_000.0, -30_000.0)
+_SINKS = (100.0, -30_000.0, 30_000.0, -math.inf)
 
 
 def outliers() -> Iterator[Case]:

@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 
 from kvdock.errors import ArgumentValueError, UnsupportedError
 
-__all__ = ["BOTH", "STATES", "StateLayer", "StateLayers", "named"]
+__all__ = ["BOTH", "STATES", "StateLayer", "StateLayers", "held", "named"]
 
 BOTH: tuple[type, ...] = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 """Transformers' own layers with keys, values and states."""
