@@ -78,10 +78,6 @@ class LayerGroup:
         """Return how many blocks a unit of so many tokens has: of a state one, the checkpoint behind it."""
         return 1 if self.retention.is_state else unit // self.block_size
 
-    def needed_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of what it needs, without blocks."""
-        return self.nbytes * self.retention.kept(num_tokens)
-
 
 @attrs.frozen
 class GroupPlan:
@@ -111,8 +107,8 @@ class GroupPlan:
 
     def waste(self, num_tokens: int) -> float:
         """Return which part of these bytes a sequence of so many tokens does not need: rest of blocks, and of the last block."""
-        nbytes = self.nbytes(num_tokens)
-        return 1 - sum(group.needed_bytes(num_tokens) for group in self.groups) / nbytes if nbytes else 0.0
+        nbytes, needed = self.nbytes(num_tokens), sum(group.nbytes * group.retention.kept(num_tokens) for group in self.groups)
+        return 1 - needed / nbytes if nbytes else 0.0
 
 
 def plan_groups(layers: Sequence[Sequence[Part]], block_size: int, max_positions: int, alignment: int = 1) -> GroupPlan:
