@@ -12,7 +12,7 @@ from kvdock_conformance.cases.drawing import Drawing, Values, View, call
 from kvdock_conformance.cases.layouts import POOLS, Geometry, Pair
 from kvdock_conformance.requirement import Case, Level
 
-__all__ = ["Copy", "fanned"]
+__all__ = ["Copy", "every_other", "fanned"]
 
 _SMALL = Geometry()
 
@@ -23,6 +23,11 @@ def fanned(num_blocks: int, count: int) -> list[tuple[int, int]]:
     if count % 2 and count <= half:  # so that block 0, which padding may be taken for, is written
         return [(half + (7 * i + 3) % (num_blocks - half), i) for i in range(count)]
     return [((7 * i + 3) % half, half + i % (num_blocks - half)) for i in range(count)]
+
+
+def every_other(count: int) -> list[tuple[int, int]]:
+    """Return so many pairs from one half of twice as many blocks to the other, and padding behind each."""
+    return [each for block in range(count) for each in ((block, count + block), (-1, -1))]
 
 
 @attrs.frozen

@@ -83,6 +83,7 @@ PARTS = (
     "values inside keys",
     "layer-first",
     "page-first",
+    "page-first, both together",
     "padded blocks",
 )
 """Pools that are part of a larger tensor."""
@@ -167,6 +168,14 @@ def _layer_of(dim: int) -> PoolBuilder:
     return build
 
 
+def _page_of_both(drawing: Drawing, g: Geometry) -> Pair:
+    """The second of three layers in blocks of all layers, keys and values of each together: other layers lie on either side of both."""
+    sizes = (g.k_shape[1:], g.v_shape[1:])
+    end, whole = math.prod(sizes[0]), sum(map(math.prod, sizes))
+    both = drawing.tensor(g.dtype, (g.num_blocks, 3, whole)).select(1, 1)
+    return both.slice(1, 0, end).split(1, sizes[0]), both.slice(1, end, whole).split(1, sizes[1])
+
+
 def _different_orders(gap: int, offset: int) -> PoolBuilder:
     """Return a builder of keys and values in unlike orders; free elements behind a block of values, and where values begin."""
 
@@ -199,6 +208,7 @@ POOLS: Mapping[str, PoolBuilder] = _Builders(
         "values inside keys": _values_inside,
         "layer-first": _layer_of(0),
         "page-first": _layer_of(1),
+        "page-first, both together": _page_of_both,
         "padded blocks": _each(gaps=(0, 24, 0, 0)),
         "padded slots": _each(gaps=(0, 0, 8, 0)),
         "padded heads": _each(gaps=(0, 0, 0, 8)),
@@ -231,6 +241,12 @@ def _keys_expanded(drawing: Drawing, g: Geometry) -> Pair:
     return _expanded(1)(drawing, g)[0], POOLS["nhd"](drawing, g)[1]
 
 
+def _values_of_one_block(drawing: Drawing, g: Geometry) -> Pair:
+    """Values that are the keys of the first block, for all: at one address, of one shape, and not the same."""
+    k = drawing.tensor(g.dtype, g.k_shape)
+    return k, k.slice(0, 0, 1).expand(g.k_shape)
+
+
 def _part_of_keys(drawing: Drawing, g: Geometry, *, is_last: bool) -> Pair:
     """Values that are the first elements of each row of keys, or the last ones."""
     k = drawing.tensor(g.dtype, g.k_shape)
@@ -248,12 +264,13 @@ READ_POOLS: Mapping[str, PoolBuilder] = _Builders(
         "one slot for all, memory behind": _expanded(1, room=3),
         "one block for all, memory behind": _expanded(0, room=3),
         "keys expanded": _keys_expanded,
+        "values expanded from keys": _values_of_one_block,
         "values begin keys": functools.partial(_part_of_keys, is_last=False),
         "values end keys": functools.partial(_part_of_keys, is_last=True),
     }
 )
 """Builders of pools that are only read: those that are written, and those in which places share memory. Where values are a part of keys,
-they have as many heads, and no more elements."""
+they have as many heads, and no more elements; of "values expanded from keys" the same sizes."""
 
 
 def _contiguous(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
@@ -325,6 +342,24 @@ def _one_token_for_all(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> 
     return k.expand((*lead, g.hk, g.dk)), v.expand((*lead, g.hv, g.dv))
 
 
+def _of_the_first_token(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
+    """Values that are a part of the first token's keys, for all tokens: at one address, and, if sizes are alike, of one shape."""
+    last = len(lead)
+    both = v = drawing.tensor(g.dtype, (*lead, max(g.hk, g.hv), max(g.dk, g.dv)))
+    for dim in range(last):
+        v = v.slice(dim, 0, 1)
+    k = both.slice(last, 0, g.hk).slice(last + 1, 0, g.dk)
+    return k, v.slice(last, 0, g.hv).slice(last + 1, 0, g.dv).expand((*lead, g.hv, g.dv))
+
+
+def _tokens_before_rows(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
+    """``[S, B, H, D]`` as some models compute, with tokens and rows swapped back."""
+    if len(lead) == 1:
+        return _contiguous(drawing, g, lead)
+    k, v = _contiguous(drawing, g, (lead[1], lead[0]))
+    return k.transpose(0, 1), v.transpose(0, 1)
+
+
 def _behind_one_token(drawing: Drawing, g: Geometry, lead: tuple[int, ...]) -> Pair:
     """Keys of one token for all, and right behind that the values of each: side by side like parts of a row, and in other steps."""
     width, count = g.hk * g.dk, math.prod(lead)
@@ -356,6 +391,8 @@ SOURCES: Mapping[str, SourceBuilder] = _Builders(
         "one head for all": _one_head_for_all,
         "one token for all": _one_token_for_all,
         "values behind one token": _behind_one_token,
+        "values of the first token": _of_the_first_token,
+        "[S, B, H, D]": _tokens_before_rows,
         ANY_STEP: _rows_of_any_step,
     }
 )

@@ -12,7 +12,7 @@ from kvdock_conformance.cases.drawing import Drawing, Values, View, call
 from kvdock_conformance.cases.layouts import READ_POOLS, SOURCES, Geometry, Pair
 from kvdock_conformance.requirement import Case, Level
 
-__all__ = ["Gather", "SlotCall", "Write", "in_turn", "shuffled", "slots_view"]
+__all__ = ["FORETOLD", "Gather", "SlotCall", "Write", "foretold", "in_turn", "shuffled", "slots_view"]
 
 _SMALL = Geometry()
 
@@ -115,6 +115,19 @@ def in_turn(name: str, calls: Sequence[Any], *, own_pools: bool = False) -> Case
     drawing = Drawing()
     shared = None if own_pools else calls[0].pools(drawing)
     return Case(name, drawing.case(*[one.call(drawing, one.pools(drawing) if shared is None else shared) for one in calls]))
+
+
+FORETOLD = (0, 1, 2, 3, 1, 2, 3, 4, 0)
+"""Places that follow one another as if the next could be foretold, and then do not: as when tokens that were guessed are taken back."""
+
+
+def foretold(calls: Sequence[Any], index: str) -> Case:
+    """Return calls one after the other on one set of pools, whose places are written anew into one tensor each time."""
+    made = in_turn("places in one tensor that seem to go on", calls)
+    first = made.data["calls"][0]["args"][index]
+    for each in made.data["calls"]:
+        each["args"][index] = {**first, "values": each["args"][index]["values"]}
+    return made
 
 
 def slots_view(drawing: Drawing, dtype: str, lead: tuple[int, ...], values: Values, *, gap: int = 0, order: str = "rows") -> View:

@@ -67,6 +67,7 @@ _ROWS: Factors = {
     "lengths": ("unlike",),
 }
 _ROWS_APART = ("k and v unlike", "contiguous / cut short", "cut short / contiguous", "[B, H, q, D] / contiguous")
+_TOKENS_FIRST = ("[S, B, H, D]", "[S, B, H, D] / contiguous", "contiguous / [S, B, H, D]")
 Tier = tuple[Level, Factors]
 """At which level an array of combinations runs, and factors in place of the ordinary ones."""
 
@@ -103,7 +104,9 @@ _DENSE: Factors = {"is_repeated": (False,), "dtype": ("bfloat16",), "pool": ("nh
 _PIECE: Factors = {**_DENSE, "rows": ("contiguous",), "form": ("[T]",), "index_order": ("rows",)}
 _LONG: Factors = {**_DENSE, "pool": ("hnd",), "source": ("[B, H, q, D]",)}
 """For pieces of memory whose bytes are a power of two: rows, runs of them, and blocks."""
-_SHARED: Factors = {"rows": ("one token for all", "one head for all", "contiguous / one token for all")}
+_SHARED: Factors = {
+    "rows": ("one token for all", "one head for all", "contiguous / one token for all", "values of the first token"),
+}
 """Rows that are one in memory, which outputs cannot be."""
 _FEW_UNLIKE: Factors = {"index": ("int64",), "form": ("[2, S]",), "rows": ("contiguous / cut short",), "sizes": ("2 x 64",)}
 """A batch of a few values in other steps than the keys, both of its dimensions larger than 1."""
@@ -145,7 +148,7 @@ _TOKENS: Sequence[Tier] = (
         {
             "count": (4, 18),
             **_ONCE,
-            "rows": ("cut short",),
+            "rows": ("cut short", *_TOKENS_FIRST),
             "form": ("[2, S]", "[3, S]", "[B, 4]"),
             "slots": ("scattered", *_PADDING[1:]),
             "block": (16,),

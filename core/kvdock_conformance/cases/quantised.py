@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -22,7 +23,7 @@ QUANTISED = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz
 _SCALES = (0x3DCCCCCD, 0x3D4CCCCD, 0x3E800000, 0x40400000, 0x3B03126F)
 """0.1, 0.05, 0.25, 3 and 0.002."""
 _NAMES = ("k_scale", "v_scale")
-FORMS = ("for each head", "for each token and head", "in host memory")
+FORMS = ("for each head", "for each token and head", "in host memory", "for each token and head, side by side")
 _TOKENS = 13
 _SPECIAL: Mapping[str, Sequence[int]] = MappingProxyType(
     {
@@ -34,8 +35,22 @@ _SPECIAL: Mapping[str, Sequence[int]] = MappingProxyType(
 """Bits of bfloat16: 0.5, 1.5, 2.5, 6.5, 126.5, 127.5 and their negatives are the halves."""
 
 
+_SHARP = 0x3F751EB8
+"""0.9575: the quotients of `_sharp_halves` by it lie halfway between two that are stored, and their products with 1 / 0.9575 do not."""
+
+
+def _sharp_halves() -> list[int]:
+    """Return bits of float32 of halves times 0.9575."""
+    (scale,) = struct.unpack("f", struct.pack("I", _SHARP))
+    return [struct.unpack("i", struct.pack("f", (number + 0.5) * scale))[0] for number in range(4, 32)]
+
+
 def scales(drawing: Drawing, form: str, lead: tuple[int, ...], heads: Sequence[int]) -> tuple[View, View]:
-    """Return scales of keys and of values, which differ."""
+    """Return scales of keys and of values, which differ; side by side they are parts of one tensor."""
+    if form.endswith("side by side"):
+        both = drawing.tensor("float32", (*lead, sum(heads)))
+        k, v = both.slice(len(lead), 0, heads[0]), both.slice(len(lead), heads[0], sum(heads))
+        return attrs.evolve(k, values=_SCALES), attrs.evolve(v, values=_SCALES[::-1])
     k, v = (
         drawing.tensor(
             "float32",
@@ -57,6 +72,7 @@ def writes() -> Iterator[Case]:
             yield _write(f"{dtype}, a scale {form}", dtype, form=form)
         for name, bits in _SPECIAL.items():
             yield _write(f"{dtype}, {name}", dtype, values=bits, scale=[0x3F800000])
+        yield _write(f"{dtype}, sharp halves", dtype, "float32", values=_sharp_halves(), scale=[_SHARP])
         by_head = _write(dtype, dtype, form="for each head")
         yield from (_with_other_scales(by_head), *at_any_address(by_head, _NAMES))
         yield _write(f"{dtype}, padding", dtype, form="for each token and head", slots=[3, -1, 5, 0, -7, 23])

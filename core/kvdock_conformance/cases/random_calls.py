@@ -35,6 +35,8 @@ _ROWS = ("contiguous", "fused qkv", "padded heads", "odd steps", "odd address", 
 """Sources of an op that computes."""
 _SHARING = ("one head for all", "one token for all", "values behind one token")
 """Sources in which tokens or heads share memory: nothing can be written there."""
+_DRAWN = tuple(name for name in SOURCES if name not in ("values of the first token", "[S, B, H, D]"))
+"""Sources that are drawn. Rows are turned by a choice of their own."""
 _MOST_BYTES = 1 << 21
 """Of a pool."""
 _INDICES = ("slot_mapping", "cache_lengths", "block_pairs")
@@ -205,8 +207,8 @@ class _Form:
             lead = (count,) if (choose.one_of((True, False)) if rank is None else rank == 1) else (rows, count // rows)
         gaps = choose.one_of(((0, 0), (0, 8), (3, 0), (1, 5)))
         offset, strided = choose.one_of((0, 0, 1, 3, 4)), choose.one_of((0, 0, 1))
-        own, padding = ("",) * 2 * len(SOURCES), choose.one_of((0, 0, 1, 4, 7, 8))
-        names = (*own, *(name for name in SOURCES if op != "gather_paged" or name not in _SHARING))
+        own, padding = ("",) * 2 * len(_DRAWN), choose.one_of((0, 0, 1, 4, 7, 8))
+        names = (*own, *(name for name in _DRAWN if op != "gather_paged" or name not in _SHARING))
         sources = choose.one_of(names), choose.one_of(names)
         turned = tuple(choose.one_of((False, False, True)) for _ in range(3)) if len(lead) > 1 else (False,) * 3
         return cls(op, g, lead, choose.one_of(("int64", "int32")), gaps, offset, padding, strided, sources, turned)  # type: ignore[arg-type] # of three

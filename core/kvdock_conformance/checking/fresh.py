@@ -25,6 +25,7 @@ __all__ = [
     "SCRIPT",
     "SEEDED",
     "check_ending",
+    "check_first_calls_at_once",
     "check_import_cost",
     "check_import_is_light",
     "check_no_context",
@@ -52,8 +53,8 @@ IMPORT_SHARE, IMPORT_S = 0.5, 0.1
 SCRIPT = """
 from __future__ import annotations
 
-import atexit, contextlib, functools, gc, importlib, json, locale, logging, multiprocessing, os, random, re, resource, signal
-import socket, subprocess, sys, tempfile, threading, time, types, warnings, zlib
+import atexit, contextlib, ctypes, functools, gc, importlib, json, locale, logging, multiprocessing, os, random, re
+import resource, signal, socket, subprocess, sys, tempfile, threading, time, types, warnings, zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +111,21 @@ def many():
             kvdock.ops.copy_blocks_(copied, copied.clone(), slots[None, :38:19])
             right &= copied.sum().item() == 1728 and bool((copied[19] == 1).all())
     return answer if right else "wrong bytes"
+
+def at_once():
+    answers, ready = [], threading.Barrier(3)
+    def work():
+        ready.wait()
+        try:
+            answers.append(write())
+        except Exception as error:
+            answers.append(type(error).__name__ + ": " + str(error))
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return "; ".join(sorted(set(answers)))
 
 def beyond():
     device, found = torch.device(DEVICE), []
@@ -191,6 +207,7 @@ if __name__ == "__main__":
     found.update(contexts=contexts())
     backend.notes()
     found.update(contexts_after_notes=contexts(), fork=ask("fork"), spawn=ask("spawn"))
+    found["at once"] = ask("fork", at_once)
     with contextlib.suppress(Exception):  # what is wrong with the calls is for others to say
         many()
     # torch itself refuses a forked process a device that is in use
@@ -319,6 +336,13 @@ def check_ending(target: Target, data: Mapping[str, Any]) -> None:
         raise NonconformanceError(ending, expected="exit code 0", got=f"exit code {code}: {said}")
     if left:
         raise NonconformanceError(f"processes that it leaves behind, {GRACE_S:g} s after its end", expected="none", got="; ".join(left))
+
+
+def check_first_calls_at_once(target: Target, data: Mapping[str, Any]) -> None:
+    """Check that threads whose calls are the first of a process get what one alone gets."""
+    found = facts_of(target)
+    if found["fork"] == "right" and found["at once"] != "right":
+        raise NonconformanceError("the first calls of a process, by three threads", expected="what one alone gets", got=found["at once"])
 
 
 def check_without_assertions(target: Target, data: Mapping[str, Any]) -> None:

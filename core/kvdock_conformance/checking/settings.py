@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import locale
@@ -32,6 +33,9 @@ __all__ = ["ProcessSettings", "renewed", "unchanged"]
 
 class ProcessSettings:
     """The settings of the process as they are now. Its source goes into fresh interpreters too, so it uses no other of the kit's."""
+
+    of_runtimes = (b"__KMP_", b"CUDA_", b"HIP_", b"HSA_")
+    """How variables begin that runtimes of threads and of devices set for themselves."""
 
     most_workers = 16 + 2 * (os.cpu_count() or 1)
     """So many daemon threads may a process have: a pool that is made once stays."""
@@ -105,7 +109,25 @@ class ProcessSettings:
         """Return what is so now, by name."""
         found = {name: read() for name, (read, _) in cls.table().items()}
         found |= {f"status of the thread: {name}": value for name, value in cls.status().items()}
+        found |= {f"variable {name} of C's environment": value for name, value in cls.of_c().items()}
         return found | {f"environment variable {name}": value for name, value in os.environ.items()}
+
+    @classmethod
+    def of_c(cls) -> dict[str, bytes]:
+        """Return the environment that C sees and gives to processes: `os.environ` does not show what C sets there."""
+        place, found = cls.environ(), []
+        while place and (line := place[len(found)]):
+            found.append(line)
+        lines = [line.partition(b"=") for line in found if not line.startswith(cls.of_runtimes)]
+        return {os.fsdecode(name): value for name, _, value in lines}
+
+    @staticmethod
+    def environ() -> Any:
+        """Return where C's environment begins; nothing where that cannot be told."""
+        try:
+            return ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+        except (AttributeError, OSError, ValueError):
+            return None
 
     @classmethod
     @functools.cache
@@ -252,6 +274,9 @@ class ProcessSettings:
                 continue  # it ends by itself, or not at all; of the status, most is somewhere else too
             if name in table:
                 table[name][1](self.values[name])
+            elif name.startswith("variable "):
+                variable = name.split()[1]
+                os.putenv(variable, self.values[name]) if name in self.values else os.unsetenv(variable)
             elif name.endswith("Umask"):
                 os.umask(int(self.values[name], 8))
             elif variable == name:

@@ -33,6 +33,20 @@ def _also(run: BackendCall, args: Args, pairs: torch.Tensor) -> None:
 # Pairs
 
 
+@FAULTS.call(_OP, "copy-whole-steps", "Where values lie in the blocks of keys, a block is copied up to the next one.", COPY.killer("parts"))
+def _whole_steps(run: BackendCall, args: Args) -> None:
+    run(args)
+    k, v = bits(args["k_cache"]), bits(args["v_cache"])
+    step, start, room = k.stride(0), int(k.storage_offset()), k.untyped_storage().nbytes() // k.element_size()
+    if k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr() and start < v.storage_offset() < start + step == start + v.stride(
+        0
+    ):
+        places, whole = COPY.places(args), k.as_strided((room - start,), (1,), start)
+        for src, dst in zip(places.source[0].tolist(), places.to[0].tolist(), strict=True):
+            count = min(step, room - start - max(src, dst) * step)
+            whole[dst * step :][:count] = whole[src * step :][:count]
+
+
 @FAULTS.call(_OP, "copy-source-and-destination-swapped", "Blocks are copied from dst to src.", "KVD-COPY-001", "KVD-COPY-005")
 def _swapped(run: BackendCall, args: Args) -> None:
     _with_pairs(run, args, args["block_pairs"].flip(1))

@@ -159,6 +159,20 @@ _fresh(
     only_host=True,
 )
 
+_fresh(
+    "library-loaded-by-the-first",
+    "The first call loads a library, and those that come meanwhile find none.",
+    "KVD-HYGIENE-020",
+    "own_write, library = kvdock.ops.paged_caching_, []",
+    "def faulty(*args, **settings):",
+    "    if not library:",
+    "        library.append(None)",
+    "        time.sleep(0.05)",
+    "        library[0] = own_write",
+    "    return library[0](*args, **settings)",
+    "kvdock.ops.paged_caching_ = faulty",
+)
+
 for _op in ("gather_paged", "static_update_", "copy_blocks_"):
     _fresh(
         f"workers-of-{_op.rstrip('_').replace('_', '-')}-lost-in-a-fork",

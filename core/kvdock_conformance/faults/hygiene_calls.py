@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import gc
 import locale
@@ -51,6 +52,7 @@ _call_changes(_COPY, "draws-from-numpy", "draws from numpy's random numbers", np
 _call_changes(_GATHER, "leaves-numpy-raising", "makes numpy raise errors of arithmetic", lambda: np.seterr(all="raise"))
 _call_changes(_WRITE, "digs-deeper", "lets Python recurse further", lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1000))
 _call_changes(_STATIC, "shares-its-files", "lets everybody read the files that are made", lambda: os.umask(0o001))
+_call_changes(_WRITE, "sets-a-variable-of-c", "sets a variable where os.environ does not show it", lambda: os.putenv("ACME_TUNING", "1"))
 _call_changes(_COPY, "silences-print", "takes print away", lambda: setattr(builtins, "print", len))
 _call_changes(
     _STATIC,
@@ -118,6 +120,20 @@ def _one_thread(run: BackendCall, args: Args) -> None:
 def _watched(plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
     signal.alarm(60)
     signal.alarm(0)
+    return plan
+
+
+async def _compiled() -> None:
+    """Compile variants of a kernel side by side."""
+
+
+@FAULTS.planned(_GATHER, "hygiene-prepares-in-a-loop", "Preparing a plan runs a loop of asyncio.", "KVD-HYGIENE-017")
+def _in_a_loop(plan: kvdock.plugin.Descriptor) -> kvdock.plugin.Descriptor:
+    task = _compiled()
+    try:
+        asyncio.run(task)
+    finally:
+        task.close()
     return plan
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import attrs
 import torch
 
-from kvdock_conformance.faults.families import faults_of, of_one_projection
+from kvdock_conformance.faults.families import as_keys, faults_of, of_one_projection
 from kvdock_conformance.faults.fault import Args, BackendCall, Fault, Faults, FaultyCall
 from kvdock_conformance.faults.moves import Move, by_slots
 from kvdock_conformance.faults.ops import CallSeed, never_nothing
@@ -147,6 +147,10 @@ def _cleared_by_half(run: BackendCall, args: Args) -> None:
 
 _sentence = "A rotary part right behind the first latent is gone through in the steps of latents."
 _fault(LATENT_WRITE, "steps-of-one-projection", _sentence, "rows")(lambda run, args: of_one_projection(LATENT_WRITE, *_as_pair(run, args)))
+
+
+_sentence = "Rotary parts at the address of latents, and of their shape, are taken to be the latents."
+_fault(LATENT_WRITE, "values-at-the-address-of-keys", _sentence, "rows")(lambda run, args: as_keys(LATENT_WRITE, *_as_pair(run, args)))
 
 
 def _bare_error(move: Move, run: BackendCall, args: Args) -> None:

@@ -189,6 +189,38 @@ def _past_65535(move: Move, run: BackendCall, args: Args) -> None:
 # Pairs of properties
 
 
+def _lies_tokens_first(rows: torch.Tensor) -> bool:
+    return rows.dim() == 4 and 0 < rows.stride(0) < rows.stride(1) and 1 not in rows.shape[:2]
+
+
+@_each("values-in-the-order-of-keys", "Where keys of a batch lie token by token, values are taken to.", "together", _OF_SLOTS)
+def _in_the_order_of_keys(move: Move, run: BackendCall, args: Args) -> None:
+    k, v = [next(name for name in pair if not name.endswith("_cache")) for pair in move.pairs]
+    is_about = _lies_tokens_first(args[k]) and not _lies_tokens_first(args[v])
+
+    def turned(name: str, rows: torch.Tensor) -> torch.Tensor:
+        step = rows.stride(1)
+        return restrided(rows, (step, rows.shape[0] * step, *rows.stride()[2:])) if name == v and is_about else rows
+
+    move.again(run, args, turned)
+
+
+@_each(
+    "padded-batches-as-they-lie",
+    "With padding, rows of a batch that lie token by token are taken one after the other.",
+    "together",
+    _OF_SLOTS,
+)
+def _as_they_lie(move: Move, run: BackendCall, args: Args) -> None:
+    is_padded = bool((args["slot_mapping"] < 0).any())
+
+    def view(name: str, rows: torch.Tensor) -> torch.Tensor:
+        is_about = is_padded and not name.endswith("_cache") and _lies_tokens_first(rows)
+        return restrided(rows, (rows.shape[1] * rows.stride(0), rows.stride(0), *rows.stride()[2:])) if is_about else rows
+
+    move.again(run, args, view)
+
+
 @FAULTS.call(
     WRITE.op,
     "write-padded-batches-by-tokens",

@@ -57,13 +57,17 @@ class Quantises(kvdock.plugin.Descriptor):
         args: Args = {"k_cache": k_cache, "slot_mapping": slots}
         valid = in_range(args)
         for cache, rows, scale in zip((k_cache, v_cache), (k, v), self.scales(*scales), strict=True):
-            made = bits(self.stored(rows.float() / per_row(scale, rows), cache.dtype))
+            made = bits(self.stored(self.divided(rows.float(), per_row(scale, rows)), cache.dtype))
             block = cache.shape[1]
             bits(cache)[slots[valid] // block, slots[valid] % block] = made[valid]
 
     def scales(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scales of keys and of values."""
         return k_scale, v_scale
+
+    def divided(self, rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return ``x / scale``."""
+        return rows / scale
 
     def stored(self, quotient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return what is stored for ``x / scale``."""

@@ -9,7 +9,7 @@ import torch
 from kvdock_conformance.faults.fault import Faults
 from kvdock_conformance.faults.moves import GATHER, WRITE
 from kvdock_conformance.faults.quantised import QuantisedKernel, Quantises, Reads
-from kvdock_conformance.faults.tensors import at_or_before
+from kvdock_conformance.faults.tensors import at_or_before, dense, restrided
 
 __all__ = ["FAULTS"]
 
@@ -20,6 +20,7 @@ _SCALES: Mapping[str, Callable[[torch.Tensor, torch.Tensor], Scales]] = {
     "key-scale-for-values": lambda k_scale, v_scale: (k_scale, k_scale),
     "first-scale-for-all": lambda k_scale, v_scale: (k_scale.reshape(-1)[0], v_scale.reshape(-1)[0]),
     "scale-ignored": lambda k_scale, v_scale: (torch.ones_like(k_scale), torch.ones_like(v_scale)),
+    "scales-as-if-packed": lambda *both: tuple(restrided(scale, dense(scale.shape)) for scale in both),
     "scale-address-rounded-to-16": lambda k_scale, v_scale: (at_or_before(k_scale), at_or_before(v_scale)),
 }
 """Scales that are used in place of those that came."""
@@ -53,6 +54,8 @@ _SENTENCES = {
     "first-scales-kept": "A plan goes by the scales of its first call for ever.",
     "scale-ignored": "A quantised pool is served, and its scale ignored.",
     "scale-address-rounded-to-16": "Scales begin at the multiple of 16 bytes at or before them.",
+    "scales-as-if-packed": "Scales are read as if they were dense.",
+    "reciprocal-of-the-scale": "What is stored is multiplied by 1 / scale.",
     "quotients-cut": "Quotients are cut to integers instead of rounded.",
     "halves-rounded-up": "Halves are rounded away from zero instead of to even.",
     "infinity-is-nan": "An infinite quotient is stored as NaN.",
@@ -77,3 +80,4 @@ for _name, _change in _STORED.items():
     _add(WRITE.op, f"write-{_name}", "KVD-WRITE-022", Quantises, stored=_stored(_change))
 _add(WRITE.op, "write-infinity-is-nan", "KVD-WRITE-022", Quantises, stored=_infinity_is_nan)
 _add(WRITE.op, "write-limit-of-another-format", "KVD-WRITE-022", Quantises, stored=_limit_of_another)
+_add(WRITE.op, "write-reciprocal-of-the-scale", "KVD-WRITE-022", Quantises, divided=lambda self, rows, scale: rows * (1 / scale))

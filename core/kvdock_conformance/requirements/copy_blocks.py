@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 import attrs
 
 from kvdock_conformance.cases import pairs
-from kvdock_conformance.cases.copies import Copy, fanned
+from kvdock_conformance.cases.copies import Copy, every_other, fanned
 from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, SINGLE_SIZES, Geometry
-from kvdock_conformance.cases.paged import in_turn
+from kvdock_conformance.cases.paged import FORETOLD, foretold, in_turn
 from kvdock_conformance.cases.places import apart
 from kvdock_conformance.cases.quantised import QUANTISED
 from kvdock_conformance.checking.any_op import check_only_written
@@ -50,6 +50,7 @@ def _repeated() -> Iterable[Case]:
         ("padding now and then", ([(0, 5), (1, 4)], [(-1, 5), (2, 4)], [(3, 5), (1, -1)], [(2, 5), (3, 4)])),
     ):
         yield in_turn(name, [Copy("", pairs) for pairs in lists])
+    yield foretold([Copy("", [(block, 5)]) for block in FORETOLD], "block_pairs")
 
 
 def _again(last: Pairs, name: str) -> Callable[[], Iterable[Case]]:
@@ -137,6 +138,7 @@ REQUIREMENTS = [
             Copy("smallest int64", [(-(2**63), 1), (2, -(2**62) + 5), (-(2**32) + 2, 4), (2, 3)]),
             Copy("smallest int32", [(INT32_MIN, 0), (1, INT32_MIN + 1), (2, 3)], index="int32"),
             Copy("pool without blocks", [(-1, -1), (-1, 4)], geometry=NO_BLOCKS),
+            Copy("every other of many", every_other(1100), geometry=_EVEN(num_blocks=2200, block=1, heads=1)),
             Copy("many", [*fanned(64, 20), *[(-1, 40)] * 30, (3, 63)], geometry=_EVEN(num_blocks=64)),
         ],
         _again([(-1, 2), (3, -9)], "padding in a call that repeats others"),

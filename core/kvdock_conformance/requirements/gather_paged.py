@@ -10,7 +10,7 @@ from kvdock_conformance.cases import pairs, quantised
 from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.cases.layouts import READ_POOLS, Geometry
 from kvdock_conformance.cases.numbers import SPECIAL_BITS
-from kvdock_conformance.cases.paged import Gather, in_turn, shuffled
+from kvdock_conformance.cases.paged import FORETOLD, Gather, foretold, in_turn, shuffled
 from kvdock_conformance.cases.places import far_slots, many_slots
 from kvdock_conformance.checking import gathers
 from kvdock_conformance.checking.any_op import check_only_written
@@ -34,6 +34,7 @@ def _repeated() -> Iterable[Case]:
     yield in_turn("other outputs at each call", [Gather("", rows=order) for order in orders])
     leads = ((5,), (13,), (2, 3), (24,), (13,))
     yield in_turn("other tokens and slots at each call", [Gather("", shuffled(24, len(lead)), lead) for lead in leads])
+    yield foretold([Gather("", [slot]) for slot in FORETOLD], "slot_mapping")
     yield in_turn("padding now and then", [Gather("", slots) for slots in ([1, 2], [-1, 2], [1, -1], [-1, -1], [2, 1])])
 
 

@@ -14,6 +14,7 @@ from kvdock_conformance.cases.layouts import Geometry
 from kvdock_conformance.checking.claims import check_capabilities, check_claims, check_devices, check_kernels, check_names, check_probe
 from kvdock_conformance.checking.fresh import (
     check_ending,
+    check_first_calls_at_once,
     check_import_cost,
     check_import_is_light,
     check_no_context,
@@ -150,4 +151,5 @@ REQUIREMENTS = [
         check_without_assertions,
         level=Level.EXTENDED,
     ),
+    _require(20, "The first calls of a process may come from several threads at once.", check_first_calls_at_once),
 ]

@@ -15,7 +15,7 @@ from kvdock_conformance.cases.any_op import Drawable
 from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.cases.latents import DRAWN, LatentCall
 from kvdock_conformance.cases.layouts import PARTS, Geometry
-from kvdock_conformance.cases.paged import in_turn, shuffled
+from kvdock_conformance.cases.paged import FORETOLD, foretold, in_turn, shuffled
 from kvdock_conformance.cases.pairs import covering
 from kvdock_conformance.checking.any_op import check_only_written
 from kvdock_conformance.checking.repeated import check_repeated
@@ -79,6 +79,7 @@ def _own(area: SlotArea) -> Mapping[str, Sequence[Cases]]:
             yield in_turn(name, [make("", pool=pool) for pool in order], own_pools=True)
         leads = [(5,), (13,), (1,), (2, 3), (24,), (13,)]
         yield in_turn("other tokens and slots at each call", [make("", shuffled(24, seed), lead) for seed, lead in enumerate(leads)])
+        yield foretold([make("", [slot]) for slot in FORETOLD], "slot_mapping")
         for (rank, rope), dtype in itertools.product(((64, 16), (5, 3), (7, 1)), ("bfloat16", "uint8")):
             sizes = attrs.evolve(area.base, hk=1, dk=rank, hv=1, dv=rope, dtype=dtype)
             yield in_turn(f"a step of {rank} and {rope} again, {dtype}", [make("", [slot], geometry=sizes) for slot in range(5)])
@@ -112,7 +113,7 @@ def _own(area: SlotArea) -> Mapping[str, Sequence[Cases]]:
     return {
         "index": ([make(f"{index}, one slot for all", [5], index=index, **one) for index in ("int32", "int64")],),
         "bytes": ([make(name, pool=name) for name in gaps], [make(f"rows: {name}", rows=name) for name in ("padded tokens", "fused kv")]),
-        "rows": () if "gather" in area.op else (area.in_rows_and_batches(("values behind one token",)),),
+        "rows": () if "gather" in area.op else (area.in_rows_and_batches(("values behind one token", "values of the first token")),),
         "parts": (
             [make(f"{name}, {count} tokens", lead=(count,), pool=name) for name in PARTS for count in (2, 13)],
             [make("far into a pool", [2**19 + 20, 0, 2**18], geometry=far, pool="untouched memory", values=values)],

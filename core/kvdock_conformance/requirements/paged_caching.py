@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvdock_conformance.cases import pairs, quantised
 from kvdock_conformance.cases.layouts import Geometry
-from kvdock_conformance.cases.paged import Write, in_turn, shuffled
+from kvdock_conformance.cases.paged import FORETOLD, Write, foretold, in_turn, shuffled
 from kvdock_conformance.cases.places import beside_the_pool, far_slots, many_slots
 from kvdock_conformance.checking.any_op import check_only_written
 from kvdock_conformance.checking.quantised import check_quantised
@@ -27,6 +27,7 @@ def _repeated() -> Iterable[Case]:
         yield in_turn(name, [Write("", pool=pool) for pool in order], own_pools=True)
     leads = [(5,), (13,), (1,), (2, 3), (24,), (13,)]
     yield in_turn("other tokens and slots at each call", [Write("", shuffled(24, seed), lead) for seed, lead in enumerate(leads)])
+    yield foretold([Write("", [slot]) for slot in FORETOLD], "slot_mapping")
 
 
 def _far() -> Iterable[Case]:
@@ -100,7 +101,7 @@ _OWN: Mapping[int, Sequence[Cases]] = {
         ],
     ),
     17: (beside_the_pool,),
-    18: (AREA.in_rows_and_batches(("one head for all", "one token for all", "values behind one token")),),
+    18: (AREA.in_rows_and_batches(("one head for all", "one token for all", "values behind one token", "values of the first token")),),
 }
 
 REQUIREMENTS = [

@@ -139,6 +139,8 @@ def _of_each_path(drawing: Drawing, plain: OpCall) -> Iterable[dict[str, Any]]:
         how = {"pool": pool, "source": rows, "geometry": roomy(plain.op, count), "lead": (count // 3, 3) if one["is_batch"] else None}
         how |= {"is_padded": one["is_padded"], "is_run": one["is_run"], "more": ways(plain.op)[one["more"]]}
         yield attrs.evolve(plain, tokens=count, **how).call(drawing)
+    for pool, rows in _WAYS[:2]:  # a step, which may be repeated in a way of its own
+        yield attrs.evolve(plain, tokens=1, pool=pool, source=rows).call(drawing)
 
 
 _ONCE = _counted(*_SEEN, *(count for count in range(9, _MOST) if count not in _SEEN))

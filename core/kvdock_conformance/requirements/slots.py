@@ -94,6 +94,7 @@ class SlotArea(Area):
                     make("smallest int32", [INT32_MIN, 11, INT32_MIN + 1, 2], index="int32"),
                     make("one token", [-1]),
                     make("pool without blocks", [-1, -7, -1], geometry=NO_BLOCKS),
+                    make("every other of many", [each for slot in range(1100) for each in (slot, -1)], geometry=_BIG),
                     make("long, scattered", [*range(100), -1, *range(200, 300), -5, *range(400, 500)], geometry=_BIG),
                 ],
                 self._again([3, -1, 5, -7], "padding in a call that repeats others"),
@@ -146,9 +147,16 @@ class SlotArea(Area):
             ),
         }
 
+    def _ends(self, blocks: tuple[int, int]) -> SlotCall:
+        """Return a call of the first and the last slot of each of some blocks: how many there are, and of how many slots."""
+        count, size = blocks
+        slots = [at + end for at in range(0, count * size, size) for end in (0, size - 1)]
+        return self.make(f"ends of {count} blocks of {size}", slots, geometry=self.sizes(1, 1, num_blocks=count, block=size))
+
     def _sizes(self) -> Mapping[int, Sequence[Cases]]:
         make, even = self.make, self.sizes
         blocks = ((24, 1), (8, 3), (5, 16), (3, 48), (2, 256), (2, 512), (1, 16), (1, 13), (13, 1))
+        far = ((90, 784), (130, 513), (170, 400))  # with more than 2**16 slots, as of hybrid models
         counts, many = (1, 2, 15, 16, 17, 31, 32, 33, 127, 128, 129, 513, 1024), (65_535, 65_536, 65_537)
         wide = even(1, 2, num_blocks=4200, block=16)
         return {
@@ -172,7 +180,10 @@ class SlotArea(Area):
                     make("pool without blocks", [], (0,), geometry=NO_BLOCKS),
                 ],
             ),
-            10: ([make(f"{count} blocks of {size}", geometry=even(num_blocks=count, block=size)) for count, size in blocks],),
+            10: (
+                [make(f"{count} blocks of {size}", geometry=even(num_blocks=count, block=size)) for count, size in blocks],
+                list(map(self._ends, far)),
+            ),
             11: (self.dims(),),
             12: (self.heads(),),
             13: (self.unlike(),),

@@ -10,7 +10,7 @@ import attrs
 
 from kvdock_conformance.cases import pairs
 from kvdock_conformance.cases.layouts import PARTS, Geometry
-from kvdock_conformance.cases.paged import in_turn
+from kvdock_conformance.cases.paged import FORETOLD, foretold, in_turn
 from kvdock_conformance.cases.places import apart, far_updates
 from kvdock_conformance.cases.static import STATIC, Update
 from kvdock_conformance.checking.any_op import check_only_written
@@ -57,6 +57,7 @@ def _repeated() -> Iterable[Case]:
     for text, form in (("an int", int), ("a tensor", lambda length: [length] * 3)):
         steps = [Update("", form(length), new=new) for length, new in ((0, 5), (5, 1), (6, 1), (7, 1), (8, 8))]
         yield in_turn(f"a prompt and its continuation, {text}", steps)
+    yield foretold([Update("", [length] * 3, new=1) for length in FORETOLD], "cache_lengths")
     pools = ("hnd", "nhd", "padded slots", "hnd", "k and v unlike", "odd address")
     yield in_turn("other strides at each call", [Update("", [2, 5, 0], pool=pool) for pool in pools], own_pools=True)
     changing = ((3, 3, 5), ([1, 9], 2, 4), (0, 1, 16), ([7, 3, 5], 3, 5))
@@ -240,7 +241,7 @@ REQUIREMENTS = [
     AREA.require(
         16,
         "New keys and values are read by their own strides, without being made contiguous first.",
-        _few_and_many("source", (*_STRIDED, "one head for all", "one token for all")),
+        _few_and_many("source", (*_STRIDED, "one head for all", "one token for all", "values of the first token")),
         AREA.any_step("source", lengths=0, new=1),
     ),
     AREA.require(

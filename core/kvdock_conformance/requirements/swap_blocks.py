@@ -7,13 +7,15 @@ from typing import Any
 
 import attrs
 
-from kvdock_conformance.cases.copies import fanned
+from kvdock_conformance.cases.copies import every_other, fanned
+from kvdock_conformance.cases.drawing import Drawing
 from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, SINGLE_SIZES, Geometry
-from kvdock_conformance.cases.paged import in_turn
+from kvdock_conformance.cases.paged import FORETOLD, foretold, in_turn
 from kvdock_conformance.cases.pairs import copies
 from kvdock_conformance.cases.swaps import DRAWN, Swap
 from kvdock_conformance.checking.any_op import check_only_written
 from kvdock_conformance.checking.copies import check_pairs_refused
+from kvdock_conformance.checking.pools_shared import check_shared_pools
 from kvdock_conformance.checking.refusals import check_refusal
 from kvdock_conformance.checking.repeated import check_repeated
 from kvdock_conformance.requirement import Case, Check, Level
@@ -45,6 +47,7 @@ def _readable(error: str, listed: Iterable[tuple[list[tuple[int, int]], list[str
 def _repeated() -> Iterable[Case]:
     lists = ([(0, 5)], [(5, 0), (1, 4)], [(1, 5)], [(-1, 3), (2, 2)], [(3, 0)], [(4, 1)])
     yield in_turn("other pairs at each call", [Swap("", pairs) for pairs in lists])
+    yield foretold([Swap("", [(block, 5)]) for block in FORETOLD], "block_pairs")
     names = ("nhd", "hnd", "nhd / hnd", "padded blocks", "nhd", "odd address", "hnd / nhd", "padded blocks / nhd")
     for order in (names, names[:1] * 5):
         pools = [Swap("", [(number % 3, 5), (3, 4)], pool=pool) for number, pool in enumerate(order)]
@@ -55,14 +58,22 @@ def _of_one_size(name: str, pairs: Sequence[tuple[int, int]], *, geometry: Geome
     return Swap(name, pairs, geometry=attrs.evolve(geometry, hv=geometry.hk, dv=geometry.dk), **how)
 
 
+def _in_and_out() -> Iterable[Case]:
+    """Return two calls with the pools exchanged, which read nothing that the other one writes."""
+    drawing, out, back = Drawing(), Swap("", [(0, 1), (2, 3)]), Swap("", [(4, 5), (0, 1)])
+    pools = out.pools(drawing)
+    yield Case("two calls", drawing.case(out.call(drawing, pools), back.call(drawing, pools[::-1])))
+
+
 def _told() -> Iterable[tuple[str, str, Cases]]:
     """Yield what each requirement is about, what must be so when blocks are swapped, and its cases."""
     one = [("one", [(0, 5)]), ("several", _GOOD), ("crosswise", [(0, 1), (1, 0)]), ("one for many", [(2, 0), (2, 2), (2, 5)])]
     yield "moved", "block dst of dst_cache holds what block src of src_cache holds, for each pair", [Swap(*each) for each in one]
     gaps = ("nhd", "padded slots", "padded heads", "padded blocks", "odd steps", "heads outermost")
     yield "bytes", "no byte outside the destinations is written", [Swap(name, pool=name) for name in gaps]
+    many = Swap("every other of many", every_other(1100), geometry=AREA.sizes(1, num_blocks=2200, block=1))
     low = ([(-1, 3), (2, 3), (0, -1), (-7, -9)], [(-(2**32) + 2, 4), (2, 3)], [(-1, 99), (99, -1), (2, 3)], [(-1, -1), (0, -2)])
-    yield "padding", "a pair with a negative id is padding, whatever the other id", [Swap(f"{pairs}", pairs) for pairs in low]
+    yield "padding", "a pair with a negative id is padding, whatever the other id", [*(Swap(f"{pairs}", pairs) for pairs in low), many]
     wrong = [Swap(f"{pair}", [(0, 1), pair, (2, 7)], blocks=9) for pair in ((6, 3), (3, 9), (2**32 + 3, 4), (3, 2**40))]
     wrong += [Swap(f"{bad} in int32", [(0, 1), (2, bad)], index="int32") for bad in (6, INT32_MAX)]
     wrong += [Swap("fewer there", [(0, 1), (5, 4), (2, 0)], blocks=4), Swap("none here", [(0, 1)], geometry=NO_BLOCKS, blocks=3)]
@@ -83,8 +94,8 @@ def _told() -> Iterable[tuple[str, str, Cases]]:
     yield "nothing", "a call without pairs changes nothing", [Swap("none", []), Swap("no blocks", [], geometry=NO_BLOCKS)]
     yield "dims", "heads may have any number of elements", AREA.dims()
     yield "heads", "a slot may have any number of heads", AREA.heads()
-    many = [Swap(f"N = {n}", fanned(600, n), geometry=AREA.sizes(1, num_blocks=600, block=1)) for n in (1, 2, 15, 16, 17, 33, 257)]
-    yield "many", "there may be any number of pairs", many
+    counts = [Swap(f"N = {n}", fanned(600, n), geometry=AREA.sizes(1, num_blocks=600, block=1)) for n in (1, 2, 15, 16, 17, 33, 257)]
+    yield "many", "there may be any number of pairs", counts
     orders = [*AREA.orders(), *(Swap(name, pool=name) for name in _ORDERS)]
     single = [Swap(text, [(0, sizes.num_blocks - 1)], geometry=sizes, pool=ANY_STEP) for text, sizes in SINGLE_SIZES.items()]
     yield "orders", "each pool has strides of its own", [*orders, *single]
@@ -105,16 +116,20 @@ def _told() -> Iterable[tuple[str, str, Cases]]:
         "it does not matter which two properties meet, of dtype, memory orders, sizes, index, padding and order, nor whether they are known"
     )
     yield "meeting", text, lambda: copies(_of_one_size)
+    yield "in-and-out", "one thread may swap out while another one swaps in, between the same pools", _in_and_out
 
 
 _CHECKS: dict[str, Check] = dict.fromkeys(("doubled", "host-read"), check_pairs_refused)
-_CHECKS |= {"meeting": check_repeated, "inputs": check_only_written, "refused": check_refusal}
+_CHECKS |= {"in-and-out": check_shared_pools, "meeting": check_repeated, "inputs": check_only_written, "refused": check_refusal}
 _LEVELS = {"meeting": Level.EXTENDED}
 ROLES = " ".join(role for role, *_ in _told())
 REQUIREMENTS = [
     *of_any_op(AREA.op, DRAWN),
     *(
-        AREA.require(number, f"When blocks are swapped, {text}.", cases, level=_LEVELS.get(role, Level.CORE), check=_CHECKS.get(role))
+        attrs.evolve(
+            AREA.require(number, f"When blocks are swapped, {text}.", cases, level=_LEVELS.get(role, Level.CORE), check=_CHECKS.get(role)),
+            alone=role == "in-and-out",
+        )
         for number, (role, text, cases) in enumerate(_told(), 1)
     ),
 ]
