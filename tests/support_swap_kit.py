@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from kvdock_conformance.cases.copies import Copy
+from kvdock_conformance.cases.copies import Copy, every_other
 from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, SINGLE_SIZES
-from kvdock_conformance.cases.paged import in_turn
+from kvdock_conformance.cases.paged import FORETOLD, foretold, in_turn
 from kvdock_conformance.cases.places import apart
 from kvdock_conformance.checking.calls import check_calls, check_inputs
 from kvdock_conformance.checking.copies import pair_name
@@ -50,6 +50,7 @@ def _in_turn(name: str, *lists: Pairs, pools: Sequence[str] = ()) -> Case:
 def _repeated() -> Iterable[Case]:
     yield _in_turn("other pairs", [(0, 5)], [(5, 0)], [(1, 5)], [(2, 3)], [(3, 0)], [(4, 1)])
     yield _in_turn("the same pairs", *[[(0, 5), (3, 4)]] * 5)
+    yield foretold([Swap("", [(block, 5)]) for block in FORETOLD], "block_pairs")
     yield _in_turn("other pools", [(0, 5), (3, 4)], pools=("nhd", "hnd", "padded blocks", "nhd", "odd address"))
 
 
@@ -75,6 +76,7 @@ REQUIREMENTS = [
         "A pair with a negative id is padding.",
         [Swap("some", [(-1, 3), (2, 3), (0, -1), (-7, -9)]), Swap("2**32 below", [(-(2**32) + 2, 4), (2, 3)])],
         [Swap("pool without blocks", [(-1, -1)], geometry=NO_BLOCKS)],
+        [Swap("every other", every_other(1100), geometry=AREA.sizes(1, num_blocks=2200, block=1))],
     ),
     AREA.require(
         4,

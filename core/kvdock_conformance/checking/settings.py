@@ -63,6 +63,7 @@ class ProcessSettings:
         return {
             **cls.pairs(),
             "the current directory": (cls.folder, os.chdir),
+            "C's environment, where os.environ shows another": (cls.of_c, cls._put_c),
             "warnings.filters": (lambda: list(warnings.filters), cls._filter),
             "logging's root logger": (lambda: (logging.root.level, list(logging.root.handlers), logging.root.manager.disable), cls._log),
             "the state of Python's random numbers": (random.getstate, random.setstate),
@@ -109,17 +110,27 @@ class ProcessSettings:
         """Return what is so now, by name."""
         found = {name: read() for name, (read, _) in cls.table().items()}
         found |= {f"status of the thread: {name}": value for name, value in cls.status().items()}
-        found |= {f"variable {name} of C's environment": value for name, value in cls.of_c().items()}
         return found | {f"environment variable {name}": value for name, value in os.environ.items()}
 
     @classmethod
-    def of_c(cls) -> dict[str, bytes]:
-        """Return the environment that C sees and gives to processes: `os.environ` does not show what C sets there."""
-        place, found = cls.environ(), []
-        while place and (line := place[len(found)]):
-            found.append(line)
-        lines = [line.partition(b"=") for line in found if not line.startswith(cls.of_runtimes)]
-        return {os.fsdecode(name): value for name, _, value in lines}
+    def of_c(cls) -> dict[str, str | None]:
+        """Return what variables are in C's environment, which processes inherit, where `os.environ` shows another value or none."""
+        place, lines = cls.environ(), list[bytes]()
+        if place is None:
+            return {}
+        while line := place[len(lines)]:
+            lines.append(line)
+        every = (line.partition(b"=") for line in lines if not line.startswith(cls.of_runtimes))
+        found = {os.fsdecode(name): os.fsdecode(value) for name, _, value in every}
+        shown = {name: value for name, value in os.environ.items() if not os.fsencode(name).startswith(cls.of_runtimes)}
+        return {name: found.get(name) for name in {**shown, **found} if found.get(name) != shown.get(name)}
+
+    @classmethod
+    def _put_c(cls, was: dict[str, str | None]) -> None:
+        """Put C's environment back where it has come to differ."""
+        for name in [name for name, value in cls.of_c().items() if name not in was or value != was[name]]:
+            value = was.get(name, os.environ.get(name))
+            os.unsetenv(name) if value is None else os.putenv(name, value)
 
     @staticmethod
     def environ() -> Any:
@@ -274,9 +285,6 @@ class ProcessSettings:
                 continue  # it ends by itself, or not at all; of the status, most is somewhere else too
             if name in table:
                 table[name][1](self.values[name])
-            elif name.startswith("variable "):
-                variable = name.split()[1]
-                os.putenv(variable, self.values[name]) if name in self.values else os.unsetenv(variable)
             elif name.endswith("Umask"):
                 os.umask(int(self.values[name], 8))
             elif variable == name:

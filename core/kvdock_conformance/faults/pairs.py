@@ -193,7 +193,7 @@ def _lies_tokens_first(rows: torch.Tensor) -> bool:
     return rows.dim() == 4 and 0 < rows.stride(0) < rows.stride(1) and 1 not in rows.shape[:2]
 
 
-@_each("values-in-the-order-of-keys", "Where keys of a batch lie token by token, values are taken to.", "together", _OF_SLOTS)
+@_each("values-token-by-token-like-keys", "Where keys of a batch lie token by token, values are taken to.", "together", _OF_SLOTS)
 def _in_the_order_of_keys(move: Move, run: BackendCall, args: Args) -> None:
     k, v = [next(name for name in pair if not name.endswith("_cache")) for pair in move.pairs]
     is_about = _lies_tokens_first(args[k]) and not _lies_tokens_first(args[v])

@@ -64,6 +64,15 @@ class _Remembering(OwnPlan):
         return self.inner.fix(*args)
 
 
+@FAULTS.planned(_WRITE, "resource-known-step-keeps-its-tensors", "What repeats a step of one token keeps its tensors.", "KVD-RESOURCE-001")
+class _KeepingSteps(_Remembering):
+    """Keeps what a call of one token was fixed with."""
+
+    def fix(self, *args: Any) -> Callable[..., None] | None:
+        self.kept = [*args[:4]] if args[4].numel() == 1 else []
+        return self.inner.fix(*args)
+
+
 @FAULTS.plan(_STATIC, "resource-call-leaves-a-cycle", "What launches a call refers to itself.", "KVD-RESOURCE-001")
 def _leaves_a_cycle() -> FaultyCall:
     def call(run: BackendCall, args: Args) -> None:

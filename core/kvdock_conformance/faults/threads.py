@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import mmap
@@ -179,8 +180,9 @@ def _in_their_order(*names: str) -> FaultyCall:
     locks: dict[int, Any] = {}
 
     def call(run: BackendCall, args: Args) -> None:
-        first, second = (locks.setdefault(args[name].data_ptr(), threading.RLock()) for name in names)
-        with first, second:
+        with contextlib.ExitStack() as stack:
+            for name in names:
+                stack.enter_context(locks.setdefault(args[name].data_ptr(), threading.RLock()))
             run(args)
 
     return call

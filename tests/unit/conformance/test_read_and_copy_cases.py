@@ -7,9 +7,9 @@ import torch
 
 from kvdock_conformance.cases.copies import Copy, fanned
 from kvdock_conformance.cases.drawing import ITEMSIZE, Drawing
-from kvdock_conformance.cases.layouts import POOLS, READ_POOLS, Geometry
+from kvdock_conformance.cases.layouts import POOLS, READ_POOLS, SOURCES, Geometry
 from kvdock_conformance.cases.numbers import SPECIAL_BITS, finite
-from kvdock_conformance.cases.paged import Gather
+from kvdock_conformance.cases.paged import FORETOLD, Gather, foretold
 from kvdock_conformance.checking.copies import check_pairs_refused
 from kvdock_conformance.checking.memory import BITS, Arenas
 from kvdock_conformance.requirement import Level, Requirement
@@ -74,6 +74,20 @@ def test_a_case_of_a_copy() -> None:
     assert memory.tensor(made["args"]["block_pairs"]).tolist() == [[0, 5], [-1, 2]]
     empty = Copy("x", []).case().data
     assert Arenas(empty["arenas"], HOST).tensor(empty["calls"][0]["args"]["block_pairs"]).shape == (0, 2)
+
+
+def test_places_that_seem_to_go_on_lie_in_one_tensor() -> None:
+    calls = foretold([Copy("", [(block, 5)]) for block in FORETOLD], "block_pairs").data["calls"]
+    index = [call["args"]["block_pairs"] for call in calls]
+    assert [spec["values"] for spec in index] == [[block, 5] for block in FORETOLD]
+    assert len({(spec["arena"], spec["offset"], *spec["shape"], *spec["strides"]) for spec in index}) == 1
+
+
+def test_values_may_lie_at_the_address_of_keys_of_their_shape() -> None:
+    g = Geometry()
+    for k, v in (READ_POOLS["values expanded from keys"](Drawing(), g), SOURCES["values of the first token"](Drawing(), g, (2, 3))):
+        assert (v.arena, v.offset, v.shape) == (k.arena, k.offset, k.shape)
+        assert v.strides != k.strides
 
 
 def test_neighbours_are_counted_rather_than_listed() -> None:

@@ -76,6 +76,9 @@ CHANGES: list[tuple[str, Callable[[], object]]] = [
     ("builtins.print", lambda: setattr(builtins, "print", len)),
     ("numpy.zeros", lambda: setattr(np, "zeros", np.ones)),
     ("environment variable HOME", lambda: os.environ.update(HOME="/nowhere")),
+    ("C's environment, where os.environ shows another", lambda: os.putenv("HOME", "/nowhere")),
+    ("C's environment, where os.environ shows another", lambda: os.putenv("KVDOCK_OF_C", "1")),
+    ("C's environment, where os.environ shows another", lambda: os.unsetenv("HOME")),
     ("environment variable HOME", lambda: os.environ.pop("HOME")),
     ("environment variable KVDOCK NEW", lambda: os.environ.update({"KVDOCK NEW": "1"})),
     ("kvdock.ops.copy_blocks_", lambda: setattr(kvdock.ops, "copy_blocks_", print)),
@@ -225,3 +228,9 @@ def test_what_changes_between_two_cases_is_told_behind_the_second(monkeypatch: p
     monkeypatch.setenv("KVDOCK_MADE_BY_A_TEST", "1")
     with pytest.raises(NonconformanceError, match="environment variable KVDOCK_MADE_BY_A_TEST"), unchanged(before=renewed(before)):
         pass
+
+
+def test_what_runtimes_set_in_the_environment_of_c_is_theirs() -> None:
+    with unchanged():
+        os.putenv("__KMP_REGISTERED_LIB_1", "1")
+    os.unsetenv("__KMP_REGISTERED_LIB_1")
