@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvdock_conformance.cases.copies import Copy, every_other
+from kvdock_conformance.cases.copies import Copy
 from kvdock_conformance.cases.layouts import ANY_STEP, PARTS, SINGLE_SIZES
 from kvdock_conformance.cases.paged import FORETOLD, foretold, in_turn
 from kvdock_conformance.cases.places import apart
@@ -76,7 +76,6 @@ REQUIREMENTS = [
         "A pair with a negative id is padding.",
         [Swap("some", [(-1, 3), (2, 3), (0, -1), (-7, -9)]), Swap("2**32 below", [(-(2**32) + 2, 4), (2, 3)])],
         [Swap("pool without blocks", [(-1, -1)], geometry=NO_BLOCKS)],
-        [Swap("every other", every_other(1100), geometry=AREA.sizes(1, num_blocks=2200, block=1))],
     ),
     AREA.require(
         4,

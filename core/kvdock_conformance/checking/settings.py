@@ -120,6 +120,8 @@ class ProcessSettings:
             return {}
         while line := place[len(lines)]:
             lines.append(line)
+        if {*lines} == {b"%b=%b" % each for each in vars(os.environ).get("_data", os.environb).items()}:
+            return {}  # as nearly always
         every = (line.partition(b"=") for line in lines if not line.startswith(cls.of_runtimes))
         found = {os.fsdecode(name): os.fsdecode(value) for name, _, value in every}
         shown = {name: value for name, value in os.environ.items() if not os.fsencode(name).startswith(cls.of_runtimes)}
@@ -133,10 +135,16 @@ class ProcessSettings:
             os.unsetenv(name) if value is None else os.putenv(name, value)
 
     @staticmethod
-    def environ() -> Any:
+    @functools.cache
+    def c_library() -> ctypes.CDLL:
+        """Return the C library of this process."""
+        return ctypes.CDLL(None)
+
+    @classmethod
+    def environ(cls) -> Any:
         """Return where C's environment begins; nothing where that cannot be told."""
         try:
-            return ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+            return ctypes.POINTER(ctypes.c_char_p).in_dll(cls.c_library(), "environ")
         except (AttributeError, OSError, ValueError):
             return None
 

@@ -208,7 +208,7 @@ def _index_changed(move: Move, run: BackendCall, args: Args) -> None:
     args[move.index].clamp_(min=-1)
 
 
-@each("stretches-by-recursion", "Stretches between padding are found by recursion, one level for each.", "padding")
+@each("stretches-by-recursion", "Stretches between padding are found by recursion, one level for each.", "padding", among="batch")
 def _by_recursion(move: Move, run: BackendCall, args: Args) -> None:
     is_padding = (args[move.index].reshape(move.count(args), -1) < 0).any(1)
     ends = int((is_padding[1:] & ~is_padding[:-1]).sum())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -138,6 +141,17 @@ def _held_to_destination(run: BackendCall, args: Args) -> None:
     if beyond:
         raise kvdock.IndexRangeError(f"{_OP}: block_pairs[{beyond[0]}, 0]", expected="a block of the destination", got="another")
     run(args)
+
+
+@FAULTS.call(_OP, "swap-locks-in-the-order-of-pools", "Each pool has a lock; that of the source is taken first.", _KILLER("in-and-out"))
+def _locked_in_order(run: BackendCall, args: Args) -> None:
+    with contextlib.ExitStack() as stack:
+        for name in ("src_cache", "dst_cache"):
+            stack.enter_context(_LOCKS[args[name].data_ptr()])
+        run(args)
+
+
+_LOCKS: dict[int, Any] = collections.defaultdict(threading.RLock)
 
 
 @FAULTS.function(_OP, "swap-error-without-a-fix", "Errors do not say how to fix it.", *map(_KILLER, ("doubled", "host-read", "refused")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import mmap
@@ -174,27 +173,6 @@ def _locked(run: BackendCall, args: Args) -> None:
 
 
 _lock = threading.Lock()
-
-
-def _in_their_order(*names: str) -> FaultyCall:
-    locks: dict[int, Any] = {}
-
-    def call(run: BackendCall, args: Args) -> None:
-        with contextlib.ExitStack() as stack:
-            for name in names:
-                stack.enter_context(locks.setdefault(args[name].data_ptr(), threading.RLock()))
-            run(args)
-
-    return call
-
-
-for _op, _killer, _names in (
-    (_COPY, "KVD-THREAD-001", ("k_cache", "v_cache")),
-    ("swap_blocks_", "KVD-SWAP-022", ("src_cache", "dst_cache")),
-):
-    FAULTS.call(
-        _op, f"thread-locks-of-{_op.strip('_').replace('_', '-')}", "Each pool has a lock, taken in the order of the pools.", _killer
-    )(_in_their_order(*_names))
 
 
 @FAULTS.call(_COPY, "thread-word-behind-a-block", "The rest of the word behind the last block is read, and written back.", "KVD-THREAD-001")

@@ -138,7 +138,7 @@ REQUIREMENTS = [
             Copy("smallest int64", [(-(2**63), 1), (2, -(2**62) + 5), (-(2**32) + 2, 4), (2, 3)]),
             Copy("smallest int32", [(INT32_MIN, 0), (1, INT32_MIN + 1), (2, 3)], index="int32"),
             Copy("pool without blocks", [(-1, -1), (-1, 4)], geometry=NO_BLOCKS),
-            Copy("every other of many", every_other(1100), geometry=_EVEN(num_blocks=2200, block=1, heads=1)),
+            Copy("every other of many", every_other(1100), geometry=_EVEN(num_blocks=2200, block=1, heads=1), level=Level.EXTENDED),
             Copy("many", [*fanned(64, 20), *[(-1, 40)] * 30, (3, 63)], geometry=_EVEN(num_blocks=64)),
         ],
         _again([(-1, 2), (3, -9)], "padding in a call that repeats others"),

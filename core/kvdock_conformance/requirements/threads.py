@@ -68,10 +68,6 @@ def _lengths(length: int, new: int = 3) -> Made:
     return _of("static_update_", new, [length])
 
 
-def _with_pools_exchanged(made: Made) -> Made:
-    return lambda drawing, pools, like: made(drawing, pools[::-1], like)
-
-
 def _computes(op: str, seed: int) -> Made:
     """Return what draws a call of an op that computes from the first blocks of pools that are there."""
     return lambda drawing, pools, like: attrs.evolve(like, op=op, seed=seed, more={"blocks": 8}).call(drawing, pools)
@@ -88,8 +84,6 @@ def _at_once(name: str, *threads: Made, fits: Callable[[Geometry], Geometry] = l
 
 def _other_blocks() -> Iterator[Case]:
     yield from _at_once("writes", _slots("paged_caching_", range(64)), _slots("paged_caching_", range(128, 192)))
-    exchanged = [(text, like, Level.EXTENDED) for text, like, _ in _SIZES[:1]]
-    yield from _at_once("pools exchanged", _pairs(0, 1), _with_pools_exchanged(_pairs(2, 3)), sizes=exchanged)
     yield from _at_once("copies", _pairs(0, 1, 4, 5), _pairs(2, 3, 4, 6))
     yield from _at_once("a write and a copy", _slots("paged_caching_", range(64)), _pairs(12, 13, 14, 15))
 
