@@ -34,9 +34,6 @@ __all__ = ["ProcessSettings", "renewed", "unchanged"]
 class ProcessSettings:
     """The settings of the process as they are now. Its source goes into fresh interpreters too, so it uses no other of the kit's."""
 
-    of_runtimes = (b"__KMP_", b"CUDA_", b"HIP_", b"HSA_")
-    """How variables begin that runtimes of threads and of devices set for themselves."""
-
     most_workers = 16 + 2 * (os.cpu_count() or 1)
     """So many daemon threads may a process have: a pool that is made once stays."""
 
@@ -114,39 +111,29 @@ class ProcessSettings:
 
     @classmethod
     def of_c(cls) -> dict[str, str | None]:
-        """Return what variables are in C's environment, which processes inherit, where `os.environ` shows another value or none."""
+        """Return the variables of C's environment, which processes inherit, where `os.environ` shows another value or none."""
         place, lines = cls.environ(), list[bytes]()
-        if place is None:
-            return {}
-        while line := place[len(lines)]:
+        while place and (line := place[len(lines)]):
             lines.append(line)
-        if {*lines} == {b"%b=%b" % each for each in vars(os.environ).get("_data", os.environb).items()}:
-            return {}  # as nearly always
-        every = (line.partition(b"=") for line in lines if not line.startswith(cls.of_runtimes))
-        found = {os.fsdecode(name): os.fsdecode(value) for name, _, value in every}
-        shown = {name: value for name, value in os.environ.items() if not os.fsencode(name).startswith(cls.of_runtimes)}
-        return {name: found.get(name) for name in {**shown, **found} if found.get(name) != shown.get(name)}
+        shown = {b"%b=%b" % each for each in vars(os.environ)["_data"].items()}
+        other = {each.partition(b"=")[0] for each in shown.symmetric_difference(lines) if not each.startswith(b"__KMP_")}  # OpenMP's own
+        values = {name: os.fsdecode(value) for name, _, value in (each.partition(b"=") for each in lines)} if other and place else {}
+        return {os.fsdecode(name): values.get(name) for name in (other if values else ())}
+
+    @staticmethod
+    @functools.cache
+    def environ() -> Any:
+        """Return where C keeps its environment; None where that cannot be told."""
+        with contextlib.suppress(OSError, ValueError):
+            return ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+        return None
 
     @classmethod
     def _put_c(cls, was: dict[str, str | None]) -> None:
         """Put C's environment back where it has come to differ."""
-        for name in [name for name, value in cls.of_c().items() if name not in was or value != was[name]]:
+        for name in cls.of_c():
             value = was.get(name, os.environ.get(name))
             os.unsetenv(name) if value is None else os.putenv(name, value)
-
-    @staticmethod
-    @functools.cache
-    def c_library() -> ctypes.CDLL:
-        """Return the C library of this process."""
-        return ctypes.CDLL(None)
-
-    @classmethod
-    def environ(cls) -> Any:
-        """Return where C's environment begins; nothing where that cannot be told."""
-        try:
-            return ctypes.POINTER(ctypes.c_char_p).in_dll(cls.c_library(), "environ")
-        except (AttributeError, OSError, ValueError):
-            return None
 
     @classmethod
     @functools.cache

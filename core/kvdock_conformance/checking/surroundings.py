@@ -154,18 +154,6 @@ def _timers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _running_loop() -> Iterator[None]:
-    """Be inside a task of asyncio, as calls of an engine are that serves so."""
-    loop = asyncio.new_event_loop()
-    asyncio._set_running_loop(loop)
-    try:
-        yield
-    finally:
-        asyncio._set_running_loop(None)
-        loop.close()
-
-
-@contextlib.contextmanager
 def _blocked(number: signal.Signals) -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
     try:
@@ -195,7 +183,7 @@ def _own_settings(device: torch.device) -> AbstractContextManager[None]:
         _set(logging.disable, logging.DEBUG, logging.root.manager.disable),
         _set(os.umask, 0o077, os.umask(0o077)),
         _timers(),
-        _running_loop(),
+        _set(asyncio._set_running_loop, asyncio.AbstractEventLoop(), None),  # as in a task of an engine
         *(
             _set(functools.partial(signal.signal, number), _interrupted, signal.getsignal(number))
             for number in (signal.SIGINT, signal.SIGUSR1)

@@ -20,6 +20,7 @@ AREAS = (
     "families",
     "pairs",
     "pairs_at_sizes",
+    "places",
     "paged_caching",
     "gather_paged",
     "gather_results",

@@ -15,7 +15,7 @@ from kvdock_conformance.faults.moves import MOVES, Move
 from kvdock_conformance.faults.quantised import QuantisedKernel
 from kvdock_conformance.faults.tensors import at_or_before, bits, dense, flip_byte, restrided
 
-__all__ = ["FAULTS", "as_keys", "each", "faults_of", "of_one_projection"]
+__all__ = ["FAULTS", "each", "faults_of", "of_one_projection"]
 
 FAULTS = Faults()
 FaultyMove = Callable[[Move, BackendCall, Args], None]
@@ -54,7 +54,7 @@ def each(
 
 def faults_of(move: Move) -> Faults:
     """Return the faults that an op can have which copies, and is none of kvdock's: those of a call, for its move."""
-    for name in ("pairs", "pairs_at_sizes"):  # which add to what every move can have
+    for name in ("pairs", "pairs_at_sizes", "places"):  # which add to what every move can have
         importlib.import_module(f"kvdock_conformance.faults.{name}")
     found = Faults()
     for add_to in _EVERY:
@@ -208,32 +208,7 @@ def _index_changed(move: Move, run: BackendCall, args: Args) -> None:
     args[move.index].clamp_(min=-1)
 
 
-@each("stretches-by-recursion", "Stretches between padding are found by recursion, one level for each.", "padding", among="batch")
-def _by_recursion(move: Move, run: BackendCall, args: Args) -> None:
-    is_padding = (args[move.index].reshape(move.count(args), -1) < 0).any(1)
-    ends = int((is_padding[1:] & ~is_padding[:-1]).sum())
-
-    def level(number: int) -> int:
-        return level(number - 1) if number else 0
-
-    level(ends)
-    run(args)
-
-
 # Slots alone
-
-
-@each("slots-by-24-bits", "Slots are divided by block sizes that are no powers of two with 24 bits of 1 / block.", "blocks", among="batch")
-def _by_24_bits(move: Move, run: BackendCall, args: Args) -> None:
-    block, limit = args["k_cache"].shape[1], move.limit(args)
-    times = -(-(1 << 24) // block)
-
-    def other(slots: torch.Tensor) -> torch.Tensor:
-        found = (slots.long() * times >> 24) * block + slots % block
-        good = (slots >= 0) & (slots < limit)
-        return torch.where(good, torch.where(found < limit, found, -1), slots)
-
-    move.with_index(run, args, other if block & (block - 1) else torch.clone)
 
 
 @each("off-by-one-at-a-block-border", "The first slot of a block is taken for the last of the one before.", "ends", among="batch")
@@ -395,22 +370,6 @@ def of_one_projection(move: Move, run: BackendCall, args: Args) -> None:
     run({**args, "v": restrided(v, (*k.stride()[:-2], *v.stride()[-2:]))} if is_behind and max(k.stride()) <= max(v.stride()) else args)
 
 
-def as_keys(move: Move, run: BackendCall, args: Args) -> None:
-    """Make a call whose values are the keys, if they are at the keys' address and of their shape."""
-    (k, _), (v, _) = move.pairs
-    alike = args[k].data_ptr() == args[v].data_ptr() and args[k].shape == args[v].shape
-    move.again(run, args, lambda name, tensor: args[k] if name == v and alike else tensor)
-
-
-for _move, _role in ((MOVES["write"], "rows"), (MOVES["static"], "rows"), (MOVES["gather"], "expanded")):
-    FAULTS.call(
-        _move.op,
-        f"{_move.prefix}-values-at-the-address-of-keys",
-        "Values at the address of keys, and of their shape, are taken to be the keys.",
-        _move.killer(_role),
-    )(functools.partial(as_keys, _move))
-
-
 @each("steps-cut-to-32-bits", "A call does nothing where a step is beyond 32 bits.", "far", among="rows")
 def _steps_cut(move: Move, run: BackendCall, args: Args) -> None:
     if not any(max(args[name].stride()) >= 2**31 for name in move.rows):
@@ -511,29 +470,9 @@ def _following(move: Move) -> FaultyCall:
     return call
 
 
-def _foretelling(move: Move) -> FaultyCall:
-    before: dict[Any, list[int]] = {}
-
-    def call(run: BackendCall, args: Args) -> None:
-        run, args = move.seen(run, args)
-        index = args[move.index]
-        if not isinstance(index, torch.Tensor) or not index.numel():
-            return run(args)
-        seen = before.setdefault((index.data_ptr(), index.shape), [])
-        goes_on = len(seen) > 2 and seen[-1] - seen[-2] == seen[-2] - seen[-3] == 1 and seen[-1] + 1 < move.limit(args)
-        now = index.clone()
-        now.view(-1)[0] = seen[-1] + 1 if goes_on else index.reshape(-1)[0]
-        seen.append(int(now.view(-1)[0]))
-        return run({**args, move.index: now})
-
-    return call
-
-
 def _add_kept(move: Move, faults: Faults) -> None:
     add = _add(faults.plan, move, "following-place-unchecked", "A place that follows on that of the call before is not checked.", "beyond!")
     add(functools.partial(_following, move))
-    add = _add(faults.plan, move, "place-foretold", "A first place that went on by one twice is taken to go on.", "repeated")
-    add(functools.partial(_foretelling, move))
     add = _add(faults.plan, move, "first-slots-kept", "A plan goes by the indices of its first call for ever.", "repeated kept")
     add(functools.partial(_first_kept, move))
 

@@ -166,9 +166,7 @@ _fresh(
     "own_write, library = kvdock.ops.paged_caching_, []",
     "def faulty(*args, **settings):",
     "    if not library:",
-    "        library.append(None)",
-    "        time.sleep(0.05)",
-    "        library[0] = own_write",
+    "        library[:] = [None]; time.sleep(0.05); library[:] = [own_write]",
     "    return library[0](*args, **settings)",
     "kvdock.ops.paged_caching_ = faulty",
 )

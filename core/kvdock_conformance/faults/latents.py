@@ -8,10 +8,11 @@ from collections.abc import Callable
 import attrs
 import torch
 
-from kvdock_conformance.faults.families import as_keys, faults_of, of_one_projection
+from kvdock_conformance.faults.families import faults_of, of_one_projection
 from kvdock_conformance.faults.fault import Args, BackendCall, Fault, Faults, FaultyCall
 from kvdock_conformance.faults.moves import Move, by_slots
 from kvdock_conformance.faults.ops import CallSeed, never_nothing
+from kvdock_conformance.faults.places import as_keys
 from kvdock_conformance.faults.tensors import bits, restrided
 from kvdock_conformance.requirements.latents import ASKED
 

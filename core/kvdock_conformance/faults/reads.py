@@ -48,6 +48,17 @@ def _vectors(name: str, width: int) -> Callable[[Args], None]:
     return peek
 
 
+def _with_gaps(name: str) -> Callable[[Args], None]:
+    """Return what reads rows in whole steps, if their heads lie together: the last one with the gap behind it."""
+
+    def peek(args: Args) -> None:
+        rows = args[name]
+        if rows.stride(-2) == rows.shape[-1] < rows.stride(0):
+            ctypes.string_at(rows.data_ptr(), rows.shape[0] * rows.stride(0) * rows.element_size())
+
+    return peek
+
+
 def _in_front(name: str) -> Callable[[Args], None]:
     def peek(args: Args) -> None:
         ctypes.string_at(args[name].data_ptr() - 1, 1)
@@ -66,6 +77,7 @@ def _restored(run: BackendCall, args: Args) -> None:
 
 _beside("a-vector-behind-k", "Keys are read in vectors of 16 bytes, the last behind their end.", _WRITE, _vectors("k", 16))
 _beside("a-vector-behind-v", "New values are read in vectors of 32 bytes, the last behind their end.", _STATIC, _vectors("v", 32))
+_beside("the-gap-behind-the-last-row", "Rows are read in whole steps, the last too.", _WRITE, _with_gaps("v"))
 _beside("slots-behind-the-last", "Slots are read eight at a time.", _WRITE, _vectors("slot_mapping", 64))
 _beside("a-vector-behind-the-pool", "The last block is read in whole vectors.", _GATHER, _vectors("v_cache", 16))
 _beside("a-pair-behind-the-last", "Pairs are read four at a time.", _COPY, _vectors("block_pairs", 64))

@@ -48,7 +48,11 @@ def _to_the_ends() -> Iterator[Case]:
                 drawing, plain = Drawing(), OpCall(op, pool=pool, source=source, geometry=geometry)
                 in_a_row = [{"width": geometry.num_blocks}] if op in COMPUTING else []  # the blocks of a sequence are the whole pool
                 calls = [each for more in (*ways(op), *in_a_row) for each in _calls(drawing, attrs.evolve(plain, more=more))]
-                yield Case(f"{op}, {geometry.dtype} {geometry.k_shape}, {pool}, {source}", drawing.case(*calls), level)
+                yield Case(
+                    f"{op}, {geometry.dtype} {geometry.k_shape}, {pool}, {source}",
+                    drawing.case(*calls),
+                    Level.CORE if geometry is _ROWS[4] else level,
+                )
         drawing, step = Drawing(), OpCall(op, tokens=1, index="int32")
         caches = step.caches(drawing)
         calls = [attrs.evolve(step, seed=seed).call(drawing, caches) for seed in range(_KNOWN)]
