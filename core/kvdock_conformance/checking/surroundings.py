@@ -164,6 +164,7 @@ def _blocked(number: signal.Signals) -> Iterator[None]:
 
 def _own_settings(device: torch.device) -> AbstractContextManager[None]:
     """Return a block in which much is not as it is at first, for whoever resets it in place of leaving it."""
+    loop = asyncio.new_event_loop()
     return _all_of(
         np.errstate(all="raise"),
         np.printoptions(precision=3),
@@ -183,7 +184,8 @@ def _own_settings(device: torch.device) -> AbstractContextManager[None]:
         _set(logging.disable, logging.DEBUG, logging.root.manager.disable),
         _set(os.umask, 0o077, os.umask(0o077)),
         _timers(),
-        _set(asyncio._set_running_loop, asyncio.AbstractEventLoop(), None),  # as in a task of an engine
+        contextlib.closing(loop),
+        _set(asyncio._set_running_loop, loop, None),  # as in a task of an engine
         *(
             _set(functools.partial(signal.signal, number), _interrupted, signal.getsignal(number))
             for number in (signal.SIGINT, signal.SIGUSR1)

@@ -151,7 +151,8 @@ class SlotArea(Area):
         """Return a call of the first and the last slot of each of some blocks: how many there are, and of how many slots."""
         count, size = blocks
         slots = [at + end for at in range(0, count * size, size) for end in (0, size - 1)]
-        return self.make(f"ends of {count} blocks of {size}", slots, geometry=self.sizes(1, 1, num_blocks=count, block=size))
+        made: SlotCall = self.make(f"ends of {count} blocks of {size}", slots, geometry=self.sizes(1, 1, num_blocks=count, block=size))
+        return made
 
     def _sizes(self) -> Mapping[int, Sequence[Cases]]:
         make, even = self.make, self.sizes
