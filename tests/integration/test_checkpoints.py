@@ -8,31 +8,12 @@ import torch
 
 import kvdock
 from kvdock.integrations.transformers.checkpoints import Checkpoints
-from kvdock.integrations.transformers.measure import Measurement
 from kvdock.integrations.transformers.prompts import Prompts
 from kvdock.integrations.transformers.states import StateLayer, StateLayers
-from kvdock.layers import Buffer
-from kvdock.layers.groups import LayerGroup
-from kvdock.layers.interface import Part
-from kvdock.layers.retention import KeepState
+from support_states import FOUND
 
 ONE = 4 * (2 * 3 + 5)
 """Bytes of the states of a row."""
-
-FOUND = Measurement(
-    kvdock.KVSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=8, max_positions=64, dtype=torch.float32),
-    (None,),
-    (True, False),
-    (0, 1),
-    LayerGroup(
-        ((0, 0),),
-        (Part((Buffer("conv.0", (2, 3), torch.float32), Buffer("recurrent.0", (5,), torch.float32)), KeepState()),),
-        KeepState(),
-        1,
-    ),
-    torch.device("cpu"),
-)
-"""As measured of a model with a layer of each kind."""
 
 
 def states(value: float, rows: int = 1) -> StateLayers:
