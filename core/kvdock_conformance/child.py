@@ -173,6 +173,7 @@ class Child:
         """End the child and whatever it started. Another thread may ask for it: whoever waits for an answer gets a `ChildEndedError`."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()  # one that was started just now may have no group yet, and would be waited for for ever
         self._process.wait()
 
     def close(self) -> None:

@@ -173,6 +173,13 @@ def test_every_end_has_words(code: int | None, how: str) -> None:
     assert _how(code) == how
 
 
+def test_workers_that_are_ended_as_soon_as_they_are_started_are_ended() -> None:
+    start = time.monotonic()
+    for _ in range(20):
+        Child().close()
+    assert time.monotonic() - start < 20
+
+
 def test_closing_ends_the_child_gives_back_its_descriptors_and_may_be_repeated() -> None:
     before = set(os.listdir("/proc/self/fd"))
     one = child()
