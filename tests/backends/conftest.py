@@ -29,7 +29,8 @@ _SLOW = {
         *_AROUND,
         *_OF_LATENTS,
         "KVD-COPY-017",
-        *map("KVD-ATTN-{}".format, ("001", "002", "003", "005", "006", "009")),
+        "KVD-SWAP-022",
+        *map("KVD-ATTN-{}".format, ("001", "002", "003", "005", "006", "009", "011")),
         "KVD-OP-",
     ),
 }
