@@ -11,6 +11,7 @@ import torch
 
 from kvdock.bits import as_bits
 from kvdock.cache.grouped import GroupedCache
+from kvdock.cache.memory import allocated
 from kvdock.errors import ArgumentTypeError
 from kvdock.files.contents import Content, contents_of, taken
 from kvdock.files.description import check_pool
@@ -94,15 +95,14 @@ class Holder:
 
     def match(self, tokens: Ids, namespace: Namespace) -> tuple[int, tuple[BlockIds, ...]]:
         """Return this, and what `take` takes of each layer group's, by its place among the blocks of units; -1 for what is not there."""
+        if self.beside is None:
+            return cached_blocks(self.manager, tokens, namespace)
         length = self.cached(tokens, namespace)
-        _, tables = cached_blocks(self.manager, tokens[:length], namespace)
-        if self.beside is not None:
-            of_states: BlockIds = np.full(length // self.manager.block_size, -1, dtype=np.int32)
-            if length:
-                of_states[-1] = len(self._seen)
-                self._seen.append(self.beside.get(tokens[:length], namespace))
-            tables = (*tables, of_states)
-        return length, tables
+        of_states: BlockIds = np.full(length // self.manager.block_size, -1, dtype=np.int32)
+        if length:
+            of_states[-1] = len(self._seen)
+            self._seen.append(self.beside.get(tokens[:length], namespace))
+        return length, (*cached_blocks(self.manager, tokens[:length], namespace)[1], of_states)
 
     def has_room(self, tokens: Ids, namespace: Namespace) -> bool:
         """Whether there is room for what is not there of a prefix, without evicting anything."""
@@ -126,7 +126,8 @@ class Holder:
         """
         if content.group < len(self.cache.groups):
             return taken(self.cache, content, places)
-        made = torch.empty((places.size, *content.shape), dtype=content.dtype)
+        shape, nbytes = (places.size, *content.shape), content.nbytes * places.size
+        made = allocated("kvdock.files", nbytes, torch.device("cpu"), lambda: torch.empty(shape, dtype=content.dtype))
         for row, place in zip(made, places.tolist(), strict=True):
             row.copy_(as_bits(self._seen[place][content.name].contiguous()))
         return made
