@@ -25,6 +25,7 @@ from kvdock.scheduler import CacheManager
 __all__ = ["load_any", "load_pool", "load_prefix", "save_pool", "save_prefix"]
 
 _MAX_FILE_BYTES = 2**30
+_COMMIT = "compute and commit prompts first; where layers keep states, begin them with at_most, so that one is kept at the end of a chunk"
 
 
 def save_prefix(
@@ -70,7 +71,7 @@ def save_prefix(
             f"{subject}: tokens",
             expected=f"at least a block of {manager.block_size} tokens that are cached",
             got=f"{ids.size} tokens, of which none are",
-            fix="compute and commit them first",
+            fix=_COMMIT,
         )
     return save(where, holder, found, {"kind": "prefix", **header}, _most(subject, max_file_bytes), progress)
 
@@ -98,7 +99,7 @@ def save_pool(
     where, holder, header = _checked(subject, path, manager, cache, beside, model, progress)
     found = gathered(holder, list(with_checkpoints(holder, manager.prefix.stored_prefixes())))
     if not len(found.forest):
-        raise ArgumentValueError(f"{subject}: manager", expected="one that has cached something", got=repr(manager)[:200])
+        raise ArgumentValueError(f"{subject}: manager", expected="one that has cached something", got=repr(manager)[:200], fix=_COMMIT)
     return save(where, holder, found, {"kind": "pool", **header}, _most(subject, max_file_bytes), progress)
 
 

@@ -24,12 +24,17 @@ __all__ = ["Beside", "Holder"]
 
 Ids = npt.NDArray[np.int64]
 
+_BESIDE = "pass who keeps states beside the pool, as a subclass of it; leave it out where the cache has all"
+
 
 class Beside(ABC):
     """States that are kept beside a pool, behind whole blocks of prefixes: a prompt goes on only where they are, too.
 
+    Tokens are token ids, int64 ``[n]``, of a prefix from its first on. States are tensors by what files name them,
+    ``layers.<layer>.<name of the buffer>`` as those of a cache, each of its buffer's shape and dtype.
+
     Attributes:
-        group: what they are: layers that keep states. Files name each ``layers.<layer>.<name of the buffer>``, as those of a cache.
+        group: what they are: layers that keep states, in the order of ``group.members``.
     """
 
     group: LayerGroup
@@ -76,7 +81,7 @@ class Holder:
     def __init__(self, subject: str, manager: CacheManager, cache: GroupedCache, beside: Beside | None) -> None:
         check_pool(subject, manager, cache)
         if beside is not None and not isinstance(beside, Beside):
-            raise ArgumentTypeError(f"{subject}: beside", expected="a kvdock.files.Beside, or None", got=repr(beside)[:80])
+            raise ArgumentTypeError(f"{subject}: beside", expected="a kvdock.files.Beside, or None", got=repr(beside)[:80], fix=_BESIDE)
         self.manager, self.cache, self.beside = manager, cache, beside
         self.groups = (*cache.groups, *([] if beside is None else [beside.group]))
         self.contents = contents_of(self.groups)

@@ -33,19 +33,17 @@ _KINDS: Mapping[str, tuple[Sequence[float], Sequence[float], Mapping[str, Any]]]
 """First elements of queries, one after the other, and of keys; the others are 0. Products are beyond float16."""
 
 _SINKS = (100.0, -30_000.0, 30_000.0, -math.inf)
+_COUNTS = (None, [3, 0, 20, 1])
 
 
 def outliers() -> Iterator[Case]:
     """Yield decoding and chunks, with sinks far off or without."""
     for number, (name, (queries, keys, options)) in enumerate(_KINDS.items()):
         for dtype in ("float32", "float16", "bfloat16"):
-            counts = (None, [3, 0, 20, 1])[number % 2]
+            counts, others = _COUNTS if number % 2 == 0 else _COUNTS[::-1]
             made = Attention([20, 0, 45, 1], counts, dtype, garbage="numbers", options={"scale": 2.0**-4, **options})
             yield Case(f"{name}, {dtype}", _with(made, queries, keys))
-            yield Case(
-                f"{name}, {dtype}, and sinks",
-                _with(attrs.evolve(made, counts=(counts is None and [3, 0, 20, 1]) or None, sinks=True), queries, keys),
-            )
+            yield Case(f"{name}, {dtype}, and sinks", _with(attrs.evolve(made, counts=others, sinks=True), queries, keys))
     for dtype in ("float32", "bfloat16"):
         plain = Attention([20, 0, 45, 1], dtype=dtype, garbage="numbers", sinks=True)
         yield Case(f"sinks alone, {dtype}", _with(plain, None, None))
@@ -55,12 +53,10 @@ def _with(made: Attention, queries: Sequence[float] | None, keys: Sequence[float
     """Return the data of a call with these first elements of queries and keys, and with sinks that are far off."""
     data = made.case()
     args = data["calls"][0]["args"]
-    for name, firsts in (("q", queries), ("k_cache", keys)):
+    for name, firsts, rows in (("q", queries, made.heads[0]), ("k_cache", keys, 1)):  # of a query in all heads
         if firsts is not None:
-            width = args[name]["shape"][-1] * (args[name]["shape"][-2] if name == "q" else 1)
-            args[name]["values"] = _bits(
-                made.dtype, [one for first in firsts for one in (*[first, *[0.0] * (made.dims[0] - 1)] * (width // made.dims[0]),)]
-            )
+            zeros = [0.0] * (made.dims[0] - 1)
+            args[name]["values"] = _bits(made.dtype, [number for first in firsts for number in [first, *zeros] * rows])
     if made.sinks:
         args["sinks"]["values"] = _bits("float32", _SINKS)
     return data

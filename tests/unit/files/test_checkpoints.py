@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import kvdock
-from kvdock.errors import ArgumentValueError, OutOfBlocksError
+from kvdock.errors import ArgumentTypeError, ArgumentValueError, OutOfBlocksError
 from kvdock.files import Loaded, load_pool, load_prefix, save_pool, save_prefix
 from support_files import cached, compute, pool
 
@@ -64,7 +64,7 @@ def test_without_a_checkpoint_there_is_nothing_to_save(tmp_path: Path) -> None:
     assert manager.prefix.size_info.total_size == len(ids)
     with pytest.raises(ArgumentValueError, match=r"save_prefix: tokens: expected at least a block of .* tokens that are cached"):
         save_prefix(tmp_path / "p", manager, cache, ids)
-    with pytest.raises(ArgumentValueError, match="save_pool: manager: expected one that has cached something"):
+    with pytest.raises(ArgumentValueError, match=r"save_pool: manager: expected one that has cached something.*Fix: .*at_most"):
         save_pool(tmp_path / "p", manager, cache)
 
 
@@ -140,3 +140,11 @@ def test_a_manager_of_other_tables_is_refused(tmp_path: Path) -> None:
     manager = kvdock.CacheManager(64, groups=tokens.groups)
     with pytest.raises(ArgumentValueError, match=r"save_pool: manager: expected the manager of this cache.*Fix: make it with CacheManager"):
         save_pool(tmp_path / "p", manager, cache)
+
+
+def test_what_keeps_no_states_is_refused(tmp_path: Path) -> None:
+    cache, manager = pool("states")
+    with pytest.raises(
+        ArgumentTypeError, match=r"save_pool: beside: expected a kvdock.files.Beside, or None, got 'x'.*Fix: pass who keeps"
+    ):
+        save_pool(tmp_path / "p", manager, cache, beside="x")  # type: ignore[arg-type] # on purpose
