@@ -13,7 +13,7 @@ from kvdock_triton.attention_exact import attend_key_by_key, begin_rows
 from kvdock_triton.attention_mapped import attend_mapped
 from kvdock_triton.attention_parts import LN2, LOG2E, attend_keys
 from kvdock_triton.attention_results import OPENER, count_bad, results_of, store_nothing, store_opener
-from kvdock_triton.attention_shares import LEAST_KEYS, find_units, program_of, queries_of, share_out, units_of
+from kvdock_triton.attention_shares import LEAST_KEYS, find_units, program_of, queries_of, share_out, units_from, units_of
 
 __all__ = ["attend_few_kernel"]
 
@@ -38,8 +38,7 @@ def attend_few_kernel(
     batch,
     room,
     num_blocks,
-    wanted,
-    pieces,
+    each,
     q_token,
     q_head,
     table_row,
@@ -90,18 +89,19 @@ def attend_few_kernel(
 ):
     """Attend from ``TILE`` queries of each row at most, and ``SHARE`` of the ``GROUP`` heads that read one head.
 
-    To one of the ``pieces`` of one of the ``wanted`` chunks of keys. With ``MAPPED``, tiles of keys come by the maps of the caches. With
-    ``EARLY``, what joins parts may be launched at once: it waits.
+    To one of the pieces of one of the chunks of keys, as the grid has them, ``each`` of a segment where there are enough. With ``MAPPED``,
+    tiles of keys come by the maps of the caches. With ``EARLY``, what joins parts may be launched at once: it waits.
     """
     SHARES: tl.constexpr = (GROUP + SHARE - 1) // SHARE  # noqa: N806 - a constant of Triton's
     SEGMENTS: tl.constexpr = HEADS * SHARES  # noqa: N806 - likewise
     rows = (lens, cu, starts, lens_step, cu_step, starts_step, queries, room)
     batch = batch.to(tl.int32)
-    pieces = pieces.to(tl.int32)
-    wanted = wanted.to(tl.int32)
+    first_units = units_from(batch * 0, batch, rows, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT)
+    place = tl.program_id(0)
+    wanted = tl.num_programs(0)
+    piece = tl.program_id(1)
+    pieces = tl.num_programs(1)
     programs = wanted * pieces
-    piece = tl.program_id(0) // wanted
-    place = tl.program_id(0) - piece * wanted
     program = place * pieces + piece
     r = tl.arange(0, ROWS)
     query = r // SHARE
@@ -134,15 +134,18 @@ def attend_few_kernel(
     by_program = batch * SEGMENTS > programs  # so many openers there is room for: of each segment, or of each program
     if by_program:
         tl.store(openers + OPENER * program, 0)  # no part of a segment that others go on with, until there is one
-    chunk, chunks, everything = share_out(wanted, batch, rows, SEGMENTS, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT, LEAST)
+    each = each.to(tl.int32)
+    chunk, longest, everything = share_out(
+        first_units, wanted, each, batch, rows, SEGMENTS, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT, LEAST
+    )
     left, within, row, segment, offset = find_units(
-        place, piece, pieces, chunk, chunks, everything, batch, rows, SEGMENTS, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT
+        place, piece, pieces, each, chunk, longest, everything, batch, rows, SEGMENTS, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT
     )
     if (left <= 0) & (pieces > 1):  # what joins goes over it
         tl.store(sums + 2 * program.to(tl.int64) * ROWS + r, tl.full([ROWS], float("-inf"), tl.float32))
     while left > 0:
         first, count, said, length, begin, end = queries_of(row, row < batch, rows, CAUSAL, WINDOW, RAGGED, STARTS, TILE)
-        own = tl.where(chunks > 0, chunks * chunk, units_of(begin, end, UNIT))
+        own = tl.where(longest > 0, longest, units_of(begin, end, UNIT))
         taken = tl.minimum(own - offset, left)
         is_whole = taken == own
         used = tl.where(is_whole, 1, 2)
@@ -287,8 +290,11 @@ def attend_few_kernel(
             number = tl.where(is_whole, 1, program_of(within + own - 1, chunk, pieces) - piece + 1)
             opener = openers + OPENER * tl.where(by_program, program, row * SEGMENTS + segment)
             store_opener(opener, number, program, segment, first.to(tl.int32), count)
-        if (segment == 0) & (offset == 0):
-            count_bad(skipped, row_table, table_column, said, room, begin, num_blocks, BLOCK_SIZE)
+        if segment == 0:  # each part of it the blocks that begin there: all of them would keep one program, and the step, waiting
+            opens = offset == 0
+            column = tl.where(opens, begin // BLOCK_SIZE, (chunk_begin + BLOCK_SIZE - 1) // BLOCK_SIZE)
+            behind = (chunk_end + BLOCK_SIZE - 1) // BLOCK_SIZE
+            count_bad(skipped, row_table, table_column, opens & (said != length), column, behind, num_blocks, 128)
         left -= taken
         within += taken
         offset += taken

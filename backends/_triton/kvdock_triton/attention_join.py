@@ -10,6 +10,9 @@ from kvdock_triton.attention_results import DONE, OPENER
 
 __all__ = ["join_few_kernel", "join_kernel"]
 
+FEW_PARTS = tl.constexpr(8)
+"""Parts that are looked at at once where there are no more."""
+
 
 @triton.jit
 def join_kernel(
@@ -68,6 +71,39 @@ def join_kernel(
 
 
 @triton.jit
+def _join_some(
+    found,
+    highest,
+    total,
+    program,
+    start,
+    number,
+    in_tile,
+    parts,
+    sums,
+    ROWS: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_WIDE: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Add ``STEP`` of the parts of a row to what is found of it."""
+    dim = tl.arange(0, V_WIDE)
+    some = start + tl.arange(0, STEP)
+    part = (2 * (program + some).to(tl.int64) + (some == 0)) * ROWS + in_tile
+    logarithms = tl.load(sums + part, mask=some < number, other=float("-inf"))
+    there = (some < number)[:, None] & (dim < V_DIM)[None, :]
+    values = tl.load(parts + part[:, None] * V_DIM + dim[None, :], mask=there, other=0.0)  # not stored where their sum is of nothing
+    before_these = highest
+    highest = tl.maximum(highest, tl.max(logarithms, 0))
+    level = tl.where(highest == float("-inf"), 0.0, highest)
+    weights = tl.exp2(logarithms - level)
+    faded = tl.exp2(before_these - level)
+    total = total * faded + tl.sum(weights, 0)
+    found = found * faded + tl.sum(tl.where((weights > 0)[:, None], values, 0.0) * weights[:, None], 0)
+    return found, highest, total
+
+
+@triton.jit
 def join_few_kernel(
     parts,
     sums,
@@ -119,19 +155,13 @@ def join_few_kernel(
         highest = tl.load(sinks + head).to(tl.float32) * LOG2E
         total = 1.0
     found = tl.zeros([V_WIDE], tl.float32)
-    for start in range(0, number, STEP):
-        some = start + tl.arange(0, STEP)
-        part = (2 * (program + some).to(tl.int64) + (some == 0)) * ROWS + in_tile
-        logarithms = tl.load(sums + part, mask=some < number, other=float("-inf"))
-        there = (some < number)[:, None] & (dim < V_DIM)[None, :]
-        values = tl.load(parts + part[:, None] * V_DIM + dim[None, :], mask=there, other=0.0)  # not stored where their sum is of nothing
-        before_these = highest
-        highest = tl.maximum(highest, tl.max(logarithms, 0))
-        level = tl.where(highest == float("-inf"), 0.0, highest)
-        weights = tl.exp2(logarithms - level)
-        faded = tl.exp2(before_these - level)
-        total = total * faded + tl.sum(weights, 0)
-        found = found * faded + tl.sum(tl.where((weights > 0)[:, None], values * weights[:, None], 0.0), 0)
+    if number <= FEW_PARTS:  # else what is loaded for nothing takes longer than the rest
+        found, highest, total = _join_some(found, highest, total, program, 0, number, in_tile, parts, sums, ROWS, V_DIM, V_WIDE, FEW_PARTS)
+    else:
+        for start in range(0, number, STEP):
+            found, highest, total = _join_some(
+                found, highest, total, program, start, number, in_tile, parts, sums, ROWS, V_DIM, V_WIDE, STEP
+            )
     found = found / tl.where(total == 0, 1.0, total)
     at = first.to(tl.int64) + query
     tl.store(out + (at * out_token + head * out_head) * OUT_UNIT + dim, found.to(out.dtype.element_ty), mask=dim < V_DIM)

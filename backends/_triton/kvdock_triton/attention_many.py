@@ -189,7 +189,7 @@ def attend_many_kernel(
         if CAUSAL:
             common = tl.minimum(common, length - count + place * TILE + 1)
         masked_from = split_begin + tl.maximum(common - split_begin, 0) // KEYS * KEYS
-        if count_outside(table, table_column, split_begin // BLOCK_SIZE, (masked_from + BLOCK_SIZE - 1) // BLOCK_SIZE, num_blocks) > 0:
+        if count_outside(table, table_column, split_begin // BLOCK_SIZE, (masked_from + BLOCK_SIZE - 1) // BLOCK_SIZE, num_blocks, 512) > 0:
             masked_from = split_begin
     # The others first, while there is nothing yet that a value which some rows do not see could spoil.
     found, highest, total = attend_keys(
@@ -322,4 +322,5 @@ def attend_many_kernel(
         LSE=LSE,
     )
     if (place == 0) & (kv_head + share + split == 0):
-        count_bad(skipped, table, table_column, said, room, looked_from, num_blocks, BLOCK_SIZE)
+        looked_at = looked_from // BLOCK_SIZE, (length + BLOCK_SIZE - 1) // BLOCK_SIZE
+        count_bad(skipped, table, table_column, said != length, looked_at[0], looked_at[1], num_blocks, 512)

@@ -21,7 +21,7 @@ as are a sector of memory, which is not read before it is written as a whole."""
 def results_of(found, highest, total):
     """Return the weighted mean of the values that rows have seen, zeros where they saw none, and the logarithm of their weights."""
     divisor = tl.where(total == 0, 1.0, total)
-    return found / divisor[:, None], tl.where(total == 0, float("-inf"), highest + tl.log2(divisor))
+    return found * (1 / divisor)[:, None], tl.where(total == 0, float("-inf"), highest + tl.log2(divisor))
 
 
 @triton.jit
@@ -104,11 +104,11 @@ def store_opener(opener, number, program, segment, first, count):
 
 
 @triton.jit
-def count_outside(table, table_column, begin, end, num_blocks):
-    """Return how many blocks of some columns are not in the pool."""
-    places = tl.arange(0, 512)
-    outside = tl.zeros([512], tl.int64)
-    for start in range(begin, end, 512):
+def count_outside(table, table_column, begin, end, num_blocks, STEP: tl.constexpr):
+    """Return how many blocks of some columns are not in the pool. ``STEP`` are looked at at once."""
+    places = tl.arange(0, STEP)
+    outside = tl.zeros([STEP], tl.int64)
+    for start in range(begin, end, STEP):
         column = start + places
         ids = tl.load(table + column * table_column, mask=column < end, other=0)
         outside += ((column < end) & ((ids < 0) | (ids >= num_blocks))).to(tl.int64)
@@ -116,11 +116,10 @@ def count_outside(table, table_column, begin, end, num_blocks):
 
 
 @triton.jit
-def count_bad(skipped, table, table_column, length, room, begin, num_blocks, BLOCK_SIZE: tl.constexpr):
-    """Count a length that the table has no room for, and blocks that are not in the pool where a query looks."""
-    if (length < 0) | (length > room):
+def count_bad(skipped, table, table_column, is_bad, begin, end, num_blocks, STEP: tl.constexpr):
+    """Count a length that the table has no room for, and blocks of some columns, where a query looks, that are not in the pool."""
+    if is_bad:
         tl.atomic_add(skipped, 1, sem="relaxed")
-    end = tl.minimum(length, room).to(tl.int32)
-    number = count_outside(table, table_column, begin // BLOCK_SIZE, (end + BLOCK_SIZE - 1) // BLOCK_SIZE, num_blocks)
+    number = count_outside(table, table_column, begin, end, num_blocks, STEP)
     if number > 0:
         tl.atomic_add(skipped, number, sem="relaxed")

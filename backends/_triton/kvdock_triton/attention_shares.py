@@ -22,10 +22,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["ENDING", "LEAST_KEYS", "find_units", "program_of", "queries_of", "share_out", "units_of"]
+__all__ = ["ENDING", "LEAST_KEYS", "find_units", "program_of", "queries_of", "share_out", "units_from", "units_of"]
 
 LEAST_KEYS = tl.constexpr(16)
 """Of which the keys of a tile are a multiple: what matrix units take."""
+
+ROWS = tl.constexpr(32)
+"""Rows whose lengths are looked at at once: one for each lane, since code that runs once takes long for being read."""
 
 ENDING = tl.constexpr(3)
 """What is behind the first piece of a chunk is this power of a half of it."""
@@ -85,7 +88,7 @@ def units_of(begin, end, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _units_from(
+def units_from(
     start,
     batch,
     rows,
@@ -96,16 +99,18 @@ def _units_from(
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Return the units of 128 rows, 0 for those behind the last."""
-    row = start + tl.arange(0, 128)
+    """Return the units of `ROWS` rows, 0 for those behind the last: their sum has room in 32 bits."""
+    row = start + tl.arange(0, ROWS)
     there = row < batch
     _, _, _, _, begin, end = queries_of(row, there, rows, CAUSAL, WINDOW, RAGGED, STARTS, TILE)
-    return tl.where(there, units_of(begin, end, UNIT), 0)
+    return tl.where(there, units_of(begin, end, UNIT), 0).to(tl.uint32)
 
 
 @triton.jit
 def share_out(
+    first,
     wanted,
+    each,
     batch,
     rows,
     SEGMENTS: tl.constexpr,
@@ -117,33 +122,26 @@ def share_out(
     UNIT: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """Return the units of a chunk, how many chunks each of a row's ``SEGMENTS`` has, 0 where it has what it takes, and the units of all.
+    """Return the units of a chunk, those of each segment where these have as many chunks each, else 0, and those of all.
 
-    There are ``wanted`` chunks at most. One has ``LEAST`` keys at least.
+    There are ``wanted`` chunks at most, ``each`` of a segment where there are enough. One has ``LEAST`` keys at least. The units of the
+    ``first`` rows are known: what is loaded before all else is not waited for as long.
     """
-    longest = batch * 0
-    total = longest.to(tl.int64)
-    if batch == 1:  # what is known at once: a program of a short step has little else to do
-        _, _, _, _, begin, end = queries_of(longest, batch > 0, rows, CAUSAL, WINDOW, RAGGED, STARTS, TILE)
-        longest = units_of(begin, end, UNIT)
-        total = longest.to(tl.int64)
-    else:
-        for start in range(0, batch, 128):
-            units = _units_from(start, batch, rows, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT)
-            longest = tl.maximum(longest, tl.max(units, 0))
-            total += tl.sum(units.to(tl.int64), 0)
+    longest = tl.max(first, 0).to(tl.int32)
+    total = tl.sum(first, 0).to(tl.int64)
+    for start in range(ROWS, batch, ROWS):
+        units = units_from(start, batch, rows, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT)
+        longest = tl.maximum(longest, tl.max(units, 0).to(tl.int32))
+        total += tl.sum(units, 0).to(tl.int64)
     least: tl.constexpr = (LEAST + UNIT - 1) // UNIT
-    segments = batch * SEGMENTS
-    chunks = longest * 0
     chunk = longest * 0
     everything = total * SEGMENTS
-    if (segments <= wanted) & ((4 * longest.to(tl.int64) * batch <= 5 * total) | (longest <= least)):
-        each = wanted // tl.maximum(segments, 1)
-        chunk = tl.maximum((longest + each - 1) // each, least)
-        chunks = (longest + chunk - 1) // chunk
+    if (each > 0) & ((4 * longest.to(tl.int64) * batch <= 5 * total) | (longest <= least)):
+        chunk = tl.maximum((longest + each - 1) // tl.maximum(each, 1), least)
     else:
         chunk = tl.maximum((everything + wanted - 1) // wanted, least).to(tl.int32)
-    return chunk, chunks, everything
+        longest = longest * 0
+    return chunk, longest, everything
 
 
 @triton.jit
@@ -151,8 +149,9 @@ def find_units(
     place,
     piece,
     pieces,
+    each,
     chunk,
-    chunks,
+    longest,
     everything,
     batch,
     rows,
@@ -166,27 +165,26 @@ def find_units(
 ):
     """Return how many units a piece of a chunk has, and where they begin: in the chunk, the row, the segment of it, and in that."""
     row = place * 0
+    segment = place // tl.maximum(each, 1)
     within = _piece_begin(piece, chunk)
     number = tl.where(piece + 1 == pieces, chunk, _piece_begin(piece + 1, chunk)) - within
-    segment = row
     offset = within
-    if chunks > 0:
-        segment = place // chunks
-        offset = (place - segment * chunks) * chunk + within
+    if longest > 0:
+        offset += (place - segment * each) * chunk
         row = segment // SEGMENTS
         segment = segment - row * SEGMENTS
-        number = tl.where(row < batch, number, 0)
+        number = tl.minimum(number, longest - offset)
     else:
         unit = place.to(tl.int64) * chunk + within
         passed = unit * 0
         before = unit * 0
-        for start in range(0, batch, 128):
-            units = _units_from(start, batch, rows, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT).to(tl.int64) * SEGMENTS
-            ends = passed + tl.cumsum(units, 0)
+        for start in range(0, batch, ROWS):
+            units = units_from(start, batch, rows, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT)
+            ends = passed + tl.cumsum(units, 0).to(tl.int64) * SEGMENTS
             is_before = (ends <= unit) & (units > 0)
             row += tl.sum(is_before.to(tl.int32), 0)
             before = tl.maximum(before, tl.max(tl.where(is_before, ends, 0), 0))
-            passed += tl.sum(units, 0)
+            passed += tl.sum(units, 0).to(tl.int64) * SEGMENTS
         _, _, _, _, begin, end = queries_of(row, row < batch, rows, CAUSAL, WINDOW, RAGGED, STARTS, TILE)
         own = units_of(begin, end, UNIT)
         number = tl.minimum(tl.maximum(everything - unit, 0), number).to(tl.int32)

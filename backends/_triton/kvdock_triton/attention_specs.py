@@ -195,7 +195,7 @@ def attend_spec(request: Request, tile: AttentionTile, many: bool, within: bool 
         "WIDEN": is_interpreting(),  # which multiplies the bits of bfloat16 as integers
     }
     maps = {name: _map_type(request.tensor(pool), tile.keys) for name, pool in MAPPED_POOLS.items() if mapped}
-    numbers = ("queries", "batch", "room", "num_blocks", *(["splits"] if many else ["wanted", "pieces"]), *_STRIDES)
+    numbers = ("queries", "batch", "room", "num_blocks", *(["splits"] if many else ["each"]), *_STRIDES)
     types = _types(request) | maps | dict.fromkeys(numbers, "i64")
     pools = [name for name in ("k_cache", "v_cache") if common_alignment(request.tensor(name)) == 16]
     aligned = (*pools, *(name for name in ("q", "out") if request.tensor(name).alignment >= 16), "parts", "sums")
@@ -233,7 +233,7 @@ def join_spec(request: Request) -> KernelSpec:
 
 def join_few_spec(request: Request, attend: KernelSpec, early: bool = False) -> KernelSpec:
     """Return what joins the parts of an `attend_few_kernel`; ``early`` as in `attend_spec`."""
-    constants = {name: attend.constant(name) for name in ("GROUP", "SHARE", "TILE", "ROWS")} | {"STEP": 16, "EARLY": early}
+    constants = {name: attend.constant(name) for name in ("GROUP", "SHARE", "TILE", "ROWS")} | {"STEP": 32, "EARLY": early}
     return _join_spec(request, join_few_kernel, constants, (), early)
 
 

@@ -71,8 +71,8 @@ class _Way:
         tile, heads, group, share, rows, least = (spec.constant(name) for name in names)
         return cls(launch, join, tile, heads * ceil_div(group, share), rows, tile * share, wanted, least, pieces, long)
 
-    def chunks(self, batch: int, room: int) -> tuple[int, int]:
-        """Return into how many chunks the keys of few queries of each row are cut, and into how many pieces a chunk.
+    def chunks(self, batch: int, room: int) -> tuple[int, int, int]:
+        """Return how the keys of few queries of each row are cut: into so many chunks, of so many pieces, and so many of a segment.
 
         As many as are wanted and have ``least`` keys each, and as many of each segment where there are enough: programs with nothing to
         do would take the places of others.
@@ -80,7 +80,7 @@ class _Way:
         segments = batch * self.segments
         each = min(self.wanted // segments, ceil_div(room, self.least)) if segments else 0
         chunks = max(segments * each, 1) if segments <= self.wanted else self.wanted
-        return chunks, self.pieces if segments * room >= chunks * self.long else 1
+        return chunks, self.pieces if segments * room >= chunks * self.long else 1, each
 
     def has_parts(self, programs: int, batch: int, room: int) -> bool:
         """Whether any of so many programs may have a part of a row only."""
@@ -133,12 +133,12 @@ class PagedAttentionDescriptor(Descriptor):
         room = min(width * self._block, MOST_KEYS)
         sizes = (queries, batch, room, self._num_blocks)
         if cu is None or most <= few.queries:
-            chunks, pieces = few.chunks(batch, room)
+            chunks, pieces, each = few.chunks(batch, room)
             programs = chunks * pieces
             joined, openers = pieces > 1 or few.has_parts(chunks, batch, room), min(programs, batch * few.segments)
             memory, *found = self._workspace(2 * programs * few.rows if joined else 0, out, openers)
             maps = self._maps(few, k_cache.data_ptr(), v_cache.data_ptr()) if few.launch.maps else ()
-            few.launch.run(programs, 1, *inputs, *ends, *found, self._skipped, *sizes, chunks, pieces, *strides, *written, *maps)
+            few.launch.run(chunks, pieces, *inputs, *ends, *found, self._skipped, *sizes, each, *strides, *written, *maps)
             if joined:
                 few.join.run(openers * few.served, 1, *found, *ends, *written)
         else:

@@ -241,7 +241,8 @@ def test_how_many_programs_there_are_and_whether_there_is_anything_to_join() -> 
 
     way = _Way(None, None, queries=1, segments=8, rows=16, served=4, wanted=528, least=128, pieces=4, long=6144)  # type: ignore[arg-type] # launches nothing
     sizes = [(64, 6143), (64, 6144), (64, 64), (1, 4096), (1, 128), (1, 0), (0, 64), (500, 9), (500, 900), (4, 98_304), (4, 98_303)]
-    expected = [(512, 1), (512, 4), (512, 1), (256, 1), (8, 1), (1, 1), (1, 1), (528, 1), (528, 4), (512, 4), (512, 1)]
+    expected = [(512, 1, 1), (512, 4, 1), (512, 1, 1), (256, 1, 32), (8, 1, 1), (1, 1, 0), (1, 1, 0)]
+    expected += [(528, 1, 0), (528, 4, 0), (512, 4, 16), (512, 1, 16)]
     assert [way.chunks(batch, room) for batch, room in sizes] == expected
     assert way.has_parts(512, 64, 8192)
     assert not way.has_parts(512, 64, 64), "all are so short that nobody shares one"
