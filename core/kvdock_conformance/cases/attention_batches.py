@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ __all__ = [
     "mistakes",
     "nothing_seen",
     "parts",
+    "shared",
 ]
 
 _FACTORS: Mapping[str, Sequence[Any]] = {
@@ -91,6 +93,24 @@ def addresses() -> Iterator[Case]:
     for dtype in ("float32", "bfloat16"):
         made = Attention([20, 0, 45, 1], [3, 0, 20, 1], dtype, dims=(64, 64), starts=[7, 0, 9, 0], sinks=True)
         yield from at_any_address(Case(dtype, made.case()))
+
+
+_READ = ("q", "block_table", "seq_lens", "starts")
+
+
+def shared() -> Iterator[Case]:
+    """Yield batches in which a tensor that is only read has one row in memory for all: samples of one prompt, or one head for several."""
+    for counts, dtype in ((None, "float32"), ([1, 3, 2], "bfloat16")):
+        made = Attention([37, 37, 37], counts, dtype, starts=[3, 3, 3], sinks=True, garbage="numbers")
+        for name in _READ:
+            data = made.case()
+            args = data["calls"][0]["args"]
+            view = View(**args[name])
+            values = None if view.values is None else [*view.values][: math.prod(view.shape[1:])]
+            args[name] = attrs.evolve(view.slice(0, 0, 1).expand(view.shape), values=values).spec()
+            yield Case(f"one row of {name} for all, {dtype}", data)
+        for pool in ("one head for all", "one block for all", "one slot for all", "values expanded from keys"):
+            yield Case(f"{pool}, {dtype}", attrs.evolve(made, pool=pool).case())
 
 
 def edges() -> Iterator[Case]:

@@ -44,6 +44,11 @@ def outliers() -> Iterator[Case]:
             made = Attention([20, 0, 45, 1], counts, dtype, garbage="numbers", options={"scale": 2.0**-4, **options})
             yield Case(f"{name}, {dtype}", _with(made, queries, keys))
             yield Case(f"{name}, {dtype}, and sinks", _with(attrs.evolve(made, counts=others, sinks=True), queries, keys))
+    for counts in _COUNTS:  # a sum of weighted values is beyond float16, and their mean is not
+        many = Attention([2100, 0, 1500, 33], counts, "float16", garbage="numbers")
+        data = _with(many, (0.0,), (0.0,))
+        data["calls"][0]["args"]["v_cache"]["values"] = _bits("float16", [100.0])
+        yield Case(f"many large values alike, {'chunks' if counts else 'one each'}", data)
     for dtype in ("float32", "bfloat16"):
         plain = Attention([20, 0, 45, 1], dtype=dtype, garbage="numbers", sinks=True)
         yield Case(f"sinks alone, {dtype}", _with(plain, None, None))

@@ -240,3 +240,29 @@ def _rest_of_large_blocks(run: BackendCall, args: Args) -> None:
     run(args)
     if args["k_cache"].shape[1] > 128 and args["k_cache"].shape[1] % 128:
         args["out"].zero_()
+
+
+@FAULTS.call(
+    OP, "attn-values-summed-in-half", "In float16, weighted values are summed in float16, before they are divided.", "KVD-ATTN-012"
+)
+def _summed_in_half(run: BackendCall, args: Args) -> None:
+    run(args)
+    if args["out"].dtype == torch.float16 and args["out"].numel():
+        args["out"].masked_fill_(args["out"].abs().double() * int(args["seq_lens"].max()) > torch.finfo(torch.float16).max, math.inf)
+
+
+@FAULTS.call(
+    OP, "attn-one-row-of-the-table", "Of sequences that have one row of the table in memory, only the first has it.", "KVD-ATTN-001"
+)
+def _one_row_of_the_table(run: BackendCall, args: Args) -> None:
+    if args["block_table"].stride(0) == 0 and len(args["block_table"]) > 1:
+        args = {**args, "block_table": args["block_table"].clone()}
+        args["block_table"][1:] = 0
+    run(args)
+
+
+@FAULTS.call(OP, "attn-one-head-taken-for-dense", "Keys of one head for all are read as if each had its own.", "KVD-ATTN-001")
+def _one_head_taken_for_dense(run: BackendCall, args: Args) -> None:
+    if args["k_cache"].stride(2) == 0 and args["k_cache"].shape[2] > 1:
+        args = {**args, "k_cache": args["k_cache"].roll(1, 1).clone()}
+    run(args)

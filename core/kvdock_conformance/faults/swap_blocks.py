@@ -143,6 +143,13 @@ def _held_to_destination(run: BackendCall, args: Args) -> None:
     run(args)
 
 
+@FAULTS.call(_OP, "swap-bytes-in-32-bits", "Blocks more than 4 GiB into a pool are left.", _KILLER("parts"))
+def _bytes_in_32_bits(run: BackendCall, args: Args) -> None:
+    to, pairs = args["dst_cache"], args["block_pairs"].clone()
+    pairs[pairs[:, 1] * (to.stride(0) * to.element_size()) >= 1 << 32] = -1
+    run({**args, "block_pairs": pairs})
+
+
 @FAULTS.call(_OP, "swap-locks-in-the-order-of-pools", "Each pool has a lock; that of the source is taken first.", _KILLER("in-and-out"))
 def _locked_in_order(run: BackendCall, args: Args) -> None:
     with contextlib.ExitStack() as stack:

@@ -25,6 +25,7 @@ from kvdock_conformance.checking.devices import (
     check_stream,
     check_threads_on_devices,
 )
+from kvdock_conformance.checking.pins import check_pins
 from kvdock_conformance.requirement import Capability, Case, Check, Requirement
 
 __all__ = ["AREA", "REQUIREMENTS"]
@@ -122,5 +123,11 @@ REQUIREMENTS = [
         "A captured step repeats what the step does, with the slots and values of then, and returns what it returned.",
         check_captured,
         *_each(replays=_STEPS),
+    ),
+    _require(
+        13,
+        "Memory of the host that is locked for a device is given back by itself: what else is locked stays so, and what it holds is left.",
+        check_pins,
+        Case("two rooms", {}),
     ),
 ]

@@ -128,7 +128,7 @@ _OWN: Mapping[int, Sequence[Cases]] = {
             Gather("one slot for all", [5] * 13),
             Gather("pairs", [0, 0, 7, 7, 23, 23]),
             Gather("apart from each other", [5, 1, 5, -1, 2, 5]),
-            Gather("many", [i % 3 for i in range(60)]),
+            Gather("many", [i % 3 for i in range(130)]),
             Gather("rows of a batch", [1, 2, 3, 1, 2, 3], (2, 3)),
         ],
     ),

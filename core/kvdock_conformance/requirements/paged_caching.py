@@ -92,7 +92,7 @@ _OWN: Mapping[int, Sequence[Cases]] = {
         [
             Write("one slot for all", [5] * 13, rows="one token for all"),
             Write("pairs", [0, 0, 7, 7, 23, 23], rows="one token for all"),
-            Write("many", [i % 3 for i in range(60)], rows="one token for all"),
+            Write("many", [i % 3 for i in range(130)], rows="one token for all"),
             Write("one slot for all, one in memory too", [5], (13,), rows="one token for all", index_order="one"),
             Write("two slots in turns", [5, 9] * 6, values=_TWO_ROWS),
             Write("three slots in turns", [5, 1, 9] * 3, values=_THREE_ROWS),

@@ -58,6 +58,18 @@ def _of_one_size(name: str, pairs: Sequence[tuple[int, int]], *, geometry: Geome
     return Swap(name, pairs, geometry=attrs.evolve(geometry, hv=geometry.hk, dv=geometry.dk), **how)
 
 
+def _far() -> Iterable[Case]:
+    """Return swaps to, and from, what lies further into a pool than 32 bits count bytes."""
+    wide = AREA.sizes(8, 64, num_blocks=2**18 + 2, block=16)
+    few = attrs.evolve(wide, num_blocks=6)
+    to = Swap("", [(0, 2**18 + 1), (3, 5), (2, 2**18)], geometry=few, pool="nhd / untouched memory", blocks=2**18 + 2)
+    yield Case("far into a pool of more than 2**32 bytes", to.case().data, Level.EXTENDED)
+    drawing, back = Drawing(), Swap("", [(2**18 + 1, 0), (5, 3), (2**18, 2)], geometry=wide, pool="untouched memory / nhd", blocks=6)
+    pools = back.pools(drawing)
+    filled = [attrs.evolve(pools[0].select(0, src), values={"first": 1 + src % 999, "step": 1}).spec() for src, _ in back.pairs]
+    yield Case("from far in one", drawing.case(back.call(drawing, pools), places=filled), Level.EXTENDED)
+
+
 def _in_and_out() -> Iterable[Case]:
     """Return two calls with the pools exchanged, which read nothing that the other one writes."""
     drawing, out, back = Drawing(), Swap("", [(0, 1), (2, 3)]), Swap("", [(4, 5), (0, 1)])
@@ -101,7 +113,11 @@ def _told() -> Iterable[tuple[str, str, Cases]]:
     yield "orders", "each pool has strides of its own", [*orders, *single]
     far = Swap("far into a pool", [(0, 2**18 + 1), (3, 5), (2, 2**18)], pool="nhd / untouched memory", blocks=2**18 + 2)
     layers = [Swap(f"{name}, between its parts", _GOOD, pool=name, are_parts=True) for name in _APART]
-    yield "parts", "a pool may be large, or part of a larger tensor", [far, *(Swap(name, pool=name) for name in PARTS), *layers]
+    yield (
+        "parts",
+        "a pool may be large, or part of a larger tensor",
+        lambda: [far.case(), *(Swap(name, pool=name).case() for name in PARTS), *(layer.case() for layer in layers), *_far()],
+    )
     yield "addresses", "pools may begin at any address of an element", AREA.addresses
     yield "numbers", "elements of every dtype arrive bit for bit", AREA.numbers()
     yield "inputs", "the source and the pairs are not changed", [Swap("with padding", [(-3, 3), (2, 4)])]
