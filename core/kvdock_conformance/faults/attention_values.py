@@ -242,18 +242,14 @@ def _rest_of_large_blocks(run: BackendCall, args: Args) -> None:
         args["out"].zero_()
 
 
-@FAULTS.call(
-    OP, "attn-values-summed-in-half", "In float16, weighted values are summed in float16, before they are divided.", "KVD-ATTN-012"
-)
+@FAULTS.call(OP, "attn-values-summed-in-half", "In float16, weighted values are summed in that, and divided then.", "KVD-ATTN-012")
 def _summed_in_half(run: BackendCall, args: Args) -> None:
     run(args)
     if args["out"].dtype == torch.float16 and args["out"].numel():
         args["out"].masked_fill_(args["out"].abs().double() * int(args["seq_lens"].max()) > torch.finfo(torch.float16).max, math.inf)
 
 
-@FAULTS.call(
-    OP, "attn-one-row-of-the-table", "Of sequences that have one row of the table in memory, only the first has it.", "KVD-ATTN-001"
-)
+@FAULTS.call(OP, "attn-one-row-of-the-table", "Of sequences with one row of the table in memory, only the first has it.", "KVD-ATTN-001")
 def _one_row_of_the_table(run: BackendCall, args: Args) -> None:
     if args["block_table"].stride(0) == 0 and len(args["block_table"]) > 1:
         args = {**args, "block_table": args["block_table"].clone()}

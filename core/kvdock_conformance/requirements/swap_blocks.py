@@ -112,12 +112,9 @@ def _told() -> Iterable[tuple[str, str, Cases]]:
     single = [Swap(text, [(0, sizes.num_blocks - 1)], geometry=sizes, pool=ANY_STEP) for text, sizes in SINGLE_SIZES.items()]
     yield "orders", "each pool has strides of its own", [*orders, *single]
     far = Swap("far into a pool", [(0, 2**18 + 1), (3, 5), (2, 2**18)], pool="nhd / untouched memory", blocks=2**18 + 2)
-    layers = [Swap(f"{name}, between its parts", _GOOD, pool=name, are_parts=True) for name in _APART]
-    yield (
-        "parts",
-        "a pool may be large, or part of a larger tensor",
-        lambda: [far.case(), *(Swap(name, pool=name).case() for name in PARTS), *(layer.case() for layer in layers), *_far()],
-    )
+    parts = [Swap(name, pool=name) for name in PARTS]
+    parts += [Swap(f"{name}, between its parts", _GOOD, pool=name, are_parts=True) for name in _APART]
+    yield "parts", "a pool may be large, or part of a larger tensor", lambda: [*(each.case() for each in (far, *parts)), *_far()]
     yield "addresses", "pools may begin at any address of an element", AREA.addresses
     yield "numbers", "elements of every dtype arrive bit for bit", AREA.numbers()
     yield "inputs", "the source and the pairs are not changed", [Swap("with padding", [(-3, 3), (2, 4)])]
