@@ -99,7 +99,7 @@ class MLAKVCache(PagedKVCache):
             KVDockError: as `kvdock.ops.mla_gather`.
         """
         pool = self.kv_cache(layer)
-        kv_c, k_pe = new_latents(pool, slot_mapping, self._rank(layer)) if out is None else output_pair(out)
+        kv_c, k_pe = new_latents(pool, slot_mapping, self._rank(layer)) if out is None else output_pair(out, "mla_gather")
         self._read[layer](slot_mapping, None, kv_c, k_pe)
         return kv_c, k_pe
 

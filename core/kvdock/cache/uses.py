@@ -126,7 +126,7 @@ class Latents(Use):
 
     def read(self, slot_mapping: torch.Tensor, out: Pair | None) -> Pair:
         """Read latents and rotary parts."""
-        kv_c, k_pe = new_latents(self.pair[0], slot_mapping, self.pair[1].shape[3]) if out is None else output_pair(out)
+        kv_c, k_pe = new_latents(self.pair[0], slot_mapping, self.pair[1].shape[3]) if out is None else output_pair(out, "mla_gather")
         self._read(slot_mapping, None, kv_c, k_pe)
         return kv_c, k_pe
 

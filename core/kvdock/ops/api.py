@@ -19,6 +19,7 @@ import torch
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.ops.active import ACTIVE_OPS
+from kvdock.ops.attention import FAR
 from kvdock.spec import check_int
 
 __all__ = [
@@ -135,10 +136,10 @@ def gather_paged(
     return pair
 
 
-def output_pair(out: Any) -> tuple[Any, Any]:
+def output_pair(out: Any, op: str = "gather_paged") -> tuple[Any, Any]:
     """Return the two tensors of ``out``."""
     if not isinstance(out, (tuple, list)) or len(out) != 2 or (out[0] is None and out[1] is None):
-        raise ArgumentTypeError("gather_paged: out", expected="a pair (k, v) of tensors", got=type(out).__name__, fix="pass both, or None")
+        raise ArgumentTypeError(f"{op}: out", expected="a pair (k, v) of tensors", got=type(out).__name__, fix="pass both, or None")
     return out[0], out[1]
 
 
@@ -266,7 +267,7 @@ def paged_attention(
     most = _most_queries(q, cu_query_lens) if max_query_len is None else host_int(max_query_len)
     found: torch.Tensor = ACTIVE_OPS["paged_attention"](
         *(q, k_cache, v_cache, block_table, seq_lens, cu_query_lens, starts, sinks, k_scale, v_scale),
-        *(most, scale, causal, window, softcap, out, lse),
+        *(most, scale, causal, min(window, FAR) if type(window) is int else window, softcap, out, lse),
     )
     return found if lse is None else (found, lse)
 
@@ -327,7 +328,8 @@ def mla_gather(
     Raises:
         KVDockError: as `gather_paged`, and where ``rank`` does not split a row.
     """
-    kv_c, k_pe = new_latents(kv_cache, slot_mapping, rank) if out is None else output_pair(out)
+    check_int("mla_gather: rank", rank, 1)
+    kv_c, k_pe = new_latents(kv_cache, slot_mapping, rank) if out is None else output_pair(out, "mla_gather")
     if out is not None and isinstance(kv_c, torch.Tensor) and kv_c.dim() and kv_c.shape[-1] != rank:
         fix = "pass the latent first, or the rank of this cache"
         raise ArgumentValueError("mla_gather: out", expected=f"rows of rank={rank!r} elements first", got=f"{kv_c.shape[-1]}", fix=fix)
@@ -339,10 +341,8 @@ def new_latents(kv_cache: Any, slot_mapping: Any, rank: Any) -> tuple[Any, Any]:
     """Return room for what `mla_gather` reads; none where a tensor is wrong, which the op explains.
 
     Raises:
-        ArgumentTypeError: ``rank`` is no int.
-        ArgumentValueError: it leaves no latent, or no rotary part.
+        ArgumentValueError: ``rank`` leaves no rotary part.
     """
-    check_int("mla_gather: rank", rank, 1)
     if not isinstance(kv_cache, torch.Tensor) or not isinstance(slot_mapping, torch.Tensor) or not kv_cache.dim():
         return None, None
     rope = kv_cache.shape[-1] - rank

@@ -6,7 +6,6 @@ A sequence has ``seq_lens[b]`` tokens in the cache, its queries' own keys includ
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,21 +17,21 @@ from kvdock.interface import HOST
 from kvdock.ops.schema import Arg, OpSchema, Relation, Role
 from kvdock.spec import QUANTISED_DTYPES
 
-__all__ = ["PAGED_ATTENTION", "check_paged_attention", "first_keys", "query_rows", "softmax_scale", "visible"]
+__all__ = ["FAR", "PAGED_ATTENTION", "check_paged_attention", "first_keys", "query_rows", "softmax_scale", "visible"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INDICES = (torch.int32, torch.int64)
 
-_FAR = 1 << 62
-"""A window that leaves nothing behind."""
+FAR = 1 << 62
+"""A window that leaves nothing behind, and has room in 64 bits beside a position."""
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= torch.finfo(torch.float32).max
 
 
 def _expect_scale(value: Any) -> str:
-    return "" if value is None or _number(value) else "a finite number, or None for the square root of 1 / Dk"
+    return "" if value is None or _number(value) else "a finite number that float32 has room for, or None for the square root of 1 / Dk"
 
 
 def _expect_bool(value: Any) -> str:
@@ -45,7 +44,8 @@ def _expect_window(value: Any) -> str:
 
 
 def _expect_softcap(value: Any) -> str:
-    return "" if value is None or (_number(value) and value > 0) else "a finite number above 0, or None for no cap"
+    is_cap = value is None or (_number(value) and value >= torch.finfo(torch.float32).tiny)
+    return "" if is_cap else "a finite number above 0 that float32 has room for, or None for no cap"
 
 
 def check_paged_attention(args: Mapping[str, Any]) -> list[str]:
@@ -65,7 +65,7 @@ def check_paged_attention(args: Mapping[str, Any]) -> list[str]:
         _raise_first("starts", starts, (starts < 0) | (starts > lens), "between 0 and the length of the sequence")
         first = starts.astype(np.int64)
     if args["window"] is not None:
-        first = np.maximum(first, lens - counts - min(args["window"], _FAR) + 1)
+        first = np.maximum(first, lens - counts - min(args["window"], FAR) + 1)
     columns = np.arange(table.shape[1])
     used = (columns >= (first // block)[:, None]) & (columns < ((lens + block - 1) // block)[:, None])
     bad = used & ((table < 0) | (table >= num_blocks))

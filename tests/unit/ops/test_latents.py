@@ -156,7 +156,16 @@ WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         kvdock.ArgumentValueError,
         "out: expected rows of rank=4 elements first, got 16",
     ),
-    "one output": (lambda a: kvdock.ops.mla_gather(a.kv, a.slots, 16, out=a.c), kvdock.ArgumentTypeError, r"out: expected a pair"),
+    "no rank beside outputs": (
+        lambda a: kvdock.ops.mla_gather(a.kv, a.slots, 16.0, out=(a.c, a.pe)),
+        kvdock.ArgumentTypeError,
+        "rank: expected an int of at least 1, got 16.0",
+    ),
+    "one output": (
+        lambda a: kvdock.ops.mla_gather(a.kv, a.slots, 16, out=a.c),
+        kvdock.ArgumentTypeError,
+        "mla_gather: out: expected a pair",
+    ),
     "no cache": (
         lambda a: kvdock.ops.mla_gather(None, a.slots, 16),
         kvdock.ArgumentTypeError,

@@ -117,6 +117,10 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a window of True": ({"window": True}, kvdock.ArgumentValueError, "window: expected at least 1 key"),
     "a negative cap": ({"softcap": -1.0}, kvdock.ArgumentValueError, "softcap: expected a finite number above 0"),
     "a scale of nan": ({"scale": float("nan")}, kvdock.ArgumentValueError, "scale: expected a finite number"),
+    "an int that no float has room for as a scale": ({"scale": 10**400}, kvdock.ArgumentValueError, "scale: expected a finite number"),
+    "a scale beyond float32": ({"scale": -1e39}, kvdock.ArgumentValueError, "scale: expected a finite number that float32 has room for"),
+    "a cap beyond float32": ({"softcap": 1e39}, kvdock.ArgumentValueError, "softcap: expected a finite number above 0 that float32"),
+    "a cap below float32": ({"softcap": 1e-320}, kvdock.ArgumentValueError, "softcap: expected a finite number above 0 that float32"),
     "causal by a number": ({"causal": 1}, kvdock.ArgumentValueError, "causal: expected True or False"),
     "another dtype": ({"q": torch.zeros(3, 4, 8, dtype=torch.float16)}, kvdock.ArgumentTypeError, "q: expected torch.float32"),
     "no tensor": ({"q": None}, kvdock.ArgumentTypeError, "q: expected a torch.Tensor"),
@@ -131,6 +135,14 @@ def test_what_is_wrong_is_refused_before_anything_is_written(name: str, return_l
     with pytest.raises(error, match=f"paged_attention: {text}"):
         kvdock.ops.paged_attention(**plain(**changed), out=out, return_lse=return_lse)
     assert bool((out == 7).all())
+
+
+@pytest.mark.parametrize("backend", ["cpu", "portable"])
+@pytest.mark.parametrize("window", [2**62, 2**63, 2**70])
+def test_a_window_may_be_any_int(backend: str, window: int) -> None:
+    args = plain()
+    with kvdock.use_backend(backend):
+        assert torch.equal(kvdock.ops.paged_attention(**args, window=window), kvdock.ops.paged_attention(**args))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "portable"])
