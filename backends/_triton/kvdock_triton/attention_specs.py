@@ -45,6 +45,9 @@ WARP_ELEMENTS = 2048
 
 MOST_WARPS = 8
 
+JOINED, MOST_JOINED = 4096, 32
+"""Elements of the parts of a row that are joined at once, and parts at most."""
+
 MAPPED_POOLS = {"k_map": "k_cache", "v_map": "v_cache"}
 """The cache that each parameter is a map of."""
 
@@ -233,7 +236,8 @@ def join_spec(request: Request) -> KernelSpec:
 
 def join_few_spec(request: Request, attend: KernelSpec, early: bool = False) -> KernelSpec:
     """Return what joins the parts of an `attend_few_kernel`; ``early`` as in `attend_spec`."""
-    constants = {name: attend.constant(name) for name in ("GROUP", "SHARE", "TILE", "ROWS")} | {"STEP": 32, "EARLY": early}
+    constants = {name: attend.constant(name) for name in ("GROUP", "SHARE", "TILE", "ROWS")}
+    constants |= {"STEP": JOINED // max(attend.constant("V_WIDE"), JOINED // MOST_JOINED), "EARLY": early}
     return _join_spec(request, join_few_kernel, constants, (), early)
 
 
