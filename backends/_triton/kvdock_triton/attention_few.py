@@ -82,6 +82,7 @@ def attend_few_kernel(
     KEYS: tl.constexpr,
     UNIT: tl.constexpr,
     LEAST: tl.constexpr,
+    LANES: tl.constexpr,
     WITHIN: tl.constexpr,
     WIDEN: tl.constexpr,
     MAPPED: tl.constexpr,
@@ -96,7 +97,7 @@ def attend_few_kernel(
     SEGMENTS: tl.constexpr = HEADS * SHARES  # noqa: N806 - likewise
     rows = (lens, cu, starts, lens_step, cu_step, starts_step, queries, room)
     batch = batch.to(tl.int32)
-    first_units = units_from(batch * 0, batch, rows, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT)
+    first_units = units_from(batch * 0, batch, rows, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT, LANES)
     place = tl.program_id(0)
     wanted = tl.num_programs(0)
     piece = tl.program_id(1)
@@ -139,7 +140,7 @@ def attend_few_kernel(
         first_units, wanted, each, batch, rows, SEGMENTS, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT, LEAST
     )
     left, within, row, segment, offset = find_units(
-        place, piece, pieces, each, chunk, longest, everything, batch, rows, SEGMENTS, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT
+        place, piece, pieces, each, chunk, longest, everything, batch, rows, SEGMENTS, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT, LANES
     )
     if (left <= 0) & (pieces > 1):  # what joins goes over it
         tl.store(sums + 2 * program.to(tl.int64) * ROWS + r, tl.full([ROWS], float("-inf"), tl.float32))
@@ -294,7 +295,7 @@ def attend_few_kernel(
             opens = offset == 0
             column = tl.where(opens, begin // BLOCK_SIZE, (chunk_begin + BLOCK_SIZE - 1) // BLOCK_SIZE)
             behind = (chunk_end + BLOCK_SIZE - 1) // BLOCK_SIZE
-            count_bad(skipped, row_table, table_column, opens & (said != length), column, behind, num_blocks, 128)
+            count_bad(skipped, row_table, table_column, opens & (said != length), column, behind, num_blocks, 4 * LANES)
         left -= taken
         within += taken
         offset += taken

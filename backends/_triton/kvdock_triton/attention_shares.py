@@ -27,9 +27,6 @@ __all__ = ["ENDING", "LEAST_KEYS", "find_units", "program_of", "queries_of", "sh
 LEAST_KEYS = tl.constexpr(16)
 """Of which the keys of a tile are a multiple: what matrix units take."""
 
-ROWS = tl.constexpr(32)
-"""Rows whose lengths are looked at at once: one for each lane, since code that runs once takes long for being read."""
-
 ENDING = tl.constexpr(3)
 """What is behind the first piece of a chunk is this power of a half of it."""
 
@@ -98,12 +95,21 @@ def units_from(
     STARTS: tl.constexpr,
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Return the units of `ROWS` rows, 0 for those behind the last: their sum has room in 32 bits."""
+    """Return the units of ``ROWS`` rows, 0 for those behind the last.
+
+    One for each lane, since code that runs once takes long for being read. The sum of 32 has room in 32 bits.
+    """
     row = start + tl.arange(0, ROWS)
     there = row < batch
     _, _, _, _, begin, end = queries_of(row, there, rows, CAUSAL, WINDOW, RAGGED, STARTS, TILE)
-    return tl.where(there, units_of(begin, end, UNIT), 0).to(tl.uint32)
+    units = tl.where(there, units_of(begin, end, UNIT), 0)
+    if ROWS > 32:
+        units = units.to(tl.int64)
+    else:
+        units = units.to(tl.uint32)
+    return units
 
 
 @triton.jit
@@ -127,10 +133,11 @@ def share_out(
     There are ``wanted`` chunks at most, ``each`` of a segment where there are enough. One has ``LEAST`` keys at least. The units of the
     ``first`` rows are known: what is loaded before all else is not waited for as long.
     """
+    ROWS: tl.constexpr = first.shape[0]  # noqa: N806 - a constant of Triton's
     longest = tl.max(first, 0).to(tl.int32)
     total = tl.sum(first, 0).to(tl.int64)
     for start in range(ROWS, batch, ROWS):
-        units = units_from(start, batch, rows, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT)
+        units = units_from(start, batch, rows, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT, ROWS)
         longest = tl.maximum(longest, tl.max(units, 0).to(tl.int32))
         total += tl.sum(units, 0).to(tl.int64)
     least: tl.constexpr = (LEAST + UNIT - 1) // UNIT
@@ -162,6 +169,7 @@ def find_units(
     STARTS: tl.constexpr,
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """Return how many units a piece of a chunk has, and where they begin: in the chunk, the row, the segment of it, and in that."""
     row = place * 0
@@ -179,7 +187,7 @@ def find_units(
         passed = unit * 0
         before = unit * 0
         for start in range(0, batch, ROWS):
-            units = units_from(start, batch, rows, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT)
+            units = units_from(start, batch, rows, CAUSAL, WINDOW, RAGGED, STARTS, TILE, UNIT, ROWS)
             ends = passed + tl.cumsum(units, 0).to(tl.int64) * SEGMENTS
             is_before = (ends <= unit) & (units > 0)
             row += tl.sum(is_before.to(tl.int32), 0)

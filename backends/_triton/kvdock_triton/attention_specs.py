@@ -206,6 +206,7 @@ def attend_spec(request: Request, tile: AttentionTile, many: bool, within: bool 
     types = {name: found for name, found in types.items() if name in kernel.arg_names and name not in absent}
     least = 4 if len(pools) < 2 else shape["ROWS"] * constants["V_WIDE"] // WARP_ELEMENTS  # narrow accesses need an address each
     warps = min(max(tile.warps, least), MOST_WARPS)
+    constants |= {} if many else {"LANES": 32 * warps}
     resident = tile.programs if not many and tile.pieces > 1 else None
     return KernelSpec.build(kernel, types, constants, aligned, warps, tile.stages, resident=resident)
 
