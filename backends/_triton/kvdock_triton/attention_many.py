@@ -322,5 +322,5 @@ def attend_many_kernel(
         LSE=LSE,
     )
     if (place == 0) & (kv_head + share + split == 0):
-        looked_at = looked_from // BLOCK_SIZE, (length + BLOCK_SIZE - 1) // BLOCK_SIZE
-        count_bad(skipped, table, table_column, said != length, looked_at[0], looked_at[1], num_blocks, 512)
+        past = (tl.minimum(said, room).to(tl.int32) + BLOCK_SIZE - 1) // BLOCK_SIZE  # not by the length, which would be kept until here
+        count_bad(skipped, table, table_column, (said < 0) | (said > room), looked_from // BLOCK_SIZE, past, num_blocks, 512)
