@@ -177,7 +177,7 @@ def check_layer(owner: str, layer: object, num_layers: int) -> int:
         IndexRangeError: it is out of range.
     """
     if isinstance(layer, bool) or not isinstance(layer, int):
-        raise ArgumentTypeError(f"{owner}: layer", expected=f"an int from 0 to {num_layers - 1}", got=repr(layer))
+        raise ArgumentTypeError(f"{owner}: layer", expected=f"an int from 0 to {num_layers - 1}", got=repr(layer), fix="pass a plain int")
     if not 0 <= layer < num_layers:
         raise IndexRangeError(
             f"{owner}: layer", expected=f"0 to {num_layers - 1}", got=layer, fix="count layers from 0; this cache has as many as its KVSpec"

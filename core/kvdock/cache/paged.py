@@ -58,6 +58,7 @@ class PagedKVCache(GroupedCache):
                 "PagedKVCacheConfig: cache_dtype",
                 expected=f"{spec.dtype}, the model's own",
                 got=f"{self._dtype}: only a quantised cache may differ, and those are not there yet",
+                fix="leave cache_dtype out, and give the KVSpec the dtype",
             )
         self._grouping = grouping(spec, config, rank, is_one_memory=isinstance(tensors, torch.Tensor))
         self._sources, self._numbers = sources(spec), group_numbers(self.groups)

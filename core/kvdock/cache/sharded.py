@@ -118,7 +118,8 @@ class ShardedKVCache:
     def _shard(self, index: int) -> StaticKVCache:
         shards = self.shards
         if isinstance(index, bool) or not isinstance(index, int):
-            raise ArgumentTypeError("ShardedKVCache: shard", expected=f"an int from 0 to {len(shards) - 1}", got=repr(index))
+            expected = f"an int from 0 to {len(shards) - 1}"
+            raise ArgumentTypeError("ShardedKVCache: shard", expected=expected, got=repr(index), fix="pass a plain int")
         if not 0 <= index < len(shards):
             raise IndexRangeError(
                 "ShardedKVCache: shard", expected=f"0 to {len(shards) - 1}", got=index, fix="count shards from 0, in the order of devices"

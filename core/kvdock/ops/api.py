@@ -170,14 +170,13 @@ def pairs_tensor(block_pairs: BlockPairs, op: str = "copy_blocks_") -> torch.Ten
         return torch.as_tensor(block_pairs, device="cpu") if len(block_pairs) else torch.zeros((0, 2), dtype=torch.int64, device="cpu")
     try:
         pairs = np.array(block_pairs, order="C")  # a copy: torch shares memory, and would ask for a writable array
+        if pairs.size and pairs.dtype.kind not in "iu":
+            raise TypeError(pairs.dtype)
         return torch.from_numpy(pairs) if pairs.size else torch.zeros((0, 2), dtype=torch.int64, device="cpu")
     except (TypeError, ValueError) as error:
-        raise (ArgumentTypeError if isinstance(block_pairs, str) else ArgumentValueError)(
-            f"{op}: block_pairs",
-            expected="[N, 2] integers (src, dst)",
-            got=repr(block_pairs)[:80],
-            fix="pass a list of pairs, or an integer array or tensor of shape [N, 2]",
-        ) from error
+        kind = ArgumentTypeError if isinstance(error, TypeError) else ArgumentValueError
+        fix = "pass a list of pairs, or an integer array or tensor of shape [N, 2]"
+        raise kind(f"{op}: block_pairs", expected="[N, 2] integers (src, dst)", got=repr(block_pairs)[:80], fix=fix) from error
 
 
 def swap_blocks_(src_cache: torch.Tensor, dst_cache: torch.Tensor, block_pairs: BlockPairs) -> None:

@@ -40,7 +40,7 @@ def _expect_bool(value: Any) -> str:
 
 def _expect_window(value: Any) -> str:
     is_int = isinstance(value, int) and not isinstance(value, bool)
-    return "" if value is None or (is_int and value > 0) else "at least 1 key, or None for all"
+    return "" if value is None or (is_int and value > 0) else "an int of at least 1 key, or None for all"
 
 
 def _expect_softcap(value: Any) -> str:

@@ -110,11 +110,9 @@ class OpDispatcher(Shared):
         against = _kernel_reasons(request, portable, PORTABLE)
         if portable is not None and not against:
             return Selection(portable, PORTABLE, choice, request.device, rejected)
-        raise UnsupportedError(
-            f"{request.op} on {request.device}",
-            expected="a request that some kernel serves",
-            got="; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in (*rejected, (PORTABLE, against))),
-        )
+        got = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in (*rejected, (PORTABLE, against)))
+        fix = "change what the reasons name, or install a backend that serves it; bytes of any dtype can be moved, by .view(torch.uint8)"
+        raise UnsupportedError(f"{request.op} on {request.device}", expected="a request that some kernel serves", got=got, fix=fix)
 
     def prepare(self, request: Request, selection: Selection) -> Descriptor:
         """Make the descriptor for a request, on its device.

@@ -12,10 +12,13 @@ import torch
 
 from kvdock.errors import ArgumentValueError
 
-__all__ = ["MAX_ALIGNMENT", "alignment_of", "extent", "has_internal_overlap", "normalised", "ranges_overlap", "share_memory"]
+__all__ = ["LOWEST", "MAX_ALIGNMENT", "alignment_of", "extent", "has_internal_overlap", "normalised", "ranges_overlap", "share_memory"]
 
 MAX_ALIGNMENT = 16
 """Bytes. No device kvdock knows moves more than 16 bytes in one memory instruction of a thread."""
+
+LOWEST = 1 << 22
+"""Below this address no program has memory: what seems to lie there is an offset in a storage that was given back."""
 
 
 def alignment_of(numbers: Iterable[int]) -> int:

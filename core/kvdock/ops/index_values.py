@@ -74,7 +74,7 @@ def check_lengths(op: str, lengths: Sequence[int], new: int, capacity: int) -> l
                 f"{op}: cache_lengths[{row}]" if len(lengths) > 1 else f"{op}: cache_lengths",
                 expected=f"{room}: {new} new positions must fit into {capacity}",
                 got=length,
-                fix="make the cache longer (max_cache_len), or pass fewer new positions",
+                fix="count positions from 0" if length < 0 else "make the cache longer (max_cache_len), or pass fewer new positions",
             )
     return []
 
@@ -168,5 +168,5 @@ def _pair_error(op: str, pairs: torch.Tensor, sources: set[int]) -> ArgumentValu
         f"{op}: block_pairs[{row}]",
         expected=f"destinations that occur once{' and are no source' * bool(sources)}, so that the order of copies does not matter",
         got=f"destination {dst} {'twice' if twice else 'also as a source'}",
-        fix="drop the doubled pair" if twice else "split chained copies into two calls",
+        fix="drop the doubled pair" if twice else "drop the pair" if pairs[row, 0] == dst else "split chained copies into two calls",
     )

@@ -56,7 +56,8 @@ def check_overlap(schema: OpSchema, tensors: dict[str, torch.Tensor]) -> None:
         target = tensors[written]
         if share_memory(target, tensor) if name in mutated else ranges_overlap(target, tensor):
             got = f"address {tensor.data_ptr():#x} within {written} from {target.data_ptr():#x}"
-            fix = f"pass two tensors for {written} and {name}" if name in mutated else schema.instead or f"{name}.clone()"
+            is_own = name in mutated or schema.arg(written).returned  # to clone a pool would be dear, where another output does
+            fix = f"pass two tensors for {written} and {name}" if is_own else schema.instead or f"{name}.clone()"
             refuse(ArgumentValueError, schema, name, f"memory outside {written}, which is written", got, fix)
 
 

@@ -24,7 +24,7 @@ def merge_attention(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple
         ``(out, lse)`` of all, new tensors in the dtypes of the parts.
 
     Raises:
-        ArgumentTypeError: the parts are no pairs of tensors.
+        ArgumentTypeError: the parts are no sequence of pairs of tensors.
         ArgumentValueError: there is none, or their dtypes, shapes or devices do not agree.
     """
     _check(parts)
@@ -38,11 +38,10 @@ def merge_attention(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple
 
 def _check(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     fix = "pass what paged_attention returned with return_lse=True, for each part"
-    for place, part in enumerate(parts):
+    for place, part in enumerate(parts if isinstance(parts, Sequence) else [parts]):
         if not (isinstance(part, (tuple, list)) and len(part) == 2 and all(isinstance(one, torch.Tensor) for one in part)):
-            raise ArgumentTypeError(
-                f"merge_attention: parts[{place}]", expected="two tensors, (out, lse)", got=type(part).__name__, fix=fix
-            )
+            subject, expected = f"merge_attention: parts[{place}]", "two tensors, (out, lse)"
+            raise ArgumentTypeError(subject, expected=expected, got=type(part).__name__, fix=fix)
         for name, one, like in (("out", part[0], parts[0][0]), ("lse", part[1], parts[0][1])):
             if one.dtype != like.dtype or one.shape != like.shape or one.device != like.device:
                 subject, got = f"merge_attention: parts[{place}]: {name}", f"{one.dtype} {list(one.shape)} on {one.device}"

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from kvdock.descriptors.lru import Entry, LRUDescriptorCache
-from kvdock.ops.geometry import MAX_ALIGNMENT, alignment_of, extent
+from kvdock.ops.geometry import LOWEST, MAX_ALIGNMENT, alignment_of, extent
 from kvdock.ops.guards import Guard, make_guard, never
 from kvdock.ops.schema import Arg, Dim, OpSchema, Role
 from kvdock.ops.variants import Variant
@@ -93,7 +93,7 @@ class Pools:
         written = [each for name, each in zip(self._names, ranges, strict=True) if name in self._written]
         low, high = (min(a for a, _ in written), max(b for _, b in written)) if written else (0, 0)
         apart = all(a[1] <= b[0] or b[1] <= a[0] for a, b in itertools.combinations(written, 2))
-        plain = apart and all(starts) and not any(start % MAX_ALIGNMENT for start in starts)
+        plain = apart and min(starts) >= LOWEST and not any(start % MAX_ALIGNMENT for start in starts)
         place = self.places[starts[0]] = (*(address for each in ranges for address in each), low, high, plain)
         return place
 
@@ -297,7 +297,7 @@ class _OptionalTensors:
             if not all(tensor.shape) or any(sizes.setdefault(d.name, n) != n for d, n in zip(dims, tensor.shape, strict=True) if d.runtime):
                 return None
             at, size = tensor.data_ptr(), tensor.element_size()
-            if at < high and low < at + extent(tensor):
+            if at < LOWEST or (at < high and low < at + extent(tensor)):
                 return None
             steps = [step * size for n, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n > 1]
             classes.append(alignment_of([at] if is_static else [at, _full_alignment(dims, tensor), *steps]))

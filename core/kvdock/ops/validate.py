@@ -116,7 +116,8 @@ def _check_plain(schema: OpSchema, arg: Arg, value: Any) -> None:
         _refuse(ArgumentTypeError, schema, arg.name, "a hashable value", got, "pass a tuple in place of a list")
     expected = arg.expects(value) if arg.expects is not None else ""
     if expected:
-        _refuse(ArgumentValueError, schema, arg.name, expected, got, f"see {schema.name} in the reference")
+        fix = f"{arg.name}.item()" if hasattr(value, "item") else f"pass such a value, or leave {arg.name} out"
+        _refuse(ArgumentValueError, schema, arg.name, expected, got, fix)
 
 
 def _check_device(schema: OpSchema, arg: Arg, tensor: torch.Tensor, device: torch.device, first: str) -> None:
@@ -142,7 +143,7 @@ def _check_same_dtype(schema: OpSchema, arg: Arg, args: dict[str, Any]) -> None:
 
 
 def _one_of(arg: Arg) -> str:
-    return "one of " + ", ".join(map(str, arg.dtypes))
+    return "one of " + ", ".join(str(dtype) for dtype in arg.dtypes if dtype not in QUANTISED_DTYPES)
 
 
 def _is_scaled(schema: OpSchema, cache: str, args: dict[str, Any]) -> bool:

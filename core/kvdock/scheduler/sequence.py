@@ -123,8 +123,8 @@ class CacheSequence(Owner):
         row = self._live("slot_mapping")
         start, stop = (index_of(f"CacheSequence.slot_mapping: {name}", value) for name, value in (("start", start), ("stop", stop)))
         if not 0 <= start <= stop <= self.num_tokens:
-            expected = f"0 <= start <= stop <= {self.num_tokens}"
-            raise IndexRangeError("CacheSequence.slot_mapping", expected=expected, got=f"start={start}, stop={stop}")
+            expected, fix = f"0 <= start <= stop <= {self.num_tokens}", "make room by CacheManager.extend first"
+            raise IndexRangeError("CacheSequence.slot_mapping", expected=expected, got=f"start={start}, stop={stop}", fix=fix)
         table = self._pool.table("CacheSequence.slot_mapping: group", group)
         return table.slots(np.array([row]), np.array([start]), np.array([stop - start]))
 

@@ -85,7 +85,7 @@ def test_views_show_what_later_writes_do(ops: kvdock.OpDispatcher) -> None:
 
 
 BAD_LENGTHS = {
-    "negative": (-1, 2, "cache_lengths: expected between 0 and 8.*got -1"),
+    "negative": (-1, 2, "cache_lengths: expected between 0 and 8.*got -1. Fix: count positions from 0"),
     "one past full": (9, 2, "cache_lengths: expected between 0 and 8: 2 new positions must fit into 10, got 9"),
     "far past full": (2**40, 2, "got 1099511627776"),
     "more than a row in one call": (0, 11, "11 new positions must fit into 10"),

@@ -57,7 +57,8 @@ BAD_GATHER = {
         lambda a: {"out": (a.out[0].repeat(1, 1, 2)[..., ::2], a.out[1])},
     ),
     "out within the cache": Bad(
-        "k_cache: expected memory outside k_out, which is written, got address * within k_out from *. Fix: k_cache.clone()",
+        "k_cache: expected memory outside k_out, which is written, got address * within k_out from *. Fix: pass two "
+        "tensors for k_out and k_cache",
         lambda a: {"out": (a.k_cache[0, :3], a.out[1])},
     ),
     "out in the place of the slots": Bad(
@@ -133,16 +134,19 @@ BAD_COPY = {
         "block_pairs: expected [N, 2] integers (src, dst), got [('a', 'b')]. Fix: pass a list of pairs, or an integer "
         "array or tensor of shape [N, 2]",
         lambda _: {"block_pairs": [("a", "b")]},
+        TYPE,
     ),
     "nothing": Bad(
         "block_pairs: expected [N, 2] integers (src, dst), got None. Fix: pass a list of pairs, or an integer array or "
         "tensor of shape [N, 2]",
         lambda _: {"block_pairs": None},
+        TYPE,
     ),
     "integers beyond 64 bits": Bad(
         "block_pairs: expected [N, 2] integers (src, dst), got [(0, 1208925819614629174706176)]. Fix: pass a list of "
         "pairs, or an integer array or tensor of shape [N, 2]",
         lambda _: {"block_pairs": [(0, 2**80)]},
+        TYPE,
     ),
     "floats": Bad(
         "block_pairs: expected one of torch.int32, torch.int64, got torch.float64. Fix: block_pairs.to(torch.int64), if "
@@ -151,8 +155,8 @@ BAD_COPY = {
         TYPE,
     ),
     "floats in a list": Bad(
-        "block_pairs: expected one of torch.int32, torch.int64, got torch.float64. Fix: block_pairs.to(torch.int64), if "
-        "that keeps its meaning",
+        "block_pairs: expected [N, 2] integers (src, dst), got [(0.0, 5.0)]. Fix: pass a list of pairs, or an integer "
+        "array or tensor of shape [N, 2]",
         lambda _: {"block_pairs": [(0.0, 5.0)]},
         TYPE,
     ),

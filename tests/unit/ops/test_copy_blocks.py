@@ -50,7 +50,7 @@ DEPENDENT = {
     "chained": ([[0, 1], [1, 2]], 0, "destination 1 also as a source", "split chained copies into two calls"),
     "chained backwards": ([[1, 2], [0, 1]], 1, "destination 1 also as a source", "split chained copies into two calls"),
     "swapped": ([[0, 1], [1, 0]], 0, "destination 1 also as a source", "split chained copies into two calls"),
-    "onto itself": ([[3, 3]], 0, "destination 3 also as a source", "split chained copies into two calls"),
+    "onto itself": ([[3, 3]], 0, "destination 3 also as a source", "drop the pair"),
 }
 
 

@@ -142,7 +142,8 @@ def test_a_request_that_nobody_serves_lists_every_reason() -> None:
         kvdock.ops.copy_blocks_(*caches, [(0, 1)])
     assert str(caught.value) == (
         "copy_blocks_ on cpu: expected a request that some kernel serves, got acme: acme stores torch.float16, not torch.int8; "
-        "portable: quantised caches (torch.int8) are not there yet"
+        "portable: quantised caches (torch.int8) are not there yet. Fix: change what the reasons name, or install a backend that "
+        "serves it; bytes of any dtype can be moved, by .view(torch.uint8)"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -113,8 +114,10 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         kvdock.ArgumentValueError,
         "cu_query_lens: expected one number more",
     ),
-    "a window of 0": ({"window": 0}, kvdock.ArgumentValueError, "window: expected at least 1 key, or None for all, got int 0"),
-    "a window of True": ({"window": True}, kvdock.ArgumentValueError, "window: expected at least 1 key"),
+    "a window of 0": ({"window": 0}, kvdock.ArgumentValueError, "window: expected an int of at least 1 key, or None for all, got int 0"),
+    "a window of True": ({"window": True}, kvdock.ArgumentValueError, "window: expected an int of at least 1 key"),
+    "a window of numpy's": ({"window": np.int64(3)}, kvdock.ArgumentValueError, r".* got int64 np.int64\(3\). Fix: window.item\(\)$"),
+    "a window of words": ({"window": "3"}, kvdock.ArgumentValueError, ".* got str '3'. Fix: pass such a value, or leave window out$"),
     "a negative cap": ({"softcap": -1.0}, kvdock.ArgumentValueError, "softcap: expected a finite number above 0"),
     "a scale of nan": ({"scale": float("nan")}, kvdock.ArgumentValueError, "scale: expected a finite number"),
     "an int that no float has room for as a scale": ({"scale": 10**400}, kvdock.ArgumentValueError, "scale: expected a finite number"),
@@ -191,6 +194,8 @@ def test_parts_of_the_keys_are_merged() -> None:
     [
         ([], kvdock.ArgumentValueError, "parts: expected .* at least once, got none"),
         ([3], kvdock.ArgumentTypeError, r"parts\[0\]: expected two tensors"),
+        (None, kvdock.ArgumentTypeError, r"parts\[0\]: expected two tensors, \(out, lse\), got NoneType"),
+        (iter(()), kvdock.ArgumentTypeError, r"parts\[0\]: expected two tensors, \(out, lse\), got tuple_iterator"),
         ([(torch.zeros(2, 3, 4), torch.zeros(3, 2))], kvdock.ArgumentValueError, "parts: expected"),
         (
             [(torch.zeros(2, 3, 4), torch.zeros(2, 3)), (torch.zeros(2, 3, 5), torch.zeros(2, 3))],

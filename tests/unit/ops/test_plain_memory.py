@@ -135,6 +135,26 @@ def test_memory_that_was_given_back_is_refused(target: Target, op: str) -> None:
 
 
 @pytest.mark.parametrize("op", CATALOG)
+def test_a_part_of_memory_that_was_given_back_is_refused_by_known_calls(target: Target, op: str) -> None:
+    """Its address is not 0, but its offset."""
+    for name in tensors(op):
+        if CATALOG[op].arg(name).scale_of:
+            continue  # no call that has one is served
+        args = arguments(target, op, name)
+        if name == "cu_query_lens":
+            args[name][-1] = args["q"].shape[0]
+        if op == "copy_blocks_":
+            args["block_pairs"] = torch.tensor([[0, 1]], device=target.device)
+        for _ in range(6):
+            target.runtime.dispatcher.op(op)(*args.values())
+        whole = torch.cat([args[name].flatten(), args[name].flatten()])
+        part = whole[args[name].numel() :].view(args[name].shape)
+        whole.untyped_storage().resize_(0)
+        assert part.data_ptr() == part.storage_offset() * part.element_size() > 0
+        assert refused(target, op, args | {name: part}, name).got == "one of 0"
+
+
+@pytest.mark.parametrize("op", CATALOG)
 def test_parameters_and_buffers_are_memory(target: Target, op: str) -> None:
     for kind in (lambda t: torch.nn.Parameter(t, False), torch.nn.Buffer):
         args = arguments(target, op)

@@ -216,7 +216,10 @@ CALLS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "pin: a truth": (lambda manager, seq: manager.pin([1, 2], ttl=True), "CacheManager.pin: ttl: "),
     "pin: text": (lambda manager, seq: manager.pin([1, 2], ttl="1"), "CacheManager.pin: ttl: "),
     "reset": (lambda manager, seq: manager.reset(), "CacheManager.reset: "),
-    "slot_mapping": (lambda manager, seq: seq.slot_mapping(0, 6), "CacheSequence.slot_mapping: expected 0 <= start <= stop <= 5"),
+    "slot_mapping": (
+        lambda manager, seq: seq.slot_mapping(0, 6),
+        "CacheSequence.slot_mapping: expected 0 <= start <= stop <= 5, got start=0, stop=6. Fix: make room by",
+    ),
     "slot_mapping: start": (lambda manager, seq: seq.slot_mapping(None, 1), "CacheSequence.slot_mapping: start: "),
     "slot_mapping: stop": (lambda manager, seq: seq.slot_mapping(0, True), "CacheSequence.slot_mapping: stop: "),
     "slot_mapping: a float": (lambda manager, seq: seq.slot_mapping(0.0, 1), "CacheSequence.slot_mapping: start: "),

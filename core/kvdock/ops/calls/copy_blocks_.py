@@ -45,9 +45,9 @@ def make(op):
             high = v_cache_end
         if (
             not N
-            or not block_pairs_ptr
-            or not k_cache_ptr
-            or not v_cache_ptr
+            or block_pairs_ptr < 4194304
+            or k_cache_ptr < 4194304
+            or v_cache_ptr < 4194304
             or (
                 k_cache_ptr < v_cache_end
                 and v_cache_ptr < k_cache_end
@@ -136,7 +136,7 @@ def make(op):
                     block_pairs_ptr = block_pairs.data_ptr()
                     if (
                         N > N_least
-                        and block_pairs_ptr
+                        and block_pairs_ptr >= 4194304
                         and not (
                             (block_pairs_ptr) & 15
                             or (
@@ -194,7 +194,7 @@ def make(op):
                     block_pairs_ptr = block_pairs.data_ptr()
                     if (
                         N > N_least
-                        and block_pairs_ptr
+                        and block_pairs_ptr >= 4194304
                         and not (
                             (block_pairs_ptr) & 15
                             or (

@@ -75,11 +75,11 @@ def make(op):
                 high = v_out_end
             if (
                 not lead0
-                or not slot_mapping_ptr
-                or not k_out_ptr
-                or not v_out_ptr
-                or not k_cache_ptr
-                or not v_cache_ptr
+                or slot_mapping_ptr < 4194304
+                or k_out_ptr < 4194304
+                or v_out_ptr < 4194304
+                or k_cache_ptr < 4194304
+                or v_cache_ptr < 4194304
                 or slot_mapping_ptr & (slot_mapping_size - 1)
                 or k_out_n0 != lead0
                 or v_out_n0 != lead0
@@ -221,11 +221,11 @@ def make(op):
         if (
             not lead0
             or not lead1
-            or not slot_mapping_ptr
-            or not k_out_ptr
-            or not v_out_ptr
-            or not k_cache_ptr
-            or not v_cache_ptr
+            or slot_mapping_ptr < 4194304
+            or k_out_ptr < 4194304
+            or v_out_ptr < 4194304
+            or k_cache_ptr < 4194304
+            or v_cache_ptr < 4194304
             or slot_mapping_ptr & (slot_mapping_size - 1)
             or k_out_n0 != lead0
             or k_out_n1 != lead1
@@ -434,9 +434,9 @@ def make(op):
                                 continue
                         if (
                             lead0 > lead0_least
-                            and slot_mapping_ptr
-                            and k_out_ptr
-                            and v_out_ptr
+                            and slot_mapping_ptr >= 4194304
+                            and k_out_ptr >= 4194304
+                            and v_out_ptr >= 4194304
                             and not ((k_out_ptr | v_out_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
                         ):
                             entry.used = cache.clock = cache.clock + 1
@@ -522,9 +522,9 @@ def make(op):
                     if (
                         lead0 > lead0_least
                         and lead1 > lead1_least
-                        and slot_mapping_ptr
-                        and k_out_ptr
-                        and v_out_ptr
+                        and slot_mapping_ptr >= 4194304
+                        and k_out_ptr >= 4194304
+                        and v_out_ptr >= 4194304
                         and not ((k_out_ptr | v_out_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
                     ):
                         entry.used = cache.clock = cache.clock + 1
@@ -643,9 +643,9 @@ def make(op):
                                 continue
                         if (
                             lead0 > lead0_least
-                            and slot_mapping_ptr
-                            and k_out_ptr
-                            and v_out_ptr
+                            and slot_mapping_ptr >= 4194304
+                            and k_out_ptr >= 4194304
+                            and v_out_ptr >= 4194304
                             and not ((k_out_ptr | v_out_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
                         ):
                             entry.used = cache.clock = cache.clock + 1
@@ -731,9 +731,9 @@ def make(op):
                     if (
                         lead0 > lead0_least
                         and lead1 > lead1_least
-                        and slot_mapping_ptr
-                        and k_out_ptr
-                        and v_out_ptr
+                        and slot_mapping_ptr >= 4194304
+                        and k_out_ptr >= 4194304
+                        and v_out_ptr >= 4194304
                         and not ((k_out_ptr | v_out_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
                     ):
                         entry.used = cache.clock = cache.clock + 1

@@ -57,10 +57,10 @@ def make(op):
             high = kv_cache_end
             if (
                 not lead0
-                or not kv_c_ptr
-                or not k_pe_ptr
-                or not slot_mapping_ptr
-                or not kv_cache_ptr
+                or kv_c_ptr < 4194304
+                or k_pe_ptr < 4194304
+                or slot_mapping_ptr < 4194304
+                or kv_cache_ptr < 4194304
                 or k_pe_n0 != lead0
                 or slot_mapping_n0 != lead0
                 or slot_mapping_ptr & (slot_mapping_size - 1)
@@ -150,10 +150,10 @@ def make(op):
         if (
             not lead0
             or not lead1
-            or not kv_c_ptr
-            or not k_pe_ptr
-            or not slot_mapping_ptr
-            or not kv_cache_ptr
+            or kv_c_ptr < 4194304
+            or k_pe_ptr < 4194304
+            or slot_mapping_ptr < 4194304
+            or kv_cache_ptr < 4194304
             or k_pe_n0 != lead0
             or k_pe_n1 != lead1
             or slot_mapping_n0 != lead0
@@ -268,9 +268,9 @@ def make(op):
                         slot_mapping_ptr = slot_mapping.data_ptr()
                         if (
                             lead0 > lead0_least
-                            and kv_c_ptr
-                            and k_pe_ptr
-                            and slot_mapping_ptr
+                            and kv_c_ptr >= 4194304
+                            and k_pe_ptr >= 4194304
+                            and slot_mapping_ptr >= 4194304
                             and kv_c.numel() == lead0 * kv_c_row
                             and k_pe.numel() == lead0 * k_pe_row
                             and not (
@@ -312,9 +312,9 @@ def make(op):
                     if (
                         lead0 > lead0_least
                         and lead1 > lead1_least
-                        and kv_c_ptr
-                        and k_pe_ptr
-                        and slot_mapping_ptr
+                        and kv_c_ptr >= 4194304
+                        and k_pe_ptr >= 4194304
+                        and slot_mapping_ptr >= 4194304
                         and kv_c_n0 == lead0
                         and kv_c_n1 == lead1
                         and k_pe_n0 == lead0
@@ -387,9 +387,9 @@ def make(op):
                         slot_mapping_ptr = slot_mapping.data_ptr()
                         if (
                             lead0 > lead0_least
-                            and kv_c_ptr
-                            and k_pe_ptr
-                            and slot_mapping_ptr
+                            and kv_c_ptr >= 4194304
+                            and k_pe_ptr >= 4194304
+                            and slot_mapping_ptr >= 4194304
                             and kv_c.numel() == lead0 * kv_c_row
                             and k_pe.numel() == lead0 * k_pe_row
                             and not (
@@ -431,9 +431,9 @@ def make(op):
                     if (
                         lead0 > lead0_least
                         and lead1 > lead1_least
-                        and kv_c_ptr
-                        and k_pe_ptr
-                        and slot_mapping_ptr
+                        and kv_c_ptr >= 4194304
+                        and k_pe_ptr >= 4194304
+                        and slot_mapping_ptr >= 4194304
                         and kv_c_n0 == lead0
                         and kv_c_n1 == lead1
                         and k_pe_n0 == lead0

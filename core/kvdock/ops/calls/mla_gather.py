@@ -62,10 +62,10 @@ def make(op):
                 high = k_pe_out_end
             if (
                 not lead0
-                or not slot_mapping_ptr
-                or not kv_c_out_ptr
-                or not k_pe_out_ptr
-                or not kv_cache_ptr
+                or slot_mapping_ptr < 4194304
+                or kv_c_out_ptr < 4194304
+                or k_pe_out_ptr < 4194304
+                or kv_cache_ptr < 4194304
                 or slot_mapping_ptr & (slot_mapping_size - 1)
                 or kv_c_out_n0 != lead0
                 or k_pe_out_n0 != lead0
@@ -188,10 +188,10 @@ def make(op):
         if (
             not lead0
             or not lead1
-            or not slot_mapping_ptr
-            or not kv_c_out_ptr
-            or not k_pe_out_ptr
-            or not kv_cache_ptr
+            or slot_mapping_ptr < 4194304
+            or kv_c_out_ptr < 4194304
+            or k_pe_out_ptr < 4194304
+            or kv_cache_ptr < 4194304
             or slot_mapping_ptr & (slot_mapping_size - 1)
             or kv_c_out_n0 != lead0
             or kv_c_out_n1 != lead1
@@ -361,9 +361,9 @@ def make(op):
                             continue
                         if (
                             lead0 > lead0_least
-                            and slot_mapping_ptr
-                            and kv_c_out_ptr
-                            and k_pe_out_ptr
+                            and slot_mapping_ptr >= 4194304
+                            and kv_c_out_ptr >= 4194304
+                            and k_pe_out_ptr >= 4194304
                             and not ((kv_c_out_ptr | k_pe_out_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
                         ):
                             entry.used = cache.clock = cache.clock + 1
@@ -436,9 +436,9 @@ def make(op):
                     if (
                         lead0 > lead0_least
                         and lead1 > lead1_least
-                        and slot_mapping_ptr
-                        and kv_c_out_ptr
-                        and k_pe_out_ptr
+                        and slot_mapping_ptr >= 4194304
+                        and kv_c_out_ptr >= 4194304
+                        and k_pe_out_ptr >= 4194304
                         and not ((kv_c_out_ptr | k_pe_out_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
                     ):
                         entry.used = cache.clock = cache.clock + 1
@@ -533,9 +533,9 @@ def make(op):
                             continue
                         if (
                             lead0 > lead0_least
-                            and slot_mapping_ptr
-                            and kv_c_out_ptr
-                            and k_pe_out_ptr
+                            and slot_mapping_ptr >= 4194304
+                            and kv_c_out_ptr >= 4194304
+                            and k_pe_out_ptr >= 4194304
                             and not ((kv_c_out_ptr | k_pe_out_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
                         ):
                             entry.used = cache.clock = cache.clock + 1
@@ -608,9 +608,9 @@ def make(op):
                     if (
                         lead0 > lead0_least
                         and lead1 > lead1_least
-                        and slot_mapping_ptr
-                        and kv_c_out_ptr
-                        and k_pe_out_ptr
+                        and slot_mapping_ptr >= 4194304
+                        and kv_c_out_ptr >= 4194304
+                        and k_pe_out_ptr >= 4194304
                         and not ((kv_c_out_ptr | k_pe_out_ptr) & 15 or slot_mapping_ptr & slot_mapping_mask)
                     ):
                         entry.used = cache.clock = cache.clock + 1

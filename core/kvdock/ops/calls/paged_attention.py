@@ -190,12 +190,12 @@ def make(op):
             not N
             or not B
             or not W
-            or not q_ptr
-            or not block_table_ptr
-            or not seq_lens_ptr
-            or not out_ptr
-            or not k_cache_ptr
-            or not v_cache_ptr
+            or q_ptr < 4194304
+            or block_table_ptr < 4194304
+            or seq_lens_ptr < 4194304
+            or out_ptr < 4194304
+            or k_cache_ptr < 4194304
+            or v_cache_ptr < 4194304
             or block_table_ptr & (block_table_size - 1)
             or seq_lens_n0 != B
             or seq_lens_ptr & (seq_lens_size - 1)
@@ -603,10 +603,10 @@ def make(op):
                         N > N_least
                         and B > B_least
                         and W > W_least
-                        and q_ptr
-                        and block_table_ptr
-                        and seq_lens_ptr
-                        and out_ptr
+                        and q_ptr >= 4194304
+                        and block_table_ptr >= 4194304
+                        and seq_lens_ptr >= 4194304
+                        and out_ptr >= 4194304
                         and block_table_n0 == B
                         and not ((q_ptr | out_ptr) & 15 or block_table_ptr & block_table_mask or seq_lens_ptr & seq_lens_mask)
                         and (cu_query_lens is not None or N == B)
@@ -923,10 +923,10 @@ def make(op):
                         N > N_least
                         and B > B_least
                         and W > W_least
-                        and q_ptr
-                        and block_table_ptr
-                        and seq_lens_ptr
-                        and out_ptr
+                        and q_ptr >= 4194304
+                        and block_table_ptr >= 4194304
+                        and seq_lens_ptr >= 4194304
+                        and out_ptr >= 4194304
                         and block_table_n0 == B
                         and not ((q_ptr | out_ptr) & 15 or block_table_ptr & block_table_mask or seq_lens_ptr & seq_lens_mask)
                         and (cu_query_lens is not None or N == B)

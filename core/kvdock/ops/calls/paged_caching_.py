@@ -67,11 +67,11 @@ def make(op):
                 high = v_cache_end
             if (
                 not lead0
-                or not k_ptr
-                or not v_ptr
-                or not slot_mapping_ptr
-                or not k_cache_ptr
-                or not v_cache_ptr
+                or k_ptr < 4194304
+                or v_ptr < 4194304
+                or slot_mapping_ptr < 4194304
+                or k_cache_ptr < 4194304
+                or v_cache_ptr < 4194304
                 or v_n0 != lead0
                 or slot_mapping_n0 != lead0
                 or slot_mapping_ptr & (slot_mapping_size - 1)
@@ -201,11 +201,11 @@ def make(op):
         if (
             not lead0
             or not lead1
-            or not k_ptr
-            or not v_ptr
-            or not slot_mapping_ptr
-            or not k_cache_ptr
-            or not v_cache_ptr
+            or k_ptr < 4194304
+            or v_ptr < 4194304
+            or slot_mapping_ptr < 4194304
+            or k_cache_ptr < 4194304
+            or v_cache_ptr < 4194304
             or v_n0 != lead0
             or v_n1 != lead1
             or slot_mapping_n0 != lead0
@@ -352,9 +352,9 @@ def make(op):
                         slot_mapping_ptr = slot_mapping.data_ptr()
                         if (
                             lead0 > lead0_least
-                            and k_ptr
-                            and v_ptr
-                            and slot_mapping_ptr
+                            and k_ptr >= 4194304
+                            and v_ptr >= 4194304
+                            and slot_mapping_ptr >= 4194304
                             and k.numel() == lead0 * k_row
                             and v.numel() == lead0 * v_row
                             and not (
@@ -423,9 +423,9 @@ def make(op):
                     if (
                         lead0 > lead0_least
                         and lead1 > lead1_least
-                        and k_ptr
-                        and v_ptr
-                        and slot_mapping_ptr
+                        and k_ptr >= 4194304
+                        and v_ptr >= 4194304
+                        and slot_mapping_ptr >= 4194304
                         and k_n0 == lead0
                         and k_n1 == lead1
                         and v_n0 == lead0
@@ -524,9 +524,9 @@ def make(op):
                         slot_mapping_ptr = slot_mapping.data_ptr()
                         if (
                             lead0 > lead0_least
-                            and k_ptr
-                            and v_ptr
-                            and slot_mapping_ptr
+                            and k_ptr >= 4194304
+                            and v_ptr >= 4194304
+                            and slot_mapping_ptr >= 4194304
                             and k.numel() == lead0 * k_row
                             and v.numel() == lead0 * v_row
                             and not (
@@ -595,9 +595,9 @@ def make(op):
                     if (
                         lead0 > lead0_least
                         and lead1 > lead1_least
-                        and k_ptr
-                        and v_ptr
-                        and slot_mapping_ptr
+                        and k_ptr >= 4194304
+                        and v_ptr >= 4194304
+                        and slot_mapping_ptr >= 4194304
                         and k_n0 == lead0
                         and k_n1 == lead1
                         and v_n0 == lead0

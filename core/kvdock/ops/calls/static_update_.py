@@ -64,11 +64,11 @@ def make(op):
             if (
                 not b
                 or not s
-                or not k_ptr
-                or not v_ptr
-                or not cache_lengths_ptr
-                or not k_cache_ptr
-                or not v_cache_ptr
+                or k_ptr < 4194304
+                or v_ptr < 4194304
+                or cache_lengths_ptr < 4194304
+                or k_cache_ptr < 4194304
+                or v_cache_ptr < 4194304
                 or v_n0 != b
                 or v_n2 != s
                 or cache_lengths_ptr & (cache_lengths_size - 1)
@@ -192,11 +192,11 @@ def make(op):
             not b
             or not s
             or not n
-            or not k_ptr
-            or not v_ptr
-            or not cache_lengths_ptr
-            or not k_cache_ptr
-            or not v_cache_ptr
+            or k_ptr < 4194304
+            or v_ptr < 4194304
+            or cache_lengths_ptr < 4194304
+            or k_cache_ptr < 4194304
+            or v_cache_ptr < 4194304
             or v_n0 != b
             or v_n2 != s
             or cache_lengths_ptr & (cache_lengths_size - 1)
@@ -332,10 +332,10 @@ def make(op):
         if (
             not b
             or not s
-            or not k_ptr
-            or not v_ptr
-            or not k_cache_ptr
-            or not v_cache_ptr
+            or k_ptr < 4194304
+            or v_ptr < 4194304
+            or k_cache_ptr < 4194304
+            or v_cache_ptr < 4194304
             or v_n0 != b
             or v_n2 != s
             or not (b <= v_cache.shape[0])
@@ -436,8 +436,8 @@ def make(op):
                         if (
                             b > b_least
                             and s > s_least
-                            and k_ptr
-                            and v_ptr
+                            and k_ptr >= 4194304
+                            and v_ptr >= 4194304
                             and v_n0 == b
                             and v_n2 == s
                             and not (
@@ -510,9 +510,9 @@ def make(op):
                         if (
                             b > b_least
                             and s > s_least
-                            and k_ptr
-                            and v_ptr
-                            and cache_lengths_ptr
+                            and k_ptr >= 4194304
+                            and v_ptr >= 4194304
+                            and cache_lengths_ptr >= 4194304
                             and v_n0 == b
                             and v_n2 == s
                             and not (
@@ -583,9 +583,9 @@ def make(op):
                         b > b_least
                         and s > s_least
                         and n > n_least
-                        and k_ptr
-                        and v_ptr
-                        and cache_lengths_ptr
+                        and k_ptr >= 4194304
+                        and v_ptr >= 4194304
+                        and cache_lengths_ptr >= 4194304
                         and v_n0 == b
                         and v_n2 == s
                         and not (
@@ -672,8 +672,8 @@ def make(op):
                         if (
                             b > b_least
                             and s > s_least
-                            and k_ptr
-                            and v_ptr
+                            and k_ptr >= 4194304
+                            and v_ptr >= 4194304
                             and v_n0 == b
                             and v_n2 == s
                             and not (
@@ -736,9 +736,9 @@ def make(op):
                         if (
                             b > b_least
                             and s > s_least
-                            and k_ptr
-                            and v_ptr
-                            and cache_lengths_ptr
+                            and k_ptr >= 4194304
+                            and v_ptr >= 4194304
+                            and cache_lengths_ptr >= 4194304
                             and v_n0 == b
                             and v_n2 == s
                             and not (
@@ -809,9 +809,9 @@ def make(op):
                         b > b_least
                         and s > s_least
                         and n > n_least
-                        and k_ptr
-                        and v_ptr
-                        and cache_lengths_ptr
+                        and k_ptr >= 4194304
+                        and v_ptr >= 4194304
+                        and cache_lengths_ptr >= 4194304
                         and v_n0 == b
                         and v_n2 == s
                         and not (

@@ -41,9 +41,9 @@ def make(op):
         high = dst_cache_end
         if (
             not N
-            or not block_pairs_ptr
-            or not src_cache_ptr
-            or not dst_cache_ptr
+            or block_pairs_ptr < 4194304
+            or src_cache_ptr < 4194304
+            or dst_cache_ptr < 4194304
             or (src_cache_ptr < high and low < src_cache_end)
             or (block_pairs_ptr < high and low < block_pairs_end)
         ):
@@ -119,7 +119,7 @@ def make(op):
                     block_pairs_ptr = block_pairs.data_ptr()
                     if (
                         N > N_least
-                        and block_pairs_ptr
+                        and block_pairs_ptr >= 4194304
                         and not (
                             (block_pairs_ptr) & 15
                             or (src_cache_ptr < high and low < src_cache_end)
@@ -169,7 +169,7 @@ def make(op):
                     block_pairs_ptr = block_pairs.data_ptr()
                     if (
                         N > N_least
-                        and block_pairs_ptr
+                        and block_pairs_ptr >= 4194304
                         and not (
                             (block_pairs_ptr) & 15
                             or (src_cache_ptr < high and low < src_cache_end)

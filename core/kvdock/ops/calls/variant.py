@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvdock.ops.geometry import MAX_ALIGNMENT
+from kvdock.ops.geometry import LOWEST, MAX_ALIGNMENT
 from kvdock.ops.schema import Dim, OpSchema, Role
 from kvdock.ops.variants import HOST_INT_RANK, Variant
 
@@ -122,7 +122,7 @@ class VariantSource:
         numbers = [name for name, _ in self.fast_numbers]
         if numbers:
             yield f"{names_of(numbers)} = numbers"
-        conditions = [*(f"{word} > {word}_least" for word in self.words), *(f"{name}_ptr" for name in self.rest)]
+        conditions = [*(f"{word} > {word}_least" for word in self.words), *(f"{name}_ptr >= {LOWEST}" for name in self.rest)]
         given = [name for name in self.rest if name not in self.outputs]
         yield from self._fast_sizes(given, conditions)
         ends = {}
@@ -205,7 +205,7 @@ class VariantSource:
         if names:
             yield f"{names_of(names)} = signature.numbers"
         doubts, bound = [f"not {word}" for word in self.words], set[str]()
-        doubts += [f"not {name}_ptr" for name in (*self.rest, *self.pools)]  # a storage that was given back
+        doubts += [f"{name}_ptr < {LOWEST}" for name in (*self.rest, *self.pools)]
         for name in self.rest:
             yield from self._read(name, doubts, bound)
         yield from self.pool_lines()
