@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from kvdock.errors import KVDockError, PluginError
+from kvdock.errors import CapacityError, KVDockError, PluginError
 from kvdock.interface import Backend
 
-__all__ = ["are_reasons", "ask", "ask_devices", "ask_guard", "blame"]
+__all__ = ["are_reasons", "ask", "ask_devices", "ask_guard", "blame", "is_about_memory", "raise_memory"]
 
 _FIX = "report it to the plugin's author; KVDOCK_BACKENDS_DENY leaves a plugin out"
 
@@ -47,6 +47,18 @@ def ask(name: str, question: str, call: Callable[[], Any], expected: str, fits: 
         got = f"{answer!r}"[:80] + f" ({type(answer).__name__})"
         raise PluginError(f"backend {name!r}: {question}", expected=expected, got=got, fix=_FIX)
     return answer
+
+
+def is_about_memory(error: BaseException) -> bool:
+    """Whether a device refused memory. That of the host has no class of errors for it."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
+
+
+def raise_memory(error: BaseException, op: str) -> None:
+    """Raise `CapacityError` where an op's error is that a device refused memory."""
+    if is_about_memory(error):
+        got, fix = str(error).partition("\n")[0][:200], "free memory on the device, pass outputs of your own, or ask for less at once"
+        raise CapacityError(op, expected="memory for what it returns, and for what it computes in", got=f"less: {got}", fix=fix) from error
 
 
 def are_reasons(answer: Any) -> bool:
@@ -82,9 +94,13 @@ def blame(error: BaseException, op: str, find: Callable[[], tuple[str, object]])
         error: what the call raised.
         op: name of the op.
         find: returns the name of who serves such a call, and its kernel.
+
+    Raises:
+        CapacityError: there was no memory for what the call makes, or computes in.
     """
     if isinstance(error, (KVDockError, Warning)):
         return
+    raise_memory(error, op)
     with contextlib.suppress(Exception):  # what cannot be told is not told; the error itself counts
         name, kernel = find()
         error.add_note(f"{op} was served by {name!r}, by a plan of {type(kernel).__module__}.{type(kernel).__qualname__}")

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from kvdock.errors import ArgumentValueError, CapacityError, KVDockError
+from kvdock.guarded import is_about_memory
 from kvdock.interface import HOST
 
 __all__ = ["aligned", "allocated", "check_bytes", "fresh"]
@@ -59,7 +60,7 @@ def allocated(subject: str, nbytes: int, device: torch.device, make: Callable[[]
         return make()
     except (MemoryError, RuntimeError) as error:
         traceback.clear_frames(error.__traceback__)
-        if isinstance(error, KVDockError) or not _is_about_memory(error):
+        if isinstance(error, KVDockError) or not is_about_memory(error):
             raise
         said = str(error).partition("\n")[0][:200]
     raise CapacityError(
@@ -68,11 +69,6 @@ def allocated(subject: str, nbytes: int, device: torch.device, make: Callable[[]
         got=f"fewer: {said}",
         fix="ask for a smaller cache, or free memory on the device first",
     )
-
-
-def _is_about_memory(error: Exception) -> bool:
-    """Whether a device refused memory. That of the host has no class of errors for it."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
 
 
 def _in_large_pages(memory: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
+from kvdock.guarded import raise_memory
 from kvdock.ops.active import ACTIVE_OPS
 from kvdock.ops.attention import FAR
 from kvdock.spec import check_int
@@ -278,7 +279,15 @@ def _most_queries(q: Any, cu_query_lens: Any) -> int:
 
 def _new_lse(q: Any) -> torch.Tensor | None:
     """Return room for a number of each query and head; None where ``q`` is wrong, which the op explains."""
-    return q.new_empty(q.shape[:2], dtype=torch.float32) if isinstance(q, torch.Tensor) and q.dim() == 3 else None
+    return _new(q, "paged_attention", q.shape[:2], torch.float32) if isinstance(q, torch.Tensor) and q.dim() == 3 else None
+
+
+def _new(like: torch.Tensor, op: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    try:
+        return like.new_empty(shape, dtype=dtype)
+    except (MemoryError, RuntimeError) as error:
+        raise_memory(error, op)
+        raise
 
 
 def mla_caching_(
@@ -348,4 +357,4 @@ def new_latents(kv_cache: Any, slot_mapping: Any, rank: Any) -> tuple[Any, Any]:
     if rope < 1:
         fix = "pass the rank of the latent alone, without the rotary part"
         raise ArgumentValueError("mla_gather: rank", expected=f"less than the {kv_cache.shape[-1]} elements of a row", got=rank, fix=fix)
-    return kv_cache.new_empty((*slot_mapping.shape, rank)), kv_cache.new_empty((*slot_mapping.shape, rope))
+    return _new(kv_cache, "mla_gather", (*slot_mapping.shape, rank)), _new(kv_cache, "mla_gather", (*slot_mapping.shape, rope))
