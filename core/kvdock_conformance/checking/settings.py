@@ -70,7 +70,8 @@ class ProcessSettings:
                 lambda was: torch.set_rng_state(torch.frombuffer(bytearray(was), dtype=torch.uint8)),
             ),
             "what is printed to stdout, in bytes": (cls.printed, lambda was: None),
-            "the floating-point mode": (cls.floating_point, cls._calculate),
+            "the floating-point mode": (cls.floating_point, lambda was: torch.set_flush_denormal(not was["subnormal numbers"])),
+            "traps of numbers": (getattr(ctypes.CDLL(None), "fegetexcept", int), lambda was: ctypes.CDLL(None).fedisableexcept(~was)),
             "the locale": (lambda: locale.setlocale(locale.LC_ALL), lambda was: locale.setlocale(locale.LC_ALL, was)),
             "the garbage collector": (gc.isenabled, lambda was: (gc.enable if was else gc.disable)()),
             "what handles signals": (lambda: [signal.getsignal(number) for number in cls.signals()], cls._handle),
@@ -81,7 +82,7 @@ class ProcessSettings:
             ),
             "torch.get_default_device()": (
                 torch.get_default_device,
-                lambda was: torch.set_default_device(None if was == torch.device("cpu") else was),
+                lambda was: torch.set_default_device(None if was.type == "cpu" else was),
             ),
             "torch's options for printing": (
                 lambda: dict(vars(torch._tensor_str.PRINT_OPTS)),
@@ -221,18 +222,10 @@ class ProcessSettings:
         return places[0] if places[0] != places[1] else 0
 
     @staticmethod
-    def floating_point() -> dict[str, int]:
+    def floating_point() -> dict[str, bool]:
         """Return how this thread calculates: libraries built with -Ofast and the like change that for everybody in it."""
         smallest, one, eps = sys.float_info.min, float(sys.float_info.radix) / 2, sys.float_info.epsilon
-        nearest = one + eps / 4 == one and one - eps / 8 == one
-        traps = getattr(ctypes.CDLL(None), "fegetexcept", int)()  # glibc's; what ends the process instead of being infinite or NaN
-        return {"subnormal numbers": smallest / 2 > 0, "rounds to nearest": nearest, "traps": traps}
-
-    @staticmethod
-    def _calculate(was: dict[str, int]) -> None:
-        torch.set_flush_denormal(not was["subnormal numbers"])
-        if hasattr(library := ctypes.CDLL(None), "fedisableexcept"):
-            library.fedisableexcept(library.fegetexcept() & ~was["traps"])
+        return {"subnormal numbers": smallest / 2 > 0, "rounds to nearest": one + eps / 4 == one and one - eps / 8 == one}
 
     def changes(self, *, workers: bool = False) -> list[tuple[str, str, str]]:
         """Return what is otherwise now: its name, what it was, and what it is.

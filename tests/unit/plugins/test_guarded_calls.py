@@ -173,7 +173,9 @@ def test_a_claim_that_is_no_answer_is_none_and_ends_nothing(claims: Callable[...
     assert f"acme (backend 'acme': claims(cpu): expected a bool, got {got}. Fix: " in str(caught.value)
 
 
-@pytest.mark.parametrize("kernel", [Answers(supports=raiser(Panic("oh"))), Answers(prepare=raiser(Panic("oh")))], ids=["supports", "prepare"])
+@pytest.mark.parametrize(
+    "kernel", [Answers(supports=raiser(Panic("oh"))), Answers(prepare=raiser(Panic("oh")))], ids=["supports", "prepare"]
+)
 def test_a_panic_of_a_kernel_is_the_plugins_error(kernel: kvdock.plugin.Kernel) -> None:
     with pytest.raises(PluginError, match=r"backend 'acme': \w+\(\) of its kernel for paged_caching_: expected .*, got Panic: oh"):
         call(runtime(kernel))
