@@ -6,13 +6,13 @@ import random
 from collections.abc import Callable, Mapping
 
 import attrs
-import torch
 
-from kvdock.errors import ArgumentTypeError, ArgumentValueError
+from kvdock.errors import ArgumentTypeError
 from kvdock.interface import Kernel
 from kvdock.ops.calls.writer import source_of
 from kvdock.ops.catalog import CATALOG
-from kvdock.ops.schema import Arg, OpSchema
+from kvdock.ops.schema import OpSchema
+from kvdock.spec import check_op_words
 
 __all__ = ["Op"]
 
@@ -47,25 +47,5 @@ class Op:
         for part in ("reference", "draw"):
             if not callable(getattr(self, part)) and (part, self.draw) != ("draw", None):
                 raise ArgumentTypeError(f"Op: {part}", expected="a function", got=repr(getattr(self, part))[:80])
-        if (name := self.schema.name) in CATALOG or not name.isidentifier():
-            raise ArgumentValueError("Op: schema.name", expected="an identifier that is no op of kvdock's own", got=repr(name))
-        for arg in self.schema.args:
-            _check_tensor(arg)
+        check_op_words(self.schema.name, CATALOG, {arg.name: (arg.dims, arg.dtypes) for arg in self.schema.args if arg.is_tensor})
         source_of(self.schema)
-
-
-def _check_tensor(arg: Arg) -> None:
-    """Refuse a tensor of which nobody could tell what it may be. A text for a tuple would be read letter by letter."""
-    if not arg.is_tensor:
-        return
-    subject = f"Op: schema: {arg.name}"
-    if not (isinstance(arg.dims, tuple) and arg.dims and all(map(_is_line, arg.dims))):
-        raise ArgumentValueError(f"{subject}: dims", expected="a tuple of lines of sizes, such as ('*T D',)", got=repr(arg.dims)[:80])
-    if not (isinstance(arg.dtypes, tuple) and arg.dtypes and all(isinstance(dtype, torch.dtype) for dtype in arg.dtypes)):
-        raise ArgumentValueError(f"{subject}: dtypes", expected="a tuple of torch.dtype", got=repr(arg.dtypes)[:80])
-
-
-def _is_line(line: object) -> bool:
-    """Whether it is a line of sizes in the language of `kvdock.ops.schema`."""
-    words = line.split() if isinstance(line, str) else ["?"]
-    return all(word.isdigit() or word.removeprefix("*").isidentifier() for word in words[words[:1] == ["..."] :])

@@ -82,7 +82,7 @@ class ProcessSettings:
             ),
             "torch.get_default_device()": (
                 torch.get_default_device,
-                lambda was: torch.set_default_device(None if was.type == "cpu" else was),
+                lambda was: torch.set_default_device(None if was == torch.device("cpu") else was),
             ),
             "torch's options for printing": (
                 lambda: dict(vars(torch._tensor_str.PRINT_OPTS)),
