@@ -34,6 +34,7 @@ FAULTS: Mapping[str, str] = {
     + "kvdock_prefix_caches():\n    return {'half': dict}\n",
     "no_hook": _HEAD,
     "probe_raises": source("probe-raises", probe="raise OSError('/dev/acme0: permission denied')"),
+    "probe_odd": source("probe-odd", probe="return kvdock.plugin.Probe('ready', OSError('as a text'))"),
     "probe_unusable": source(
         "probe-unusable", device_type="meta", probe="return kvdock.plugin.Probe.unusable('driver 3 is too old, needs 5')"
     ),
@@ -52,6 +53,7 @@ SLOW: Mapping[str, str] = {
     "opens_context": source("opens-context").replace(
         "KVDOCK_API", "torch.meta = type('meta', (), {'is_initialized': lambda: True})\nKVDOCK_API"
     ),
+    "no_devices": source("no-devices").replace('[torch.device("meta")]', "[][0]"),
     "well": source("well"),
 }
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
+
 import torch
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
-__all__ = ["COPY_DTYPES", "QUANTISED_DTYPES", "check_cache_dtype", "check_int", "check_size"]
+__all__ = ["COPY_DTYPES", "QUANTISED_DTYPES", "check_cache_dtype", "check_int", "check_op_words", "check_size"]
 
 COPY_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8)
 """Dtypes a cache stores as they come, bit for bit. ``uint8`` is for bytes in whatever format: no op looks into them."""
@@ -53,3 +55,27 @@ def check_cache_dtype(subject: str, dtype: object) -> torch.dtype:
     if dtype not in COPY_DTYPES:
         raise ArgumentTypeError(subject, expected=f"one of {names}", got=dtype)
     return dtype
+
+
+def check_op_words(name: str, taken: Container[str], tensors: Mapping[str, tuple[object, object]]) -> None:
+    """Refuse what the schema of a plugin's op says, if it means another op or nobody could tell what a tensor may be.
+
+    Args:
+        name: name of the op.
+        taken: names of kvdock's own.
+        tensors: by argument, lines of sizes in the language of `kvdock.ops.schema`, and dtypes. A text for a tuple would be read letter
+            by letter.
+    """
+    if name in taken or not name.isidentifier():
+        raise ArgumentValueError("Op: schema.name", expected="an identifier that is no op of kvdock's own", got=repr(name))
+    for arg, (dims, dtypes) in tensors.items():
+        if not (isinstance(dims, tuple) and dims and all(map(_is_line, dims))):
+            expected = "a tuple of lines of sizes, such as ('*T D',)"
+            raise ArgumentValueError(f"Op: schema: {arg}: dims", expected=expected, got=repr(dims)[:80])
+        if not (isinstance(dtypes, tuple) and dtypes and all(isinstance(dtype, torch.dtype) for dtype in dtypes)):
+            raise ArgumentValueError(f"Op: schema: {arg}: dtypes", expected="a tuple of torch.dtype", got=repr(dtypes)[:80])
+
+
+def _is_line(line: object) -> bool:
+    words = line.split() if isinstance(line, str) else ["?"]
+    return all(word.isdigit() or word.removeprefix("*").isidentifier() for word in words[words[:1] == ["..."] :])

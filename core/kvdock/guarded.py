@@ -40,7 +40,9 @@ def ask(name: str, question: str, call: Callable[[], Any], expected: str, fits: 
     except (KVDockError, MemoryError, torch.OutOfMemoryError) as error:
         error.add_note(f"raised by {question} of backend {name!r}")
         raise
-    except (Exception, SystemExit) as error:  # a plugin's sys.exit() must not end the process
+    except KeyboardInterrupt:  # no fault of the plugin
+        raise
+    except BaseException as error:  # a plugin may raise anything, such as the panic of a library in Rust
         got = f"{type(error).__name__}: {error}"
         raise PluginError(f"backend {name!r}: {question}", expected=expected, got=got, fix=_FIX) from error
     if not fits(answer):

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-from kvdock.checks import COPY_DTYPES, QUANTISED_DTYPES, check_cache_dtype, check_int, check_size
+from kvdock.checks import COPY_DTYPES, QUANTISED_DTYPES, check_cache_dtype, check_int, check_op_words, check_size
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.hf_config import MOST_LAYERS, read_dtype, read_layers, read_max_positions, text_part
 from kvdock.layers.attention import LayerSpec
@@ -16,7 +16,17 @@ from kvdock.layers.interface import LayerKind
 from kvdock.layers.latent import MLALayerSpec
 from kvdock.layers.shared import SharedLayerSpec
 
-__all__ = ["COPY_DTYPES", "QUANTISED_DTYPES", "KVSpec", "LayerSpec", "MLALayerSpec", "check_cache_dtype", "check_int", "device_of"]
+__all__ = [
+    "COPY_DTYPES",
+    "QUANTISED_DTYPES",
+    "KVSpec",
+    "LayerSpec",
+    "MLALayerSpec",
+    "check_cache_dtype",
+    "check_int",
+    "check_op_words",
+    "device_of",
+]
 
 
 def device_of(subject: str, value: object) -> torch.device:

@@ -135,6 +135,12 @@ def test_probe_that_raises_is_unusable_with_its_traceback(outcome: Report) -> No
     assert "in probe" in record.traceback
 
 
+def test_probe_of_the_wrong_parts_is_incompatible(outcome: Report) -> None:
+    record = outcome.of("probe_odd")
+    expected = "probe() of backend 'probe-odd': state: expected a ProbeState, got 'ready' (str)"
+    assert (record.state, record.reason) == (PluginState.INCOMPATIBLE, expected)
+
+
 def test_absent_hardware_is_quiet_and_the_broken_is_loud(outcome: Report) -> None:
     texts = [text for kind, text in outcome.warnings if kind == "KVDockWarning"]
     assert not [text for text in texts if "plugin 'absent'" in text or "plugin 'healthy'" in text]

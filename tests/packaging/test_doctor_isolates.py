@@ -24,7 +24,7 @@ def slow(environments: Environments) -> Environment:
 @pytest.fixture(scope="module")
 def crashed(slow: Environment, environments: Environments) -> dict[str, Any]:
     """What doctor says of those that end their process, and of those that do not."""
-    names = {"KVDOCK_BACKENDS": "crash_in_probe,exit_in_import,sys_exit,opens_context"}
+    names = {"KVDOCK_BACKENDS": "crash_in_probe,exit_in_import,sys_exit,opens_context,no_devices"}
     answer: dict[str, Any] = environments.once("crashed", lambda: json.loads(slow.kvdock("doctor", "--json", environ=names).stdout))
     return answer | {"plugins": {plugin["name"]: plugin for plugin in answer["plugins"]}}
 
@@ -48,6 +48,12 @@ def test_sys_exit_in_an_import_shows_its_traceback(crashed: dict[str, Any]) -> N
     plugin = crashed["plugins"]["sys_exit"]
     assert plugin["state"] == "load_failed"
     assert "sys.exit('no licence found')" in plugin["traceback"]
+
+
+def test_one_that_cannot_list_its_devices_needs_attention(crashed: dict[str, Any]) -> None:
+    assert crashed["plugins"]["no_devices"]["state"] == "ready"
+    (problem,) = [problem for problem in crashed["problems"] if "no-devices" in problem]
+    assert problem.startswith("backend 'no-devices': devices(): expected a list of torch.device, got IndexError: list index out of range")
 
 
 def test_context_opened_while_loading_is_told(crashed: dict[str, Any]) -> None:

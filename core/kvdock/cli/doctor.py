@@ -18,7 +18,7 @@ from kvdock.cli.versions import versions
 from kvdock.plugins.contract import unknown_op
 from kvdock.plugins.entry_points import collect, plan
 from kvdock.plugins.records import PluginRecord, PluginState, mark_name_conflicts, summarise
-from kvdock.plugins.settings import PluginSettings
+from kvdock.plugins.settings import PER_DEVICE, PluginSettings
 
 __all__ = ["Diagnosis", "command", "diagnose"]
 
@@ -77,7 +77,8 @@ def diagnose(timeout_s: float) -> Diagnosis:
         ArgumentValueError: an environment variable cannot be read.
     """
     found, unreadable = collect()
-    todo = plan(found, PluginSettings.from_environ(os.environ))
+    settings = PluginSettings.from_environ(os.environ)
+    todo = plan(found, settings)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         examined = list(pool.map(lambda item: examine(item, timeout_s), todo.load))
     records = sorted([*todo.refused, *(item.record for item in examined)], key=lambda record: (record.name, record.distribution or ""))
@@ -90,7 +91,10 @@ def diagnose(timeout_s: float) -> Diagnosis:
         tuple(records),
         notes=tuple(note for item in examined for note in item.notes),
         seconds=seconds,
-        problems=(*unreadable, *todo.notes, *_slow(seconds), *_no_backend(records), *_ops_of_nobody(records)),
+        problems=(
+            *(*unreadable, *todo.notes, *(problem for item in examined for problem in item.problems), *_slow(seconds)),
+            *(*_no_backend(records), *_not_there(settings, records), *_ops_of_nobody(records)),
+        ),
         descriptors=tuple(counters(runtime.made())),
     )
 
@@ -120,6 +124,17 @@ def _no_backend(records: Sequence[PluginRecord]) -> list[str]:
     if any(backend.state is PluginState.READY for record in records for backend in record.backends):
         return []
     return ["no backend is READY, so every op fails. Fix: see the reasons above, or pip install --force-reinstall kvdock"]
+
+
+def _not_there(settings: PluginSettings, records: Sequence[PluginRecord]) -> list[str]:
+    """Return a problem for each variable that names a backend which is not READY: every op on such a device fails."""
+    ready = [backend.name for record in records for backend in record.backends if backend.state is PluginState.READY]
+    return [
+        f"{PER_DEVICE}{kind.upper()} names {name!r}, which is not READY, so every op on {kind!r} fails. "
+        f"Ready: {', '.join(ready) or 'none'}. Fix: name one of them, or unset it"
+        for kind, name in settings.device_backends.items()
+        if name not in ready
+    ]
 
 
 def _ops_of_nobody(records: Sequence[PluginRecord]) -> list[str]:

@@ -32,13 +32,13 @@ _TRANSFORMERS = "transformers"
 """What stands in place of an op, for the cache of a model of Transformers."""
 
 
-def explain(op: str, *, device: str, dtype: str, backend: str | None, sizes: dict[str, int], calls: int = 0) -> dict[str, Any]:
+def explain(op: str, *, device: str, dtype: str | None, backend: str | None, sizes: dict[str, int], calls: int = 0) -> dict[str, Any]:
     """Return which kernel of the process's runtime would serve an example call, as what JSON can hold.
 
     Args:
         op: name of the op.
         device: torch's name of the device.
-        dtype: torch's name of the cache dtype.
+        dtype: torch's name of the cache dtype; None for bfloat16, or where the op does not take that, one that it takes.
         backend: backend to ask for by name, or None.
         sizes: heads, head_dim and block_size of the example; of latents also rope_dim.
         calls: how often to call the op with the example, really, in this process and thread. 0 prepares and runs nothing.
@@ -53,11 +53,13 @@ def explain(op: str, *, device: str, dtype: str, backend: str | None, sizes: dic
     """
     current = runtime.default()
     schemas = {**CATALOG, **{name: brought.schema for name, brought in current.registry.brought_ops().items()}}
-    args = _example(op, device, _dtype(dtype), sizes, schemas)
+    args = _example(op, device, _dtype(dtype or "bfloat16"), sizes, schemas)
+    if dtype is not None:
+        _check_taken(schemas[op], _dtype(dtype))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KVDockWarning)  # broken plugins are listed below
         explanation = current.dispatcher.explain(op, args, backend)
-        others = current.registry.candidates(args[0].device)
+        others = current.registry.candidates(torch.device(explanation.device))
         ran = {"run": _run(current.dispatcher, op, args, backend, calls)} if calls else {}
     candidates = [attrs.asdict(item) | {"state": item.state.value} for item in others]
     return {**attrs.asdict(explanation), "candidates": candidates, **ran, "descriptors": counters(current, op)}
@@ -87,6 +89,14 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ArgumentValueError("--dtype", expected="torch's name of a dtype, such as bfloat16", got=repr(name))
     return dtype
+
+
+def _check_taken(schema: OpSchema, dtype: torch.dtype) -> None:
+    """Refuse a dtype that no tensor of numbers of an op may have: the example would have another, and the answer be about that."""
+    numbers = [arg for arg in schema.args if any(taken.is_floating_point for taken in arg.dtypes)]
+    if numbers and not any(dtype in arg.dtypes for arg in numbers):
+        expected = f"a dtype that {schema.name} takes: {', '.join(map(str, numbers[0].dtypes))}"
+        raise ArgumentValueError("--dtype", expected=expected, got=dtype)
 
 
 def _example(op: str, device: str, dtype: torch.dtype, sizes: dict[str, Any], schemas: Mapping[str, OpSchema]) -> tuple[Any, ...]:
@@ -120,7 +130,7 @@ def command(
         _check_arguments(op, model, {"--heads": heads, "--head-dim": head_dim})
         if model is None:
             sizes = {"heads": heads or 8, "head_dim": head_dim or 128, "block_size": block_size}
-            found = explain(op, device=device, dtype=dtype or "bfloat16", backend=backend, sizes=sizes, calls=run)
+            found = explain(op, device=device, dtype=dtype, backend=backend, sizes=sizes, calls=run)
         else:
             found = explain_model(model, device=device, dtype=None if dtype is None else _dtype(dtype), block_size=block_size)
             ops, of_cache = calls_of(found)

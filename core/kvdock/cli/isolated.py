@@ -45,11 +45,13 @@ class Examination:
         record: its record.
         notes: what the user should be told beside it.
         seconds: how long the plugin took to load and probe; None if it did not come to an end.
+        problems: what is wrong with it though it is ready.
     """
 
     record: PluginRecord
     notes: tuple[str, ...] = ()
     seconds: float | None = None
+    problems: tuple[str, ...] = ()
 
 
 def examine(found: FoundEntryPoint, timeout_s: float) -> Examination:
@@ -119,7 +121,7 @@ def _verdict(found: FoundEntryPoint, lines: list[dict[str, Any]], end: str, outp
     """Take the child's own record, or make one of where and how it ended."""
     last: dict[str, Any] = lines[-1] if lines else {"step": "start", "subject": ""}
     if "record" in last:
-        return Examination(PluginRecord.from_dict(last["record"]), tuple(last["notes"]), last["seconds"])
+        return Examination(PluginRecord.from_dict(last["record"]), tuple(last["notes"]), last["seconds"], tuple(last["problems"]))
     state = PluginState.UNUSABLE if last["step"] in _PROBING else PluginState.LOAD_FAILED
     reason = f"{_PHASES[last['step']].format(subject=last['subject'])} {end}"
     return Examination(found.record(state, reason, output[-_LONGEST:].strip()))

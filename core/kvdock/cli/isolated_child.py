@@ -46,7 +46,7 @@ def main(result: str) -> None:
         record = next(record for record in registry.records() if record.state is not PluginState.BLOCKED)
         seconds = time.monotonic() - begin
         notes = [*said_by(registry, write), *(_opened(record.name, kind) for kind in _initialised(registry))]
-        write(record=record.as_dict(), notes=notes, seconds=round(seconds, 3))
+        write(record=record.as_dict(), notes=notes, problems=_without_devices(registry), seconds=round(seconds, 3))
     os._exit(0)  # the verdict is in; what the plugin does at exit must not delay it
 
 
@@ -56,18 +56,25 @@ def said_by(registry: Registry, write: Callable[..., None]) -> list[str]:
     for name, loaded in registry.loaded().items():
         write(step="notes", subject=name)
         said += [f"backend {name!r}: {note}" for note in notes_of(loaded.backend)]
+    return said
+
+
+def _without_devices(registry: Registry) -> list[str]:
+    """Return an error for each ready backend of the plugin that cannot say where it runs: it serves nobody who asks for it by name."""
+    found = []
+    for loaded in registry.loaded().values():
         try:
             ask_devices(loaded.backend)
         except KVDockError as error:
-            said.append(str(error))
-    return said
+            found.append(str(error))
+    return found
 
 
 def _initialised(registry: Registry) -> list[str]:
     """Return the kinds of torch device on which there is a context now, among those of the plugin."""
     kinds: set[str] = set()
     for loaded in registry.loaded().values():
-        with contextlib.suppress(KVDockError):  # it is in the notes
+        with contextlib.suppress(KVDockError):  # it is among the problems
             kinds |= {device.type for device in ask_devices(loaded.backend)} - {HOST.type}
     modules = {kind: getattr(torch, kind, None) for kind in kinds}  # not every kind of device has one
     return sorted(kind for kind, module in modules.items() if getattr(module, "is_initialized", bool)())

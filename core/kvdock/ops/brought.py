@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
-from kvdock.errors import ArgumentTypeError, ArgumentValueError
+from kvdock.errors import ArgumentTypeError
 from kvdock.interface import Kernel
 from kvdock.ops.calls.writer import source_of
 from kvdock.ops.catalog import CATALOG
 from kvdock.ops.schema import OpSchema
+from kvdock.spec import check_op_words
 
 __all__ = ["Op"]
 
@@ -30,7 +31,7 @@ class Op:
 
     Raises:
         ArgumentTypeError: a part of the wrong type.
-        ArgumentValueError: a name that kvdock's own ops have, or that the code of a call cannot have.
+        ArgumentValueError: a name that kvdock's own ops have, or that the code of a call cannot have; a tensor without sizes or dtypes.
     """
 
     schema: OpSchema
@@ -46,6 +47,5 @@ class Op:
         for part in ("reference", "draw"):
             if not callable(getattr(self, part)) and (part, self.draw) != ("draw", None):
                 raise ArgumentTypeError(f"Op: {part}", expected="a function", got=repr(getattr(self, part))[:80])
-        if (name := self.schema.name) in CATALOG or not name.isidentifier():
-            raise ArgumentValueError("Op: schema.name", expected="an identifier that is no op of kvdock's own", got=repr(name))
+        check_op_words(self.schema.name, CATALOG, {arg.name: (arg.dims, arg.dtypes) for arg in self.schema.args if arg.is_tensor})
         source_of(self.schema)

@@ -14,9 +14,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import pluggy
+import torch
 
 from kvdock.errors import PluginError
-from kvdock.interface import KVDOCK_API, Backend, Capabilities, Kernel, Probe
+from kvdock.interface import KVDOCK_API, Backend, Capabilities, Kernel, Priority, Probe, ProbeState
 from kvdock.ops.brought import Op
 from kvdock.plugins import hookspecs
 
@@ -214,15 +215,24 @@ def check_classes(value: object, hook: str) -> dict[str, Any]:
 
 
 def check_capabilities(value: Any, name: str) -> Capabilities:
-    """Return what `Backend.capabilities` returned, verified. Raises BrokenContractError."""
-    _check_kind(value, Capabilities, f"capabilities() of backend {name!r}")
+    """Return what `Backend.capabilities` returned, verified with its parts. Raises BrokenContractError."""
+    where = f"capabilities() of backend {name!r}"
+    _check_kind(value, Capabilities, where)
+    for part, kind in (("priority", Priority), ("graph_capture", bool), ("batch_invariant", bool)):
+        _check_kind(getattr(value, part), kind, f"{where}: {part}")
+    dtypes = value.dtypes
+    if dtypes is not None and not (isinstance(dtypes, list | tuple) and all(isinstance(dtype, torch.dtype) for dtype in dtypes)):
+        raise BrokenContractError(f"{where}: dtypes", expected="a tuple of torch.dtype, or None", got=_show(dtypes))
     able: Capabilities = value
     return able
 
 
 def check_probe(value: Any, name: str) -> Probe:
-    """Return what `Backend.probe` returned, verified. Raises BrokenContractError."""
-    _check_kind(value, Probe, f"probe() of backend {name!r}")
+    """Return what `Backend.probe` returned, verified with its parts. Raises BrokenContractError."""
+    where = f"probe() of backend {name!r}"
+    _check_kind(value, Probe, where)
+    _check_kind(value.state, ProbeState, f"{where}: state")
+    _check_kind(value.reason, str, f"{where}: reason")
     probe: Probe = value
     return probe
 

@@ -53,7 +53,7 @@ def installed(group: str) -> tuple[list[Installed], list[str]]:
         except Exception as error:  # noqa: BLE001 - whatever is wrong with one distribution's files, the others count
             notes.append(_unreadable(_place(distribution), error))
     first: dict[str, tuple[int, Installed]] = {}
-    for order, item in declaring:
+    for order, item in sorted(declaring, key=lambda each: _is_set_aside(each[1].place)):
         first.setdefault(normalise(item.name), (order, item))
     owners = {name: item for name, (_, item) in first.items()}
     notes += [_shadowed(item, owners[normalise(item.name)]) for _, item in declaring if item.points != owners[normalise(item.name)].points]
@@ -79,6 +79,11 @@ def _place(distribution: importlib.metadata.Distribution) -> str:
     return str(getattr(distribution, "_path", "a distribution"))  # it has no public name
 
 
+def _is_set_aside(place: str) -> bool:
+    """Whether pip has moved a folder away to replace or remove it, which somebody interrupted."""
+    return Path(place).name.startswith("~")
+
+
 def _of_folder(place: str) -> tuple[str, str]:
     """Return name and version as the name of a folder of metadata says."""
     path = Path(place)
@@ -102,9 +107,10 @@ def _hiding(owners: Iterable[tuple[int, Installed]], silent: Sequence[tuple[int,
 
 def _shadowed(item: Installed, owner: Installed) -> str:
     names = ", ".join(name for name, _ in item.points)
+    fix = "remove that folder" if _is_set_aside(item.place) else "uninstall one of them"
     return (
         f"{item.place}: {item.name} is installed twice; what this one declares ({names}) is not loaded, as {owner.place} comes first. "
-        f"Fix: uninstall one of them"
+        f"Fix: {fix}"
     )
 
 

@@ -15,7 +15,7 @@ import attrs
 import torch
 
 from kvdock.errors import AmbiguousBackendError, BackendUnavailableError, NoBackendError
-from kvdock.guarded import ask_devices
+from kvdock.guarded import ask, ask_devices
 from kvdock.ops.selection import Choice, Rejected
 from kvdock.plugins.contract import RESERVED
 from kvdock.plugins.discovery import Discovery
@@ -231,12 +231,13 @@ def candidates(known: Discovery, device: torch.device) -> list[Candidate]:
 
 
 def _claims(loaded: LoadedBackend, device: torch.device) -> tuple[bool, str]:
-    """Whether a ready backend claims a device, and why. One that raises does not, and must not break the others."""
+    """Whether a ready backend claims a device, and why. One that says neither yes nor no does not, and must not break the others."""
+    backend = loaded.backend
     try:
-        claims = loaded.backend.claims(device)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin's bug; it is listed as the reason, and others can still serve
-        return False, f"claims({device}) raised {type(error).__name__}: {error}"
-    return bool(claims), f"claims {device} with priority {int(loaded.capabilities.priority)}" if claims else f"does not claim {device}"
+        claims: bool = ask(backend.name, f"claims({device})", lambda: backend.claims(device), "a bool", lambda yes: isinstance(yes, bool))
+    except Exception as error:  # noqa: BLE001 - a plugin's bug; it is listed as the reason, and others can still serve
+        return False, str(error)
+    return claims, f"claims {device} with priority {int(loaded.capabilities.priority)}" if claims else f"does not claim {device}"
 
 
 def _overview(known: Discovery, device: torch.device) -> str:

@@ -25,7 +25,7 @@ def refuse_taken(record: PluginRecord, ops: Collection[str], known: Discovery) -
     taken.update({name: record for name in own if own.count(name) > 1})
     clashes = [("plugin", record.name, other) for other in known.records if other.name == record.name]
     clashes += [("backend", name, taken[name]) for name in own if name in taken]
-    clashes += [("op", name, record) for name in ops if name in known.ops]  # that plugin has another record by then
+    clashes += [("op", name, other) for other in known.records for name in other.ops if name in ops]
     for kind, name, owner in clashes:
         raise ArgumentValueError(
             f"register: {kind} name {name!r}", expected="a name that nobody uses", got=f"that of {owner.label}", fix="choose another name"

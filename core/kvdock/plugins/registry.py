@@ -254,13 +254,16 @@ class Registry:
         Raises:
             BackendUnavailableError: the backend does not exist or is not ready.
             ArgumentTypeError: ``kernel`` is no `Kernel`.
-            ArgumentValueError: there is a kernel already, and ``override`` is False.
+            ArgumentValueError: there is no such op; or there is a kernel already, and ``override`` is False.
         """
         if not isinstance(kernel, Kernel):
             raise ArgumentTypeError("register_kernel: kernel", expected="a kvdock.plugin.Kernel object", got=repr(kernel))
         self._discovery()
         with self._gate.held():
-            old = self._ready(backend, self._complete())
+            known = self._complete()
+            old = self._ready(backend, known)
+            if op not in (ops := {*self._ops, *known.ops}):
+                raise ArgumentValueError("register_kernel: op", expected=f"one of {', '.join(sorted(ops))}", got=repr(op))
             kernels = old.kernels
             if op in kernels and not override:
                 raise ArgumentValueError(

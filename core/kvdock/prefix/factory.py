@@ -42,9 +42,9 @@ def create_prefix_cache(name: str = "radix", *, block_size: int = 16, **options:
         )
     try:
         made = factory(block_size=block_size, **options)
-    except KVDockError:
+    except (KVDockError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:  # a plugin may raise anything
         if isinstance(error, TypeError) and options:
             fix = f"pass what {getattr(factory, '__name__', 'its class')} takes beside block_size"
             raise ArgumentTypeError(

@@ -36,9 +36,9 @@ def create_transport(name: str = _BUILT_IN, **options: Any) -> Transport:
         raise PluginError(f"transport {name!r}", expected="every method of Transport", got=f"a class without {sorted(missing)}", fix=fix)
     try:
         made = factory(**options)
-    except KVDockError:
+    except (KVDockError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:  # a plugin may raise anything
         if isinstance(error, TypeError) and options:
             fix = f"pass what {getattr(factory, '__name__', 'its class')} takes"
             raise ArgumentTypeError(

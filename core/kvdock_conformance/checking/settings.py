@@ -71,6 +71,7 @@ class ProcessSettings:
             ),
             "what is printed to stdout, in bytes": (cls.printed, lambda was: None),
             "the floating-point mode": (cls.floating_point, lambda was: torch.set_flush_denormal(not was["subnormal numbers"])),
+            "traps of numbers": (getattr(ctypes.CDLL(None), "fegetexcept", int), lambda was: ctypes.CDLL(None).fedisableexcept(~was)),
             "the locale": (lambda: locale.setlocale(locale.LC_ALL), lambda was: locale.setlocale(locale.LC_ALL, was)),
             "the garbage collector": (gc.isenabled, lambda was: (gc.enable if was else gc.disable)()),
             "what handles signals": (lambda: [signal.getsignal(number) for number in cls.signals()], cls._handle),

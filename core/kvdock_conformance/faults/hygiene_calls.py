@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import ctypes
 import gc
 import locale
 import logging
@@ -46,6 +47,12 @@ _call_changes(_COPY, "turns-off-gradients", "turns gradients off for good", lamb
 _call_changes(_STATIC, "changes-the-folder", "changes the current directory", lambda: os.chdir("/"))
 _call_changes(_STATIC, "sets-threads", "sets torch's number of threads", lambda: torch.set_num_threads(torch.get_num_threads() + 1))
 _call_changes(_WRITE, "flushes-subnormals", "lets subnormal numbers become zero", lambda: torch.set_flush_denormal(True))
+_call_changes(
+    _GATHER,
+    "traps-invalid-numbers",
+    "lets invalid operations on numbers end the process",
+    lambda: ctypes.CDLL(None).feenableexcept(1),
+)
 _call_changes(_COPY, "stops-the-collector", "turns the garbage collector off", gc.disable)
 _call_changes(_STATIC, "logs-all", "has all of logging shown", lambda: logging.root.setLevel(logging.INFO))
 _call_changes(_COPY, "draws-from-numpy", "draws from numpy's random numbers", np.random.random)

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -82,15 +83,34 @@ class Talking(InProcessBackend):
         return self.said
 
 
+BROKEN = (
+    "backend 'broken': notes(): expected a list of lines (str), got OSError: libacme is gone. "
+    "Fix: report it to the plugin's author; KVDOCK_BACKENDS_DENY leaves a plugin out"
+)
+
+
+@pytest.mark.parametrize(
+    ("notes", "got"),
+    [(lambda: sys.exit(3), "SystemExit: 3"), (lambda: "firmware 3", "'firmware 3' (str)"), (lambda: None, "None (NoneType)")],
+    ids=["exits", "text", "none"],
+)
+def test_notes_that_are_no_lines_are_told_and_hide_no_other_backend(notes: Callable[[], Any], got: str) -> None:
+    odd = Talking("odd")
+    odd.notes = notes  # type: ignore[method-assign]
+    with active(runtime_of(odd, Talking("talking", "direct launches"))):
+        assert row("odd")["notes"][0].startswith(f"backend 'odd': notes(): expected a list of lines (str), got {got}. Fix: ")
+        assert row("talking")["notes"] == ["direct launches"]
+
+
 def test_notes_are_shown() -> None:
     with active(runtime_of(Talking("talking", "direct launches", "two queues"), Talking("broken"), InProcessBackend("silent"))):
         assert [row(name)["notes"] for name in ("talking", "broken", "silent")] == [
             ["direct launches", "two queues"],
-            ["notes() raised OSError: libacme is gone"],
+            [BROKEN],
             [],
         ]
         lines = run().splitlines()
-    assert lines[-3:] == ["talking: direct launches", "talking: two queues", "broken: notes() raised OSError: libacme is gone"]
+    assert lines[-3:] == ["talking: direct launches", "talking: two queues", f"broken: {BROKEN}"]
 
 
 def test_doctors_child_asks_for_notes_and_says_whom() -> None:
@@ -98,7 +118,7 @@ def test_doctors_child_asks_for_notes_and_says_whom() -> None:
     mine, steps = runtime_of(Talking("talking", "direct launches"), Talking("broken")), list[dict[str, Any]]()
     assert said_by(mine.registry, lambda **line: steps.append(line)) == [
         "backend 'talking': direct launches",
-        "backend 'broken': notes() raised OSError: libacme is gone",
+        f"backend 'broken': {BROKEN}",
     ]
     assert steps == [{"step": "notes", "subject": "talking"}, {"step": "notes", "subject": "broken"}]
 

@@ -16,6 +16,7 @@ from kvdock.cli.doctor import Diagnosis
 from kvdock.cli.versions import versions
 from kvdock.plugins.contract import unknown_op
 from kvdock.plugins.records import BackendRecord, PluginRecord, PluginState
+from kvdock.plugins.settings import PluginSettings
 
 
 def diagnosis(*states: PluginState) -> Diagnosis:
@@ -80,6 +81,22 @@ def test_core_of_doctor_names_no_kind_of_hardware() -> None:
     folder = Path(doctor.__file__).parent
     text = " ".join(path.read_text(encoding="utf-8").lower() for path in folder.glob("*.py"))
     assert not [word for word in ("cuda", "rocm", "hip", "nvidia", "triton", "npu") if f" {word}" in text or f'"{word}' in text]
+
+
+def test_a_backend_for_a_device_that_is_not_ready_is_a_problem() -> None:
+    states = {"cpu": PluginState.READY, "acme": PluginState.ABSENT}
+    backends = tuple(BackendRecord(name, "cpu", state) for name, state in states.items())
+    record = PluginRecord("acme", "m", "acme", "1.0", PluginState.READY, backends=backends)
+    for name, fine in (("cpu", True), ("acme", False), ("nobody", False)):
+        found = doctor._not_there(PluginSettings.from_environ({"KVDOCK_BACKEND_CPU": name}), [record])
+        assert found == (
+            []
+            if fine
+            else [
+                f"KVDOCK_BACKEND_CPU names {name!r}, which is not READY, so every op on 'cpu' fails. Ready: cpu. "
+                "Fix: name one of them, or unset it"
+            ]
+        )
 
 
 def test_an_op_that_two_plugins_bring_is_a_problem() -> None:

@@ -79,6 +79,7 @@ def test_unknown_op_lists_the_ops(acme_runtime: Runtime) -> None:
     ("option", "value", "text"),
     [
         ("--dtype", "bfloat17", "--dtype: expected torch's name of a dtype, such as bfloat16, got 'bfloat17'"),
+        ("--dtype", "int32", "--dtype: expected a dtype that copy_blocks_ takes: torch.float16, "),
         ("--dtype", "nn", "--dtype: expected torch's name of a dtype, such as bfloat16, got 'nn'"),
         (
             "--device",

@@ -54,6 +54,7 @@ CHANGES: list[tuple[str, Callable[[], object]]] = [
     ("the state of Python's random numbers", random.random),
     ("the state of torch's random numbers", lambda: torch.rand(1)),
     ("the floating-point mode", lambda: torch.set_flush_denormal(True)),
+    ("traps of numbers", lambda: ctypes.CDLL(None).feenableexcept(1)),  # 0 / 0 ends the process
     ("the locale", lambda: locale.setlocale(locale.LC_ALL, "C" if locale.setlocale(locale.LC_ALL) != "C" else "C.UTF-8")),
     ("the garbage collector", gc.disable),
     ("gc.get_threshold()", lambda: gc.set_threshold(1)),

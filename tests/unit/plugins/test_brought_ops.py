@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -48,6 +49,10 @@ def reference(y: torch.Tensor, x: torch.Tensor) -> None:
 
 
 OP = Op(SCHEMA, Add(), reference)
+
+
+def with_x(**parts: Any) -> OpSchema:
+    return OpSchema("acme_add_", (SCHEMA.args[0], attrs.evolve(SCHEMA.args[1], **parts)))
 
 
 def bringing(*ops: Op, name: str = "acme_ops") -> Any:
@@ -109,7 +114,7 @@ def test_a_plugin_with_nothing_but_ops_is_ready_and_says_so() -> None:
     record = registry.register(bringing(OP), "ops")
     assert (record.state, record.reason) == (PluginState.READY, "brings ops: acme_add_")
     assert registry.brought_ops() == {"acme_add_": OP}
-    with pytest.raises(ArgumentValueError, match="register: op name 'acme_add_': expected a name that nobody uses"):
+    with pytest.raises(ArgumentValueError, match=r"op name 'acme_add_': expected a name that nobody uses, got that of plugin 'ops' \("):
         registry.register(bringing(OP, name="others"), "others")
 
 
@@ -145,6 +150,20 @@ def test_what_the_hook_returns_is_checked(value: Any, text: str) -> None:
     [
         (lambda: Op(PAGED_CACHING, Add(), reference), ArgumentValueError, "no op of kvdock's own, got 'paged_caching_'"),
         (lambda: Op(OpSchema("acme add", SCHEMA.args), Add(), reference), ArgumentValueError, "expected an identifier"),
+        (
+            lambda: Op(with_x(dims=()), Add(), reference),
+            ArgumentValueError,
+            "x: dims: expected a tuple of lines of sizes, such as ('*T D',), got ()",
+        ),
+        (lambda: Op(with_x(dims="*n D"), Add(), reference), ArgumentValueError, "such as ('*T D',), got '*n D'"),
+        (lambda: Op(with_x(dims=("*n +",)), Add(), reference), ArgumentValueError, "such as ('*T D',), got ('*n +',)"),
+        (lambda: Op(with_x(dims=("n ...",)), Add(), reference), ArgumentValueError, "such as ('*T D',), got ('n ...',)"),
+        (lambda: Op(with_x(dtypes=()), Add(), reference), ArgumentValueError, "x: dtypes: expected a tuple of torch.dtype, got ()"),
+        (
+            lambda: Op(with_x(dtypes=torch.float32), Add(), reference),
+            ArgumentValueError,
+            "x: dtypes: expected a tuple of torch.dtype, got torch.float32",
+        ),
         (lambda: Op("acme_add_", Add(), reference), ArgumentTypeError, "Op: schema: expected a OpSchema, got 'acme_add_'"),
         (lambda: Op(SCHEMA, print, reference), ArgumentTypeError, "Op: portable: expected a Kernel"),
         (lambda: Op(SCHEMA, Add(), None), ArgumentTypeError, "Op: reference: expected a function, got None"),

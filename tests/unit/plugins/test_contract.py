@@ -7,8 +7,10 @@ import types
 from typing import Any
 
 import pytest
+import torch
 
 import kvdock
+from kvdock.plugin import Capabilities, Probe
 from kvdock.plugins import contract
 from kvdock.plugins.contract import BrokenContractError
 from support_plugins import InProcessBackend, module, plugin
@@ -141,6 +143,32 @@ def test_what_is_no_table_of_classes(value: object) -> None:
 def test_other_results_are_checked_too() -> None:
     assert refused(contract.check_probe, True, "acme") == "probe() of backend 'acme': expected a Probe, got True (bool)"
     assert refused(contract.check_capabilities, {}, "acme") == "capabilities() of backend 'acme': expected a Capabilities, got {} (dict)"
+
+
+@pytest.mark.parametrize(
+    ("probe", "text"),
+    [
+        (Probe("ready"), "state: expected a ProbeState, got 'ready' (str)"),  # type: ignore[arg-type]
+        (Probe.unusable(OSError("gone")), "reason: expected a str, got OSError('gone') (OSError)"),  # type: ignore[arg-type]
+        (Probe.ready(None), "reason: expected a str, got None (NoneType)"),  # type: ignore[arg-type]
+    ],
+)
+def test_parts_of_a_probe(probe: Probe, text: str) -> None:
+    assert refused(contract.check_probe, probe, "acme") == f"probe() of backend 'acme': {text}"
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ({"priority": 50}, "priority: expected a Priority, got 50 (int)"),
+        ({"priority": "high"}, "priority: expected a Priority, got 'high' (str)"),
+        ({"graph_capture": "no"}, "graph_capture: expected a bool, got 'no' (str)"),
+        ({"dtypes": torch.float32}, "dtypes: expected a tuple of torch.dtype, or None, got torch.float32 (dtype)"),
+        ({"dtypes": ("float32",)}, "dtypes: expected a tuple of torch.dtype, or None, got ('float32',) (tuple)"),
+    ],
+)
+def test_parts_of_capabilities(parts: dict[str, Any], text: str) -> None:
+    assert refused(contract.check_capabilities, Capabilities(**parts), "acme") == f"capabilities() of backend 'acme': {text}"
 
 
 def test_long_values_are_cut() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import attrs
 import pytest
 
 from kvdock.plugins.entry_points import FoundEntryPoint, plan
+from kvdock.plugins.installed import installed
 from kvdock.plugins.records import PluginState
 from kvdock.plugins.settings import PluginSettings, Selector
 
@@ -86,3 +90,18 @@ def test_what_an_entry_point_names() -> None:
     assert plan([A, attrs.evolve(A_AGAIN, value="mod_a [gpu]")], settings()).load == (A,)
     with pytest.raises(ValueError, match="the entry point is 'no-module'; expected module or module:attribute"):
         attrs.evolve(A, value="no-module").target  # noqa: B018 - the question is what raises
+
+
+@pytest.mark.parametrize("module", ["acme", "acme_of_old"])
+def test_what_pip_has_set_aside_stands_behind_what_is_installed(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, version, points in (("~v_acme", "0.9", module), ("kv_acme", "1.0", "acme")):
+        place = tmp_path / folder / f"{folder}-{version}.dist-info"
+        place.mkdir(parents=True)
+        (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kv-acme\nVersion: {version}\n", encoding="utf-8")
+        (place / "entry_points.txt").write_text(f"[zoo.keepers]\nacme = {points}\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "~v_acme"), str(tmp_path / "kv_acme")])
+    (found,), notes = installed("zoo.keepers")
+    assert (found.version, found.points) == ("1.0", (("acme", "acme"),))
+    told = [note.partition("; ")[2] for note in notes]
+    fix = f"what this one declares (acme) is not loaded, as {found.place} comes first. Fix: remove that folder"
+    assert told == ([] if module == "acme" else [fix])

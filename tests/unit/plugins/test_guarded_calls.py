@@ -152,10 +152,38 @@ def test_one_that_cannot_list_its_devices_does_not_hide_the_others(devices: Call
     assert rows["acme"]["devices"][0].startswith("backend 'acme': devices(): expected a list of torch.device, got ")
 
 
-def test_a_claim_that_exits_does_not_end_the_process() -> None:
-    made = runtime(Answers(), claims=raiser(SystemExit(2)))
-    with pytest.raises(kvdock.NoBackendError, match=r"claims\(cpu\) raised SystemExit: 2"):
-        call(made)
+class Panic(BaseException):
+    """What a library in Rust raises is no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("claims", "got"),
+    [
+        (raiser(SystemExit(2)), "SystemExit: 2"),
+        (raiser(Panic("unwrap of None")), "Panic: unwrap of None"),
+        (lambda device: None, "None (NoneType)"),
+        (lambda device: "no", "'no' (str)"),
+        (lambda device: torch.ones(2), "tensor([1., 1.]) (Tensor)"),
+    ],
+    ids=["exits", "panics", "none", "text", "tensor"],
+)
+def test_a_claim_that_is_no_answer_is_none_and_ends_nothing(claims: Callable[..., Any], got: str) -> None:
+    with pytest.raises(kvdock.NoBackendError) as caught:
+        call(runtime(Answers(), claims=claims))
+    assert f"acme (backend 'acme': claims(cpu): expected a bool, got {got}. Fix: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "kernel", [Answers(supports=raiser(Panic("oh"))), Answers(prepare=raiser(Panic("oh")))], ids=["supports", "prepare"]
+)
+def test_a_panic_of_a_kernel_is_the_plugins_error(kernel: kvdock.plugin.Kernel) -> None:
+    with pytest.raises(PluginError, match=r"backend 'acme': \w+\(\) of its kernel for paged_caching_: expected .*, got Panic: oh"):
+        call(runtime(kernel))
+
+
+def test_ctrl_c_is_no_fault_of_a_plugin() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        call(runtime(Answers(supports=raiser(KeyboardInterrupt()))))
 
 
 @pytest.mark.parametrize("repeats", [1, 30])

@@ -167,7 +167,11 @@ def test_backend_whose_claim_raises_breaks_no_other_and_is_listed() -> None:
     assert chosen(made)[0] == "acme"
     by_name = {item.name: item for item in made.candidates(META) if item.name in ("acme", "raising")}
     assert (by_name["acme"].claims, by_name["acme"].reason) == (True, "claims meta with priority 10")
-    assert (by_name["raising"].claims, by_name["raising"].reason) == (False, "claims(meta) raised OSError: lost the card")
+    assert (by_name["raising"].claims, by_name["raising"].reason) == (
+        False,
+        "backend 'raising': claims(meta): expected a bool, got OSError: lost the card. "
+        "Fix: report it to the plugin's author; KVDOCK_BACKENDS_DENY leaves a plugin out",
+    )
     with pytest.raises(NoBackendError, match="lost the card"):
         chosen(registry(Raising("raising")))
 

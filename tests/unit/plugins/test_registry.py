@@ -151,6 +151,12 @@ def test_kernel_for_an_op_that_has_none(registry: Registry) -> None:
     assert "overridden" not in after.reason
 
 
+def test_kernel_for_an_op_that_there_is_not(registry: Registry) -> None:
+    registered(registry, InProcessBackend("acme"))
+    with pytest.raises(ArgumentValueError, match=r"register_kernel: op: expected one of copy_blocks_, .*, got 'copy_block_'"):
+        registry.register_kernel("acme", "copy_block_", own_kernel())
+
+
 def test_kernel_over_an_existing_one_needs_override_and_shows(registry: Registry) -> None:
     old, new = own_kernel(), own_kernel()
     registered(registry, InProcessBackend("acme", kernels={"copy_blocks_": old}))

@@ -105,8 +105,8 @@ def test_what_a_plugins_class_makes_must_be_a_prefix_cache(bring: Bring) -> None
         create_prefix_cache("theirs")
 
 
-@pytest.mark.parametrize("error", [OSError("no shared memory"), TypeError("no block size"), KeyError("size")])
-def test_what_a_plugins_class_raises_names_it(bring: Bring, error: Exception) -> None:
+@pytest.mark.parametrize("error", [OSError("no shared memory"), TypeError("no block size"), KeyError("size"), SystemExit(4)])
+def test_what_a_plugins_class_raises_names_it(bring: Bring, error: BaseException) -> None:
     def make(block_size: int) -> Any:
         raise error
 
