@@ -57,10 +57,10 @@ def is_about_memory(error: BaseException) -> bool:
 
 
 def raise_memory(error: BaseException, op: str) -> None:
-    """Raise `CapacityError` where an op's error is that a device refused memory."""
+    """Raise `CapacityError` where the error is that a device refused memory for an op's outputs."""
     if is_about_memory(error):
         got, fix = str(error).partition("\n")[0][:200], "free memory on the device, pass outputs of your own, or ask for less at once"
-        raise CapacityError(op, expected="memory for what it returns, and for what it computes in", got=f"less: {got}", fix=fix) from error
+        raise CapacityError(op, expected="memory for what it returns", got=f"less: {got}", fix=fix) from error
 
 
 def are_reasons(answer: Any) -> bool:
@@ -96,13 +96,9 @@ def blame(error: BaseException, op: str, find: Callable[[], tuple[str, object]])
         error: what the call raised.
         op: name of the op.
         find: returns the name of who serves such a call, and its kernel.
-
-    Raises:
-        CapacityError: there was no memory for what the call makes, or computes in.
     """
     if isinstance(error, (KVDockError, Warning)):
         return
-    raise_memory(error, op)
     with contextlib.suppress(Exception):  # what cannot be told is not told; the error itself counts
         name, kernel = find()
         error.add_note(f"{op} was served by {name!r}, by a plan of {type(kernel).__module__}.{type(kernel).__qualname__}")

@@ -186,7 +186,7 @@ def test_attention_launches(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> 
     assert args["sums"] - args["parts"] == 2 * programs * args["ROWS"] * 8 * 4  # behind both parts of all programs
     assert args["openers"] - args["sums"] == 2 * programs * args["ROWS"] * 4
     assert (args["queries"], args["batch"], args["room"], args["num_blocks"]) == (3, 3, 20 * 64, 1100)
-    assert (args["wanted"], args["pieces"]) == (programs, 1)
+    assert args["each"] * 3 * 2 == programs
     assert [args[name] * args["Q_UNIT"] for name in ("q_token", "q_head")] == [*q.stride()[:2]]
     cu, q = torch.tensor([0, 300, 300, 301]), torch.zeros(301, 8, 8, dtype=torch.bfloat16)
     kvdock.ops.paged_attention(q, *pools, table, lens, cu_query_lens=cu)

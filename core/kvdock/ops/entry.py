@@ -14,7 +14,7 @@ import torch
 from kvdock.descriptors.lru import Entry
 from kvdock.descriptors.manager import DescriptorCacheManager
 from kvdock.errors import KVDockError, KVDockWarning
-from kvdock.guarded import blame
+from kvdock.guarded import blame, raise_memory
 from kvdock.interface import HOST, Descriptor, Request
 from kvdock.ops.bound import BoundOp
 from kvdock.ops.calls.writer import compile_source
@@ -175,8 +175,12 @@ class OpEntry(Shared):
             raise
 
     def make_outputs(self, values: tuple[Any, ...]) -> list[torch.Tensor | None]:
-        """Return new outputs for a call that brings none: see `new_outputs`."""
-        return new_outputs(self.schema, values)
+        """Return new outputs for a call that brings none: see `new_outputs`. Raises `CapacityError` where there is no memory for them."""
+        try:
+            return new_outputs(self.schema, values)
+        except (MemoryError, RuntimeError) as error:
+            raise_memory(error, self.schema.name)
+            raise
 
     def find(self, recent: Recent, key: tuple[Any, ...], values: tuple[Any, ...]) -> Signature | None:
         """Return the signature of a call: one that this thread has met, or a new one, once the call is found valid.

@@ -351,14 +351,17 @@ def make(op):
                 if made:
                     k_out_Hk, k_out_Dk, v_out_Hv, v_out_Dv = pools.output_sizes
                     rank = getattr(slot_mapping, "ndim", None)
-                    if rank == 1:
-                        size0 = slot_mapping.numel()
-                        k_out = k_cache.new_empty(size0, k_out_Hk, k_out_Dk)
-                        v_out = v_cache.new_empty(size0, v_out_Hv, v_out_Dv)
-                    elif rank == 2:
-                        size0, size1 = slot_mapping.shape
-                        k_out = k_cache.new_empty(size0, size1, k_out_Hk, k_out_Dk)
-                        v_out = v_cache.new_empty(size0, size1, v_out_Hv, v_out_Dv)
+                    try:
+                        if rank == 1:
+                            size0 = slot_mapping.numel()
+                            k_out = k_cache.new_empty(size0, k_out_Hk, k_out_Dk)
+                            v_out = v_cache.new_empty(size0, v_out_Hv, v_out_Dv)
+                        elif rank == 2:
+                            size0, size1 = slot_mapping.shape
+                            k_out = k_cache.new_empty(size0, size1, k_out_Hk, k_out_Dk)
+                            v_out = v_cache.new_empty(size0, size1, v_out_Hv, v_out_Dv)
+                    except RuntimeError:  # there may be no memory, which is said there
+                        k_out, v_out = make_outputs((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out))
                 late = False
                 for guard, variant, entry, cache, static, launch, numbers in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry
@@ -560,14 +563,17 @@ def make(op):
                 if made:
                     k_out_Hk, k_out_Dk, v_out_Hv, v_out_Dv = pools.output_sizes
                     rank = getattr(slot_mapping, "ndim", None)
-                    if rank == 1:
-                        size0 = slot_mapping.numel()
-                        k_out = k_cache.new_empty(size0, k_out_Hk, k_out_Dk)
-                        v_out = v_cache.new_empty(size0, v_out_Hv, v_out_Dv)
-                    elif rank == 2:
-                        size0, size1 = slot_mapping.shape
-                        k_out = k_cache.new_empty(size0, size1, k_out_Hk, k_out_Dk)
-                        v_out = v_cache.new_empty(size0, size1, v_out_Hv, v_out_Dv)
+                    try:
+                        if rank == 1:
+                            size0 = slot_mapping.numel()
+                            k_out = k_cache.new_empty(size0, k_out_Hk, k_out_Dk)
+                            v_out = v_cache.new_empty(size0, v_out_Hv, v_out_Dv)
+                        elif rank == 2:
+                            size0, size1 = slot_mapping.shape
+                            k_out = k_cache.new_empty(size0, size1, k_out_Hk, k_out_Dk)
+                            v_out = v_cache.new_empty(size0, size1, v_out_Hv, v_out_Dv)
+                    except RuntimeError:  # there may be no memory, which is said there
+                        k_out, v_out = make_outputs((k_cache, v_cache, slot_mapping, k_scale, v_scale, k_out, v_out))
                 late = False
                 for guard, variant, entry, cache, static, launch, numbers in fast_calls:
                     plan = entry.value  # held until it has run, whatever becomes of the entry

@@ -130,12 +130,15 @@ class _Module:
         sizes = {arg.name: [f"{arg.name}_{word}" for word in arg.dims[0].split()[1:]] for arg in self.schema.args if arg.returned}
         yield f"    {names_of(size for each in sizes.values() for size in each)} = pools.output_sizes"
         yield f"    rank = getattr({leading}, 'ndim', None)"
+        yield "    try:"
         for number, rank in enumerate(LEAD_RANKS):
             lead = [f"size{i}" for i in range(rank)]
-            yield f"    {'elif' if number else 'if'} rank == {rank}:"
-            yield f"        {names_of(lead)} = {leading}.shape" if rank > 1 else f"        size0 = {leading}.numel()"
+            yield f"        {'elif' if number else 'if'} rank == {rank}:"
+            yield f"            {names_of(lead)} = {leading}.shape" if rank > 1 else f"            size0 = {leading}.numel()"
             for name, each in sizes.items():  # sizes one by one: half the price of a tuple
-                yield f"        {name} = {self.schema.arg(name).same_dtype}.new_empty({', '.join([*lead, *each])})"
+                yield f"            {name} = {self.schema.arg(name).same_dtype}.new_empty({', '.join([*lead, *each])})"
+        yield "    except RuntimeError:  # there may be no memory, which is said there"
+        yield f"        {names_of(self.returned)} = make_outputs({self.sources[0].values})"
 
     def _of(self, group: int) -> list[VariantSource]:
         """Return the variants of a group."""
