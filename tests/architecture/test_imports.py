@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plugin": LEAVES | {"bits", "ops", "plugins", "prefix"},
     "runtime": LEAVES | {"descriptors", "guarded", "ops", "plugins"},
     "captured": LEAVES | {"runtime", "scheduler"},
-    "cache": LEAVES | {"layers", "ops"},
+    "cache": LEAVES | {"guarded", "layers", "ops"},
     "distributed": LEAVES | {"checks", "ops"},
     "prefix": {"errors", "spec", "process"},
     "scheduler": {"errors", "spec", "prefix", "layers"},
