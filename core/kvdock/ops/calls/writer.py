@@ -51,7 +51,7 @@ _OWN_NAMES = frozenset(
     backend blame body0 body1 bound bound_call cache call chooser classes count dispatcher EMPTY enter entry epoch error Exception fast
     fast_calls FastCall find generation get_mode getattr guard has_internal_overlap high int is_compiling is_full is_intercepted key known
     late launch low made make make_outputs mode more named numbers op own_name place plain plan pools prepare rank recent recording same
-    schema settings signature size0 size1 slow static strides trace type TypeError variant
+    RuntimeError schema settings signature size0 size1 slow static strides trace type TypeError variant
     """.split()  # noqa: SIM905 - a list would be one name to a line
 )
 """What the code of every op calls its own things, and what every op has in `torch.ops`."""
