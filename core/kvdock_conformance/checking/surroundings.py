@@ -222,7 +222,10 @@ def _all_of_inference(device: torch.device) -> Iterator[Dress]:
 
     def dress(tensor: torch.Tensor, _: bool) -> torch.Tensor:
         with torch.inference_mode():
-            return torch.utils.dlpack.from_dlpack(tensor)
+            try:
+                return torch.utils.dlpack.from_dlpack(tensor)
+            except (BufferError, RuntimeError, ValueError):  # torch hands over no memory of such a device
+                return tensor
 
     yield dress
 
