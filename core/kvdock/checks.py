@@ -67,13 +67,17 @@ def check_op_words(name: str, taken: Container[str], tensors: Mapping[str, tuple
             by letter.
     """
     if name in taken or not name.isidentifier():
-        raise ArgumentValueError("Op: schema.name", expected="an identifier that is no op of kvdock's own", got=repr(name))
+        raise ArgumentValueError(
+            "Op: schema.name", expected="an identifier that is no op of kvdock's own", got=repr(name), fix="choose another name"
+        )
     for arg, (dims, dtypes) in tensors.items():
         if not (isinstance(dims, tuple) and dims and all(map(_is_line, dims))):
             expected = "a tuple of lines of sizes, such as ('*T D',)"
-            raise ArgumentValueError(f"Op: schema: {arg}: dims", expected=expected, got=repr(dims)[:80])
+            fix = "write one line for each rank that it may have, with a comma behind a single one"
+            raise ArgumentValueError(f"Op: schema: {arg}: dims", expected=expected, got=repr(dims)[:80], fix=fix)
         if not (isinstance(dtypes, tuple) and dtypes and all(isinstance(dtype, torch.dtype) for dtype in dtypes)):
-            raise ArgumentValueError(f"Op: schema: {arg}: dtypes", expected="a tuple of torch.dtype", got=repr(dtypes)[:80])
+            fix = "list every dtype that the op takes, with a comma behind a single one"
+            raise ArgumentValueError(f"Op: schema: {arg}: dtypes", expected="a tuple of torch.dtype", got=repr(dtypes)[:80], fix=fix)
 
 
 def _is_line(line: object) -> bool:

@@ -9,11 +9,11 @@ import torch
 
 import kvdock
 
-SLOTS = torch.zeros(1, dtype=torch.int64).expand(1 << 26)
+SLOTS = torch.zeros(1, dtype=torch.int64).expand(1 << 40)
 LATENTS = torch.zeros(2, 4, 1, 1 << 16)
 WIDE = torch.zeros(2, 4, 64, 4096)
-QUERIES, KEYS = torch.zeros(1, 1, 8).expand(1 << 24, 1 << 14, 8), torch.zeros(2, 4, 1, 8)
-BATCH = {"block_table": torch.zeros(1, 1, dtype=torch.int32), "seq_lens": torch.tensor([4]), "cu_query_lens": torch.tensor([0, 1 << 24])}
+QUERIES, KEYS = torch.zeros(1, 1, 8).expand(1 << 40, 1 << 14, 8), torch.zeros(2, 4, 1, 8)
+BATCH = {"block_table": torch.zeros(1, 1, dtype=torch.int32), "seq_lens": torch.tensor([4]), "cu_query_lens": torch.tensor([0, 1 << 40])}
 
 CALLS: dict[str, Callable[[], object]] = {
     "gather_paged": lambda: kvdock.ops.gather_paged(WIDE, WIDE, SLOTS),
@@ -21,7 +21,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "paged_attention": lambda: kvdock.ops.paged_attention(QUERIES, KEYS, KEYS, **BATCH),
     "paged_attention, sums": lambda: kvdock.ops.paged_attention(QUERIES, KEYS, KEYS, **BATCH, return_lse=True),
 }
-"""Calls whose outputs would take terabytes."""
+"""Calls whose outputs would take more than an address space: systems that overcommit give terabytes."""
 
 
 @pytest.mark.parametrize("name", CALLS)
