@@ -154,7 +154,7 @@ def test_a_fault_is_found_expected_and_mended(installed: Environment, tmp_path: 
 @pytest.mark.slow  # the whole of core level
 def test_old_firmware_conforms_but_for_what_its_file_says(installed: Environment, tmp_path: Path) -> None:
     report = certify(installed, tmp_path, "acme", "--expected", str(ACME / "expected-firmware-2.toml"), ACME_FIRMWARE="2")
-    noticed = [*PADDING, "KVD-DESC-013", "KVD-DESC-015", "KVD-READ-001", "KVD-READ-003", "KVD-FUZZ-001"]
+    noticed = [*PADDING, "KVD-DESC-013", "KVD-DESC-015", "KVD-READ-001", "KVD-READ-003", "KVD-THREAD-002", "KVD-FUZZ-001"]
     assert (report["exit_code"], report["complete"], not_green(report)) == (0, True, noticed)
     entry = by_id(report)["KVD-WRITE-003"]
     assert entry["verdict"] == "expected failure"
