@@ -51,10 +51,9 @@ def _quartiles(times: Sequence[float] | None) -> str:
     return "-" if times is None else f"{times[1]:.2f} ({times[0]:.2f} .. {times[2]:.2f})"
 
 
-def _ratios(us: dict[str, Sequence[float]]) -> str:
-    """Write what each costs of the first."""
-    first, *others = us.values()
-    return " / ".join(f"{other[1] / first[1]:.2f}" for other in others) or "-"
+def _ratios(ratios: dict[str, Sequence[float]]) -> str:
+    """Write what each costs of the first: the median of rounds, in each of which all of them ran."""
+    return " / ".join(f"{quartiles[1]:.2f}" for quartiles in ratios.values()) or "-"
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -65,7 +64,7 @@ def markdown(report: dict[str, Any]) -> str:
     ]
     for op, rows in report.get("host", {}).items():
         names = list(dict.fromkeys(name for r in rows for name in r["us"]))
-        lines = [[r["pattern"], *(_quartiles(r["us"].get(name)) for name in names), _ratios(r["us"])] for r in rows]
+        lines = [[r["pattern"], *(_quartiles(r["us"].get(name)) for name in names), _ratios(r["ratios"])] for r in rows]
         head = ["pattern", *(f"{name}, us" for name in names), "ratios to the first"]
         parts += [
             f"## Host time of a call of `{op}`, bf16, 8 x 128: median (quartiles)\n",

@@ -226,12 +226,18 @@ def static_patterns(device: str) -> list[Pattern]:
 
 
 def row(pattern: Pattern, wait: Callable[[], Any], seconds: float = 1.5) -> dict[str, Any]:
-    """Measure a pattern, and return it as a record has it."""
-    return {"pattern": pattern.name, "us": {name: list(quartiles) for name, quartiles in measure(pattern, wait, seconds).items()}}
+    """Measure a pattern, and return it as a record has it: quartiles of times, and of ratios to the first in the same round."""
+    first, *others = (times := measure(pattern, wait, seconds))
+    ratios = {name: _quartiles([one / base for one, base in zip(times[name], times[first], strict=True)]) for name in others}
+    return {"pattern": pattern.name, "us": {name: _quartiles(values) for name, values in times.items()}, "ratios": ratios}
 
 
-def measure(pattern: Pattern, wait: Callable[[], Any], seconds: float = 1.5) -> dict[str, tuple[float, float, float]]:
-    """Return the quartiles of a call's host time for each candidate, in microseconds.
+def _quartiles(values: Sequence[float]) -> list[float]:
+    return statistics.quantiles(values, n=4)
+
+
+def measure(pattern: Pattern, wait: Callable[[], Any], seconds: float = 1.5) -> dict[str, list[float]]:
+    """Return a call's host time in microseconds for each candidate, one for each round: they take turns within it.
 
     Args:
         pattern: what to run.
@@ -253,8 +259,7 @@ def measure(pattern: Pattern, wait: Callable[[], Any], seconds: float = 1.5) -> 
             for _ in range(number):
                 run()
             times[name].append((time.perf_counter() - start) / number / pattern.calls * 1e6)
-    quartiles = {name: statistics.quantiles(values[2:], n=4) for name, values in times.items()}
-    return {name: (values[0], values[1], values[2]) for name, values in quartiles.items()}
+    return {name: values[2:] for name, values in times.items()}
 
 
 def first_steps(device: str, wait: Callable[[], Any], steps: int = 10, repeats: int = 9) -> list[float]:

@@ -102,6 +102,8 @@ def copy_blocks_kernel(
 FEW = 16
 """Pairs that are passed by value: bringing a list to the device costs more than the launch."""
 
+_NO_IDS = [0] * (2 * FEW)
+
 
 @triton.jit
 def copy_few_blocks_kernel(
@@ -267,7 +269,11 @@ class CopyBlocksDescriptor(Descriptor):
 
     def __init__(self, request: Request, pieces: int, launches: tuple[Launch, Launch], skipped: int) -> None:
         self._op, self._pieces, self._skipped, self._device = request.op, pieces, skipped, request.device
-        self._launch, self._few = launches
+        self._launch = launches[0]
+        places = [f"{end}{number}" for number in range(FEW) for end in ("source", "to")]
+        self._few = launches[1].fix(
+            ["k_cache", "v_cache", "programs", "ids"], "programs", "1", {**dict.fromkeys(places, ""), places[0]: "*ids"}
+        )
         self._num_blocks = int(request.tensor("k_cache").shape[0] or 0)
         self._fixed(0)  # so that nothing is left to compile
 
@@ -285,7 +291,7 @@ class CopyBlocksDescriptor(Descriptor):
     def _copy_few(self, k_cache: int, v_cache: int, ids: Sequence[int]) -> None:
         """Launch with a few pairs that were checked, one id after the other."""
         if ids:
-            self._few.run(len(ids) // 2 * self._pieces, 1, k_cache, v_cache, *ids, *[0] * (2 * FEW - len(ids)))
+            self._few(k_cache, v_cache, len(ids) // 2 * self._pieces, [*ids, *_NO_IDS[len(ids) :]])
 
     def run(self, k_cache: torch.Tensor, v_cache: torch.Tensor, block_pairs: torch.Tensor) -> None:
         """Launch with pairs that the kernel can read, and checks by itself."""

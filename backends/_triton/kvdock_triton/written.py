@@ -43,11 +43,12 @@ class Launch:
             parameters: names of its parameters. Those of the kernel's that are among them are passed on.
             grid_x: number of programs, as an expression in parameters and values.
             grid_y: likewise.
-            values: the kernel's other arguments by name: numbers, or expressions in the parameters. Others may be named for the grid.
+            values: the kernel's other arguments by name: numbers, or expressions in the parameters; empty for those that the one
+                before brings, ``*ids``. Others may be named for the grid.
         """
         texts = {name: value if isinstance(value, str) else name for name, value in values.items()}
         numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
-        arguments = ", ".join(texts.get(name, name) for name in self._names)
+        arguments = ", ".join(text for name in self._names if (text := texts.get(name, name)))
         body = [line.format(grid=f"{grid_x}, {grid_y}", arguments=arguments) for line in self._lines]
         launch = [f"def launch({', '.join(parameters)}):", *(f"    {line}" for line in body), "return launch"]
         source = "\n".join([f"def make({', '.join(numbers)}):", *(f"    {line}" for line in launch)])

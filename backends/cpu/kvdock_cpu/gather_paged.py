@@ -8,12 +8,12 @@ Neither makes a copy of keys or values; what is allocated are indices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from kvdock.plugin import HOST, Descriptor, Kernel, Request, TensorMeta, as_bits, quantised_reasons, slots_in_range
-from kvdock_cpu.rows import wide_dtype, widen
+from kvdock_cpu.rows import ranges, wide_dtype, widen
 
 __all__ = ["GatherPaged", "GatherPagedDescriptor", "KeyTiles", "RowReader"]
 
@@ -121,6 +121,11 @@ class GatherPaged(Kernel):
         return GatherPagedDescriptor(request.op, *readers)
 
 
+def _is_run(ids: list[int]) -> bool:
+    """Return whether blocks, at least one, follow one another."""
+    return ids == list(range(ids[0], ids[0] + len(ids)))
+
+
 class KeyTiles:
     """Reads tiles of keys, or of values, from one pool geometry, for one call at a time.
 
@@ -134,7 +139,7 @@ class KeyTiles:
     def __init__(self, pool: TensorMeta, size: int) -> None:
         num_blocks, self._block, self._heads, self._dim = (int(length or 0) for length in pool.shape)
         self._width, self._dtype = self._heads * self._dim, pool.dtype
-        self._elements, self._is_whole = size * self._width, self._block > 0 and not size % self._block
+        self._size, self._elements, self._is_whole = size, size * self._width, self._block > 0 and not size % self._block
         self._compute = torch.promote_types(pool.dtype, torch.float32)
         self._steps = block_step, slot_step, head_step = (pool.strides or (0, 0, 0))[:3]
         # Steps of dims of size 1 are 0, and say nothing.
@@ -167,9 +172,36 @@ class KeyTiles:
         raw = torch.empty(min(self._elements, longest * self._width), dtype=self._dtype, device=HOST)
         return raw, raw if self._compute == self._dtype else torch.empty_like(raw, dtype=self._compute)
 
+    def walk(
+        self, pool: torch.Tensor, room: _Room, ids: list[int], skipped: int, count: int, size: int
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield what `read` returns, tile by tile: how many rows come before, and the tile, which is there until the next.
+
+        ``size`` is the most tokens to copy at once, whole blocks where one fits. What need not be copied comes in larger tiles.
+        """
+        block = self._block
+        step = self._size if self._is_in_place and _is_run(ids) else size
+        if self._is_pieces:  # what all tiles need is made once: a tile may take less time than the calls that it takes to make this
+            rows = pool.as_strided((self._rows, self._piece), (self._piece, 1))
+            places = torch.tensor(ids, device=HOST) * self._block_rows + self._part_rows
+            rooms: dict[int, tuple[torch.Tensor, ...]] = {}
+        for begin, end in ranges(skipped, skipped + count, step):
+            first, stop = begin // block, (end - 1) // block + 1
+            if not self._is_pieces or _is_run(ids[first:stop]):
+                yield begin - skipped, self.read(pool, room, ids[first:stop], begin - first * block, end - begin)
+                continue
+            if stop - first not in rooms:
+                raw, tile = (part[: (stop - first) * block * self._width] for part in room())
+                rooms[stop - first] = raw, tile, raw.view(-1, self._piece), self._shaped(tile, (stop - first) * block)
+            raw, tile, pieces, shaped = rooms[stop - first]
+            torch.index_select(rows, 0, places[:, first:stop].flatten(), out=pieces)
+            if tile.dtype != raw.dtype:
+                tile.copy_(raw)
+            yield begin - skipped, shaped[:, begin - first * block : end - first * block]
+
     def read(self, pool: torch.Tensor, room: _Room, ids: list[int], skipped: int, count: int) -> torch.Tensor:
         """Return ``count`` rows behind the first ``skipped`` of some blocks, ``[heads, count, dim]``: in a room, or where they lie."""
-        if (self._is_whole or self._is_in_place) and ids == list(range(ids[0], ids[0] + len(ids))):
+        if (self._is_whole or self._is_in_place) and _is_run(ids):
             return self._read_run(pool, room, ids[0], len(ids), skipped, count)
         blocks = torch.tensor(ids, device=HOST)
         if not self._is_pieces:

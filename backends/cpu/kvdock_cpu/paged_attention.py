@@ -1,7 +1,7 @@
 """`paged_attention` on the CPU: a tile of keys at a time is read from the pool and attended to, and tiles are joined by their sums.
 
-* One query of a sequence, as in decoding: scores, softmax and values by hand. Keys are read, then values, each in one go, while torch's
-  flash kernel goes to and fro between them.
+* One query of a sequence, as in decoding: scores, softmax and values by hand. All keys are read, then all values, while torch's flash
+  kernel goes to and fro between them. Blocks that lie apart are copied, a few at a time, and computed with while they are near.
 * Several queries: a tile that all of them see whole goes to the flash kernel, with fewer passes over the scores than `torch.softmax`.
 * At the edges of what they see, with a soft cap, and where Dk is not Dv: scores, masks and an online softmax by hand.
 
@@ -12,7 +12,7 @@ at many, and tiles are rounded once, when they have been joined.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,12 @@ __all__ = ["PagedAttention", "PagedAttentionDescriptor"]
 _TILE = 1 << 20
 """Elements of keys and values in a tile, which fit into a cache of the third level. Smaller ones cost more in calls than they save."""
 
+_NEAR = 1 << 17
+"""Elements of keys, or of values, that are copied at once for one query, which fit into a cache of the second level. It is given two
+calls for each, not those of a softmax too, so that smaller tiles pay."""
+
 _LONGEST = 4096
-"""Most keys in a tile, however small they are: scores are workspace too."""
+"""Most keys in a tile, however small they are, or that one query has scores of at once: scores are workspace too."""
 
 _ROWS = 4096
 """Queries times heads that attend together."""
@@ -36,6 +40,9 @@ _INDICES = ("block_table", "seq_lens", "cu_query_lens", "starts")
 
 _Read = Callable[[int], torch.Tensor]
 """Reads a tile of keys (0) or of values (1), ``[heads, keys, dim]``."""
+
+_Weigh = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Turns scores ``[heads, rows, keys]`` into weights that sum to 1, and the logarithms of their sums before."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -62,11 +69,13 @@ class PagedAttentionDescriptor(Descriptor):
         self.is_even, self.wider = k_dim == v_dim, int(v_dim > k_dim)
         tile = min(max(_TILE // max(self.heads * dims, 1), 16), _LONGEST)
         self.tile = tile - tile % self.block if 0 < self.block <= tile else tile
+        near = max(_NEAR // max(self.heads * max(k_dim, v_dim), 1), 16)
+        self.near = min(max(near - near % self.block, self.block) if 0 < self.block <= tile else near, self.tile)
         self.queries = max(_ROWS // max(query_heads, 1), 1)
         self.tiles = KeyTiles(k, self.tile), KeyTiles(v, self.tile)
         self._checked: tuple[Any, ...] = ()
         # Of each query's head: the query, what was found before and in this tile, and scores, weights and which are seen.
-        results = self.queries * query_heads * (2 * dims + 3 * self.tile) * 2 * max(k.dtype.itemsize, 4)
+        results = query_heads * max(self.queries * (2 * dims + 3 * self.tile), 2 * dims + 3 * _LONGEST) * 2 * max(k.dtype.itemsize, 4)
         self.workspace_bytes = sum(tiles.workspace_bytes for tiles in self.tiles) + results
 
     def __call__(self, *values: Any) -> None:
@@ -118,6 +127,7 @@ class _Call:
         self.sinks = None if sinks is None else sinks.to(made.dtype).view(made.heads, -1, 1)
         self.is_plain = args["softcap"] is not None or not made.is_even
         self.rooms: list[Any] = [None, None]
+        self.scores: torch.Tensor | None = None
 
     def run(self) -> None:
         """Fill the outputs."""
@@ -145,16 +155,36 @@ class _Call:
     def _fill_one(self, row: int, first: int, stop: int, query: int) -> None:
         """Fill the results of one query, which sees the keys from ``first`` to ``stop``: all that are looked at, so none is masked."""
         q, joined = self._queries(query, query + 1), None
-        tiles = list(ranges(first, stop, self.made.tile))
-        if len(tiles) == 1 and self.sinks is None and self.lse is None:
-            found = self._quick(q, self._reader(row, first, stop, shares=True))
-            if math.isfinite(found.sum()):
+        spans = list(ranges(first, stop, _LONGEST))
+        if len(spans) == 1 and self.sinks is None and self.lse is None:
+            found, _ = self._span(row, first, stop, q, _softmax)
+            if math.isfinite(found.sum()):  # a sum of weights that is 0 or no number makes no numbers of results
                 self.out[query].view(found.shape).copy_(found)
                 return
-        for begin, end in tiles:
-            part = self._plain(q, self._reader(row, begin, end, shares=True), None)
+        for begin, end in spans:
+            part = self._span(row, begin, end, q, _weigh)
             joined = part if joined is None else _join(joined, part)
         self._store(query, query + 1, *(joined or self._nothing(q)))
+
+    def _span(self, row: int, begin: int, end: int, q: torch.Tensor, weigh: _Weigh) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what a query finds in keys that it all sees, by weights that are made of all their scores."""
+        if self.scores is None:
+            self.scores = q.new_empty(q.shape[0] * q.shape[1] * min(self.table.shape[1] * self.made.block, _LONGEST))
+        scores = self.scores[: q.shape[0] * q.shape[1] * (end - begin)].view(*q.shape[:2], end - begin)
+        for at, k in self._tiles(0, row, begin, end):
+            scores[:, :, at : at + k.shape[1]] = self._scores(q, k)  # not in place: products into a part go head by head
+        weights, lse = weigh(self._capped(scores))
+        found = q.new_empty((*q.shape[:2], self.out.shape[2]))
+        for at, v in self._tiles(1, row, begin, end):
+            found.baddbmm_(weights[:, :, at : at + v.shape[1]], v, beta=1 if at else 0)
+        return found, lse
+
+    def _tiles(self, which: int, row: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield keys (0) or values (1) of a sequence, tile by tile: see `KeyTiles.walk`. Both take one room, which is near then."""
+        made = self.made
+        return made.tiles[which].walk(
+            self.caches[which], lambda: self._room(made.wider), self._ids(row, begin, end), begin % made.block, end - begin, made.near
+        )
 
     def _store(self, begin: int, end: int, found: torch.Tensor, lse: torch.Tensor) -> None:
         """Put results where they belong, ``[Hk, G * n, Dv]``, and logarithms of sums, ``[Hk, G * n]``."""
@@ -188,23 +218,19 @@ class _Call:
         """Return what queries find that see no key."""
         return q.new_zeros((*q.shape[:2], self.out.shape[2])), q.new_full(q.shape[:2], -torch.inf)
 
-    def _reader(self, row: int, begin: int, end: int, *, shares: bool = False) -> _Read:
-        """Return what reads a tile of a sequence.
+    def _reader(self, row: int, begin: int, end: int) -> _Read:
+        """Return what reads a tile of a sequence, from its key ``begin`` to the one before ``end``."""
+        tiles, caches, skipped, ids = self.made.tiles, self.caches, begin % self.made.block, self._ids(row, begin, end)
+        return lambda which: tiles[which].read(caches[which], lambda: self._room(which), ids, skipped, end - begin)
 
-        Args:
-            row: which sequence.
-            begin: its first key in the tile.
-            end: the one behind the last.
-            shares: whether values may take the room of keys, which is in a nearer cache then.
-        """
-        block, tiles, caches = self.made.block, self.made.tiles, self.caches
-        column = begin // block
-        skipped, ids = begin - column * block, self.table[row, column : (end - 1) // block + 1].tolist()
-        return lambda which: tiles[which].read(caches[which], lambda: self._room(which, shares), ids, skipped, end - begin)
+    def _ids(self, row: int, begin: int, end: int) -> list[int]:
+        """Return the blocks of some keys of a sequence."""
+        block = self.made.block
+        found: list[int] = self.table[row, begin // block : (end - 1) // block + 1].tolist()
+        return found
 
-    def _room(self, which: int, shares: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _room(self, which: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return room for keys (0) or values (1), the same in all tiles of a call."""
-        which = self.made.wider if shares else which
         if self.rooms[which] is None:
             self.rooms[which] = self.made.tiles[which].room(self.table.shape[1] * self.made.block)
         found: tuple[torch.Tensor, torch.Tensor] = self.rooms[which]
@@ -215,24 +241,33 @@ class _Call:
         return found[0], lse[0]
 
     def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        scores, cap = q.new_empty((*q.shape[:2], k.shape[1])), self.args["softcap"]
-        scores.baddbmm_(q, k.mT, beta=0, alpha=self.scale)  # scaled on the way
+        return q.new_empty((*q.shape[:2], k.shape[1])).baddbmm_(q, k.mT, beta=0, alpha=self.scale)  # scaled on the way
+
+    def _capped(self, scores: torch.Tensor) -> torch.Tensor:
+        cap = self.args["softcap"]
         return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
 
-    def _quick(self, q: torch.Tensor, read: _Read) -> torch.Tensor:
-        """Return results over keys that are all seen; a sum of weights that is 0 or no number makes them no numbers."""
-        return torch.bmm(torch.softmax(self._scores(q, read(0)), 2), read(1))
-
     def _plain(self, q: torch.Tensor, read: _Read, is_seen: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = self._scores(q, read(0))
+        scores = self._capped(self._scores(q, read(0)))
         if is_seen is not None:
             scores.view(len(scores), -1, *is_seen.shape).masked_fill_(~is_seen, -torch.inf)
-        highest = scores.amax(2, keepdim=True)
-        highest.masked_fill_(highest == -torch.inf, 0)  # of -inf and -inf there is no difference
-        weights = scores.sub_(highest).exp_()
-        total = weights.sum(2, keepdim=True)
-        found = torch.bmm(weights, read(1)).div_(total.clamp(min=torch.finfo(total.dtype).tiny))
-        return found, highest.add_(total.log_()).squeeze(2)
+        weights, lse = _weigh(scores)
+        return torch.bmm(weights, read(1)), lse
+
+
+def _softmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights, in fewer passes than `_weigh`, and nothing to join them by."""
+    return torch.softmax(scores, 2), scores
+
+
+def _weigh(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights, which take the place of the scores, and the logarithms of their sums: -inf where no score is more, and no weights."""
+    highest = scores.amax(2, keepdim=True)
+    highest.masked_fill_(highest == -torch.inf, 0)  # of -inf and -inf there is no difference
+    weights = scores.sub_(highest).exp_()
+    total = weights.sum(2, keepdim=True)
+    weights.div_(total.clamp(min=torch.finfo(total.dtype).tiny))
+    return weights, highest.add_(total.log_()).squeeze(2)
 
 
 def _needs_inference_mode(out: torch.Tensor, lse: torch.Tensor | None) -> bool:

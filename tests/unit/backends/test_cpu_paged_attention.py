@@ -17,6 +17,7 @@ from opskit import POOLS, Geometry, Memory, Target, active
 
 pytest.importorskip("kvdock_cpu", reason="kvdock_cpu is not installed")
 
+from kvdock_cpu import paged_attention
 from kvdock_cpu.paged_attention import PagedAttentionDescriptor
 
 NAN = float("nan")
@@ -91,6 +92,7 @@ def check(args: dict[str, Any]) -> None:
     bound = BOUNDS[args["q"].dtype]
     torch.testing.assert_close(out.double(), wanted, rtol=bound, atol=bound)
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(kvdock.ops.paged_attention(**args).double(), wanted, rtol=bound, atol=bound)  # without lse, in fewer passes
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -114,9 +116,10 @@ def tiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
     def small(self: PagedAttentionDescriptor, of: Any) -> None:
         made(self, of)
-        self.tile, self.queries = 7, 4
+        self.tile, self.near, self.queries = 7, 7, 4
 
     if not request.param:
+        monkeypatch.setattr(paged_attention, "_LONGEST", 20)
         monkeypatch.setattr(PagedAttentionDescriptor, "__init__", small)
 
 
@@ -132,6 +135,17 @@ def test_options(options: dict[str, Any], counts: list[int] | None) -> None:
 @pytest.mark.parametrize("counts", [COUNTS, None], ids=["many queries", "one query"])
 def test_dtypes(dtype: torch.dtype, counts: list[int] | None) -> None:
     check(case(dtype=dtype, counts=counts, index=torch.int32))
+
+
+@pytest.mark.parametrize("in_runs", [False, True], ids=["apart", "in runs"])
+@pytest.mark.parametrize("block", [1, 16, 48, 272, 784])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_contexts_around_those_of_one_softmax(dtype: torch.dtype, block: int, in_runs: bool) -> None:
+    lens, starts = [4095, 4096, 4097, 129, 8200], torch.tensor([0, 17, 4096, 128, 4095])
+    args = case("hnd" if block == 16 else "nhd", dtype=dtype, block=block, heads=1, dims=(64, 64), counts=None, lens=lens, in_runs=in_runs)
+    check(args)
+    check({**args, "starts": starts})
+    check({**args, "window": 4100, "softcap": 5.0})
 
 
 @pytest.mark.usefixtures("tiled")
