@@ -114,6 +114,21 @@ class PagedAttention(Kernel):
         return PagedAttentionDescriptor(request)
 
 
+def _softmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights, in fewer passes than `_weigh`, and nothing to join them by."""
+    return torch.softmax(scores, 2), scores
+
+
+def _weigh(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights, which take the place of the scores, and the logarithms of their sums: -inf where no score is more, and no weights."""
+    highest = scores.amax(2, keepdim=True)
+    highest.masked_fill_(highest == -torch.inf, 0)  # of -inf and -inf there is no difference
+    weights = scores.sub_(highest).exp_()
+    total = weights.sum(2, keepdim=True)
+    weights.div_(total.clamp(min=torch.finfo(total.dtype).tiny))
+    return weights, highest.add_(total.log_()).squeeze(2)
+
+
 class _Call:
     """One call: sequences in turn, a part of the queries of each at a time."""
 
@@ -168,6 +183,8 @@ class _Call:
 
     def _span(self, row: int, begin: int, end: int, q: torch.Tensor, weigh: _Weigh) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what a query finds in keys that it all sees, by weights that are made of all their scores."""
+        if begin % self.made.block + end - begin <= self.made.near:
+            return self._plain(q, self._reader(row, begin, end), None, weigh)
         if self.scores is None:
             self.scores = q.new_empty(q.shape[0] * q.shape[1] * min(self.table.shape[1] * self.made.block, _LONGEST))
         scores = self.scores[: q.shape[0] * q.shape[1] * (end - begin)].view(*q.shape[:2], end - begin)
@@ -247,27 +264,14 @@ class _Call:
         cap = self.args["softcap"]
         return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
 
-    def _plain(self, q: torch.Tensor, read: _Read, is_seen: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _plain(
+        self, q: torch.Tensor, read: _Read, is_seen: torch.Tensor | None, weigh: _Weigh = _weigh
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self._capped(self._scores(q, read(0)))
         if is_seen is not None:
             scores.view(len(scores), -1, *is_seen.shape).masked_fill_(~is_seen, -torch.inf)
-        weights, lse = _weigh(scores)
+        weights, lse = weigh(scores)
         return torch.bmm(weights, read(1)), lse
-
-
-def _softmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights, in fewer passes than `_weigh`, and nothing to join them by."""
-    return torch.softmax(scores, 2), scores
-
-
-def _weigh(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights, which take the place of the scores, and the logarithms of their sums: -inf where no score is more, and no weights."""
-    highest = scores.amax(2, keepdim=True)
-    highest.masked_fill_(highest == -torch.inf, 0)  # of -inf and -inf there is no difference
-    weights = scores.sub_(highest).exp_()
-    total = weights.sum(2, keepdim=True)
-    weights.div_(total.clamp(min=torch.finfo(total.dtype).tiny))
-    return weights, highest.add_(total.log_()).squeeze(2)
 
 
 def _needs_inference_mode(out: torch.Tensor, lse: torch.Tensor | None) -> bool:
