@@ -12,14 +12,15 @@ at many, and tiles are rounded once, when they have been joined.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kvdock.plugin import Descriptor, Kernel, Request, check_paged_attention, quantised_reasons
-from kvdock_cpu.gather_paged import KeyTiles
+from kvdock_cpu.key_tiles import KeyTiles, Read, SequenceKeys
 from kvdock_cpu.rows import Part, ranges
+from kvdock_cpu.softmax import Weigh, join, softmax, softmax_with_lse
 
 __all__ = ["PagedAttention", "PagedAttentionDescriptor"]
 
@@ -37,12 +38,6 @@ _ROWS = 4096
 """Queries times heads that attend together."""
 
 _INDICES = ("block_table", "seq_lens", "cu_query_lens", "starts")
-
-_Read = Callable[[int], torch.Tensor]
-"""Reads a tile of keys (0) or of values (1), ``[heads, keys, dim]``."""
-
-_Weigh = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Turns scores ``[heads, rows, keys]`` into weights that sum to 1, and the logarithms of their sums before."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -114,34 +109,18 @@ class PagedAttention(Kernel):
         return PagedAttentionDescriptor(request)
 
 
-def _softmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights, in fewer passes than `_weigh`, and nothing to join them by."""
-    return torch.softmax(scores, 2), scores
-
-
-def _weigh(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights, which take the place of the scores, and the logarithms of their sums: -inf where no score is more, and no weights."""
-    highest = scores.amax(2, keepdim=True)
-    highest.masked_fill_(highest == -torch.inf, 0)  # of -inf and -inf there is no difference
-    weights = scores.sub_(highest).exp_()
-    total = weights.sum(2, keepdim=True)
-    weights.div_(total.clamp(min=torch.finfo(total.dtype).tiny))
-    return weights, highest.add_(total.log_()).squeeze(2)
-
-
 class _Call:
     """One call: sequences in turn, a part of the queries of each at a time."""
 
     def __init__(self, made: PagedAttentionDescriptor, args: dict[str, Any]) -> None:
         self.made, self.args = made, args
         self.q, self.out, self.lse = args["q"], args["out"], args["lse"]
-        self.caches = args["k_cache"], args["v_cache"]
-        self.table = args["block_table"].numpy()
+        pools = args["k_cache"], args["v_cache"]
+        self.keys = SequenceKeys(pools, made.tiles, args["block_table"].numpy(), made.block, made.near, made.wider)
         self.scale = made.scale if args["scale"] is None else float(args["scale"])
         sinks = args["sinks"]
         self.sinks = None if sinks is None else sinks.to(made.dtype).view(made.heads, -1, 1)
         self.is_plain = args["softcap"] is not None or not made.is_even
-        self.rooms: list[Any] = [None, None]
         self.scores: torch.Tensor | None = None
 
     def run(self) -> None:
@@ -172,36 +151,29 @@ class _Call:
         q, joined = self._queries(query, query + 1), None
         spans = list(ranges(first, stop, _LONGEST))
         if len(spans) == 1 and self.sinks is None and self.lse is None:
-            found, _ = self._span(row, first, stop, q, _softmax)
+            found, _ = self._span(row, first, stop, q, softmax)
             if math.isfinite(found.sum()):  # a sum of weights that is 0 or no number makes no numbers of results
                 self.out[query].view(found.shape).copy_(found)
                 return
         for begin, end in spans:
-            part = self._span(row, begin, end, q, _weigh)
-            joined = part if joined is None else _join(joined, part)
+            part = self._span(row, begin, end, q, softmax_with_lse)
+            joined = part if joined is None else join(joined, part)
         self._store(query, query + 1, *(joined or self._nothing(q)))
 
-    def _span(self, row: int, begin: int, end: int, q: torch.Tensor, weigh: _Weigh) -> tuple[torch.Tensor, torch.Tensor]:
+    def _span(self, row: int, begin: int, end: int, q: torch.Tensor, weigh: Weigh) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what a query finds in keys that it all sees, by weights that are made of all their scores."""
         if begin % self.made.block + end - begin <= self.made.near:
-            return self._plain(q, self._reader(row, begin, end), None, weigh)
+            return self._plain(q, self.keys.reader(row, begin, end), None, weigh)
         if self.scores is None:
-            self.scores = q.new_empty(q.shape[0] * q.shape[1] * min(self.table.shape[1] * self.made.block, _LONGEST))
+            self.scores = q.new_empty(q.shape[0] * q.shape[1] * min(self.keys.longest, _LONGEST))
         scores = self.scores[: q.shape[0] * q.shape[1] * (end - begin)].view(*q.shape[:2], end - begin)
-        for at, k in self._tiles(0, row, begin, end):
+        for at, k in self.keys.walk(0, row, begin, end):
             scores[:, :, at : at + k.shape[1]] = self._scores(q, k)  # not in place: products into a part go head by head
         weights, lse = weigh(self._capped(scores))
         found = q.new_empty((*q.shape[:2], self.out.shape[2]))
-        for at, v in self._tiles(1, row, begin, end):
+        for at, v in self.keys.walk(1, row, begin, end):
             found.baddbmm_(weights[:, :, at : at + v.shape[1]], v, beta=1 if at else 0)
         return found, lse
-
-    def _tiles(self, which: int, row: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield keys (0) or values (1) of a sequence, tile by tile: see `KeyTiles.walk`. Both take one room, which is near then."""
-        made = self.made
-        return made.tiles[which].walk(
-            self.caches[which], lambda: self._room(made.wider), self._ids(row, begin, end), begin % made.block, end - begin, made.near
-        )
 
     def _store(self, begin: int, end: int, found: torch.Tensor, lse: torch.Tensor) -> None:
         """Put results where they belong, ``[Hk, G * n, Dv]``, and logarithms of sums, ``[Hk, G * n]``."""
@@ -224,36 +196,18 @@ class _Call:
         """Return results and logarithms of sums; None if queries must be taken one by one, since one does not see what is no number."""
         joined = None
         for begin, end in part.tiles(self.made.tile):
-            read, is_seen = self._reader(row, begin, end), part.is_seen(begin, end)
+            read, is_seen = self.keys.reader(row, begin, end), part.is_seen(begin, end)
             if is_seen is not None and not bool(read(1).sum().isfinite()):  # 0 times NaN is not 0
                 return None
             found = self._plain(q, read, is_seen) if self.is_plain or is_seen is not None else self._flash(q, read)
-            joined = found if joined is None else _join(joined, found)
+            joined = found if joined is None else join(joined, found)
         return joined or self._nothing(q)
 
     def _nothing(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what queries find that see no key."""
         return q.new_zeros((*q.shape[:2], self.out.shape[2])), q.new_full(q.shape[:2], -torch.inf)
 
-    def _reader(self, row: int, begin: int, end: int) -> _Read:
-        """Return what reads a tile of a sequence, from its key ``begin`` to the one before ``end``."""
-        tiles, caches, skipped, ids = self.made.tiles, self.caches, begin % self.made.block, self._ids(row, begin, end)
-        return lambda which: tiles[which].read(caches[which], lambda: self._room(which), ids, skipped, end - begin)
-
-    def _ids(self, row: int, begin: int, end: int) -> list[int]:
-        """Return the blocks of some keys of a sequence."""
-        block = self.made.block
-        found: list[int] = self.table[row, begin // block : (end - 1) // block + 1].tolist()
-        return found
-
-    def _room(self, which: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return room for keys (0) or values (1), the same in all tiles of a call."""
-        if self.rooms[which] is None:
-            self.rooms[which] = self.made.tiles[which].room(self.table.shape[1] * self.made.block)
-        found: tuple[torch.Tensor, torch.Tensor] = self.rooms[which]
-        return found
-
-    def _flash(self, q: torch.Tensor, read: _Read) -> tuple[torch.Tensor, torch.Tensor]:
+    def _flash(self, q: torch.Tensor, read: Read) -> tuple[torch.Tensor, torch.Tensor]:
         found, lse = _flash(q[None], read(0)[None], read(1)[None], scale=self.scale)
         return found[0], lse[0]
 
@@ -265,7 +219,7 @@ class _Call:
         return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
 
     def _plain(
-        self, q: torch.Tensor, read: _Read, is_seen: torch.Tensor | None, weigh: _Weigh = _weigh
+        self, q: torch.Tensor, read: Read, is_seen: torch.Tensor | None, weigh: Weigh = softmax_with_lse
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self._capped(self._scores(q, read(0)))
         if is_seen is not None:
@@ -279,11 +233,3 @@ def _needs_inference_mode(out: torch.Tensor, lse: torch.Tensor | None) -> bool:
     if torch.is_inference_mode_enabled():
         return False
     return torch.is_grad_enabled() or out.is_inference() or (lse is not None and lse.is_inference())
-
-
-def _join(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what two sets of keys give together; changes the first result."""
-    lse = torch.logaddexp(one[1], other[1])
-    level = lse.masked_fill(lse == -torch.inf, 0)
-    weights = [(part[1] - level).exp_().unsqueeze(2) for part in (one, other)]
-    return one[0].mul_(weights[0]).addcmul_(other[0], weights[1]), lse
