@@ -184,6 +184,8 @@ def test_every_variant_on_every_architecture(tmp_path: Path) -> None:
     for result in results:
         for alignment in (8, 4, 2):
             if result["variant"].endswith(f"align {alignment}") and not result["computes"]:
-                # No access of data may be wider than what the class promises; index loads have 8 bytes.
+                # No access of data may be wider than what the class promises; index loads have 8 bytes, and AMD's compiler loads both
+                # ids of a pair at once.
+                index = 16 if result["kernel"] == "swap_blocks_" and result["target"].startswith("gfx") else 8
                 assert result["store"] <= alignment, result
-                assert result["load"] <= max(alignment, 8), result
+                assert result["load"] <= max(alignment, index), result
