@@ -103,18 +103,18 @@ def run(
     first, *more = children or [None] * plan.workers
     with ExitStack() as stack:
         session = stack.enter_context(Session(plan, first=first))
-        reason = _why_not_open(session, plan)
-        plan = plan.with_ops(session.brought(reason))
-        wanted, is_host = [*plan.selected()], session.about.get("device") == "cpu"
-        others = [stack.enter_context(Session(plan, session, child)) for child in (more if is_host else ())]
-        told = outcomes_of([session, *others], wanted, plan.level)
         try:
+            reason = _why_not_open(session, plan)
+            plan = plan.with_ops(session.brought(reason))
+            wanted, is_host = [*plan.selected()], session.about.get("device") == "cpu"
+            others = [stack.enter_context(Session(plan, session, child)) for child in (more if is_host else ())]
+            told = outcomes_of([session, *others], wanted, plan.level)
             for outcome in (_not_run(item, plan.level, reason) for item in wanted) if reason else stack.enter_context(closing(told)):
                 listen(outcome)
                 found[outcome.requirement.id] = outcome
         except KeyboardInterrupt:
-            told.close()
-            reason = INTERRUPTED
+            stack.close()
+            reason, wanted = INTERRUPTED, [*plan.selected()]
         outcomes = [found[item.id] if item.id in found else _not_run(item, plan.level, reason) for item in wanted]
         seconds = (datetime.datetime.now(datetime.UTC) - started).total_seconds()
         return ConformanceRun(plan, session.about, apply(outcomes, plan.expected, started.date()), started, seconds)
@@ -132,8 +132,6 @@ def _why_not_open(session: Session, plan: ConformancePlan) -> str:
         return error.subject
     except ChildEndedError as error:
         return f"loading the backend {error.how}\n{error.output}".rstrip()
-    except KeyboardInterrupt:
-        return INTERRUPTED
     return ""
 
 

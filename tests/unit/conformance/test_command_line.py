@@ -89,7 +89,7 @@ def test_a_run_that_is_interrupted_tells_what_it_has(tmp_path: Path, number: sig
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=env, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, preexec_fn=listening) as process:
         try:
-            wait_for(hangs.exists if when == "in a case" else lambda: children_of(process.pid))
+            wait_for(hangs.exists if when == "in a case" else report.exists)  # made before the run: until then there is nothing to tell
             children = children_of(process.pid)
             assert children
             process.send_signal(number)
