@@ -63,7 +63,7 @@ def _far() -> Iterable[Case]:
     wide = AREA.sizes(8, 64, num_blocks=2**18 + 2, block=16)
     few = attrs.evolve(wide, num_blocks=6)
     to = Swap("", [(0, 2**18 + 1), (3, 5), (2, 2**18)], geometry=few, pool="nhd / untouched memory", blocks=2**18 + 2)
-    yield Case("far into a pool of more than 2**32 bytes", to.case().data, Level.EXTENDED)
+    yield Case("far into a pool of more than 2**32 bytes", to.case().data)
     drawing, back = Drawing(), Swap("", [(2**18 + 1, 0), (5, 3), (2**18, 2)], geometry=wide, pool="untouched memory / nhd", blocks=6)
     pools = back.pools(drawing)
     filled = [attrs.evolve(pools[0].select(0, src), values={"first": 1 + src % 999, "step": 1}).spec() for src, _ in back.pairs]
