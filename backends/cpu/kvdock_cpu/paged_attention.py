@@ -46,7 +46,8 @@ class PagedAttentionDescriptor(Descriptor):
     """Attends on one pool geometry.
 
     Workspace does not grow with the context: a tile of keys and values as they are read and one in float32, of 4 MiB at most unless
-    16 tokens are more; the scores of a tile where they are not left to torch; the results of 4,096 rows, each a query's head.
+    16 tokens are more; the scores of a tile where they are not left to torch, or of 4,096 keys for one query; the results of 4,096 rows,
+    each a query's head.
 
     Args:
         request: the static signature.
