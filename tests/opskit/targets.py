@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import kvdock
-from kvdock.ops.portable import PORTABLE_KERNELS, SKIPPED, copy_blocks, swap_blocks
+from kvdock.ops.portable import PORTABLE_KERNELS, copy_blocks, swap_blocks
 from kvdock.ops.portable.rows import PortableDescriptor
 from kvdock.plugins.registry import Registry
 from kvdock.runtime import made, set_default
@@ -98,11 +98,11 @@ def torch_threads(count: int) -> Iterator[None]:
 class _DevicePairs(kvdock.plugin.Descriptor):
     """Portable `copy_blocks_` or `swap_blocks_` that takes pairs in host memory for pairs on a device."""
 
-    def __init__(self, inner: kvdock.plugin.Descriptor) -> None:
+    def __init__(self, inner: PortableDescriptor) -> None:
         self._inner = inner
 
     def __call__(self, *args: Any) -> None:
-        module = copy_blocks if isinstance(self._inner, copy_blocks.CopyBlocksDescriptor) else swap_blocks
+        module = copy_blocks if self._inner.op == "copy_blocks_" else swap_blocks
         with mock.patch.object(module, "HOST", torch.device("meta")):
             self._inner(*args)
 
@@ -122,10 +122,11 @@ class _DeviceKernel(kvdock.plugin.Kernel):
 
     def prepare(self, request: kvdock.plugin.Request) -> kvdock.plugin.Descriptor:
         prepared = self._kernel.prepare(request)
-        if isinstance(prepared, (copy_blocks.CopyBlocksDescriptor, swap_blocks.SwapBlocksDescriptor)):
-            return _DevicePairs(prepared)
         assert isinstance(prepared, PortableDescriptor)
-        return type(prepared)(request.op, SKIPPED.prepare(request.device), on_host=False)
+        if request.op in ("copy_blocks_", "swap_blocks_"):
+            return _DevicePairs(prepared)
+        prepared.on_host = False
+        return prepared
 
 
 DEVICE_KERNELS: Mapping[str, kvdock.plugin.Kernel] = {

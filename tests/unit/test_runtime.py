@@ -11,7 +11,8 @@ import kvdock
 from kvdock import runtime
 from kvdock.ops.active import active_dispatcher
 from kvdock.ops.portable import SKIPPED
-from kvdock.ops.portable.paged_caching import PagedCachingDescriptor
+from kvdock.ops.portable.paged_caching import PagedCaching
+from kvdock.ops.portable.rows import PortableDescriptor
 from support_caches import CPU, SPECS, counting_runtime, needs_backends, runtime_of
 from support_plugins import InProcessBackend
 
@@ -75,7 +76,7 @@ def test_skipped_writes_are_those_of_the_backend_and_of_the_portable_kernels() -
     before = own.skipped_writes("cpu")
     assert before == 5 + SKIPPED.read(torch.device("cpu"))
     # As on a device: there the portable kernels cannot raise.
-    write = PagedCachingDescriptor("paged_caching_", SKIPPED.prepare(torch.device("cpu")), on_host=False)
+    write = PortableDescriptor(PagedCaching().run, "paged_caching_", SKIPPED.prepare(torch.device("cpu")), on_host=False)
     k_cache, v_cache = torch.zeros(2, 2, 1, 4), torch.zeros(2, 2, 1, 4)
     write(k_cache, v_cache, torch.ones(4, 1, 4), torch.ones(4, 1, 4), torch.tensor([3, -1, 4, 2**40]), None, None)
     assert own.skipped_writes(torch.device("cpu")) == before + 2, "padding does not count"

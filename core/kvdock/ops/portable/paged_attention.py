@@ -11,7 +11,7 @@ from kvdock.interface import Descriptor, Request
 from kvdock.ops.attention import PAGED_ATTENTION, check_paged_attention, first_keys, query_rows, softmax_scale, visible
 from kvdock.ops.portable.rows import PortableDescriptor, PortableKernel
 
-__all__ = ["PagedAttention", "PagedAttentionDescriptor"]
+__all__ = ["PagedAttention"]
 
 _MOST = 1 << 22
 """Elements of keys that are looked at in one step."""
@@ -19,34 +19,28 @@ _MOST = 1 << 22
 _NAMES = PAGED_ATTENTION.arg_names
 
 
-class PagedAttentionDescriptor(PortableDescriptor):
+class PagedAttention(PortableKernel):
     """Attends with softmax that is kept up to date from one part of the keys to the next.
 
     The algorithm is that of Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
     """
-
-    def __call__(self, *values: Any) -> None:
-        """Fill ``out`` and, where it is given, ``lse``."""
-        args = dict(zip(_NAMES, values, strict=True))
-        if self._on_host:
-            check_paged_attention(args)
-        kind = args["q"].device.type
-        # In the dtypes that it says, whatever the user has set. Where nothing is set, torch may not even know autocast for the device.
-        is_set = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        with torch.autocast(kind, enabled=False) if is_set else contextlib.nullcontext():
-            _Call(args, self._skipped).run()
-
-
-class PagedAttention(PortableKernel):
-    """Prepares `PagedAttentionDescriptor`."""
-
-    descriptor = PagedAttentionDescriptor
 
     def prepare(self, request: Request) -> Descriptor:
         """Say what a step takes: keys and values as read, in the dtype that is computed in, and as multiplied, and those before them."""
         made = super().prepare(request)
         made.workspace_bytes = 12 * _MOST * max(request.tensor("k_cache").dtype.itemsize, 4)
         return made
+
+    def run(self, plan: PortableDescriptor, *values: Any) -> None:
+        """Fill ``out`` and, where it is given, ``lse``."""
+        args = dict(zip(_NAMES, values, strict=True))
+        if plan.on_host:
+            check_paged_attention(args)
+        kind = args["q"].device.type
+        # In the dtypes that it says, whatever the user has set. Where nothing is set, torch may not even know autocast for the device.
+        is_set = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, enabled=False) if is_set else contextlib.nullcontext():
+            _Call(args, plan.skipped).run()
 
 
 class _Call:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -19,20 +21,26 @@ class PortableDescriptor(Descriptor):
     """What the portable kernels prepare.
 
     Args:
+        run: the op, as a function of this and the arguments.
         op: name of the op, for errors.
         skipped: count of what is out of range on the device, int64 ``[]``.
         on_host: whether index values can be read, so that one out of range raises before anything is written.
     """
 
-    def __init__(self, op: str, skipped: torch.Tensor, on_host: bool) -> None:
-        self._op, self._skipped, self._on_host = op, skipped, on_host
+    def __init__(self, run: Callable[..., None], op: str, skipped: torch.Tensor, on_host: bool) -> None:
+        self.run, self.op, self.skipped, self.on_host = run, op, skipped, on_host
+
+    def __call__(self, *args: Any) -> None:
+        """Run the op."""
+        self.run(self, *args)
 
 
 class PortableKernel(Kernel):
     """Serves every cache that stores bits as they come."""
 
-    descriptor: type[PortableDescriptor]
-    """What it prepares."""
+    @abstractmethod
+    def run(self, plan: PortableDescriptor, *args: Any) -> None:
+        """Run the op on arguments in its schema's order; a plan says how."""
 
     def supports(self, request: Request) -> Sequence[str]:
         """Refuse quantised caches."""
@@ -40,7 +48,7 @@ class PortableKernel(Kernel):
 
     def prepare(self, request: Request) -> Descriptor:
         """Make sure that the device has a count."""
-        return self.descriptor(request.op, SKIPPED.prepare(request.device), request.device == HOST)
+        return PortableDescriptor(self.run, request.op, SKIPPED.prepare(request.device), request.device == HOST)
 
 
 def redirect(places: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,25 +9,25 @@ from kvdock.interface import HOST
 from kvdock.ops.index_values import live_pairs, pairs_on_device
 from kvdock.ops.portable.rows import PortableDescriptor, PortableKernel, redirect
 
-__all__ = ["SwapBlocks", "SwapBlocksDescriptor", "swap_staged"]
+__all__ = ["SwapBlocks", "swap_staged"]
 
 STAGED = 2**26
 """Bytes that are staged at a time, at most, unless a block has more."""
 
 
-class SwapBlocksDescriptor(PortableDescriptor):
+class SwapBlocks(PortableKernel):
     """Copies whole blocks from one cache to another: on one device without waiting for it, to or from host memory staged."""
 
-    def __call__(self, src_cache: torch.Tensor, dst_cache: torch.Tensor, block_pairs: torch.Tensor) -> None:
+    def run(self, plan: PortableDescriptor, src_cache: torch.Tensor, dst_cache: torch.Tensor, block_pairs: torch.Tensor) -> None:
         """Copy block ``src`` to block ``dst`` of the other cache for each pair."""
         sizes = src_cache.shape[0], dst_cache.shape[0]
         if src_cache.device != dst_cache.device:
-            self.workspace_bytes = swap_staged(self._op, src_cache, dst_cache, block_pairs, self._skipped)
+            plan.workspace_bytes = swap_staged(plan.op, src_cache, dst_cache, block_pairs, plan.skipped)
             return
         if block_pairs.device == HOST:
-            block_pairs = pairs_on_device(self._op, block_pairs, sizes[1], dst_cache.device, num_sources=sizes[0])
+            block_pairs = pairs_on_device(plan.op, block_pairs, sizes[1], dst_cache.device, num_sources=sizes[0])
         valid, beyond = _judged(block_pairs, sizes)
-        self._skipped.add_(beyond.sum())
+        plan.skipped.add_(beyond.sum())
         if 0 in sizes:
             return
         source, dst = redirect(block_pairs[:, 1].to(torch.int64), valid)
@@ -35,7 +35,7 @@ class SwapBlocksDescriptor(PortableDescriptor):
         src, dst = (torch.where(valid.any(), ids, 0) for ids in (src, dst))
         # With nothing valid, block 0 is written with what it holds.
         rows = torch.where(valid.any(), as_bits(src_cache).index_select(0, src), as_bits(dst_cache)[:1])
-        self.workspace_bytes = 3 * len(src) * dst_cache[:1].nbytes  # what torch takes to index blocks
+        plan.workspace_bytes = 3 * len(src) * dst_cache[:1].nbytes  # what torch takes to index blocks
         as_bits(dst_cache).index_put_((dst,), rows)
 
 
@@ -76,9 +76,3 @@ def _judged(pairs: torch.Tensor, sizes: tuple[int, int]) -> tuple[torch.Tensor, 
     src, dst = pairs.unbind(1)
     padding, beyond = (pairs < 0).any(1), (src >= sizes[0]) | (dst >= sizes[1])
     return ~(padding | beyond), beyond & ~padding
-
-
-class SwapBlocks(PortableKernel):
-    """Prepares `SwapBlocksDescriptor`."""
-
-    descriptor = SwapBlocksDescriptor
