@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -56,11 +56,12 @@ def is_about_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
 
 
-def raise_memory(error: BaseException, op: str) -> None:
-    """Raise `CapacityError` where the error is that a device refused memory for an op's outputs."""
+def raise_memory(error: BaseException, op: str) -> NoReturn:
+    """Raise `CapacityError` where the error is that a device refused memory for an op's outputs, and else the error itself."""
     if is_about_memory(error):
         got, fix = str(error).partition("\n")[0][:200], "free memory on the device, pass outputs of your own, or ask for less at once"
         raise CapacityError(op, expected="memory for what it returns", got=f"less: {got}", fix=fix) from error
+    raise error
 
 
 def are_reasons(answer: Any) -> bool:

@@ -287,7 +287,6 @@ def _new(like: torch.Tensor, op: str, shape: Sequence[int], dtype: torch.dtype |
         return like.new_empty(shape, dtype=dtype)
     except (MemoryError, RuntimeError) as error:
         raise_memory(error, op)
-        raise
 
 
 def mla_caching_(

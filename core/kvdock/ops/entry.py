@@ -7,53 +7,28 @@ import time
 import warnings
 from collections.abc import Callable
 from operator import methodcaller
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from kvdock.descriptors.lru import Entry
-from kvdock.descriptors.manager import DescriptorCacheManager
 from kvdock.errors import KVDockError, KVDockWarning
 from kvdock.guarded import blame, raise_memory
-from kvdock.interface import HOST, Descriptor, Request
+from kvdock.interface import HOST, Request
 from kvdock.ops.bound import BoundOp
 from kvdock.ops.calls.writer import compile_source
 from kvdock.ops.catalog import CATALOG
 from kvdock.ops.modes import MODE, Mode
 from kvdock.ops.plan import Plan, outside_autograd
 from kvdock.ops.schema import OpSchema
-from kvdock.ops.selection import Choice, Chooser, Selection
+from kvdock.ops.selection import Preparer
 from kvdock.ops.shared import Shared
 from kvdock.ops.signatures import EMPTY, Pools, Recent, Signature, new_outputs
 from kvdock.ops.tracing import RECORDING, TracedForm, as_constant, form_of, is_intercepted, traced
 from kvdock.ops.validate import validate
 from kvdock.ops.variants import HOST_INT_RANK, Variant, pivot_of, variants_of
 
-__all__ = ["OpEntry", "Preparer"]
-
-
-class Preparer(Protocol):
-    """Chooses kernels and prepares descriptors for entries. `kvdock.ops.dispatcher.OpDispatcher` is one."""
-
-    chooser: Chooser
-    descriptors: DescriptorCacheManager
-
-    def op(self, name: str) -> OpEntry:
-        """Return one of its ops."""
-        ...
-
-    def choose(self, op: str, device: torch.device, named: str | None) -> Choice:
-        """Return the backend for an op on a device."""
-        ...
-
-    def select(self, request: Request, named: str | None = None) -> Selection:
-        """Return the kernel that serves a request."""
-        ...
-
-    def prepare(self, request: Request, selection: Selection) -> Descriptor:
-        """Return a descriptor made by that kernel."""
-        ...
-
+__all__ = ["OpEntry"]
 
 MOST_SIGNATURES = 64
 """Signatures of an op that a thread keeps: the oldest leaves, and is validated again when it comes."""
@@ -103,9 +78,9 @@ class OpEntry(Shared):
         self._rest = {v.number: [places[name] for name in v.dims if places[name] not in self._pools] for v in self._variants.values()}
         self.call, self._bound_call = _maker_of(schema)(self)
 
-    def __call__(self, *values: Any) -> None:
+    def __call__(self, *values: Any) -> Any:
         """Run the op. See its public function in `kvdock.ops` for arguments and errors."""
-        self.call(*values)
+        return self.call(*values)
 
     def enter(self, mode: Mode, values: tuple[Any, ...], own_name: str | None) -> str | None:
         """Do what `debug` asks for, and return the backend to use: that of a bound call, else what `use_backend` names."""
@@ -162,7 +137,7 @@ class OpEntry(Shared):
     @as_constant
     def form_of(self, kinds: tuple[str, ...]) -> TracedForm:
         """Return what `torch.ops.kvdock` has for a call with such arguments."""
-        return form_of(self, kinds)
+        return form_of(self.schema, self.dispatcher, kinds)
 
     def _pass_on(self, values: tuple[Any, ...], named: str | None) -> None:
         """Let torch show a call to who wants to see it."""
@@ -180,7 +155,6 @@ class OpEntry(Shared):
             return new_outputs(self.schema, values)
         except (MemoryError, RuntimeError) as error:
             raise_memory(error, self.schema.name)
-            raise
 
     def find(self, recent: Recent, key: tuple[Any, ...], values: tuple[Any, ...]) -> Signature | None:
         """Return the signature of a call: one that this thread has met, or a new one, once the call is found valid.

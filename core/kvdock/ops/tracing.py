@@ -13,7 +13,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import _symbolic_trace
@@ -22,12 +22,11 @@ from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.ops.forms import NAMESPACE, Forms, kind_of
 from kvdock.ops.modes import use_backend
 from kvdock.ops.schema import OpSchema
+from kvdock.ops.selection import Preparer
 from kvdock.process import process_runtime
 
 __all__ = [
     "RECORDING",
-    "Owner",
-    "Owners",
     "TracedForm",
     "as_constant",
     "form_of",
@@ -39,26 +38,6 @@ __all__ = [
 
 
 _AnyCallable = TypeVar("_AnyCallable", bound=Callable[..., Any])
-
-
-class Owner(Protocol):
-    """An op of a dispatcher: a `kvdock.ops.entry.OpEntry`."""
-
-    schema: OpSchema
-    call: Callable[..., Any]
-
-    @property
-    def dispatcher(self) -> Owners:
-        """Whose op it is."""
-        ...
-
-
-class Owners(Protocol):
-    """A dispatcher."""
-
-    def op(self, name: str) -> Owner:
-        """Return one of its ops."""
-        ...
 
 
 RECORDING: Any = _symbolic_trace if hasattr(_symbolic_trace, "_is_fx_tracing_flag") else SimpleNamespace(_is_fx_tracing_flag=True)
@@ -112,16 +91,18 @@ def traced(form_of: Callable[[tuple[str, ...]], TracedForm], values: tuple[Any, 
     return found
 
 
-def form_of(owner: Owner, kinds: tuple[str, ...]) -> TracedForm:
+def form_of(schema: OpSchema, dispatcher: Preparer, kinds: tuple[str, ...]) -> TracedForm:
     """Return the form of an op for the kinds of its arguments."""
-    form = _FORMS.of(owner.schema, kinds)
-    return form.op, form.overload, _number_of(owner.dispatcher), form.roles
+    form = _FORMS.of(schema, kinds)
+    number = _numbers.setdefault(dispatcher, next(_counter))
+    _dispatchers[number] = dispatcher
+    return form.op, form.overload, number, form.roles
 
 
 @as_constant
 def process_form_of(op: str, kinds: tuple[str, ...]) -> TracedForm:
     """Return the form of an op of the process's runtime."""
-    return form_of(process_runtime().dispatcher.op(op), kinds)
+    return process_runtime().dispatcher.op(op).form_of(kinds)
 
 
 @as_constant
@@ -137,22 +118,16 @@ def _as_literal(value: Any) -> str:
     return text
 
 
-_numbers: weakref.WeakKeyDictionary[Owners, int] = weakref.WeakKeyDictionary()
-_dispatchers: weakref.WeakValueDictionary[int, Owners] = weakref.WeakValueDictionary()
+# Of dispatchers: graphs hold nothing but tensors, numbers and strings.
+_numbers: weakref.WeakKeyDictionary[Preparer, int] = weakref.WeakKeyDictionary()
+_dispatchers: weakref.WeakValueDictionary[int, Preparer] = weakref.WeakValueDictionary()
 _counter = itertools.count(1)
-
-
-def _number_of(dispatcher: Owners) -> int:
-    """Return the number of a dispatcher: graphs hold nothing but tensors, numbers and strings."""
-    number = _numbers.setdefault(dispatcher, next(_counter))
-    _dispatchers[number] = dispatcher
-    return number
 
 
 def _run(schema: OpSchema, values: tuple[Any, ...], backend: str | None, number: int) -> Any:
     """Run a call of a form on memory: by the dispatcher that it was traced for, or the process's if that is gone or another process's."""
     dispatcher = _dispatchers.get(number) or process_runtime().dispatcher
-    call = dispatcher.op(schema.name).call
+    call = dispatcher.op(schema.name)
     try:
         if backend is None:
             return call(*values)

@@ -13,7 +13,7 @@ import kvdock
 from kvdock import runtime
 from kvdock.ops.active import call_op
 from kvdock.ops.catalog import CATALOG
-from kvdock.ops.dispatcher import own_reasons
+from kvdock.ops.selection import own_reasons
 from kvdock.ops.validate import validate
 
 __all__ = ["HOST", "Target"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvdock
-from kvdock.ops.dispatcher import PORTABLE
+from kvdock.ops.selection import PORTABLE
 from kvdock.ops.signatures import FastCall, Recent
 from opskit import SINGLE, Geometry, Memory, Target, active, bits_of, check
 from opskit.drawing import ROOM

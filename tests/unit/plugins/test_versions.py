@@ -14,7 +14,7 @@ import torch
 
 import kvdock
 from kvdock.errors import ArgumentValueError, UnsupportedError
-from kvdock.ops import dispatcher as dispatching
+from kvdock.ops import selection
 from kvdock.ops.catalog import PAGED_CACHING
 from kvdock.ops.dispatcher import OpDispatcher
 from kvdock.ops.portable import PORTABLE_KERNELS
@@ -84,7 +84,7 @@ def place(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def portable(place: int, monkeypatch: pytest.MonkeyPatch) -> Portable:
     kernel = Portable(place)
-    monkeypatch.setattr(dispatching, "PORTABLE_KERNELS", {"paged_caching_": kernel})
+    monkeypatch.setattr(selection, "PORTABLE_KERNELS", {"paged_caching_": kernel})
     return kernel
 
 
@@ -146,7 +146,7 @@ def test_the_new_argument_is_a_reason_against_it(ops: OpDispatcher, old: ModuleT
 def test_with_nobody_who_knows_it_the_call_is_refused(
     ops: OpDispatcher, old: ModuleType, place: int, portable: Portable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatching, "PORTABLE_KERNELS", {})
+    monkeypatch.setattr(selection, "PORTABLE_KERNELS", {})
     args = arguments()
     with pytest.raises(UnsupportedError, match=r"old: bias came with version 1\.1 of the contract, and old is made for 1\.0"):
         call(ops, place, torch.ones(()), args)
