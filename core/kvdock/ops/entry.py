@@ -20,13 +20,12 @@ from kvdock.ops.calls.writer import compile_source
 from kvdock.ops.catalog import CATALOG
 from kvdock.ops.modes import MODE, Mode
 from kvdock.ops.plan import Plan, outside_autograd
-from kvdock.ops.schema import OpSchema
+from kvdock.ops.schema import HOST_INT_RANK, OpSchema, Variant, pivot_of, variants_of
 from kvdock.ops.selection import Preparer
 from kvdock.ops.shared import Shared
 from kvdock.ops.signatures import EMPTY, Pools, Recent, Signature, new_outputs
 from kvdock.ops.tracing import RECORDING, TracedForm, as_constant, form_of, is_intercepted, traced
 from kvdock.ops.validate import validate
-from kvdock.ops.variants import HOST_INT_RANK, Variant, pivot_of, variants_of
 
 __all__ = ["OpEntry"]
 

@@ -26,8 +26,7 @@ import torch
 from kvdock.descriptors.lru import Entry, LRUDescriptorCache
 from kvdock.ops.geometry import LOWEST, MAX_ALIGNMENT, alignment_of, extent
 from kvdock.ops.guards import Guard, make_guard, never
-from kvdock.ops.schema import Arg, Dim, OpSchema, Role
-from kvdock.ops.variants import Variant
+from kvdock.ops.schema import LEAD_RANKS, Arg, Dim, OpSchema, Role, Variant, parse_dims
 
 __all__ = ["EMPTY", "FastCall", "Pools", "Recent", "Signature", "known_sizes", "new_outputs"]
 
@@ -79,7 +78,7 @@ class Pools:
         sizes = known_sizes(schema, args)
         pool_words = {word for arg in schema.static_args for word in arg.dims[0].split()}
         words = [word for arg in schema.args if arg.returned for word in arg.dims[0].split()]
-        self.output_sizes = tuple(sizes[word][0] for word in words if word in pool_words)
+        self.output_sizes = tuple(sizes[word] for word in words if word in pool_words)
 
     def place(self, *tensors: torch.Tensor) -> tuple[int, ...]:
         """Return address and end of each pool, the range of all that are written, and whether they are plain.
@@ -283,7 +282,7 @@ class _OptionalTensors:
         relations = [relation.expression for relation in schema.relations if relation.without not in names]
         compiled = [compile(expression, "<relation>", "eval") for expression in relations]
         self._relations = [code for code in compiled if words.intersection(code.co_names)]
-        self._sizes = {word: size[0] for word, size in known_sizes(schema, args).items() if size}
+        self._sizes = known_sizes(schema, args)
 
     def accept(self, values: tuple[Any, ...]) -> bool:
         """Whether they are like those of the signature."""
@@ -313,18 +312,14 @@ def _holds(relation: CodeType, sizes: dict[str, int]) -> bool:
         return True
 
 
-def known_sizes(schema: OpSchema, args: dict[str, Any]) -> dict[str, list[int]]:
-    """Return sizes by word, as tensors that are always there have them: one each, and for ``...`` all that it stands for."""
-    sizes: dict[str, list[int]] = {}
+def known_sizes(schema: OpSchema, args: dict[str, Any]) -> dict[str, int]:
+    """Return sizes by word, as tensors that are always there have them."""
+    sizes: dict[str, int] = {}
     for arg in schema.args:
-        words = arg.dims[0].split() if arg.is_tensor and not arg.optional and not arg.returned else []
-        shape = list(args[arg.name].shape) if isinstance(args[arg.name], torch.Tensor) else []
-        if words[:1] == ["..."]:
-            count = len(shape) - len(words) + 1
-            sizes.setdefault("...", shape[:count])
-            words, shape = words[1:], shape[count:]
-        for word, size in zip(words, shape, strict=False):
-            sizes.setdefault(word if word.isdigit() else word.lstrip("*"), [int(word) if word.isdigit() else size])
+        tensor = args[arg.name]
+        if isinstance(tensor, torch.Tensor) and not arg.optional and not arg.returned:
+            for dim, size in zip(arg.dims_of_rank(tensor.dim()) or (), tensor.shape, strict=False):
+                sizes.setdefault(dim.name, size)
     return sizes
 
 
@@ -333,10 +328,10 @@ def new_outputs(schema: OpSchema, values: tuple[Any, ...]) -> list[torch.Tensor 
     args, returned = schema.bind(values), [arg for arg in schema.args if arg.returned]
     try:
         sizes = known_sizes(schema, args)
-        sizes |= {word: [int(word)] for arg in returned for word in arg.dims[0].split() if word.isdigit()}
-        shapes = [[size for word in arg.dims[0].split() for size in sizes[word.lstrip("*")]] for arg in returned]
+        lead = sum(word.startswith("lead") for word in sizes) or LEAD_RANKS[0]
+        shapes = [[dim.literal or sizes[dim.name] for dim in parse_dims(arg.dims[0], lead)] for arg in returned]
         return [args[arg.same_dtype or ""].new_empty(shape) for arg, shape in zip(returned, shapes, strict=True)]
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError):
         return [None] * len(returned)  # wrong arguments, which the slow path explains
 
 

@@ -11,8 +11,7 @@ import torch
 import kvdock
 from kvdock.ops.catalog import CATALOG, PAGED_CACHING
 from kvdock.ops.dispatcher import OpDispatcher
-from kvdock.ops.schema import Arg, Dim, OpSchema, Relation, Role
-from kvdock.ops.variants import HOST_INT_RANK, pivot_of, variants_of
+from kvdock.ops.schema import HOST_INT_RANK, Arg, Dim, OpSchema, Relation, Role, pivot_of, variants_of
 from opskit import runtime_of
 from support_plugins import InProcessBackend
 

@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvdock.ops.geometry import LOWEST, MAX_ALIGNMENT
-from kvdock.ops.schema import Dim, OpSchema, Role
-from kvdock.ops.variants import HOST_INT_RANK, Variant
+from kvdock.ops.schema import HOST_INT_RANK, Dim, OpSchema, Role, Variant
 
 __all__ = ["VariantSource", "alone", "indented", "names_of", "tuple_of"]
 

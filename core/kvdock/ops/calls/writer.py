@@ -25,8 +25,7 @@ from typing import Any
 
 from kvdock.errors import ArgumentValueError
 from kvdock.ops.calls.variant import VariantSource, indented, names_of, tuple_of
-from kvdock.ops.schema import LEAD_RANKS, OpSchema, Role
-from kvdock.ops.variants import pivot_of, variants_of
+from kvdock.ops.schema import LEAD_RANKS, OpSchema, Role, pivot_of, variants_of
 
 __all__ = ["compile_source", "source_of"]
 
