@@ -16,7 +16,7 @@ from kvdock.descriptors.manager import DescriptorCacheManager
 from kvdock.ops import entry, validate
 from kvdock.ops.catalog import CATALOG
 from kvdock.ops.dispatcher import OpDispatcher
-from kvdock.ops.plain import unlike_memory
+from kvdock.ops.memory import unlike_memory
 from kvdock.ops.portable import PORTABLE_KERNELS
 from kvdock.ops.schema import OpSchema
 from kvdock.ops.tracing import is_intercepted

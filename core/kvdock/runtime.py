@@ -14,8 +14,7 @@ import torch
 
 from kvdock.guarded import ask, ask_guard
 from kvdock.interface import Backend
-from kvdock.ops.active import ACTIVE_OPS
-from kvdock.ops.dispatcher import OpDispatcher
+from kvdock.ops.dispatcher import ACTIVE_OPS, OpDispatcher
 from kvdock.ops.modes import MODE
 from kvdock.ops.portable import SKIPPED
 from kvdock.ops.shared import Shared

@@ -9,7 +9,7 @@ import torch
 
 import kvdock
 from kvdock import runtime
-from kvdock.ops.active import active_dispatcher
+from kvdock.ops.dispatcher import active_dispatcher
 from kvdock.ops.portable import SKIPPED
 from kvdock.ops.portable.paged_caching import PagedCaching
 from kvdock.ops.portable.rows import PortableDescriptor

@@ -9,7 +9,7 @@ from kvdock.cache.paged import PagedKVCache
 from kvdock.cache.paged_config import PagedKVCacheConfig
 from kvdock.cache.static import StaticKVCache, StaticKVCacheConfig
 from kvdock.errors import ArgumentTypeError
-from kvdock.ops.active import active_dispatcher
+from kvdock.ops.dispatcher import active_dispatcher
 from kvdock.rank import RankInfo
 from kvdock.spec import KVSpec
 

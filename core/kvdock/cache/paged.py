@@ -18,8 +18,8 @@ from kvdock.cache.pinned import HostPages, host_pages
 from kvdock.cache.pool import PagedPool, RankLayer, Store, group_layers, sources
 from kvdock.cache.routes import Routes
 from kvdock.errors import ArgumentTypeError, UnsupportedError
-from kvdock.ops.active import active_dispatcher
 from kvdock.ops.api import BlockPairs, output_pair, pairs_tensor
+from kvdock.ops.dispatcher import active_dispatcher
 from kvdock.rank import RankInfo
 from kvdock.spec import KVSpec
 

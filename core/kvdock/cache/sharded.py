@@ -13,7 +13,7 @@ from kvdock.cache.interface import OpSource
 from kvdock.cache.memory import allocated
 from kvdock.cache.static import StaticKVCache, StaticKVCacheConfig
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, DroppedCacheError, IndexRangeError
-from kvdock.ops.active import active_dispatcher
+from kvdock.ops.dispatcher import active_dispatcher
 from kvdock.rank import RankInfo
 from kvdock.spec import KVSpec, check_int
 

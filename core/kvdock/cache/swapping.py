@@ -25,8 +25,8 @@ from kvdock.cache.paged import PagedKVCache
 from kvdock.errors import ArgumentTypeError
 from kvdock.interface import HOST, Mark, Stream
 from kvdock.layout import KVCacheLayout
-from kvdock.ops.active import active_dispatcher
 from kvdock.ops.api import BlockPairs
+from kvdock.ops.dispatcher import active_dispatcher
 
 __all__ = ["Swapper", "Ticket", "host_cache"]
 

@@ -15,7 +15,7 @@ from kvdock.ops.api import (
     static_update_,
     swap_blocks_,
 )
-from kvdock.ops.merging import merge_attention
+from kvdock.ops.attention import merge_attention
 
 __all__ = [
     "copy_blocks_",

@@ -19,8 +19,8 @@ import torch
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError
 from kvdock.guarded import raise_memory
-from kvdock.ops.active import ACTIVE_OPS
 from kvdock.ops.attention import FAR
+from kvdock.ops.dispatcher import ACTIVE_OPS
 from kvdock.spec import check_int
 
 __all__ = [

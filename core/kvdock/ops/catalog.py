@@ -7,7 +7,7 @@ positions; Dw elements of a row of latents, Dc of a latent and Dp of the rotary 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -47,23 +47,18 @@ _SCALES = (  # of quantised caches: per tensor, per head, or per token and head
 )
 
 
-def _check_paged_caching(args: Mapping[str, Any]) -> list[str]:
-    return check_slots("paged_caching_", args["slot_mapping"], math.prod(args["k_cache"].shape[:2]))
+def _check_slots(op: str, pool: str, *, are_read: bool = False) -> Callable[[Mapping[str, Any]], list[str]]:
+    def check(args: Mapping[str, Any]) -> list[str]:
+        found = check_slots(op, args["slot_mapping"], math.prod(args[pool].shape[:2]))
+        return [] if are_read else found  # reading a slot twice is fine
 
-
-def _check_gather_paged(args: Mapping[str, Any]) -> list[str]:
-    check_slots("gather_paged", args["slot_mapping"], math.prod(args["k_cache"].shape[:2]))
-    return []  # reading a slot twice is fine
+    return check
 
 
 def _check_static_update(args: Mapping[str, Any]) -> list[str]:
     lengths = args["cache_lengths"]
     values = [lengths] if isinstance(lengths, int) else lengths.flatten().tolist()
     return check_lengths("static_update_", values, args["k"].shape[2], args["k_cache"].shape[2])
-
-
-def _check_copy_blocks(args: Mapping[str, Any]) -> list[str]:
-    return check_pairs("copy_blocks_", args["block_pairs"], args["k_cache"].shape[0])
 
 
 PAGED_CACHING = OpSchema(
@@ -75,7 +70,7 @@ PAGED_CACHING = OpSchema(
         _SLOTS,
         *_SCALES,
     ),
-    check_values=_check_paged_caching,
+    check_values=_check_slots("paged_caching_", "k_cache"),
 )
 
 STATIC_UPDATE = OpSchema(
@@ -107,19 +102,14 @@ GATHER_PAGED = OpSchema(
         Arg("k_out", Role.MUTATED, ("... Hk Dk",), COPY_DTYPES, same_dtype="k_cache", returned=True),
         Arg("v_out", Role.MUTATED, ("... Hv Dv",), COPY_DTYPES, same_dtype="v_cache", returned=True),
     ),
-    check_values=_check_gather_paged,
+    check_values=_check_slots("gather_paged", "k_cache", are_read=True),
 )
 
 COPY_BLOCKS = OpSchema(
     "copy_blocks_",
     (*_caches(Role.MUTATED, v_dims="NB vblock Hv Dv"), Arg("block_pairs", Role.TENSOR, ("*N 2",), INDEX_DTYPES, host=True)),
-    check_values=_check_copy_blocks,
+    check_values=lambda args: check_pairs("copy_blocks_", args["block_pairs"], len(args["k_cache"])),
 )
-
-
-def _check_swap_blocks(args: Mapping[str, Any]) -> list[str]:
-    sources, blocks = args["src_cache"].shape[0], args["dst_cache"].shape[0]
-    return check_pairs("swap_blocks_", args["block_pairs"], blocks, num_sources=sources)
 
 
 SWAP_BLOCKS = OpSchema(
@@ -129,18 +119,9 @@ SWAP_BLOCKS = OpSchema(
         Arg("dst_cache", Role.MUTATED, ("NBd block Hk Dk",), _CACHE_DTYPES, same_dtype="src_cache", host=True),
         Arg("block_pairs", Role.TENSOR, ("*N 2",), INDEX_DTYPES, host=True),
     ),
-    check_values=_check_swap_blocks,
+    check_values=lambda args: check_pairs("swap_blocks_", args["block_pairs"], len(args["dst_cache"]), num_sources=len(args["src_cache"])),
     instead="copy blocks inside one pool with kvdock.ops.copy_blocks_",
 )
-
-
-def _check_mla_caching(args: Mapping[str, Any]) -> list[str]:
-    return check_slots("mla_caching_", args["slot_mapping"], math.prod(args["kv_cache"].shape[:2]))
-
-
-def _check_mla_gather(args: Mapping[str, Any]) -> list[str]:
-    check_slots("mla_gather", args["slot_mapping"], math.prod(args["kv_cache"].shape[:2]))
-    return []  # reading a slot twice is fine
 
 
 def _latents(role: Role) -> Arg:
@@ -166,14 +147,14 @@ MLA_CACHING = OpSchema(
     "mla_caching_",
     (_latents(Role.MUTATED), *_parts(Role.TENSOR, ""), _SLOTS, _LATENT_SCALE),
     _whole_rows("k_pe"),
-    check_values=_check_mla_caching,
+    check_values=_check_slots("mla_caching_", "kv_cache"),
 )
 
 MLA_GATHER = OpSchema(
     "mla_gather",
     (_latents(Role.TENSOR), _SLOTS, _LATENT_SCALE, *_parts(Role.MUTATED, "_out")),
     _whole_rows("k_pe_out"),
-    check_values=_check_mla_gather,
+    check_values=_check_slots("mla_gather", "kv_cache", are_read=True),
 )
 
 _OPS = (PAGED_CACHING, STATIC_UPDATE, GATHER_PAGED, COPY_BLOCKS, SWAP_BLOCKS, PAGED_ATTENTION, MLA_CACHING, MLA_GATHER)

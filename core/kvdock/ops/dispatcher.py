@@ -1,11 +1,12 @@
-"""The ops of a runtime, each ready to be called."""
+"""The ops of a runtime, each ready to be called; the public functions use those of the process's runtime, resolved at the first call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
+import torch
 
 from kvdock.descriptors.manager import DescriptorCacheManager
 from kvdock.errors import ArgumentValueError
@@ -13,9 +14,11 @@ from kvdock.ops.catalog import CATALOG
 from kvdock.ops.entry import OpEntry
 from kvdock.ops.schema import OpSchema
 from kvdock.ops.selection import Chooser, Preparer
+from kvdock.ops.tracing import process_form_of, traced
 from kvdock.ops.validate import validate
+from kvdock.process import process_runtime
 
-__all__ = ["Explanation", "OpDispatcher"]
+__all__ = ["ACTIVE_OPS", "Explanation", "OpDispatcher", "active_dispatcher", "call_op"]
 
 
 @attrs.frozen
@@ -80,3 +83,39 @@ class OpDispatcher(Preparer):
             f"{type(selection.kernel).__module__}.{type(selection.kernel).__qualname__}",
             [(name, list(reasons)) for name, reasons in selection.rejected],
         )
+
+
+def active_dispatcher() -> OpDispatcher:
+    """Return the dispatcher of the process's runtime."""
+    return process_runtime().dispatcher
+
+
+class _ActiveOps(dict[str, Callable[..., Any]]):
+    """The ops of the process's runtime, resolved once each: a look-up costs less than a function call."""
+
+    def __missing__(self, name: str) -> Callable[..., None]:
+        if torch.compiler.is_dynamo_compiling():  # plugins cannot be looked for in what is traced, but beside it
+            return lambda *values: traced(lambda kinds: process_form_of(name, kinds), values, None)
+        call = self[name] = active_dispatcher().op(name).call
+        return call
+
+
+ACTIVE_OPS = _ActiveOps()
+"""``ACTIVE_OPS[name]`` is an op of the process's runtime, as a function of its arguments in the schema's order. Cleared by
+`kvdock.runtime.set_default`, they are resolved anew."""
+
+
+def call_op(name: str, *values: Any) -> Any:
+    """Call an op of the process's runtime by name, as ops that plugins bring are: kvdock has no function for them.
+
+    Args:
+        name: name of the op.
+        values: its arguments in the schema's order, None where absent.
+
+    Returns:
+        The outputs that its schema says are returned; else None.
+
+    Raises:
+        ArgumentValueError: there is no such op; or as the op does.
+    """
+    return ACTIVE_OPS[name](*values)

@@ -1,8 +1,11 @@
-"""Where tensors lie: what an op refuses about it, and what of it is in a key. Nothing here reads what is in a tensor."""
+"""Where and how tensors lie: what an op refuses about it, and what of it is in a key. Nothing here reads what is in a tensor."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+import re
 from typing import Any, NoReturn
 
 import torch
@@ -10,12 +13,54 @@ import torch
 from kvdock.errors import ArgumentValueError, KVDockError
 from kvdock.interface import HOST_INT, TensorMeta
 from kvdock.ops.geometry import alignment_of, extent, has_internal_overlap, normalised, ranges_overlap, share_memory
-from kvdock.ops.schema import Arg, Dim, OpSchema, Role
+from kvdock.ops.schema import Arg, OpSchema, Role
 
-__all__ = ["check_overlap", "check_storage", "check_strides", "meta_of", "refuse"]
+__all__ = ["check_overlap", "check_storage", "check_strides", "meta_of", "refuse", "unlike_memory"]
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+"""Of another type the elements may lie elsewhere, or mean something else. A `torch.nn.Buffer` is a `torch.Tensor`."""
+
+_FIXES = {
+    "Conjugate": "{0}.resolve_conj()",
+    "Negative": "{0}.resolve_neg()",
+    "ZeroTensor": "{0}.clone()",
+    "FuncTorch": "call it outside of torch.vmap, torch.func.grad and the like",
+    "Functionalize": "call it outside of torch.func.functionalize and the like",
+    "Python": "pass the tensor that it stands for, and call outside of the mode that made it, such as FakeTensorMode",
+}
+"""What to do about a dispatch key, by how its name begins."""
 
 _NOWHERE = torch.device("meta")
 """Where there is no memory to share: an address is but an offset in a storage of its own."""
+
+
+def unlike_memory(name: str, tensor: torch.Tensor) -> tuple[str, str] | None:
+    """Return what a strided tensor is beside plain memory, and what to do about it, given its name; None if it is nothing else.
+
+    What is harmless is listed, rather than what is not: torch gets new kinds of tensors.
+    """
+    keys, plain = torch._C._dispatch_keys(tensor), _plain_keys(tensor.device.type)
+    if (keys | plain).raw_repr() != plain.raw_repr():
+        names = [key for key in re.findall(r"\w+", str(keys)) if key not in str(plain)]
+        fixes = (fix for start, fix in _FIXES.items() if any(key.startswith(start) for key in names))
+        fix = "{0}.to_local()" if hasattr(tensor, "to_local") else next(fixes, "pass a plain tensor with the same elements")
+    elif type(tensor) not in _PLAIN_TYPES:
+        names, fix = [], "{0}.as_subclass(torch.Tensor), if its elements mean what those of a torch.Tensor do"
+    else:
+        return None
+    kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+    return f"{kind} with {', '.join(names)}" if names else kind, fix.format(name)
+
+
+@functools.cache
+def _plain_keys(device_type: str) -> torch._C.DispatchKeySet:
+    """Return the dispatch keys of memory: those that compute on the device, record gradients, and choose a dtype."""
+    backend = torch._C._dispatch_key_for_device(device_type)
+    keys = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(backend))
+    for key in ("ADInplaceOrView", "AutogradOther", f"Autograd{backend}", f"Autocast{backend}"):
+        with contextlib.suppress(RuntimeError):  # there are devices that some are missing for
+            keys |= torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
+    return keys
 
 
 def refuse(error: type[KVDockError], schema: OpSchema, name: str, expected: str, got: object, fix: str) -> NoReturn:
@@ -66,21 +111,13 @@ def meta_of(arg: Arg, value: Any, device: torch.device) -> Any:
     if not isinstance(value, torch.Tensor):
         return HOST_INT if arg.role is Role.RUNTIME_INT and value is not None else value
     dims = arg.dims_of_rank(value.dim()) or ()
+    address, item = value.data_ptr(), value.element_size()
     if dims and not any(dim.runtime for dim in dims):
         strides, is_on_host = normalised(value.shape, value.stride()), value.device != device
-        return TensorMeta(value.dtype, tuple(value.shape), strides, alignment_of([value.data_ptr()]), is_on_host)
+        return TensorMeta(value.dtype, tuple(value.shape), strides, alignment_of([address]), is_on_host)
     shape = tuple(None if dim.runtime else size for dim, size in zip(dims, value.shape, strict=True))
-    return TensorMeta(value.dtype, shape, None, _runtime_alignment(dims, value))
-
-
-def _runtime_alignment(dims: tuple[Dim, ...], tensor: torch.Tensor) -> int:
-    """Return the alignment class of a tensor with run-time strides: its pointer, its rows' length, and every step.
-
-    A tensor that is read element by element (an index tensor) has the alignment of its elements. The length of a row
-    counts, so that one token and many have one class; strides of size-1 dims say nothing and do not.
-    """
-    size = tensor.element_size()
-    if not dims or dims[-1].runtime:
-        return alignment_of([tensor.data_ptr(), size])
-    steps = [stride * size for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if length > 1]
-    return alignment_of([tensor.data_ptr(), tensor.shape[-1] * size, *steps])
+    if not dims or dims[-1].runtime:  # read element by element, as an index tensor is
+        return TensorMeta(value.dtype, shape, None, alignment_of([address, item]))
+    # The length of a row counts, so that one token and many have one class; strides of size-1 dims say nothing and do not.
+    steps = [stride * item for length, stride in zip(value.shape[:-1], value.stride()[:-1], strict=True) if length > 1]
+    return TensorMeta(value.dtype, shape, None, alignment_of([address, value.shape[-1] * item, *steps]))

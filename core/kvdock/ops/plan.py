@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ class Plan(Held):
     def __init__(self, descriptor: Descriptor, selection: Selection, owner: Owner) -> None:
         super().__init__(descriptor, owner, functools.partial(selection.choice.backend.device_guard, selection.device))
         self.descriptor = descriptor
-        self._known = None if selection.known is None else _taker(selection.known)
+        self._known = selection.known
         self.run: Callable[..., None] = descriptor.__call__  # a bound method is called quicker than an instance
         if self._known is not None:
             self.run = _of_its_version(self.run, self._known)
@@ -45,21 +44,14 @@ class Plan(Held):
         """
         if self.run is not self._plain:
             return None
-        return self.descriptor.fix(*(values if self._known is None else self._known(values)))
+        return self.descriptor.fix(*(values if self._known is None else [values[place] for place in self._known]))
 
 
-def _taker(places: tuple[int, ...]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """Return what takes the values at some places: of the arguments those that a version of the contract has."""
-    if len(places) == 1:  # of one place, itemgetter returns no tuple
-        return lambda values: (values[places[0]],)
-    return operator.itemgetter(*places)
-
-
-def _of_its_version(run: Callable[..., None], known: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[..., None]:
+def _of_its_version(run: Callable[..., None], known: Sequence[int]) -> Callable[..., None]:
     """Call a descriptor with the arguments that it knows; those that came later are absent, or it would not have been chosen."""
 
     def run_of_its_version(*values: Any) -> None:
-        run(*known(values))
+        run(*[values[place] for place in known])
 
     return run_of_its_version
 

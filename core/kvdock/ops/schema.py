@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -136,6 +137,11 @@ class Arg:
         return next((dims for dims in self.shapes() if len(dims) == rank), None)
 
 
+@functools.cache
+def _compiled(expression: str) -> types.CodeType:
+    return compile(expression, "<relation>", "eval")
+
+
 @attrs.frozen
 class Relation:
     """A condition on run-time sizes, checked at every call.
@@ -153,6 +159,18 @@ class Relation:
     expected: str
     fix: str
     without: str | None = None
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words in it."""
+        return _compiled(self.expression).co_names
+
+    def holds(self, sizes: Mapping[str, int]) -> bool:
+        """Whether it holds of sizes by word. One about sizes that are absent does."""
+        try:
+            return bool(eval(_compiled(self.expression), {"__builtins__": {}}, sizes))  # noqa: S307 - from the schema, never from a user
+        except NameError:
+            return True
 
 
 @attrs.frozen

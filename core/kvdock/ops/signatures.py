@@ -18,7 +18,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from types import CodeType
 from typing import Any
 
 import torch
@@ -279,9 +278,7 @@ class _OptionalTensors:
         self._guard = make_guard(tensors, _static_sizes(self._dims, tensors), strides)
         words = {dim.name for dims in self._dims for dim in dims}
         names = {arg.name for arg in present}
-        relations = [relation.expression for relation in schema.relations if relation.without not in names]
-        compiled = [compile(expression, "<relation>", "eval") for expression in relations]
-        self._relations = [code for code in compiled if words.intersection(code.co_names)]
+        self._relations = [each for each in schema.relations if each.without not in names and words.intersection(each.words)]
         self._sizes = known_sizes(schema, args)
 
     def accept(self, values: tuple[Any, ...]) -> bool:
@@ -301,15 +298,7 @@ class _OptionalTensors:
             steps = [step * size for n, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n > 1]
             classes.append(alignment_of([at] if is_static else [at, _full_alignment(dims, tensor), *steps]))
         known = self._sizes | sizes if self._relations else {}
-        return tuple(classes) if all(_holds(code, known) for code in self._relations) else None
-
-
-def _holds(relation: CodeType, sizes: dict[str, int]) -> bool:
-    """Whether a relation holds; one about sizes that are absent does."""
-    try:
-        return bool(eval(relation, {"__builtins__": {}}, sizes))  # noqa: S307 - from the schema, never from a user
-    except NameError:
-        return True
+        return tuple(classes) if all(relation.holds(known) for relation in self._relations) else None
 
 
 def known_sizes(schema: OpSchema, args: dict[str, Any]) -> dict[str, int]:

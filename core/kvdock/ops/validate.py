@@ -6,7 +6,6 @@ This is the slow and complete reading of a schema. It runs once per static signa
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any, NoReturn, TypeAlias
 
@@ -14,9 +13,7 @@ import torch
 
 from kvdock.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from kvdock.interface import HOST, Request
-from kvdock.ops.memory import check_overlap, check_storage, check_strides, meta_of
-from kvdock.ops.memory import refuse as _refuse
-from kvdock.ops.plain import unlike_memory
+from kvdock.ops.memory import check_overlap, check_storage, check_strides, meta_of, refuse, unlike_memory
 from kvdock.ops.schema import Arg, Dim, OpSchema, Relation, Role
 from kvdock.spec import QUANTISED_DTYPES
 
@@ -65,8 +62,9 @@ def _check_traits(schema: OpSchema, args: dict[str, Any], *, is_memory: bool) ->
     for arg in schema.args:
         if not (arg.returned and is_made):
             _check_kind(schema, arg, args[arg.name])
-        if is_memory and isinstance(args[arg.name], torch.Tensor):
-            _check_unwrapped(schema, arg.name, args[arg.name])
+        found = unlike_memory(arg.name, args[arg.name]) if is_memory and isinstance(args[arg.name], torch.Tensor) else None
+        if found is not None:
+            refuse(ArgumentTypeError, schema, arg.name, "a plain torch.Tensor: its bytes are moved as they lie", *found)
     tensors = {arg.name: args[arg.name] for arg in schema.args if isinstance(args[arg.name], torch.Tensor)}
     placing = [name for name in schema.placing if name in tensors]
     first = next((name for name in placing if tensors[name].device != HOST), placing[0]) if schema.arg(placing[0]).host else placing[0]
@@ -74,8 +72,7 @@ def _check_traits(schema: OpSchema, args: dict[str, Any], *, is_memory: bool) ->
     _check_quantised(schema, args)
     present = [arg for arg in schema.args if arg.name in tensors]
     for arg in present:
-        _check_device(schema, arg, tensors[arg.name], device, first)
-        _check_dtype(schema, arg, args)
+        _check_device_and_dtype(schema, arg, args, device, first)
     for arg in present:  # when each has a dtype that it may have: else what follows a wrong one would be blamed
         _check_same_dtype(schema, arg, args)
     _check_scales(schema, args)
@@ -95,51 +92,41 @@ def _check_kind(schema: OpSchema, arg: Arg, value: Any) -> None:
         return
     if not isinstance(value, torch.Tensor):
         expected, got = "an int or a torch.Tensor" if may_be_int else "a torch.Tensor", f"{type(value).__name__} {value!r}"[:120]
-        _refuse(ArgumentTypeError, schema, arg.name, expected, got, "convert it with torch.as_tensor")
+        refuse(ArgumentTypeError, schema, arg.name, expected, got, "convert it with torch.as_tensor")
     if value.layout != torch.strided:
-        _refuse(ArgumentTypeError, schema, arg.name, "a dense tensor with strides", value.layout, f"{arg.name}.to_dense()")
-
-
-def _check_unwrapped(schema: OpSchema, name: str, tensor: torch.Tensor) -> None:
-    found = unlike_memory(name, tensor)
-    if found is not None:
-        _refuse(ArgumentTypeError, schema, name, "a plain torch.Tensor: its bytes are moved as they lie", *found)
+        refuse(ArgumentTypeError, schema, arg.name, "a dense tensor with strides", value.layout, f"{arg.name}.to_dense()")
 
 
 def _check_plain(schema: OpSchema, arg: Arg, value: Any) -> None:
     got = f"{type(value).__name__} {value!r}"[:120]
     if arg.role is Role.RUNTIME_INT:
-        _refuse(ArgumentTypeError, schema, arg.name, "an int", got, f"pass int({arg.name})")
+        refuse(ArgumentTypeError, schema, arg.name, "an int", got, f"pass int({arg.name})")
     try:
         hash(value)
     except TypeError:
-        _refuse(ArgumentTypeError, schema, arg.name, "a hashable value", got, "pass a tuple in place of a list")
+        refuse(ArgumentTypeError, schema, arg.name, "a hashable value", got, "pass a tuple in place of a list")
     expected = arg.expects(value) if arg.expects is not None else ""
     if expected:
         fix = f"{arg.name}.item()" if hasattr(value, "item") else f"pass such a value, or leave {arg.name} out"
-        _refuse(ArgumentValueError, schema, arg.name, expected, got, fix)
+        refuse(ArgumentValueError, schema, arg.name, expected, got, fix)
 
 
-def _check_device(schema: OpSchema, arg: Arg, tensor: torch.Tensor, device: torch.device, first: str) -> None:
+def _check_device_and_dtype(schema: OpSchema, arg: Arg, args: dict[str, Any], device: torch.device, first: str) -> None:
+    tensor, like = args[arg.name], args[arg.same_dtype].dtype if arg.same_dtype else torch.int64
     if tensor.device != device and not (arg.host and tensor.device == HOST):
         or_host = ", or in host memory" if arg.host and device != HOST else ""
         expected, got = f"a tensor on {device}, where {first} is{or_host}", f"a tensor on {tensor.device}"
-        _refuse(ArgumentValueError, schema, arg.name, expected, got, f'{arg.name}.to("{device}")')
-
-
-def _check_dtype(schema: OpSchema, arg: Arg, args: dict[str, Any]) -> None:
-    dtype, like = args[arg.name].dtype, args[arg.same_dtype].dtype if arg.same_dtype else torch.int64
-    if dtype not in arg.dtypes:
-        advice = like if like in arg.dtypes else arg.dtypes[0]
-        fix = f"{arg.name}.to({advice}), if that keeps its meaning"
-        _refuse(ArgumentTypeError, schema, arg.name, _one_of(arg), dtype, fix)
+        refuse(ArgumentValueError, schema, arg.name, expected, got, f'{arg.name}.to("{device}")')
+    if tensor.dtype not in arg.dtypes:
+        fix = f"{arg.name}.to({like if like in arg.dtypes else arg.dtypes[0]}), if that keeps its meaning"
+        refuse(ArgumentTypeError, schema, arg.name, _one_of(arg), tensor.dtype, fix)
 
 
 def _check_same_dtype(schema: OpSchema, arg: Arg, args: dict[str, Any]) -> None:
-    dtype, like = args[arg.name].dtype, args[arg.same_dtype].dtype if arg.same_dtype else torch.int64
+    dtype, like = args[arg.name].dtype, args[arg.same_dtype or arg.name].dtype
     if arg.same_dtype and dtype != like and not _is_scaled(schema, arg.same_dtype, args):
         expected, got = f"{like}, the dtype of {arg.same_dtype}", f"{dtype}; bits are never reinterpreted"
-        _refuse(ArgumentTypeError, schema, arg.name, expected, got, f"{arg.name}.to({like}), or create the cache in {dtype}")
+        refuse(ArgumentTypeError, schema, arg.name, expected, got, f"{arg.name}.to({like}), or create the cache in {dtype}")
 
 
 def _one_of(arg: Arg) -> str:
@@ -159,7 +146,7 @@ def _check_quantised(schema: OpSchema, args: dict[str, Any]) -> None:
         if args[arg.name].dtype in QUANTISED_DTYPES or not _is_scaled(schema, cache, args):
             got = f"{args[cache].dtype}: quantised caches are not there yet"
             fix = "store the model's own dtype; to move what is quantised already, pass all of it as bytes, by .view(torch.uint8)"
-            _refuse(UnsupportedError, schema, cache, _one_of(arg), got, fix)
+            refuse(UnsupportedError, schema, cache, _one_of(arg), got, fix)
 
 
 def _check_scales(schema: OpSchema, args: dict[str, Any]) -> None:
@@ -169,10 +156,8 @@ def _check_scales(schema: OpSchema, args: dict[str, Any]) -> None:
             continue
         scale, expected = args[arg.name], f"None, since {arg.scale_of} is {args[arg.scale_of].dtype} and not quantised"
         got = f"{str(scale.dtype).removeprefix('torch.')} {list(scale.shape)} on {scale.device}"
-        _refuse(ArgumentValueError, schema, arg.name, expected, got, f"drop {arg.name}, or divide by it yourself before the call")
+        refuse(ArgumentValueError, schema, arg.name, expected, got, f"drop {arg.name}, or divide by it yourself before the call")
 
-
-_compiled = functools.cache(functools.partial(compile, filename="<relation>", mode="eval"))
 
 _Sizes: TypeAlias = dict[str, tuple[int, str]]
 """Sizes by word, each with the argument that settled it; ``...`` is how many leading dimensions there are."""
@@ -214,7 +199,7 @@ def _refuse_sizes(schema: OpSchema, name: str, tensor: torch.Tensor, sizes: _Siz
     expected = " or ".join("[" + ", ".join(_size_texts(dims, settled)) + "]" for dims in shapes)
     agree = f" to agree with {', '.join(sources)}" if sources else " with no size 0" * (0 in tensor.shape)
     fix = "check the order of dimensions and of arguments"
-    _refuse(ArgumentValueError, schema, name, f"shape {expected}{agree}", f"shape {list(tensor.shape)}", fix)
+    refuse(ArgumentValueError, schema, name, f"shape {expected}{agree}", f"shape {list(tensor.shape)}", fix)
 
 
 def _size_texts(dims: tuple[Dim, ...], settled: dict[str, int]) -> Iterator[str]:
@@ -225,14 +210,10 @@ def _size_texts(dims: tuple[Dim, ...], settled: dict[str, int]) -> Iterator[str]
 
 
 def _check_relation(schema: OpSchema, relation: Relation, tensors: dict[str, torch.Tensor], sizes: dict[str, int]) -> None:
-    """Refuse sizes that a relation of the schema forbids. A relation about sizes that are absent holds."""
-    try:
-        holds = eval(_compiled(relation.expression), {"__builtins__": {}}, sizes)  # noqa: S307 - from the schema, never from a user
-    except NameError:
-        return
-    if not holds:
-        words = set(_compiled(relation.expression).co_names)
-        sized = (name for name in tensors if any(dim.name in words for dim in schema.arg(name).dims_of_rank(tensors[name].dim()) or ()))
+    """Refuse sizes that a relation of the schema forbids."""
+    if not relation.holds(sizes):
+        dims = {name: schema.arg(name).dims_of_rank(tensor.dim()) or () for name, tensor in tensors.items()}
+        sized = (name for name in tensors if any(dim.name in relation.words for dim in dims[name]))
         name = relation.arg if relation.arg in tensors else [*sized][-1]
         expected, got = relation.expected.format(**sizes), f"shape {list(tensors[name].shape)}"
-        _refuse(ArgumentValueError, schema, name, expected, got, relation.fix.format(**sizes))
+        refuse(ArgumentValueError, schema, name, expected, got, relation.fix.format(**sizes))

@@ -44,10 +44,4 @@ def solved(equations: Sequence[tuple[str, CodeType]], sizes: Sizes, fixed: Sizes
 
 def broken_by(schema: OpSchema, sizes: Sizes) -> str:
     """Return the first relation that does not hold; empty when all do. One about sizes that are absent holds."""
-    for relation in schema.relations:
-        try:
-            if not eval(_compiled(relation.expression), {"__builtins__": {}}, dict(sizes)):  # noqa: S307 - from the schema
-                return relation.expression
-        except NameError:
-            continue
-    return ""
+    return next((relation.expression for relation in schema.relations if not relation.holds(sizes)), "")

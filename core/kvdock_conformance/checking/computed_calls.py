@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvdock.ops.active import call_op
+from kvdock.ops.dispatcher import call_op
 from kvdock_conformance.checking.device_calls import DeviceCall
 from kvdock_conformance.checking.meaning import in_order, refer_to, schema_of, tolerance_of
 from kvdock_conformance.checking.memory import Arenas

@@ -11,8 +11,8 @@ import torch
 
 import kvdock
 from kvdock import runtime
-from kvdock.ops.active import call_op
 from kvdock.ops.catalog import CATALOG
+from kvdock.ops.dispatcher import call_op
 from kvdock.ops.selection import own_reasons
 from kvdock.ops.validate import validate
 

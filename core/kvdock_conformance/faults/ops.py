@@ -14,7 +14,7 @@ import torch
 
 import kvdock
 from kvdock import runtime
-from kvdock.ops.active import ACTIVE_OPS
+from kvdock.ops.dispatcher import ACTIVE_OPS
 from kvdock.ops.schema import Arg, Role
 from kvdock_conformance.checking.meaning import schema_of
 from kvdock_conformance.faults import descriptors

@@ -239,7 +239,7 @@ def test_what_only_the_slow_path_accepts_is_prepared_once(kernels: dict[str, Cou
 
 
 def test_a_bound_op_shares_plans_with_the_function(kernels: dict[str, CountingKernel]) -> None:
-    from kvdock.ops.active import active_dispatcher
+    from kvdock.ops.dispatcher import active_dispatcher
 
     pools = [torch.zeros(6, 4, 2, 8), torch.zeros(6, 4, 2, 8)]
     k, slots = torch.zeros(3, 2, 8), torch.tensor([1, 2, 3])

@@ -185,7 +185,7 @@ class VariantSource:
         sizes = {dim.name: f"{name}.shape[{i}]" for name, i, dim in dims if not dim.runtime}
         found = []
         for relation in self.schema.relations:
-            names = compile(relation.expression, "<relation>", "eval").co_names
+            names = relation.words
             if all(word in self.words or word in sizes for word in names) and any(word in self.words for word in names):
                 holds = _substitute(relation.expression, {w: sizes[w] for w in names if w not in self.words})
                 found.append(f"{relation.without} is not None or {holds}" if relation.without else holds)
